@@ -1,0 +1,330 @@
+//! The information book: which layers, tensors and slices exist, and who owns each slice. The same on every rank.
+
+use crate::error::Error;
+use crate::limits;
+
+/// A worker's number, `0..ranks`. Every worker process also holds one shard of the store under the same number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Rank(pub u32);
+
+impl Rank {
+    /// As an index into per-rank tables.
+    #[must_use]
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+impl std::fmt::Display for Rank {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// The number of a book, in the order in which books were opened.
+pub type BookId = u16;
+/// The number of a layer in its book, in registration order.
+pub type LayerId = u32;
+/// The number of a tensor in its book.
+pub type TensorId = u32;
+/// The number of a slice in its book.
+pub type SliceId = u32;
+/// Counts the submissions of one tensor: the exchange of a slice is named by (book, slice, seq).
+pub type Seq = u32;
+/// The user's iteration. Only for reports and messages; exchanges are told apart by [`Seq`].
+pub type Step = u32;
+
+/// Element types that can be summed, and `Bytes`, which can only be copied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Dtype {
+    /// IEEE single precision.
+    F32,
+    /// IEEE double precision.
+    F64,
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    Bf16,
+    /// Anything else; one element is one byte.
+    Bytes,
+}
+
+impl Dtype {
+    /// Bytes per element.
+    #[must_use]
+    pub fn size_bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F64 => 8,
+            Self::F16 | Self::Bf16 => 2,
+            Self::Bytes => 1,
+        }
+    }
+}
+
+impl std::str::FromStr for Dtype {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self, Error> {
+        Ok(match name {
+            "f32" => Self::F32,
+            "f64" => Self::F64,
+            "f16" => Self::F16,
+            "bf16" => Self::Bf16,
+            "bytes" => Self::Bytes,
+            _ => {
+                return Err(Error::Config(format!(
+                    "unknown dtype {name:?}: expected f32, f64, f16, bf16 or bytes"
+                )));
+            }
+        })
+    }
+}
+
+/// One parameter's gradient or value.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tensor {
+    /// Its name in the model.
+    pub name: String,
+    /// The layer whose place in the forward pass is its priority.
+    pub layer: LayerId,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Number of elements.
+    pub elems: u64,
+    /// The slices of this tensor are `first_slice..first_slice + slice_count`. Filled in by [`Book::new`].
+    pub first_slice: SliceId,
+    /// See `first_slice`; 0 for an empty tensor.
+    pub slice_count: u32,
+}
+
+impl Tensor {
+    /// A tensor before slicing.
+    #[must_use]
+    pub fn new(name: impl Into<String>, layer: LayerId, dtype: Dtype, elems: u64) -> Self {
+        Self { name: name.into(), layer, dtype, elems, first_slice: 0, slice_count: 0 }
+    }
+
+    /// Length in bytes.
+    #[must_use]
+    pub fn len_bytes(&self) -> u64 {
+        self.elems * self.dtype.size_bytes() as u64
+    }
+}
+
+/// A contiguous piece of a tensor: the unit of synchronisation (P3's slice, Poseidon's KV pair).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Slice {
+    /// The tensor it is part of.
+    pub tensor: TensorId,
+    /// Where it starts in the tensor, in bytes.
+    pub offset_bytes: u64,
+    /// Its length in bytes, at least 1.
+    pub len_bytes: u32,
+    /// The rank whose shard sums it.
+    pub owner: Rank,
+    /// Its number among the slices of this owner, in book order.
+    pub at_owner: u32,
+    /// The lane that carries it.
+    pub lane: u32,
+}
+
+/// The information book.
+#[derive(Debug, Clone)]
+pub struct Book {
+    /// What is synchronised, for messages and reports.
+    pub name: String,
+    /// Names of the layers in registration order.
+    pub layers: Vec<String>,
+    /// Tensors, in the order given.
+    pub tensors: Vec<Tensor>,
+    /// Slices, grouped by tensor.
+    pub slices: Vec<Slice>,
+    /// Bytes owned by each rank.
+    pub owned_bytes: Vec<u64>,
+    /// Slices owned by each rank.
+    pub owned_slices: Vec<u32>,
+}
+
+/// Slices end on multiples of this many elements where possible, so that sums run on whole cache lines.
+const ALIGN_ELEMS: u64 = 64;
+
+impl Book {
+    /// Cuts `tensors` into slices of about `slice_bytes` and gives each to the rank that owns least so far, so that the
+    /// shards differ by at most one slice and each layer is spread over all ranks.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if a bound of [`limits`] is exceeded or a tensor names a layer that does not exist.
+    pub fn new(
+        name: impl Into<String>,
+        layers: Vec<String>,
+        mut tensors: Vec<Tensor>,
+        ranks: u32,
+        slice_bytes: usize,
+        lanes: u32,
+    ) -> Result<Self, Error> {
+        let name = name.into();
+        check(&name, &layers, &tensors, ranks, slice_bytes, lanes)?;
+        let mut book = Self {
+            name,
+            layers,
+            tensors: Vec::new(),
+            slices: Vec::new(),
+            owned_bytes: vec![0; ranks as usize],
+            owned_slices: vec![0; ranks as usize],
+        };
+        for (id, tensor) in tensors.iter_mut().enumerate() {
+            let elem_bytes = tensor.dtype.size_bytes() as u64;
+            let pieces = tensor.len_bytes().div_ceil(slice_bytes as u64);
+            if book.slices.len() as u64 + pieces > limits::SLICES_MAX {
+                let (book, max) = (&book.name, limits::SLICES_MAX);
+                return Err(Error::Config(format!(
+                    "{book}: more than {max} slices; use a larger slice_bytes"
+                )));
+            }
+            tensor.first_slice = book.slices.len() as u32;
+            let piece_elems = piece_elems(tensor.elems, pieces, slice_bytes as u64 / elem_bytes);
+            let mut start = 0;
+            while start < tensor.elems {
+                let elems = piece_elems.min(tensor.elems - start);
+                book.push_slice(id as u32, start * elem_bytes, (elems * elem_bytes) as u32, lanes);
+                start += elems;
+            }
+            tensor.slice_count = book.slices.len() as u32 - tensor.first_slice;
+        }
+        book.tensors = tensors;
+        Ok(book)
+    }
+
+    fn push_slice(&mut self, tensor: TensorId, offset_bytes: u64, len_bytes: u32, lanes: u32) {
+        let owner = (0..self.owned_bytes.len()).min_by_key(|&r| self.owned_bytes[r]).unwrap_or(0);
+        self.owned_bytes[owner] += u64::from(len_bytes);
+        let at_owner = self.owned_slices[owner];
+        self.owned_slices[owner] += 1;
+        // Dealt within each owner's slices, so that every lane talks to every owner.
+        let lane = at_owner % lanes;
+        self.slices.push(Slice {
+            tensor,
+            offset_bytes,
+            len_bytes,
+            owner: Rank(owner as u32),
+            at_owner,
+            lane,
+        });
+    }
+
+    /// The slices of a tensor.
+    #[must_use]
+    pub fn slices_of(&self, tensor: TensorId) -> std::ops::Range<u32> {
+        let tensor = &self.tensors[tensor as usize];
+        tensor.first_slice..tensor.first_slice + tensor.slice_count
+    }
+
+    /// The tensor that a slice is part of.
+    #[must_use]
+    pub fn tensor_of(&self, slice: SliceId) -> &Tensor {
+        &self.tensors[self.slices[slice as usize].tensor as usize]
+    }
+
+    /// Name of the layer that a tensor belongs to.
+    #[must_use]
+    pub fn layer_name(&self, tensor: TensorId) -> &str {
+        &self.layers[self.tensors[tensor as usize].layer as usize]
+    }
+}
+
+/// Elements of each of `pieces` near-equal pieces, rounded up to whole cache lines but never above `max_elems`.
+fn piece_elems(elems: u64, pieces: u64, max_elems: u64) -> u64 {
+    let even = elems.div_ceil(pieces.max(1));
+    even.next_multiple_of(ALIGN_ELEMS).min(max_elems).max(1)
+}
+
+fn check(
+    name: &str,
+    layers: &[String],
+    tensors: &[Tensor],
+    ranks: u32,
+    slice_bytes: usize,
+    lanes: u32,
+) -> Result<(), Error> {
+    let fail = |what: String| Err(Error::Config(format!("{name}: {what}")));
+    if ranks == 0 || ranks > limits::RANKS_MAX {
+        return fail(format!("{ranks} ranks; 1 to {} are possible", limits::RANKS_MAX));
+    }
+    if lanes == 0 || lanes > limits::LANES_MAX {
+        return fail(format!("{lanes} lanes; 1 to {} are possible", limits::LANES_MAX));
+    }
+    if !(limits::SLICE_BYTES_MIN..=limits::SLICE_BYTES_MAX).contains(&slice_bytes) {
+        let (min, max) = (limits::SLICE_BYTES_MIN, limits::SLICE_BYTES_MAX);
+        return fail(format!("slice_bytes is {slice_bytes}; {min} to {max} are possible"));
+    }
+    if layers.len() > limits::LAYERS_MAX || tensors.len() > limits::TENSORS_MAX {
+        let (layers_max, tensors_max) = (limits::LAYERS_MAX, limits::TENSORS_MAX);
+        return fail(format!("more than {layers_max} layers or {tensors_max} tensors"));
+    }
+    match tensors.iter().find(|t| t.layer as usize >= layers.len()) {
+        Some(tensor) => fail(format!(
+            "tensor {:?} names layer {}, but there are {}",
+            tensor.name,
+            tensor.layer,
+            layers.len()
+        )),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn slices_cover_each_tensor_once_and_shards_are_balanced(
+            sizes in proptest::collection::vec(0u64..200_000, 0..40),
+            ranks in 1u32..18, lanes in 1u32..5, slice_bytes in 1024usize..70_000,
+        ) {
+            let dtypes = [Dtype::F32, Dtype::F64, Dtype::F16, Dtype::Bytes];
+            let tensors: Vec<Tensor> =
+                sizes.iter().enumerate().map(|(i, &n)| Tensor::new(format!("t{i}"), 0, dtypes[i % 4], n)).collect();
+            let book = Book::new("test", vec!["layer".into()], tensors, ranks, slice_bytes, lanes).unwrap();
+            for (id, tensor) in book.tensors.iter().enumerate() {
+                let mut end = 0;
+                for slice in &book.slices[book.slices_of(id as u32).start as usize..book.slices_of(id as u32).end as usize] {
+                    prop_assert_eq!(slice.tensor, id as u32);
+                    prop_assert_eq!(slice.offset_bytes, end);
+                    prop_assert!(slice.len_bytes > 0 && slice.len_bytes as usize <= slice_bytes);
+                    prop_assert_eq!(slice.len_bytes as usize % tensor.dtype.size_bytes(), 0);
+                    prop_assert!(slice.lane < lanes);
+                    end += u64::from(slice.len_bytes);
+                }
+                prop_assert_eq!(end, tensor.len_bytes());
+            }
+            let (max, min) = (book.owned_bytes.iter().max().unwrap(), book.owned_bytes.iter().min().unwrap());
+            let largest = book.slices.iter().map(|s| u64::from(s.len_bytes)).max().unwrap_or(0);
+            prop_assert!(max - min <= largest, "owned {:?}, largest slice {}", book.owned_bytes, largest);
+            prop_assert_eq!(book.owned_bytes.iter().sum::<u64>(), book.tensors.iter().map(Tensor::len_bytes).sum::<u64>());
+        }
+    }
+
+    #[test]
+    fn bad_input_is_named() {
+        let book = |layer, ranks, slice_bytes| {
+            Book::new(
+                "model",
+                vec!["fc".into()],
+                vec![Tensor::new("w", layer, Dtype::F32, 10)],
+                ranks,
+                slice_bytes,
+                1,
+            )
+        };
+        assert!(book(0, 2, 4096).is_ok());
+        for (result, word) in
+            [(book(1, 2, 4096), "layer 1"), (book(0, 0, 4096), "ranks"), (book(0, 2, 10), "slice_bytes")]
+        {
+            let message = result.unwrap_err().to_string();
+            assert!(message.contains(word) && message.contains("model"), "{message}");
+        }
+    }
+}

@@ -1,0 +1,27 @@
+//! The protocol of Penstock, decided purely: events in, actions and frames out.
+//!
+//! A [`node::Node`] is one lane of one rank: a worker and its shard of the key-value store. Drivers feed it
+//! events ("this gradient is ready", "this frame arrived") and ask it, at the last moment before a write, which
+//! frame goes next to a peer ([`node::Node::next_frame`]). The same node runs on real sockets and in the simulator.
+//!
+//! What this crate leaves out on purpose: sockets, clocks, threads, Python, and memory itself. Memory is behind
+//! [`memory::Memory`], so that a simulation may move lengths instead of numbers.
+//!
+//! A slice's journey through the modules: [`layout`] (which slices exist, who owns them) → [`exchange`] (what a slice
+//! does next) → [`queue`] (which frame goes first) → [`wire`] (its bytes) and, on the other side, back up to
+//! [`reduce`] (the sum in rank order).
+
+pub mod bits;
+pub mod error;
+pub mod exchange;
+pub mod layout;
+pub mod limits;
+pub mod memory;
+pub mod node;
+pub mod queue;
+pub mod reduce;
+pub mod wire;
+
+pub use error::Error;
+pub use layout::{Book, BookId, Dtype, LayerId, Rank, Seq, SliceId, Step, TensorId};
+pub use wire::{Header, Kind, Op};

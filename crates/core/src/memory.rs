@@ -1,0 +1,21 @@
+//! What a node needs from memory, so that it can run over real numbers or over lengths alone.
+
+use crate::layout::Dtype;
+
+/// Memory of one lane: the gradients that workers handed over, and pooled scratch buffers.
+pub trait Memory {
+    /// A contiguous piece of memory. Cloning is cheap and shares the bytes; the memory is given back (to the user or
+    /// to the pool) when the last clone is dropped.
+    type Chunk: Clone;
+
+    /// `len_bytes` bytes of `chunk` from `offset_bytes`.
+    fn part(&self, chunk: &Self::Chunk, offset_bytes: usize, len_bytes: usize) -> Self::Chunk;
+
+    /// A scratch buffer with undefined contents.
+    fn scratch(&mut self, len_bytes: usize) -> Self::Chunk;
+
+    /// Writes to `output` the sum of `inputs` in the order given, times `1 / divisor`, as [`crate::reduce`] defines it.
+    /// `output` may be one of the inputs. All have the same length. One input and divisor 1 is a copy of bytes, for any
+    /// dtype: NaN payloads and integers survive.
+    fn reduce(&mut self, dtype: Dtype, inputs: &[Self::Chunk], divisor: u32, output: &Self::Chunk);
+}

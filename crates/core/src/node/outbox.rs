@@ -1,0 +1,149 @@
+//! What waits to be sent to one peer, and which of it may go next.
+//!
+//! Pushes are limited by a window per book, so that an owner holds a bounded number of bytes for a slow rank. A window alone
+//! could deadlock: rank 0 fills its window with slices that rank 1 has not pushed, and the other way round. So the first slice
+//! (in book order, the same on all ranks) of those that this rank has submitted and that are unanswered may always go: once every
+//! rank has submitted the same slices, that one is pushed by all, is answered, and the next takes its place.
+
+use crate::bits::Bits;
+use crate::layout::{Book, BookId, Rank};
+use crate::queue::PriorityQueue;
+use crate::wire::Outgoing;
+use std::collections::VecDeque;
+
+/// Pushes of one book to one owner.
+struct Pushes<C> {
+    queue: PriorityQueue<(u32, Outgoing<C>)>,
+    /// Place at which each slice waits, by its number at the owner.
+    places: Vec<u32>,
+    /// Submitted and unanswered, by number at the owner.
+    open: Bits,
+    /// Of those, handed to the driver.
+    pushed: Bits,
+    pushed_bytes: u64,
+}
+
+/// The frames for one peer.
+pub(super) struct Outbox<C> {
+    control: VecDeque<Outgoing<C>>,
+    /// Answers and absences, which no window holds back.
+    ready: PriorityQueue<Outgoing<C>>,
+    pushes: Vec<Option<Pushes<C>>>,
+    window_bytes: u64,
+}
+
+/// Which frame may go next.
+enum Next {
+    Control,
+    Ready,
+    /// The head of a book's queue.
+    Push(usize),
+    /// The first open slice of a book, which is not the head of its queue.
+    First(usize, u32),
+}
+
+impl<C> Pushes<C> {
+    /// Whether the slice with this number at the owner may be pushed now.
+    fn allowed(&self, at_owner: u32, len_bytes: u64, window_bytes: u64) -> bool {
+        // A slice that overtakes all that is under way gets a second window, so that a backlog cannot hold it up.
+        let overtakes = self.pushed.first().is_some_and(|first| (at_owner as usize) < first);
+        let limit = if overtakes { 2 * window_bytes } else { window_bytes };
+        self.pushed_bytes + len_bytes <= limit || self.open.first() == Some(at_owner as usize)
+    }
+
+    fn next(&self, book: usize, window_bytes: u64) -> Option<(usize, u64, Next)> {
+        let (place, order, (at_owner, frame)) = self.queue.peek()?;
+        if self.allowed(*at_owner, u64::from(frame.header.payload_bytes), window_bytes) {
+            return Some((place, order, Next::Push(book)));
+        }
+        let first = self.open.first().filter(|&first| !self.pushed.contains(first))?;
+        Some((self.places[first] as usize, 0, Next::First(book, first as u32)))
+    }
+}
+
+impl<C> Outbox<C> {
+    pub(super) fn new(window_bytes: u64) -> Self {
+        let mut ready = PriorityQueue::default();
+        ready.grow(1);
+        Self { control: VecDeque::new(), ready, pushes: Vec::new(), window_bytes }
+    }
+
+    pub(super) fn open_book(&mut self, id: BookId, book: &Book, peer: Rank) {
+        let (at, places, slices) =
+            (usize::from(id), book.layers.len().max(1), book.owned_slices[peer.index()] as usize);
+        if at >= self.pushes.len() {
+            self.pushes.resize_with(at + 1, || None);
+        }
+        self.ready.grow(places);
+        let mut queue = PriorityQueue::default();
+        queue.grow(places);
+        let (open, pushed) = (Bits::new(slices), Bits::new(slices));
+        self.pushes[at] = Some(Pushes { queue, places: vec![0; slices], open, pushed, pushed_bytes: 0 });
+    }
+
+    pub(super) fn queue_control(&mut self, frame: Outgoing<C>) {
+        self.control.push_back(frame);
+    }
+
+    pub(super) fn queue_ready(&mut self, place: usize, order: u64, frame: Outgoing<C>) -> bool {
+        self.ready.push(place, order, frame)
+    }
+
+    pub(super) fn queue_push(&mut self, place: usize, order: u64, at_owner: u32, frame: Outgoing<C>) -> bool {
+        let Some(Some(pushes)) = self.pushes.get_mut(usize::from(frame.header.book)) else { return false };
+        pushes.open.insert(at_owner as usize);
+        pushes.places[at_owner as usize] = place as u32;
+        pushes.queue.push(place, order, (at_owner, frame))
+    }
+
+    /// A slice was answered; returns whether a push that waits may go now.
+    pub(super) fn answered(&mut self, book: BookId, at_owner: u32, len_bytes: u32) -> bool {
+        let Some(Some(pushes)) = self.pushes.get_mut(usize::from(book)) else { return false };
+        let at = at_owner as usize;
+        pushes.open.remove(at);
+        if pushes.pushed.contains(at) {
+            pushes.pushed.remove(at);
+            pushes.pushed_bytes -= u64::from(len_bytes);
+        }
+        !pushes.queue.is_empty()
+    }
+
+    fn next(&self) -> Option<Next> {
+        if !self.control.is_empty() {
+            return Some(Next::Control);
+        }
+        let ready = self.ready.peek().map(|(place, order, _)| (place, order, Next::Ready));
+        let pushes = self.pushes.iter().enumerate();
+        let pushes = pushes.filter_map(|(book, pushes)| pushes.as_ref()?.next(book, self.window_bytes));
+        ready
+            .into_iter()
+            .chain(pushes)
+            .min_by_key(|(place, order, _)| (*place, *order))
+            .map(|(_, _, next)| next)
+    }
+
+    pub(super) fn has_frame(&self) -> bool {
+        self.next().is_some()
+    }
+
+    pub(super) fn pop(&mut self) -> Option<Outgoing<C>> {
+        let (pushes, (at_owner, frame)) = match self.next()? {
+            Next::Control => return self.control.pop_front(),
+            Next::Ready => return self.ready.pop(),
+            Next::Push(book) => {
+                let pushes = self.pushes[book].as_mut()?;
+                let head = pushes.queue.pop()?;
+                (pushes, head)
+            }
+            Next::First(book, first) => {
+                let pushes = self.pushes[book].as_mut()?;
+                let place = pushes.places[first as usize] as usize;
+                let taken = pushes.queue.take(place, |(at_owner, _)| *at_owner == first)?;
+                (pushes, taken)
+            }
+        };
+        pushes.pushed.insert(at_owner as usize);
+        pushes.pushed_bytes += u64::from(frame.header.payload_bytes);
+        Some(frame)
+    }
+}

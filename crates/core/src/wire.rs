@@ -1,0 +1,212 @@
+//! Frames: a fixed little-endian header and a payload. The protocol's version is agreed when a connection opens.
+//!
+//! ```text
+//!  0      1      2      4       8       12      16       20           24
+//!  | kind | op   | book | slice | seq   | step  | argument | payload_bytes |
+//! ```
+//! The sender is known from the connection; tensor and offset follow from the slice.
+
+use crate::layout::{BookId, Rank, Seq, SliceId, Step};
+use crate::limits;
+
+/// Version of frames and handshake; peers with another version are refused at the handshake.
+pub const VERSION: u16 = 1;
+/// Length of a header.
+pub const HEADER_BYTES: usize = 24;
+
+/// What a frame is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// Worker to owner: this rank's contribution to a slice.
+    Push = 1,
+    /// Worker to owner: this rank has no contribution to this slice.
+    PushAbsent = 2,
+    /// Owner to worker: the sum.
+    Answer = 3,
+    /// Owner to worker: nobody had a contribution.
+    AnswerAbsent = 4,
+    /// Owner to worker, for `Copy`: the result equals what this worker pushed.
+    AnswerSame = 5,
+    /// To all: this rank contributes no more until all ranks have left (join).
+    Leave = 6,
+    /// To all: this rank's part of an all-gather of small blobs; `seq` counts the all-gathers.
+    Blob = 7,
+    /// To all: this process is alive.
+    Heartbeat = 8,
+    /// To all: the job has failed; `argument` is the rank at fault, the payload says why.
+    Abort = 9,
+    /// To all: this rank is done and needs nobody any more.
+    Goodbye = 10,
+}
+
+impl Kind {
+    const ALL: [Self; 10] = [
+        Self::Push,
+        Self::PushAbsent,
+        Self::Answer,
+        Self::AnswerAbsent,
+        Self::AnswerSame,
+        Self::Leave,
+        Self::Blob,
+        Self::Heartbeat,
+        Self::Abort,
+        Self::Goodbye,
+    ];
+
+    /// Whether the frame is part of a slice's exchange.
+    #[must_use]
+    pub fn is_exchange(self) -> bool {
+        matches!(self, Self::Push | Self::PushAbsent | Self::Answer | Self::AnswerAbsent | Self::AnswerSame)
+    }
+
+    fn payload_bytes_max(self) -> usize {
+        match self {
+            Self::Push | Self::Answer => limits::SLICE_BYTES_MAX,
+            Self::Blob => limits::BLOB_BYTES_MAX,
+            Self::Abort => limits::REASON_BYTES_MAX,
+            _ => 0,
+        }
+    }
+}
+
+/// What is done with the contributions to a slice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Op {
+    /// The sum over the contributors divided by the number of active ranks (an absent contribution counts as zero).
+    #[default]
+    Average = 0,
+    /// The sum.
+    Sum = 1,
+    /// The one contribution there is, bit by bit: a broadcast.
+    Copy = 2,
+}
+
+/// A frame's header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Header {
+    /// What the frame is.
+    pub kind: Kind,
+    /// For pushes: what to do with it.
+    pub op: Op,
+    /// The book of the slice.
+    pub book: BookId,
+    /// The slice.
+    pub slice: SliceId,
+    /// Which submission of the slice.
+    pub seq: Seq,
+    /// The user's iteration, for messages.
+    pub step: Step,
+    /// See [`Kind`]; 0 where unused.
+    pub argument: u32,
+    /// Length of the payload that follows.
+    pub payload_bytes: u32,
+}
+
+impl Header {
+    /// A control frame without payload.
+    #[must_use]
+    pub fn control(kind: Kind) -> Self {
+        Self { kind, op: Op::Average, book: 0, slice: 0, seq: 0, step: 0, argument: 0, payload_bytes: 0 }
+    }
+
+    /// The bytes on the wire.
+    #[must_use]
+    pub fn encode(&self) -> [u8; HEADER_BYTES] {
+        let mut bytes = [0; HEADER_BYTES];
+        bytes[0] = self.kind as u8;
+        bytes[1] = self.op as u8;
+        bytes[2..4].copy_from_slice(&self.book.to_le_bytes());
+        bytes[4..8].copy_from_slice(&self.slice.to_le_bytes());
+        bytes[8..12].copy_from_slice(&self.seq.to_le_bytes());
+        bytes[12..16].copy_from_slice(&self.step.to_le_bytes());
+        bytes[16..20].copy_from_slice(&self.argument.to_le_bytes());
+        bytes[20..24].copy_from_slice(&self.payload_bytes.to_le_bytes());
+        bytes
+    }
+
+    /// Reads a header, checking every field that can be checked without a book.
+    ///
+    /// # Errors
+    /// A sentence that says which field is wrong.
+    pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, String> {
+        let u32_at = |i: usize| u32::from_le_bytes([bytes[i], bytes[i + 1], bytes[i + 2], bytes[i + 3]]);
+        let kind = *(Kind::ALL.iter().find(|k| **k as u8 == bytes[0]))
+            .ok_or_else(|| format!("a frame of unknown kind {}", bytes[0]))?;
+        let op = match bytes[1] {
+            0 => Op::Average,
+            1 => Op::Sum,
+            2 => Op::Copy,
+            other => return Err(format!("a {kind:?} frame with unknown operation {other}")),
+        };
+        let header = Self {
+            kind,
+            op,
+            book: u16::from_le_bytes([bytes[2], bytes[3]]),
+            slice: u32_at(4),
+            seq: u32_at(8),
+            step: u32_at(12),
+            argument: u32_at(16),
+            payload_bytes: u32_at(20),
+        };
+        let (len, max) = (header.payload_bytes as usize, kind.payload_bytes_max());
+        if len > max {
+            return Err(format!("a {kind:?} frame of {len} bytes; at most {max} are allowed"));
+        }
+        Ok(header)
+    }
+}
+
+/// Where the lane puts the payload of an arriving frame.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Place<C> {
+    /// There is no payload.
+    None,
+    /// Straight into this memory, which has the payload's length.
+    Chunk(C),
+}
+
+/// A frame that is to be sent.
+#[derive(Debug, Clone)]
+pub struct Outgoing<C> {
+    /// Its header; `payload_bytes` is the length of `payload`.
+    pub header: Header,
+    /// Its payload, which must not change until the frame is written.
+    pub payload: Option<C>,
+}
+
+/// Who sent a frame, and which: for messages.
+#[must_use]
+pub fn describe(from: Rank, header: &Header) -> String {
+    let Header { kind, book, slice, seq, step, .. } = header;
+    format!("{kind:?} of book {book}, slice {slice}, seq {seq} (step {step}) from rank {from}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn decode_inverts_encode(kind in 0usize..10, op in 0u8..3, book: u16, slice: u32, seq: u32, step: u32, argument: u32) {
+            let op = [Op::Average, Op::Sum, Op::Copy][op as usize];
+            let header = Header { kind: Kind::ALL[kind], op, book, slice, seq, step, argument, payload_bytes: 0 };
+            prop_assert_eq!(Header::decode(&header.encode()), Ok(header));
+        }
+
+        #[test]
+        fn any_bytes_decode_or_are_refused(bytes: [u8; HEADER_BYTES]) {
+            if let Ok(header) = Header::decode(&bytes) {
+                prop_assert!(header.payload_bytes as usize <= header.kind.payload_bytes_max());
+                prop_assert_eq!(header.encode(), bytes);
+            }
+        }
+    }
+
+    #[test]
+    fn a_length_of_all_ones_is_refused() {
+        let mut header = Header::control(Kind::Push);
+        header.payload_bytes = u32::MAX;
+        assert!(Header::decode(&header.encode()).unwrap_err().contains("4294967295"));
+    }
+}
