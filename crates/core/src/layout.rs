@@ -148,6 +148,8 @@ pub struct Book {
 
 /// Slices end on multiples of this many elements where possible, so that sums run on whole cache lines.
 const ALIGN_ELEMS: u64 = 64;
+/// A tensor is spread over all ranks only if its pieces have at least this many bytes.
+const SPREAD_BYTES_MIN: u64 = 32 << 10;
 
 impl Book {
     /// Cuts `tensors` into slices of about `slice_bytes` and gives each to the rank that owns least so far, so that the
@@ -175,7 +177,9 @@ impl Book {
         };
         for (id, tensor) in tensors.iter_mut().enumerate() {
             let elem_bytes = tensor.dtype.size_bytes() as u64;
-            let pieces = tensor.len_bytes().div_ceil(slice_bytes as u64);
+            // At least one piece per rank where pieces stay worth a frame: every shard takes part in every large tensor.
+            let spread = u64::from(ranks).min(tensor.len_bytes() / SPREAD_BYTES_MIN);
+            let pieces = tensor.len_bytes().div_ceil(slice_bytes as u64).max(spread);
             if book.slices.len() as u64 + pieces > limits::SLICES_MAX {
                 let (book, max) = (&book.name, limits::SLICES_MAX);
                 return Err(Error::Config(format!(
@@ -305,6 +309,14 @@ mod tests {
             prop_assert!(max - min <= largest, "owned {:?}, largest slice {}", book.owned_bytes, largest);
             prop_assert_eq!(book.owned_bytes.iter().sum::<u64>(), book.tensors.iter().map(Tensor::len_bytes).sum::<u64>());
         }
+    }
+
+    #[test]
+    fn a_tensor_smaller_than_a_slice_is_spread_over_all_shards() {
+        let tensors = vec![Tensor::new("w", 0, Dtype::F32, 64 << 10), Tensor::new("b", 0, Dtype::F32, 100)];
+        let book = Book::new("model", vec!["fc".into()], tensors, 4, 1 << 20, 1).unwrap();
+        assert_eq!(book.owned_slices, [2, 1, 1, 1]);
+        assert_eq!(book.owned_bytes, [65536 + 400, 65536, 65536, 65536]);
     }
 
     #[test]

@@ -264,7 +264,7 @@ impl<M: Memory> Node<M> {
                 }
                 Ok(())
             }
-            Event::Frame { from, header, payload } => self.frame(from, &header, payload, actions),
+            Event::Frame { from, header, payload } => self.arrived(from, &header, payload, actions),
             Event::Control { to, header, payload } => {
                 self.control(to, header, payload.as_ref(), actions);
                 Ok(())
@@ -325,11 +325,10 @@ impl<M: Memory> Node<M> {
                 return mine.map(|m| Place::Chunk(m.memory.clone())).ok_or_else(|| unexpected(from, header));
             }
         } else if header.kind.is_exchange() {
-            self.early_bytes += len;
             let takes_part = matches!(header.kind, Kind::Push | Kind::PushAbsent);
             if !takes_part
                 || usize::from(header.book) >= limits::BOOKS_MAX
-                || self.early_bytes > limits::EARLY_BYTES_MAX
+                || self.early_bytes + len > limits::EARLY_BYTES_MAX
             {
                 return Err(unexpected(from, header));
             }
@@ -363,7 +362,8 @@ impl<M: Memory> Node<M> {
         Ok(())
     }
 
-    fn frame(
+    /// A frame is here completely.
+    fn arrived(
         &mut self,
         from: Rank,
         header: &Header,
@@ -371,17 +371,34 @@ impl<M: Memory> Node<M> {
         actions: &mut Vec<Action<M::Chunk>>,
     ) -> Result<(), Error> {
         self.counters.frames_received += 1;
+        if header.kind == Kind::Leave {
+            return self.leave(from, actions);
+        }
         if !header.kind.is_exchange() {
-            if header.kind == Kind::Leave {
-                return self.leave(from, actions);
-            }
             actions.push(Action::Control { from, header: *header, payload });
             return Ok(());
         }
-        let Some(Some(state)) = self.books.get(usize::from(header.book)) else {
+        if !matches!(self.books.get(usize::from(header.book)), Some(Some(_))) {
+            self.early_bytes += header.payload_bytes as usize;
             self.early.entry(header.book).or_default().push(EarlyFrame { from, header: *header, payload });
             return Ok(());
-        };
+        }
+        if matches!(header.kind, Kind::Push | Kind::PushAbsent) {
+            // Again: the book may have been opened after the header came and before the payload was complete.
+            self.slice_checked(from, header)?;
+        }
+        self.frame(from, header, payload, actions)
+    }
+
+    /// A frame of an open book, whose header was checked.
+    fn frame(
+        &mut self,
+        from: Rank,
+        header: &Header,
+        payload: Option<M::Chunk>,
+        actions: &mut Vec<Action<M::Chunk>>,
+    ) -> Result<(), Error> {
+        let Some(Some(state)) = self.books.get(usize::from(header.book)) else { return Ok(()) };
         let layer = state.book.tensor_of(header.slice).layer as usize;
         self.counters.traffic[usize::from(header.book)][layer].received_bytes +=
             u64::from(header.payload_bytes);
@@ -431,12 +448,14 @@ impl<M: Memory> Node<M> {
         let mine = state.mine.as_ref().map(|mine| mine.memory.clone());
         let result = match outcome {
             Outcome::Absent => None,
-            Outcome::Copy(source) => {
-                if let Some(mine) = mine.filter(|_| source != self.config.rank) {
+            Outcome::Copy(source) => Some(match mine {
+                Some(mine) if source != self.config.rank => {
                     self.memory.reduce(dtype, &self.inputs, 1, &mine);
+                    // Answered from here, so that the source's buffer is free when its window is.
+                    mine
                 }
-                Some(self.inputs[0].clone())
-            }
+                _ => self.inputs[0].clone(),
+            }),
             Outcome::Sum(divisor) => {
                 let output = mine.unwrap_or_else(|| self.memory.scratch(slice.len_bytes as usize));
                 self.memory.reduce(dtype, &self.inputs, divisor, &output);
@@ -509,6 +528,13 @@ impl<M: Memory> Node<M> {
         if std::mem::replace(&mut self.left[rank.index()], true) {
             return Err(Error::protocol(rank, "it left twice"));
         }
+        if self.left.iter().all(|left| *left) {
+            // At once, in the same event: a peer that has seen all leave may push again before this rank's user knows.
+            // No round can end here: what is open was pushed by such peers, and this rank has not submitted yet.
+            self.left.iter_mut().for_each(|left| *left = false);
+            actions.push(Action::AllLeft);
+            return Ok(());
+        }
         for id in 0..self.books.len() {
             let slices = self.books[id].as_ref().map_or(0, |state| state.slices.len());
             for slice in 0..slices as u32 {
@@ -518,11 +544,6 @@ impl<M: Memory> Node<M> {
                     self.finish(&Header { seq, step, ..header }, actions)?;
                 }
             }
-        }
-        if self.left.iter().all(|left| *left) {
-            // At once, in the same event: a peer that has seen all leave may push again before this rank's user knows.
-            self.left.iter_mut().for_each(|left| *left = false);
-            actions.push(Action::AllLeft);
         }
         Ok(())
     }

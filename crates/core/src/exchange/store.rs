@@ -97,9 +97,9 @@ impl<C: Clone> Gathering<C> {
     /// Whether every active rank has contributed to an open round.
     #[must_use]
     pub fn complete(&self, left: &[bool]) -> bool {
-        // A rank leaves only after all its exchanges are answered, so every contribution here is an active rank's.
-        let active = left.iter().filter(|l| !**l).count();
-        self.arrived > 0 && self.arrived as usize == active
+        // A rank leaves only after all its exchanges are answered. So the contribution of one that has left is for the time
+        // after all have left: it knows already that they have, this rank does not, and the round waits for everybody.
+        self.arrived > 0 && self.contributions.iter().zip(left).all(|(c, left)| c.is_some() != *left)
     }
 
     /// How the round ends; the data in rank order goes to `inputs`.
@@ -155,6 +155,15 @@ mod tests {
             gathering.add(Rank(0), 4, 1, Op::Average, 1, Contribution::Absent).is_err(),
             "round 1 has ended"
         );
+    }
+
+    #[test]
+    fn who_knows_first_that_all_have_left_does_not_end_a_round_alone() {
+        let mut gathering = Gathering::default();
+        // Rank 2's leave has reached rank 0 but not this rank, which believes that rank 2 goes on.
+        gathering.add(Rank(0), 3, 1, Op::Average, 1, Contribution::Data("a")).unwrap();
+        assert!(!gathering.complete(&[true, true, false]));
+        assert!(!gathering.complete(&[false; 3]), "nor when this rank knows too");
     }
 
     #[test]
