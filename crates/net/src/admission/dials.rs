@@ -1,0 +1,274 @@
+//! The connections that this process's lanes have asked for and do not have yet.
+
+use super::{Gate, Timer, fresh_nonce, send};
+use crate::descriptors::{self, Registration};
+use crate::handshake::{Dialer, DialerStep, Failure};
+use mio::net::TcpStream;
+use penstock_core::{Error, Rank};
+use std::io::{self, ErrorKind, Read};
+use std::time::{Duration, Instant};
+
+/// A lane and a peer.
+pub(super) type Key = (u32, Rank);
+
+/// Pauses between attempts grow from the first to the second: a peer that starts at the same time is found at once, and
+/// one that is away costs nothing.
+const PAUSE_MIN: Duration = Duration::from_millis(10);
+const PAUSE_MAX: Duration = Duration::from_secs(1);
+
+/// Everything about one connection that is wanted.
+pub(super) struct Dial {
+    started: Instant,
+    give_up: Instant,
+    /// When the timer of this dial rings: the deadline of the attempt, or the start of the next.
+    due: Instant,
+    pause: Duration,
+    attempt: Option<Attempt>,
+    /// What went wrong last, for the message.
+    problem: String,
+    /// The peer may have taken a connection of this dial without this process knowing yet. Stays true if an attempt's
+    /// deadline passed in that state.
+    pub(super) proof_unanswered: bool,
+}
+
+struct Attempt {
+    // Before the stream, so that it is dropped first.
+    noted: Registration,
+    stream: TcpStream,
+    token: usize,
+    /// `None` while the connection is being made.
+    machine: Option<Dialer>,
+}
+
+/// Why an attempt goes no further.
+enum Stop {
+    /// Nothing more to read now.
+    Wait,
+    Accepted,
+    /// The peer said so.
+    Failed(Failure),
+    /// The connection cannot be made or has been closed.
+    Lost(io::Error),
+}
+
+impl From<io::Error> for Stop {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            ErrorKind::WouldBlock => Self::Wait,
+            _ => Self::Lost(error),
+        }
+    }
+}
+
+impl Gate {
+    pub(super) fn start_dial(&mut self, key: Key) {
+        // The peer's own connection may have come since the lane asked.
+        if !self.shared.pairs.is_dialing(key.0, key.1) || self.dials.contains_key(&key) {
+            return;
+        }
+        let now = Instant::now();
+        let dial = Dial {
+            started: now,
+            give_up: now + self.dial_timeout,
+            due: now,
+            pause: PAUSE_MIN,
+            attempt: None,
+            problem: "not tried yet".into(),
+            proof_unanswered: false,
+        };
+        self.dials.insert(key, dial);
+        self.attempt(key);
+    }
+
+    /// The timer of a dial rings.
+    pub(super) fn dial_due(&mut self, key: Key) {
+        let Some(dial) = self.dials.get(&key) else { return };
+        if dial.attempt.is_some() {
+            self.try_later(key, "it did not answer in time".into());
+        } else if Instant::now() >= dial.give_up {
+            let error = self.unreachable(key);
+            self.fail(key, error);
+        } else {
+            self.attempt(key);
+        }
+    }
+
+    fn attempt(&mut self, key: Key) {
+        match self.connect(key) {
+            Ok(attempt) => {
+                let deadline = Instant::now() + self.handshake_timeout;
+                self.dialing.insert(attempt.token, key);
+                let Some(dial) = self.dials.get_mut(&key) else { return };
+                dial.attempt = Some(attempt);
+                let due = deadline.min(dial.give_up);
+                self.set_due(key, due);
+            }
+            Err(error) => self.try_later(key, error.to_string()),
+        }
+    }
+
+    fn connect(&mut self, key: Key) -> io::Result<Attempt> {
+        let mut stream = TcpStream::connect(self.addresses[key.1.index()])?;
+        let token = self.watch(&mut stream)?;
+        Ok(Attempt { noted: descriptors::register(&stream), stream, token, machine: None })
+    }
+
+    /// Something has happened on the socket of a dial.
+    pub(super) fn dial_ready(&mut self, key: Key) {
+        match self.advance(key).unwrap_or_else(Stop::from) {
+            Stop::Wait => {}
+            Stop::Accepted => self.dial_succeeded(key),
+            Stop::Lost(error) => {
+                self.proof_answered(key);
+                let problem = match error.kind() {
+                    ErrorKind::UnexpectedEof => "it closed the connection during the handshake".into(),
+                    _ => error.to_string(),
+                };
+                self.try_later(key, problem);
+            }
+            Stop::Failed(failure) => {
+                self.proof_answered(key);
+                match failure.error(key.1) {
+                    Ok(error) => self.fail(key, error),
+                    Err(problem) => self.try_later(key, problem.into()),
+                }
+            }
+        }
+    }
+
+    /// Takes an attempt as far as it gets.
+    fn advance(&mut self, key: Key) -> io::Result<Stop> {
+        let Some(dial) = self.dials.get_mut(&key) else { return Ok(Stop::Wait) };
+        let Some(attempt) = &mut dial.attempt else { return Ok(Stop::Wait) };
+        let machine = match &mut attempt.machine {
+            Some(machine) => machine,
+            connecting => {
+                finish_connect(&mut attempt.stream)?;
+                let (machine, hello) = Dialer::new(&self.member, key.1, key.0, &fresh_nonce()?);
+                send(&mut attempt.stream, &hello)?;
+                connecting.insert(machine)
+            }
+        };
+        loop {
+            // Never more: after the verdict come frames, which are the lane's.
+            let wanted = machine.wanted();
+            let count = match attempt.stream.read(&mut self.scratch[..wanted]) {
+                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+                Ok(count) => count,
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                Err(error) => return Err(error),
+            };
+            match machine.receive(&self.member, &self.scratch[..count]) {
+                DialerStep::Wait => {}
+                DialerStep::Prove(message) => {
+                    dial.proof_unanswered = true;
+                    send(&mut attempt.stream, &message)?;
+                }
+                DialerStep::Accepted => return Ok(Stop::Accepted),
+                DialerStep::Failed(failure) => return Ok(Stop::Failed(failure)),
+            }
+        }
+    }
+
+    fn dial_succeeded(&mut self, key: Key) {
+        let attempt = self.dials.get_mut(&key).and_then(|dial| dial.attempt.take());
+        self.forget_dial(key);
+        let Some(Attempt { noted, stream, token, .. }) = attempt else { return };
+        self.dialing.remove(&token);
+        drop(noted);
+        if self.shared.pairs.dialed(key.0, key.1) {
+            self.hand_over(key, stream);
+        } else {
+            self.close(stream);
+        }
+    }
+
+    fn proof_answered(&mut self, key: Key) {
+        if let Some(dial) = self.dials.get_mut(&key) {
+            dial.proof_unanswered = false;
+        }
+    }
+
+    /// Ends the attempt and sets the time of the next.
+    fn try_later(&mut self, key: Key, problem: String) {
+        self.end_attempt(key);
+        let Some(dial) = self.dials.get_mut(&key) else { return };
+        dial.problem = problem;
+        let pause = jittered(dial.pause);
+        dial.pause = (dial.pause * 2).min(PAUSE_MAX);
+        let due = (Instant::now() + pause).min(dial.give_up);
+        self.set_due(key, due);
+    }
+
+    fn set_due(&mut self, key: Key, due: Instant) {
+        if let Some(dial) = self.dials.get_mut(&key) {
+            self.timers.remove(&(dial.due, Timer::Dial(key)));
+            dial.due = due;
+            self.timers.insert((due, Timer::Dial(key)));
+        }
+    }
+
+    fn end_attempt(&mut self, key: Key) {
+        if let Some(attempt) = self.dials.get_mut(&key).and_then(|dial| dial.attempt.take()) {
+            let Attempt { noted, stream, token, .. } = attempt;
+            self.dialing.remove(&token);
+            drop(noted);
+            self.close(stream);
+        }
+    }
+
+    /// Drops everything about a dial without a word: the connection exists, or the lane is told by the caller.
+    pub(super) fn forget_dial(&mut self, key: Key) {
+        self.end_attempt(key);
+        if let Some(dial) = self.dials.remove(&key) {
+            self.timers.remove(&(dial.due, Timer::Dial(key)));
+        }
+    }
+
+    pub(super) fn fail(&mut self, key: Key, error: Error) {
+        self.forget_dial(key);
+        let (lane, peer) = key;
+        self.shared.pairs.give_up(lane, peer);
+        (self.deliver)(super::Delivery::Failed { lane, peer, error });
+    }
+
+    fn unreachable(&self, key: Key) -> Error {
+        let (peer, address) = (key.1, self.addresses[key.1.index()]);
+        let (problem, waited_s) = match self.dials.get(&key) {
+            Some(dial) => (dial.problem.as_str(), dial.started.elapsed().as_secs_f64()),
+            None => ("", 0.0),
+        };
+        Error::PeerLost {
+            rank: peer,
+            reason: format!(
+                "rank {peer} at {address} could not be connected to within {waited_s:.1} s: {problem}; check that its \
+                 process is running and that no firewall is between"
+            ),
+        }
+    }
+}
+
+/// Whether the connection has been made: an error if it cannot be, "would block" if that is not known yet.
+fn finish_connect(stream: &mut TcpStream) -> io::Result<()> {
+    if let Some(error) = stream.take_error()? {
+        return Err(error);
+    }
+    let peer = match stream.peer_addr() {
+        Err(error) if error.kind() == ErrorKind::NotConnected => return Err(ErrorKind::WouldBlock.into()),
+        other => other?,
+    };
+    // A dial to a local port where nobody listens may be given that very port as its own, and then TCP connects the
+    // socket to itself.
+    if stream.local_addr()? == peer {
+        return Err(ErrorKind::ConnectionRefused.into());
+    }
+    stream.set_nodelay(true)
+}
+
+/// Between half of it and all of it, so that the ranks of a large job do not all come back at the same moment.
+fn jittered(pause: Duration) -> Duration {
+    let mut byte = [0; 1];
+    // Without randomness the full pause is right too.
+    let _ = getrandom::fill(&mut byte);
+    pause - pause / 2 * u32::from(byte[0]) / 255
+}

@@ -1,0 +1,188 @@
+//! Whoever has connected to this process and has not proved yet that it belongs to the job.
+
+use super::pairs::Verdict;
+use super::{Gate, SCRATCH_BYTES, Timer, fresh_nonce, send};
+use crate::descriptors::{self, Registration};
+use crate::handshake::{Listener, ListenerStep, Message, Status};
+use mio::net::TcpStream;
+use penstock_core::Rank;
+use std::io::{self, ErrorKind, Read};
+use std::net::Shutdown;
+use std::time::{Duration, Instant};
+
+/// Unauthenticated connections at a time. When one more comes, the oldest one is dropped that has not even said a
+/// correct hello, or else the oldest.
+pub const STRANGERS_MAX: usize = 256;
+
+/// Connections accepted before the others get their turn again.
+const ACCEPTS_PER_TURN: usize = 64;
+
+/// How long accepting rests when the system has no descriptors or memory left.
+const ACCEPT_REST: Duration = Duration::from_millis(100);
+
+/// How much of what a refused stranger still sends is read and dropped. Closing a socket with unread bytes resets the
+/// connection, and the refusal might be lost with it.
+const DRAIN_BYTES_MAX: usize = 2 << 20;
+
+/// An unauthenticated connection.
+pub(super) struct Stranger {
+    // Before the stream, so that it is dropped first.
+    noted: Registration,
+    stream: TcpStream,
+    deadline: Instant,
+    phase: Phase,
+}
+
+enum Phase {
+    Shaking(Listener),
+    /// It was refused; this much more is read.
+    Draining {
+        left_bytes: usize,
+    },
+}
+
+impl Stranger {
+    fn has_challenged(&self) -> bool {
+        matches!(&self.phase, Phase::Shaking(machine) if machine.has_challenged())
+    }
+}
+
+impl Gate {
+    pub(super) fn accept_some(&mut self) {
+        if !self.may_accept {
+            return;
+        }
+        for _ in 0..ACCEPTS_PER_TURN {
+            match self.listener.accept() {
+                Ok((stream, _)) => self.admit_stranger(stream),
+                Err(error) => match error.kind() {
+                    ErrorKind::WouldBlock => {
+                        self.may_accept = false;
+                        return;
+                    }
+                    // One that has gone again, or a signal: the next may be there.
+                    ErrorKind::ConnectionAborted | ErrorKind::ConnectionReset | ErrorKind::Interrupted => {}
+                    _ => {
+                        self.may_accept = false;
+                        self.timers.insert((Instant::now() + ACCEPT_REST, Timer::Accept));
+                        return;
+                    }
+                },
+            }
+        }
+    }
+
+    fn admit_stranger(&mut self, mut stream: TcpStream) {
+        if self.strangers.len() >= STRANGERS_MAX {
+            self.drop_oldest();
+        }
+        // Any failure here is the stranger's loss; a peer dials again.
+        let Ok(nonce) = fresh_nonce() else { return };
+        if stream.set_nodelay(true).is_err() {
+            return;
+        }
+        let Ok(token) = self.watch(&mut stream) else { return };
+        let deadline = Instant::now() + self.handshake_timeout;
+        self.timers.insert((deadline, Timer::Stranger(token)));
+        let phase = Phase::Shaking(Listener::new(nonce));
+        self.strangers
+            .insert(token, Stranger { noted: descriptors::register(&stream), stream, deadline, phase });
+    }
+
+    fn drop_oldest(&mut self) {
+        let oldest =
+            self.strangers.iter().find(|(_, s)| !s.has_challenged()).or_else(|| self.strangers.iter().next());
+        if let Some(token) = oldest.map(|(&token, _)| token)
+            && let Some(stranger) = self.strangers.remove(&token)
+        {
+            self.drop_stranger(token, stranger);
+        }
+    }
+
+    /// Forgets a stranger that has been taken from the table.
+    pub(super) fn drop_stranger(&mut self, token: usize, stranger: Stranger) {
+        self.timers.remove(&(stranger.deadline, Timer::Stranger(token)));
+        let Stranger { noted, stream, .. } = stranger;
+        drop(noted);
+        self.close(stream);
+    }
+
+    /// Reads what a stranger has sent. It has been taken from the table, and goes back if there is more to come.
+    pub(super) fn stranger_ready(&mut self, token: usize, mut stranger: Stranger) {
+        loop {
+            let wanted = match &stranger.phase {
+                Phase::Shaking(machine) => machine.wanted(),
+                Phase::Draining { left_bytes } => SCRATCH_BYTES.min(*left_bytes),
+            };
+            // 0 bytes read are an end of stream, or all that a refused stranger may send.
+            match stranger.stream.read(&mut self.scratch[..wanted]) {
+                Ok(0) => return self.drop_stranger(token, stranger),
+                Ok(count) => match &mut stranger.phase {
+                    Phase::Draining { left_bytes } => *left_bytes -= count,
+                    Phase::Shaking(machine) => {
+                        let sent = match machine.receive(&self.member, &self.scratch[..count]) {
+                            ListenerStep::Wait => Ok(()),
+                            ListenerStep::Challenge(message) => send(&mut stranger.stream, &message),
+                            ListenerStep::Refused(status) => refuse(&mut stranger, status),
+                            ListenerStep::Authenticated { from, lane } => {
+                                match self.judge(&mut stranger, from, lane) {
+                                    Ok(None) => return self.take(token, stranger, from, lane),
+                                    Ok(Some(status)) => refuse(&mut stranger, status),
+                                    Err(error) => Err(error),
+                                }
+                            }
+                        };
+                        if sent.is_err() {
+                            return self.drop_stranger(token, stranger);
+                        }
+                    }
+                },
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    self.strangers.insert(token, stranger);
+                    return;
+                }
+                Err(_) => return self.drop_stranger(token, stranger),
+            }
+        }
+    }
+
+    /// Decides on an authenticated dialer and tells it if it is taken: `None`, or why it is not.
+    fn judge(&mut self, stranger: &mut Stranger, from: Rank, lane: u32) -> io::Result<Option<Status>> {
+        // A dialer that gave up in the meantime has another attempt under way, which this one must not keep out.
+        let mut byte = [0; 1];
+        match stranger.stream.peek(&mut byte) {
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+            // It has gone, or speaks out of turn.
+            _ => return Err(ErrorKind::ConnectionAborted.into()),
+        }
+        let proof_sent = self.dials.get(&(lane, from)).is_some_and(|dial| dial.proof_unanswered);
+        match self.shared.pairs.judge(lane, from, proof_sent) {
+            Verdict::Superseded => Ok(Some(Status::Superseded)),
+            Verdict::Busy => Ok(Some(Status::Busy)),
+            Verdict::Take(before) => {
+                let told = send(&mut stranger.stream, &Message::accept());
+                if told.is_err() {
+                    self.shared.pairs.undo(lane, from, before);
+                }
+                told.map(|()| None)
+            }
+        }
+    }
+
+    fn take(&mut self, token: usize, stranger: Stranger, from: Rank, lane: u32) {
+        self.timers.remove(&(stranger.deadline, Timer::Stranger(token)));
+        self.forget_dial((lane, from));
+        let Stranger { noted, stream, .. } = stranger;
+        drop(noted);
+        self.hand_over((lane, from), stream);
+    }
+}
+
+/// Says why and closes in order: everything is sent, and the rest of what comes is read until the other end closes.
+fn refuse(stranger: &mut Stranger, status: Status) -> io::Result<()> {
+    send(&mut stranger.stream, &Message::refusal(status))?;
+    stranger.stream.shutdown(Shutdown::Write)?;
+    stranger.phase = Phase::Draining { left_bytes: DRAIN_BYTES_MAX };
+    Ok(())
+}

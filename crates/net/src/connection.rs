@@ -1,0 +1,334 @@
+//! One connection of one lane to one peer: frames in, frames out, never blocking.
+//!
+//! Reading puts payloads straight where the node wants them: one `readv` fills the rest of the payload under way and, behind
+//! it, a small staging buffer with the headers (and short payloads) that follow. Writing asks the node for a frame only
+//! when the socket can take it, so that the choice is made at the last moment; below it waits no more than one frame,
+//! [`BATCH_BYTES`], and what the kernel holds beyond the network's own need ([`NOT_SENT_BYTES`]).
+//!
+//! Readiness is told only on change (edge-triggered), so it is remembered until a call would block.
+
+use crate::descriptors::{self, Registration};
+use crate::memory::{Chunk, RealMemory};
+use mio::net::TcpStream;
+use penstock_core::node::{Action, Event, Node};
+use penstock_core::wire::{HEADER_BYTES, Outgoing, Place};
+use penstock_core::{Error, Header, Rank};
+use std::collections::VecDeque;
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read};
+use std::os::fd::AsRawFd;
+use std::time::Instant;
+
+/// What the kernel may hold unsent before it calls a socket full. Everything below this mark has been decided.
+const NOT_SENT_BYTES: u32 = 128 << 10;
+/// Frames are taken from the node until this much waits to be written, so that small frames share a system call.
+const BATCH_BYTES: usize = 64 << 10;
+/// Frames of one `writev`, each a header and a payload.
+const BATCH_FRAMES: usize = 32;
+/// Room behind a payload for what follows it.
+const STAGING_BYTES: usize = 16 << 10;
+/// Bytes read, and written, before other connections get their turn.
+const TURN_BYTES: usize = 1 << 20;
+
+/// What a turn of reading or writing came to.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Turn {
+    /// There is no more for now; readiness will tell.
+    Idle,
+    /// There may be more: come back after the others.
+    Again,
+    /// The other end is gone, and this is how it was noticed.
+    Closed(String),
+}
+
+/// A frame whose payload is arriving.
+struct Arriving {
+    header: Header,
+    chunk: Chunk,
+    filled: usize,
+}
+
+/// A frame that the node has given out.
+struct Departing {
+    head: [u8; HEADER_BYTES],
+    payload: Option<Chunk>,
+}
+
+impl Departing {
+    fn new(frame: Outgoing<Chunk>) -> Self {
+        Self { head: frame.header.encode(), payload: frame.payload }
+    }
+
+    fn len(&self) -> usize {
+        HEADER_BYTES + self.payload.as_ref().map_or(0, Chunk::len)
+    }
+}
+
+/// The connection. Readiness flags are public to the lane, which learns of readiness.
+pub(crate) struct Connection {
+    // Before the stream, so that it is dropped first.
+    _noted: Registration,
+    stream: TcpStream,
+    /// A read may give something.
+    pub(crate) may_read: bool,
+    /// A write may take something.
+    pub(crate) may_write: bool,
+    /// The system has said that the other end has closed: read to the end even after a short read.
+    pub(crate) hung_up: bool,
+    staging: Box<[u8; STAGING_BYTES]>,
+    /// The part of `staging` that is read and not understood yet.
+    staged: std::ops::Range<usize>,
+    arriving: Option<Arriving>,
+    departing: VecDeque<Departing>,
+    /// Bytes in `departing` that are not written yet.
+    departing_bytes: usize,
+    /// Bytes of the first of `departing` that are written.
+    written: usize,
+    /// Bytes read so far.
+    pub(crate) received_bytes: u64,
+    /// When something was last read.
+    pub(crate) heard: Instant,
+    /// When something was last written.
+    pub(crate) spoke: Instant,
+}
+
+impl Connection {
+    /// Takes over an authenticated stream; the lane registers it with its poll.
+    pub(crate) fn new(stream: std::net::TcpStream, now: Instant) -> io::Result<Self> {
+        let socket = socket2::SockRef::from(&stream);
+        socket.set_tcp_nodelay(true)?;
+        #[cfg(target_os = "linux")]
+        socket.set_tcp_notsent_lowat(NOT_SENT_BYTES)?;
+        let stream = TcpStream::from_std(stream);
+        Ok(Self {
+            _noted: descriptors::register(&stream),
+            stream,
+            may_read: true,
+            may_write: true,
+            hung_up: false,
+            staging: Box::new([0; STAGING_BYTES]),
+            staged: 0..0,
+            arriving: None,
+            departing: VecDeque::new(),
+            departing_bytes: 0,
+            written: 0,
+            received_bytes: 0,
+            heard: now,
+            spoke: now,
+        })
+    }
+
+    /// For registering with a poll.
+    pub(crate) fn stream(&mut self) -> &mut TcpStream {
+        &mut self.stream
+    }
+
+    /// Reads for one turn and steps the node with every frame that is complete.
+    ///
+    /// # Errors
+    /// What the node or the header's decoder found wrong.
+    pub(crate) fn read(
+        &mut self,
+        from: Rank,
+        node: &mut Node<RealMemory>,
+        actions: &mut Vec<Action<Chunk>>,
+        now: Instant,
+    ) -> Result<Turn, Error> {
+        let mut turn_bytes = 0;
+        while self.may_read {
+            if turn_bytes >= TURN_BYTES {
+                return Ok(Turn::Again);
+            }
+            let count = match self.receive() {
+                Ok(0) => {
+                    return Ok(Turn::Closed(
+                        "its connection was closed without a goodbye, so its process has ended".into(),
+                    ));
+                }
+                Ok(count) => count,
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    self.may_read = false;
+                    break;
+                }
+                Err(error) => {
+                    return Ok(Turn::Closed(format!(
+                        "its connection broke, so its process has ended or the network has failed ({error})"
+                    )));
+                }
+            };
+            self.heard = now;
+            self.received_bytes += count as u64;
+            turn_bytes += count;
+            self.understand(from, node, actions)?;
+        }
+        Ok(Turn::Idle)
+    }
+
+    /// One system call. Only part of a header may be staged, so what is staged moves to the front.
+    fn receive(&mut self) -> io::Result<usize> {
+        let kept = self.staged.len();
+        self.staging.copy_within(self.staged.clone(), 0);
+        self.staged = 0..kept;
+        let room = &mut self.staging[kept..];
+        let staging_room = room.len();
+        let (count, wanted) = match &mut self.arriving {
+            None => (self.stream.read(room)?, staging_room),
+            Some(arriving) => {
+                let rest = arriving.chunk.len() - arriving.filled;
+                let mut places = [arriving.chunk.to_read(arriving.filled), IoSliceMut::new(room)];
+                let count = self.stream.read_vectored(&mut places)?;
+                arriving.filled += count.min(rest);
+                self.staged.end += count.saturating_sub(rest);
+                if count < rest + staging_room && !self.hung_up {
+                    self.may_read = false;
+                }
+                return Ok(count);
+            }
+        };
+        self.staged.end += count;
+        // A short read has emptied the socket; what comes later, an end of stream included, is told again.
+        if count < wanted && count > 0 && !self.hung_up {
+            self.may_read = false;
+        }
+        Ok(count)
+    }
+
+    /// Hands every complete frame to the node, until only part of a frame is left.
+    fn understand(
+        &mut self,
+        from: Rank,
+        node: &mut Node<RealMemory>,
+        actions: &mut Vec<Action<Chunk>>,
+    ) -> Result<(), Error> {
+        loop {
+            if let Some(arriving) = &mut self.arriving {
+                let count = (arriving.chunk.len() - arriving.filled).min(self.staged.len());
+                arriving.chunk.fill(arriving.filled, &self.staging[self.staged.start..][..count]);
+                arriving.filled += count;
+                self.staged.start += count;
+                if arriving.filled < arriving.chunk.len() {
+                    return Ok(());
+                }
+                if let Some(Arriving { header, chunk, .. }) = self.arriving.take() {
+                    node.step(Event::Frame { from, header, payload: Some(chunk) }, actions)?;
+                }
+            }
+            let Some(head) = self.staging[self.staged.clone()].first_chunk::<HEADER_BYTES>() else {
+                return Ok(());
+            };
+            let header = Header::decode(head).map_err(|why| Error::protocol(from, why))?;
+            self.staged.start += HEADER_BYTES;
+            match node.place(from, &header)? {
+                Place::Chunk(chunk) => self.arriving = Some(Arriving { header, chunk, filled: 0 }),
+                Place::None => node.step(Event::Frame { from, header, payload: None }, actions)?,
+            }
+        }
+    }
+
+    /// Reads and drops for one turn: nothing that still comes matters, but a socket that is closed with unread bytes
+    /// would take back what was sent last.
+    pub(crate) fn discard(&mut self) -> Turn {
+        self.arriving = None;
+        for _ in 0..TURN_BYTES / STAGING_BYTES {
+            match self.stream.read(&mut self.staging[..]) {
+                Ok(0) => return Turn::Closed("its connection was closed".into()),
+                Ok(_) => {}
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    self.may_read = false;
+                    return Turn::Idle;
+                }
+                Err(error) => return Turn::Closed(format!("its connection broke: {error}")),
+            }
+        }
+        Turn::Again
+    }
+
+    /// Writes for one turn, asking `next` for frames at the last moment.
+    pub(crate) fn write(&mut self, mut next: impl FnMut() -> Option<Outgoing<Chunk>>, now: Instant) -> Turn {
+        let mut turn_bytes = 0;
+        while self.may_write {
+            while self.departing_bytes < BATCH_BYTES && self.departing.len() < BATCH_FRAMES {
+                let Some(frame) = next() else { break };
+                self.depart(frame);
+            }
+            if self.departing.is_empty() {
+                break;
+            }
+            if turn_bytes >= TURN_BYTES {
+                return Turn::Again;
+            }
+            match self.send() {
+                Ok(count) => {
+                    self.spoke = now;
+                    turn_bytes += count;
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => self.may_write = false,
+                Err(error) => return Turn::Closed(format!("its connection broke: {error}")),
+            }
+        }
+        Turn::Idle
+    }
+
+    /// Queues a frame behind those that the node has given out.
+    pub(crate) fn depart(&mut self, frame: Outgoing<Chunk>) {
+        let departing = Departing::new(frame);
+        self.departing_bytes += departing.len();
+        self.departing.push_back(departing);
+    }
+
+    /// One system call.
+    fn send(&mut self) -> io::Result<usize> {
+        let mut slices = [IoSlice::new(&[]); 2 * BATCH_FRAMES];
+        let mut used = 0;
+        let mut skip = self.written;
+        for frame in self.departing.iter().take(BATCH_FRAMES) {
+            if skip < HEADER_BYTES {
+                slices[used] = IoSlice::new(&frame.head[skip..]);
+                used += 1;
+            }
+            if let Some(payload) = &frame.payload {
+                slices[used] = payload.to_write(skip.saturating_sub(HEADER_BYTES));
+                used += 1;
+            }
+            skip = 0;
+        }
+        let offered: usize = slices[..used].iter().map(|slice| slice.len()).sum();
+        // A peer that is gone must not end this process by a signal, whatever the program does with SIGPIPE.
+        let socket = socket2::SockRef::from(&self.stream);
+        let count = socket.send_vectored_with_flags(&slices[..used], libc::MSG_NOSIGNAL)?;
+        if count < offered {
+            // The socket is full and will tell when it is not.
+            self.may_write = false;
+        }
+        self.departing_bytes -= count;
+        self.written += count;
+        while let Some(first) = self.departing.front()
+            && self.written >= first.len()
+        {
+            self.written -= first.len();
+            self.departing.pop_front();
+        }
+        Ok(count)
+    }
+
+    /// Whether everything that was given out is written.
+    pub(crate) fn all_written(&self) -> bool {
+        self.departing.is_empty()
+    }
+
+    /// Forgets the frames of which nothing is written yet.
+    pub(crate) fn cancel_unstarted(&mut self) {
+        self.departing.truncate(usize::from(self.written > 0));
+        self.departing_bytes = self.departing.iter().map(Departing::len).sum::<usize>() - self.written;
+    }
+
+    /// Bytes that the kernel has taken and the other end has not acknowledged.
+    pub(crate) fn unacknowledged_bytes(&self) -> usize {
+        let mut count: libc::c_int = 0;
+        // SAFETY: the descriptor is open, and TIOCOUTQ (SIOCOUTQ) writes one int.
+        let result = unsafe { libc::ioctl(self.stream.as_raw_fd(), libc::TIOCOUTQ, &raw mut count) };
+        if result == 0 { usize::try_from(count).unwrap_or(0) } else { 0 }
+    }
+}

@@ -1,0 +1,412 @@
+//! The engine: what a program talks to. Every call checks its arguments, tells the lanes, and waits for what they bring about.
+
+mod life;
+mod wait;
+
+use crate::accounting::Phase;
+use crate::admission::Admission;
+use crate::descriptors::{self, Registration};
+use crate::failure::Failure;
+use crate::mailbox::Command;
+use crate::memory::{Chunk, Owner, Pool};
+use crate::report::{self, Report};
+use crate::shared::{OpenBook, Shared};
+use penstock_core::layout::Tensor;
+use penstock_core::{Book, BookId, Dtype, Op, Rank, Seq, Step, TensorId};
+use std::net::{TcpListener, ToSocketAddrs};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, mpsc};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Scratch buffers that are kept for reuse, in bytes.
+const POOL_KEEP_BYTES: usize = 32 << 20;
+/// What all windows of a process may hold together, if the engine decides.
+const WINDOWS_BYTES: u64 = 24 << 20;
+/// Bounds of one window, if the engine decides; it takes at least two slices in any case.
+const WINDOW_BYTES: std::ops::RangeInclusive<u64> = 1 << 20..=8 << 20;
+/// How long a lane may take to answer a question.
+const ANSWER: Duration = Duration::from_millis(500);
+
+/// Who this process is in its job, and how it communicates. The same on every rank except `rank`, `bind_host` and `port`.
+#[derive(Clone)]
+pub struct EngineConfig {
+    /// This process.
+    pub rank: u32,
+    /// Number of ranks.
+    pub size: u32,
+    /// Where to listen.
+    pub bind_host: String,
+    /// The port to listen on; 0 for any.
+    pub port: u16,
+    /// What proves membership of the job.
+    pub secret: Vec<u8>,
+    /// Tells jobs apart.
+    pub job_id: [u8; 16],
+    /// Largest slice in bytes.
+    pub slice_bytes: usize,
+    /// Lanes of every rank.
+    pub lanes: u32,
+    /// Bytes that may be pushed to one rank for one book on one lane and be unanswered; 0: the engine decides.
+    pub window_bytes: u64,
+    /// Whether the place in the forward pass decides what goes first.
+    pub priority: bool,
+    /// Longest wait for one synchronisation.
+    pub operation_timeout: Duration,
+    /// Longest silence of a peer.
+    pub peer_timeout: Duration,
+    /// Longest time that a new connection may take to prove itself.
+    pub handshake_timeout: Duration,
+}
+
+/// This rank's part in an exchange of one tensor.
+#[derive(Debug, Clone, Copy)]
+pub struct Part {
+    /// The book.
+    pub book: BookId,
+    /// The tensor.
+    pub tensor: TensorId,
+    /// Where its memory starts; the result is written there, and the contribution read from there.
+    pub address: usize,
+    /// Length of the memory.
+    pub len_bytes: usize,
+    /// What is done with the contributions.
+    pub op: Op,
+    /// The user's iteration.
+    pub step: Step,
+    /// Nothing to contribute.
+    pub absent: bool,
+}
+
+/// One process's end of a job. All calls may be made from any thread.
+pub struct Engine {
+    /// Counted, so that a forked child can leak it.
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    config: EngineConfig,
+    port: u16,
+    process_id: u32,
+    forked: AtomicBool,
+    shared: Arc<Shared>,
+    books: RwLock<Vec<Arc<OpenBook>>>,
+    next_token: AtomicU64,
+    /// Slices that completed without a lane.
+    own_slices: AtomicU64,
+    /// Until `connect`.
+    listener: Mutex<Option<(Registration, TcpListener)>>,
+    threads: Mutex<Threads>,
+    /// One all-gather, leave or shutdown at a time.
+    collective: Mutex<()>,
+}
+
+#[derive(Default)]
+struct Threads {
+    lanes: Vec<JoinHandle<()>>,
+    admission: Option<Arc<OnceLock<Admission>>>,
+    shut_down: bool,
+}
+
+fn guard<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Engine {
+    /// Binds the listener. Nothing runs yet.
+    ///
+    /// # Errors
+    /// `Config` if an option is out of bounds or the address cannot be bound.
+    pub fn bind(mut config: EngineConfig) -> Result<Self, Failure> {
+        if config.rank >= config.size {
+            return Err(Failure::config(format!(
+                "rank {} of {} ranks: ranks count from 0",
+                config.rank, config.size
+            )));
+        }
+        // Checks the bounds of slices, lanes and ranks once, for every book to come.
+        Book::new("options", Vec::new(), Vec::new(), config.size, config.slice_bytes, config.lanes)?;
+        if config.window_bytes == 0 {
+            config.window_bytes = window_bytes(&config);
+        }
+        let (host, port) = (config.bind_host.as_str(), config.port);
+        let unusable = |why: String| Failure::config(format!("cannot listen on {host}, port {port}: {why}"));
+        let addresses = (host, port).to_socket_addrs().map_err(|error| unusable(error.to_string()))?;
+        let addresses: Vec<_> = addresses.collect();
+        let listener = TcpListener::bind(&addresses[..]).map_err(|error| unusable(error.to_string()))?;
+        let port = listener.local_addr().map_err(|error| unusable(error.to_string()))?.port();
+        let pool = Pool::new(POOL_KEEP_BYTES);
+        Ok(Self {
+            inner: Arc::new(Inner {
+                port,
+                process_id: std::process::id(),
+                forked: AtomicBool::new(false),
+                shared: Arc::new(Shared::new(Rank(config.rank), config.size, pool)),
+                config,
+                books: RwLock::default(),
+                next_token: AtomicU64::new(1),
+                own_slices: AtomicU64::new(0),
+                listener: Mutex::new(Some((descriptors::register(&listener), listener))),
+                threads: Mutex::default(),
+                collective: Mutex::default(),
+            }),
+        })
+    }
+
+    /// The port that is listened on.
+    #[must_use]
+    pub fn port(&self) -> u16 {
+        self.inner.port
+    }
+
+    /// Opens an information book, numbered in the order of calls. Every rank must open the same.
+    ///
+    /// # Errors
+    /// `Config` if a bound is exceeded; the job's failure.
+    pub fn open_book(
+        &self,
+        name: &str,
+        layers: Vec<String>,
+        tensors: Vec<Tensor>,
+    ) -> Result<BookId, Failure> {
+        self.alive("open_book")?;
+        self.inner.shared.check()?;
+        let EngineConfig { size, slice_bytes, lanes, .. } = self.inner.config;
+        let book = Book::new(name, layers, tensors, size, slice_bytes, lanes)?;
+        let mut books = self.inner.books.write().unwrap_or_else(PoisonError::into_inner);
+        let id = BookId::try_from(books.len())
+            .ok()
+            .filter(|id| usize::from(*id) < penstock_core::limits::BOOKS_MAX);
+        let id = id.ok_or_else(|| Failure::config(format!("{name}: no more than {} books", books.len())))?;
+        let open = Arc::new(OpenBook::new(id, book, Arc::clone(&self.inner.shared)));
+        for mailbox in self.inner.shared.mailboxes() {
+            mailbox.send(Command::Open(Arc::clone(&open)));
+        }
+        books.push(open);
+        Ok(id)
+    }
+
+    /// Sets each layer's place in the forward pass, from 0. What is queued already keeps its place.
+    ///
+    /// # Errors
+    /// `Config` if there is not one place per layer.
+    pub fn set_priorities(&self, book: BookId, places: &[u32]) -> Result<(), Failure> {
+        self.alive("set_priorities")?;
+        let open = self.book(book)?;
+        let layers = open.book.layers.len();
+        if places.len() != layers {
+            return Err(Failure::config(format!(
+                "{}: {} places for {layers} layers",
+                open.book.name,
+                places.len()
+            )));
+        }
+        let places: Arc<[u32]> = places.into();
+        for mailbox in self.inner.shared.mailboxes() {
+            mailbox.send(Command::Places { book, places: Arc::clone(&places) });
+        }
+        Ok(())
+    }
+
+    /// Takes part in the next exchange of a tensor. Returns a token: once [`Engine::take_released`] gives it back, the
+    /// memory is not touched any more.
+    ///
+    /// # Errors
+    /// `Config` if the part does not fit the book or the tensor's last exchange is not complete; the job's failure.
+    ///
+    /// # Safety
+    /// The memory must stay allocated until the token is released. Until the exchange is complete nobody else may read
+    /// or write it, and from then until the token is released nobody may write it.
+    pub unsafe fn submit(&self, part: Part) -> Result<u64, Failure> {
+        self.alive("submit")?;
+        let open = self.book(part.book)?;
+        let tensor = self.check_part(&open, &part)?;
+        let state = &open.tensors[part.tensor as usize];
+        self.inner
+            .shared
+            .check()
+            .map_err(|failure| wait::blame(failure, "submitting", &open, part.tensor, part.step))?;
+        let lanes = self.inner.shared.mailboxes();
+        let alone = self.inner.config.size == 1 || tensor.slice_count == 0;
+        if !alone && lanes.is_empty() {
+            return Err(Failure::config("submit() was called before connect()"));
+        }
+        let slices = if alone { 0 } else { tensor.slice_count };
+        if state.remaining.compare_exchange(0, slices, Ordering::AcqRel, Ordering::Acquire).is_err() {
+            let (book, name) = (&open.book.name, &tensor.name);
+            return Err(Failure::config(format!(
+                "{book}: {name} was submitted again before its result was in"
+            )));
+        }
+        let seq = state.seq.fetch_add(1, Ordering::AcqRel).wrapping_add(1);
+        state.step.store(part.step, Ordering::Relaxed);
+        state.present.store(alone && !part.absent, Ordering::Relaxed);
+        let token = self.inner.next_token.fetch_add(1, Ordering::Relaxed);
+        state.unreleased.fetch_add(1, Ordering::AcqRel);
+        if alone {
+            self.inner.own_slices.fetch_add(u64::from(tensor.slice_count), Ordering::Relaxed);
+            open.released(part.tensor, token);
+            return Ok(token);
+        }
+        self.inner.shared.progressed();
+        self.inner.shared.lock().accounting.submitted(Instant::now());
+        let start = NonNull::new(part.address as *mut u8).unwrap_or(NonNull::dangling());
+        // SAFETY: the caller vouches for the memory; its length was checked against the book.
+        let memory =
+            unsafe { Chunk::handed(start, part.len_bytes, Arc::clone(&open) as _, part.tensor, token) };
+        let Part { book, tensor, op, step, absent, .. } = part;
+        for (lane, mailbox) in lanes.iter().enumerate() {
+            if open.lanes[tensor as usize] & (1 << lane) != 0 {
+                mailbox.send(Command::Submit { book, tensor, seq, step, op, memory: memory.clone(), absent });
+            }
+        }
+        Ok(token)
+    }
+
+    fn check_part<'a>(&self, open: &'a OpenBook, part: &Part) -> Result<&'a Tensor, Failure> {
+        let tensor = self.tensor(open, part.tensor)?;
+        let (book, name, dtype) = (&open.book.name, &tensor.name, tensor.dtype);
+        if part.len_bytes as u64 != tensor.len_bytes() {
+            let (given, expected) = (part.len_bytes, tensor.len_bytes());
+            return Err(Failure::config(format!(
+                "{book}: {name} has {expected} bytes, but {given} were submitted"
+            )));
+        }
+        if part.len_bytes > 0 && (part.address == 0 || !part.address.is_multiple_of(dtype.size_bytes())) {
+            return Err(Failure::config(format!(
+                "{book}: the memory of {name} is not aligned to its elements"
+            )));
+        }
+        if dtype == Dtype::Bytes && part.op != Op::Copy {
+            return Err(Failure::config(format!(
+                "{book}: {name} consists of bytes, which can only be copied"
+            )));
+        }
+        Ok(tensor)
+    }
+
+    /// Tokens whose memory will never be touched again, since the last call.
+    ///
+    /// # Errors
+    /// `Config` in a forked child.
+    pub fn take_released(&self) -> Result<Vec<u64>, Failure> {
+        self.alive("take_released")?;
+        Ok(std::mem::take(&mut self.inner.shared.lock().released))
+    }
+
+    /// Whether anybody contributed to the last exchange of a tensor that is complete.
+    ///
+    /// # Errors
+    /// `Config` if there is no such tensor.
+    pub fn present(&self, book: BookId, tensor: TensorId) -> Result<bool, Failure> {
+        self.alive("present")?;
+        let open = self.book(book)?;
+        self.tensor(&open, tensor)?;
+        Ok(open.tensors[tensor as usize].present.load(Ordering::Acquire))
+    }
+
+    /// How often each tensor was submitted.
+    ///
+    /// # Errors
+    /// `Config` if there is no such book.
+    pub fn sequence(&self, book: BookId) -> Result<Vec<Seq>, Failure> {
+        self.alive("sequence")?;
+        Ok(self.book(book)?.tensors.iter().map(|tensor| tensor.seq.load(Ordering::Acquire)).collect())
+    }
+
+    /// Sets how often each tensor was submitted. All ranks must agree before they go on.
+    ///
+    /// # Errors
+    /// `Config` if there is not one number per tensor, or one would go back.
+    pub fn set_sequence(&self, book: BookId, seqs: &[Seq]) -> Result<(), Failure> {
+        self.alive("set_sequence")?;
+        let open = self.book(book)?;
+        let back =
+            open.tensors.iter().zip(seqs).any(|(tensor, seq)| *seq < tensor.seq.load(Ordering::Acquire));
+        if seqs.len() != open.tensors.len() || back {
+            return Err(Failure::config(format!(
+                "{}: sequence numbers are per tensor and only grow",
+                open.book.name
+            )));
+        }
+        open.tensors.iter().zip(seqs).for_each(|(tensor, seq)| tensor.seq.store(*seq, Ordering::Release));
+        Ok(())
+    }
+
+    /// Says what the program does now, for the accounts.
+    ///
+    /// # Errors
+    /// `Config` in a forked child.
+    pub fn phase(&self, phase: Phase) -> Result<(), Failure> {
+        self.alive("phase")?;
+        self.inner.shared.lock().accounting.set_phase(phase, Instant::now());
+        Ok(())
+    }
+
+    /// What was counted so far.
+    ///
+    /// # Errors
+    /// `Config` in a forked child.
+    pub fn report(&self) -> Result<Report, Failure> {
+        self.alive("report")?;
+        let shared = &self.inner.shared;
+        let mut counters = self.ask(|reply| Command::Count { reply });
+        let (busy, finals) = {
+            let mut state = shared.lock();
+            (state.accounting.busy(Instant::now()), state.final_counters.clone())
+        };
+        if finals.len() == shared.mailboxes().len() {
+            counters = finals;
+        }
+        let books = self.inner.books.read().unwrap_or_else(PoisonError::into_inner);
+        let EngineConfig { size, lanes, .. } = self.inner.config;
+        let counted = report::count(shared.me, size, lanes, &counters, &books);
+        let slices = counted.slices + self.inner.own_slices.load(Ordering::Relaxed);
+        Ok(Report { slices, busy, pool_bytes: shared.pool.bytes() as u64, ..counted })
+    }
+
+    /// Asks every lane; those that do not answer in time are left out.
+    fn ask<T>(&self, question: impl Fn(mpsc::Sender<T>) -> Command) -> Vec<T> {
+        let (reply, answers) = mpsc::channel();
+        let mailboxes = self.inner.shared.mailboxes();
+        for mailbox in mailboxes {
+            mailbox.send(question(reply.clone()));
+        }
+        drop(reply);
+        let deadline = Instant::now() + ANSWER;
+        let next = || answers.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok();
+        std::iter::from_fn(next).take(mailboxes.len()).collect()
+    }
+
+    fn book(&self, id: BookId) -> Result<Arc<OpenBook>, Failure> {
+        let books = self.inner.books.read().unwrap_or_else(PoisonError::into_inner);
+        books.get(usize::from(id)).cloned().ok_or_else(|| Failure::config(format!("book {id} is not open")))
+    }
+
+    fn tensor<'a>(&self, open: &'a OpenBook, id: TensorId) -> Result<&'a Tensor, Failure> {
+        let tensor = open.book.tensors.get(id as usize);
+        tensor.ok_or_else(|| Failure::config(format!("{}: there is no tensor {id}", open.book.name)))
+    }
+
+    /// Every call begins with this: in a forked child there are no lanes, and locks may be held by nobody.
+    fn alive(&self, call: &str) -> Result<(), Failure> {
+        if self.is_forked() {
+            let rank = self.inner.config.rank;
+            return Err(Failure::config(format!(
+                "{call}() was called in a process forked from rank {rank} (a DataLoader worker?), which is no rank itself"
+            )));
+        }
+        Ok(())
+    }
+
+    fn is_forked(&self) -> bool {
+        self.inner.forked.load(Ordering::Relaxed) || self.inner.process_id != std::process::id()
+    }
+}
+
+fn window_bytes(config: &EngineConfig) -> u64 {
+    let windows = u64::from(config.size.saturating_sub(1).max(1)) * u64::from(config.lanes);
+    let share = (WINDOWS_BYTES / windows).clamp(*WINDOW_BYTES.start(), *WINDOW_BYTES.end());
+    share.max(2 * config.slice_bytes as u64)
+}

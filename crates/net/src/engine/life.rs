@@ -1,0 +1,241 @@
+//! From `connect` to the end: in order, after a failure, and in a forked child.
+
+use super::{Engine, EngineConfig, Threads, guard};
+use crate::admission::{Admission, AdmissionConfig, Deliver, Delivery};
+use crate::descriptors;
+use crate::failure::{Failure, Stop};
+use crate::lane::{Lane, WAKER};
+use crate::mailbox::{Command, Mailbox};
+use mio::{Poll, Waker};
+use penstock_core::{Rank, node};
+use std::io;
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+/// How long `abort` waits for the peers to be told.
+const TELL: Duration = Duration::from_secs(1);
+
+impl Engine {
+    /// Starts the threads. `addresses` is every rank's host and port; connections come about when they are needed.
+    ///
+    /// # Errors
+    /// `Config` if the table does not fit the job, a host is unknown, or it was called before.
+    pub fn connect(&self, addresses: &[(String, u16)]) -> Result<(), Failure> {
+        self.alive("connect")?;
+        let EngineConfig { size, lanes, .. } = self.inner.config;
+        if addresses.len() != size as usize {
+            return Err(Failure::config(format!("{} addresses for {size} ranks", addresses.len())));
+        }
+        let Some((registration, listener)) = guard(&self.inner.listener).take() else {
+            return Err(Failure::config("connect() was called twice, or after shutdown()"));
+        };
+        let names = addresses.iter().map(|(host, port)| format!("{host}:{port}")).collect();
+        if size == 1 {
+            return self.inner.shared.start(Vec::new(), names);
+        }
+        let addresses: Vec<SocketAddr> = addresses.iter().map(resolve).collect::<Result<_, _>>()?;
+        let broken = |error: io::Error| Failure::config(format!("a lane cannot be started: {error}"));
+        let mut polls = Vec::new();
+        let mut mailboxes = Vec::new();
+        for _ in 0..lanes {
+            let poll = Poll::new().map_err(broken)?;
+            mailboxes.push(Arc::new(Mailbox::new(Waker::new(poll.registry(), WAKER).map_err(broken)?)));
+            polls.push(poll);
+        }
+        self.inner.shared.start(mailboxes.clone(), names)?;
+        for book in self.inner.books.read().unwrap_or_else(std::sync::PoisonError::into_inner).iter() {
+            mailboxes.iter().for_each(|mailbox| mailbox.send(Command::Open(Arc::clone(book))));
+        }
+        // The admission thread notes the listener anew.
+        drop(registration);
+        let admission = Arc::new(OnceLock::new());
+        let mut threads = guard(&self.inner.threads);
+        threads.admission = Some(Arc::clone(&admission));
+        let gate =
+            Admission::start(listener, addresses, self.admission_config(), self.deliver(mailboxes.clone()))?;
+        // Set once: `connect` runs only once.
+        let _ = admission.set(gate);
+        for (lane, (poll, mailbox)) in (0..lanes).zip(polls.into_iter().zip(mailboxes)) {
+            let peer_timeout = self.inner.config.peer_timeout;
+            let shared = Arc::clone(&self.inner.shared);
+            let lane_config = self.lane_config(lane);
+            let lane_thread =
+                Lane::new(lane_config, peer_timeout, shared, poll, mailbox, Arc::clone(&admission));
+            let builder = std::thread::Builder::new().name(format!("penstock-lane-{lane}"));
+            threads.lanes.push(builder.spawn(move || lane_thread.run()).map_err(broken)?);
+        }
+        Ok(())
+    }
+
+    fn lane_config(&self, lane: u32) -> node::Config {
+        let EngineConfig { rank, size, lanes, window_bytes, priority, .. } = self.inner.config;
+        node::Config { rank: Rank(rank), ranks: size, lane, lanes, window_bytes, priority }
+    }
+
+    fn admission_config(&self) -> AdmissionConfig {
+        let config = &self.inner.config;
+        AdmissionConfig {
+            rank: Rank(config.rank),
+            ranks: config.size,
+            lanes: config.lanes,
+            job_id: config.job_id,
+            secret: config.secret.clone(),
+            handshake_timeout: config.handshake_timeout,
+            // A rank that cannot be reached is as lost as one that is silent.
+            dial_timeout: config.peer_timeout,
+        }
+    }
+
+    fn deliver(&self, mailboxes: Vec<Arc<Mailbox>>) -> Deliver {
+        let shared = Arc::clone(&self.inner.shared);
+        Box::new(move |delivery| match delivery {
+            Delivery::Connected { lane, peer, stream } => {
+                mailboxes[lane as usize].send(Command::Connected { peer, stream });
+            }
+            Delivery::Failed { peer, error, .. } => {
+                let mut failure = Failure::from(error);
+                failure.rank.get_or_insert(peer);
+                shared.fail(failure);
+            }
+        })
+    }
+
+    /// Join: this rank contributes no more until every rank has called this; returns when all have, and then all take
+    /// part again. Waits for the others as long as they live.
+    ///
+    /// # Errors
+    /// The job's failure, [`Stop::Interrupted`].
+    pub fn leave(&self, interrupted: &mut dyn FnMut() -> bool) -> Result<(), Stop> {
+        self.alive("leave")?;
+        self.wait_idle("leave", interrupted)?;
+        let shared = &self.inner.shared;
+        if self.inner.config.size == 1 {
+            return Ok(());
+        }
+        let _one_at_a_time = guard(&self.inner.collective);
+        let lanes = self.inner.config.lanes;
+        shared.update(|state| (state.lanes_left, state.in_collective) = (0, true));
+        shared.progressed();
+        for mailbox in shared.mailboxes() {
+            mailbox.send(Command::Leave);
+        }
+        let outcome = shared.wait(None, interrupted, |state| (state.lanes_left == lanes).then_some(()));
+        shared.update(|state| state.in_collective = false);
+        outcome.map(|_| ()).map_err(|stop| match stop {
+            Stop::Failed(failure) => {
+                failure.add(" (this rank was waiting for the others to finish: join)").into()
+            }
+            Stop::Interrupted => Stop::Interrupted,
+        })
+    }
+
+    /// Waits until nothing of this rank is in flight.
+    fn wait_idle(&self, call: &str, interrupted: &mut dyn FnMut() -> bool) -> Result<(), Stop> {
+        let books = self.inner.books.read().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
+        for book in books {
+            let tensors: Vec<u32> = (0..book.tensors.len() as u32).collect();
+            self.wait(book.id, &tensors, false, interrupted)?;
+        }
+        self.inner.shared.check().map_err(|failure| failure.add(&format!(" (noticed in {call}())")))?;
+        Ok(())
+    }
+
+    /// Ends the job for all ranks: this one has failed. Returns when they are told, or after a second.
+    ///
+    /// # Errors
+    /// `Config` in a forked child.
+    pub fn abort(&self, reason: &str) -> Result<(), Failure> {
+        self.alive("abort")?;
+        let shared = &self.inner.shared;
+        let me = shared.me;
+        shared.fail(Failure::lost(me, format!("rank {me} failed: {reason}")));
+        let lanes = shared.mailboxes().len() as u32;
+        let deadline = Instant::now() + TELL;
+        // Not `wait`, which would give up at once on a failure.
+        let mut told = false;
+        while !told && Instant::now() < deadline {
+            told = shared.lock().lanes_told >= lanes;
+            if !told {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+        }
+        shared.lock().failure_raised = true;
+        Ok(())
+    }
+
+    /// Leaves the job in order: waits for what is in flight, says goodbye, waits a bounded time for the others' goodbyes,
+    /// and closes everything. Again: does nothing. After a failure it only closes.
+    ///
+    /// # Errors
+    /// The job's failure, if no call has raised it yet; `Timeout` if what is in flight does not come;
+    /// [`Stop::Interrupted`]. Everything is closed in any case.
+    pub fn shutdown(&self, interrupted: &mut dyn FnMut() -> bool) -> Result<(), Stop> {
+        self.alive("shutdown")?;
+        if std::mem::replace(&mut guard(&self.inner.threads).shut_down, true) {
+            return Ok(());
+        }
+        let raised = self.inner.shared.lock().failure_raised;
+        let outcome = self.part(interrupted);
+        self.close();
+        match outcome {
+            Err(Stop::Failed(_)) if raised => Ok(()),
+            outcome => outcome,
+        }
+    }
+
+    /// The orderly part of a shutdown.
+    fn part(&self, interrupted: &mut dyn FnMut() -> bool) -> Result<(), Stop> {
+        self.wait_idle("shutdown", interrupted)?;
+        let shared = &self.inner.shared;
+        let lanes = shared.mailboxes().len() as u32;
+        for mailbox in shared.mailboxes() {
+            mailbox.send(Command::Goodbye);
+        }
+        let deadline = Instant::now().checked_add(self.inner.config.operation_timeout);
+        // Who has not said goodbye by the deadline is busy with something that does not need this rank.
+        shared.wait(deadline, interrupted, |state| (state.lanes_done >= lanes).then_some(())).map(|_| ())
+    }
+
+    /// Stops the threads and closes everything. Bounded: lanes flush for at most a second.
+    fn close(&self) {
+        let Threads { lanes, admission, .. } = std::mem::take(&mut *guard(&self.inner.threads));
+        guard(&self.inner.threads).shut_down = true;
+        for mailbox in self.inner.shared.mailboxes() {
+            mailbox.send(Command::Stop);
+        }
+        for lane in lanes {
+            // A panic in a lane has been reported as the job's failure.
+            let _ = lane.join();
+        }
+        drop(admission);
+        drop(guard(&self.inner.listener).take());
+        // The lanes are gone, so this is told to nobody; calls from now on raise it.
+        self.inner.shared.fail(Failure::config("the engine was shut down"));
+        self.inner.shared.pool.close();
+    }
+
+    /// To be called in a child right after a fork: lets go of the parent's connections. Every later call raises.
+    pub fn after_fork_in_child(&self) {
+        self.inner.forked.store(true, Ordering::Relaxed);
+        descriptors::close_all_in_forked_child();
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        if self.is_forked() {
+            // The threads do not exist here, descriptors may have been reused, locks may be held: leave all as it is.
+            std::mem::forget(Arc::clone(&self.inner));
+            return;
+        }
+        self.close();
+    }
+}
+
+fn resolve((host, port): &(String, u16)) -> Result<SocketAddr, Failure> {
+    let unknown = |why: String| Failure::config(format!("the address {host}:{port} cannot be used: {why}"));
+    let mut found = (host.as_str(), *port).to_socket_addrs().map_err(|error| unknown(error.to_string()))?;
+    found.next().ok_or_else(|| unknown("no such host".into()))
+}

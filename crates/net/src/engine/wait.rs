@@ -1,0 +1,249 @@
+//! Waiting for results, and what is said when they do not come.
+
+use super::{Engine, guard};
+use crate::failure::{Failure, Stop};
+use crate::mailbox::Command;
+use crate::shared::OpenBook;
+use penstock_core::{BookId, Error, Header, Kind, Rank, Step, TensorId};
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+impl Engine {
+    /// Waits until the results of the last submissions are in memory; with `released`, until the memory may be changed,
+    /// too. `interrupted` is asked every 100 ms.
+    ///
+    /// # Errors
+    /// The job's failure; `Timeout` after the operation timeout, which ends the job; [`Stop::Interrupted`].
+    pub fn wait(
+        &self,
+        book: BookId,
+        tensors: &[TensorId],
+        released: bool,
+        interrupted: &mut dyn FnMut() -> bool,
+    ) -> Result<(), Stop> {
+        self.alive("wait")?;
+        let open = self.book(book)?;
+        for tensor in tensors {
+            self.tensor(&open, *tensor)?;
+        }
+        if tensors.iter().all(|tensor| is_in(&open, *tensor, released)) {
+            return Ok(());
+        }
+        let shared = &self.inner.shared;
+        let begin = Instant::now();
+        shared.lock().accounting.wait_began(begin);
+        let outcome = self.wait_for_each(&open, tensors, released, begin, interrupted);
+        shared.lock().accounting.wait_ended(Instant::now());
+        outcome
+    }
+
+    fn wait_for_each(
+        &self,
+        open: &OpenBook,
+        tensors: &[TensorId],
+        released: bool,
+        begin: Instant,
+        interrupted: &mut dyn FnMut() -> bool,
+    ) -> Result<(), Stop> {
+        let deadline = begin.checked_add(self.inner.config.operation_timeout);
+        let mut since = begin;
+        for &tensor in tensors {
+            if is_in(open, tensor, released) {
+                continue;
+            }
+            let done = self
+                .inner
+                .shared
+                .wait(deadline, interrupted, |_| is_in(open, tensor, released).then_some(()));
+            let now = Instant::now();
+            let layer = open.book.tensors[tensor as usize].layer as usize;
+            let stall_ns = u64::try_from(now.saturating_duration_since(since).as_nanos()).unwrap_or(u64::MAX);
+            open.stall_ns[layer].fetch_add(stall_ns, Ordering::Relaxed);
+            since = now;
+            let step = open.tensors[tensor as usize].step.load(Ordering::Relaxed);
+            match done {
+                Ok(Some(())) => {}
+                Ok(None) => return Err(self.timed_out(open, tensor, step).into()),
+                Err(Stop::Failed(failure)) => {
+                    return Err(blame(*failure, "waiting for", open, tensor, step).into());
+                }
+                Err(Stop::Interrupted) => return Err(Stop::Interrupted),
+            }
+        }
+        Ok(())
+    }
+
+    /// Of `tensors`, those whose results are in memory.
+    ///
+    /// # Errors
+    /// The job's failure.
+    pub fn poll(&self, book: BookId, tensors: &[TensorId]) -> Result<Vec<TensorId>, Failure> {
+        self.alive("poll")?;
+        let open = self.book(book)?;
+        for tensor in tensors {
+            self.tensor(&open, *tensor)?;
+        }
+        self.inner.shared.check().map_err(|failure| {
+            let Some(&late) = tensors.iter().find(|tensor| !is_in(&open, **tensor, false)) else {
+                return failure;
+            };
+            let step = open.tensors[late as usize].step.load(Ordering::Relaxed);
+            blame(failure, "waiting for", &open, late, step)
+        })?;
+        Ok(tensors.iter().copied().filter(|tensor| is_in(&open, *tensor, false)).collect())
+    }
+
+    /// Ends the job: a result did not come in time.
+    fn timed_out(&self, open: &OpenBook, tensor: TensorId, step: Step) -> Failure {
+        let book = &open.book;
+        let (id, name, layer) = (open.id, &book.tensors[tensor as usize].name, book.layer_name(tensor));
+        let mut late: Vec<Rank> = self.ask(|reply| Command::Missing { book: id, tensor, reply }).concat();
+        late.sort_unstable();
+        late.dedup();
+        let me = self.inner.shared.me;
+        let why = if late.is_empty() {
+            let slices = book.slices_of(tensor).map(|slice| book.slices[slice as usize].owner);
+            let mut owners: Vec<Rank> = slices.filter(|owner| *owner != me).collect();
+            owners.sort_unstable();
+            owners.dedup();
+            format!("no answer from {}, which {} parts of it", listed(&owners), own(&owners))
+        } else {
+            format!("{} did not contribute", listed(&late))
+        };
+        let seconds = self.inner.config.operation_timeout.as_secs_f64();
+        let text = format!(
+            "timeout: layer {layer} (tensor {name} of {}) of step {step} was not synchronised within {seconds:.1} s \
+             (operation_timeout_s): {why}. If that is slow and not stuck, raise operation_timeout_s",
+            book.name
+        );
+        let rank = late.first().copied();
+        let failure = Failure {
+            error: Error::Timeout(text),
+            rank,
+            layer: Some(layer.into()),
+            step: Some(step),
+            peer: None,
+        };
+        self.end_with(failure)
+    }
+
+    /// Fails the job, unless it has failed already, and gives its failure.
+    pub(super) fn end_with(&self, failure: Failure) -> Failure {
+        self.inner.shared.fail(failure.clone());
+        self.inner.shared.check().err().unwrap_or(failure)
+    }
+
+    /// Gives every rank's blob to every rank, in rank order. All ranks must call it in the same order. `what` is for
+    /// messages.
+    ///
+    /// # Errors
+    /// The job's failure; `Timeout` naming the ranks that did not come, which ends the job; [`Stop::Interrupted`].
+    pub fn all_gather(
+        &self,
+        what: &str,
+        blob: &[u8],
+        interrupted: &mut dyn FnMut() -> bool,
+    ) -> Result<Vec<Vec<u8>>, Stop> {
+        self.alive("all_gather")?;
+        let size = self.inner.config.size as usize;
+        if blob.len() > penstock_core::limits::BLOB_BYTES_MAX {
+            let max = penstock_core::limits::BLOB_BYTES_MAX;
+            return Err(Failure::config(format!(
+                "{what}: {} bytes; at most {max} can be gathered",
+                blob.len()
+            ))
+            .into());
+        }
+        let shared = &self.inner.shared;
+        shared.check().map_err(|failure| failure.add(&format!(" ({what})")))?;
+        if size == 1 {
+            return Ok(vec![blob.to_vec()]);
+        }
+        let Some(lane) = shared.mailboxes().first() else {
+            return Err(Failure::config(format!("{what}: all_gather() was called before connect()")).into());
+        };
+        let _one_at_a_time = guard(&self.inner.collective);
+        let payload = (!blob.is_empty()).then(|| shared.pool.copy_of(blob));
+        let seq = shared.update(|state| {
+            state.in_collective = true;
+            state.gathering
+        });
+        shared.progressed();
+        let header = Header { seq, payload_bytes: blob.len() as u32, ..Header::control(Kind::Blob) };
+        lane.send(Command::Control { header, payload });
+        let me = shared.me.index();
+        let deadline = Instant::now().checked_add(self.inner.config.operation_timeout);
+        let outcome = shared.wait(deadline, interrupted, |state| {
+            let blobs = state.blobs.entry(seq).or_insert_with(|| vec![None; size]);
+            let all = (0..size).all(|rank| rank == me || blobs[rank].is_some());
+            all.then(|| std::mem::take(blobs))
+        });
+        match outcome {
+            Ok(Some(mut blobs)) => {
+                shared.update(|state| {
+                    state.blobs.remove(&seq);
+                    state.gathering += 1;
+                    state.in_collective = false;
+                });
+                blobs[me] = Some(blob.to_vec());
+                Ok(blobs.into_iter().flatten().collect())
+            }
+            Ok(None) => Err(self.gather_timed_out(what, seq).into()),
+            Err(Stop::Failed(failure)) => {
+                shared.update(|state| state.in_collective = false);
+                Err(failure.add(&format!(" (this rank was waiting for the others: {what})")).into())
+            }
+            Err(Stop::Interrupted) => Err(Stop::Interrupted),
+        }
+    }
+
+    fn gather_timed_out(&self, what: &str, seq: u32) -> Failure {
+        let shared = &self.inner.shared;
+        let late: Vec<Rank> = shared.update(|state| {
+            state.in_collective = false;
+            let blobs = state.blobs.get(&seq).map_or(&[][..], Vec::as_slice);
+            (0..blobs.len()).filter(|rank| blobs[*rank].is_none()).map(|rank| Rank(rank as u32)).collect()
+        });
+        let late: Vec<Rank> = late.into_iter().filter(|rank| *rank != shared.me).collect();
+        let seconds = self.inner.config.operation_timeout.as_secs_f64();
+        let text = format!(
+            "timeout: {what}: {} did not take part within {seconds:.1} s (operation_timeout_s). Every rank must come \
+             here; if one is only slow, raise operation_timeout_s",
+            listed(&late)
+        );
+        let rank = late.first().copied();
+        self.end_with(Failure { error: Error::Timeout(text), rank, layer: None, step: None, peer: None })
+    }
+}
+
+/// Whether the last result is in memory, and released if that is asked for.
+fn is_in(open: &OpenBook, tensor: TensorId, released: bool) -> bool {
+    let state = &open.tensors[tensor as usize];
+    state.remaining.load(Ordering::Acquire) == 0
+        && (!released || state.unreleased.load(Ordering::Acquire) == 0)
+}
+
+/// The job's failure as it looks from a layer.
+pub(super) fn blame(failure: Failure, doing: &str, open: &OpenBook, tensor: TensorId, step: Step) -> Failure {
+    if failure.layer.is_some() {
+        return failure;
+    }
+    let layer = open.book.layer_name(tensor);
+    let restart = match failure.error {
+        Error::PeerLost { rank, .. } => {
+            format!(". Restart all ranks; what rank {rank} printed last may say why")
+        }
+        _ => String::new(),
+    };
+    let more = format!(" (noticed when {doing} layer {layer} of {}, step {step}){restart}", open.book.name);
+    Failure { layer: Some(layer.into()), step: Some(step), ..failure.add(&more) }
+}
+
+fn listed(ranks: &[Rank]) -> String {
+    let names: Vec<String> = ranks.iter().map(Rank::to_string).collect();
+    format!("{} {}", if ranks.len() == 1 { "rank" } else { "ranks" }, names.join(", "))
+}
+
+fn own(ranks: &[Rank]) -> &'static str {
+    if ranks.len() == 1 { "owns" } else { "own" }
+}

@@ -1,0 +1,454 @@
+//! How two ranks come to trust a new connection: versions, job and secret are checked before any frame. Pure: bytes in,
+//! bytes out; sockets and deadlines are the [admission](crate::admission) thread's.
+//!
+//! ```text
+//! dialer                                                          listener
+//!   HELLO     magic 8 | version 2 | job 16 | from 4 | to 4 | lane 2 | nonce 32   ->
+//!   <-        CHALLENGE  status 1 (0) | nonce 32 | mac 32
+//!   PROOF     mac 32   ->
+//!   <-        ACCEPT     status 1 (0)
+//! ```
+//!
+//! In place of `CHALLENGE` or `ACCEPT` the listener may send `REFUSAL: status 1 | version 2` and close. All lengths are
+//! fixed, so a stranger has no length to lie about; integers are little-endian. The first 10 bytes of `HELLO` and the
+//! layout of `REFUSAL` never change, so that any two versions can at least refuse each other by name.
+//!
+//! Each mac is HMAC-SHA256, with the job's secret, over a label ("listener" or "dialer") and everything that both have
+//! said: who dials whom for which lane of which job, and both nonces. The label stops a mac from being reflected, a
+//! fresh nonce on each side stops a replay of either side, and the ranks in it stop a relay to another rank.
+//!
+//! Left out on purpose: encryption and integrity of what follows. Who can change packets between two ranks can do so
+//! after the handshake too; that needs TLS. The listener's mac is given to anybody who knows the job's id, so a secret
+//! must be random and long: a guessable one could be searched offline.
+
+use hmac::{Hmac, KeyInit, Mac};
+use penstock_core::wire::VERSION;
+use penstock_core::{Error, Rank};
+use sha2::{Digest, Sha256};
+
+/// What every connection starts with.
+pub const MAGIC: [u8; 8] = *b"PNSTOCK1";
+/// Length of a nonce.
+pub const NONCE_BYTES: usize = 32;
+/// Length of a job's id.
+pub const JOB_ID_BYTES: usize = 16;
+/// Length of the dialer's first message.
+pub const HELLO_BYTES: usize = LANE_AT + 2 + NONCE_BYTES;
+/// Length of the listener's answer to it.
+pub const CHALLENGE_BYTES: usize = 1 + NONCE_BYTES + MAC_BYTES;
+/// Length of the dialer's second message.
+pub const PROOF_BYTES: usize = MAC_BYTES;
+/// Length of a refusal.
+pub const REFUSAL_BYTES: usize = 3;
+
+const MAC_BYTES: usize = 32;
+// Where the fields of `HELLO` are.
+const VERSION_AT: usize = MAGIC.len();
+const JOB_AT: usize = VERSION_AT + 2;
+const FROM_AT: usize = JOB_AT + JOB_ID_BYTES;
+const TO_AT: usize = FROM_AT + 4;
+const LANE_AT: usize = TO_AT + 4;
+
+/// Random bytes that no one has used before.
+pub type Nonce = [u8; NONCE_BYTES];
+
+/// This process as a member of its job: what both sides of a handshake must know.
+#[derive(Clone)]
+pub struct Member {
+    /// This process.
+    pub rank: Rank,
+    /// Number of ranks of the job.
+    pub ranks: u32,
+    /// Number of lanes of every rank.
+    pub lanes: u32,
+    /// Tells the jobs of a cluster apart. Not a secret.
+    pub job_id: [u8; JOB_ID_BYTES],
+    /// What proves membership. At least 128 random bits, or it can be guessed.
+    pub secret: Vec<u8>,
+}
+
+/// The listener's verdict, the first byte of everything it says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Status {
+    /// Go on.
+    Ok = 0,
+    /// The first bytes are not Penstock's.
+    WrongMagic = 1,
+    /// Another version of the protocol.
+    WrongVersion = 2,
+    /// Another job.
+    WrongJob = 3,
+    /// Not the rank that was dialled, or a rank or a lane that the job does not have.
+    UnknownRankOrLane = 4,
+    /// The proof is wrong: another secret.
+    AuthenticationFailed = 5,
+    /// The listener is completing a connection of its own for the same lane and peer: wait for that one.
+    Superseded = 6,
+    /// There is such a connection already.
+    Busy = 7,
+}
+
+impl Status {
+    const ALL: [Self; 8] = [
+        Self::Ok,
+        Self::WrongMagic,
+        Self::WrongVersion,
+        Self::WrongJob,
+        Self::UnknownRankOrLane,
+        Self::AuthenticationFailed,
+        Self::Superseded,
+        Self::Busy,
+    ];
+
+    fn from_byte(byte: u8) -> Option<Self> {
+        Self::ALL.get(usize::from(byte)).copied()
+    }
+}
+
+/// Bytes to send: at most a `HELLO`, so nothing is allocated for a stranger.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Message {
+    bytes: [u8; HELLO_BYTES],
+    len_bytes: usize,
+}
+
+impl Message {
+    fn new(parts: &[&[u8]]) -> Self {
+        let mut message = Self { bytes: [0; HELLO_BYTES], len_bytes: 0 };
+        for part in parts {
+            message.bytes[message.len_bytes..message.len_bytes + part.len()].copy_from_slice(part);
+            message.len_bytes += part.len();
+        }
+        message
+    }
+
+    /// What the listener says last to a dialer that it takes.
+    #[must_use]
+    pub fn accept() -> Self {
+        Self::new(&[&[Status::Ok as u8]])
+    }
+
+    /// What the listener says to a dialer that it does not take.
+    #[must_use]
+    pub fn refusal(status: Status) -> Self {
+        Self::new(&[&[status as u8], &VERSION.to_le_bytes()])
+    }
+
+    /// The bytes on the wire.
+    #[must_use]
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.bytes[..self.len_bytes]
+    }
+}
+
+/// The mac of one side over what both have said.
+fn mac(secret: &[u8], label: &[u8], hello: &[u8; HELLO_BYTES], nonce: &[u8]) -> Hmac<Sha256> {
+    // Hashed first, because HMAC pads a short key with zeros: "secret" and "secret\0" would be the same key.
+    let key = Sha256::digest(secret);
+    let mut mac = Hmac::<Sha256>::new_from_slice(&key).expect("any length is a key");
+    for part in [label, hello, nonce] {
+        mac.update(part);
+    }
+    mac
+}
+
+fn u16_at(bytes: &[u8], at: usize) -> u16 {
+    u16::from_le_bytes([bytes[at], bytes[at + 1]])
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+}
+
+/// A fixed amount of bytes that arrive in pieces.
+struct Inbox<const N: usize> {
+    bytes: [u8; N],
+    have: usize,
+}
+
+impl<const N: usize> Inbox<N> {
+    fn new() -> Self {
+        Self { bytes: [0; N], have: 0 }
+    }
+
+    /// Takes what fits up to `wanted` bytes in total.
+    fn take(&mut self, bytes: &[u8], wanted: usize) {
+        let count = bytes.len().min(wanted - self.have);
+        self.bytes[self.have..self.have + count].copy_from_slice(&bytes[..count]);
+        self.have += count;
+    }
+}
+
+/// Why a dialer gave up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Failure {
+    /// The listener said why, and which version it is.
+    Refused {
+        /// What it said.
+        status: Status,
+        /// Its version.
+        version: u16,
+    },
+    /// The listener does not know the job's secret.
+    ListenerUnproven,
+    /// What listens there does not speak this protocol.
+    NotPenstock,
+}
+
+impl Failure {
+    /// What the user is told by the dialer of `peer`.
+    ///
+    /// # Errors
+    /// If this is no error yet but a reason to dial again later: which one.
+    pub fn error(self, peer: Rank) -> Result<Error, &'static str> {
+        let refused = format!("rank {peer} refused the connection");
+        Ok(match self {
+            Self::Refused { status: Status::Superseded, .. } => {
+                return Err("it was opening a connection of its own, which has not come");
+            }
+            Self::Refused { status: Status::Busy, .. } => {
+                return Err("it has such a connection already, perhaps with another process of this rank");
+            }
+            Self::Refused { status: Status::WrongVersion, version } => Error::protocol(
+                peer,
+                format!(
+                    "it speaks version {version} and this process version {VERSION}; install the same Penstock on \
+                     all ranks"
+                ),
+            ),
+            Self::Refused { status: Status::WrongJob, .. } => Error::Authentication(format!(
+                "{refused}: it belongs to another job; check that all ranks were started together, with the same \
+                 job id and rendezvous"
+            )),
+            Self::Refused { status: Status::UnknownRankOrLane, .. } => Error::Config(format!(
+                "{refused}: it has another rank, or its job has no such rank or lane; check that all ranks have the \
+                 same world size and number of lanes, and that no two processes have the same rank"
+            )),
+            Self::Refused { status: Status::AuthenticationFailed, .. } => Error::Authentication(format!(
+                "{refused}: this process could not prove that it knows the job's secret; give all ranks the same secret"
+            )),
+            Self::ListenerUnproven => Error::Authentication(format!(
+                "rank {peer} could not prove that it knows the job's secret; give all ranks the same secret, and check \
+                 that no other program has taken that rank's address"
+            )),
+            Self::Refused { status: Status::WrongMagic | Status::Ok, .. } | Self::NotPenstock => {
+                Error::protocol(peer, "what listens at its address does not speak Penstock's protocol")
+            }
+        })
+    }
+}
+
+/// What the driver of a [`Dialer`] does next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DialerStep {
+    /// Read more.
+    Wait,
+    /// Send this, then read more.
+    Prove(Message),
+    /// The connection is open; whatever follows is frames.
+    Accepted,
+    /// Close.
+    Failed(Failure),
+}
+
+/// The side that connected.
+pub struct Dialer {
+    hello: [u8; HELLO_BYTES],
+    inbox: Inbox<CHALLENGE_BYTES>,
+    state: DialerState,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum DialerState {
+    AwaitsChallenge,
+    AwaitsVerdict,
+    Over,
+}
+
+impl Dialer {
+    /// Starts a handshake with the process at the address of rank `to`. The message is to be sent first.
+    #[must_use]
+    pub fn new(member: &Member, to: Rank, lane: u32, nonce: &Nonce) -> (Self, Message) {
+        let hello = Message::new(&[
+            &MAGIC,
+            &VERSION.to_le_bytes(),
+            &member.job_id,
+            &member.rank.0.to_le_bytes(),
+            &to.0.to_le_bytes(),
+            // Lanes are bounded far below 2^16 (limits::LANES_MAX).
+            &(lane as u16).to_le_bytes(),
+            nonce,
+        ]);
+        (Self { hello: hello.bytes, inbox: Inbox::new(), state: DialerState::AwaitsChallenge }, hello)
+    }
+
+    /// How many bytes [`Dialer::receive`] looks at. The driver must not read more from the socket: after the verdict
+    /// come frames. 0 when the handshake is over.
+    #[must_use]
+    pub fn wanted(&self) -> usize {
+        if self.state == DialerState::Over {
+            return 0;
+        }
+        // The first byte says how much follows.
+        let total = match (self.inbox.have, self.inbox.bytes[0]) {
+            (0, _) => 1,
+            (_, 0) => CHALLENGE_BYTES,
+            _ => REFUSAL_BYTES,
+        };
+        total - self.inbox.have
+    }
+
+    /// Takes at most [`Dialer::wanted`] bytes from the listener.
+    pub fn receive(&mut self, member: &Member, bytes: &[u8]) -> DialerStep {
+        let wanted = self.wanted();
+        if wanted == 0 || bytes.is_empty() {
+            return DialerStep::Wait;
+        }
+        self.inbox.take(bytes, self.inbox.have + wanted);
+        let step = match Status::from_byte(self.inbox.bytes[0]) {
+            None => DialerStep::Failed(Failure::NotPenstock),
+            Some(Status::Ok) if self.state == DialerState::AwaitsVerdict => DialerStep::Accepted,
+            Some(_) if self.wanted() > 0 => return self.receive(member, &bytes[wanted.min(bytes.len())..]),
+            Some(Status::Ok) => self.check_challenge(member),
+            Some(status) => {
+                DialerStep::Failed(Failure::Refused { status, version: u16_at(&self.inbox.bytes, 1) })
+            }
+        };
+        self.inbox.have = 0;
+        self.state = match step {
+            DialerStep::Prove(_) => DialerState::AwaitsVerdict,
+            _ => DialerState::Over,
+        };
+        step
+    }
+
+    fn check_challenge(&self, member: &Member) -> DialerStep {
+        let (nonce, proof) = self.inbox.bytes[1..].split_at(NONCE_BYTES);
+        if mac(&member.secret, b"listener", &self.hello, nonce).verify_slice(proof).is_err() {
+            return DialerStep::Failed(Failure::ListenerUnproven);
+        }
+        let proof = mac(&member.secret, b"dialer", &self.hello, nonce).finalize().into_bytes();
+        DialerStep::Prove(Message::new(&[&proof]))
+    }
+}
+
+/// What the driver of a [`Listener`] does next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ListenerStep {
+    /// Read more.
+    Wait,
+    /// Send this, then read more.
+    Challenge(Message),
+    /// The dialer is who it says. Send [`Message::accept`], or [`Message::refusal`] and close.
+    Authenticated {
+        /// Who dialled.
+        from: Rank,
+        /// For which lane.
+        lane: u32,
+    },
+    /// Send the refusal and close.
+    Refused(Status),
+}
+
+/// The side that was connected to.
+pub struct Listener {
+    nonce: Nonce,
+    hello: Inbox<HELLO_BYTES>,
+    proof: Inbox<PROOF_BYTES>,
+    over: bool,
+}
+
+impl Listener {
+    /// Starts a handshake with whoever has connected.
+    #[must_use]
+    pub fn new(nonce: Nonce) -> Self {
+        Self { nonce, hello: Inbox::new(), proof: Inbox::new(), over: false }
+    }
+
+    /// How many bytes [`Listener::receive`] looks at; 0 when the handshake is over. More than that is a dialer that
+    /// speaks out of turn.
+    #[must_use]
+    pub fn wanted(&self) -> usize {
+        match (self.over, HELLO_BYTES - self.hello.have) {
+            (true, _) => 0,
+            (false, 0) => PROOF_BYTES - self.proof.have,
+            (false, missing) => missing,
+        }
+    }
+
+    /// Whether the dialer's first message was in order.
+    #[must_use]
+    pub fn has_challenged(&self) -> bool {
+        self.hello.have == HELLO_BYTES
+    }
+
+    /// Takes at most [`Listener::wanted`] bytes from the dialer.
+    pub fn receive(&mut self, member: &Member, bytes: &[u8]) -> ListenerStep {
+        if self.over || bytes.is_empty() {
+            return ListenerStep::Wait;
+        }
+        let step = if self.has_challenged() {
+            self.proof.take(bytes, PROOF_BYTES);
+            if self.proof.have < PROOF_BYTES {
+                return ListenerStep::Wait;
+            }
+            self.check_proof(member)
+        } else {
+            self.hello.take(bytes, HELLO_BYTES);
+            match self.check_hello(member) {
+                Err(status) => ListenerStep::Refused(status),
+                Ok(()) if self.hello.have < HELLO_BYTES => return ListenerStep::Wait,
+                Ok(()) => return ListenerStep::Challenge(self.challenge(member)),
+            }
+        };
+        self.over = true;
+        step
+    }
+
+    /// Checks as much as has arrived, so that a stranger is refused by its first bytes and another version, whose
+    /// message may be shorter, is not waited for.
+    fn check_hello(&self, member: &Member) -> Result<(), Status> {
+        let (bytes, have) = (&self.hello.bytes, self.hello.have);
+        let magic_bytes = have.min(MAGIC.len());
+        if bytes[..magic_bytes] != MAGIC[..magic_bytes] {
+            return Err(Status::WrongMagic);
+        }
+        if have >= JOB_AT && u16_at(bytes, VERSION_AT) != VERSION {
+            return Err(Status::WrongVersion);
+        }
+        if have < HELLO_BYTES {
+            return Ok(());
+        }
+        if bytes[JOB_AT..FROM_AT] != member.job_id {
+            return Err(Status::WrongJob);
+        }
+        let (from, lane) = self.dialer();
+        let to = Rank(u32_at(bytes, TO_AT));
+        if to != member.rank || from == member.rank || from.0 >= member.ranks || lane >= member.lanes {
+            return Err(Status::UnknownRankOrLane);
+        }
+        Ok(())
+    }
+
+    fn dialer(&self) -> (Rank, u32) {
+        (Rank(u32_at(&self.hello.bytes, FROM_AT)), u32::from(u16_at(&self.hello.bytes, LANE_AT)))
+    }
+
+    fn challenge(&self, member: &Member) -> Message {
+        let proof = mac(&member.secret, b"listener", &self.hello.bytes, &self.nonce).finalize().into_bytes();
+        Message::new(&[&[Status::Ok as u8], &self.nonce, &proof])
+    }
+
+    fn check_proof(&self, member: &Member) -> ListenerStep {
+        let expected = mac(&member.secret, b"dialer", &self.hello.bytes, &self.nonce);
+        if expected.verify_slice(&self.proof.bytes).is_err() {
+            return ListenerStep::Refused(Status::AuthenticationFailed);
+        }
+        let (from, lane) = self.dialer();
+        ListenerStep::Authenticated { from, lane }
+    }
+}
+
+#[cfg(test)]
+mod tests;

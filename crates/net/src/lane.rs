@@ -1,0 +1,499 @@
+//! A lane: one thread with one connection per peer and a node of its own.
+//!
+//! Every turn: take commands, read where something may be read, write where something may be written, and now and then
+//! look at the clock. All decisions about slices are the node's; all knowledge about sockets is the connection's. What is
+//! here is the life of connections: how they are asked for, found silent, ended in order, or found to be gone.
+//!
+//! After a failure the node is not used any more: the lane tells its peers why, drops what still comes, and waits for
+//! the end.
+
+use crate::admission::Admission;
+use crate::connection::{Connection, Turn};
+use crate::failure::Failure;
+use crate::mailbox::{Command, Mailbox};
+use crate::memory::{Chunk, RealMemory};
+use crate::shared::{OpenBook, Shared};
+use mio::{Events, Interest, Poll, Token};
+use penstock_core::node::{self, Action, Event, Node};
+use penstock_core::wire::Outgoing;
+use penstock_core::{Error, Header, Kind, Rank};
+use std::collections::VecDeque;
+use std::io;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+pub(crate) const WAKER: Token = Token(usize::MAX);
+/// Longest sleep between two looks at the clock.
+const TICK_MAX: Duration = Duration::from_millis(100);
+/// How long the end of a lane waits for its last frames to reach the peers.
+const FLUSH: Duration = Duration::from_secs(1);
+/// A connected peer hears something this many times within the time after which silence means loss.
+const HEARTBEATS_PER_TIMEOUT: u32 = 5;
+/// A turn that reads no more than this may have read only heartbeats: no progress.
+const HEARTBEAT_BYTES: u64 = 64;
+/// Readiness events per turn; the rest waits in the kernel.
+const EVENTS: usize = 256;
+
+#[derive(Default)]
+struct Peer {
+    connection: Option<Connection>,
+    /// In `Lane::work`.
+    queued: bool,
+    /// The node may have a frame for it.
+    wanted: bool,
+    /// We have said goodbye to it.
+    goodbye_said: bool,
+    /// It has said goodbye.
+    goodbye_heard: bool,
+    /// Its connection has ended. There is no second one.
+    gone: bool,
+}
+
+/// The state of the thread.
+pub(crate) struct Lane {
+    index: u32,
+    me: Rank,
+    peer_timeout: Duration,
+    shared: Arc<Shared>,
+    mailbox: Arc<Mailbox>,
+    /// Set before the lane runs: admission delivers to lanes, and lanes ask admission.
+    admission: Arc<OnceLock<Admission>>,
+    poll: Poll,
+    node: Node<RealMemory>,
+    books: Vec<Option<Arc<OpenBook>>>,
+    peers: Vec<Peer>,
+    /// Peers whose connection may have something to do.
+    work: VecDeque<usize>,
+    /// Reused from turn to turn.
+    actions: Vec<Action<Chunk>>,
+    leaving: bool,
+    done: bool,
+    failed: Option<Outgoing<Chunk>>,
+    told: bool,
+    stopping: bool,
+    now: Instant,
+    ticked: Instant,
+}
+
+impl Lane {
+    pub(crate) fn new(
+        config: node::Config,
+        peer_timeout: Duration,
+        shared: Arc<Shared>,
+        poll: Poll,
+        mailbox: Arc<Mailbox>,
+        admission: Arc<OnceLock<Admission>>,
+    ) -> Self {
+        let now = Instant::now();
+        Self {
+            index: config.lane,
+            me: config.rank,
+            peer_timeout,
+            mailbox,
+            admission,
+            poll,
+            books: Vec::new(),
+            peers: (0..config.ranks).map(|_| Peer::default()).collect(),
+            node: Node::new(config, RealMemory::new(Arc::clone(&shared.pool))),
+            shared,
+            work: VecDeque::new(),
+            actions: Vec::new(),
+            leaving: false,
+            done: false,
+            failed: None,
+            told: false,
+            stopping: false,
+            now,
+            ticked: now,
+        }
+    }
+
+    /// Runs until told to stop. A panic becomes the job's failure, so that nobody waits for a thread that is gone.
+    pub(crate) fn run(mut self) {
+        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.turns()));
+        match outcome {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => {
+                self.shared.fail(Failure::config(format!("a lane cannot wait for its sockets: {error}")))
+            }
+            Err(_) => {
+                self.shared.fail(Failure::config(
+                    "a lane has panicked, which is a bug in Penstock; its message is above",
+                ));
+            }
+        }
+        self.mailbox.close();
+        let counters = self.node.counters().clone();
+        self.shared.update(|state| {
+            state.final_counters.push(counters);
+            state.lanes_done += u32::from(!self.done);
+            state.lanes_told += u32::from(!self.told);
+        });
+    }
+
+    fn turns(&mut self) -> io::Result<()> {
+        let mut events = Events::with_capacity(EVENTS);
+        let mut commands = Vec::new();
+        let tick = TICK_MAX.min(self.peer_timeout / 10).max(Duration::from_millis(5));
+        while !self.stopping {
+            self.poll_once(&mut events, tick)?;
+            self.mailbox.take(&mut commands);
+            for command in commands.drain(..) {
+                self.command(command);
+            }
+            self.serve_all();
+            if self.now.saturating_duration_since(self.ticked) >= tick {
+                self.tick();
+            }
+            self.say_goodbyes();
+        }
+        self.flush(&mut events)
+    }
+
+    fn poll_once(&mut self, events: &mut Events, sleep: Duration) -> io::Result<()> {
+        let patience = if self.work.is_empty() && self.mailbox.try_sleep() { sleep } else { Duration::ZERO };
+        match self.poll.poll(events, Some(patience)) {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => return Ok(()),
+            Err(error) => return Err(error),
+        }
+        self.now = Instant::now();
+        for event in events.iter() {
+            let Token(peer) = event.token();
+            let Some(Peer { connection: Some(connection), .. }) = self.peers.get_mut(peer) else { continue };
+            connection.may_read |= event.is_readable() || event.is_read_closed() || event.is_error();
+            connection.hung_up |= event.is_read_closed() || event.is_write_closed() || event.is_error();
+            connection.may_write |= event.is_writable() || event.is_write_closed() || event.is_error();
+            self.enqueue(peer);
+        }
+        Ok(())
+    }
+
+    fn enqueue(&mut self, peer: usize) {
+        if !std::mem::replace(&mut self.peers[peer].queued, true) {
+            self.work.push_back(peer);
+        }
+    }
+
+    fn command(&mut self, command: Command) {
+        if self.failed.is_some() {
+            return self.command_after_failure(command);
+        }
+        let event = match command {
+            Command::Submit { book, tensor, seq, step, op, memory, absent } => {
+                Event::Submit { book, tensor, seq, step, op, memory, absent }
+            }
+            Command::Control { header, payload } => Event::Control { to: None, header, payload },
+            Command::Leave => Event::Leave,
+            Command::Open(book) => return self.open(&book),
+            Command::Places { book, places } => return self.node.set_priorities(book, &places),
+            Command::Connected { peer, stream } => return self.connected(peer, stream),
+            Command::Goodbye => {
+                self.leaving = true;
+                return;
+            }
+            Command::Failed { header, reason } => return self.fail_all(header, reason),
+            Command::Missing { book, tensor, reply } => {
+                // The receiver may have given up.
+                let _ = reply.send(self.node.missing(book, tensor));
+                return;
+            }
+            Command::Count { reply } => {
+                let _ = reply.send(self.node.counters().clone());
+                return;
+            }
+            Command::Stop => {
+                self.stopping = true;
+                return;
+            }
+        };
+        let outcome = self.node.step(event, &mut self.actions);
+        self.act(outcome);
+    }
+
+    fn command_after_failure(&mut self, command: Command) {
+        match command {
+            Command::Connected { peer, stream } => self.connected(peer, stream),
+            Command::Count { reply } => {
+                let _ = reply.send(self.node.counters().clone());
+            }
+            Command::Stop => self.stopping = true,
+            // The caller finds the failure.
+            _ => {}
+        }
+    }
+
+    fn open(&mut self, book: &Arc<OpenBook>) {
+        let at = usize::from(book.id);
+        if at >= self.books.len() {
+            self.books.resize_with(at + 1, || None);
+        }
+        self.books[at] = Some(Arc::clone(book));
+        let outcome = self.node.open_book(book.id, Arc::clone(&book.book), &mut self.actions);
+        self.act(outcome);
+    }
+
+    fn connected(&mut self, peer: Rank, stream: std::net::TcpStream) {
+        let opened = Connection::new(stream, self.now).and_then(|mut connection| {
+            let interest = Interest::READABLE | Interest::WRITABLE;
+            self.poll.registry().register(connection.stream(), Token(peer.index()), interest)?;
+            Ok(connection)
+        });
+        match opened {
+            Ok(mut connection) => {
+                if let Some(abort) = &self.failed {
+                    connection.depart(abort.clone());
+                    self.told = false;
+                }
+                self.peers[peer.index()].connection = Some(connection);
+                self.enqueue(peer.index());
+            }
+            Err(error) => {
+                self.shared.fail(Failure::config(format!("a connection cannot be set up: {error}")))
+            }
+        }
+    }
+
+    /// Carries out what the node wants, and notes its verdict.
+    fn act(&mut self, outcome: Result<(), Error>) {
+        let mut actions = std::mem::take(&mut self.actions);
+        for action in actions.drain(..) {
+            match action {
+                Action::Wake(peer) => self.wake(peer),
+                Action::Complete { book, slice, present, .. } => {
+                    if let Some(Some(book)) = self.books.get(usize::from(book)) {
+                        book.slice_complete(slice, present);
+                    }
+                }
+                Action::AllLeft => self.shared.update(|state| state.lanes_left += 1),
+                Action::Control { from, header, payload } => self.control(from, &header, payload.as_ref()),
+            }
+        }
+        self.actions = actions;
+        if let Err(error) = outcome {
+            self.shared.fail(error);
+        }
+    }
+
+    fn wake(&mut self, rank: Rank) {
+        let peer = &mut self.peers[rank.index()];
+        peer.wanted = true;
+        if peer.connection.is_some() {
+            self.enqueue(rank.index());
+        } else if !peer.gone
+            && let Some(admission) = self.admission.get()
+        {
+            admission.dial(self.index, rank);
+        }
+    }
+
+    fn control(&mut self, from: Rank, header: &Header, payload: Option<&Chunk>) {
+        let bytes = payload.map(Chunk::to_vec).unwrap_or_default();
+        match header.kind {
+            Kind::Blob => {
+                if let Err(error) = self.shared.blob(from, header.seq, bytes) {
+                    self.shared.fail(error);
+                }
+            }
+            Kind::Abort => self.shared.aborted(from, header.argument, &String::from_utf8_lossy(&bytes)),
+            Kind::Goodbye => {
+                self.peers[from.index()].goodbye_heard = true;
+                self.shared.goodbye(from, self.now);
+            }
+            // To be heard is all that a heartbeat is for; the others never come here.
+            _ => {}
+        }
+    }
+
+    /// One turn for every connection that may have something to do.
+    fn serve_all(&mut self) {
+        for _ in 0..self.work.len() {
+            let Some(peer) = self.work.pop_front() else { return };
+            self.peers[peer].queued = false;
+            if self.failed.is_some() { self.serve_after_failure(peer) } else { self.serve(peer) }
+        }
+    }
+
+    fn serve(&mut self, peer: usize) {
+        let rank = Rank(peer as u32);
+        let Some(connection) = &mut self.peers[peer].connection else { return };
+        if connection.may_read {
+            let before = connection.received_bytes;
+            let turn = connection.read(rank, &mut self.node, &mut self.actions, self.now);
+            if connection.received_bytes - before > HEARTBEAT_BYTES {
+                self.shared.progressed();
+            }
+            match turn {
+                Ok(Turn::Idle) => self.act(Ok(())),
+                Ok(Turn::Again) => {
+                    self.act(Ok(()));
+                    self.enqueue(peer);
+                }
+                Ok(Turn::Closed(why)) => {
+                    // First whatever it said before, which may be why.
+                    self.act(Ok(()));
+                    return self.closed(peer, why);
+                }
+                Err(error) => return self.act(Err(error)),
+            }
+        }
+        let Peer { connection: Some(connection), wanted, .. } = &mut self.peers[peer] else { return };
+        let node = &mut self.node;
+        let next = || {
+            let frame = if *wanted { node.next_frame(rank) } else { None };
+            *wanted = frame.is_some();
+            frame
+        };
+        match connection.write(next, self.now) {
+            Turn::Idle => {}
+            Turn::Again => self.enqueue(peer),
+            Turn::Closed(_) => {
+                // Its last words may still be there to read; they end with the reason.
+                (connection.may_write, connection.may_read, connection.hung_up) = (false, true, true);
+                self.enqueue(peer);
+            }
+        }
+    }
+
+    fn serve_after_failure(&mut self, peer: usize) {
+        let Some(connection) = &mut self.peers[peer].connection else { return };
+        let read = if connection.may_read { connection.discard() } else { Turn::Idle };
+        let written = connection.write(|| None, self.now);
+        match (read, written) {
+            (Turn::Closed(_), _) | (_, Turn::Closed(_)) => self.drop_connection(peer),
+            (Turn::Idle, Turn::Idle) => {}
+            _ => self.enqueue(peer),
+        }
+        self.note_told();
+    }
+
+    /// Once the peers are told of the failure, whoever called `abort` may go on.
+    fn note_told(&mut self) {
+        let mut connections = self.peers.iter().filter_map(|peer| peer.connection.as_ref());
+        if !self.told && connections.all(Connection::all_written) {
+            self.told = true;
+            self.shared.update(|state| state.lanes_told += 1);
+        }
+    }
+
+    fn drop_connection(&mut self, peer: usize) {
+        let place = &mut self.peers[peer];
+        place.gone = true;
+        if let Some(mut connection) = place.connection.take() {
+            // Fails only if it is not registered, which is what is wanted.
+            let _ = self.poll.registry().deregister(connection.stream());
+        }
+    }
+
+    fn closed(&mut self, peer: usize, why: String) {
+        self.drop_connection(peer);
+        if !self.peers[peer].goodbye_heard && self.failed.is_none() {
+            self.shared.suspect(Rank(peer as u32), why, self.now);
+        }
+    }
+
+    fn fail_all(&mut self, header: Header, reason: Chunk) {
+        let abort = Outgoing { header, payload: Some(reason).filter(|chunk| !chunk.is_empty()) };
+        for peer in 0..self.peers.len() {
+            if let Some(connection) = &mut self.peers[peer].connection {
+                connection.cancel_unstarted();
+                connection.depart(abort.clone());
+                self.enqueue(peer);
+            }
+        }
+        self.failed = Some(abort);
+        self.note_told();
+    }
+
+    /// What only the clock tells.
+    fn tick(&mut self) {
+        let gap = self.now.saturating_duration_since(self.ticked);
+        self.ticked = self.now;
+        if self.failed.is_some() {
+            return;
+        }
+        // This process itself was stopped (a signal, a suspended laptop): the silence was ours.
+        let was_away = gap > self.peer_timeout / 2;
+        let every = self.peer_timeout / HEARTBEATS_PER_TIMEOUT;
+        let mut silent = None;
+        for peer in 0..self.peers.len() {
+            let Peer { connection: Some(connection), goodbye_said, goodbye_heard, .. } =
+                &mut self.peers[peer]
+            else {
+                continue;
+            };
+            if was_away {
+                connection.heard = self.now;
+            }
+            let silence = self.now.saturating_duration_since(connection.heard);
+            if silence >= self.peer_timeout && !*goodbye_heard {
+                silent.get_or_insert((Rank(peer as u32), silence));
+            }
+            let quiet = self.now.saturating_duration_since(connection.spoke) >= every;
+            if quiet && connection.all_written() && !*goodbye_said {
+                connection.depart(Outgoing { header: Header::control(Kind::Heartbeat), payload: None });
+                self.enqueue(peer);
+            }
+        }
+        if let Some((rank, silence)) = silent {
+            let seconds = silence.as_secs_f64();
+            let text = format!(
+                "rank {rank} is lost: no sign of life from it for {seconds:.1} s (peer_timeout_s); its process is stopped, or \
+                 the network between is cut"
+            );
+            self.shared.fail(Failure::lost(rank, text));
+        } else if was_away {
+            self.shared.progressed();
+        } else {
+            self.shared.judge(self.now);
+        }
+    }
+
+    /// While leaving: says goodbye to each peer that has everything, and finds out when all is said.
+    fn say_goodbyes(&mut self) {
+        if !self.leaving || self.failed.is_some() || self.done {
+            return;
+        }
+        let mut done = true;
+        for peer in 0..self.peers.len() {
+            let rank = Rank(peer as u32);
+            if rank == self.me {
+                continue;
+            }
+            let owed = self.node.has_frame(rank);
+            let place = &mut self.peers[peer];
+            let Some(connection) = &mut place.connection else {
+                done &= place.gone || !owed;
+                continue;
+            };
+            if !place.goodbye_said && !owed && connection.all_written() {
+                place.goodbye_said = true;
+                connection.depart(Outgoing { header: Header::control(Kind::Goodbye), payload: None });
+                done = false;
+                self.enqueue(peer);
+            } else {
+                done &= place.goodbye_said && place.goodbye_heard && connection.all_written();
+            }
+        }
+        if done {
+            self.done = true;
+            self.shared.update(|state| state.lanes_done += 1);
+        }
+    }
+
+    /// Gives what was written a bounded time to arrive: closing a socket may take back what the peer has not got.
+    fn flush(&mut self, events: &mut Events) -> io::Result<()> {
+        let deadline = self.now + FLUSH;
+        loop {
+            for peer in 0..self.peers.len() {
+                self.serve_after_failure(peer);
+            }
+            let mut connections = self.peers.iter().filter_map(|peer| peer.connection.as_ref());
+            let arrived = connections.all(|c| c.all_written() && c.unacknowledged_bytes() == 0);
+            if arrived || self.now >= deadline {
+                return Ok(());
+            }
+            self.poll_once(events, Duration::from_millis(5))?;
+        }
+    }
+}

@@ -1,0 +1,25 @@
+//! Penstock on real sockets: the only crate with threads and a real clock.
+//!
+//! A program talks to an [`Engine`]. The engine owns lanes: threads that each have one connection per peer and drive one
+//! [`penstock_core::node::Node`]. Connections come from the [`admission`] thread, which proves every [`handshake`].
+//!
+//! What this crate decides: when to read and write, who is lost, who is blamed. What it leaves to the core: everything
+//! about slices, including which frame goes next.
+
+mod accounting;
+pub mod admission;
+mod connection;
+pub mod descriptors;
+mod engine;
+mod failure;
+pub mod handshake;
+mod lane;
+mod mailbox;
+pub mod memory;
+mod report;
+mod shared;
+
+pub use accounting::{Busy, Phase};
+pub use engine::{Engine, EngineConfig, Part};
+pub use failure::{Failure, Stop};
+pub use report::{BookReport, LayerReport, Report};

@@ -1,0 +1,378 @@
+//! What the engine and its lanes share: the state of tensors, and everything that somebody may wait for.
+//!
+//! Completion is counted per tensor with one atomic decrement per slice; the lock is taken per tensor.
+
+use crate::accounting::Accounting;
+use crate::failure::{Failure, Stop};
+use crate::mailbox::{Command, Mailbox};
+use crate::memory::{Owner, Pool};
+use penstock_core::node::Counters;
+use penstock_core::{Book, BookId, Error, Header, Kind, Rank, Seq};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How often a call that waits asks whether the program was interrupted.
+const INTERRUPT_CHECK: Duration = Duration::from_millis(100);
+/// A sleep that lasts this much longer than asked for was a stop of the whole process.
+const STOPPED_MIN: Duration = Duration::from_secs(1);
+/// How long the end of a connection without a goodbye is held back, in case another rank knows the reason.
+pub(crate) const SUSPICION: Duration = Duration::from_millis(300);
+/// How long nothing may move for a rank that has said goodbye before that counts as its fault.
+const DEPARTURE_GRACE: Duration = Duration::from_secs(2);
+
+/// One tensor of an open book.
+#[derive(Default)]
+pub(crate) struct TensorState {
+    /// Slices of the last submission that are not complete.
+    pub(crate) remaining: AtomicU32,
+    /// Whether anybody contributed to the last submission that completed.
+    pub(crate) present: AtomicBool,
+    /// Submissions so far.
+    pub(crate) seq: AtomicU32,
+    /// The user's iteration of the last one.
+    pub(crate) step: AtomicU32,
+    /// Submissions whose memory may still be touched.
+    pub(crate) unreleased: AtomicU32,
+}
+
+/// A book and the state of its tensors.
+pub(crate) struct OpenBook {
+    pub(crate) id: BookId,
+    pub(crate) book: Arc<Book>,
+    pub(crate) tensors: Vec<TensorState>,
+    /// By tensor: the lanes that carry its slices, as bits.
+    pub(crate) lanes: Vec<u64>,
+    /// By layer: time that the program spent waiting for it.
+    pub(crate) stall_ns: Vec<AtomicU64>,
+    shared: Arc<Shared>,
+}
+
+impl OpenBook {
+    pub(crate) fn new(id: BookId, book: Book, shared: Arc<Shared>) -> Self {
+        let tensors = book.tensors.iter().map(|_| TensorState::default()).collect();
+        let stall_ns = book.layers.iter().map(|_| AtomicU64::new(0)).collect();
+        let mut lanes = vec![0; book.tensors.len()];
+        book.slices.iter().for_each(|slice| lanes[slice.tensor as usize] |= 1 << slice.lane);
+        Self { id, book: Arc::new(book), tensors, lanes, stall_ns, shared }
+    }
+
+    /// A lane has brought a slice into memory.
+    pub(crate) fn slice_complete(&self, slice: u32, present: bool) {
+        let tensor = &self.tensors[self.book.slices[slice as usize].tensor as usize];
+        if present {
+            tensor.present.store(true, Ordering::Relaxed);
+        }
+        // Release: who sees 0 sees the result. The decrements of other lanes are in the same release sequence.
+        if tensor.remaining.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.shared.tensor_complete();
+        }
+    }
+}
+
+impl Owner for OpenBook {
+    fn released(&self, tensor: u32, token: u64) {
+        self.tensors[tensor as usize].unreleased.fetch_sub(1, Ordering::AcqRel);
+        let mut state = self.shared.lock();
+        state.released.push(token);
+        self.shared.notify(&state);
+    }
+}
+
+/// Everything under the one lock.
+pub(crate) struct State {
+    pub(crate) failure: Option<Failure>,
+    /// The failure has reached the program.
+    pub(crate) failure_raised: bool,
+    pub(crate) accounting: Accounting,
+    pub(crate) released: Vec<u64>,
+    /// Blobs of all-gathers by call and rank.
+    pub(crate) blobs: BTreeMap<Seq, Vec<Option<Vec<u8>>>>,
+    /// The all-gather that this rank is in, or would be in next.
+    pub(crate) gathering: Seq,
+    /// A collective is being waited for, besides tensors.
+    pub(crate) in_collective: bool,
+    /// Lanes on which every rank has left.
+    pub(crate) lanes_left: u32,
+    /// Lanes on which all goodbyes are said and heard.
+    pub(crate) lanes_done: u32,
+    /// Lanes that have told their peers of the failure.
+    pub(crate) lanes_told: u32,
+    /// Final counts of lanes that have ended.
+    pub(crate) final_counters: Vec<Counters>,
+    /// When each rank said goodbye.
+    departed: Vec<Option<Instant>>,
+    /// The first rank whose connection ended without a goodbye.
+    suspect: Option<(Instant, Rank, String)>,
+    waiters: u32,
+}
+
+/// See the module's documentation.
+pub(crate) struct Shared {
+    pub(crate) me: Rank,
+    pub(crate) ranks: u32,
+    pub(crate) pool: Arc<Pool>,
+    state: Mutex<State>,
+    changed: Condvar,
+    failed: AtomicBool,
+    mailboxes: OnceLock<Vec<Arc<Mailbox>>>,
+    /// `host:port` by rank, for messages.
+    addresses: OnceLock<Vec<String>>,
+    started: Instant,
+    /// When data last moved, in milliseconds since `started`.
+    progress_ms: AtomicU64,
+}
+
+impl Shared {
+    pub(crate) fn new(me: Rank, ranks: u32, pool: Arc<Pool>) -> Self {
+        let now = Instant::now();
+        let state = State {
+            failure: None,
+            failure_raised: false,
+            accounting: Accounting::new(now),
+            released: Vec::new(),
+            blobs: BTreeMap::new(),
+            gathering: 1,
+            in_collective: false,
+            lanes_left: 0,
+            lanes_done: 0,
+            lanes_told: 0,
+            final_counters: Vec::new(),
+            departed: vec![None; ranks as usize],
+            suspect: None,
+            waiters: 0,
+        };
+        Self {
+            me,
+            ranks,
+            pool,
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            failed: AtomicBool::new(false),
+            mailboxes: OnceLock::new(),
+            addresses: OnceLock::new(),
+            started: now,
+            progress_ms: AtomicU64::new(0),
+        }
+    }
+
+    /// Called once, before any lane runs.
+    pub(crate) fn start(&self, mailboxes: Vec<Arc<Mailbox>>, addresses: Vec<String>) -> Result<(), Failure> {
+        let again = |_| Failure::config("connect() was called twice");
+        self.mailboxes.set(mailboxes).map_err(|m| again(m.len()))?;
+        self.addresses.set(addresses).map_err(|a| again(a.len()))
+    }
+
+    /// The lanes' mailboxes; none before `connect`, nor in a job of one rank.
+    pub(crate) fn mailboxes(&self) -> &[Arc<Mailbox>] {
+        self.mailboxes.get().map_or(&[], Vec::as_slice)
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Wakes whoever waits. `_state` shows that the lock is held.
+    fn notify(&self, state: &State) {
+        if state.waiters > 0 {
+            self.changed.notify_all();
+        }
+    }
+
+    /// Changes the state and wakes whoever waits.
+    pub(crate) fn update<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
+        let mut state = self.lock();
+        let result = change(&mut state);
+        self.notify(&state);
+        result
+    }
+
+    fn tensor_complete(&self) {
+        self.progressed();
+        self.update(|state| state.accounting.completed(Instant::now()));
+    }
+
+    /// Data has moved.
+    pub(crate) fn progressed(&self) {
+        let ms = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
+        self.progress_ms.store(ms, Ordering::Relaxed);
+    }
+
+    pub(crate) fn has_failed(&self) -> bool {
+        self.failed.load(Ordering::Acquire)
+    }
+
+    /// The job's failure, if there is one. It counts as raised from now on.
+    pub(crate) fn check(&self) -> Result<(), Failure> {
+        if !self.has_failed() {
+            return Ok(());
+        }
+        let mut state = self.lock();
+        state.failure_raised = true;
+        state.failure.clone().map_or(Ok(()), Err)
+    }
+
+    /// Ends the job, unless it has failed already: every call raises from now on, and the peers are told.
+    pub(crate) fn fail(&self, failure: impl Into<Failure>) {
+        let mut failure = failure.into();
+        failure.peer = failure.peer.or_else(|| self.address_of(failure.rank?));
+        let (culprit, reason) = failure.verdict(self.me);
+        let first = self.update(|state| {
+            let first = state.failure.is_none();
+            state.failure.get_or_insert(failure);
+            first
+        });
+        if !first {
+            return;
+        }
+        self.failed.store(true, Ordering::Release);
+        let reason = self.pool.copy_of(reason.as_bytes());
+        let payload_bytes = u32::try_from(reason.len()).unwrap_or(0);
+        let header = Header { argument: culprit.0, payload_bytes, ..Header::control(Kind::Abort) };
+        for mailbox in self.mailboxes() {
+            mailbox.send(Command::Failed { header, reason: reason.clone() });
+        }
+    }
+
+    fn address_of(&self, rank: Rank) -> Option<String> {
+        self.addresses.get()?.get(rank.index()).cloned()
+    }
+
+    /// Another rank ended the job.
+    pub(crate) fn aborted(&self, from: Rank, culprit: u32, reason: &str) {
+        let culprit = Rank(culprit);
+        let reason = if reason.is_empty() { "it gave no reason" } else { reason };
+        if culprit == self.me {
+            self.fail(Failure::lost(
+                from,
+                format!("rank {from} ended the job and blames this rank: {reason}"),
+            ));
+        } else if culprit.0 < self.ranks {
+            self.fail(Failure::lost(culprit, reason));
+        } else {
+            self.fail(Error::protocol(
+                from,
+                format!("an abort that blames rank {culprit}, which does not exist"),
+            ));
+        }
+    }
+
+    /// A blob of an all-gather has arrived.
+    pub(crate) fn blob(&self, from: Rank, seq: Seq, blob: Vec<u8>) -> Result<(), Error> {
+        self.progressed();
+        self.update(|state| {
+            // A rank can be one call ahead: it has everything of this one, and we do not.
+            if seq != state.gathering && seq != state.gathering + 1 {
+                let expected = state.gathering;
+                return Err(Error::protocol(
+                    from,
+                    format!("a blob of all-gather {seq}, expected {expected}"),
+                ));
+            }
+            let ranks = self.ranks as usize;
+            let place = &mut state.blobs.entry(seq).or_insert_with(|| vec![None; ranks])[from.index()];
+            if place.is_some() {
+                return Err(Error::protocol(from, format!("a second blob of all-gather {seq}")));
+            }
+            *place = Some(blob);
+            Ok(())
+        })
+    }
+
+    pub(crate) fn goodbye(&self, from: Rank, now: Instant) {
+        self.update(|state| state.departed[from.index()].get_or_insert(now).elapsed());
+    }
+
+    /// A connection has ended without a goodbye. The first such rank is blamed if nobody knows better in time.
+    pub(crate) fn suspect(&self, rank: Rank, why: String, now: Instant) {
+        self.lock().suspect.get_or_insert((now, rank, why));
+    }
+
+    /// What only time shows. Called by the lanes every now and then.
+    pub(crate) fn judge(&self, now: Instant) {
+        if self.has_failed() {
+            return;
+        }
+        let state = self.lock();
+        let verdict = match &state.suspect {
+            Some((since, rank, why)) if now.saturating_duration_since(*since) >= SUSPICION => {
+                Some(Failure::lost(*rank, format!("rank {rank} is lost: {why}")))
+            }
+            _ => self.missed_departed(&state, now),
+        };
+        drop(state);
+        if let Some(failure) = verdict {
+            self.fail(failure);
+        }
+    }
+
+    /// A rank that has said goodbye has answered everything by then. So if nothing moves any more, this rank has begun
+    /// something that the other will never take part in.
+    fn missed_departed(&self, state: &State, now: Instant) -> Option<Failure> {
+        if state.accounting.in_flight() == 0 && !state.in_collective {
+            return None;
+        }
+        let moved = self.started + Duration::from_millis(self.progress_ms.load(Ordering::Relaxed));
+        let gone = |since: Instant| now.saturating_duration_since(since.max(moved)) >= DEPARTURE_GRACE;
+        let rank = state.departed.iter().position(|since| since.is_some_and(gone))?;
+        let gathered = state.blobs.get(&state.gathering).is_some_and(|blobs| blobs[rank].is_some());
+        if state.accounting.in_flight() == 0 && gathered {
+            return None;
+        }
+        let reason = format!(
+            "rank {rank} has left the job by shutdown() (or the end of its program) while this rank goes on; if the ranks \
+             have different numbers of batches, wrap the loop in ps.join()"
+        );
+        Some(Failure::lost(Rank(rank as u32), reason))
+    }
+
+    /// Waits until `done` gives something, the job fails, the deadline passes (`None`), or `interrupted` says so. Time in
+    /// which this process was stopped does not count.
+    pub(crate) fn wait<T>(
+        &self,
+        mut deadline: Option<Instant>,
+        interrupted: &mut dyn FnMut() -> bool,
+        mut done: impl FnMut(&mut State) -> Option<T>,
+    ) -> Result<Option<T>, Stop> {
+        let mut state = self.lock();
+        let mut checked = Instant::now();
+        loop {
+            if let Some(result) = done(&mut state) {
+                return Ok(Some(result));
+            }
+            if let Some(failure) = state.failure.clone() {
+                state.failure_raised = true;
+                return Err(failure.into());
+            }
+            let now = Instant::now();
+            if deadline.is_some_and(|deadline| now >= deadline) {
+                return Ok(None);
+            }
+            let mut patience = INTERRUPT_CHECK.saturating_sub(now.saturating_duration_since(checked));
+            if patience.is_zero() {
+                drop(state);
+                if interrupted() {
+                    return Err(Stop::Interrupted);
+                }
+                checked = Instant::now();
+                patience = INTERRUPT_CHECK;
+                state = self.lock();
+                if let Some(result) = done(&mut state) {
+                    return Ok(Some(result));
+                }
+            }
+            if let Some(deadline) = deadline {
+                patience = patience.min(deadline.saturating_duration_since(now));
+            }
+            let slept = Instant::now();
+            state.waiters += 1;
+            (state, _) = self.changed.wait_timeout(state, patience).unwrap_or_else(PoisonError::into_inner);
+            state.waiters -= 1;
+            let overslept = slept.elapsed().saturating_sub(patience);
+            if overslept >= STOPPED_MIN {
+                deadline = deadline.and_then(|deadline| deadline.checked_add(overslept));
+            }
+        }
+    }
+}

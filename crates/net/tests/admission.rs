@@ -1,0 +1,639 @@
+//! Admission on loopback: both ends agree on one connection, and no stranger disturbs them. Every port is 0, every
+//! wait is bounded, and nothing is synchronised by sleeping.
+
+use penstock_core::wire::VERSION;
+use penstock_core::{Error, Rank};
+use penstock_net::admission::{Admission, AdmissionConfig, Delivery, STRANGERS_MAX};
+use penstock_net::handshake::{
+    Dialer, DialerStep, Failure, HELLO_BYTES, Listener, ListenerStep, Member, Message, PROOF_BYTES,
+    REFUSAL_BYTES, Status,
+};
+use std::io::{ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::mpsc::{self, Receiver};
+use std::time::{Duration, Instant};
+
+/// Longer than anything here takes on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+fn config(rank: u32) -> AdmissionConfig {
+    AdmissionConfig {
+        rank: Rank(rank),
+        ranks: 2,
+        lanes: 16,
+        job_id: *b"0123456789abcdef",
+        secret: b"a secret of this job".to_vec(),
+        handshake_timeout: PATIENCE,
+        dial_timeout: PATIENCE,
+    }
+}
+
+fn member(config: &AdmissionConfig) -> Member {
+    let AdmissionConfig { rank, ranks, lanes, job_id, secret, .. } = config.clone();
+    Member { rank, ranks, lanes, job_id, secret }
+}
+
+fn bind() -> (TcpListener, SocketAddr) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    (listener, address)
+}
+
+struct Process {
+    admission: Admission,
+    deliveries: Receiver<Delivery>,
+}
+
+impl Process {
+    fn start(listener: TcpListener, addresses: &[SocketAddr], config: AdmissionConfig) -> Self {
+        let (deliver, deliveries) = mpsc::channel();
+        // The receiver is gone when a test ends before its processes do.
+        let deliver = Box::new(move |delivery| drop(deliver.send(delivery)));
+        let admission = Admission::start(listener, addresses.to_vec(), config, deliver).unwrap();
+        Self { admission, deliveries }
+    }
+
+    fn connected(&self) -> (u32, Rank, TcpStream) {
+        match self.deliveries.recv_timeout(PATIENCE).expect("a delivery in time") {
+            Delivery::Connected { lane, peer, stream } => {
+                assert!(stream.nodelay().unwrap());
+                (lane, peer, usable(stream))
+            }
+            Delivery::Failed { error, .. } => panic!("dialling failed: {error}"),
+        }
+    }
+
+    fn failed(&self) -> Error {
+        match self.deliveries.recv_timeout(PATIENCE).expect("a delivery in time") {
+            Delivery::Connected { lane, peer, .. } => panic!("lane {lane} was connected to rank {peer}"),
+            Delivery::Failed { error, .. } => error,
+        }
+    }
+
+    /// Stops the thread and checks that nothing more was delivered.
+    fn stop(self) {
+        drop(self.admission);
+        let rest: Vec<_> = self.deliveries.try_iter().collect();
+        assert!(rest.is_empty(), "delivered unasked: {rest:?}");
+    }
+}
+
+/// Two processes with the configurations of rank 0 and rank 1, perhaps changed.
+fn two(change: impl Fn(&mut AdmissionConfig)) -> ([Process; 2], [SocketAddr; 2]) {
+    let (listeners, addresses): (Vec<_>, Vec<_>) = (0..2).map(|_| bind()).unzip();
+    let mut processes = listeners.into_iter().zip(0..).map(|(listener, rank)| {
+        let mut config = config(rank);
+        change(&mut config);
+        Process::start(listener, &addresses, config)
+    });
+    let pair = [processes.next().unwrap(), processes.next().unwrap()];
+    (pair, [addresses[0], addresses[1]])
+}
+
+/// As a test uses it: blocking, but never for ever.
+fn usable(stream: TcpStream) -> TcpStream {
+    stream.set_nonblocking(false).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_write_timeout(Some(PATIENCE)).unwrap();
+    stream
+}
+
+fn connect(address: SocketAddr) -> TcpStream {
+    usable(TcpStream::connect(address).unwrap())
+}
+
+/// Everything until the other end closes; a reset ends it too.
+fn rest_of(stream: &mut TcpStream) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    match stream.read_to_end(&mut bytes) {
+        Ok(_) => bytes,
+        Err(error) if error.kind() == ErrorKind::ConnectionReset => bytes,
+        Err(error) => panic!("still open: {error}"),
+    }
+}
+
+fn talk(near: &mut TcpStream, far: &mut TcpStream, text: &[u8; 4]) {
+    let mut heard = [0; 4];
+    near.write_all(text).unwrap();
+    far.read_exact(&mut heard).unwrap();
+    assert_eq!(&heard, text);
+    far.write_all(text).unwrap();
+    near.read_exact(&mut heard).unwrap();
+    assert_eq!(&heard, text);
+}
+
+fn assert_same_connection(near: &mut TcpStream, far: &mut TcpStream) {
+    assert_eq!(near.local_addr().unwrap(), far.peer_addr().unwrap());
+    assert_eq!(far.local_addr().unwrap(), near.peer_addr().unwrap());
+    talk(near, far, b"ping");
+}
+
+/// A dialer that is driven by the test: up to the verdict.
+fn dial_by_hand(
+    address: SocketAddr,
+    member: &Member,
+    to: Rank,
+    lane: u32,
+) -> (TcpStream, Result<(), Failure>) {
+    let mut stream = connect(address);
+    let (mut machine, hello) = Dialer::new(member, to, lane, &fresh());
+    stream.write_all(hello.as_bytes()).unwrap();
+    loop {
+        let mut bytes = vec![0; machine.wanted()];
+        stream.read_exact(&mut bytes).unwrap();
+        match machine.receive(member, &bytes) {
+            DialerStep::Wait => {}
+            DialerStep::Prove(proof) => stream.write_all(proof.as_bytes()).unwrap(),
+            DialerStep::Accepted => return (stream, Ok(())),
+            DialerStep::Failed(failure) => return (stream, Err(failure)),
+        }
+    }
+}
+
+/// A listener that is driven by the test: up to its verdict.
+fn listen_by_hand(listener: &TcpListener, member: &Member) -> TcpStream {
+    let mut stream = usable(listener.accept().unwrap().0);
+    let mut machine = Listener::new(fresh());
+    for length in [HELLO_BYTES, PROOF_BYTES] {
+        let mut bytes = vec![0; length];
+        stream.read_exact(&mut bytes).unwrap();
+        match machine.receive(member, &bytes) {
+            ListenerStep::Challenge(challenge) => stream.write_all(challenge.as_bytes()).unwrap(),
+            ListenerStep::Authenticated { .. } => return stream,
+            step => panic!("{step:?}"),
+        }
+    }
+    unreachable!("authenticated or panicked");
+}
+
+fn fresh() -> [u8; 32] {
+    let mut nonce = [0; 32];
+    getrandom::fill(&mut nonce).unwrap();
+    nonce
+}
+
+fn refused(status: Status) -> Failure {
+    Failure::Refused { status, version: VERSION }
+}
+
+#[test]
+fn either_end_may_dial_and_frames_may_follow_at_once() {
+    for dialer in [0, 1] {
+        let (processes, _) = two(|_| {});
+        let listener = 1 - dialer;
+        processes[dialer].admission.dial(3, Rank(listener as u32));
+        let (lane, peer, mut far) = processes[listener].connected();
+        assert_eq!((lane, peer), (3, Rank(dialer as u32)));
+        // Before the dialer knows that it was accepted, perhaps.
+        far.write_all(b"first frame").unwrap();
+        let (lane, peer, mut near) = processes[dialer].connected();
+        assert_eq!((lane, peer), (3, Rank(listener as u32)));
+        let mut heard = [0; 11];
+        near.read_exact(&mut heard).unwrap();
+        assert_eq!(&heard, b"first frame");
+        assert_same_connection(&mut near, &mut far);
+        // Asking again changes nothing, on either side.
+        processes[dialer].admission.dial(3, Rank(listener as u32));
+        processes[listener].admission.dial(3, Rank(dialer as u32));
+        processes.into_iter().for_each(Process::stop);
+    }
+}
+
+#[test]
+fn a_delivered_stream_does_not_block() {
+    let (processes, _) = two(|_| {});
+    processes[0].admission.dial(0, Rank(1));
+    let mut deliveries =
+        processes.each_ref().map(|process| process.deliveries.recv_timeout(PATIENCE).unwrap());
+    for delivery in &mut deliveries {
+        let Delivery::Connected { stream, .. } = delivery else { panic!("{delivery:?}") };
+        assert_eq!(stream.read(&mut [0; 1]).unwrap_err().kind(), ErrorKind::WouldBlock);
+    }
+}
+
+#[test]
+fn both_ends_may_dial_at_once() {
+    const ROUNDS: usize = 60;
+    const LANES: u32 = 16;
+    let (processes, _) = two(|_| {});
+    for _ in 0..ROUNDS {
+        std::thread::scope(|scope| {
+            for (process, peer) in processes.iter().zip([Rank(1), Rank(0)]) {
+                let admission = &process.admission;
+                scope.spawn(move || (0..LANES).for_each(|lane| admission.dial(lane, peer)));
+            }
+        });
+        let mut streams = processes.each_ref().map(|process| {
+            let mut streams: Vec<_> = (0..LANES).map(|_| process.connected()).collect();
+            streams.sort_by_key(|(lane, ..)| *lane);
+            streams
+        });
+        let [near, far] = &mut streams;
+        for lane in 0..LANES {
+            let ((near_lane, _, near), (far_lane, _, far)) =
+                (&mut near[lane as usize], &mut far[lane as usize]);
+            assert_eq!([*near_lane, *far_lane], [lane; 2], "one connection for each lane");
+            assert_same_connection(near, far);
+        }
+        for lane in 0..LANES {
+            processes[0].admission.disconnected(lane, Rank(1));
+            processes[1].admission.disconnected(lane, Rank(0));
+        }
+    }
+    processes.into_iter().for_each(Process::stop);
+}
+
+#[test]
+fn a_superseded_dialer_waits_for_the_other_connection() {
+    let (listener, low_address) = bind();
+    let (high_listener, high_address) = bind();
+    let high = Process::start(high_listener, &[low_address, high_address], config(1));
+    high.admission.dial(5, Rank(0));
+    let mut attempt = listen_by_hand(&listener, &member(&config(0)));
+    attempt.write_all(Message::refusal(Status::Superseded).as_bytes()).unwrap();
+    assert!(rest_of(&mut attempt).is_empty());
+    let (mut near, verdict) = dial_by_hand(high_address, &member(&config(0)), Rank(1), 5);
+    assert_eq!(verdict, Ok(()));
+    let (lane, _, mut far) = high.connected();
+    assert_eq!(lane, 5);
+    assert_same_connection(&mut near, &mut far);
+    high.stop();
+}
+
+#[test]
+fn a_lower_rank_that_has_sent_its_proof_supersedes() {
+    let (listener, high_address) = bind();
+    let (low_listener, low_address) = bind();
+    let low = Process::start(low_listener, &[low_address, high_address], config(0));
+    low.admission.dial(5, Rank(1));
+    // Its proof has arrived and is not answered yet.
+    let mut far = listen_by_hand(&listener, &member(&config(1)));
+    let (_, verdict) = dial_by_hand(low_address, &member(&config(1)), Rank(0), 5);
+    assert_eq!(verdict, Err(refused(Status::Superseded)));
+    far.write_all(Message::accept().as_bytes()).unwrap();
+    let (_, _, mut near) = low.connected();
+    assert_same_connection(&mut near, &mut far);
+    let (_, verdict) = dial_by_hand(low_address, &member(&config(1)), Rank(0), 5);
+    assert_eq!(verdict, Err(refused(Status::Busy)));
+    low.stop();
+}
+
+#[test]
+fn a_lower_rank_takes_a_connection_while_its_own_gets_nowhere() {
+    // The backlog of this listener takes the dial, and nobody ever answers it.
+    let (_silent, high_address) = bind();
+    let (low_listener, low_address) = bind();
+    let low = Process::start(low_listener, &[low_address, high_address], config(0));
+    low.admission.dial(5, Rank(1));
+    let (mut far, verdict) = dial_by_hand(low_address, &member(&config(1)), Rank(0), 5);
+    assert_eq!(verdict, Ok(()));
+    let (_, _, mut near) = low.connected();
+    assert_same_connection(&mut near, &mut far);
+    low.stop();
+}
+
+#[test]
+fn a_second_connection_is_refused_and_the_first_goes_on() {
+    let (processes, addresses) = two(|_| {});
+    processes[1].admission.dial(0, Rank(0));
+    let (_, _, mut near) = processes[1].connected();
+    let (_, _, mut far) = processes[0].connected();
+    for _ in 0..3 {
+        let (mut second, verdict) = dial_by_hand(addresses[0], &member(&config(1)), Rank(0), 0);
+        assert_eq!(verdict, Err(refused(Status::Busy)));
+        assert!(rest_of(&mut second).is_empty());
+        talk(&mut near, &mut far, b"more");
+    }
+    processes[0].admission.disconnected(0, Rank(1));
+    let (_, verdict) = dial_by_hand(addresses[0], &member(&config(1)), Rank(0), 0);
+    assert_eq!(verdict, Ok(()), "a pair whose connection is gone takes another");
+    processes[0].connected();
+    processes.into_iter().for_each(Process::stop);
+}
+
+#[test]
+fn the_wrong_doer_is_told_what_is_wrong() {
+    type Change = fn(&mut AdmissionConfig);
+    type Expected = fn(&Error) -> bool;
+    let mistakes: [(Change, Expected); 4] = [
+        (|c| c.secret.push(0), |e| matches!(e, Error::Authentication(text) if text.contains("secret"))),
+        (|c| c.job_id[3] ^= 1, |e| matches!(e, Error::Authentication(text) if text.contains("another job"))),
+        (|c| (c.rank, c.ranks) = (Rank(2), 3), |e| matches!(e, Error::Config(text) if text.contains("rank"))),
+        (|c| c.lanes = 17, |e| matches!(e, Error::Config(text) if text.contains("lanes"))),
+    ];
+    let (listener, address) = bind();
+    let right = Process::start(listener, &[address; 2], config(0));
+    for (change, expected) in mistakes {
+        let mut config = config(1);
+        change(&mut config);
+        let lane = config.lanes - 1;
+        let addresses = vec![address; config.ranks as usize];
+        let wrong = Process::start(bind().0, &addresses, config);
+        wrong.admission.dial(lane, Rank(0));
+        let error = wrong.failed();
+        assert!(expected(&error), "{error}");
+        wrong.stop();
+    }
+    right.stop();
+}
+
+#[test]
+fn another_version_is_named_on_both_sides() {
+    let (listener, address) = bind();
+    let right = Process::start(listener, &[address; 2], config(0));
+    let (_, hello) = Dialer::new(&member(&config(1)), Rank(0), 0, &fresh());
+    let mut hello = hello.as_bytes().to_vec();
+    hello[8..10].copy_from_slice(&(VERSION + 1).to_le_bytes());
+    let mut stranger = connect(address);
+    stranger.write_all(&hello).unwrap();
+    assert_eq!(rest_of(&mut stranger), Message::refusal(Status::WrongVersion).as_bytes());
+    right.stop();
+
+    let (listener, address) = bind();
+    let dialer = Process::start(bind().0, &[address; 2], config(0));
+    dialer.admission.dial(0, Rank(1));
+    let (mut newer, _) = listener.accept().unwrap();
+    newer.write_all(&[Status::WrongVersion as u8, 9, 0]).unwrap();
+    let error = dialer.failed();
+    assert!(matches!(&error, Error::Protocol { peer: Rank(1), .. }), "{error}");
+    let text = error.to_string();
+    assert!(text.contains("version 9") && text.contains(&format!("version {VERSION}")), "{text}");
+    dialer.stop();
+}
+
+#[test]
+fn another_program_at_the_address_is_a_protocol_error() {
+    let (listener, address) = bind();
+    let dialer = Process::start(bind().0, &[address; 2], config(0));
+    dialer.admission.dial(0, Rank(1));
+    let (mut program, _) = listener.accept().unwrap();
+    program.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").unwrap();
+    assert!(matches!(dialer.failed(), Error::Protocol { peer: Rank(1), .. }));
+    dialer.stop();
+}
+
+#[test]
+fn a_recorded_handshake_cannot_be_replayed() {
+    let (listener, address) = bind();
+    let right = Process::start(listener, &[address; 2], config(0));
+    let peer = member(&config(1));
+    let (mut machine, hello) = Dialer::new(&peer, Rank(0), 0, &fresh());
+    let mut recorded = hello.as_bytes().to_vec();
+    let mut honest = connect(address);
+    honest.write_all(&recorded).unwrap();
+    let proof = loop {
+        let mut bytes = vec![0; machine.wanted()];
+        honest.read_exact(&mut bytes).unwrap();
+        if let DialerStep::Prove(proof) = machine.receive(&peer, &bytes) {
+            break proof;
+        }
+    };
+    recorded.extend(proof.as_bytes());
+    honest.write_all(proof.as_bytes()).unwrap();
+    right.connected();
+    right.admission.disconnected(0, Rank(1));
+    let mut replay = connect(address);
+    replay.write_all(&recorded).unwrap();
+    let heard = rest_of(&mut replay);
+    assert!(heard.ends_with(Message::refusal(Status::AuthenticationFailed).as_bytes()), "{heard:?}");
+    right.stop();
+}
+
+#[test]
+fn a_dialer_that_speaks_out_of_turn_is_dropped() {
+    let (listener, address) = bind();
+    let right = Process::start(listener, &[address; 2], config(0));
+    let peer = member(&config(1));
+    let (mut machine, hello) = Dialer::new(&peer, Rank(0), 0, &fresh());
+    let mut hasty = connect(address);
+    hasty.write_all(hello.as_bytes()).unwrap();
+    let proof = loop {
+        let mut bytes = vec![0; machine.wanted()];
+        hasty.read_exact(&mut bytes).unwrap();
+        if let DialerStep::Prove(proof) = machine.receive(&peer, &bytes) {
+            break proof;
+        }
+    };
+    hasty.write_all(&[proof.as_bytes(), b"a frame"].concat()).unwrap();
+    assert!(rest_of(&mut hasty).is_empty());
+    right.stop();
+}
+
+#[test]
+fn a_silent_stranger_is_dropped_at_the_deadline() {
+    let limit = Duration::from_millis(200);
+    let (listener, address) = bind();
+    let mut config = config(0);
+    config.handshake_timeout = limit;
+    let right = Process::start(listener, &[address; 2], config.clone());
+    let (_, hello) = Dialer::new(&member(&self::config(1)), Rank(0), 0, &fresh());
+    for said in [&hello.as_bytes()[..0], &hello.as_bytes()[..9], &hello.as_bytes()[..HELLO_BYTES - 1]] {
+        let start = Instant::now();
+        let mut stranger = connect(address);
+        stranger.write_all(said).unwrap();
+        assert!(rest_of(&mut stranger).is_empty());
+        assert!(start.elapsed() >= limit, "dropped after {:?}", start.elapsed());
+    }
+    // One that was challenged and then says nothing.
+    let mut stranger = connect(address);
+    stranger.write_all(hello.as_bytes()).unwrap();
+    assert_eq!(rest_of(&mut stranger)[0], Status::Ok as u8);
+    right.stop();
+}
+
+#[test]
+fn a_peer_that_is_away_is_lost_after_the_dial_timeout() {
+    let (listener, address) = bind();
+    drop(listener);
+    let mut config = config(0);
+    config.dial_timeout = Duration::from_millis(300);
+    let process = Process::start(bind().0, &[address; 2], config.clone());
+    let start = Instant::now();
+    process.admission.dial(0, Rank(1));
+    let error = process.failed();
+    assert!(start.elapsed() >= config.dial_timeout);
+    assert!(matches!(&error, Error::PeerLost { rank: Rank(1), .. }), "{error}");
+    assert!(error.to_string().contains(&address.to_string()), "{error}");
+    process.stop();
+}
+
+#[test]
+fn a_silent_peer_is_lost_after_the_dial_timeout() {
+    let (_silent, address) = bind();
+    let mut config = config(0);
+    config.handshake_timeout = Duration::from_millis(100);
+    config.dial_timeout = Duration::from_millis(300);
+    let process = Process::start(bind().0, &[address; 2], config);
+    process.admission.dial(0, Rank(1));
+    let error = process.failed();
+    assert!(error.to_string().contains("did not answer"), "{error}");
+    process.admission.dial(0, Rank(1));
+    assert!(matches!(process.failed(), Error::PeerLost { rank: Rank(1), .. }), "it may be dialled again");
+    process.stop();
+}
+
+#[test]
+fn a_dial_that_is_cut_off_is_tried_again() {
+    let (listener, address) = bind();
+    let process = Process::start(bind().0, &[address; 2], config(0));
+    process.admission.dial(0, Rank(1));
+    for _ in 0..3 {
+        drop(listener.accept().unwrap());
+    }
+    let late = Process::start(listener, &[address; 2], config(1));
+    let (_, _, mut near) = process.connected();
+    let (_, _, mut far) = late.connected();
+    assert_same_connection(&mut near, &mut far);
+    process.stop();
+    late.stop();
+}
+
+#[test]
+fn the_newest_strangers_keep_their_places() {
+    const TOO_MANY: usize = 40;
+    open_files_wanted();
+    let (listener, address) = bind();
+    let right = Process::start(listener, &[address; 2], config(0));
+    // One that has said hello is older than all, and is not the one to go.
+    let (_, hello) = Dialer::new(&member(&config(1)), Rank(0), 0, &fresh());
+    let mut challenged = connect(address);
+    challenged.write_all(hello.as_bytes()).unwrap();
+    challenged.read_exact(&mut [0; 1]).unwrap();
+    let mut strangers: Vec<_> = (0..STRANGERS_MAX - 1 + TOO_MANY).map(|_| connect(address)).collect();
+    for dropped in &mut strangers[..TOO_MANY] {
+        assert!(rest_of(dropped).is_empty());
+    }
+    for kept in strangers[TOO_MANY..].iter_mut().chain([&mut challenged]) {
+        kept.set_nonblocking(true).unwrap();
+        let mut bytes = [0; 100];
+        let heard = std::iter::repeat_with(|| kept.read(&mut bytes)).find(|heard| !matches!(heard, Ok(1..)));
+        assert_eq!(heard.unwrap().unwrap_err().kind(), ErrorKind::WouldBlock);
+    }
+    right.stop();
+}
+
+#[test]
+fn stopping_closes_everything_at_once() {
+    let (listener, address) = bind();
+    let (_silent, away) = bind();
+    let process = Process::start(listener, &[address, away], config(0));
+    process.admission.dial(0, Rank(1));
+    let mut stranger = connect(address);
+    stranger.write_all(b"PNST").unwrap();
+    let start = Instant::now();
+    process.stop();
+    assert!(start.elapsed() < PATIENCE / 2, "stopping took {:?}", start.elapsed());
+    assert!(rest_of(&mut stranger).is_empty());
+    assert_eq!(TcpStream::connect(address).unwrap_err().kind(), ErrorKind::ConnectionRefused);
+}
+
+/// A shell may allow only 1,024 open files, and both ends of every connection are in this process.
+fn open_files_wanted() {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: `limit` is valid for writing and reading; only this process's own soft limit is raised.
+    unsafe {
+        assert_eq!(libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit), 0);
+        limit.rlim_cur = limit.rlim_max.min(limit.rlim_cur.max(8192));
+        assert_eq!(libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit), 0);
+    }
+}
+
+/// Every kind of stranger; returns the connection, still open unless the listener has closed it.
+fn misbehave(address: SocketAddr, kind: usize) -> TcpStream {
+    let mut stream = connect(address);
+    let (_, hello) = Dialer::new(&member(&config(1)), Rank(0), 0, &fresh());
+    let said: Vec<u8> = match kind % 5 {
+        0 => Vec::new(),
+        1 => hello.as_bytes()[..HELLO_BYTES / 2].to_vec(),
+        2 => u32::MAX.to_le_bytes().to_vec(),
+        3 => (0..1000u32).flat_map(|i| i.wrapping_mul(2_654_435_761).to_le_bytes()).collect(),
+        _ => [hello.as_bytes(), &[0xff; 500]].concat(),
+    };
+    // The listener may have closed by then, and that is right.
+    let _ = stream.write_all(&said);
+    stream
+}
+
+#[test]
+fn a_thousand_strangers_disturb_nobody() {
+    open_files_wanted();
+    let (processes, addresses) = two(|_| {});
+    processes[1].admission.dial(0, Rank(0));
+    let (_, _, mut near) = processes[1].connected();
+    let (_, _, mut far) = processes[0].connected();
+    let (hurry, started) = mpsc::channel();
+    let crowds: Vec<_> = (0..4)
+        .map(|crowd| {
+            let hurry = hurry.clone();
+            std::thread::spawn(move || {
+                let strangers: Vec<_> = (0..250)
+                    .map(|i| {
+                        let stranger = misbehave(addresses[i % 2], crowd + i / 2);
+                        if i == 50 {
+                            hurry.send(()).unwrap();
+                        }
+                        stranger
+                    })
+                    .collect();
+                strangers
+            })
+        })
+        .collect();
+    started.recv_timeout(PATIENCE).unwrap();
+    // In the middle of it: data flows, peers connect, and each wrong-doer is told what is wrong with it.
+    for lane in 1..16 {
+        talk(&mut near, &mut far, b"data");
+        processes[lane % 2].admission.dial(lane as u32, Rank(1 - lane as u32 % 2));
+    }
+    let mut wrong = config(1);
+    wrong.secret.push(0);
+    let wrong = Process::start(bind().0, &addresses, wrong);
+    wrong.admission.dial(0, Rank(0));
+    let mut streams = processes.each_ref().map(|process| {
+        let mut streams: Vec<_> = (1..16).map(|_| process.connected()).collect();
+        streams.sort_by_key(|(lane, ..)| *lane);
+        streams
+    });
+    let [low, high] = &mut streams;
+    for ((_, _, near), (_, _, far)) in low.iter_mut().zip(high) {
+        assert_same_connection(near, far);
+    }
+    assert!(matches!(wrong.failed(), Error::Authentication(_)));
+    let strangers: Vec<_> = crowds.into_iter().flat_map(|crowd| crowd.join().unwrap()).collect();
+    assert_eq!(strangers.len(), 1000);
+    talk(&mut near, &mut far, b"data");
+    processes.into_iter().for_each(Process::stop);
+    wrong.stop();
+}
+
+#[test]
+fn a_megabyte_of_noise_is_refused_in_three_bytes() {
+    let (processes, addresses) = two(|_| {});
+    let noise: Vec<u8> = (0..1u32 << 18).flat_map(|i| i.wrapping_mul(2_654_435_761).to_le_bytes()).collect();
+    let mut stranger = connect(addresses[0]);
+    stranger.write_all(&noise).unwrap();
+    let heard = rest_of(&mut stranger);
+    assert_eq!(heard, Message::refusal(Status::WrongMagic).as_bytes());
+    assert_eq!(heard.len(), REFUSAL_BYTES);
+    processes[0].admission.dial(0, Rank(1));
+    processes[0].connected();
+    processes[1].connected();
+    processes.into_iter().for_each(Process::stop);
+}
+
+#[test]
+fn a_refused_stranger_may_finish_its_sentence_but_not_talk_for_ever() {
+    let (listener, address) = bind();
+    let right = Process::start(listener, &[address; 2], config(0));
+    let mut stranger = connect(address);
+    stranger.write_all(b"GET / HTTP/1.1").unwrap();
+    assert_eq!(rest_of(&mut stranger), Message::refusal(Status::WrongMagic).as_bytes());
+    // A connection that is closed with unread bytes is reset, and on a real network a reset may overtake the refusal.
+    let noise = [0; 1 << 16];
+    for _ in 0..16 {
+        stranger.write_all(&noise).expect("what is sent is still taken");
+    }
+    let cut = (0..10_000).find_map(|_| stranger.write_all(&noise).err()).expect("it is cut off");
+    assert!(matches!(cut.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe), "{cut}");
+    right.stop();
+}

@@ -1,0 +1,304 @@
+//! Engines of one job in one process, over loopback: what comes out of an exchange, and what is said when it fails.
+
+use penstock_core::layout::Tensor;
+use penstock_core::{BookId, Dtype, Error, Op, Rank, TensorId};
+use penstock_net::{Engine, EngineConfig, Failure, Part, Phase, Stop};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+fn config(rank: u32, size: u32) -> EngineConfig {
+    EngineConfig {
+        rank,
+        size,
+        bind_host: "127.0.0.1".into(),
+        port: 0,
+        secret: vec![7; 32],
+        job_id: [1; 16],
+        slice_bytes: 4096,
+        lanes: 2,
+        window_bytes: 0,
+        priority: true,
+        operation_timeout: Duration::from_secs(20),
+        peer_timeout: Duration::from_secs(10),
+        handshake_timeout: Duration::from_secs(5),
+    }
+}
+
+fn job_with(size: u32, change: impl Fn(&mut EngineConfig)) -> Vec<Engine> {
+    let engines: Vec<Engine> = (0..size)
+        .map(|rank| {
+            let mut config = config(rank, size);
+            change(&mut config);
+            Engine::bind(config).unwrap()
+        })
+        .collect();
+    let table: Vec<_> = engines.iter().map(|engine| ("127.0.0.1".to_owned(), engine.port())).collect();
+    engines.iter().for_each(|engine| engine.connect(&table).unwrap());
+    engines
+}
+
+fn job(size: u32) -> Vec<Engine> {
+    job_with(size, |_| {})
+}
+
+/// Runs `rank` on a thread per engine and gives the results by rank. An engine is dropped when its rank returns.
+fn on_all<T: Send + 'static>(
+    engines: Vec<Engine>,
+    rank: impl Fn(&Engine, u32) -> T + Send + Sync + 'static,
+) -> Vec<T> {
+    let rank = Arc::new(rank);
+    let threads: Vec<_> = (0u32..)
+        .zip(engines)
+        .map(|(number, engine)| {
+            let rank = Arc::clone(&rank);
+            std::thread::spawn(move || rank(&engine, number))
+        })
+        .collect();
+    threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+}
+
+fn never() -> bool {
+    false
+}
+
+/// 10,000 fp32 in layer `a`, 3 in layer `b`.
+fn open(engine: &Engine) -> BookId {
+    let tensors =
+        vec![Tensor::new("a.weight", 0, Dtype::F32, 10_000), Tensor::new("b.weight", 1, Dtype::F32, 3)];
+    engine.open_book("gradients", vec!["a".into(), "b".into()], tensors).unwrap()
+}
+
+fn submit(
+    engine: &Engine,
+    book: BookId,
+    tensor: TensorId,
+    values: &mut [f32],
+    op: Op,
+    absent: bool,
+) -> Result<u64, Failure> {
+    let (address, len_bytes) = (values.as_mut_ptr() as usize, std::mem::size_of_val(values));
+    // SAFETY: the callers below keep `values` until the exchange is released, or leak it.
+    unsafe { engine.submit(Part { book, tensor, address, len_bytes, op, step: 5, absent }) }
+}
+
+/// One exchange of a tensor from start to release.
+fn exchange(
+    engine: &Engine,
+    book: BookId,
+    tensor: TensorId,
+    values: &mut [f32],
+    op: Op,
+    absent: bool,
+) -> Result<(), Stop> {
+    submit(engine, book, tensor, values, op, absent)?;
+    engine.wait(book, &[tensor], true, &mut never)
+}
+
+fn lost(stop: &Stop) -> (Rank, String) {
+    let Stop::Failed(failure) = stop else { panic!("interrupted") };
+    let Error::PeerLost { rank, reason } = &failure.error else { panic!("{failure:?}") };
+    assert_eq!(failure.rank, Some(*rank));
+    (*rank, reason.clone())
+}
+
+#[test]
+fn known_values_are_averaged_summed_copied_and_absences_count_as_zero() {
+    for size in 1..=4 {
+        let engines = job(size);
+        let reports = on_all(engines, move |engine, rank| {
+            let book = open(engine);
+            engine.set_priorities(book, &[1, 0]).unwrap();
+            engine.phase(Phase::Backward).unwrap();
+            let (mut a, mut b) = (vec![0.0; 10_000], vec![0.0; 3]);
+            for round in 0..3 {
+                a.fill((rank + round) as f32);
+                exchange(engine, book, 0, &mut a, Op::Average, false).unwrap();
+                let mean = (0..size).map(|r| (r + round) as f32).sum::<f32>() / size as f32;
+                assert!(a.iter().all(|x| *x == mean), "{} instead of {mean}", a[0]);
+            }
+            b.fill(2.0);
+            exchange(engine, book, 1, &mut b, Op::Sum, false).unwrap();
+            assert_eq!(b, [2.0 * size as f32; 3]);
+            // Only the last rank contributes: an average over all, then a broadcast.
+            let absent = rank + 1 != size;
+            a.fill(if absent { 9.0 } else { 8.0 });
+            exchange(engine, book, 0, &mut a, Op::Average, absent).unwrap();
+            assert!(a.iter().all(|x| *x == 8.0 / size as f32) && engine.present(book, 0).unwrap());
+            b.copy_from_slice(if absent { &[9.0; 3] } else { &[1.0, f32::NAN, -0.0] });
+            exchange(engine, book, 1, &mut b, Op::Copy, absent).unwrap();
+            assert_eq!(
+                b.iter().map(|x| x.to_bits()).collect::<Vec<_>>(),
+                [1.0, f32::NAN, -0.0].map(f32::to_bits)
+            );
+            // Nobody does: the memory stays as it is.
+            a.fill(3.0);
+            exchange(engine, book, 0, &mut a, Op::Average, true).unwrap();
+            assert!(a.iter().all(|x| *x == 3.0) && !engine.present(book, 0).unwrap());
+            assert_eq!(engine.take_released().unwrap().len(), 7);
+            assert_eq!(engine.sequence(book).unwrap(), [5, 2]);
+            engine.shutdown(&mut never).unwrap();
+            engine.report().unwrap()
+        });
+        let sent: u64 = reports.iter().map(|report| report.bytes_sent).sum();
+        assert_eq!(sent, reports.iter().map(|report| report.bytes_received).sum::<u64>());
+        assert!(
+            reports.iter().all(|report| report.slices == reports[0].slices && report.pool_bytes == 0),
+            "{reports:?}"
+        );
+    }
+}
+
+#[test]
+fn blobs_come_back_in_rank_order() {
+    let engines = job(3);
+    on_all(engines, |engine, rank| {
+        for round in 0..20usize {
+            let blob = vec![rank as u8; round * 1000 * rank as usize];
+            let blobs = engine.all_gather("sizes", &blob, &mut never).unwrap();
+            let expected: Vec<_> = (0..3u8).map(|r| vec![r; round * 1000 * usize::from(r)]).collect();
+            assert_eq!(blobs, expected);
+        }
+        engine.shutdown(&mut never).unwrap();
+    });
+}
+
+#[test]
+fn a_rank_that_has_left_counts_no_more_until_all_have() {
+    let engines = job(3);
+    on_all(engines, |engine, rank| {
+        let book = open(engine);
+        let mut b = vec![0.0; 3];
+        for round in 0..3 {
+            if rank == 2 && round == 1 {
+                break;
+            }
+            b.fill(rank as f32);
+            exchange(engine, book, 1, &mut b, Op::Average, false).unwrap();
+            assert_eq!(b[0], if round == 0 { 1.0 } else { 0.5 });
+        }
+        engine.leave(&mut never).unwrap();
+        let seq = engine.sequence(book).unwrap()[1];
+        let seqs = engine.all_gather("sequence", &seq.to_le_bytes(), &mut never).unwrap();
+        let most = seqs.iter().map(|s| u32::from_le_bytes(s[..].try_into().unwrap())).max().unwrap();
+        engine.set_sequence(book, &[0, most]).unwrap();
+        b.fill(rank as f32);
+        exchange(engine, book, 1, &mut b, Op::Average, false).unwrap();
+        assert_eq!(b[0], 1.0);
+        engine.shutdown(&mut never).unwrap();
+    });
+}
+
+#[test]
+fn who_vanishes_is_named_by_all_with_layer_and_step() {
+    let engines = job(4);
+    on_all(engines, |engine, rank| {
+        let book = open(engine);
+        let mut b = vec![1.0; 3];
+        exchange(engine, book, 1, &mut b, Op::Sum, false).unwrap();
+        engine.all_gather("all are connected", b"", &mut never).unwrap();
+        if rank == 3 {
+            return; // Dropped without a goodbye.
+        }
+        let a = vec![1.0; 10_000].leak();
+        let begin = Instant::now();
+        let stop = loop {
+            if let Err(stop) = exchange(engine, book, 0, a, Op::Sum, false) {
+                break stop;
+            }
+        };
+        let (culprit, reason) = lost(&stop);
+        let Stop::Failed(failure) = stop else { unreachable!() };
+        assert_eq!(
+            (culprit, failure.layer.as_deref(), failure.step),
+            (Rank(3), Some("a"), Some(5)),
+            "{reason}"
+        );
+        assert!(
+            reason.contains("rank 3") && reason.contains("layer a") && failure.peer.is_some(),
+            "{reason}"
+        );
+        assert!(begin.elapsed() < Duration::from_secs(5));
+        // It was raised; closing is quick and quiet.
+        engine.shutdown(&mut never).unwrap();
+    });
+}
+
+#[test]
+fn an_abort_reaches_everybody_with_its_reason() {
+    let engines = job(3);
+    on_all(engines, |engine, rank| {
+        engine.all_gather("all are connected", b"", &mut never).unwrap();
+        if rank == 1 {
+            return engine.abort("ValueError: no such file").unwrap();
+        }
+        let (culprit, reason) = lost(&engine.all_gather("never", b"", &mut never).unwrap_err());
+        assert!(
+            culprit == Rank(1) && reason.contains("no such file") && reason.contains("never"),
+            "{reason}"
+        );
+    });
+}
+
+#[test]
+fn who_does_not_come_is_named_when_time_is_up() {
+    let engines = job_with(2, |config| config.operation_timeout = Duration::from_millis(300));
+    on_all(engines, |engine, rank| {
+        engine.all_gather("all are connected", b"", &mut never).unwrap();
+        if rank == 1 {
+            std::thread::sleep(Duration::from_millis(800));
+            return;
+        }
+        let book = open(engine);
+        let stop = exchange(engine, book, 0, vec![1.0; 10_000].leak(), Op::Sum, false).unwrap_err();
+        let Stop::Failed(failure) = stop else { panic!("interrupted") };
+        let text = failure.to_string();
+        assert!(matches!(failure.error, Error::Timeout(_)) && text.contains("rank 1"), "{text}");
+        assert_eq!((failure.layer.as_deref(), failure.step), (Some("a"), Some(5)));
+    });
+}
+
+#[test]
+fn who_goes_on_alone_is_told_of_the_goodbye() {
+    let engines = job(2);
+    on_all(engines, |engine, rank| {
+        let book = open(engine);
+        exchange(engine, book, 1, &mut [1.0; 3], Op::Sum, false).unwrap();
+        if rank == 0 {
+            // The job did not end in order, and the other says why.
+            let (culprit, reason) = lost(&engine.shutdown(&mut never).unwrap_err());
+            return assert!(culprit == Rank(1) && reason.contains("blames this rank"), "{reason}");
+        }
+        let (culprit, reason) =
+            lost(&exchange(engine, book, 1, vec![1.0; 3].leak(), Op::Sum, false).unwrap_err());
+        assert!(culprit == Rank(0) && reason.contains("ps.join()"), "{reason}");
+    });
+}
+
+#[test]
+fn a_wait_can_be_interrupted() {
+    let engines = job(2);
+    let book = open(&engines[0]);
+    submit(&engines[0], book, 1, vec![1.0; 3].leak(), Op::Sum, false).unwrap();
+    let begin = Instant::now();
+    let stop = engines[0].wait(book, &[1], false, &mut || true).unwrap_err();
+    assert!(matches!(stop, Stop::Interrupted) && begin.elapsed() < Duration::from_secs(2));
+}
+
+#[test]
+fn what_does_not_fit_is_refused_and_harms_nothing() {
+    let engines = job(1);
+    let engine = &engines[0];
+    let book = open(engine);
+    let refused = |tensor, len: usize, what: &str| {
+        let mut values = vec![0.0; len];
+        let error = submit(engine, book, tensor, &mut values, Op::Sum, false).unwrap_err().to_string();
+        assert!(error.contains(what), "{error}");
+    };
+    refused(0, 3, "40000 bytes");
+    refused(2, 3, "no tensor 2");
+    assert!(engine.set_priorities(book, &[0]).is_err() && engine.set_sequence(book, &[1]).is_err());
+    assert!(engine.wait(book, &[9], false, &mut never).is_err());
+    exchange(engine, book, 1, &mut [1.0; 3], Op::Sum, false).unwrap();
+    assert!(Engine::bind(EngineConfig { rank: 2, ..config(0, 2) }).is_err());
+    assert!(Engine::bind(EngineConfig { slice_bytes: 1, ..config(0, 2) }).is_err());
+}
