@@ -1,0 +1,83 @@
+# `make help` lists the targets. On a fresh machine (Python >= 3.10, a C linker, Rust) `make demo` and `make test` set
+# everything up by themselves: the virtual environment in .venv/, the pinned requirements, the native module.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := requirements/dev.lock
+
+ENVIRONMENT := $(VENV)/.requirements-installed
+NATIVE := $(VENV)/.native-installed
+NATIVE_SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find crates -name '*.rs' -o -name Cargo.toml)
+
+export CARGO_TARGET_DIR := $(CURDIR)/target
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv build demo test test-rust test-python test-failures bench-wire bench-priority bench-overhead lint format lock clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(ENVIRONMENT) ## Create .venv with the pinned requirements
+
+# Remade when the lock changes. Every package is pinned in the lock, so none is resolved here.
+$(ENVIRONMENT): $(LOCK)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Penstock needs Python >= 3.10; choose one with: make PYTHON=python3.x")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --no-deps -r $(LOCK)
+	$(BIN)/python -m pip check
+	@touch $@
+
+build: $(NATIVE) ## Build the native module (release) into .venv
+
+# An editable install: changes of Python files need no rebuild, `penstock` is on .venv/bin.
+$(NATIVE): $(ENVIRONMENT) $(NATIVE_SOURCES)
+	@command -v cargo >/dev/null || { echo "Penstock needs Rust: no cargo on the path"; exit 1; }
+	PIP_QUIET=1 VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release --locked --quiet
+	@touch $@
+
+demo: build ## Train a CNN on handwritten digits with 4 workers on this machine
+	$(BIN)/penstock demo $(ARGS)
+
+test: test-rust test-python ## Run every test, Rust and Python
+
+test-rust:
+	cargo test --workspace --locked --quiet
+
+test-python: build
+	$(BIN)/python -m pytest $(ARGS)
+
+test-failures: build ## Kill, freeze or break a rank in 50 seeded runs, and print what became of each
+	$(BIN)/python tests/failure/many_runs.py $(ARGS)
+
+# The first two make network namespaces: they need root and iproute2, and the first needs iperf3.
+bench-wire: build ## Slice traffic beside iperf3, between two network namespaces
+	$(BIN)/python benchmarks/wire.py $(ARGS)
+
+bench-priority: build ## How soon an urgent slice is answered behind a backlog of 200 MB
+	$(BIN)/python benchmarks/priority.py $(ARGS)
+
+bench-overhead: build ## What distribute costs in time and memory, DDP beside it
+	$(BIN)/python benchmarks/overhead.py $(ARGS)
+
+lint: build ## Check formats, lints, types and the architecture
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_architecture.py
+
+format: $(ENVIRONMENT) ## Format the sources
+	cargo fmt --all
+	$(BIN)/ruff check --fix --quiet . || true
+	$(BIN)/ruff format .
+
+lock: $(ENVIRONMENT) ## Resolve requirements/dev.in anew into dev.lock (needs uv)
+	uv pip compile --universal --python-version 3.10 --no-header --no-annotate requirements/dev.in -o $(LOCK)
+
+clean: ## Remove builds and caches (the virtual environment stays: rm -r .venv)
+	rm -rf target dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis $(NATIVE)
+	find python tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f python/penstock/_native*.so

@@ -1,0 +1,227 @@
+//! The class `Engine`. Calls that may block run without the GIL; while they wait, signals are looked at.
+
+use crate::errors::{bad_argument, raise, raise_stop};
+use crate::report;
+use penstock_core::layout::Tensor;
+use penstock_core::{BookId, Op, Seq, Step, TensorId};
+use penstock_net::{EngineConfig, Part, Phase, Stop};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict};
+use std::time::Duration;
+
+/// One process's end of a job: see `_native.pyi`.
+#[pyclass(module = "penstock._native", frozen)]
+pub(crate) struct Engine {
+    engine: penstock_net::Engine,
+}
+
+fn seconds(name: &str, value: f64) -> PyResult<Duration> {
+    let duration = Duration::try_from_secs_f64(value).ok().filter(|duration| !duration.is_zero());
+    duration.ok_or_else(|| bad_argument(format!("{name} is {value}; it must be above 0 seconds")))
+}
+
+fn parse_op(name: &str) -> PyResult<Op> {
+    match name {
+        "average" => Ok(Op::Average),
+        "sum" => Ok(Op::Sum),
+        "copy" => Ok(Op::Copy),
+        _ => Err(bad_argument(format!("unknown op {name:?}: expected average, sum or copy"))),
+    }
+}
+
+/// Runs a call that waits, without the GIL. Its argument tells it whether a signal handler has raised.
+fn waiting<T: Send>(
+    py: Python<'_>,
+    call: impl FnOnce(&mut dyn FnMut() -> bool) -> Result<T, Stop> + Send,
+) -> PyResult<T> {
+    py.detach(|| {
+        let mut interrupt = None;
+        let mut interrupted = || {
+            interrupt = Python::attach(|py| py.check_signals()).err();
+            interrupt.is_some()
+        };
+        call(&mut interrupted).map_err(|stop| (stop, interrupt))
+    })
+    .map_err(|(stop, interrupt)| raise_stop(stop, interrupt))
+}
+
+#[pymethods]
+impl Engine {
+    #[new]
+    #[pyo3(signature = (*, rank, size, bind_host, port, secret, job_id, slice_bytes, lanes, window_bytes, priority,
+                        operation_timeout_s, peer_timeout_s, handshake_timeout_s))]
+    #[allow(clippy::too_many_arguments)] // Keywords in Python; a struct from here on.
+    fn new(
+        rank: u32,
+        size: u32,
+        bind_host: String,
+        port: u16,
+        secret: Vec<u8>,
+        job_id: &[u8],
+        slice_bytes: usize,
+        lanes: u32,
+        window_bytes: u64,
+        priority: bool,
+        operation_timeout_s: f64,
+        peer_timeout_s: f64,
+        handshake_timeout_s: f64,
+    ) -> PyResult<Self> {
+        let wrong = |_| bad_argument(format!("job_id has {} bytes; it must have 16", job_id.len()));
+        let config = EngineConfig {
+            rank,
+            size,
+            bind_host,
+            port,
+            secret,
+            job_id: job_id.try_into().map_err(wrong)?,
+            slice_bytes,
+            lanes,
+            window_bytes,
+            priority,
+            operation_timeout: seconds("operation_timeout_s", operation_timeout_s)?,
+            peer_timeout: seconds("peer_timeout_s", peer_timeout_s)?,
+            handshake_timeout: seconds("handshake_timeout_s", handshake_timeout_s)?,
+        };
+        Ok(Self { engine: penstock_net::Engine::bind(config).map_err(raise)? })
+    }
+
+    #[getter]
+    fn port(&self) -> u16 {
+        self.engine.port()
+    }
+
+    #[allow(clippy::needless_pass_by_value)] // Extracted from Python objects, here and below.
+    fn connect(&self, py: Python<'_>, addresses: Vec<(String, u16)>) -> PyResult<()> {
+        py.detach(|| self.engine.connect(&addresses)).map_err(raise)
+    }
+
+    fn all_gather<'py>(
+        &self,
+        py: Python<'py>,
+        what: &str,
+        blob: &[u8],
+    ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+        let blobs = waiting(py, |interrupted| self.engine.all_gather(what, blob, interrupted))?;
+        Ok(blobs.iter().map(|blob| PyBytes::new(py, blob)).collect())
+    }
+
+    fn open_book(
+        &self,
+        name: &str,
+        layers: Vec<String>,
+        tensors: Vec<(String, u32, String, u64)>,
+    ) -> PyResult<BookId> {
+        let tensors = tensors.into_iter().map(|(name, layer, dtype, elems)| {
+            let dtype =
+                dtype.parse().map_err(|error: penstock_core::Error| bad_argument(error.to_string()))?;
+            Ok(Tensor::new(name, layer, dtype, elems))
+        });
+        self.engine.open_book(name, layers, tensors.collect::<PyResult<_>>()?).map_err(raise)
+    }
+
+    #[allow(clippy::needless_pass_by_value)]
+    fn set_priorities(&self, book: BookId, places: Vec<u32>) -> PyResult<()> {
+        self.engine.set_priorities(book, &places).map_err(raise)
+    }
+
+    fn submit(
+        &self,
+        book: BookId,
+        tensor: TensorId,
+        ptr: usize,
+        nbytes: usize,
+        op: &str,
+        step: Step,
+    ) -> PyResult<u64> {
+        self.take_part(Part {
+            book,
+            tensor,
+            address: ptr,
+            len_bytes: nbytes,
+            op: parse_op(op)?,
+            step,
+            absent: false,
+        })
+    }
+
+    fn submit_absent(
+        &self,
+        book: BookId,
+        tensor: TensorId,
+        ptr: usize,
+        nbytes: usize,
+        op: &str,
+        step: Step,
+    ) -> PyResult<u64> {
+        self.take_part(Part {
+            book,
+            tensor,
+            address: ptr,
+            len_bytes: nbytes,
+            op: parse_op(op)?,
+            step,
+            absent: true,
+        })
+    }
+
+    fn take_released(&self) -> PyResult<Vec<u64>> {
+        self.engine.take_released().map_err(raise)
+    }
+
+    #[pyo3(signature = (book, tensors, released=false))]
+    #[allow(clippy::needless_pass_by_value)]
+    fn wait(&self, py: Python<'_>, book: BookId, tensors: Vec<TensorId>, released: bool) -> PyResult<()> {
+        waiting(py, |interrupted| self.engine.wait(book, &tensors, released, interrupted))
+    }
+
+    #[allow(clippy::needless_pass_by_value)]
+    fn poll(&self, book: BookId, tensors: Vec<TensorId>) -> PyResult<Vec<TensorId>> {
+        self.engine.poll(book, &tensors).map_err(raise)
+    }
+
+    fn present(&self, book: BookId, tensor: TensorId) -> PyResult<bool> {
+        self.engine.present(book, tensor).map_err(raise)
+    }
+
+    fn leave(&self, py: Python<'_>) -> PyResult<()> {
+        waiting(py, |interrupted| self.engine.leave(interrupted))
+    }
+
+    fn sequence(&self, book: BookId) -> PyResult<Vec<Seq>> {
+        self.engine.sequence(book).map_err(raise)
+    }
+
+    #[allow(clippy::needless_pass_by_value)]
+    fn set_sequence(&self, book: BookId, seqs: Vec<Seq>) -> PyResult<()> {
+        self.engine.set_sequence(book, &seqs).map_err(raise)
+    }
+
+    fn phase(&self, name: &str) -> PyResult<()> {
+        self.engine.phase(name.parse::<Phase>().map_err(bad_argument)?).map_err(raise)
+    }
+
+    fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let report = py.detach(|| self.engine.report()).map_err(raise)?;
+        report::to_python(py, &report)
+    }
+
+    fn abort(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
+        py.detach(|| self.engine.abort(reason)).map_err(raise)
+    }
+
+    fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
+        waiting(py, |interrupted| self.engine.shutdown(interrupted))
+    }
+
+    fn after_fork_in_child(&self) {
+        self.engine.after_fork_in_child();
+    }
+}
+
+impl Engine {
+    fn take_part(&self, part: Part) -> PyResult<u64> {
+        // SAFETY: `penstock.torch` keeps the tensor alive and leaves it alone until the token comes back, as
+        // `_native.pyi` asks.
+        unsafe { self.engine.submit(part) }.map_err(raise)
+    }
+}

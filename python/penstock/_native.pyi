@@ -1,0 +1,138 @@
+"""The native engine. Private: its users are `penstock.job` and `penstock.torch`.
+
+Every call may be made from any thread. Calls that may block release the GIL and let signal handlers run every 100 ms.
+Failures are the classes of `penstock.errors`; after the first failure of the job every call that needs the other ranks
+raises it. In a forked child every call raises `ConfigError`.
+"""
+
+from typing import Literal, TypedDict, final
+
+_Op = Literal["average", "sum", "copy"]
+_Phase = Literal["backward", "forward", "other"]
+
+class LayerReport(TypedDict):
+    """Counts of one layer; bytes are payload."""
+
+    name: str
+    bytes_sent: int
+    bytes_received: int
+    stall_s: float
+
+class BookReport(TypedDict):
+    """Counts of one information book."""
+
+    name: str
+    layers: list[LayerReport]
+
+class Report(TypedDict):
+    """What an engine counted since it was made; bytes are payload."""
+
+    rank: int
+    size: int
+    lanes: int
+    slices: int
+    preemptions: int
+    frames_sent: int
+    frames_received: int
+    bytes_sent: int
+    bytes_received: int
+    busy_backward_s: float
+    busy_forward_s: float
+    busy_stalled_s: float
+    busy_other_s: float
+    stall_s: float
+    pool_bytes: int
+    owned_bytes: list[int]
+    books: list[BookReport]
+
+@final
+class Engine:
+    """One process's end of a job. Made, it listens; `connect` starts its threads; `shutdown` ends them."""
+
+    def __new__(
+        cls,
+        *,
+        rank: int,
+        size: int,
+        bind_host: str,
+        port: int,
+        secret: bytes,
+        job_id: bytes,
+        slice_bytes: int,
+        lanes: int,
+        window_bytes: int,
+        priority: bool,
+        operation_timeout_s: float,
+        peer_timeout_s: float,
+        handshake_timeout_s: float,
+    ) -> Engine:
+        """Bind the listener; ``port=0`` takes any port, ``window_bytes=0`` leaves the window to the engine."""
+
+    @property
+    def port(self) -> int:
+        """The port that is listened on."""
+
+    def connect(self, addresses: list[tuple[str, int]]) -> None:
+        """Start the threads; ``addresses`` is every rank's host and port. Connections come about when needed."""
+
+    def all_gather(self, what: str, blob: bytes) -> list[bytes]:
+        """Every rank's blob, by rank. All ranks call it in the same order; ``what`` is for messages."""
+
+    def open_book(self, name: str, layers: list[str], tensors: list[tuple[str, int, str, int]]) -> int:
+        """Open an information book and return its number; every rank must open the same books in the same order.
+
+        ``tensors`` are (name, index into ``layers``, dtype, elements) with dtype f32, f64, f16, bf16 or bytes. Until
+        `set_priorities`, a layer's place in the forward pass is its index.
+        """
+
+    def set_priorities(self, book: int, places: list[int]) -> None:
+        """Set each layer's place in the forward pass, from 0. What is queued already keeps its place."""
+
+    def submit(self, book: int, tensor: int, ptr: int, nbytes: int, op: _Op, step: int) -> int:
+        """Contribute the tensor at ``ptr`` to its next exchange; the result is written to the same memory.
+
+        Returns a token. The memory must stay allocated until `take_released` gives the token back, must not be touched
+        before the result is in (`wait`), and must not be changed before it is released.
+        """
+
+    def submit_absent(self, book: int, tensor: int, ptr: int, nbytes: int, op: _Op, step: int) -> int:
+        """Contribute nothing; the memory (which may be uninitialised) receives the result, as in `submit`."""
+
+    def take_released(self) -> list[int]:
+        """Tokens whose memory will never be touched again, since the last call."""
+
+    def wait(self, book: int, tensors: list[int], released: bool = False) -> None:
+        """Wait until the results of the last submissions are in memory; ``released``: until it may be changed, too."""
+
+    def poll(self, book: int, tensors: list[int]) -> list[int]:
+        """Of ``tensors``, those whose results are in memory. Does not block."""
+
+    def present(self, book: int, tensor: int) -> bool:
+        """Whether any rank contributed to the last exchange, which must be complete."""
+
+    def leave(self) -> None:
+        """Contribute no more; returns when every rank has left, and then all take part again."""
+
+    def sequence(self, book: int) -> list[int]:
+        """How often each tensor was submitted."""
+
+    def set_sequence(self, book: int, seqs: list[int]) -> None:
+        """Set how often each tensor was submitted: after `leave`, the ranks agree on the largest."""
+
+    def phase(self, name: _Phase) -> None:
+        """Say what the program does now, for the accounts."""
+
+    def report(self) -> Report:
+        """What was counted so far."""
+
+    def abort(self, reason: str) -> None:
+        """End the job for all ranks because this one failed; returns when they are told, or after a second."""
+
+    def shutdown(self) -> None:
+        """Wait for what is in flight, say goodbye, wait a bounded time for the others, and close everything.
+
+        After a failure it only closes, and raises the failure if no call has raised it yet. Again: does nothing.
+        """
+
+    def after_fork_in_child(self) -> None:
+        """Let go of the parent's connections; for a child right after a fork."""
