@@ -1,0 +1,106 @@
+"""Penstock: communication for data-parallel PyTorch training.
+
+Gradients are synchronised while the backward pass still runs, in small slices, the ones that the next forward pass
+needs first ahead of all others. The training loop stays as it is:
+
+    import penstock as ps
+
+    ps.init()                                            # rank and size from torchrun, mpirun, Slurm or arguments
+    model, optimizer = ps.distribute(model, optimizer)   # broadcasts rank 0's parameters and buffers
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+Importing this module imports no framework, starts no thread and reads no environment: names are fetched when
+first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.config import Options
+    from penstock.errors import (
+        AuthenticationError,
+        ConfigError,
+        ModelMismatch,
+        PeerLost,
+        PenstockError,
+        ProtocolError,
+        Timeout,
+    )
+    from penstock.job import init, rank, report, shutdown, world_size
+    from penstock.torch.distribute import distribute, no_sync, synchronize
+    from penstock.torch.join import join
+
+    __version__: str
+
+__all__ = [
+    "AuthenticationError",
+    "ConfigError",
+    "ModelMismatch",
+    "Options",
+    "PeerLost",
+    "PenstockError",
+    "ProtocolError",
+    "Timeout",
+    "__version__",
+    "distribute",
+    "init",
+    "join",
+    "no_sync",
+    "rank",
+    "report",
+    "shutdown",
+    "synchronize",
+    "world_size",
+]
+
+_HOME_OF = {
+    "AuthenticationError": "errors",
+    "ConfigError": "errors",
+    "ModelMismatch": "errors",
+    "Options": "config",
+    "PeerLost": "errors",
+    "PenstockError": "errors",
+    "ProtocolError": "errors",
+    "Timeout": "errors",
+    "distribute": "torch",
+    "init": "job",
+    "join": "torch",
+    "no_sync": "torch",
+    "rank": "job",
+    "report": "job",
+    "shutdown": "job",
+    "synchronize": "torch",
+    "world_size": "job",
+}
+
+
+def _installed_version() -> str:
+    """The version of the installed distribution; its source is Cargo.toml, which the wheel's metadata repeats."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("penstock")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"  # run from a source tree that was never installed
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        value: object = _installed_version()
+    elif name in _HOME_OF:
+        value = getattr(importlib.import_module(f"penstock.{_HOME_OF[name]}"), name)
+    else:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    globals()[name] = value  # found once
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

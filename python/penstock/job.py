@@ -1,0 +1,434 @@
+"""The process-wide job: from `init` to `shutdown`, and whatever ends the process in between.
+
+One process takes part in one job at a time. This module owns the engine and the three ways out: an orderly shutdown, a
+failure whose reason the other ranks should learn, and a fork, whose child must not touch the parent's connections.
+It omits everything about tensors, which is `penstock.torch`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import opcode
+import os
+import sys
+import threading
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from penstock import addresses, config, rendezvous
+from penstock.errors import ConfigError, PenstockError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from penstock._native import Engine
+    from penstock.config import Launch, OptionArguments, Options
+    from penstock.rendezvous import Agreement
+
+__all__ = ["Job", "current", "init", "rank", "report", "shutdown", "world_size"]
+
+_log = logging.getLogger("penstock")
+
+# From this many cores on, a second lane moves more than it takes from the computation.
+CORES_PER_LANE = 8
+REASON_CHARACTERS_MAX = 500
+
+
+@dataclass
+class Job:
+    """This process's part in a running job.
+
+    Attributes:
+        engine: The native engine.
+        launch: How the process was started.
+        job_id: 16 bytes, the same on every rank and different for every start.
+        address: What this rank advertises, ``host:port``.
+        aborted: Whether this rank has told the others that it failed.
+    """
+
+    engine: Engine
+    launch: Launch
+    job_id: bytes
+    address: str
+    aborted: bool = False
+
+    @property
+    def rank(self) -> int:
+        """This process's number, from 0."""
+        return self.launch.options.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.launch.options.world_size
+
+    @property
+    def options(self) -> Options:
+        """The options that this rank was started with."""
+        return self.launch.options
+
+    def abort(self, reason: str) -> None:
+        """Tell every other rank that this one failed and why; only the first reason is told."""
+        if self.aborted:
+            return
+        self.aborted = True
+        with contextlib.suppress(PenstockError):  # the engine may have failed already, and then the others know
+            self.engine.abort(" ".join(reason.split())[:REASON_CHARACTERS_MAX])
+
+
+class _Process:
+    """What this process knows about its job. One instance, so that no function needs `global`."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.job: Job | None = None
+        self.was_shut_down = False
+        self.forked_from: int | None = None  # the rank of the parent, in a child
+        self.hooked_fork = False
+        self.hooks: _Hooks | None = None
+
+
+_process = _Process()
+
+
+def init(**options: Unpack[OptionArguments]) -> None:
+    """Join the job: find the other ranks, agree with them, listen. Call it once, before `penstock.distribute`.
+
+    Under torchrun, mpirun or Slurm no argument is needed; without any of them the process is a job of its own and no
+    other machine is contacted. Called again with the same arguments, or none, it does nothing.
+
+    Args:
+        **options: Fields of `penstock.Options`; each can also be set as an environment variable ``PENSTOCK_<NAME>``.
+
+    Raises:
+        ConfigError: An option is not accepted, ranks disagree, or the job runs already with other options.
+        AuthenticationError: A rank holds another secret.
+        ProtocolError: A rank runs another version of Penstock.
+        Timeout: Ranks did not arrive within ``rendezvous_timeout_s``; the message names them.
+        PeerLost: A rank failed meanwhile.
+
+    Example:
+        >>> import penstock as ps
+        >>> ps.init()
+        >>> print(f"rank {ps.rank()} of {ps.world_size()}")
+        rank 0 of 1
+    """
+    _refuse_in_child("init")
+    with _process.lock:
+        if _process.job is not None:
+            _check_same(_process.job, config.parse_arguments(**options))
+            return
+        job = _start(config.discover_here(**options))
+        _process.job = job
+        _process.hooks = _Hooks()
+        if not _process.hooked_fork:
+            _process.hooked_fork = True
+            os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def rank() -> int:
+    """This process's number, from 0.
+
+    Raises:
+        ConfigError: Before `init` or after `shutdown`, or in a forked child.
+    """
+    return current("rank").rank
+
+
+def world_size() -> int:
+    """The number of processes in the job.
+
+    Raises:
+        ConfigError: Before `init` or after `shutdown`, or in a forked child.
+    """
+    return current("world_size").world_size
+
+
+def report() -> dict[str, Any]:
+    """What was moved and when, as counted by the engine since `init`: bytes, seconds, slices, preemptions by layer.
+
+    Raises:
+        ConfigError: Before `init` or after `shutdown`, or in a forked child.
+
+    Example:
+        >>> print(ps.report()["bytes_sent"])
+    """
+    return dict(current("report").engine.report())
+
+
+def shutdown() -> None:
+    """Leave the job: finish pending updates, say goodbye, wait a bounded time for the others. Again: does nothing.
+
+    It runs by itself when the program ends. Called while an exception is on its way (``finally: ps.shutdown()``) it
+    tells the others that this rank failed, instead of waiting for them.
+
+    Raises:
+        PeerLost: A rank was lost before the last updates were in.
+        Timeout: The last updates did not come in time.
+        ConfigError: In a forked child.
+    """
+    _refuse_in_child("shutdown")
+    error = sys.exc_info()[1]
+    with _process.lock:
+        job = _process.job
+        if job is None:
+            return
+        if error is not None:
+            job.abort(_described(error))
+        try:
+            _finish(job)
+        finally:
+            _process.job = None
+            _process.was_shut_down = True
+            if _process.hooks is not None:
+                _process.hooks.remove()
+                _process.hooks = None
+
+
+def current(caller: str = "this call") -> Job:
+    """The running job.
+
+    Args:
+        caller: The name of the public function, for the message.
+
+    Raises:
+        ConfigError: There is none, or this is a forked child.
+    """
+    _refuse_in_child(caller)
+    job = _process.job
+    if job is None:
+        when = "after penstock.shutdown()" if _process.was_shut_down else "before penstock.init()"
+        raise ConfigError(f"penstock.{caller} was called {when}; call penstock.init() first")
+    return job
+
+
+def _refuse_in_child(caller: str) -> None:
+    if _process.forked_from is not None:
+        raise ConfigError(
+            f"penstock.{caller} was called in a process forked from rank {_process.forked_from} (a DataLoader "
+            "worker?), which is no rank of its own: read what it needs, such as penstock.rank(), before the fork",
+            rank=_process.forked_from,
+        )
+
+
+def _check_same(job: Job, given: dict[str, object]) -> None:
+    for name, value in given.items():
+        running = getattr(job.options, name)
+        if value != running:
+            shown = "another" if name == "secret" else f"{name}={value!r}, not {running!r}"
+            raise ConfigError(
+                f"penstock.init: the job runs already with other options: option {name} is given {shown}; call "
+                "penstock.shutdown() first",
+                rank=job.rank,
+            )
+
+
+# Starting
+
+
+def _start(launch: Launch) -> Job:
+    from penstock import __version__
+
+    lanes = launch.options.lanes or max(1, min(2, len(os.sched_getaffinity(0)) // CORES_PER_LANE))
+    started: list[tuple[Engine, addresses.Chosen, Agreement]] = []
+
+    def listen(agreement: Agreement) -> tuple[str, int]:
+        point = launch.meeting_point
+        coordinator = point.host if point is not None else None
+        chosen = addresses.choose_here(launch.options.interface, agreement.single_host, coordinator)
+        engine = _bind(launch.options, agreement, chosen.host)
+        started.append((engine, chosen, agreement))
+        return chosen.host, engine.port
+
+    if launch.meeting_point is None:
+        alone = rendezvous.Agreement(os.urandom(16), launch.options.secret or os.urandom(32), True, lanes)
+        started.append((_bind(launch.options, alone, "127.0.0.1"), addresses.Chosen("127.0.0.1", "lo", "alone"), alone))
+        table = [("127.0.0.1", started[0][0].port)]
+    else:
+        _, table = rendezvous.exchange(launch, listen, version=__version__, lanes=lanes)
+    engine, chosen, agreement = started[0]
+    engine.connect(table)
+    _announce(launch, chosen, agreement, engine.port)
+    return Job(engine, launch, agreement.job_id, f"{chosen.host}:{engine.port}")
+
+
+def _bind(options: Options, agreement: Agreement, host: str) -> Engine:
+    """An engine that listens on the first free port of those allowed."""
+    last: Exception | None = None
+    for port in options.ports():
+        try:
+            return _engine_class()(
+                rank=options.rank,
+                size=options.world_size,
+                bind_host=host,
+                port=port,
+                secret=agreement.secret,
+                job_id=agreement.job_id,
+                slice_bytes=options.slice_bytes,
+                lanes=agreement.lanes,
+                window_bytes=options.window_bytes or 0,  # 0: the engine decides
+                priority=options.priority,
+                operation_timeout_s=options.operation_timeout_s,
+                peer_timeout_s=options.peer_timeout_s,
+                handshake_timeout_s=options.handshake_timeout_s,
+            )
+        except (ConfigError, OSError) as error:
+            last = error
+    raise ConfigError(
+        f"rank {options.rank} cannot listen on {host}, port {options.port}: {last}. Set port (PENSTOCK_PORT) to 0 for "
+        "any free one or to another range",
+        rank=options.rank,
+    ) from last
+
+
+def _engine_class() -> type[Engine]:
+    try:
+        from penstock._native import Engine
+    except ImportError as error:
+        raise ConfigError(
+            f"the native part of penstock does not load: {error}. Install the wheel, or run `make` in a source tree"
+        ) from error
+    engine: type[Engine] = Engine
+    return engine
+
+
+def _announce(launch: Launch, chosen: addresses.Chosen, agreement: Agreement, port: int) -> None:
+    """One line that answers what a user asks first when something is odd: who, where, and by whose decision."""
+    options, sources, point = launch.options, launch.sources, launch.meeting_point
+    secret = sources["secret"] if options.secret is not None else "made by rank 0"
+    _log.info(
+        "rank %d of %d (%s) listens on %s:%d, interface %s (%s); met at %s (%s); lanes %d (%s), slices of %d bytes "
+        "(%s), priority %s (%s), secret: %s",
+        options.rank,
+        options.world_size,
+        sources["rank"],
+        chosen.host,
+        port,
+        chosen.interface,
+        chosen.reason,
+        point or "no place",
+        point.found_in if point is not None else "a single process",
+        agreement.lanes,
+        sources["lanes"],
+        options.slice_bytes,
+        sources["slice_bytes"],
+        "on" if options.priority else "off",
+        sources["priority"],
+        secret,
+    )
+
+
+# Ending
+
+
+def _finish(job: Job) -> None:
+    """Bring in what is pending, unless this rank has failed, and close the engine in any case."""
+    front_end = sys.modules.get("penstock.torch")
+    try:
+        if front_end is not None and not job.aborted:
+            front_end.finish_all()
+    except BaseException as error:
+        job.abort(_described(error))
+        raise
+    finally:
+        if job.aborted:
+            with contextlib.suppress(PenstockError):  # the reason is already on its way up or told
+                job.engine.shutdown()
+        else:
+            job.engine.shutdown()
+
+
+def _described(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"SystemExit: exit code {error.code}"
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+class _Hooks:
+    """What watches for the end of the process. In place from `init` to `shutdown`, then removed."""
+
+    def __init__(self) -> None:
+        # Only multiprocessing's own children skip atexit; importing it in every program costs milliseconds.
+        from multiprocessing import util
+
+        self._previous_excepthook = sys.excepthook
+        self._excepthook = self._on_uncaught
+        sys.excepthook = self._excepthook
+        self._previous_exit = sys.exit
+        self._exit = self._on_exit
+        sys.exit = self._exit
+        self._exit_reason: str | None = None
+        self._outermost = _outermost_frame() if threading.current_thread() is threading.main_thread() else None
+        atexit.register(self._at_exit)
+        self._finalizer = util.Finalize(None, self._at_exit, exitpriority=100)
+
+    def remove(self) -> None:
+        """Undo all of it, except where another library has hooked on top: then ours stays and does nothing."""
+        if sys.excepthook == self._excepthook:
+            sys.excepthook = self._previous_excepthook
+        if sys.exit == self._exit:
+            sys.exit = self._previous_exit
+        atexit.unregister(self._at_exit)
+        self._finalizer.cancel()
+        self._outermost = None
+
+    def _live_job(self) -> Job | None:
+        return _process.job if _process.hooks is self and _process.forked_from is None else None
+
+    def _on_uncaught(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        job = self._live_job()
+        # At an interactive prompt every slip comes through here, and the session goes on.
+        if job is not None and not hasattr(sys, "ps1"):
+            job.abort(_described(error))
+        self._previous_excepthook(kind, error, traceback)
+
+    def _on_exit(self, status: Any = None, /) -> NoReturn:
+        """Remembers the status: the interpreter tells neither sys.excepthook nor atexit of a SystemExit."""
+        if threading.current_thread() is threading.main_thread():
+            failed = status not in (None, 0, False)
+            self._exit_reason = f"SystemExit: exit code {status}" if failed else None
+        self._previous_exit(status)
+
+    def _at_exit(self) -> None:
+        job = self._live_job()
+        if job is None:
+            return
+        error = sys.exc_info()[1]  # multiprocessing runs finalizers while the target's exception is on its way
+        if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
+            job.abort(_described(error))
+        elif self._exit_reason is not None and not _returned(self._outermost):
+            job.abort(self._exit_reason)
+        _process.job = None
+        _process.was_shut_down = True
+        try:
+            _finish(job)
+        except PenstockError:
+            _log.exception("rank %d: the job did not end in order", job.rank)
+
+
+def _outermost_frame() -> FrameType:
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _returned(frame: FrameType | None) -> bool:
+    """Whether this frame ran to its end: then an earlier sys.exit was caught and the program went on."""
+    if frame is None or frame.f_lasti < 0:
+        return False
+    return opcode.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN_")
+
+
+def _after_fork_in_child() -> None:
+    """The child inherits descriptors and a lock, but no thread. It keeps the job so that nothing of it is torn down."""
+    _process.lock = threading.RLock()
+    job = _process.job
+    if job is None:
+        return
+    _process.forked_from = job.rank
+    job.engine.after_fork_in_child()

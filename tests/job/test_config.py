@@ -1,0 +1,243 @@
+"""`discover` as a pure function: precedence, launchers, meeting points, and messages for what is not accepted."""
+
+import dataclasses
+import hashlib
+import typing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import penstock as ps
+from penstock import config
+from penstock.config import discover
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+SECRET = "correct horse battery staple"
+
+# For each option: an accepted text, what it becomes, and a text that is refused.
+SAMPLES = {
+    "rank": ("0", 0, "-1"),
+    "world_size": ("1", 1, "0"),
+    "rendezvous": ("tcp://10.0.0.1:5000", "tcp://10.0.0.1:5000", "udp://10.0.0.1:5000"),
+    "secret": (SECRET, hashlib.sha256(SECRET.encode()).digest(), "short"),
+    "insecure": ("yes", True, "perhaps"),
+    "interface": ("eth0,!10.0.0.0/8", "eth0,!10.0.0.0/8", "10.0.0.0/99"),
+    "port": ("5000-5010", "5000-5010", "5010-5000"),
+    "slice_bytes": ("65536", 65536, "1"),
+    "lanes": ("2", 2, "0"),
+    "window_bytes": ("auto", None, "0"),
+    "priority": ("off", False, "2"),
+    "operation_timeout_s": ("1.5", 1.5, "0"),
+    "peer_timeout_s": ("2", 2.0, "-1"),
+    "handshake_timeout_s": ("3", 3.0, "nan"),
+    "rendezvous_timeout_s": ("4", 4.0, "inf"),
+    "broadcast_buffers": ("true", True, ""),
+}
+
+
+def test_every_option_has_a_parser_a_typed_argument_a_sample_and_documentation():
+    names = {field.name for field in dataclasses.fields(ps.Options)}
+    assert names == set(config._FIELDS) == set(SAMPLES)
+    assert names == set(config.OptionArguments.__annotations__)
+    for name in names:
+        assert f"{name}:" in (ps.Options.__doc__ or "")
+    assert typing.get_type_hints(ps.Options)  # annotations resolve
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_environment_and_arguments_are_parsed_alike_and_arguments_win(name):
+    accepted, value, refused = SAMPLES[name]
+    environ = {f"PENSTOCK_{name.upper()}": accepted}
+    if name == "rank":
+        environ["PENSTOCK_WORLD_SIZE"] = "1"
+    launch = discover(environ)
+    assert getattr(launch.options, name) == value
+    assert launch.sources[name] == f"environment variable PENSTOCK_{name.upper()}"
+    arguments = {name: accepted, **({"world_size": 1} if name == "rank" else {})}
+    launch = discover({f"PENSTOCK_{name.upper()}": refused}, **arguments)
+    assert getattr(launch.options, name) == value
+    assert launch.sources[name] == f"argument {name}"
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_refused_value_says_option_origin_value_and_what_is_accepted(name):
+    refused = SAMPLES[name][2]
+    for environ, arguments, origin in (
+        ({f"PENSTOCK_{name.upper()}": refused}, {}, f"environment variable PENSTOCK_{name.upper()}"),
+        ({}, {name: refused}, f"argument {name}"),
+    ):
+        with pytest.raises(ps.ConfigError) as caught:
+            discover(environ, **arguments)
+        text = str(caught.value)
+        assert f"option {name}:" in text and origin in text and "accepted:" in text
+        if name == "secret":
+            assert refused not in text and "secrets.token_hex" in text
+        else:
+            assert repr(refused) in text
+
+
+@given(
+    name=st.sampled_from(sorted(SAMPLES)),
+    raw=st.one_of(st.text(), st.integers(), st.floats(), st.binary(), st.booleans(), st.lists(st.integers())),
+)
+def test_any_value_is_parsed_or_refused_with_config_error(name, raw):
+    try:
+        config.parse_option(name, raw, "test")
+    except ps.ConfigError as error:
+        assert f"option {name}" in str(error)
+
+
+@given(
+    environ=st.dictionaries(
+        st.sampled_from(
+            [variable for _, rank, sizes in config._LAUNCHERS for variable in (rank, *sizes)]
+            + ["MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_NNODES", "SLURM_STEP_NODELIST", "MPI_LOCALNRANKS"]
+            + ["PENSTOCK_RANK", "PENSTOCK_WORLD_SIZE", "PENSTOCK_SECRET", "PENSTOCK_INSECURE"]
+        ),
+        st.one_of(st.sampled_from(["0", "1", "2", "29500", "127.0.0.1", "node[1-2]", SECRET]), st.text(max_size=5)),
+    )
+)
+def test_any_environment_gives_a_consistent_launch_or_config_error(environ):
+    try:
+        launch = discover(environ)
+    except ps.ConfigError:
+        return
+    assert 0 <= launch.options.rank < launch.options.world_size
+    assert (launch.meeting_point is None) == (launch.options.world_size == 1)
+    point = launch.meeting_point
+    if point is not None and point.kind == "tcp" and not point.loopback:
+        assert launch.options.secret is not None or launch.options.insecure
+
+
+@given(st.integers(0, 4095), st.integers(1, 4096))
+def test_each_launcher_gives_its_rank_and_size(rank, size):
+    for launcher, rank_variable, size_variables in config._LAUNCHERS:
+        for size_variable in size_variables:
+            environ = {rank_variable: str(rank), size_variable: str(size)}
+            if rank >= size:
+                with pytest.raises(ps.ConfigError, match="not below the number of processes"):
+                    discover(environ, rendezvous="file:///tmp/meet")
+                continue
+            launch = discover(environ, rendezvous="file:///tmp/meet")
+            assert (launch.options.rank, launch.options.world_size, launch.launcher) == (rank, size, launcher)
+            assert rank_variable in launch.sources["rank"]
+
+
+def test_nothing_at_all_is_a_single_process():
+    launch = discover({"PATH": "/bin", "SLURM_NTASKS": "4"})  # an allocation's shell is not one of its tasks
+    assert (launch.options.rank, launch.options.world_size, launch.meeting_point) == (0, 1, None)
+    assert launch.options == ps.Options()
+
+
+@pytest.mark.parametrize(
+    ("present", "missing"),
+    [
+        ("RANK", "WORLD_SIZE"),
+        ("WORLD_SIZE", "RANK"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        ("PMI_RANK", "PMI_SIZE"),
+        ("SLURM_PROCID", "SLURM_NTASKS"),
+        ("PENSTOCK_RANK", "world_size"),
+    ],
+)
+def test_a_half_set_environment_names_what_is_missing(present, missing):
+    with pytest.raises(ps.ConfigError) as caught:
+        discover({present: "2"})
+    assert present in str(caught.value) and missing in str(caught.value)
+
+
+def test_half_of_the_master_address_names_the_other_half():
+    environ = {key: value for key, value in TORCHRUN.items() if key != "MASTER_PORT"}
+    with pytest.raises(ps.ConfigError, match="MASTER_PORT is missing"):
+        discover(environ)
+
+
+def test_torchruns_own_store_is_used_and_told_apart_by_run_and_restart():
+    elastic = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "2"}
+    point = discover({**TORCHRUN, **elastic, "MASTER_ADDR": "node7"}).meeting_point
+    assert point is not None
+    assert (point.kind, point.host, point.port, point.scope) == ("launcher", "node7", 29500, "abc/2")
+    hosted = discover(TORCHRUN).meeting_point
+    assert hosted is not None and hosted.kind == "tcp"
+
+
+def test_mpirun_on_one_machine_meets_in_a_private_directory_of_this_job():
+    environ = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    point = discover({**environ, "PMIX_NAMESPACE": "prterun-vm-5227@1"}).meeting_point
+    assert point is not None and point.kind == "file" and point.path.endswith("mpi-prterun-vm-5227_1")
+    hydra = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
+    one, other = (discover(hydra, parent_pid=pid).meeting_point for pid in (10, 11))
+    assert one is not None and other is not None and one.path != other.path
+
+
+def test_mpirun_on_several_machines_needs_a_place_to_meet():
+    environ = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    with pytest.raises(ps.ConfigError, match="MASTER_ADDR and MASTER_PORT are missing"):
+        discover(environ)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node1", "node1"),
+        ("node[01-04,7],gpu3", "node01"),
+        ("gpu3,node[1-2]", "gpu3"),
+        ("rack[2-3]n[5,6]-ib", "rack2n5-ib"),
+    ],
+)
+def test_slurm_meets_at_the_first_node_of_the_step(nodes, first):
+    environ = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "123", "SLURM_STEP_ID": "4"}
+    launch = discover({**environ, "SLURM_NNODES": "2", "SLURM_STEP_NODELIST": nodes}, secret=SECRET)
+    assert launch.meeting_point is not None
+    assert (launch.meeting_point.kind, launch.meeting_point.host, launch.meeting_point.port) == ("tcp", first, 15127)
+    single = discover({**environ, "SLURM_NNODES": "1"}).meeting_point
+    assert single is not None and single.kind == "file" and "slurm-123-4" in single.path
+
+
+def test_mpirun_inside_slurm_asks_mpirun():
+    environ = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
+    assert discover(environ, rendezvous="file:///tmp/meet").options.rank == 3
+
+
+def test_a_reachable_store_without_a_secret_is_refused_with_the_command_to_make_one():
+    arguments = {"rank": 0, "world_size": 2, "rendezvous": "tcp://10.0.0.1:5000"}
+    with pytest.raises(ps.ConfigError) as caught:
+        discover({}, **arguments)
+    assert config.MAKE_A_SECRET in str(caught.value) and "insecure=True" in str(caught.value)
+    discover({}, **arguments, secret=SECRET)
+    discover({}, **arguments, insecure=True)
+    for host in ("127.0.0.1", "localhost", "[::1]", "127.9.9.9"):
+        discover({}, **{**arguments, "rendezvous": f"tcp://{host}:5000"})
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"), [("PENSTOCK_SLICEBYTES", "PENSTOCK_SLICE_BYTES"), ("PENSTOCK_SECERT", "PENSTOCK_SECRET")]
+)
+def test_an_unknown_variable_is_refused_with_a_suggestion(variable, meant):
+    with pytest.raises(ps.ConfigError, match=f"unknown environment variable {variable}; did you mean {meant}\\?"):
+        discover({variable: "1"})
+
+
+def test_an_unknown_argument_is_refused_with_a_suggestion():
+    with pytest.raises(ps.ConfigError, match="'slice_byte' of penstock\\.init; did you mean slice_bytes"):
+        discover({}, slice_byte=1)
+
+
+def test_the_secret_is_never_shown():
+    launch = discover({}, secret=SECRET)
+    assert launch.options.secret is not None
+    for text in (repr(launch), str(launch), repr(launch.options)):
+        for shown in (SECRET, launch.options.secret.hex(), repr(launch.options.secret)):
+            assert shown not in text
+
+
+@given(st.integers(1, 65535), st.integers(1, 65535))
+def test_ports(first, last):
+    if first > last:
+        with pytest.raises(ps.ConfigError):
+            discover({}, port=f"{first}-{last}")
+    else:
+        assert list(discover({}, port=f"{first}-{last}").options.ports()) == list(range(first, last + 1))
+    assert list(discover({}, port=first).options.ports()) == [first]

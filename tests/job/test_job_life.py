@@ -1,0 +1,342 @@
+"""The job from init to every way a process can end, each in a real process with a stand-in for the native engine."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import fake_engine
+import pytest
+from meeting import free_port
+
+import penstock as ps
+from penstock import config, job
+
+HERE = Path(__file__).parent
+PREAMBLE = "import sys, pathlib, fake_engine, penstock as ps; fake_engine.install(pathlib.Path(sys.argv[1]))\n"
+LIMIT_S = 120
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """The stand-in in this process, no launcher's variables, and no job left behind."""
+    monkeypatch.setattr(config, "current_environment", dict)
+    monkeypatch.setitem(sys.modules, "penstock._native", None)
+    yield fake_engine.install()
+    ps.shutdown()
+    job._process.was_shut_down = False
+
+
+def start(program, calls, *, environ=None, file=None):
+    """Run a program; each call of its engine is appended to `calls`."""
+    if file is not None:
+        file.write_text(PREAMBLE + program)
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("PENSTOCK_", "SLURM_", "PMI"))}
+    paths = os.pathsep.join([str(HERE), *(path for path in sys.path if path)])
+    return subprocess.Popen(
+        [sys.executable, str(file), str(calls)]
+        if file is not None
+        else [sys.executable, "-c", PREAMBLE + program, str(calls)],
+        env={**clean, "PYTHONPATH": paths, **(environ or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def end(process):
+    try:
+        out, err = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def calls_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_before_init_and_after_shutdown_say_what_to_do(engine):
+    for call in (ps.rank, ps.world_size, ps.report):
+        with pytest.raises(ps.ConfigError, match=f"{call.__name__} was called before"):
+            call()
+    ps.shutdown()  # nothing to shut down is nothing wrong
+    ps.init()
+    assert (ps.rank(), ps.world_size()) == (0, 1)
+    assert ps.report() == {"rank": 0, "size": 1}
+    ps.shutdown()
+    ps.shutdown()
+    with pytest.raises(ps.ConfigError, match=r"after penstock\.shutdown"):
+        ps.rank()
+    ps.init()
+    assert ps.rank() == 0
+
+
+def test_a_single_process_uses_no_network(engine):
+    ps.init()
+    running = job.current()
+    assert running.engine.arguments["bind_host"] == "127.0.0.1"
+    assert running.engine.table == [("127.0.0.1", running.engine.port)]
+    assert len(running.job_id) == 16 and len(running.engine.arguments["secret"]) == 32
+
+
+def test_init_again_is_nothing_with_the_same_and_an_error_with_other_options(engine):
+    ps.init(slice_bytes=4096, secret="correct horse battery staple")
+    first = job.current()
+    ps.init()
+    ps.init(slice_bytes=4096, secret="correct horse battery staple")
+    assert job.current() is first
+    with pytest.raises(ps.ConfigError, match="slice_bytes=8192, not 4096"):
+        ps.init(slice_bytes=8192)
+    with pytest.raises(ps.ConfigError) as caught:
+        ps.init(secret="another secret of good length")
+    assert "option secret" in str(caught.value) and "good length" not in str(caught.value)
+    with pytest.raises(ps.ConfigError, match="did you mean"):
+        ps.init(slice_byte=1)
+
+
+def test_the_log_line_says_who_where_and_by_whose_decision(engine, caplog):
+    with caplog.at_level(logging.INFO, logger="penstock"):
+        ps.init(lanes=3, port=0)
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert "rank 0 of 1 (default)" in text and "127.0.0.1:" in text and "lanes 3 (argument lanes)" in text
+    assert "slices of 524288 bytes (default)" in text
+
+
+def test_a_fixed_range_of_ports_takes_the_next_free_one(engine):
+    first = free_port()
+    ps.init(port=f"{first}-{min(first + 40, 65535)}")
+    import socket
+
+    taken = job.current().engine.port
+    assert first <= taken <= first + 40
+    ps.shutdown()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        busy = other.getsockname()[1]
+        with pytest.raises(ps.ConfigError, match=f"cannot listen on 127.0.0.1, port {busy}"):
+            ps.init(port=busy)
+
+
+def test_hooks_are_removed_by_shutdown(engine):
+    before = (sys.excepthook, sys.exit)
+    ps.init()
+    assert (sys.excepthook, sys.exit) != before
+    ps.shutdown()
+    assert (sys.excepthook, sys.exit) == before
+
+
+def test_shutdown_finishes_pending_updates_first(engine, monkeypatch):
+    order = []
+    front_end = type(sys)("penstock.torch")
+    front_end.finish_all = lambda: order.append("finish_all")
+    monkeypatch.setitem(sys.modules, "penstock.torch", front_end)
+    ps.init()
+    running = job.current().engine
+    ps.shutdown()
+    assert order == ["finish_all"] and ["shutdown"] in running.calls and ["abort"] not in [c[:1] for c in running.calls]
+
+
+def test_shutdown_on_the_way_of_an_exception_is_an_abort(engine):
+    ps.init()
+    running = job.current().engine
+    with pytest.raises(ZeroDivisionError):
+        try:
+            raise ZeroDivisionError("in step 3")
+        finally:
+            ps.shutdown()
+    assert running.calls[-2:] == [["abort", "ZeroDivisionError: in step 3"], ["shutdown"]]
+
+
+def test_a_failed_update_at_shutdown_is_raised_and_told(engine, monkeypatch):
+    def finish_all():
+        raise ps.PeerLost("rank 1 was lost", rank=1)
+
+    front_end = type(sys)("penstock.torch")
+    front_end.finish_all = finish_all
+    monkeypatch.setitem(sys.modules, "penstock.torch", front_end)
+    ps.init()
+    running = job.current().engine
+    with pytest.raises(ps.PeerLost):
+        ps.shutdown()
+    assert running.calls[-2:] == [["abort", "PeerLost: rank 1 was lost"], ["shutdown"]]
+
+
+def test_init_from_two_threads_makes_one_job(engine):
+    threads = [threading.Thread(target=ps.init) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert job.current().engine.calls == [["connect"]]
+
+
+ENDINGS = {
+    "the last line": ("", 0, None),
+    "shutdown and the last line": ("ps.shutdown()", 0, None),
+    "an uncaught exception": ("raise ValueError('bad\\nbatch')", 1, "ValueError: bad batch"),
+    "sys.exit with a code": ("sys.exit(3)", 3, "SystemExit: exit code 3"),
+    "sys.exit with a text": ("sys.exit('no data')", 1, "SystemExit: exit code no data"),
+    "sys.exit in a function": (
+        "def f():\n    with open('/dev/null'):\n        sys.exit(4)\nf()",
+        4,
+        "SystemExit: exit code 4",
+    ),
+    "sys.exit(0)": ("sys.exit(0)", 0, None),
+    "sys.exit()": ("sys.exit()", 0, None),
+    "Ctrl-C": ("raise KeyboardInterrupt", None, "KeyboardInterrupt"),
+    "a caught sys.exit and the last line": (
+        "try:\n    sys.exit(2)\nexcept SystemExit:\n    pass\nprint('on')",
+        0,
+        None,
+    ),
+    "a caught sys.exit and then sys.exit(0)": (
+        "try:\n    sys.exit(2)\nexcept SystemExit:\n    pass\nsys.exit(0)",
+        0,
+        None,
+    ),
+    "an exit code from a thread": (
+        "import threading\nt = threading.Thread(target=sys.exit, args=(5,))\nt.start()\nt.join()",
+        0,
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("way", ["-c", "file"])
+def test_every_ending_is_an_orderly_shutdown_or_an_abort_with_its_reason(ending, way, tmp_path):
+    program, code, reason = ENDINGS[ending]
+    calls = tmp_path / "calls"
+    file = tmp_path / "train.py" if way == "file" else None
+    returned, _, err = end(start("ps.init()\n" + program + "\n", calls, file=file))
+    expected = [["connect"], *([["abort", reason]] if reason else []), ["shutdown"]]
+    assert calls_of(calls) == expected, err
+    assert returned == code if code is not None else returned != 0
+    if "exception" in ending:
+        assert "ValueError" in err  # the program's own traceback is still printed
+
+
+def test_an_earlier_excepthook_still_runs(tmp_path):
+    program = "sys.excepthook = lambda *a: print('mine')\nps.init()\nraise ValueError('x')\n"
+    _, out, _ = end(start(program, tmp_path / "calls"))
+    assert "mine" in out and ["abort", "ValueError: x"] in calls_of(tmp_path / "calls")
+
+
+@pytest.mark.parametrize(("method", "fails"), [("fork", False), ("fork", True), ("spawn", False), ("spawn", True)])
+def test_workers_of_multiprocessing_end_in_order_too(method, fails, tmp_path):
+    """Their processes skip atexit (fork) or the exception hook (both)."""
+    program = f"""
+import multiprocessing
+def work(path):
+    fake_engine.install(pathlib.Path(path))
+    ps.init()
+    if {fails}:
+        raise ValueError("in a worker")
+if __name__ == "__main__":
+    process = multiprocessing.get_context({method!r}).Process(target=work, args=(sys.argv[1],))
+    process.start()
+    process.join(60)
+    print(process.exitcode)
+"""
+    _, out, err = end(start(program, tmp_path / "calls", file=tmp_path / "train.py"))
+    called = calls_of(tmp_path / "calls")
+    assert out.strip() == ("1" if fails else "0"), err
+    assert called[0] == ["connect"] and called[-1] == ["shutdown"]
+    assert (len(called) == 3 and called[1][0] == "abort") if fails else len(called) == 2
+
+
+FORK = """
+import os
+ps.init()
+child = os.fork()
+if child == 0:
+    for call in (ps.init, ps.rank, ps.world_size, ps.report, ps.shutdown):
+        try:
+            call()
+        except ps.ConfigError as error:
+            assert "forked from rank 0" in str(error), error
+        else:
+            os._exit(9)
+    {ending}
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), ps.rank())
+"""
+
+
+@pytest.mark.parametrize(("ending", "code"), [("sys.exit(7)", 7), ("os._exit(0)", 0), ("raise ValueError('child')", 1)])
+def test_a_forked_child_gets_a_clear_error_and_never_ends_the_parents_job(ending, code, tmp_path):
+    returned, out, err = end(start(FORK.format(ending=ending), tmp_path / "calls"))
+    assert returned == 0 and out.split() == [str(code), "0"], err
+    # The child lets go of its descriptors; the one shutdown is the parent's.
+    assert calls_of(tmp_path / "calls") == [["connect"], ["after_fork_in_child"], ["shutdown"]]
+
+
+def test_a_fork_without_a_job_may_start_its_own(tmp_path):
+    program = """
+import os
+ps.init(); ps.shutdown()
+child = os.fork()
+if child == 0:
+    ps.init()
+    os._exit(ps.rank() + 5)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    _, out, err = end(start(program, tmp_path / "calls"))
+    assert out.strip() == "5", err
+
+
+MEET = """
+ps.init()
+from penstock import job
+import json
+print(json.dumps([ps.rank(), ps.world_size(), job.current().job_id.hex(), job.current().engine.table]))
+"""
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp", "torchrun"])
+def test_real_processes_meet_and_every_listener_is_in_the_table(kind, tmp_path):
+    size = 3
+    port = free_port()
+    shared = {
+        "file": {"PENSTOCK_RENDEZVOUS": f"file://{tmp_path / 'meet'}"},
+        "tcp": {"PENSTOCK_RENDEZVOUS": f"tcp://127.0.0.1:{port}"},
+        "torchrun": {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "r"},
+    }[kind]
+    names = ("RANK", "WORLD_SIZE") if kind == "torchrun" else ("PENSTOCK_RANK", "PENSTOCK_WORLD_SIZE")
+    processes = [
+        start(MEET, tmp_path / f"calls{rank}", environ={**shared, names[0]: str(rank), names[1]: str(size)})
+        for rank in range(size)
+    ]
+    results = []
+    for process in processes:
+        code, out, err = end(process)
+        assert code == 0, err
+        results.append(json.loads(out))
+    assert [result[:2] for result in results] == [[rank, size] for rank in range(size)]
+    assert len({json.dumps(result[2:]) for result in results}) == 1
+    table = results[0][3]
+    assert all(host == "127.0.0.1" for host, _ in table) and len({port for _, port in table}) == size
+
+
+def test_torchrun_itself(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(f"import sys; sys.path[:0] = [{str(HERE)!r}]\n" + PREAMBLE + MEET)
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
+    paths = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    done = subprocess.run(
+        [*command, "--rdzv-endpoint", "127.0.0.1:0", str(script), str(tmp_path / "calls")],
+        env={**clean, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    results = sorted(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    assert [result[:2] for result in results] == [[0, 2], [1, 2]]
+    assert results[0][2:] == results[1][2:]

@@ -1,0 +1,302 @@
+"""The exchange: the same job id, secret and table everywhere, and the right error everywhere when something differs."""
+
+import hashlib
+import json
+import os
+import socket
+import threading
+import time
+
+import pytest
+from meeting import assert_met, free_port, meet
+
+import penstock as ps
+from penstock import addresses, rendezvous
+from penstock.boards import FileBoard
+
+SECRET, OTHER = "correct horse battery staple", "incorrect horse battery staple"
+
+
+@pytest.fixture(params=["file", "tcp"])
+def place(request, tmp_path):
+    """A meeting point of each kind; the torch store is hosted by rank 0's thread."""
+    return f"file://{tmp_path / 'meet'}" if request.param == "file" else f"tcp://127.0.0.1:{free_port()}"
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_all_ranks_agree(place, size):
+    agreement = assert_met(meet(size, rendezvous=place))
+    assert agreement.single_host
+    assert agreement.lanes == 2  # rank 0's choice
+
+
+def test_a_given_secret_is_used_and_never_written(tmp_path):
+    directory = tmp_path / "meet"
+    written = []
+
+    def listen(agreement):
+        written.extend(path.read_bytes() for path in directory.iterdir())
+        return "127.0.0.1", 1000
+
+    agreement = assert_met(meet(2, rendezvous=f"file://{directory}", secret=SECRET, listens={0: listen}))
+    assert agreement.secret == hashlib.sha256(SECRET.encode()).digest()
+    assert written
+    assert not any(SECRET.encode() in data or agreement.secret.hex().encode() in data for data in written)
+
+
+def test_every_start_has_another_id_and_secret(place):
+    one, other = (assert_met(meet(2, rendezvous=place)) for _ in range(2))
+    assert one.job_id != other.job_id and one.secret != other.secret
+
+
+def test_a_launchers_store_is_shared_and_left_clean():
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environ = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "run",
+    }
+    before = store.num_keys()
+    one = assert_met(meet(3, environ=environ))
+    again = assert_met(meet(3, environ={**environ, "TORCHELASTIC_RESTART_COUNT": "1"}))
+    assert one.job_id != again.job_id
+    assert store.num_keys() == before  # the secret above all
+
+
+def test_one_key_per_rank_and_stage(tmp_path, monkeypatch):
+    keys = set()
+    original = FileBoard.set
+    monkeypatch.setattr(FileBoard, "set", lambda self, key, value: (keys.add(key), original(self, key, value))[1])
+    assert_met(meet(8, rendezvous=f"file://{tmp_path / 'meet'}"))
+    assert len(keys) == 3 * 7 + 3
+
+
+def test_ranks_on_several_machines_know_it(place, monkeypatch):
+    names = iter(["a", "b", "a"])
+    monkeypatch.setattr(rendezvous, "host_identity", lambda: next(names, "a"))
+    assert not assert_met(meet(3, rendezvous=place)).single_host
+    assert addresses.host_identity()
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_a_wrong_secret_is_told_to_every_rank_at_once(place, wrong):
+    begin = time.monotonic()
+    outcomes = meet(3, rendezvous=place, secret=SECRET, each={wrong: {"secret": OTHER}})
+    assert time.monotonic() - begin < 20
+    for outcome in outcomes:
+        assert isinstance(outcome.error, ps.AuthenticationError), outcome
+        assert "secret" in str(outcome.error) and "PENSTOCK_SECRET" in str(outcome.error)
+        assert outcome.error.rank in ({wrong} if wrong else {1, 2})
+
+
+def test_a_missing_secret_is_told_apart_from_a_wrong_one(place):
+    for outcome in meet(2, rendezvous=place, each={1: {"secret": SECRET}}):
+        assert isinstance(outcome.error, ps.AuthenticationError)
+        assert "rank 1 was given a secret, rank 0 was not" in str(outcome.error)
+
+
+def test_another_version_is_named_on_every_rank(place):
+    for outcome in meet(3, rendezvous=place, versions={2: "1.1"}):
+        assert isinstance(outcome.error, ps.ProtocolError)
+        text = str(outcome.error)
+        assert "rank 2" in text and "penstock 1.1" in text and "rank 0" in text and "penstock 1.0" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [("slice_bytes", 4096, "4096"), ("broadcast_buffers", True, "True"), ("lanes", 4, "4")],
+)
+def test_options_that_must_be_equal(place, name, value, shown):
+    for outcome in meet(2, rendezvous=place, each={1: {name: value}}):
+        assert isinstance(outcome.error, ps.ConfigError)
+        assert f"option {name}: rank 1 has {shown}, rank 0 has" in str(outcome.error)
+        assert outcome.error.rank == 1
+
+
+def test_a_rank_that_never_comes_is_named_within_the_limit(place):
+    begin = time.monotonic()
+    outcomes = meet(4, rendezvous=place, ranks=[0, 1], rendezvous_timeout_s=2)
+    assert time.monotonic() - begin < 20
+    for outcome in outcomes:
+        assert isinstance(outcome.error, ps.Timeout)
+        assert "ranks 2, 3 of 4 did not arrive within 2 s" in str(outcome.error)
+
+
+def test_rank_0_that_never_comes_is_named_within_the_limit(place):
+    begin = time.monotonic()
+    (outcome,) = meet(2, rendezvous=place, ranks=[1], rendezvous_timeout_s=1)
+    assert time.monotonic() - begin < 20
+    assert isinstance(outcome.error, ps.Timeout)
+    assert outcome.error.rank == 0 and "rank 0" in str(outcome.error)
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_rank_that_fails_between_is_named_with_its_reason(place, failing):
+    def listen(agreement):
+        raise ps.ConfigError("no local address matches interface='eth9'", rank=failing)
+
+    outcomes = meet(3, rendezvous=place, listens={failing: listen})
+    for outcome in outcomes:
+        assert isinstance(outcome.error, ps.ConfigError)
+        assert "eth9" in str(outcome.error) and outcome.error.rank == failing
+
+
+def test_an_unexpected_failure_reaches_the_others_as_peer_lost(place):
+    def listen(agreement):
+        raise KeyboardInterrupt
+
+    outcomes = meet(3, rendezvous=place, listens={1: listen})
+    assert isinstance(outcomes[1].error, KeyboardInterrupt)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert isinstance(outcome.error, ps.PeerLost)
+        assert outcome.error.rank == 1 and "KeyboardInterrupt" in str(outcome.error)
+
+
+def test_two_processes_of_one_rank_are_noticed_when_the_later_one_is_admitted(tmp_path, monkeypatch):
+    """Rank 0 reads only once both have arrived, so the earlier one finds the other's nonce in its own place."""
+    point = f"file://{tmp_path / 'meet'}"
+    written = []
+    both = threading.Event()
+    set_original, get_original = FileBoard.set, FileBoard.get
+
+    def set_(self, key, value):
+        set_original(self, key, value)
+        if "arrival" in key:
+            written.append(key)
+            if len(written) == 2:
+                both.set()
+
+    def get(self, key):
+        if "arrival" in key:
+            assert both.wait(30)
+        return get_original(self, key)
+
+    monkeypatch.setattr(FileBoard, "set", set_)
+    monkeypatch.setattr(FileBoard, "get", get)
+    outcomes = meet(2, rendezvous=point, ranks=[0, 1, 1])
+    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+    assert len(errors) == 1
+    assert isinstance(errors[0], ps.ConfigError) and "two processes call themselves rank 1" in str(errors[0])
+
+
+def test_two_processes_of_one_rank_are_noticed_when_the_earlier_one_is_admitted(tmp_path, monkeypatch):
+    """The later one writes over an arrival that rank 0 has read, and the job starts without it."""
+    point = f"file://{tmp_path / 'meet'}"
+    original = rendezvous._Meeting._answered
+    seen = threading.Event()
+    late = []
+
+    def answered(self):
+        result = original(self)
+        if self.displaced:
+            seen.set()
+        return result
+
+    def listen(agreement):
+        late.append(threading.Thread(target=lambda: outcomes.extend(meet(2, rendezvous=point, ranks=[1])), daemon=True))
+        late[0].start()
+        assert seen.wait(30)
+        return "127.0.0.1", 1000
+
+    outcomes = []
+    monkeypatch.setattr(rendezvous._Meeting, "_answered", answered)
+    assert_met(meet(2, rendezvous=point, listens={0: listen}))
+    late[0].join(30)
+    assert isinstance(outcomes[0].error, ps.ConfigError)
+    assert "two processes call themselves rank 1" in str(outcomes[0].error)
+
+
+def test_two_rank_zeros_are_noticed(tmp_path):
+    outcomes = meet(2, rendezvous=f"file://{tmp_path / 'meet'}", ranks=[0, 0], rendezvous_timeout_s=1)
+    assert any("calls itself rank 0" in str(outcome.error) for outcome in outcomes)
+
+
+def test_files_of_an_older_job_are_never_read(tmp_path):
+    """A job that died between admission and table leaves everything that a careless reader would take for its own."""
+    directory = tmp_path / "meet"
+    directory.mkdir(mode=0o700)
+    stale = "ab" * 16
+
+    def message(body):
+        return json.dumps({"penstock": "1.0", "body": json.dumps(body), "proof": None})
+
+    admission = {"nonces": [None, "old"], "secret": "00" * 32, "single_host": True, "lanes": 7}
+    for name, text in {
+        "penstock.job": stale,
+        f"penstock.{stale}.arrival.1": message({"nonce": "old"}),
+        f"penstock.{stale}.admission": message(admission),
+        f"penstock.{stale}.table": message({"addresses": []}),
+    }.items():
+        (directory / name).write_text(text)
+    (directory / "mine.txt").write_text("not ours to touch")
+    agreement = assert_met(meet(2, rendezvous=f"file://{directory}"))
+    assert agreement.job_id.hex() != stale and agreement.lanes == 2
+    assert [path.name for path in directory.iterdir()] == ["mine.txt"]
+
+
+def test_garbage_at_the_meeting_point_is_a_protocol_error(tmp_path, monkeypatch):
+    original = FileBoard.set
+
+    def corrupted(self, key, value):
+        original(self, key, b"\xff\x00garbage" if "arrival" in key else value)
+
+    monkeypatch.setattr(FileBoard, "set", corrupted)
+    outcomes = meet(2, rendezvous=f"file://{tmp_path / 'meet'}", rendezvous_timeout_s=2)
+    assert isinstance(outcomes[0].error, ps.ProtocolError)
+    assert outcomes[0].error.rank == 1
+    assert isinstance(outcomes[1].error, ps.PenstockError)
+
+
+def test_the_directory_must_be_private(tmp_path):
+    directory = tmp_path / "meet"
+    directory.mkdir(mode=0o755)
+    directory.chmod(0o755)
+    with pytest.raises(ps.ConfigError, match="must be private"):
+        FileBoard(str(directory), clean=True)
+    for outcome in meet(2, rendezvous=f"file://{directory}"):
+        assert isinstance(outcome.error, ps.ConfigError)
+
+
+def test_the_directory_must_belong_to_this_user(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ps.ConfigError, match="must be private"):
+        FileBoard(str(tmp_path / "meet"), clean=True)
+
+
+def test_the_directory_may_not_be_a_link_and_needs_a_parent(tmp_path):
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for path in (tmp_path / "link", tmp_path / "missing" / "meet"):
+        with pytest.raises(ps.ConfigError, match="rendezvous=file://"):
+            FileBoard(str(path), clean=True)
+
+
+def test_a_new_directory_is_private_and_files_are_whole(tmp_path):
+    board = FileBoard(str(tmp_path / "meet"), clean=True)
+    assert (tmp_path / "meet").stat().st_mode & 0o777 == 0o700
+    assert board.get("a/b") is None
+    board.set("a/b", b"one")
+    board.set("a/b", b"two")
+    assert board.get("a/b") == b"two"
+    assert (tmp_path / "meet" / "penstock.a.b").stat().st_mode & 0o077 == 0
+    board.delete("a/b")
+    board.delete("a/b")
+    assert board.get("a/b") is None
+    board.close()
+    board.close()
+
+
+def test_a_taken_port_and_a_foreign_address_are_config_errors():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        point = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        (outcome,) = meet(2, rendezvous=point, ranks=[0], rendezvous_timeout_s=2)
+    assert isinstance(outcome.error, ps.ConfigError)
+    assert "Another program uses the port" in str(outcome.error)
+    (outcome,) = meet(2, rendezvous="tcp://203.0.113.7:5000", ranks=[0], secret=SECRET, rendezvous_timeout_s=2)
+    assert isinstance(outcome.error, ps.ConfigError)
+    assert "cannot listen at tcp://203.0.113.7:5000" in str(outcome.error)
