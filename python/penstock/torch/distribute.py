@@ -1,0 +1,333 @@
+"""The entry: one call that makes a model and its optimizer synchronise themselves."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from penstock import job
+from penstock.errors import ConfigError
+from penstock.torch import patches
+from penstock.torch.copies import BufferCopy, CopyBook
+from penstock.torch.hooks import Gradients
+from penstock.torch.layout import Layer, Slot, check_same_model, describe, fingerprint
+from penstock.torch.optimizer import Updates
+from penstock.torch.safety import Watch, claim, compiled_outside, note_compiled, owner_of, restore
+
+if TYPE_CHECKING:
+    from penstock._native import Engine
+
+__all__ = ["Distributed", "distribute", "distributed_here", "finish_all", "no_sync", "synchronize"]
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+
+_keys = itertools.count()
+_distributed: list[weakref.ref[Distributed]] = []  # in the order of distribute, which is the same on all ranks
+
+
+class Distributed:
+    """What belongs to one distributed model. The hooks on the model hold it; nothing global does.
+
+    Args:
+        engine: The engine of this job.
+        rank: This rank.
+        model: The model, not a wrapper of torch.compile.
+        optimizers: Its optimizers, none or several.
+        broadcast_buffers: Whether rank 0's buffers are copied each step.
+    """
+
+    def __init__(
+        self, engine: Engine, rank: int, model: nn.Module, optimizers: Sequence[Optimizer], *, broadcast_buffers: bool
+    ) -> None:
+        self.engine = engine
+        self.model = model
+        self.key = next(_keys)
+        self.layers, self.slots = describe(model)
+        taken = next((slot for slot in self.slots if owner_of(slot.param) is not None), None)
+        if taken is not None:
+            raise ConfigError(f"penstock.distribute: {taken.name} is distributed already; distribute a parameter once")
+        for optimizer in optimizers:
+            self.check_optimizer(optimizer)
+        check_same_model(engine.all_gather("penstock.distribute", fingerprint(model, optimizers, self.slots)))
+        name = f"model{sum(reference() is not None for reference in _distributed)}"
+        everything = [*model.named_parameters(), *model.named_buffers()]
+        self.copies = CopyBook(engine, f"{name}.parameters", everything)
+        self.copies.copy_from(rank == 0, 0)
+        buffers = [buffer for buffer in model.buffers() if buffer.numel()]
+        self.buffers: BufferCopy | None = None
+        if broadcast_buffers and buffers:
+            self.buffers = BufferCopy(engine, f"{name}.buffers", buffers, source=rank == 0)
+        self.synchronous: str | None = compiled_outside(model)
+        self.gradients = Gradients(engine, f"{name}.gradients", self.layers, self.slots)
+        self.gradients.synchronous = self.synchronous is not None
+        self.updates = [Updates(self, optimizer) for optimizer in optimizers]
+        self._step_is_new = False  # no forward since the last step
+        self._eager: list[Layer] = []
+        self._attach()
+
+    def _attach(self) -> None:
+        claim(self, self.slots)
+        self.gradients.attach()
+        layers_of = self._layers_by_module()
+        slots_of = {module: [slot for layer in layers for slot in layer.slots] for module, layers in layers_of.items()}
+        for module in self.model.modules():
+            if (id(module) in layers_of or module is self.model) and not isinstance(module, torch.jit.ScriptModule):
+                module.register_forward_pre_hook(self._make_before_forward(layers_of.get(id(module), [])), prepend=True)
+        self._watch = Watch(self.model, self.layers, self.slots, slots_of) if self.synchronous is None else None
+        self.observed = self._watch is None
+        patches.patch(self)
+
+    def _layers_by_module(self) -> dict[int, list[Layer]]:
+        """By id of the module, the layers whose parameters it has, tied ones included."""
+        layer_of = {id(slot.param): slot.layer for slot in self.slots}
+        found: dict[int, list[Layer]] = {}
+        for module in self.model.modules():
+            own = [layer_of[id(p)] for p in module.parameters(recurse=False) if id(p) in layer_of]
+            if own:
+                found[id(module)] = list(dict.fromkeys(own))
+        return found
+
+    def _make_before_forward(self, layers: list[Layer]) -> Any:
+        key, owner, is_compiling = self.key, self, torch.compiler.is_compiling
+
+        def before_forward(module: nn.Module, args: Any) -> None:
+            if is_compiling():
+                note_compiled(key)  # first, and reading nothing that dynamo would guard on
+                return
+            if owner._step_is_new or any(update.waiting for update in owner.updates):
+                owner.before_forward(layers)
+
+        before_forward._penstock = True  # type: ignore[attr-defined]
+        return before_forward
+
+    # The life of a step
+
+    def before_forward(self, layers: list[Layer]) -> None:
+        """Apply what this module needs; at the first forward after a step, also what has unknown readers."""
+        needed = layers
+        if self._step_is_new:
+            self._step_is_new = False
+            if self.buffers is not None:
+                self.buffers.finish()
+            needed = [*self._eager, *layers]
+        for update in self.updates:
+            update.finish_if_waiting(needed)
+
+    def before_step(self) -> None:
+        """Nothing of the previous step may be outstanding when the next begins."""
+        if self.buffers is not None:
+            self.buffers.finish()
+
+    def after_step(self) -> None:
+        """The gradients of this step have been taken."""
+        if not self.observed:
+            self._end_observation()
+        if self.buffers is not None:
+            self.buffers.finish()
+            self.buffers.start(self.gradients.step)
+        self._step_is_new = True
+
+    def _end_observation(self) -> None:
+        self.observed = True
+        watch, self._watch = self._watch, None
+        if watch is None or self.synchronous is not None:
+            return
+        watch.remove()
+        self.engine.set_priorities(self.gradients.id, watch.decide())
+        self._eager = [layer for layer in self.layers if any(slot.eager for slot in layer.slots)]
+
+    def reading(self, slot: Slot) -> AbstractContextManager[None]:
+        """A call of torch is given this parameter during an observed forward."""
+        return nullcontext() if self._watch is None else self._watch.reading(slot)
+
+    def be_synchronous(self, reason: str) -> None:
+        """From now on no update is left outstanding when `step` returns, and no gradient when backward returns."""
+        if self.synchronous is None:
+            self.synchronous = reason
+            self.gradients.synchronous = True
+            if self._watch is not None:
+                self._watch.stop()
+        self.synchronize()
+
+    def is_live(self) -> bool:
+        """Whether the job that this belongs to is still the one that runs."""
+        try:
+            return job.current("distribute").engine is self.engine
+        except ConfigError:
+            return False
+
+    def finish(self) -> None:
+        """Apply all outstanding updates."""
+        for update in self.updates:
+            update.finish_all()
+        if self.buffers is not None:
+            self.buffers.finish()
+
+    def synchronize(self) -> None:
+        """Make parameters and gradients final."""
+        self.finish()
+        self.gradients.finish(self.slots)
+        for slot in self.slots:
+            if not slot.watched and not slot.flying:
+                restore(slot)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse parameters that this model does not have.
+
+        Raises:
+            ConfigError: Naming the group.
+        """
+        known = {id(param) for param in self.model.parameters()}
+        for number, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if id(param) not in known:
+                    raise ConfigError(
+                        f"penstock.distribute: parameter group {number} of {type(optimizer).__name__} holds a tensor "
+                        f"of shape {list(param.shape)} that is not a parameter of the model; its gradient would not be "
+                        "synchronised"
+                    )
+
+
+@overload
+def distribute(
+    model: ModelT, optimizer: None = None, *, broadcast_buffers: bool | None = None
+) -> tuple[ModelT, None]: ...
+@overload
+def distribute(
+    model: ModelT, optimizer: OptimizerT, *, broadcast_buffers: bool | None = None
+) -> tuple[ModelT, OptimizerT]: ...
+@overload
+def distribute(
+    model: ModelT, optimizer: Sequence[Optimizer], *, broadcast_buffers: bool | None = None
+) -> tuple[ModelT, Sequence[Optimizer]]: ...
+def distribute(model: Any, optimizer: Any = None, *, broadcast_buffers: bool | None = None) -> tuple[Any, Any]:
+    """Make a model train on all ranks as one: the same two objects come back and are used as before. Collective.
+
+    Checks that all ranks built the same model, copies rank 0's parameters and buffers to all, and hooks into backward,
+    ``optimizer.step`` and forward. ``step`` may return before the averages are in; a layer's update is applied when
+    they are, at the latest before anything reads its parameters. Call this after the model is on its device and of its
+    type, once per parameter. Hyperparameters and the optimizer's state are not copied: set or load them on every rank
+    alike.
+
+    Gradients are final when ``.grad`` is read: clipping, `torch.amp.GradScaler` and logging work as always. Only
+    references to gradients or to memory of parameters that were made earlier (``g = p.grad``, ``p.data``, numpy arrays,
+    C++ extensions) cannot be watched: call `synchronize` before using them.
+
+    With `torch.compile` the overlap with the forward pass is lost, the overlap with the backward pass stays. The same
+    holds for scripted modules, and for optimizers that need all gradients at once (LBFGS, a closure).
+
+    Args:
+        model: The model; a wrapper made by `torch.compile` is fine.
+        optimizer: Its optimizer, a sequence of several, or none: then gradients are averaged and the update is yours.
+        broadcast_buffers: Copy rank 0's buffers (batch norm) to all after every step, too. Default: as in `Options`.
+
+    Returns:
+        ``(model, optimizer)``, the objects that were given.
+
+    Raises:
+        ConfigError: The model is on a GPU, or distributed already, or the optimizer holds parameters of another model.
+        ModelMismatch: Ranks have different models; the message names the first tensor that differs and both ranks.
+        PeerLost: A rank was lost meanwhile.
+        Timeout: A rank did not call this in time.
+
+    Example:
+        >>> model, optimizer = ps.distribute(model, torch.optim.AdamW(model.parameters()))
+    """
+    running = job.current("distribute")
+    if optimizer is None:
+        optimizers: list[Optimizer] = []
+    else:
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    if running.world_size == 1:
+        model.no_sync = nullcontext
+        return model, optimizer
+    if broadcast_buffers is None:
+        broadcast_buffers = running.options.broadcast_buffers
+    inner = getattr(model, "_orig_mod", model)  # torch.compile's wrapper has no parameters of its own
+    patches.forget_compiled()
+    owner = Distributed(running.engine, running.rank, inner, optimizers, broadcast_buffers=broadcast_buffers)
+    _distributed.append(weakref.ref(owner))
+    return model, optimizer
+
+
+def distributed_here() -> list[Distributed]:
+    """What is distributed in this job, in order."""
+    engine = job.current("synchronize").engine
+    alive = [owner for reference in _distributed if (owner := reference()) is not None]
+    return [owner for owner in alive if owner.engine is engine]
+
+
+def _owner_for(target: nn.Module | Optimizer) -> Distributed | None:
+    params = (
+        target.parameters() if isinstance(target, nn.Module) else (p for g in target.param_groups for p in g["params"])
+    )
+    return next((owner for param in params if (owner := owner_of(param)) is not None), None)
+
+
+def synchronize(target: nn.Module | Optimizer | None = None) -> None:
+    """Wait until all gradients are averages in ``.grad`` and all updates have been applied. Not collective.
+
+    Needed only before using gradients or parameters through references that were made earlier, and by models without
+    an optimizer before the update. After ``backward`` and before ``step`` it makes gradients final, so that they can be
+    clipped or edited; after ``step`` it also applies the updates.
+
+    Args:
+        target: A distributed model or its optimizer; by default everything.
+
+    Raises:
+        PeerLost: A rank was lost.
+        Timeout: The averages did not come in time.
+
+    Example:
+        >>> loss.backward()
+        >>> ps.synchronize(optimizer)
+        >>> for grad in gradients_kept_elsewhere:
+        ...     grad.clamp_(-1, 1)
+        >>> optimizer.step()
+    """
+    if job.current("synchronize").world_size == 1:
+        return
+    if target is None:
+        for owner in distributed_here():
+            owner.synchronize()
+        return
+    found = _owner_for(target)
+    if found is not None:
+        found.synchronize()
+
+
+def finish_all() -> None:
+    """Apply all outstanding updates, before the job ends."""
+    for owner in distributed_here():
+        owner.finish()
+
+
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """Within, ``backward`` only accumulates; the first one after it sends what has accumulated. As in DDP.
+
+    Args:
+        model: A distributed model. Also there as ``model.no_sync()``.
+
+    Raises:
+        ConfigError: The model is not distributed.
+
+    Example:
+        >>> with ps.no_sync(model):
+        ...     loss(model(first_half)).backward()
+        >>> loss(model(second_half)).backward()
+        >>> optimizer.step()
+    """
+    if job.current("no_sync").world_size == 1:
+        return nullcontext()
+    owner = _owner_for(model)
+    if owner is None:
+        raise ConfigError("penstock.no_sync: the model is not distributed; call penstock.distribute first")
+    return owner.gradients.no_sync()

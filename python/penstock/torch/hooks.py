@@ -1,0 +1,352 @@
+"""Gradients in: from the autograd hooks to the engine, and averages back into ``.grad``.
+
+A gradient is submitted the moment it is accumulated, in its own memory, which then belongs to the engine until the
+average has landed in it. Three rules follow, and all of this file serves them:
+
+- nothing else may use that memory meanwhile: an aliased gradient is copied first (`_private`), and before a second
+  accumulation the first average is waited for;
+- every rank takes part in every exchange once per synchronising backward: what was not touched is announced absent at
+  its end, so that no rank waits for a gradient that will never come;
+- memory that the engine may still be sending is read, but not written: `own` gives ``.grad`` a copy if need be.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd import graph as autograd_graph
+
+from penstock.errors import ConfigError
+from penstock.torch.layout import Layer, Slot, same_order
+from penstock.torch.memory import lent_to
+from penstock.torch.safety import defer, restore
+
+if TYPE_CHECKING:
+    from penstock._native import Engine
+
+__all__ = ["Gradients"]
+
+_current_task: Callable[[], int] = torch._C._current_graph_task_id
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+_BACKWARD_CODE = autograd_graph._engine_run_backward.__code__
+
+
+class Gradients:
+    """The gradients of one model: one book, one exchange per parameter and synchronising backward.
+
+    Args:
+        engine: The engine.
+        name: The book's name.
+        layers: The model's layers.
+        slots: The model's parameters.
+    """
+
+    def __init__(self, engine: Engine, name: str, layers: Sequence[Layer], slots: Sequence[Slot]) -> None:
+        self.engine = engine
+        self.slots = slots
+        self.id = engine.open_book(
+            name,
+            [layer.name for layer in layers],
+            [(slot.name, slot.layer.index, slot.code, slot.elems) for slot in slots],
+        )
+        self.lent = lent_to(engine)
+        self.step = 0
+        self.rounds = 0  # synchronising backwards so far; the running one included
+        self.closed = 0  # those of them whose absences have been announced
+        self.quiet = False  # under no_sync
+        self.synchronous = False  # gradients are final when backward returns
+        self._task = -1  # the autograd graph task seen last
+        self._unswapped = [slot for slot in slots if not slot.swappable]
+
+    # In
+
+    def attach(self) -> None:
+        """Register the hooks of all parameters."""
+        for slot in self.slots:
+            slot.gradients = self
+            wanted = slot.param.requires_grad
+            slot.param.requires_grad_(True)  # a frozen parameter takes no hooks, and may be unfrozen later
+            slot.param.register_hook(self._make_before(slot))
+            slot.param.register_post_accumulate_grad_hook(self._make_after(slot))
+            slot.param.requires_grad_(wanted)
+
+    # A parameter's hooks are invisible to the garbage collector. They refer to the slot, and with it to all else,
+    # weakly, or no distributed model would ever be freed; the hooks of the modules keep it.
+
+    def _make_before(self, kept: Slot) -> Callable[[Tensor], None]:
+        find_slot = weakref.ref(kept)
+
+        def before_accumulation(_: Tensor) -> None:
+            slot = find_slot()
+            if slot is None:
+                return  # the model is gone
+            if slot.flying or slot.update is not None:
+                slot.gradients._clear_for_accumulation(slot)
+            slot.fresh = slot.param.grad is None
+
+        return before_accumulation
+
+    def _clear_for_accumulation(self, slot: Slot) -> None:
+        """A gradient arrives on top of one in flight: it is added to the final average, as DDP does."""
+        if slot.update is not None:
+            slot.update.finish([slot.layer])
+        self.finish([slot])
+
+    def _make_after(self, kept: Slot) -> Callable[[Tensor], None]:
+        # Everything that is looked up once per tensor and step is local here; this function is the cost per tensor.
+        find_slot, dtype, stride = weakref.ref(kept), kept.dtype, kept.stride
+        index, nbytes = kept.index, _nbytes(kept)
+        submit, book, lent = self.engine.submit, self.id, self.lent.tensors
+        strided, ordinary = torch.strided, not kept.staged
+
+        def after_accumulation(param: Tensor) -> None:
+            slot = find_slot()
+            if slot is None:
+                return
+            gradients = slot.gradients
+            if gradients.quiet:
+                slot.dirty = True
+                return
+            task = _current_task()
+            if task != gradients._task:
+                gradients._begin(task)
+            grad = param.grad
+            assert grad is not None  # autograd has just accumulated it
+            if (
+                ordinary
+                and grad.layout is strided
+                and grad.dtype is dtype
+                and grad.stride() == stride
+                and grad.is_cpu
+                and not grad.requires_grad
+                and not (slot.fresh and _use_count(grad.untyped_storage()._cdata) > _UNSHARED)
+            ):
+                memory = grad
+            else:
+                grad, memory = gradients._private(slot, grad)
+            token = submit(book, index, memory.data_ptr(), nbytes, "average", gradients.step)
+            lent[token] = memory
+            slot.token = token
+            slot.grad = grad
+            slot.memory = memory
+            slot.version = grad._version
+            slot.flying = slot.assigned = True
+            slot.absent = slot.dirty = False
+            slot.round = gradients.rounds
+            defer(slot)
+
+        return after_accumulation
+
+    def _private(self, slot: Slot, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """A gradient that lies like the parameter and that nothing else uses, and the memory to send."""
+        param = slot.param
+        if grad.device.type != "cpu" or grad.dtype is not slot.dtype or grad.shape != param.shape:
+            raise ConfigError(
+                f"the gradient of {slot.name} is {grad.dtype} {list(grad.shape)} on {grad.device}, but at "
+                f"penstock.distribute the parameter was {slot.dtype}, {slot.elems} elements, on the CPU. Convert the "
+                "model before",
+                layer=slot.layer.name,
+            )
+        if grad.layout is not torch.strided:
+            _warn_sparse()
+            grad = grad.to_dense()
+            slot.fresh = False  # just made
+        if grad.requires_grad:
+            grad = grad.detach().clone()  # backward(create_graph=True): the graph must not see the average
+            slot.fresh = False
+        if slot.staged:
+            param.grad = grad
+            return grad, grad.contiguous().clone()
+        shared = slot.fresh and _use_count(grad.untyped_storage()._cdata) > _UNSHARED
+        if shared or not same_order(grad, slot.stride):
+            # Autograd may hand over a view of what it still needs to compute other gradients.
+            own = torch.empty_strided(grad.shape, slot.stride, dtype=grad.dtype)
+            grad = own.copy_(grad)
+        param.grad = grad
+        return grad, grad
+
+    # The end of a backward
+
+    def _begin(self, task: int) -> None:
+        self._task = task
+        if self.rounds == self.closed:
+            self.rounds += 1
+            self.engine.phase("backward")
+            self.lent.collect()
+        # A backward inside a backward (reentrant checkpointing) ends too early: its callback would announce gradients
+        # absent that are yet to come. If no hook of ours runs in the outer one, `close` at the next step announces.
+        if not _nested(sys._getframe(1)):
+            Variable._execution_engine.queue_callback(self.close)
+
+    def close(self) -> None:
+        """The backward is over: what it did not touch is sent if it holds anything, or announced absent."""
+        if self.rounds == self.closed:
+            return
+        self.closed = self.rounds
+        self._task = -1
+        current = self.rounds
+        for slot in self.slots:
+            if slot.round != current:
+                self._settle_untouched(slot, leftover=True)
+        if self.synchronous:
+            self.finish(self.slots)
+        elif self._unswapped:
+            self.finish(self._unswapped)
+        self.engine.phase("forward")
+        self.lent.collect()
+
+    def close_without_backward(self) -> None:
+        """A step without a backward on this rank; others may have had one, so this rank takes part all the same."""
+        self.rounds += 1
+        self.closed = self.rounds
+        for slot in self.slots:
+            self._settle_untouched(slot, leftover=False)
+
+    def _settle_untouched(self, slot: Slot, *, leftover: bool) -> None:
+        """Take part for a parameter that this backward did not reach.
+
+        What it still holds counts: gradients accumulated under no_sync, and after a backward also an earlier average,
+        onto which other ranks may have accumulated.
+        """
+        if slot.flying or slot.update is not None:
+            self._clear_for_accumulation(slot)
+        param = slot.param
+        slot.round = self.rounds
+        grad = param.grad
+        if grad is not None and param.requires_grad and (slot.dirty or leftover):
+            grad, memory = self._private(slot, grad)
+            slot.absent = False
+            slot.grad = grad
+            slot.version = grad._version
+            submit = self.engine.submit
+        else:
+            if self.lent.holds(slot.spare_token):
+                slot.spare = None
+            memory = slot.buffer()
+            slot.absent = True
+            slot.grad = None
+            submit = self.engine.submit_absent
+        slot.dirty = False
+        slot.memory = memory
+        slot.token = submit(self.id, slot.index, memory.data_ptr(), _nbytes(slot), "average", self.step)
+        if slot.absent:
+            slot.spare_token = slot.token
+        self.lent.tensors[slot.token] = memory
+        slot.flying = slot.assigned = True
+        defer(slot)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, gradients are accumulated and not sent; see `penstock.no_sync`."""
+        before, self.quiet = self.quiet, True
+        try:
+            yield
+        finally:
+            self.quiet = before
+
+    # Back
+
+    def finish(self, slots: Iterable[Slot]) -> None:
+        """Wait until these gradients are final, and give them to the caller to do with as it likes."""
+        flying = [slot for slot in slots if slot.flying]
+        if not flying:
+            return
+        self.engine.wait(self.id, [slot.index for slot in flying], released=True)
+        for slot in flying:
+            restore(slot)
+            average = self.land(slot)
+            if average is not None and slot.assigned:
+                slot.param.grad = average
+            slot.grad = slot.memory = None
+        self.lent.collect()
+
+    def wait(self, slots: Sequence[Slot]) -> None:
+        """Wait for the averages of these, all of which are in flight. The engine may still be sending from them."""
+        self.engine.wait(self.id, [slot.index for slot in slots])
+
+    def land(self, slot: Slot) -> Tensor | None:
+        """The average, which is in memory. ``None`` where no rank contributed.
+
+        Raises:
+            ConfigError: The gradient was changed in place while it was in flight.
+        """
+        slot.flying = False
+        if slot.absent:
+            slot.absent = False
+            if not self.engine.present(self.id, slot.index):
+                return None
+            slot.spare = None  # it is the gradient now
+            slot.grad = slot.memory
+            return slot.grad
+        grad, memory = slot.grad, slot.memory
+        assert grad is not None and memory is not None
+        if grad._version != slot.version:
+            raise ConfigError(
+                f"the gradient of {slot.name} was changed in place while its average was still being computed. Call "
+                "penstock.synchronize(optimizer) before changing gradients through other references than .grad",
+                layer=slot.layer.name,
+                step=self.step,
+            )
+        if memory is not grad:
+            grad.copy_(memory)
+        return grad
+
+    def own(self, slot: Slot) -> None:
+        """Let Python write ``.grad``: replace it by a copy where the engine may still be sending from it."""
+        grad = slot.param.grad
+        if grad is not None and grad is slot.memory and self.lent.holds(slot.token):
+            slot.param.grad = grad.clone()
+        slot.grad = slot.memory = None
+
+
+def _nbytes(slot: Slot) -> int:
+    return slot.param.numel() * slot.dtype.itemsize
+
+
+def _nested(frame: FrameType | None) -> bool:
+    """Whether this backward was started within another one, on the same thread."""
+    count = 0
+    while frame is not None:
+        count += frame.f_code is _BACKWARD_CODE
+        frame = frame.f_back
+    return count > 1
+
+
+_sparse_warned = False
+
+
+def _warn_sparse() -> None:
+    global _sparse_warned
+    if not _sparse_warned:
+        _sparse_warned = True
+        warnings.warn(
+            "penstock sends sparse gradients (nn.Embedding(sparse=True)) as dense ones in this version; the optimizer "
+            "sees a dense gradient. Use sparse=False",
+            stacklevel=3,
+        )
+
+
+def _unshared_count() -> int:
+    """How often the storage of an unshared gradient is referred to, seen in a hook. It depends on torch's version."""
+    counts: list[int] = []
+    weight = torch.zeros(2, 2, requires_grad=True)
+
+    def count(param: Any) -> None:
+        counts.append(_use_count(param.grad.untyped_storage()._cdata))
+
+    weight.register_post_accumulate_grad_hook(count)
+    with torch.enable_grad(), torch.inference_mode(False):
+        torch.mm(torch.ones(2, 2), weight).sum().backward()
+    return counts[0]
+
+
+_UNSHARED = _unshared_count()

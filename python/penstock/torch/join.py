@@ -1,0 +1,131 @@
+"""Ranks with different numbers of batches: who is done says so, the rest go on, and at the end all agree."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from penstock import job
+from penstock.torch.copies import CopyBook
+from penstock.torch.distribute import Distributed, distributed_here
+
+if TYPE_CHECKING:
+    from penstock._native import Engine
+
+__all__ = ["join"]
+
+
+@contextmanager
+def join() -> Iterator[None]:
+    """Train within, with as many batches as this rank has.
+
+    A rank that leaves the block contributes nothing more; the averages of the others are over those that still do. The
+    call returns when every rank has left. Then parameters, buffers and optimizer state are those of the rank that took
+    most steps (of several, the lowest), bit for bit on all ranks. Schedulers and anything else that counts steps are
+    the program's. If the block raises, the exception passes and the job fails on all ranks.
+
+    Raises:
+        PeerLost: A rank was lost.
+        Timeout: A rank did not leave in time.
+
+    Example:
+        >>> with ps.join():
+        ...     for x, y in batches_of_this_rank:
+        ...         loss_of(model(x), y).backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+    """
+    running = job.current("join")
+    yield
+    if running.world_size == 1:
+        return
+    owners = distributed_here()
+    for owner in owners:
+        owner.synchronize()
+    running.engine.leave()
+    steps = _agree(running.engine, owners)
+    for owner, steps_by_rank in zip(owners, steps, strict=True):
+        source = steps_by_rank.index(max(steps_by_rank))
+        owner.gradients.step = max(steps_by_rank)
+        _copy_all(owner, is_source=source == running.rank, source=source)
+
+
+def _agree(engine: Engine, owners: list[Distributed]) -> list[list[int]]:
+    """Take up each book where the rank that went furthest left it; return the steps per model and rank."""
+    books = [owner.gradients.id for owner in owners] + [
+        owner.buffers.id for owner in owners if owner.buffers is not None
+    ]
+    mine = {"steps": [owner.gradients.step for owner in owners], "sequences": [engine.sequence(book) for book in books]}
+    everyone = [json.loads(blob) for blob in engine.all_gather("penstock.join", json.dumps(mine).encode())]
+    for position, book in enumerate(books):
+        columns = zip(*(one["sequences"][position] for one in everyone), strict=True)
+        engine.set_sequence(book, [max(column) for column in columns])
+    return [[one["steps"][position] for one in everyone] for position in range(len(owners))]
+
+
+def _copy_all(owner: Distributed, *, is_source: bool, source: int) -> None:
+    owner.copies.copy_from(is_source, owner.gradients.step)
+    for number, update in enumerate(owner.updates):
+        _copy_state(owner, update.optimizer, is_source=is_source, source=source, number=number)
+
+
+@torch.no_grad()
+def _copy_state(owner: Distributed, optimizer: Optimizer, *, is_source: bool, source: int, number: int) -> None:
+    """Make this optimizer's state that of the source: its description first, then the tensors it describes."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    blob = json.dumps(_described(optimizer, params)).encode() if is_source else b""
+    described = json.loads(owner.engine.all_gather("penstock.join", blob)[source])
+    named: list[tuple[str, Tensor]] = []
+    for index, (param, entries) in enumerate(zip(params, described, strict=True)):
+        if entries is None:
+            optimizer.state.pop(param, None)
+            continue
+        state: dict[str, Any] = optimizer.state[param]
+        if not is_source:
+            for stale in state.keys() - entries.keys():
+                del state[stale]
+        for key, entry in entries.items():
+            if "tensor" not in entry:
+                state[key] = entry["value"]
+                continue
+            dtype, shape, stride = entry["tensor"]
+            here = state.get(key)
+            if (
+                not isinstance(here, Tensor)
+                or str(here.dtype) != dtype
+                or list(here.stride()) != stride
+                or list(here.shape) != shape
+            ):
+                state[key] = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype.removeprefix("torch.")))
+            named.append((f"{index}.{key}", state[key]))
+    book = CopyBook(owner.engine, f"join.{owner.key}.{number}", named)
+    book.copy_from(is_source, owner.gradients.step)
+
+
+def _described(optimizer: Optimizer, params: list[Tensor]) -> list[dict[str, Any] | None]:
+    described: list[dict[str, Any] | None] = []
+    for param in params:
+        if param not in optimizer.state:
+            described.append(None)
+            continue
+        entries: dict[str, Any] = {}
+        for key, value in optimizer.state[param].items():
+            if isinstance(value, Tensor):
+                entries[key] = {"tensor": [str(value.dtype), list(value.shape), list(value.stride())]}
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                entries[key] = {"value": value}
+            else:
+                warnings.warn(
+                    f"penstock.join: {type(optimizer).__name__} keeps {key!r} as {type(value).__name__}, which is not "
+                    "copied to the other ranks",
+                    stacklevel=2,
+                )
+        described.append(entries)
+    return described

@@ -1,0 +1,407 @@
+"""Updates out: `step` takes the gradients and returns; each layer's update is applied when its averages are in.
+
+Any optimizer that treats its parameters one by one can be applied layer by layer: for one call its ``param_groups``
+hold only these layers' parameters, with the hyperparameters of the time of `step`, and the class's own ``step`` is
+called. Whether an optimizer is of that kind is tried on a few tiny tensors (separable.py); the others get all
+gradients at once.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from penstock.errors import ConfigError
+from penstock.torch.hooks import Gradients
+from penstock.torch.layout import Layer, Slot
+from penstock.torch.safety import defer, restore, slot_of
+from penstock.torch.separable import separable, snapshot, unhooked_step
+
+if TYPE_CHECKING:
+    from penstock.torch.distribute import Distributed
+
+__all__ = ["Updates", "zero_grads"]
+
+LAYERS_PER_LOOK = 16
+
+_outside_of_dynamo: Callable[..., Any] = torch._disable_dynamo  # type: ignore[attr-defined]
+
+
+class Updates:
+    """The pending updates of one optimizer.
+
+    Args:
+        owner: The distributed model.
+        optimizer: Its optimizer, which is patched: `step`, `zero_grad` and whatever reads its state.
+    """
+
+    def __init__(self, owner: Distributed, optimizer: Optimizer) -> None:
+        self._owner = owner
+        self.optimizer = optimizer
+        self._gradients: Gradients = owner.gradients
+        self._waiting: dict[Layer, list[Slot]] = {}
+        self._groups: list[dict[str, Any]] = []  # hyperparameters at the time of step
+        self._round_used = 0  # the last synchronisation that a step has used
+        self._writes_gradients = True  # until a step has been seen not to
+        self._warned = False
+        self._separable = separable(optimizer)
+        self._class_step = unhooked_step(type(optimizer))
+        self._previous_step: Callable[..., Any] = _own_step(optimizer)
+        self._patch()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an update is outstanding."""
+        return bool(self._waiting)
+
+    # step
+
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Take the gradients of this moment, and return; see the module."""
+        optimizer = self.optimizer
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
+        self._owner.before_step()
+        self.finish_all()
+        whole = self._reason_for_whole(closure)
+        if whole is not None or args or kwargs:
+            return self._step_whole(whole, closure, *args, **kwargs)
+        with torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
+            for pre_hook in _hooks(torch_optimizer._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks):
+                if pre_hook(optimizer, (), {}) is not None:
+                    raise ConfigError(
+                        "an optimizer step pre-hook that changes the arguments of step cannot be used with penstock"
+                    )
+            self._take_part()
+            self._take_gradients()
+            optimizer._optimizer_step_code()
+            for post_hook in _hooks(optimizer._optimizer_step_post_hooks, torch_optimizer._global_optimizer_post_hooks):
+                post_hook(optimizer, (), {})
+        self._owner.after_step()
+        return None
+
+    def _reason_for_whole(self, closure: object) -> str | None:
+        """Why this step needs all gradients at once; empty if that is nothing to warn of."""
+        if closure is not None:
+            return "step is given a closure"
+        if self._separable is not None:
+            return self._separable
+        if self._owner.synchronous is not None:
+            return self._owner.synchronous
+        if not self._owner.observed:
+            return ""  # the first step: who reads what is decided now
+        optimizer = self.optimizer
+        if hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf"):
+            return ""  # a fused optimizer under GradScaler, which has read all gradients anyway
+        # What surrounds this call would not surround a later one.
+        return "" if torch.is_autocast_enabled("cpu") or torch.is_inference_mode_enabled() else None
+
+    def _step_whole(self, reason: str | None, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
+        if reason and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"penstock: every step of {type(self.optimizer).__name__} waits for all averages, because {reason}. "
+                "Communication overlaps the backward pass only",
+                stacklevel=4,
+            )
+        if closure is None:
+            self._take_part()
+        self._gradients.finish(self._gradients.slots)
+        grads = [
+            (p.grad, p.grad._version) for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None
+        ]
+        arguments = args if closure is None else (closure, *args)
+        result = self._previous_step(*arguments, **kwargs)
+        if closure is None and grads:
+            self._writes_gradients = any(grad._version != version for grad, version in grads)
+        self._round_used = self._gradients.closed
+        self._gradients.step += 1
+        self._owner.after_step()
+        return result
+
+    def _take_part(self) -> None:
+        """Make sure that this rank has taken part in a synchronisation since the last step."""
+        gradients = self._gradients
+        gradients.close()
+        if gradients.closed == self._round_used:
+            gradients.close_without_backward()
+        self._round_used = gradients.closed
+
+    def _take_gradients(self) -> None:
+        gradients = self._gradients
+        self._groups = [snapshot(group) for group in self.optimizer.param_groups]
+        taken: list[Slot] = []
+        with torch._C.DisableTorchFunctionSubclass():
+            for number, group in enumerate(self.optimizer.param_groups):
+                for place, param in enumerate(group["params"]):
+                    slot = slot_of(param)
+                    if slot is None:
+                        if param.grad is None or param.numel() == 0:
+                            continue  # nothing to update
+                        raise ConfigError(
+                            "an optimizer's parameter group holds a parameter that was not in the model at "
+                            "penstock.distribute"
+                        )
+                    if not (slot.flying and slot.assigned):
+                        # Final, changed or removed by the caller: the step uses what is there.
+                        if param.grad is None:
+                            continue
+                        if slot.flying:
+                            gradients.finish([slot])
+                        slot.grad, slot.version, slot.assigned = param.grad, param.grad._version, True
+                    slot.group, slot.place, slot.update, slot.zero_after = number, place, self, False
+                    taken.append(slot)
+        taken.sort(key=_by_place_in_forward)
+        for slot in taken:
+            self._waiting.setdefault(slot.layer, []).append(slot)
+            # A graph made before this step must not be used after it: say so at the time the plain optimizer would.
+            torch.autograd.graph.increment_version(slot.param)
+            defer(slot)
+        gradients.step += 1
+        immediate = [slot.layer for slot in taken if slot.immediate]
+        if immediate or len(self._arrived()) == len(self._waiting):
+            self.finish(immediate)
+
+    # Applying
+
+    def finish(self, needed: Iterable[Layer]) -> None:
+        """Apply the updates of these layers, waiting for their averages, and in the same call those of all that are in.
+
+        Raises:
+            PeerLost: A rank was lost; the update stays outstanding.
+            Timeout: The averages did not come in time.
+        """
+        missing = [layer for layer in needed if layer in self._waiting]
+        ready = self._arrived()
+        missing = [layer for layer in dict.fromkeys(missing) if layer not in ready]
+        if missing:
+            flying = [slot for layer in missing for slot in self._waiting[layer] if slot.flying]
+            self._gradients.wait(flying)
+            ready.update(dict.fromkeys(missing))
+        if ready:
+            slots = [slot for layer in ready for slot in self._waiting.pop(layer)]
+            self._apply(slots)
+            self._gradients.lent.collect()
+
+    def finish_if_waiting(self, needed: Iterable[Layer]) -> None:
+        """As `finish`, but only if one of these layers is outstanding."""
+        if self._waiting and any(layer in self._waiting for layer in needed):
+            self.finish(needed)
+
+    def finish_all(self) -> None:
+        """Apply everything."""
+        if self._waiting:
+            self.finish(list(self._waiting))
+
+    def _arrived(self) -> dict[Layer, None]:
+        """Layers whose averages are in, without waiting, in the order of the forward pass.
+
+        Looks ahead in strides and ends at the first stride with a layer that is not in: what comes later in the forward
+        pass arrives later, and a look at everything before every layer would cost the square of their number.
+        """
+        gradients = self._gradients
+        arrived: dict[Layer, None] = {}
+        layers = list(self._waiting)
+        for start in range(0, len(layers), LAYERS_PER_LOOK):
+            stride = layers[start : start + LAYERS_PER_LOOK]
+            flying = [slot.index for layer in stride for slot in self._waiting[layer] if slot.flying]
+            done = set(gradients.engine.poll(gradients.id, flying)) if flying else ()
+            for layer in stride:
+                if all(not slot.flying or slot.index in done for slot in self._waiting[layer]):
+                    arrived[layer] = None
+            if len(arrived) < start + len(stride):
+                break
+        return arrived
+
+    def _apply(self, slots: list[Slot]) -> None:
+        """One call of the optimizer for these parameters, whose averages are in memory."""
+        gradients = self._gradients
+        due: list[tuple[Slot, Tensor, Tensor | None]] = []
+        for slot in slots:
+            slot.update = None
+            restore(slot)
+        for slot in slots:
+            grad = gradients.land(slot) if slot.flying else self._unchanged(slot)
+            if grad is None:
+                continue  # no rank contributed
+            due.append((slot, grad, None if slot.assigned else slot.param.grad))
+        due.sort(key=_by_group)
+        groups: list[dict[str, Any]] = []
+        number = -1
+        for slot, grad, _ in due:
+            if slot.group != number:
+                number = slot.group
+                groups.append({**self._groups[number], "params": []})
+            groups[-1]["params"].append(slot.param)
+            if self._writes_gradients and grad is slot.memory and gradients.lent.holds(slot.token):
+                grad = grad.clone()
+                slot.memory = None
+            slot.param.grad = grad
+        if groups:
+            self._call(groups)
+        for slot, _, mine in due:
+            self._give_back(slot, mine)
+
+    def _call(self, groups: list[dict[str, Any]]) -> None:
+        optimizer = self.optimizer
+        all_groups = optimizer.param_groups
+        optimizer.param_groups = groups
+        try:
+            with _as_if_in_step():
+                self._class_step(optimizer)
+        finally:
+            optimizer.param_groups = all_groups
+
+    def _give_back(self, slot: Slot, mine: Tensor | None) -> None:
+        """Leave ``.grad`` as the caller has it by now."""
+        if not slot.assigned:
+            slot.param.grad = mine
+            slot.grad = slot.memory = None
+            return
+        if not slot.zero_after:
+            self._gradients.own(slot)
+            return
+        slot.zero_after = False
+        grad = slot.param.grad
+        assert grad is not None  # set by _apply
+        if grad is slot.memory and self._gradients.lent.holds(slot.token):
+            slot.param.grad = torch.zeros_like(grad)
+        else:
+            grad.zero_()
+        slot.grad = slot.memory = None
+
+    def _unchanged(self, slot: Slot) -> Tensor | None:
+        grad = slot.grad
+        if grad is not None and grad._version != slot.version:
+            raise ConfigError(
+                f"the gradient of {slot.name} was changed in place between step() and its update. Call "
+                "penstock.synchronize(optimizer) after step() before changing gradients other than through .grad",
+                layer=slot.layer.name,
+                step=self._gradients.step,
+            )
+        return grad
+
+    # What else users call on an optimizer
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients; one that is still in flight stays with its update."""
+        zero_grads((p for group in self.optimizer.param_groups for p in group["params"]), set_to_none)
+
+    def _patch(self) -> None:
+        optimizer, owner = self.optimizer, self._owner
+        class_zero_grad, class_add, class_state = (
+            type(optimizer).zero_grad,
+            type(optimizer).add_param_group,
+            type(optimizer).__getstate__,
+        )
+
+        def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return self.step(*args, **kwargs)
+
+        def zero_grad(_: Optimizer, set_to_none: bool = True) -> None:
+            if class_zero_grad is Optimizer.zero_grad:
+                self.zero_grad(set_to_none)
+            else:
+                self._owner.finish()
+                class_zero_grad(optimizer, set_to_none)
+
+        def add_param_group(_: Optimizer, param_group: dict[str, Any]) -> None:
+            self.finish_all()
+            class_add(optimizer, param_group)
+            try:
+                owner.check_optimizer(optimizer)
+            except ConfigError:
+                optimizer.param_groups.pop()
+                raise
+
+        def getstate(_: Optimizer) -> dict[str, Any]:
+            self.finish_all()
+            return class_state(optimizer)
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # no scheduler need: it sets _opt_called
+        for name, function in (
+            ("step", _outside_of_dynamo(step)),
+            ("zero_grad", zero_grad),
+            ("add_param_group", add_param_group),
+            ("__getstate__", getstate),
+        ):
+            setattr(optimizer, name, types.MethodType(function, optimizer))
+        optimizer.register_state_dict_pre_hook(lambda _: self.finish_all())
+        optimizer.register_load_state_dict_pre_hook(lambda _, __: self.finish_all())
+
+
+def zero_grads(params: Iterable[nn.Parameter], set_to_none: bool) -> None:
+    """``zero_grad`` for parameters of which some may be in flight."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for param in params:
+            slot = slot_of(param)
+            if slot is not None and (slot.flying or slot.update is not None):
+                _zero_deferred(slot, set_to_none)
+                continue
+            grad = param.grad
+            if grad is None:
+                continue
+            if set_to_none:
+                param.grad = None
+                continue
+            if grad.grad_fn is not None:
+                grad.detach_()
+            else:
+                grad.requires_grad_(False)
+            grad.zero_()
+
+
+def _zero_deferred(slot: Slot, set_to_none: bool) -> None:
+    if not slot.assigned:  # the caller's own
+        if slot.param.grad is not None:
+            slot.param.grad = None if set_to_none else torch.zeros_like(slot.param.grad)
+    elif set_to_none:
+        slot.assigned = False
+        slot.param.grad = None
+    elif slot.update is not None:
+        slot.zero_after = True  # no second gradient in memory: it is zeroed once its update has used it
+    else:
+        slot.assigned = False
+        slot.param.grad = None if slot.param.grad is None else torch.zeros_like(slot.param.grad)
+
+
+def _by_place_in_forward(slot: Slot) -> int:
+    return slot.layer.place
+
+
+def _by_group(entry: tuple[Slot, Tensor, Tensor | None]) -> tuple[int, int]:
+    return entry[0].group, entry[0].place
+
+
+def _hooks(*tables: Mapping[int, Any]) -> list[Callable[..., Any]]:
+    return [hook for table in tables for hook in table.values()]
+
+
+def _own_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """The step of before `distribute`, without a scheduler's wrapper, which the patched step makes unnecessary."""
+    patched = optimizer.__dict__.get("step")
+    if patched is None or getattr(patched, "_wrapped_by_lr_sched", False):
+        return types.MethodType(type(optimizer).step, optimizer)
+    step: Callable[..., Any] = patched
+    return step
+
+
+def _as_if_in_step() -> AbstractContextManager[Any]:
+    """A deferred update runs within the user's forward, whose modes are not meant for it."""
+    inference = torch.is_inference_mode_enabled()
+    autocast = torch.is_autocast_enabled("cpu")
+    if not inference and not autocast:
+        return nullcontext()
+    from contextlib import ExitStack
+
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.autocast("cpu", enabled=False))
+    return stack

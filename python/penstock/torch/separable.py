@@ -1,0 +1,132 @@
+"""Whether an optimizer treats its parameters one by one, found out by trying.
+
+A list of classes would be wrong for those that nobody has listed; a wrong guess would be wrong numbers. So a few tiny
+tensors are stepped all at once and one by one, and the bits are compared.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__ = ["separable", "snapshot", "unhooked_step"]
+
+PROBE_STEPS = 3
+PROBE_PARAMETERS_MAX = 3  # per group
+PROBE_SIZE_MAX = 3  # per dimension
+
+
+def separable(optimizer: Optimizer) -> str | None:
+    """Try on tiny copies whether steps parameter by parameter give the bits of whole steps; otherwise say why not."""
+    patched = optimizer.__dict__.get("step")
+    if patched is not None and not getattr(patched, "_wrapped_by_lr_sched", False):
+        return "its step has been replaced"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "it is differentiable"
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+        try:
+            whole, single = _Probe(optimizer), _Probe(optimizer)
+            for _ in range(PROBE_STEPS):
+                whole.step([list(range(len(whole.params)))])
+                single.step([[index] for index in range(len(single.params))])
+            equal = all(torch.equal(one, two) for one, two in zip(whole.params, single.params, strict=True))
+        except Exception as error:  # noqa: BLE001  whatever a foreign optimizer raises means: not like this
+            return f"it cannot be applied layer by layer ({type(error).__name__}: {error})"
+    if whole.changed or single.changed:
+        return "it keeps state per call of step"
+    return None if equal else "its result for one parameter depends on the others"
+
+
+class _Probe:
+    """An optimizer of the same class and hyperparameters, for a few tiny tensors."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        generator = torch.Generator().manual_seed(0)
+        # An optimizer may keep its parameters in attributes of its own; those are not worth copying.
+        not_copied = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+        skipped = {"state", "param_groups", "step", "zero_grad", "add_param_group", "__getstate__"}
+        self._optimizer: Any = object.__new__(type(optimizer))
+        self._optimizer.__dict__.update(
+            {
+                name: OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, dict(not_copied))
+                for name, value in optimizer.__dict__.items()
+                if name not in skipped
+            }
+        )
+        self._optimizer.state = defaultdict(dict)
+        self.params: list[nn.Parameter] = []
+        self._groups: list[dict[str, Any]] = []
+        self._group_of: list[int] = []
+        self._generator = generator
+        for number, group in enumerate(optimizer.param_groups):
+            chosen = _sample(group["params"])
+            self._groups.append(snapshot(group))
+            for param in chosen:
+                shape = [min(size, PROBE_SIZE_MAX) for size in param.shape]
+                values = torch.randn(shape, generator=generator, dtype=torch.float64).to(param.dtype)
+                self.params.append(nn.Parameter(values))
+                self._group_of.append(number)
+        self._step = unhooked_step(type(optimizer))
+        self.changed = False
+
+    def step(self, parts: Sequence[Sequence[int]]) -> None:
+        for param in self.params:
+            param.grad = torch.randn(param.shape, generator=self._generator, dtype=torch.float64).to(param.dtype)
+        before = repr(self._visible())
+        for part in parts:
+            groups = {
+                number: {**self._groups[number], "params": []}
+                for number in dict.fromkeys(map(self._group_of.__getitem__, part))
+            }
+            for index in part:
+                groups[self._group_of[index]]["params"].append(self.params[index])
+            self._optimizer.param_groups = list(groups.values())
+            self._step(self._optimizer)
+            for number, group in groups.items():
+                after = {name: value for name, value in group.items() if name != "params"}
+                self.changed = self.changed or repr(after) != repr(self._groups[number])
+        self.changed = self.changed or repr(self._visible()) != before
+
+    def _visible(self) -> dict[str, Any]:
+        """Everything the optimizer keeps outside of its per-parameter state."""
+        own = {
+            name: value
+            for name, value in self._optimizer.__dict__.items()
+            if name not in ("state", "param_groups") and not name.startswith("_")
+        }
+        shared = {key: value for key, value in self._optimizer.state.items() if not isinstance(key, Tensor)}
+        return {"own": own, "shared": shared}
+
+
+def _sample(params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """A few parameters that differ in their number of dimensions or type, then any, up to the limit."""
+    kinds = {(param.dim(), param.dtype): param for param in reversed(params)}
+    chosen = list(kinds.values())[:PROBE_PARAMETERS_MAX]
+    for param in params:
+        if len(chosen) >= min(2, len(params)):
+            break
+        if all(param is not one for one in chosen):
+            chosen.append(param)
+    return chosen
+
+
+def snapshot(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's hyperparameters as they are now. Schedulers change tensors in place and replace everything else."""
+    return {
+        name: value.clone() if isinstance(value, Tensor) else list(value) if isinstance(value, list) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def unhooked_step(kind: type[Optimizer]) -> Callable[..., Any]:
+    """The class's step without the wrapper that runs hooks and the profiler: those belong to the user's one call."""
+    step: Any = kind.step
+    inner: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return inner

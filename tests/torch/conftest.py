@@ -1,0 +1,23 @@
+"""Every test runs on the fake engine and on the native one; those that look into the fake one only there."""
+
+import importlib.util
+
+import pytest
+import ranks
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "fake_only: looks into the fake engine, or needs it to be as late as it may")
+
+
+def pytest_generate_tests(metafunc):
+    if "arm" in metafunc.fixturenames:
+        native = importlib.util.find_spec("penstock._native") is not None
+        fake_only = metafunc.definition.get_closest_marker("fake_only") is not None
+        metafunc.parametrize("arm", ["threads", "native"] if native and not fake_only else ["threads"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def arm(request, monkeypatch):
+    """Which engine `ranks.run` uses."""
+    monkeypatch.setattr(ranks, "arm", request.param)

@@ -1,0 +1,188 @@
+"""Run a function as every rank, one thread each: on the fake engine or on native engines over loopback.
+
+The arm is chosen by conftest.py; every test runs on both.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
+
+import torch
+from thread_engine import Hub
+
+from penstock import job
+from penstock.errors import ConfigError, PenstockError
+
+arm = "threads"  # or "native"
+_local = threading.local()
+
+
+def _current(caller="this call"):
+    running = getattr(_local, "job", None)
+    if running is None:
+        raise ConfigError("not a rank")
+    return running
+
+
+class NativeHub:
+    """As many native engines, in one process, with slices so small that every tensor has several owners."""
+
+    def __init__(self, size):
+        from penstock._native import Engine
+
+        job_id, secret = os.urandom(16), os.urandom(32)
+        self.violations = []
+        self.engines = [
+            Engine(
+                rank=rank,
+                size=size,
+                bind_host="127.0.0.1",
+                port=0,
+                secret=secret,
+                job_id=job_id,
+                slice_bytes=1024,
+                lanes=2,
+                window_bytes=0,
+                priority=True,
+                operation_timeout_s=20.0,
+                peer_timeout_s=10.0,
+                handshake_timeout_s=10.0,
+            )
+            for rank in range(size)
+        ]
+        addresses = [("127.0.0.1", engine.port) for engine in self.engines]
+        for engine in self.engines:
+            engine.connect(addresses)
+
+    def fail(self, rank, error):
+        self.engines[rank].abort(str(error))
+
+
+@contextmanager
+def _hub(size, lazy, sending):
+    if arm == "threads":
+        yield Hub(size, lazy=lazy, sending=sending)
+        return
+    hub = NativeHub(size)
+    try:
+        yield hub
+    finally:
+        threads = [threading.Thread(target=_shutdown, args=(engine,)) for engine in hub.engines]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def _shutdown(engine):
+    with suppress(PenstockError):  # the failure that the test is about
+        engine.shutdown()
+
+
+def run(function, size=2, *, lazy=True, sending=3, world_size=None, broadcast_buffers=False):
+    """Call ``function(rank, engine)`` as each rank and return the results by rank; the first error is raised.
+
+    With ``size=1, world_size=2`` the code under test believes in another rank, which always agrees and never lags.
+    """
+    with _hub(size, lazy, sending) as hub:
+        results = _run(hub, function, size, world_size or size, broadcast_buffers)
+    assert not hub.violations, hub.violations
+    return results
+
+
+def _run(hub, function, size, world_size, broadcast_buffers):
+    results: list = [None] * size
+    errors: list = []
+
+    def rank_main(rank):
+        options = SimpleNamespace(broadcast_buffers=broadcast_buffers)
+        _local.job = SimpleNamespace(engine=hub.engines[rank], rank=rank, world_size=world_size, options=options)
+        try:
+            results[rank] = function(rank, hub.engines[rank])
+        except BaseException as error:  # noqa: BLE001  whatever it was, the other threads must end
+            errors.append(error)
+            hub.fail(rank, error)
+
+    original, job.current = job.current, _current
+    try:
+        threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive(), "a rank hangs"
+    finally:
+        job.current = original
+    if errors:
+        raise errors[0]
+    return results
+
+
+def same_everywhere(results):
+    """Whether all ranks returned tensors with the same bits."""
+    return all(torch.equal(one, two) for other in results[1:] for one, two in zip(results[0], other, strict=True))
+
+
+def examples(rank, step, *, rows=6, inputs=4, outputs=2):
+    """A batch that depends on nothing but the rank and the step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(rows, inputs, generator=generator, dtype=torch.float64)
+    return x, torch.randn(rows, outputs, generator=generator, dtype=torch.float64)
+
+
+def seeded(model, seed=1):
+    """Give a model reproducible parameters of type fp64, independent of the global generator (threads share that)."""
+    model = model.double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator, dtype=torch.float64) * 0.4)
+    return model
+
+
+def values(model):
+    """The parameters' values now. Reading them finishes what is outstanding."""
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def train(make, make_optimizer, loss_of, *, size=2, steps=5, scheduler=None, engine_options=None, after=values):
+    """Train distributed; return each rank's parameters."""
+    from penstock.torch import distribute
+
+    def main(rank, engine):
+        model = make()
+        optimizer = make_optimizer(model)
+        model, optimizer = distribute(model, optimizer)
+        schedule = scheduler(optimizer) if scheduler else None
+        for step in range(steps):
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            if schedule:
+                schedule.step()
+            optimizer.zero_grad()
+        return after(model)
+
+    return run(main, size, **(engine_options or {}))
+
+
+def reference(make, make_optimizer, loss_of, *, size=2, steps=5, scheduler=None):
+    """The same training in one process: the mean of all ranks' losses."""
+    model = make()
+    optimizer = make_optimizer(model)
+    schedule = scheduler(optimizer) if scheduler else None
+    for step in range(steps):
+        (sum(loss_of(model, rank, step) for rank in range(size)) / size).backward()
+        optimizer.step()
+        if schedule:
+            schedule.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def distance(ours, theirs):
+    """Relative L2 distance of two lists of tensors."""
+    one, two = (torch.cat([tensor.double().flatten() for tensor in tensors]) for tensors in (ours, theirs))
+    return float((one - two).norm() / two.norm())

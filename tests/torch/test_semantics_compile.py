@@ -1,0 +1,139 @@
+"""Compiled code contains no hook, so nothing in it would wait: it must be noticed, at whatever time.
+
+The rows of the table of PyTorch's traps are the sections of the test_semantics files. The fake engine fills memory in
+flight with NaN and delivers as late as it may (`thread_engine`), so a read that does not wait shows in the numbers.
+"""
+
+import warnings
+
+import pytest
+import torch
+from ranks import distance, examples, run, seeded, values
+from scenarios import (
+    assert_outstanding,
+    deferred,
+    mlp_and_sgd,
+    one_step,
+    sgd,
+)
+from torch import nn
+from torch.nn import functional as F
+
+from penstock.torch import distribute
+
+# torch.compile
+
+
+def compiled_before(model, optimizer, compile_):
+    wrapper, optimizer = distribute(compile_(model), optimizer)
+    return wrapper, optimizer
+
+
+def compiled_after(model, optimizer, compile_):
+    model, optimizer = distribute(model, optimizer)
+    return compile_(model), optimizer
+
+
+def compiled_in_place(model, optimizer, compile_):
+    model, optimizer = distribute(model, optimizer)
+    compile_(None, of=model)
+    return model, optimizer
+
+
+def compiled_in_part(model, optimizer, compile_):
+    model, optimizer = distribute(model, optimizer)
+    compile_(None, of=model[2])
+    return model, optimizer
+
+
+def compiled_and_called_before(model, optimizer, compile_):
+    wrapper = compile_(model)
+    wrapper(examples(0, 0)[0])
+    _, optimizer = distribute(model, optimizer)
+    return wrapper, optimizer
+
+
+def compiled_later(model, optimizer, compile_):
+    model, optimizer = distribute(model, optimizer)
+    for step in range(3, 5):  # two steps on fixed examples first; the reference takes them as well
+        one_step(model, optimizer, 0, step)
+    assert_outstanding(model)
+    return compile_(model), optimizer
+
+
+def compiled_function_of_raw_parameters(model, optimizer, compile_):
+    model, optimizer = distribute(model, optimizer)
+    params = list(model.parameters())
+
+    def forward(x):
+        for index in (0, 2):
+            x = torch.tanh(F.linear(x, params[index], params[index + 1]))
+        return F.linear(x, params[4], params[5])
+
+    return compile_(forward), optimizer
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("fullgraph", [False, True], ids=["graph breaks", "fullgraph"])
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        compiled_before,
+        compiled_after,
+        compiled_in_place,
+        compiled_in_part,
+        compiled_and_called_before,
+        compiled_later,
+        compiled_function_of_raw_parameters,
+    ],
+)
+def test_compile(prepare, fullgraph, backend):
+    torch._dynamo.reset()
+
+    def compile_(model, of=None):
+        if of is not None:
+            return of.compile(backend=backend, fullgraph=fullgraph)
+        return torch.compile(model, backend=backend, fullgraph=fullgraph)
+
+    def main(rank, engine):
+        original, optimizer = mlp_and_sgd()
+        forward, optimizer = prepare(original, optimizer, compile_)
+        for step in range(5):
+            x, y = examples(0, step)
+            F.mse_loss(forward(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not any(deferred(original)), "compiled code does not wait, so nothing may be outstanding"
+        return values(original)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="penstock: every step")
+        result = run(main, 1, world_size=2)[0]
+    model, optimizer = mlp_and_sgd()
+    for step in [*(range(3, 5) if prepare is compiled_later else ()), *range(5)]:
+        one_step(model, optimizer, 0, step)
+    assert distance(result, values(model)) < 1e-12
+
+
+@pytest.mark.fake_only
+def test_a_compiled_function_inside_an_eager_model_costs_no_overlap():
+    torch._dynamo.reset()
+    activation = torch.compile(torch.tanh, backend="eager", fullgraph=True)
+
+    class Inside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(4, 8)
+            self.last = nn.Linear(8, 2)
+
+        def forward(self, x):
+            return self.last(activation(self.first(x)))
+
+    def main(rank, engine):
+        model = seeded(Inside())
+        model, optimizer = distribute(model, sgd(model))
+        for step in range(3):
+            one_step(model, optimizer, rank, step)
+        return all(deferred(model))
+
+    assert run(main, 1, world_size=2) == [True]

@@ -1,0 +1,396 @@
+"""Nobody sees a parameter before its update: readers inside and outside of modules, dumps, schedulers.
+
+The rows of the table of PyTorch's traps are the sections of the test_semantics files. The fake engine fills memory in
+flight with NaN and delivers as late as it may (`thread_engine`), so a read that does not wait shows in the numbers.
+"""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from ranks import distance, examples, reference, run, same_everywhere, seeded, train, values
+from scenarios import (
+    Tied,
+    check,
+    deferred,
+    expected_after,
+    make_mlp,
+    mlp_and_sgd,
+    mse,
+    one_step,
+    sgd,
+    token_loss,
+    with_pending_updates,
+)
+from torch import nn
+from torch.nn import functional as F
+
+import penstock.torch as pt
+from penstock.errors import ConfigError
+from penstock.torch import distribute
+
+# A parameter is read outside its module's forward
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_tied_weights(functional):
+    check(lambda: seeded(Tied(functional)), token_loss)
+
+
+class ReadsTheLastFirst(nn.Module):
+    """The root uses the last layer's weight before anything else has run."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.last = nn.Linear(8, 2)
+        self.how = how
+        self.references = [self.last.weight]
+        self.alias = None
+
+    def forward(self, x):
+        if self.how == "attribute":
+            weight = self.last.weight
+        elif self.how == "reference":
+            weight = self.references[0]
+        else:  # an alias that torch does not relate to the parameter object
+            if self.alias is None:
+                self.alias = self.last.weight.data
+            weight = self.alias
+        return self.last(torch.tanh(self.first(x + weight.sum(0)[:4])))
+
+
+@pytest.mark.parametrize("how", ["attribute", "reference", "alias"])
+def test_a_parameter_read_by_another_module_first(how):
+    check(lambda: seeded(ReadsTheLastFirst(how)))
+
+
+def test_a_reader_that_appears_in_a_later_step():
+    """No first step can show it: the parameter object itself waits."""
+    held = {}
+
+    def loss_of(model, rank, step):
+        x, y = examples(rank, step)
+        extra = held.setdefault(id(model), list(model.parameters()))[-2].square().sum() if step >= 3 else 0
+        return extra + F.mse_loss(model(x), y)
+
+    check(loss_of=loss_of)
+
+
+def test_weight_norm_and_attention_and_recurrence():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 8))
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.lstm = nn.LSTM(8, 6, num_layers=2, batch_first=True)
+            self.head = nn.Linear(6, 2)
+
+        def forward(self, x):
+            hidden = self.normed(x).unsqueeze(0)
+            hidden = hidden + self.attention(hidden, hidden, hidden)[0]
+            return self.head(self.lstm(hidden)[0]).squeeze(0)
+
+    check(lambda: seeded(Mixed()))
+
+
+@pytest.mark.fake_only
+def test_attention_does_not_make_its_projection_wait_at_the_start():
+    """MultiheadAttention reads out_proj's weight itself; that is seen to be by attribute and needs no early wait."""
+
+    class Attending(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(4, 8)
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x):
+            hidden = self.first(x).unsqueeze(0)
+            return self.attention(hidden, hidden, hidden)[0].squeeze(0)[:, :2]
+
+    def main(rank, engine):
+        model = seeded(Attending())
+        model, optimizer = distribute(model, sgd(model))
+        for step in range(2):
+            one_step(model, optimizer, rank, step)
+        engine.waits.clear()
+        mse(model, rank, 2)
+        return engine.waits
+
+    waits = run(main, 2)[0]
+    assert waits == [
+        ["first.weight", "first.bias"],
+        ["attention.in_proj_weight", "attention.in_proj_bias"],
+        ["attention.out_proj.weight", "attention.out_proj.bias"],
+    ]
+
+
+def test_functional_call():
+    def loss_of(model, rank, step):
+        x, y = examples(rank, step)
+        return F.mse_loss(torch.func.functional_call(model, dict(model.named_parameters()), (x,)), y)
+
+    check(loss_of=loss_of)
+
+
+def test_parameters_that_share_memory_are_never_left_outstanding():
+    def make():
+        model = seeded(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
+        flat = torch.cat([param.detach().flatten() for param in model.parameters()])
+        start = 0
+        for param in model.parameters():
+            param.data = flat[start : start + param.numel()].view_as(param)
+            start += param.numel()
+        model.flat = flat
+        return model
+
+    def main(rank, engine):
+        model = make()
+        model, optimizer = distribute(model, sgd(model))
+        for step in range(3):
+            one_step(model, optimizer, rank, step)
+            seen = model.flat.clone()
+            assert torch.equal(seen, torch.cat([value.flatten() for value in values(model)]))
+        return values(model)
+
+    assert same_everywhere(run(main, 2))
+
+
+# state_dict, load_state_dict, parameters() dumped, eval(), pickling, optimizer.state_dict
+
+
+def test_state_dict():
+    got = with_pending_updates(lambda model, optimizer: list(copy.deepcopy(model.state_dict()).values()))
+    assert same_everywhere(got)
+    assert distance(got[0], expected_after(2)) < 1e-12
+
+
+@pytest.mark.fake_only
+def test_state_dict_finishes_in_one_call():
+    def main(rank, engine):
+        model, optimizer = distribute(*mlp_and_sgd())
+        one_step(model, optimizer, rank, 0)
+        one_step(model, optimizer, rank, 1)
+        engine.waits.clear()
+        model.state_dict()
+        return len(engine.waits)
+
+    assert run(main, 2) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "dump",
+    [
+        lambda model: [param.detach().clone() for param in model.parameters()],
+        lambda model: [torch.from_numpy(param.detach().numpy().copy()) for param in model.parameters()],
+        lambda model: [param.data.clone() for _, param in model.named_parameters()],
+        lambda model: [torch.nn.utils.parameters_to_vector(model.parameters()).detach()],
+        lambda model: list(torch._foreach_mul([param.detach() for param in model.parameters()], 1.0)),
+        lambda model: [torch.tensor(param.tolist(), dtype=torch.float64) for param in model.parameters()],
+        lambda model: values(copy.deepcopy(model)),
+        lambda model: values(pickle.loads(pickle.dumps(model))),
+        lambda model: values(_saved_and_loaded(model)),
+        lambda model: values(model.eval()),
+        lambda model: [copy.copy(model)[0].weight.detach().clone(), *values(model)[1:]],
+    ],
+    ids=[
+        "parameters",
+        "numpy",
+        "data",
+        "vector",
+        "foreach",
+        "list",
+        "deepcopy",
+        "pickle",
+        "torch.save",
+        "eval",
+        "copy",
+    ],
+)
+def test_parameters_dumped(dump):
+    got = with_pending_updates(lambda model, optimizer: dump(model))
+    assert same_everywhere(got)
+    assert distance(got[0], expected_after(2)) < 1e-12
+
+
+def _saved_and_loaded(model):
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=False)
+
+
+def test_a_copy_is_a_plain_model():
+    def use(model, optimizer):
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert not any(module._forward_pre_hooks or module._state_dict_pre_hooks for module in twin.modules())
+            assert not {"eval", "zero_grad", "no_sync", "__reduce_ex__"} & twin.__dict__.keys()
+            assert all(type(param) is nn.Parameter for param in twin.parameters())
+            mse(twin, 0, 0).backward()  # communicates nothing, so one rank alone may
+        return b"penstock" in pickle.dumps(model)
+
+    assert with_pending_updates(use) == [False, False]
+
+
+def test_eval_itself_finishes():
+    def use(model, optimizer):
+        model.eval()
+        return any(deferred(model))
+
+    assert with_pending_updates(use) == [False, False]
+
+
+def test_load_state_dict_wins_over_pending_updates():
+    initial = values(make_mlp())
+
+    def use(model, optimizer):
+        model.load_state_dict(make_mlp().state_dict())
+        return values(model)
+
+    got = with_pending_updates(use)
+    assert all(torch.equal(a, b) for result in got for a, b in zip(result, initial, strict=True))
+
+
+@pytest.mark.parametrize(
+    "dump",
+    [
+        lambda optimizer: optimizer.state_dict(),
+        lambda optimizer: copy.deepcopy(optimizer).state_dict(),
+        lambda optimizer: pickle.loads(pickle.dumps(optimizer)).state_dict(),
+    ],
+    ids=["state_dict", "deepcopy", "pickle"],
+)
+def test_optimizer_state_dumped(dump):
+    got = with_pending_updates(
+        lambda model, optimizer: [
+            state["momentum_buffer"] for state in copy.deepcopy(dump(optimizer))["state"].values()
+        ]
+    )
+    model = make_mlp()
+    optimizer = sgd(model)
+    for step in range(2):
+        (sum(mse(model, rank, step) for rank in range(2)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = [state["momentum_buffer"] for state in optimizer.state_dict()["state"].values()]
+    assert same_everywhere(got)
+    assert distance(got[0], expected) < 1e-12
+
+
+def test_optimizer_load_state_dict_and_add_param_group():
+    def use(model, optimizer):
+        saved = copy.deepcopy(optimizer.state_dict())
+        one_step(model, optimizer, 0, 2)
+        optimizer.load_state_dict(saved)
+        one_step(model, optimizer, 0, 3)
+        with pytest.raises(ConfigError, match="not a parameter of the model"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+        assert len(optimizer.param_groups) == 1
+        return values(model)
+
+    assert same_everywhere(with_pending_updates(use))
+
+
+# Schedulers and changed hyperparameters
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_hyperparameters_are_those_of_the_time_of_step(tensor_lr):
+    def make_optimizer(model):
+        lr = torch.tensor(0.05) if tensor_lr else 0.05
+        return torch.optim.AdamW(model.parameters(), lr=lr, foreach=False)
+
+    def change(optimizer):
+        class EachStep:
+            def step(self):
+                group = optimizer.param_groups[0]
+                group["weight_decay"] = group["weight_decay"] * 2 + 0.01
+                if tensor_lr:
+                    group["lr"].mul_(0.5)
+                else:
+                    group["lr"] *= 0.5
+
+        return EachStep()
+
+    settings = {"make": make_mlp, "make_optimizer": make_optimizer, "loss_of": mse, "scheduler": change}
+    results = train(**settings)
+    assert same_everywhere(results)
+    assert distance(results[0], reference(**settings)) < 1e-12
+
+
+# Communication as intended
+
+
+def test_a_distributed_model_is_freed():
+    def main(rank, engine):
+        model, optimizer = distribute(*mlp_and_sgd())
+        for step in range(3):
+            one_step(model, optimizer, rank, step)
+        return [weakref.ref(model), weakref.ref(model[0].weight), weakref.ref(optimizer)]
+
+    references = [reference for result in run(main, 2) for reference in result]
+    gc.collect()
+    assert all(reference() is None for reference in references)
+
+
+@pytest.mark.fake_only
+def test_a_layer_s_forward_waits_for_that_layer_only():
+    def main(rank, engine):
+        model, optimizer = distribute(*mlp_and_sgd())
+        for step in range(3):
+            one_step(model, optimizer, rank, step)
+        engine.waits.clear()
+        mse(model, rank, 3)
+        return engine.waits
+
+    assert run(main, 2)[0] == [["0.weight", "0.bias"], ["2.weight", "2.bias"], ["4.weight", "4.bias"]]
+
+
+@pytest.mark.fake_only
+def test_gradients_are_submitted_during_backward_and_priorities_follow_the_forward():
+    class Backwards(nn.Module):
+        """Registered in the opposite order of use."""
+
+        def __init__(self):
+            super().__init__()
+            self.last = nn.Linear(8, 2)
+            self.unused = nn.Linear(2, 2)
+            self.first = nn.Linear(4, 8)
+
+        def forward(self, x):
+            return self.last(torch.tanh(self.first(x)))
+
+    def main(rank, engine):
+        model = seeded(Backwards())
+        model, optimizer = distribute(model, sgd(model))
+        order = []
+        model.last.register_full_backward_hook(lambda *_: order.append(engine.hub.submissions[-1][2]))
+        one_step(model, optimizer, rank, 0)
+        gradients = [book for book, (name, *_) in enumerate(engine.books) if name.endswith("gradients")]
+        return engine.places[gradients[0]], engine.phases
+
+    places, phases = run(main, 1, world_size=2)[0]
+    assert places == [
+        1,
+        0,
+        0,
+    ]  # first is used first; what nobody was seen to use is needed first, as it may be read by anyone
+    assert phases == ["backward", "forward"]
+
+
+@pytest.mark.fake_only
+def test_no_second_generation_of_gradients_is_kept():
+    def main(rank, engine):
+        model, optimizer = distribute(*mlp_and_sgd())
+        for step in range(4):
+            one_step(model, optimizer, rank, step)
+        mse(model, rank, 4)
+        for _ in range(5):
+            pt.distribute.__globals__["distributed_here"]()[0].gradients.lent.collect()
+        return len(pt.distribute.__globals__["distributed_here"]()[0].gradients.lent.tensors)
+
+    assert run(main, 2) == [0, 0]

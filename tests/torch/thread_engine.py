@@ -1,0 +1,244 @@
+"""Several ranks as threads of one process: an engine with the native one's semantics and a worse temper.
+
+It keeps to the contract at its edges, so that whatever the front end leaves to chance shows:
+
+- memory in flight is filled with NaN bytes, as if half-summed: whoever reads it early is found out;
+- by default a result is written only when its rank waits for it (`lazy`), which is as late as allowed;
+- after completion the memory is still "being sent" for a while; a change of it meanwhile is noted in `Hub.violations`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import dataclass, field
+
+import torch
+
+from penstock.errors import PeerLost, Timeout
+
+TYPES = {"f32": torch.float32, "f64": torch.float64, "f16": torch.float16, "bf16": torch.bfloat16, "bytes": torch.uint8}
+WAIT_S = 20.0
+
+
+@dataclass
+class Exchange:
+    op: str
+    dtype: str
+    given: dict[int, torch.Tensor | None] = field(default_factory=dict)  # by rank; None: absent
+    result: torch.Tensor | None = None
+    done: bool = False
+
+
+class Hub:
+    """What the ranks share."""
+
+    def __init__(self, size: int, *, lazy: bool = True, sending: int = 3) -> None:
+        self.size = size
+        self.lazy = lazy
+        self.sending = sending  # calls of take_released that a completed memory is still read for
+        self.changed = threading.Condition()
+        self.exchanges: dict[tuple[int, int, int], Exchange] = {}
+        self.gathers: list[dict[int, bytes]] = []
+        self.left: set[int] = set()
+        self.leaves = 0
+        self.failed: BaseException | None = None
+        self.violations: list[str] = []
+        self.submissions: list[tuple[int, str, str, str]] = []  # rank, book, tensor, "present" or "absent"
+        self.engines = [FakeEngine(self, rank) for rank in range(size)]
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        with self.changed:
+            self.failed = self.failed or error
+            self.changed.notify_all()
+
+    def until(self, condition) -> None:
+        if not self.changed.wait_for(lambda: self.failed is not None or condition(), WAIT_S):
+            raise Timeout("the other ranks did not come in time")
+        if self.failed is not None and not condition():
+            raise PeerLost(f"another rank failed: {self.failed}", rank=0)
+
+    def settle(self) -> None:
+        """Sum every exchange that all active ranks have joined."""
+        active = set(range(self.size)) - self.left
+        for exchange in self.exchanges.values():
+            if not exchange.done and active <= exchange.given.keys():
+                present = [exchange.given[rank] for rank in sorted(exchange.given) if exchange.given[rank] is not None]
+                exchange.result = _combine(exchange, present, len(active | exchange.given.keys()))
+                exchange.done = True
+        self.changed.notify_all()
+
+
+def _combine(exchange: Exchange, present: list[torch.Tensor], ranks: int) -> torch.Tensor | None:
+    if not present:
+        return None
+    if exchange.op == "copy":
+        assert len(present) == 1, "exactly one rank contributes to a copy"
+        return present[0]
+    accumulate = torch.float32 if exchange.dtype in ("f16", "bf16") else present[0].dtype
+    total = present[0].to(accumulate)
+    for other in present[1:]:
+        total = total + other.to(accumulate)
+    if exchange.op == "average":
+        total = total / ranks
+    return total.to(TYPES[exchange.dtype])
+
+
+@dataclass
+class Flight:
+    key: tuple[int, int, int]
+    memory: torch.Tensor
+    token: int
+    label: str
+
+
+class FakeEngine:
+    """One rank's engine; see `penstock._native.Engine`."""
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self.hub = hub
+        self.rank = rank
+        self.books: list[tuple[str, list[str], list[tuple[str, int, str, int]]]] = []
+        self.places: dict[int, list[int]] = {}
+        self.seqs: list[list[int]] = []
+        self.flights: dict[tuple[int, int], Flight] = {}
+        self.last: dict[tuple[int, int], tuple[int, int, int]] = {}
+        self.sending: list[list] = []  # [calls left, token, memory, what it must still hold, label, book, tensor]
+        self.token = 0
+        self.gathered = 0
+        self.phases: list[str] = []
+        self.waits: list[list[str]] = []  # names of the tensors, per call that found something in flight
+
+    def all_gather(self, what: str, blob: bytes) -> list[bytes]:
+        hub = self.hub
+        with hub.changed:
+            while len(hub.gathers) <= self.gathered:
+                hub.gathers.append({})
+            gather = hub.gathers[self.gathered]
+            self.gathered += 1
+            gather[self.rank] = blob
+            hub.changed.notify_all()
+            hub.until(lambda: len(gather) == hub.size)
+            return [gather[rank] for rank in range(hub.size)]
+
+    def open_book(self, name, layers, tensors) -> int:
+        self.books.append((name, layers, tensors))
+        self.seqs.append([0] * len(tensors))
+        return len(self.books) - 1
+
+    def set_priorities(self, book, places) -> None:
+        assert len(places) == len(self.books[book][1])
+        self.places[book] = places
+
+    def submit(self, book, tensor, ptr, nbytes, op, step) -> int:
+        return self._submit(book, tensor, ptr, nbytes, op, present=True)
+
+    def submit_absent(self, book, tensor, ptr, nbytes, op, step) -> int:
+        return self._submit(book, tensor, ptr, nbytes, op, present=False)
+
+    def _submit(self, book, tensor, ptr, nbytes, op, *, present) -> int:
+        name, _, tensors = self.books[book]
+        label, _, dtype, elems = tensors[tensor]
+        assert nbytes == elems * TYPES[dtype].itemsize, (label, nbytes)
+        assert (book, tensor) not in self.flights, f"{label} is in flight already"
+        memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(ptr), dtype=torch.uint8)
+        start, stop = ptr, ptr + nbytes
+        for flight in self.flights.values():
+            other = flight.memory.data_ptr()
+            assert stop <= other or other + flight.memory.numel() <= start, f"{label} shares memory with {flight.label}"
+        for _, _, sent, _, other_label, *_ in self.sending:
+            other = sent.data_ptr()
+            assert stop <= other or other + sent.numel() <= start, f"{label} overwrites {other_label}, still being sent"
+        hub = self.hub
+        with hub.changed:
+            key = (book, tensor, self.seqs[book][tensor])
+            self.seqs[book][tensor] += 1
+            exchange = hub.exchanges.setdefault(key, Exchange(op, dtype))
+            assert exchange.op == op
+            exchange.given[self.rank] = memory.clone().view(TYPES[dtype]) if present else None
+            hub.submissions.append((self.rank, name, label, "present" if present else "absent"))
+            memory.fill_(0xFF)  # NaN of any floating type
+            self.token += 1
+            self.flights[book, tensor] = Flight(key, memory, self.token, label)
+            self.last[book, tensor] = key
+            hub.settle()
+        return self.token
+
+    def _land(self, book, tensor) -> None:
+        flight = self.flights.pop((book, tensor))
+        result = self.hub.exchanges[flight.key].result
+        if result is not None:
+            flight.memory.copy_(result.view(torch.uint8))
+        self.sending.append(
+            [self.hub.sending, flight.token, flight.memory, flight.memory.clone(), flight.label, book, tensor]
+        )
+
+    def take_released(self) -> list[int]:
+        released = []
+        for entry in list(self.sending):
+            entry[0] -= 1
+            if entry[0] < 0:
+                if not torch.equal(entry[2], entry[3]):
+                    self.hub.violations.append(f"rank {self.rank}: {entry[4]} changed while it was being sent")
+                self.sending.remove(entry)
+                released.append(entry[1])
+        return released
+
+    def wait(self, book, tensors, released=False) -> None:
+        flying = [tensor for tensor in tensors if (book, tensor) in self.flights]
+        if flying:
+            self.waits.append([self.books[book][2][tensor][0] for tensor in flying])
+        with self.hub.changed:
+            self.hub.until(lambda: all(self._done(book, tensor) for tensor in flying))
+            for tensor in flying:
+                self._land(book, tensor)
+            for entry in self.sending:
+                if released and entry[5] == book and entry[6] in tensors:
+                    entry[0] = 0
+
+    def poll(self, book, tensors) -> list[int]:
+        with self.hub.changed:
+            if self.hub.failed is not None:
+                raise PeerLost(f"another rank failed: {self.hub.failed}", rank=0)
+            if not self.hub.lazy:
+                for tensor in tensors:
+                    if (book, tensor) in self.flights and self._done(book, tensor):
+                        self._land(book, tensor)
+        return [tensor for tensor in tensors if (book, tensor) not in self.flights]
+
+    def _done(self, book, tensor) -> bool:
+        return self.hub.exchanges[self.flights[book, tensor].key].done
+
+    def present(self, book, tensor) -> bool:
+        return self.hub.exchanges[self.last[book, tensor]].result is not None
+
+    def leave(self) -> None:
+        hub = self.hub
+        with hub.changed:
+            assert not self.flights
+            generation = hub.leaves
+            hub.left.add(self.rank)
+            hub.settle()
+            if len(hub.left) == hub.size:
+                hub.left.clear()
+                hub.leaves += 1
+                hub.changed.notify_all()
+            hub.until(lambda: hub.leaves > generation)
+
+    def sequence(self, book) -> list[int]:
+        return list(self.seqs[book])
+
+    def set_sequence(self, book, seqs) -> None:
+        self.seqs[book] = list(seqs)
+
+    def phase(self, name) -> None:
+        self.phases.append(name)
+
+    def report(self) -> dict:
+        return {"rank": self.rank, "size": self.hub.size}
+
+    def abort(self, reason) -> None:
+        self.hub.fail(self.rank, RuntimeError(reason))
+
+    def shutdown(self) -> None:
+        pass
