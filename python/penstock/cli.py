@@ -1,0 +1,202 @@
+"""The command line, ``penstock``.
+
+Every command takes ``--json`` and then prints exactly one JSON object on standard output. Bad input ends with status 2
+and one line that says what to change; a failed job or check ends with status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, NoReturn
+
+DEMO_EXAMPLES = """\
+examples:
+  penstock demo                                 4 workers, handwritten digits, about half a minute
+  penstock demo --workers 2 --epochs 5          a shorter one
+  penstock demo --data DIR --epochs 1           your own images, see --data
+  penstock demo --json > result.json            the same result for programs
+
+It trains a small convolutional network with N worker processes on this machine, then once more in one
+process, and prints how far apart the two are, and what was communicated. Status 0: every check holds.
+"""
+
+INFO_EXAMPLES = """\
+examples:
+  penstock info
+  penstock info --json
+"""
+
+WORKERS_MAX = 64
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, and where help is; end with status 2."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    root = Parser(
+        prog="penstock",
+        description="Communication for data-parallel PyTorch training.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Each command explains itself with --help.",
+    )
+    commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
+
+    demo = commands.add_parser(
+        "demo",
+        help="train on this machine with several workers, and compare with one process",
+        epilog=DEMO_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    demo.add_argument(
+        "--workers",
+        type=_whole_number(1, WORKERS_MAX),
+        default=4,
+        metavar="N",
+        help=f"processes on this machine, 1 to {WORKERS_MAX} (default 4)",
+    )
+    demo.add_argument(
+        "--data",
+        default="digits",
+        metavar="digits|DIR",
+        help="digits: scikit-learn's 1,797 handwritten digits (default). DIR: a directory with train/<class>/*.png "
+        "and test/<class>/*.png, or with train-*.parquet and test-*.parquet of columns img{bytes,path} and label",
+    )
+    demo.add_argument(
+        "--epochs",
+        type=_whole_number(1, 10_000),
+        metavar="N",
+        help="passes over the data (default: 20 for digits, 2 for DIR)",
+    )
+    demo.add_argument(
+        "--seed",
+        type=_whole_number(0, 2**31 - 1),
+        default=0,
+        metavar="N",
+        help="of initial parameters and of the order of samples (default 0)",
+    )
+    _add_json(demo)
+    demo.set_defaults(command=_demo)
+
+    info = commands.add_parser(
+        "info",
+        help="versions of Penstock and of what it runs on",
+        epilog=INFO_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_json(info)
+    info.set_defaults(command=_info)
+    return root
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        The exit status: 0 done, 1 failed, 2 bad input, 130 interrupted.
+    """
+    options = parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.command
+    signal.signal(signal.SIGTERM, _interrupted)
+    try:
+        return command(options)
+    except KeyboardInterrupt:
+        sys.stderr.write("penstock: interrupted\n")
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader has left; the interpreter would complain once more on its way out
+        return 1
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from penstock.demo import run as job
+    from penstock.demo import table
+    from penstock.demo.errors import DataError, WorkerFailed
+
+    choice = job.DemoOptions(
+        workers=options.workers,
+        data=options.data,
+        epochs=options.epochs,
+        seed=options.seed,
+        quiet=options.json and not sys.stderr.isatty(),
+    )
+    try:
+        result = job.run(choice)
+    except DataError as error:
+        return _fail(options, "penstock demo", error, status=2)
+    except WorkerFailed as error:
+        return _fail(options, "penstock demo", error, status=1)
+    if options.json:
+        _print_json(result)
+    else:
+        sys.stdout.write(table.render(result))
+    return 0 if result["ok"] else 1
+
+
+def _info(options: argparse.Namespace) -> int:
+    import platform
+    from importlib import metadata
+
+    def version(package: str) -> str | None:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return None
+
+    facts = {
+        "penstock": version("penstock"),
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
+    if options.json:
+        _print_json(facts)
+    else:
+        sys.stdout.write("".join(f"{name:<10}{fact or 'not installed'}\n" for name, fact in facts.items()))
+    return 0
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def _whole_number(least: int, most: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{value} is not between {least} and {most}")
+        return value
+
+    return parse
+
+
+def _fail(options: argparse.Namespace, who: str, error: Exception, status: int) -> int:
+    sys.stderr.write(f"{who}: {error}\n")
+    if options.json:
+        _print_json({"ok": False, "error": {"kind": type(error).__name__, "message": str(error)}})
+    return status
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+
+
+def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""Every example runs under torchrun and plainly, and learns the same from the same samples either way."""
+
+import importlib.util
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+PLAIN = [sys.executable]
+
+
+def run(launcher, name, *arguments):
+    done = subprocess.run(
+        [*launcher, str(EXAMPLES / name), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(Path(name).stem, EXAMPLES / name)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Small Parquet files like CIFAR-10's, of noise that can be told apart by its brightness."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+    from PIL import Image
+
+    path = tmp_path_factory.mktemp("pictures")
+    random = np.random.default_rng(0)
+    for split, count in (("train", 64), ("test", 40)):
+        rows, labels = [], [index % 10 for index in range(count)]
+        for label in labels:
+            pixels = random.integers(20 * label, 20 * label + 60, (32, 32, 3)).astype(np.uint8)
+            buffer = io.BytesIO()
+            Image.fromarray(pixels).save(buffer, "png")
+            rows.append({"bytes": buffer.getvalue(), "path": "x.png"})
+        pq.write_table(pa.table({"img": rows, "label": labels}), path / f"{split}-00000-of-00001.parquet")
+    return path
+
+
+@pytest.mark.parametrize(("launcher", "workers"), [(PLAIN, 1), (TORCHRUN, 2)])
+def test_minimal(launcher, workers):
+    said = run(launcher, "minimal.py").splitlines()
+    assert len(said) == 4
+    assert said[-1].endswith(f"on {workers} worker(s)")
+
+
+def test_cifar10_has_the_network_of_the_paper():
+    assert sum(p.numel() for p in load("cifar10.py").Quick().parameters()) == 145_578
+
+
+def test_cifar10_gives_the_same_curve_with_two_workers(pictures, tmp_path):
+    common = ["--data", pictures, "--epochs", 2, "--threads", 1, "--json-lines"]
+    run(PLAIN, "cifar10.py", *common, tmp_path / "one.jsonl", "--batch", 16)
+    run(TORCHRUN, "cifar10.py", *common, tmp_path / "two.jsonl", "--batch", 8)
+    one, two = lines(tmp_path / "one.jsonl"), lines(tmp_path / "two.jsonl")
+    assert [line["step"] for line in one] == [line["step"] for line in two] == [4, 8]
+    assert [line["workers"] for line in one + two] == [1, 1, 2, 2]
+    for alone, together in zip(one, two, strict=True):
+        assert alone["test_loss"] == pytest.approx(together["test_loss"], rel=1e-4)
+
+
+def test_cifar10_says_where_it_looked_for_data(tmp_path):
+    done = subprocess.run(
+        [*PLAIN, str(EXAMPLES / "cifar10.py"), "--data", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == f"cifar10: no train-*.parquet in {tmp_path}; give the directory with --data\n"
+
+
+def test_char_lm_gives_the_same_curve_with_two_workers(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 100)
+    common = ["--data", text, "--steps", 6, "--every", 3, "--json-lines"]
+    run(PLAIN, "char_lm.py", *common, tmp_path / "one.jsonl", "--batch", 4)
+    run(TORCHRUN, "char_lm.py", *common, tmp_path / "two.jsonl", "--batch", 2)
+    one, two = lines(tmp_path / "one.jsonl"), lines(tmp_path / "two.jsonl")
+    assert [line["step"] for line in one] == [line["step"] for line in two] == [3, 6]
+    for alone, together in zip(one, two, strict=True):
+        assert alone["held_out_loss"] == pytest.approx(together["held_out_loss"], rel=1e-4)
