@@ -24,7 +24,7 @@ pub struct Config {
     /// Lanes per rank.
     pub lanes: u32,
     /// Bytes that may be pushed to one owner for one book and not be answered yet. Bounds what an owner must hold for a
-    /// slow rank; see [`outbox`] for the exception that keeps it free of deadlock.
+    /// slow rank; `node/outbox.rs` has the exception that keeps it free of deadlock.
     pub window_bytes: u64,
     /// Whether the place in the forward pass decides (otherwise: first in, first out).
     pub priority: bool,
@@ -59,7 +59,7 @@ pub enum Event<C> {
         /// Its payload, if it has one.
         payload: Option<C>,
     },
-    /// A control frame (blob, heartbeat, abort, goodbye) is to be sent, before all data.
+    /// A control frame (blob, heartbeat, abort, goodbye) is to be sent, before all data; a goodbye after all data.
     Control {
         /// The receiver; all other ranks if `None`.
         to: Option<Rank>,

@@ -35,7 +35,7 @@ pub enum Kind {
     Heartbeat = 8,
     /// To all: the job has failed; `argument` is the rank at fault, the payload says why.
     Abort = 9,
-    /// To all: this rank is done and needs nobody any more.
+    /// To all, after everything else: this rank is done, needs nobody any more, and owes this peer nothing.
     Goodbye = 10,
 }
 

@@ -13,7 +13,7 @@
 use crate::bits::Bits;
 use crate::layout::{Book, BookId, Rank, Seq};
 use crate::queue::PriorityQueue;
-use crate::wire::Outgoing;
+use crate::wire::{Kind, Outgoing};
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
@@ -34,6 +34,8 @@ struct Pushes<C> {
 /// The frames for one peer.
 pub(super) struct Outbox<C> {
     control: VecDeque<Outgoing<C>>,
+    /// Goes last: when it arrives, the peer needs nothing more from this rank.
+    goodbye: Option<Outgoing<C>>,
     /// Answers and absences, which no window holds back.
     ready: PriorityQueue<Outgoing<C>>,
     pushes: Vec<Option<Pushes<C>>>,
@@ -46,6 +48,7 @@ enum Next {
     Ready,
     /// The head of a book's queue.
     Push(usize),
+    Goodbye,
     /// The slice of a book whose turn it is, whatever the window says.
     Turn(usize, u32),
 }
@@ -101,7 +104,7 @@ impl<C> Outbox<C> {
     pub(super) fn new(window_bytes: u64) -> Self {
         let mut ready = PriorityQueue::default();
         ready.grow(1);
-        Self { control: VecDeque::new(), ready, pushes: Vec::new(), window_bytes }
+        Self { control: VecDeque::new(), goodbye: None, ready, pushes: Vec::new(), window_bytes }
     }
 
     pub(super) fn open_book(&mut self, id: BookId, book: &Book, peer: Rank) {
@@ -124,7 +127,11 @@ impl<C> Outbox<C> {
     }
 
     pub(super) fn queue_control(&mut self, frame: Outgoing<C>) {
-        self.control.push_back(frame);
+        if frame.header.kind == Kind::Goodbye {
+            self.goodbye = Some(frame);
+        } else {
+            self.control.push_back(frame);
+        }
     }
 
     pub(super) fn queue_ready(&mut self, place: usize, order: u64, frame: Outgoing<C>) -> bool {
@@ -157,11 +164,11 @@ impl<C> Outbox<C> {
         let ready = self.ready.peek().map(|(place, order, _)| (place, order, Next::Ready));
         let pushes = self.pushes.iter().enumerate();
         let pushes = pushes.filter_map(|(book, pushes)| pushes.as_ref()?.next(book, self.window_bytes));
-        ready
-            .into_iter()
-            .chain(pushes)
-            .min_by_key(|(place, order, _)| (*place, *order))
-            .map(|(_, _, next)| next)
+        let first = ready.into_iter().chain(pushes).min_by_key(|(place, order, _)| (*place, *order));
+        first.map(|(_, _, next)| next).or_else(|| {
+            let waits = self.pushes.iter().flatten().any(|pushes| !pushes.queue.is_empty());
+            (self.goodbye.is_some() && !waits).then_some(Next::Goodbye)
+        })
     }
 
     pub(super) fn has_frame(&self) -> bool {
@@ -172,6 +179,7 @@ impl<C> Outbox<C> {
         let (pushes, (at_owner, frame)) = match self.next()? {
             Next::Control => return self.control.pop_front(),
             Next::Ready => return self.ready.pop(),
+            Next::Goodbye => return self.goodbye.take(),
             Next::Push(book) => {
                 let pushes = self.pushes[book].as_mut()?;
                 let head = pushes.queue.pop()?;

@@ -1,0 +1,311 @@
+//! The node, event by event: what the simulator has found, each as its smallest story, and events drawn at random.
+
+use penstock_core::layout::{Book, Dtype, Rank, Seq, Tensor};
+use penstock_core::memory::Memory;
+use penstock_core::node::{Action, Config, Event, Node};
+use penstock_core::wire::{Header, Kind, Op, Outgoing, Place};
+use proptest::prelude::*;
+use std::cell::Cell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+/// Lengths alone, and how many scratch buffers are in use.
+#[derive(Default)]
+struct Lengths {
+    scratch: Rc<Cell<usize>>,
+}
+
+struct Buffer {
+    scratch: Option<Rc<Cell<usize>>>,
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        if let Some(count) = &self.scratch {
+            count.set(count.get() - 1);
+        }
+    }
+}
+
+type Chunk = (Rc<Buffer>, usize);
+
+fn user_memory(len_bytes: usize) -> Chunk {
+    (Rc::new(Buffer { scratch: None }), len_bytes)
+}
+
+impl Memory for Lengths {
+    type Chunk = Chunk;
+
+    fn part(&self, chunk: &Chunk, offset_bytes: usize, len_bytes: usize) -> Chunk {
+        assert!(offset_bytes + len_bytes <= chunk.1);
+        (chunk.0.clone(), len_bytes)
+    }
+
+    fn scratch(&mut self, len_bytes: usize) -> Chunk {
+        self.scratch.set(self.scratch.get() + 1);
+        (Rc::new(Buffer { scratch: Some(self.scratch.clone()) }), len_bytes)
+    }
+
+    fn reduce(&mut self, _: Dtype, inputs: &[Chunk], _: u32, output: &Chunk) {
+        assert!(inputs.iter().all(|input| input.1 == output.1));
+    }
+}
+
+/// `tensors` tensors of one slice of 4 KiB each; slice i belongs to rank i modulo the ranks.
+fn book(tensors: u32, ranks: u32) -> Arc<Book> {
+    let tensors = (0..tensors).map(|i| Tensor::new(format!("t{i}"), i, Dtype::F32, 1024)).collect();
+    let layers = (0..64).map(|i| format!("layer{i}")).collect();
+    Arc::new(Book::new("model", layers, tensors, ranks, 4096, 1).unwrap())
+}
+
+struct Bench {
+    node: Node<Lengths>,
+    ranks: u32,
+    actions: Vec<Action<Chunk>>,
+}
+
+impl Bench {
+    fn new(rank: u32, ranks: u32, window_bytes: u64) -> Self {
+        let config = Config { rank: Rank(rank), ranks, lane: 0, lanes: 1, window_bytes, priority: true };
+        Self { node: Node::new(config, Lengths::default()), ranks, actions: Vec::new() }
+    }
+
+    fn with_book(rank: u32, ranks: u32, window_bytes: u64) -> Self {
+        let mut bench = Self::new(rank, ranks, window_bytes);
+        bench.open();
+        bench
+    }
+
+    fn open(&mut self) {
+        self.node.open_book(0, book(8, self.ranks), &mut self.actions).unwrap();
+    }
+
+    fn submit(&mut self, tensor: u32, seq: Seq, op: Op, absent: bool) {
+        let memory = user_memory(4096);
+        let event = Event::Submit { book: 0, tensor, seq, step: seq, op, memory, absent };
+        self.node.step(event, &mut self.actions).unwrap();
+    }
+
+    /// A frame arrives: first its header, then its payload.
+    fn frame(&mut self, from: u32, header: Header) -> Result<(), penstock_core::Error> {
+        let payload = match self.node.place(Rank(from), &header)? {
+            Place::None => None,
+            Place::Chunk(chunk) => Some(chunk),
+        };
+        self.node.step(Event::Frame { from: Rank(from), header, payload }, &mut self.actions)
+    }
+
+    fn frames(&mut self, peer: u32) -> Vec<Outgoing<Chunk>> {
+        std::iter::from_fn(|| self.node.next_frame(Rank(peer))).collect()
+    }
+
+    fn completed(&self) -> usize {
+        self.actions.iter().filter(|action| matches!(action, Action::Complete { .. })).count()
+    }
+}
+
+fn exchange(kind: Kind, slice: u32, seq: Seq, op: Op) -> Header {
+    let payload_bytes = if matches!(kind, Kind::Push | Kind::Answer) { 4096 } else { 0 };
+    Header { op, slice, seq, payload_bytes, ..Header::control(kind) }
+}
+
+#[test]
+fn frames_of_a_book_that_is_opened_later_are_counted_once() {
+    let mut bench = Bench::new(0, 2, 1 << 20);
+    bench.frame(1, exchange(Kind::Push, 0, 1, Op::Average)).unwrap();
+    bench.frame(1, exchange(Kind::PushAbsent, 2, 1, Op::Average)).unwrap();
+    bench.open();
+    assert_eq!(bench.node.counters().frames_received, 2);
+    assert_eq!(bench.node.counters().traffic[0][0].received_bytes, 4096);
+    bench.submit(0, 1, Op::Average, false);
+    bench.submit(2, 1, Op::Average, true);
+    assert_eq!(bench.completed(), 2);
+}
+
+#[test]
+fn a_book_opened_between_a_header_and_its_payload_does_not_spare_the_frame_its_check() {
+    let mut bench = Bench::new(0, 2, 1 << 20);
+    let header = exchange(Kind::Push, 999, 1, Op::Average);
+    let Ok(Place::Chunk(chunk)) = bench.node.place(Rank(1), &header) else { panic!("kept for later") };
+    bench.open();
+    let event = Event::Frame { from: Rank(1), header, payload: Some(chunk) };
+    assert!(bench.node.step(event, &mut bench.actions).is_err(), "there is no slice 999");
+}
+
+#[test]
+fn a_rank_that_knows_first_that_all_have_left_does_not_end_a_round_alone() {
+    let mut bench = Bench::with_book(1, 3, 1 << 20);
+    bench.node.step(Event::Leave, &mut bench.actions).unwrap();
+    bench.frame(0, Header::control(Kind::Leave)).unwrap();
+    // Rank 2 has left too; rank 0 knows it and goes on, this rank does not know it yet.
+    bench.frame(0, exchange(Kind::Push, 1, 1, Op::Average)).unwrap();
+    bench.frame(2, Header::control(Kind::Leave)).unwrap();
+    assert!(bench.actions.iter().any(|action| matches!(action, Action::AllLeft)));
+    bench.frame(2, exchange(Kind::Push, 1, 1, Op::Average)).unwrap();
+    assert!(bench.frames(0).iter().all(|frame| frame.header.kind == Kind::Leave), "no answer yet");
+    bench.submit(1, 1, Op::Average, false);
+    assert_eq!(bench.completed(), 1);
+    assert_eq!(bench.frames(0)[0].header.kind, Kind::Answer);
+}
+
+#[test]
+fn a_backward_pass_ahead_of_the_others_stays_within_its_window() {
+    let mut bench = Bench::with_book(0, 2, 4096);
+    let mut pushed = Vec::new();
+    for tensor in [7, 5, 3, 1] {
+        bench.submit(tensor, 1, Op::Average, false);
+        pushed.extend(bench.frames(1));
+    }
+    // The window, and the second one for what overtakes: the next slice of the pass is no exception.
+    assert_eq!(pushed.iter().map(|frame| frame.header.slice).collect::<Vec<_>>(), [7, 5]);
+    let mut answered = 0;
+    while answered < pushed.len() {
+        bench.frame(1, exchange(Kind::Answer, pushed[answered].header.slice, 1, Op::Average)).unwrap();
+        answered += 1;
+        pushed.extend(bench.frames(1));
+        assert!(pushed.len() - answered <= 3);
+    }
+    assert_eq!(bench.completed(), 4);
+}
+
+#[test]
+fn ranks_that_fill_their_windows_with_different_slices_do_not_wait_for_one_another_for_ever() {
+    let mut benches: Vec<Bench> = (0..3).map(|rank| Bench::with_book(rank, 3, 1)).collect();
+    for round in 1..=2 {
+        for (rank, bench) in benches.iter_mut().enumerate() {
+            for i in 0..8 {
+                bench.submit([i, 7 - i, (i + 4) % 8][rank], round, Op::Average, false);
+            }
+        }
+        let mut moved = true;
+        while std::mem::take(&mut moved) {
+            for (from, to) in [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)] {
+                while let Some(Outgoing { header, .. }) = benches[from].node.next_frame(Rank(to as u32)) {
+                    benches[to].frame(from as u32, header).unwrap();
+                    moved = true;
+                }
+            }
+        }
+        assert!(benches.iter().all(|bench| bench.completed() == 8 * round as usize));
+    }
+}
+
+#[test]
+fn an_older_round_goes_before_a_newer_one_when_the_window_is_full() {
+    // Tensor 1 of round 1 waits behind round 2 of tensor 7. Others may wait for it before they submit round 2.
+    let mut bench = Bench::with_book(0, 2, 4096);
+    for tensor in [7, 5, 3, 1] {
+        bench.submit(tensor, 1, Op::Average, false);
+    }
+    // With room for one of 4 KiB, the best place goes first: 1; its turn has 7.
+    assert_eq!(bench.node.next_frame(Rank(1)).map(|frame| frame.header.slice), Some(1));
+    assert_eq!(bench.node.next_frame(Rank(1)).map(|frame| frame.header.slice), Some(7));
+    assert!(!bench.node.has_frame(Rank(1)));
+    bench.frame(1, exchange(Kind::Answer, 7, 1, Op::Average)).unwrap();
+    bench.submit(7, 2, Op::Average, false);
+    let next = bench.node.next_frame(Rank(1)).map(|frame| (frame.header.slice, frame.header.seq));
+    assert_eq!(next, Some((5, 1)), "round 1 before round 2");
+}
+
+#[test]
+fn a_copy_is_answered_from_the_owners_own_memory() {
+    let mut bench = Bench::with_book(0, 3, 1 << 20);
+    bench.submit(0, 1, Op::Copy, true);
+    bench.frame(2, exchange(Kind::PushAbsent, 0, 1, Op::Copy)).unwrap();
+    bench.frame(1, exchange(Kind::Push, 0, 1, Op::Copy)).unwrap();
+    assert_eq!(bench.completed(), 1);
+    // Rank 1 may push again when it has its answer, so its buffer must not wait for the answer to rank 2.
+    assert_eq!(bench.node.memory().scratch.get(), 0);
+    assert_eq!(bench.frames(1)[0].header.kind, Kind::AnswerSame);
+    assert_eq!(bench.frames(2)[0].header.kind, Kind::Answer);
+}
+
+#[test]
+fn a_goodbye_goes_after_the_answers_that_are_owed() {
+    let mut bench = Bench::with_book(0, 2, 1 << 20);
+    bench.frame(1, exchange(Kind::Push, 0, 1, Op::Average)).unwrap();
+    bench.submit(0, 1, Op::Average, false);
+    for kind in [Kind::Goodbye, Kind::Heartbeat] {
+        let event = Event::Control { to: None, header: Header::control(kind), payload: None };
+        bench.node.step(event, &mut bench.actions).unwrap();
+    }
+    let kinds: Vec<Kind> = bench.frames(1).iter().map(|frame| frame.header.kind).collect();
+    assert_eq!(kinds, [Kind::Heartbeat, Kind::Answer, Kind::Goodbye]);
+}
+
+#[derive(Debug, Clone)]
+enum Draw {
+    Open,
+    Submit { tensor: u32, seq: Seq, op: Op, absent: bool },
+    Frame { from: u32, header: Header },
+    Leave,
+    Send(u32),
+}
+
+fn draw() -> impl Strategy<Value = Draw> {
+    let op = || prop::sample::select(vec![Op::Average, Op::Average, Op::Sum, Op::Copy]);
+    let kinds = [
+        Kind::Push,
+        Kind::Push,
+        Kind::PushAbsent,
+        Kind::Answer,
+        Kind::AnswerAbsent,
+        Kind::AnswerSame,
+        Kind::Leave,
+        Kind::Blob,
+        Kind::Heartbeat,
+        Kind::Abort,
+        Kind::Goodbye,
+    ];
+    let frame =
+        (1u32..3, prop::sample::select(kinds.to_vec()), op(), 0u16..2, 0u32..12, 0u32..3, any::<u8>());
+    let frame = frame.prop_map(|(from, kind, op, book, slice, seq, wild)| {
+        let mut header = Header { book, ..exchange(kind, slice, seq, op) };
+        // Now and then a length that does not fit.
+        header.payload_bytes += u32::from(wild < 8);
+        Draw::Frame { from, header }
+    });
+    let submit = (0u32..8, 1u32..3, op(), any::<bool>());
+    prop_oneof![
+        1 => Just(Draw::Open),
+        6 => submit.prop_map(|(tensor, seq, op, absent)| Draw::Submit { tensor, seq, op, absent }),
+        12 => frame,
+        1 => Just(Draw::Leave),
+        4 => (1u32..3).prop_map(Draw::Send),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2000))]
+
+    /// Whatever peers send and whatever the caller does: an error or not, never a panic, and all scratch comes back.
+    #[test]
+    fn any_events_are_taken_or_refused(draws in prop::collection::vec(draw(), 1..60)) {
+        let mut bench = Bench::new(0, 3, 5000);
+        let (mut opened, scratch) = (false, bench.node.memory().scratch.clone());
+        for draw in draws {
+            let result = match draw {
+                Draw::Open if std::mem::replace(&mut opened, true) => Ok(()),
+                Draw::Open => bench.node.open_book(0, book(8, 3), &mut bench.actions),
+                Draw::Submit { tensor, seq, op, absent } => {
+                    let memory = user_memory(4096);
+                    let event = Event::Submit { book: 0, tensor, seq, step: seq, op, memory, absent };
+                    bench.node.step(event, &mut bench.actions)
+                }
+                Draw::Frame { from, header } => bench.frame(from, header),
+                Draw::Leave => bench.node.step(Event::Leave, &mut bench.actions),
+                Draw::Send(peer) => {
+                    let could = bench.node.has_frame(Rank(peer));
+                    prop_assert_eq!(could, bench.node.next_frame(Rank(peer)).is_some());
+                    Ok(())
+                }
+            };
+            // A node that has reported an error is not used again.
+            if result.is_err() {
+                break;
+            }
+        }
+        drop(bench);
+        prop_assert_eq!(scratch.get(), 0);
+    }
+}
