@@ -1,0 +1,314 @@
+//! Results: who contributed what to which round, and what must come out of it.
+
+use super::{Checker, Violation, check};
+use half::{bf16, f16};
+use penstock_core::layout::{Book, BookId, Dtype, Rank, Seq, SliceId, TensorId};
+use penstock_core::wire::Op;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// What must come out of a round: bytes, or nothing because nobody contributed. Bytes are `None` in virtual memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Expected {
+    Absent,
+    Present(Option<Vec<u8>>),
+}
+
+#[derive(Debug)]
+struct Part {
+    absent: bool,
+    /// What the memory held at the submission.
+    bytes: Option<Box<[u8]>>,
+    /// By slice of the tensor: completions.
+    completed: Vec<u32>,
+}
+
+#[derive(Debug)]
+struct Round {
+    op: Op,
+    active: u32,
+    parts: Vec<Option<Part>>,
+    expected: Option<Expected>,
+}
+
+/// The independent record of all rounds.
+#[derive(Debug)]
+pub struct Ledger {
+    books: Vec<Arc<Book>>,
+    ranks: u32,
+    rounds: BTreeMap<(BookId, TensorId, Seq), Round>,
+}
+
+/// What a rank says about a slice.
+#[derive(Debug, Clone, Copy)]
+pub struct Completion<'a> {
+    /// The rank.
+    pub rank: Rank,
+    /// The book.
+    pub book: BookId,
+    /// The slice.
+    pub slice: SliceId,
+    /// The round.
+    pub seq: Seq,
+    /// Whether anybody contributed.
+    pub present: bool,
+    /// What is in the slice's memory, unless that is virtual.
+    pub bytes: Option<&'a [u8]>,
+}
+
+impl Ledger {
+    /// An empty record.
+    #[must_use]
+    pub fn new(books: Vec<Arc<Book>>, ranks: u32) -> Self {
+        Self { books, ranks, rounds: BTreeMap::new() }
+    }
+
+    /// A rank takes part in a round with what its memory holds; `active` ranks will.
+    ///
+    /// # Errors
+    /// [`Checker::Protocol`] if the simulated programs themselves disagree.
+    pub fn submit(
+        &mut self,
+        rank: Rank,
+        submission: &crate::program::Submission,
+        seq: Seq,
+        bytes: Option<Box<[u8]>>,
+    ) -> Result<(), Violation> {
+        let (book, tensor) = (submission.book, submission.tensor);
+        let slices = self.books[usize::from(book)].slices_of(tensor).len();
+        let round = self.rounds.entry((book, tensor, seq)).or_insert_with(|| Round {
+            op: submission.op,
+            active: submission.active,
+            parts: (0..self.ranks).map(|_| None).collect(),
+            expected: None,
+        });
+        let same = (round.op, round.active) == (submission.op, submission.active);
+        let part = &mut round.parts[rank.index()];
+        check(same && part.is_none(), Checker::Protocol, || {
+            format!("the programs disagree about round {seq} of tensor {tensor} of book {book}, rank {rank}")
+        })?;
+        *part = Some(Part { absent: submission.absent, bytes, completed: vec![0; slices] });
+        Ok(())
+    }
+
+    /// A slice is complete on a rank: exactly once, not before all took part, and exact.
+    ///
+    /// # Errors
+    /// What was violated.
+    pub fn complete(&mut self, completion: &Completion<'_>) -> Result<(), Violation> {
+        let Completion { rank, book, slice, seq, .. } = *completion;
+        let name = || format!("slice {slice} of book {book}, round {seq}, rank {rank}");
+        let (tensor, ids) = self.tensor_of(book, slice);
+        let dtype = self.books[usize::from(book)].tensors[tensor as usize].dtype;
+        let round = self.rounds.get_mut(&(book, tensor, seq));
+        let Some((round, part)) = round.and_then(|round| {
+            let part = round.parts[rank.index()].as_mut()?;
+            part.completed[(slice - ids.start) as usize] += 1;
+            let completed = part.completed[(slice - ids.start) as usize];
+            Some((round, completed))
+        }) else {
+            return Err(Violation::new(Checker::ExactlyOnce, format!("{} was not submitted", name())));
+        };
+        check(part == 1, Checker::ExactlyOnce, || format!("{} completes {part} times", name()))?;
+        let arrived = round.parts.iter().flatten().count();
+        check(arrived == round.active as usize, Checker::NobodyForgotten, || {
+            format!("{} is complete when {arrived} of {} ranks took part", name(), round.active)
+        })?;
+        round.expected.get_or_insert_with(|| expected(dtype, round.op, &round.parts));
+        self.check_exact(completion, Checker::Exact)
+    }
+
+    /// The program reads a result, slice by slice, some time after it was complete.
+    ///
+    /// # Errors
+    /// What was violated.
+    pub fn read(&self, completion: &Completion<'_>) -> Result<(), Violation> {
+        self.check_exact(completion, Checker::ResultStays)
+    }
+
+    /// Bytes and presence are as expected; `exact` is to blame if bytes differ.
+    fn check_exact(&self, completion: &Completion<'_>, exact: Checker) -> Result<(), Violation> {
+        let Completion { rank, book, slice, seq, present, bytes } = *completion;
+        let (tensor, _) = self.tensor_of(book, slice);
+        let layout = &self.books[usize::from(book)].slices[slice as usize];
+        let range =
+            layout.offset_bytes as usize..(layout.offset_bytes + u64::from(layout.len_bytes)) as usize;
+        let round = &self.rounds[&(book, tensor, seq)];
+        let name = || {
+            format!(
+                "slice {slice} of book {book} ({:?} of tensor {tensor}), round {seq}, rank {rank}",
+                round.op
+            )
+        };
+        let Some(expected) = &round.expected else {
+            return Err(Violation::new(Checker::ExactlyOnce, format!("{} is read but not complete", name())));
+        };
+        check(present == (*expected != Expected::Absent), Checker::AbsentUntouched, || {
+            format!("{}: the rank is told present={present}", name())
+        })?;
+        let Some(bytes) = bytes else { return Ok(()) };
+        match expected {
+            Expected::Present(Some(want)) => check_bytes(&want[range], bytes, exact, name),
+            Expected::Absent => {
+                let before = round.parts[rank.index()].as_ref().and_then(|part| part.bytes.as_deref());
+                check_bytes(before.map_or(&[], |all| &all[range]), bytes, Checker::AbsentUntouched, name)
+            }
+            Expected::Present(None) => Ok(()),
+        }
+    }
+
+    fn tensor_of(&self, book: BookId, slice: SliceId) -> (TensorId, std::ops::Range<SliceId>) {
+        let book = &self.books[usize::from(book)];
+        let tensor = book.slices[slice as usize].tensor;
+        (tensor, book.slices_of(tensor))
+    }
+
+    /// At the end: every slice of every submission is complete.
+    ///
+    /// # Errors
+    /// [`Checker::ExactlyOnce`].
+    pub fn finish(&self) -> Result<(), Violation> {
+        for ((book, tensor, seq), round) in &self.rounds {
+            for (rank, part) in round.parts.iter().enumerate() {
+                let all = part.as_ref().is_none_or(|part| part.completed.iter().all(|count| *count == 1));
+                check(all, Checker::ExactlyOnce, || {
+                    format!(
+                        "tensor {tensor} of book {book}, round {seq}, rank {rank} is not complete at the end"
+                    )
+                })?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn check_bytes(
+    want: &[u8],
+    got: &[u8],
+    checker: Checker,
+    name: impl FnOnce() -> String,
+) -> Result<(), Violation> {
+    check(want == got, checker, || {
+        let at = want.iter().zip(got).position(|(a, b)| a != b).unwrap_or(want.len().min(got.len()));
+        format!("{}: byte {at} of {} differs from what was expected", name(), want.len())
+    })
+}
+
+/// The result, recomputed element by element in rank order.
+fn expected(dtype: Dtype, op: Op, parts: &[Option<Part>]) -> Expected {
+    let active = parts.iter().flatten().count();
+    let rows: Vec<Option<&[u8]>> =
+        parts.iter().flatten().filter(|part| !part.absent).map(|part| part.bytes.as_deref()).collect();
+    if rows.is_empty() {
+        return Expected::Absent;
+    }
+    let Some(rows) = rows.into_iter().collect::<Option<Vec<&[u8]>>>() else { return Expected::Present(None) };
+    if op == Op::Copy {
+        return Expected::Present(Some(rows[0].to_vec()));
+    }
+    let divisor = if op == Op::Average { active as f32 } else { 1.0 };
+    Expected::Present(Some(match dtype {
+        Dtype::F32 => sum(&rows, divisor, f32::from_le_bytes, f32::to_le_bytes),
+        Dtype::F16 => sum(
+            &rows,
+            divisor,
+            |bytes| f16::from_le_bytes(bytes).to_f32(),
+            |x| f16::from_f32(x).to_le_bytes(),
+        ),
+        Dtype::Bf16 => sum(
+            &rows,
+            divisor,
+            |bytes| bf16::from_le_bytes(bytes).to_f32(),
+            |x| bf16::from_f32(x).to_le_bytes(),
+        ),
+        Dtype::F64 => sum(&rows, f64::from(divisor), f64::from_le_bytes, f64::to_le_bytes),
+        Dtype::Bytes => rows[0].to_vec(),
+    }))
+}
+
+fn sum<const N: usize, T>(
+    rows: &[&[u8]],
+    divisor: T,
+    decode: impl Fn([u8; N]) -> T,
+    encode: impl Fn(T) -> [u8; N],
+) -> Vec<u8>
+where
+    T: std::ops::Add<Output = T> + std::ops::Div<Output = T> + Copy,
+{
+    let mut bytes = Vec::with_capacity(rows[0].len());
+    for start in (0..rows[0].len()).step_by(N) {
+        let at = |row: &[u8]| {
+            let mut element = [0; N];
+            element.copy_from_slice(&row[start..start + N]);
+            decode(element)
+        };
+        let total = rows[1..].iter().fold(at(rows[0]), |total, row| total + at(row));
+        bytes.extend(encode(total / divisor));
+    }
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::program::Submission;
+    use penstock_core::layout::Tensor;
+
+    fn ledger() -> Ledger {
+        let tensors = vec![Tensor::new("w", 0, Dtype::F32, 2)];
+        let book = Book::new("model", vec!["fc".into()], tensors, 2, 1024, 1).unwrap();
+        Ledger::new(vec![Arc::new(book)], 2)
+    }
+
+    fn bytes(values: [f32; 2]) -> Box<[u8]> {
+        values.iter().flat_map(|x| x.to_le_bytes()).collect()
+    }
+
+    fn submit(ledger: &mut Ledger, rank: u32, absent: bool, values: [f32; 2]) {
+        let submission = Submission { book: 0, tensor: 0, op: Op::Average, absent, active: 2 };
+        ledger.submit(Rank(rank), &submission, 1, Some(bytes(values))).unwrap();
+    }
+
+    fn complete(ledger: &mut Ledger, present: bool, values: [f32; 2]) -> Option<Checker> {
+        let bytes = bytes(values);
+        let completion =
+            Completion { rank: Rank(1), book: 0, slice: 0, seq: 1, present, bytes: Some(&bytes) };
+        ledger.complete(&completion).err().map(|violation| violation.checker)
+    }
+
+    #[test]
+    fn a_result_is_the_average_of_the_ranks_exactly_once() {
+        let mut ledger = ledger();
+        assert_eq!(complete(&mut ledger, true, [0.0; 2]), Some(Checker::ExactlyOnce), "never submitted");
+        submit(&mut ledger, 1, false, [1.0, 2.0]);
+        submit(&mut ledger, 0, false, [3.0, 5.0]);
+        assert_eq!(ledger.finish().map_err(|v| v.checker), Err(Checker::ExactlyOnce), "not complete");
+        assert_eq!(complete(&mut ledger, true, [2.0, 3.5]), None);
+        assert_eq!(complete(&mut ledger, true, [2.0, 3.5]), Some(Checker::ExactlyOnce), "twice");
+    }
+
+    #[test]
+    fn wrong_bits_and_early_ends_are_found() {
+        let mut ledger = ledger();
+        submit(&mut ledger, 1, true, [1.0, 2.0]);
+        assert_eq!(complete(&mut ledger, true, [1.0, 2.0]), Some(Checker::NobodyForgotten));
+        let mut ledger = self::ledger();
+        submit(&mut ledger, 1, true, [1.0, 2.0]);
+        submit(&mut ledger, 0, false, [3.0, 5.0]);
+        assert_eq!(complete(&mut ledger, true, [1.5, 2.500_000_2]), Some(Checker::Exact));
+    }
+
+    #[test]
+    fn what_nobody_contributed_to_stays_as_it_was() {
+        for (present, values, want) in [
+            (false, [1.0, 2.0], None),
+            (true, [1.0, 2.0], Some(Checker::AbsentUntouched)),
+            (false, [0.0, 2.0], Some(Checker::AbsentUntouched)),
+        ] {
+            let mut ledger = ledger();
+            submit(&mut ledger, 0, true, [7.0, 7.0]);
+            submit(&mut ledger, 1, true, [1.0, 2.0]);
+            assert_eq!(complete(&mut ledger, present, values), want);
+        }
+    }
+}

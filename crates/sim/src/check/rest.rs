@@ -1,0 +1,82 @@
+//! What must hold at the end of a run, and what an owner may hold during it.
+
+use super::{Checker, Violation, check};
+use penstock_core::layout::{Book, Rank};
+
+/// An owner's scratch buffers: of each other rank and each book at most its window, that of what overtakes, and the slices that
+/// go out of turn.
+///
+/// # Errors
+/// [`Checker::OwnerMemory`].
+pub fn check_owner_memory(
+    rank: Rank,
+    held_bytes: u64,
+    books: &[std::sync::Arc<Book>],
+    ranks: u32,
+    window_bytes: u64,
+    exceptions: u64,
+) -> Result<(), Violation> {
+    let largest = |book: &Book| book.slices.iter().map(|s| u64::from(s.len_bytes)).max().unwrap_or(0);
+    let per_peer: u64 = books
+        .iter()
+        .map(|book| window_bytes.saturating_mul(2).saturating_add(exceptions * largest(book)))
+        .fold(0, u64::saturating_add);
+    let bound = per_peer.saturating_mul(u64::from(ranks - 1));
+    check(held_bytes <= bound, Checker::OwnerMemory, || {
+        format!("rank {rank} holds {held_bytes} bytes for its peers; the windows allow {bound}")
+    })
+}
+
+/// Payload bytes that a rank sends in one round of `book` to which all contribute: every slice it does not own to its owner,
+/// and every slice it owns to each other rank. With even shards of S bytes that is 2 (n-1)/n S.
+#[must_use]
+pub fn round_bytes(book: &Book, rank: Rank, ranks: u32) -> u64 {
+    let (total, owned) = (book.owned_bytes.iter().sum::<u64>(), book.owned_bytes[rank.index()]);
+    total - owned + owned * u64::from(ranks - 1)
+}
+
+/// The payload bytes that left a rank are those of `rounds` full rounds.
+///
+/// # Errors
+/// [`Checker::Bytes`].
+pub fn check_bytes(
+    rank: Rank,
+    sent_bytes: u64,
+    books: &[std::sync::Arc<Book>],
+    ranks: u32,
+    rounds: u64,
+) -> Result<(), Violation> {
+    let want = rounds * books.iter().map(|book| round_bytes(book, rank, ranks)).sum::<u64>();
+    check(sent_bytes == want, Checker::Bytes, || {
+        format!("rank {rank} sent {sent_bytes} bytes of payload in {rounds} rounds; the formula says {want}")
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use penstock_core::layout::{Dtype, Tensor};
+    use std::sync::Arc;
+
+    fn book() -> Arc<Book> {
+        let tensors = (0..16).map(|i| Tensor::new(format!("t{i}"), 0, Dtype::F32, 1024)).collect();
+        Arc::new(Book::new("model", vec!["fc".into()], tensors, 4, 4096, 1).unwrap())
+    }
+
+    #[test]
+    fn the_formula_for_even_shards() {
+        let total = 16 * 4096;
+        assert_eq!(round_bytes(&book(), Rank(2), 4), 2 * 3 * total / 4);
+        assert!(check_bytes(Rank(2), 3 * 2 * 3 * total / 4, &[book()], 4, 3).is_ok());
+        let error = check_bytes(Rank(2), 3 * 2 * 3 * total / 4 + 1, &[book()], 4, 3).unwrap_err();
+        assert_eq!(error.checker, Checker::Bytes);
+    }
+
+    #[test]
+    fn an_owner_may_hold_what_the_windows_allow() {
+        let bound = 3 * (2 * 8192 + 4096);
+        assert!(check_owner_memory(Rank(0), bound, &[book()], 4, 8192, 1).is_ok());
+        let error = check_owner_memory(Rank(0), bound + 1, &[book()], 4, 8192, 1).unwrap_err();
+        assert_eq!(error.checker, Checker::OwnerMemory);
+    }
+}

@@ -1,0 +1,366 @@
+//! Scenarios drawn from a seed: everything that users, models and networks may do to the nodes, kept small.
+
+use crate::program::{Demands, Instruction, Links, Loss, Setup, Submission};
+use crate::random::Random;
+use penstock_core::layout::{Book, BookId, Dtype, Rank, Tensor, TensorId};
+use penstock_core::wire::Op;
+use std::sync::Arc;
+
+/// In which order the ranks submit the tensors of a round.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Order {
+    /// Last registered first, as backward does for a chain.
+    Reverse,
+    /// Any order, the same on all ranks.
+    Shuffled,
+    /// Any order, another on each rank.
+    ShuffledPerRank,
+}
+
+/// How a program waits for the results of a round.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Waiting {
+    /// Layer by layer in the order of the forward pass.
+    Forward,
+    /// For everything at once.
+    AtOnce,
+    /// Only before a tensor is submitted again.
+    Late,
+}
+
+/// What is the same on all ranks.
+struct Plan {
+    ranks: u32,
+    books: Vec<Arc<Book>>,
+    places: Vec<Option<Vec<u32>>>,
+    order: Order,
+    waiting: Waiting,
+    absent_permille: u64,
+    copy_permille: u64,
+    compute_ns_max: u64,
+    interleaved: bool,
+    /// Of some tensors, not even a rank contributes.
+    nobody_permille: u64,
+    epochs: Vec<Epoch>,
+    /// For orders that are the same on all ranks.
+    order_seed: u64,
+}
+
+/// Rounds up to a join.
+struct Epoch {
+    /// How many rounds each rank takes part in; one at least takes part in all.
+    rounds: Vec<u32>,
+    /// By round and book: what each tensor's round is.
+    plans: Vec<Vec<Vec<TensorRound>>>,
+    leave: bool,
+    agree: bool,
+}
+
+impl Epoch {
+    fn is_uneven(&self) -> bool {
+        self.rounds.iter().any(|rounds| *rounds as usize != self.plans.len())
+    }
+}
+
+#[derive(Clone, Copy)]
+struct TensorRound {
+    op: Op,
+    /// For copies: who contributes.
+    root: Option<u32>,
+    nobody: bool,
+}
+
+const LAYERS_MAX: u64 = 6;
+const DTYPES: [Dtype; 7] =
+    [Dtype::F32, Dtype::F32, Dtype::F32, Dtype::F64, Dtype::F16, Dtype::Bf16, Dtype::Bytes];
+
+/// Draws a scenario.
+#[must_use]
+pub fn draw(seed: u64) -> Setup {
+    let mut random = Random::new(seed);
+    let random = &mut random;
+    let (ranks, lanes) = (random.pick(&[1, 2, 2, 2, 3, 3, 3, 4, 4, 5, 6]), random.pick(&[1, 1, 1, 2, 3]));
+    let slice_bytes = random.between(1024, 3000) as usize;
+    let book_count = random.pick(&[1, 1, 2]);
+    let books: Vec<Arc<Book>> =
+        (0..book_count).map(|id| Arc::new(draw_book(random, id, ranks, slice_bytes, lanes))).collect();
+    let places = books.iter().map(|book| draw_places(random, book.layers.len())).collect();
+    let order = random.pick(&[Order::Reverse, Order::Reverse, Order::Shuffled, Order::ShuffledPerRank]);
+    let waiting = random.pick(&[Waiting::Forward, Waiting::Forward, Waiting::AtOnce, Waiting::Late]);
+    let mut plan = Plan {
+        ranks,
+        books,
+        places,
+        order,
+        waiting,
+        absent_permille: random.pick(&[0, 0, 100, 500]),
+        copy_permille: random.pick(&[0, 0, 200, 1000]),
+        compute_ns_max: random.magnitude(1, 200_000),
+        interleaved: random.chance(500),
+        nobody_permille: random.pick(&[0, 0, 200]),
+        epochs: Vec::new(),
+        order_seed: random.bits() >> 1,
+    };
+    for _ in 0..random.pick(&[1, 1, 1, 2, 2, 3]) {
+        let epoch = plan.draw_epoch(random);
+        plan.epochs.push(epoch);
+    }
+    let last = plan.epochs.len() - 1;
+    // Who takes part in fewer rounds must leave; the others may just end.
+    plan.epochs[last].leave &= plan.epochs[last].is_uneven() || random.chance(300);
+    plan.keep_agreement_where_needed();
+    let loss = (ranks > 1 && random.chance(80)).then(|| Loss {
+        rank: Rank(random.below(u64::from(ranks)) as u32),
+        at_ns: random.magnitude(1, 20_000_000),
+        silent: random.chance(500),
+    });
+    let links = draw_links(random);
+    let programs = (0..ranks).map(|rank| plan.program(rank, &mut random.fork())).collect();
+    Setup {
+        seed,
+        ranks,
+        lanes,
+        window_bytes: random.pick(&[1, 700, 3000, 6000, 20_000, 1 << 20]),
+        priority: random.chance(850),
+        links,
+        programs,
+        loss,
+        sabotage: None,
+        demands: plan.demands(),
+        places: plan.places,
+        books: plan.books,
+    }
+}
+
+fn draw_book(random: &mut Random, id: u32, ranks: u32, slice_bytes: usize, lanes: u32) -> Book {
+    let layers = random.between(1, LAYERS_MAX);
+    let mut layer = 0;
+    let tensors = (0..random.between(1, 10)).map(|i| {
+        // Mostly registered layer by layer, sometimes with a tensor of another layer between.
+        layer = (layer + random.below(2)).min(layers - 1);
+        let layer = if random.chance(100) { random.below(layers) } else { layer };
+        let elems = match random.below(10) {
+            0 => 0,
+            1 => 1,
+            2..=5 => random.between(2, 60),
+            6..=8 => random.between(60, 700),
+            _ => random.between(700, 2500),
+        };
+        Tensor::new(format!("b{id}.t{i}"), layer as u32, random.pick(&DTYPES), elems)
+    });
+    let tensors: Vec<Tensor> = tensors.collect();
+    let layers = (0..layers).map(|layer| format!("b{id}.layer{layer}")).collect();
+    Book::new(format!("book{id}"), layers, tensors, ranks, slice_bytes, lanes).expect("within all limits")
+}
+
+fn draw_places(random: &mut Random, layers: usize) -> Option<Vec<u32>> {
+    let mut places: Vec<u32> = (0..layers as u32).collect();
+    random.shuffle(&mut places);
+    random.chance(300).then_some(places)
+}
+
+fn draw_links(random: &mut Random) -> Links {
+    Links {
+        bytes_per_s: random.magnitude(1_000_000, 10_000_000_000),
+        delay_ns: random.magnitude(1, 1_000_000),
+        jitter_ns: random.magnitude(1, 500_000),
+        committed_bytes_max: random.magnitude(200, 100_000),
+        segment_bytes: random.magnitude(400, 20_000),
+        stall_permille: random.pick(&[0, 0, 20, 200]),
+        stall_ns_max: random.magnitude(1000, 5_000_000),
+        wake_ns_max: random.magnitude(1, 20_000) - 1,
+    }
+}
+
+impl Plan {
+    fn draw_epoch(&self, random: &mut Random) -> Epoch {
+        let most = random.between(1, 3) as u32;
+        let leave = random.chance(700);
+        let mut rounds = vec![most; self.ranks as usize];
+        if leave {
+            let longest = random.below(u64::from(self.ranks)) as usize;
+            for (rank, rounds) in rounds.iter_mut().enumerate().filter(|(rank, _)| *rank != longest) {
+                if rank != longest && random.chance(600) {
+                    *rounds = random.below(u64::from(most) + 1) as u32;
+                }
+            }
+        }
+        let plans = (0..most).map(|round| {
+            let active: Vec<u32> = (0..self.ranks).filter(|rank| rounds[*rank as usize] > round).collect();
+            let tensor = |tensor: &Tensor, random: &mut Random| {
+                let copied = tensor.dtype == Dtype::Bytes || random.chance(self.copy_permille);
+                let op = if copied { Op::Copy } else { random.pick(&[Op::Average, Op::Average, Op::Sum]) };
+                let root = copied.then(|| random.pick(&active));
+                TensorRound { op, root, nobody: random.chance(self.nobody_permille) }
+            };
+            let book = |book: &Arc<Book>, random: &mut Random| {
+                book.tensors.iter().map(|t| tensor(t, random)).collect()
+            };
+            self.books.iter().map(|b| book(b, random)).collect()
+        });
+        let plans = plans.collect();
+        let mut epoch = Epoch { rounds, plans, leave, agree: true };
+        epoch.agree = epoch.is_uneven() || random.chance(500);
+        epoch
+    }
+
+    /// Without agreement a rank may go on before another knows that all have left. It must not leave again before that.
+    fn keep_agreement_where_needed(&mut self) {
+        let mut leaves_later = false;
+        for epoch in self.epochs.iter_mut().rev() {
+            epoch.agree |= leaves_later;
+            leaves_later |= epoch.leave;
+        }
+    }
+
+    fn demands(&self) -> Demands {
+        let rounds = self.epochs.iter().map(|epoch| epoch.plans.len() as u64).sum();
+        let equal = !self.epochs.iter().any(Epoch::is_uneven);
+        let summed = self.copy_permille == 0
+            && self.books.iter().all(|b| b.tensors.iter().all(|t| t.dtype != Dtype::Bytes));
+        let full = equal && summed && self.absent_permille == 0 && self.nobody_permille == 0;
+        let tensors = self.books.iter().map(|book| book.tensors.len()).max().unwrap_or(0) as u64;
+        let in_turn = self.order == Order::Reverse && self.waiting != Waiting::Late;
+        Demands {
+            full_rounds: full.then_some(rounds),
+            // Each tensor that comes after all that are open may send one slice out of turn.
+            exceptions: if in_turn { 1 } else { tensors + 1 },
+            links: true,
+        }
+    }
+
+    fn program(&self, rank: u32, random: &mut Random) -> Vec<Instruction> {
+        let mut program = Vec::new();
+        // Some ranks are much slower than others.
+        let compute_ns_max = self.compute_ns_max * random.pick(&[1, 1, 1, 3, 50]);
+        let late = random.chance(200);
+        for book in 0..self.books.len() as BookId {
+            if late {
+                program.push(Instruction::Compute(random.below(20 * compute_ns_max + 1)));
+            }
+            program.push(Instruction::Open(book));
+        }
+        for (number, epoch) in self.epochs.iter().enumerate() {
+            for round in 0..epoch.rounds[rank as usize] {
+                // Drawn from the plan, not from this rank's own generator: the same for all.
+                let shared = Random::new(self.order_seed + u64::from(round) + 1000 * number as u64);
+                let mut slow = Slow { random, compute_ns_max };
+                self.backward(rank, epoch, round as usize, shared, &mut slow, &mut program);
+                self.forward(&mut slow, &mut program);
+            }
+            if epoch.leave {
+                program.push(Instruction::Leave { agree: epoch.agree });
+            }
+        }
+        program
+    }
+
+    /// The submissions of one round, with computing between them.
+    fn backward(
+        &self,
+        rank: u32,
+        epoch: &Epoch,
+        round: usize,
+        shared: Random,
+        slow: &mut Slow<'_>,
+        program: &mut Vec<Instruction>,
+    ) {
+        let active = epoch.rounds.iter().filter(|n| **n as usize > round).count() as u32;
+        let mut order = shared;
+        if self.order == Order::ShuffledPerRank {
+            order = slow.random.fork();
+        }
+        let mut submissions = Vec::new();
+        for (book, plans) in epoch.plans[round].iter().enumerate() {
+            let mut tensors: Vec<TensorId> = (0..plans.len() as u32).rev().collect();
+            if self.order != Order::Reverse {
+                order.shuffle(&mut tensors);
+            }
+            submissions.push(tensors.into_iter().map(move |tensor| (book, tensor)).collect::<Vec<_>>());
+        }
+        // Two models at once: their submissions in one sequence, another on each rank.
+        for (book, tensor) in merged(submissions, self.interleaved, slow.random) {
+            let plan = epoch.plans[round][book][tensor as usize];
+            let absent = match plan.root {
+                _ if plan.nobody => true,
+                Some(root) => root != rank,
+                None => slow.random.chance(self.absent_permille),
+            };
+            let submission = Submission { book: book as BookId, tensor, op: plan.op, absent, active };
+            program.push(slow.compute());
+            program.push(Instruction::Submit(submission));
+        }
+    }
+
+    fn forward(&self, slow: &mut Slow<'_>, program: &mut Vec<Instruction>) {
+        for (id, book) in self.books.iter().enumerate() {
+            let all = 0..book.tensors.len() as TensorId;
+            let book_id = id as BookId;
+            match self.waiting {
+                Waiting::Late => {}
+                Waiting::AtOnce => {
+                    program.push(Instruction::Wait { book: book_id, tensors: all.collect() });
+                }
+                Waiting::Forward => {
+                    let mut layers: Vec<u32> = (0..book.layers.len() as u32).collect();
+                    if let Some(places) = &self.places[id] {
+                        layers.sort_by_key(|layer| places[*layer as usize]);
+                    }
+                    for layer in layers {
+                        let of_layer = |t: &TensorId| book.tensors[*t as usize].layer == layer;
+                        let tensors = all.clone().filter(of_layer).collect();
+                        program.push(Instruction::Wait { book: book_id, tensors });
+                        program.push(slow.compute());
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// How fast a rank computes.
+struct Slow<'a> {
+    random: &'a mut Random,
+    compute_ns_max: u64,
+}
+
+impl Slow<'_> {
+    fn compute(&mut self) -> Instruction {
+        Instruction::Compute(self.random.below(self.compute_ns_max + 1))
+    }
+}
+
+/// All lists one after the other, or mixed, each keeping its own order.
+fn merged<T>(lists: Vec<Vec<T>>, mixed: bool, random: &mut Random) -> Vec<T> {
+    if !mixed {
+        return lists.into_iter().flatten().collect();
+    }
+    let mut lists: Vec<_> = lists.into_iter().map(Vec::into_iter).collect();
+    let mut all = Vec::new();
+    while !lists.is_empty() {
+        let at = random.below(lists.len() as u64) as usize;
+        match lists[at].next() {
+            Some(item) => all.push(item),
+            None => drop(lists.remove(at)),
+        }
+    }
+    all
+}
+
+/// A scenario in one line.
+#[must_use]
+pub fn describe(setup: &Setup) -> String {
+    let Setup { ranks, lanes, books, places, window_bytes, priority, links, loss, sabotage, demands, .. } =
+        setup;
+    let books = books.iter().map(|book| {
+        let (tensors, slices) = (book.tensors.len(), book.slices.len());
+        let bytes: u64 = book.owned_bytes.iter().sum();
+        format!("{} tensors in {} layers, {slices} slices, {bytes} bytes", tensors, book.layers.len())
+    });
+    let books: Vec<String> = books.collect();
+    let submissions = setup.programs.iter().flatten().filter(|i| matches!(i, Instruction::Submit(_))).count();
+    format!(
+        "{ranks} ranks x {lanes} lanes, window {window_bytes} bytes, priority {priority}, places {places:?}, \
+         books {books:?}, {submissions} submissions, {links:?}, loss {loss:?}, sabotage {sabotage:?}, {demands:?}"
+    )
+}

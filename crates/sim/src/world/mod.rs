@@ -1,0 +1,287 @@
+//! A simulation: nodes, network and programs, bound together by an agenda and watched by the checkers.
+
+mod driver;
+mod faults;
+mod worker;
+
+use crate::Report;
+use crate::agenda::Agenda;
+use crate::check::ledger::Ledger;
+use crate::check::link::{Identity, LinkModel};
+use crate::check::rest::check_bytes;
+use crate::check::{Checker, Violation, check};
+use crate::memory::{Chunk, SimMemory};
+use crate::network::{ConnectionId, Moved, Network};
+use crate::program::{Sabotage, Setup};
+use crate::random::Random;
+use penstock_core::layout::Rank;
+use penstock_core::node::{Action, Config, Node};
+use std::rc::Rc;
+use worker::{Phase, Worker};
+
+/// Events after which a run counts as going round in circles.
+const EVENTS_MAX: u64 = 50_000_000;
+
+/// What happens.
+#[derive(Debug, Clone, Copy)]
+enum Happening {
+    /// A rank has computed what it was computing.
+    Resume(Rank),
+    /// A lane looks for frames for a connection.
+    Fill(ConnectionId),
+    Moved(Moved),
+    /// The rank that the scenario loses is lost.
+    Die,
+    /// A connection of a dead rank ends.
+    Cut(ConnectionId),
+    /// A rank's heartbeat, and its look at who was silent for too long.
+    Tick(Rank),
+}
+
+impl From<Moved> for Happening {
+    fn from(moved: Moved) -> Self {
+        Self::Moved(moved)
+    }
+}
+
+/// A simulation. See the crate's documentation.
+pub struct World<M: SimMemory> {
+    setup: Rc<Setup>,
+    agenda: Agenda<Happening>,
+    network: Network,
+    /// By rank and lane.
+    nodes: Vec<Node<M>>,
+    models: Vec<LinkModel>,
+    workers: Vec<Worker>,
+    ledger: Ledger,
+    random: Random,
+    /// Reused from step to step.
+    actions: Vec<Action<Chunk>>,
+    /// Whether the fault that is built in has been committed.
+    sabotaged: bool,
+    /// What the built-in faults keep.
+    hoard: Vec<Chunk>,
+    /// Where the lost rank was when it was lost.
+    lost_in: Option<Phase>,
+    report: Report,
+    tracing: bool,
+}
+
+impl<M: SimMemory> World<M> {
+    /// A simulation that has not begun.
+    #[must_use]
+    pub fn new(setup: Setup, tracing: bool) -> Self {
+        let mut random = Random::new(setup.seed);
+        let network = Network::new(setup.links.clone(), setup.ranks, setup.lanes, random.fork());
+        let mut world = Self {
+            agenda: Agenda::default(),
+            network,
+            nodes: Vec::new(),
+            models: Vec::new(),
+            workers: (0..setup.ranks).map(|_| Worker::new(&setup)).collect(),
+            ledger: Ledger::new(setup.books.clone(), setup.ranks),
+            random,
+            actions: Vec::new(),
+            sabotaged: false,
+            hoard: Vec::new(),
+            lost_in: None,
+            report: Report { sent_bytes: vec![0; setup.ranks as usize], ..Report::default() },
+            tracing,
+            setup: Rc::new(setup),
+        };
+        for rank in 0..world.setup.ranks {
+            for lane in 0..world.setup.lanes {
+                world.add_node(Rank(rank), lane);
+            }
+            world.agenda.at(0, Happening::Resume(Rank(rank)));
+        }
+        world.plan_loss();
+        world
+    }
+
+    fn add_node(&mut self, rank: Rank, lane: u32) {
+        let Setup { ranks, lanes, window_bytes, priority, .. } = *self.setup;
+        let wide = |yes: bool| if yes { u64::MAX / 4 } else { window_bytes };
+        let (mut node_priority, mut model_priority) = (priority, priority);
+        if self.setup.sabotaged(Sabotage::IgnorePriority) {
+            (node_priority, model_priority) = (false, true);
+        }
+        if self.setup.sabotaged(Sabotage::IgnoreOrder) {
+            (node_priority, model_priority) = (true, false);
+        }
+        let unseen = self.setup.sabotaged(Sabotage::WideWindowUnseen);
+        let window = wide(unseen || self.setup.sabotaged(Sabotage::WideWindow));
+        let config = Config { rank, ranks, lane, lanes, window_bytes: window, priority: node_priority };
+        self.nodes.push(Node::new(config, M::default()));
+        let window_bytes = wide(unseen);
+        self.models.push(LinkModel::new(Identity {
+            rank,
+            ranks,
+            lane,
+            window_bytes,
+            priority: model_priority,
+        }));
+    }
+
+    fn at(&self, rank: Rank, lane: u32) -> usize {
+        rank.index() * self.setup.lanes as usize + lane as usize
+    }
+
+    /// The model of a node's links, if there is to be one.
+    fn model(&mut self, rank: Rank, lane: u32) -> Option<&mut LinkModel> {
+        let at = self.at(rank, lane);
+        self.setup.demands.links.then(|| &mut self.models[at])
+    }
+
+    fn trace(&mut self, line: impl FnOnce() -> String) {
+        if self.tracing {
+            let line = format!("{:>12} ns  {}", self.agenda.now_ns(), line());
+            self.report.trace.push(line);
+        }
+    }
+
+    /// Commits the built-in fault `sabotage`, once.
+    fn sabotage(&mut self, sabotage: Sabotage) -> bool {
+        let now = self.setup.sabotaged(sabotage) && !self.sabotaged;
+        self.sabotaged |= now;
+        now
+    }
+
+    /// Plays until nothing more happens, and then looks at what is left.
+    ///
+    /// # Errors
+    /// What was violated.
+    pub fn run(&mut self) -> Result<(), Violation> {
+        while let Some(happening) = self.agenda.advance() {
+            self.report.events += 1;
+            check(self.report.events < EVENTS_MAX, Checker::NoDeadlock, || {
+                format!("{EVENTS_MAX} events and no end: {}", self.standing())
+            })?;
+            self.happen(happening)?;
+        }
+        self.check_ends()?;
+        if self.setup.loss.is_none() {
+            self.check_nothing_left()?;
+        }
+        Ok(())
+    }
+
+    fn happen(&mut self, happening: Happening) -> Result<(), Violation> {
+        match happening {
+            Happening::Resume(rank) => {
+                self.workers[rank.index()].computing = false;
+                self.advance(rank)
+            }
+            Happening::Fill(id) => {
+                self.fill(id)?;
+                let from = self.network.connection(id).from;
+                self.advance(from)
+            }
+            Happening::Moved(moved) => {
+                let Some((id, bytes)) = self.network.moved(moved, &mut self.agenda) else { return Ok(()) };
+                self.wake(id);
+                let to = self.network.connection(id).to;
+                self.received(id, bytes)?;
+                self.advance(to)
+            }
+            Happening::Die => {
+                self.die();
+                Ok(())
+            }
+            Happening::Cut(id) => {
+                let (from, to) = (self.network.connection(id).from, self.network.connection(id).to);
+                self.ended(from, to)
+            }
+            Happening::Tick(rank) => self.tick(rank),
+        }
+    }
+
+    /// Who is where, for messages.
+    fn standing(&self) -> String {
+        let mut text = String::new();
+        for (rank, worker) in self.workers.iter().enumerate().filter(|(_, w)| !w.has_ended()) {
+            let instruction = self.setup.programs[rank].get(worker.instruction);
+            text +=
+                &format!("rank {rank} is {:?} at {} ({instruction:?}); ", worker.phase, worker.instruction);
+        }
+        for (at, node) in self.nodes.iter().enumerate() {
+            for (book, layout) in self.setup.books.iter().enumerate() {
+                for tensor in 0..layout.tensors.len() as u32 {
+                    let missing = node.missing(book as u16, tensor);
+                    if !missing.is_empty() {
+                        let rank = at / self.setup.lanes as usize;
+                        text +=
+                            &format!("rank {rank} waits for {missing:?}: tensor {tensor} of book {book}; ");
+                    }
+                }
+            }
+        }
+        text
+    }
+
+    fn check_nothing_left(&mut self) -> Result<(), Violation> {
+        let left = |what: String| Err(Violation::new(Checker::NothingLeft, what));
+        self.ledger.finish()?;
+        if let Some(connection) = self.network.left() {
+            return left(format!("{connection:?} still carries something"));
+        }
+        for (at, node) in self.nodes.iter_mut().enumerate() {
+            let (rank, lane) = (at / self.setup.lanes as usize, at % self.setup.lanes as usize);
+            if let Some(peer) = (0..self.setup.ranks).map(Rank).find(|peer| node.has_frame(*peer)) {
+                return left(format!("rank {rank}, lane {lane} still has a frame for {peer}"));
+            }
+            let held = node.memory().held_bytes();
+            if held > 0 {
+                return left(format!("rank {rank}, lane {lane} still holds {held} bytes of scratch"));
+            }
+            if self.setup.demands.links {
+                self.models[at].finish()?;
+            }
+        }
+        if self.workers.iter().any(Worker::has_shared_memory) {
+            return left("memory of a submission was never released".into());
+        }
+        self.check_counters()
+    }
+
+    /// What the nodes counted is what went over the links, and that is what the formula says.
+    fn check_counters(&self) -> Result<(), Violation> {
+        let (mut sent, mut received) = (0, 0);
+        for rank in 0..self.setup.ranks {
+            let lanes = self.setup.lanes as usize;
+            let nodes = &self.nodes[rank as usize * lanes..][..lanes];
+            let traffic = || nodes.iter().flat_map(|node| node.counters().traffic.iter().flatten());
+            let rank_sent: u64 = traffic().map(|traffic| traffic.sent_bytes).sum();
+            sent += rank_sent;
+            received += traffic().map(|traffic| traffic.received_bytes).sum::<u64>();
+            let on_links = self.report.sent_bytes[rank as usize];
+            check(rank_sent == on_links, Checker::Bytes, || {
+                format!("rank {rank} counted {rank_sent} bytes sent; its links carried {on_links}")
+            })?;
+            if let Some(rounds) = self.setup.demands.full_rounds {
+                check_bytes(Rank(rank), on_links, &self.setup.books, self.setup.ranks, rounds)?;
+            }
+        }
+        let frames = |of: fn(&Node<M>) -> u64| self.nodes.iter().map(of).sum::<u64>();
+        let (out, into) = (frames(|n| n.counters().frames_sent), frames(|n| n.counters().frames_received));
+        check((sent, out) == (received, into), Checker::Bytes, || {
+            format!("{out} frames with {sent} bytes were sent, {into} with {received} received")
+        })
+    }
+
+    /// What the run was like so far.
+    pub fn report(&mut self) -> Report {
+        let mut report = std::mem::take(&mut self.report);
+        report.virtual_ns = self.agenda.now_ns();
+        report.slices = self.nodes.iter().map(|node| node.counters().slices).sum();
+        report.preemptions = self.nodes.iter().map(|node| node.counters().preemptions).sum();
+        report.frames = self.nodes.iter().map(|node| node.counters().frames_sent).sum();
+        report.marks_ns =
+            self.workers.iter_mut().map(|worker| std::mem::take(&mut worker.marks_ns)).collect();
+        report.lost = self.workers.iter().find_map(|worker| match worker.phase {
+            Phase::Lost(rank) => Some(rank.0),
+            _ => None,
+        });
+        report
+    }
+}

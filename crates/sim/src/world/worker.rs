@@ -1,0 +1,381 @@
+//! A rank's program: what the front end and the user's loop do between two calls of the node.
+
+use super::{Happening, World};
+use crate::check::ledger::Completion;
+use crate::check::{Checker, Violation, check};
+use crate::memory::{Chunk, SimMemory};
+use crate::program::{Instruction, Sabotage, Setup, Submission};
+use crate::random::Random;
+use penstock_core::layout::{BookId, Dtype, Rank, Seq, SliceId, TensorId};
+use penstock_core::node::Event;
+use penstock_core::wire::{Header, Kind};
+use std::collections::BTreeMap;
+
+/// Where a rank is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Phase {
+    Running,
+    /// It has left and waits until all have.
+    Left {
+        agree: bool,
+    },
+    /// It waits for the others' sequence numbers.
+    Agreeing,
+    /// It is through and waits for the others' goodbyes.
+    Finishing,
+    Done,
+    /// It ended with an error that names this rank.
+    Lost(Rank),
+    /// It is the rank that was lost.
+    Dead,
+}
+
+/// One tensor on one rank.
+#[derive(Debug)]
+pub(super) struct Tensor {
+    memory: Chunk,
+    seq: Seq,
+    /// Slices whose result is not there yet.
+    remaining: u32,
+    /// What the slices said about whether anybody contributed.
+    present: Option<bool>,
+}
+
+/// One rank's program under way.
+#[derive(Debug)]
+pub(super) struct Worker {
+    pub(super) instruction: usize,
+    pub(super) computing: bool,
+    pub(super) phase: Phase,
+    /// By book, once open.
+    tensors: Vec<Option<Vec<Tensor>>>,
+    /// Lanes on which all ranks have left.
+    pub(super) lanes_left: u32,
+    /// How often this rank has agreed on sequence numbers, and what the others said, by time and rank.
+    gathers: u32,
+    pub(super) blobs: BTreeMap<(u32, Rank), Vec<u8>>,
+    /// Lanes on which each rank has said goodbye.
+    pub(super) goodbyes: Vec<u32>,
+    /// When each rank was last heard.
+    pub(super) heard_ns: Vec<u64>,
+    pub(super) marks_ns: Vec<u64>,
+}
+
+impl Worker {
+    pub(super) fn new(setup: &Setup) -> Self {
+        Self {
+            instruction: 0,
+            computing: true,
+            phase: Phase::Running,
+            tensors: setup.books.iter().map(|_| None).collect(),
+            lanes_left: 0,
+            gathers: 0,
+            blobs: BTreeMap::new(),
+            goodbyes: vec![0; setup.ranks as usize],
+            heard_ns: vec![0; setup.ranks as usize],
+            marks_ns: Vec::new(),
+        }
+    }
+
+    pub(super) fn has_ended(&self) -> bool {
+        matches!(self.phase, Phase::Done | Phase::Lost(_) | Phase::Dead)
+    }
+
+    pub(super) fn has_shared_memory(&self) -> bool {
+        self.tensors.iter().flatten().flatten().any(|tensor| tensor.memory.is_shared())
+    }
+
+    fn tensor(&mut self, book: BookId, tensor: TensorId) -> Option<&mut Tensor> {
+        self.tensors[usize::from(book)].as_mut()?.get_mut(tensor as usize)
+    }
+
+    fn all_complete(&self) -> bool {
+        self.tensors.iter().flatten().flatten().all(|tensor| tensor.remaining == 0)
+    }
+}
+
+impl<M: SimMemory> World<M> {
+    /// Goes on with a rank's program as far as it can.
+    pub(super) fn advance(&mut self, rank: Rank) -> Result<(), Violation> {
+        let setup = self.setup.clone();
+        loop {
+            let worker = &self.workers[rank.index()];
+            if worker.computing || worker.has_ended() {
+                return Ok(());
+            }
+            let went_on = match worker.phase {
+                Phase::Running => match setup.programs[rank.index()].get(worker.instruction) {
+                    Some(instruction) => self.execute(rank, instruction)?,
+                    None => self.finish(rank)?,
+                },
+                Phase::Left { agree } => self.all_left(rank, agree)?,
+                Phase::Agreeing => self.agreed(rank),
+                Phase::Finishing => self.farewell(rank),
+                Phase::Done | Phase::Lost(_) | Phase::Dead => false,
+            };
+            if !went_on {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Executes an instruction; false if it must wait.
+    fn execute(&mut self, rank: Rank, instruction: &Instruction) -> Result<bool, Violation> {
+        match instruction {
+            Instruction::Compute(ns) => {
+                self.workers[rank.index()].computing = true;
+                self.agenda.after(*ns, Happening::Resume(rank));
+            }
+            Instruction::Open(book) => self.open(rank, *book)?,
+            Instruction::Submit(submission) => {
+                let tensor = self.workers[rank.index()].tensor(submission.book, submission.tensor);
+                if tensor.is_none_or(|tensor| tensor.remaining > 0 || tensor.memory.is_shared()) {
+                    return Ok(false);
+                }
+                self.submit(rank, submission)?;
+            }
+            Instruction::Wait { book, tensors } => {
+                let worker = &mut self.workers[rank.index()];
+                if tensors.iter().any(|t| worker.tensor(*book, *t).is_some_and(|t| t.remaining > 0)) {
+                    return Ok(false);
+                }
+                self.read(rank, *book, tensors)?;
+            }
+            Instruction::Leave { agree } => {
+                if !self.workers[rank.index()].all_complete() {
+                    return Ok(false);
+                }
+                self.workers[rank.index()].phase = Phase::Left { agree: *agree };
+                self.trace(|| format!("rank {rank} leaves"));
+                for lane in 0..self.setup.lanes {
+                    if let Some(model) = self.model(rank, lane) {
+                        model.leave_myself();
+                    }
+                    self.step(rank, lane, Event::Leave)?;
+                }
+            }
+            Instruction::Mark => {
+                let now_ns = self.agenda.now_ns();
+                self.workers[rank.index()].marks_ns.push(now_ns);
+            }
+        }
+        self.workers[rank.index()].instruction += 1;
+        Ok(true)
+    }
+
+    fn open(&mut self, rank: Rank, book: BookId) -> Result<(), Violation> {
+        let setup = self.setup.clone();
+        let (layout, places) = (&setup.books[usize::from(book)], &setup.places[usize::from(book)]);
+        let tensor = |tensor: &penstock_core::layout::Tensor| Tensor {
+            memory: M::tensor(tensor.len_bytes() as usize),
+            seq: 0,
+            remaining: 0,
+            present: None,
+        };
+        self.workers[rank.index()].tensors[usize::from(book)] =
+            Some(layout.tensors.iter().map(tensor).collect());
+        self.trace(|| format!("rank {rank} opens book {book}"));
+        for lane in 0..setup.lanes {
+            let at = self.at(rank, lane);
+            if let Some(model) = self.model(rank, lane) {
+                model.open_book(book, layout.clone());
+            }
+            let opened = self.nodes[at].open_book(book, layout.clone(), &mut self.actions);
+            opened.map_err(|error| Violation::new(Checker::Protocol, format!("rank {rank}: {error}")))?;
+            if let Some(places) = places {
+                if let Some(model) = self.model(rank, lane) {
+                    model.set_priorities(book, places);
+                }
+                self.nodes[at].set_priorities(book, places);
+            }
+            self.act(rank, lane)?;
+        }
+        Ok(())
+    }
+
+    fn submit(&mut self, rank: Rank, submission: &Submission) -> Result<(), Violation> {
+        let Submission { book, tensor, op, absent, .. } = *submission;
+        let setup = self.setup.clone();
+        let layout = &setup.books[usize::from(book)].tensors[tensor as usize];
+        let Some(mine) = self.workers[rank.index()].tensor(book, tensor) else { return Ok(()) };
+        mine.seq += 1;
+        (mine.remaining, mine.present) = (layout.slice_count, None);
+        let (seq, memory) = (mine.seq, mine.memory.clone());
+        // Drawn anew for each submission, so that what is sent does not depend on the order of events.
+        let name = [rank.0, u32::from(book), tensor, seq].map(u64::from);
+        let mix = name.iter().fold(setup.seed, |mix, part| Random::new(mix ^ (part + 1)).bits());
+        memory.write(|bytes| fill(layout.dtype, &mut Random::new(mix), bytes));
+        self.ledger.submit(rank, submission, seq, memory.to_bytes())?;
+        self.trace(|| {
+            let name = &layout.name;
+            format!("rank {rank} submits {name} of book {book}, round {seq}, {op:?}, absent {absent}")
+        });
+        for lane in 0..setup.lanes {
+            if let Some(model) = self.model(rank, lane) {
+                model.submit(book, tensor, seq, absent);
+            }
+            let memory = memory.clone();
+            self.step(rank, lane, Event::Submit { book, tensor, seq, step: seq, op, memory, absent })?;
+        }
+        let slices = setup.books[usize::from(book)].slices_of(tensor);
+        if self.workers[rank.index()].tensor(book, tensor).is_some_and(|tensor| tensor.remaining > 0)
+            && self.sabotage(Sabotage::ForgetRank)
+        {
+            self.completed(rank, book, slices.start, seq, true)?;
+        }
+        Ok(())
+    }
+
+    /// A slice of a submission is complete.
+    pub(super) fn completed(
+        &mut self,
+        rank: Rank,
+        book: BookId,
+        slice: SliceId,
+        seq: Seq,
+        present: bool,
+    ) -> Result<(), Violation> {
+        let setup = self.setup.clone();
+        let layout = &setup.books[usize::from(book)].slices[slice as usize];
+        assert!(!self.sabotage(Sabotage::Panic), "a panic on purpose");
+        let present = present != self.sabotage(Sabotage::FlipPresent);
+        let touch = !present && self.sabotage(Sabotage::TouchAbsent);
+        let Some(tensor) = self.workers[rank.index()].tensor(book, layout.tensor) else { return Ok(()) };
+        let memory = tensor.memory.part(layout.offset_bytes as usize, layout.len_bytes as usize);
+        tensor.remaining = tensor.remaining.saturating_sub(1);
+        let agrees = *tensor.present.get_or_insert(present) == present;
+        if touch {
+            memory.write(|bytes| bytes[0] ^= 1);
+        }
+        self.trace(|| format!("rank {rank}: slice {slice} of book {book}, round {seq}, is complete"));
+        let completion = Completion { rank, book, slice, seq, present, bytes: None };
+        let exact =
+            memory.read(|bytes| self.ledger.complete(&Completion { bytes: Some(bytes), ..completion }));
+        exact.unwrap_or_else(|| self.ledger.complete(&completion))?;
+        check(agrees, Checker::AbsentUntouched, || {
+            format!(
+                "rank {rank}: slices of one tensor disagree on whether anybody contributed: {completion:?}"
+            )
+        })
+    }
+
+    /// The program reads results it has waited for.
+    fn read(&mut self, rank: Rank, book: BookId, tensors: &[TensorId]) -> Result<(), Violation> {
+        let setup = self.setup.clone();
+        let layout = &setup.books[usize::from(book)];
+        let touch = setup.sabotaged(Sabotage::TouchResult);
+        for &id in tensors {
+            let ledger = &self.ledger;
+            let Some(tensor) = self.workers[rank.index()].tensor(book, id) else { continue };
+            for slice in layout.slices_of(id).filter(|_| tensor.present.is_some()) {
+                let at = &layout.slices[slice as usize];
+                let memory = tensor.memory.part(at.offset_bytes as usize, at.len_bytes as usize);
+                if touch && tensor.present == Some(true) {
+                    memory.write(|bytes| bytes[0] ^= 1);
+                }
+                let present = tensor.present == Some(true);
+                let completion = Completion { rank, book, slice, seq: tensor.seq, present, bytes: None };
+                let exact =
+                    memory.read(|bytes| ledger.read(&Completion { bytes: Some(bytes), ..completion }));
+                exact.unwrap_or(Ok(()))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until all ranks have left on all lanes, and then tells the others this rank's sequence numbers.
+    fn all_left(&mut self, rank: Rank, agree: bool) -> Result<bool, Violation> {
+        let worker = &mut self.workers[rank.index()];
+        if worker.lanes_left < self.setup.lanes {
+            return Ok(false);
+        }
+        worker.lanes_left = 0;
+        if !agree {
+            worker.phase = Phase::Running;
+            return Ok(true);
+        }
+        worker.gathers += 1;
+        let gather = worker.gathers;
+        let blob: Vec<u8> =
+            worker.tensors.iter().flatten().flatten().flat_map(|t| t.seq.to_le_bytes()).collect();
+        worker.blobs.insert((gather, rank), blob.clone());
+        worker.phase = Phase::Agreeing;
+        let chunk = M::tensor(blob.len());
+        chunk.write(|bytes| bytes.copy_from_slice(&blob));
+        let header = Header { seq: gather, payload_bytes: blob.len() as u32, ..Header::control(Kind::Blob) };
+        let payload = (!blob.is_empty()).then_some(chunk);
+        self.control(rank, 0, header, payload)?;
+        Ok(true)
+    }
+
+    /// Takes the largest sequence numbers of all ranks, once they are here.
+    fn agreed(&mut self, rank: Rank) -> bool {
+        let ranks = self.setup.ranks;
+        let worker = &mut self.workers[rank.index()];
+        let gather = worker.gathers;
+        if (0..ranks).any(|peer| !worker.blobs.contains_key(&(gather, Rank(peer)))) {
+            return false;
+        }
+        for peer in (0..ranks).map(Rank) {
+            let blob = worker.blobs.remove(&(gather, peer)).unwrap_or_default();
+            let tensors = worker.tensors.iter_mut().flatten().flatten();
+            for (tensor, seq) in tensors.zip(blob.chunks_exact(4)) {
+                tensor.seq = tensor.seq.max(Seq::from_le_bytes([seq[0], seq[1], seq[2], seq[3]]));
+            }
+        }
+        worker.phase = Phase::Running;
+        true
+    }
+
+    /// The program is through: waits for what is under way and says goodbye.
+    fn finish(&mut self, rank: Rank) -> Result<bool, Violation> {
+        if !self.workers[rank.index()].all_complete() {
+            return Ok(false);
+        }
+        if self.sabotage(Sabotage::KeepTensor) {
+            let kept = self.workers[rank.index()].tensors.iter().flatten().flatten().next();
+            self.hoard.extend(kept.map(|tensor| tensor.memory.clone()));
+        }
+        self.workers[rank.index()].phase = Phase::Finishing;
+        self.trace(|| format!("rank {rank} is through"));
+        for lane in 0..self.setup.lanes {
+            self.control(rank, lane, Header::control(Kind::Goodbye), None)?;
+        }
+        Ok(true)
+    }
+
+    fn farewell(&mut self, rank: Rank) -> bool {
+        let lanes = self.setup.lanes;
+        let worker = &mut self.workers[rank.index()];
+        let all = worker.goodbyes.iter().enumerate().all(|(peer, n)| peer == rank.index() || *n == lanes);
+        if all {
+            worker.phase = Phase::Done;
+        }
+        all
+    }
+}
+
+/// Finite numbers over a few orders of magnitude and of both signs, so that the order of a sum shows in its bits.
+fn fill(dtype: Dtype, random: &mut Random, bytes: &mut [u8]) {
+    let mut float = || {
+        // 24 random bits of mantissa at one of 16 scales.
+        let bits = random.bits();
+        let mantissa = (bits >> 40) as f64 / f64::from(1 << 23) - 1.0;
+        mantissa * f64::from(1 << (bits & 15)) / 256.0
+    };
+    match dtype {
+        Dtype::F32 => {
+            bytes.chunks_exact_mut(4).for_each(|x| x.copy_from_slice(&(float() as f32).to_le_bytes()));
+        }
+        Dtype::F64 => bytes.chunks_exact_mut(8).for_each(|x| x.copy_from_slice(&float().to_le_bytes())),
+        Dtype::F16 => bytes
+            .chunks_exact_mut(2)
+            .for_each(|x| x.copy_from_slice(&half::f16::from_f64(float()).to_le_bytes())),
+        Dtype::Bf16 => bytes
+            .chunks_exact_mut(2)
+            .for_each(|x| x.copy_from_slice(&half::bf16::from_f64(float()).to_le_bytes())),
+        Dtype::Bytes => {
+            bytes.iter_mut().for_each(|x| *x = random.bits() as u8);
+        }
+    }
+}
