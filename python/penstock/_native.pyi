@@ -5,11 +5,14 @@ Failures are the classes of `penstock.errors`; after the first failure of the jo
 raises it. In a forked child every call raises `ConfigError`.
 """
 
-from typing import Literal, TypedDict, final
+from typing import Literal, TypedDict, final, type_check_only
+
+__all__ = ["Engine"]
 
 _Op = Literal["average", "sum", "copy"]
 _Phase = Literal["backward", "forward", "other"]
 
+@type_check_only
 class LayerReport(TypedDict):
     """Counts of one layer; bytes are payload."""
 
@@ -18,12 +21,14 @@ class LayerReport(TypedDict):
     bytes_received: int
     stall_s: float
 
+@type_check_only
 class BookReport(TypedDict):
     """Counts of one information book."""
 
     name: str
     layers: list[LayerReport]
 
+@type_check_only
 class Report(TypedDict):
     """What an engine counted since it was made; bytes are payload."""
 

@@ -58,7 +58,7 @@ class Options:
         port: The port to listen on: ``0`` for any free one, a number, or a range ``"5000-5010"``.
         slice_bytes: Largest slice of a gradient, in bytes: smaller reacts faster, larger costs less per byte.
         lanes: Threads that move data, each with one connection per peer. ``None`` or ``"auto"``: by rank 0's cores.
-        window_bytes: Bytes committed below the scheduler per connection. ``None`` or ``"auto"``: as measured.
+        window_bytes: Bytes pushed to one owner and not answered yet. ``None`` or ``"auto"``: 1 to 8 MiB, by job size.
         priority: Send what the next forward pass needs first. Off only for comparisons.
         operation_timeout_s: Longest wait for one synchronisation, in seconds.
         peer_timeout_s: Longest silence of a peer before it counts as lost, in seconds.

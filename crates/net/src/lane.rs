@@ -9,6 +9,7 @@
 
 use crate::admission::Admission;
 use crate::connection::{Connection, Turn};
+use crate::descriptors::{self, Registration};
 use crate::failure::Failure;
 use crate::mailbox::{Command, Mailbox};
 use crate::memory::{Chunk, RealMemory};
@@ -58,6 +59,8 @@ pub(crate) struct Lane {
     mailbox: Arc<Mailbox>,
     /// Set before the lane runs: admission delivers to lanes, and lanes ask admission.
     admission: Arc<OnceLock<Admission>>,
+    // Before the poll, so that it is dropped first.
+    _noted: Registration,
     poll: Poll,
     node: Node<RealMemory>,
     books: Vec<Option<Arc<OpenBook>>>,
@@ -91,6 +94,7 @@ impl Lane {
             peer_timeout,
             mailbox,
             admission,
+            _noted: descriptors::register(&poll),
             poll,
             books: Vec::new(),
             peers: (0..config.ranks).map(|_| Peer::default()).collect(),
@@ -114,7 +118,7 @@ impl Lane {
         match outcome {
             Ok(Ok(())) => {}
             Ok(Err(error)) => {
-                self.shared.fail(Failure::config(format!("a lane cannot wait for its sockets: {error}")))
+                self.shared.fail(Failure::config(format!("a lane cannot wait for its sockets: {error}")));
             }
             Err(_) => {
                 self.shared.fail(Failure::config(
@@ -249,7 +253,7 @@ impl Lane {
                 self.enqueue(peer.index());
             }
             Err(error) => {
-                self.shared.fail(Failure::config(format!("a connection cannot be set up: {error}")))
+                self.shared.fail(Failure::config(format!("a connection cannot be set up: {error}")));
             }
         }
     }

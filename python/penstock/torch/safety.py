@@ -15,7 +15,6 @@ them.
 from __future__ import annotations
 
 import contextlib
-import copy
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -65,21 +64,8 @@ class DeferredParameter(nn.Parameter):
     """What a parameter is while its gradient or its update is outstanding. Never made, only put on and taken off."""
 
     def __new__(cls, data: Tensor | None = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
-        """A plain parameter: code that copies by ``type(p)(data)`` gets what it means."""
+        """A plain parameter: code that copies by ``type(p)(data)``, such as deepcopy, gets what it means."""
         return nn.Parameter(torch.empty(0) if data is None else data, requires_grad)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A plain copy, of the updated value."""
-        if id(self) in memo:
-            return memo[id(self)]
-        _settle(self, reads_grad=False)
-        self.__class__ = nn.Parameter  # type: ignore[assignment]
-        try:
-            return copy.deepcopy(self, memo)
-        finally:
-            slot = slot_of(self)
-            if slot is not None and slot.flying:
-                self.__class__ = DeferredParameter
 
     @classmethod
     def __torch_function__(

@@ -1,0 +1,102 @@
+//! In steady state nothing is allocated per slice, and scratch buffers stay within the window whatever the tensor's size.
+
+use penstock_core::layout::Tensor;
+use penstock_core::{Dtype, Op};
+use penstock_net::{Engine, EngineConfig, Part};
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+struct Counting;
+
+static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: passes everything on to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller keeps the contract.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, start: *mut u8, layout: Layout) {
+        // SAFETY: the caller keeps the contract.
+        unsafe { System.dealloc(start, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+const RANKS: u32 = 3;
+const SLICE_BYTES: usize = 8192;
+const SLICES: usize = 3000;
+const WINDOW_BYTES: u64 = 1 << 20;
+const WARM_UP_ROUNDS: u32 = 5;
+/// Per round of all ranks: a region per tensor, blocks of the answers' channels, and the like.
+const ALLOCATIONS_MAX: usize = 100;
+
+fn engine(rank: u32) -> Engine {
+    let config = EngineConfig {
+        rank,
+        size: RANKS,
+        bind_host: "127.0.0.1".into(),
+        port: 0,
+        secret: vec![7; 32],
+        job_id: [1; 16],
+        slice_bytes: SLICE_BYTES,
+        lanes: 1,
+        window_bytes: WINDOW_BYTES,
+        priority: true,
+        operation_timeout: Duration::from_secs(30),
+        peer_timeout: Duration::from_secs(10),
+        handshake_timeout: Duration::from_secs(5),
+    };
+    Engine::bind(config).unwrap()
+}
+
+#[test]
+fn nothing_is_allocated_per_slice() {
+    let engines: Vec<Engine> = (0..RANKS).map(engine).collect();
+    let table: Vec<_> = engines.iter().map(|engine| ("127.0.0.1".to_owned(), engine.port())).collect();
+    let barrier = Barrier::new(engines.len());
+    let counts: Vec<usize> = std::thread::scope(|scope| {
+        let run = |engine: &Engine| {
+            engine.connect(&table).unwrap();
+            let mut values = vec![1f32; SLICES * SLICE_BYTES / 4];
+            let tensor = Tensor::new("tensor", 0, Dtype::F32, values.len() as u64);
+            let book = engine.open_book("book", vec!["layer".into()], vec![tensor]).unwrap();
+            let mut fewest = usize::MAX;
+            for round in 0..WARM_UP_ROUNDS + 3 {
+                barrier.wait();
+                let before = ALLOCATIONS.load(Ordering::Relaxed);
+                barrier.wait();
+                let (address, len_bytes) = (values.as_mut_ptr() as usize, SLICES * SLICE_BYTES);
+                let part =
+                    Part { book, tensor: 0, address, len_bytes, op: Op::Average, step: round, absent: false };
+                // SAFETY: `values` stays until the exchange is released.
+                unsafe { engine.submit(part) }.unwrap();
+                engine.wait(book, &[0], true, &mut || false).unwrap();
+                barrier.wait();
+                if round >= WARM_UP_ROUNDS {
+                    fewest = fewest.min(ALLOCATIONS.load(Ordering::Relaxed) - before);
+                }
+            }
+            let pool_bytes = engine.report().unwrap().pool_bytes;
+            // An overtaking slice may use a second window per peer.
+            assert!(
+                pool_bytes <= 2 * u64::from(RANKS - 1) * (WINDOW_BYTES + 2 * SLICE_BYTES as u64),
+                "{pool_bytes}"
+            );
+            engine.shutdown(&mut || false).unwrap();
+            fewest
+        };
+        let threads: Vec<_> = engines.iter().map(|engine| scope.spawn(move || run(engine))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert!(
+        counts.iter().all(|count| *count <= ALLOCATIONS_MAX),
+        "{counts:?} allocations for {SLICES} slices"
+    );
+}
