@@ -1,0 +1,192 @@
+"""The invariants of absence in ARCHITECTURE.md, checked: who may depend on whom, and what each part never touches."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+CRATES = ROOT / "crates"
+PACKAGE = ROOT / "python" / "penstock"
+
+CRATE_EDGES = {
+    "core": set(),
+    "net": {"core"},
+    "sim": {"core"},
+    "python": {"core", "net", "sim"},
+}
+
+# A ratchet: these files may shrink, never grow; a new one asks to be split by concept instead.
+FILE_LINES_MAX = 600
+LONGER_FILES: dict[str, int] = {}
+
+CORE_NEVER = {
+    "a clock": r"\b(Instant|SystemTime)\b",
+    "a socket": r"\bstd::net\b|\b(mio|socket2|tokio|rustix|libc)::",
+    "a thread": r"\bstd::thread\b|\bthread::(spawn|sleep)\b",
+    "a file": r"\bstd::(fs|io)\b",
+    "the environment": r"\bstd::env\b",
+    "Python": r"\bpyo3\b",
+}
+CORE_DEPENDENCIES = {"bytemuck", "half", "thiserror"}
+"""Plain computation only. A new one is a rare decision: write it into docs/decisions/."""
+
+# Everything else imports torch inside the functions that need it.
+MODULES_ON_TORCH = ("torch/", "demo/recipe.py", "demo/worker.py")
+
+
+def manifest(crate):
+    return tomllib.loads((CRATES / crate / "Cargo.toml").read_text(encoding="utf-8"))
+
+
+def dependencies(crate, *kinds):
+    found = set()
+    for table in [manifest(crate), *manifest(crate).get("target", {}).values()]:
+        for kind in kinds:
+            found |= set(table.get(kind, {}))
+    return found
+
+
+def without_comments(source):
+    return re.sub(r"//.*", "", source)
+
+
+def python_modules():
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def tracked_files():
+    """Files that git knows or would add; outside a git checkout all that are no build product."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode == 0:
+        return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
+    folders = ("crates", "python", "tests", "examples", "docs")
+    return [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+
+
+def test_every_crate_is_in_the_picture():
+    assert {path.parent.name for path in CRATES.glob("*/Cargo.toml")} == set(CRATE_EDGES)
+
+
+@pytest.mark.parametrize("crate", CRATE_EDGES)
+def test_crates_depend_one_way(crate):
+    ours = {f"penstock-{other}" for other in CRATE_EDGES}
+    used = dependencies(crate, "dependencies", "dev-dependencies", "build-dependencies") & ours
+    assert used <= {f"penstock-{other}" for other in CRATE_EDGES[crate]}
+
+
+def test_core_depends_on_plain_computation_only():
+    assert dependencies("core", "dependencies", "build-dependencies") <= CORE_DEPENDENCIES
+
+
+@pytest.mark.parametrize("what", CORE_NEVER)
+def test_core_never_touches(what):
+    hits = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in sorted((CRATES / "core" / "src").rglob("*.rs"))
+        for number, line in enumerate(without_comments(path.read_text(encoding="utf-8")).splitlines(), 1)
+        if re.search(CORE_NEVER[what], line)
+    ]
+    assert not hits, f"penstock-core uses {what}:\n" + "\n".join(hits)
+
+
+def test_only_the_binding_knows_python():
+    for crate in CRATE_EDGES:
+        if crate != "python":
+            assert "pyo3" not in dependencies(crate, "dependencies", "dev-dependencies", "build-dependencies")
+
+
+def test_importing_the_package_imports_no_framework():
+    check = (
+        "import sys, threading, penstock\n"
+        "heavy = {'torch', 'numpy', 'sklearn', 'pyarrow', 'tqdm', 'penstock._native'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "assert threading.active_count() == 1\n"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command_line_helps_without_a_framework():
+    check = "import sys\nfrom penstock import cli\ncli.parser().format_help()\nassert 'torch' not in sys.modules\n"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_torch_is_imported_at_the_top_only_where_it_is_the_subject():
+    for path in python_modules():
+        name = path.relative_to(PACKAGE).as_posix()
+        if name.startswith(MODULES_ON_TORCH):
+            continue
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            modules = []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                modules = [node.module or ""]
+            assert not [module for module in modules if module.split(".")[0] == "torch"], name
+
+
+def test_only_config_reads_the_environment():
+    readers = set()
+    for path in python_modules():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            attribute = isinstance(node, ast.Attribute) and node.attr in {"environ", "environb", "getenv"}
+            name = (
+                isinstance(node, ast.ImportFrom) and node.module == "os" and node.names[0].name in {"environ", "getenv"}
+            )
+            if attribute or name:
+                readers.add(path.relative_to(PACKAGE).as_posix())
+    assert readers <= {"config.py"}
+
+
+def test_rust_reads_no_environment():
+    for path in CRATES.glob("*/src/**/*.rs"):
+        assert not re.search(r"\benv::var", without_comments(path.read_text(encoding="utf-8"))), path
+
+
+@pytest.mark.parametrize("document", ["ARCHITECTURE.md", "README.md", "CONTRIBUTING.md"])
+def test_files_that_documents_name_exist(document):
+    text = (ROOT / document).read_text(encoding="utf-8")
+    text = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+    named = set(re.findall(r"`((?:crates|python|tests|examples|docs|requirements|lab|fuzz)/[\w./-]*)`", text))
+    named |= set(re.findall(r"\]\(([^)#:\s]+)\)", text))
+    missing = sorted(name for name in named if not (ROOT / name).exists())
+    assert not missing, f"{document} names what does not exist: {missing}"
+
+
+def test_no_file_outgrows_its_bound():
+    for path in tracked_files():
+        if path.suffix not in {".rs", ".py"}:
+            continue
+        name = path.relative_to(ROOT).as_posix()
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        bound = LONGER_FILES.get(name, FILE_LINES_MAX)
+        assert lines <= bound, f"{name} has {lines} lines, more than {bound}: split it by concept"
+        if name in LONGER_FILES:
+            assert lines > FILE_LINES_MAX, f"{name} fits now: take it out of LONGER_FILES"
+
+
+def test_requirements_are_pinned_and_name_no_index():
+    for line in (ROOT / "requirements" / "dev.lock").read_text(encoding="utf-8").splitlines():
+        requirement = line.split(";")[0].strip()
+        assert re.fullmatch(r"[A-Za-z0-9._-]+(\[[\w,-]+\])?==[\w.!+-]+", requirement), line
+
+
+def test_dependencies_of_crates_come_from_the_registry():
+    packages = tomllib.loads((ROOT / "Cargo.lock").read_text(encoding="utf-8"))["package"]
+    assert {package["source"].split("+")[0] for package in packages if "source" in package} <= {"registry"}
