@@ -1,0 +1,219 @@
+"""What is trained: five networks, four optimizers, two types. Everything here is plain PyTorch.
+
+The bars can only be met if 20 steps do not amplify rounding; then a difference means a wrong gradient or update:
+
+- no parameter has a gradient that is zero in exact arithmetic, such as the bias before a batch norm or the bias of
+  attention keys: an optimizer that divides by the gradient's size would turn its rounding noise into full steps;
+- the adaptive optimizers have an ``eps`` well above the rounding noise of the gradients, for the same reason;
+- what we wrote ourselves is smooth (SiLU, not ReLU): at a kink, one activation that rounds to the other side changes a
+  gradient by far more than rounding;
+- learning rates are small enough for training not to be chaotic, and large enough to move the parameters by several
+  `MOVED_MIN`. First parameters changed by one unit in the last place end 1e-7 (fp32) and 1e-15 (fp64) apart.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SEED = 7
+STEPS = 20
+DIFFERENCE_MAX = {"fp64": 1e-10, "fp32": 1e-4}  # relative L2, over all parameters
+MOVED_MIN = 1e-3  # the same measure, between the first parameters and the last
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+
+
+# Networks
+
+
+def quick():
+    """The network of examples/cifar10.py itself: 145,578 parameters."""
+    if "cifar10" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("cifar10", EXAMPLES / "cifar10.py")
+        sys.modules["cifar10"] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules["cifar10"].Quick()
+
+
+class Residual(nn.Module):
+    def __init__(self, inputs, outputs, stride):
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.shortcut = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x):
+        y = F.silu(self.norm1(self.conv1(x)))
+        return F.silu(self.norm2(self.conv2(y)) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.SiLU())
+        self.blocks = nn.Sequential(Residual(8, 8, 1), Residual(8, 16, 2), Residual(16, 16, 1))
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x):
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, vocabulary=20, width=16):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, 12)
+        self.lstm = nn.LSTM(12, width, num_layers=2, batch_first=True)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens):
+        return self.head(self.lstm(self.embedding(tokens))[0])
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend = nn.Linear(width, 3 * width, bias=False)
+        self.project = nn.Linear(width, width)
+        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        batch, time, width = x.shape
+        query, key, value = self.attend(self.norm1(x)).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.project(mixed.transpose(1, 2).reshape(batch, time, width))
+        return x + self.narrow(F.gelu(self.widen(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Its output layer is its embedding: the same module's parameter is read outside of that module's forward."""
+
+    def __init__(self, vocabulary=20, context=8, width=16):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.position = nn.Parameter(0.1 * torch.randn(context, width))
+        self.blocks = nn.Sequential(Block(width, 2), Block(width, 2))
+        self.norm = nn.LayerNorm(width)
+        nn.init.normal_(self.embedding.weight, std=0.3)
+
+    def forward(self, tokens):
+        return F.linear(self.norm(self.blocks(self.embedding(tokens) + self.position)), self.embedding.weight)
+
+
+class Branched(nn.Module):
+    """One branch that some ranks use in some steps, and one that nobody ever uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(12, 24)
+        self.branch = nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24))
+        self.never = nn.Linear(24, 24)
+        self.last = nn.Linear(24, 10)
+
+    def forward(self, x, with_branch):
+        x = torch.tanh(self.first(x))
+        if with_branch:
+            x = x + self.branch(x)
+        return self.last(x)
+
+
+def uses_branch(rank, step):
+    """All of up to three ranks, one or two, or none, in turn; step 0 and later ones include each of these."""
+    return step % 5 != 4 and (step % 5 == 3 or (step + rank) % 3 == 0)
+
+
+# Data: a batch depends on the rank and the step only, and is not the same for any two.
+
+
+def _random(rank, step):
+    return torch.Generator().manual_seed(SEED * 1_000_000 + step * 100 + rank)
+
+
+def _image_loss(batch, size):
+    def loss(model, dtype, rank, step):
+        random = _random(rank, step)
+        y = torch.randint(10, (batch,), generator=random)
+        x = torch.randn(batch, 3, size, size, generator=random, dtype=torch.float64) + 0.1 * y.view(-1, 1, 1, 1)
+        return F.cross_entropy(model(x.to(dtype)), y)
+
+    return loss
+
+
+def _text_loss(model, dtype, rank, step):
+    tokens = torch.randint(20, (4, 9), generator=_random(rank, step))
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _branched_loss(model, dtype, rank, step):
+    random = _random(rank, step)
+    x = torch.randn(6, 12, generator=random, dtype=torch.float64).to(dtype)
+    return F.cross_entropy(model(x, uses_branch(rank, step)), torch.randint(10, (6,), generator=random))
+
+
+@dataclass(frozen=True)
+class Network:
+    build: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, torch.dtype, int, int], torch.Tensor]
+    unused: bool = False  # DDP must be told
+
+
+NETWORKS = {
+    "quick": Network(quick, _image_loss(1, 32)),
+    "resnet": Network(ResNet, _image_loss(4, 10)),
+    "lstm": Network(Recurrent, _text_loss),
+    "gpt": Network(GPT, _text_loss),
+    "branched": Network(Branched, _branched_loss, unused=True),
+}
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, weight_decay=1e-3),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=5e-4, weight_decay=0.1, eps=1e-6),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-3, eps=1e-6),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-4, momentum=0.5, eps=1e-6),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    network: str
+    optimizer: str
+    dtype: str
+
+    def __str__(self):
+        return f"{self.network}-{self.optimizer}-{self.dtype}"
+
+    @classmethod
+    def parse(cls, text):
+        return cls(*text.split("-"))
+
+    def model(self):
+        """The first parameters, the same in every process."""
+        torch.manual_seed(SEED)
+        return NETWORKS[self.network].build().to(DTYPES[self.dtype])
+
+    def make_optimizer(self, model):
+        return OPTIMIZERS[self.optimizer](model.parameters())
+
+    def train(self, model, optimizer, rank):
+        """The user's loop."""
+        loss_of, dtype = NETWORKS[self.network].loss, DTYPES[self.dtype]
+        for step in range(STEPS):
+            loss_of(model, dtype, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+CASES = [Case(network, optimizer, dtype) for network in NETWORKS for optimizer in OPTIMIZERS for dtype in DTYPES]

@@ -1,0 +1,129 @@
+"""One of N processes that train every case three times: with DDP, with Penstock, and with Penstock in a second job.
+
+    python equality_worker.py DIRECTORY RANK SIZE
+
+Reads ``plan.json``, a list of cases, and leaves ``CASE.RANK.json`` for each one that is complete. Before each case it
+writes its name to ``now.RANK``, so that a crash can be laid at its door.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import hashlib
+import json
+import sys
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed
+from equality_cases import NETWORKS, Case
+from torch.nn.parallel import DistributedDataParallel
+
+import penstock as ps
+
+# A case takes about a second. One that hangs prints every thread's stack and ends the process.
+CASE_LIMIT_S = 60
+
+# The second job cuts, orders and carries slices in another way, which must not change a bit of the result.
+FIRST_JOB = {}
+SECOND_JOB = {"slice_bytes": 4096, "lanes": 2, "priority": False}
+
+
+def values(model):
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def digest(tensors):
+    """Of the bits."""
+    whole = hashlib.sha256()
+    for name, tensor in tensors.items():
+        whole.update(name.encode())
+        whole.update(tensor.contiguous().numpy().tobytes())
+    return whole.hexdigest()
+
+
+def distance(tensors, others):
+    """Relative L2 norm of the difference, over all of them, measured in double precision."""
+    squares = sum(float((tensors[name].double() - others[name].double()).square().sum()) for name in others)
+    return (squares / sum(float(other.double().square().sum()) for other in others.values())) ** 0.5
+
+
+def train_with_ddp(case, rank):
+    model = DistributedDataParallel(
+        case.model(),
+        broadcast_buffers=False,  # Penstock's buffers are local, too
+        find_unused_parameters=NETWORKS[case.network].unused,
+    )
+    case.train(model, case.make_optimizer(model.module), rank)
+    return values(model.module)
+
+
+def train_with_penstock(case, rank):
+    model = case.model()
+    if rank != 0:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1)  # rank 0's values are what counts
+    model, optimizer = ps.distribute(model, case.make_optimizer(model))
+    case.train(model, optimizer, rank)
+    ps.synchronize(optimizer)  # the last updates: `values` reads the parameters, which would wait by itself
+    return values(model)
+
+
+def announce(directory, rank, case):
+    (directory / f"now.{rank}").write_text(str(case))
+    faulthandler.dump_traceback_later(CASE_LIMIT_S, exit=True)
+    gc.collect()  # the model before this one, which its hooks hold in a cycle
+
+
+def main():
+    directory, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    faulthandler.enable()
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # its successor is not in torch 2.4
+    torch.set_num_threads(1)
+    cases = [Case.parse(text) for text in json.loads((directory / "plan.json").read_text())]
+    outcomes = {}
+    faulthandler.dump_traceback_later(CASE_LIMIT_S, exit=True)
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{directory / 'ddp'}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=CASE_LIMIT_S),
+    )
+    common = {"rank": rank, "world_size": size, "operation_timeout_s": CASE_LIMIT_S}
+    ps.init(**common, **FIRST_JOB, rendezvous=f"file://{directory / 'first'}")
+    gc.collect()
+    gc.freeze()  # so that collecting the models takes no time
+
+    for case in cases:
+        announce(directory, rank, case)
+        start = values(case.model())
+        reference = train_with_ddp(case, rank)
+        ours = train_with_penstock(case, rank)
+        outcomes[case] = {
+            "difference": distance(ours, reference),
+            "moved": distance(ours, start),
+            "ddp_moved": distance(reference, start),
+            "by_tensor": {name: distance({name: ours[name]}, {name: reference[name]}) for name in ours},
+            "first": digest(ours),
+        }
+    ps.shutdown()
+
+    ps.init(**common, **SECOND_JOB, rendezvous=f"file://{directory / 'second'}")
+    for case in cases:
+        announce(directory, rank, case)
+        outcomes[case]["second"] = digest(train_with_penstock(case, rank))
+        aside = directory / f"aside.{rank}"
+        aside.write_text(json.dumps(outcomes[case]))
+        aside.rename(directory / f"{case}.{rank}.json")
+    ps.shutdown()
+    torch.distributed.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    main()
