@@ -178,7 +178,7 @@ impl Engine {
         let id = BookId::try_from(books.len())
             .ok()
             .filter(|id| usize::from(*id) < penstock_core::limits::BOOKS_MAX);
-        let id = id.ok_or_else(|| Failure::config(format!("{name}: no more than {} books", books.len())))?;
+        let id = id.ok_or_else(|| Failure::config(format!("{name}: no more than {} books (a distribute takes two); start the job anew with shutdown() and init()", books.len())))?;
         let open = Arc::new(OpenBook::new(id, book, Arc::clone(&self.inner.shared)));
         for mailbox in self.inner.shared.mailboxes() {
             mailbox.send(Command::Open(Arc::clone(&open)));
