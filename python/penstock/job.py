@@ -402,12 +402,14 @@ class _Hooks:
             job.abort(_described(error))
         elif self._exit_reason is not None and not _returned(self._outermost):
             job.abort(self._exit_reason)
-        _process.job = None
-        _process.was_shut_down = True
         try:
             _finish(job)
         except PenstockError:
             _log.exception("rank %d: the job did not end in order", job.rank)
+        finally:
+            # Not earlier: what is pending belongs to the current job.
+            _process.job = None
+            _process.was_shut_down = True
 
 
 def _outermost_frame() -> FrameType:

@@ -78,25 +78,73 @@ def test_muon_beside_adamw():
     assert all(torch.equal(one, two) for one, two in zip(ours, plain, strict=True))
 
 
-def test_autocast_around_the_forward_does_not_reach_a_deferred_update():
-    """Muon multiplies matrices: under the forward's autocast its update would be rounded to bfloat16."""
-    if not hasattr(torch.optim, "Muon"):
-        pytest.skip("needs a newer torch")
+class Preconditioned(torch.optim.Optimizer):
+    """Multiplies matrices, which autocast would do in bfloat16."""
 
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    matrix = param.grad.reshape(len(param), -1)
+                    param -= 0.1 * (matrix @ matrix.t() @ matrix).view_as(param)
+
+
+class WritesGradients(torch.optim.SGD):
+    """Scales the gradients in place, as some do for weight decay."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.mul_(0.5)
+        return super().step(closure)
+
+
+def test_autocast_around_the_forward_does_not_reach_a_deferred_update():
     def loss_in_autocast(model, rank, step):
         x, y = examples(rank, step)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return F.mse_loss(model(x.float()).double(), y)
 
-    def make_float():
-        return make().float()
-
-    settings = {"make": make_float, "loss_of": loss_in_autocast, "steps": 4}
-    matrices = {
-        "make_optimizer": lambda model: torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.05)
+    settings = {
+        "make": lambda: make().float(),
+        "make_optimizer": lambda model: Preconditioned(model.parameters()),
+        "loss_of": loss_in_autocast,
+        "steps": 4,
     }
-    ours = train(**settings, **matrices, size=1, engine_options={"world_size": 2})[0]
-    assert all(torch.equal(a, b) for a, b in zip(ours, reference(**settings, **matrices, size=1), strict=True))
+    ours = train(**settings, size=1, engine_options={"world_size": 2})[0]
+    assert all(torch.equal(a, b) for a, b in zip(ours, reference(**settings, size=1), strict=True))
+
+
+def test_inference_mode_around_a_forward_does_not_reach_a_deferred_update():
+    def loss_of_validated(model, rank, step):
+        with torch.inference_mode():
+            model(examples(rank, step)[0])
+        return loss_of(model, rank, step)
+
+    settings = {
+        "make": make,
+        "make_optimizer": lambda m: torch.optim.Adam(m.parameters()),
+        "loss_of": loss_of_validated,
+    }
+    results = train(**settings)
+    assert same_everywhere(results)
+    assert distance(results[0], reference(**settings)) < 1e-12
+
+
+def test_an_optimizer_that_writes_gradients_does_not_write_what_is_being_sent():
+    settings = {
+        "make": make,
+        "make_optimizer": lambda m: WritesGradients(m.parameters(), lr=0.1),
+        "loss_of": loss_of,
+    }
+    results = train(**settings)
+    assert same_everywhere(results)
+    assert distance(results[0], reference(**settings)) < 1e-12
 
 
 @pytest.mark.parametrize("lazy", [True, False], ids=["late", "early"])

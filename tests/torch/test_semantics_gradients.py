@@ -4,6 +4,8 @@ The rows of the table of PyTorch's traps are the sections of the test_semantics 
 flight with NaN and delivers as late as it may (`thread_engine`), so a read that does not wait shows in the numbers.
 """
 
+import copy
+
 import pytest
 import torch
 from ranks import distance, examples, reference, run, same_everywhere, seeded, values
@@ -124,6 +126,18 @@ def test_a_gradient_changed_through_another_reference_is_an_error_that_says_what
 
     with pytest.raises(ConfigError, match=r"0\.weight.*synchronize\(optimizer\)"):
         run(main, 2)
+
+
+def test_a_parameter_copied_while_its_gradient_is_in_flight_is_a_plain_one():
+    def main(rank, engine):
+        model, optimizer = distribute(*mlp_and_sgd())
+        one_step(model, optimizer, rank, 0)
+        mse(model, rank, 1).backward()
+        twin = copy.deepcopy(model[0].weight)
+        assert type(twin) is nn.Parameter
+        assert torch.equal(twin, model[0].weight)
+
+    run(main, 2)
 
 
 def test_synchronize_makes_gradients_final():
@@ -283,6 +297,31 @@ def test_frozen_then_unfrozen():
         return model
 
     check(make, loss_of, lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), steps=6)
+
+
+def test_frozen_at_first_then_trained_under_no_sync_only():
+    """Without hooks from the start, nobody would know that this gradient is not synchronised."""
+
+    def main(rank, engine):
+        model = make_mlp()
+        model[2].requires_grad_(False)
+        model, optimizer = distribute(model, sgd(model))
+        one_step(model, optimizer, rank, 0)
+        model[2].requires_grad_(True)
+        with model.no_sync():
+            mse(model, rank, 1).backward()
+        optimizer.step()
+        return values(model)
+
+    results = run(main, 2)
+    model, optimizer = mlp_and_sgd()
+    for step in range(2):
+        model[2].requires_grad_(step == 1)
+        (sum(mse(model, rank, step) for rank in range(2)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert same_everywhere(results)
+    assert distance(results[0], values(model)) < 1e-12
 
 
 def test_ranks_that_disagree_on_what_is_frozen_do_not_hang():

@@ -69,6 +69,29 @@ def test_backward_twice_through_the_same_graph():
     assert distance(results[0], values(model)) < 1e-12
 
 
+def test_a_second_backward_where_torch_functions_are_not_overridden():
+    """The hooks wait by themselves, too: without `DeferredParameter` nothing else would."""
+
+    def main(rank, engine):
+        model, optimizer = distribute(*mlp_and_sgd())
+        one_step(model, optimizer, rank, 0)
+        losses = [mse(model, rank, step) for step in (1, 2)]
+        with torch._C.DisableTorchFunctionSubclass():
+            for loss in losses:
+                loss.backward()
+        optimizer.step()
+        return values(model)
+
+    results = run(main, 2)
+    model, optimizer = mlp_and_sgd()
+    for steps in ((0,), (1, 2)):
+        (sum(mse(model, rank, step) for rank in range(2) for step in steps) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert same_everywhere(results)
+    assert distance(results[0], values(model)) < 1e-12
+
+
 def test_a_second_backward_that_reaches_other_parameters():
     """What the first contributed must not be lost where only another rank adds to it in the second."""
 
@@ -168,24 +191,36 @@ def test_errors_at_the_call():
 # Activation checkpointing
 
 
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)])
+        self.unused = nn.Linear(2, 2)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        for part in self.parts:
+            x = checkpoint(part, x.requires_grad_(), use_reentrant=self.reentrant).tanh()
+        return x
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(reentrant):
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)])
-            self.unused = nn.Linear(2, 2)
+    check(lambda: seeded(Checkpointed(reentrant)))
 
-        def forward(self, x):
-            for part in self.parts:
-                x = checkpoint(part, x, use_reentrant=reentrant).tanh()
-            return x
 
-    def loss_of(model, rank, step):
-        x, y = examples(rank, step)
-        return F.mse_loss(model(x.requires_grad_()), y)
+@pytest.mark.fake_only
+def test_a_backward_inside_a_backward_announces_nothing_absent_that_is_yet_to_come():
+    def main(rank, engine):
+        model = seeded(Checkpointed(True))
+        model, optimizer = distribute(model, sgd(model))
+        one_step(model, optimizer, rank, 0)
+        start = len(engine.hub.submissions)
+        one_step(model, optimizer, rank, 1)
+        return [label for sender, _, label, _ in engine.hub.submissions[start:] if sender == rank]
 
-    check(lambda: seeded(Checkpointed()), loss_of)
+    for submitted in run(main, 1, world_size=2):
+        assert sorted(submitted) == sorted(name for name, _ in Checkpointed(True).named_parameters())
 
 
 # Uneven numbers of batches

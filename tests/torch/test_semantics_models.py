@@ -159,6 +159,22 @@ def test_a_gradient_that_shares_memory_with_the_graph_is_copied_first():
     check(lambda: seeded(OneRow()), loss_of)
 
 
+def test_a_gradient_that_lies_otherwise_than_on_other_ranks():
+    """A gradient that the program has set keeps its memory order when it is accumulated into."""
+
+    def main(rank, engine):
+        model, optimizer = distribute(*mlp_and_sgd())
+        for step in range(3):
+            if rank == 0:
+                model[2].weight.grad = torch.zeros(8, 8, dtype=torch.float64).t()
+            one_step(model, optimizer, rank, step)
+        return values(model)
+
+    results = run(main, 2)
+    assert same_everywhere(results)
+    assert distance(results[0], expected_after(3)) < 1e-12
+
+
 def test_a_gradient_with_a_graph():
     def main(rank, engine):
         model, optimizer = distribute(*mlp_and_sgd())
@@ -166,6 +182,8 @@ def test_a_gradient_with_a_graph():
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 mse(model, rank, step).backward(create_graph=True)
+            # The average is not what the graph computed, so it must not be differentiated as if it were.
+            assert not any(param.grad.requires_grad for param in model.parameters())
             optimizer.step()
             optimizer.zero_grad()
         return values(model)

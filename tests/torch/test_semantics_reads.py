@@ -281,15 +281,47 @@ def test_optimizer_state_dumped(dump):
     assert distance(got[0], expected) < 1e-12
 
 
-def test_optimizer_load_state_dict_and_add_param_group():
+def test_optimizer_load_state_dict_waits_for_the_update_that_uses_the_old_state():
+    def loop(model, optimizer, loss_of):
+        saved = None
+        for step in range(4):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                saved = copy.deepcopy(optimizer.state_dict())
+            elif step == 2:
+                optimizer.load_state_dict(saved)
+        return values(model)
+
+    def main(rank, engine):
+        return loop(*distribute(*mlp_and_sgd()), lambda model, step: mse(model, rank, step))
+
+    results = run(main, 2)
+    plain = loop(*mlp_and_sgd(), lambda model, step: sum(mse(model, rank, step) for rank in range(2)) / 2)
+    assert same_everywhere(results)
+    assert distance(results[0], plain) < 1e-12
+
+
+def test_an_optimizer_pickled_while_state_is_about_to_be_made():
+    def main(rank, engine):
+        model = make_mlp()
+        model[4].requires_grad_(False)
+        model, optimizer = distribute(model, torch.optim.Adam(model.parameters(), lr=0.01))
+        one_step(model, optimizer, rank, 0)
+        model[4].requires_grad_(True)
+        one_step(model, optimizer, rank, 1)
+        return len(pickle.loads(pickle.dumps(optimizer)).state)
+
+    assert run(main, 2) == [6, 6]
+
+
+def test_add_param_group_refuses_what_is_not_in_the_model():
     def use(model, optimizer):
-        saved = copy.deepcopy(optimizer.state_dict())
-        one_step(model, optimizer, 0, 2)
-        optimizer.load_state_dict(saved)
-        one_step(model, optimizer, 0, 3)
         with pytest.raises(ConfigError, match="not a parameter of the model"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
         assert len(optimizer.param_groups) == 1
+        one_step(model, optimizer, 0, 3)
         return values(model)
 
     assert same_everywhere(with_pending_updates(use))

@@ -261,11 +261,8 @@ def distribute(model: Any, optimizer: Any = None, *, broadcast_buffers: bool | N
 def distributed_here() -> list[Distributed]:
     """What is distributed in this job, in order."""
     engine = job.current("synchronize").engine
-    return [owner for owner in _alive() if owner.engine is engine]
-
-
-def _alive() -> list[Distributed]:
-    return [owner for reference in _distributed if (owner := reference()) is not None]
+    alive = [owner for reference in _distributed if (owner := reference()) is not None]
+    return [owner for owner in alive if owner.engine is engine]
 
 
 def _owner_for(target: nn.Module | Optimizer) -> Distributed | None:
@@ -308,8 +305,8 @@ def synchronize(target: nn.Module | Optimizer | None = None) -> None:
 
 
 def finish_all() -> None:
-    """Apply all outstanding updates, before the job ends. At the interpreter's exit no job is current any more."""
-    for owner in _alive():
+    """Apply all outstanding updates, before the job ends."""
+    for owner in distributed_here():
         owner.finish()
 
 

@@ -1,0 +1,134 @@
+"""One run: a job, a fault in one rank at a random moment, and what became of the others."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from scene import GRACE_S, PEER_TIMEOUT_S, Rank, Ranks, processes_of_session
+
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": signal.SIGUSR1}
+MOMENT_S_MAX = 0.8
+MOMENT_AT_START_S_MAX = 0.12
+START_LIMIT_S = 4.0
+"""rendezvous_timeout_s where the fault comes while the ranks are still meeting."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to whom, and when.
+
+    Attributes:
+        kind: ``kill`` (SIGKILL), ``stop`` (SIGSTOP) or ``raise`` (an exception that nobody catches).
+        size: The number of ranks.
+        victim: Who is hit.
+        delay_s: This long after every rank has begun to train, or, `at_start`, after all have been started.
+        torch: Whether the ranks train a model; otherwise they only exchange what a model would.
+        at_start: Whether it hits while the ranks are still meeting.
+        seed: What it was drawn from.
+    """
+
+    kind: str
+    size: int
+    victim: int
+    delay_s: float
+    torch: bool = False
+    at_start: bool = False
+    seed: int = 0
+
+    @staticmethod
+    def draw(seed: int, kind: str, *, size: int = 3, torch: bool = False, at_start: bool = False) -> Fault:
+        """A random victim at a random moment."""
+        generator = random.Random(seed)
+        latest_s = MOMENT_AT_START_S_MAX if at_start else MOMENT_S_MAX
+        return Fault(kind, size, generator.randrange(size), generator.uniform(0, latest_s), torch, at_start, seed)
+
+
+@dataclass
+class Verdict:
+    """What became of a run.
+
+    Attributes:
+        fault: The fault.
+        errors: What the others raised, by rank.
+        noticed_s: From the fault until the last of them raised.
+        ended_s: From the fault until the last of them had ended.
+        complaints: What is wrong with it; empty if all is well.
+    """
+
+    fault: Fault
+    errors: dict[int, dict[str, Any]] = field(default_factory=dict)
+    noticed_s: float = 0.0
+    ended_s: float = 0.0
+    complaints: list[str] = field(default_factory=list)
+
+
+def run(fault: Fault) -> Verdict:
+    """Run it. Never raises for what the ranks do: that is in the verdict."""
+    verdict = Verdict(fault)
+    limit_s = START_LIMIT_S if fault.at_start else PEER_TIMEOUT_S
+    options = {"rendezvous_timeout_s": START_LIMIT_S} if fault.at_start else {}
+    with Ranks(fault.size, "torch_process.py" if fault.torch else "rank_process.py", **options) as ranks:
+        ranks.all_told("alive" if fault.at_start else "training")
+        time.sleep(fault.delay_s)
+        victim = ranks.ranks[fault.victim]
+        victim.send(SIGNALS[fault.kind])
+        hit_at = time.monotonic()
+        others = [rank for rank in ranks.ranks if rank is not victim]
+        for rank in others:
+            if not rank.end_by(hit_at + limit_s + GRACE_S):
+                verdict.complaints.append(f"rank {rank.number} hangs; {rank.last_words()}")
+                rank.process.kill()
+                rank.process.wait()
+        verdict.ended_s = time.monotonic() - hit_at
+        for rank in others:
+            _judge(rank, fault, hit_at, verdict)
+        _judge_victim(victim, fault, hit_at + limit_s + GRACE_S, verdict)
+    for rank in ranks.ranks:
+        if left := processes_of_session(rank.process.pid):
+            verdict.complaints.append(f"rank {rank.number} has left processes behind: {left}")
+    return verdict
+
+
+def _judge(rank: Rank, fault: Fault, hit_at: float, verdict: Verdict) -> None:
+    """The error of one of the others: the right kind, the right names, a status that says so."""
+    error = rank.told("error")
+    if error is None:
+        verdict.complaints.append(f"rank {rank.number} raised nothing; {rank.last_words()}")
+        return
+    verdict.errors[rank.number] = error
+    verdict.noticed_s = max(verdict.noticed_s, error["at"] - hit_at)
+
+    def check(holds: bool, what: str) -> None:
+        if not holds:
+            verdict.complaints.append(f"rank {rank.number}: {what}: {error}")
+
+    check(rank.process.returncode == 1, f"status {rank.process.returncode}")
+    check(error["kind"] in ("PeerLost", "Timeout"), "another kind of error")
+    check(error["rank"] == fault.victim, "names another rank")
+    check(re.search(rf"\branks? {fault.victim}\b", error["message"]) is not None, "the message does not name the rank")
+    if rank.told("training") is None:
+        return  # lost while meeting: there is no layer and no step yet
+    last = max((told["step"] for told in rank.all_events() if told["event"] == "step"), default=-1)
+    check(error["layer"] is not None and error["layer"] in error["message"], "does not name the layer")
+    check(error["step"] in (last, last + 1), f"does not name the step, which is {last + 1}")
+    check(f"step {error['step']}" in error["message"], "the message does not name the step")
+
+
+def _judge_victim(victim: Rank, fault: Fault, deadline: float, verdict: Verdict) -> None:
+    """A rank that raises ends by itself, with its own error; a stopped one is still there, and is ended by its id."""
+    if fault.kind == "raise":
+        if not victim.end_by(deadline):
+            verdict.complaints.append("the rank that raised hangs")
+        elif victim.process.returncode != 1 or "a bad batch" not in victim.log.read_text():
+            verdict.complaints.append(f"the rank that raised ended oddly; {victim.last_words()}")
+    elif fault.kind == "stop":
+        if victim.process.poll() is not None:
+            verdict.complaints.append("the stopped rank has ended")
+        victim.process.kill()
+    if victim.process.poll() is None and not victim.end_by(deadline + GRACE_S):
+        verdict.complaints.append("the victim cannot be ended")

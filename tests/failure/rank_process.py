@@ -1,0 +1,147 @@
+"""One rank of a job under test, without a framework: it trains nothing, but moves what a training would move.
+
+    python rank_process.py '{"rank": 0, "size": 3, "directory": "/tmp/x", ...}'
+
+Every step it contributes numbers that the other ranks can predict and checks the averages bit by bit. It tells what
+happens in JSON lines on standard output. SIGUSR1 makes it raise, wherever it is.
+"""
+
+from __future__ import annotations
+
+import array
+import itertools
+import json
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import penstock as ps
+from penstock import job
+
+LAYERS = ["stem", "block1", "block2", "block3", "head"]
+ELEMS = 128 * 1024
+SLICE_BYTES = 64 * 1024
+PAUSE_S = 0.001  # computing one layer
+POLL_S = 0.01
+
+
+@dataclass
+class Plan:
+    """What this process is to do.
+
+    Attributes:
+        rank: Its rank.
+        size: The number of ranks.
+        directory: Where the ranks meet, and where the files `go` and `stop` appear.
+        options: Of `penstock.init`.
+        waits_for_go: Whether it listens, but does nothing else, until there is a file `go`.
+    """
+
+    rank: int
+    size: int
+    directory: str
+    options: dict[str, Any] = field(default_factory=dict)
+    waits_for_go: bool = False
+
+    @staticmethod
+    def parse(text: str) -> Plan:
+        """From one JSON object."""
+        return Plan(**json.loads(text))
+
+
+def tell(event: str, **facts: Any) -> None:
+    """One line for whoever started this process; `at` is on the clock that all processes of a machine share."""
+    print(json.dumps({"event": event, "at": time.monotonic(), **facts}), flush=True)
+
+
+def tell_error(error: ps.PenstockError) -> None:
+    """All that an error says."""
+    facts = {"rank": error.rank, "layer": error.layer, "step": error.step, "peer": error.peer}
+    tell("error", kind=type(error).__name__, message=str(error), **facts)
+
+
+def fail_on_signal(number: int, frame: Any) -> None:
+    """A bug in the user's program, at whatever moment. It tells nothing: it may be in the middle of telling."""
+    raise ValueError("a bad batch")
+
+
+def join_the_job(plan: Plan) -> None:
+    """Meet the others and tell where this rank listens."""
+    tell("alive")
+    ps.init(rank=plan.rank, world_size=plan.size, rendezvous=f"file://{plan.directory}/meet", **plan.options)
+    running = job.current()
+    tell("listening", port=running.engine.port, job_id=running.job_id.hex())
+    while plan.waits_for_go and not (Path(plan.directory) / "go").exists():
+        time.sleep(POLL_S)
+
+
+def stop_asked(plan: Plan) -> bool:
+    """Rank 0 decides when the job ends, and tells the others by a number that is summed like all others."""
+    return plan.rank == 0 and (Path(plan.directory) / "stop").exists()
+
+
+class Exchange:
+    """A book like a small model's, and its memory."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.engine = job.current().engine
+        tensors = [(f"{name}.weight", layer, "f32", ELEMS) for layer, name in enumerate(LAYERS)]
+        stop = (f"{LAYERS[-1]}.stop", len(LAYERS) - 1, "f32", 1)
+        self.book = self.engine.open_book("failure.gradients", LAYERS, [*tensors, stop])
+        self.memory = [array.array("f", bytes(4 * elems)) for _, _, _, elems in [*tensors, stop]]
+
+    def contribution(self, rank: int, layer: int, step: int) -> float:
+        """Small whole numbers and halves: their averages are exact."""
+        return float((rank + 1) * (step % 7 + 1) + layer)
+
+    def submit(self, tensor: int, value: float, op: str, step: int) -> None:
+        """Contribute `value` everywhere."""
+        memory = self.memory[tensor]
+        memory[:] = array.array("f", [value]) * len(memory)
+        address, elems = memory.buffer_info()
+        self.engine.submit(self.book, tensor, address, 4 * elems, op, step)
+
+    def step(self, step: int) -> bool:
+        """Backward, forward, and a check; returns whether there is another step."""
+        stop, last = len(LAYERS), float(stop_asked(self.plan))
+        self.submit(stop, last, "sum", step)
+        for layer in reversed(range(len(LAYERS))):
+            time.sleep(PAUSE_S)
+            self.submit(layer, self.contribution(self.plan.rank, layer, step), "average", step)
+        for layer in range(len(LAYERS)):
+            self.engine.wait(self.book, [layer], True)
+            time.sleep(PAUSE_S)
+        self.engine.wait(self.book, [stop], True)
+        for layer in range(len(LAYERS)):
+            parts = [self.contribution(rank, layer, step) for rank in range(self.plan.size)]
+            expected = array.array("f", [sum(parts) / self.plan.size]) * ELEMS
+            assert self.memory[layer].tobytes() == expected.tobytes(), f"step {step}: layer {layer} is wrong"
+        return self.memory[stop][0] == 0.0
+
+
+def main() -> None:
+    """Run until told to stop, or until something fails."""
+    plan = Plan.parse(sys.argv[1])
+    signal.signal(signal.SIGUSR1, fail_on_signal)
+    try:
+        join_the_job(plan)
+        exchange = Exchange(plan)
+        tell("training")
+        for step in itertools.count():
+            more = exchange.step(step)
+            tell("step", step=step)
+            if not more:
+                break
+        ps.shutdown()
+        tell("done")
+    except ps.PenstockError as error:
+        tell_error(error)
+        raise  # the way out is part of the test: excepthook, atexit, an abort that finds the job already over
+
+
+if __name__ == "__main__":
+    main()
