@@ -1,0 +1,86 @@
+"""Results as data: medians, spread, what the machine is, and JSON lines that say from which commit they come.
+
+No host name and no path is recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def spread(values: Sequence[float], digits: int = 4) -> dict[str, float | int]:
+    """Median, quartiles, extremes and count."""
+    ordered = sorted(values)
+    quartiles = statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else [ordered[0]] * 3
+    return {
+        "median": round(statistics.median(ordered), digits),
+        "low": round(ordered[0], digits),
+        "quarter": round(quartiles[0], digits),
+        "three_quarters": round(quartiles[2], digits),
+        "high": round(ordered[-1], digits),
+        "count": len(ordered),
+    }
+
+
+def shown(summary: dict[str, float | int], unit: str) -> str:
+    """A summary in one phrase."""
+    return f"{summary['median']:.3f}{unit} ({summary['low']:.3f} to {summary['high']:.3f}, {summary['count']} runs)"
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = [line for line in git("status", "--porcelain").splitlines() if not line.endswith(".jsonl")]
+    return (git("rev-parse", "--short=12", "HEAD") or "unknown") + ("+changes" if changed else "")
+
+
+def host() -> dict[str, Any]:
+    """What of this machine bears on the numbers."""
+    control = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
+        "kernel": platform.release().split("-")[0],
+        "congestion_control": control.read_text(encoding="ascii").strip() if control.exists() else "unknown",
+        "python": platform.python_version(),
+    }
+
+
+def busy_warning() -> str | None:
+    """A sentence if other programs use the processors now."""
+    load = os.getloadavg()[0]
+    return f"load average {load:.1f}: other programs disturb this measurement" if load > 0.5 else None
+
+
+def publish(record: dict[str, Any], *, benchmark: str, seed: int, as_json: bool, lines: Path | None) -> None:
+    """Append the record to a file of JSON lines, and print it if JSON was asked for."""
+    complete = {"benchmark": benchmark, "commit": _commit(), "seed": seed, "host": host(), **record}
+    text = json.dumps(complete)
+    if lines is not None:
+        lines.parent.mkdir(parents=True, exist_ok=True)
+        with lines.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
+    if as_json:
+        print(text, flush=True)
+
+
+def note(text: str) -> None:
+    """Progress, where it does not mix with results."""
+    print(text, file=sys.stderr, flush=True)
