@@ -9,6 +9,7 @@ A limited cable has a token bucket at both ends. Needs root and iproute2; says s
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import re
 import secrets
@@ -28,6 +29,7 @@ BURST_BYTES = 128 << 10
 # The longest that a packet waits in the bucket before it is dropped.
 QUEUE_MS = 50
 END_S = 5.0
+PR_SET_PDEATHSIG = 1
 
 
 class Unavailable(Exception):
@@ -64,6 +66,11 @@ def _run(*command: str) -> str:
     if done.returncode != 0:
         raise Unavailable(f"`{' '.join(command)}` failed: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
+
+
+def _end_with_parent() -> None:
+    """In a new process: the kernel ends it when the benchmark is gone, even if that was killed outright."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:
@@ -117,7 +124,8 @@ class Pair:
     def start(self, side: str, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a process on one side; it is ended with the pair at the latest."""
         # `ip netns exec` becomes the command, so the id is the command's own.
-        process = subprocess.Popen(["ip", "netns", "exec", self._names[side], *command], **options)
+        inside = ["ip", "netns", "exec", self._names[side], *command]
+        process = subprocess.Popen(inside, preexec_fn=_end_with_parent, **options)
         self._processes.append(process)
         return process
 

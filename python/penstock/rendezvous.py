@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Agreement", "exchange"]
 
-# How long rank 0 stays to tell late ranks why the job does not start, in seconds.
-ERROR_LINGER_S = 5.0
+# How long rank 0 stays to tell late ranks why the job does not start, in seconds; in vain for one that has died.
+ERROR_LINGER_S = 3.0
 
 
 @dataclass(frozen=True)

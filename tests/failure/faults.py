@@ -89,9 +89,17 @@ def run(fault: Fault) -> Verdict:
             _judge(rank, fault, hit_at, verdict)
         _judge_victim(victim, fault, hit_at + limit_s + GRACE_S, verdict)
     for rank in ranks.ranks:
-        if left := processes_of_session(rank.process.pid):
+        if left := _left_behind(rank):
             verdict.complaints.append(f"rank {rank.number} has left processes behind: {left}")
     return verdict
+
+
+def _left_behind(rank: Rank) -> list[int]:
+    """Processes that outlive theirs. A start looks up libraries in a short process of its own, which may be ending."""
+    deadline = time.monotonic() + GRACE_S
+    while (left := processes_of_session(rank.process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
 
 
 def _judge(rank: Rank, fault: Fault, hit_at: float, verdict: Verdict) -> None:

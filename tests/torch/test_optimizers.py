@@ -254,21 +254,23 @@ def test_lbfgs_with_a_closure():
     assert distance(first, values(model)) < 1e-10
 
 
-def test_step_hooks_run_once_and_the_scheduler_does_not_warn():
+@pytest.mark.parametrize("scheduled", ["before", "after"])
+def test_step_hooks_run_once_and_the_scheduler_does_not_warn(scheduled):
     def main(rank, engine):
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        before = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+        if scheduled == "before":
+            scheduler = step_lr(optimizer)
         model, optimizer = distribute(model, optimizer)
-        after = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+        if scheduled == "after":
+            scheduler = step_lr(optimizer)
         seen = []
         optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
         optimizer.register_step_post_hook(lambda *_: seen.append("post"))
         for step in range(3):
             loss_of(model, rank, step).backward()
             assert optimizer.step() is None
-            before.step()
-            after.step()
+            scheduler.step()
             optimizer.zero_grad()
         return seen
 

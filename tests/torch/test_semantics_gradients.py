@@ -376,6 +376,21 @@ def test_zero_grad(set_to_none, when, where):
     assert distance(results[0], expected) < 1e-12
 
 
+@pytest.mark.fake_only
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("of_model", [True, False])
+def test_zero_grad_waits_for_nothing(of_model, set_to_none):
+    def main(rank, engine):
+        model, optimizer = distribute(*mlp_and_sgd())
+        one_step(model, optimizer, rank, 0)
+        mse(model, rank, 1).backward()
+        optimizer.step()
+        (model if of_model else optimizer).zero_grad(set_to_none)
+        return all(deferred(model))
+
+    assert run(main, 2) == [True, True]
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_before_step_drops_the_gradients(set_to_none):
     def main(rank, engine):

@@ -137,6 +137,17 @@ def test_functional_call():
     check(loss_of=loss_of)
 
 
+def test_two_parameters_of_the_same_memory():
+    """Tied by ``.data``: each is updated, and whoever reads one reads what both updates have made."""
+
+    def make():
+        model = seeded(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
+        model[2].weight.data = model[0].weight.data
+        return model
+
+    check(make, make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def test_parameters_that_share_memory_are_never_left_outstanding():
     def make():
         model = seeded(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))

@@ -5,11 +5,13 @@ Processes run in groups of their own, so that Ctrl-C reaches the launcher alone,
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
 from penstock.demo.errors import WorkerFailed
@@ -41,7 +43,7 @@ class Processes:
     def __enter__(self) -> Processes:
         try:
             for rank in self._ranks:
-                with self._directory.log(rank).open("wb") as log:
+                with self._directory.log(rank).open("wb") as log, _signals_held_back():
                     self._running[rank] = subprocess.Popen(
                         [*self._command, str(self._directory.path), str(rank)],
                         stdin=subprocess.DEVNULL,
@@ -115,6 +117,23 @@ class Processes:
     def _last_words(self, rank: int) -> str:
         lines = self._directory.log(rank).read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(lines[-LOG_LINES_SHOWN:])
+
+
+@contextlib.contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Keep SIGINT and SIGTERM until a process that is being started is known: otherwise nobody would end it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's
+        return
+    arrived: list[int] = []
+    handlers = {n: signal.signal(n, lambda number, _: arrived.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for held, handler in handlers.items():
+            signal.signal(held, handler)
+        for number in arrived:
+            signal.raise_signal(number)
 
 
 def _signal_name(number: int) -> str:

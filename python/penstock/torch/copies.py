@@ -42,18 +42,38 @@ class CopyBook:
         """Write the source's values into every rank's tensors. Collective; exactly one rank is the source."""
         engine, lent = self._engine, lent_to(self._engine)
         submit = engine.submit if source else engine.submit_absent
-        memories: list[Tensor] = []
-        for index, tensor in enumerate(self._tensors):
-            memory = tensor if is_dense(tensor) else tensor.contiguous()
+        taken = _Taken()
+        memories = [
+            tensor
+            if is_dense(tensor) and not taken.overlap(tensor)
+            else tensor.clone(memory_format=torch.contiguous_format)
+            for tensor in self._tensors
+        ]
+        for index, memory in enumerate(memories):
             nbytes = memory.numel() * memory.element_size()
             lent.tensors[submit(self.id, index, memory.data_ptr(), nbytes, "copy", step)] = memory
-            memories.append(memory)
         engine.wait(self.id, list(range(len(memories))), released=True)
         if not source:
             for tensor, memory in zip(self._tensors, memories, strict=True):
                 if memory.data_ptr() != tensor.data_ptr():
                     tensor.copy_(memory)
         lent.collect()
+
+
+class _Taken:
+    """Memory that is in flight: where two tensors of a model overlap, the second travels as a copy."""
+
+    def __init__(self) -> None:
+        self._by_storage: dict[int, list[tuple[int, int]]] = {}
+
+    def overlap(self, tensor: Tensor) -> bool:
+        """Whether this dense tensor overlaps an earlier one."""
+        start = tensor.data_ptr()
+        stop = start + tensor.numel() * tensor.element_size()
+        taken = self._by_storage.setdefault(tensor.untyped_storage().data_ptr(), [])
+        found = any(start < other_stop and other_start < stop for other_start, other_stop in taken)
+        taken.append((start, stop))
+        return found
 
 
 class BufferCopy:

@@ -97,9 +97,6 @@ class Updates:
             return self._owner.synchronous
         if not self._owner.observed:
             return ""  # the first step: who reads what is decided now
-        optimizer = self.optimizer
-        if hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf"):
-            return ""  # a fused optimizer under GradScaler, which has read all gradients anyway
         # What surrounds this call would not surround a later one.
         return "" if torch.is_autocast_enabled("cpu") or torch.is_inference_mode_enabled() else None
 
