@@ -235,12 +235,7 @@ fn an_abort_reaches_everybody_with_its_reason() {
         // Rank 1 may have everything, and fail, before the other two have heard of each other.
         let stop = connected.and_then(|_| engine.all_gather("never", b"", &mut never)).unwrap_err();
         let (culprit, reason) = lost(&stop);
-        assert!(
-            culprit == Rank(1)
-                && reason.contains("no such file")
-                && reason.contains("waiting for the others"),
-            "{reason}"
-        );
+        assert!(culprit == Rank(1) && reason.contains("no such file"), "{reason}");
     });
 }
 
