@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from records import ROOT, busy_warning, note, publish, shown, spread
+from records import ROOT, note, publish, shown, spread, wait_for_quiet
 from torch import Tensor, nn
 
 import penstock as ps
@@ -275,6 +275,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, nargs="*", default=WORKERS, help="of the memory measurement")
     parser.add_argument("--only", choices=("time", "memory"), help="default: both")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--wait-quiet", type=float, default=0.0, help="seconds to wait for other programs to end")
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     parser.add_argument("--json-lines", type=Path, help="append the results to this file")
     parser.add_argument("--worker", nargs=4, metavar=("KIND", "RANK", "SIZE", "DIRECTORY"), help=argparse.SUPPRESS)
@@ -289,14 +290,14 @@ def main() -> int:
         kind, rank, size, directory = arguments.worker
         work(kind, int(rank), int(size), directory)
         return 0
-    if warning := busy_warning():
-        note(warning)
+    busy = {"busy_cores": wait_for_quiet(arguments.wait_quiet)}
     records = []
     if arguments.only != "memory":
         records += measure_time(arguments)
     if arguments.only != "time":
         records += measure_memory(arguments)
-    for record in records:
+    for measured in records:
+        record = {**busy, **measured}
         publish(record, benchmark="overhead", seed=arguments.seed, as_json=arguments.json, lines=arguments.json_lines)
         if not arguments.json:
             show(record)

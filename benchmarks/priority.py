@@ -6,9 +6,9 @@ Two network namespaces stand for two hosts. Both ranks submit the backlog for an
 slice of the layer that comes first in the forward pass; its answer is timed at the rank that does not own it. The same
 with priorities switched off follows each time.
 
-Done twice: with the urgent layer registered last, where priority alone can help it, and with it registered first, as in
-most models. There the rule that keeps windows free of deadlock (the first open slice of a book may always go) helps it
-even without priority.
+Done twice: with the urgent layer registered first, as in most models, where priority alone can help it, and with it
+registered last. There the rule that keeps windows free of deadlock (of a book's open slices the last may always go)
+helps it even without priority.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from engine_process import EngineProcess, together, wire_up
 from namespaces import Pair, Unavailable
-from records import busy_warning, note, publish, shown, spread
+from records import note, publish, shown, spread, wait_for_quiet
 
 TARGET_MS = 25.0
 BACKLOG_LAYER_BYTES = 4 << 20
@@ -109,6 +109,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--slice-kb", type=int, default=512)
     parser.add_argument("--lanes", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1, help="of the moments of submission")
+    parser.add_argument("--wait-quiet", type=float, default=0.0, help="seconds to wait for other programs to end")
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     parser.add_argument("--json-lines", type=Path, help="append the results to this file")
     return parser.parse_args()
@@ -128,13 +129,11 @@ def show(record: dict[str, Any]) -> None:
 def main() -> int:
     """0 if the target is met."""
     arguments = parse()
-    if warning := busy_warning():
-        note(warning)
     met = True
-    for registered in [arguments.registered] if arguments.registered else ["last", "first"]:
+    for registered in [arguments.registered] if arguments.registered else ["first", "last"]:
         arguments.registered = registered
         try:
-            record = measure(arguments)
+            record = {"busy_cores": wait_for_quiet(arguments.wait_quiet), **measure(arguments)}
         except Unavailable as error:
             note(f"priority: {error}")
             return 2

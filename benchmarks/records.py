@@ -11,11 +11,14 @@ import platform
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+SAMPLE_S = 2.0
+QUIET_CORES = 0.05
 
 
 def spread(values: Sequence[float], digits: int = 4) -> dict[str, float | int]:
@@ -63,10 +66,25 @@ def host() -> dict[str, Any]:
     }
 
 
-def busy_warning() -> str | None:
-    """A sentence if other programs use the processors now."""
-    load = os.getloadavg()[0]
-    return f"load average {load:.1f}: other programs disturb this measurement" if load > 0.5 else None
+def _busy_seconds() -> float:
+    """Processor time that all programs of this machine have used so far."""
+    fields = [int(field) for field in Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]]
+    idle, waiting = fields[3:5]
+    return (sum(fields) - idle - waiting) / os.sysconf("SC_CLK_TCK")
+
+
+def wait_for_quiet(wait_s: float) -> float:
+    """Wait at most so long until no other program computes; returns how many cores are in use by others even so."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        began, busy_s = time.monotonic(), _busy_seconds()
+        time.sleep(SAMPLE_S)
+        cores = (_busy_seconds() - busy_s) / (time.monotonic() - began)
+        if cores <= QUIET_CORES or time.monotonic() >= deadline:
+            break
+    if cores > QUIET_CORES:
+        note(f"other programs use {cores:.1f} cores and disturb this; --wait-quiet SECONDS waits for their end")
+    return round(cores, 2)
 
 
 def publish(record: dict[str, Any], *, benchmark: str, seed: int, as_json: bool, lines: Path | None) -> None:
