@@ -14,7 +14,7 @@ export CARGO_TARGET_DIR := $(CURDIR)/target
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test test-rust test-python test-failures bench-wire bench-priority bench-overhead lint format lock clean
+.PHONY: help venv build demo test test-rust test-python test-failures fuzz bench-wire bench-priority bench-overhead lint format lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,12 @@ test-python: build
 test-failures: build ## Kill, freeze or break a rank in 50 seeded runs, and print what became of each
 	$(BIN)/python tests/failure/many_runs.py $(ARGS)
 
+CASES ?= 200000
+fuzz: ## Feed random bytes and frames to everything that parses them, CASES of each
+	PROPTEST_CASES=$(CASES) cargo test --release --locked --quiet -p penstock-core wire::
+	PROPTEST_CASES=$(CASES) cargo test --release --locked --quiet -p penstock-core --test node any_events
+	PROPTEST_CASES=$(CASES) cargo test --release --locked --quiet -p penstock-net handshake::
+
 # The first two make network namespaces: they need root and iproute2, and the first needs iperf3.
 bench-wire: build ## Slice traffic beside iperf3, between two network namespaces
 	$(BIN)/python benchmarks/wire.py $(ARGS)
@@ -67,6 +73,7 @@ lint: build ## Check formats, lints, types and the architecture
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest penstock._native --mypy-config-file pyproject.toml
 	$(BIN)/python -m pytest tests/test_architecture.py
 
 format: $(ENVIRONMENT) ## Format the sources

@@ -93,14 +93,18 @@ class Engine:
     def set_priorities(self, book: int, places: list[int]) -> None:
         """Set each layer's place in the forward pass, from 0. What is queued already keeps its place."""
 
-    def submit(self, book: int, tensor: int, ptr: int, nbytes: int, op: _Op, step: int) -> int:
+    def submit(self, book: int, tensor: int, ptr: int, nbytes: int, op: _Op, step: int, more: bool = False) -> int:
         """Contribute the tensor at ``ptr`` to its next exchange; the result is written to the same memory.
+
+        With ``more``, a small tensor may be held back until others have come, or `phase`, `poll` or `wait` is called.
 
         Returns a token. The memory must stay allocated until `take_released` gives the token back, must not be touched
         before the result is in (`wait`), and must not be changed before it is released.
         """
 
-    def submit_absent(self, book: int, tensor: int, ptr: int, nbytes: int, op: _Op, step: int) -> int:
+    def submit_absent(
+        self, book: int, tensor: int, ptr: int, nbytes: int, op: _Op, step: int, more: bool = False
+    ) -> int:
         """Contribute nothing; the memory (which may be uninitialised) receives the result, as in `submit`."""
 
     def take_released(self) -> list[int]:

@@ -130,10 +130,10 @@ class FakeEngine:
         assert len(places) == len(self.books[book][1])
         self.places[book] = places
 
-    def submit(self, book, tensor, ptr, nbytes, op, step) -> int:
+    def submit(self, book, tensor, ptr, nbytes, op, step, more=False) -> int:
         return self._submit(book, tensor, ptr, nbytes, op, present=True)
 
-    def submit_absent(self, book, tensor, ptr, nbytes, op, step) -> int:
+    def submit_absent(self, book, tensor, ptr, nbytes, op, step, more=False) -> int:
         return self._submit(book, tensor, ptr, nbytes, op, present=False)
 
     def _submit(self, book, tensor, ptr, nbytes, op, *, present) -> int:

@@ -276,7 +276,8 @@ fn draw() -> impl Strategy<Value = Draw> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(2000))]
+    // More on request: `make fuzz` sets PROPTEST_CASES, which is where the default comes from.
+    #![proptest_config(ProptestConfig::with_cases(ProptestConfig::default().cases.max(2000)))]
 
     /// Whatever peers send and whatever the caller does: an error or not, never a panic, and all scratch comes back.
     #[test]

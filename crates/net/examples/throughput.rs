@@ -63,7 +63,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         engine.all_gather("begin", b"", &mut || false).map_err(stop)?;
         let (begin, cpu) = (Instant::now(), cpu_seconds());
         // SAFETY: `values` lives until the end of `main` and is not touched before the exchange is released.
-        unsafe { engine.submit(Part { book, tensor: 0, address, len_bytes, op, step: round, absent }) }?;
+        unsafe {
+            engine.submit(Part { book, tensor: 0, address, len_bytes, op, step: round, absent, more: false })
+        }?;
         engine.wait(book, &[0], true, &mut || false).map_err(stop)?;
         let cpus =
             engine.all_gather("end", &(cpu_seconds() - cpu).to_le_bytes(), &mut || false).map_err(stop)?;

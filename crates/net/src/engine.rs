@@ -77,6 +77,9 @@ pub struct Part {
     pub step: Step,
     /// Nothing to contribute.
     pub absent: bool,
+    /// More parts follow at once, or a call that waits, or [`Engine::phase`]: a small one may be held back until then and
+    /// travel with its neighbours.
+    pub more: bool,
 }
 
 /// One process's end of a job. All calls may be made from any thread.
@@ -255,10 +258,11 @@ impl Engine {
         // SAFETY: the caller vouches for the memory; its length was checked against the book.
         let memory =
             unsafe { Chunk::handed(start, part.len_bytes, Arc::clone(&open) as _, part.tensor, token) };
-        let Part { book, tensor, op, step, absent, .. } = part;
+        let Part { book, tensor, len_bytes, op, step, absent, more, .. } = part;
         for (lane, mailbox) in lanes.iter().enumerate() {
             if open.lanes[tensor as usize] & (1 << lane) != 0 {
-                mailbox.send(Command::Submit { book, tensor, seq, step, op, memory: memory.clone(), absent });
+                let command = Command::Submit { book, tensor, seq, step, op, memory: memory.clone(), absent };
+                if more { mailbox.send_held(command, len_bytes) } else { mailbox.send(command) }
             }
         }
         Ok(token)
@@ -340,6 +344,7 @@ impl Engine {
     /// `Config` in a forked child.
     pub fn phase(&self, phase: Phase) -> Result<(), Failure> {
         self.alive("phase")?;
+        self.flush();
         self.inner.shared.lock().accounting.set_phase(phase, Instant::now());
         Ok(())
     }
@@ -377,6 +382,11 @@ impl Engine {
         let deadline = Instant::now() + ANSWER;
         let next = || answers.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok();
         std::iter::from_fn(next).take(mailboxes.len()).collect()
+    }
+
+    /// Wakes the lanes for submissions that were held back.
+    fn flush(&self) {
+        self.inner.shared.mailboxes().iter().for_each(|mailbox| mailbox.flush());
     }
 
     fn book(&self, id: BookId) -> Result<Arc<OpenBook>, Failure> {

@@ -35,6 +35,8 @@ pub(crate) struct TensorState {
     pub(crate) step: AtomicU32,
     /// Submissions whose memory may still be touched.
     pub(crate) unreleased: AtomicU32,
+    /// Threads that wait for this tensor now. Changed before they look under the lock, read under it: nobody is missed.
+    pub(crate) awaited: AtomicU32,
 }
 
 /// A book and the state of its tensors.
@@ -66,17 +68,18 @@ impl OpenBook {
         }
         // Release: who sees 0 sees the result. The decrements of other lanes are in the same release sequence.
         if tensor.remaining.fetch_sub(1, Ordering::AcqRel) == 1 {
-            self.shared.tensor_complete();
+            self.shared.tensor_complete(tensor);
         }
     }
 }
 
 impl Owner for OpenBook {
     fn released(&self, tensor: u32, token: u64) {
-        self.tensors[tensor as usize].unreleased.fetch_sub(1, Ordering::AcqRel);
+        let tensor = &self.tensors[tensor as usize];
+        tensor.unreleased.fetch_sub(1, Ordering::AcqRel);
         let mut state = self.shared.lock();
         state.released.push(token);
-        self.shared.notify(&state);
+        self.shared.notify_of(tensor, &state);
     }
 }
 
@@ -188,9 +191,18 @@ impl Shared {
         result
     }
 
-    fn tensor_complete(&self) {
+    fn tensor_complete(&self, tensor: &TensorState) {
         self.progressed();
-        self.update(|state| state.accounting.completed(Instant::now()));
+        let mut state = self.lock();
+        state.accounting.completed(Instant::now());
+        self.notify_of(tensor, &state);
+    }
+
+    /// Wakes whoever waits for this tensor. The many others that complete meanwhile wake nobody.
+    fn notify_of(&self, tensor: &TensorState, state: &State) {
+        if tensor.awaited.load(Ordering::Acquire) > 0 {
+            self.notify(state);
+        }
     }
 
     /// Data has moved.

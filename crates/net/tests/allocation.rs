@@ -73,8 +73,16 @@ fn nothing_is_allocated_per_slice() {
                 let before = ALLOCATIONS.load(Ordering::Relaxed);
                 barrier.wait();
                 let (address, len_bytes) = (values.as_mut_ptr() as usize, SLICES * SLICE_BYTES);
-                let part =
-                    Part { book, tensor: 0, address, len_bytes, op: Op::Average, step: round, absent: false };
+                let part = Part {
+                    book,
+                    tensor: 0,
+                    address,
+                    len_bytes,
+                    op: Op::Average,
+                    step: round,
+                    absent: false,
+                    more: false,
+                };
                 // SAFETY: `values` stays until the exchange is released.
                 unsafe { engine.submit(part) }.unwrap();
                 engine.wait(book, &[0], true, &mut || false).unwrap();

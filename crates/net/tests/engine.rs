@@ -78,7 +78,7 @@ fn submit(
 ) -> Result<u64, Failure> {
     let (address, len_bytes) = (values.as_mut_ptr() as usize, std::mem::size_of_val(values));
     // SAFETY: the callers below keep `values` until the exchange is released, or leak it.
-    unsafe { engine.submit(Part { book, tensor, address, len_bytes, op, step: 5, absent }) }
+    unsafe { engine.submit(Part { book, tensor, address, len_bytes, op, step: 5, absent, more: false }) }
 }
 
 /// One exchange of a tensor from start to release.

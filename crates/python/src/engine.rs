@@ -124,6 +124,8 @@ impl Engine {
         self.engine.set_priorities(book, &places).map_err(raise)
     }
 
+    #[pyo3(signature = (book, tensor, ptr, nbytes, op, step, more=false))]
+    #[allow(clippy::too_many_arguments)]
     fn submit(
         &self,
         book: BookId,
@@ -132,6 +134,7 @@ impl Engine {
         nbytes: usize,
         op: &str,
         step: Step,
+        more: bool,
     ) -> PyResult<u64> {
         self.take_part(Part {
             book,
@@ -141,9 +144,12 @@ impl Engine {
             op: parse_op(op)?,
             step,
             absent: false,
+            more,
         })
     }
 
+    #[pyo3(signature = (book, tensor, ptr, nbytes, op, step, more=false))]
+    #[allow(clippy::too_many_arguments)]
     fn submit_absent(
         &self,
         book: BookId,
@@ -152,6 +158,7 @@ impl Engine {
         nbytes: usize,
         op: &str,
         step: Step,
+        more: bool,
     ) -> PyResult<u64> {
         self.take_part(Part {
             book,
@@ -161,6 +168,7 @@ impl Engine {
             op: parse_op(op)?,
             step,
             absent: true,
+            more,
         })
     }
 

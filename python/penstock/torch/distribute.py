@@ -132,7 +132,7 @@ class Distributed:
             self._end_observation()
         if self.buffers is not None:
             self.buffers.finish()
-            self.buffers.start(self.gradients.step)
+            self.buffers.start(self.gradients.step - 1)  # of the step that has just ended
         self._step_is_new = True
 
     def _end_observation(self) -> None:

@@ -133,7 +133,7 @@ class Gradients:
                 memory = grad
             else:
                 grad, memory = gradients._private(slot, grad)
-            token = submit(book, index, memory.data_ptr(), nbytes, "average", gradients.step)
+            token = submit(book, index, memory.data_ptr(), nbytes, "average", gradients.step, True)
             lent[token] = memory
             slot.token = token
             slot.grad = grad
@@ -237,7 +237,7 @@ class Gradients:
             submit = self.engine.submit_absent
         slot.dirty = False
         slot.memory = memory
-        slot.token = submit(self.id, slot.index, memory.data_ptr(), _nbytes(slot), "average", self.step)
+        slot.token = submit(self.id, slot.index, memory.data_ptr(), _nbytes(slot), "average", self.step, True)
         if slot.absent:
             slot.spare_token = slot.token
         self.lent.tensors[slot.token] = memory

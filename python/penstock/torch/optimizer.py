@@ -153,14 +153,14 @@ class Updates:
                         if slot.flying:
                             gradients.finish([slot])
                         slot.grad, slot.version, slot.assigned = param.grad, param.grad._version, True
+                        defer(slot)
                     slot.group, slot.place, slot.update, slot.zero_after = number, place, self, False
                     taken.append(slot)
         taken.sort(key=_by_place_in_forward)
         for slot in taken:
             self._waiting.setdefault(slot.layer, []).append(slot)
-            # A graph made before this step must not be used after it: say so at the time the plain optimizer would.
-            torch.autograd.graph.increment_version(slot.param)
-            defer(slot)
+        # A graph made before this step must not be used after it: say so at the time the plain optimizer would.
+        torch.autograd.graph.increment_version([slot.param for slot in taken])
         gradients.step += 1
         immediate = [slot.layer for slot in taken if slot.immediate]
         if immediate or len(self._arrived()) == len(self._waiting):

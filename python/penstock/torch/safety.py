@@ -35,8 +35,9 @@ __all__ = ["DeferredParameter", "Watch", "claim", "compiled_outside", "defer", "
 ANY_OWNER = -1  # where dynamo cannot tell which model a parameter belongs to
 
 _owners: weakref.WeakValueDictionary[int, Distributed] = weakref.WeakValueDictionary()
-# By id of the parameter. A slot holds its parameter, so an id stays unique while its slot is here.
-_slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
+# By id of the parameter. A slot holds its parameter, so an id stays unique while its slot is here. A plain dictionary: this
+# is looked up for every parameter of every step, and a WeakValueDictionary is Python code.
+_slots: dict[int, weakref.ref[Slot]] = {}
 
 _TENSOR: Any = Tensor  # its attributes are descriptors, which torch's stubs hide
 _GRAD_GETTERS = frozenset({_TENSOR.grad.__get__, _TENSOR._grad.__get__})
@@ -131,13 +132,22 @@ def claim(owner: Distributed, slots: Sequence[Slot]) -> None:
     """Register the parameters of a distributed model, so that they can be found from a bare parameter."""
     _owners[owner.key] = owner
     for slot in slots:
-        _slots[id(slot.param)] = slot
+        _slots[id(slot.param)] = weakref.ref(slot, _forget(id(slot.param)))
         slot.owner = owner
+
+
+def _forget(key: int) -> Callable[[object], None]:
+    def gone(reference: object) -> None:
+        if _slots.get(key) is reference:  # the id may be another parameter's by now
+            del _slots[key]
+
+    return gone
 
 
 def slot_of(param: object) -> Slot | None:
     """The slot of a parameter of a distributed model."""
-    return _slots.get(id(param))
+    reference = _slots.get(id(param))
+    return None if reference is None else reference()
 
 
 def owner_of(param: object) -> Distributed | None:

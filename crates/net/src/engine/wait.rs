@@ -29,6 +29,7 @@ impl Engine {
         if tensors.iter().all(|tensor| is_in(&open, *tensor, released)) {
             return Ok(());
         }
+        self.flush();
         let shared = &self.inner.shared;
         let begin = Instant::now();
         shared.lock().accounting.wait_began(begin);
@@ -51,10 +52,14 @@ impl Engine {
             if is_in(open, tensor, released) {
                 continue;
             }
+            // Before the first look: whoever completes it later sees this and wakes the waiting thread.
+            let awaited = &open.tensors[tensor as usize].awaited;
+            awaited.fetch_add(1, Ordering::AcqRel);
             let done = self
                 .inner
                 .shared
                 .wait(deadline, interrupted, |_| is_in(open, tensor, released).then_some(()));
+            awaited.fetch_sub(1, Ordering::AcqRel);
             let now = Instant::now();
             let layer = open.book.tensors[tensor as usize].layer as usize;
             let stall_ns = u64::try_from(now.saturating_duration_since(since).as_nanos()).unwrap_or(u64::MAX);
@@ -79,6 +84,7 @@ impl Engine {
     /// The job's failure.
     pub fn poll(&self, book: BookId, tensors: &[TensorId]) -> Result<Vec<TensorId>, Failure> {
         self.alive("poll")?;
+        self.flush();
         let open = self.book(book)?;
         for tensor in tensors {
             self.tensor(&open, *tensor)?;
