@@ -227,6 +227,7 @@ def _host_store(point: MeetingPoint) -> Store:
                 timeout=limit,
                 wait_for_workers=False,
                 master_listen_fd=listener.detach(),
+                use_libuv=False,  # that of torch 2.4 takes no listening socket
             )
         # The program may have set up torch.distributed at the same address: then both share one store.
         return TCPStore(

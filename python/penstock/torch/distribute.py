@@ -96,10 +96,10 @@ class Distributed:
         return found
 
     def _make_before_forward(self, layers: list[Layer]) -> Any:
-        key, owner, is_compiling = self.key, self, torch.compiler.is_compiling
+        key, owner = self.key, self
 
         def before_forward(module: nn.Module, args: Any) -> None:
-            if is_compiling():
+            if torch.compiler.is_compiling():  # by its full name, or dynamo of torch 2.4 does not know it
                 note_compiled(key)  # first, and reading nothing that dynamo would guard on
                 return
             if owner._step_is_new or any(update.waiting for update in owner.updates):

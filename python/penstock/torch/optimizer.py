@@ -160,7 +160,7 @@ class Updates:
         for slot in taken:
             self._waiting.setdefault(slot.layer, []).append(slot)
         # A graph made before this step must not be used after it: say so at the time the plain optimizer would.
-        torch.autograd.graph.increment_version([slot.param for slot in taken])
+        _increment_versions([slot.param for slot in taken])
         gradients.step += 1
         immediate = [slot.layer for slot in taken if slot.immediate]
         if immediate or len(self._arrived()) == len(self._waiting):
@@ -388,6 +388,23 @@ def _own_step(optimizer: Optimizer) -> Callable[..., Any]:
         return types.MethodType(type(optimizer).step, optimizer)
     step: Callable[..., Any] = patched
     return step
+
+
+def _increment_one_by_one(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        torch.autograd.graph.increment_version(tensor)
+
+
+def _increment_function() -> Callable[[Iterable[Tensor]], None]:
+    """The function of torch, where it takes many at once: torch 2.4 and some later ones take one."""
+    try:
+        torch.autograd.graph.increment_version([torch.zeros(1)])
+    except (RuntimeError, TypeError):
+        return _increment_one_by_one
+    return torch.autograd.graph.increment_version
+
+
+_increment_versions = _increment_function()
 
 
 def _as_if_in_step() -> AbstractContextManager[Any]:

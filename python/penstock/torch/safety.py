@@ -171,7 +171,7 @@ def restore(slot: Slot) -> None:
 # Compiled code
 
 
-def note_compiled(key: int) -> bool:
+def _noted_compiled(key: int) -> bool:
     """Called by dynamo while it traces a forward hook; the result becomes a constant of the compiled code.
 
     Compiled code contains no hook, so nothing in it would wait. From now on this model's `step` waits for all averages.
@@ -183,7 +183,9 @@ def note_compiled(key: int) -> bool:
 
 
 # As torch.compiler.assume_constant_result does, which would import dynamo, taking a second, into every program.
-note_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_noted_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# torch 2.4 keeps the result in a global variable of the caller, by the name in the function's code: it must not be ours.
+note_compiled = _noted_compiled
 
 
 def compiled_outside(model: nn.Module) -> str | None:

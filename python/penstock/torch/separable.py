@@ -72,6 +72,8 @@ class _Probe:
                 values = torch.randn(shape, generator=generator, dtype=torch.float64).to(param.dtype)
                 self.params.append(nn.Parameter(values))
                 self._group_of.append(number)
+                if param in optimizer.state:  # made with the optimizer, as by torch 2.4's Adagrad, or loaded
+                    self._optimizer.state[self.params[-1]] = _cut(optimizer.state[param], param.shape, shape)
         self._step = unhooked_step(type(optimizer))
         self.changed = False
 
@@ -114,6 +116,15 @@ def _sample(params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         if all(param is not one for one in chosen):
             chosen.append(param)
     return chosen
+
+
+def _cut(state: dict[str, Any], shape: Sequence[int], to: Sequence[int]) -> dict[str, Any]:
+    """The state of a parameter as that of a smaller one."""
+    corner = tuple(slice(size) for size in to)
+    return {
+        name: value[corner].clone() if isinstance(value, Tensor) and value.shape == shape else copy.deepcopy(value)
+        for name, value in state.items()
+    }
 
 
 def snapshot(group: dict[str, Any]) -> dict[str, Any]:
