@@ -1,6 +1,6 @@
 """One end of a wire under measurement: a process with native engines and nothing else, told what to do line by line.
 
-It is started by `EngineProcess`, in a network namespace or not, reads one JSON object per line from standard input and
+It is started by `EngineProcess`, on an emulated host or not, reads one JSON object per line from standard input and
 answers each with one on standard output. It ends with its input, so it never outlives the benchmark.
 """
 

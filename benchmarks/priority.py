@@ -2,9 +2,9 @@
 
     sudo .venv/bin/python benchmarks/priority.py [--json-lines docs/benchmarks/priority.jsonl]
 
-Two network namespaces stand for two hosts. Both ranks submit the backlog for an average, then, at the same moment, one
-slice of the layer that comes first in the forward pass; its answer is timed at the rank that does not own it. The same
-with priorities switched off follows each time.
+On two emulated hosts, both ranks submit the backlog for an average, then, at the same moment, one slice of the layer
+that comes first in the forward pass; its answer is timed at the rank that does not own it. The same with priorities
+switched off follows each time.
 
 Done twice: with the urgent layer registered first, as in most models, where priority alone can help it, and with it
 registered last. There the rule that keeps windows free of deadlock (of a book's open slices the last may always go)
@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from engine_process import EngineProcess, together, wire_up
-from namespaces import Pair, Unavailable
 from records import note, publish, shown, spread, wait_for_quiet
+
+from lab.cluster import Cluster, Host, Unavailable
 
 TARGET_MS = 25.0
 BACKLOG_LAYER_BYTES = 4 << 20
@@ -33,7 +34,7 @@ AHEAD_S = 0.1
 class Wire:
     """An engine on either side."""
 
-    def __init__(self, name: str, ends: list[EngineProcess], pair: Pair, priority: bool, arguments: Any) -> None:
+    def __init__(self, name: str, ends: list[EngineProcess], hosts: list[Host], priority: bool, arguments: Any) -> None:
         self._name = name
         self._ends = ends
         self._step = 0
@@ -44,8 +45,8 @@ class Wire:
             self._urgent, layers, places = 0, [slice_bytes, *backlog], [0, *places]
         else:
             self._urgent, layers, places = len(backlog), [*backlog, slice_bytes], [*places, 0]
-        hosts = [pair.host("a"), pair.host("b")]
-        wire_up(ends, hosts, name, priority=priority, slice_bytes=slice_bytes, lanes=arguments.lanes)
+        addresses = [host.address for host in hosts]
+        wire_up(ends, addresses, name, priority=priority, slice_bytes=slice_bytes, lanes=arguments.lanes)
         together(ends, "book", wire=name, layers=layers, places=places, dtype="f32", seed=None)
 
     def trial(self, delay_s: float) -> dict[str, Any]:
@@ -66,9 +67,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All trials, with and without priority in turn."""
     generator = random.Random(arguments.seed)
     trials: dict[str, list[dict[str, Any]]] = {"on": [], "off": []}
-    with Pair(arguments.mbit) as pair:
-        ends = [EngineProcess(lambda *a, side=side, **k: pair.start(side, *a, **k)) for side in "ab"]
-        wires = {name: Wire(name, ends, pair, name == "on", arguments) for name in trials}
+    with Cluster(2, arguments.mbit) as cluster:
+        ends = [EngineProcess(host.start) for host in cluster.hosts]
+        wires = {name: Wire(name, ends, cluster.hosts, name == "on", arguments) for name in trials}
         for number in range(-1, arguments.trials):  # the first warms up
             delay_s = generator.uniform(0.05, 0.4)
             done = {name: wire.trial(delay_s) for name, wire in wires.items()}

@@ -2,9 +2,9 @@
 
     sudo .venv/bin/python benchmarks/wire.py [--json-lines docs/benchmarks/wire.jsonl]
 
-Two network namespaces stand for two hosts, once without a limit (then the processors are) and once with 1 Gbit/s. A
-book is copied from rank 0 to rank 1 over and over: half of its slices are pushed to rank 1, the other half are answered
-by rank 0, so every byte crosses the cable once. Runs are paired and alternate: iperf3, Penstock, iperf3, ...
+Two emulated hosts are joined, once without a limit (then the processors are) and once with 1 Gbit/s. A book is copied
+from rank 0 to rank 1 over and over: half of its slices are pushed to rank 1, the other half are answered by rank 0, so
+every byte crosses the cable once. Runs are paired and alternate: iperf3, Penstock, iperf3, ...
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from engine_process import EngineProcess, together, wire_up
-from namespaces import Pair, Unavailable, need
 from records import note, publish, shown, spread, wait_for_quiet
+
+from lab.cluster import Cluster, Host, Unavailable, need
 
 GET_IPERF3 = "install iperf3 (apt-get install iperf3, dnf install iperf3, or https://software.es.net/iperf)"
 ARMS = {"no limit": (None, 0.90), "1 Gbit/s": (1000, 0.97)}
@@ -30,20 +32,22 @@ LISTEN_S = 5.0
 
 
 class Iperf:
-    """iperf3 in the same namespaces: a server on the side that receives, one stream."""
+    """iperf3 on the same hosts: a server on the one that receives, one stream."""
 
-    def __init__(self, pair: Pair) -> None:
-        self._pair = pair
+    def __init__(self, sender: Host, receiver: Host) -> None:
+        self._sender, self._receiver = sender, receiver
         self._program = need("iperf3", GET_IPERF3)
-        self._server = pair.start("b", [self._program, "-s", "-B", pair.host("b")], stdout=subprocess.DEVNULL)
+        # Its farewell, when it is ended, is no error; if it cannot start, the client says so.
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        receiver.start([self._program, "-s", "-B", receiver.address], **quiet)
 
     def gbit_s(self, seconds: float) -> float:
         """What one stream moves, without its first second."""
         duration = ["-t", str(max(1, round(seconds))), "-O", str(round(WARM_S))]
-        command = [self._program, "-J", "-c", self._pair.host("b"), *duration]
+        command = [self._program, "-J", "-c", self._receiver.address, *duration]
         deadline = time.monotonic() + LISTEN_S
         while True:
-            process = self._pair.start("a", command, stdout=subprocess.PIPE, text=True)
+            process = self._sender.start(command, stdout=subprocess.PIPE, text=True)
             out, _ = process.communicate(timeout=TIMEOUT_S)
             measured: dict[str, Any] = json.loads(out)
             if "error" not in measured:
@@ -54,12 +58,12 @@ class Iperf:
 
 
 class Slices:
-    """Penstock's engine in the same namespaces."""
+    """Penstock's engine on the same hosts."""
 
-    def __init__(self, pair: Pair, arguments: argparse.Namespace) -> None:
-        self._ends = [EngineProcess(lambda *a, side=side, **k: pair.start(side, *a, **k)) for side in "ab"]
+    def __init__(self, hosts: Sequence[Host], arguments: argparse.Namespace) -> None:
+        self._ends = [EngineProcess(host.start) for host in hosts]
         options = {"slice_bytes": arguments.slice_kb << 10, "lanes": arguments.lanes}
-        wire_up(self._ends, [pair.host("a"), pair.host("b")], "w", **options)
+        wire_up(self._ends, [host.address for host in hosts], "w", **options)
         layer_bytes = (arguments.megabytes << 20) // TENSORS
         # All at one place: first in, first out, so that what has arrived at a point in time is known.
         shape = {"layers": [layer_bytes] * TENSORS, "places": [0] * TENSORS, "dtype": "bytes"}
@@ -99,8 +103,8 @@ class Slices:
 def measure(arm: str, rate_mbit: int | None, arguments: argparse.Namespace) -> dict[str, Any]:
     """All pairs of one arm."""
     iperf_gbit_s, slices_gbit_s = [], []
-    with Pair(rate_mbit) as pair:
-        iperf, slices = Iperf(pair), Slices(pair, arguments)
+    with Cluster(2, rate_mbit) as cluster:
+        iperf, slices = Iperf(*cluster.hosts), Slices(cluster.hosts, arguments)
         iperf.gbit_s(1)
         slices.calibrate()
         for number in range(arguments.pairs):
