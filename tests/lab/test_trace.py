@@ -109,6 +109,13 @@ def test_shapes_of_the_linear_layers_that_papers_name():
     assert layer_named(NETWORKS["resnet50"](), "fc").tensors[0].shape == (1000, 2048)
 
 
+def test_inceptions_long_kernels_alternate():
+    trace = NETWORKS["inception-v3"]()
+    names = ("mixed6b_7x7_2", "mixed6b_7x7_3", "mixed6e_7x7dbl_4", "mixed6e_7x7dbl_5", "mixed7c_3x3_1x3")
+    shapes = [layer_named(trace, name).tensors[0].shape for name in names]
+    assert shapes == [(128, 128, 1, 7), (192, 128, 7, 1), (192, 192, 7, 1), (192, 192, 1, 7), (384, 384, 1, 3)]
+
+
 def test_tied_matrices_count_once_and_are_no_rows():
     gpt = NETWORKS["gpt-small"]()
     assert layer_named(gpt, "lm_head").tensors == ()
