@@ -1,0 +1,455 @@
+"""A torch model that takes the time of a network, and has its tensors, without doing its arithmetic.
+
+Each layer is a module of its own, whose forward and backward wait until the layer's share of the step's compute time is
+over. What others see of it is real: ordinary parameters, ordinary autograd, and when a layer's backward ends its
+gradient is in memory that was allocated for it in this step. So the same model runs alone, under
+DistributedDataParallel, under Horovod and under Penstock.
+
+    model = build(NETWORKS["resnet50"](), 1.2, seed=1)
+    model(data(rank, step)).backward()
+
+Gradients depend on the data, that is on rank and step, and `Emulated.expected_average` says what their average must be:
+all values are small integers times a power of two, so that the average of up to 16 ranks, or of more whose number is a
+power of two, is exact in every order of summation.
+
+Linear layers whose factors could be sent (`has_factors`) get their true inputs and output gradients, and their
+gradient is the true matrix product; embeddings get true indices. Omitted is what nobody can tell from outside, for it
+would take the machine's few cores from all the hosts that it stands for: the other products of these layers (output,
+and gradient of the input, are there in shape alone), and all arithmetic of all other layers, whose gradients are
+written in one pass over the memory.
+
+Use one compute thread per process (``torch.set_num_threads(1)``): writes of many emulated hosts share the cores.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from lab.ahead import Planner, Slot
+from lab.pace import Pace
+from lab.trace import Layer, LayerTime, Trace
+
+__all__ = ["Emulated", "build", "data", "has_factors"]
+
+PATTERN_ELEMS = 16381
+"""A prime, so that no slice boundary falls on the same place of the pattern twice."""
+SCALES = 61
+GRADIENT_UNIT = 2.0**-30
+FACTOR_UNIT = 2.0**-12
+PARAMETER_UNIT = 2.0**-20
+OFFSETS = 65521
+"""How many different inputs a linear layer or an embedding sees, depending on rank and step."""
+
+
+def data(rank: int, step: int) -> Tensor:
+    """One step's input of one rank."""
+    return torch.tensor([rank, step])
+
+
+def has_factors(layer: Layer, batch: int) -> bool:
+    """Whether a linear layer's gradient could ever be sent as its factors.
+
+    Two matrices of K rows are smaller than the M x N product, averaged by two workers or more, iff K (M + N) < M N.
+    """
+    if layer.kind != "linear":
+        return False
+    outputs, inputs = layer.tensors[0].shape
+    return batch * layer.rows * (inputs + outputs) < inputs * outputs
+
+
+class _Values:
+    """All numbers of a model: what parameters begin with, inputs, gradients. The same on all ranks for one seed."""
+
+    def __init__(self, seed: int, factor_elems: int) -> None:
+        self.seed = seed
+        generator = torch.Generator().manual_seed(seed)
+        self.pattern = (torch.randperm(PATTERN_ELEMS, generator=generator) + 1).float()
+        small = torch.randint(-2, 3, (factor_elems + OFFSETS,), generator=generator)
+        self.inputs = small.float()
+        self.output_gradients = small.flip(0).float() * FACTOR_UNIT
+        self.generator = generator
+
+    def write(self, shape: Sequence[int], scale: float) -> Tensor:
+        """New memory with the pattern times `scale`, written in one pass."""
+        out = torch.empty(shape)
+        flat = out.view(-1)
+        repeats, rest = divmod(flat.numel(), PATTERN_ELEMS)
+        if repeats:
+            body = flat[: flat.numel() - rest].view(repeats, PATTERN_ELEMS)
+            torch.mul(self.pattern.expand_as(body), scale, out=body)
+        if rest:
+            torch.mul(self.pattern[:rest], scale, out=flat[-rest:])
+        return out
+
+    def gradient_scale(self, tensor: int, rank: int, step: int) -> float:
+        """What the pattern is multiplied with: differs between ranks, neighbouring steps and neighbouring tensors."""
+        return GRADIENT_UNIT * (1 + (self.seed + 5 * rank + 3 * step + 7 * tensor) % SCALES)
+
+    def offset(self, layer: int, rank: int, step: int) -> int:
+        """Where in the pools this layer's input begins."""
+        return (self.seed + 7919 * rank + 104729 * step + 1299709 * layer) % OFFSETS
+
+    def read(self, pool: Tensor, offset: int, rows: int, columns: int) -> Tensor:
+        """A part of a pool, without a copy, and to autograd a tensor of its own."""
+        return torch.empty(0).set_(pool.untyped_storage(), offset, (rows, columns), (columns, 1))
+
+
+@dataclass(frozen=True)
+class _Now:
+    rank: int
+    step: int
+
+
+class _Part(nn.Module):
+    """What all emulated layers share; beside it each has its parameters.
+
+    Not registered as modules: the model's clock and values, which are everybody's.
+    """
+
+    layer: Layer
+    index: int
+    first_tensor: int
+    batch: int
+    now: _Now
+    time: LayerTime
+    course: _Course
+    values: _Values
+
+    def place(self, layer: Layer, index: int, first_tensor: int, batch: int) -> None:
+        """Tell it which layer it is."""
+        self.layer, self.index, self.first_tensor, self.batch = layer, index, first_tensor, batch
+
+    def attach(self, time: LayerTime, course: _Course, values: _Values) -> None:
+        """Give it its time, and what it shares with the others."""
+        self.time, self.course, self.values = time, course, values
+        self._ready: tuple[_Now, list[Tensor]] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the activation of a whole batch."""
+        return self.batch * self.layer.rows
+
+    def run(self, token: Tensor, now: _Now) -> Tensor:
+        """Forward of this layer, as the model calls it."""
+        raise NotImplementedError
+
+    def gradient(self, number: int, now: _Now) -> Tensor:
+        """This layer's gradient of its parameter `number`, in new memory."""
+        raise NotImplementedError
+
+    def forward_time(self) -> AbstractContextManager[None]:
+        """The duration of this layer's forward."""
+        return self.course.layer(self.index, self.time.forward_s, backward=False)
+
+    def backward(self, now: _Now) -> list[Tensor]:
+        """Take the time of this layer's backward, and return its gradients, to which nothing else refers."""
+        with self.course.layer(self.index, self.time.backward_s, backward=True):
+            if self._ready is None or self._ready[0] != now:
+                self.prepare(now)
+            assert self._ready is not None
+            gradients = self._ready[1]
+            self._ready = None
+        return gradients
+
+    def prepare(self, now: _Now) -> None:
+        """Do the real work of this layer's backward, and note how long it takes."""
+        began_s = time.perf_counter()
+        self._ready = (now, [self.gradient(number, now) for number in range(len(self.layer.tensors))])
+        self.course.note(self.index, time.perf_counter() - began_s)
+
+
+class _Course:
+    """The course of a step: the device's clock, and what is done ahead where."""
+
+    def __init__(self, times: Sequence[LayerTime], pace: Pace) -> None:
+        self.pace = pace
+        self._planner = Planner(times)
+        self._work_s = [0.0] * len(times)
+        self._ahead: dict[Slot, list[Callable[[], None]]] = {}
+
+    def begin_step(self, parts: Sequence[_Part], now: _Now, *, trains: bool) -> None:
+        """A step begins; `trains` if it will have a backward."""
+        plan = self._planner.plan(self._work_s) if trains else {}
+        self._ahead = {slot: [partial(parts[i].prepare, now) for i in layers] for slot, layers in plan.items()}
+        self.pace.begin_step()
+
+    def layer(self, index: int, seconds: float, *, backward: bool) -> AbstractContextManager[None]:
+        """The duration of one layer."""
+        ahead = self._ahead.get((backward, index), ())
+        return self.pace.layer(index, seconds, backward=backward, ahead=ahead)
+
+    def note(self, index: int, seconds: float) -> None:
+        """What a layer's backward work took; a shorter time is believed only gradually."""
+        self._work_s[index] = max(seconds, 0.8 * self._work_s[index])
+
+
+def _hollow(shape: Sequence[int]) -> Tensor:
+    """A tensor of this shape with memory for one number."""
+    return torch.zeros(()).expand(tuple(shape))
+
+
+class _Wait(Function):
+    """A layer whose gradients are written and whose activation is not there."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, part: Written, now: _Now, *params: Tensor) -> Tensor:
+        with part.forward_time():
+            ctx.part, ctx.now = part, now
+            return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return (torch.zeros(()), None, None, *ctx.part.backward(ctx.now))
+
+
+class _Product(Function):
+    """A linear layer: its true input, the true gradient of its output, and their product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: Linear, now: _Now, weight: Tensor, bias: Tensor | None) -> Tensor:
+        with part.forward_time():
+            ctx.part, ctx.now, ctx.shape, ctx.biased = part, now, x.shape, bias is not None
+            return _hollow((x.shape[0], part.out_features))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        gradients = ctx.part.backward(ctx.now)
+        return (_hollow(ctx.shape), None, None, *gradients, *([] if ctx.biased else [None]))
+
+
+class _LookUp(Function):
+    """An embedding: true indices, the true gradient of its output, and a dense gradient with those rows."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, part: Embedding, now: _Now, indices: Tensor) -> Tensor:
+        with part.forward_time():
+            ctx.part, ctx.now = part, now
+            return _hollow((len(indices), part.embedding_dim))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return (*ctx.part.backward(ctx.now), None, None, None)
+
+
+class _Enter(Function):
+    """From the token that goes from layer to layer to a linear layer's input."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, part: Linear, now: _Now) -> Tensor:
+        return part.input(now)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return torch.zeros(()), None, None
+
+
+class _Leave(Function):
+    """From a layer's output back to the token; backward, the gradient of that output."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor | None, y: Tensor, part: Linear | Embedding, now: _Now) -> Tensor:
+        ctx.part, ctx.now = part, now
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        token = torch.zeros(()) if ctx.needs_input_grad[0] else None
+        return token, ctx.part.output_gradient(ctx.now), None, None
+
+
+class Written(_Part):
+    """Any layer whose gradients are written without being computed."""
+
+    def __init__(self, layer: Layer, values: _Values) -> None:
+        super().__init__()
+        for tensor in layer.tensors:
+            name = tensor.name.rpartition(".")[2]
+            self.register_parameter(name, nn.Parameter(values.write(tensor.shape, PARAMETER_UNIT)))
+
+    def forward(self, token: Tensor, now: _Now) -> Tensor:
+        """Wait, then pass on."""
+        out: Tensor = _Wait.apply(token, self, now, *self._parameters.values())
+        return out
+
+    def run(self, token: Tensor, now: _Now) -> Tensor:
+        """Forward of this layer, as the model calls it."""
+        out: Tensor = self(token, now)
+        return out
+
+    def gradient(self, number: int, now: _Now) -> Tensor:
+        """The pattern, times what belongs to this tensor, rank and step."""
+        scale = self.values.gradient_scale(self.first_tensor + number, now.rank, now.step)
+        return self.values.write(self.layer.tensors[number].shape, scale)
+
+
+class Linear(_Part, nn.Linear):
+    """A linear layer whose factors exist: a module that takes its true input, as `torch.nn.Linear` does."""
+
+    def __init__(self, layer: Layer, values: _Values) -> None:
+        outputs, inputs = layer.tensors[0].shape
+        super().__init__(inputs, outputs, bias=len(layer.tensors) == 2, device="meta")
+        _materialise(self, values)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as in torch
+        """An output that has the shape alone."""
+        out: Tensor = _Product.apply(input, self, self.now, self.weight, self.bias)
+        return out
+
+    def run(self, token: Tensor, now: _Now) -> Tensor:
+        """Forward of this layer, as the model calls it."""
+        self.now = now
+        out: Tensor = _Leave.apply(None, self(_Enter.apply(token, self, now)), self, now)
+        return out
+
+    def input(self, now: _Now) -> Tensor:
+        """X: rows x inputs."""
+        offset = self.values.offset(self.index, now.rank, now.step)
+        return self.values.read(self.values.inputs, offset, self.rows, self.in_features)
+
+    def output_gradient(self, now: _Now) -> Tensor:
+        """dY: rows x outputs."""
+        offset = self.values.offset(self.index, now.rank, now.step)
+        return self.values.read(self.values.output_gradients, offset, self.rows, self.out_features)
+
+    def gradient(self, number: int, now: _Now) -> Tensor:
+        """The product of the factors."""
+        dy = self.output_gradient(now)
+        return dy.t() @ self.input(now) if number == 0 else dy.sum(0)
+
+
+class Embedding(_Part, nn.Embedding):
+    """An embedding whose indices exist; few words are frequent and most are rare, as in texts (Zipf's law)."""
+
+    def __init__(self, layer: Layer, values: _Values, lookups: int) -> None:
+        vocabulary, features = layer.tensors[0].shape
+        super().__init__(vocabulary, features, device="meta")
+        _materialise(self, values)
+        share = torch.cumsum(1.0 / torch.arange(1, vocabulary + 1), 0)
+        drawn = torch.rand(lookups + OFFSETS, generator=values.generator) * share[-1]
+        self.words = torch.searchsorted(share, drawn).clamp_(max=vocabulary - 1)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as in torch
+        """An output that has the shape alone."""
+        out: Tensor = _LookUp.apply(self.weight, self, self.now, input)
+        return out
+
+    def run(self, token: Tensor, now: _Now) -> Tensor:
+        """Forward of this layer, as the model calls it."""
+        self.now = now
+        out: Tensor = _Leave.apply(token, self(self.indices(now)), self, now)
+        return out
+
+    def indices(self, now: _Now) -> Tensor:
+        """One word for each row."""
+        offset = self.values.offset(self.index, now.rank, now.step)
+        return self.words[offset : offset + self.rows]
+
+    def output_gradient(self, now: _Now) -> Tensor:
+        """dY: rows x features."""
+        offset = self.values.offset(self.index, now.rank, now.step)
+        return self.values.read(self.values.output_gradients, offset, self.rows, self.embedding_dim)
+
+    def gradient(self, number: int, now: _Now) -> Tensor:
+        """The dense gradient: for each word the sum of its rows."""
+        total = torch.zeros(self.num_embeddings, self.embedding_dim)
+        return total.index_add_(0, self.indices(now), self.output_gradient(now))
+
+
+def _materialise(module: nn.Module, values: _Values) -> None:
+    """Parameters without the framework's own, slow initialisation."""
+    for name, param in list(module.named_parameters(recurse=False)):
+        module.register_parameter(name, nn.Parameter(values.write(param.shape, PARAMETER_UNIT)))
+
+
+class Emulated(nn.Module):
+    """A network that takes its time. Made by `build`."""
+
+    def __init__(self, trace: Trace, compute_s: float, *, seed: int) -> None:
+        super().__init__()
+        self.trace = trace
+        self.compute_s = compute_s
+        times = trace.compute(compute_s)
+        self.pace = Pace(len(times))
+        self._course = _Course(times, self.pace)
+        real = [layer for layer in trace.layers if _is_real(layer, trace.batch)]
+        longest = max((trace.batch * layer.rows * max(layer.tensors[0].shape) for layer in real), default=0)
+        self._values = _Values(seed, longest)
+        self._parts: list[_Part] = []
+        tensors = 0
+        for index, (layer, layer_time) in enumerate(zip(trace.layers, times, strict=True)):
+            part = _make_part(layer, trace.batch, self._values)
+            part.place(layer, index, tensors, trace.batch)
+            part.attach(layer_time, self._course, self._values)
+            self.add_module(layer.name, part)
+            self._parts.append(part)
+            tensors += len(layer.tensors)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One step of the rank and step in `x`, made by `data`; a scalar to call backward on."""
+        rank, step = x.tolist()
+        now = _Now(int(rank), int(step))
+        self._course.begin_step(self._parts, now, trains=torch.is_grad_enabled())
+        token = torch.zeros((), requires_grad=True)  # so that layers without parameters have a backward, too
+        for part in self._parts:
+            token = part.run(token, now)
+        return token
+
+    def overrun_s(self) -> float:
+        """Seconds, summed over all layers and steps so far, that real work took beyond its layer's time.
+
+        Work that was done ahead is in ``pace.ahead_s``; what became of the overrun is in ``pace.late_s``.
+        """
+        return self.pace.overrun_s
+
+    def gradient(self, name: str, *, rank: int, step: int) -> Tensor:
+        """The gradient that one rank's backward gives to this parameter."""
+        for part in self._parts:
+            for number, tensor in enumerate(part.layer.tensors):
+                if tensor.name == name:
+                    return part.gradient(number, _Now(rank, step))
+        raise KeyError(f"{self.trace.name} has no parameter {name}")
+
+    def expected_average(self, name: str, *, size: int, step: int) -> Tensor:
+        """The average of all `size` ranks' gradients of this parameter."""
+        total = self.gradient(name, rank=0, step=step)
+        for rank in range(1, size):
+            total += self.gradient(name, rank=rank, step=step)
+        return total.div_(size)
+
+
+def _is_real(layer: Layer, batch: int) -> bool:
+    return layer.kind == "embedding" or has_factors(layer, batch)
+
+
+def _make_part(layer: Layer, batch: int, values: _Values) -> _Part:
+    if layer.kind == "embedding":
+        return Embedding(layer, values, batch * layer.rows)
+    if has_factors(layer, batch):
+        return Linear(layer, values)
+    return Written(layer, values)
+
+
+def build(trace: Trace, compute_s: float, *, seed: int) -> Emulated:
+    """Build a model that takes `compute_s` per step: a third of it forward, two thirds backward, by layer.
+
+    Args:
+        trace: The network.
+        compute_s: Seconds of forward and backward together, without the optimizer.
+        seed: Of all values; the same on all ranks.
+
+    Returns:
+        A model that is called with `data`; parameters have the names of the trace's tensors.
+
+    Raises:
+        ValueError: The time is negative.
+    """
+    return Emulated(trace, compute_s, seed=seed)

@@ -1,0 +1,93 @@
+"""How fast a step can be, whoever schedules it: the limits that measurements are compared with.
+
+A step is a chain: backward computes the layers from the last to the first, and forward computes them again from the
+first to the last. Layer l is synchronised after its backward and before its forward, and the wire carries one layer at
+a time: c_l seconds on the busiest direction of a network interface. With forward f and backward b of each layer,
+
+    T*       = max over j of [ sum over k >= j of (b_k + f_k)  +  sum over k <= j of c_k ],  at least sum of (b + f)
+    T_wfbp   = F + max over j of [ sum over k >= j of b_k  +  sum over k <= j of c_k ]
+    T_serial = F + B + C
+
+T* is attained by sending the lowest layer first, preempting others (P3); T_wfbp by wait-free backpropagation with a
+barrier before the next forward (Poseidon); T_serial by synchronising when all of backward is done.
+
+Omitted: latency, headers, the time to sum and to update, and that a store's answer cannot leave before the last
+contribution is in. They are what a measured ratio to T* shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lab.trace import LayerTime, Trace
+
+__all__ = ["Limits", "limits", "store_wire_s"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds per step.
+
+    Attributes:
+        ideal_s: T*, with transfers under backward and forward.
+        wfbp_s: T_wfbp, with transfers under backward alone.
+        serial_s: T_serial, with no overlap.
+        compute_s: Forward and backward of one worker alone.
+    """
+
+    ideal_s: float
+    wfbp_s: float
+    serial_s: float
+    compute_s: float
+
+
+def limits(times: Sequence[LayerTime], wire_s: Sequence[float]) -> Limits:
+    """The limits of one step.
+
+    Args:
+        times: Forward and backward of each layer, in forward order.
+        wire_s: Seconds that each layer needs on the busiest direction of a network interface.
+
+    Raises:
+        ValueError: There are no layers, not as many wire times as layers, or a time is negative.
+    """
+    if not times or len(times) != len(wire_s):
+        raise ValueError(f"one wire time for each layer is needed, not {len(wire_s)} for {len(times)} layers")
+    if min(wire_s) < 0 or min(min(time.forward_s, time.backward_s) for time in times) < 0:
+        raise ValueError("times must not be negative")
+    forward_s = sum(time.forward_s for time in times)
+    backward_s = sum(time.backward_s for time in times)
+    compute_s = forward_s + backward_s
+    ideal_s, last_in_s = compute_s, backward_s
+    forward_left_s, backward_done_s, sent_s = forward_s, backward_s, 0.0
+    for time, layer_wire_s in zip(times, wire_s, strict=True):
+        sent_s += layer_wire_s
+        ideal_s = max(ideal_s, backward_done_s + forward_left_s + sent_s)
+        last_in_s = max(last_in_s, backward_done_s + sent_s)
+        backward_done_s -= time.backward_s
+        forward_left_s -= time.forward_s
+    return Limits(ideal_s=ideal_s, wfbp_s=forward_s + last_in_s, serial_s=compute_s + sum(wire_s), compute_s=compute_s)
+
+
+def store_wire_s(trace: Trace, hosts: int, bytes_per_second: float) -> list[float]:
+    """Seconds of each layer per direction with a store sharded evenly over the workers' own hosts.
+
+    A worker pushes all but its own shard's part, and its shard answers all other workers: 2 (n - 1) / n times the
+    layer's bytes. The same holds for rings.
+
+    Args:
+        trace: The network.
+        hosts: How many workers, each with its shard and interface.
+        bytes_per_second: What an interface carries in one direction, measured rather than nominal.
+
+    Returns:
+        One per layer, in forward order.
+
+    Raises:
+        ValueError: `hosts` or `bytes_per_second` is not positive.
+    """
+    if hosts < 1 or not bytes_per_second > 0:
+        raise ValueError(f"hosts and bytes per second must be positive, not {hosts} and {bytes_per_second}")
+    share = 2.0 * (hosts - 1) / hosts
+    return [share * layer.nbytes / bytes_per_second for layer in trace.layers]
