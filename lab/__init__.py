@@ -1,0 +1,1 @@
+"""Emulated clusters, real peers, the distance to the limit."""
