@@ -14,7 +14,7 @@ export CARGO_TARGET_DIR := $(CURDIR)/target
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test test-rust test-python test-failures fuzz bench-wire bench-priority bench-overhead lint format lock clean
+.PHONY: help venv build demo test test-rust test-python test-failures fuzz bench-wire bench-priority bench-overhead lab-peers lint format lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,10 @@ bench-priority: build ## How soon an urgent slice is answered behind a backlog o
 
 bench-overhead: build ## What distribute costs in time and memory, DDP beside it
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
+
+# Torch's own DDP needs none. A peer that cannot be installed is reported, with the reason, and the target fails.
+lab-peers: $(ENVIRONMENT) ## Install the peers that the lab compares with: Horovod, MXNet (3 GB, 10 minutes)
+	$(BIN)/python -m lab.peers install $(ARGS)
 
 lint: build ## Check formats, lints, types and the architecture
 	cargo fmt --all --check

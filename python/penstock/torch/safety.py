@@ -35,8 +35,8 @@ __all__ = ["DeferredParameter", "Watch", "claim", "compiled_outside", "defer", "
 ANY_OWNER = -1  # where dynamo cannot tell which model a parameter belongs to
 
 _owners: weakref.WeakValueDictionary[int, Distributed] = weakref.WeakValueDictionary()
-# By id of the parameter. A slot holds its parameter, so an id stays unique while its slot is here. A plain dictionary: this
-# is looked up for every parameter of every step, and a WeakValueDictionary is Python code.
+# By id of the parameter. A slot holds its parameter, so an id stays unique while its slot is here. A plain dictionary:
+# every parameter of every step is looked up here, and a WeakValueDictionary is Python code.
 _slots: dict[int, weakref.ref[Slot]] = {}
 
 _TENSOR: Any = Tensor  # its attributes are descriptors, which torch's stubs hide
@@ -184,7 +184,7 @@ def _noted_compiled(key: int) -> bool:
 
 # As torch.compiler.assume_constant_result does, which would import dynamo, taking a second, into every program.
 _noted_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
-# torch 2.4 keeps the result in a global variable of the caller, by the name in the function's code: it must not be ours.
+# torch 2.4 keeps the result in a global variable of the caller, by the name in the function's code. Not ours.
 note_compiled = _noted_compiled
 
 

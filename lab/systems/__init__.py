@@ -1,0 +1,68 @@
+"""The systems that are compared: the project's own modes and its peers, one worker program each.
+
+`SYSTEMS` is the table. A system is a module, run as ``python -m MODULE SPEC.json`` by the Python of its environment
+(`lab.peers`), and options that go into the spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+__all__ = ["SYSTEMS", "System"]
+
+Environment = Literal["project", "horovod", "mxnet"]
+
+
+@dataclass(frozen=True)
+class System:
+    """One row of a comparison.
+
+    Attributes:
+        name: As written in scenario files.
+        title: As written in tables and plots.
+        exact: Whether every worker gets the average in full precision.
+        environment: Which Python runs it: the project's own or a peer's.
+        module: The worker program.
+        options: Its options, which a spec's own options override.
+    """
+
+    name: str
+    title: str
+    exact: bool
+    environment: Environment
+    module: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def spec(self, spec: Mapping[str, Any]) -> dict[str, Any]:
+        """The spec for this system: the scenario's, with this system's options beneath its own."""
+        return {**spec, "options": {**self.options, **spec.get("options", {})}}
+
+    def command(self, python: str, spec: Path) -> list[str]:
+        """The worker program, to be started in the repository's root by the Python of its environment."""
+        return [python, "-m", self.module, str(spec)]
+
+
+def _penstock(mode: str, title: str) -> System:
+    name = "penstock" if mode == "full" else f"penstock-{mode}"
+    return System(name, title, True, "project", "lab.systems.penstock", {"mode": mode})
+
+
+SYSTEMS: dict[str, System] = {
+    system.name: system
+    for system in (
+        System("alone", "one worker, no communication", True, "project", "lab.systems.alone"),
+        _penstock("full", "Penstock"),
+        _penstock("vanilla", "Penstock, synchronising after backward"),
+        _penstock("wait-free", "Penstock, wait-free backward only"),
+        _penstock("slicing", "Penstock, slices without priority"),
+        System("ddp", "DDP (gloo)", True, "project", "lab.systems.ddp"),
+        System("ddp-bf16", "DDP (gloo), bf16 hook", False, "project", "lab.systems.ddp", {"hook": "bf16"}),
+        System("ddp-powersgd", "DDP (gloo), PowerSGD hook", False, "project", "lab.systems.ddp", {"hook": "powersgd"}),
+        System("horovod", "Horovod 0.28.1 (gloo)", True, "horovod", "lab.systems.horovod"),
+        System("mxnet-sync", "MXNet 1.9.1, dist_sync", True, "mxnet", "lab.systems.mxnet", {"store": "sync"}),
+        System("mxnet-p3", "MXNet 1.9.1, P3", True, "mxnet", "lab.systems.mxnet", {"store": "p3"}),
+    )
+}

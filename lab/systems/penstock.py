@@ -1,0 +1,100 @@
+"""Penstock, as users run it, and three modes that show what each of its ideas is worth.
+
+| mode | gradients leave | slices | order | the next forward begins |
+|---|---|---|---|---|
+| full | as backward makes them | the default | most urgent first | at once, layer by layer |
+| slicing | as backward makes them | the default | first come, first served | when all is in |
+| wait-free | as backward makes them | whole tensors | first come, first served | when all is in |
+| vanilla | when backward has ended | whole tensors | first come, first served | when all is in |
+
+A "whole tensor" is cut from `WHOLE_BYTES` on, as key-value stores do: MXNet's shares out over its servers what has a
+million elements or more. Without it one rank would own a network's heaviest layer alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import penstock as ps
+from lab.systems.training import TorchWorker
+from lab.systems.worker import START_S, BadSpec, main
+from penstock import job as running_job
+
+# Everybody in an emulated cluster is us; the secret only keeps other jobs of this machine out by accident.
+SECRET = "emulated clusters keep no secrets"
+WHOLE_BYTES = 4_000_000
+# Of the engine's report, what grows.
+COUNTS = ("slices", "preemptions", "frames_sent", "frames_received", "bytes_sent", "bytes_received", "stall_s")
+MODES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "slicing": {"priority": False},
+    "wait-free": {"priority": False, "slice_bytes": WHOLE_BYTES},
+    "vanilla": {"priority": False, "slice_bytes": WHOLE_BYTES},
+}
+
+
+class Penstock(TorchWorker):
+    """The sharded store in the workers. ``init`` is given to `penstock.init` on top of the mode."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {"mode": "full", "init": {}}
+
+    def join(self) -> None:
+        """Join the job."""
+        self.mode = str(self.options["mode"])
+        if self.mode not in MODES:
+            raise BadSpec(f"no mode {self.mode!r}; there are {', '.join(MODES)}")
+        job = self.job
+        ps.init(
+            rank=job.rank,
+            world_size=job.size,
+            rendezvous=f"tcp://{job.root}:{job.port}",
+            secret=SECRET,
+            interface=f"{job.host}/32",
+            operation_timeout_s=self.step_timeout_s,
+            rendezvous_timeout_s=START_S,
+            **{**MODES[self.mode], **self.options["init"]},
+        )
+
+    def adopt(self) -> None:
+        """The two objects come back, with hooks."""
+        self.model, self.optimizer = ps.distribute(self.model, self.optimizer)
+
+    def barrier(self) -> None:
+        """One round of small messages."""
+        running_job.current("barrier").engine.all_gather("barrier of the lab", b"")
+
+    def backward_context(self) -> AbstractContextManager[Any]:
+        """A vanilla store hears nothing from backward."""
+        return ps.no_sync(self.model) if self.mode == "vanilla" else contextlib.nullcontext()
+
+    def step(self) -> None:
+        """As all others, but the modes for comparison leave nothing to the next step."""
+        super().step()
+        if self.mode != "full":
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait, and apply."""
+        ps.synchronize(self.optimizer)
+
+    def stats(self) -> dict[str, Any]:
+        """What the engine's report counts, by layer too."""
+        report = ps.report()
+        counted = {name: value for name, value in report.items() if name in COUNTS or name.startswith("busy_")}
+        if report["books"]:
+            layers = report["books"][-1]["layers"]  # the gradients' book is opened after that of the first copy
+            counted["layers"] = {
+                layer["name"]: {name: value for name, value in layer.items() if name != "name"} for layer in layers
+            }
+        return {**super().stats(), **counted}
+
+    def close(self) -> None:
+        """Say goodbye."""
+        ps.shutdown()
+
+
+if __name__ == "__main__":
+    main(Penstock)
