@@ -10,10 +10,10 @@ import sys
 import time
 
 import torch
-from lab.emulate import build, data
-from lab.networks import NETWORKS
 
 import penstock as ps
+from lab.emulate import build, data
+from lab.networks import NETWORKS
 
 LEARNING_RATE = 2.0**-3
 SEED = 5

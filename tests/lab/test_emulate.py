@@ -7,17 +7,18 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-import lab.pace
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+
+import lab.pace
 from lab.ahead import MARGIN, WORTH_S, Planner
 from lab.emulate import Embedding, Linear, Written, build, data, has_factors
 from lab.networks import NETWORKS
 from lab.pace import HIDDEN_MAX_S, SLEEP_MIN_S, Pace
 from lab.trace import Layer, LayerTime, Tensor, Trace
-from torch import nn
 
 WORKER = Path(__file__).with_name("emulated_worker.py")
 LIMIT_S = 120

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
+
 from lab.limits import limits, store_wire_s
 from lab.networks import NETWORKS
 from lab.trace import LayerTime

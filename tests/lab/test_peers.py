@@ -6,6 +6,7 @@ import re
 import sys
 
 import pytest
+
 from lab import peers
 
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -5,11 +5,12 @@ import statistics
 
 import pytest
 import torch
+from worker_scene import Scene
+
 from lab import emulate, peers
 from lab.systems import SYSTEMS
 from lab.systems.mxnet import gradient
 from lab.systems.worker import COMMON_OPTIONS, MOMENTUM, Job
-from worker_scene import Scene
 
 COMPUTE_S = 0.06
 WARMUP = 3

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from lab.networks import NETWORKS
 from lab.networks.sockeye import translation
 from lab.trace import Layer, Tensor, Trace

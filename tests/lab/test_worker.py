@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from lab.systems.worker import BadSpec, Job, interface_of
 from worker_scene import ROOT, Scene, environ, free_port
+
+from lab.systems.worker import BadSpec, Job, interface_of
 
 IDLE = Path(__file__).with_name("idle_system.py")
 SPEC = {"network": "any", "compute_s": 0.0, "warmup": 1}
