@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["Agreement", "exchange"]
 
 # How long rank 0 stays to tell late ranks why the job does not start, in seconds; in vain for one that has died.
+LEADERS_WORD_S = 2.0  # how much longer than rank 0 the others wait for it to say who is missing
 ERROR_LINGER_S = 3.0
 
 
@@ -276,7 +277,8 @@ class _Meeting:
         """The second half: publish this rank's address, now bound, and get everybody's."""
         if self.rank != 0:
             self._put("address", {"host": host, "port": port}, rank=self.rank)
-            for _ in polls(self.deadline):
+            # If another rank is missing, rank 0 knows which, and says so when its own time is up, which is about now.
+            for _ in polls(self.deadline + LEADERS_WORD_S):
                 body = self._take("table")
                 if body is not None:
                     self._put("done", {}, rank=self.rank)

@@ -144,6 +144,29 @@ def test_a_rank_that_fails_between_is_named_with_its_reason(place, failing):
         assert "eth9" in str(outcome.error) and outcome.error.rank == failing
 
 
+def test_a_rank_that_is_killed_between_is_named_also_by_those_who_wait_for_rank_0(place, monkeypatch):
+    """Rank 1's time is up before rank 0's, and all that it sees is that rank 0 has not answered."""
+
+    class Killed(BaseException):
+        pass
+
+    def die(agreement):
+        raise Killed
+
+    publish = rendezvous._Meeting.publish_failure
+    monkeypatch.setattr(
+        rendezvous._Meeting,
+        "publish_failure",
+        lambda self, error: None if isinstance(error, Killed) else publish(self, error),  # the dead say nothing
+    )
+    limits = {0: {"rendezvous_timeout_s": 1.5}, 1: {"rendezvous_timeout_s": 1.0}}
+    outcomes = meet(3, rendezvous=place, listens={2: die}, each=limits)
+    for outcome in outcomes[:2]:
+        assert isinstance(outcome.error, ps.Timeout), outcome
+        assert outcome.error.rank == 2
+        assert "rank 2" in str(outcome.error)
+
+
 def test_an_unexpected_failure_reaches_the_others_as_peer_lost(place):
     def listen(agreement):
         raise KeyboardInterrupt

@@ -1,6 +1,6 @@
 //! Engines of one job in one process, over loopback: what comes out of an exchange, and what is said when it fails.
 
-use penstock_core::layout::Tensor;
+use penstock_core::layout::{Book, Tensor};
 use penstock_core::{BookId, Dtype, Error, Op, Rank, TensorId};
 use penstock_net::{Engine, EngineConfig, Failure, Part, Phase, Stop};
 use std::sync::Arc;
@@ -254,6 +254,29 @@ fn who_does_not_come_is_named_when_time_is_up() {
         let text = failure.to_string();
         assert!(matches!(failure.error, Error::Timeout(_)) && text.contains("rank 1"), "{text}");
         assert_eq!((failure.layer.as_deref(), failure.step), (Some("a"), Some(5)));
+    });
+}
+
+#[test]
+fn who_does_not_come_is_named_also_by_those_who_wait_for_another_owner() {
+    let engines = job_with(3, |config| {
+        // Rank 1's time is up first, and all that it sees is that rank 0, the owner, does not answer.
+        config.operation_timeout = Duration::from_millis(if config.rank == 1 { 200 } else { 500 });
+    });
+    on_all(engines, |engine, rank| {
+        engine.all_gather("all are connected", b"", &mut never).unwrap();
+        if rank == 2 {
+            std::thread::sleep(Duration::from_millis(1500));
+            return;
+        }
+        let tensors: Vec<_> = (0..3).map(|at| Tensor::new(format!("t{at}"), 0, Dtype::F32, 3)).collect();
+        let book = Book::new("owners", vec!["a".into()], tensors.clone(), 3, 4096, 2).unwrap();
+        let owned = book.slices.iter().find(|slice| slice.owner == Rank(0)).unwrap().tensor;
+        let id = engine.open_book("owners", vec!["a".into()], tensors).unwrap();
+        let stop = exchange(engine, id, owned, vec![1.0; 3].leak(), Op::Sum, false).unwrap_err();
+        let Stop::Failed(failure) = stop else { panic!("interrupted") };
+        assert_eq!(failure.rank, Some(Rank(2)), "{failure}");
+        assert!(failure.to_string().contains("rank 2 did not contribute"), "{failure}");
     });
 }
 

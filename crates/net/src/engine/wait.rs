@@ -6,7 +6,10 @@ use crate::mailbox::Command;
 use crate::shared::OpenBook;
 use penstock_core::{BookId, Error, Header, Kind, Rank, Step, TensorId};
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+/// How long a rank whose time is up waits for the word of the ranks that own what it waits for.
+const OWNERS_WORD: Duration = Duration::from_secs(1);
 
 impl Engine {
     /// Waits until the results of the last submissions are in memory; with `released`, until the memory may be changed,
@@ -106,8 +109,15 @@ impl Engine {
         let mut late: Vec<Rank> = self.ask(|reply| Command::Missing { book: id, tensor, reply }).concat();
         late.sort_unstable();
         late.dedup();
-        let me = self.inner.shared.me;
+        let shared = &self.inner.shared;
+        let me = shared.me;
         let why = if late.is_empty() {
+            // This rank only sees that the owner does not answer. Whom the owner waits for, the owner knows: its own time
+            // is up about now, too, and what it says is better.
+            let patience = Instant::now().checked_add(OWNERS_WORD);
+            if let Err(Stop::Failed(failure)) = shared.wait(patience, &mut || false, |_| None::<()>) {
+                return blame(*failure, "waiting for", open, tensor, step);
+            }
             let slices = book.slices_of(tensor).map(|slice| book.slices[slice as usize].owner);
             let mut owners: Vec<Rank> = slices.filter(|owner| *owner != me).collect();
             owners.sort_unstable();
