@@ -59,13 +59,13 @@ fuzz: ## Feed random bytes and frames to everything that parses them, CASES of e
 
 # The first two make network namespaces: they need root and iproute2, and the first needs iperf3.
 bench-wire: build ## Slice traffic beside iperf3, between two network namespaces
-	$(BIN)/python benchmarks/wire.py $(ARGS)
+	$(BIN)/python -m benchmarks.wire $(ARGS)
 
 bench-priority: build ## How soon an urgent slice is answered behind a backlog of 200 MB
-	$(BIN)/python benchmarks/priority.py $(ARGS)
+	$(BIN)/python -m benchmarks.priority $(ARGS)
 
 bench-overhead: build ## What distribute costs in time and memory, DDP beside it
-	$(BIN)/python benchmarks/overhead.py $(ARGS)
+	$(BIN)/python -m benchmarks.overhead $(ARGS)
 
 # Torch's own DDP needs none. A peer that cannot be installed is reported, with the reason, and the target fails.
 lab-peers: $(ENVIRONMENT) ## Install the peers that the lab compares with: Horovod, MXNet (3 GB, 10 minutes)

@@ -1,7 +1,7 @@
 """Train CIFAR-10 quick twice, four workers x batch 100 and one process x batch 400, and draw both curves.
 
-    .venv/bin/python benchmarks/cifar10_curve.py --data DIR            # writes docs/benchmarks/cifar10.jsonl and .png
-    .venv/bin/python benchmarks/cifar10_curve.py --draw                # only draws what is there
+    .venv/bin/python -m benchmarks.cifar10_curve --data DIR            # writes docs/benchmarks/cifar10.jsonl and .png
+    .venv/bin/python -m benchmarks.cifar10_curve --draw                # only draws what is there
 
 Both see the same samples in the same steps (see examples/cifar10.py), so the curves must be the same up to rounding,
 which training amplifies. Every process computes with one thread. Runs are appended to the file; the last of each kind
@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from records import ROOT, note, publish
+from lab.records import ROOT, note, publish
 
 EXAMPLE = ROOT / "examples" / "cifar10.py"
 LINES = ROOT / "docs" / "benchmarks" / "cifar10.jsonl"

@@ -1,6 +1,6 @@
 """What Penstock costs a worker besides waiting for the network: time of a step, and memory.
 
-    .venv/bin/python benchmarks/overhead.py [--json-lines docs/benchmarks/overhead.jsonl]
+    .venv/bin/python -m benchmarks.overhead [--json-lines docs/benchmarks/overhead.jsonl]
 
 Time: one worker, the same training step with and without `distribute`, one after the other in one process, in pairs;
 the CIFAR-10 quick network with batch 100, and 161 parameters shaped like those of ResNet-50.
@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from records import ROOT, note, publish, shown, spread, wait_for_quiet
 from torch import Tensor, nn
 
 import penstock as ps
+from lab.records import ROOT, note, publish, shown, spread, wait_for_quiet
 
 CIFAR_SHARE_TARGET = 0.02
 RESNET_MS_TARGET = 4.0
@@ -193,8 +193,10 @@ def run_workers(kind: str, size: int, allocator: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="penstock-overhead-") as directory:
         try:
             for rank in range(size):
-                command = [sys.executable, __file__, "--worker", kind, str(rank), str(size), directory]
-                processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
+                command = [sys.executable, "-m", __spec__.name, "--worker", kind, str(rank), str(size), directory]
+                processes.append(
+                    subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+                )
             outputs = [process.communicate(timeout=WORKER_S)[0] for process in processes]
         finally:
             for process in processes:

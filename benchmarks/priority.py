@@ -1,6 +1,6 @@
 """How soon an urgent slice is answered while 200 MB of less urgent ones are queued before it, at 1 Gbit/s.
 
-    sudo .venv/bin/python benchmarks/priority.py [--json-lines docs/benchmarks/priority.jsonl]
+    sudo .venv/bin/python -m benchmarks.priority [--json-lines docs/benchmarks/priority.jsonl]
 
 On two emulated hosts, both ranks submit the backlog for an average, then, at the same moment, one slice of the layer
 that comes first in the forward pass; its answer is timed at the rank that does not own it. The same with priorities
@@ -20,10 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine_process import EngineProcess, together, wire_up
-from records import note, publish, shown, spread, wait_for_quiet
-
+from benchmarks.engine_process import EngineProcess, together, wire_up
 from lab.cluster import Cluster, Host, Unavailable
+from lab.records import note, publish, shown, spread, wait_for_quiet
 
 TARGET_MS = 25.0
 BACKLOG_LAYER_BYTES = 4 << 20

@@ -1,6 +1,6 @@
 """How fast slices travel between two hosts, beside one stream of iperf3 over the same cable.
 
-    sudo .venv/bin/python benchmarks/wire.py [--json-lines docs/benchmarks/wire.jsonl]
+    sudo .venv/bin/python -m benchmarks.wire [--json-lines docs/benchmarks/wire.jsonl]
 
 Two emulated hosts are joined, once without a limit (then the processors are) and once with 1 Gbit/s. A book is copied
 from rank 0 to rank 1 over and over: half of its slices are pushed to rank 1, the other half are answered by rank 0, so
@@ -18,10 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine_process import EngineProcess, together, wire_up
-from records import note, publish, shown, spread, wait_for_quiet
-
+from benchmarks.engine_process import EngineProcess, together, wire_up
 from lab.cluster import Cluster, Host, Unavailable, need
+from lab.records import note, publish, shown, spread, wait_for_quiet
 
 GET_IPERF3 = "install iperf3 (apt-get install iperf3, dnf install iperf3, or https://software.es.net/iperf)"
 ARMS = {"no limit": (None, 0.90), "1 Gbit/s": (1000, 0.97)}

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # where lab/ is: a program in this folder has only the folder itself on its path
 SAMPLE_S = 2.0
 QUIET_CORES = 0.05
 

@@ -141,6 +141,30 @@ def test_torch_is_imported_at_the_top_only_where_it_is_the_subject():
             assert not [module for module in modules if module.split(".")[0] == "torch"], name
 
 
+def imported(path):
+    """The top-level modules that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module or ""
+
+
+def test_the_package_knows_nothing_of_those_who_measure_it():
+    for path in python_modules():
+        assert not {name.split(".")[0] for name in imported(path)} & {"lab", "benchmarks", "tests", "examples"}, path
+
+
+def test_the_labs_pure_parts_import_nothing_else():
+    """Workers in the peers' environments read traces, without torch and in old Pythons."""
+    lab = ROOT / "lab"
+    for path in [lab / "trace.py", lab / "limits.py", *lab.glob("networks/*.py")]:
+        foreign = {name for name in imported(path) if not name.startswith("lab.")}
+        assert foreign <= {"__future__", "collections.abc", "dataclasses", "functools", "math", "typing"}, path
+        ours = {name for name in imported(path) if name.startswith("lab.")}
+        assert all(name.startswith(("lab.trace", "lab.networks")) for name in ours), path
+
+
 def test_only_config_reads_the_environment():
     readers = set()
     for path in python_modules():

@@ -1,0 +1,71 @@
+"""Scenario files: every one of the lab's can be read; mistakes are named."""
+
+import pytest
+
+from lab.scenario import BadScenario, all_names, load
+
+SMALL = """
+title = "small"
+network = "cifar10-quick"
+systems = ["penstock", "ddp"]
+"""
+
+
+def written(tmp_path, text):
+    file = tmp_path / "given.toml"
+    file.write_text(text)
+    return str(file)
+
+
+@pytest.mark.parametrize("name", all_names())
+def test_every_scenario_can_be_run(name):
+    for point in load(name):
+        assert point.name == name
+        assert point.systems[0] == "alone"
+        assert point.trace().elems > 0
+        assert len(point.rates_mbit()) == point.hosts
+        for system in point.systems:
+            assert point.spec(system)["network"] == point.network
+
+
+def test_a_sweep_gives_one_point_per_value(tmp_path):
+    points = load(written(tmp_path, SMALL + "[sweep]\nhosts = [2, 5]\n"))
+    assert [(point.hosts, dict(point.swept)) for point in points] == [(2, {"hosts": 2}), (5, {"hosts": 5})]
+
+
+def test_a_slice_size_reaches_our_own_system_alone(tmp_path):
+    (point,) = load(written(tmp_path, SMALL + "[sweep]\nslice_kb = [64]\n"))
+    assert point.spec("penstock")["options"]["init"] == {"slice_bytes": 65536}
+    assert "init" not in point.spec("ddp")["options"]
+
+
+def test_one_slow_link(tmp_path):
+    (point,) = load(written(tmp_path, SMALL + "rate_mbit = 100\nslow = { host = 2, rate_mbit = 25 }\n"))
+    assert point.rates_mbit() == [100, 100, 25, 100]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("title = ", "given.toml"),
+        ('title = "x"', "'network' is missing"),
+        (SMALL + "hots = 3", "'hots'"),
+        (SMALL.replace("ddp", "dpd"), "'dpd'"),
+        (SMALL.replace("cifar10-quick", "cifar"), "'cifar'"),
+        (SMALL + "hosts = 1", "1 hosts"),
+        (SMALL + "compute_s = 0.0", "positive"),
+        (SMALL + "repetitions = 0", "repetitions"),
+        (SMALL + "slow = { host = 4, rate_mbit = 1 }", "slow"),
+        (SMALL + "[sweep]\nseed = [1]", "sweep is over"),
+        (SMALL + "[targets]\nratio = 1", "targets"),
+        (SMALL + "[options]\nddq = {}", "'ddq'"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, text, named):
+    with pytest.raises(BadScenario, match=named):
+        load(written(tmp_path, text))
+
+
+def test_an_unknown_scenario_lists_the_known():
+    with pytest.raises(BadScenario, match="resnet50-1000"):
+        load("resnet51")
