@@ -1,0 +1,142 @@
+"""Tables and pictures of what the lab measured, into `docs/benchmarks/`.
+
+    python -m lab report                       every docs/benchmarks/lab/*.jsonl into README.md and lab/*.png there
+    python -m lab report --json FILES...       the verdicts as one JSON object, and nothing written
+
+Everything between the two marker lines of README.md is made here; the rest of that file is left as it is. The same
+lines give the same text and the same pictures.
+
+Omitted: words about why something is slow. They belong outside of the markers, written by who looked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lab.results import BrokenLine, Scenario, read
+from lab.tables import tables
+from lab.verdicts import Judgement, judge, tally
+
+__all__ = ["main", "read", "tables", "write"]
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs" / "benchmarks"
+BEGIN, END = "<!-- lab: begin -->", "<!-- lab: end -->"
+
+
+def write(folder: Path = FOLDER, scenarios: Sequence[Scenario] | None = None) -> list[Path]:
+    """Draw all pictures into `folder`/lab and put the tables into `folder`/README.md, between the markers.
+
+    Args:
+        folder: Its README.md is made if it is missing.
+        scenarios: Default: the last run of each in `folder`/lab/*.jsonl.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        BrokenLine: As `read`; or README.md has one marker without the other.
+        OSError: A file cannot be read or written.
+    """
+    from lab import plots  # --json and the tables need no matplotlib
+
+    scenarios = read(sorted((folder / "lab").glob("*.jsonl"))) if scenarios is None else scenarios
+    page = folder / "README.md"
+    before = page.read_bytes().decode() if page.exists() else ""
+    _split(before, page)  # complain before anything is drawn
+    written = plots.draw(scenarios, folder / "lab")
+    text = tables(scenarios, [f"lab/{picture.name}" for picture in written])
+    page.write_bytes(_inserted(before, text, page).encode())
+    return [*written, page]
+
+
+def _split(page: str, path: Path) -> tuple[str, str]:
+    """What stands before the markers and what after them."""
+    lines = page.splitlines(keepends=True)
+    begins, ends = ([i for i, line in enumerate(lines) if line.strip() == marker] for marker in (BEGIN, END))
+    if not begins and not ends:
+        gap = "" if not page else "\n" if page.endswith("\n") else "\n\n"
+        return page + gap, ""
+    if len(begins) != 1 or len(ends) != 1 or ends[0] < begins[0]:
+        raise BrokenLine(
+            f"{path}: one line {BEGIN} and after it one line {END} are needed; remove them or complete them"
+        )
+    return "".join(lines[: begins[0]]), "".join(lines[ends[0] + 1 :])
+
+
+def _inserted(page: str, text: str, path: Path) -> str:
+    before, after = _split(page, path)
+    return f"{before}{BEGIN}\n\n{text}\n{END}\n{after}"
+
+
+def _record(judgement: Judgement) -> dict[str, Any]:
+    point, against = judgement.point, judgement.against
+    return {
+        "scenario": point.scenario,
+        "title": point.title,
+        "sweep": dict([point.swept]) if point.swept else None,
+        "bar": judgement.bar,
+        "limit": judgement.limit,
+        "ratio": judgement.ratio,
+        "low": judgement.low,
+        "high": judgement.high,
+        "against": against.system if against else None,
+        "verdict": judgement.verdict,
+        "reason": judgement.reason or None,
+    }
+
+
+def _as_json(scenarios: Sequence[Scenario]) -> dict[str, Any]:
+    judgements = judge(scenarios)
+    runs = [{"scenario": found.name, "commit": found.commit, "run": found.run} for found in scenarios]
+    return {"runs": runs, "count": tally(judgements), "verdicts": [_record(judgement) for judgement in judgements]}
+
+
+def main(arguments: list[str]) -> int:
+    """The command line without the program's name; returns its status: 1 if there is nothing to report.
+
+    A missed bar is a result and no error.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m lab report", description="Tables and pictures of what was measured"
+    )
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="default: docs/benchmarks/lab/*.jsonl")
+    parser.add_argument("--json", action="store_true", help="print the verdicts as one JSON object; write nothing")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where README.md and lab/ are")
+    args = parser.parse_args(arguments)
+    files = args.files or sorted((args.folder / "lab").glob("*.jsonl"))
+    if not files:
+        return _complain(f"no measurements in {args.folder / 'lab'}; `python -m lab run SCENARIO` makes some")
+    try:
+        scenarios = read(files)
+        if not scenarios:
+            return _complain(
+                f"no measurements in {', '.join(map(str, files))}; `python -m lab run SCENARIO` makes some"
+            )
+        if args.json:
+            sys.stdout.write(json.dumps(_as_json(scenarios), indent=2) + "\n")
+            return 0
+        written = write(args.folder, scenarios)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        return _complain("pictures need matplotlib: install the extra `lab`, as in pip install 'penstock[lab]'")
+    except (BrokenLine, OSError, ValueError) as error:
+        return _complain(str(error))
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in tally(judge(scenarios)).items())
+    sys.stderr.write("".join(f"written: {path}\n" for path in written) + f"bars: {counts}\n")
+    return 0
+
+
+def _complain(text: str) -> int:
+    sys.stderr.write(f"{text}\n")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,312 @@
+"""Tables of measured scenarios, as Markdown: the bars first, where something is faster, then every scenario.
+
+Bold is what is not met, and what is faster than ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from lab.results import ALONE, OURS, Measurement, Point, Result, Scenario
+from lab.verdicts import DDP_RATIO_MAX, REPETITIONS_MIN, Judgement, faster_than_ours, judge, tally
+
+__all__ = ["tables"]
+
+NOTHING = "-"
+LAYERS_SHOWN = 3
+PICTURES = {"speed-up": "Speed-up", "slices": "Slice size", "stall": "Compute and stall", "network": "Network use"}
+
+SWEPT = {"rate_mbit": ("bandwidth", "{:g} Mbit/s"), "hosts": ("hosts", "{:g} hosts"), "slice_kb": ("slice", "{:g} KB")}
+"""Title of a swept quantity, and how a value of it is written."""
+
+
+def tables(scenarios: Sequence[Scenario], pictures: Iterable[str] = ()) -> str:
+    """Everything between the markers, as Markdown.
+
+    Args:
+        scenarios: As `read` gives them.
+        pictures: Names of pictures that exist, relative to the page, named by `lab.plots`.
+    """
+    judgements, drawn = judge(scenarios), set(pictures)
+    machines = sorted({scenario.machine for scenario in scenarios})
+    parts = ["## The lab", _summary(judgements, machines)]
+    parts += [_targets(judgements), _never_slower(judgements), _losses(scenarios)]
+    for scenario in scenarios:
+        parts.append(_heading(scenario, with_machine=len(machines) > 1))
+        parts += _sweep(scenario) if scenario.points[0].swept else [_systems(scenario), _limits(scenario.points[0])]
+        parts += [_waits(scenario), _missing(scenario)]
+        parts += [_picture(scenario, kind) for kind in PICTURES if _file(scenario, kind) in drawn]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _file(scenario: Scenario, kind: str) -> str:
+    return f"lab/{kind}-{scenario.name}.png"
+
+
+def _picture(scenario: Scenario, kind: str) -> str:
+    shown = f"![{PICTURES[kind]}: {_cell(scenario.title)}]({_file(scenario, kind)})"
+    # A sweep has a panel for each point, so it is long.
+    return _folded(PICTURES[kind], shown) if scenario.points[0].swept and kind == "stall" else shown
+
+
+# Words and numbers
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _folded(title: str, text: str) -> str:
+    return f"<details><summary>{title}</summary>\n\n{text}\n\n</details>"
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return NOTHING if value is None else f"{value:.{digits}f}"
+
+
+def _spread(median: float | None, low: float | None, high: float | None) -> str:
+    if median is None or low is None or high is None:
+        return _number(median, 3)
+    return f"{median:.3f} ({low:.3f} to {high:.3f})"
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count} {word}" + ("" if count == 1 else "s")
+
+
+def _swept(point: Point) -> str:
+    """The point of a sweep, as written in a table."""
+    if point.swept is None:
+        return ""
+    name, value = point.swept
+    return SWEPT.get(name, ("", name + " {:g}"))[1].format(value)
+
+
+def _quantity(name: str) -> str:
+    return SWEPT.get(name, (name, ""))[0]
+
+
+def _at(point: Point) -> str:
+    """What a remark about one point of a sweep begins with."""
+    return f"{_swept(point)}: " if point.swept else ""
+
+
+def _name(point: Point) -> str:
+    return _cell(", ".join(part for part in (point.title, _swept(point)) if part))
+
+
+def _verdict(judgement: Judgement) -> str:
+    return judgement.verdict if judgement.verdict == "met" else f"**{judgement.verdict}**"
+
+
+# Verdicts
+
+
+def _summary(judgements: Sequence[Judgement], machines: Sequence[str]) -> str:
+    counts = [f"{count} {verdict}" for verdict, count in tally(judgements).items() if count or verdict == "met"]
+    bars = f"Of {_plural(len(judgements), 'bar')}: {', '.join(counts)}. " if judgements else "No bars are set. "
+    machine = f"Measured on {_cell(machines[0])}." if len(machines) == 1 else "Measured on several machines."
+    return (
+        f"{bars}{machine}\n\n"
+        "Times are medians over interleaved repetitions, the lowest and the highest step in brackets; a bar counts as "
+        f"met with {REPETITIONS_MIN} repetitions or more. T* is the least time that any order of sending the full "
+        "gradients allows at the measured line rate. MB are of the busiest host, per step and direction, as its "
+        "interface counted. Stall is what a step takes longer than that of one worker alone."
+    )
+
+
+def _targets(judgements: Sequence[Judgement]) -> str:
+    """One row per point that has bars of its own."""
+    points: dict[int, dict[str, Judgement]] = {}
+    for judgement in judgements:
+        if judgement.bar != "ddp":
+            points.setdefault(id(judgement.point), {})[judgement.bar] = judgement
+    rows = []
+    for bars in points.values():
+        point = next(iter(bars.values())).point
+        rows.append([_name(point), *_ideal_cells(bars.get("ideal")), *_peer_cells(bars.get("peer"))])
+    head = ["scenario", "ours / T*", "bar", "", "fastest exact peer", "peer / ours", "bar", ""]
+    return "### Bars\n\n" + _table(head, rows) if rows else ""
+
+
+def _ideal_cells(judgement: Judgement | None) -> list[str]:
+    if judgement is None:
+        return [NOTHING, "", ""]
+    measured = _spread(judgement.ratio, judgement.low, judgement.high)
+    return [_cell(judgement.reason) or measured, f"<= {judgement.limit:g}", _verdict(judgement)]
+
+
+def _peer_cells(judgement: Judgement | None) -> list[str]:
+    if judgement is None:
+        return [NOTHING, "", "", ""]
+    peer, ratio = NOTHING, _number(judgement.ratio, 3)
+    if judgement.against and judgement.against.measured:
+        peer = f"{_cell(judgement.against.title)}: {judgement.against.measured.step_s.median:.3f} s"
+    return [_cell(judgement.reason) or peer, ratio, f">= {judgement.limit:g}", _verdict(judgement)]
+
+
+def _never_slower(judgements: Sequence[Judgement]) -> str:
+    """One row per scenario with DDP: its worst point."""
+    scenarios: dict[str, list[Judgement]] = {}
+    for judgement in judgements:
+        if judgement.bar == "ddp":
+            scenarios.setdefault(judgement.point.scenario, []).append(judgement)
+    rows = []
+    for found in scenarios.values():
+        worst = min(found, key=lambda judgement: judgement.margin)
+        measured = sum(judgement.ratio is not None for judgement in found)
+        misses = sum(judgement.verdict == "missed" for judgement in found)
+        points = f"{measured} of {len(found)}"
+        verdict = f"**missed at {misses}**" if misses and len(found) > 1 else _verdict(worst)
+        if not misses and measured < len(found):
+            reason = next(judgement.reason for judgement in found if judgement.reason)
+            verdict = f"**not measured**: {_cell(reason)}"
+        rows.append([_name(worst.point), points, *_seconds_beside(worst), _number(worst.ratio, 3), verdict])
+    if not rows:
+        return ""
+    head = ["scenario, its worst point", "points measured", "ours, s", "DDP, s", "ours / DDP", f"<= {DDP_RATIO_MAX:g}"]
+    return "### Never slower than DDP\n\n" + _table(head, rows)
+
+
+def _seconds_beside(judgement: Judgement) -> list[str]:
+    peer = judgement.against.measured if judgement.against else None
+    both = (judgement.point.measured(OURS), peer)
+    return [_number(measured.step_s.median if measured else None, 3) for measured in both]
+
+
+def _losses(scenarios: Sequence[Scenario]) -> str:
+    """Where anything that synchronises is faster than ours; bold if it is exact."""
+    lines = []
+    for scenario in scenarios:
+        points = [found for point in scenario.points if (found := _loss(point))]
+        if points:
+            lines.append(f"- {_cell(scenario.title)}: {'; '.join(points)}")
+    found = "\n".join(lines) or "Nowhere in these scenarios: no system has a smaller median step."
+    return "### Where something is faster\n\n" + found
+
+
+def _loss(point: Point) -> str:
+    ours, faster = point.measured(OURS), faster_than_ours(point)
+    if ours is None or not faster:
+        return ""
+    names = [f"{_system(result)} {_median(result)} s" for result in faster]
+    bold = [f"**{name}**" if result.exact else name for name, result in zip(names, faster, strict=True)]
+    return _at(point) + f"ours {ours.step_s.median:.3f} s, {', '.join(bold)}"
+
+
+def _system(result: Result) -> str:
+    return _cell(result.title) + ("" if result.exact else " (not exact)")
+
+
+def _median(result: Result) -> str:
+    return _number(result.measured.step_s.median if result.measured else None, 3)
+
+
+# Scenarios
+
+
+def _heading(scenario: Scenario, *, with_machine: bool) -> str:
+    point = scenario.points[0]
+    hosts = "" if point.swept and point.swept[0] == "hosts" else f"{_plural(point.hosts, 'host')}, "
+    machine = f" on {_cell(scenario.machine)}" if with_machine else ""
+    return (
+        f"### {_cell(scenario.title)}\n\n"
+        f"`{scenario.name}`: {hosts}{_plural(point.repetitions, 'repetition')}, commit `{scenario.commit}`, "
+        f"run of {_cell(scenario.run)}{machine}."
+    )
+
+
+def _systems(scenario: Scenario) -> str:
+    """One row per system and point; bold where it is faster than ours."""
+    swept = scenario.points[0].swept
+    rows = []
+    for point in scenario.points:
+        for result in point.results.values():
+            if result.measured:
+                step = result.measured.step_s
+                time = _bold(point, result, _spread(step.median, step.low, step.high))
+                cells = [_system(result), time, *_cells(result, result.measured)]
+                rows.append([_swept(point), *cells] if swept else cells)
+    head = ["system", "step, s", "step / T*", "speed-up", "stall, s", "CPU s per GB", "MB sent, received per host"]
+    if not rows:
+        return ""
+    return _table([_quantity(swept[0]), *head] if swept else head, rows)
+
+
+def _sweep(scenario: Scenario) -> list[str]:
+    """Median steps side by side, and everything else to be unfolded."""
+    titles = {result.system: result for point in scenario.points for result in point.results.values()}
+    rows = []
+    for system, title in titles.items():
+        results = [(point, point.results.get(system)) for point in scenario.points]
+        rows.append(
+            [_system(title), *(_bold(point, found, _median(found)) if found else "" for point, found in results)]
+        )
+    references = [point.reference() for point in scenario.points]
+    rows.append(["T*", *(_number(found.ideal_s if found else None, 3) for found in references)])
+    swept = scenario.points[0].swept
+    head = [f"step, s, by {_quantity(swept[0] if swept else '')}", *(_swept(point) for point in scenario.points)]
+    return [_table(head, rows), _folded("All that was measured", _systems(scenario))]
+
+
+def _bold(point: Point, result: Result, text: str) -> str:
+    return f"**{text}**" if result in faster_than_ours(point) else text
+
+
+def _cells(result: Result, measured: Measurement) -> list[str]:
+    busiest = [max(counted, default=0.0) / 1e6 for counted in (measured.sent_bytes, measured.received_bytes)]
+    # T* includes the wire, so it says nothing about a worker that does not communicate.
+    ratio = None if result.system == ALONE else measured.to_ideal(measured.step_s.median)
+    return [
+        _number(ratio, 3),
+        _number(measured.speedup),
+        _number(measured.stall_s, 3),
+        _number(measured.cpu_s_per_gb),
+        f"{busiest[0]:.1f}, {busiest[1]:.1f}" if any(busiest) else NOTHING,
+    ]
+
+
+def _limits(point: Point) -> str:
+    reference = point.reference()
+    if reference is None or not reference.ideal_s:
+        return ""
+    limits = {
+        "T*": reference.ideal_s,
+        "with a barrier before forward": reference.wfbp_s,
+        "without overlap": reference.serial_s,
+        "compute alone": reference.compute_s,
+    }
+    return "Limits: " + ", ".join(f"{name} {value:.3f} s" for name, value in limits.items() if value is not None) + "."
+
+
+def _waits(scenario: Scenario) -> str:
+    """What ours waits for: one line, in a sweep one per point and folded."""
+    lines = []
+    for point in scenario.points:
+        ours = point.measured(OURS)
+        parts = [f"{ours.preemptions:g} preemptions a step"] if ours and ours.preemptions is not None else []
+        longest = sorted(ours.stall_by_layer_s.items(), key=lambda layer: (-layer[1], layer[0])) if ours else []
+        layers = [f"`{layer}` {stall_s * 1e3:.0f} ms" for layer, stall_s in longest[:LAYERS_SHOWN] if stall_s > 0]
+        parts += ["waits longest for " + ", ".join(layers)] if layers else []
+        if parts:
+            lines.append(_at(point) + ", ".join(parts))
+    if not lines or not scenario.points[0].swept:
+        return "".join(f"Ours: {line}." for line in lines)
+    return _folded("What ours waits for", "\n".join(f"- {line}" for line in lines))
+
+
+def _missing(scenario: Scenario) -> str:
+    points: dict[str, list[str]] = {}
+    for point in scenario.points:
+        for result in point.results.values():
+            if result.missing:
+                points.setdefault(f"{_cell(result.title)}: {_cell(result.missing)}", []).append(_swept(point))
+    return "\n".join(
+        f"- **missing**{'' if len(where) == len(scenario.points) else ' at ' + ', '.join(where)}: {what}"
+        for what, where in points.items()
+    )

@@ -1,0 +1,133 @@
+"""Whether bars are met: decided from measurements alone, the same way for every report.
+
+Three bars: ours / T* at most the scenario's `ideal_ratio`; the fastest exact peer / ours at least its `peer_ratio`;
+and in every scenario with DDP, ours / DDP at most `DDP_RATIO_MAX`. Ratios are those of medians.
+
+A bar counts as met only with `REPETITIONS_MIN` interleaved repetitions or more; it can be missed with fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lab.results import ALONE, DDP, OURS, Measurement, Point, Result, Scenario
+
+__all__ = ["DDP_RATIO_MAX", "REPETITIONS_MIN", "Judgement", "faster_than_ours", "fastest_exact_peer", "judge", "tally"]
+
+Bar = Literal["ideal", "peer", "ddp"]
+Verdict = Literal["met", "missed", "too few repetitions", "not measured"]
+
+DDP_RATIO_MAX = 1.02
+REPETITIONS_MIN = 5
+# Medians are decimal fractions: 1.06 * 1.2 / 1.2 must not miss 1.06 for the rounding of binary ones.
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """One bar at one point.
+
+    Attributes:
+        bar: ``ideal``: ours / T*; ``peer``: the fastest exact peer / ours; ``ddp``: ours / DDP.
+        limit: The bar's value; the ratio is to be at most that, for ``peer`` at least.
+        ratio: None if not measured.
+        low: The ratio of our fastest step with T*; of the others None.
+        high: The ratio of our slowest step with T*; of the others None.
+        against: The peer, if there is one.
+        reason: Why nothing was measured, or an empty text.
+    """
+
+    point: Point
+    bar: Bar
+    limit: float
+    ratio: float | None
+    low: float | None
+    high: float | None
+    against: Result | None
+    verdict: Verdict
+    reason: str
+
+    @property
+    def margin(self) -> float:
+        """How far above the bar, as a factor; below 1 is a miss. Not measured is infinite."""
+        if self.ratio is None:
+            return float("inf")
+        return self.ratio / self.limit if self.bar == "peer" else self.limit / self.ratio
+
+
+def fastest_exact_peer(point: Point) -> Result | None:
+    """The measured peer with the smallest median step, of those in which every worker gets the exact fp32 average."""
+    peers = [
+        (result.measured.step_s.median, result.system, result)
+        for result in point.results.values()
+        if result.measured and result.exact and not result.is_ours and result.system != ALONE
+    ]
+    return min(peers, key=lambda peer: peer[:2])[2] if peers else None
+
+
+def faster_than_ours(point: Point) -> list[Result]:
+    """Whatever synchronises with a smaller median step than ours, exact or not, other modes of ours too."""
+    ours = point.measured(OURS)
+    return [
+        result
+        for result in point.results.values()
+        if ours and result.measured and result.system not in (ALONE, OURS)
+        if result.measured.step_s.median < ours.step_s.median
+    ]
+
+
+def judge(scenarios: Sequence[Scenario]) -> list[Judgement]:
+    """Every bar at every point, in the order of the scenarios."""
+    return [judgement for scenario in scenarios for point in scenario.points for judgement in _judge(point)]
+
+
+def tally(judgements: Sequence[Judgement]) -> dict[Verdict, int]:
+    """How many of each verdict."""
+    verdicts: tuple[Verdict, ...] = ("met", "missed", "too few repetitions", "not measured")
+    return {verdict: sum(judgement.verdict == verdict for judgement in judgements) for verdict in verdicts}
+
+
+def _judge(point: Point) -> list[Judgement]:
+    judgements = []
+    ours, peer, ddp = point.measured(OURS), fastest_exact_peer(point), point.results.get(DDP)
+    if point.targets.ideal_ratio is not None:
+        judgements.append(_against_ideal(point, point.targets.ideal_ratio, ours))
+    if point.targets.peer_ratio is not None:
+        judgements.append(_against_peer(point, "peer", point.targets.peer_ratio, ours, peer))
+    if ddp is not None:
+        judgements.append(_against_peer(point, "ddp", DDP_RATIO_MAX, ours, ddp))
+    return judgements
+
+
+def _against_ideal(point: Point, limit: float, ours: Measurement | None) -> Judgement:
+    if ours is None or not ours.ideal_s:
+        reason = _why_not(point.results.get(OURS), OURS) if ours is None else "no T* without a limit of the rate"
+        return Judgement(point, "ideal", limit, None, None, None, None, "not measured", reason)
+    ratio, low, high = (step_s / ours.ideal_s for step_s in (ours.step_s.median, ours.step_s.low, ours.step_s.high))
+    verdict = _verdict(point, ratio <= limit + ROUNDING)
+    return Judgement(point, "ideal", limit, ratio, low, high, None, verdict, "")
+
+
+def _against_peer(point: Point, bar: Bar, limit: float, ours: Measurement | None, peer: Result | None) -> Judgement:
+    if ours is None or peer is None or peer.measured is None:
+        if ours is None:
+            reason = _why_not(point.results.get(OURS), OURS)
+        else:
+            reason = _why_not(peer, DDP) if bar == "ddp" else "no exact peer was measured"
+        return Judgement(point, bar, limit, None, None, None, peer, "not measured", reason)
+    peer_s, ours_s = peer.measured.step_s.median, ours.step_s.median
+    ratio = peer_s / ours_s if bar == "peer" else ours_s / peer_s
+    meets = ratio >= limit - ROUNDING if bar == "peer" else ratio <= limit + ROUNDING
+    return Judgement(point, bar, limit, ratio, None, None, peer, _verdict(point, meets), "")
+
+
+def _verdict(point: Point, meets: bool) -> Verdict:
+    if not meets:
+        return "missed"
+    return "met" if point.repetitions >= REPETITIONS_MIN else "too few repetitions"
+
+
+def _why_not(result: Result | None, name: str) -> str:
+    return f"{result.title}: {result.missing}" if result else f"{name} was not in the run"

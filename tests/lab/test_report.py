@@ -1,0 +1,323 @@
+"""The report on synthetic lines: which run counts, when a bar is met, what is missing, what of the page is touched."""
+
+import copy
+import json
+
+import pytest
+
+from lab.report import BEGIN, END, main, write
+from lab.results import BrokenLine, read
+from lab.tables import tables
+from lab.verdicts import REPETITIONS_MIN, fastest_exact_peer, judge
+
+TITLES = {
+    "alone": "one worker",
+    "penstock": "Penstock",
+    "penstock-slicing": "Penstock, slices without priority",
+    "ddp": "DDP (gloo)",
+    "ddp-bf16": "DDP (gloo), bf16 hook",
+    "horovod": "Horovod",
+    "mxnet-p3": "MXNet, P3",
+}
+BARS = {"ideal_ratio": 1.06, "peer_ratio": 1.25}
+HOST = {"cpu": "a cpu", "cores": 2, "memory_gb": 8, "kernel": "6.1", "congestion_control": "cubic", "python": "3.11.2"}
+
+
+def line(system, step_s=None, *, ideal_s=1.2, **fields):
+    """What a run writes of one system; without a time it is missing."""
+    made = {"benchmark": "lab", "commit": "c0ffee", "seed": 1, "host": HOST, "run": "2026-01-02T03:04:05"}
+    made |= {"scenario": "small", "title": "A small network", "sweep": None, "network": "small", "width": 1.0}
+    made |= {"hosts": 4, "rates_mbit": [1000.0] * 4, "compute_s": 1.0, "batch": 32, "repetitions": 5, "steps": 4}
+    made |= {"system": system, "system_title": TITLES[system], "exact": system != "ddp-bf16", "targets": BARS}
+    made |= {"missing": "it does not start" if step_s is None else None, "line_rate_mbit": 956.1}
+    if step_s is not None:
+        made["limits"] = {"ideal_s": ideal_s, "wfbp_s": 1.5, "serial_s": 2.0, "compute_s": 1.0}
+        spread = {"median": 1, "low": 0.99, "quarter": 0.995, "three_quarters": 1.005, "high": 1.02}
+        made["step_s"] = {name: step_s * factor for name, factor in spread.items()} | {"count": 20}
+        made |= {"ratio_ideal": step_s / ideal_s, "throughput": 128 / step_s, "speedup": 4 / step_s}
+        made |= {"stall_s": max(step_s - 1, 0), "cpu_s_per_step": 0.5, "cpu_s_per_gb": 3.25}
+        made |= {"bytes_per_step": {"sent": [50e6, 60e6, 50e6, 50e6], "received": [50e6] * 4}}
+        made |= {"preemptions_per_step": None, "stall_by_layer_s": None, "network_use": None}
+    return made | fields
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Reads lines as if a run had written them."""
+
+    def reads(*lines, name="lines.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+        return read([path])
+
+    return reads
+
+
+def verdicts(scenarios):
+    return {judgement.bar: judgement.verdict for judgement in judge(scenarios)}
+
+
+def row(text, start):
+    found = [one for one in text.splitlines() if one.startswith(f"| {start}")]
+    assert len(found) == 1, found
+    return [cell.strip() for cell in found[0].strip("| ").split(" | ")]
+
+
+class TestRuns:
+    def test_the_run_of_the_last_line_counts_and_all_of_it(self, results):
+        old = {"commit": "01d", "run": "1"}
+        (found,) = results(
+            *(line("penstock", 9.0, **old), line("ddp", 9.0, **old), line("horovod", 9.0, **old)),
+            *(line("penstock", 2.0), line("ddp", 3.0)),
+        )
+        assert (found.commit, list(found.points[0].results)) == ("c0ffee", ["penstock", "ddp"])
+        assert found.points[0].measured("penstock").step_s.median == 2.0
+
+    def test_a_new_run_of_the_same_commit_is_another_run(self, results):
+        (found,) = results(line("penstock", 9.0, run="1"), line("ddp", 9.0, run="1"), line("penstock", 2.0, run="2"))
+        assert list(found.points[0].results) == ["penstock"]
+
+    def test_each_scenario_has_its_own_last_run(self, results):
+        other = {"scenario": "other"}
+        found = results(line("penstock", 1.0, run="1", **other), line("penstock", 1.0, run="2"))
+        assert [(scenario.name, scenario.run) for scenario in found] == [("other", "1"), ("small", "2")]
+
+    def test_points_of_a_sweep_rise(self, results):
+        (found,) = results(*(line("penstock", 1.0, sweep={"rate_mbit": rate}) for rate in (500, 1000, 250)))
+        assert [point.swept for point in found.points] == [("rate_mbit", rate) for rate in (250, 500, 1000)]
+
+    @pytest.mark.parametrize("fields", [{"hosts": 8}, {"targets": {}}, {"repetitions": 3}])
+    def test_lines_of_a_point_agree_on_what_it_is(self, results, fields):
+        with pytest.raises(BrokenLine, match=rf"lines\.jsonl:2: {next(iter(fields))} differs"):
+            results(line("penstock", 1.0), line("ddp", 1.0, **fields))
+
+    def test_a_system_is_measured_once_in_a_run(self, results):
+        with pytest.raises(BrokenLine, match=r"lines\.jsonl:2: ddp a second time"):
+            results(line("ddp", 1.0), line("ddp", 2.0))
+
+
+class TestVerdicts:
+    @pytest.mark.parametrize(("ours_s", "verdict"), [(1.06 * 1.2, "met"), (1.0601 * 1.2, "missed"), (1.1, "met")])
+    def test_the_limit(self, results, ours_s, verdict):
+        assert verdicts(results(line("penstock", ours_s)))["ideal"] == verdict
+
+    @pytest.mark.parametrize("ideal_s", [0.1, 0.7, 1.1, 1.3])
+    def test_the_exact_bar_is_met_whatever_the_rounding(self, results, ideal_s):
+        assert verdicts(results(line("penstock", ideal_s * 1.06, ideal_s=ideal_s)))["ideal"] == "met"
+
+    @pytest.mark.parametrize(("peer_s", "verdict"), [(1.25 * 1.3, "met"), (1.2499 * 1.3, "missed"), (1.2, "missed")])
+    def test_the_peer(self, results, peer_s, verdict):
+        assert verdicts(results(line("penstock", 1.3), line("horovod", peer_s)))["peer"] == verdict
+
+    def test_the_peer_is_the_fastest_exact_one(self, results):
+        (found,) = results(
+            *(line("alone", 0.5), line("penstock", 1.0), line("penstock-slicing", 0.8), line("ddp-bf16", 0.9)),
+            *(line("ddp", 1.9), line("horovod", 1.4), line("mxnet-p3")),
+        )
+        assert fastest_exact_peer(found.points[0]).system == "horovod"
+        (peer,) = (judgement for judgement in judge([found]) if judgement.bar == "peer")
+        assert (peer.ratio, peer.verdict) == (1.4, "met")
+
+    @pytest.mark.parametrize(("ours_s", "verdict"), [(1.02 * 1.3, "met"), (1.0201 * 1.3, "missed")])
+    def test_never_slower_than_ddp(self, results, ours_s, verdict):
+        found = results(line("penstock", ours_s, targets={}), line("ddp", 1.3, targets={}))
+        assert verdicts(found) == {"ddp": verdict}
+
+    def test_without_ddp_there_is_nothing_to_be_slower_than(self, results):
+        assert verdicts(results(line("penstock", 1.0, targets={}), line("horovod", 0.5, targets={}))) == {}
+
+    @pytest.mark.parametrize("missing", ["penstock", "ddp"])
+    def test_what_is_missing_meets_no_bar(self, results, missing):
+        lines = [line(system, None if system == missing else 1.0) for system in ("penstock", "ddp")]
+        found = judge(results(*lines))
+        of_peers = {judgement.verdict for judgement in found if judgement.bar != "ideal"}
+        assert of_peers == {"not measured"}
+        reasons = {judgement.bar: judgement.reason for judgement in found}
+        assert reasons["ddp"] == f"{TITLES[missing]}: it does not start"
+        assert reasons["peer"] == (reasons["ddp"] if missing == "penstock" else "no exact peer was measured")
+
+    def test_few_repetitions_meet_no_bar_but_miss_one(self, results):
+        few = {"repetitions": REPETITIONS_MIN - 1}
+        found = verdicts(results(line("penstock", 1.0, **few), line("ddp", 1.1, **few)))
+        assert found == {"ideal": "too few repetitions", "peer": "missed", "ddp": "too few repetitions"}
+
+    def test_the_recorded_ratio_is_not_believed(self, results):
+        assert verdicts(results(line("penstock", 2.0, ratio_ideal=1.0)))["ideal"] == "missed"
+
+
+class TestTables:
+    def test_a_bar_shows_its_ratio_and_spread(self, results):
+        text = tables(results(line("penstock", 1.26), line("ddp", 1.5)))
+        cells = row(text.split("### Never")[0], "A small network")
+        assert cells[1:4] == ["1.050 (1.040 to 1.071)", "<= 1.06", "met"]
+        assert cells[4:] == ["DDP (gloo): 1.500 s", "1.190", ">= 1.25", "**missed**"]
+
+    def test_never_slower_shows_the_worst_point(self, results):
+        lines = []
+        for rate, ours_s in {250: 1.0, 500: 1.4, 1000: 1.2}.items():
+            fields = {"sweep": {"rate_mbit": rate}, "targets": {}}
+            lines += [line("penstock", ours_s, **fields), line("ddp", 1.3, **fields)]
+        text = tables(results(*lines))
+        cells = row(text, "A small network, 500 Mbit/s")
+        assert cells[1:] == ["3 of 3", "1.400", "1.300", "1.077", "**missed at 1**"]
+
+    def test_never_slower_is_open_while_a_point_is_missing(self, results):
+        lines = []
+        for hosts, ddp_s in {2: 1.5, 4: None}.items():
+            fields = {"sweep": {"hosts": hosts}, "hosts": hosts, "targets": {}}
+            lines += [line("penstock", 1.0, **fields), line("ddp", ddp_s, **fields)]
+        cells = row(tables(results(*lines)), "A small network, 2 hosts")
+        assert cells[1] == "1 of 2"
+        assert cells[-1] == "**not measured**: DDP (gloo): it does not start"
+
+    def test_what_is_faster_is_listed_and_bold(self, results):
+        text = tables(results(line("penstock", 1.26), line("ddp-bf16", 1.1), line("horovod", 1.2), line("ddp", 1.3)))
+        (listed,) = (one for one in text.splitlines() if one.startswith("- A small network"))
+        assert "ours 1.260 s, DDP (gloo), bf16 hook (not exact) 1.100 s, **Horovod 1.200 s**" in listed
+        assert row(text, "Horovod")[1].startswith("**1.200")
+        assert row(text, "DDP (gloo) |")[1].startswith("1.300")
+
+    def test_a_system_shows_all_that_was_measured(self, results):
+        text = tables(results(line("alone", 1.0), line("penstock", 1.25, ideal_s=1.0)))
+        assert row(text, "Penstock")[1:] == ["1.250 (1.238 to 1.275)", "1.250", "3.20", "0.250", "3.25", "60.0, 50.0"]
+        assert row(text, "one worker")[2] == "-"
+
+    def test_a_missing_peer_is_named_with_its_reason_and_points(self, results):
+        text = tables(results(line("penstock", 1.0), line("mxnet-p3", missing="no | compiler")))
+        assert "- **missing**: MXNet, P3: no \\| compiler" in text
+        sweep = [line("mxnet-p3", time, sweep={"hosts": n}, hosts=n) for n, time in ((2, 1.0), (8, None))]
+        assert "- **missing** at 8 hosts: MXNet, P3: it does not start" in tables(results(*sweep))
+
+    def test_several_machines_are_told_apart(self, results):
+        other = {"scenario": "other", "host": HOST | {"cpu": "another cpu"}}
+        text = tables(results(line("penstock", 1.0), line("penstock", 1.0, **other)))
+        assert "on a cpu, 2 cores" in text
+        assert "on another cpu, 2 cores" in text
+
+
+def without(name):
+    return lambda made: made.pop(name)
+
+
+def setting(*path):
+    *parents, name, value = path
+
+    def sets(made):
+        for parent in parents:
+            made = made[parent]
+        made[name] = value
+
+    return sets
+
+
+class TestBrokenLines:
+    @pytest.mark.parametrize(
+        ("breaks", "named"),
+        [
+            (without("run"), "run is missing"),
+            (without("step_s"), "step_s is missing"),
+            (without("speedup"), "speedup is missing"),
+            (setting("step_s", "median", "1.2"), r"step_s\.median must be a number"),
+            (setting("step_s", "median", 0), r"step_s\.median must be positive"),
+            (setting("step_s", "low", 2.0), r"step_s\.low is 2, above quarter"),
+            (setting("limits", "ideal_s", float("nan")), "NaN"),
+            (setting("limits", "ideal_s", -1), r"limits\.ideal_s must not be negative"),
+            (setting("bytes_per_step", "sent", [1, "2"]), r"bytes_per_step\.sent must be a number"),
+            (setting("exact", "yes"), "exact must be true or false"),
+            (setting("hosts", 2.5), "hosts must be a whole number"),
+            (setting("benchmark", "overhead"), "benchmark must be 'lab'"),
+            (setting("scenario", "../up"), "scenario names files"),
+            (setting("targets", {"ideal": 1.06}), r"targets\.ideal is no bar"),
+            (setting("sweep", {"hosts": 2, "rate_mbit": 1}), "sweep must vary one quantity"),
+            (setting("network_use", {"bin_s": 1, "sent_mbit": [1], "received_mbit": []}), "received_mbit has 0 bins"),
+        ],
+    )
+    def test_the_message_names_file_line_and_field(self, results, breaks, named):
+        broken = copy.deepcopy(line("ddp", 1.0))
+        breaks(broken)
+        with pytest.raises(BrokenLine, match=rf"lines\.jsonl:2: .*{named}"):
+            results(line("penstock", 1.0), broken)
+
+    @pytest.mark.parametrize("text", ["{", "[]", "lab"])
+    def test_what_is_no_object_is_named_too(self, tmp_path, text, capsys):
+        path = tmp_path / "torn.jsonl"
+        path.write_text(f"{json.dumps(line('penstock', 1.0))}\n\n{text}\n")
+        assert main(["--json", str(path)]) == 1
+        assert f"{path}:3: " in capsys.readouterr().err
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder like docs/benchmarks with one sweep and one scenario."""
+    use = {"bin_s": 0.05, "sent_mbit": [900.0, 0.0], "received_mbit": [10.0, 950.0], "step_s": 1.0}
+    lines = [line("alone", 1.0), line("penstock", 1.25, network_use=use), line("ddp", 1.9), line("mxnet-p3")]
+    for rate in (250, 1000):
+        fields = {"scenario": "sweep", "sweep": {"rate_mbit": rate}, "targets": {}}
+        lines += [line("penstock", 1.1, **fields), line("ddp", 2.0, **fields)]
+    lines += [line("penstock", 1.1, scenario="sizes", sweep={"slice_kb": size}) for size in (64, 512)]
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab" / "all.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    return tmp_path
+
+
+class TestWrite:
+    def test_pictures_and_tables_are_written_and_the_same_again(self, folder):
+        page = folder / "README.md"
+        page.write_bytes(f"# Before\r\n{BEGIN}\r\nold\n{END}\n\nafter\r\n".encode())
+        written = write(folder)
+        drawn = {path.stem for path in written if path.suffix == ".png"}
+        kinds = {"stall-small", "network-small", "speed-up-sweep", "stall-sweep", "slices-sizes", "stall-sizes"}
+        assert drawn == kinds
+        assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size < 150_000 for path in written[:-1])
+        text = page.read_bytes().decode()
+        assert text.startswith(f"# Before\r\n{BEGIN}\n")
+        assert text.endswith(f"\n{END}\n\nafter\r\n")
+        assert "old" not in text
+        assert all(f"(lab/{name}.png)" in text for name in kinds)
+        first = {path: path.read_bytes() for path in written}
+        assert write(folder) == written
+        assert {path: path.read_bytes() for path in written} == first
+
+    @pytest.mark.parametrize("before", ["", "# Page", "# Page\n"])
+    def test_missing_markers_are_added_at_the_end_once(self, folder, before, no_pictures):
+        page = folder / "README.md"
+        page.write_text(before)
+        write(folder)
+        first = page.read_text()
+        assert first.startswith(before)
+        assert first.rstrip().endswith(END)
+        write(folder)
+        assert page.read_text() == first
+        assert first.count(BEGIN) == 1
+
+    @pytest.mark.parametrize("marks", [BEGIN, END, f"{END}\n{BEGIN}", f"{BEGIN}\n{BEGIN}\n{END}"])
+    def test_torn_markers_change_nothing(self, folder, marks, no_pictures, capsys):
+        page = folder / "README.md"
+        page.write_text(f"# Page\n{marks}\nmine\n")
+        assert main(["--folder", str(folder)]) == 1
+        assert str(page) in capsys.readouterr().err
+        assert page.read_text() == f"# Page\n{marks}\nmine\n"
+
+    @pytest.fixture
+    def no_pictures(self, monkeypatch):
+        from lab import plots
+
+        monkeypatch.setattr(plots, "draw", lambda scenarios, folder: [])
+
+
+class TestCommand:
+    def test_json_prints_the_verdicts_and_writes_nothing(self, folder, capsys):
+        before = sorted(folder.rglob("*"))
+        assert main(["--json", "--folder", str(folder)]) == 0
+        printed = json.loads(capsys.readouterr().out)
+        found = {(one["scenario"], str(one["sweep"]), one["bar"]): one for one in printed["verdicts"]}
+        assert found["small", "None", "peer"]["against"] == "ddp"
+        assert found["small", "None", "peer"]["ratio"] == pytest.approx(1.52)
+        assert found["sweep", "{'rate_mbit': 250.0}", "ddp"]["verdict"] == "met"
+        assert found["sizes", "{'slice_kb': 64.0}", "peer"]["verdict"] == "not measured"
+        assert printed["count"] == {"met": 7, "missed": 0, "too few repetitions": 0, "not measured": 2}
+        assert sorted(folder.rglob("*")) == before
+
+    def test_nothing_to_report_is_an_error_that_says_so(self, tmp_path, capsys):
+        assert main(["--folder", str(tmp_path)]) == 1
+        assert "no measurements" in capsys.readouterr().err
