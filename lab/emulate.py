@@ -24,6 +24,7 @@ Use one compute thread per process (``torch.set_num_threads(1)``): writes of man
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ class _Now:
     step: int
 
 
-class _Part(nn.Module):
+class _Part(nn.Module, ABC):
     """What all emulated layers share; beside it each has its parameters.
 
     Not registered as modules: the model's clock and values, which are everybody's.
@@ -138,13 +139,13 @@ class _Part(nn.Module):
         """Rows of the activation of a whole batch."""
         return self.batch * self.layer.rows
 
+    @abstractmethod
     def run(self, token: Tensor, now: _Now) -> Tensor:
         """Forward of this layer, as the model calls it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gradient(self, number: int, now: _Now) -> Tensor:
         """This layer's gradient of its parameter `number`, in new memory."""
-        raise NotImplementedError
 
     def forward_time(self) -> AbstractContextManager[None]:
         """The duration of this layer's forward."""
