@@ -47,8 +47,8 @@ impl Drop for Region {
             Kind::Handed { owner, tensor, token } => owner.released(*tensor, *token),
             Kind::Pooled { pool, layout } => {
                 pool.bytes.fetch_sub(layout.size(), Ordering::Relaxed);
-                // SAFETY: allocated with this layout by `Pool::allocate`, and this was the last reference.
-                unsafe { dealloc(self.start.as_ptr(), *layout) };
+                // SAFETY: obtained with this layout from `obtain`, and this was the last reference.
+                unsafe { give_back(self.start, *layout) };
             }
         }
     }
@@ -159,6 +159,9 @@ impl std::fmt::Debug for Chunk {
     }
 }
 
+/// Buffers from this size on are mappings of their own: what is freed leaves the process, and makes no holes in the heap
+/// in which the program's tensors lie.
+const MAPPED_BYTES_MIN: usize = 64 << 10;
 /// Smallest pooled buffer.
 const BUFFER_BYTES_MIN: usize = 4096;
 /// Buffers start on cache lines.
@@ -208,9 +211,7 @@ impl Pool {
         let layout =
             Layout::from_size_align(capacity, ALIGN_BYTES).expect("a class is far below the address space");
         self.bytes.fetch_add(capacity, Ordering::Relaxed);
-        // SAFETY: the layout has a size above 0. Zeroed, so that views are initialised; for large buffers that costs
-        // nothing, as the system hands out zeroed pages.
-        let Some(start) = NonNull::new(unsafe { alloc_zeroed(layout) }) else { handle_alloc_error(layout) };
+        let Some(start) = obtain(layout) else { handle_alloc_error(layout) };
         Arc::new(Region { start, len: capacity, kind: Kind::Pooled { pool: Arc::clone(self), layout } })
     }
 
@@ -232,6 +233,33 @@ impl Pool {
         self.keep_bytes.store(0, Ordering::Relaxed);
         let kept = mem::take(&mut *self.free.lock().unwrap_or_else(PoisonError::into_inner));
         drop(kept);
+    }
+}
+
+/// Memory of zeros, so that views are initialised; for large buffers that costs nothing, as the system hands out zeroed
+/// pages. The layout has a size above 0.
+fn obtain(layout: Layout) -> Option<NonNull<u8>> {
+    if layout.size() < MAPPED_BYTES_MIN {
+        // SAFETY: the size is above 0.
+        return NonNull::new(unsafe { alloc_zeroed(layout) });
+    }
+    let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    // SAFETY: a new private mapping at an address of the kernel's choice overlaps nothing.
+    let start = unsafe { libc::mmap(ptr::null_mut(), layout.size(), access, kind, -1, 0) };
+    if start == libc::MAP_FAILED { None } else { NonNull::new(start.cast()) }
+}
+
+/// Ends what `obtain` began.
+///
+/// # Safety
+/// `start` came from `obtain` with this layout, and nothing refers to it any more.
+unsafe fn give_back(start: NonNull<u8>, layout: Layout) {
+    if layout.size() < MAPPED_BYTES_MIN {
+        // SAFETY: allocated with this layout.
+        unsafe { dealloc(start.as_ptr(), layout) };
+    } else {
+        // SAFETY: a whole mapping of this size. It can only fail if it were none.
+        unsafe { libc::munmap(start.as_ptr().cast(), layout.size()) };
     }
 }
 
