@@ -273,7 +273,7 @@ def show(record: dict[str, Any]) -> None:
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=60, help="of steps, without and with distribute")
+    parser.add_argument("--pairs", type=int, default=150, help="of steps, without and with distribute")
     parser.add_argument("--workers", type=int, nargs="*", default=WORKERS, help="of the memory measurement")
     parser.add_argument("--only", choices=("time", "memory"), help="default: both")
     parser.add_argument("--seed", type=int, default=1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.cluster import Cluster, Unavailable
+from lab.cluster import Cluster, Unavailable, need
 from lab.peers import Missing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +29,7 @@ ideal_ratio = 1.5
 @pytest.fixture(autouse=True)
 def needs_clusters():
     try:
+        need("iperf3", "install iperf3")
         Cluster(2).close()
     except Unavailable as error:
         pytest.skip(str(error))

@@ -21,9 +21,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Scratch buffers that are kept for reuse, in bytes.
-const POOL_KEEP_BYTES: usize = 24 << 20;
+const POOL_KEEP_BYTES: usize = 20 << 20;
 /// What all windows of a process may hold together, if the engine decides.
-const WINDOWS_BYTES: u64 = 16 << 20;
+const WINDOWS_BYTES: u64 = 12 << 20;
 /// Bounds of one window, if the engine decides; it takes at least two slices in any case.
 const WINDOW_BYTES: std::ops::RangeInclusive<u64> = 1 << 20..=8 << 20;
 /// How long a lane may take to answer a question.
