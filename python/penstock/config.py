@@ -60,10 +60,10 @@ class Options:
         lanes: Threads that move data, each with one connection per peer. ``None`` or ``"auto"``: by rank 0's cores.
         window_bytes: Bytes pushed to one owner and not answered yet. ``None`` or ``"auto"``: 1 to 8 MiB, by job size.
         priority: Send what the next forward pass needs first. Off only for comparisons.
-        operation_timeout_s: Longest wait for one synchronisation, in seconds.
+        operation_timeout_s: Longest wait for one synchronisation, in seconds; one more to hear who is late.
         peer_timeout_s: Longest silence of a peer before it counts as lost, in seconds.
         handshake_timeout_s: Longest time for a new connection to prove itself, in seconds.
-        rendezvous_timeout_s: Longest wait for all ranks to arrive at the start, in seconds.
+        rendezvous_timeout_s: Longest wait for all ranks at the start, in seconds; two more to hear who is missing.
         broadcast_buffers: Copy rank 0's buffers (batch norm) to all before every forward, not only at ``distribute``.
 
     Example:
