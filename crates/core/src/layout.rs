@@ -1,6 +1,7 @@
 //! The information book: which layers, tensors and slices exist, and who owns each slice. The same on every rank.
 
 use crate::error::Error;
+use crate::exchange::Scheme;
 use crate::limits;
 
 /// A worker's number, `0..ranks`. Every worker process also holds one shard of the store under the same number.
@@ -92,6 +93,8 @@ pub struct Tensor {
     pub dtype: Dtype,
     /// Number of elements.
     pub elems: u64,
+    /// How its slices are synchronised.
+    pub scheme: Scheme,
     /// The slices of this tensor are `first_slice..first_slice + slice_count`. Filled in by [`Book::new`].
     pub first_slice: SliceId,
     /// See `first_slice`; 0 for an empty tensor.
@@ -99,10 +102,17 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// A tensor before slicing.
+    /// A tensor before slicing, synchronised by the store.
     #[must_use]
     pub fn new(name: impl Into<String>, layer: LayerId, dtype: Dtype, elems: u64) -> Self {
-        Self { name: name.into(), layer, dtype, elems, first_slice: 0, slice_count: 0 }
+        let scheme = Scheme::Store;
+        Self { name: name.into(), layer, dtype, elems, scheme, first_slice: 0, slice_count: 0 }
+    }
+
+    /// The same tensor with another scheme.
+    #[must_use]
+    pub fn with_scheme(self, scheme: Scheme) -> Self {
+        Self { scheme, ..self }
     }
 
     /// Length in bytes.

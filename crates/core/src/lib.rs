@@ -23,5 +23,6 @@ pub mod reduce;
 pub mod wire;
 
 pub use error::Error;
+pub use exchange::Scheme;
 pub use layout::{Book, BookId, Dtype, LayerId, Rank, Seq, SliceId, Step, TensorId};
 pub use wire::{Header, Kind, Op};

@@ -6,6 +6,7 @@
 //! ```
 //! The sender is known from the connection; tensor and offset follow from the slice.
 
+use crate::error::Error;
 use crate::layout::{BookId, Rank, Seq, SliceId, Step};
 use crate::limits;
 
@@ -57,6 +58,12 @@ impl Kind {
     #[must_use]
     pub fn is_exchange(self) -> bool {
         matches!(self, Self::Push | Self::PushAbsent | Self::Answer | Self::AnswerAbsent | Self::AnswerSame)
+    }
+
+    /// Whether the frame may begin a round, and so come before this rank has opened its book.
+    #[must_use]
+    pub fn takes_part(self) -> bool {
+        matches!(self, Self::Push | Self::PushAbsent)
     }
 
     fn payload_bytes_max(self) -> usize {
@@ -179,6 +186,11 @@ pub struct Outgoing<C> {
 pub fn describe(from: Rank, header: &Header) -> String {
     let Header { kind, book, slice, seq, step, .. } = header;
     format!("{kind:?} of book {book}, slice {slice}, seq {seq} (step {step}) from rank {from}")
+}
+
+/// The error about a frame that this rank does not wait for.
+pub(crate) fn unexpected(from: Rank, header: &Header) -> Error {
+    Error::protocol(from, format!("unexpected {}, {} bytes", describe(from, header), header.payload_bytes))
 }
 
 #[cfg(test)]
