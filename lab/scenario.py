@@ -76,7 +76,7 @@ class Scenario:
     dilation: float = 1.0
     repetitions: int = 5
     steps: int = 4
-    warmup: int = 2
+    warmup: int = 3
     seed: int = 1
     slow: Mapping[str, float] = field(default_factory=dict)
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
