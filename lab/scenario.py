@@ -75,8 +75,8 @@ class Scenario:
     batch: int | None = None
     dilation: float = 1.0
     repetitions: int = 5
-    steps: int = 4
-    warmup: int = 3
+    steps: int = 3
+    warmup: int = 2
     seed: int = 1
     slow: Mapping[str, float] = field(default_factory=dict)
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
