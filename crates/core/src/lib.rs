@@ -9,9 +9,10 @@
 //!
 //! A slice's journey through the modules: [`layout`] (which slices exist, who owns them) → [`exchange`] (what a slice
 //! does next) → [`queue`] (which frame goes first) → [`wire`] (its bytes) and, on the other side, back up to
-//! [`reduce`] (the sum in rank order).
+//! [`reduce`] (the sum in the scheme's order).
 
 pub mod bits;
+pub mod cost;
 pub mod error;
 pub mod exchange;
 pub mod layout;

@@ -12,7 +12,7 @@ use crate::memory::{Chunk, Owner, Pool};
 use crate::report::{self, Report};
 use crate::shared::{OpenBook, Shared};
 use penstock_core::layout::Tensor;
-use penstock_core::{Book, BookId, Dtype, Op, Rank, Seq, Step, TensorId};
+use penstock_core::{Book, BookId, Op, Rank, Seq, Step, TensorId};
 use std::net::{TcpListener, ToSocketAddrs};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -284,10 +284,8 @@ impl Engine {
                 "{book}: the memory of {name} is not aligned to its elements"
             )));
         }
-        if dtype == Dtype::Bytes && part.op != Op::Copy {
-            return Err(Failure::config(format!(
-                "{book}: {name} consists of bytes, which can only be copied"
-            )));
+        if let Some(why) = part.op.refused(dtype) {
+            return Err(Failure::config(format!("{book}: {:?} of {name} ({dtype:?}): {why}", part.op)));
         }
         Ok(tensor)
     }

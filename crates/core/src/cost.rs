@@ -1,0 +1,215 @@
+//! What each way to synchronise costs: messages that wait for each other, bytes per node, seconds. Pure arithmetic.
+//!
+//! [`Traffic`] is exact: an exchange that sends other bytes than its function says is in error, and a test in the
+//! simulator says so. [`Rates::seconds`] turns traffic into time, by the measurement study's model (FireCaffe,
+//! equations 1 to 4): bytes over bandwidth, plus messages in a row times latency, plus sums.
+//!
+//! | for p ranks and n bytes | steps | busiest direction of an interface | alone, one after the other |
+//! |---|---|---|---|
+//! | [`dense::rooted`]: one slice of the store, or the central server | 2 | (p-1) n | 2 (p-1) n |
+//! | [`dense::store`]: evenly over the p shards | 2 | 2 (p-1)/p n | 2 (p-1)/p n |
+//! | [`dense::tree`] | 2 floor(lg p) | ceil(lg p) n | 2 ceil(lg p) n |
+//! | [`dense::ring`] | 2 (p-1) | 2 (p-1)/p n | 2 (p-1)/p n |
+//! | [`dense::butterfly`], p a power of two | 2 lg p | 2 (p-1)/p n | 2 (p-1)/p n |
+//! | [`sparse::broadcast`]: factors of M x N with K rows; (index, row) pairs | 1 | (p-1) K (M+N) | the same |
+//! | [`sparse::adam`]: factors up, the matrix down | 2 | (p-1) MN at the owner | (p-1) (MN + K(M+N)) |
+//!
+//! Omitted: frame headers (bounded by one per slice and peer), the time to apply updates, and that other traffic shares
+//! the wire; [`overlap`] says what of the time can hide under computation.
+
+pub mod dense;
+pub mod overlap;
+pub mod paper;
+pub mod sparse;
+
+/// What one synchronisation moves, by position.
+///
+/// A position is a rank counted from the exchange's root: `(rank - root) mod p`. Exchanges without a root count from
+/// rank 0. Only payload counts, no header.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Traffic {
+    /// Messages on the longest chain of those that can leave only when the former has come: latencies, one after the
+    /// other.
+    pub steps: u32,
+    /// Bytes that each position sends.
+    pub sent: Vec<u64>,
+    /// Bytes that each position receives.
+    pub received: Vec<u64>,
+    /// Bytes that pass one after the other if this travels alone: the bandwidth term of the study's equations.
+    pub path_bytes: u64,
+    /// Bytes of partial sums that are added to another on that path.
+    pub path_summed_bytes: u64,
+    /// Bytes of partial sums that the busiest position adds.
+    pub summed_bytes: u64,
+}
+
+impl Traffic {
+    /// Nothing, between this many positions.
+    #[must_use]
+    pub fn none(positions: usize) -> Self {
+        Self { sent: vec![0; positions], received: vec![0; positions], ..Self::default() }
+    }
+
+    /// Bytes on the busiest direction of an interface.
+    #[must_use]
+    pub fn busiest_direction_bytes(&self) -> u64 {
+        self.sent.iter().chain(&self.received).copied().max().unwrap_or(0)
+    }
+
+    /// Bytes sent and received by the node that has most of both: what Poseidon's Table 1 counts.
+    #[must_use]
+    pub fn busiest_node_bytes(&self) -> u64 {
+        self.sent.iter().zip(&self.received).map(|(sent, received)| sent + received).max().unwrap_or(0)
+    }
+
+    /// Bytes sent by all.
+    #[must_use]
+    pub fn total_bytes(&self) -> u64 {
+        self.sent.iter().sum()
+    }
+
+    /// Adds another exchange's bytes, whose root is the rank `root`, to this one's, whose positions are ranks.
+    ///
+    /// Steps and path become those of the longer one: the two travel at the same time.
+    pub fn join(&mut self, other: &Self, root: usize) {
+        let positions = self.sent.len().max(1);
+        for position in 0..other.sent.len() {
+            let rank = (position + root) % positions;
+            self.sent[rank] += other.sent[position];
+            self.received[rank] += other.received[position];
+        }
+        self.steps = self.steps.max(other.steps);
+        self.path_bytes = self.path_bytes.max(other.path_bytes);
+        self.path_summed_bytes = self.path_summed_bytes.max(other.path_summed_bytes);
+        self.summed_bytes += other.summed_bytes;
+    }
+}
+
+/// What the wire and the processors of the slowest node do, as measured or as told.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Rates {
+    /// One direction of an interface, in bytes per second.
+    pub bytes_per_s: f64,
+    /// One message of one byte from one rank to another, in seconds.
+    pub latency_s: f64,
+    /// Bytes of input added to a sum per second.
+    pub summed_bytes_per_s: f64,
+    /// Floating point operations of a matrix product per second; a multiplication and an addition are two.
+    pub product_flops_per_s: f64,
+}
+
+impl Default for Rates {
+    /// One gigabit per second at 100 microseconds, and one core of a small machine.
+    fn default() -> Self {
+        Self { bytes_per_s: 125e6, latency_s: 100e-6, summed_bytes_per_s: 4e9, product_flops_per_s: 50e9 }
+    }
+}
+
+impl Rates {
+    /// The name of the first that is not positive and finite (latency may be zero), if any.
+    #[must_use]
+    pub fn wrong(&self) -> Option<&'static str> {
+        let positive = |value: f64| value.is_finite() && value > 0.0;
+        [
+            ("bytes_per_s", positive(self.bytes_per_s)),
+            ("latency_s", self.latency_s.is_finite() && self.latency_s >= 0.0),
+            ("summed_bytes_per_s", positive(self.summed_bytes_per_s)),
+            ("product_flops_per_s", positive(self.product_flops_per_s)),
+        ]
+        .into_iter()
+        .find_map(|(name, right)| (!right).then_some(name))
+    }
+
+    /// Seconds of one exchange that travels alone (FireCaffe, equations 1 to 4, with MXNET-MPI's term for sums,
+    /// section 6.2).
+    #[must_use]
+    pub fn seconds(&self, alone: &Traffic) -> f64 {
+        self.pipelined_s(alone, alone, alone)
+    }
+
+    /// Seconds of a message in slices that travel at the same time.
+    ///
+    /// The first round, one slice for each root, takes its path or its bytes, whichever is longer; the rest follows at
+    /// line rate, for while one direction carries answers the other carries contributions. Sums hide under the wire,
+    /// but for the first slice's.
+    ///
+    /// * `slice`: one slice.
+    /// * `round`: a slice for each root, all as long as the longest.
+    /// * `all`: all slices.
+    #[must_use]
+    pub fn pipelined_s(&self, slice: &Traffic, round: &Traffic, all: &Traffic) -> f64 {
+        let all_bytes = all.busiest_direction_bytes();
+        let round_bytes = round.busiest_direction_bytes().min(all_bytes);
+        let bytes = slice.path_bytes.max(round_bytes) + (all_bytes - round_bytes);
+        let first_sum_s = slice.path_summed_bytes as f64 / self.summed_bytes_per_s;
+        let other_sums = all.summed_bytes.saturating_sub(slice.path_summed_bytes);
+        let other_sums_s = other_sums as f64 / self.summed_bytes_per_s;
+        f64::from(slice.steps) * self.latency_s
+            + first_sum_s
+            + (bytes as f64 / self.bytes_per_s).max(other_sums_s)
+    }
+}
+
+/// Where the `index`-th of `parts` near-equal parts of `elems` elements begins; the first `elems % parts` parts have one
+/// element more. The end is the next one's start.
+#[must_use]
+pub fn part_start(elems: u64, parts: u64, index: u64) -> u64 {
+    let parts = parts.max(1);
+    index * (elems / parts) + index.min(elems % parts)
+}
+
+/// The largest whole number whose power of two is at most `p`: the study's lg p, rounded down. 0 for no ranks.
+#[must_use]
+pub fn floor_log2(p: u32) -> u32 {
+    p.checked_ilog2().unwrap_or(0)
+}
+
+/// The study's lg p, rounded up.
+#[must_use]
+pub fn ceil_log2(p: u32) -> u32 {
+    floor_log2(p) + u32::from(p > 1 && !p.is_power_of_two())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_cover_everything_and_differ_by_one() {
+        for (elems, parts) in [(0, 3), (1, 3), (10, 3), (12, 4), (7, 17)] {
+            let lengths: Vec<u64> =
+                (0..parts).map(|i| part_start(elems, parts, i + 1) - part_start(elems, parts, i)).collect();
+            assert_eq!(lengths.iter().sum::<u64>(), elems);
+            assert!(
+                lengths.windows(2).all(|pair| pair[0] >= pair[1] && pair[0] - pair[1] <= 1),
+                "{lengths:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn logarithms() {
+        assert_eq!([0, 1, 2, 3, 4, 5, 8, 9, 16, 17].map(floor_log2), [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]);
+        assert_eq!([0, 1, 2, 3, 4, 5, 8, 9, 16, 17].map(ceil_log2), [0, 0, 1, 2, 2, 3, 3, 4, 4, 5]);
+    }
+
+    #[test]
+    fn joining_counts_from_the_root() {
+        let mut all = Traffic::none(4);
+        let slice = dense::rooted(10, 4, 4);
+        all.join(&slice, 3);
+        assert_eq!((all.sent, all.received), (vec![40, 40, 40, 120], vec![40, 40, 40, 120]));
+    }
+
+    #[test]
+    fn a_rate_that_makes_no_sense_is_named() {
+        assert_eq!(Rates::default().wrong(), None);
+        assert_eq!(Rates { latency_s: 0.0, ..Rates::default() }.wrong(), None);
+        assert_eq!(Rates { bytes_per_s: 0.0, ..Rates::default() }.wrong(), Some("bytes_per_s"));
+        assert_eq!(Rates { latency_s: f64::NAN, ..Rates::default() }.wrong(), Some("latency_s"));
+        assert_eq!(
+            Rates { product_flops_per_s: f64::INFINITY, ..Rates::default() }.wrong(),
+            Some("product_flops_per_s")
+        );
+    }
+}
