@@ -7,8 +7,8 @@ use crate::cost::{Rates, Traffic, sparse};
 use crate::error::Error;
 use crate::{layout, limits};
 
-/// Bytes of a row's index in an (index, row) pair.
-pub const INDEX_BYTES: u64 = 8;
+/// Bytes of a row's index in an (index, row) pair; as many as an element's where those are more.
+pub const INDEX_BYTES: u64 = 4;
 
 /// What a layer's gradient is made of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -101,7 +101,7 @@ impl Facts<'_> {
     fn row_bytes(&self) -> u64 {
         match self.kind {
             Kind::Linear { outputs, inputs } => (outputs + inputs) * self.elem_bytes,
-            Kind::Embedding { width } => INDEX_BYTES + width * self.elem_bytes,
+            Kind::Embedding { width } => INDEX_BYTES.max(self.elem_bytes) + width * self.elem_bytes,
             Kind::Other => 0,
         }
     }

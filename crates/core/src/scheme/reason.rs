@@ -77,24 +77,24 @@ impl fmt::Display for Reason {
             Self::Dense => f.write_str("its gradient has no smaller form"),
             Self::RowsUnknown => f.write_str("its rows are not known before its first step"),
             Self::FewerNumbers { factors, store } => {
-                write!(f, "factors {} <= store {}", Numbers(factors), Numbers(store))
+                write!(f, "{} numbers instead of {} through the store", Numbers(factors), Numbers(store))
             }
             Self::MoreNumbers { factors, store } => {
-                write!(f, "factors {} > store {}", Numbers(factors), Numbers(store))
+                write!(f, "{} numbers; factors would be {}", Numbers(store), Numbers(factors))
             }
             Self::Faster { seconds, store_s } => {
-                write!(f, "{}, the store {}", Seconds(seconds), Seconds(store_s))
+                write!(f, "{} instead of {} through the store", Seconds(seconds), Seconds(store_s))
             }
             Self::StoreFastest { other, other_s, store_s } => {
-                write!(f, "{}, {other} {}", Seconds(store_s), Seconds(other_s))
+                write!(f, "{}; {other} would take {}", Seconds(store_s), Seconds(other_s))
             }
             Self::Kept { other, other_s, seconds } => {
-                let percent = MARGIN * 100.0;
                 write!(
                     f,
-                    "kept at {}: {other}, {}, would gain less than {percent} %",
+                    "kept at {}: {other} would take {}, and a change must gain {} %",
                     Seconds(seconds),
-                    Seconds(other_s)
+                    Seconds(other_s),
+                    MARGIN * 100.0
                 )
             }
         }
