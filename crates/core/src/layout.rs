@@ -211,9 +211,7 @@ impl Book {
         };
         for (id, tensor) in tensors.iter_mut().enumerate() {
             let elem_bytes = tensor.dtype.size_bytes() as u64;
-            // At least one piece per rank where pieces stay worth a frame: every shard takes part in every large tensor.
-            let spread = u64::from(ranks).min(tensor.len_bytes() / SPREAD_BYTES_MIN);
-            let pieces = tensor.len_bytes().div_ceil(slice_bytes as u64).max(spread);
+            let pieces = pieces(tensor.len_bytes(), slice_bytes, ranks);
             if book.slices.len() as u64 + pieces > limits::SLICES_MAX {
                 let (book, max) = (&book.name, limits::SLICES_MAX);
                 return Err(Error::Config(format!(
@@ -303,6 +301,14 @@ impl Book {
     pub fn layer_name(&self, tensor: TensorId) -> &str {
         &self.layers[self.tensors[tensor as usize].layer as usize]
     }
+}
+
+/// About how many slices a tensor of this length is cut into: none for an empty one.
+///
+/// At least one per rank where they stay worth a frame: every shard takes part in every large tensor.
+#[must_use]
+pub fn pieces(len_bytes: u64, slice_bytes: usize, ranks: u32) -> u64 {
+    len_bytes.div_ceil(slice_bytes.max(1) as u64).max(u64::from(ranks).min(len_bytes / SPREAD_BYTES_MIN))
 }
 
 /// Elements of each of `pieces` near-equal pieces, rounded up to whole cache lines but never above `max_elems`.

@@ -21,6 +21,7 @@ pub mod memory;
 pub mod node;
 pub mod queue;
 pub mod reduce;
+pub mod scheme;
 pub mod wire;
 
 pub use error::Error;

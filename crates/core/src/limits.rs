@@ -22,3 +22,7 @@ pub const BLOB_BYTES_MAX: usize = 64 << 20;
 pub const REASON_BYTES_MAX: usize = 4096;
 /// Bytes of frames kept for books that peers have opened before this rank did; beyond it the peer is in error.
 pub const EARLY_BYTES_MAX: usize = 512 << 20;
+/// Largest number of elements of a layer, of rows, and of numbers in a row, whose cost is estimated.
+pub const COST_ELEMS_MAX: u64 = 1 << 34;
+/// Most bytes that all ranks together may send for a layer whose cost is estimated.
+pub const COST_BYTES_MAX: u128 = 1 << 62;
