@@ -7,11 +7,14 @@ Failures are the classes of `penstock.errors`; after the first failure of the jo
 raises it. In a forked child every call raises `ConfigError`.
 """
 
+from collections.abc import Sequence
 from typing import Literal, TypedDict, final, type_check_only
 
 __all__ = ["Engine", "allreduce_cost", "best_algorithm", "best_scheme", "slices", "step_times"]
 
-_Op = Literal["average", "sum", "copy"]
+_Op = Literal["average", "sum", "copy", "min", "max"]
+_Scheme = Literal["store", "central", "tree", "ring", "butterfly"]
+_Tensor = tuple[str, int, str, int] | tuple[str, int, str, int, _Scheme]
 _Phase = Literal["backward", "forward", "other"]
 _Kind = Literal["linear", "embedding", "other"]
 _Rates = tuple[float, float, float, float]
@@ -164,11 +167,14 @@ class Engine:
     def all_gather(self, what: str, blob: bytes) -> list[bytes]:
         """Every rank's blob, by rank. All ranks call it in the same order; ``what`` is for messages."""
 
-    def open_book(self, name: str, layers: list[str], tensors: list[tuple[str, int, str, int]]) -> int:
+    def open_book(self, name: str, layers: list[str], tensors: Sequence[_Tensor]) -> int:
         """Open an information book and return its number; every rank must open the same books in the same order.
 
-        ``tensors`` are (name, index into ``layers``, dtype, elements) with dtype f32, f64, f16, bf16 or bytes. Until
-        `set_priorities`, a layer's place in the forward pass is its index.
+        ``tensors`` are (name, index into ``layers``, dtype, elements) or, with a scheme, (name, index, dtype, elements,
+        scheme). A dtype is f32, f64, f16, bf16, i64, i32, i16, i8, u8 or bytes. Without a scheme it is "store";
+        docs/summation.md says how the others add.
+
+        Until `set_priorities`, a layer's place in the forward pass is its index.
         """
 
     def set_priorities(self, book: int, places: list[int]) -> None:

@@ -38,6 +38,7 @@ class Plan:
         directory: Where the ranks meet, and where the files `go` and `stop` appear.
         options: Of `penstock.init`.
         waits_for_go: Whether it listens, but does nothing else, until there is a file `go`.
+        scheme: How the gradients are synchronised.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class Plan:
     directory: str
     options: dict[str, Any] = field(default_factory=dict)
     waits_for_go: bool = False
+    scheme: str = "store"
 
     @staticmethod
     def parse(text: str) -> Plan:
@@ -89,10 +91,10 @@ class Exchange:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.engine = job.current().engine
-        tensors = [(f"{name}.weight", layer, "f32", ELEMS) for layer, name in enumerate(LAYERS)]
-        stop = (f"{LAYERS[-1]}.stop", len(LAYERS) - 1, "f32", 1)
+        tensors = [(f"{name}.weight", layer, "f32", ELEMS, plan.scheme) for layer, name in enumerate(LAYERS)]
+        stop = (f"{LAYERS[-1]}.stop", len(LAYERS) - 1, "f32", 1, plan.scheme)
         self.book = self.engine.open_book("failure.gradients", LAYERS, [*tensors, stop])
-        self.memory = [array.array("f", bytes(4 * elems)) for _, _, _, elems in [*tensors, stop]]
+        self.memory = [array.array("f", bytes(4 * elems)) for _, _, _, elems, _ in [*tensors, stop]]
 
     def contribution(self, rank: int, layer: int, step: int) -> float:
         """Small whole numbers and halves: their averages are exact."""

@@ -113,10 +113,19 @@ class Rank:
 class Ranks:
     """A job of `size` processes that run `program`."""
 
-    def __init__(self, size: int, program: str = "rank_process.py", waits_for_go: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        size: int,
+        program: str = "rank_process.py",
+        waits_for_go: bool = False,
+        scheme: str | None = None,
+        **options: Any,
+    ) -> None:
         self.size = size
         self._program = program
         self._plan = {"size": size, "waits_for_go": waits_for_go, "options": {**OPTIONS, **options}}
+        if scheme is not None:
+            self._plan["scheme"] = scheme
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-failure-")
         self.directory = Path(self._folder.name)
         self.ranks: list[Rank] = []

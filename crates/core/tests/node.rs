@@ -217,6 +217,39 @@ fn an_older_round_goes_before_a_newer_one_when_the_window_is_full() {
 }
 
 #[test]
+fn slices_that_are_forwarded_one_after_the_other_are_no_exceptions_to_the_window() {
+    // In the trees with root 0 (slices 0, 4, 8, 12) rank 2 has the child 3. All is submitted; what the child sends comes in
+    // the order of slices, and each sum would be the last slice so far. But the turn has been slice 12's from the start.
+    let mut bench = Bench::new(2, 4, 4096);
+    bench.node.open_book(0, book_of(16, 4, &[Scheme::Tree]), &mut bench.actions).unwrap();
+    for tensor in (0..16).rev() {
+        bench.submit(tensor, 1, Op::Average, false);
+    }
+    let mut sent = Vec::new();
+    for slice in [0, 4, 8, 12] {
+        let header = Header { payload_bytes: 4096, ..exchange(Kind::Part, slice, 1, Op::Average) };
+        bench.frame(3, header).unwrap();
+        sent.extend(bench.frames(0).iter().map(|frame| frame.header.slice));
+    }
+    assert_eq!(sent, [0, 12], "a window's worth, and the one whose turn it is");
+}
+
+#[test]
+fn a_result_is_read_straight_into_the_ranks_memory() {
+    let mut bench = Bench::new(1, 2, 1 << 20);
+    bench.node.open_book(0, book_of(8, 2, &[Scheme::Ring]), &mut bench.actions).unwrap();
+    bench.submit(0, 1, Op::Average, false);
+    // Two ranks: the partial sum of half a slice comes in step 0, the other half of the result in step 1.
+    let part = |kind, argument| Header { argument, payload_bytes: 2048, ..exchange(kind, 0, 1, Op::Average) };
+    let Ok(Place::Chunk(_)) = bench.node.place(Rank(0), &part(Kind::Result, 1)) else { panic!("expected") };
+    assert_eq!(bench.node.memory().scratch.get(), 0);
+    bench.frame(0, part(Kind::Part, 0)).unwrap();
+    assert_eq!(bench.node.memory().scratch.get(), 0, "added and given back at once");
+    bench.frame(0, part(Kind::Result, 1)).unwrap();
+    assert_eq!(bench.completed(), 1);
+}
+
+#[test]
 fn a_copy_is_answered_from_the_owners_own_memory() {
     let mut bench = Bench::with_book(0, 3, 1 << 20);
     bench.submit(0, 1, Op::Copy, true);

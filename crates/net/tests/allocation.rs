@@ -1,7 +1,7 @@
 //! In steady state nothing is allocated per slice, and scratch buffers stay within the window whatever the tensor's size.
 
 use penstock_core::layout::Tensor;
-use penstock_core::{Dtype, Op};
+use penstock_core::{Dtype, Op, Scheme};
 use penstock_net::{Engine, EngineConfig, Part};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Barrier;
@@ -58,6 +58,13 @@ fn engine(rank: u32) -> Engine {
 
 #[test]
 fn nothing_is_allocated_per_slice() {
+    // One after the other: the count is of the whole process.
+    for scheme in Scheme::ALL {
+        allocate_nothing_per_slice(scheme);
+    }
+}
+
+fn allocate_nothing_per_slice(scheme: Scheme) {
     let engines: Vec<Engine> = (0..RANKS).map(engine).collect();
     let table: Vec<_> = engines.iter().map(|engine| ("127.0.0.1".to_owned(), engine.port())).collect();
     let barrier = Barrier::new(engines.len());
@@ -65,7 +72,7 @@ fn nothing_is_allocated_per_slice() {
         let run = |engine: &Engine| {
             engine.connect(&table).unwrap();
             let mut values = vec![1f32; SLICES * SLICE_BYTES / 4];
-            let tensor = Tensor::new("tensor", 0, Dtype::F32, values.len() as u64);
+            let tensor = Tensor::new("tensor", 0, Dtype::F32, values.len() as u64).with_scheme(scheme);
             let book = engine.open_book("book", vec!["layer".into()], vec![tensor]).unwrap();
             let mut fewest = usize::MAX;
             for round in 0..WARM_UP_ROUNDS + 3 {
@@ -95,7 +102,7 @@ fn nothing_is_allocated_per_slice() {
             // An overtaking slice may use a second window per peer.
             assert!(
                 pool_bytes <= 2 * u64::from(RANKS - 1) * (WINDOW_BYTES + 2 * SLICE_BYTES as u64),
-                "{pool_bytes}"
+                "{scheme:?}: {pool_bytes}"
             );
             engine.shutdown(&mut || false).unwrap();
             fewest
@@ -105,6 +112,6 @@ fn nothing_is_allocated_per_slice() {
     });
     assert!(
         counts.iter().all(|count| *count <= ALLOCATIONS_MAX),
-        "{counts:?} allocations for {SLICES} slices"
+        "{scheme:?}: {counts:?} allocations for {SLICES} slices"
     );
 }

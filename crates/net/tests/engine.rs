@@ -1,7 +1,7 @@
 //! Engines of one job in one process, over loopback: what comes out of an exchange, and what is said when it fails.
 
 use penstock_core::layout::{Book, Tensor};
-use penstock_core::{BookId, Dtype, Error, Op, Rank, TensorId};
+use penstock_core::{BookId, Dtype, Error, Op, Rank, Scheme, TensorId};
 use penstock_net::{Engine, EngineConfig, Failure, Part, Phase, Stop};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -255,6 +255,29 @@ fn who_does_not_come_is_named_when_time_is_up() {
         assert!(matches!(failure.error, Error::Timeout(_)) && text.contains("rank 1"), "{text}");
         assert_eq!((failure.layer.as_deref(), failure.step), (Some("a"), Some(5)));
     });
+}
+
+#[test]
+fn who_does_not_come_to_a_collective_is_named_by_all() {
+    for scheme in [Scheme::Central, Scheme::Tree, Scheme::Ring, Scheme::Butterfly] {
+        let engines = job_with(3, |config| {
+            // Rank 1's time is up first, and it does not hear rank 2 directly; rank 0 does.
+            config.operation_timeout = Duration::from_millis(if config.rank == 1 { 200 } else { 500 });
+        });
+        on_all(engines, move |engine, rank| {
+            engine.all_gather("all are connected", b"", &mut never).unwrap();
+            if rank == 2 {
+                std::thread::sleep(Duration::from_millis(1500));
+                return;
+            }
+            let tensor = Tensor::new("t", 0, Dtype::F32, 3).with_scheme(scheme);
+            let book = engine.open_book("late", vec!["a".into()], vec![tensor]).unwrap();
+            let stop = exchange(engine, book, 0, vec![1.0; 3].leak(), Op::Sum, false).unwrap_err();
+            let Stop::Failed(failure) = stop else { panic!("interrupted") };
+            assert_eq!(failure.rank, Some(Rank(2)), "{scheme:?}: {failure}");
+            assert!(failure.to_string().contains("rank 2 did not contribute"), "{scheme:?}: {failure}");
+        });
+    }
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use crate::errors::{bad_argument, raise, raise_stop};
 use crate::report;
 use penstock_core::layout::Tensor;
-use penstock_core::{BookId, Op, Seq, Step, TensorId};
+use penstock_core::{BookId, Op, Scheme, Seq, Step, TensorId};
 use penstock_net::{EngineConfig, Part, Phase, Stop};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
@@ -25,8 +25,27 @@ fn parse_op(name: &str) -> PyResult<Op> {
         "average" => Ok(Op::Average),
         "sum" => Ok(Op::Sum),
         "copy" => Ok(Op::Copy),
-        _ => Err(bad_argument(format!("unknown op {name:?}: expected average, sum or copy"))),
+        "min" => Ok(Op::Min),
+        "max" => Ok(Op::Max),
+        _ => Err(bad_argument(format!("unknown op {name:?}: expected average, sum, copy, min or max"))),
     }
+}
+
+/// One tensor of a book: name, layer, dtype, elements, and perhaps a scheme.
+#[derive(FromPyObject)]
+enum Entry {
+    InTheStore(String, u32, String, u64),
+    WithScheme(String, u32, String, u64, String),
+}
+
+fn parse_tensor(entry: Entry) -> PyResult<Tensor> {
+    let (name, layer, dtype, elems, scheme) = match entry {
+        Entry::InTheStore(name, layer, dtype, elems) => (name, layer, dtype, elems, None),
+        Entry::WithScheme(name, layer, dtype, elems, scheme) => (name, layer, dtype, elems, Some(scheme)),
+    };
+    let wrong = |error: penstock_core::Error| bad_argument(error.to_string());
+    let scheme = scheme.map_or(Ok(Scheme::Store), |scheme| scheme.parse().map_err(wrong))?;
+    Ok(Tensor::new(name, layer, dtype.parse().map_err(wrong)?, elems).with_scheme(scheme))
 }
 
 /// Runs a call that waits, without the GIL. Its argument tells it whether a signal handler has raised.
@@ -105,17 +124,8 @@ impl Engine {
         Ok(blobs.iter().map(|blob| PyBytes::new(py, blob)).collect())
     }
 
-    fn open_book(
-        &self,
-        name: &str,
-        layers: Vec<String>,
-        tensors: Vec<(String, u32, String, u64)>,
-    ) -> PyResult<BookId> {
-        let tensors = tensors.into_iter().map(|(name, layer, dtype, elems)| {
-            let dtype =
-                dtype.parse().map_err(|error: penstock_core::Error| bad_argument(error.to_string()))?;
-            Ok(Tensor::new(name, layer, dtype, elems))
-        });
+    fn open_book(&self, name: &str, layers: Vec<String>, tensors: Vec<Entry>) -> PyResult<BookId> {
+        let tensors = tensors.into_iter().map(parse_tensor);
         self.engine.open_book(name, layers, tensors.collect::<PyResult<_>>()?).map_err(raise)
     }
 

@@ -7,7 +7,7 @@ use crate::failure::{Failure, Stop};
 use crate::lane::{Lane, WAKER};
 use crate::mailbox::{Command, Mailbox};
 use mio::{Poll, Waker};
-use penstock_core::{Rank, node};
+use penstock_core::{Rank, Scheme, node};
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::atomic::Ordering;
@@ -114,6 +114,7 @@ impl Engine {
         if self.inner.config.size == 1 {
             return Ok(());
         }
+        self.check_that_ranks_may_leave()?;
         let _one_at_a_time = guard(&self.inner.collective);
         let lanes = self.inner.config.lanes;
         shared.update(|state| (state.lanes_left, state.in_collective) = (0, true));
@@ -128,6 +129,21 @@ impl Engine {
                 failure.add(" (this rank was waiting for the others to finish: join)").into()
             }
             Stop::Interrupted => Stop::Interrupted,
+        })
+    }
+
+    /// Before anybody is told: collectives need every rank.
+    fn check_that_ranks_may_leave(&self) -> Result<(), Failure> {
+        let books = self.inner.books.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let tensors =
+            books.iter().flat_map(|open| open.book.tensors.iter().map(move |tensor| (open, tensor)));
+        let collective = tensors.into_iter().find(|(_, tensor)| tensor.scheme != Scheme::Store);
+        collective.map_or(Ok(()), |(open, tensor)| {
+            let (book, name, scheme) = (&open.book.name, &tensor.name, tensor.scheme.name());
+            Err(Failure::config(format!(
+                "join: {name} of {book} is synchronised by {scheme}, which needs every rank in every step; use the store for \
+                 what is trained with different numbers of batches"
+            )))
         })
     }
 

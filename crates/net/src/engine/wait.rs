@@ -4,7 +4,7 @@ use super::{Engine, guard};
 use crate::failure::{Failure, Stop};
 use crate::mailbox::Command;
 use crate::shared::OpenBook;
-use penstock_core::{BookId, Error, Header, Kind, Rank, Step, TensorId};
+use penstock_core::{Book, BookId, Error, Header, Kind, Rank, Scheme, Step, TensorId};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -118,11 +118,7 @@ impl Engine {
             if let Err(Stop::Failed(failure)) = shared.wait(patience, &mut || false, |_| None::<()>) {
                 return blame(*failure, "waiting for", open, tensor, step);
             }
-            let slices = book.slices_of(tensor).map(|slice| book.slices[slice as usize].owner);
-            let mut owners: Vec<Rank> = slices.filter(|owner| *owner != me).collect();
-            owners.sort_unstable();
-            owners.dedup();
-            format!("no answer from {}, which {} parts of it", listed(&owners), own(&owners))
+            unanswered(book, tensor, me)
         } else {
             format!("{} did not contribute", listed(&late))
         };
@@ -253,6 +249,22 @@ pub(super) fn blame(failure: Failure, doing: &str, open: &OpenBook, tensor: Tens
     };
     let more = format!(" (noticed when {doing} layer {layer} of {}, step {step}){restart}", open.book.name);
     Failure { layer: Some(layer.into()), step: Some(step), ..failure.add(&more) }
+}
+
+/// What a rank lacks that does not know who is late.
+fn unanswered(book: &Book, tensor: TensorId, me: Rank) -> String {
+    let scheme = book.tensors[tensor as usize].scheme;
+    if scheme != Scheme::Store {
+        let name = scheme.name();
+        return format!(
+            "a part is missing ({name}), held up by a rank that this rank does not hear directly"
+        );
+    }
+    let slices = book.slices_of(tensor).map(|slice| book.slices[slice as usize].owner);
+    let mut owners: Vec<Rank> = slices.filter(|owner| *owner != me).collect();
+    owners.sort_unstable();
+    owners.dedup();
+    format!("no answer from {}, which {} parts of it", listed(&owners), own(&owners))
 }
 
 fn listed(ranks: &[Rank]) -> String {
