@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.config import Options
+    from penstock.coordinator import Coordinator
     from penstock.errors import (
         AuthenticationError,
         ConfigError,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AuthenticationError",
     "ConfigError",
+    "Coordinator",
     "ModelMismatch",
     "Options",
     "PeerLost",
@@ -63,6 +65,7 @@ __all__ = [
 _HOME_OF = {
     "AuthenticationError": "errors",
     "ConfigError": "errors",
+    "Coordinator": "coordinator",
     "ModelMismatch": "errors",
     "Options": "config",
     "PeerLost": "errors",

@@ -14,7 +14,7 @@ __all__ = ["Engine", "allreduce_cost", "best_algorithm", "best_scheme", "slices"
 _Op = Literal["average", "sum", "copy"]
 _Phase = Literal["backward", "forward", "other"]
 _Kind = Literal["linear", "embedding", "other"]
-_Rates = tuple[float, float, float, float]
+_Rates = tuple[float, float, float, float, float]
 
 @type_check_only
 class LayerReport(TypedDict):
@@ -112,7 +112,8 @@ def best_scheme(
 
     ``shape`` is (outputs, inputs) of a linear layer, (vocabulary, width) of an embedding, ignored for others. ``elems``
     counts all of the layer's tensors. ``rows`` are K by worker, or empty. ``rates`` are bytes per second, latency in
-    seconds, bytes summed per second, floating point operations of a matrix product per second.
+    seconds, bytes summed per second, floating point operations of a matrix product per second, seconds of work for an
+    exchange of rows.
     """
 
 def allreduce_cost(algorithm: str, elems: int, elem_bytes: int, workers: int, slices: int, rates: _Rates) -> Allreduce:

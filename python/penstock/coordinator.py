@@ -4,7 +4,7 @@ Poseidon's coordinator (section 4.1, Table 2, Algorithm 1) without a process of 
 book, checked once, and what is measured by each rank (rows, rates) is gathered and reduced in the same way by all, so
 that all come to the same choice at the same step. The arithmetic is the native module's (crates/core/src/scheme.rs).
 
-It omits how facts get here, which is `penstock.torch.choice`, and how they are shown, which is `penstock.explain`.
+It omits how facts get here, which is `penstock.torch.choice`, and how they are shown, which is `penstock.explanation`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock._native import Choice
-    from penstock.explain import Explanation
+    from penstock.explanation import Explanation
 
 __all__ = ["EXACT_GATHERS", "POLICIES", "Cluster", "Coordinator", "Placed", "Rates"]
 
@@ -39,6 +39,7 @@ class Rates:
         latency_s: One message of a byte, from one rank to another.
         summed_bytes_per_s: Bytes of input added to a sum.
         product_flops_per_s: Of a matrix product; a multiplication and an addition are two.
+        gather_s: A rank's work for one exchange of rows, whatever its size: capturing, putting together, taking apart.
         source: Where they come from, for the reader.
     """
 
@@ -46,11 +47,12 @@ class Rates:
     latency_s: float = 100e-6
     summed_bytes_per_s: float = 4e9
     product_flops_per_s: float = 50e9
+    gather_s: float = 200e-6
     source: str = "assumed"
 
-    def native(self) -> tuple[float, float, float, float]:
+    def native(self) -> tuple[float, float, float, float, float]:
         """As the native module takes them."""
-        return (self.bytes_per_s, self.latency_s, self.summed_bytes_per_s, self.product_flops_per_s)
+        return (self.bytes_per_s, self.latency_s, self.summed_bytes_per_s, self.product_flops_per_s, self.gather_s)
 
 
 @dataclass(frozen=True)
@@ -273,7 +275,7 @@ class Coordinator:
 
     def explain(self) -> Explanation:
         """The table of layers: shape, rows, bytes under each scheme, the choice and the reason, totals."""
-        from penstock.explain import Explanation
+        from penstock.explanation import Explanation
 
         return Explanation.of(self)
 
