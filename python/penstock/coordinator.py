@@ -190,7 +190,10 @@ class Coordinator:
     def adopt(self, schemes: Mapping[str, str]) -> None:
         """Take over what other ranks use, after a time in which this one took no part."""
         for name, scheme in schemes.items():
-            self._choices[name] = self.choose(self._layer(name), current=scheme)
+            choice = self.choose(self._layer(name), current=scheme)
+            if choice["scheme"] != scheme:  # the others know rows and rates that this rank does not
+                choice["scheme"], choice["code"], choice["reason"] = scheme, "adopted", "as on the ranks that went on"
+            self._choices[name] = choice
 
     def _decide(self, *, first: bool) -> None:
         for layer in self.network.layers:
