@@ -109,7 +109,7 @@ def layers_of(model: nn.Module, seen: dict[str, _Seen], batch: int = 1) -> list[
         name = path or "(root)"
         shown = seen.get(name)
         # Where the weight is counted elsewhere, as a tied one is, what is left is no matrix.
-        kind = _kind(module) if len(shapes[0]) == 2 else "other"
+        kind: description.Kind = _kind(module) if len(shapes[0]) == 2 else "other"
         layers.append(
             description.Layer(
                 name=name,
