@@ -8,6 +8,7 @@
 //! To add a scheme: a file with a state machine that has the methods of [`Exchange`], a variant of [`Scheme`] and of
 //! [`Exchange`], and an arm in each `match` below.
 
+pub mod gather;
 pub mod store;
 
 use crate::error::Error;
@@ -21,6 +22,8 @@ pub enum Scheme {
     /// The sharded key-value store: every rank pushes to the slice's owner, which answers all.
     #[default]
     Store,
+    /// Every rank's bytes, of any length up to the tensor's, to every other rank; nothing is summed.
+    Gather,
 }
 
 /// What is known about a slice on this rank, the same in every round.
@@ -36,6 +39,8 @@ pub struct Site<'a> {
     pub slice: &'a Slice,
     /// Its element type.
     pub dtype: Dtype,
+    /// Length of the whole tensor, in bytes.
+    pub tensor_bytes: u64,
 }
 
 /// What an exchange works with while it handles an event.
@@ -67,6 +72,12 @@ pub enum Effect<C> {
         /// The rank.
         by: Rank,
     },
+    /// All contributions are here; goes before [`Effect::Complete`].
+    Gathered {
+        /// By rank the payloads of its contribution, in order; `None` for this rank and those that took no part. Empty if there
+        /// are no other ranks.
+        parts: Vec<Option<Vec<C>>>,
+    },
     /// The result is in this rank's memory.
     Complete {
         /// The round.
@@ -90,6 +101,8 @@ pub enum Flow {
 pub enum Exchange<C> {
     /// See [`store`].
     Store(store::Store<C>),
+    /// See [`gather`].
+    Gather(gather::Gather<C>),
 }
 
 impl<C: Clone> Exchange<C> {
@@ -98,10 +111,12 @@ impl<C: Clone> Exchange<C> {
     pub fn new(scheme: Scheme) -> Self {
         match scheme {
             Scheme::Store => Self::Store(store::Store::default()),
+            Scheme::Gather => Self::Gather(gather::Gather::default()),
         }
     }
 
     /// This rank takes part in round `header.seq`: `memory` holds its contribution, unless that is `absent`, and gets the result.
+    /// In a gather it holds `header.argument` bytes, and gets nothing.
     ///
     /// # Errors
     /// [`Error::Config`] if the last round is not complete here; [`Error::Protocol`] if others are at another round.
@@ -114,6 +129,7 @@ impl<C: Clone> Exchange<C> {
     ) -> Result<(), Error> {
         match self {
             Self::Store(store) => store.submit(header, memory, absent, context),
+            Self::Gather(gather) => gather.submit(header, &memory, context),
         }
     }
 
@@ -122,6 +138,7 @@ impl<C: Clone> Exchange<C> {
     pub fn expects(&self, from: Rank, header: &Header, site: &Site<'_>) -> bool {
         match self {
             Self::Store(store) => store.expects(from, header, site),
+            Self::Gather(gather) => gather.expects(from, header, site),
         }
     }
 
@@ -130,6 +147,7 @@ impl<C: Clone> Exchange<C> {
     pub fn place(&self, header: &Header) -> Option<C> {
         match self {
             Self::Store(store) => store.place(header),
+            Self::Gather(_) => None,
         }
     }
 
@@ -146,6 +164,7 @@ impl<C: Clone> Exchange<C> {
     ) -> Result<(), Error> {
         match self {
             Self::Store(store) => store.frame(from, header, payload, context),
+            Self::Gather(gather) => gather.frame(from, header, payload, context),
         }
     }
 
@@ -160,13 +179,18 @@ impl<C: Clone> Exchange<C> {
     ) -> Result<(), Error> {
         match self {
             Self::Store(store) => store.left(header, context),
+            Self::Gather(gather) => {
+                gather.left(context);
+                Ok(())
+            }
         }
     }
 
     /// The ranks that have not contributed to the round that waits here.
-    pub fn missing(&self, left: &[bool], ranks: &mut Vec<Rank>) {
+    pub fn missing(&self, left: &[bool], me: Rank, ranks: &mut Vec<Rank>) {
         match self {
             Self::Store(store) => store.missing(left, ranks),
+            Self::Gather(gather) => gather.missing(left, me, ranks),
         }
     }
 }
