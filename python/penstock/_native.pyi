@@ -168,7 +168,8 @@ class Engine:
     def open_book(self, name: str, layers: list[str], tensors: list[tuple[str, int, str, int]]) -> int:
         """Open an information book and return its number; every rank must open the same books in the same order.
 
-        ``tensors`` are (name, index into ``layers``, dtype, elements) with dtype f32, f64, f16, bf16 or bytes. Until
+        ``tensors`` are (name, index into ``layers``, dtype, elements) with dtype f32, f64, f16, bf16, bytes or gather.
+        With gather every rank's bytes, at most so many, go to every other rank (`submit_gather`). Until
         `set_priorities`, a layer's place in the forward pass is its index.
         """
 
@@ -188,6 +189,24 @@ class Engine:
         self, book: int, tensor: int, ptr: int, nbytes: int, op: _Op, step: int, more: bool = False
     ) -> int:
         """Contribute nothing; the memory (which may be uninitialised) receives the result, as in `submit`."""
+
+    def submit_gather(self, book: int, tensor: int, ptr: int, nbytes: int, step: int, more: bool = False) -> int:
+        """Contribute these bytes, which may be none, to a tensor's next gather; what came of the last one is dropped.
+
+        Returns a token, as `submit` does; the memory must not be changed before it is released.
+        """
+
+    def gathered(self, book: int, tensor: int) -> list[int | None]:
+        """By rank the length of its contribution to the last gather, which must be complete (`wait`).
+
+        ``None`` for ranks that took no part, because they had left.
+        """
+
+    def read_gathered(self, book: int, tensor: int, rank: int, offset: int, ptr: int, nbytes: int) -> None:
+        """Copy a range of another rank's contribution to the last gather to the memory at ``ptr``."""
+
+    def drop_gathered(self, book: int, tensor: int) -> None:
+        """Let go of the contributions to the last gather, which must be complete."""
 
     def take_released(self) -> list[int]:
         """Tokens whose memory will never be touched again, since the last call."""

@@ -148,14 +148,16 @@ def values(model):
     return [param.detach().clone() for param in model.parameters()]
 
 
-def train(make, make_optimizer, loss_of, *, size=2, steps=5, scheduler=None, engine_options=None, after=values):
+def train(
+    make, make_optimizer, loss_of, *, size=2, steps=5, scheduler=None, engine_options=None, after=values, schemes=None
+):
     """Train distributed; return each rank's parameters."""
     from penstock.torch import distribute
 
     def main(rank, engine):
         model = make()
         optimizer = make_optimizer(model)
-        model, optimizer = distribute(model, optimizer)
+        model, optimizer = distribute(model, optimizer, schemes=schemes)
         schedule = scheduler(optimizer) if scheduler else None
         for step in range(steps):
             loss_of(model, rank, step).backward()

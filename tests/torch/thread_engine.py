@@ -17,7 +17,14 @@ import torch
 
 from penstock.errors import PeerLost, Timeout
 
-TYPES = {"f32": torch.float32, "f64": torch.float64, "f16": torch.float16, "bf16": torch.bfloat16, "bytes": torch.uint8}
+TYPES = {
+    "f32": torch.float32,
+    "f64": torch.float64,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "bytes": torch.uint8,
+    "gather": torch.uint8,
+}
 WAIT_S = 20.0
 
 
@@ -42,6 +49,7 @@ class Hub:
         self.gathers: list[dict[int, bytes]] = []
         self.left: set[int] = set()
         self.leaves = 0
+        self.gathered_bytes = 0  # of contributions to gathers, of all ranks
         self.failed: BaseException | None = None
         self.violations: list[str] = []
         self.submissions: list[tuple[int, str, str, str]] = []  # rank, book, tensor, "present" or "absent"
@@ -64,7 +72,8 @@ class Hub:
         for exchange in self.exchanges.values():
             if not exchange.done and active <= exchange.given.keys():
                 present = [exchange.given[rank] for rank in sorted(exchange.given) if exchange.given[rank] is not None]
-                exchange.result = _combine(exchange, present, len(active | exchange.given.keys()))
+                if exchange.op != "gather":
+                    exchange.result = _combine(exchange, present, len(active | exchange.given.keys()))
                 exchange.done = True
         self.changed.notify_all()
 
@@ -105,17 +114,17 @@ class FakeEngine:
         self.last: dict[tuple[int, int], tuple[int, int, int]] = {}
         self.sending: list[list] = []  # [calls left, token, memory, what it must still hold, label, book, tensor]
         self.token = 0
-        self.gathered = 0
+        self.blobs_gathered = 0
         self.phases: list[str] = []
         self.waits: list[list[str]] = []  # names of the tensors, per call that found something in flight
 
     def all_gather(self, what: str, blob: bytes) -> list[bytes]:
         hub = self.hub
         with hub.changed:
-            while len(hub.gathers) <= self.gathered:
+            while len(hub.gathers) <= self.blobs_gathered:
                 hub.gathers.append({})
-            gather = hub.gathers[self.gathered]
-            self.gathered += 1
+            gather = hub.gathers[self.blobs_gathered]
+            self.blobs_gathered += 1
             gather[self.rank] = blob
             hub.changed.notify_all()
             hub.until(lambda: len(gather) == hub.size)
@@ -163,6 +172,38 @@ class FakeEngine:
             self.last[book, tensor] = key
             hub.settle()
         return self.token
+
+    def submit_gather(self, book, tensor, ptr, nbytes, step, more=False) -> int:
+        label, _, dtype, most = self.books[book][2][tensor]
+        assert dtype == "gather" and nbytes <= most, (label, nbytes, most)
+        assert (book, tensor) not in self.flights, f"{label} is in flight already"
+        memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(ptr), dtype=torch.uint8)
+        hub = self.hub
+        with hub.changed:
+            key = (book, tensor, self.seqs[book][tensor])
+            self.seqs[book][tensor] += 1
+            hub.exchanges.setdefault(key, Exchange("gather", dtype)).given[self.rank] = memory.clone()
+            hub.submissions.append((self.rank, self.books[book][0], label, "present"))
+            hub.gathered_bytes += nbytes
+            self.token += 1
+            self.flights[book, tensor] = Flight(key, memory, self.token, label)
+            self.last[book, tensor] = key
+            hub.settle()
+        return self.token
+
+    def gathered(self, book, tensor) -> list:
+        exchange = self.hub.exchanges[self.last[book, tensor]]
+        assert exchange.done and (book, tensor) not in self.flights
+        return [len(exchange.given[rank]) if rank in exchange.given else None for rank in range(self.hub.size)]
+
+    def read_gathered(self, book, tensor, rank, offset, ptr, nbytes) -> None:
+        given = self.hub.exchanges[self.last[book, tensor]].given[rank]
+        assert offset + nbytes <= len(given) and rank != self.rank
+        target = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(ptr), dtype=torch.uint8)
+        target.copy_(given[offset : offset + nbytes])
+
+    def drop_gathered(self, book, tensor) -> None:
+        assert (book, tensor) not in self.flights
 
     def _land(self, book, tensor) -> None:
         flight = self.flights.pop((book, tensor))

@@ -1,6 +1,7 @@
 //! The information book: which layers, tensors and slices exist, and who owns each slice. The same on every rank.
 
 use crate::error::Error;
+use crate::exchange::Scheme;
 use crate::limits;
 
 /// A worker's number, `0..ranks`. Every worker process also holds one shard of the store under the same number.
@@ -92,6 +93,8 @@ pub struct Tensor {
     pub dtype: Dtype,
     /// Number of elements.
     pub elems: u64,
+    /// How its slices are synchronised.
+    pub scheme: Scheme,
     /// The slices of this tensor are `first_slice..first_slice + slice_count`. Filled in by [`Book::new`].
     pub first_slice: SliceId,
     /// See `first_slice`; 0 for an empty tensor.
@@ -99,10 +102,17 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// A tensor before slicing.
+    /// A tensor before slicing, synchronised by the store.
     #[must_use]
     pub fn new(name: impl Into<String>, layer: LayerId, dtype: Dtype, elems: u64) -> Self {
-        Self { name: name.into(), layer, dtype, elems, first_slice: 0, slice_count: 0 }
+        let scheme = Scheme::Store;
+        Self { name: name.into(), layer, dtype, elems, scheme, first_slice: 0, slice_count: 0 }
+    }
+
+    /// The same tensor with another scheme.
+    #[must_use]
+    pub fn with_scheme(self, scheme: Scheme) -> Self {
+        Self { scheme, ..self }
     }
 
     /// Length in bytes.
@@ -119,9 +129,9 @@ pub struct Slice {
     pub tensor: TensorId,
     /// Where it starts in the tensor, in bytes.
     pub offset_bytes: u64,
-    /// Its length in bytes, at least 1.
+    /// Its length in bytes, at least 1. Of a gathered tensor, which has one slice: the longest payload of a frame.
     pub len_bytes: u32,
-    /// The rank whose shard sums it.
+    /// The rank whose shard sums it. A gathered tensor has no owner, and this says nothing.
     pub owner: Rank,
     /// Its number among the slices of this owner, in book order.
     pub at_owner: u32,
@@ -175,7 +185,17 @@ impl Book {
             owned_bytes: vec![0; ranks as usize],
             owned_slices: vec![0; ranks as usize],
         };
+        let mut gathered = 0;
         for (id, tensor) in tensors.iter_mut().enumerate() {
+            if tensor.scheme == Scheme::Gather {
+                tensor.first_slice = book.slices.len() as u32;
+                tensor.slice_count = 1;
+                let (tensor, len_bytes, lane) = (id as u32, slice_bytes as u32, gathered % lanes);
+                let (owner, at_owner, offset_bytes) = (Rank(0), 0, 0);
+                book.slices.push(Slice { tensor, offset_bytes, len_bytes, owner, at_owner, lane });
+                gathered += 1;
+                continue;
+            }
             let elem_bytes = tensor.dtype.size_bytes() as u64;
             let pieces = pieces(tensor.len_bytes(), slice_bytes, ranks);
             if book.slices.len() as u64 + pieces > limits::SLICES_MAX {
@@ -271,6 +291,12 @@ fn check(
     if layers.len() > limits::LAYERS_MAX || tensors.len() > limits::TENSORS_MAX {
         let (layers_max, tensors_max) = (limits::LAYERS_MAX, limits::TENSORS_MAX);
         return fail(format!("more than {layers_max} layers or {tensors_max} tensors"));
+    }
+    let gathered = |t: &&Tensor| t.scheme == Scheme::Gather;
+    let unfit = |t: &&Tensor| t.dtype != Dtype::Bytes || t.elems > limits::GATHER_BYTES_MAX;
+    if let Some(tensor) = tensors.iter().filter(gathered).find(unfit) {
+        let (name, max) = (&tensor.name, limits::GATHER_BYTES_MAX);
+        return fail(format!("tensor {name:?} is gathered, so it must be of at most {max} bytes"));
     }
     match tensors.iter().find(|t| t.layer as usize >= layers.len()) {
         Some(tensor) => fail(format!(

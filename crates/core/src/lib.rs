@@ -25,5 +25,6 @@ pub mod scheme;
 pub mod wire;
 
 pub use error::Error;
+pub use exchange::Scheme;
 pub use layout::{Book, BookId, Dtype, LayerId, Rank, Seq, SliceId, Step, TensorId};
 pub use wire::{Header, Kind, Op};

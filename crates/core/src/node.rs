@@ -3,11 +3,11 @@
 mod outbox;
 
 use crate::error::Error;
-use crate::exchange::store::{Contribution, Gathering, Outcome};
-use crate::layout::{Book, BookId, Rank, Seq, Slice, SliceId, Step, TensorId};
+use crate::exchange::{Context, Effect, Exchange, Flow, Site};
+use crate::layout::{Book, BookId, Rank, Seq, SliceId, Step, TensorId};
 use crate::limits;
 use crate::memory::Memory;
-use crate::wire::{Header, Kind, Op, Outgoing, Place, describe};
+use crate::wire::{Header, Kind, Op, Outgoing, Place, unexpected};
 use outbox::Outbox;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -50,6 +50,21 @@ pub enum Event<C> {
         /// Nothing to contribute; `memory` only receives.
         absent: bool,
     },
+    /// This rank takes part in the next exchange of a tensor that is gathered.
+    Gather {
+        /// The book.
+        book: BookId,
+        /// The tensor.
+        tensor: TensorId,
+        /// The submission's number, one more than the last.
+        seq: Seq,
+        /// The user's iteration.
+        step: Step,
+        /// The contribution.
+        memory: C,
+        /// Its length, 0 for none.
+        len_bytes: u32,
+    },
     /// A frame arrived; its payload lies where [`Node::place`] said.
     Frame {
         /// The sender.
@@ -68,7 +83,8 @@ pub enum Event<C> {
         /// Its payload, if it has one.
         payload: Option<C>,
     },
-    /// This rank contributes no more until every rank has left (join). Everything it submitted must be complete.
+    /// This rank contributes no more until every rank has left (join). Everything it submitted must be complete, and released:
+    /// a contribution to a gather may be complete here and still be queued for a slower rank, and this word overtakes it.
     Leave,
 }
 
@@ -87,6 +103,15 @@ pub enum Action<C> {
         seq: Seq,
         /// Whether anybody contributed; if not, the memory is as it was.
         present: bool,
+    },
+    /// All contributions to a tensor that is gathered are here; [`Action::Complete`] follows.
+    Gathered {
+        /// The book.
+        book: BookId,
+        /// The tensor's slice.
+        slice: SliceId,
+        /// By rank the payloads of its contribution, in order; `None` for this rank and those that took no part.
+        parts: Vec<Option<Vec<C>>>,
     },
     /// Every rank has left; from now on all take part again.
     AllLeft,
@@ -125,20 +150,9 @@ pub struct Counters {
     pub traffic: Vec<Vec<Traffic>>,
 }
 
-/// This rank's own part in a slice, from submission to completion.
-struct Mine<C> {
-    memory: C,
-    seq: Seq,
-}
-
-struct SliceState<C> {
-    mine: Option<Mine<C>>,
-    gathering: Gathering<C>,
-}
-
 struct BookState<C> {
     book: Arc<Book>,
-    slices: Vec<SliceState<C>>,
+    slices: Vec<Exchange<C>>,
     /// Place in the forward pass by layer.
     places: Vec<u32>,
 }
@@ -162,8 +176,9 @@ pub struct Node<M: Memory> {
     /// Decides between frames of equal place: first in, first out.
     order: u64,
     counters: Counters,
-    /// Reused between rounds, so that a sum allocates nothing.
+    /// Both reused from event to event, so that an exchange allocates nothing.
     inputs: Vec<M::Chunk>,
+    effects: Vec<Effect<M::Chunk>>,
 }
 
 impl<M: Memory> Node<M> {
@@ -181,6 +196,7 @@ impl<M: Memory> Node<M> {
             order: 0,
             counters: Counters::default(),
             inputs: Vec::new(),
+            effects: Vec::new(),
         }
     }
 
@@ -221,12 +237,14 @@ impl<M: Memory> Node<M> {
             outbox.open_book(id, &book, Rank(peer as u32));
         }
         let slices =
-            book.slices.iter().map(|_| SliceState { mine: None, gathering: Gathering::default() }).collect();
+            (0..book.slices.len() as u32).map(|slice| Exchange::new(book.tensor_of(slice).scheme)).collect();
         let places = (0..book.layers.len() as u32).collect();
         self.books[at] = Some(BookState { book, slices, places });
         for EarlyFrame { from, header, payload } in self.early.remove(&id).unwrap_or_default() {
             self.early_bytes -= header.payload_bytes as usize;
-            self.slice_checked(from, &header)?;
+            if let Some(Some(state)) = self.books.get(at) {
+                self.check(state, from, &header)?;
+            }
             self.frame(from, &header, payload, actions)?;
         }
         Ok(())
@@ -259,10 +277,27 @@ impl<M: Memory> Node<M> {
                         let chunk =
                             self.memory.part(&memory, slice.offset_bytes as usize, slice.len_bytes as usize);
                         let header = Header { op, book, slice: id, seq, step, ..Header::control(Kind::Push) };
-                        self.submit(slice, header, chunk, absent, actions)?;
+                        self.exchange(
+                            &header,
+                            |exchange, context| exchange.submit(&header, chunk, absent, context),
+                            actions,
+                        )?;
                     }
                 }
                 Ok(())
+            }
+            Event::Gather { book, tensor, seq, step, memory, len_bytes } => {
+                let Some(Some(state)) = self.books.get(usize::from(book)) else {
+                    return Err(Error::Config(format!("book {book} is not open")));
+                };
+                let slice = state.book.tensors[tensor as usize].first_slice;
+                let kind = Header::control(Kind::Gather);
+                let header = Header { book, slice, seq, step, argument: len_bytes, ..kind };
+                self.exchange(
+                    &header,
+                    |exchange, context| exchange.submit(&header, memory, false, context),
+                    actions,
+                )
             }
             Event::Frame { from, header, payload } => self.arrived(from, &header, payload, actions),
             Event::Control { to, header, payload } => {
@@ -276,39 +311,57 @@ impl<M: Memory> Node<M> {
         }
     }
 
-    fn submit(
+    /// Lets the exchange of the slice that `header` names (and that exists) handle an event, and does what it wants.
+    fn exchange(
         &mut self,
-        slice: &Slice,
-        header: Header,
-        memory: M::Chunk,
-        absent: bool,
+        header: &Header,
+        handle: impl FnOnce(&mut Exchange<M::Chunk>, &mut Context<'_, M>) -> Result<(), Error>,
         actions: &mut Vec<Action<M::Chunk>>,
     ) -> Result<(), Error> {
-        let place = self.place_of(header.book, slice);
-        let state = slice_state(&mut self.books, &header);
-        if state.mine.is_some() {
-            return Err(Error::Config(format!(
-                "slice {} of book {} is submitted twice",
-                header.slice, header.book
-            )));
-        }
-        state.mine = Some(Mine { memory: memory.clone(), seq: header.seq });
-        if slice.owner == self.config.rank {
-            let what = if absent { Contribution::Absent } else { Contribution::Data(memory) };
-            return self.contribute(self.config.rank, &header, what, actions);
-        }
-        self.order += 1;
-        let outbox = &mut self.outboxes[slice.owner.index()];
-        let overtakes = if absent {
-            let header = Header { kind: Kind::PushAbsent, ..header };
-            outbox.queue_ready(place, self.order, Outgoing { header, payload: None })
-        } else {
-            let header = Header { payload_bytes: slice.len_bytes, ..header };
-            outbox.queue_push(place, self.order, slice.at_owner, Outgoing { header, payload: Some(memory) })
+        let Some(Some(state)) = self.books.get_mut(usize::from(header.book)) else { return Ok(()) };
+        let mut context = Context {
+            site: site(&self.config, &self.left, &state.book, header.slice),
+            memory: &mut self.memory,
+            inputs: &mut self.inputs,
+            effects: &mut self.effects,
         };
-        self.counters.preemptions += u64::from(overtakes);
-        actions.push(Action::Wake(slice.owner));
-        Ok(())
+        let outcome = handle(&mut state.slices[header.slice as usize], &mut context);
+        self.perform(header, actions);
+        outcome
+    }
+
+    /// Does what an exchange wants done.
+    fn perform(&mut self, header: &Header, actions: &mut Vec<Action<M::Chunk>>) {
+        let Some(Some(state)) = self.books.get(usize::from(header.book)) else { return };
+        let slice = &state.book.slices[header.slice as usize];
+        let layer = state.book.tensors[slice.tensor as usize].layer as usize;
+        let place = if self.config.priority { state.places[layer] as usize } else { 0 };
+        for effect in self.effects.drain(..) {
+            match effect {
+                Effect::Send { to, frame, flow } => {
+                    self.order += 1;
+                    let outbox = &mut self.outboxes[to.index()];
+                    let overtakes = match flow {
+                        Flow::Window => outbox.queue_push(place, self.order, slice.at_owner, frame),
+                        Flow::Free => outbox.queue_ready(place, self.order, frame),
+                    };
+                    self.counters.preemptions += u64::from(overtakes);
+                    actions.push(Action::Wake(to));
+                }
+                Effect::Consumed { by } => {
+                    if self.outboxes[by.index()].answered(header.book, slice.at_owner, slice.len_bytes) {
+                        actions.push(Action::Wake(by));
+                    }
+                }
+                Effect::Gathered { parts } => {
+                    actions.push(Action::Gathered { book: header.book, slice: header.slice, parts });
+                }
+                Effect::Complete { seq, present } => {
+                    self.counters.slices += 1;
+                    actions.push(Action::Complete { book: header.book, slice: header.slice, seq, present });
+                }
+            }
+        }
     }
 
     /// Checks an arriving frame and says where its payload goes.
@@ -317,49 +370,33 @@ impl<M: Memory> Node<M> {
     /// [`Error::Protocol`] if the frame does not fit this rank's books or what it waits for.
     pub fn place(&mut self, from: Rank, header: &Header) -> Result<Place<M::Chunk>, Error> {
         let len = header.payload_bytes as usize;
-        let known = matches!(self.books.get(usize::from(header.book)), Some(Some(_)));
-        if header.kind.is_exchange() && known {
-            self.slice_checked(from, header)?;
-            if header.kind == Kind::Answer {
-                let mine = slice_state(&mut self.books, header).mine.as_ref();
-                return mine.map(|m| Place::Chunk(m.memory.clone())).ok_or_else(|| unexpected(from, header));
+        if let Some(Some(state)) =
+            self.books.get(usize::from(header.book)).filter(|_| header.kind.is_exchange())
+        {
+            self.check(state, from, header)?;
+            if let Some(chunk) = state.slices[header.slice as usize].place(header) {
+                return Ok(Place::Chunk(chunk));
             }
         } else if header.kind.is_exchange() {
-            let takes_part = matches!(header.kind, Kind::Push | Kind::PushAbsent);
-            if !takes_part
+            let too_early = !header.kind.takes_part()
                 || usize::from(header.book) >= limits::BOOKS_MAX
-                || self.early_bytes + len > limits::EARLY_BYTES_MAX
-            {
+                || self.early_bytes + len > limits::EARLY_BYTES_MAX;
+            if too_early {
                 return Err(unexpected(from, header));
             }
         }
         Ok(if len == 0 { Place::None } else { Place::Chunk(self.memory.scratch(len)) })
     }
 
-    /// Checks that `header` names a slice of this lane, comes from the right side, and has the right length.
-    fn slice_checked(&mut self, from: Rank, header: &Header) -> Result<(), Error> {
-        let book = self.books[usize::from(header.book)].as_ref().map(|state| state.book.clone());
-        let slice = book.as_ref().and_then(|book| book.slices.get(header.slice as usize));
-        let Some(slice) = slice.filter(|slice| slice.lane == self.config.lane) else {
-            return Err(unexpected(from, header));
-        };
-        let (owner, len_bytes) = (slice.owner, slice.len_bytes);
-        let (side, expected_bytes) = match header.kind {
-            Kind::Push => (self.config.rank, len_bytes),
-            Kind::Answer => (from, len_bytes),
-            Kind::PushAbsent => (self.config.rank, 0),
-            _ => (from, 0),
-        };
-        if owner != side || header.payload_bytes != expected_bytes {
+    /// Checks that `header` names a slice of this lane, and a frame that its exchange expects.
+    fn check(&self, state: &BookState<M::Chunk>, from: Rank, header: &Header) -> Result<(), Error> {
+        let slice = state.book.slices.get(header.slice as usize);
+        if slice.is_none_or(|slice| slice.lane != self.config.lane) {
             return Err(unexpected(from, header));
         }
-        if matches!(header.kind, Kind::Answer | Kind::AnswerAbsent | Kind::AnswerSame) {
-            let mine = slice_state(&mut self.books, header).mine.as_ref();
-            if mine.is_none_or(|mine| mine.seq != header.seq) {
-                return Err(unexpected(from, header));
-            }
-        }
-        Ok(())
+        let site = site(&self.config, &self.left, &state.book, header.slice);
+        let expected = state.slices[header.slice as usize].expects(from, header, &site);
+        if expected { Ok(()) } else { Err(unexpected(from, header)) }
     }
 
     /// A frame is here completely.
@@ -378,14 +415,14 @@ impl<M: Memory> Node<M> {
             actions.push(Action::Control { from, header: *header, payload });
             return Ok(());
         }
-        if !matches!(self.books.get(usize::from(header.book)), Some(Some(_))) {
+        let Some(Some(state)) = self.books.get(usize::from(header.book)) else {
             self.early_bytes += header.payload_bytes as usize;
             self.early.entry(header.book).or_default().push(EarlyFrame { from, header: *header, payload });
             return Ok(());
-        }
-        if matches!(header.kind, Kind::Push | Kind::PushAbsent) {
+        };
+        if header.kind.takes_part() {
             // Again: the book may have been opened after the header came and before the payload was complete.
-            self.slice_checked(from, header)?;
+            self.check(state, from, header)?;
         }
         self.frame(from, header, payload, actions)
     }
@@ -402,110 +439,7 @@ impl<M: Memory> Node<M> {
         let layer = state.book.tensor_of(header.slice).layer as usize;
         self.counters.traffic[usize::from(header.book)][layer].received_bytes +=
             u64::from(header.payload_bytes);
-        match (header.kind, payload) {
-            (Kind::Push, Some(chunk)) => self.contribute(from, header, Contribution::Data(chunk), actions),
-            (Kind::PushAbsent, None) => self.contribute(from, header, Contribution::Absent, actions),
-            (Kind::Answer, Some(_)) | (Kind::AnswerAbsent | Kind::AnswerSame, None) => {
-                let slice = &state.book.slices[header.slice as usize];
-                if self.outboxes[from.index()].answered(header.book, slice.at_owner, slice.len_bytes) {
-                    actions.push(Action::Wake(from));
-                }
-                self.complete(header, header.kind != Kind::AnswerAbsent, actions);
-                Ok(())
-            }
-            _ => Err(unexpected(from, header)),
-        }
-    }
-
-    /// Owner: takes a contribution, and ends the round if it was the last.
-    fn contribute(
-        &mut self,
-        from: Rank,
-        header: &Header,
-        what: Contribution<M::Chunk>,
-        actions: &mut Vec<Action<M::Chunk>>,
-    ) -> Result<(), Error> {
-        let gathering = &mut slice_state(&mut self.books, header).gathering;
-        gathering
-            .add(from, self.config.ranks, header.seq, header.op, header.step, what)
-            .map_err(|why| Error::protocol(from, format!("{}: {why}", describe(from, header))))?;
-        if gathering.complete(&self.left) { self.finish(header, actions) } else { Ok(()) }
-    }
-
-    /// Owner: sums in rank order and answers everybody at once.
-    fn finish(&mut self, header: &Header, actions: &mut Vec<Action<M::Chunk>>) -> Result<(), Error> {
-        let Some(Some(book_state)) = self.books.get_mut(usize::from(header.book)) else { return Ok(()) };
-        let book = book_state.book.clone();
-        let slice = &book.slices[header.slice as usize];
-        let dtype = book.tensor_of(header.slice).dtype;
-        let state = &mut book_state.slices[header.slice as usize];
-        let outcome = state.gathering.outcome(&self.left, &mut self.inputs).map_err(|why| {
-            Error::protocol(
-                self.config.rank,
-                format!("slice {} of {} ({}): {why}", header.slice, book.name, book.layer_name(slice.tensor)),
-            )
-        })?;
-        let mine = state.mine.as_ref().map(|mine| mine.memory.clone());
-        let result = match outcome {
-            Outcome::Absent => None,
-            Outcome::Copy(source) => Some(match mine {
-                Some(mine) if source != self.config.rank => {
-                    self.memory.reduce(dtype, &self.inputs, 1, &mine);
-                    // Answered from here, so that the source's buffer is free when its window is.
-                    mine
-                }
-                _ => self.inputs[0].clone(),
-            }),
-            Outcome::Sum(divisor) => {
-                let output = mine.unwrap_or_else(|| self.memory.scratch(slice.len_bytes as usize));
-                self.memory.reduce(dtype, &self.inputs, divisor, &output);
-                Some(output)
-            }
-        };
-        state.gathering.clear();
-        self.inputs.clear();
-        self.answer(slice, header, &outcome, result.as_ref(), actions);
-        self.complete(header, outcome != Outcome::Absent, actions);
-        Ok(())
-    }
-
-    fn answer(
-        &mut self,
-        slice: &Slice,
-        header: &Header,
-        outcome: &Outcome,
-        result: Option<&M::Chunk>,
-        actions: &mut Vec<Action<M::Chunk>>,
-    ) {
-        let (me, ranks) = (self.config.rank.0, self.config.ranks);
-        let place = self.place_of(header.book, slice);
-        // Each owner starts with another rank, so that answers do not all converge on the same receiver.
-        for peer in (1..ranks).map(|i| Rank((me + i) % ranks)).filter(|peer| !self.left[peer.index()]) {
-            let (kind, payload) = match (outcome, result) {
-                (Outcome::Copy(source), _) if *source == peer => (Kind::AnswerSame, None),
-                (_, Some(chunk)) => (Kind::Answer, Some(chunk.clone())),
-                (_, None) => (Kind::AnswerAbsent, None),
-            };
-            let payload_bytes = if payload.is_some() { slice.len_bytes } else { 0 };
-            let header = Header { kind, payload_bytes, ..*header };
-            self.order += 1;
-            let overtakes =
-                self.outboxes[peer.index()].queue_ready(place, self.order, Outgoing { header, payload });
-            self.counters.preemptions += u64::from(overtakes);
-            actions.push(Action::Wake(peer));
-        }
-    }
-
-    fn complete(&mut self, header: &Header, present: bool, actions: &mut Vec<Action<M::Chunk>>) {
-        if slice_state(&mut self.books, header).mine.take().is_some() {
-            self.counters.slices += 1;
-            actions.push(Action::Complete {
-                book: header.book,
-                slice: header.slice,
-                seq: header.seq,
-                present,
-            });
-        }
+        self.exchange(header, |exchange, context| exchange.frame(from, header, payload, context), actions)
     }
 
     fn control(
@@ -539,10 +473,7 @@ impl<M: Memory> Node<M> {
             let slices = self.books[id].as_ref().map_or(0, |state| state.slices.len());
             for slice in 0..slices as u32 {
                 let header = Header { book: id as BookId, slice, ..Header::control(Kind::Push) };
-                let gathering = &slice_state(&mut self.books, &header).gathering;
-                if let Some((seq, step)) = gathering.open().filter(|_| gathering.complete(&self.left)) {
-                    self.finish(&Header { seq, step, ..header }, actions)?;
-                }
+                self.exchange(&header, |exchange, context| exchange.left(&header, context), actions)?;
             }
         }
         Ok(())
@@ -570,30 +501,18 @@ impl<M: Memory> Node<M> {
     /// Of the slices of `tensor` that this node owns and that wait: the ranks they wait for.
     pub fn missing(&self, book: BookId, tensor: TensorId) -> Vec<Rank> {
         let Some(Some(state)) = self.books.get(usize::from(book)) else { return Vec::new() };
-        let slices = state.book.slices_of(tensor).map(|slice| &state.slices[slice as usize].gathering);
-        let mut ranks: Vec<Rank> =
-            slices.filter(|g| g.open().is_some()).flat_map(|g| g.missing(&self.left)).collect();
+        let mut ranks = Vec::new();
+        for slice in state.book.slices_of(tensor) {
+            state.slices[slice as usize].missing(&self.left, self.config.rank, &mut ranks);
+        }
         ranks.sort_unstable();
         ranks.dedup();
         ranks
     }
-
-    fn place_of(&self, book: BookId, slice: &Slice) -> usize {
-        match self.books.get(usize::from(book)) {
-            Some(Some(state)) if self.config.priority => {
-                state.places[state.book.tensors[slice.tensor as usize].layer as usize] as usize
-            }
-            _ => 0,
-        }
-    }
 }
 
-/// The state of a slice whose header was checked.
-fn slice_state<'a, C>(books: &'a mut [Option<BookState<C>>], header: &Header) -> &'a mut SliceState<C> {
-    let state = books[usize::from(header.book)].as_mut().expect("the book was checked to be open");
-    &mut state.slices[header.slice as usize]
-}
-
-fn unexpected(from: Rank, header: &Header) -> Error {
-    Error::protocol(from, format!("unexpected {}, {} bytes", describe(from, header), header.payload_bytes))
+fn site<'a>(config: &Config, left: &'a [bool], book: &'a Book, slice: SliceId) -> Site<'a> {
+    let (rank, ranks, tensor) = (config.rank, config.ranks, book.tensor_of(slice));
+    let (dtype, tensor_bytes) = (tensor.dtype, tensor.len_bytes());
+    Site { rank, ranks, left, slice: &book.slices[slice as usize], dtype, tensor_bytes }
 }

@@ -6,6 +6,7 @@
 //! ```
 //! The sender is known from the connection; tensor and offset follow from the slice.
 
+use crate::error::Error;
 use crate::layout::{BookId, Rank, Seq, SliceId, Step};
 use crate::limits;
 
@@ -37,10 +38,12 @@ pub enum Kind {
     Abort = 9,
     /// To all, after everything else: this rank is done, needs nobody any more, and owes this peer nothing.
     Goodbye = 10,
+    /// To all: a piece of this rank's contribution to a gather; `argument` is the length of the whole contribution.
+    Gather = 16,
 }
 
 impl Kind {
-    const ALL: [Self; 10] = [
+    const ALL: [Self; 11] = [
         Self::Push,
         Self::PushAbsent,
         Self::Answer,
@@ -51,17 +54,32 @@ impl Kind {
         Self::Heartbeat,
         Self::Abort,
         Self::Goodbye,
+        Self::Gather,
     ];
 
     /// Whether the frame is part of a slice's exchange.
     #[must_use]
     pub fn is_exchange(self) -> bool {
-        matches!(self, Self::Push | Self::PushAbsent | Self::Answer | Self::AnswerAbsent | Self::AnswerSame)
+        matches!(
+            self,
+            Self::Push
+                | Self::PushAbsent
+                | Self::Answer
+                | Self::AnswerAbsent
+                | Self::AnswerSame
+                | Self::Gather
+        )
+    }
+
+    /// Whether the frame may begin a round, and so come before this rank has opened its book.
+    #[must_use]
+    pub fn takes_part(self) -> bool {
+        matches!(self, Self::Push | Self::PushAbsent | Self::Gather)
     }
 
     fn payload_bytes_max(self) -> usize {
         match self {
-            Self::Push | Self::Answer => limits::SLICE_BYTES_MAX,
+            Self::Push | Self::Answer | Self::Gather => limits::SLICE_BYTES_MAX,
             Self::Blob => limits::BLOB_BYTES_MAX,
             Self::Abort => limits::REASON_BYTES_MAX,
             _ => 0,
@@ -181,6 +199,11 @@ pub fn describe(from: Rank, header: &Header) -> String {
     format!("{kind:?} of book {book}, slice {slice}, seq {seq} (step {step}) from rank {from}")
 }
 
+/// The error about a frame that this rank does not wait for.
+pub(crate) fn unexpected(from: Rank, header: &Header) -> Error {
+    Error::protocol(from, format!("unexpected {}, {} bytes", describe(from, header), header.payload_bytes))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -188,7 +211,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn decode_inverts_encode(kind in 0usize..10, op in 0u8..3, book: u16, slice: u32, seq: u32, step: u32, argument: u32) {
+        fn decode_inverts_encode(kind in 0usize..11, op in 0u8..3, book: u16, slice: u32, seq: u32, step: u32, argument: u32) {
             let op = [Op::Average, Op::Sum, Op::Copy][op as usize];
             let header = Header { kind: Kind::ALL[kind], op, book, slice, seq, step, argument, payload_bytes: 0 };
             prop_assert_eq!(Header::decode(&header.encode()), Ok(header));

@@ -1,5 +1,6 @@
 //! The engine: what a program talks to. Every call checks its arguments, tells the lanes, and waits for what they bring about.
 
+mod gather;
 mod life;
 mod wait;
 
@@ -11,6 +12,7 @@ use crate::mailbox::Command;
 use crate::memory::{Chunk, Owner, Pool};
 use crate::report::{self, Report};
 use crate::shared::{OpenBook, Shared};
+pub use gather::Bytes;
 use penstock_core::layout::Tensor;
 use penstock_core::{Book, BookId, Dtype, Op, Rank, Seq, Step, TensorId};
 use std::net::{TcpListener, ToSocketAddrs};

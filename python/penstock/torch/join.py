@@ -66,7 +66,11 @@ def _agree(engine: Engine, owners: list[Distributed]) -> list[list[int]]:
     everyone = [json.loads(blob) for blob in engine.all_gather("penstock.join", json.dumps(mine).encode())]
     for position, book in enumerate(books):
         columns = zip(*(one["sequences"][position] for one in everyone), strict=True)
-        engine.set_sequence(book, [max(column) for column in columns])
+        agreed = [max(column) for column in columns]
+        engine.set_sequence(book, agreed)
+        if position < len(owners):
+            for gather in owners[position].gradients.gathers:
+                gather.resume(agreed[gather.index])
     return [[one["steps"][position] for one in everyone] for position in range(len(owners))]
 
 

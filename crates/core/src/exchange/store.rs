@@ -4,12 +4,205 @@
 //! Cost for n ranks and S bytes spread evenly over n co-located shards: 2 (n-1)/n S bytes per link and direction, two
 //! latencies (Poseidon Table 1 with P1 = P2 = n).
 
+use super::{Context, Effect, Flow, Site};
+use crate::error::Error;
 use crate::layout::{Rank, Seq, Step};
-use crate::wire::Op;
+use crate::memory::Memory;
+use crate::wire::{Header, Kind, Op, Outgoing, describe, unexpected};
+
+/// This rank's own part in a slice, from submission to completion.
+#[derive(Debug)]
+struct Mine<C> {
+    memory: C,
+    seq: Seq,
+}
+
+/// One slice in the store: this rank as a worker, and as the owner if it is.
+#[derive(Debug)]
+pub struct Store<C> {
+    mine: Option<Mine<C>>,
+    gathering: Gathering<C>,
+}
+
+impl<C> Default for Store<C> {
+    fn default() -> Self {
+        Self { mine: None, gathering: Gathering::default() }
+    }
+}
+
+impl<C: Clone> Store<C> {
+    pub(super) fn submit<M: Memory<Chunk = C>>(
+        &mut self,
+        header: &Header,
+        memory: C,
+        absent: bool,
+        context: &mut Context<'_, M>,
+    ) -> Result<(), Error> {
+        if self.mine.is_some() {
+            return Err(Error::Config(format!(
+                "slice {} of book {} is submitted twice",
+                header.slice, header.book
+            )));
+        }
+        self.mine = Some(Mine { memory: memory.clone(), seq: header.seq });
+        let Site { rank, slice, .. } = context.site;
+        if slice.owner == rank {
+            let what = if absent { Contribution::Absent } else { Contribution::Data(memory) };
+            return self.contribute(rank, header, what, context);
+        }
+        let (frame, flow) = if absent {
+            let header = Header { kind: Kind::PushAbsent, ..*header };
+            (Outgoing { header, payload: None }, Flow::Free)
+        } else {
+            let header = Header { kind: Kind::Push, payload_bytes: slice.len_bytes, ..*header };
+            (Outgoing { header, payload: Some(memory) }, Flow::Window)
+        };
+        context.effects.push(Effect::Send { to: slice.owner, frame, flow });
+        Ok(())
+    }
+
+    /// Pushes come to the owner, answers from it and for the round that is open here.
+    pub(super) fn expects(&self, from: Rank, header: &Header, site: &Site<'_>) -> bool {
+        let len_bytes = site.slice.len_bytes;
+        let (owner, payload_bytes) = match header.kind {
+            Kind::Push => (site.rank, len_bytes),
+            Kind::PushAbsent => (site.rank, 0),
+            Kind::Answer => (from, len_bytes),
+            Kind::AnswerAbsent | Kind::AnswerSame => (from, 0),
+            _ => return false,
+        };
+        site.slice.owner == owner
+            && header.payload_bytes == payload_bytes
+            && (header.kind.takes_part() || self.mine.as_ref().is_some_and(|mine| mine.seq == header.seq))
+    }
+
+    /// Answers go straight into this rank's memory.
+    pub(super) fn place(&self, header: &Header) -> Option<C> {
+        self.mine.as_ref().filter(|_| header.kind == Kind::Answer).map(|mine| mine.memory.clone())
+    }
+
+    pub(super) fn frame<M: Memory<Chunk = C>>(
+        &mut self,
+        from: Rank,
+        header: &Header,
+        payload: Option<C>,
+        context: &mut Context<'_, M>,
+    ) -> Result<(), Error> {
+        match (header.kind, payload) {
+            (Kind::Push, Some(chunk)) => self.contribute(from, header, Contribution::Data(chunk), context),
+            (Kind::PushAbsent, None) => self.contribute(from, header, Contribution::Absent, context),
+            (Kind::Answer, Some(_)) | (Kind::AnswerAbsent | Kind::AnswerSame, None) => {
+                context.effects.push(Effect::Consumed { by: from });
+                self.complete(header, header.kind != Kind::AnswerAbsent, context);
+                Ok(())
+            }
+            _ => Err(unexpected(from, header)),
+        }
+    }
+
+    /// A round that only waited for the rank that has left ends now.
+    pub(super) fn left<M: Memory<Chunk = C>>(
+        &mut self,
+        header: &Header,
+        context: &mut Context<'_, M>,
+    ) -> Result<(), Error> {
+        let complete = self.gathering.complete(context.site.left);
+        match self.gathering.open().filter(|_| complete) {
+            Some((seq, step)) => self.finish(&Header { seq, step, ..*header }, context),
+            None => Ok(()),
+        }
+    }
+
+    pub(super) fn missing(&self, left: &[bool], ranks: &mut Vec<Rank>) {
+        if self.gathering.open().is_some() {
+            ranks.extend(self.gathering.missing(left));
+        }
+    }
+
+    /// Owner: takes a contribution, and ends the round if it was the last.
+    fn contribute<M: Memory<Chunk = C>>(
+        &mut self,
+        from: Rank,
+        header: &Header,
+        what: Contribution<C>,
+        context: &mut Context<'_, M>,
+    ) -> Result<(), Error> {
+        let Site { ranks, left, .. } = context.site;
+        self.gathering
+            .add(from, ranks, header.seq, header.op, header.step, what)
+            .map_err(|why| Error::protocol(from, format!("{}: {why}", describe(from, header))))?;
+        if self.gathering.complete(left) { self.finish(header, context) } else { Ok(()) }
+    }
+
+    /// Owner: sums in rank order and answers everybody at once.
+    fn finish<M: Memory<Chunk = C>>(
+        &mut self,
+        header: &Header,
+        context: &mut Context<'_, M>,
+    ) -> Result<(), Error> {
+        let Context { site, memory, inputs, .. } = context;
+        let outcome = self.gathering.outcome(site.left, inputs).map_err(|why| {
+            Error::protocol(site.rank, format!("slice {} of book {}: {why}", header.slice, header.book))
+        })?;
+        let mine = self.mine.as_ref().map(|mine| mine.memory.clone());
+        let result = match outcome {
+            Outcome::Absent => None,
+            Outcome::Copy(source) => Some(match mine {
+                Some(mine) if source != site.rank => {
+                    memory.reduce(site.dtype, inputs, 1, &mine);
+                    // Answered from here, so that the source's buffer is free when its window is.
+                    mine
+                }
+                _ => inputs[0].clone(),
+            }),
+            Outcome::Sum(divisor) => {
+                let output = mine.unwrap_or_else(|| memory.scratch(site.slice.len_bytes as usize));
+                memory.reduce(site.dtype, inputs, divisor, &output);
+                Some(output)
+            }
+        };
+        self.gathering.clear();
+        inputs.clear();
+        answer(header, &outcome, result.as_ref(), context);
+        self.complete(header, outcome != Outcome::Absent, context);
+        Ok(())
+    }
+
+    fn complete<M: Memory<Chunk = C>>(
+        &mut self,
+        header: &Header,
+        present: bool,
+        context: &mut Context<'_, M>,
+    ) {
+        if self.mine.take().is_some() {
+            context.effects.push(Effect::Complete { seq: header.seq, present });
+        }
+    }
+}
+
+fn answer<M: Memory>(
+    header: &Header,
+    outcome: &Outcome,
+    result: Option<&M::Chunk>,
+    context: &mut Context<'_, M>,
+) {
+    let Site { rank: Rank(me), ranks, left, slice, .. } = context.site;
+    // Each owner starts with another rank, so that answers do not all converge on the same receiver.
+    for to in (1..ranks).map(|i| Rank((me + i) % ranks)).filter(|peer| !left[peer.index()]) {
+        let (kind, payload) = match (outcome, result) {
+            (Outcome::Copy(source), _) if *source == to => (Kind::AnswerSame, None),
+            (_, Some(chunk)) => (Kind::Answer, Some(chunk.clone())),
+            (_, None) => (Kind::AnswerAbsent, None),
+        };
+        let payload_bytes = if payload.is_some() { slice.len_bytes } else { 0 };
+        let frame = Outgoing { header: Header { kind, payload_bytes, ..*header }, payload };
+        context.effects.push(Effect::Send { to, frame, flow: Flow::Free });
+    }
+}
 
 /// What one rank brings to a slice.
 #[derive(Debug, Clone)]
-pub enum Contribution<C> {
+enum Contribution<C> {
     /// Numbers.
     Data(C),
     /// Nothing: the parameter was not used on this rank in this step.
@@ -18,7 +211,7 @@ pub enum Contribution<C> {
 
 /// The owner's side of one slice.
 #[derive(Debug)]
-pub struct Gathering<C> {
+struct Gathering<C> {
     seq: Seq,
     op: Op,
     step: Step,
@@ -34,7 +227,7 @@ impl<C> Default for Gathering<C> {
 
 /// How a slice ended.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Outcome {
+enum Outcome {
     /// Nobody contributed.
     Absent,
     /// One rank's contribution is the result as it is.
@@ -48,7 +241,7 @@ impl<C: Clone> Gathering<C> {
     ///
     /// # Errors
     /// A sentence, if it belongs to another round or operation than those already here, or is the second of its rank.
-    pub fn add(
+    fn add(
         &mut self,
         from: Rank,
         ranks: u32,
@@ -82,21 +275,19 @@ impl<C: Clone> Gathering<C> {
     }
 
     /// Whether a round is open, and its seq and step.
-    #[must_use]
-    pub fn open(&self) -> Option<(Seq, Step)> {
+    fn open(&self) -> Option<(Seq, Step)> {
         (self.arrived > 0).then_some((self.seq, self.step))
     }
 
     /// The active ranks that have not contributed to the open round.
-    pub fn missing<'a>(&'a self, left: &'a [bool]) -> impl Iterator<Item = Rank> + 'a {
+    fn missing<'a>(&'a self, left: &'a [bool]) -> impl Iterator<Item = Rank> + 'a {
         (0..self.contributions.len())
             .filter(|&r| !left[r] && self.contributions[r].is_none())
             .map(|r| Rank(r as u32))
     }
 
     /// Whether every active rank has contributed to an open round.
-    #[must_use]
-    pub fn complete(&self, left: &[bool]) -> bool {
+    fn complete(&self, left: &[bool]) -> bool {
         // A rank leaves only after all its exchanges are answered. So the contribution of one that has left is for the time
         // after all have left: it knows already that they have, this rank does not, and the round waits for everybody.
         self.arrived > 0 && self.contributions.iter().zip(left).all(|(c, left)| c.is_some() != *left)
@@ -106,7 +297,7 @@ impl<C: Clone> Gathering<C> {
     ///
     /// # Errors
     /// A sentence, if two ranks contributed to a copy.
-    pub fn outcome(&self, left: &[bool], inputs: &mut Vec<C>) -> Result<Outcome, String> {
+    fn outcome(&self, left: &[bool], inputs: &mut Vec<C>) -> Result<Outcome, String> {
         let mut last = None;
         for (rank, contribution) in self.contributions.iter().enumerate() {
             if let Some(Contribution::Data(chunk)) = contribution {
@@ -126,7 +317,7 @@ impl<C: Clone> Gathering<C> {
     }
 
     /// Ends the round and drops its contributions.
-    pub fn clear(&mut self) {
+    fn clear(&mut self) {
         self.contributions.iter_mut().for_each(|c| *c = None);
         self.arrived = 0;
     }

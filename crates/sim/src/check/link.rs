@@ -13,7 +13,7 @@ use std::sync::Arc;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum What {
     Control(Kind),
-    /// An answer or an absence.
+    /// An answer, an absence or a piece of a gather.
     Ready(BookId, SliceId, Seq),
     Push {
         book: BookId,
@@ -107,7 +107,23 @@ impl LinkModel {
         }
     }
 
-    /// The rank submits a tensor.
+    /// The rank contributes so many bytes to a gather: frames to all others, which nothing holds back.
+    pub fn gather(&mut self, id: BookId, tensor: TensorId, seq: Seq, len_bytes: u32) {
+        let Some(book) = self.books.get(&id).map(|state| state.book.clone()) else { return };
+        let slice_id = book.slices_of(tensor).start;
+        let slice = &book.slices[slice_id as usize];
+        if slice.lane != self.me.lane {
+            return;
+        }
+        let frames = len_bytes.div_ceil(slice.len_bytes).max(1);
+        for peer in (0..self.me.ranks).map(Rank) {
+            if peer != self.me.rank && !self.left.contains(&peer) {
+                (0..frames).for_each(|_| self.queue(peer, What::Ready(id, slice_id, seq)));
+            }
+        }
+    }
+
+    /// The rank submits a tensor that is summed.
     pub fn submit(&mut self, id: BookId, tensor: TensorId, seq: Seq, absent: bool) {
         let Some(book) = self.books.get(&id).map(|state| state.book.clone()) else { return };
         for slice_id in book.slices_of(tensor) {
@@ -136,6 +152,8 @@ impl LinkModel {
                 self.contribute(from, header.book, header.slice, header.seq);
             }
             Kind::Push | Kind::PushAbsent => self.early.push((from, *header)),
+            // Whatever arrives, nothing is sent for it.
+            Kind::Gather => {}
             Kind::Answer | Kind::AnswerAbsent | Kind::AnswerSame => {
                 let at_owner = self.books[&header.book].book.slices[header.slice as usize].at_owner;
                 let window = self.queues[from.index()].windows.entry(header.book).or_default();
