@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         Timeout,
     )
     from penstock.job import init, rank, report, shutdown, world_size
-    from penstock.torch.distribute import distribute, no_sync, synchronize
+    from penstock.torch.distribute import coordinator_of, distribute, explain, no_sync, synchronize
     from penstock.torch.join import join
 
     __version__: str
@@ -51,7 +51,9 @@ __all__ = [
     "ProtocolError",
     "Timeout",
     "__version__",
+    "coordinator_of",
     "distribute",
+    "explain",
     "init",
     "join",
     "no_sync",
@@ -72,7 +74,9 @@ _HOME_OF = {
     "PenstockError": "errors",
     "ProtocolError": "errors",
     "Timeout": "errors",
+    "coordinator_of": "torch",
     "distribute": "torch",
+    "explain": "torch",
     "init": "job",
     "join": "torch",
     "no_sync": "torch",

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from penstock.config import POLICIES
 from penstock.description import Layer, Network
 from penstock.errors import ConfigError
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EXACT_GATHERS", "POLICIES", "Cluster", "Coordinator", "Placed", "Rates"]
 
-POLICIES = ("measured", "paper")
 EXACT_GATHERS = ("factors", "pairs")
 """What may be chosen besides the store."""
 
@@ -91,6 +91,7 @@ class Coordinator:
         rates: Until others are measured.
         batchsize: Samples per worker and step, if known: then rows follow from it.
         allowed: What may be chosen besides the store.
+        fixed: By layer, schemes that are given and not chosen.
 
     Raises:
         ConfigError: There is no such policy, or a fact is out of bounds.
@@ -112,6 +113,7 @@ class Coordinator:
         rates: Rates | None = None,
         batchsize: int | None = None,
         allowed: Sequence[str] = EXACT_GATHERS,
+        fixed: Mapping[str, str] | None = None,
     ) -> None:
         if policy not in POLICIES:
             raise ConfigError(f"unknown policy {policy!r}: expected one of {', '.join(POLICIES)}")
@@ -121,6 +123,7 @@ class Coordinator:
         self.rates = rates or Rates()
         self.batchsize = batchsize
         self.allowed = tuple(allowed)
+        self.fixed = dict(fixed or {})
         self._layers = {layer.name: layer for layer in network.layers}
         self._rows: dict[str, list[int]] = {}
         if batchsize is not None:
@@ -145,7 +148,7 @@ class Coordinator:
         facts = {
             "policy": self.policy,
             **asdict(self.cluster),
-            "schemes": list(self.allowed),
+            "schemes": [list(self.allowed), self.fixed],
             "layers": [[layer.name, layer.kind, list(layer.shape), layer.elems] for layer in self.network.layers],
         }
         blobs = gather("penstock.coordinator", json.dumps(facts, separators=(",", ":")).encode())
@@ -228,7 +231,9 @@ class Coordinator:
             allowed=list(self.allowed) if layer.why_store is None else [],
             current=current,
         )
-        if choice["code"] == "dense" and layer.why_store is not None:
+        if layer.name in self.fixed:
+            choice["scheme"], choice["code"], choice["reason"] = self.fixed[layer.name], "given", "as given"
+        elif choice["code"] == "dense" and layer.why_store is not None:
             choice["code"], choice["reason"] = "store-only", layer.why_store
         return choice
 

@@ -127,7 +127,7 @@ def _plan(coordinator: Coordinator, name: str) -> LayerPlan:
     layer = coordinator.query(name)
     choice = coordinator.decision(name)
     estimates = {estimate["scheme"]: estimate for estimate in choice["estimates"]}
-    # A scheme that was adopted may need rows that are not known here: then its bytes are taken for the store's.
+    # A scheme that was given or adopted may need rows that are not known here: then the store's bytes stand for its.
     chosen = estimates.get(choice["scheme"], estimates["store"])
     rows = coordinator.rows(name)
     return LayerPlan(

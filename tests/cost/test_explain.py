@@ -213,6 +213,8 @@ def test_rows_arithmetic_and_order_of_a_torch_model():
     by_name = {layer.name: layer for layer in network.layers}
     assert [layer.name for layer in network.layers] == ["head", "block", "unused"], "tied: where it is registered first"
     assert [layer.name for layer in network.forward_order][:2] == ["block", "head"]
+    assert by_name["head"].why_store == "its weight is also that of embed"
+    assert by_name["block"].why_store is None
     assert by_name["block"].rows == 14
     assert by_name["block"].flops == 2 * 2 * 7 * 16 * 16
     assert by_name["block"].elems == 16 * 16 + 16

@@ -14,6 +14,7 @@ import torch
 from thread_engine import Hub
 
 from penstock import job
+from penstock.config import Options
 from penstock.errors import ConfigError, PenstockError
 
 arm = "threads"  # or "native"
@@ -98,7 +99,7 @@ def _run(hub, function, size, world_size, broadcast_buffers):
     errors: list = []
 
     def rank_main(rank):
-        options = SimpleNamespace(broadcast_buffers=broadcast_buffers)
+        options = Options(rank=rank, world_size=world_size, broadcast_buffers=broadcast_buffers)
         _local.job = SimpleNamespace(engine=hub.engines[rank], rank=rank, world_size=world_size, options=options)
         try:
             results[rank] = function(rank, hub.engines[rank])

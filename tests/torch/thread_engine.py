@@ -276,7 +276,7 @@ class FakeEngine:
         self.phases.append(name)
 
     def report(self) -> dict:
-        return {"rank": self.rank, "size": self.hub.size}
+        return {"rank": self.rank, "size": self.hub.size, "lanes": 1}
 
     def abort(self, reason) -> None:
         self.hub.fail(self.rank, RuntimeError(reason))

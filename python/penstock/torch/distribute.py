@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,8 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock import job
+from penstock.coordinator import Cluster, Coordinator
 from penstock.errors import ConfigError, ModelMismatch
 from penstock.torch import patches
+from penstock.torch.choice import Choice, copy_rate, measured_rates, network_of
 from penstock.torch.copies import BufferCopy, CopyBook
 from penstock.torch.factors import numerics
 from penstock.torch.hooks import Gradients
@@ -26,8 +29,19 @@ from penstock.torch.schemes import choose, gather_scheme, survey
 
 if TYPE_CHECKING:
     from penstock._native import Engine
+    from penstock.config import Options
+    from penstock.explanation import Explanation
 
-__all__ = ["Distributed", "distribute", "distributed_here", "finish_all", "no_sync", "synchronize"]
+__all__ = [
+    "Distributed",
+    "coordinator_of",
+    "distribute",
+    "distributed_here",
+    "explain",
+    "finish_all",
+    "no_sync",
+    "synchronize",
+]
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -45,7 +59,8 @@ class Distributed:
         model: The model, not a wrapper of torch.compile.
         optimizers: Its optimizers, none or several.
         broadcast_buffers: Whether rank 0's buffers are copied each step.
-        schemes: Patterns of layer names and what these layers use.
+        schemes: Patterns of layer names and what these layers use, or ``auto``: as the coordinator decides.
+        options: Of this rank.
         given: The model or its wrapper, as the program has it.
 
     Attributes:
@@ -61,7 +76,8 @@ class Distributed:
         optimizers: Sequence[Optimizer],
         *,
         broadcast_buffers: bool,
-        schemes: Mapping[str, str] | None = None,
+        schemes: Mapping[str, str] | str | None = None,
+        options: Options,
         given: nn.Module | None = None,
     ) -> None:
         self.engine = engine
@@ -77,16 +93,20 @@ class Distributed:
         name = f"model{sum(reference() is not None for reference in _distributed)}"
         everything = [*model.named_parameters(), *model.named_buffers()]
         self.copies = CopyBook(engine, f"{name}.parameters", everything)
+        copying_since = time.perf_counter()
         self.copies.copy_from(rank == 0, 0)
+        copied_s = time.perf_counter() - copying_since
         buffers = [buffer for buffer in model.buffers() if buffer.numel()]
         self.buffers: BufferCopy | None = None
         if broadcast_buffers and buffers:
             self.buffers = BufferCopy(engine, f"{name}.buffers", buffers, source=rank == 0)
         self.synchronous: str | None = compiled_outside(model)
-        rows = self._agree_on_schemes(model if given is None else given, schemes or {})
+        patterns: Mapping[str, str] = {} if schemes is None or isinstance(schemes, str) else schemes
+        rows = self._agree_on_schemes(model if given is None else given, patterns)
         self.gradients = Gradients(engine, rank, f"{name}.gradients", self.layers, self.slots, rows)
         self.gathers = {gather.layer.name: gather for gather in self.gradients.gathers}
         self.set_schemes(self._forced)
+        self.coordinator, self.choice = self._coordinate(rank, name, options, copied_s, automatic=schemes == "auto")
         self.gradients.synchronous = self.synchronous is not None
         self.updates = [Updates(self, optimizer) for optimizer in optimizers]
         self._step_is_new = False  # no forward since the last step
@@ -104,6 +124,26 @@ class Distributed:
         self._watch = Watch(self.model, self.layers, self.slots, slots_of) if self.synchronous is None else None
         self.observed = self._watch is None
         patches.patch(self)
+
+    def _coordinate(
+        self, rank: int, name: str, options: Options, copied_s: float, *, automatic: bool
+    ) -> tuple[Coordinator, Choice]:
+        """The information book, and what keeps it in step on all ranks. Collective."""
+        engine, ranks = self.engine, options.world_size
+        local = measured_rates(
+            engine,
+            copy_rate(self.copies.nbytes, ranks, copied_s),
+            products=any(gather.scheme == "factors" for gather in self.gathers.values()),
+        )
+        coordinator = Coordinator(
+            network_of(self.model, self.why_store, name),
+            Cluster(ranks, ranks, options.slice_bytes, engine.report()["lanes"]),
+            policy=options.policy,
+            fixed={} if automatic else {layer: self._forced[layer] for layer in self.gathers},
+        )
+        coordinator.agree(engine.all_gather, rank=rank)
+        book = f"{name}.facts"
+        return coordinator, Choice(engine, rank, book, self.model, coordinator, self.gathers, local, self.set_schemes)
 
     def _agree_on_schemes(self, given: nn.Module, schemes: Mapping[str, str]) -> list[tuple[Layer, nn.Module, str]]:
         """Find the layers that can send rows. One that cannot on some rank uses the store on all. Collective."""
@@ -206,6 +246,7 @@ class Distributed:
         """The gradients of this step have been taken."""
         if not self.observed:
             self._end_observation()
+        self.choice.after_step(self.gradients.step)
         if self.buffers is not None:
             self.buffers.finish()
             self.buffers.start(self.gradients.step - 1)  # of the step that has just ended
@@ -289,7 +330,7 @@ def distribute(
     optimizer: None = None,
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Mapping[str, str] | None = None,
+    schemes: Mapping[str, str] | str | None = "auto",
 ) -> tuple[ModelT, None]: ...
 @overload
 def distribute(
@@ -297,7 +338,7 @@ def distribute(
     optimizer: OptimizerT,
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Mapping[str, str] | None = None,
+    schemes: Mapping[str, str] | str | None = "auto",
 ) -> tuple[ModelT, OptimizerT]: ...
 @overload
 def distribute(
@@ -305,14 +346,14 @@ def distribute(
     optimizer: Sequence[Optimizer],
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Mapping[str, str] | None = None,
+    schemes: Mapping[str, str] | str | None = "auto",
 ) -> tuple[ModelT, Sequence[Optimizer]]: ...
 def distribute(
     model: Any,
     optimizer: Any = None,
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Mapping[str, str] | None = None,
+    schemes: Mapping[str, str] | str | None = "auto",
 ) -> tuple[Any, Any]:
     """Make a model train on all ranks as one: the same two objects come back and are used as before. Collective.
 
@@ -337,7 +378,8 @@ def distribute(
             ``store`` is the gradient itself; ``factors``, for `nn.Linear`, the inputs and the gradients of the outputs,
             from which every rank rebuilds the same average (Poseidon section 3.2: less for few rows and large
             layers); ``pairs``, for `nn.Embedding`, the rows that were looked up. Layers that cannot, such as those
-            whose weight is shared, use the store. The default is the store.
+            whose weight is shared, use the store, and so does whatever no pattern matches. ``"auto"``: the coordinator
+            chooses for each layer, from what is measured, by the policy of `Options`. ``None``: the store for all.
 
     Returns:
         ``(model, optimizer)``, the objects that were given.
@@ -354,6 +396,11 @@ def distribute(
         >>> model, optimizer = ps.distribute(model, optimizer, schemes={"classifier.*": "factors", "*": "store"})
     """
     running = job.current("distribute")
+    if isinstance(schemes, str) and schemes != "auto":
+        raise ConfigError(
+            f'penstock.distribute: schemes={schemes!r}: expected "auto", None, or a dictionary such as '
+            '{"classifier.*": "factors"}'
+        )
     if optimizer is None:
         optimizers: list[Optimizer] = []
     else:
@@ -372,6 +419,7 @@ def distribute(
         optimizers,
         broadcast_buffers=broadcast_buffers,
         schemes=schemes,
+        options=running.options,
         given=model,
     )
     _distributed.append(weakref.ref(owner))
@@ -451,3 +499,42 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     if owner is None:
         raise ConfigError("penstock.no_sync: the model is not distributed; call penstock.distribute first")
     return owner.gradients.no_sync()
+
+
+def coordinator_of(model: nn.Module) -> Coordinator:
+    """The information book of a distributed model: `Coordinator.query`, `Coordinator.best_scheme`. Not collective.
+
+    Args:
+        model: A distributed model. In a job of one process any model: there is nothing to send.
+
+    Raises:
+        ConfigError: The model is not distributed.
+
+    Example:
+        >>> ps.coordinator_of(model).query("n_worker", "batchsize")
+        (4, 32)
+        >>> ps.coordinator_of(model).best_scheme("classifier.0")
+        'factors'
+    """
+    running = job.current("coordinator_of")
+    if running.world_size == 1:
+        return Coordinator(network_of(model, {}, type(model).__name__), Cluster(1, 1, running.options.slice_bytes))
+    owner = _owner_for(model)
+    if owner is None:
+        raise ConfigError("penstock.coordinator_of: the model is not distributed; call penstock.distribute first")
+    return owner.coordinator
+
+
+def explain(model: nn.Module) -> Explanation:
+    """How each layer of a distributed model is synchronised now, what every scheme would cost, and why. Not collective.
+
+    Args:
+        model: A distributed model. Rows are known from its second step on.
+
+    Returns:
+        An object; ``print(ps.explain(model).render())`` shows the table of ``penstock explain``.
+
+    Raises:
+        ConfigError: The model is not distributed.
+    """
+    return coordinator_of(model).explain()
