@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.config import Options
+    from penstock.coordinator import Coordinator
     from penstock.errors import (
         AuthenticationError,
         ConfigError,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
         Timeout,
     )
     from penstock.job import init, rank, report, shutdown, world_size
-    from penstock.torch.distribute import distribute, no_sync, synchronize
+    from penstock.torch.distribute import coordinator_of, distribute, explain, no_sync, synchronize
     from penstock.torch.join import join
 
     __version__: str
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AuthenticationError",
     "ConfigError",
+    "Coordinator",
     "ModelMismatch",
     "Options",
     "PeerLost",
@@ -49,7 +51,9 @@ __all__ = [
     "ProtocolError",
     "Timeout",
     "__version__",
+    "coordinator_of",
     "distribute",
+    "explain",
     "init",
     "join",
     "no_sync",
@@ -63,13 +67,16 @@ __all__ = [
 _HOME_OF = {
     "AuthenticationError": "errors",
     "ConfigError": "errors",
+    "Coordinator": "coordinator",
     "ModelMismatch": "errors",
     "Options": "config",
     "PeerLost": "errors",
     "PenstockError": "errors",
     "ProtocolError": "errors",
     "Timeout": "errors",
+    "coordinator_of": "torch",
     "distribute": "torch",
+    "explain": "torch",
     "init": "job",
     "join": "torch",
     "no_sync": "torch",

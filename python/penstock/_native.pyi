@@ -13,11 +13,11 @@ from typing import Literal, TypedDict, final, type_check_only
 __all__ = ["Engine", "allreduce_cost", "best_algorithm", "best_scheme", "slices", "step_times"]
 
 _Op = Literal["average", "sum", "copy", "min", "max"]
-_Scheme = Literal["store", "central", "tree", "ring", "butterfly"]
+_Scheme = Literal["store", "central", "tree", "ring", "butterfly", "gather"]
 _Tensor = tuple[str, int, str, int] | tuple[str, int, str, int, _Scheme]
 _Phase = Literal["backward", "forward", "other"]
 _Kind = Literal["linear", "embedding", "other"]
-_Rates = tuple[float, float, float, float]
+_Rates = tuple[float, float, float, float, float]
 
 @type_check_only
 class LayerReport(TypedDict):
@@ -115,7 +115,8 @@ def best_scheme(
 
     ``shape`` is (outputs, inputs) of a linear layer, (vocabulary, width) of an embedding, ignored for others. ``elems``
     counts all of the layer's tensors. ``rows`` are K by worker, or empty. ``rates`` are bytes per second, latency in
-    seconds, bytes summed per second, floating point operations of a matrix product per second.
+    seconds, bytes summed per second, floating point operations of a matrix product per second, seconds of work for an
+    exchange of rows.
     """
 
 def allreduce_cost(algorithm: str, elems: int, elem_bytes: int, workers: int, slices: int, rates: _Rates) -> Allreduce:
@@ -172,7 +173,8 @@ class Engine:
 
         ``tensors`` are (name, index into ``layers``, dtype, elements) or, with a scheme, (name, index, dtype, elements,
         scheme). A dtype is f32, f64, f16, bf16, i64, i32, i16, i8, u8 or bytes. Without a scheme it is "store";
-        docs/summation.md says how the others add.
+        docs/summation.md says how the others add. With "gather" every rank's bytes, at most so many, go to every other
+        rank (`submit_gather`); its dtype is bytes.
 
         Until `set_priorities`, a layer's place in the forward pass is its index.
         """
@@ -193,6 +195,24 @@ class Engine:
         self, book: int, tensor: int, ptr: int, nbytes: int, op: _Op, step: int, more: bool = False
     ) -> int:
         """Contribute nothing; the memory (which may be uninitialised) receives the result, as in `submit`."""
+
+    def submit_gather(self, book: int, tensor: int, ptr: int, nbytes: int, step: int, more: bool = False) -> int:
+        """Contribute these bytes, which may be none, to a tensor's next gather; what came of the last one is dropped.
+
+        Returns a token, as `submit` does; the memory must not be changed before it is released.
+        """
+
+    def gathered(self, book: int, tensor: int) -> list[int | None]:
+        """By rank the length of its contribution to the last gather, which must be complete (`wait`).
+
+        ``None`` for ranks that took no part, because they had left.
+        """
+
+    def read_gathered(self, book: int, tensor: int, rank: int, offset: int, ptr: int, nbytes: int) -> None:
+        """Copy a range of another rank's contribution to the last gather to the memory at ``ptr``."""
+
+    def drop_gathered(self, book: int, tensor: int) -> None:
+        """Let go of the contributions to the last gather, which must be complete."""
 
     def take_released(self) -> list[int]:
         """Tokens whose memory will never be touched again, since the last call."""

@@ -221,7 +221,7 @@ def _explain(options: argparse.Namespace) -> int:
     from penstock import models
     from penstock.coordinator import Cluster, Coordinator, Rates
     from penstock.errors import ConfigError
-    from penstock.explain import Explanation
+    from penstock.explanation import Explanation
 
     try:
         if options.servers is not None and options.servers > options.workers:

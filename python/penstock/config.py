@@ -36,6 +36,7 @@ LANES_MAX = 64
 SLICE_BYTES_MIN = 1024
 SLICE_BYTES_MAX = 64 << 20
 SECONDS_MAX = 1e6
+POLICIES = ("measured", "paper")
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Options:
         handshake_timeout_s: Longest time for a new connection to prove itself, in seconds.
         rendezvous_timeout_s: Longest wait for all ranks at the start, in seconds; two more to hear who is missing.
         broadcast_buffers: Copy rank 0's buffers (batch norm) to all before every forward, not only at ``distribute``.
+        policy: How layers' schemes are chosen: ``measured`` by predicted seconds, ``paper`` by Poseidon's Algorithm 1.
 
     Example:
         >>> import penstock as ps
@@ -87,6 +89,7 @@ class Options:
     handshake_timeout_s: float = 10.0
     rendezvous_timeout_s: float = 300.0
     broadcast_buffers: bool = False
+    policy: str = "measured"
 
     def ports(self) -> range:
         """The ports to try in turn; ``range(0, 1)`` stands for any free port."""
@@ -113,6 +116,7 @@ class OptionArguments(TypedDict, total=False):
     handshake_timeout_s: float | None
     rendezvous_timeout_s: float | None
     broadcast_buffers: bool | None
+    policy: str | None
 
 
 @dataclass(frozen=True)
@@ -248,6 +252,12 @@ def _rendezvous(raw: object) -> str:
     raise ValueError
 
 
+def _policy(raw: object) -> str:
+    if raw not in POLICIES:
+        raise ValueError
+    return str(raw)
+
+
 _SECONDS = (_seconds, f"seconds, more than 0 and at most {SECONDS_MAX:.0f}")
 _SWITCH = (_switch, "true or false (in the environment also 1/0, yes/no, on/off)")
 _FIELDS: dict[str, tuple[Callable[[object], object], str]] = {
@@ -270,6 +280,7 @@ _FIELDS: dict[str, tuple[Callable[[object], object], str]] = {
     "handshake_timeout_s": _SECONDS,
     "rendezvous_timeout_s": _SECONDS,
     "broadcast_buffers": _SWITCH,
+    "policy": (_policy, " or ".join(f'"{name}"' for name in POLICIES)),
 }
 
 

@@ -4,7 +4,7 @@ Poseidon's coordinator (section 4.1, Table 2, Algorithm 1) without a process of 
 book, checked once, and what is measured by each rank (rows, rates) is gathered and reduced in the same way by all, so
 that all come to the same choice at the same step. The arithmetic is the native module's (crates/core/src/scheme.rs).
 
-It omits how facts get here, which is `penstock.torch.choice`, and how they are shown, which is `penstock.explain`.
+It omits how facts get here, which is `penstock.torch.choice`, and how they are shown, which is `penstock.explanation`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from penstock.config import POLICIES
 from penstock.description import Layer, Network
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock._native import Choice
-    from penstock.explain import Explanation
+    from penstock.explanation import Explanation
 
 __all__ = ["EXACT_GATHERS", "POLICIES", "Cluster", "Coordinator", "Placed", "Rates"]
 
-POLICIES = ("measured", "paper")
 EXACT_GATHERS = ("factors", "pairs")
 """What may be chosen besides the store."""
 
@@ -39,6 +39,7 @@ class Rates:
         latency_s: One message of a byte, from one rank to another.
         summed_bytes_per_s: Bytes of input added to a sum.
         product_flops_per_s: Of a matrix product; a multiplication and an addition are two.
+        gather_s: A rank's work for one exchange of rows, whatever its size: capturing, putting together, taking apart.
         source: Where they come from, for the reader.
     """
 
@@ -46,11 +47,12 @@ class Rates:
     latency_s: float = 100e-6
     summed_bytes_per_s: float = 4e9
     product_flops_per_s: float = 50e9
+    gather_s: float = 200e-6
     source: str = "assumed"
 
-    def native(self) -> tuple[float, float, float, float]:
+    def native(self) -> tuple[float, float, float, float, float]:
         """As the native module takes them."""
-        return (self.bytes_per_s, self.latency_s, self.summed_bytes_per_s, self.product_flops_per_s)
+        return (self.bytes_per_s, self.latency_s, self.summed_bytes_per_s, self.product_flops_per_s, self.gather_s)
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class Coordinator:
         rates: Until others are measured.
         batchsize: Samples per worker and step, if known: then rows follow from it.
         allowed: What may be chosen besides the store.
+        fixed: By layer, schemes that are given and not chosen.
 
     Raises:
         ConfigError: There is no such policy, or a fact is out of bounds.
@@ -110,6 +113,7 @@ class Coordinator:
         rates: Rates | None = None,
         batchsize: int | None = None,
         allowed: Sequence[str] = EXACT_GATHERS,
+        fixed: Mapping[str, str] | None = None,
     ) -> None:
         if policy not in POLICIES:
             raise ConfigError(f"unknown policy {policy!r}: expected one of {', '.join(POLICIES)}")
@@ -119,6 +123,7 @@ class Coordinator:
         self.rates = rates or Rates()
         self.batchsize = batchsize
         self.allowed = tuple(allowed)
+        self.fixed = dict(fixed or {})
         self._layers = {layer.name: layer for layer in network.layers}
         self._rows: dict[str, list[int]] = {}
         if batchsize is not None:
@@ -143,7 +148,7 @@ class Coordinator:
         facts = {
             "policy": self.policy,
             **asdict(self.cluster),
-            "schemes": list(self.allowed),
+            "schemes": [list(self.allowed), self.fixed],
             "layers": [[layer.name, layer.kind, list(layer.shape), layer.elems] for layer in self.network.layers],
         }
         blobs = gather("penstock.coordinator", json.dumps(facts, separators=(",", ":")).encode())
@@ -188,7 +193,10 @@ class Coordinator:
     def adopt(self, schemes: Mapping[str, str]) -> None:
         """Take over what other ranks use, after a time in which this one took no part."""
         for name, scheme in schemes.items():
-            self._choices[name] = self.choose(self._layer(name), current=scheme)
+            choice = self.choose(self._layer(name), current=scheme)
+            if choice["scheme"] != scheme:  # the others know rows and rates that this rank does not
+                choice["scheme"], choice["code"], choice["reason"] = scheme, "adopted", "as on the ranks that went on"
+            self._choices[name] = choice
 
     def _decide(self, *, first: bool) -> None:
         for layer in self.network.layers:
@@ -223,7 +231,9 @@ class Coordinator:
             allowed=list(self.allowed) if layer.why_store is None else [],
             current=current,
         )
-        if choice["code"] == "dense" and layer.why_store is not None:
+        if layer.name in self.fixed:
+            choice["scheme"], choice["code"], choice["reason"] = self.fixed[layer.name], "given", "as given"
+        elif choice["code"] == "dense" and layer.why_store is not None:
             choice["code"], choice["reason"] = "store-only", layer.why_store
         return choice
 
@@ -273,7 +283,7 @@ class Coordinator:
 
     def explain(self) -> Explanation:
         """The table of layers: shape, rows, bytes under each scheme, the choice and the reason, totals."""
-        from penstock.explain import Explanation
+        from penstock.explanation import Explanation
 
         return Explanation.of(self)
 

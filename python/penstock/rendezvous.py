@@ -120,7 +120,7 @@ def _ranks(numbers: Collection[int]) -> str:
 
 
 # Options that shape what is sent: every rank must have the same.
-_AGREED = ("world_size", "slice_bytes", "broadcast_buffers")
+_AGREED = ("world_size", "slice_bytes", "broadcast_buffers", "policy")
 
 
 class _Meeting:

@@ -8,7 +8,7 @@ from penstock.coordinator import Cluster, Coordinator, Rates
 from penstock.description import Layer, Network, Tensor
 from penstock.errors import ConfigError
 
-FAST_PRODUCTS = Rates(product_flops_per_s=1e15)
+FAST_PRODUCTS = Rates(product_flops_per_s=1e15, gather_s=0.0)
 
 
 def linear(name, outputs, inputs, **more):
@@ -98,7 +98,11 @@ def test_adopting_what_others_use():
     book = coordinator(batchsize=None)
     book.update(rows={"fc": [500] * 8}, rates=FAST_PRODUCTS)
     book.adopt({"fc": "factors"})
-    assert book.best_scheme("fc") == "factors"
+    assert (book.best_scheme("fc"), book.decision("fc")["code"]) == ("factors", "faster")
+    ignorant = coordinator(batchsize=None)
+    ignorant.adopt({"fc": "factors"})
+    assert (ignorant.best_scheme("fc"), ignorant.decision("fc")["code"]) == ("factors", "adopted")
+    assert "as on the ranks that went on" in ignorant.explain().render()
 
 
 class Gathering:

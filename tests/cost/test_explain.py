@@ -13,6 +13,8 @@ from torch import nn
 from lab.limits import limits, store_wire_s
 from lab.networks import NETWORKS
 from penstock import description
+from penstock.coordinator import Cluster, Coordinator
+from penstock.description import Network
 from penstock.errors import ConfigError
 from penstock.torch.description import describe
 
@@ -211,6 +213,8 @@ def test_rows_arithmetic_and_order_of_a_torch_model():
     by_name = {layer.name: layer for layer in network.layers}
     assert [layer.name for layer in network.layers] == ["head", "block", "unused"], "tied: where it is registered first"
     assert [layer.name for layer in network.forward_order][:2] == ["block", "head"]
+    assert by_name["head"].why_store == "its weight is also that of embed"
+    assert by_name["block"].why_store is None
     assert by_name["block"].rows == 14
     assert by_name["block"].flops == 2 * 2 * 7 * 16 * 16
     assert by_name["block"].elems == 16 * 16 + 16
@@ -219,6 +223,15 @@ def test_rows_arithmetic_and_order_of_a_torch_model():
     assert not any(param.is_meta for param in model.parameters()), "the model is left as it is"
     times = network.compute(3.0)
     assert sum(forward + backward for forward, backward in times) == pytest.approx(3.0)
+
+
+def test_a_layer_whose_weight_is_counted_elsewhere_is_no_matrix():
+    model = nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 100))
+    model[1].weight = model[0].weight
+    embedding, head = describe(model, torch.zeros(4, 7, dtype=torch.int64), name="tied").layers
+    assert (embedding.kind, embedding.shape) == ("embedding", (100, 16))
+    assert (head.kind, head.shape, head.elems) == ("other", (100,), 100)
+    assert Coordinator(Network("tied", (embedding, head)), Cluster(4, 4), batchsize=4).best_scheme("1") == "store"
 
 
 def test_convolutions_count_as_the_labs_traces_do():

@@ -1,4 +1,4 @@
-"""What is trained: five networks, four optimizers, two types. Everything here is plain PyTorch.
+"""What is trained: six networks, four optimizers, two types. Everything here is plain PyTorch.
 
 The bars can only be met if 20 steps do not amplify rounding; then a difference means a wrong gradient or update:
 
@@ -135,6 +135,22 @@ def uses_branch(rank, step):
     return step % 5 != 4 and (step % 5 == 3 or (step + rank) % 3 == 0)
 
 
+class Words(nn.Module):
+    """Rows in plenty of kinds: an embedding with padding, and linear layers that are called twice per step."""
+
+    def __init__(self, vocabulary=60, width=24):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width, padding_idx=0)
+        self.first, self.second = nn.Linear(width, 48), nn.Linear(48, width, bias=False)
+        self.head = nn.Linear(width, 16)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for _ in range(2):
+            x = x + self.second(torch.tanh(self.first(x)))
+        return self.head(x)
+
+
 # Data: a batch depends on the rank and the step only, and is not the same for any two.
 
 
@@ -157,6 +173,13 @@ def _text_loss(model, dtype, rank, step):
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
+def _words_loss(model, dtype, rank, step):
+    """1 to 4 rows, another number on each rank and in each step; some words more than once."""
+    random = _random(rank, step)
+    tokens = torch.randint(20, (1 + (rank + step) % 4,), generator=random)
+    return F.cross_entropy(model(tokens), torch.randint(16, tokens.shape, generator=random))
+
+
 def _branched_loss(model, dtype, rank, step):
     random = _random(rank, step)
     x = torch.randn(6, 12, generator=random, dtype=torch.float64).to(dtype)
@@ -168,6 +191,7 @@ class Network:
     build: Callable[[], nn.Module]
     loss: Callable[[nn.Module, torch.dtype, int, int], torch.Tensor]
     unused: bool = False  # DDP must be told
+    accumulates: bool = False  # two backwards per step, the first under no_sync
 
 
 NETWORKS = {
@@ -176,6 +200,7 @@ NETWORKS = {
     "lstm": Network(Recurrent, _text_loss),
     "gpt": Network(GPT, _text_loss),
     "branched": Network(Branched, _branched_loss, unused=True),
+    "words": Network(Words, _words_loss, accumulates=True),
 }
 
 OPTIMIZERS = {
@@ -191,9 +216,10 @@ class Case:
     network: str
     optimizer: str
     dtype: str
+    send: str = "store"  # or "rows": factors and pairs wherever they can be sent
 
     def __str__(self):
-        return f"{self.network}-{self.optimizer}-{self.dtype}"
+        return f"{self.network}-{self.optimizer}-{self.dtype}-{self.send}"
 
     @classmethod
     def parse(cls, text):
@@ -207,13 +233,31 @@ class Case:
     def make_optimizer(self, model):
         return OPTIMIZERS[self.optimizer](model.parameters())
 
+    def schemes(self, model):
+        """What every layer is told to send."""
+        if self.send == "store":
+            return None
+        from penstock.torch.schemes import gather_scheme, why_dense
+
+        named = model.named_modules()
+        return {name: gather_scheme(module) for name, module in named if why_dense(module, model) is None}
+
     def train(self, model, optimizer, rank):
         """The user's loop."""
         loss_of, dtype = NETWORKS[self.network].loss, DTYPES[self.dtype]
         for step in range(STEPS):
+            if NETWORKS[self.network].accumulates:
+                with model.no_sync():
+                    loss_of(model, dtype, rank, step + STEPS).backward()
             loss_of(model, dtype, rank, step).backward()
             optimizer.step()
             optimizer.zero_grad()
 
 
 CASES = [Case(network, optimizer, dtype) for network in NETWORKS for optimizer in OPTIMIZERS for dtype in DTYPES]
+CASES += [
+    Case(network, optimizer, dtype, "rows")
+    for network in NETWORKS
+    for optimizer in ("sgd", "adamw")
+    for dtype in DTYPES
+]

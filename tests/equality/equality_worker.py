@@ -67,7 +67,7 @@ def train_with_penstock(case, rank):
         with torch.no_grad():
             for param in model.parameters():
                 param.add_(1)  # rank 0's values are what counts
-    model, optimizer = ps.distribute(model, case.make_optimizer(model))
+    model, optimizer = ps.distribute(model, case.make_optimizer(model), schemes=case.schemes(model))
     case.train(model, optimizer, rank)
     ps.synchronize(optimizer)  # the last updates: `values` reads the parameters, which would wait by itself
     return values(model)

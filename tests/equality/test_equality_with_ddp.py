@@ -17,7 +17,7 @@ from equality_cases import CASES, DIFFERENCE_MAX, MOVED_MIN, SEED
 
 WORKER = Path(__file__).with_name("equality_worker.py")
 SIZES = (1, 2, 3, 4)
-GROUP_LIMIT_S = 600  # 40 cases, half a minute where nothing else runs
+GROUP_LIMIT_S = 600  # 72 cases, a minute where nothing else runs
 AFTER_FAILURE_S = 20  # the others learn of a failure within this, and say what they saw
 RESTARTS_MAX = 3
 LOG_CHARACTERS_MAX = 6000  # per process

@@ -33,6 +33,7 @@ SAMPLES = {
     "handshake_timeout_s": ("3", 3.0, "nan"),
     "rendezvous_timeout_s": ("4", 4.0, "inf"),
     "broadcast_buffers": ("true", True, ""),
+    "policy": ("paper", "paper", "greedy"),
 }
 
 

@@ -107,7 +107,12 @@ def test_another_version_is_named_on_every_rank(place):
 
 @pytest.mark.parametrize(
     ("name", "value", "shown"),
-    [("slice_bytes", 4096, "4096"), ("broadcast_buffers", True, "True"), ("lanes", 4, "4")],
+    [
+        ("slice_bytes", 4096, "4096"),
+        ("broadcast_buffers", True, "True"),
+        ("lanes", 4, "4"),
+        ("policy", "paper", "paper"),
+    ],
 )
 def test_options_that_must_be_equal(place, name, value, shown):
     for outcome in meet(2, rendezvous=place, each={1: {name: value}}):

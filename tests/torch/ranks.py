@@ -14,6 +14,7 @@ import torch
 from thread_engine import Hub
 
 from penstock import job
+from penstock.config import Options
 from penstock.errors import ConfigError, PenstockError
 
 arm = "threads"  # or "native"
@@ -98,7 +99,7 @@ def _run(hub, function, size, world_size, broadcast_buffers):
     errors: list = []
 
     def rank_main(rank):
-        options = SimpleNamespace(broadcast_buffers=broadcast_buffers)
+        options = Options(rank=rank, world_size=world_size, broadcast_buffers=broadcast_buffers)
         _local.job = SimpleNamespace(engine=hub.engines[rank], rank=rank, world_size=world_size, options=options)
         try:
             results[rank] = function(rank, hub.engines[rank])
@@ -148,14 +149,16 @@ def values(model):
     return [param.detach().clone() for param in model.parameters()]
 
 
-def train(make, make_optimizer, loss_of, *, size=2, steps=5, scheduler=None, engine_options=None, after=values):
+def train(
+    make, make_optimizer, loss_of, *, size=2, steps=5, scheduler=None, engine_options=None, after=values, schemes=None
+):
     """Train distributed; return each rank's parameters."""
     from penstock.torch import distribute
 
     def main(rank, engine):
         model = make()
         optimizer = make_optimizer(model)
-        model, optimizer = distribute(model, optimizer)
+        model, optimizer = distribute(model, optimizer, schemes=schemes)
         schedule = scheduler(optimizer) if scheduler else None
         for step in range(steps):
             loss_of(model, rank, step).backward()

@@ -17,7 +17,13 @@ import torch
 
 from penstock.errors import PeerLost, Timeout
 
-TYPES = {"f32": torch.float32, "f64": torch.float64, "f16": torch.float16, "bf16": torch.bfloat16, "bytes": torch.uint8}
+TYPES = {
+    "f32": torch.float32,
+    "f64": torch.float64,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "bytes": torch.uint8,
+}
 WAIT_S = 20.0
 
 
@@ -42,6 +48,7 @@ class Hub:
         self.gathers: list[dict[int, bytes]] = []
         self.left: set[int] = set()
         self.leaves = 0
+        self.gathered_bytes = 0  # of contributions to gathers, of all ranks
         self.failed: BaseException | None = None
         self.violations: list[str] = []
         self.submissions: list[tuple[int, str, str, str]] = []  # rank, book, tensor, "present" or "absent"
@@ -64,7 +71,8 @@ class Hub:
         for exchange in self.exchanges.values():
             if not exchange.done and active <= exchange.given.keys():
                 present = [exchange.given[rank] for rank in sorted(exchange.given) if exchange.given[rank] is not None]
-                exchange.result = _combine(exchange, present, len(active | exchange.given.keys()))
+                if exchange.op != "gather":
+                    exchange.result = _combine(exchange, present, len(active | exchange.given.keys()))
                 exchange.done = True
         self.changed.notify_all()
 
@@ -98,14 +106,14 @@ class FakeEngine:
     def __init__(self, hub: Hub, rank: int) -> None:
         self.hub = hub
         self.rank = rank
-        self.books: list[tuple[str, list[str], list[tuple[str, int, str, int]]]] = []
+        self.books: list[tuple[str, list[str], list[tuple]]] = []
         self.places: dict[int, list[int]] = {}
         self.seqs: list[list[int]] = []
         self.flights: dict[tuple[int, int], Flight] = {}
         self.last: dict[tuple[int, int], tuple[int, int, int]] = {}
         self.sending: list[list] = []  # [calls left, token, memory, what it must still hold, label, book, tensor]
         self.token = 0
-        self.gathered = 0
+        self.blobs_gathered = 0
         self.phases: list[str] = []
         self.waits: list[list[str]] = []  # names of the tensors, per call that found something in flight
         self.early: set[str] = set()  # names of tensors that arrive by themselves, even where all else is lazy
@@ -113,10 +121,10 @@ class FakeEngine:
     def all_gather(self, what: str, blob: bytes) -> list[bytes]:
         hub = self.hub
         with hub.changed:
-            while len(hub.gathers) <= self.gathered:
+            while len(hub.gathers) <= self.blobs_gathered:
                 hub.gathers.append({})
-            gather = hub.gathers[self.gathered]
-            self.gathered += 1
+            gather = hub.gathers[self.blobs_gathered]
+            self.blobs_gathered += 1
             gather[self.rank] = blob
             hub.changed.notify_all()
             hub.until(lambda: len(gather) == hub.size)
@@ -139,7 +147,8 @@ class FakeEngine:
 
     def _submit(self, book, tensor, ptr, nbytes, op, *, present) -> int:
         name, _, tensors = self.books[book]
-        label, _, dtype, elems = tensors[tensor]
+        label, _, dtype, elems, *scheme = tensors[tensor]
+        assert not scheme, f"{label} is gathered"
         assert nbytes == elems * TYPES[dtype].itemsize, (label, nbytes)
         assert (book, tensor) not in self.flights, f"{label} is in flight already"
         memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(ptr), dtype=torch.uint8)
@@ -164,6 +173,38 @@ class FakeEngine:
             self.last[book, tensor] = key
             hub.settle()
         return self.token
+
+    def submit_gather(self, book, tensor, ptr, nbytes, step, more=False) -> int:
+        label, _, dtype, most, scheme = self.books[book][2][tensor]
+        assert (dtype, scheme) == ("bytes", "gather") and nbytes <= most, (label, nbytes, most)
+        assert (book, tensor) not in self.flights, f"{label} is in flight already"
+        memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(ptr), dtype=torch.uint8)
+        hub = self.hub
+        with hub.changed:
+            key = (book, tensor, self.seqs[book][tensor])
+            self.seqs[book][tensor] += 1
+            hub.exchanges.setdefault(key, Exchange("gather", dtype)).given[self.rank] = memory.clone()
+            hub.submissions.append((self.rank, self.books[book][0], label, "present"))
+            hub.gathered_bytes += nbytes
+            self.token += 1
+            self.flights[book, tensor] = Flight(key, memory, self.token, label)
+            self.last[book, tensor] = key
+            hub.settle()
+        return self.token
+
+    def gathered(self, book, tensor) -> list:
+        exchange = self.hub.exchanges[self.last[book, tensor]]
+        assert exchange.done and (book, tensor) not in self.flights
+        return [len(exchange.given[rank]) if rank in exchange.given else None for rank in range(self.hub.size)]
+
+    def read_gathered(self, book, tensor, rank, offset, ptr, nbytes) -> None:
+        given = self.hub.exchanges[self.last[book, tensor]].given[rank]
+        assert offset + nbytes <= len(given) and rank != self.rank
+        target = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(ptr), dtype=torch.uint8)
+        target.copy_(given[offset : offset + nbytes])
+
+    def drop_gathered(self, book, tensor) -> None:
+        assert (book, tensor) not in self.flights
 
     def _land(self, book, tensor) -> None:
         flight = self.flights.pop((book, tensor))
@@ -236,7 +277,7 @@ class FakeEngine:
         self.phases.append(name)
 
     def report(self) -> dict:
-        return {"rank": self.rank, "size": self.hub.size}
+        return {"rank": self.rank, "size": self.hub.size, "lanes": 1}
 
     def abort(self, reason) -> None:
         self.hub.fail(self.rank, RuntimeError(reason))

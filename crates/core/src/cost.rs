@@ -96,17 +96,25 @@ pub struct Rates {
     pub summed_bytes_per_s: f64,
     /// Floating point operations of a matrix product per second; a multiplication and an addition are two.
     pub product_flops_per_s: f64,
+    /// A rank's work for one exchange of rows, whatever its size, in seconds: rows are captured, put together, taken apart.
+    pub gather_s: f64,
 }
 
 impl Default for Rates {
     /// One gigabit per second at 100 microseconds, and one core of a small machine.
     fn default() -> Self {
-        Self { bytes_per_s: 125e6, latency_s: 100e-6, summed_bytes_per_s: 4e9, product_flops_per_s: 50e9 }
+        Self {
+            bytes_per_s: 125e6,
+            latency_s: 100e-6,
+            summed_bytes_per_s: 4e9,
+            product_flops_per_s: 50e9,
+            gather_s: 200e-6,
+        }
     }
 }
 
 impl Rates {
-    /// The name of the first that is not positive and finite (latency may be zero), if any.
+    /// The name of the first that is not positive and finite (`latency_s` and `gather_s` may be zero), if any.
     #[must_use]
     pub fn wrong(&self) -> Option<&'static str> {
         let positive = |value: f64| value.is_finite() && value > 0.0;
@@ -115,6 +123,7 @@ impl Rates {
             ("latency_s", self.latency_s.is_finite() && self.latency_s >= 0.0),
             ("summed_bytes_per_s", positive(self.summed_bytes_per_s)),
             ("product_flops_per_s", positive(self.product_flops_per_s)),
+            ("gather_s", self.gather_s.is_finite() && self.gather_s >= 0.0),
         ]
         .into_iter()
         .find_map(|(name, right)| (!right).then_some(name))

@@ -150,9 +150,10 @@ pub struct Slice {
     pub tensor: TensorId,
     /// Where it starts in the tensor, in bytes.
     pub offset_bytes: u64,
-    /// Its length in bytes, at least 1.
+    /// Its length in bytes, at least 1. Of a gathered tensor, which has one slice: the longest payload of a frame.
     pub len_bytes: u32,
-    /// The rank whose shard sums it; for other schemes than the store the rank that counts as the first.
+    /// The rank whose shard sums it; of a collective the rank that counts as the first. A gathered tensor has no owner, and this
+    /// says nothing.
     pub owner: Rank,
     /// Its number among the store's slices of this owner, in book order; for other schemes its number among all such slices.
     pub at_owner: u32,
@@ -209,7 +210,17 @@ impl Book {
             owned_slices: vec![0; ranks as usize],
             collective_slices: 0,
         };
+        let mut gathered = 0;
         for (id, tensor) in tensors.iter_mut().enumerate() {
+            if tensor.scheme == Scheme::Gather {
+                tensor.first_slice = book.slices.len() as u32;
+                tensor.slice_count = 1;
+                let (tensor, len_bytes, lane) = (id as u32, slice_bytes as u32, gathered % lanes);
+                let (owner, at_owner, offset_bytes) = (Rank(0), 0, 0);
+                book.slices.push(Slice { tensor, offset_bytes, len_bytes, owner, at_owner, lane });
+                gathered += 1;
+                continue;
+            }
             let elem_bytes = tensor.dtype.size_bytes() as u64;
             let pieces = pieces(tensor.len_bytes(), slice_bytes, ranks);
             if book.slices.len() as u64 + pieces > limits::SLICES_MAX {
@@ -339,6 +350,12 @@ fn check(
     if layers.len() > limits::LAYERS_MAX || tensors.len() > limits::TENSORS_MAX {
         let (layers_max, tensors_max) = (limits::LAYERS_MAX, limits::TENSORS_MAX);
         return fail(format!("more than {layers_max} layers or {tensors_max} tensors"));
+    }
+    let gathered = |t: &&Tensor| t.scheme == Scheme::Gather;
+    let unfit = |t: &&Tensor| t.dtype != Dtype::Bytes || t.elems > limits::GATHER_BYTES_MAX;
+    if let Some(tensor) = tensors.iter().filter(gathered).find(unfit) {
+        let (name, max) = (&tensor.name, limits::GATHER_BYTES_MAX);
+        return fail(format!("tensor {name:?} is gathered, so it must be of at most {max} bytes"));
     }
     match tensors.iter().find(|t| t.layer as usize >= layers.len()) {
         Some(tensor) => fail(format!(

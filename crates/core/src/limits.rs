@@ -20,6 +20,8 @@ pub const SLICE_BYTES_MAX: usize = 64 << 20;
 pub const BLOB_BYTES_MAX: usize = 64 << 20;
 /// Longest text carried by an abort frame, in bytes.
 pub const REASON_BYTES_MAX: usize = 4096;
+/// Longest contribution to a gather, in bytes: its length travels in 32 bits.
+pub const GATHER_BYTES_MAX: u64 = u32::MAX as u64;
 /// Bytes of frames kept for books that peers have opened before this rank did; beyond it the peer is in error.
 pub const EARLY_BYTES_MAX: usize = 512 << 20;
 /// Largest number of elements of a layer, of rows, and of numbers in a row, whose cost is estimated.

@@ -50,6 +50,21 @@ pub enum Event<C> {
         /// Nothing to contribute; `memory` only receives.
         absent: bool,
     },
+    /// This rank takes part in the next exchange of a tensor that is gathered.
+    Gather {
+        /// The book.
+        book: BookId,
+        /// The tensor.
+        tensor: TensorId,
+        /// The submission's number, one more than the last.
+        seq: Seq,
+        /// The user's iteration.
+        step: Step,
+        /// The contribution.
+        memory: C,
+        /// Its length, 0 for none.
+        len_bytes: u32,
+    },
     /// A frame arrived; its payload lies where [`Node::place`] said.
     Frame {
         /// The sender.
@@ -68,7 +83,8 @@ pub enum Event<C> {
         /// Its payload, if it has one.
         payload: Option<C>,
     },
-    /// This rank contributes no more until every rank has left (join). Everything it submitted must be complete.
+    /// This rank contributes no more until every rank has left (join). Everything it submitted must be complete, and released:
+    /// a contribution to a gather may be complete here and still be queued for a slower rank, and this word overtakes it.
     Leave,
 }
 
@@ -87,6 +103,15 @@ pub enum Action<C> {
         seq: Seq,
         /// Whether anybody contributed; if not, the memory is as it was.
         present: bool,
+    },
+    /// All contributions to a tensor that is gathered are here; [`Action::Complete`] follows.
+    Gathered {
+        /// The book.
+        book: BookId,
+        /// The tensor's slice.
+        slice: SliceId,
+        /// By rank the payloads of its contribution, in order; `None` for this rank and those that took no part.
+        parts: Vec<Option<Vec<C>>>,
     },
     /// Every rank has left; from now on all take part again.
     AllLeft,
@@ -265,6 +290,19 @@ impl<M: Memory> Node<M> {
                 }
                 Ok(())
             }
+            Event::Gather { book, tensor, seq, step, memory, len_bytes } => {
+                let Some(Some(state)) = self.books.get(usize::from(book)) else {
+                    return Err(Error::Config(format!("book {book} is not open")));
+                };
+                let slice = state.book.tensors[tensor as usize].first_slice;
+                let kind = Header::control(Kind::Gather);
+                let header = Header { book, slice, seq, step, argument: len_bytes, ..kind };
+                self.exchange(
+                    &header,
+                    |exchange, context| exchange.submit(&header, memory, false, context),
+                    actions,
+                )
+            }
             Event::Frame { from, header, payload } => self.arrived(from, &header, payload, actions),
             Event::Control { to, header, payload } => {
                 self.control(to, header, payload.as_ref(), actions);
@@ -323,6 +361,9 @@ impl<M: Memory> Node<M> {
                         actions.push(Action::Wake(by));
                     }
                 }
+                Effect::Gathered { parts } => {
+                    actions.push(Action::Gathered { book: header.book, slice: header.slice, parts });
+                }
                 Effect::Complete { seq, present } => {
                     self.counters.slices += 1;
                     actions.push(Action::Complete { book: header.book, slice: header.slice, seq, present });
@@ -364,8 +405,9 @@ impl<M: Memory> Node<M> {
         }
         let site = site(&self.config, &self.left, &state.book, header.slice);
         let expected = state.slices[header.slice as usize].expects(from, header, &site);
-        // What is done with the contributions is said by those who contribute; answers need not repeat it.
-        let refused = header.kind.takes_part() && header.op.refused(site.dtype).is_some();
+        // What is done with the contributions is said by those who contribute; answers need not repeat it. A gather does nothing.
+        let combined = header.kind.takes_part() && header.kind != Kind::Gather;
+        let refused = combined && header.op.refused(site.dtype).is_some();
         if expected && !refused { Ok(()) } else { Err(unexpected(from, header)) }
     }
 
@@ -483,6 +525,7 @@ impl<M: Memory> Node<M> {
 }
 
 fn site<'a>(config: &Config, left: &'a [bool], book: &'a Book, slice: SliceId) -> Site<'a> {
-    let (rank, ranks, dtype) = (config.rank, config.ranks, book.tensor_of(slice).dtype);
-    Site { rank, ranks, left, slice: &book.slices[slice as usize], dtype }
+    let (rank, ranks, tensor) = (config.rank, config.ranks, book.tensor_of(slice));
+    let (dtype, tensor_bytes) = (tensor.dtype, tensor.len_bytes());
+    Site { rank, ranks, left, slice: &book.slices[slice as usize], dtype, tensor_bytes }
 }

@@ -215,8 +215,13 @@ mod tests {
     use proptest::prelude::*;
 
     /// No latency, no sums, a product that costs nothing: bytes alone decide.
-    const BYTES_ALONE: Rates =
-        Rates { bytes_per_s: 1e9, latency_s: 0.0, summed_bytes_per_s: 1e30, product_flops_per_s: 1e30 };
+    const BYTES_ALONE: Rates = Rates {
+        bytes_per_s: 1e9,
+        latency_s: 0.0,
+        summed_bytes_per_s: 1e30,
+        product_flops_per_s: 1e30,
+        gather_s: 0.0,
+    };
     const EVERYTHING: [Scheme; 7] = [
         Scheme::STORE,
         Scheme::Dense(Algorithm::Central),

@@ -43,10 +43,12 @@ pub enum Kind {
     Part = 11,
     /// Collectives: a part of the result; `argument` is the step. Without payload: nobody had a contribution.
     Result = 12,
+    /// To all: a piece of this rank's contribution to a gather; `argument` is the length of the whole contribution.
+    Gather = 16,
 }
 
 impl Kind {
-    const ALL: [Self; 12] = [
+    const ALL: [Self; 13] = [
         Self::Push,
         Self::PushAbsent,
         Self::Answer,
@@ -59,6 +61,7 @@ impl Kind {
         Self::Goodbye,
         Self::Part,
         Self::Result,
+        Self::Gather,
     ];
 
     /// Whether the frame is part of a slice's exchange.
@@ -73,18 +76,19 @@ impl Kind {
                 | Self::AnswerSame
                 | Self::Part
                 | Self::Result
+                | Self::Gather
         )
     }
 
     /// Whether the frame may begin a round, and so come before this rank has opened its book.
     #[must_use]
     pub fn takes_part(self) -> bool {
-        matches!(self, Self::Push | Self::PushAbsent | Self::Part)
+        matches!(self, Self::Push | Self::PushAbsent | Self::Part | Self::Gather)
     }
 
     fn payload_bytes_max(self) -> usize {
         match self {
-            Self::Push | Self::Answer | Self::Part | Self::Result => limits::SLICE_BYTES_MAX,
+            Self::Push | Self::Answer | Self::Part | Self::Result | Self::Gather => limits::SLICE_BYTES_MAX,
             Self::Blob => limits::BLOB_BYTES_MAX,
             Self::Abort => limits::REASON_BYTES_MAX,
             _ => 0,
@@ -248,7 +252,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn decode_inverts_encode(kind in 0usize..12, op in 0usize..5, book: u16, slice: u32, seq: u32, step: u32, argument: u32) {
+        fn decode_inverts_encode(
+            kind in 0..Kind::ALL.len(), op in 0..Op::ALL.len(), book: u16, slice: u32, seq: u32, step: u32, argument: u32
+        ) {
             let op = Op::ALL[op];
             let header = Header { kind: Kind::ALL[kind], op, book, slice, seq, step, argument, payload_bytes: 0 };
             prop_assert_eq!(Header::decode(&header.encode()), Ok(header));

@@ -1,5 +1,6 @@
 //! The engine: what a program talks to. Every call checks its arguments, tells the lanes, and waits for what they bring about.
 
+mod gather;
 mod life;
 mod wait;
 
@@ -11,8 +12,9 @@ use crate::mailbox::Command;
 use crate::memory::{Chunk, Owner, Pool};
 use crate::report::{self, Report};
 use crate::shared::{OpenBook, Shared};
+pub use gather::Bytes;
 use penstock_core::layout::Tensor;
-use penstock_core::{Book, BookId, Op, Rank, Seq, Step, TensorId};
+use penstock_core::{Book, BookId, Op, Rank, Scheme, Seq, Step, TensorId};
 use std::net::{TcpListener, ToSocketAddrs};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -273,6 +275,11 @@ impl Engine {
     fn check_part<'a>(&self, open: &'a OpenBook, part: &Part) -> Result<&'a Tensor, Failure> {
         let tensor = self.tensor(open, part.tensor)?;
         let (book, name, dtype) = (&open.book.name, &tensor.name, tensor.dtype);
+        if tensor.scheme == Scheme::Gather {
+            return Err(Failure::config(format!(
+                "{book}: {name} is gathered, not summed; use submit_gather()"
+            )));
+        }
         if part.len_bytes as u64 != tensor.len_bytes() {
             let (given, expected) = (part.len_bytes, tensor.len_bytes());
             return Err(Failure::config(format!(

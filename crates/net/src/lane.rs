@@ -187,6 +187,9 @@ impl Lane {
             Command::Submit { book, tensor, seq, step, op, memory, absent } => {
                 Event::Submit { book, tensor, seq, step, op, memory, absent }
             }
+            Command::Gather { book, tensor, seq, step, memory, len_bytes } => {
+                Event::Gather { book, tensor, seq, step, memory, len_bytes }
+            }
             Command::Control { header, payload } => Event::Control { to: None, header, payload },
             Command::Leave => Event::Leave,
             Command::Open(book) => return self.open(&book),
@@ -267,6 +270,11 @@ impl Lane {
                 Action::Complete { book, slice, present, .. } => {
                     if let Some(Some(book)) = self.books.get(usize::from(book)) {
                         book.slice_complete(slice, present);
+                    }
+                }
+                Action::Gathered { book, slice, parts } => {
+                    if let Some(Some(book)) = self.books.get(usize::from(book)) {
+                        book.gathered(slice, parts);
                     }
                 }
                 Action::AllLeft => self.shared.update(|state| state.lanes_left += 1),

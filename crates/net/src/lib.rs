@@ -20,6 +20,6 @@ mod report;
 mod shared;
 
 pub use accounting::{Busy, Phase};
-pub use engine::{Engine, EngineConfig, Part};
+pub use engine::{Bytes, Engine, EngineConfig, Part};
 pub use failure::{Failure, Stop};
 pub use report::{BookReport, LayerReport, Report};

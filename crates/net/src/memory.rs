@@ -123,6 +123,14 @@ impl Chunk {
         IoSliceMut::new(self.bytes_mut(from))
     }
 
+    /// Copies the bytes from `from` on to `target`, as many as it takes and there are; returns how many.
+    pub(crate) fn copy_to(&self, from: usize, target: &mut [u8]) -> usize {
+        let source = self.bytes(from);
+        let count = source.len().min(target.len());
+        target[..count].copy_from_slice(&source[..count]);
+        count
+    }
+
     /// Copies `source` to the bytes from `from` on.
     pub(crate) fn fill(&self, from: usize, source: &[u8]) {
         self.bytes_mut(from)[..source.len()].copy_from_slice(source);

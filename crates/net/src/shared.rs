@@ -5,7 +5,7 @@
 use crate::accounting::Accounting;
 use crate::failure::{Failure, Stop};
 use crate::mailbox::{Command, Mailbox};
-use crate::memory::{Owner, Pool};
+use crate::memory::{Chunk, Owner, Pool};
 use penstock_core::node::Counters;
 use penstock_core::{Book, BookId, Error, Header, Kind, Rank, Seq};
 use std::collections::BTreeMap;
@@ -37,6 +37,18 @@ pub(crate) struct TensorState {
     pub(crate) unreleased: AtomicU32,
     /// Threads that wait for this tensor now. Changed before they look under the lock, read under it: nobody is missed.
     pub(crate) awaited: AtomicU32,
+    /// Of a tensor that is gathered: what has come of the last submission. Held by one thread at a time: the lane before it
+    /// is complete, the program's after.
+    pub(crate) gathered: Mutex<Gathered>,
+}
+
+/// What a gather has brought.
+#[derive(Default)]
+pub(crate) struct Gathered {
+    /// Length of this rank's own contribution.
+    pub(crate) own_bytes: u64,
+    /// By rank; `None` for this one and those that took no part.
+    pub(crate) parts: Vec<Option<Vec<Chunk>>>,
 }
 
 /// A book and the state of its tensors.
@@ -58,6 +70,12 @@ impl OpenBook {
         let mut lanes = vec![0; book.tensors.len()];
         book.slices.iter().for_each(|slice| lanes[slice.tensor as usize] |= 1 << slice.lane);
         Self { id, book: Arc::new(book), tensors, lanes, stall_ns, shared }
+    }
+
+    /// A lane has all contributions to a gather.
+    pub(crate) fn gathered(&self, slice: u32, parts: Vec<Option<Vec<Chunk>>>) {
+        let tensor = &self.tensors[self.book.slices[slice as usize].tensor as usize];
+        tensor.gathered.lock().unwrap_or_else(PoisonError::into_inner).parts = parts;
     }
 
     /// A lane has brought a slice into memory.

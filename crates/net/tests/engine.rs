@@ -2,7 +2,7 @@
 
 use penstock_core::layout::{Book, Tensor};
 use penstock_core::{BookId, Dtype, Error, Op, Rank, Scheme, TensorId};
-use penstock_net::{Engine, EngineConfig, Failure, Part, Phase, Stop};
+use penstock_net::{Bytes, Engine, EngineConfig, Failure, Part, Phase, Stop};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -347,4 +347,70 @@ fn what_does_not_fit_is_refused_and_harms_nothing() {
     exchange(engine, book, 1, &mut [1.0; 3], Op::Sum, false).unwrap();
     assert!(Engine::bind(EngineConfig { rank: 2, ..config(0, 2) }).is_err());
     assert!(Engine::bind(EngineConfig { slice_bytes: 1, ..config(0, 2) }).is_err());
+}
+
+#[test]
+fn gathers_bring_every_ranks_bytes_and_refuse_what_does_not_fit() {
+    for size in 1..=4u32 {
+        let engines = job(size);
+        let reports = on_all(engines, move |engine, rank| {
+            let rows = Tensor::new("rows", 0, Dtype::Bytes, 20_000).with_scheme(Scheme::Gather);
+            let tensors = vec![Tensor::new("a.weight", 0, Dtype::F32, 10_000), rows];
+            let book = engine.open_book("gradients", vec!["a".into()], tensors).unwrap();
+            let length = |other: u32, round: u32| ((other * 7919 + round * 5003) % 20_001) as usize;
+            for round in 0..4 {
+                let mine = vec![rank as u8 + round as u8; length(rank, round)];
+                let bytes = Bytes {
+                    book,
+                    tensor: 1,
+                    address: mine.as_ptr() as usize,
+                    len_bytes: mine.len(),
+                    step: round,
+                    more: true,
+                };
+                // SAFETY: `mine` stays until the wait for its release.
+                unsafe { engine.submit_gather(bytes) }.unwrap();
+                engine.wait(book, &[1], true, &mut never).unwrap();
+                let lengths: Vec<_> = (0..size).map(|other| Some(length(other, round) as u64)).collect();
+                assert_eq!(engine.gathered(book, 1).unwrap(), lengths);
+                for other in (0..size).filter(|other| *other != rank) {
+                    let mut got = vec![0xFF; length(other, round) / 2];
+                    let from = length(other, round) - got.len();
+                    engine.read_gathered(book, 1, Rank(other), from, &mut got).unwrap();
+                    assert!(got.iter().all(|byte| u32::from(*byte) == other + round));
+                    let beyond = engine.read_gathered(book, 1, Rank(other), from + 1, &mut got);
+                    assert_eq!(beyond.is_err(), !got.is_empty());
+                }
+            }
+            engine.drop_gathered(book, 1).unwrap();
+            let too_long = Bytes { book, tensor: 1, address: 8, len_bytes: 20_001, step: 0, more: false };
+            // SAFETY: refused before the memory is looked at, all three times.
+            let refused = unsafe { engine.submit_gather(too_long) }.unwrap_err().to_string();
+            assert!(refused.contains("rows has at most 20000 bytes"), "{refused}");
+            let summed = Bytes { tensor: 0, len_bytes: 0, ..too_long };
+            // SAFETY: as above.
+            let refused = unsafe { engine.submit_gather(summed) }.unwrap_err().to_string();
+            assert!(refused.contains("summed, not gathered"), "{refused}");
+            let part = Part {
+                book,
+                tensor: 1,
+                address: 8,
+                len_bytes: 20_000,
+                op: Op::Copy,
+                step: 0,
+                absent: false,
+                more: false,
+            };
+            // SAFETY: as above.
+            let refused = unsafe { engine.submit(part) }.unwrap_err().to_string();
+            assert!(refused.contains("gathered, not summed"), "{refused}");
+            let report = engine.report().unwrap();
+            engine.shutdown(&mut never).unwrap();
+            report.books[0].layers[0].bytes_sent
+        });
+        for (rank, sent_bytes) in (0u64..).zip(reports) {
+            let mine: u64 = (0..4).map(|round| (rank * 7919 + round * 5003) % 20_001).sum();
+            assert_eq!(sent_bytes, mine * u64::from(size - 1));
+        }
+    }
 }

@@ -10,18 +10,18 @@ use penstock_core::{Book, Error, limits};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-/// Bytes per second, latency in seconds, bytes summed per second, floating point operations per second of a product.
-type RatesTuple = (f64, f64, f64, f64);
+/// Bytes per second, latency in seconds, bytes summed per second, floating point operations per second of a product,
+/// seconds of work for an exchange of rows.
+type RatesTuple = (f64, f64, f64, f64, f64);
 
 #[allow(clippy::needless_pass_by_value)] // For `map_err(config)`.
 fn config(error: Error) -> PyErr {
     bad_argument(error.to_string())
 }
 
-fn rates_of(
-    (bytes_per_s, latency_s, summed_bytes_per_s, product_flops_per_s): RatesTuple,
-) -> PyResult<Rates> {
-    let rates = Rates { bytes_per_s, latency_s, summed_bytes_per_s, product_flops_per_s };
+fn rates_of(given: RatesTuple) -> PyResult<Rates> {
+    let (bytes_per_s, latency_s, summed_bytes_per_s, product_flops_per_s, gather_s) = given;
+    let rates = Rates { bytes_per_s, latency_s, summed_bytes_per_s, product_flops_per_s, gather_s };
     match rates.wrong() {
         Some(name) => Err(bad_argument(format!("{name} must be a positive number"))),
         None => Ok(rates),

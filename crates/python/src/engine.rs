@@ -3,10 +3,11 @@
 use crate::errors::{bad_argument, raise, raise_stop};
 use crate::report;
 use penstock_core::layout::Tensor;
-use penstock_core::{BookId, Op, Scheme, Seq, Step, TensorId};
-use penstock_net::{EngineConfig, Part, Phase, Stop};
+use penstock_core::{BookId, Op, Rank, Scheme, Seq, Step, TensorId};
+use penstock_net::{Bytes, EngineConfig, Part, Phase, Stop};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
+use std::ptr::NonNull;
 use std::time::Duration;
 
 /// One process's end of a job: see `_native.pyi`.
@@ -180,6 +181,49 @@ impl Engine {
             absent: true,
             more,
         })
+    }
+
+    #[pyo3(signature = (book, tensor, ptr, nbytes, step, more=false))]
+    fn submit_gather(
+        &self,
+        book: BookId,
+        tensor: TensorId,
+        ptr: usize,
+        nbytes: usize,
+        step: Step,
+        more: bool,
+    ) -> PyResult<u64> {
+        let bytes = Bytes { book, tensor, address: ptr, len_bytes: nbytes, step, more };
+        // SAFETY: as in `take_part`.
+        unsafe { self.engine.submit_gather(bytes) }.map_err(raise)
+    }
+
+    fn gathered(&self, book: BookId, tensor: TensorId) -> PyResult<Vec<Option<u64>>> {
+        self.engine.gathered(book, tensor).map_err(raise)
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn read_gathered(
+        &self,
+        py: Python<'_>,
+        book: BookId,
+        tensor: TensorId,
+        rank: u32,
+        offset: usize,
+        ptr: usize,
+        nbytes: usize,
+    ) -> PyResult<()> {
+        let start = NonNull::new(ptr as *mut u8).unwrap_or(NonNull::dangling());
+        if ptr == 0 && nbytes > 0 {
+            return Err(bad_argument("ptr is null"));
+        }
+        // SAFETY: `penstock.torch` gives memory of its own of this length, which nobody else touches during the call.
+        let target = unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), nbytes) };
+        py.detach(|| self.engine.read_gathered(book, tensor, Rank(rank), offset, target)).map_err(raise)
+    }
+
+    fn drop_gathered(&self, book: BookId, tensor: TensorId) -> PyResult<()> {
+        self.engine.drop_gathered(book, tensor).map_err(raise)
     }
 
     fn take_released(&self) -> PyResult<Vec<u64>> {

@@ -70,7 +70,8 @@ impl Chain {
             for (tensor, layer) in self.layers.iter().enumerate().rev() {
                 program.push(Instruction::Compute(layer.backward_ns));
                 let (tensor, active) = (tensor as u32, self.ranks);
-                let submission = Submission { book: 0, tensor, op: Op::Average, absent: false, active };
+                let (op, gather_bytes) = (Op::Average, None);
+                let submission = Submission { book: 0, tensor, op, absent: false, gather_bytes, active };
                 program.push(Instruction::Submit(submission));
             }
             for (tensor, layer) in self.layers.iter().enumerate() {

@@ -40,6 +40,8 @@ pub struct Submission {
     pub op: Op,
     /// Whether this rank has nothing to contribute.
     pub absent: bool,
+    /// For a tensor that is gathered: the length of this rank's contribution.
+    pub gather_bytes: Option<u32>,
     /// How many ranks take part in this round, for the checkers: by their programs, not by what the nodes believe.
     pub active: u32,
 }

@@ -152,7 +152,7 @@ fn draw_schemes(random: &mut Random) -> &'static [Scheme] {
         4 => &[Scheme::Tree],
         5 => &[Scheme::Ring],
         6 => &[Scheme::Butterfly],
-        _ => &Scheme::ALL,
+        _ => &Scheme::REDUCING,
     }
 }
 
@@ -180,7 +180,15 @@ fn draw_book(
         let tensor = Tensor::new(format!("b{id}.t{i}"), layer as u32, random.pick(&DTYPES), elems);
         tensor.with_scheme(random.pick(schemes))
     });
-    let tensors: Vec<Tensor> = tensors.collect();
+    let mut tensors: Vec<Tensor> = tensors.collect();
+    if random.chance(300) {
+        for i in 0..random.between(1, 3) {
+            let (layer, most) = (random.below(layers) as u32, random.magnitude(1, 12_000));
+            let tensor = Tensor::new(format!("b{id}.gather{i}"), layer, Dtype::Bytes, most);
+            let at = random.below(tensors.len() as u64 + 1) as usize;
+            tensors.insert(at, tensor.with_scheme(Scheme::Gather));
+        }
+    }
     let layers = (0..layers).map(|layer| format!("b{id}.layer{layer}")).collect();
     Book::new(format!("book{id}"), layers, tensors, ranks, slice_bytes, lanes).expect("within all limits")
 }
@@ -324,7 +332,14 @@ impl Plan {
                 Some(root) => root != rank,
                 None => slow.random.chance(self.absent_permille),
             };
-            let submission = Submission { book: book as BookId, tensor, op: plan.op, absent, active };
+            let layout = &self.books[book].tensors[tensor as usize];
+            // Another length on every rank and in every round; often none, or the most there may be.
+            let lengths =
+                [0, slow.random.below(layout.elems + 1), slow.random.below(layout.elems + 1), layout.elems];
+            let gathered = layout.scheme == Scheme::Gather;
+            let gather_bytes = gathered.then(|| slow.random.pick(&lengths) as u32);
+            let (book, op, absent) = (book as BookId, plan.op, absent && !gathered);
+            let submission = Submission { book, tensor, op, absent, gather_bytes, active };
             program.push(slow.compute());
             program.push(Instruction::Submit(submission));
         }

@@ -7,9 +7,10 @@ copies     one rank's tensors to all         optimizer  updates out, layer by la
 safety     who reads which parameter         patches    what is changed on the user's objects
 memory     what is lent to the engine        separable  whether an optimizer can be split
 join       ranks with different numbers of batches
+choice     schemes chosen while training          description  a model as the coordinator sees it
 """
 
-from penstock.torch.distribute import distribute, finish_all, no_sync, synchronize
+from penstock.torch.distribute import coordinator_of, distribute, explain, finish_all, no_sync, synchronize
 from penstock.torch.join import join
 
-__all__ = ["distribute", "finish_all", "join", "no_sync", "synchronize"]
+__all__ = ["coordinator_of", "distribute", "explain", "finish_all", "join", "no_sync", "synchronize"]

@@ -28,6 +28,9 @@ class CopyBook:
         engine: The engine.
         name: The book's name, for messages.
         named: Names and tensors, in the same order and with the same memory order on all ranks.
+
+    Attributes:
+        nbytes: Their bytes.
     """
 
     def __init__(self, engine: Engine, name: str, named: Sequence[tuple[str, Tensor]]) -> None:
@@ -35,6 +38,7 @@ class CopyBook:
         filled = [(label, without_repeats(tensor.detach())) for label, tensor in named if tensor.numel()]
         self._tensors = [tensor for _, tensor in filled]
         entries = [(label, 0, "bytes", tensor.numel() * tensor.element_size()) for label, tensor in filled]
+        self.nbytes = sum(nbytes for *_, nbytes in entries)
         self.id = engine.open_book(name, [name], entries)
 
     @torch.no_grad()

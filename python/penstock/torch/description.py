@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from penstock import description
 from penstock.description import Network
 from penstock.errors import ConfigError
-from penstock.torch.layout import CODES
+from penstock.torch.layout import CODES, ROOT
+from penstock.torch.schemes import gather_scheme, survey, why_dense
 
 __all__ = ["describe", "describe_torchvision", "layers_of"]
 
@@ -50,7 +52,7 @@ def describe(model: nn.Module, example: Any = None, *, name: str) -> Network:
         notes = [
             "no example input: every layer is taken to see one row per sample (give the function's result as a pair)"
         ]
-        return Network(name, tuple(layers_of(model, {})), notes=tuple(notes))
+        return Network(name, tuple(layers_of(model, {}, why_store=_why_store(model))), notes=tuple(notes))
     inputs = example if isinstance(example, tuple) else (example,)
     batch = next((given.shape[0] for given in inputs if isinstance(given, Tensor) and given.dim() > 0), 1)
     try:
@@ -59,7 +61,7 @@ def describe(model: nn.Module, example: Any = None, *, name: str) -> Network:
         raise ConfigError(
             f"{name}: its forward fails with the given example: {type(error).__name__}: {error}"
         ) from error
-    return Network(name, tuple(layers_of(model, seen, batch)))
+    return Network(name, tuple(layers_of(model, seen, batch, _why_store(model))))
 
 
 def describe_torchvision(models: Any, name: str) -> Network:
@@ -85,13 +87,26 @@ def describe_torchvision(models: Any, name: str) -> Network:
     return describe(model, example, name=f"torchvision {name}")
 
 
-def layers_of(model: nn.Module, seen: dict[str, _Seen], batch: int = 1) -> list[description.Layer]:
+def _why_store(model: nn.Module) -> dict[str, str]:
+    """By layer, why it could not send rows."""
+    named = [(path or ROOT, module) for path, module in model.named_modules() if gather_scheme(module) is not None]
+    modules = [module for _, module in named]
+    # On the meta device all tensors have the same address, so that sharing cannot be told.
+    meta = any(param.is_meta for param in model.parameters())
+    reasons = [why_dense(module) for module in modules] if meta else survey(model, modules)
+    return {name: why for (name, _), why in zip(named, reasons, strict=True) if why is not None}
+
+
+def layers_of(
+    model: nn.Module, seen: Mapping[str, _Seen], batch: int = 1, why_store: Mapping[str, str] | None = None
+) -> list[description.Layer]:
     """The layers that have parameters of their own, in the order of registration; tied parameters count once.
 
     Args:
         model: The model.
         seen: By layer, what a forward pass showed.
         batch: Of how many samples.
+        why_store: By layer, why it cannot send rows, although it is linear or an embedding.
     """
     layers = []
     counted: set[int] = set()
@@ -106,9 +121,10 @@ def layers_of(model: nn.Module, seen: dict[str, _Seen], batch: int = 1) -> list[
             shapes.append(tuple(param.shape))
         if not tensors:
             continue
-        name = path or "(root)"
+        name = path or ROOT
         shown = seen.get(name)
-        kind = _kind(module)
+        # Where the weight is counted elsewhere, as a tied one is, what is left is no matrix.
+        kind: description.Kind = _kind(module) if len(shapes[0]) == 2 else "other"
         layers.append(
             description.Layer(
                 name=name,
@@ -117,6 +133,7 @@ def layers_of(model: nn.Module, seen: dict[str, _Seen], batch: int = 1) -> list[
                 tensors=tuple(tensors),
                 rows=shown.rows / batch if shown is not None else 1.0,
                 flops=shown.flops / batch if shown is not None else 0.0,
+                why_store=None if kind == "other" or why_store is None else why_store.get(name),
                 place=shown.place if shown is not None else len(seen),
             )
         )
@@ -124,9 +141,7 @@ def layers_of(model: nn.Module, seen: dict[str, _Seen], batch: int = 1) -> list[
 
 
 def _kind(module: nn.Module) -> Any:
-    if isinstance(module, nn.Linear):
-        return "linear"
-    return "embedding" if isinstance(module, nn.Embedding) else "other"
+    return {"factors": "linear", "pairs": "embedding"}.get(gather_scheme(module) or "", "other")
 
 
 def _look(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, _Seen]:
@@ -135,7 +150,7 @@ def _look(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, _Seen]:
     seen: dict[str, _Seen] = {}
     for path, module in twin.named_modules():
         if any(True for _ in module.parameters(recurse=False)):
-            module.register_forward_hook(_make_hook(seen, path or "(root)"))
+            module.register_forward_hook(_make_hook(seen, path or ROOT))
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         twin(*(given.to("meta") if isinstance(given, Tensor) else given for given in inputs))

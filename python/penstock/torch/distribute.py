@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -13,18 +15,33 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock import job
-from penstock.errors import ConfigError
+from penstock.coordinator import Cluster, Coordinator
+from penstock.errors import ConfigError, ModelMismatch
 from penstock.torch import patches
+from penstock.torch.choice import Choice, copy_rate, measured_rates, network_of
 from penstock.torch.copies import BufferCopy, CopyBook
+from penstock.torch.factors import numerics
 from penstock.torch.hooks import Gradients
-from penstock.torch.layout import Layer, Slot, check_same_model, describe, fingerprint
+from penstock.torch.layout import ROOT, Layer, Slot, check_same_model, describe, fingerprint
 from penstock.torch.optimizer import Updates
 from penstock.torch.safety import Watch, claim, compiled_outside, note_compiled, owner_of, restore
+from penstock.torch.schemes import choose, gather_scheme, survey
 
 if TYPE_CHECKING:
     from penstock._native import Engine
+    from penstock.config import Options
+    from penstock.explanation import Explanation
 
-__all__ = ["Distributed", "distribute", "distributed_here", "finish_all", "no_sync", "synchronize"]
+__all__ = [
+    "Distributed",
+    "coordinator_of",
+    "distribute",
+    "distributed_here",
+    "explain",
+    "finish_all",
+    "no_sync",
+    "synchronize",
+]
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -42,10 +59,26 @@ class Distributed:
         model: The model, not a wrapper of torch.compile.
         optimizers: Its optimizers, none or several.
         broadcast_buffers: Whether rank 0's buffers are copied each step.
+        schemes: Patterns of layer names and what these layers use, or ``auto``: as the coordinator decides.
+        options: Of this rank.
+        given: The model or its wrapper, as the program has it.
+
+    Attributes:
+        gathers: By name, the layers that can send what their gradients are made of, on every rank.
+        why_store: By name, all other layers, and why they cannot.
     """
 
     def __init__(
-        self, engine: Engine, rank: int, model: nn.Module, optimizers: Sequence[Optimizer], *, broadcast_buffers: bool
+        self,
+        engine: Engine,
+        rank: int,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        broadcast_buffers: bool,
+        schemes: Mapping[str, str] | str | None = None,
+        options: Options,
+        given: nn.Module | None = None,
     ) -> None:
         self.engine = engine
         self.model = model
@@ -60,13 +93,20 @@ class Distributed:
         name = f"model{sum(reference() is not None for reference in _distributed)}"
         everything = [*model.named_parameters(), *model.named_buffers()]
         self.copies = CopyBook(engine, f"{name}.parameters", everything)
+        copying_since = time.perf_counter()
         self.copies.copy_from(rank == 0, 0)
+        copied_s = time.perf_counter() - copying_since
         buffers = [buffer for buffer in model.buffers() if buffer.numel()]
         self.buffers: BufferCopy | None = None
         if broadcast_buffers and buffers:
             self.buffers = BufferCopy(engine, f"{name}.buffers", buffers, source=rank == 0)
         self.synchronous: str | None = compiled_outside(model)
-        self.gradients = Gradients(engine, f"{name}.gradients", self.layers, self.slots)
+        patterns: Mapping[str, str] = {} if schemes is None or isinstance(schemes, str) else schemes
+        rows = self._agree_on_schemes(model if given is None else given, patterns)
+        self.gradients = Gradients(engine, rank, f"{name}.gradients", self.layers, self.slots, rows)
+        self.gathers = {gather.layer.name: gather for gather in self.gradients.gathers}
+        self.set_schemes(self._forced)
+        self.coordinator, self.choice = self._coordinate(rank, name, options, copied_s, automatic=schemes == "auto")
         self.gradients.synchronous = self.synchronous is not None
         self.updates = [Updates(self, optimizer) for optimizer in optimizers]
         self._step_is_new = False  # no forward since the last step
@@ -84,6 +124,82 @@ class Distributed:
         self._watch = Watch(self.model, self.layers, self.slots, slots_of) if self.synchronous is None else None
         self.observed = self._watch is None
         patches.patch(self)
+
+    def _coordinate(
+        self, rank: int, name: str, options: Options, copied_s: float, *, automatic: bool
+    ) -> tuple[Coordinator, Choice]:
+        """The information book, and what keeps it in step on all ranks. Collective."""
+        engine, ranks = self.engine, options.world_size
+        local = measured_rates(
+            engine,
+            copy_rate(self.copies.nbytes, ranks, copied_s),
+            products=any(gather.scheme == "factors" for gather in self.gathers.values()),
+        )
+        coordinator = Coordinator(
+            network_of(self.model, self.why_store, name),
+            Cluster(ranks, ranks, options.slice_bytes, engine.report()["lanes"]),
+            policy=options.policy,
+            fixed={} if automatic else {layer: self._forced[layer] for layer in self.gathers},
+        )
+        coordinator.agree(engine.all_gather, rank=rank)
+        book = f"{name}.facts"
+        return coordinator, Choice(engine, rank, book, self.model, coordinator, self.gathers, local, self.set_schemes)
+
+    def _agree_on_schemes(self, given: nn.Module, schemes: Mapping[str, str]) -> list[tuple[Layer, nn.Module, str]]:
+        """Find the layers that can send rows. One that cannot on some rank uses the store on all. Collective."""
+        names = [layer.name for layer in self.layers]
+        modules = [self.model if name == ROOT else self.model.get_submodule(name) for name in names]
+        mine = survey(given, modules)
+        described = {"why": mine, "schemes": dict(schemes), "numerics": numerics()}
+        # What is wrong with this rank's patterns is raised here once all ranks are told what they are.
+        everyone = [json.loads(blob) for blob in self.engine.all_gather("penstock.distribute", _json(described))]
+        different = next(
+            (other for other, one in enumerate(everyone) if one["schemes"] != everyone[0]["schemes"]), None
+        )
+        if different is not None:
+            raise ModelMismatch(
+                f"penstock.distribute: schemes is {everyone[0]['schemes']} on rank 0 and "
+                f"{everyone[different]['schemes']} on rank {different}. Pass the same on every rank",
+                rank=different,
+            )
+        reasons = [_common(column) for column in zip(*(one["why"] for one in everyone), strict=True)]
+        strange = next(
+            (other for other, one in enumerate(everyone) if one["numerics"] != everyone[0]["numerics"]), None
+        )
+        if strange is not None:
+            for index, module in enumerate(modules):
+                if reasons[index] is None and gather_scheme(module) == "factors":
+                    reasons[index] = (
+                        f"rank {strange} ({everyone[strange]['numerics']}) may round products otherwise than rank 0 "
+                        f"({everyone[0]['numerics']})"
+                    )
+        chosen = choose(names, modules, reasons, schemes)
+        self._forced = dict(zip(names, chosen, strict=True))
+        self.why_store = {name: why for name, why in zip(names, reasons, strict=True) if why is not None}
+        return [
+            (layer, module, scheme)
+            for layer, module, why in zip(self.layers, modules, reasons, strict=True)
+            if why is None and (scheme := gather_scheme(module)) is not None
+        ]
+
+    def set_schemes(self, schemes: Mapping[str, str]) -> None:
+        """Change how layers are synchronised, from the next backward on.
+
+        Every rank must make the same change between the same two backward passes.
+
+        Args:
+            schemes: By name of the layer, ``store`` or what its kind of layer can use; other layers stay as they are.
+
+        Raises:
+            ConfigError: A layer cannot use its scheme.
+        """
+        for name, scheme in schemes.items():
+            gather = self.gathers.get(name)
+            if gather is not None and scheme in ("store", gather.scheme):
+                gather.engage(scheme == gather.scheme)
+            elif scheme != "store":
+                why = self.why_store.get(name, f"{scheme} is not for this kind of layer")
+                raise ConfigError(f"layer {name} cannot use {scheme}: {why}", layer=name)
 
     def _layers_by_module(self) -> dict[int, list[Layer]]:
         """By id of the module, the layers whose parameters it has, tied ones included."""
@@ -130,6 +246,7 @@ class Distributed:
         """The gradients of this step have been taken."""
         if not self.observed:
             self._end_observation()
+        self.choice.after_step(self.gradients.step)
         if self.buffers is not None:
             self.buffers.finish()
             self.buffers.start(self.gradients.step - 1)  # of the step that has just ended
@@ -196,19 +313,48 @@ class Distributed:
                     )
 
 
+def _common(reasons: Sequence[str | None]) -> str | None:
+    """One reason for all ranks: that of the first that has one."""
+    if len(set(reasons)) == 1:
+        return reasons[0]
+    return next((f"{why} (on rank {rank})" for rank, why in enumerate(reasons) if why), None)
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
 @overload
 def distribute(
-    model: ModelT, optimizer: None = None, *, broadcast_buffers: bool | None = None
+    model: ModelT,
+    optimizer: None = None,
+    *,
+    broadcast_buffers: bool | None = None,
+    schemes: Mapping[str, str] | str | None = "auto",
 ) -> tuple[ModelT, None]: ...
 @overload
 def distribute(
-    model: ModelT, optimizer: OptimizerT, *, broadcast_buffers: bool | None = None
+    model: ModelT,
+    optimizer: OptimizerT,
+    *,
+    broadcast_buffers: bool | None = None,
+    schemes: Mapping[str, str] | str | None = "auto",
 ) -> tuple[ModelT, OptimizerT]: ...
 @overload
 def distribute(
-    model: ModelT, optimizer: Sequence[Optimizer], *, broadcast_buffers: bool | None = None
+    model: ModelT,
+    optimizer: Sequence[Optimizer],
+    *,
+    broadcast_buffers: bool | None = None,
+    schemes: Mapping[str, str] | str | None = "auto",
 ) -> tuple[ModelT, Sequence[Optimizer]]: ...
-def distribute(model: Any, optimizer: Any = None, *, broadcast_buffers: bool | None = None) -> tuple[Any, Any]:
+def distribute(
+    model: Any,
+    optimizer: Any = None,
+    *,
+    broadcast_buffers: bool | None = None,
+    schemes: Mapping[str, str] | str | None = "auto",
+) -> tuple[Any, Any]:
     """Make a model train on all ranks as one: the same two objects come back and are used as before. Collective.
 
     Checks that all ranks built the same model, copies rank 0's parameters and buffers to all, and hooks into backward,
@@ -228,20 +374,33 @@ def distribute(model: Any, optimizer: Any = None, *, broadcast_buffers: bool | N
         model: The model; a wrapper made by `torch.compile` is fine.
         optimizer: Its optimizer, a sequence of several, or none: then gradients are averaged and the update is yours.
         broadcast_buffers: Copy rank 0's buffers (batch norm) to all after every step, too. Default: as in `Options`.
+        schemes: What layers send, by pattern of their names (as in `fnmatch`; the first that matches decides):
+            ``store`` is the gradient itself; ``factors``, for `nn.Linear`, the inputs and the gradients of the outputs,
+            from which every rank rebuilds the same average (Poseidon section 3.2: less for few rows and large
+            layers); ``pairs``, for `nn.Embedding`, the rows that were looked up. Layers that cannot, such as those
+            whose weight is shared, use the store, and so does whatever no pattern matches. ``"auto"``: the coordinator
+            chooses for each layer, from what is measured, by the policy of `Options`. ``None``: the store for all.
 
     Returns:
         ``(model, optimizer)``, the objects that were given.
 
     Raises:
-        ConfigError: The model is on a GPU, or distributed already, or the optimizer holds parameters of another model.
+        ConfigError: The model is on a GPU, or distributed already, or the optimizer holds parameters of another model,
+            or a pattern of `schemes` matches no layer that can use what it says.
         ModelMismatch: Ranks have different models; the message names the first tensor that differs and both ranks.
         PeerLost: A rank was lost meanwhile.
         Timeout: A rank did not call this in time.
 
     Example:
         >>> model, optimizer = ps.distribute(model, torch.optim.AdamW(model.parameters()))
+        >>> model, optimizer = ps.distribute(model, optimizer, schemes={"classifier.*": "factors", "*": "store"})
     """
     running = job.current("distribute")
+    if isinstance(schemes, str) and schemes != "auto":
+        raise ConfigError(
+            f'penstock.distribute: schemes={schemes!r}: expected "auto", None, or a dictionary such as '
+            '{"classifier.*": "factors"}'
+        )
     if optimizer is None:
         optimizers: list[Optimizer] = []
     else:
@@ -253,7 +412,16 @@ def distribute(model: Any, optimizer: Any = None, *, broadcast_buffers: bool | N
         broadcast_buffers = running.options.broadcast_buffers
     inner = getattr(model, "_orig_mod", model)  # torch.compile's wrapper has no parameters of its own
     patches.forget_compiled()
-    owner = Distributed(running.engine, running.rank, inner, optimizers, broadcast_buffers=broadcast_buffers)
+    owner = Distributed(
+        running.engine,
+        running.rank,
+        inner,
+        optimizers,
+        broadcast_buffers=broadcast_buffers,
+        schemes=schemes,
+        options=running.options,
+        given=model,
+    )
     _distributed.append(weakref.ref(owner))
     return model, optimizer
 
@@ -331,3 +499,42 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     if owner is None:
         raise ConfigError("penstock.no_sync: the model is not distributed; call penstock.distribute first")
     return owner.gradients.no_sync()
+
+
+def coordinator_of(model: nn.Module) -> Coordinator:
+    """The information book of a distributed model: `Coordinator.query`, `Coordinator.best_scheme`. Not collective.
+
+    Args:
+        model: A distributed model. In a job of one process any model: there is nothing to send.
+
+    Raises:
+        ConfigError: The model is not distributed.
+
+    Example:
+        >>> ps.coordinator_of(model).query("n_worker", "batchsize")
+        (4, 32)
+        >>> ps.coordinator_of(model).best_scheme("classifier.0")
+        'factors'
+    """
+    running = job.current("coordinator_of")
+    if running.world_size == 1:
+        return Coordinator(network_of(model, {}, type(model).__name__), Cluster(1, 1, running.options.slice_bytes))
+    owner = _owner_for(model)
+    if owner is None:
+        raise ConfigError("penstock.coordinator_of: the model is not distributed; call penstock.distribute first")
+    return owner.coordinator
+
+
+def explain(model: nn.Module) -> Explanation:
+    """How each layer of a distributed model is synchronised now, what every scheme would cost, and why. Not collective.
+
+    Args:
+        model: A distributed model. Rows are known from its second step on.
+
+    Returns:
+        An object; ``print(ps.explain(model).render())`` shows the table of ``penstock explain``.
+
+    Raises:
+        ConfigError: The model is not distributed.
+    """
+    return coordinator_of(model).explain()

@@ -21,19 +21,23 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd import graph as autograd_graph
 
 from penstock.errors import ConfigError
+from penstock.torch.factors import LinearFactors
 from penstock.torch.layout import Layer, Slot, same_order
 from penstock.torch.memory import lent_to
+from penstock.torch.pairs import EmbeddingPairs
 from penstock.torch.safety import defer, restore
 
 if TYPE_CHECKING:
     from penstock._native import Engine
 
 __all__ = ["Gradients"]
+
+GATHERS: dict[str, type[LinearFactors] | type[EmbeddingPairs]] = {"factors": LinearFactors, "pairs": EmbeddingPairs}
 
 _current_task: Callable[[], int] = torch._C._current_graph_task_id
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
@@ -45,18 +49,40 @@ class Gradients:
 
     Args:
         engine: The engine.
+        rank: This rank.
         name: The book's name.
         layers: The model's layers.
         slots: The model's parameters.
+        rows: The layers that could send rows, in the order of `layers`: each with its module and its scheme.
     """
 
-    def __init__(self, engine: Engine, name: str, layers: Sequence[Layer], slots: Sequence[Slot]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        rank: int,
+        name: str,
+        layers: Sequence[Layer],
+        slots: Sequence[Slot],
+        rows: Sequence[tuple[Layer, nn.Module, str]] = (),
+    ) -> None:
         self.engine = engine
+        self.rank = rank
         self.slots = slots
+        self.gathers = [
+            GATHERS[scheme](self, len(slots) + number, layer, module, own_slots(layer, module))
+            for number, (layer, module, scheme) in enumerate(rows)
+        ]
+        for gather in self.gathers:
+            for slot in gather.slots:
+                slot.gather = gather
         self.id = engine.open_book(
             name,
             [layer.name for layer in layers],
-            [(slot.name, slot.layer.index, slot.code, slot.elems) for slot in slots],
+            [(slot.name, slot.layer.index, slot.code, slot.elems) for slot in slots]
+            + [
+                (f"{gather.scheme} of {gather.layer.name}", gather.layer.index, "bytes", gather.most_bytes, "gather")
+                for gather in self.gathers
+            ],
         )
         self.lent = lent_to(engine)
         self.step = 0
@@ -85,17 +111,21 @@ class Gradients:
     def _make_before(self, kept: Slot) -> Callable[[Tensor], None]:
         find_slot = weakref.ref(kept)
 
-        def before_accumulation(_: Tensor) -> None:
+        def before_accumulation(grad: Tensor | None) -> None:
             slot = find_slot()
             if slot is None:
                 return  # the model is gone
+            if slot.gather is not None and slot.gather.engaged:
+                slot.gather.before(slot, grad)
+                return
             if slot.flying or slot.update is not None:
-                slot.gradients._clear_for_accumulation(slot)
+                slot.gradients.clear_for_accumulation(slot)
             slot.fresh = slot.param.grad is None
 
+        before_accumulation._penstock = True  # type: ignore[attr-defined]
         return before_accumulation
 
-    def _clear_for_accumulation(self, slot: Slot) -> None:
+    def clear_for_accumulation(self, slot: Slot) -> None:
         """A gradient arrives on top of one in flight: it is added to the final average, as DDP does."""
         if slot.update is not None:
             slot.update.finish([slot.layer])
@@ -113,14 +143,18 @@ class Gradients:
             if slot is None:
                 return
             gradients = slot.gradients
+            if slot.gather is not None and slot.gather.engaged:
+                slot.gather.after(slot)
+                return
             if gradients.quiet:
                 slot.dirty = True
                 return
+            grad = param.grad
+            if grad is None:
+                return  # a function of the program's own gave no gradient; newer versions of torch call all the same
             task = _current_task()
             if task != gradients._task:
                 gradients._begin(task)
-            grad = param.grad
-            assert grad is not None  # autograd has just accumulated it
             if (
                 ordinary
                 and grad.layout is strided
@@ -144,6 +178,7 @@ class Gradients:
             slot.round = gradients.rounds
             defer(slot)
 
+        after_accumulation._penstock = True  # type: ignore[attr-defined]
         return after_accumulation
 
     def _private(self, slot: Slot, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,6 +211,12 @@ class Gradients:
 
     # The end of a backward
 
+    def enter_task(self) -> None:
+        """Called within a backward whose gradients are to be synchronised: see to it that its end is noticed."""
+        task = _current_task()
+        if task != self._task:
+            self._begin(task)
+
     def _begin(self, task: int) -> None:
         self._task = task
         if self.rounds == self.closed:
@@ -194,6 +235,7 @@ class Gradients:
         self.closed = self.rounds
         self._task = -1
         current = self.rounds
+        self._submit_gathers()
         for slot in self.slots:
             if slot.round != current:
                 self._settle_untouched(slot, leftover=True)
@@ -208,8 +250,16 @@ class Gradients:
         """A step without a backward on this rank; others may have had one, so this rank takes part all the same."""
         self.rounds += 1
         self.closed = self.rounds
+        self._submit_gathers()
         for slot in self.slots:
-            self._settle_untouched(slot, leftover=False)
+            if slot.round != self.rounds:
+                self._settle_untouched(slot, leftover=False)
+
+    def _submit_gathers(self) -> None:
+        """Layers that send rows, as far as this backward has not come to all of their parameters."""
+        for gather in self.gathers:
+            if gather.engaged and (gather.round != self.rounds or gather.pending):
+                gather.submit()
 
     def _settle_untouched(self, slot: Slot, *, leftover: bool) -> None:
         """Take part for a parameter that this backward did not reach.
@@ -218,7 +268,7 @@ class Gradients:
         onto which other ranks may have accumulated.
         """
         if slot.flying or slot.update is not None:
-            self._clear_for_accumulation(slot)
+            self.clear_for_accumulation(slot)
         param = slot.param
         slot.round = self.rounds
         grad = param.grad
@@ -260,7 +310,10 @@ class Gradients:
         flying = [slot for slot in slots if slot.flying]
         if not flying:
             return
-        self.engine.wait(self.id, [slot.index for slot in flying], released=True)
+        self.engine.wait(self.id, [slot.index for slot in flying if slot.via is None], released=True)
+        if self.gathers:
+            # Contributions are copies: nobody need wait until they are sent. A layer's parameters travel together.
+            self.engine.wait(self.id, list({slot.number: None for slot in flying if slot.via is not None}))
         for slot in flying:
             restore(slot)
             average = self.land(slot)
@@ -271,7 +324,7 @@ class Gradients:
 
     def wait(self, slots: Sequence[Slot]) -> None:
         """Wait for the averages of these, all of which are in flight. The engine may still be sending from them."""
-        self.engine.wait(self.id, [slot.index for slot in slots])
+        self.engine.wait(self.id, list({slot.number: None for slot in slots}))
 
     def land(self, slot: Slot) -> Tensor | None:
         """The average, which is in memory. ``None`` where no rank contributed.
@@ -280,6 +333,8 @@ class Gradients:
             ConfigError: The gradient was changed in place while it was in flight.
         """
         slot.flying = False
+        if slot.via is not None:
+            return slot.via.land(slot)
         if slot.absent:
             slot.absent = False
             if not self.engine.present(self.id, slot.index):
@@ -308,6 +363,13 @@ class Gradients:
         slot.grad = slot.memory = None
 
 
+def own_slots(layer: Layer, module: nn.Module) -> list[Slot]:
+    """The slots of a module's weight and, if it has one, its bias."""
+    by_param = {id(slot.param): slot for slot in layer.slots}
+    params = [module._parameters.get("weight"), module._parameters.get("bias")]
+    return [by_param[id(param)] for param in params if param is not None]
+
+
 def _nbytes(slot: Slot) -> int:
     return slot.param.numel() * slot.dtype.itemsize
 
@@ -329,8 +391,8 @@ def _warn_sparse() -> None:
     if not _sparse_warned:
         _sparse_warned = True
         warnings.warn(
-            "penstock sends sparse gradients (nn.Embedding(sparse=True)) as dense ones in this version; the optimizer "
-            "sees a dense gradient. Use sparse=False",
+            "penstock sends sparse gradients (nn.Embedding(sparse=True)) as dense ones, and the optimizer sees a dense "
+            "gradient, unless the layer sends pairs: penstock.distribute(..., schemes={'NAME': 'pairs'})",
             stacklevel=3,
         )
 

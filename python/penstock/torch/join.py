@@ -49,6 +49,7 @@ def join() -> Iterator[None]:
     owners = distributed_here()
     for owner in owners:
         owner.synchronize()
+        owner.choice.settle()
     running.engine.leave()
     steps = _agree(running.engine, owners)
     for owner, steps_by_rank in zip(owners, steps, strict=True):
@@ -59,15 +60,26 @@ def join() -> Iterator[None]:
 
 def _agree(engine: Engine, owners: list[Distributed]) -> list[list[int]]:
     """Take up each book where the rank that went furthest left it; return the steps per model and rank."""
-    books = [owner.gradients.id for owner in owners] + [
-        owner.buffers.id for owner in owners if owner.buffers is not None
-    ]
-    mine = {"steps": [owner.gradients.step for owner in owners], "sequences": [engine.sequence(book) for book in books]}
+    books = [owner.gradients.id for owner in owners] + [owner.choice.id for owner in owners]
+    books += [owner.buffers.id for owner in owners if owner.buffers is not None]
+    mine = {
+        "steps": [owner.gradients.step for owner in owners],
+        "schemes": [owner.choice.schemes for owner in owners],
+        "sequences": [engine.sequence(book) for book in books],
+    }
     everyone = [json.loads(blob) for blob in engine.all_gather("penstock.join", json.dumps(mine).encode())]
     for position, book in enumerate(books):
         columns = zip(*(one["sequences"][position] for one in everyone), strict=True)
-        engine.set_sequence(book, [max(column) for column in columns])
-    return [[one["steps"][position] for one in everyone] for position in range(len(owners))]
+        agreed = [max(column) for column in columns]
+        engine.set_sequence(book, agreed)
+        if position < len(owners):
+            for gather in owners[position].gradients.gathers:
+                gather.resume(agreed[gather.index])
+    steps: list[list[int]] = [[one["steps"][position] for one in everyone] for position in range(len(owners))]
+    for position, owner in enumerate(owners):
+        furthest = steps[position].index(max(steps[position]))
+        owner.choice.adopt(everyone[furthest]["schemes"][position], max(steps[position]))
+    return steps
 
 
 def _copy_all(owner: Distributed, *, is_source: bool, source: int) -> None:

@@ -17,6 +17,7 @@ from penstock.errors import ConfigError, ModelMismatch
 
 if TYPE_CHECKING:
     from penstock.torch.distribute import Distributed
+    from penstock.torch.gather import Gather
     from penstock.torch.hooks import Gradients
     from penstock.torch.optimizer import Updates
 
@@ -31,6 +32,7 @@ CODES: dict[torch.dtype, tuple[str, int]] = {
     torch.complex64: ("f32", 2),
     torch.complex128: ("f64", 2),
 }
+ROOT = "(root)"  # the name of the layer that the model itself is
 COMPILED_PREFIX = "_orig_mod."  # torch.compile's wrapper; ranks may differ in whether they compile
 
 
@@ -65,20 +67,24 @@ class Slot:
         "absent",
         "assigned",
         "code",
+        "defined",
         "dirty",
         "dtype",
         "eager",
         "elems",
         "flying",
         "fresh",
+        "gather",
         "grad",
         "gradients",
         "group",
+        "held",
         "immediate",
         "index",
         "layer",
         "memory",
         "name",
+        "number",
         "owner",
         "param",
         "place",
@@ -91,6 +97,7 @@ class Slot:
         "token",
         "update",
         "version",
+        "via",
         "watched",
         "zero_after",
     )
@@ -126,6 +133,12 @@ class Slot:
         self.version = 0
         self.spare: Tensor | None = None  # memory for a result that nobody contributed to so far
         self.spare_token = -1
+        # As rows; see gather.py.
+        self.gather: Gather | None = None  # the layer's, if it can send rows; in use or not
+        self.via: Gather | None = None  # what is in flight travels by it
+        self.number = index  # the tensor of the book that is in flight: the parameter's own, or the layer's rows
+        self.held = False  # rows of backwards under no_sync count for it
+        self.defined = False  # autograd is about to accumulate a dense gradient
         # The update.
         self.update: Updates | None = None
         self.group = 0
@@ -208,7 +221,7 @@ def describe(model: nn.Module) -> tuple[list[Layer], list[Slot]]:
                     )
                 continue
             if layer is None:
-                layer = Layer(len(layers), path or "(root)")
+                layer = Layer(len(layers), path or ROOT)
                 layers.append(layer)
             slots.append(Slot(len(slots), name, param, layer))
             layer.slots.append(slots[-1])

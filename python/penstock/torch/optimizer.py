@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from penstock.errors import ConfigError
+from penstock.torch.gather import mark_average
 from penstock.torch.hooks import Gradients
 from penstock.torch.layout import Layer, Slot
 from penstock.torch.safety import defer, restore, slot_of
@@ -216,10 +217,10 @@ class Updates:
         layers = list(self._waiting)
         for start in range(0, len(layers), LAYERS_PER_LOOK):
             stride = layers[start : start + LAYERS_PER_LOOK]
-            flying = [slot.index for layer in stride for slot in self._waiting[layer] if slot.flying]
+            flying = [slot.number for layer in stride for slot in self._waiting[layer] if slot.flying]
             done = set(gradients.engine.poll(gradients.id, flying)) if flying else ()
             for layer in stride:
-                if all(not slot.flying or slot.index in done for slot in self._waiting[layer]):
+                if all(not slot.flying or slot.number in done for slot in self._waiting[layer]):
                     arrived[layer] = None
             if not everywhere and len(arrived) < start + len(stride):
                 break
@@ -280,6 +281,8 @@ class Updates:
             slot.param.grad = torch.zeros_like(grad)
         else:
             grad.zero_()
+            if slot.gather is not None:
+                mark_average(grad, 0)
         slot.grad = slot.memory = None
 
     def _unchanged(self, slot: Slot) -> Tensor | None:
@@ -347,6 +350,8 @@ def zero_grads(params: Iterable[nn.Parameter], set_to_none: bool) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         for param in params:
             slot = slot_of(param)
+            if slot is not None and slot.held and slot.gather is not None:
+                slot.gather.drop(slot)
             if slot is not None and (slot.flying or slot.update is not None):
                 _zero_deferred(slot, set_to_none)
                 continue
@@ -361,6 +366,8 @@ def zero_grads(params: Iterable[nn.Parameter], set_to_none: bool) -> None:
             else:
                 grad.requires_grad_(False)
             grad.zero_()
+            if slot is not None and slot.gather is not None:
+                mark_average(grad, 0)
 
 
 def _zero_deferred(slot: Slot, set_to_none: bool) -> None:
@@ -372,6 +379,10 @@ def _zero_deferred(slot: Slot, set_to_none: bool) -> None:
         slot.param.grad = None
     elif slot.update is not None:
         slot.zero_after = True  # no second gradient in memory: it is zeroed once its update has used it
+    elif slot.via is not None:
+        slot.gradients.finish([slot])  # whether there is a gradient at all is not known before
+        if slot.param.grad is not None:
+            slot.param.grad = mark_average(torch.zeros_like(slot.param.grad), 0)
     else:
         slot.assigned = False
         slot.param.grad = None if slot.param.grad is None else torch.zeros_like(slot.param.grad)

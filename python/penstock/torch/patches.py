@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["forget_compiled", "patch", "strip"]
 
-_PATCHED = ("no_sync", "zero_grad", "eval", "__reduce_ex__")
+_PATCHED = ("no_sync", "zero_grad", "eval", "__reduce_ex__", "forward")
 
 
 def patch(owner: Distributed) -> None:

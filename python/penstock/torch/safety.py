@@ -84,6 +84,8 @@ class DeferredParameter(nn.Parameter):
             if slot is not None:
                 slot.assigned = False  # from here on .grad is the caller's, whatever was in flight
                 slot.zero_after = False
+                if slot.held and slot.gather is not None:
+                    slot.gather.drop(slot)
         elif func not in _METADATA:
             reads_grad = func in _GRAD_GETTERS
             used = [_settle(param, reads_grad=reads_grad) for param in _deferred_in((args, kwargs))]
@@ -114,6 +116,8 @@ def _settle(param: nn.Parameter, *, reads_grad: bool) -> Slot | None:
         slot.update.finish([slot.layer])
     elif reads_grad and slot.flying:
         owner.gradients.finish([slot])
+    if reads_grad and slot.held and slot.gather is not None:
+        slot.gather.fold()
     return slot
 
 
@@ -163,8 +167,8 @@ def defer(slot: Slot) -> None:
 
 
 def restore(slot: Slot) -> None:
-    """Nothing is outstanding any more."""
-    if slot.swappable:
+    """Nothing is outstanding any more, unless rows are held that ``.grad`` does not show."""
+    if slot.swappable and not slot.held:
         slot.param.__class__ = nn.Parameter
 
 

@@ -306,8 +306,13 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const RATES: Rates =
-        Rates { bytes_per_s: 1e6, latency_s: 1e-3, summed_bytes_per_s: 1e300, product_flops_per_s: 1.0 };
+    const RATES: Rates = Rates {
+        bytes_per_s: 1e6,
+        latency_s: 1e-3,
+        summed_bytes_per_s: 1e300,
+        product_flops_per_s: 1.0,
+        gather_s: 0.0,
+    };
 
     fn close(one: f64, other: f64) {
         assert!((one - other).abs() <= 1e-9 * other.abs(), "{one} is not {other}");

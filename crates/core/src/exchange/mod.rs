@@ -12,6 +12,7 @@
 mod butterfly;
 mod central;
 pub mod collective;
+pub mod gather;
 pub mod plan;
 mod ring;
 pub mod store;
@@ -38,11 +39,13 @@ pub enum Scheme {
     Ring,
     /// Recursive halving, then recursive doubling.
     Butterfly,
+    /// Every rank's bytes, of any length up to the tensor's, to every other rank; nothing is summed.
+    Gather,
 }
 
 impl Scheme {
-    /// All.
-    pub const ALL: [Self; 5] = [Self::Store, Self::Central, Self::Tree, Self::Ring, Self::Butterfly];
+    /// Those that combine contributions into one result: all but the gather.
+    pub const REDUCING: [Self; 5] = [Self::Store, Self::Central, Self::Tree, Self::Ring, Self::Butterfly];
 
     /// Its word in the glossary.
     #[must_use]
@@ -53,6 +56,7 @@ impl Scheme {
             Self::Tree => "tree",
             Self::Ring => "ring",
             Self::Butterfly => "butterfly",
+            Self::Gather => "gather",
         }
     }
 
@@ -60,7 +64,7 @@ impl Scheme {
     #[must_use]
     pub fn plan(self) -> Option<Plan> {
         match self {
-            Self::Store => None,
+            Self::Store | Self::Gather => None,
             Self::Central => Some(Plan::Central),
             Self::Tree => Some(Plan::Tree),
             Self::Ring => Some(Plan::Ring),
@@ -85,9 +89,10 @@ impl std::str::FromStr for Scheme {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self, Error> {
-        Self::ALL.into_iter().find(|scheme| scheme.name() == name).ok_or_else(|| {
-            let names = Self::ALL.map(Self::name).join(", ");
-            Error::Config(format!("unknown scheme {name:?}: expected one of {names}"))
+        let all = || Self::REDUCING.into_iter().chain([Self::Gather]);
+        all().find(|scheme| scheme.name() == name).ok_or_else(|| {
+            let names: Vec<&str> = all().map(Self::name).collect();
+            Error::Config(format!("unknown scheme {name:?}: expected one of {}", names.join(", ")))
         })
     }
 }
@@ -105,6 +110,8 @@ pub struct Site<'a> {
     pub slice: &'a Slice,
     /// Its element type.
     pub dtype: Dtype,
+    /// Length of the whole tensor, in bytes.
+    pub tensor_bytes: u64,
 }
 
 /// What an exchange works with while it handles an event.
@@ -141,6 +148,12 @@ pub enum Effect<C> {
         /// The rank.
         by: Rank,
     },
+    /// All contributions are here; goes before [`Effect::Complete`].
+    Gathered {
+        /// By rank the payloads of its contribution, in order; `None` for this rank and those that took no part. Empty if there
+        /// are no other ranks.
+        parts: Vec<Option<Vec<C>>>,
+    },
     /// The result is in this rank's memory.
     Complete {
         /// The round.
@@ -166,6 +179,8 @@ pub enum Exchange<C> {
     Store(store::Store<C>),
     /// See [`collective`].
     Collective(collective::Collective<C>),
+    /// See [`gather`].
+    Gather(gather::Gather<C>),
 }
 
 impl<C: Clone> Exchange<C> {
@@ -173,12 +188,14 @@ impl<C: Clone> Exchange<C> {
     #[must_use]
     pub fn new(scheme: Scheme) -> Self {
         match scheme.plan() {
-            None => Self::Store(store::Store::default()),
             Some(plan) => Self::Collective(collective::Collective::new(plan)),
+            None if scheme == Scheme::Gather => Self::Gather(gather::Gather::default()),
+            None => Self::Store(store::Store::default()),
         }
     }
 
     /// This rank takes part in round `header.seq`: `memory` holds its contribution, unless that is `absent`, and gets the result.
+    /// In a gather it holds `header.argument` bytes, and gets nothing.
     ///
     /// # Errors
     /// [`Error::Config`] if the last round is not complete here; [`Error::Protocol`] if others are at another round.
@@ -192,6 +209,7 @@ impl<C: Clone> Exchange<C> {
         match self {
             Self::Store(store) => store.submit(header, memory, absent, context),
             Self::Collective(collective) => collective.submit(header, memory, absent, context),
+            Self::Gather(gather) => gather.submit(header, &memory, context),
         }
     }
 
@@ -201,6 +219,7 @@ impl<C: Clone> Exchange<C> {
         match self {
             Self::Store(store) => store.expects(from, header, site),
             Self::Collective(collective) => collective.expects(from, header, site),
+            Self::Gather(gather) => gather.expects(from, header, site),
         }
     }
 
@@ -210,6 +229,7 @@ impl<C: Clone> Exchange<C> {
         match self {
             Self::Store(store) => store.place(header),
             Self::Collective(collective) => collective.place(header, site, memory),
+            Self::Gather(_) => None,
         }
     }
 
@@ -227,6 +247,7 @@ impl<C: Clone> Exchange<C> {
         match self {
             Self::Store(store) => store.frame(from, header, payload, context),
             Self::Collective(collective) => collective.frame(from, header, payload, context),
+            Self::Gather(gather) => gather.frame(from, header, payload, context),
         }
     }
 
@@ -242,6 +263,10 @@ impl<C: Clone> Exchange<C> {
         match self {
             Self::Store(store) => store.left(header, context),
             Self::Collective(collective) => collective.left(header, context.site.left),
+            Self::Gather(gather) => {
+                gather.left(context);
+                Ok(())
+            }
         }
     }
 
@@ -250,6 +275,7 @@ impl<C: Clone> Exchange<C> {
         match self {
             Self::Store(store) => store.missing(site.left, ranks),
             Self::Collective(collective) => collective.missing(site, ranks),
+            Self::Gather(gather) => gather.missing(site, ranks),
         }
     }
 }

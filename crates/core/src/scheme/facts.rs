@@ -163,7 +163,7 @@ impl Facts<'_> {
     }
 
     fn rebuild_s(&self) -> f64 {
-        match self.kind {
+        let product_s = match self.kind {
             Kind::Linear { outputs, inputs } => {
                 sparse::rebuild_flops(self.rows, outputs, inputs) / self.rates.product_flops_per_s
             }
@@ -172,7 +172,8 @@ impl Facts<'_> {
                 (rows * width * self.elem_bytes) as f64 / self.rates.summed_bytes_per_s
             }
             Kind::Other => 0.0,
-        }
+        };
+        self.rates.gather_s + product_s
     }
 
     pub(super) fn fully_connected(&self) -> Option<FullyConnected> {
@@ -198,7 +199,7 @@ pub struct Estimate {
     pub total_bytes: u64,
     /// Seconds on the wire, sums included.
     pub wire_s: f64,
-    /// Seconds to rebuild the gradient from what came, beyond what the dense path computes.
+    /// Seconds to put rows together and to rebuild the gradient from what came, beyond what the dense path computes.
     pub rebuild_s: f64,
 }
 

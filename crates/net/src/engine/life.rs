@@ -7,7 +7,7 @@ use crate::failure::{Failure, Stop};
 use crate::lane::{Lane, WAKER};
 use crate::mailbox::{Command, Mailbox};
 use mio::{Poll, Waker};
-use penstock_core::{Rank, Scheme, node};
+use penstock_core::{Rank, node};
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::atomic::Ordering;
@@ -109,7 +109,8 @@ impl Engine {
     /// The job's failure, [`Stop::Interrupted`].
     pub fn leave(&self, interrupted: &mut dyn FnMut() -> bool) -> Result<(), Stop> {
         self.alive("leave")?;
-        self.wait_idle("leave", interrupted)?;
+        // Released, too: what is not written yet must not come after the word that this rank has left.
+        self.wait_idle("leave", true, interrupted)?;
         let shared = &self.inner.shared;
         if self.inner.config.size == 1 {
             return Ok(());
@@ -137,7 +138,7 @@ impl Engine {
         let books = self.inner.books.read().unwrap_or_else(std::sync::PoisonError::into_inner);
         let tensors =
             books.iter().flat_map(|open| open.book.tensors.iter().map(move |tensor| (open, tensor)));
-        let collective = tensors.into_iter().find(|(_, tensor)| tensor.scheme != Scheme::Store);
+        let collective = tensors.into_iter().find(|(_, tensor)| tensor.scheme.plan().is_some());
         collective.map_or(Ok(()), |(open, tensor)| {
             let (book, name, scheme) = (&open.book.name, &tensor.name, tensor.scheme.name());
             Err(Failure::config(format!(
@@ -147,12 +148,17 @@ impl Engine {
         })
     }
 
-    /// Waits until nothing of this rank is in flight.
-    fn wait_idle(&self, call: &str, interrupted: &mut dyn FnMut() -> bool) -> Result<(), Stop> {
+    /// Waits until nothing of this rank is in flight; with `released`, until all of it is written.
+    fn wait_idle(
+        &self,
+        call: &str,
+        released: bool,
+        interrupted: &mut dyn FnMut() -> bool,
+    ) -> Result<(), Stop> {
         let books = self.inner.books.read().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
         for book in books {
             let tensors: Vec<u32> = (0..book.tensors.len() as u32).collect();
-            self.wait(book.id, &tensors, false, interrupted)?;
+            self.wait(book.id, &tensors, released, interrupted)?;
         }
         self.inner.shared.check().map_err(|failure| failure.add(&format!(" (noticed in {call}())")))?;
         Ok(())
@@ -203,7 +209,7 @@ impl Engine {
 
     /// The orderly part of a shutdown.
     fn part(&self, interrupted: &mut dyn FnMut() -> bool) -> Result<(), Stop> {
-        self.wait_idle("shutdown", interrupted)?;
+        self.wait_idle("shutdown", false, interrupted)?;
         let shared = &self.inner.shared;
         let lanes = shared.mailboxes().len() as u32;
         for mailbox in shared.mailboxes() {

@@ -254,6 +254,9 @@ pub(super) fn blame(failure: Failure, doing: &str, open: &OpenBook, tensor: Tens
 /// What a rank lacks that does not know who is late.
 fn unanswered(book: &Book, tensor: TensorId, me: Rank) -> String {
     let scheme = book.tensors[tensor as usize].scheme;
+    if scheme == Scheme::Gather {
+        return "what this rank contributes is not written to every rank".into();
+    }
     if scheme != Scheme::Store {
         let name = scheme.name();
         return format!(

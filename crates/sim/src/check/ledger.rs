@@ -1,6 +1,7 @@
 //! Results: who contributed what to which round, and what must come out of it.
 
 use super::{Checker, Violation, check, order};
+use penstock_core::Scheme;
 use penstock_core::layout::{Book, BookId, Rank, Seq, SliceId, TensorId};
 use penstock_core::wire::Op;
 use std::collections::BTreeMap;
@@ -127,6 +128,33 @@ impl Ledger {
         self.check_exact(completion, Checker::ResultStays)
     }
 
+    /// A rank reads what all ranks contributed to a gather: by rank the bytes, `None` where nothing is said to have come.
+    ///
+    /// # Errors
+    /// `exact` if it is not what they submitted, or comes from others than those who took part.
+    pub fn gathered(
+        &self,
+        rank: Rank,
+        (book, tensor, seq): (BookId, TensorId, Seq),
+        parts: &[Option<Option<Vec<u8>>>],
+        exact: Checker,
+    ) -> Result<(), Violation> {
+        let name = || format!("gather {seq} of tensor {tensor} of book {book}, rank {rank}");
+        let Some(round) = self.rounds.get(&(book, tensor, seq)) else {
+            return Err(Violation::new(Checker::ExactlyOnce, format!("{} was not submitted", name())));
+        };
+        for (other, part) in round.parts.iter().enumerate().filter(|(other, _)| *other != rank.index()) {
+            let got = parts.get(other).and_then(Option::as_ref);
+            check(part.is_some() == got.is_some(), Checker::NobodyForgotten, || {
+                format!("{}: rank {other} took part: {}", name(), part.is_some())
+            })?;
+            if let (Some(Part { bytes: Some(want), .. }), Some(Some(got))) = (part, got) {
+                check_bytes(want, got, exact, || format!("{}, from rank {other}", name()))?;
+            }
+        }
+        Ok(())
+    }
+
     /// Bytes and presence are as expected; `exact` is to blame if bytes differ.
     fn check_exact(&self, completion: &Completion<'_>, exact: Checker) -> Result<(), Violation> {
         let Completion { rank, book, slice, seq, present, bytes } = *completion;
@@ -202,7 +230,9 @@ fn expected(book: &Book, tensor: TensorId, round: &Round) -> Expected {
     if contributions().flatten().next().is_none() {
         return Expected::Absent;
     }
-    if contributions().flatten().any(|part| part.bytes.is_none()) {
+    // A gather has no result in the ranks' own memory; what came is checked by [`Ledger::gathered`].
+    let gathered = layout.scheme == Scheme::Gather;
+    if gathered || contributions().flatten().any(|part| part.bytes.is_none()) {
         return Expected::Present(None);
     }
     let active = round.parts.iter().flatten().count() as u32;
@@ -234,7 +264,8 @@ mod tests {
     }
 
     fn submit(ledger: &mut Ledger, rank: u32, absent: bool, values: [f32; 2]) {
-        let submission = Submission { book: 0, tensor: 0, op: Op::Average, absent, active: 2 };
+        let (op, gather_bytes) = (Op::Average, None);
+        let submission = Submission { book: 0, tensor: 0, op, absent, gather_bytes, active: 2 };
         ledger.submit(Rank(rank), &submission, 1, Some(bytes(values))).unwrap();
     }
 

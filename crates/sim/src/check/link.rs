@@ -19,7 +19,7 @@ const WAITING: u32 = 1 << 31;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum What {
     Control(Kind),
-    /// An answer, an absence or a result.
+    /// An answer, an absence, a result of this step, or a piece of a gather of this length.
     Ready(BookId, SliceId, Seq, u32),
     /// What counts under the window: a push, or a partial sum of this step.
     Push {
@@ -130,7 +130,23 @@ impl LinkModel {
         }
     }
 
-    /// The rank submits a tensor.
+    /// The rank contributes so many bytes to a gather: frames to all others, which nothing holds back.
+    pub fn gather(&mut self, id: BookId, tensor: TensorId, seq: Seq, len_bytes: u32) {
+        let Some(book) = self.books.get(&id).map(|state| state.book.clone()) else { return };
+        let slice_id = book.slices_of(tensor).start;
+        let slice = &book.slices[slice_id as usize];
+        if slice.lane != self.me.lane {
+            return;
+        }
+        let frames = len_bytes.div_ceil(slice.len_bytes).max(1);
+        for peer in (0..self.me.ranks).map(Rank) {
+            if peer != self.me.rank && !self.left.contains(&peer) {
+                (0..frames).for_each(|_| self.queue(peer, What::Ready(id, slice_id, seq, len_bytes)));
+            }
+        }
+    }
+
+    /// The rank submits a tensor that is summed.
     pub fn submit(&mut self, id: BookId, tensor: TensorId, seq: Seq, absent: bool) {
         let Some(book) = self.books.get(&id).map(|state| state.book.clone()) else { return };
         for slice_id in book.slices_of(tensor) {
@@ -266,6 +282,8 @@ impl LinkModel {
             }
             Kind::Part | Kind::Result if self.books.contains_key(&header.book) => self.part(header),
             Kind::Push | Kind::PushAbsent | Kind::Part => self.early.push((from, *header)),
+            // Whatever arrives, nothing is sent for it.
+            Kind::Gather => {}
             Kind::Answer | Kind::AnswerAbsent | Kind::AnswerSame => {
                 let number = self.books[&header.book].book.number_at_peer(header.slice);
                 self.through(header.book, from, number);

@@ -5,6 +5,7 @@
 
 use half::{bf16, f16};
 use penstock_core::Scheme;
+use penstock_core::exchange::plan::Plan;
 use penstock_core::layout::{Dtype, Rank};
 use penstock_core::wire::Op;
 
@@ -19,22 +20,22 @@ enum Sum {
 
 /// Into how many near-equal parts a slice is cut, each with a sum of its own.
 fn part_count(scheme: Scheme, p: u32) -> u32 {
-    match scheme {
-        Scheme::Ring => p,
-        Scheme::Butterfly => 1 << p.ilog2(),
-        Scheme::Store | Scheme::Central | Scheme::Tree => 1,
+    match scheme.plan() {
+        Some(Plan::Ring) => p,
+        Some(Plan::Butterfly) => 1 << p.ilog2(),
+        Some(Plan::Central | Plan::Tree) | None => 1,
     }
 }
 
 fn sum_of(scheme: Scheme, p: u32, part: u32) -> Sum {
-    match scheme {
-        Scheme::Store | Scheme::Central => Sum::Of((0..p).map(Sum::Own).collect()),
-        Scheme::Tree => tree(0, p),
+    match scheme.plan() {
+        Some(Plan::Central) | None => Sum::Of((0..p).map(Sum::Own).collect()),
+        Some(Plan::Tree) => tree(0, p),
         // From the position after the part's own once around, each adding what came to its own.
-        Scheme::Ring => {
+        Some(Plan::Ring) => {
             (2..=p).fold(Sum::Own((part + 1) % p), |came, i| Sum::Of(vec![Sum::Own((part + i) % p), came]))
         }
-        Scheme::Butterfly => butterfly(part, p, p.ilog2()),
+        Some(Plan::Butterfly) => butterfly(part, p, p.ilog2()),
     }
 }
 

@@ -6,7 +6,7 @@ use penstock_core::cost::dense::Algorithm;
 use penstock_core::layout::{Book, Rank};
 
 /// An owner's scratch buffers: of each other rank and each book at most its window, that of what overtakes, and the slices that
-/// go out of turn.
+/// go out of turn; and of what is gathered, contributions to two rounds.
 ///
 /// # Errors
 /// [`Checker::OwnerMemory`].
@@ -18,10 +18,21 @@ pub fn check_owner_memory(
     window_bytes: u64,
     exceptions: u64,
 ) -> Result<(), Violation> {
-    let largest = |book: &Book| book.slices.iter().map(|s| u64::from(s.len_bytes)).max().unwrap_or(0);
+    let summed = |book: &Book, tensor| book.tensors[tensor as usize].scheme != Scheme::Gather;
+    let largest = |book: &Book| {
+        let slices = book.slices.iter().filter(|slice| summed(book, slice.tensor));
+        slices.map(|slice| u64::from(slice.len_bytes)).max().unwrap_or(0)
+    };
+    let gathered = |book: &Book| {
+        let tensors = book.tensors.iter().filter(|tensor| tensor.scheme == Scheme::Gather);
+        2 * tensors.map(penstock_core::layout::Tensor::len_bytes).sum::<u64>()
+    };
     let per_peer: u64 = books
         .iter()
-        .map(|book| window_bytes.saturating_mul(2).saturating_add(exceptions * largest(book)))
+        .map(|book| {
+            let exceptions = exceptions * largest(book) + gathered(book);
+            window_bytes.saturating_mul(2).saturating_add(exceptions)
+        })
         .fold(0, u64::saturating_add);
     let bound = per_peer.saturating_mul(u64::from(ranks - 1));
     check(held_bytes <= bound, Checker::OwnerMemory, || {
@@ -38,7 +49,7 @@ pub fn round_bytes(book: &Book, rank: Rank, ranks: u32) -> u64 {
     let collective = book.slices.iter().map(|slice| {
         let tensor = &book.tensors[slice.tensor as usize];
         let algorithm = match tensor.scheme {
-            Scheme::Store => return 0,
+            Scheme::Store | Scheme::Gather => return 0,
             Scheme::Central => Algorithm::Central,
             Scheme::Tree => Algorithm::Tree,
             Scheme::Ring => Algorithm::Ring,

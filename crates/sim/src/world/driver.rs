@@ -60,6 +60,7 @@ impl<M: SimMemory> World<M> {
                         self.completed(rank, book, slice, seq, present)?;
                     }
                 }
+                Action::Gathered { book, slice, parts } => self.gathered(rank, book, slice, parts)?,
                 Action::AllLeft => self.workers[rank.index()].lanes_left += 1,
                 Action::Control { from, header, payload } => {
                     self.control_arrived(rank, from, &header, payload.as_ref())?;
@@ -138,6 +139,7 @@ impl<M: SimMemory> World<M> {
         let mut sent = payload.as_ref().and_then(Chunk::to_bytes);
         let written = payload.map(|chunk| (chunk, sent.clone()));
         if let Some((chunk, _)) = &written
+            && chunk.len_bytes() > 0
             && self.sabotage(Sabotage::ChangeWhileWriting)
         {
             chunk.write(|bytes| bytes[0] ^= 1);
@@ -211,8 +213,8 @@ impl<M: SimMemory> World<M> {
         // From now on and until all is here the memory holds a part of the payload: nobody may read it.
         chunk.write(|bytes| bytes.fill(0xEE));
         // A rank that has left sums into scratch, and a blob is the driver's: neither is under a window.
-        if self.workers[to.index()].phase == Phase::Running && matches!(header.kind, Kind::Push | Kind::Part)
-        {
+        let held = matches!(header.kind, Kind::Push | Kind::Part | Kind::Gather);
+        if self.workers[to.index()].phase == Phase::Running && held {
             let held_bytes = self.nodes[at].memory().held_bytes();
             let setup = &self.setup;
             let exceptions = setup.demands.exceptions;

@@ -6,6 +6,7 @@ use crate::check::{Checker, Violation, check};
 use crate::memory::{Chunk, SimMemory};
 use crate::program::{Instruction, Sabotage, Setup, Submission};
 use crate::random::Random;
+use penstock_core::Scheme;
 use penstock_core::layout::{BookId, Dtype, Rank, Seq, SliceId, TensorId};
 use penstock_core::node::Event;
 use penstock_core::wire::{Header, Kind};
@@ -39,6 +40,26 @@ pub(super) struct Tensor {
     remaining: u32,
     /// What the slices said about whether anybody contributed.
     present: Option<bool>,
+    /// Of a tensor that is gathered: what came, by rank, until the next submission.
+    parts: Vec<Option<Vec<Chunk>>>,
+    /// Memory of earlier contributions to it that may still be on its way.
+    lent: Vec<Chunk>,
+}
+
+impl Tensor {
+    fn is_released(&mut self) -> bool {
+        self.lent.retain(Chunk::is_shared);
+        self.lent.is_empty() && !self.memory.is_shared()
+    }
+
+    /// The bytes that came, by rank; the inner `None` for virtual memory.
+    fn bytes_by_rank(&self) -> Vec<Option<Option<Vec<u8>>>> {
+        let joined = |chunks: &Vec<Chunk>| {
+            let all: Option<Vec<_>> = chunks.iter().map(Chunk::to_bytes).collect();
+            all.map(|all| all.concat())
+        };
+        self.parts.iter().map(|part| part.as_ref().map(joined)).collect()
+    }
 }
 
 /// One rank's program under way.
@@ -82,7 +103,12 @@ impl Worker {
     }
 
     pub(super) fn has_shared_memory(&self) -> bool {
-        self.tensors.iter().flatten().flatten().any(|tensor| tensor.memory.is_shared())
+        let shared = |tensor: &Tensor| tensor.memory.is_shared() || tensor.lent.iter().any(Chunk::is_shared);
+        self.tensors.iter().flatten().flatten().any(shared)
+    }
+
+    fn all_released(&mut self) -> bool {
+        self.tensors.iter_mut().flatten().flatten().all(Tensor::is_released)
     }
 
     fn tensor(&mut self, book: BookId, tensor: TensorId) -> Option<&mut Tensor> {
@@ -129,10 +155,14 @@ impl<M: SimMemory> World<M> {
             Instruction::Open(book) => self.open(rank, *book)?,
             Instruction::Submit(submission) => {
                 let tensor = self.workers[rank.index()].tensor(submission.book, submission.tensor);
-                if tensor.is_none_or(|tensor| tensor.remaining > 0 || tensor.memory.is_shared()) {
+                let gathered = submission.gather_bytes.is_some();
+                if tensor.is_none_or(|t| t.remaining > 0 || (t.memory.is_shared() && !gathered)) {
                     return Ok(false);
                 }
-                self.submit(rank, submission)?;
+                match submission.gather_bytes {
+                    Some(len_bytes) => self.gather(rank, submission, len_bytes)?,
+                    None => self.submit(rank, submission)?,
+                }
             }
             Instruction::Wait { book, tensors } => {
                 let worker = &mut self.workers[rank.index()];
@@ -142,7 +172,8 @@ impl<M: SimMemory> World<M> {
                 self.read(rank, *book, tensors)?;
             }
             Instruction::Leave { agree } => {
-                if !self.workers[rank.index()].all_complete() {
+                let worker = &mut self.workers[rank.index()];
+                if !worker.all_complete() || !worker.all_released() {
                     return Ok(false);
                 }
                 self.workers[rank.index()].phase = Phase::Left { agree: *agree };
@@ -171,6 +202,8 @@ impl<M: SimMemory> World<M> {
             seq: 0,
             remaining: 0,
             present: None,
+            parts: Vec::new(),
+            lent: Vec::new(),
         };
         self.workers[rank.index()].tensors[usize::from(book)] =
             Some(layout.tensors.iter().map(tensor).collect());
@@ -201,10 +234,8 @@ impl<M: SimMemory> World<M> {
         mine.seq += 1;
         (mine.remaining, mine.present) = (layout.slice_count, None);
         let (seq, memory) = (mine.seq, mine.memory.clone());
-        // Drawn anew for each submission, so that what is sent does not depend on the order of events.
-        let name = [rank.0, u32::from(book), tensor, seq].map(u64::from);
-        let mix = name.iter().fold(setup.seed, |mix, part| Random::new(mix ^ (part + 1)).bits());
-        memory.write(|bytes| fill(layout.dtype, &mut Random::new(mix), bytes));
+        let mut random = numbers_of(setup.seed, rank, submission, seq);
+        memory.write(|bytes| fill(layout.dtype, &mut random, bytes));
         self.ledger.submit(rank, submission, seq, memory.to_bytes())?;
         self.trace(|| {
             let name = &layout.name;
@@ -226,6 +257,48 @@ impl<M: SimMemory> World<M> {
         Ok(())
     }
 
+    /// A rank contributes to a gather, as the front end does: from new memory, if the last is still on its way.
+    fn gather(&mut self, rank: Rank, submission: &Submission, len_bytes: u32) -> Result<(), Violation> {
+        let Submission { book, tensor, .. } = *submission;
+        let setup = self.setup.clone();
+        let layout = &setup.books[usize::from(book)].tensors[tensor as usize];
+        let Some(mine) = self.workers[rank.index()].tensor(book, tensor) else { return Ok(()) };
+        mine.seq += 1;
+        (mine.remaining, mine.present) = (layout.slice_count, None);
+        mine.parts.clear();
+        if mine.memory.is_shared() {
+            let memory = M::tensor(layout.len_bytes() as usize);
+            mine.lent.push(std::mem::replace(&mut mine.memory, memory));
+        }
+        let (seq, memory) = (mine.seq, mine.memory.part(0, len_bytes as usize));
+        let mut random = numbers_of(setup.seed, rank, submission, seq);
+        memory.write(|bytes| fill(layout.dtype, &mut random, bytes));
+        self.ledger.submit(rank, submission, seq, memory.to_bytes())?;
+        self.trace(|| {
+            format!("rank {rank} gathers {len_bytes} bytes of {} of book {book}, round {seq}", layout.name)
+        });
+        let lane = setup.books[usize::from(book)].slices[layout.first_slice as usize].lane;
+        if let Some(model) = self.model(rank, lane) {
+            model.gather(book, tensor, seq, len_bytes);
+        }
+        self.step(rank, lane, Event::Gather { book, tensor, seq, step: seq, memory, len_bytes })
+    }
+
+    /// All contributions to a gather are here. They stay until the next submission.
+    pub(super) fn gathered(
+        &mut self,
+        rank: Rank,
+        book: BookId,
+        slice: SliceId,
+        parts: Vec<Option<Vec<Chunk>>>,
+    ) -> Result<(), Violation> {
+        let id = self.setup.books[usize::from(book)].slices[slice as usize].tensor;
+        let Some(tensor) = self.workers[rank.index()].tensor(book, id) else { return Ok(()) };
+        tensor.parts = parts;
+        let (seq, bytes) = (tensor.seq, tensor.bytes_by_rank());
+        self.ledger.gathered(rank, (book, id, seq), &bytes, Checker::Exact)
+    }
+
     /// A slice of a submission is complete.
     pub(super) fn completed(
         &mut self,
@@ -241,8 +314,13 @@ impl<M: SimMemory> World<M> {
         let present = present != self.sabotage(Sabotage::FlipPresent);
         let touch = !present && self.sabotage(Sabotage::TouchAbsent);
         let Some(tensor) = self.workers[rank.index()].tensor(book, layout.tensor) else { return Ok(()) };
-        let memory = tensor.memory.part(layout.offset_bytes as usize, layout.len_bytes as usize);
         tensor.remaining = tensor.remaining.saturating_sub(1);
+        if setup.books[usize::from(book)].tensors[layout.tensor as usize].scheme == Scheme::Gather {
+            tensor.present = Some(present);
+            self.trace(|| format!("rank {rank}: gather {slice} of book {book}, round {seq}, is complete"));
+            return self.ledger.complete(&Completion { rank, book, slice, seq, present, bytes: None });
+        }
+        let memory = tensor.memory.part(layout.offset_bytes as usize, layout.len_bytes as usize);
         let agrees = *tensor.present.get_or_insert(present) == present;
         if touch {
             memory.write(|bytes| bytes[0] ^= 1);
@@ -267,6 +345,13 @@ impl<M: SimMemory> World<M> {
         for &id in tensors {
             let ledger = &self.ledger;
             let Some(tensor) = self.workers[rank.index()].tensor(book, id) else { continue };
+            if layout.tensors[id as usize].scheme == Scheme::Gather {
+                if tensor.present.is_some() {
+                    let key = (book, id, tensor.seq);
+                    ledger.gathered(rank, key, &tensor.bytes_by_rank(), Checker::ResultStays)?;
+                }
+                continue;
+            }
             for slice in layout.slices_of(id).filter(|_| tensor.present.is_some()) {
                 let at = &layout.slices[slice as usize];
                 let memory = tensor.memory.part(at.offset_bytes as usize, at.len_bytes as usize);
@@ -332,6 +417,7 @@ impl<M: SimMemory> World<M> {
         if !self.workers[rank.index()].all_complete() {
             return Ok(false);
         }
+        self.workers[rank.index()].tensors.iter_mut().flatten().flatten().for_each(|t| t.parts.clear());
         if self.sabotage(Sabotage::KeepTensor) {
             let kept = self.workers[rank.index()].tensors.iter().flatten().flatten().next();
             self.hoard.extend(kept.map(|tensor| tensor.memory.clone()));
@@ -353,6 +439,12 @@ impl<M: SimMemory> World<M> {
         }
         all
     }
+}
+
+/// For the numbers of one submission, so that what is sent does not depend on the order of events.
+fn numbers_of(seed: u64, rank: Rank, submission: &Submission, seq: Seq) -> Random {
+    let name = [rank.0, u32::from(submission.book), submission.tensor, seq].map(u64::from);
+    Random::new(name.iter().fold(seed, |mix, part| Random::new(mix ^ (part + 1)).bits()))
 }
 
 /// Finite numbers over a few orders of magnitude and of both signs, so that the order of a sum shows in its bits.

@@ -108,7 +108,7 @@ class Explanation:
             rates=coordinator.rates,
             layers=plans,
             store_bytes=sum(plan.scheme_bytes["store"] for plan in plans),
-            chosen_bytes=sum(plan.scheme_bytes[plan.scheme] for plan in plans),
+            chosen_bytes=sum(plan.scheme_bytes.get(plan.scheme, plan.scheme_bytes["store"]) for plan in plans),
             times=None if compute_s is None else predict(coordinator, plans, compute_s),
         )
 
@@ -127,7 +127,8 @@ def _plan(coordinator: Coordinator, name: str) -> LayerPlan:
     layer = coordinator.query(name)
     choice = coordinator.decision(name)
     estimates = {estimate["scheme"]: estimate for estimate in choice["estimates"]}
-    chosen = estimates[choice["scheme"]]
+    # A scheme that was given or adopted may need rows that are not known here: then the store's bytes stand for its.
+    chosen = estimates.get(choice["scheme"], estimates["store"])
     rows = coordinator.rows(name)
     return LayerPlan(
         name=name,

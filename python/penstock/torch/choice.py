@@ -1,0 +1,245 @@
+"""Schemes chosen while training: facts measured by every rank, gathered at the same steps, and the choice they lead to.
+
+In the first step, the tenth and every hundredth the layers that could send rows are watched for how many they have.
+Each rank writes what it saw, and its rates, into its own part of one small tensor; the sum over all ranks is then
+everybody's facts, bit for bit, and travels like any gradient. One step later it is in, and the coordinator
+(`penstock.coordinator`) decides on every rank alike. No step waits for a measurement, and ranks that have left (`join`)
+count as zeros.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.coordinator import Coordinator, Rates
+from penstock.description import Network
+from penstock.torch.description import layers_of
+from penstock.torch.memory import lent_to
+
+if TYPE_CHECKING:
+    from penstock._native import Engine
+    from penstock.torch.gather import Gather
+
+__all__ = ["Choice", "copy_rate", "is_due", "measured_rates", "network_of"]
+
+FIRST_STEPS = (1, 10)
+STEPS_BETWEEN = 100
+COMMON_FACTS = 4
+"""Samples, bytes per second, latency, floating point operations per second."""
+
+RATE_BYTES_MIN = 4 << 20
+"""A copy of fewer bytes is over before it shows a rate."""
+PRODUCT_ROWS, PRODUCT_SIDE = 128, 1024
+TRIES = 3
+
+
+def is_due(step: int) -> bool:
+    """Whether rows are counted in this step, from 1."""
+    return step in FIRST_STEPS or step % STEPS_BETWEEN == 0
+
+
+def network_of(model: nn.Module, why_store: Mapping[str, str], name: str) -> Network:
+    """A distributed model's layers; no arithmetic, for no forward has been seen.
+
+    Args:
+        model: The model.
+        why_store: By layer, why it cannot send rows.
+        name: For the reader.
+    """
+    return Network(name, tuple(layers_of(model, {}, why_store=why_store)))
+
+
+def copy_rate(nbytes: int, ranks: int, seconds: float) -> float:
+    """Bytes per second of one direction of an interface, as one rank's copy to all others showed it; 0: too short.
+
+    The source sends all but its own shard's part to the owners, and its shard answers all others.
+    """
+    return 2.0 * (ranks - 1) / ranks * nbytes / seconds if nbytes >= RATE_BYTES_MIN and seconds > 0.0 else 0.0
+
+
+def measured_rates(engine: Engine, bytes_per_s: float, *, products: bool) -> Rates:
+    """What this rank can tell of wire and processor. Collective.
+
+    Args:
+        engine: The engine.
+        bytes_per_s: As a transfer showed it; 0 if none did.
+        products: Whether a matrix product is timed: some 20 ms on a slow core.
+    """
+    assumed = Rates()
+    latency_s = float("inf")
+    for _ in range(TRIES):
+        start = time.perf_counter()
+        engine.all_gather("penstock.distribute: latency", b"")
+        latency_s = min(latency_s, time.perf_counter() - start)
+    return Rates(
+        bytes_per_s=bytes_per_s or assumed.bytes_per_s,
+        latency_s=latency_s,
+        product_flops_per_s=_product_rate() if products else assumed.product_flops_per_s,
+        source="measured" if bytes_per_s else "line rate assumed: the model is too small to measure it",
+    )
+
+
+@torch.no_grad()
+def _product_rate() -> float:
+    """Floating point operations per second of dY^T X."""
+    upstream, given = torch.ones(PRODUCT_ROWS, PRODUCT_SIDE), torch.ones(PRODUCT_ROWS, PRODUCT_SIDE)
+    result = upstream.T @ given  # once to warm up
+    fastest = float("inf")
+    for _ in range(TRIES):
+        start = time.perf_counter()
+        torch.mm(upstream.T, given, out=result)
+        fastest = min(fastest, time.perf_counter() - start)
+    return 2.0 * PRODUCT_ROWS * PRODUCT_SIDE**2 / fastest
+
+
+class Choice:
+    """One model's choice of schemes.
+
+    Args:
+        engine: The engine.
+        rank: This rank.
+        name: The name of its book.
+        model: The model.
+        coordinator: Knows the layers and decides.
+        gathers: By layer, those that can send rows.
+        local: What this rank has measured.
+        apply: Called with the layers that change and their schemes, on all ranks after the same step.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        rank: int,
+        name: str,
+        model: nn.Module,
+        coordinator: Coordinator,
+        gathers: Mapping[str, Gather],
+        local: Rates,
+        apply: Callable[[Mapping[str, str]], None],
+    ) -> None:
+        self.coordinator = coordinator
+        self._engine = engine
+        self._rank = rank
+        self._ranks = coordinator.cluster.n_worker
+        self._local = local
+        self._apply = apply
+        self._names = list(gathers)
+        self._width = COMMON_FACTS + len(self._names)
+        self._rows = dict.fromkeys(self._names, 0)
+        self._samples = 0
+        self._counting = True  # the first step is due
+        self._sent: Tensor | None = None  # facts on their way
+        self._step = 0
+        self.id = engine.open_book(name, [name], [("facts", 0, "f64", self._ranks * self._width)])
+        model.register_forward_pre_hook(self._count_samples, with_kwargs=True)
+        for layer, gather in gathers.items():
+            gather.module.register_forward_pre_hook(self._make_count(layer, gather), with_kwargs=True)
+
+    # Counting. What torch.compile traces counts nothing: those layers have no rows to send either.
+
+    def _count_samples(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or not self._counting:
+            return
+        given = _first_tensor((*args, *kwargs.values()))
+        if given is not None and given.dim() > 0 and torch.is_grad_enabled():
+            self._samples += given.shape[0]
+
+    def _make_count(self, layer: str, gather: Gather) -> Any:
+        inputs = gather.weight.param.shape[1] if gather.scheme == "factors" else None
+
+        def count(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if torch.compiler.is_compiling() or not self._counting:
+                return
+            given = _first_tensor((*args, *kwargs.values()))
+            if given is not None and torch.is_grad_enabled():
+                self._rows[layer] += given.unique().numel() if inputs is None else given.numel() // inputs
+
+        return count
+
+    # Steps
+
+    def after_step(self, step: int) -> None:
+        """Take in the facts sent a step ago, and send this step's if it is due.
+
+        Args:
+            step: Steps taken so far, this one included; the same on all ranks.
+        """
+        if step <= self._step:
+            return  # one of several optimizers of one step
+        self._step = step
+        if self._sent is not None:
+            self._decide(self._arrived())
+        if self._counting:
+            self._send(step)
+        self._counting = is_due(step + 1)
+
+    def _send(self, step: int) -> None:
+        rates = self._local
+        facts = torch.zeros(self._ranks, self._width, dtype=torch.float64)
+        common = [float(self._samples), rates.bytes_per_s, rates.latency_s, rates.product_flops_per_s]
+        facts[self._rank] = torch.tensor(common + [float(count) for count in self._rows.values()], dtype=torch.float64)
+        nbytes = facts.numel() * facts.element_size()
+        token = self._engine.submit(self.id, 0, facts.data_ptr(), nbytes, "sum", step)
+        lent_to(self._engine).tensors[token] = self._sent = facts
+        self._rows = dict.fromkeys(self._names, 0)
+        self._samples = 0
+
+    def _arrived(self) -> list[list[float]]:
+        """By rank; a rank that had left has zeros."""
+        facts, self._sent = self._sent, None
+        self._engine.wait(self.id, [0])
+        assert facts is not None
+        by_rank: list[list[float]] = facts.tolist()
+        return by_rank
+
+    def _decide(self, by_rank: Sequence[Sequence[float]]) -> None:
+        there = [facts for facts in by_rank if facts[1] > 0.0]
+        if not there:
+            return
+        rates = replace(
+            self.coordinator.rates,
+            bytes_per_s=min(facts[1] for facts in there),
+            latency_s=max(facts[2] for facts in there),
+            product_flops_per_s=min(facts[3] for facts in there),
+            source=self._local.source,
+        )
+        rows = {
+            name: column
+            for place, name in enumerate(self._names, COMMON_FACTS)
+            if any(column := [int(facts[place]) for facts in by_rank])
+        }
+        samples = int(max(facts[0] for facts in by_rank))
+        changes = self.coordinator.update(rows=rows, rates=rates, batchsize=samples or None)
+        if changes:
+            self._apply(changes)
+
+    # Join
+
+    @property
+    def schemes(self) -> dict[str, str]:
+        """What the layers that can send rows use now."""
+        return {name: self.coordinator.best_scheme(name) for name in self._names}
+
+    def settle(self) -> None:
+        """Wait for facts on their way, before this rank leaves; what the others decide of them it adopts later."""
+        if self._sent is not None:
+            self._arrived()
+
+    def adopt(self, schemes: Mapping[str, str], step: int) -> None:
+        """Go on from where the rank that went furthest is; on all ranks, when all have left."""
+        self._rows = dict.fromkeys(self._names, 0)
+        self._samples = 0
+        self._step = step
+        self._counting = is_due(step + 1)
+        self.coordinator.adopt(schemes)
+        self._apply(schemes)
+
+
+def _first_tensor(values: Sequence[Any]) -> Tensor | None:
+    return next((value for value in values if isinstance(value, Tensor)), None)

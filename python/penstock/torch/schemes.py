@@ -1,0 +1,177 @@
+"""Which layers may send what their gradients are made of, and which of them are told to.
+
+The gradient of `nn.Linear` is dY^T X: K rows of X and dY are its *sufficient factors* (Poseidon section 3.2, after
+Xie et al.'s SFB). That of `nn.Embedding` is zero but for the rows that were looked up: *pairs* of an index and a
+row. Both are exact where the module's own forward is all that reads the weight, and where nobody wants to see the local
+gradient on its way; for all other layers `why_dense` says why not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from penstock.errors import ConfigError
+from penstock.torch.safety import DeferredParameter
+
+__all__ = ["SCHEMES", "choose", "foreign_hooks", "gather_scheme", "survey", "why_dense"]
+
+SCHEMES = ("store", "factors", "pairs")
+
+_PLAIN: dict[str, type[nn.Module]] = {"factors": nn.Linear, "pairs": nn.Embedding}
+_FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def gather_scheme(module: nn.Module) -> str | None:
+    """``factors`` for `nn.Linear`, ``pairs`` for `nn.Embedding`, subclasses included, and ``None`` for all else."""
+    return next((scheme for scheme, plain in _PLAIN.items() if isinstance(module, plain)), None)
+
+
+def why_dense(module: nn.Module, model: nn.Module | None = None) -> str | None:
+    """Why the gradients of a module's own parameters must travel as they are, in the store.
+
+    Args:
+        module: The module.
+        model: The model it is in, as it was given to `penstock.distribute`. Without it, what only the whole model shows
+            (a shared weight, compiled surroundings) is not looked at.
+
+    Returns:
+        A clause such as ``its weight is also that of head``, or ``None`` if the module's `gather_scheme` is exact.
+
+    Example:
+        >>> why_dense(nn.Conv2d(3, 8, 3))
+        'it is a Conv2d; only nn.Linear and nn.Embedding have a shorter form'
+    """
+    scheme = gather_scheme(module)
+    if scheme is None:
+        return f"it is a {type(module).__name__}; only nn.Linear and nn.Embedding have a shorter form"
+    reason = _why_module(module, _PLAIN[scheme]) or _why_parameters(module)
+    return reason if reason is not None or model is None else _Survey(model).why_dense(module)
+
+
+def _why_module(module: nn.Module, plain: type[nn.Module]) -> str | None:
+    if parametrize.is_parametrized(module):
+        return "its weight is computed by a parametrization"
+    if module._parameters.get("weight") is None:
+        return "its weight is computed from other parameters (weight norm, spectral norm)"
+    if type(module) is not plain:
+        return f"it is a {type(module).__name__}, whose forward may read the weight otherwise than nn.{plain.__name__}"
+    if "forward" in module.__dict__ and not getattr(module.__dict__["forward"], "_penstock", False):
+        return "its forward has been replaced"
+    if isinstance(module, nn.Embedding):
+        if module.max_norm is not None:
+            return "max_norm changes its weight during the forward pass"
+        if module.scale_grad_by_freq:
+            return "scale_grad_by_freq divides by how often an index occurs in the local batch"
+    return None
+
+
+def _why_parameters(module: nn.Module) -> str | None:
+    for name, param in module.named_parameters(recurse=False):
+        if name not in ("weight", "bias"):
+            return f"it has another parameter, {name}"
+        if not param.requires_grad:
+            return f"its {name} is frozen"
+        if param.dtype not in _FLOATING:
+            return f"its {name} has type {param.dtype}"
+        if type(param) not in (nn.Parameter, DeferredParameter):
+            return f"its {name} is a {type(param).__name__}"
+        if not param.is_contiguous() or param.numel() == 0:
+            return f"its {name} is empty or not contiguous"
+        if param.untyped_storage().nbytes() != param.numel() * param.element_size():
+            return f"its {name} is a part of a larger tensor"
+        if foreign_hooks(param):
+            return f"a hook on its {name} wants to see the local gradient"
+    return None
+
+
+def foreign_hooks(param: Tensor) -> bool:
+    """Whether somebody else than Penstock has put a hook on a parameter's gradient."""
+    tables = (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None))
+    return any(not getattr(hook, "_penstock", False) for table in tables if table for hook in table.values())
+
+
+class _Survey:
+    """What only a whole model shows, looked up once for all of its modules."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._users: dict[int, list[tuple[nn.Module, str]]] = {}  # by address of a tensor's storage
+        self._unwatched: dict[int, str] = {}  # by id of the module: why its forward is not called in Python
+        for path, module in model.named_modules():
+            for _, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                self._users.setdefault(tensor.untyped_storage().data_ptr(), []).append((module, path or "the model"))
+            if getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule":
+                self._unwatched.update((id(part), "its forward pass is compiled") for part in module.modules())
+            elif isinstance(module, torch.jit.ScriptModule):
+                self._unwatched.update((id(part), "its forward pass is scripted") for part in module.modules())
+
+    def why_dense(self, module: nn.Module) -> str | None:
+        for name, param in module.named_parameters(recurse=False):
+            for other, path in self._users.get(param.untyped_storage().data_ptr(), ()):
+                if other is not module:
+                    return f"its {name} is also that of {path}"
+        return self._unwatched.get(id(module))
+
+
+def survey(model: nn.Module, modules: Sequence[nn.Module]) -> list[str | None]:
+    """`why_dense` of many modules of one model."""
+    whole = _Survey(model)
+    return [why_dense(module) or whole.why_dense(module) for module in modules]
+
+
+def choose(
+    names: Sequence[str], modules: Sequence[nn.Module], reasons: Sequence[str | None], schemes: Mapping[str, str]
+) -> list[str]:
+    """What a user's patterns say of each layer.
+
+    Args:
+        names: The layers' names, which are paths in the model.
+        modules: The modules they are.
+        reasons: What `why_dense` says of each.
+        schemes: Patterns as in `fnmatch`, and what the layers they match shall use. The first that matches decides.
+
+    Returns:
+        A scheme for each layer. A layer that cannot use what its pattern says, but was matched together with one that
+        can, uses the store.
+
+    Raises:
+        ConfigError: There is no such scheme, no layer matches a pattern, or none that matches can use the scheme.
+    """
+    chosen = ["store"] * len(names)
+    open_layers = set(range(len(names)))
+    for pattern, scheme in schemes.items():
+        if not isinstance(pattern, str) or scheme not in SCHEMES:
+            raise ConfigError(
+                f"penstock.distribute: schemes={{{pattern!r}: {scheme!r}}}: a pattern of layer names and one of "
+                f"{', '.join(SCHEMES)} is expected"
+            )
+        matched = [index for index, name in enumerate(names) if fnmatchcase(name, pattern)]
+        if not matched:
+            raise ConfigError(
+                f"penstock.distribute: schemes: no layer matches {pattern!r}; the layers are {_shortened(names)}"
+            )
+        refused = {index: _why_not(modules[index], reasons[index], scheme) for index in matched}
+        if all(refused.values()):
+            why = "; ".join(f"{names[index]}: {reason}" for index, reason in list(refused.items())[:3])
+            raise ConfigError(f"penstock.distribute: schemes: no layer of {pattern!r} can use {scheme}: {why}")
+        for index in matched:
+            if index in open_layers and refused[index] is None:
+                chosen[index] = scheme
+        open_layers.difference_update(matched)
+    return chosen
+
+
+def _why_not(module: nn.Module, reason: str | None, scheme: str) -> str | None:
+    if scheme == "store":
+        return None
+    if gather_scheme(module) != scheme:
+        return f"it is a {type(module).__name__}, and {scheme} are for nn.{_PLAIN[scheme].__name__}"
+    return reason
+
+
+def _shortened(names: Sequence[str], most: int = 12) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
