@@ -38,10 +38,20 @@ pub enum Kind {
     Abort = 9,
     /// To all, after everything else: this rank is done, needs nobody any more, and owes this peer nothing.
     Goodbye = 10,
+    /// A whole message of a call; `book`, `slice` and `step` are group, call and stage, `seq` is the call's signature.
+    Message = 32,
+    /// A message of `argument` bytes is there to be asked for.
+    Offer = 33,
+    /// There is memory for a message of `argument` bytes: send its parts.
+    Ready = 34,
+    /// A part of a message that was asked for; `argument` is where it starts.
+    MessagePart = 35,
+    /// `argument` more bytes of whole messages may be sent.
+    Credit = 36,
 }
 
 impl Kind {
-    const ALL: [Self; 10] = [
+    const ALL: [Self; 15] = [
         Self::Push,
         Self::PushAbsent,
         Self::Answer,
@@ -52,6 +62,11 @@ impl Kind {
         Self::Heartbeat,
         Self::Abort,
         Self::Goodbye,
+        Self::Message,
+        Self::Offer,
+        Self::Ready,
+        Self::MessagePart,
+        Self::Credit,
     ];
 
     /// Whether the frame is part of a slice's exchange.
@@ -66,8 +81,16 @@ impl Kind {
         matches!(self, Self::Push | Self::PushAbsent)
     }
 
+    /// Whether the frame is part of a call; see [`crate::calls`].
+    #[must_use]
+    pub fn is_call(self) -> bool {
+        matches!(self, Self::Message | Self::Offer | Self::Ready | Self::MessagePart | Self::Credit)
+    }
+
     fn payload_bytes_max(self) -> usize {
         match self {
+            Self::Message => limits::EAGER_BYTES_MAX,
+            Self::MessagePart => limits::PART_BYTES_MAX,
             Self::Push | Self::Answer => limits::SLICE_BYTES_MAX,
             Self::Blob => limits::BLOB_BYTES_MAX,
             Self::Abort => limits::REASON_BYTES_MAX,
@@ -200,7 +223,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn decode_inverts_encode(kind in 0usize..10, op in 0u8..3, book: u16, slice: u32, seq: u32, step: u32, argument: u32) {
+        fn decode_inverts_encode(kind in 0usize..Kind::ALL.len(), op in 0u8..3, book: u16, slice: u32, seq: u32, step: u32, argument: u32) {
             let op = [Op::Average, Op::Sum, Op::Copy][op as usize];
             let header = Header { kind: Kind::ALL[kind], op, book, slice, seq, step, argument, payload_bytes: 0 };
             prop_assert_eq!(Header::decode(&header.encode()), Ok(header));

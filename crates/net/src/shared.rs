@@ -119,6 +119,8 @@ pub(crate) struct Shared {
     state: Mutex<State>,
     changed: Condvar,
     failed: AtomicBool,
+    /// Calls of this rank that are not done.
+    pub(crate) calls_open: AtomicU64,
     mailboxes: OnceLock<Vec<Arc<Mailbox>>>,
     /// `host:port` by rank, for messages.
     addresses: OnceLock<Vec<String>>,
@@ -153,6 +155,7 @@ impl Shared {
             state: Mutex::new(state),
             changed: Condvar::new(),
             failed: AtomicBool::new(false),
+            calls_open: AtomicU64::new(0),
             mailboxes: OnceLock::new(),
             addresses: OnceLock::new(),
             started: now,

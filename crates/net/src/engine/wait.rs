@@ -255,7 +255,7 @@ pub(super) fn blame(failure: Failure, doing: &str, open: &OpenBook, tensor: Tens
     Failure { layer: Some(layer.into()), step: Some(step), ..failure.add(&more) }
 }
 
-fn listed(ranks: &[Rank]) -> String {
+pub(super) fn listed(ranks: &[Rank]) -> String {
     let names: Vec<String> = ranks.iter().map(Rank::to_string).collect();
     format!("{} {}", if ranks.len() == 1 { "rank" } else { "ranks" }, names.join(", "))
 }
