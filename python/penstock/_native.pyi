@@ -164,6 +164,12 @@ class Engine:
         lengths in bytes. ``keep`` is let go of when nobody touches the memory any more.
         """
 
+    def take_done(self, patience_s: float) -> list[int]:
+        """The ids of watched calls that are done since the last time; waits for one, up to ``patience_s``.
+
+        Raises the job's failure: what is not done will never be.
+        """
+
     def after_fork_in_child(self) -> None:
         """Let go of the parent's connections; for a child right after a fork."""
 
@@ -173,6 +179,13 @@ class Call:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the results are in memory and the memory is the program's again."""
+
+    @property
+    def id(self) -> int:
+        """What `Engine.take_done` calls it."""
+
+    def watch(self) -> None:
+        """Let `Engine.take_done` tell when it is done, or that it is."""
 
     def done(self) -> bool:
         """Whether that is so; raises the job's failure if it will never be."""

@@ -73,7 +73,7 @@ def view(value: Any, caller: str, *, written: bool) -> Buffer:
         written: Whether the result goes there.
 
     Raises:
-        ConfigError: It is not contiguous, not in main memory, read-only though it is to be written, or nothing of these.
+        ConfigError: It is none of these, not contiguous, not in main memory, or read-only and to be written.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):

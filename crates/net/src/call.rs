@@ -17,6 +17,9 @@ pub struct Handle {
     unreleased: AtomicU32,
     /// Threads that wait for it now.
     awaited: AtomicU32,
+    /// Whether [`crate::Engine::take_done`] shall tell of it, and has been told.
+    watched: AtomicBool,
+    reported: AtomicBool,
     /// What keeps the memory allocated, until it is released.
     keep: Mutex<Option<Box<dyn Any + Send + Sync>>>,
     shared: Arc<Shared>,
@@ -41,9 +44,17 @@ impl Handle {
             complete: AtomicBool::new(false),
             unreleased: AtomicU32::new(regions),
             awaited: AtomicU32::new(0),
+            watched: AtomicBool::new(false),
+            reported: AtomicBool::new(false),
             keep: Mutex::new(Some(keep)),
             shared,
         })
+    }
+
+    /// What [`crate::Engine::take_done`] calls it.
+    #[must_use]
+    pub fn id(&self) -> u64 {
+        self.id
     }
 
     /// Whether the results are in memory and the memory is the program's again.
@@ -68,8 +79,23 @@ impl Handle {
             self.shared.calls_open.fetch_sub(1, Ordering::AcqRel);
         }
         drop(kept);
+        self.report();
         if self.awaited.load(Ordering::SeqCst) > 0 {
             self.shared.update(|_| ());
+        }
+    }
+
+    /// From now on [`crate::Engine::take_done`] tells when it is done, or that it is.
+    pub fn watch(&self) {
+        self.watched.store(true, Ordering::SeqCst);
+        if self.is_done() {
+            self.report();
+        }
+    }
+
+    fn report(&self) {
+        if self.watched.load(Ordering::SeqCst) && !self.reported.swap(true, Ordering::SeqCst) {
+            self.shared.update(|state| state.done_calls.push(self.id));
         }
     }
 

@@ -90,6 +90,8 @@ pub(crate) struct State {
     pub(crate) failure_raised: bool,
     pub(crate) accounting: Accounting,
     pub(crate) released: Vec<u64>,
+    /// Watched calls that are done.
+    pub(crate) done_calls: Vec<u64>,
     /// Blobs of all-gathers by call and rank.
     pub(crate) blobs: BTreeMap<Seq, Vec<Option<Vec<u8>>>>,
     /// The all-gather that this rank is in, or would be in next.
@@ -137,6 +139,7 @@ impl Shared {
             failure_raised: false,
             accounting: Accounting::new(now),
             released: Vec::new(),
+            done_calls: Vec::new(),
             blobs: BTreeMap::new(),
             gathering: 1,
             in_collective: false,

@@ -49,6 +49,15 @@ impl Call {
         waiting(py, |interrupted| engine.engine.wait_call(&self.handle, timeout, interrupted))
     }
 
+    #[getter]
+    fn id(&self) -> u64 {
+        self.handle.id()
+    }
+
+    fn watch(&self) {
+        self.handle.watch();
+    }
+
     fn done(&self) -> PyResult<bool> {
         self.engine.get().engine.poll_call(&self.handle).map_err(raise)
     }

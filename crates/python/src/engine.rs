@@ -244,6 +244,11 @@ impl Engine {
         call::begin(slf, group, (request, rank, tag), (op, dtype), (inputs, outputs), keep)
     }
 
+    fn take_done(&self, py: Python<'_>, patience_s: f64) -> PyResult<Vec<u64>> {
+        let patience = seconds("patience_s", patience_s)?;
+        py.detach(|| self.engine.take_done(patience)).map_err(raise)
+    }
+
     fn after_fork_in_child(&self) {
         self.engine.after_fork_in_child();
     }

@@ -175,6 +175,23 @@ impl Engine {
         Ok(handle.is_done())
     }
 
+    /// The watched calls that are done since the last time; waits up to `patience` for one.
+    ///
+    /// # Errors
+    /// The job's failure: calls that are not done will never be.
+    pub fn take_done(&self, patience: Duration) -> Result<Vec<u64>, Failure> {
+        self.alive("take_done")?;
+        let deadline = Instant::now().checked_add(patience);
+        let take = |state: &mut crate::shared::State| {
+            (!state.done_calls.is_empty()).then(|| std::mem::take(&mut state.done_calls))
+        };
+        match self.inner.shared.wait(deadline, &mut || false, take) {
+            Ok(done) => Ok(done.unwrap_or_default()),
+            Err(Stop::Failed(failure)) => Err(*failure),
+            Err(Stop::Interrupted) => Ok(Vec::new()),
+        }
+    }
+
     fn call_timed_out(&self, handle: &Handle, timeout: Duration) -> Failure {
         let id = handle.id;
         let mut late: Vec<Rank> = self.ask(|reply| Command::CallMissing { id, reply }).concat();
