@@ -120,7 +120,7 @@ class MeetingPoint:
     """Where the ranks of this job find each other.
 
     Attributes:
-        kind: ``launcher``: a store of the launcher or the program; ``tcp``: one that rank 0 runs; ``file``: a directory.
+        kind: ``launcher``: a store of the launcher or the program; ``tcp``: one of rank 0; ``file``: a directory.
         host: The store's host, or empty.
         port: The store's port, or 0.
         path: The directory, or empty.

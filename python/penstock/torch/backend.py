@@ -15,8 +15,7 @@ Whoever waits for a `Work` waits for the engine's call; a thread completes the f
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -24,24 +23,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
+from torch._C._distributed_c10d import Backend as C10dBackend
 
 from penstock import job
 from penstock.boards import TorchBoard
 from penstock.buffers import Buffer, view
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError
+from penstock.torch.works import Completer, Work
 
 if TYPE_CHECKING:
     from penstock._native import Call, Engine
 
-__all__ = ["ProcessGroup", "Work", "create"]
+__all__ = ["ProcessGroup", "create"]
 
 GROUPS_FIRST = 1 << 15
 """Numbers below are those of `penstock.new_group`."""
 GROUPS_END = 1 << 16
-PATIENCE_S = 0.5
-"""How often the thread that completes futures looks at the clock, in seconds."""
-
 _OPS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "average"}
 _SUMMED = {"f32", "f64", "f16", "bf16"}
 """What the engine sums; everything else is gathered, and computed by torch in rank order."""
@@ -81,166 +78,18 @@ def _reduce_locally(op: Any, rows: Sequence[Tensor]) -> Tensor:
     return total
 
 
-class Work(dist.Work):
-    """Calls of one collective of torch, what is done when all are done, and the future that tells."""
-
-    def __init__(
-        self, completer: _Completer, calls: list[Call], result: Any, finish: Callable[[], None], limit_s: float
-    ) -> None:
-        super().__init__()
-        self.calls = calls
-        self.missing = {call.id for call in calls}
-        self.deadline = time.monotonic() + limit_s
-        self._completer = completer
-        self._result = result
-        self._finish: Callable[[], None] | None = finish
-        self._limit_s = limit_s
-        self._lock = threading.Lock()
-        self._future: Any = None
-        self._error: Exception | None = None
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the results are in the tensors, at most ``timeout`` or the group's."""
-        limited = timeout is not None and timeout > timedelta(0)
-        seconds = timeout.total_seconds() if timeout is not None and limited else self._limit_s
-        for call in self.calls:
-            call.wait(seconds)
-        self._end()
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether the results are in the tensors, or never will be."""
-        try:
-            completed = all(call.done() for call in self.calls)
-            if completed:
-                self._end()
-        except PenstockError as error:
-            self._error = error
-            return True
-        return completed
-
-    def is_success(self) -> bool:
-        """Whether it has completed without an error."""
-        return self.is_completed() and self._error is None
-
-    def exception(self) -> Exception | None:
-        """What went wrong, if something did."""
-        return self._error
-
-    def result(self) -> Any:
-        """The tensors."""
-        return self._result
-
-    def source_rank(self) -> int:
-        """Not offered: a receive names its sender."""
-        raise NotImplementedError("a receive of the backend penstock names its sender")
-
-    def synchronize(self) -> None:
-        """Nothing: there is no device."""
-
-    def get_future(self) -> Any:
-        """A torch future of the tensors, completed by a thread."""
-        with self._lock:
-            first = self._future is None
-            if first:
-                self._future = Future()
-        if first:
-            self._completer.add(self)
-        return self._future
-
-    def _end(self) -> None:
-        """What comes after the calls, once."""
-        with self._lock:
-            if self._finish is not None:
-                self._finish()
-                self._finish = None
-
-    def complete(self) -> None:
-        """All calls are done: tell the future."""
-        try:
-            self._end()
-            self._future.set_result(self._result)
-        except Exception as error:  # noqa: BLE001 - whoever waits for the future gets it
-            self._future.set_exception(error)
-
-    def fail(self, error: Exception) -> None:
-        """The calls will never be done."""
-        self._error = error
-        self._future.set_exception(error)
-
-
-class _Completer:
-    """The thread that completes futures, one for each engine. It ends with the job."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._lock = threading.Lock()
-        self._by_call: dict[int, Work] = {}
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="penstock-futures", daemon=True)
-        self._thread.start()
-
-    def add(self, work: Work) -> None:
-        """Complete this one's future when all of its calls are done."""
-        with self._lock:
-            error = self._error
-            if error is None:
-                self._by_call.update(dict.fromkeys(work.missing, work))
-        if error is not None:
-            work.fail(error)
-            return
-        for call in work.calls:
-            call.watch()
-        if not work.calls:
-            work.complete()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                done = self._engine.take_done(PATIENCE_S)
-                self._expire()
-            except PenstockError as error:
-                self._fail(error)
-                return
-            with self._lock:
-                works = []
-                for call in done:
-                    work = self._by_call.pop(call)
-                    work.missing.discard(call)
-                    if not work.missing:
-                        works.append(work)
-            for work in works:
-                work.complete()
-
-    def _expire(self) -> None:
-        """Nobody's wait is without end: what is overdue ends the job, and its error names who is missing."""
-        with self._lock:
-            now = time.monotonic()
-            late = next((work for work in self._by_call.values() if work.deadline < now), None)
-        for call in late.calls if late is not None else ():
-            call.wait(0.001)
-
-    def _fail(self, error: Exception) -> None:
-        with self._lock:
-            self._error = error
-            works = list(dict.fromkeys(self._by_call.values()))
-            self._by_call.clear()
-        for work in works:
-            work.fail(error)
-
-
 class _Engines:
     """What belongs to the engine of the running job."""
 
     def __init__(self) -> None:
         self.engine: Engine | None = None
-        self.completer: _Completer | None = None
+        self.completer: Completer | None = None
         self.next_group = GROUPS_FIRST
 
-    def of(self, engine: Engine) -> _Completer:
+    def of(self, engine: Engine) -> Completer:
         """The completer of this engine; what belonged to an older one is forgotten."""
         if self.engine is not engine or self.completer is None:
-            self.engine, self.completer, self.next_group = engine, _Completer(engine), GROUPS_FIRST
+            self.engine, self.completer, self.next_group = engine, Completer(engine), GROUPS_FIRST
         return self.completer
 
 
@@ -278,6 +127,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._timeout = timeout
         self._completer = _engines.of(engine)
         self._count = 0
+        self.device_backend: _DeviceBackend | None = None
 
     # What torch asks about a backend. The names are torch's.
 
@@ -582,6 +432,34 @@ class ProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
 
+class _DeviceBackend(C10dBackend):
+    """The same group as torch's dispatcher sees it, which asks for a backend by device."""
+
+    # Their defaults ask the Python object, which asks its defaults.
+    supports_coalescing = False
+    supports_splitting = False
+    supports_shrinking = False
+    supports_reconfigure = False
+    supports_window = False
+    supports_abort_hooks = False
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__(group._index, group._size)
+        self._group = weakref.ref(group)
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def forward(self: _DeviceBackend, *arguments: Any, **options: Any) -> Any:
+        return getattr(self._group(), name)(*arguments, **options)
+
+    return forward
+
+
+for _name, _value in list(vars(ProcessGroup).items()):
+    if callable(_value) and (not _name.startswith("_") or _name in ("_allgather_base", "_reduce_scatter_base")):
+        setattr(_DeviceBackend, _name, _forwarded(_name))
+
+
 def _agree_on_number(store: Any, rank: int, size: int) -> int:
     """A number that no member has used for another group: the largest of what each would take next."""
     mine = _engines.next_group
@@ -617,7 +495,11 @@ def create(options: Any, _: object = None) -> ProcessGroup:
     _engines.of(running.engine)
     number = _agree_on_number(options.store, rank, size)
     running.engine.form_group(number, members or list(range(size)))
-    return ProcessGroup(running.engine, number, rank, size, options.timeout)
+    group = ProcessGroup(running.engine, number, rank, size, options.timeout)
+    group.device_backend = _DeviceBackend(group)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, group.device_backend)
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    return group
 
 
 with contextlib.suppress(AttributeError):  # older versions keep no table of default devices
