@@ -62,6 +62,9 @@ class Server:
 
     def __init__(self) -> None:
         self.wires: dict[str, Wire] = {}
+        self.rank, self.size = 0, 1
+        self.steps = 0
+        self.gloo_tensor: Any = None
 
     def listen(self, wire: str, rank: int, size: int, host: str, **options: Any) -> dict[str, Any]:
         """Bind an engine."""
@@ -123,6 +126,57 @@ class Server:
         here.engine.wait(here.book, list(range(len(here.tensors))), True)
         moved = rounds * sum(memory.len_bytes for memory in here.tensors)
         return {"bytes": moved, "seconds": time.monotonic() - began}
+
+    def join_gloo(self, rank: int, size: int, interface: str, root: str, port: int, elems: int) -> dict[str, Any]:
+        """Join a process group of torch's on gloo; it averages a tensor of fp32 beside the engine's."""
+        import os
+
+        import torch
+        import torch.distributed as dist
+
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"tcp://{root}:{port}", rank=rank, world_size=size)
+        self.rank, self.size = rank, size
+        self.gloo_tensor = torch.empty(elems)
+        return {}
+
+    def average_gloo(self, wire: str) -> dict[str, Any]:
+        """One allreduce of gloo's, and the division by the number of ranks."""
+        import torch.distributed as dist
+
+        def average() -> None:
+            dist.all_reduce(self.gloo_tensor)
+            self.gloo_tensor.div_(self.size)
+
+        return self._averaged(self.gloo_tensor, average)
+
+    def average_engine(self, wire: str) -> dict[str, Any]:
+        """One average of the engine's, of its only tensor."""
+        import torch
+
+        here = self.wires[wire]
+        memory = here.tensors[0]
+        self.steps += 1
+
+        def average() -> None:
+            here.engine.submit(here.book, 0, memory.address, memory.len_bytes, "average", self.steps)
+            here.engine.wait(here.book, [0], True)
+
+        return self._averaged(torch.frombuffer(memory.map, dtype=torch.float32), average)
+
+    def _averaged(self, tensor: Any, average: Callable[[], None]) -> dict[str, Any]:
+        """Fill the tensor with this rank's number, average it between two barriers, and check the result."""
+        import torch.distributed as dist
+
+        tensor.fill_(float(self.rank))
+        dist.barrier()
+        began, cpu = time.perf_counter(), time.process_time()
+        average()
+        seconds = time.perf_counter() - began
+        dist.barrier()  # until the others need nothing more of this process
+        cpu_s = time.process_time() - cpu
+        return {"seconds": seconds, "cpu_s": cpu_s, "wrong": bool((tensor != (self.size - 1) / 2).any())}
 
     def digest(self, wire: str) -> dict[str, Any]:
         """What is in memory."""

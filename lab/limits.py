@@ -1,15 +1,7 @@
 """How fast a step can be, whoever schedules it: the limits that measurements are compared with.
 
-A step is a chain: backward computes the layers from the last to the first, and forward computes them again from the
-first to the last. Layer l is synchronised after its backward and before its forward, and the wire carries one layer at
-a time: c_l seconds on the busiest direction of a network interface. With forward f and backward b of each layer,
-
-    T*       = max over j of [ sum over k >= j of (b_k + f_k)  +  sum over k <= j of c_k ],  at least sum of (b + f)
-    T_wfbp   = F + max over j of [ sum over k >= j of b_k  +  sum over k <= j of c_k ]
-    T_serial = F + B + C
-
-T* is attained by sending the lowest layer first, preempting others (P3); T_wfbp by wait-free backpropagation with a
-barrier before the next forward (Poseidon); T_serial by synchronising when all of backward is done.
+The formulas of T*, T_wfbp and T_serial are the package's, in crates/core/src/cost/overlap.rs: ``penstock explain``
+predicts by them, too.
 
 Omitted: latency, headers, the time to sum and to update, and that a store's answer cannot leave before the last
 contribution is in. They are what a measured ratio to T* shows.
@@ -21,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lab.trace import LayerTime, Trace
+from penstock._native import step_times
 
 __all__ = ["Limits", "limits", "store_wire_s"]
 
@@ -56,18 +49,10 @@ def limits(times: Sequence[LayerTime], wire_s: Sequence[float]) -> Limits:
         raise ValueError(f"one wire time for each layer is needed, not {len(wire_s)} for {len(times)} layers")
     if min(wire_s) < 0 or min(min(time.forward_s, time.backward_s) for time in times) < 0:
         raise ValueError("times must not be negative")
-    forward_s = sum(time.forward_s for time in times)
-    backward_s = sum(time.backward_s for time in times)
-    compute_s = forward_s + backward_s
-    ideal_s, last_in_s = compute_s, backward_s
-    forward_left_s, backward_done_s, sent_s = forward_s, backward_s, 0.0
-    for time, layer_wire_s in zip(times, wire_s, strict=True):
-        sent_s += layer_wire_s
-        ideal_s = max(ideal_s, backward_done_s + forward_left_s + sent_s)
-        last_in_s = max(last_in_s, backward_done_s + sent_s)
-        backward_done_s -= time.backward_s
-        forward_left_s -= time.forward_s
-    return Limits(ideal_s=ideal_s, wfbp_s=forward_s + last_in_s, serial_s=compute_s + sum(wire_s), compute_s=compute_s)
+    found = step_times(
+        [(time.forward_s, time.backward_s, layer_s) for time, layer_s in zip(times, wire_s, strict=True)]
+    )
+    return Limits(**found)
 
 
 def store_wire_s(trace: Trace, hosts: int, bytes_per_second: float) -> list[float]:

@@ -49,7 +49,8 @@ def _commit() -> str:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
-    changed = [line for line in git("status", "--porcelain").splitlines() if not line.endswith(".jsonl")]
+    status = git("status", "--porcelain", "--untracked-files=all").splitlines()
+    changed = [line for line in status if not line.endswith(".jsonl")]
     return (git("rev-parse", "--short=12", "HEAD") or "unknown") + ("+changes" if changed else "")
 
 

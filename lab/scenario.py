@@ -75,7 +75,7 @@ class Scenario:
     batch: int | None = None
     dilation: float = 1.0
     repetitions: int = 5
-    steps: int = 4
+    steps: int = 3
     warmup: int = 2
     seed: int = 1
     slow: Mapping[str, float] = field(default_factory=dict)

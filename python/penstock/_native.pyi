@@ -1,4 +1,6 @@
-"""The native engine. Private: its users are `penstock.job` and `penstock.torch`.
+"""The native engine, and what synchronisation costs.
+
+Private: its users are `penstock.job`, `penstock.coordinator` and `penstock.torch`.
 
 Every call may be made from any thread. Calls that may block release the GIL and let signal handlers run every 100 ms.
 Failures are the classes of `penstock.errors`; after the first failure of the job every call that needs the other ranks
@@ -7,10 +9,12 @@ raises it. In a forked child every call raises `ConfigError`.
 
 from typing import Literal, TypedDict, final, type_check_only
 
-__all__ = ["Call", "Engine"]
+__all__ = ["Call", "Engine", "allreduce_cost", "best_algorithm", "best_scheme", "slices", "step_times"]
 
 _Op = Literal["average", "sum", "copy"]
 _Phase = Literal["backward", "forward", "other"]
+_Kind = Literal["linear", "embedding", "other"]
+_Rates = tuple[float, float, float, float]
 
 @type_check_only
 class LayerReport(TypedDict):
@@ -49,6 +53,83 @@ class Report(TypedDict):
     pool_bytes: int
     owned_bytes: list[int]
     books: list[BookReport]
+
+@type_check_only
+class Estimate(TypedDict):
+    """What one scheme costs for one layer; see crates/core/src/scheme/facts.rs."""
+
+    scheme: str
+    steps: int
+    direction_bytes: int
+    node_bytes: int
+    total_bytes: int
+    wire_s: float
+    rebuild_s: float
+
+@type_check_only
+class Choice(TypedDict):
+    """A layer's scheme and why; `code` is one word, `estimates` are of all schemes that fit the layer."""
+
+    scheme: str
+    code: str
+    reason: str
+    estimates: list[Estimate]
+
+@type_check_only
+class Allreduce(TypedDict):
+    """What an allreduce costs; bytes by rank."""
+
+    steps: int
+    sent: list[int]
+    received: list[int]
+    seconds: float
+
+@type_check_only
+class StepTimes(TypedDict):
+    """How fast a step can be; see crates/core/src/cost/overlap.rs."""
+
+    ideal_s: float
+    wfbp_s: float
+    serial_s: float
+    compute_s: float
+
+def best_scheme(
+    policy: str,
+    *,
+    kind: _Kind,
+    shape: tuple[int, int],
+    elems: int,
+    elem_bytes: int,
+    rows: list[int],
+    workers: int,
+    servers: int,
+    slice_bytes: int,
+    rates: _Rates,
+    allowed: list[str],
+    current: str | None = None,
+) -> Choice:
+    """The best scheme for a layer by policy ``paper`` or ``measured``.
+
+    ``shape`` is (outputs, inputs) of a linear layer, (vocabulary, width) of an embedding, ignored for others. ``elems``
+    counts all of the layer's tensors. ``rows`` are K by worker, or empty. ``rates`` are bytes per second, latency in
+    seconds, bytes summed per second, floating point operations of a matrix product per second.
+    """
+
+def allreduce_cost(algorithm: str, elems: int, elem_bytes: int, workers: int, slices: int, rates: _Rates) -> Allreduce:
+    """What ``store``, ``central``, ``tree``, ``ring`` or ``butterfly`` costs for a message in so many slices."""
+
+def best_algorithm(
+    elems: int, elem_bytes: int, workers: int, slices: int, rates: _Rates, allowed: list[str]
+) -> tuple[str, float]:
+    """The fastest of ``allowed`` for one message, and its seconds."""
+
+def step_times(layers: list[tuple[float, float, float]]) -> StepTimes:
+    """The limits of a step; ``layers`` are (forward, backward, wire) in seconds, in forward order."""
+
+def slices(
+    tensors: list[tuple[str, str, int]], ranks: int, slice_bytes: int, lanes: int
+) -> list[list[tuple[int, int, int, int]]]:
+    """By tensor (name, dtype, elements), its slices in a book of these tensors: offset, bytes, owner, lane."""
 
 @final
 class Engine:

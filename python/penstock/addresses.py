@@ -1,6 +1,6 @@
 """Which local address a rank advertises to the others.
 
-By default the address that routes to the coordinator: the kernel's own answer, without a packet sent. Users override
+By default the address that routes to the meeting point: the kernel's own answer, without a packet sent. Users override
 it by interface name or CIDR block. On one machine it is loopback, which nobody else can reach; loopback is never
 advertised to a rank on another machine. The choice is pure (`choose`); what the machine has is read in
 `local_addresses`, `route_to` and `host_identity`.
@@ -114,7 +114,7 @@ def choose(
     Args:
         interface: The option: names, CIDR blocks or addresses separated by commas; ``!`` excludes.
         single_host: Whether every rank is on this machine.
-        routed: What routes to the coordinator, and then other guesses, best first; ``None`` where there is no route.
+        routed: What routes to the meeting point, and then other guesses, best first; ``None`` where there is no route.
         available: The addresses of this machine.
 
     Returns:
@@ -146,7 +146,7 @@ def choose(
     remote = {address.host for address in allowed if not address.loopback}
     for host in routed:
         if host in remote:
-            return Chosen(host, names[host], "routes to the coordinator")
+            return Chosen(host, names[host], "routes to the meeting point")
     if len(remote) == 1:
         (host,) = remote
         return Chosen(host, names[host], "the only address that others can reach")
@@ -155,7 +155,7 @@ def choose(
     raise _no_address("it is not clear which address the other ranks can reach", available)
 
 
-def choose_here(interface: str | None, single_host: bool, coordinator: str | None) -> Chosen:
-    """`choose` for this machine; `coordinator` is the host where the ranks meet, if they meet at a host."""
-    guesses = [coordinator, _ANYWHERE] if coordinator else [_ANYWHERE]
+def choose_here(interface: str | None, single_host: bool, meeting_host: str | None) -> Chosen:
+    """`choose` for this machine; `meeting_host` is the host where the ranks meet, if they meet at a host."""
+    guesses = [meeting_host, _ANYWHERE] if meeting_host else [_ANYWHERE]
     return choose(interface, single_host, [route_to(host) for host in guesses], local_addresses())

@@ -31,6 +31,19 @@ examples:
   penstock info --json
 """
 
+EXPLAIN_EXAMPLES = """\
+examples:
+  penstock explain vgg19 --workers 8 --batch 32              a torchvision model
+  penstock explain mycode.nets:make_model --workers 4        a function that returns a torch module, or a pair of it
+                                                             and an example of its input (batch first)
+  penstock explain lab:vgg19 --workers 8 --servers 8         a network of the lab, from the root of the repository
+  penstock explain lab:vgg19 --workers 8 --policy paper      Poseidon's Algorithm 1 instead of predicted seconds
+  penstock explain vgg19 --workers 8 --compute-s 0.9 --json  with a prediction of step times, for programs
+
+For each layer: what its gradient weighs, what each way to synchronise it would move, which one is chosen and why.
+Nothing is computed but shapes, and nothing is sent.
+"""
+
 MEASURE_EXAMPLES = """\
 examples:
   torchrun --nnodes 4 --nproc-per-node 1 ... -m penstock measure line-rate     on every host, like any job
@@ -43,6 +56,9 @@ link, and which links or hosts stand out. Other options of the job are read from
 """
 
 WORKERS_MAX = 64
+RANKS_MAX = 4096  # as in crates/core/src/limits.rs
+DEFAULT_BATCH = 32
+DEFAULT_GFLOPS = 50.0
 
 
 class Parser(argparse.ArgumentParser):
@@ -99,6 +115,7 @@ def parser() -> argparse.ArgumentParser:
     _add_json(demo)
     demo.set_defaults(command=_demo)
 
+    _add_explain(commands)
     measure = commands.add_parser("measure", help="what the links between the ranks of a job can do")
     kinds = measure.add_subparsers(title="measurements", metavar="WHAT", required=True, parser_class=Parser)
     line_rate = kinds.add_parser(
@@ -140,6 +157,62 @@ def parser() -> argparse.ArgumentParser:
     _add_json(info)
     info.set_defaults(command=_info)
     return root
+
+
+def _add_explain(commands: Any) -> None:
+    explain = commands.add_parser(
+        "explain",
+        help="how each layer of a model would be synchronised on a cluster, and why",
+        epilog=EXPLAIN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    explain.add_argument("model", metavar="MODEL", help="a torchvision name, or module:function")
+    explain.add_argument(
+        "--workers", type=_whole_number(1, RANKS_MAX), default=8, metavar="N", help="worker processes (default 8)"
+    )
+    explain.add_argument(
+        "--servers",
+        type=_whole_number(1, RANKS_MAX),
+        metavar="N",
+        help="workers that hold a shard of the store, at most all of them (default: all)",
+    )
+    explain.add_argument(
+        "--batch",
+        type=_whole_number(1, 1 << 24),
+        metavar="N",
+        help="samples per worker and step (default: what the network is usually trained with, or 32)",
+    )
+    explain.add_argument(
+        "--bandwidth-mbit",
+        type=_positive,
+        default=1000.0,
+        metavar="X",
+        help="one direction of a worker's interface, in megabits per second (default 1000)",
+    )
+    explain.add_argument(
+        "--latency-us", type=_positive, default=100.0, metavar="X", help="one message, in microseconds (default 100)"
+    )
+    explain.add_argument(
+        "--gflops",
+        type=_positive,
+        metavar="X",
+        help="matrix products of one worker, in Gflop/s: what rebuilding a gradient from factors costs (default: "
+        f"what the compute time implies, or {DEFAULT_GFLOPS:g})",
+    )
+    explain.add_argument(
+        "--compute-s",
+        type=_positive,
+        metavar="X",
+        help="seconds of one step of one worker alone, to predict step times (default: what the network is known for)",
+    )
+    explain.add_argument(
+        "--policy",
+        choices=("measured", "paper"),
+        default="measured",
+        help="measured: fewest seconds, rebuilding included (default); paper: Poseidon's Algorithm 1, fewest numbers",
+    )
+    _add_json(explain)
+    explain.set_defaults(command=_explain)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -184,6 +257,48 @@ def _demo(options: argparse.Namespace) -> int:
     else:
         sys.stdout.write(table.render(result))
     return 0 if result["ok"] else 1
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from penstock import models
+    from penstock.coordinator import Cluster, Coordinator, Rates
+    from penstock.errors import ConfigError
+    from penstock.explain import Explanation
+
+    try:
+        if options.servers is not None and options.servers > options.workers:
+            raise ConfigError(
+                f"{options.servers} servers on {options.workers} workers: each server is a worker's shard; give "
+                f"--servers {options.workers} or less"
+            )
+        network = models.load(options.model)
+        batch = options.batch or network.batch or DEFAULT_BATCH
+        compute_s = options.compute_s or network.compute_s(batch)
+        gflops, source = options.gflops, "as given"
+        if gflops is None:
+            gflops, source = DEFAULT_GFLOPS, "products: assumed"
+            if compute_s is not None and (implied := network.step_flops(batch) / compute_s / 1e9) > 0.0:
+                gflops, source = implied, "products: as the compute time implies"
+        coordinator = Coordinator(
+            network,
+            Cluster(options.workers, options.servers or options.workers),
+            policy=options.policy,
+            rates=Rates(
+                bytes_per_s=options.bandwidth_mbit * 1e6 / 8,
+                latency_s=options.latency_us * 1e-6,
+                product_flops_per_s=gflops * 1e9,
+                source=source,
+            ),
+            batchsize=batch,
+        )
+    except ConfigError as error:
+        return _fail(options, "penstock explain", error, status=2)
+    explanation = Explanation.of(coordinator, compute_s)
+    if options.json:
+        _print_json(explanation.as_dict())
+    else:
+        sys.stdout.write(explanation.render())
+    return 0
 
 
 def _line_rate(options: argparse.Namespace) -> int:
@@ -249,6 +364,16 @@ def _whole_number(least: int, most: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0.0 < value < 1e12:
+        raise argparse.ArgumentTypeError(f"{text} is not above zero and below 1e12")
+    return value
 
 
 def _fail(options: argparse.Namespace, who: str, error: Exception, status: int) -> int:

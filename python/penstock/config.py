@@ -54,7 +54,7 @@ class Options:
         insecure: Allow a job over the network without a given secret: whoever reaches the port can then read the
             secret that rank 0 makes.
         interface: Which local address to use: names or CIDR blocks separated by commas, ``!`` excludes
-            (``"eth0"``, ``"10.0.0.0/8"``, ``"!docker0"``). By default the interface that routes to the coordinator.
+            (``"eth0"``, ``"10.0.0.0/8"``, ``"!docker0"``). By default the interface that routes to the meeting point.
         port: The port to listen on: ``0`` for any free one, a number, or a range ``"5000-5010"``.
         slice_bytes: Largest slice of a gradient, in bytes: smaller reacts faster, larger costs less per byte.
         lanes: Threads that move data, each with one connection per peer. ``None`` or ``"auto"``: by rank 0's cores.
@@ -524,7 +524,7 @@ def at_store(rank: int, world_size: int, **arguments: Any) -> Launch:
         **arguments: Other fields of `Options`; the environment's ``PENSTOCK_*`` fill the rest.
 
     Raises:
-        ConfigError: A value is not accepted, or the environment names another rank or size.
+        ConfigError: A value is not accepted, or a variable is unknown.
     """
     environ = current_environment()
     values, sources = _given(environ, {**arguments, "rank": rank, "world_size": world_size})

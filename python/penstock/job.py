@@ -271,8 +271,8 @@ def _start(launch: Launch, board: Board | None = None) -> Job:
 
     def listen(agreement: Agreement) -> tuple[str, int]:
         point = launch.meeting_point
-        coordinator = point.host if point is not None else None
-        chosen = addresses.choose_here(launch.options.interface, agreement.single_host, coordinator)
+        meeting_host = point.host if point is not None else None
+        chosen = addresses.choose_here(launch.options.interface, agreement.single_host, meeting_host)
         engine = _bind(launch.options, agreement, chosen.host)
         started.append((engine, chosen, agreement))
         return chosen.host, engine.port

@@ -6,7 +6,7 @@ import signal
 
 import numpy as np
 import pytest
-from ranks import run, run_well
+from job_processes import run, run_well
 
 import penstock as ps
 from penstock.buffers import view
@@ -33,6 +33,12 @@ def all_values(rank, size):
             mine = rows[rank].copy()
             ps.reduce(mine, root=size - 1)
             np.testing.assert_array_equal(mine, total.astype(dtype) if rank == size - 1 else rows[rank])
+        for dtype in (np.int64, np.int32, np.int16, np.int8, np.uint8, np.float32):
+            rows = [numbers(other, length, np.float32).astype(dtype) for other in range(size)]
+            for op, expected in (("sum", np.add), ("min", np.minimum), ("max", np.maximum)):
+                mine = rows[rank].copy()
+                ps.allreduce(mine, op=op)
+                np.testing.assert_array_equal(mine, expected.reduce(rows, dtype=dtype), f"{op} of {dtype}")
     check_blocks(rank, size)
     ps.barrier()
 
@@ -182,6 +188,7 @@ def bad_calls(rank, size):
         (lambda: ps.allreduce(constant), "read-only"),
         (lambda: ps.recv(b"1234", 1 - rank), "read-only"),
         (lambda: ps.allreduce(fine, op="product"), "'product'"),
+        (lambda: ps.allreduce(np.ones(4, np.int32), op="average"), "integers have no average"),
         (lambda: ps.broadcast(fine, root=size), f"rank {size} is no member"),
         (lambda: ps.send(fine, rank), "is this rank"),
         (lambda: ps.send(fine, 1, tag=-1, group=None) if rank == 0 else ps.send(fine, 0, tag=-1), "tag is -1"),

@@ -18,11 +18,11 @@ def test_ranks_on_one_machine_use_loopback():
     assert choose(None, True, ["10.0.0.5"], MACHINE).host == "127.0.0.1"
 
 
-def test_the_route_to_the_coordinator_decides_between_machines():
+def test_the_route_to_the_meeting_point_decides_between_machines():
     assert choose(None, False, ["192.168.1.5", "10.0.0.5"], MACHINE).interface == "eth1"
 
 
-def test_a_coordinator_that_resolves_to_loopback_is_passed_over():
+def test_a_meeting_point_that_resolves_to_loopback_is_passed_over():
     """Debian lists a host's own name at 127.0.1.1, so rank 0's route to itself is loopback."""
     assert choose(None, False, ["127.0.0.1", "10.0.0.5"], MACHINE).host == "10.0.0.5"
     assert choose(None, False, ["127.0.0.1", None], [LO, ETH0]).host == "10.0.0.5"

@@ -3,13 +3,14 @@
 import warnings
 
 import pytest
+import ranks
 import torch
 from ranks import distance, examples, reference, run, same_everywhere, seeded, train, values
 from torch import nn
 from torch.nn import functional as F
 
 from penstock.torch import distribute
-from penstock.torch.optimizer import separable
+from penstock.torch.optimizer import LAYERS_PER_LOOK, separable
 
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
@@ -277,3 +278,32 @@ def test_step_hooks_run_once_and_the_scheduler_does_not_warn(scheduled):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert run(main, 2)[0] == ["pre", "post"] * 3
+
+
+def test_updates_that_are_in_are_applied_instead_of_waiting():
+    """While the first layer is late, the last one, whose average came early, is not left for later."""
+    if ranks.arm != "threads":
+        pytest.skip("only the fake engine can be told what comes early")
+
+    def main(rank, engine):
+        model = seeded(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3 * LAYERS_PER_LOOK))))
+        model, optimizer = distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        x = examples(rank, 0)[0]
+        for _ in range(2):  # the first step finds out who reads what, and waits for all
+            model(x).sum().backward()
+            optimizer.step()
+        engine.early = {name for name, _ in model[-1].named_parameters(prefix=str(len(model) - 1))}
+        done_at_first_wait = []
+        wait = engine.wait
+
+        def observed(*args, **kwargs):
+            done_at_first_wait.append(type(model[-1].weight) is nn.Parameter)
+            wait(*args, **kwargs)
+
+        engine.wait = observed
+        model[0](x)
+        return done_at_first_wait, type(model[-2].weight) is nn.Parameter
+
+    for done_at_first_wait, other_done in run(main, 2):
+        assert done_at_first_wait == [True], "the last layer's update is applied before the only wait"
+        assert not other_done, "what is not in is not waited for"

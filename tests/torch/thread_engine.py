@@ -108,6 +108,7 @@ class FakeEngine:
         self.gathered = 0
         self.phases: list[str] = []
         self.waits: list[list[str]] = []  # names of the tensors, per call that found something in flight
+        self.early: set[str] = set()  # names of tensors that arrive by themselves, even where all else is lazy
 
     def all_gather(self, what: str, blob: bytes) -> list[bytes]:
         hub = self.hub
@@ -200,10 +201,10 @@ class FakeEngine:
         with self.hub.changed:
             if self.hub.failed is not None:
                 raise PeerLost(f"another rank failed: {self.hub.failed}", rank=0)
-            if not self.hub.lazy:
-                for tensor in tensors:
-                    if (book, tensor) in self.flights and self._done(book, tensor):
-                        self._land(book, tensor)
+            for tensor in tensors:
+                arrives = not self.hub.lazy or self.books[book][2][tensor][0] in self.early
+                if arrives and (book, tensor) in self.flights and self._done(book, tensor):
+                    self._land(book, tensor)
         return [tensor for tensor in tensors if (book, tensor) not in self.flights]
 
     def _done(self, book, tensor) -> bool:

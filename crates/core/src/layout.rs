@@ -46,6 +46,16 @@ pub enum Dtype {
     F16,
     /// bfloat16.
     Bf16,
+    /// Signed 64-bit integer.
+    I64,
+    /// Signed 32-bit integer.
+    I32,
+    /// Signed 16-bit integer.
+    I16,
+    /// Signed 8-bit integer.
+    I8,
+    /// Unsigned 8-bit integer.
+    U8,
     /// Anything else; one element is one byte.
     Bytes,
 }
@@ -55,11 +65,17 @@ impl Dtype {
     #[must_use]
     pub fn size_bytes(self) -> usize {
         match self {
-            Self::F32 => 4,
-            Self::F64 => 8,
-            Self::F16 | Self::Bf16 => 2,
-            Self::Bytes => 1,
+            Self::F32 | Self::I32 => 4,
+            Self::F64 | Self::I64 => 8,
+            Self::F16 | Self::Bf16 | Self::I16 => 2,
+            Self::I8 | Self::U8 | Self::Bytes => 1,
         }
+    }
+
+    /// Whether it is an integer type: sums wrap, and there is no average.
+    #[must_use]
+    pub fn is_integer(self) -> bool {
+        matches!(self, Self::I64 | Self::I32 | Self::I16 | Self::I8 | Self::U8)
     }
 }
 
@@ -72,10 +88,15 @@ impl std::str::FromStr for Dtype {
             "f64" => Self::F64,
             "f16" => Self::F16,
             "bf16" => Self::Bf16,
+            "i64" => Self::I64,
+            "i32" => Self::I32,
+            "i16" => Self::I16,
+            "i8" => Self::I8,
+            "u8" => Self::U8,
             "bytes" => Self::Bytes,
             _ => {
                 return Err(Error::Config(format!(
-                    "unknown dtype {name:?}: expected f32, f64, f16, bf16 or bytes"
+                    "unknown dtype {name:?}: expected f32, f64, f16, bf16, i64, i32, i16, i8, u8 or bytes"
                 )));
             }
         })
@@ -131,9 +152,9 @@ pub struct Slice {
     pub offset_bytes: u64,
     /// Its length in bytes, at least 1.
     pub len_bytes: u32,
-    /// The rank whose shard sums it.
+    /// The rank whose shard sums it; for other schemes than the store the rank that counts as the first.
     pub owner: Rank,
-    /// Its number among the slices of this owner, in book order.
+    /// Its number among the store's slices of this owner, in book order; for other schemes its number among all such slices.
     pub at_owner: u32,
     /// The lane that carries it.
     pub lane: u32,
@@ -150,10 +171,12 @@ pub struct Book {
     pub tensors: Vec<Tensor>,
     /// Slices, grouped by tensor.
     pub slices: Vec<Slice>,
-    /// Bytes owned by each rank.
+    /// Bytes of the store that each rank owns.
     pub owned_bytes: Vec<u64>,
-    /// Slices owned by each rank.
+    /// Slices of the store that each rank owns.
     pub owned_slices: Vec<u32>,
+    /// Slices of other schemes than the store.
+    pub collective_slices: u32,
 }
 
 /// Slices end on multiples of this many elements where possible, so that sums run on whole cache lines.
@@ -184,12 +207,11 @@ impl Book {
             slices: Vec::new(),
             owned_bytes: vec![0; ranks as usize],
             owned_slices: vec![0; ranks as usize],
+            collective_slices: 0,
         };
         for (id, tensor) in tensors.iter_mut().enumerate() {
             let elem_bytes = tensor.dtype.size_bytes() as u64;
-            // At least one piece per rank where pieces stay worth a frame: every shard takes part in every large tensor.
-            let spread = u64::from(ranks).min(tensor.len_bytes() / SPREAD_BYTES_MIN);
-            let pieces = tensor.len_bytes().div_ceil(slice_bytes as u64).max(spread);
+            let pieces = pieces(tensor.len_bytes(), slice_bytes, ranks);
             if book.slices.len() as u64 + pieces > limits::SLICES_MAX {
                 let (book, max) = (&book.name, limits::SLICES_MAX);
                 return Err(Error::Config(format!(
@@ -201,7 +223,13 @@ impl Book {
             let mut start = 0;
             while start < tensor.elems {
                 let elems = piece_elems.min(tensor.elems - start);
-                book.push_slice(id as u32, start * elem_bytes, (elems * elem_bytes) as u32, lanes);
+                book.push_slice(
+                    id as u32,
+                    tensor.scheme,
+                    start * elem_bytes,
+                    (elems * elem_bytes) as u32,
+                    lanes,
+                );
                 start += elems;
             }
             tensor.slice_count = book.slices.len() as u32 - tensor.first_slice;
@@ -210,11 +238,26 @@ impl Book {
         Ok(book)
     }
 
-    fn push_slice(&mut self, tensor: TensorId, offset_bytes: u64, len_bytes: u32, lanes: u32) {
-        let owner = (0..self.owned_bytes.len()).min_by_key(|&r| self.owned_bytes[r]).unwrap_or(0);
-        self.owned_bytes[owner] += u64::from(len_bytes);
-        let at_owner = self.owned_slices[owner];
-        self.owned_slices[owner] += 1;
+    fn push_slice(
+        &mut self,
+        tensor: TensorId,
+        scheme: Scheme,
+        offset_bytes: u64,
+        len_bytes: u32,
+        lanes: u32,
+    ) {
+        let ranks = self.owned_bytes.len();
+        let (owner, at_owner) = if scheme == Scheme::Store {
+            let owner = (0..ranks).min_by_key(|&r| self.owned_bytes[r]).unwrap_or(0);
+            self.owned_bytes[owner] += u64::from(len_bytes);
+            self.owned_slices[owner] += 1;
+            (owner, self.owned_slices[owner] - 1)
+        } else {
+            let number = self.collective_slices;
+            self.collective_slices += 1;
+            // All but the central server take turns, so that roots and folds load all ranks alike.
+            (if scheme == Scheme::Central { 0 } else { number as usize % ranks }, number)
+        };
         // Dealt within each owner's slices, so that every lane talks to every owner.
         let lane = at_owner % lanes;
         self.slices.push(Slice {
@@ -234,6 +277,19 @@ impl Book {
         tensor.first_slice..tensor.first_slice + tensor.slice_count
     }
 
+    /// The number of a slice among those of which `peer` may have to keep payloads: with the store alone those that it owns,
+    /// otherwise all. In both cases numbers grow with the slice's own, so they order slices alike on all ranks.
+    #[must_use]
+    pub fn number_at_peer(&self, slice: SliceId) -> u32 {
+        if self.collective_slices == 0 { self.slices[slice as usize].at_owner } else { slice }
+    }
+
+    /// How many such numbers there are.
+    #[must_use]
+    pub fn numbers_at_peer(&self, peer: Rank) -> u32 {
+        if self.collective_slices == 0 { self.owned_slices[peer.index()] } else { self.slices.len() as u32 }
+    }
+
     /// The tensor that a slice is part of.
     #[must_use]
     pub fn tensor_of(&self, slice: SliceId) -> &Tensor {
@@ -245,6 +301,14 @@ impl Book {
     pub fn layer_name(&self, tensor: TensorId) -> &str {
         &self.layers[self.tensors[tensor as usize].layer as usize]
     }
+}
+
+/// About how many slices a tensor of this length is cut into: none for an empty one.
+///
+/// At least one per rank where they stay worth a frame: every shard takes part in every large tensor.
+#[must_use]
+pub fn pieces(len_bytes: u64, slice_bytes: usize, ranks: u32) -> u64 {
+    len_bytes.div_ceil(slice_bytes.max(1) as u64).max(u64::from(ranks).min(len_bytes / SPREAD_BYTES_MIN))
 }
 
 /// Elements of each of `pieces` near-equal pieces, rounded up to whole cache lines but never above `max_elems`.

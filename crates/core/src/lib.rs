@@ -9,7 +9,7 @@
 //!
 //! A slice's journey through the modules: [`layout`] (which slices exist, who owns them) → [`exchange`] (what a slice
 //! does next) → [`queue`] (which frame goes first) → [`wire`] (its bytes) and, on the other side, back up to
-//! [`reduce`] (the sum in rank order).
+//! [`reduce`] (the sum in the scheme's order).
 
 pub mod bits;
 pub mod calls;
@@ -22,6 +22,7 @@ pub mod memory;
 pub mod node;
 pub mod queue;
 pub mod reduce;
+pub mod scheme;
 pub mod wire;
 
 pub use error::Error;

@@ -22,6 +22,10 @@ pub const BLOB_BYTES_MAX: usize = 64 << 20;
 pub const REASON_BYTES_MAX: usize = 4096;
 /// Bytes of frames kept for books that peers have opened before this rank did; beyond it the peer is in error.
 pub const EARLY_BYTES_MAX: usize = 512 << 20;
+/// Largest number of elements of a layer, of rows, and of numbers in a row, whose cost is estimated.
+pub const COST_ELEMS_MAX: u64 = 1 << 34;
+/// Most bytes that all ranks together may send for a layer whose cost is estimated.
+pub const COST_BYTES_MAX: u128 = 1 << 62;
 /// Largest number of groups of a job.
 pub const GROUPS_MAX: usize = 1 << 16;
 /// Largest message of a call, in bytes; longer tensors travel as several.

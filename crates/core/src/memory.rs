@@ -1,6 +1,7 @@
 //! What a node needs from memory, so that it can run over real numbers or over lengths alone.
 
 use crate::layout::Dtype;
+use crate::reduce::Reduction;
 
 /// Memory of one lane: the gradients that workers handed over, and pooled scratch buffers.
 pub trait Memory {
@@ -14,8 +15,8 @@ pub trait Memory {
     /// A scratch buffer with undefined contents.
     fn scratch(&mut self, len_bytes: usize) -> Self::Chunk;
 
-    /// Writes to `output` the sum of `inputs` in the order given, times `1 / divisor`, as [`crate::reduce`] defines it.
-    /// `output` may be one of the inputs. All have the same length. One input and divisor 1 is a copy of bytes, for any
-    /// dtype: NaN payloads and integers survive.
-    fn reduce(&mut self, dtype: Dtype, inputs: &[Self::Chunk], divisor: u32, output: &Self::Chunk);
+    /// Writes to `output` the reduction of `inputs` in the order given, as [`crate::reduce`] defines it. `output` may be one
+    /// of the inputs. All have the same length. One input whose reduction is itself ([`Reduction::keeps_one`]) is copied as
+    /// bytes, for any dtype: NaN payloads and integers survive.
+    fn reduce(&mut self, dtype: Dtype, how: Reduction, inputs: &[Self::Chunk], output: &Self::Chunk);
 }

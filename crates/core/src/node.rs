@@ -6,7 +6,7 @@ mod outbox;
 use crate::calls::{Call, Calls, GroupId};
 use crate::error::Error;
 use crate::exchange::{Context, Effect, Exchange, Flow, Site};
-use crate::layout::{Book, BookId, Rank, Seq, SliceId, Step, TensorId};
+use crate::layout::{Book, BookId, Rank, Seq, SliceId, Step, Tensor, TensorId};
 use crate::limits;
 use crate::memory::Memory;
 use crate::wire::{Header, Kind, Op, Outgoing, Place, unexpected};
@@ -256,6 +256,10 @@ impl<M: Memory> Node<M> {
                     return Err(Error::Config(format!("book {book} is not open")));
                 };
                 let ids = state.book.clone();
+                let Tensor { name, dtype, .. } = &ids.tensors[tensor as usize];
+                if let Some(why) = op.refused(*dtype) {
+                    return Err(Error::Config(format!("{}: {op:?} of {name} ({dtype:?}): {why}", ids.name)));
+                }
                 for id in ids.slices_of(tensor) {
                     let slice = &ids.slices[id as usize];
                     if slice.lane == self.config.lane {
@@ -310,20 +314,24 @@ impl<M: Memory> Node<M> {
         let slice = &state.book.slices[header.slice as usize];
         let layer = state.book.tensors[slice.tensor as usize].layer as usize;
         let place = if self.config.priority { state.places[layer] as usize } else { 0 };
+        let number = state.book.number_at_peer(header.slice);
         for effect in self.effects.drain(..) {
             match effect {
                 Effect::Send { to, frame, flow } => {
                     self.order += 1;
                     let outbox = &mut self.outboxes[to.index()];
                     let overtakes = match flow {
-                        Flow::Window => outbox.queue_push(place, self.order, slice.at_owner, frame),
+                        Flow::Window => outbox.queue_push(place, self.order, number, frame),
                         Flow::Free => outbox.queue_ready(place, self.order, frame),
                     };
                     self.counters.preemptions += u64::from(overtakes);
                     actions.push(Action::Wake(to));
                 }
+                Effect::Opens { to } => {
+                    self.outboxes[to.index()].open_slice(header.book, number, header.seq);
+                }
                 Effect::Consumed { by } => {
-                    if self.outboxes[by.index()].answered(header.book, slice.at_owner, slice.len_bytes) {
+                    if self.outboxes[by.index()].consumed(header.book, number) {
                         actions.push(Action::Wake(by));
                     }
                 }
@@ -348,7 +356,8 @@ impl<M: Memory> Node<M> {
             self.books.get(usize::from(header.book)).filter(|_| header.kind.is_exchange())
         {
             self.check(state, from, header)?;
-            if let Some(chunk) = state.slices[header.slice as usize].place(header) {
+            let site = site(&self.config, &self.left, &state.book, header.slice);
+            if let Some(chunk) = state.slices[header.slice as usize].place(header, &site, &self.memory) {
                 return Ok(Place::Chunk(chunk));
             }
         } else if header.kind.is_exchange() {
@@ -370,7 +379,9 @@ impl<M: Memory> Node<M> {
         }
         let site = site(&self.config, &self.left, &state.book, header.slice);
         let expected = state.slices[header.slice as usize].expects(from, header, &site);
-        if expected { Ok(()) } else { Err(unexpected(from, header)) }
+        // What is done with the contributions is said by those who contribute; answers need not repeat it.
+        let refused = header.kind.takes_part() && header.op.refused(site.dtype).is_some();
+        if expected && !refused { Ok(()) } else { Err(unexpected(from, header)) }
     }
 
     /// A frame is here completely.
@@ -480,7 +491,8 @@ impl<M: Memory> Node<M> {
         let Some(Some(state)) = self.books.get(usize::from(book)) else { return Vec::new() };
         let mut ranks = Vec::new();
         for slice in state.book.slices_of(tensor) {
-            state.slices[slice as usize].missing(&self.left, &mut ranks);
+            let site = site(&self.config, &self.left, &state.book, slice);
+            state.slices[slice as usize].missing(&site, &mut ranks);
         }
         ranks.sort_unstable();
         ranks.dedup();

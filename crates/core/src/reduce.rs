@@ -1,8 +1,9 @@
 //! Sums in a fixed order, block by block, rounded once per addition at the accumulator's precision.
 //!
 //! The result for element i is `((x0[i] + x1[i]) + x2[i]) + ...`, divided at the end by the number of contributors. fp32
-//! and fp64 accumulate in their own type; fp16 and bf16 accumulate in fp32 and are rounded once, at the end. The order is
-//! the caller's (rank order), so the bits do not depend on arrival order or on slicing.
+//! and fp64 accumulate in their own type; fp16 and bf16 accumulate in fp32 and are rounded once, at the end; integers
+//! accumulate modulo 2^64, so sums wrap as their type does. Smallest and largest are exact in every type. The order is the
+//! caller's, so the bits do not depend on arrival order.
 
 use crate::layout::Dtype;
 use half::slice::HalfFloatSliceExt;
@@ -10,6 +11,28 @@ use half::{bf16, f16};
 
 /// Elements summed at a time: the accumulator (16 or 32 KiB) stays in the first-level cache.
 pub const BLOCK_ELEMS: usize = 4096;
+
+/// What is made of several inputs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reduction {
+    /// Their sum, divided by this. Sums of integers are not divided.
+    Sum {
+        /// How many ranks the average is over; 1 for a sum.
+        divisor: u32,
+    },
+    /// The smallest, element by element. NaN if any is NaN; the first of those that are equal (zeros of both signs).
+    Min,
+    /// The largest, element by element; NaN and equals as for the smallest.
+    Max,
+}
+
+impl Reduction {
+    /// Whether the reduction of one input is that input, bit by bit.
+    #[must_use]
+    pub fn keeps_one(self) -> bool {
+        !matches!(self, Self::Sum { divisor: 2.. })
+    }
+}
 
 /// Accumulates one block of up to [`BLOCK_ELEMS`] elements.
 ///
@@ -19,19 +42,84 @@ pub struct Accumulator {
     f32: Vec<f32>,
     f64: Vec<f64>,
     widened: Vec<f32>,
+    /// Of all integer types. Empty until the first block of integers.
+    i64: Vec<i64>,
 }
 
 impl Default for Accumulator {
     fn default() -> Self {
-        Self { f32: vec![0.0; BLOCK_ELEMS], f64: vec![0.0; BLOCK_ELEMS], widened: vec![0.0; BLOCK_ELEMS] }
+        let i64 = Vec::new();
+        Self {
+            f32: vec![0.0; BLOCK_ELEMS],
+            f64: vec![0.0; BLOCK_ELEMS],
+            widened: vec![0.0; BLOCK_ELEMS],
+            i64,
+        }
     }
 }
 
-fn add<T: Copy + std::ops::AddAssign>(accumulator: &mut [T], input: &[T]) {
-    for (sum, x) in accumulator.iter_mut().zip(input) {
-        *sum += *x;
+/// Floating point numbers, for one body for both.
+trait Float: Copy + PartialOrd + std::ops::AddAssign {
+    fn is_nan(self) -> bool;
+}
+
+impl Float for f32 {
+    fn is_nan(self) -> bool {
+        self.is_nan()
     }
 }
+
+impl Float for f64 {
+    fn is_nan(self) -> bool {
+        self.is_nan()
+    }
+}
+
+fn combine<T: Float>(how: Reduction, accumulator: &mut [T], input: &[T]) {
+    let pairs = accumulator.iter_mut().zip(input);
+    match how {
+        Reduction::Sum { .. } => pairs.for_each(|(sum, x)| *sum += *x),
+        Reduction::Min => pairs.for_each(|(least, x)| {
+            if *x < *least || x.is_nan() {
+                *least = *x;
+            }
+        }),
+        Reduction::Max => pairs.for_each(|(most, x)| {
+            if *x > *most || x.is_nan() {
+                *most = *x;
+            }
+        }),
+    }
+}
+
+/// Widens each integer of `input` to 64 bits and combines it.
+fn combine_integers<T: bytemuck::AnyBitPattern + Into<i64>>(
+    how: Reduction,
+    accumulator: &mut [i64],
+    input: &[u8],
+) {
+    let pairs = accumulator.iter_mut().zip(bytemuck::cast_slice::<u8, T>(input));
+    match how {
+        Reduction::Sum { .. } => pairs.for_each(|(sum, x)| *sum = sum.wrapping_add((*x).into())),
+        Reduction::Min => pairs.for_each(|(least, x)| *least = (*least).min((*x).into())),
+        Reduction::Max => pairs.for_each(|(most, x)| *most = (*most).max((*x).into())),
+    }
+}
+
+fn widen<T: bytemuck::AnyBitPattern + Into<i64>>(accumulator: &mut [i64], input: &[u8]) {
+    for (wide, x) in accumulator.iter_mut().zip(bytemuck::cast_slice::<u8, T>(input)) {
+        *wide = (*x).into();
+    }
+}
+
+/// Writes the low bytes of each: the value modulo 2^bits, as integers of the type wrap.
+fn narrow<const N: usize>(accumulator: &[i64], output: &mut [u8]) {
+    for (x, bytes) in accumulator.iter().zip(output.chunks_exact_mut(N)) {
+        bytes.copy_from_slice(&x.to_ne_bytes()[if cfg!(target_endian = "big") { 8 - N..8 } else { 0..N }]);
+    }
+}
+
+const NEVER_SUMMED: &str = "bytes are copied, never summed";
 
 impl Accumulator {
     /// Starts a block with its first input.
@@ -40,6 +128,9 @@ impl Accumulator {
     /// If `dtype` is [`Dtype::Bytes`], which has no sum, or the view is not aligned to its elements.
     pub fn start(&mut self, dtype: Dtype, input: &[u8]) {
         let elems = input.len() / dtype.size_bytes();
+        if dtype.is_integer() {
+            self.i64.resize(BLOCK_ELEMS, 0);
+        }
         match dtype {
             Dtype::F32 => self.f32[..elems].copy_from_slice(bytemuck::cast_slice(input)),
             Dtype::F64 => self.f64[..elems].copy_from_slice(bytemuck::cast_slice(input)),
@@ -47,45 +138,64 @@ impl Accumulator {
             Dtype::Bf16 => {
                 bytemuck::cast_slice::<u8, bf16>(input).convert_to_f32_slice(&mut self.f32[..elems]);
             }
-            Dtype::Bytes => unreachable!("bytes are copied, never summed"),
+            Dtype::I64 => widen::<i64>(&mut self.i64[..elems], input),
+            Dtype::I32 => widen::<i32>(&mut self.i64[..elems], input),
+            Dtype::I16 => widen::<i16>(&mut self.i64[..elems], input),
+            Dtype::I8 => widen::<i8>(&mut self.i64[..elems], input),
+            Dtype::U8 => widen::<u8>(&mut self.i64[..elems], input),
+            Dtype::Bytes => unreachable!("{NEVER_SUMMED}"),
         }
     }
 
-    /// Adds the next input to the block.
+    /// Combines the next input with the block.
     ///
     /// # Panics
     /// As [`Accumulator::start`].
-    pub fn add(&mut self, dtype: Dtype, input: &[u8]) {
+    pub fn add(&mut self, dtype: Dtype, how: Reduction, input: &[u8]) {
         let elems = input.len() / dtype.size_bytes();
         match dtype {
-            Dtype::F32 => add(&mut self.f32[..elems], bytemuck::cast_slice(input)),
-            Dtype::F64 => add(&mut self.f64[..elems], bytemuck::cast_slice(input)),
+            Dtype::F32 => combine(how, &mut self.f32[..elems], bytemuck::cast_slice(input)),
+            Dtype::F64 => combine(how, &mut self.f64[..elems], bytemuck::cast_slice(input)),
             Dtype::F16 => {
                 bytemuck::cast_slice::<u8, f16>(input).convert_to_f32_slice(&mut self.widened[..elems]);
-                add(&mut self.f32[..elems], &self.widened[..elems]);
+                combine(how, &mut self.f32[..elems], &self.widened[..elems]);
             }
             Dtype::Bf16 => {
                 bytemuck::cast_slice::<u8, bf16>(input).convert_to_f32_slice(&mut self.widened[..elems]);
-                add(&mut self.f32[..elems], &self.widened[..elems]);
+                combine(how, &mut self.f32[..elems], &self.widened[..elems]);
             }
-            Dtype::Bytes => unreachable!("bytes are copied, never summed"),
+            Dtype::I64 => combine_integers::<i64>(how, &mut self.i64[..elems], input),
+            Dtype::I32 => combine_integers::<i32>(how, &mut self.i64[..elems], input),
+            Dtype::I16 => combine_integers::<i16>(how, &mut self.i64[..elems], input),
+            Dtype::I8 => combine_integers::<i8>(how, &mut self.i64[..elems], input),
+            Dtype::U8 => combine_integers::<u8>(how, &mut self.i64[..elems], input),
+            Dtype::Bytes => unreachable!("{NEVER_SUMMED}"),
         }
     }
 
-    /// Divides the block by `divisor` and writes it out.
+    /// Divides the block, if that is asked for, and writes it out.
     ///
     /// # Panics
     /// As [`Accumulator::start`].
-    pub fn finish(&mut self, dtype: Dtype, divisor: u32, output: &mut [u8]) {
+    pub fn finish(&mut self, dtype: Dtype, how: Reduction, output: &mut [u8]) {
         let elems = output.len() / dtype.size_bytes();
-        if dtype == Dtype::F64 {
-            let divisor = f64::from(divisor);
-            let sums = &mut self.f64[..elems];
-            if divisor != 1.0 {
-                sums.iter_mut().for_each(|x| *x /= divisor);
+        let divisor = if let Reduction::Sum { divisor } = how { divisor } else { 1 };
+        match dtype {
+            Dtype::F64 => {
+                let divisor = f64::from(divisor);
+                let sums = &mut self.f64[..elems];
+                if divisor != 1.0 {
+                    sums.iter_mut().for_each(|x| *x /= divisor);
+                }
+                bytemuck::cast_slice_mut(output).copy_from_slice(sums);
+                return;
             }
-            bytemuck::cast_slice_mut(output).copy_from_slice(sums);
-            return;
+            Dtype::I64 => return narrow::<8>(&self.i64[..elems], output),
+            Dtype::I32 => return narrow::<4>(&self.i64[..elems], output),
+            Dtype::I16 => return narrow::<2>(&self.i64[..elems], output),
+            Dtype::I8 | Dtype::U8 => return narrow::<1>(&self.i64[..elems], output),
+            Dtype::F32 | Dtype::F16 | Dtype::Bf16 => {}
+            Dtype::Bytes => unreachable!("{NEVER_SUMMED}"),
         }
         let sums = &mut self.f32[..elems];
         if divisor != 1 {
@@ -95,10 +205,9 @@ impl Accumulator {
             sums.iter_mut().for_each(|x| *x /= divisor);
         }
         match dtype {
-            Dtype::F32 => bytemuck::cast_slice_mut(output).copy_from_slice(sums),
             Dtype::F16 => bytemuck::cast_slice_mut::<u8, f16>(output).convert_from_f32_slice(sums),
             Dtype::Bf16 => bytemuck::cast_slice_mut::<u8, bf16>(output).convert_from_f32_slice(sums),
-            Dtype::F64 | Dtype::Bytes => unreachable!("handled above, or never summed"),
+            _ => bytemuck::cast_slice_mut(output).copy_from_slice(sums),
         }
     }
 }
@@ -115,14 +224,18 @@ mod tests {
     use proptest::prelude::*;
 
     fn sum(dtype: Dtype, inputs: &[Vec<u8>], divisor: u32) -> Vec<u8> {
+        reduce(dtype, Reduction::Sum { divisor }, inputs)
+    }
+
+    fn reduce(dtype: Dtype, how: Reduction, inputs: &[Vec<u8>]) -> Vec<u8> {
         let mut accumulator = Accumulator::default();
         let mut output = vec![0; inputs[0].len()];
         for range in blocks(dtype, inputs[0].len()) {
             accumulator.start(dtype, &inputs[0][range.clone()]);
             for input in &inputs[1..] {
-                accumulator.add(dtype, &input[range.clone()]);
+                accumulator.add(dtype, how, &input[range.clone()]);
             }
-            accumulator.finish(dtype, divisor, &mut output[range]);
+            accumulator.finish(dtype, how, &mut output[range]);
         }
         output
     }
@@ -169,6 +282,62 @@ mod tests {
                 prop_assert_eq!(f64::from_le_bytes(value.try_into().unwrap()).to_bits(), want.to_bits());
             }
         }
+    }
+
+    /// Sums, smallest and largest of one integer type against plain arithmetic, over more than one block.
+    macro_rules! integers {
+        ($name:ident, $type:ty, $dtype:expr) => {
+            #[test]
+            fn $name() {
+                let rows: Vec<Vec<$type>> = (0..3u64)
+                    .map(|row| {
+                        (0..BLOCK_ELEMS as u64 + 3)
+                            .map(|i| (i + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15 + row * 77) as $type)
+                            .collect()
+                    })
+                    .collect();
+                let inputs: Vec<Vec<u8>> = rows.iter().map(|r| bytemuck::cast_slice(r).to_vec()).collect();
+                let want = |f: fn($type, $type) -> $type| -> Vec<u8> {
+                    let columns = (0..rows[0].len()).map(|i| f(f(rows[0][i], rows[1][i]), rows[2][i]));
+                    bytemuck::cast_slice(&columns.collect::<Vec<$type>>()).to_vec()
+                };
+                assert_eq!(sum($dtype, &inputs, 1), want(<$type>::wrapping_add));
+                assert_eq!(reduce($dtype, Reduction::Min, &inputs), want(Ord::min));
+                assert_eq!(reduce($dtype, Reduction::Max, &inputs), want(Ord::max));
+            }
+        };
+    }
+
+    integers!(i64_wraps, i64, Dtype::I64);
+    integers!(i32_wraps, i32, Dtype::I32);
+    integers!(i16_wraps, i16, Dtype::I16);
+    integers!(i8_wraps, i8, Dtype::I8);
+    integers!(u8_wraps, u8, Dtype::U8);
+
+    #[test]
+    fn smallest_and_largest_keep_nan_and_the_first_of_equals() {
+        let bytes = |row: &[f32]| bytemuck::cast_slice(row).to_vec();
+        let inputs =
+            [bytes(&[1.0, f32::NAN, 0.0, 5.0]), bytes(&[-2.0, 1.0, -0.0, f32::NAN]), bytes(&[3.0; 4])];
+        let got = |how| -> Vec<f32> { bytemuck::cast_slice(&reduce(Dtype::F32, how, &inputs)).to_vec() };
+        let least = got(Reduction::Min);
+        assert_eq!((least[0], least[2].to_bits()), (-2.0, 0));
+        assert!(least[1].is_nan() && least[3].is_nan());
+        let most = got(Reduction::Max);
+        assert_eq!((most[0], most[2]), (3.0, 3.0));
+        assert!(most[1].is_nan() && most[3].is_nan());
+    }
+
+    #[test]
+    fn smallest_and_largest_of_halves_are_exact() {
+        let rows = [[1.5f32, -2.25, 65504.0], [0.099_975_586, 7.0, -65504.0]].map(|r| r.map(f16::from_f32));
+        let inputs: Vec<Vec<u8>> = rows.iter().map(|r| bytemuck::cast_slice(r).to_vec()).collect();
+        let want = |pick: fn(f16, f16) -> bool| -> Vec<u8> {
+            let picked = (0..3).map(|i| if pick(rows[0][i], rows[1][i]) { rows[0][i] } else { rows[1][i] });
+            bytemuck::cast_slice(&picked.collect::<Vec<f16>>()).to_vec()
+        };
+        assert_eq!(reduce(Dtype::F16, Reduction::Min, &inputs), want(|a, b| a < b));
+        assert_eq!(reduce(Dtype::F16, Reduction::Max, &inputs), want(|a, b| a > b));
     }
 
     #[test]

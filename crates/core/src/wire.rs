@@ -7,11 +7,12 @@
 //! The sender is known from the connection; tensor and offset follow from the slice.
 
 use crate::error::Error;
-use crate::layout::{BookId, Rank, Seq, SliceId, Step};
+use crate::layout::{BookId, Dtype, Rank, Seq, SliceId, Step};
 use crate::limits;
+use crate::reduce::Reduction;
 
 /// Version of frames and handshake; peers with another version are refused at the handshake.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 /// Length of a header.
 pub const HEADER_BYTES: usize = 24;
 
@@ -38,6 +39,10 @@ pub enum Kind {
     Abort = 9,
     /// To all, after everything else: this rank is done, needs nobody any more, and owes this peer nothing.
     Goodbye = 10,
+    /// Collectives: a partial sum, to be added; `argument` is the step. Without payload: of nobody so far.
+    Part = 11,
+    /// Collectives: a part of the result; `argument` is the step. Without payload: nobody had a contribution.
+    Result = 12,
     /// A whole message of a call; `book`, `slice` and `step` are group, call and stage, `seq` is the call's signature.
     Message = 32,
     /// A message of `argument` bytes is there to be asked for.
@@ -51,7 +56,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    const ALL: [Self; 15] = [
+    const ALL: [Self; 17] = [
         Self::Push,
         Self::PushAbsent,
         Self::Answer,
@@ -62,6 +67,8 @@ impl Kind {
         Self::Heartbeat,
         Self::Abort,
         Self::Goodbye,
+        Self::Part,
+        Self::Result,
         Self::Message,
         Self::Offer,
         Self::Ready,
@@ -72,13 +79,22 @@ impl Kind {
     /// Whether the frame is part of a slice's exchange.
     #[must_use]
     pub fn is_exchange(self) -> bool {
-        matches!(self, Self::Push | Self::PushAbsent | Self::Answer | Self::AnswerAbsent | Self::AnswerSame)
+        matches!(
+            self,
+            Self::Push
+                | Self::PushAbsent
+                | Self::Answer
+                | Self::AnswerAbsent
+                | Self::AnswerSame
+                | Self::Part
+                | Self::Result
+        )
     }
 
     /// Whether the frame may begin a round, and so come before this rank has opened its book.
     #[must_use]
     pub fn takes_part(self) -> bool {
-        matches!(self, Self::Push | Self::PushAbsent)
+        matches!(self, Self::Push | Self::PushAbsent | Self::Part)
     }
 
     /// Whether the frame is part of a call; see [`crate::calls`].
@@ -89,9 +105,9 @@ impl Kind {
 
     fn payload_bytes_max(self) -> usize {
         match self {
+            Self::Push | Self::Answer | Self::Part | Self::Result => limits::SLICE_BYTES_MAX,
             Self::Message => limits::EAGER_BYTES_MAX,
             Self::MessagePart => limits::PART_BYTES_MAX,
-            Self::Push | Self::Answer => limits::SLICE_BYTES_MAX,
             Self::Blob => limits::BLOB_BYTES_MAX,
             Self::Abort => limits::REASON_BYTES_MAX,
             _ => 0,
@@ -109,6 +125,38 @@ pub enum Op {
     Sum = 1,
     /// The one contribution there is, bit by bit: a broadcast.
     Copy = 2,
+    /// The smallest, element by element; see [`crate::reduce::Reduction::Min`].
+    Min = 3,
+    /// The largest, element by element.
+    Max = 4,
+}
+
+impl Op {
+    const ALL: [Self; 5] = [Self::Average, Self::Sum, Self::Copy, Self::Min, Self::Max];
+
+    /// What is wrong with this operation on elements of this type, if anything.
+    #[must_use]
+    pub fn refused(self, dtype: Dtype) -> Option<&'static str> {
+        match self {
+            Self::Copy => None,
+            _ if dtype == Dtype::Bytes => Some("bytes can only be copied"),
+            Self::Average if dtype.is_integer() => Some(
+                "integers have no average here, for it would have to be rounded: take the sum and divide it",
+            ),
+            _ => None,
+        }
+    }
+
+    /// How inputs are combined; `divisor` ranks take part, which is for the last combination of an average alone.
+    #[must_use]
+    pub fn reduction(self, divisor: u32) -> Reduction {
+        match self {
+            Self::Average => Reduction::Sum { divisor },
+            Self::Sum | Self::Copy => Reduction::Sum { divisor: 1 },
+            Self::Min => Reduction::Min,
+            Self::Max => Reduction::Max,
+        }
+    }
 }
 
 /// A frame's header.
@@ -162,12 +210,8 @@ impl Header {
         let u32_at = |i: usize| u32::from_le_bytes([bytes[i], bytes[i + 1], bytes[i + 2], bytes[i + 3]]);
         let kind = *(Kind::ALL.iter().find(|k| **k as u8 == bytes[0]))
             .ok_or_else(|| format!("a frame of unknown kind {}", bytes[0]))?;
-        let op = match bytes[1] {
-            0 => Op::Average,
-            1 => Op::Sum,
-            2 => Op::Copy,
-            other => return Err(format!("a {kind:?} frame with unknown operation {other}")),
-        };
+        let op = *(Op::ALL.iter().find(|op| **op as u8 == bytes[1]))
+            .ok_or_else(|| format!("a {kind:?} frame with unknown operation {}", bytes[1]))?;
         let header = Self {
             kind,
             op,
@@ -207,8 +251,12 @@ pub struct Outgoing<C> {
 /// Who sent a frame, and which: for messages.
 #[must_use]
 pub fn describe(from: Rank, header: &Header) -> String {
-    let Header { kind, book, slice, seq, step, .. } = header;
-    format!("{kind:?} of book {book}, slice {slice}, seq {seq} (step {step}) from rank {from}")
+    let Header { kind, book, slice, seq, step, argument, .. } = header;
+    let part = match kind {
+        Kind::Part | Kind::Result => format!(" {argument}"),
+        _ => String::new(),
+    };
+    format!("{kind:?}{part} of book {book}, slice {slice}, seq {seq} (step {step}) from rank {from}")
 }
 
 /// The error about a frame that this rank does not wait for.
@@ -223,8 +271,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn decode_inverts_encode(kind in 0usize..Kind::ALL.len(), op in 0u8..3, book: u16, slice: u32, seq: u32, step: u32, argument: u32) {
-            let op = [Op::Average, Op::Sum, Op::Copy][op as usize];
+        fn decode_inverts_encode(kind in 0usize..Kind::ALL.len(), op in 0usize..5, book: u16, slice: u32, seq: u32, step: u32, argument: u32) {
+            let op = Op::ALL[op];
             let header = Header { kind: Kind::ALL[kind], op, book, slice, seq, step, argument, payload_bytes: 0 };
             prop_assert_eq!(Header::decode(&header.encode()), Ok(header));
         }

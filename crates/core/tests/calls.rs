@@ -3,6 +3,7 @@
 use penstock_core::calls::{Action, Call, Calls, Request};
 use penstock_core::layout::{Dtype, Rank};
 use penstock_core::memory::Memory;
+use penstock_core::reduce::Reduction;
 use penstock_core::wire::{Kind, Op, Place};
 use penstock_core::{Error, Header, limits};
 
@@ -21,7 +22,7 @@ impl Memory for Lengths {
         len_bytes
     }
 
-    fn reduce(&mut self, _: Dtype, inputs: &[usize], _: u32, output: &usize) {
+    fn reduce(&mut self, _: Dtype, _: Reduction, inputs: &[usize], output: &usize) {
         assert!(inputs.iter().all(|input| input == output));
     }
 }

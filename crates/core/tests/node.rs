@@ -1,9 +1,11 @@
 //! The node, event by event: what the simulator has found, each as its smallest story, and events drawn at random.
 
+use penstock_core::Scheme;
 use penstock_core::calls::{Action as What, Call, Request, Signature};
 use penstock_core::layout::{Book, Dtype, Rank, Seq, Tensor};
 use penstock_core::memory::Memory;
 use penstock_core::node::{Action, Config, Event, Node};
+use penstock_core::reduce::Reduction;
 use penstock_core::wire::{Header, Kind, Op, Outgoing, Place};
 use proptest::prelude::*;
 use std::cell::Cell;
@@ -47,14 +49,21 @@ impl Memory for Lengths {
         (Rc::new(Buffer { scratch: Some(self.scratch.clone()) }), len_bytes)
     }
 
-    fn reduce(&mut self, _: Dtype, inputs: &[Chunk], _: u32, output: &Chunk) {
+    fn reduce(&mut self, _: Dtype, _: Reduction, inputs: &[Chunk], output: &Chunk) {
         assert!(inputs.iter().all(|input| input.1 == output.1));
     }
 }
 
 /// `tensors` tensors of one slice of 4 KiB each; slice i belongs to rank i modulo the ranks.
 fn book(tensors: u32, ranks: u32) -> Arc<Book> {
-    let tensors = (0..tensors).map(|i| Tensor::new(format!("t{i}"), i, Dtype::F32, 1024)).collect();
+    book_of(tensors, ranks, &[Scheme::Store])
+}
+
+/// The same with these schemes in turn. Collective slices have their first ranks in turn, but those of a central server.
+fn book_of(tensors: u32, ranks: u32, schemes: &[Scheme]) -> Arc<Book> {
+    let tensor = |i: u32| Tensor::new(format!("t{i}"), i, Dtype::F32, 1024);
+    let scheme = |i: u32| schemes[i as usize % schemes.len()];
+    let tensors = (0..tensors).map(|i| tensor(i).with_scheme(scheme(i))).collect();
     let layers = (0..64).map(|i| format!("layer{i}")).collect();
     Arc::new(Book::new("model", layers, tensors, ranks, 4096, 1).unwrap())
 }
@@ -297,7 +306,7 @@ fn make_call(request: Request, elems: u64) -> Call<Chunk> {
 }
 
 fn draw() -> impl Strategy<Value = Draw> {
-    let op = || prop::sample::select(vec![Op::Average, Op::Average, Op::Sum, Op::Copy]);
+    let op = || prop::sample::select(vec![Op::Average, Op::Average, Op::Sum, Op::Copy, Op::Min, Op::Max]);
     let kinds = [
         Kind::Push,
         Kind::Push,
@@ -310,13 +319,24 @@ fn draw() -> impl Strategy<Value = Draw> {
         Kind::Heartbeat,
         Kind::Abort,
         Kind::Goodbye,
+        Kind::Part,
+        Kind::Part,
+        Kind::Part,
+        Kind::Result,
+        Kind::Result,
     ];
-    let frame =
-        (1u32..3, prop::sample::select(kinds.to_vec()), op(), 0u16..2, 0u32..12, 0u32..3, any::<u8>());
-    let frame = frame.prop_map(|(from, kind, op, book, slice, seq, wild)| {
+    // Of three ranks: the whole slice, parts of a ring, halves of a butterfly, and none.
+    let lengths = prop::sample::select(vec![4096u32, 1368, 1364, 2048, 0]);
+    let kinds = prop::sample::select(kinds.to_vec());
+    let frame = (1u32..3, kinds, op(), 0u16..2, 0u32..12, 0u32..3, any::<u8>(), 0u32..6, lengths);
+    let frame = frame.prop_map(|(from, kind, op, book, slice, seq, wild, step, len)| {
         let mut header = Header { book, ..exchange(kind, slice, seq, op) };
-        // Now and then a length that does not fit.
+        if matches!(kind, Kind::Part | Kind::Result) {
+            (header.argument, header.payload_bytes) = (step, len);
+        }
+        // Now and then a length or a step that does not fit.
         header.payload_bytes += u32::from(wild < 8);
+        header.argument |= if wild == 255 { u32::MAX } else { 0 };
         Draw::Frame { from, header }
     });
     let submit = (0u32..8, 1u32..3, op(), any::<bool>());
@@ -337,7 +357,10 @@ proptest! {
 
     /// Whatever peers send and whatever the caller does: an error or not, never a panic, and all scratch comes back.
     #[test]
-    fn any_events_are_taken_or_refused(draws in prop::collection::vec(draw(), 1..60)) {
+    fn any_events_are_taken_or_refused(
+        draws in prop::collection::vec(draw(), 1..60),
+        schemes in prop::collection::vec(prop::sample::select(Scheme::ALL.to_vec()), 1..9),
+    ) {
         let mut bench = Bench::new(0, 3, 5000);
         let (mut opened, scratch) = (false, bench.node.memory().scratch.clone());
         let mut calls = 0;
@@ -345,7 +368,7 @@ proptest! {
         for draw in draws {
             let result = match draw {
                 Draw::Open if std::mem::replace(&mut opened, true) => Ok(()),
-                Draw::Open => bench.node.open_book(0, book(8, 3), &mut bench.actions),
+                Draw::Open => bench.node.open_book(0, book_of(8, 3, &schemes), &mut bench.actions),
                 Draw::Submit { tensor, seq, op, absent } => {
                     let memory = user_memory(4096);
                     let event = Event::Submit { book: 0, tensor, seq, step: seq, op, memory, absent };

@@ -69,16 +69,25 @@ impl Handle {
         self.tell();
     }
 
-    fn tell(&self) {
-        if !self.is_done() {
-            return;
-        }
-        // Both who completes and who releases may find it done; what is kept is there once.
+    /// It was refused: nobody will complete it.
+    pub(crate) fn abandoned(&self) {
+        self.let_go();
+    }
+
+    /// Once: what is kept is there once.
+    fn let_go(&self) {
         let kept = self.keep.lock().unwrap_or_else(PoisonError::into_inner).take();
         if kept.is_some() {
             self.shared.calls_open.fetch_sub(1, Ordering::AcqRel);
         }
-        drop(kept);
+    }
+
+    fn tell(&self) {
+        if !self.is_done() {
+            return;
+        }
+        // Both who completes and who releases may find it done.
+        self.let_go();
         self.report();
         if self.awaited.load(Ordering::SeqCst) > 0 {
             self.shared.update(|_| ());

@@ -11,7 +11,7 @@
 
 use penstock_core::Dtype;
 use penstock_core::memory::Memory;
-use penstock_core::reduce::{Accumulator, blocks};
+use penstock_core::reduce::{Accumulator, Reduction, blocks};
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::io::{IoSlice, IoSliceMut};
 use std::mem;
@@ -301,9 +301,9 @@ impl Memory for RealMemory {
         self.pool.take(len_bytes)
     }
 
-    fn reduce(&mut self, dtype: Dtype, inputs: &[Chunk], divisor: u32, output: &Chunk) {
+    fn reduce(&mut self, dtype: Dtype, how: Reduction, inputs: &[Chunk], output: &Chunk) {
         let [first, rest @ ..] = inputs else { return };
-        if rest.is_empty() && divisor == 1 {
+        if rest.is_empty() && how.keeps_one() {
             assert_eq!(first.len, output.len);
             if first.start() == output.start() {
                 return;
@@ -317,9 +317,9 @@ impl Memory for RealMemory {
         for block in blocks(dtype, output.len) {
             self.accumulator.start(dtype, &first.bytes(0)[block.clone()]);
             for input in rest {
-                self.accumulator.add(dtype, &input.bytes(0)[block.clone()]);
+                self.accumulator.add(dtype, how, &input.bytes(0)[block.clone()]);
             }
-            self.accumulator.finish(dtype, divisor, &mut output.bytes_mut(0)[block]);
+            self.accumulator.finish(dtype, how, &mut output.bytes_mut(0)[block]);
         }
     }
 }
@@ -382,9 +382,9 @@ mod tests {
         let mut memory = RealMemory::new(pool.clone());
         let bytes = |values: &[f32]| values.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
         let inputs = [pool.copy_of(&bytes(&[1.0, 2.0])), pool.copy_of(&bytes(&[3.0, 6.0]))];
-        memory.reduce(Dtype::F32, &inputs, 2, &inputs[1]);
+        memory.reduce(Dtype::F32, Reduction::Sum { divisor: 2 }, &inputs, &inputs[1]);
         assert_eq!(inputs[1].to_vec(), bytes(&[2.0, 4.0]));
-        memory.reduce(Dtype::Bytes, &inputs[1..], 1, &inputs[0]);
+        memory.reduce(Dtype::Bytes, Reduction::Sum { divisor: 1 }, &inputs[1..], &inputs[0]);
         assert_eq!(inputs[0].to_vec(), bytes(&[2.0, 4.0]));
     }
 }

@@ -27,7 +27,9 @@ pub(crate) fn parse_op(name: &str) -> PyResult<Op> {
         "average" => Ok(Op::Average),
         "sum" => Ok(Op::Sum),
         "copy" => Ok(Op::Copy),
-        _ => Err(bad_argument(format!("unknown op {name:?}: expected average, sum or copy"))),
+        "min" => Ok(Op::Min),
+        "max" => Ok(Op::Max),
+        _ => Err(bad_argument(format!("unknown op {name:?}: expected average, sum, min, max or copy"))),
     }
 }
 

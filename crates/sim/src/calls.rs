@@ -15,6 +15,7 @@ use penstock_core::layout::{Dtype, Rank};
 use penstock_core::limits;
 use penstock_core::memory::Memory;
 use penstock_core::node::{Action, Config, Event, Node};
+use penstock_core::reduce::Reduction;
 use penstock_core::wire::{Header, Kind, Op, Outgoing, Place};
 use std::collections::VecDeque;
 
@@ -69,8 +70,8 @@ struct World {
     report: Report,
 }
 
-const OPS: [Op; 2] = [Op::Sum, Op::Average];
-const DTYPES: [Dtype; 4] = [Dtype::F32, Dtype::F64, Dtype::F16, Dtype::Bf16];
+const OPS: [Op; 4] = [Op::Sum, Op::Average, Op::Min, Op::Max];
+const DTYPES: [Dtype; 6] = [Dtype::F32, Dtype::F64, Dtype::F16, Dtype::Bf16, Dtype::I32, Dtype::U8];
 
 /// Draws a job from `seed` and plays it.
 ///
@@ -109,7 +110,7 @@ fn numbers(random: &mut Random, dtype: Dtype, elems: usize) -> Vec<u8> {
         // Small whole numbers, which have few bits in either half type.
         Dtype::F16 => (0..elems).flat_map(|_| [0, 0x3c]).collect(),
         Dtype::Bf16 => (0..elems).flat_map(|_| [0x80, 0x3f]).collect(),
-        Dtype::Bytes => (0..elems).map(|_| random.bits() as u8).collect(),
+        _ => (0..elems * dtype.size_bytes()).map(|_| random.bits() as u8).collect(),
     }
 }
 
@@ -123,8 +124,13 @@ fn tensor(bytes: &[u8]) -> Chunk {
 fn sum(dtype: Dtype, op: Op, rows: &[Vec<u8>]) -> Vec<u8> {
     let inputs: Vec<Chunk> = rows.iter().map(|row| tensor(row)).collect();
     let output = RealMemory::tensor(rows[0].len());
-    let divisor = if op == Op::Average { rows.len() as u32 } else { 1 };
-    RealMemory::default().reduce(dtype, &inputs, divisor, &output);
+    let how = match op {
+        Op::Min => Reduction::Min,
+        Op::Max => Reduction::Max,
+        Op::Average => Reduction::Sum { divisor: rows.len() as u32 },
+        Op::Sum | Op::Copy => Reduction::Sum { divisor: 1 },
+    };
+    RealMemory::default().reduce(dtype, how, &inputs, &output);
     output.to_bytes().unwrap_or_default().into_vec()
 }
 
@@ -188,6 +194,7 @@ impl World {
         ]);
         let dtype = if what.computes() { self.random.pick(&DTYPES) } else { Dtype::Bytes };
         let op = self.random.pick(&OPS);
+        let op = if op.refused(dtype).is_some() { Op::Sum } else { op };
         let elems = draw_elems(&mut self.random, dtype.size_bytes());
         // Every rank's blocks. Blocks of an all-to-all differ in length.
         let n = size as usize;

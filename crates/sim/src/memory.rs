@@ -5,7 +5,7 @@
 
 use penstock_core::layout::Dtype;
 use penstock_core::memory::Memory;
-use penstock_core::reduce::{Accumulator, blocks};
+use penstock_core::reduce::{Accumulator, Reduction, blocks};
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
@@ -136,8 +136,8 @@ impl Memory for RealMemory {
         scratch(len_bytes, true, &self.held_bytes)
     }
 
-    fn reduce(&mut self, dtype: Dtype, inputs: &[Chunk], divisor: u32, output: &Chunk) {
-        if let ([input], 1) = (inputs, divisor) {
+    fn reduce(&mut self, dtype: Dtype, how: Reduction, inputs: &[Chunk], output: &Chunk) {
+        if let ([input], true) = (inputs, how.keeps_one()) {
             let bytes = input.to_bytes();
             output.write(|out| bytes.iter().for_each(|bytes| out.copy_from_slice(bytes)));
             return;
@@ -147,10 +147,10 @@ impl Memory for RealMemory {
                 for (i, input) in inputs.iter().enumerate() {
                     input.read(|bytes| match i {
                         0 => accumulator.start(dtype, &bytes[range.clone()]),
-                        _ => accumulator.add(dtype, &bytes[range.clone()]),
+                        _ => accumulator.add(dtype, how, &bytes[range.clone()]),
                     });
                 }
-                output.write(|bytes| accumulator.finish(dtype, divisor, &mut bytes[range.clone()]));
+                output.write(|bytes| accumulator.finish(dtype, how, &mut bytes[range.clone()]));
             }
         });
     }
@@ -175,7 +175,7 @@ impl Memory for VirtualMemory {
         scratch(len_bytes, false, &self.held_bytes)
     }
 
-    fn reduce(&mut self, _: Dtype, inputs: &[Chunk], _: u32, output: &Chunk) {
+    fn reduce(&mut self, _: Dtype, _: Reduction, inputs: &[Chunk], output: &Chunk) {
         assert!(inputs.iter().all(|input| input.len_bytes == output.len_bytes), "lengths differ in a sum");
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::program::{Demands, Instruction, Links, Loss, Setup, Submission};
 use crate::random::Random;
+use penstock_core::Scheme;
 use penstock_core::layout::{Book, BookId, Dtype, Rank, Tensor, TensorId};
 use penstock_core::wire::Op;
 use std::sync::Arc;
@@ -71,8 +72,17 @@ struct TensorRound {
 }
 
 const LAYERS_MAX: u64 = 6;
-const DTYPES: [Dtype; 7] =
-    [Dtype::F32, Dtype::F32, Dtype::F32, Dtype::F64, Dtype::F16, Dtype::Bf16, Dtype::Bytes];
+const DTYPES: [Dtype; 9] = [
+    Dtype::F32,
+    Dtype::F32,
+    Dtype::F32,
+    Dtype::F64,
+    Dtype::F16,
+    Dtype::Bf16,
+    Dtype::I32,
+    Dtype::I64,
+    Dtype::Bytes,
+];
 
 /// Draws a scenario.
 #[must_use]
@@ -82,8 +92,10 @@ pub fn draw(seed: u64) -> Setup {
     let (ranks, lanes) = (random.pick(&[1, 2, 2, 2, 3, 3, 3, 4, 4, 5, 6]), random.pick(&[1, 1, 1, 2, 3]));
     let slice_bytes = random.between(1024, 3000) as usize;
     let book_count = random.pick(&[1, 1, 2]);
-    let books: Vec<Arc<Book>> =
-        (0..book_count).map(|id| Arc::new(draw_book(random, id, ranks, slice_bytes, lanes))).collect();
+    let schemes = draw_schemes(random);
+    let books: Vec<Arc<Book>> = (0..book_count)
+        .map(|id| Arc::new(draw_book(random, id, ranks, slice_bytes, lanes, schemes)))
+        .collect();
     let places = books.iter().map(|book| draw_places(random, book.layers.len())).collect();
     let order = random.pick(&[Order::Reverse, Order::Reverse, Order::Shuffled, Order::ShuffledPerRank]);
     let waiting = random.pick(&[Waiting::Forward, Waiting::Forward, Waiting::AtOnce, Waiting::Late]);
@@ -132,7 +144,26 @@ pub fn draw(seed: u64) -> Setup {
     }
 }
 
-fn draw_book(random: &mut Random, id: u32, ranks: u32, slice_bytes: usize, lanes: u32) -> Book {
+/// The schemes that tensors are drawn from: often the store alone, or one collective, or all together.
+fn draw_schemes(random: &mut Random) -> &'static [Scheme] {
+    match random.below(8) {
+        0..=2 => &[Scheme::Store],
+        3 => &[Scheme::Central],
+        4 => &[Scheme::Tree],
+        5 => &[Scheme::Ring],
+        6 => &[Scheme::Butterfly],
+        _ => &Scheme::ALL,
+    }
+}
+
+fn draw_book(
+    random: &mut Random,
+    id: u32,
+    ranks: u32,
+    slice_bytes: usize,
+    lanes: u32,
+    schemes: &[Scheme],
+) -> Book {
     let layers = random.between(1, LAYERS_MAX);
     let mut layer = 0;
     let tensors = (0..random.between(1, 10)).map(|i| {
@@ -146,7 +177,8 @@ fn draw_book(random: &mut Random, id: u32, ranks: u32, slice_bytes: usize, lanes
             6..=8 => random.between(60, 700),
             _ => random.between(700, 2500),
         };
-        Tensor::new(format!("b{id}.t{i}"), layer as u32, random.pick(&DTYPES), elems)
+        let tensor = Tensor::new(format!("b{id}.t{i}"), layer as u32, random.pick(&DTYPES), elems);
+        tensor.with_scheme(random.pick(schemes))
     });
     let tensors: Vec<Tensor> = tensors.collect();
     let layers = (0..layers).map(|layer| format!("b{id}.layer{layer}")).collect();
@@ -175,7 +207,9 @@ fn draw_links(random: &mut Random) -> Links {
 impl Plan {
     fn draw_epoch(&self, random: &mut Random) -> Epoch {
         let most = random.between(1, 3) as u32;
-        let leave = random.chance(700);
+        // Collectives need every rank in every round.
+        let collective = self.books.iter().any(|book| book.collective_slices > 0);
+        let leave = random.chance(700) && (!collective || self.ranks == 1);
         let mut rounds = vec![most; self.ranks as usize];
         if leave {
             let longest = random.below(u64::from(self.ranks)) as usize;
@@ -189,7 +223,11 @@ impl Plan {
             let active: Vec<u32> = (0..self.ranks).filter(|rank| rounds[*rank as usize] > round).collect();
             let tensor = |tensor: &Tensor, random: &mut Random| {
                 let copied = tensor.dtype == Dtype::Bytes || random.chance(self.copy_permille);
-                let op = if copied { Op::Copy } else { random.pick(&[Op::Average, Op::Average, Op::Sum]) };
+                let op = match random.pick(&[Op::Average, Op::Average, Op::Sum, Op::Min, Op::Max]) {
+                    _ if copied => Op::Copy,
+                    Op::Average if tensor.dtype.is_integer() => Op::Sum,
+                    op => op,
+                };
                 let root = copied.then(|| random.pick(&active));
                 TensorRound { op, root, nobody: random.chance(self.nobody_permille) }
             };
@@ -354,8 +392,11 @@ pub fn describe(setup: &Setup) -> String {
         setup;
     let books = books.iter().map(|book| {
         let (tensors, slices) = (book.tensors.len(), book.slices.len());
-        let bytes: u64 = book.owned_bytes.iter().sum();
-        format!("{} tensors in {} layers, {slices} slices, {bytes} bytes", tensors, book.layers.len())
+        let bytes: u64 = book.tensors.iter().map(Tensor::len_bytes).sum();
+        let mut schemes: Vec<&str> = book.tensors.iter().map(|tensor| tensor.scheme.name()).collect();
+        schemes.dedup();
+        let layers = book.layers.len();
+        format!("{tensors} tensors in {layers} layers, {slices} slices, {bytes} bytes, schemes {schemes:?}")
     });
     let books: Vec<String> = books.collect();
     let submissions = setup.programs.iter().flatten().filter(|i| matches!(i, Instruction::Submit(_))).count();

@@ -7,6 +7,7 @@ Importing this module registers the backend ``penstock`` for tensors in main mem
 
 The ranks meet in the store that `init_process_group` provides, and trust it as torch's own backends do. The job that
 starts is that of `penstock.init`: if it runs already, it is used, and `penstock.distribute` works beside the backend.
+It goes on after `destroy_process_group`, until `penstock.shutdown` or the end of the program.
 Sums are in rank order with the same bits on every rank; half types are summed in single precision.
 
 Whoever waits for a `Work` waits for the engine's call; a thread completes the future of one that was asked for it.
@@ -27,7 +28,7 @@ from torch._C._distributed_c10d import Backend as C10dBackend
 
 from penstock import job
 from penstock.boards import TorchBoard
-from penstock.buffers import Buffer, view
+from penstock.buffers import DTYPES, Buffer, view
 from penstock.errors import ConfigError
 from penstock.torch.works import Completer, Work
 
@@ -39,9 +40,14 @@ __all__ = ["ProcessGroup", "create"]
 GROUPS_FIRST = 1 << 15
 """Numbers below are those of `penstock.new_group`."""
 GROUPS_END = 1 << 16
-_OPS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "average"}
-_SUMMED = {"f32", "f64", "f16", "bf16"}
-"""What the engine sums; everything else is gathered, and computed by torch in rank order."""
+_OPS = [
+    (dist.ReduceOp.SUM, "sum"),
+    (dist.ReduceOp.AVG, "average"),
+    (dist.ReduceOp.MIN, "min"),
+    (dist.ReduceOp.MAX, "max"),
+]
+_FLOATS = {"f32", "f64", "f16", "bf16"}
+"""What the engine averages. What it does not compute is gathered, and computed by torch in rank order."""
 
 
 def _local_reduction(op: Any, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
@@ -202,10 +208,9 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _sum_name(self, op: Any, tensor: Tensor) -> str | None:
         """The engine's name for the operation, or None if torch has to compute it."""
-        name = next((name for known, name in _OPS.items() if op == known), None)
-        dtype = str(tensor.dtype)
-        known_dtype = dtype in ("torch.float32", "torch.float64", "torch.float16", "torch.bfloat16")
-        return name if known_dtype else None
+        name = next((name for known, name in _OPS if op == known), None)
+        dtype = view(tensor, "allreduce", written=False).dtype
+        return name if dtype in _FLOATS or (dtype in DTYPES and name != "average") else None
 
     # Sums.
 

@@ -175,15 +175,22 @@ class Updates:
             PeerLost: A rank was lost; the update stays outstanding.
             Timeout: The averages did not come in time.
         """
-        missing = [layer for layer in needed if layer in self._waiting]
+        wanted = dict.fromkeys(layer for layer in needed if layer in self._waiting)
         ready = self._arrived()
-        missing = [layer for layer in dict.fromkeys(missing) if layer not in ready]
-        if missing:
-            flying = [slot for layer in missing for slot in self._waiting[layer] if slot.flying]
-            self._gradients.wait(flying)
-            ready.update(dict.fromkeys(missing))
-        if ready:
-            slots = [slot for layer in ready for slot in self._waiting.pop(layer)]
+        while late := [layer for layer in wanted if layer in self._waiting and layer not in ready]:
+            # This thread would only wait; and whatever is in by now has to be applied before the pass is over.
+            ready = ready or self._arrived(everywhere=True)
+            if not ready:
+                self._gradients.wait([slot for layer in late for slot in self._waiting[layer] if slot.flying])
+                ready = {**self._arrived(), **dict.fromkeys(late)}
+                break
+            self._apply_layers(ready)
+            ready = {}
+        self._apply_layers(ready)
+
+    def _apply_layers(self, layers: Iterable[Layer]) -> None:
+        slots = [slot for layer in layers for slot in self._waiting.pop(layer)]
+        if slots:
             self._apply(slots)
             self._gradients.lent.collect()
 
@@ -197,11 +204,12 @@ class Updates:
         if self._waiting:
             self.finish(list(self._waiting))
 
-    def _arrived(self) -> dict[Layer, None]:
+    def _arrived(self, *, everywhere: bool = False) -> dict[Layer, None]:
         """Layers whose averages are in, without waiting, in the order of the forward pass.
 
-        Looks ahead in strides and ends at the first stride with a layer that is not in: what comes later in the forward
-        pass arrives later, and a look at everything before every layer would cost the square of their number.
+        Looks ahead in strides and, unless it shall look everywhere, ends at the first stride with a layer that is not
+        in: what comes later in the forward pass mostly arrives later, and a look at everything before every layer would
+        cost the square of their number.
         """
         gradients = self._gradients
         arrived: dict[Layer, None] = {}
@@ -213,7 +221,7 @@ class Updates:
             for layer in stride:
                 if all(not slot.flying or slot.index in done for slot in self._waiting[layer]):
                     arrived[layer] = None
-            if len(arrived) < start + len(stride):
+            if not everywhere and len(arrived) < start + len(stride):
                 break
         return arrived
 

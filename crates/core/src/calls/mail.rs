@@ -18,8 +18,12 @@ use super::{GroupId, Key};
 use crate::layout::Dtype;
 use crate::limits;
 use crate::memory::Memory;
+use crate::reduce::Reduction;
 use crate::wire::{Header, Kind, Outgoing, Place};
 use std::collections::{BTreeMap, VecDeque};
+
+/// Of one input: its bytes.
+pub(super) const COPY: Reduction = Reduction::Sum { divisor: 1 };
 
 /// Which piece of which call of this rank a message belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -252,7 +256,7 @@ impl<C: Clone> Mail<C> {
             fits(key, (signature, len), (early.signature, early.len))?;
             if early.whole {
                 if let Some(payload) = early.payload {
-                    memory.reduce(Dtype::Bytes, &[payload], 1, &chunk);
+                    memory.reduce(Dtype::Bytes, COPY, &[payload], &chunk);
                 }
                 self.consumed(len, out);
                 return Ok(true);
@@ -376,7 +380,7 @@ impl<C: Clone> Mail<C> {
         // The receive may have been posted while the payload was under way.
         fits(key, (receive.signature, receive.len), (signature, len))?;
         if let Some(payload) = payload.filter(|_| !receive.placed) {
-            memory.reduce(Dtype::Bytes, &[payload], 1, &receive.chunk);
+            memory.reduce(Dtype::Bytes, COPY, &[payload], &receive.chunk);
         }
         self.consumed(len, out);
         Ok(Outcome::Completed(receive.token))

@@ -17,9 +17,10 @@ use crate::error::Error;
 use crate::layout::{Dtype, Rank};
 use crate::limits;
 use crate::memory::Memory;
+use crate::reduce::Reduction;
 use crate::wire::{Header, Op, Outgoing, Place};
 use blocks::{check_blocks, piece_bytes};
-use mail::{Fault, Mail, Outcome, Token};
+use mail::{COPY, Fault, Mail, Outcome, Token};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The number of a group; 0 is all ranks.
@@ -534,15 +535,20 @@ fn compute<M: Memory>(
         match local {
             Local::Copy(from, to) => {
                 let (from, to) = (bytes_of(call, scratch, from, memory), bytes_of(call, scratch, to, memory));
-                memory.reduce(Dtype::Bytes, &[from.0], 1, &to.0);
+                memory.reduce(Dtype::Bytes, COPY, &[from.0], &to.0);
             }
             Local::Reduce(inputs, output) => {
                 let (output, len) = bytes_of(call, scratch, output, memory);
                 let inputs: Vec<M::Chunk> =
                     inputs.iter().map(|input| bytes_of(call, scratch, input, memory).0).collect();
-                let divisor = if call.op == Op::Average { members as u32 } else { 1 };
+                let how = match call.op {
+                    Op::Average => Reduction::Sum { divisor: members as u32 },
+                    Op::Sum | Op::Copy => COPY,
+                    Op::Min => Reduction::Min,
+                    Op::Max => Reduction::Max,
+                };
                 if len > 0 {
-                    memory.reduce(call.dtype, &inputs, divisor, &output);
+                    memory.reduce(call.dtype, how, &inputs, &output);
                 }
             }
         }

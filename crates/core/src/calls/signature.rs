@@ -140,8 +140,18 @@ impl std::fmt::Display for Signature {
             write!(f, " (root {root} of the group)")?;
         }
         if dtype > 0 {
-            let dtypes = [Dtype::F32, Dtype::F64, Dtype::F16, Dtype::Bf16, Dtype::Bytes];
-            let ops = [Op::Average, Op::Sum, Op::Copy];
+            let dtypes = [
+                Dtype::F32,
+                Dtype::F64,
+                Dtype::F16,
+                Dtype::Bf16,
+                Dtype::I64,
+                Dtype::I32,
+                Dtype::I16,
+                Dtype::I8,
+                Dtype::U8,
+            ];
+            let ops = [Op::Average, Op::Sum, Op::Copy, Op::Min, Op::Max];
             let op = ops.iter().find(|known| **known as u32 == op);
             let dtype = dtypes.iter().find(|known| dtype_code(**known) == dtype);
             match (op, dtype) {

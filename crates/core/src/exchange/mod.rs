@@ -6,14 +6,23 @@
 //! priorities and counts are the node's.
 //!
 //! To add a scheme: a file with a state machine that has the methods of [`Exchange`], a variant of [`Scheme`] and of
-//! [`Exchange`], and an arm in each `match` below.
+//! [`Exchange`], and an arm in each `match` below. A collective whose steps are known beforehand needs less: a file with
+//! its steps and a variant of [`Plan`].
 
+mod butterfly;
+mod central;
+pub mod collective;
+pub mod plan;
+mod ring;
 pub mod store;
+mod tree;
 
+use crate::cost::dense::Algorithm;
 use crate::error::Error;
 use crate::layout::{Dtype, Rank, Seq, Slice};
 use crate::memory::Memory;
 use crate::wire::{Header, Outgoing};
+use plan::Plan;
 
 /// How the contributions to a tensor become one result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -21,6 +30,66 @@ pub enum Scheme {
     /// The sharded key-value store: every rank pushes to the slice's owner, which answers all.
     #[default]
     Store,
+    /// All to rank 0 and back: the central parameter server.
+    Central,
+    /// Up a binomial tree and down again.
+    Tree,
+    /// Around a ring: reduce-scatter, then all-gather.
+    Ring,
+    /// Recursive halving, then recursive doubling.
+    Butterfly,
+}
+
+impl Scheme {
+    /// All.
+    pub const ALL: [Self; 5] = [Self::Store, Self::Central, Self::Tree, Self::Ring, Self::Butterfly];
+
+    /// Its word in the glossary.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Store => "store",
+            Self::Central => "central",
+            Self::Tree => "tree",
+            Self::Ring => "ring",
+            Self::Butterfly => "butterfly",
+        }
+    }
+
+    /// The steps of the schemes that are collectives among all ranks.
+    #[must_use]
+    pub fn plan(self) -> Option<Plan> {
+        match self {
+            Self::Store => None,
+            Self::Central => Some(Plan::Central),
+            Self::Tree => Some(Plan::Tree),
+            Self::Ring => Some(Plan::Ring),
+            Self::Butterfly => Some(Plan::Butterfly),
+        }
+    }
+}
+
+impl From<Algorithm> for Scheme {
+    fn from(algorithm: Algorithm) -> Self {
+        match algorithm {
+            Algorithm::Store => Self::Store,
+            Algorithm::Central => Self::Central,
+            Algorithm::Tree => Self::Tree,
+            Algorithm::Ring => Self::Ring,
+            Algorithm::Butterfly => Self::Butterfly,
+        }
+    }
+}
+
+impl std::str::FromStr for Scheme {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self, Error> {
+        Self::ALL.into_iter().find(|scheme| scheme.name() == name).ok_or_else(|| {
+            let names = Self::ALL.map(Self::name).join(", ");
+            Error::Config(format!("unknown scheme {name:?}: expected one of {names}"))
+        })
+    }
 }
 
 /// What is known about a slice on this rank, the same in every round.
@@ -62,6 +131,11 @@ pub enum Effect<C> {
         /// What may hold it back.
         flow: Flow,
     },
+    /// Something will be sent to this rank under the window in this round, when it can be.
+    Opens {
+        /// The rank.
+        to: Rank,
+    },
     /// What was sent to this rank under the window in this round occupies no scratch there any more.
     Consumed {
         /// The rank.
@@ -90,14 +164,17 @@ pub enum Flow {
 pub enum Exchange<C> {
     /// See [`store`].
     Store(store::Store<C>),
+    /// See [`collective`].
+    Collective(collective::Collective<C>),
 }
 
 impl<C: Clone> Exchange<C> {
     /// The state before the first round.
     #[must_use]
     pub fn new(scheme: Scheme) -> Self {
-        match scheme {
-            Scheme::Store => Self::Store(store::Store::default()),
+        match scheme.plan() {
+            None => Self::Store(store::Store::default()),
+            Some(plan) => Self::Collective(collective::Collective::new(plan)),
         }
     }
 
@@ -114,6 +191,7 @@ impl<C: Clone> Exchange<C> {
     ) -> Result<(), Error> {
         match self {
             Self::Store(store) => store.submit(header, memory, absent, context),
+            Self::Collective(collective) => collective.submit(header, memory, absent, context),
         }
     }
 
@@ -122,14 +200,16 @@ impl<C: Clone> Exchange<C> {
     pub fn expects(&self, from: Rank, header: &Header, site: &Site<'_>) -> bool {
         match self {
             Self::Store(store) => store.expects(from, header, site),
+            Self::Collective(collective) => collective.expects(from, header, site),
         }
     }
 
     /// Where the payload of an expected frame goes; to scratch if `None`.
     #[must_use]
-    pub fn place(&self, header: &Header) -> Option<C> {
+    pub fn place<M: Memory<Chunk = C>>(&self, header: &Header, site: &Site<'_>, memory: &M) -> Option<C> {
         match self {
             Self::Store(store) => store.place(header),
+            Self::Collective(collective) => collective.place(header, site, memory),
         }
     }
 
@@ -146,13 +226,14 @@ impl<C: Clone> Exchange<C> {
     ) -> Result<(), Error> {
         match self {
             Self::Store(store) => store.frame(from, header, payload, context),
+            Self::Collective(collective) => collective.frame(from, header, payload, context),
         }
     }
 
     /// A rank has left, as `context.site.left` says; `header` names the slice.
     ///
     /// # Errors
-    /// [`Error::Protocol`] as for a frame that ends the round.
+    /// [`Error::Protocol`] as for a frame that ends the round; [`Error::Config`] if the scheme needs every rank.
     pub fn left<M: Memory<Chunk = C>>(
         &mut self,
         header: &Header,
@@ -160,13 +241,15 @@ impl<C: Clone> Exchange<C> {
     ) -> Result<(), Error> {
         match self {
             Self::Store(store) => store.left(header, context),
+            Self::Collective(collective) => collective.left(header, context.site.left),
         }
     }
 
     /// The ranks that have not contributed to the round that waits here.
-    pub fn missing(&self, left: &[bool], ranks: &mut Vec<Rank>) {
+    pub fn missing(&self, site: &Site<'_>, ranks: &mut Vec<Rank>) {
         match self {
-            Self::Store(store) => store.missing(left, ranks),
+            Self::Store(store) => store.missing(site.left, ranks),
+            Self::Collective(collective) => collective.missing(site, ranks),
         }
     }
 }

@@ -8,6 +8,7 @@ use super::{Context, Effect, Flow, Site};
 use crate::error::Error;
 use crate::layout::{Rank, Seq, Step};
 use crate::memory::Memory;
+use crate::reduce::Reduction;
 use crate::wire::{Header, Kind, Op, Outgoing, describe, unexpected};
 
 /// This rank's own part in a slice, from submission to completion.
@@ -149,15 +150,15 @@ impl<C: Clone> Store<C> {
             Outcome::Absent => None,
             Outcome::Copy(source) => Some(match mine {
                 Some(mine) if source != site.rank => {
-                    memory.reduce(site.dtype, inputs, 1, &mine);
+                    memory.reduce(site.dtype, Reduction::Sum { divisor: 1 }, inputs, &mine);
                     // Answered from here, so that the source's buffer is free when its window is.
                     mine
                 }
                 _ => inputs[0].clone(),
             }),
-            Outcome::Sum(divisor) => {
+            Outcome::Reduced(how) => {
                 let output = mine.unwrap_or_else(|| memory.scratch(site.slice.len_bytes as usize));
-                memory.reduce(site.dtype, inputs, divisor, &output);
+                memory.reduce(site.dtype, how, inputs, &output);
                 Some(output)
             }
         };
@@ -232,8 +233,8 @@ enum Outcome {
     Absent,
     /// One rank's contribution is the result as it is.
     Copy(Rank),
-    /// The sum of the contributions, divided by this.
-    Sum(u32),
+    /// The contributions, combined.
+    Reduced(Reduction),
 }
 
 impl<C: Clone> Gathering<C> {
@@ -311,8 +312,7 @@ impl<C: Clone> Gathering<C> {
             (Some(rank), Op::Copy) => {
                 Err(format!("{} ranks contribute to a copy, one of them rank {rank}", inputs.len()))
             }
-            (Some(_), Op::Sum) => Ok(Outcome::Sum(1)),
-            (Some(_), Op::Average) => Ok(Outcome::Sum(left.iter().filter(|l| !**l).count() as u32)),
+            (Some(_), op) => Ok(Outcome::Reduced(op.reduction(left.iter().filter(|l| !**l).count() as u32))),
         }
     }
 
@@ -338,7 +338,10 @@ mod tests {
         }
         assert!(gathering.complete(&left));
         let mut inputs = Vec::new();
-        assert_eq!(gathering.outcome(&left, &mut inputs), Ok(Outcome::Sum(3)));
+        assert_eq!(
+            gathering.outcome(&left, &mut inputs),
+            Ok(Outcome::Reduced(Reduction::Sum { divisor: 3 }))
+        );
         assert_eq!(inputs, ["c", "d"]);
         gathering.clear();
         assert!(gathering.open().is_none());

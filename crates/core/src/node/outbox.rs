@@ -1,14 +1,17 @@
 //! What waits to be sent to one peer, and which of it may go next.
 //!
-//! Pushes are limited by a window per book, so that an owner holds a bounded number of bytes for a slow rank. A window alone
-//! could deadlock: rank 0 fills its window with slices that rank 1 has not pushed, and the other way round. So of the slices that
-//! this rank has submitted and that are unanswered, one may always go, by an order that is the same on all ranks: the oldest round
-//! first, and in a round the last slice of the book first. Once every rank has submitted the same slices, that one is pushed by
-//! all, is answered, and the next takes its place.
+//! What the peer may have to keep in scratch until it takes part itself (pushes to an owner, partial sums of a collective) is
+//! limited by a window per book, so that a peer holds a bounded number of bytes for a rank that is ahead. A window alone could
+//! deadlock: rank 0 fills its window with slices that rank 1 has not pushed, and the other way round. So of the slices that this
+//! rank has submitted and that are not through, one may always go, by an order that is the same on all ranks: the oldest round
+//! first, and in a round the last slice of the book first. Once every rank has submitted the same slices, that one is sent by
+//! all, is through, and the next takes its place.
 //!
 //! Why the last slice first: backward submits them in about that order. A slice submitted later then rarely comes before those
 //! under way, and the exception to the window is one slice at a time. The other way round every slice of a backward pass would be
 //! an exception when it is submitted, and the window would bound nothing.
+//!
+//! Slices are known here by [`Book::number_at_peer`].
 
 use crate::bits::Bits;
 use crate::layout::{Book, BookId, Rank, Seq};
@@ -17,17 +20,29 @@ use crate::wire::{Kind, Outgoing};
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
-/// Pushes of one book to one owner.
+/// What goes to the peer under the window of one book. Tables are by the slice's number at the peer.
 struct Pushes<C> {
     queue: PriorityQueue<(u32, Outgoing<C>)>,
-    /// Place at which each slice waits, by its number at the owner.
-    places: Vec<u32>,
-    /// Round in which each slice is open, by its number at the owner; 0 if it is not.
-    open: Vec<Seq>,
-    /// The open slices in the order of the exception. Answered ones may be in it, but never at the top.
+    slices: Vec<SliceWindow>,
+    /// How many slices there may be; the table is made when the first is used.
+    slice_count: usize,
+    /// The open slices in the order of the exception. Those that are through may be in it, but never at the top.
     turns: BinaryHeap<(Reverse<Seq>, u32)>,
-    /// Of the open slices those handed to the driver.
+    /// Of the open slices those of which something was handed to the driver.
     pushed: Bits,
+    pushed_bytes: u64,
+}
+
+/// One slice in the window.
+#[derive(Clone, Copy, Default)]
+struct SliceWindow {
+    /// The round that is open; 0 if none is.
+    open: Seq,
+    /// Place at which its frames wait.
+    place: u32,
+    /// Frames that wait.
+    waiting: u32,
+    /// Bytes handed to the driver that count.
     pushed_bytes: u64,
 }
 
@@ -54,47 +69,76 @@ enum Next {
 }
 
 impl<C> Pushes<C> {
-    /// Whether the slice with this number at the owner may be pushed now.
-    fn allowed(&self, at_owner: u32, len_bytes: u64, window_bytes: u64) -> bool {
+    /// Whether the slice with this number may send so much now.
+    fn allowed(&self, number: u32, len_bytes: u64, window_bytes: u64) -> bool {
         // A slice that overtakes all that is under way gets a second window, so that a backlog cannot hold it up.
-        let overtakes = self.pushed.first().is_some_and(|first| (at_owner as usize) < first);
+        let overtakes = self.pushed.first().is_some_and(|first| (number as usize) < first);
         let limit = if overtakes { 2 * window_bytes } else { window_bytes };
-        self.pushed_bytes + len_bytes <= limit || self.turn() == Some(at_owner)
+        self.pushed_bytes + len_bytes <= limit || self.turn() == Some(number)
     }
 
     fn next(&self, book: usize, window_bytes: u64) -> Option<(usize, u64, Next)> {
-        let (place, order, (at_owner, frame)) = self.queue.peek()?;
-        if self.allowed(*at_owner, u64::from(frame.header.payload_bytes), window_bytes) {
+        let (place, order, (number, frame)) = self.queue.peek()?;
+        if self.allowed(*number, u64::from(frame.header.payload_bytes), window_bytes) {
             return Some((place, order, Next::Push(book)));
         }
-        let turn = self.turn().filter(|&turn| !self.pushed.contains(turn as usize))?;
-        Some((self.places[turn as usize] as usize, 0, Next::Turn(book, turn)))
+        let turn = self.turn().filter(|&turn| self.slices[turn as usize].waiting > 0)?;
+        Some((self.slices[turn as usize].place as usize, 0, Next::Turn(book, turn)))
     }
 
     /// The slice that may always go.
     fn turn(&self) -> Option<u32> {
-        self.turns.peek().map(|(_, at_owner)| *at_owner)
+        self.turns.peek().map(|(_, number)| *number)
     }
 
-    fn opened(&mut self, at_owner: u32, seq: Seq) {
-        self.open[at_owner as usize] = seq;
-        self.turns.push((Reverse(seq), at_owner));
-        self.forget_answered();
+    /// This rank takes part in a round of this slice, if it does not yet.
+    fn open(&mut self, number: u32, seq: Seq) {
+        if self.slices.is_empty() {
+            self.slices.resize(self.slice_count, SliceWindow::default());
+            self.pushed.grow(self.slice_count);
+            self.turns.reserve(2 * self.slice_count + 1);
+        }
+        if std::mem::replace(&mut self.slices[number as usize].open, seq) != seq {
+            self.turns.push((Reverse(seq), number));
+            self.forget_those_through();
+        }
     }
 
-    fn closed(&mut self, at_owner: u32) {
-        self.open[at_owner as usize] = 0;
-        self.forget_answered();
+    /// A frame of this slice joins the queue; returns the place at which those of its frames wait that wait already.
+    fn joined(&mut self, number: u32, place: usize) -> usize {
+        let slice = &mut self.slices[number as usize];
+        if slice.waiting == 0 {
+            slice.place = place as u32;
+        }
+        slice.waiting += 1;
+        slice.place as usize
     }
 
-    /// Takes answered slices from the top of `turns`, and from all of it when they are most of it.
-    fn forget_answered(&mut self) {
-        let open = &self.open;
-        let is_open = |(Reverse(seq), at_owner): &(Reverse<Seq>, u32)| open[*at_owner as usize] == *seq;
+    /// A frame of this slice was handed to the driver.
+    fn departed(&mut self, number: u32, len_bytes: u64) {
+        let slice = &mut self.slices[number as usize];
+        slice.waiting -= 1;
+        slice.pushed_bytes += len_bytes;
+        self.pushed_bytes += len_bytes;
+        self.pushed.insert(number as usize);
+    }
+
+    fn closed(&mut self, number: u32) {
+        let Some(slice) = self.slices.get_mut(number as usize) else { return };
+        slice.open = 0;
+        self.pushed_bytes -= std::mem::take(&mut slice.pushed_bytes);
+        self.pushed.remove(number as usize);
+        self.forget_those_through();
+    }
+
+    /// Takes slices that are through from the top of `turns`, and from all of it when they are most of it.
+    fn forget_those_through(&mut self) {
+        let slices = &self.slices;
+        let is_open = |(Reverse(seq), number): &(Reverse<Seq>, u32)| slices[*number as usize].open == *seq;
         while self.turns.peek().is_some_and(|top| !is_open(top)) {
             self.turns.pop();
         }
-        if self.turns.len() > 2 * open.len() {
+        if self.turns.len() > 2 * slices.len() {
             self.turns.retain(is_open);
         }
     }
@@ -108,8 +152,8 @@ impl<C> Outbox<C> {
     }
 
     pub(super) fn open_book(&mut self, id: BookId, book: &Book, peer: Rank) {
-        let (at, places, slices) =
-            (usize::from(id), book.layers.len().max(1), book.owned_slices[peer.index()] as usize);
+        let (at, places) = (usize::from(id), book.layers.len().max(1));
+        let slice_count = book.numbers_at_peer(peer) as usize;
         if at >= self.pushes.len() {
             self.pushes.resize_with(at + 1, || None);
         }
@@ -118,10 +162,10 @@ impl<C> Outbox<C> {
         queue.grow(places);
         self.pushes[at] = Some(Pushes {
             queue,
-            places: vec![0; slices],
-            open: vec![0; slices],
-            turns: BinaryHeap::with_capacity(2 * slices + 1),
-            pushed: Bits::new(slices),
+            slices: Vec::new(),
+            slice_count,
+            turns: BinaryHeap::new(),
+            pushed: Bits::new(0),
             pushed_bytes: 0,
         });
     }
@@ -138,22 +182,25 @@ impl<C> Outbox<C> {
         self.ready.push(place, order, frame)
     }
 
-    pub(super) fn queue_push(&mut self, place: usize, order: u64, at_owner: u32, frame: Outgoing<C>) -> bool {
-        let Some(Some(pushes)) = self.pushes.get_mut(usize::from(frame.header.book)) else { return false };
-        pushes.opened(at_owner, frame.header.seq);
-        pushes.places[at_owner as usize] = place as u32;
-        pushes.queue.push(place, order, (at_owner, frame))
+    /// A round of a slice begins in which something may be queued by [`Outbox::queue_push`], now or later: its turn counts
+    /// from now on. Otherwise slices that are forwarded one after the other would each be an exception to the window.
+    pub(super) fn open_slice(&mut self, book: BookId, number: u32, seq: Seq) {
+        if let Some(Some(pushes)) = self.pushes.get_mut(usize::from(book)) {
+            pushes.open(number, seq);
+        }
     }
 
-    /// A slice was answered; returns whether a push that waits may go now.
-    pub(super) fn answered(&mut self, book: BookId, at_owner: u32, len_bytes: u32) -> bool {
+    pub(super) fn queue_push(&mut self, place: usize, order: u64, number: u32, frame: Outgoing<C>) -> bool {
+        let Some(Some(pushes)) = self.pushes.get_mut(usize::from(frame.header.book)) else { return false };
+        pushes.open(number, frame.header.seq);
+        let place = pushes.joined(number, place);
+        pushes.queue.push(place, order, (number, frame))
+    }
+
+    /// Nothing of a slice occupies the peer's scratch any more; returns whether a frame that waits may go now.
+    pub(super) fn consumed(&mut self, book: BookId, number: u32) -> bool {
         let Some(Some(pushes)) = self.pushes.get_mut(usize::from(book)) else { return false };
-        let at = at_owner as usize;
-        pushes.closed(at_owner);
-        if pushes.pushed.contains(at) {
-            pushes.pushed.remove(at);
-            pushes.pushed_bytes -= u64::from(len_bytes);
-        }
+        pushes.closed(number);
         !pushes.queue.is_empty()
     }
 
@@ -176,7 +223,7 @@ impl<C> Outbox<C> {
     }
 
     pub(super) fn pop(&mut self) -> Option<Outgoing<C>> {
-        let (pushes, (at_owner, frame)) = match self.next()? {
+        let (pushes, (number, frame)) = match self.next()? {
             Next::Control => return self.control.pop_front(),
             Next::Ready => return self.ready.pop(),
             Next::Goodbye => return self.goodbye.take(),
@@ -187,13 +234,12 @@ impl<C> Outbox<C> {
             }
             Next::Turn(book, turn) => {
                 let pushes = self.pushes[book].as_mut()?;
-                let place = pushes.places[turn as usize] as usize;
-                let taken = pushes.queue.take(place, |(at_owner, _)| *at_owner == turn)?;
+                let place = pushes.slices[turn as usize].place as usize;
+                let taken = pushes.queue.take(place, |(number, _)| *number == turn)?;
                 (pushes, taken)
             }
         };
-        pushes.pushed.insert(at_owner as usize);
-        pushes.pushed_bytes += u64::from(frame.header.payload_bytes);
+        pushes.departed(number, u64::from(frame.header.payload_bytes));
         Some(frame)
     }
 }

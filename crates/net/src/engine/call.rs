@@ -98,6 +98,9 @@ impl Engine {
         if !inputs.iter().chain(&outputs).all(aligned) {
             return Err(Failure::config("memory that is not aligned to its elements"));
         }
+        if let Some(why) = op.refused(dtype) {
+            return Err(Failure::config(format!("a call on {dtype:?}: {why}")));
+        }
         let id = self.inner.next_token.fetch_add(1, Ordering::Relaxed);
         let regions = (inputs.len() + outputs.len()) as u32;
         let shared = Arc::clone(&self.inner.shared);
@@ -117,7 +120,7 @@ impl Engine {
                 self.inner.shared.progressed();
                 lane.send(Command::Call { call: Box::new(call), handle: Arc::clone(&handle) });
             }
-            None => self.call_alone(call, &handle)?,
+            None => self.call_alone(call, &handle).inspect_err(|_| handle.abandoned())?,
         }
         Ok(handle)
     }

@@ -1,8 +1,7 @@
 //! Results: who contributed what to which round, and what must come out of it.
 
-use super::{Checker, Violation, check};
-use half::{bf16, f16};
-use penstock_core::layout::{Book, BookId, Dtype, Rank, Seq, SliceId, TensorId};
+use super::{Checker, Violation, check, order};
+use penstock_core::layout::{Book, BookId, Rank, Seq, SliceId, TensorId};
 use penstock_core::wire::Op;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -99,7 +98,7 @@ impl Ledger {
         let Completion { rank, book, slice, seq, .. } = *completion;
         let name = || format!("slice {slice} of book {book}, round {seq}, rank {rank}");
         let (tensor, ids) = self.tensor_of(book, slice);
-        let dtype = self.books[usize::from(book)].tensors[tensor as usize].dtype;
+        let layout = &self.books[usize::from(book)];
         let round = self.rounds.get_mut(&(book, tensor, seq));
         let Some((round, part)) = round.and_then(|round| {
             let part = round.parts[rank.index()].as_mut()?;
@@ -114,7 +113,9 @@ impl Ledger {
         check(arrived == round.active as usize, Checker::NobodyForgotten, || {
             format!("{} is complete when {arrived} of {} ranks took part", name(), round.active)
         })?;
-        round.expected.get_or_insert_with(|| expected(dtype, round.op, &round.parts));
+        if round.expected.is_none() {
+            round.expected = Some(expected(layout, tensor, round));
+        }
         self.check_exact(completion, Checker::Exact)
     }
 
@@ -194,65 +195,33 @@ fn check_bytes(
     })
 }
 
-/// The result, recomputed element by element in rank order.
-fn expected(dtype: Dtype, op: Op, parts: &[Option<Part>]) -> Expected {
-    let active = parts.iter().flatten().count();
-    let rows: Vec<Option<&[u8]>> =
-        parts.iter().flatten().filter(|part| !part.absent).map(|part| part.bytes.as_deref()).collect();
-    if rows.is_empty() {
+/// The result, recomputed element by element, slice by slice.
+fn expected(book: &Book, tensor: TensorId, round: &Round) -> Expected {
+    let layout = &book.tensors[tensor as usize];
+    let contributions = || round.parts.iter().map(|part| part.as_ref().filter(|part| !part.absent));
+    if contributions().flatten().next().is_none() {
         return Expected::Absent;
     }
-    let Some(rows) = rows.into_iter().collect::<Option<Vec<&[u8]>>>() else { return Expected::Present(None) };
-    if op == Op::Copy {
-        return Expected::Present(Some(rows[0].to_vec()));
+    if contributions().flatten().any(|part| part.bytes.is_none()) {
+        return Expected::Present(None);
     }
-    let divisor = if op == Op::Average { active as f32 } else { 1.0 };
-    Expected::Present(Some(match dtype {
-        Dtype::F32 => sum(&rows, divisor, f32::from_le_bytes, f32::to_le_bytes),
-        Dtype::F16 => sum(
-            &rows,
-            divisor,
-            |bytes| f16::from_le_bytes(bytes).to_f32(),
-            |x| f16::from_f32(x).to_le_bytes(),
-        ),
-        Dtype::Bf16 => sum(
-            &rows,
-            divisor,
-            |bytes| bf16::from_le_bytes(bytes).to_f32(),
-            |x| bf16::from_f32(x).to_le_bytes(),
-        ),
-        Dtype::F64 => sum(&rows, f64::from(divisor), f64::from_le_bytes, f64::to_le_bytes),
-        Dtype::Bytes => rows[0].to_vec(),
-    }))
-}
-
-fn sum<const N: usize, T>(
-    rows: &[&[u8]],
-    divisor: T,
-    decode: impl Fn([u8; N]) -> T,
-    encode: impl Fn(T) -> [u8; N],
-) -> Vec<u8>
-where
-    T: std::ops::Add<Output = T> + std::ops::Div<Output = T> + Copy,
-{
-    let mut bytes = Vec::with_capacity(rows[0].len());
-    for start in (0..rows[0].len()).step_by(N) {
-        let at = |row: &[u8]| {
-            let mut element = [0; N];
-            element.copy_from_slice(&row[start..start + N]);
-            decode(element)
-        };
-        let total = rows[1..].iter().fold(at(rows[0]), |total, row| total + at(row));
-        bytes.extend(encode(total / divisor));
+    let active = round.parts.iter().flatten().count() as u32;
+    let what = order::Round { scheme: layout.scheme, dtype: layout.dtype, op: round.op, active };
+    let mut result = Vec::with_capacity(layout.len_bytes() as usize);
+    for slice in &book.slices[layout.first_slice as usize..][..layout.slice_count as usize] {
+        let range = slice.offset_bytes as usize..(slice.offset_bytes + u64::from(slice.len_bytes)) as usize;
+        let rows: Vec<Option<&[u8]>> =
+            contributions().map(|part| part?.bytes.as_deref().map(|bytes| &bytes[range.clone()])).collect();
+        result.extend(order::reduce(what, slice.owner, &rows).unwrap_or_default());
     }
-    bytes
+    Expected::Present(Some(result))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::program::Submission;
-    use penstock_core::layout::Tensor;
+    use penstock_core::layout::{Dtype, Tensor};
 
     fn ledger() -> Ledger {
         let tensors = vec![Tensor::new("w", 0, Dtype::F32, 2)];

@@ -1,25 +1,33 @@
 //! What each link should carry: a second, naive model of a node's queues. Everything that waits is in one list, which is
 //! searched from end to end for the frames that may go; the node's choice must be among them and none may be better.
 //!
-//! The model knows nothing of contents, only of what waits: which answers exist follows from who has contributed.
+//! The model knows nothing of contents, only of what waits: which answers exist follows from who has contributed, and which
+//! parts of a collective from its steps and what has come. The steps themselves are the node's; what they come to is
+//! checked by the ledger.
 
 use super::{Checker, Violation, check};
+use penstock_core::Scheme;
 use penstock_core::layout::{Book, BookId, Rank, Seq, SliceId, TensorId};
 use penstock_core::wire::{Header, Kind};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+/// In [`Collective::next`]: the step has sent, and waits for its part.
+const WAITING: u32 = 1 << 31;
+
 /// What a waiting frame is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum What {
     Control(Kind),
-    /// An answer or an absence.
-    Ready(BookId, SliceId, Seq),
+    /// An answer, an absence or a result.
+    Ready(BookId, SliceId, Seq, u32),
+    /// What counts under the window: a push, or a partial sum of this step.
     Push {
         book: BookId,
         slice: SliceId,
         seq: Seq,
-        at_owner: u32,
+        step: u32,
+        number: u32,
         len_bytes: u64,
     },
 }
@@ -31,13 +39,24 @@ struct Waiting {
     what: What,
 }
 
-/// Slices of one book pushed to one owner.
+/// Slices of one book that a peer may have to hold, by their numbers there.
 #[derive(Debug, Default)]
 struct Window {
-    /// Submitted and not answered: their rounds.
+    /// Submitted and not through: their rounds.
     open: BTreeMap<u32, Seq>,
-    /// Of those, sent: their lengths.
+    /// Of those, sent: how much.
     pushed: BTreeMap<u32, u64>,
+}
+
+/// A slice of a collective on this rank: the steps whose parts have come, with those of the next round.
+#[derive(Debug, Default)]
+struct Collective {
+    /// The open round, and whether this rank contributes.
+    open: Option<(Seq, bool)>,
+    /// The next step that sends.
+    next: u32,
+    /// By round and step: whether the part had a payload.
+    came: BTreeMap<(Seq, u32), bool>,
 }
 
 #[derive(Debug, Default)]
@@ -52,6 +71,7 @@ struct ModelBook {
     places: Vec<u32>,
     /// By slice owned here: who has contributed to the open round.
     contributed: BTreeMap<SliceId, (Seq, BTreeSet<Rank>)>,
+    collectives: BTreeMap<SliceId, Collective>,
 }
 
 /// Who the modelled node is.
@@ -91,7 +111,10 @@ impl LinkModel {
     /// The node opens a book with these places by layer.
     pub fn open_book(&mut self, id: BookId, book: Arc<Book>) {
         let places = (0..book.layers.len() as u32).collect();
-        self.books.insert(id, ModelBook { book, places, contributed: BTreeMap::new() });
+        self.books.insert(
+            id,
+            ModelBook { book, places, contributed: BTreeMap::new(), collectives: BTreeMap::new() },
+        );
         let (now, later) = self.early.drain(..).partition(|(_, header)| header.book == id);
         self.early = later;
         let now: Vec<(Rank, Header)> = now;
@@ -115,17 +138,123 @@ impl LinkModel {
             if slice.lane != self.me.lane {
                 continue;
             }
-            if slice.owner == self.me.rank {
+            if book.tensors[tensor as usize].scheme != Scheme::Store {
+                let collective = self.collective(id, slice_id);
+                (collective.open, collective.next) = (Some((seq, !absent)), 0);
+                self.open_collective(&book, id, slice_id, seq);
+                self.advance(id, slice_id);
+            } else if slice.owner == self.me.rank {
                 self.contribute(self.me.rank, id, slice_id, seq);
             } else if absent {
-                self.queue(slice.owner, What::Ready(id, slice_id, seq));
+                self.queue(slice.owner, What::Ready(id, slice_id, seq, 0));
             } else {
-                let (at_owner, len_bytes) = (slice.at_owner, u64::from(slice.len_bytes));
-                let window = self.queues[slice.owner.index()].windows.entry(id).or_default();
-                window.open.insert(at_owner, seq);
-                self.queue(slice.owner, What::Push { book: id, slice: slice_id, seq, at_owner, len_bytes });
+                let (number, len_bytes) = (book.number_at_peer(slice_id), u64::from(slice.len_bytes));
+                self.push(slice.owner, id, slice_id, seq, 0, number, len_bytes);
             }
         }
+    }
+
+    #[allow(clippy::too_many_arguments)] // The fields of `What::Push`, and to whom.
+    fn push(
+        &mut self,
+        to: Rank,
+        book: BookId,
+        slice: SliceId,
+        seq: Seq,
+        step: u32,
+        number: u32,
+        len_bytes: u64,
+    ) {
+        self.queues[to.index()].windows.entry(book).or_default().open.insert(number, seq);
+        self.queue(to, What::Push { book, slice, seq, step, number, len_bytes });
+    }
+
+    /// From its submission on a slice has its turn at every peer to which partial sums of it will go.
+    fn open_collective(&mut self, book: &Book, id: BookId, slice_id: SliceId, seq: Seq) {
+        let (slice, tensor) = (&book.slices[slice_id as usize], book.tensor_of(slice_id));
+        let Some(plan) = tensor.scheme.plan() else { return };
+        let ranks = self.me.ranks;
+        let position = (self.me.rank.0 + ranks - slice.owner.0) % ranks;
+        let elems = u64::from(slice.len_bytes) / tensor.dtype.size_bytes() as u64;
+        for number in 0..plan.reduce_steps(ranks) {
+            if let Some(send) = plan.step(ranks, position, elems, number).send {
+                let peer = ((send.to + slice.owner.0) % ranks) as usize;
+                let window = self.queues[peer].windows.entry(id).or_default();
+                window.open.insert(book.number_at_peer(slice_id), seq);
+            }
+        }
+    }
+
+    fn collective(&mut self, id: BookId, slice: SliceId) -> &mut Collective {
+        let book = self.books.get_mut(&id).expect("frames of books that are not open are kept");
+        book.collectives.entry(slice).or_default()
+    }
+
+    /// Queues what the steps allow: a step sends when the parts of all steps before it have come.
+    fn advance(&mut self, id: BookId, slice_id: SliceId) {
+        let Some((seq, contributes)) = self.collective(id, slice_id).open else { return };
+        let book = self.books[&id].book.clone();
+        let (slice, tensor) = (&book.slices[slice_id as usize], book.tensor_of(slice_id));
+        let Some(plan) = tensor.scheme.plan() else { return };
+        let (ranks, elem_bytes) = (self.me.ranks, tensor.dtype.size_bytes() as u64);
+        let position = (self.me.rank.0 + ranks - slice.owner.0) % ranks;
+        let step = |number| plan.step(ranks, position, u64::from(slice.len_bytes) / elem_bytes, number);
+        let (half, all) = (plan.reduce_steps(ranks), plan.steps(ranks));
+        loop {
+            let collective = self.collective(id, slice_id);
+            let number = collective.next;
+            if number == all {
+                break;
+            }
+            let came = collective.came.clone();
+            if let Some(send) = step(number).send {
+                let to = Rank((send.to + slice.owner.0) % ranks);
+                // A partial sum has a payload if this rank contributes, or if a part of the same elements had one.
+                let covers = |earlier: &u32| {
+                    let receive = step(*earlier).receive;
+                    receive
+                        .is_some_and(|r| r.elems.start <= send.elems.start && send.elems.end <= r.elems.end)
+                };
+                let present = contributes || (0..number).filter(covers).any(|earlier| came[&(seq, earlier)]);
+                let len_bytes = (send.elems.end - send.elems.start) * elem_bytes;
+                if number < half && present {
+                    self.push(to, id, slice_id, seq, number, book.number_at_peer(slice_id), len_bytes);
+                } else {
+                    self.queue(to, What::Ready(id, slice_id, seq, number));
+                }
+            }
+            let collective = self.collective(id, slice_id);
+            // The step's send is queued; it is through when its part has come.
+            collective.next += 1;
+            if step(number).receive.is_some() && !came.contains_key(&(seq, number)) {
+                collective.next = number | WAITING;
+                return;
+            }
+        }
+        let collective = self.collective(id, slice_id);
+        collective.open = None;
+        collective.came.retain(|(of, _), _| *of != seq);
+        for peer in (0..ranks).map(Rank) {
+            self.through(id, peer, book.number_at_peer(slice_id));
+        }
+    }
+
+    /// A part has come; the step that waited for it goes on.
+    fn part(&mut self, header: &Header) {
+        let collective = self.collective(header.book, header.slice);
+        collective.came.insert((header.seq, header.argument), header.payload_bytes > 0);
+        let open = collective.open.is_some_and(|(seq, _)| seq == header.seq);
+        if open && collective.next == header.argument | WAITING {
+            collective.next = header.argument + 1;
+            self.advance(header.book, header.slice);
+        }
+    }
+
+    /// What was sent of a slice occupies nothing at the peer any more.
+    fn through(&mut self, id: BookId, peer: Rank, number: u32) {
+        let window = self.queues[peer.index()].windows.entry(id).or_default();
+        window.open.remove(&number);
+        window.pushed.remove(&number);
     }
 
     /// A frame arrives at the node.
@@ -135,12 +264,11 @@ impl LinkModel {
             Kind::Push | Kind::PushAbsent if self.books.contains_key(&header.book) => {
                 self.contribute(from, header.book, header.slice, header.seq);
             }
-            Kind::Push | Kind::PushAbsent => self.early.push((from, *header)),
+            Kind::Part | Kind::Result if self.books.contains_key(&header.book) => self.part(header),
+            Kind::Push | Kind::PushAbsent | Kind::Part => self.early.push((from, *header)),
             Kind::Answer | Kind::AnswerAbsent | Kind::AnswerSame => {
-                let at_owner = self.books[&header.book].book.slices[header.slice as usize].at_owner;
-                let window = self.queues[from.index()].windows.entry(header.book).or_default();
-                window.open.remove(&at_owner);
-                window.pushed.remove(&at_owner);
+                let number = self.books[&header.book].book.number_at_peer(header.slice);
+                self.through(header.book, from, number);
             }
             _ => {}
         }
@@ -191,13 +319,13 @@ impl LinkModel {
         let seq = state.contributed.remove(&slice).map_or(0, |(seq, _)| seq);
         let me = self.me.rank;
         for peer in wanted.into_iter().filter(|peer| *peer != me) {
-            self.queue(peer, What::Ready(id, slice, seq));
+            self.queue(peer, What::Ready(id, slice, seq, 0));
         }
     }
 
     fn queue(&mut self, peer: Rank, what: What) {
         let place = match what {
-            What::Ready(book, slice, _) | What::Push { book, slice, .. } if self.me.priority => {
+            What::Ready(book, slice, ..) | What::Push { book, slice, .. } if self.me.priority => {
                 let state = &self.books[&book];
                 state.places[state.book.tensor_of(slice).layer as usize]
             }
@@ -247,8 +375,8 @@ impl LinkModel {
             })?;
         }
         queue.waiting.remove(at);
-        if let What::Push { book, at_owner, len_bytes, .. } = chosen.what {
-            queue.windows.entry(book).or_default().pushed.insert(at_owner, len_bytes);
+        if let What::Push { book, number, len_bytes, .. } = chosen.what {
+            *queue.windows.entry(book).or_default().pushed.entry(number).or_default() += len_bytes;
         }
         Ok(())
     }
@@ -270,13 +398,14 @@ impl LinkModel {
 
 impl What {
     fn is(&self, header: &Header) -> bool {
-        let id = (header.book, header.slice, header.seq);
-        match (*self, header.kind) {
-            (Self::Control(kind), other) => kind == other,
-            (Self::Push { book, slice, seq, .. }, Kind::Push) => (book, slice, seq) == id,
-            (Self::Ready(..), Kind::Push) => false,
-            (Self::Ready(book, slice, seq), kind) => kind.is_exchange() && (book, slice, seq) == id,
-            _ => false,
+        let id = (header.book, header.slice, header.seq, header.argument);
+        let pushed = header.kind == Kind::Push || (header.kind == Kind::Part && header.payload_bytes > 0);
+        match *self {
+            Self::Control(kind) => kind == header.kind,
+            Self::Push { book, slice, seq, step, .. } => pushed && (book, slice, seq, step) == id,
+            Self::Ready(book, slice, seq, step) => {
+                header.kind.is_exchange() && !pushed && (book, slice, seq, step) == id
+            }
         }
     }
 }
@@ -285,14 +414,11 @@ impl Window {
     /// The slice that may always go: without it, ranks that fill each other's windows with different slices would wait
     /// for one another for ever. Of the oldest round the last slice.
     fn exception(&self) -> Option<u32> {
-        self.open
-            .iter()
-            .min_by_key(|(at_owner, seq)| (**seq, std::cmp::Reverse(**at_owner)))
-            .map(|(at, _)| *at)
+        self.open.iter().min_by_key(|(number, seq)| (**seq, std::cmp::Reverse(**number))).map(|(at, _)| *at)
     }
 
-    fn allows(&self, at_owner: u32, len_bytes: u64, window_bytes: u64) -> bool {
-        let overtakes = self.pushed.keys().next().is_some_and(|first| at_owner < *first);
+    fn allows(&self, number: u32, len_bytes: u64, window_bytes: u64) -> bool {
+        let overtakes = self.pushed.keys().next().is_some_and(|first| number < *first);
         let limit = if overtakes { 2 * window_bytes } else { window_bytes };
         self.pushed.values().sum::<u64>() + len_bytes <= limit
     }
@@ -316,12 +442,12 @@ impl Queue {
         for (id, window) in &self.windows {
             let of_book = |what: &What| matches!(what, What::Push { book, .. } if book == id);
             let Some(head) = first(&of_book) else { continue };
-            let What::Push { at_owner, len_bytes, .. } = head.what else { continue };
-            if window.allows(at_owner, len_bytes, window_bytes) {
+            let What::Push { number, len_bytes, .. } = head.what else { continue };
+            if window.allows(number, len_bytes, window_bytes) {
                 candidates.push((false, head));
                 continue;
             }
-            let is_exception = |what: &What| matches!(what, What::Push { book, at_owner, .. } if book == id && Some(*at_owner) == window.exception());
+            let is_exception = |what: &What| matches!(what, What::Push { book, number, .. } if book == id && Some(*number) == window.exception());
             candidates.extend(first(&is_exception).map(|w| (true, w)));
         }
         candidates
@@ -329,9 +455,9 @@ impl Queue {
 
     /// `chosen` should not have been: because it was not its turn, or because the window forbids it.
     fn why_not(&self, chosen: &Waiting, window_bytes: u64) -> Result<(), Violation> {
-        if let What::Push { book, at_owner, len_bytes, .. } = chosen.what {
+        if let What::Push { book, number, len_bytes, .. } = chosen.what {
             let window = &self.windows[&book];
-            if !window.allows(at_owner, len_bytes, window_bytes) {
+            if !window.allows(number, len_bytes, window_bytes) {
                 return Err(Violation::new(
                     Checker::Window,
                     format!(

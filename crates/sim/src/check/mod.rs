@@ -4,6 +4,7 @@
 
 pub mod ledger;
 pub mod link;
+pub mod order;
 pub mod rest;
 
 /// What was violated.
@@ -13,7 +14,7 @@ pub enum Checker {
     ExactlyOnce,
     /// A round ends only when every active rank has taken part.
     NobodyForgotten,
-    /// Results equal the sum in rank order, recomputed, bit by bit; so they are bit-equal on all ranks.
+    /// Results equal the sum in the scheme's order, recomputed, bit by bit; so they are bit-equal on all ranks.
     Exact,
     /// If nobody contributed, the memory is as it was, and that is what the rank is told.
     AbsentUntouched,

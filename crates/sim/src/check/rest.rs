@@ -1,6 +1,8 @@
-//! What must hold at the end of a run, and what an owner may hold during it.
+//! What must hold at the end of a run, and what a rank may hold for its peers during it.
 
 use super::{Checker, Violation, check};
+use penstock_core::Scheme;
+use penstock_core::cost::dense::Algorithm;
 use penstock_core::layout::{Book, Rank};
 
 /// An owner's scratch buffers: of each other rank and each book at most its window, that of what overtakes, and the slices that
@@ -27,12 +29,26 @@ pub fn check_owner_memory(
     })
 }
 
-/// Payload bytes that a rank sends in one round of `book` to which all contribute: every slice it does not own to its owner,
-/// and every slice it owns to each other rank. With even shards of S bytes that is 2 (n-1)/n S.
+/// Payload bytes that a rank sends in one round of `book` to which all contribute. Of the store: every slice it does not own
+/// to its owner, and every slice it owns to each other rank; with even shards of S bytes that is 2 (n-1)/n S. Of collectives:
+/// what their cost functions say.
 #[must_use]
 pub fn round_bytes(book: &Book, rank: Rank, ranks: u32) -> u64 {
     let (total, owned) = (book.owned_bytes.iter().sum::<u64>(), book.owned_bytes[rank.index()]);
-    total - owned + owned * u64::from(ranks - 1)
+    let collective = book.slices.iter().map(|slice| {
+        let tensor = &book.tensors[slice.tensor as usize];
+        let algorithm = match tensor.scheme {
+            Scheme::Store => return 0,
+            Scheme::Central => Algorithm::Central,
+            Scheme::Tree => Algorithm::Tree,
+            Scheme::Ring => Algorithm::Ring,
+            Scheme::Butterfly => Algorithm::Butterfly,
+        };
+        let elem_bytes = tensor.dtype.size_bytes() as u64;
+        let position = (rank.0 + ranks - slice.owner.0) % ranks;
+        algorithm.slice(u64::from(slice.len_bytes) / elem_bytes, elem_bytes, ranks).sent[position as usize]
+    });
+    total - owned + owned * u64::from(ranks - 1) + collective.sum::<u64>()
 }
 
 /// The payload bytes that left a rank are those of `rounds` full rounds.

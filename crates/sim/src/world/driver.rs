@@ -213,7 +213,8 @@ impl<M: SimMemory> World<M> {
         // From now on and until all is here the memory holds a part of the payload: nobody may read it.
         chunk.write(|bytes| bytes.fill(0xEE));
         // A rank that has left sums into scratch, and a blob is the driver's: neither is under a window.
-        if self.workers[to.index()].phase == Phase::Running && header.kind == Kind::Push {
+        if self.workers[to.index()].phase == Phase::Running && matches!(header.kind, Kind::Push | Kind::Part)
+        {
             let held_bytes = self.nodes[at].memory().held_bytes();
             let setup = &self.setup;
             let exceptions = setup.demands.exceptions;

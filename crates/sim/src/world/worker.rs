@@ -374,7 +374,7 @@ fn fill(dtype: Dtype, random: &mut Random, bytes: &mut [u8]) {
         Dtype::Bf16 => bytes
             .chunks_exact_mut(2)
             .for_each(|x| x.copy_from_slice(&half::bf16::from_f64(float()).to_le_bytes())),
-        Dtype::Bytes => {
+        Dtype::I64 | Dtype::I32 | Dtype::I16 | Dtype::I8 | Dtype::U8 | Dtype::Bytes => {
             bytes.iter_mut().for_each(|x| *x = random.bits() as u8);
         }
     }

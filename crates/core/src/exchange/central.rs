@@ -1,0 +1,23 @@
+//! The central parameter server: all contributions to one rank, the result back (FireCaffe, equation 1).
+//!
+//! All slices have the same server, rank 0, at position 0. Position i sends in step i - 1 and gets the result in the mirror
+//! image of that step; nobody waits for another's turn, so two latencies pass. Sums: one pass in the order of positions,
+//! rounded once, as at a shard of the store.
+//!
+//! Cost for p ranks and n bytes: 2 steps that wait for each other; (p-1) n bytes per direction at the server, n elsewhere
+//! ([`crate::cost::dense::rooted`]).
+
+use super::plan::{Step, Then};
+
+pub(super) fn reduce_steps(positions: u32) -> u32 {
+    positions.saturating_sub(1)
+}
+
+pub(super) fn reduce_step(position: u32, elems: u64, number: u32) -> Step {
+    let worker = number + 1;
+    match position {
+        0 => Step::receives(worker, 0..elems, Then::AddTogether),
+        _ if position == worker => Step::sends(0, 0..elems),
+        _ => Step::default(),
+    }
+}

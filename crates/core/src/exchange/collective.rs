@@ -1,0 +1,361 @@
+//! A collective among all ranks, step by step as its [`Plan`] says: one state machine for all plans.
+//!
+//! A rank goes through its steps in order. It sends a step's part as soon as the steps before are through, and then waits
+//! for the part that the step receives; a part that comes before its step is kept. So each rank needs to hear nothing but
+//! the parts themselves, and every slice proceeds by itself.
+//!
+//! **Where payloads go.** A part of the result ([`Kind::Result`]) is read straight into this rank's memory: it contains
+//! what this rank contributed to these elements, so that is no longer needed there, and has been written to the wire if it
+//! was sent. A partial sum ([`Kind::Part`]) goes to scratch and is added into this rank's memory when the elements are next
+//! sent, or the adding is over: several parts for the same elements are summed in one pass.
+//!
+//! **Absence.** A rank without a contribution sends on what it has got, and a part without payload if that is nothing. So
+//! nobody adds zeros, and if nobody contributes every memory stays as it was.
+//!
+//! **Memory and deadlock.** Partial sums may come before this rank has submitted, so they count under the sender's window
+//! ([`Flow::Window`]) until the exchange is complete there: then everybody has added everything. Results need no window: who
+//! is sent one has contributed, so it waits for it with its memory. `node/outbox.rs` lets one exchange pass the window, the
+//! first in an order that is the same on all ranks. Among the exchanges that every rank has submitted and that are not
+//! complete everywhere, the first in that order is first on every rank where it is not complete; so all of its parts may
+//! be sent, all of its results may be sent, every rank takes in whatever comes, and it completes. Then the next is first.
+//!
+//! At most two rounds of a slice are under way at a rank: a peer that has completed round k may begin the next one, which
+//! cannot end without this rank.
+//!
+//! What is left out: ranks that leave (join). A plan needs every rank; a rank that has left would have to go on
+//! forwarding. It is refused with an error.
+
+use super::plan::{Plan, Receive, Send, Then};
+use super::{Context, Effect, Flow, Site};
+use crate::error::Error;
+use crate::layout::{Rank, Seq};
+use crate::memory::Memory;
+use crate::wire::{Header, Kind, Op, Outgoing, describe, unexpected};
+use std::ops::Range;
+
+/// One slice of a collective on one rank.
+#[derive(Debug)]
+pub struct Collective<C> {
+    plan: Plan,
+    /// The last round that this rank has submitted.
+    seq: Seq,
+    /// The open round.
+    round: Option<Round<C>>,
+    /// What has come and whose step has not, of this round and the next. No more than the steps that receive, twice.
+    arrived: Vec<Arrived<C>>,
+    /// What has come to be added to the elements of [`Round::adding`].
+    parts: Vec<C>,
+}
+
+/// This rank's part in the open round.
+#[derive(Debug)]
+struct Round<C> {
+    /// The submission's.
+    header: Header,
+    /// The contribution, the partial sums, and in the end the result.
+    memory: C,
+    /// Whether this rank has a contribution.
+    contributes: bool,
+    /// Whether anybody has contributed to the elements that this rank last worked on.
+    present: bool,
+    /// The step that this rank is in.
+    number: u32,
+    /// Whether it has sent what that step sends.
+    sent: bool,
+    /// Elements whose addition is due, and whether memory holds something to be added to.
+    adding: Option<(Range<u64>, bool)>,
+}
+
+#[derive(Debug)]
+struct Arrived<C> {
+    from: Rank,
+    header: Header,
+    payload: Option<C>,
+}
+
+/// Both numberings of the ranks, and the plan.
+#[derive(Clone, Copy)]
+struct Places {
+    plan: Plan,
+    ranks: u32,
+    owner: u32,
+    position: u32,
+    elems: u64,
+    elem_bytes: u64,
+}
+
+impl Places {
+    fn new(plan: Plan, site: &Site<'_>) -> Self {
+        let (ranks, owner, elem_bytes) = (site.ranks, site.slice.owner.0, site.dtype.size_bytes() as u64);
+        let position = (site.rank.0 + ranks - owner) % ranks;
+        Self { plan, ranks, owner, position, elems: u64::from(site.slice.len_bytes) / elem_bytes, elem_bytes }
+    }
+
+    fn step(&self, number: u32) -> super::plan::Step {
+        self.plan.step(self.ranks, self.position, self.elems, number)
+    }
+
+    fn steps(&self) -> u32 {
+        self.plan.steps(self.ranks)
+    }
+
+    fn reduce_steps(&self) -> u32 {
+        self.plan.reduce_steps(self.ranks)
+    }
+
+    fn rank(&self, position: u32) -> Rank {
+        Rank((position + self.owner) % self.ranks)
+    }
+
+    /// Bytes from the start of the slice.
+    fn bytes(&self, elems: &Range<u64>) -> Range<usize> {
+        (elems.start * self.elem_bytes) as usize..(elems.end * self.elem_bytes) as usize
+    }
+}
+
+impl<C: Clone> Collective<C> {
+    pub(super) fn new(plan: Plan) -> Self {
+        Self { plan, seq: 0, round: None, arrived: Vec::new(), parts: Vec::new() }
+    }
+
+    pub(super) fn submit<M: Memory<Chunk = C>>(
+        &mut self,
+        header: &Header,
+        memory: C,
+        absent: bool,
+        context: &mut Context<'_, M>,
+    ) -> Result<(), Error> {
+        let Header { book, slice, seq, .. } = *header;
+        if self.round.is_some() {
+            return Err(Error::Config(format!("slice {slice} of book {book} is submitted twice")));
+        }
+        if seq <= self.seq {
+            return Err(Error::Config(format!("round {seq} of slice {slice} of book {book} has ended")));
+        }
+        if let Some(other) = self.arrived.iter().find(|arrived| arrived.header.seq != seq) {
+            let what = describe(other.from, &other.header);
+            return Err(Error::protocol(other.from, format!("{what}, but this rank is at round {seq}")));
+        }
+        self.seq = seq;
+        let effects = &mut *context.effects;
+        each_receiver(&Places::new(self.plan, &context.site), |to| effects.push(Effect::Opens { to }));
+        self.round = Some(Round {
+            header: *header,
+            memory,
+            contributes: !absent,
+            present: !absent,
+            number: 0,
+            sent: false,
+            adding: None,
+        });
+        self.advance(context)
+    }
+
+    /// A frame of a step that receives it, from the right side, for the first time, and of a round that may be under way.
+    pub(super) fn expects(&self, from: Rank, header: &Header, site: &Site<'_>) -> bool {
+        let places = Places::new(self.plan, site);
+        let Some(Receive { from: sender, elems, then }) = places.step(header.argument).receive else {
+            return false;
+        };
+        let kind = if then == Then::Replace { Kind::Result } else { Kind::Part };
+        let len = places.bytes(&elems).len();
+        let open = self.round.as_ref().filter(|round| round.header.seq == header.seq);
+        let in_time = match open {
+            Some(round) => header.argument >= round.number,
+            None => kind == Kind::Part && header.seq > self.seq,
+        };
+        // Of rounds that this rank has not begun there is one.
+        let of_one_round =
+            |other: &Arrived<C>| other.header.seq <= self.seq || other.header.seq == header.seq;
+        header.kind == kind
+            && places.rank(sender) == from
+            && (header.payload_bytes == 0 || header.payload_bytes as usize == len)
+            && in_time
+            && (open.is_some() || self.arrived.iter().all(of_one_round))
+            && self.position_of(header.seq, header.argument).is_none()
+    }
+
+    /// Results go straight into this rank's memory.
+    pub(super) fn place<M: Memory<Chunk = C>>(
+        &self,
+        header: &Header,
+        site: &Site<'_>,
+        memory: &M,
+    ) -> Option<C> {
+        let round =
+            self.round.as_ref().filter(|_| header.kind == Kind::Result && header.payload_bytes > 0)?;
+        let places = Places::new(self.plan, site);
+        let range = places.bytes(&places.step(header.argument).receive?.elems);
+        Some(memory.part(&round.memory, range.start, range.len()))
+    }
+
+    pub(super) fn frame<M: Memory<Chunk = C>>(
+        &mut self,
+        from: Rank,
+        header: &Header,
+        payload: Option<C>,
+        context: &mut Context<'_, M>,
+    ) -> Result<(), Error> {
+        if header.kind == Kind::Result && self.round.is_none() {
+            return Err(unexpected(from, header));
+        }
+        self.arrived.push(Arrived { from, header: *header, payload });
+        self.advance(context)
+    }
+
+    pub(super) fn left(&self, header: &Header, left: &[bool]) -> Result<(), Error> {
+        let ranks: Vec<String> =
+            (0..left.len()).filter(|rank| left[*rank]).map(|rank| rank.to_string()).collect();
+        Err(Error::Config(format!(
+            "rank {} has left (join), but slice {} of book {} is synchronised by {:?}, which needs every rank: use the \
+             store for what is trained with different numbers of batches",
+            ranks.join(" and "),
+            header.slice,
+            header.book,
+            self.plan
+        )))
+    }
+
+    /// The ranks that have certainly not submitted: those whose part is missing though it waits for no other.
+    pub(super) fn missing(&self, site: &Site<'_>, ranks: &mut Vec<Rank>) {
+        let Some(round) = &self.round else { return };
+        let places = Places::new(self.plan, site);
+        for number in round.number..places.reduce_steps() {
+            let Some(Receive { from, .. }) = places.step(number).receive else { continue };
+            let sender = Places { position: from, ..places };
+            let waits = (0..number).any(|earlier| sender.step(earlier).receive.is_some());
+            if !waits && self.position_of(round.header.seq, number).is_none() {
+                ranks.push(places.rank(from));
+            }
+        }
+    }
+
+    fn position_of(&self, seq: Seq, number: u32) -> Option<usize> {
+        self.arrived.iter().position(|a| (a.header.seq, a.header.argument) == (seq, number))
+    }
+
+    /// Goes on as far as what has come allows.
+    fn advance<M: Memory<Chunk = C>>(&mut self, context: &mut Context<'_, M>) -> Result<(), Error> {
+        let places = Places::new(self.plan, &context.site);
+        while let Some(round) = &self.round
+            && round.number < places.steps()
+        {
+            let (seq, number, sent) = (round.header.seq, round.number, round.sent);
+            let step = places.step(number);
+            if let Some(send) = step.send.filter(|_| !sent) {
+                self.add_up(&places, context)?;
+                self.send(&places, &send, context);
+            }
+            if let Some(receive) = step.receive {
+                let Some(at) = self.position_of(seq, number) else {
+                    if let Some(round) = &mut self.round {
+                        round.sent = true;
+                    }
+                    return Ok(());
+                };
+                let arrived = self.arrived.swap_remove(at);
+                self.take_in(&places, receive, arrived, context)?;
+            }
+            if let Some(round) = &mut self.round {
+                (round.number, round.sent) = (number + 1, false);
+            }
+        }
+        self.add_up(&places, context)?;
+        self.complete(&places, context);
+        Ok(())
+    }
+
+    fn send<M: Memory<Chunk = C>>(&self, places: &Places, send: &Send, context: &mut Context<'_, M>) {
+        let Some(round) = &self.round else { return };
+        let Send { to, elems } = send;
+        let range = places.bytes(elems);
+        let kind = if round.number < places.reduce_steps() { Kind::Part } else { Kind::Result };
+        let payload = round.present.then(|| context.memory.part(&round.memory, range.start, range.len()));
+        let payload_bytes = if round.present { range.len() as u32 } else { 0 };
+        let flow = if kind == Kind::Part && round.present { Flow::Window } else { Flow::Free };
+        let header = Header { kind, argument: round.number, payload_bytes, ..round.header };
+        let frame = Outgoing { header, payload };
+        context.effects.push(Effect::Send { to: places.rank(*to), frame, flow });
+    }
+
+    /// The step's part is here.
+    fn take_in<M: Memory<Chunk = C>>(
+        &mut self,
+        places: &Places,
+        receive: Receive,
+        arrived: Arrived<C>,
+        context: &mut Context<'_, M>,
+    ) -> Result<(), Error> {
+        let Receive { elems, then, .. } = receive;
+        let Arrived { from, header, payload } = arrived;
+        let Some(round) = &mut self.round else { return Ok(()) };
+        if header.op != round.header.op {
+            let what = describe(from, &header);
+            let (theirs, ours) = (header.op, round.header.op);
+            return Err(Error::protocol(
+                from,
+                format!("{what} is for {theirs:?}, but this rank's is {ours:?}"),
+            ));
+        }
+        if then == Then::Replace {
+            round.present = payload.is_some();
+            return Ok(());
+        }
+        if then != Then::AddTogether {
+            self.add_up(places, context)?;
+        }
+        let Some(round) = &mut self.round else { return Ok(()) };
+        let own = if then == Then::AddToOwn { round.contributes } else { round.present };
+        round.adding.get_or_insert((elems, own));
+        self.parts.extend(payload);
+        Ok(())
+    }
+
+    /// Adds what has come, in one pass: what this rank has first, then the parts in the order of their steps.
+    fn add_up<M: Memory<Chunk = C>>(
+        &mut self,
+        places: &Places,
+        context: &mut Context<'_, M>,
+    ) -> Result<(), Error> {
+        let Some(round) = &mut self.round else { return Ok(()) };
+        let Some((elems, own)) = round.adding.take() else { return Ok(()) };
+        let Context { site, memory, inputs, .. } = context;
+        let range = places.bytes(&elems);
+        let output = memory.part(&round.memory, range.start, range.len());
+        inputs.extend(own.then(|| output.clone()));
+        inputs.append(&mut self.parts);
+        round.present = !inputs.is_empty();
+        if round.header.op == Op::Copy && inputs.len() > 1 {
+            let what = describe(site.rank, &Header { kind: Kind::Part, ..round.header });
+            inputs.clear();
+            return Err(Error::protocol(site.rank, format!("{what}: several ranks contribute to a copy")));
+        }
+        // Divided once, where the last contribution is added.
+        let last = round.number >= places.reduce_steps();
+        let how = round.header.op.reduction(if last { places.ranks } else { 1 });
+        if !inputs.is_empty() {
+            memory.reduce(site.dtype, how, inputs, &output);
+        }
+        inputs.clear();
+        Ok(())
+    }
+
+    fn complete<M: Memory<Chunk = C>>(&mut self, places: &Places, context: &mut Context<'_, M>) {
+        let Some(round) = self.round.take() else { return };
+        let effects = &mut *context.effects;
+        each_receiver(places, |by| effects.push(Effect::Consumed { by }));
+        context.effects.push(Effect::Complete { seq: round.header.seq, present: round.present });
+    }
+}
+
+/// The ranks to which this one sends partial sums, some perhaps more than once.
+fn each_receiver(places: &Places, mut tell: impl FnMut(Rank)) {
+    let mut before = None;
+    for number in 0..places.reduce_steps() {
+        let to = places.step(number).send.map(|send| places.rank(send.to));
+        if let Some(rank) = to.filter(|_| to != before) {
+            tell(rank);
+            before = to;
+        }
+    }
+}

@@ -1,0 +1,211 @@
+//! What a choice depends on, and what each scheme costs by it.
+
+use super::Scheme;
+use crate::cost::dense::{self, Algorithm};
+use crate::cost::paper::FullyConnected;
+use crate::cost::{Rates, Traffic, sparse};
+use crate::error::Error;
+use crate::{layout, limits};
+
+/// Bytes of a row's index in an (index, row) pair; as many as an element's where those are more.
+pub const INDEX_BYTES: u64 = 4;
+
+/// What a layer's gradient is made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// dY^T X of a linear layer.
+    Linear {
+        /// M: its outputs.
+        outputs: u64,
+        /// N: its inputs.
+        inputs: u64,
+    },
+    /// Rows of an embedding's matrix that this step looked up.
+    Embedding {
+        /// Numbers per row.
+        width: u64,
+    },
+    /// Anything else: indecomposable.
+    Other,
+}
+
+/// What a choice depends on. The same on all ranks.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Facts<'a> {
+    /// What the layer is.
+    pub kind: Kind,
+    /// Numbers in all of its tensors.
+    pub elems: u64,
+    /// Bytes of a number.
+    pub elem_bytes: u64,
+    /// K of each worker: rows of activation of a linear layer, merged rows of an embedding. Empty: not known yet.
+    pub rows: &'a [u64],
+    /// P1.
+    pub workers: u32,
+    /// P2: the first so many workers hold a shard each.
+    pub servers: u32,
+    /// Largest slice.
+    pub slice_bytes: usize,
+    /// The slowest node's.
+    pub rates: Rates,
+}
+
+impl Facts<'_> {
+    /// Checks everything that comes from outside against the bounds of [`limits`].
+    ///
+    /// # Errors
+    /// [`Error::Config`], naming what is out of bounds.
+    pub fn check(&self) -> Result<(), Error> {
+        let fail = |what: String| Err(Error::Config(what));
+        let ranks = 1..=limits::RANKS_MAX;
+        if !ranks.contains(&self.workers) || !ranks.contains(&self.servers) {
+            let (workers, servers, max) = (self.workers, self.servers, limits::RANKS_MAX);
+            return fail(format!("{workers} workers and {servers} servers; 1 to {max} of each are possible"));
+        }
+        if !self.rows.is_empty() && self.rows.len() != self.workers as usize {
+            return fail(format!(
+                "rows of {} workers are given, but there are {}",
+                self.rows.len(),
+                self.workers
+            ));
+        }
+        if !(1..=16).contains(&self.elem_bytes) || self.elems > limits::COST_ELEMS_MAX {
+            let max = limits::COST_ELEMS_MAX;
+            return fail(format!(
+                "{} elements of {} bytes; up to {max} of 1 to 16 are possible",
+                self.elems, self.elem_bytes
+            ));
+        }
+        // What all ranks send together must fit its type, with room for the sums of both directions.
+        let row_numbers = match self.kind {
+            Kind::Linear { outputs, inputs } => u128::from(outputs) + u128::from(inputs),
+            Kind::Embedding { width } => u128::from(width) + u128::from(INDEX_BYTES),
+            Kind::Other => 0,
+        };
+        let rows: u128 = self.rows.iter().copied().map(u128::from).sum();
+        let numbers = rows * row_numbers;
+        if row_numbers.max(rows) > u128::from(limits::COST_ELEMS_MAX)
+            || numbers * u128::from(self.elem_bytes) * u128::from(self.workers) > limits::COST_BYTES_MAX
+        {
+            return fail(format!(
+                "{rows} rows of {row_numbers} numbers on {} workers are too many",
+                self.workers
+            ));
+        }
+        if !(limits::SLICE_BYTES_MIN..=limits::SLICE_BYTES_MAX).contains(&self.slice_bytes) {
+            return fail(format!("slice_bytes is {}", self.slice_bytes));
+        }
+        self.rates.wrong().map_or(Ok(()), |name| fail(format!("{name} must be a positive number")))
+    }
+
+    fn row_bytes(&self) -> u64 {
+        match self.kind {
+            Kind::Linear { outputs, inputs } => (outputs + inputs) * self.elem_bytes,
+            Kind::Embedding { width } => INDEX_BYTES.max(self.elem_bytes) + width * self.elem_bytes,
+            Kind::Other => 0,
+        }
+    }
+
+    /// What a scheme would cost; none if it does not fit the layer, or needs rows that are not known.
+    #[must_use]
+    pub fn estimate(&self, scheme: Scheme) -> Option<Estimate> {
+        if !scheme.fits(self.kind) {
+            return None;
+        }
+        let (traffic, wire_s, rebuild_s) = match scheme {
+            Scheme::Dense(Algorithm::Store) => (
+                // The book evens out over the model what each owner has, whatever a layer's own slices are.
+                dense::store(self.elems, self.elem_bytes, self.workers, self.servers),
+                self.store_s(),
+                0.0,
+            ),
+            Scheme::Dense(algorithm) => {
+                let (traffic, seconds) = self.in_slices(algorithm);
+                (traffic, seconds, 0.0)
+            }
+            Scheme::Factors | Scheme::Pairs | Scheme::Adam if self.rows.is_empty() => return None,
+            Scheme::Factors | Scheme::Pairs => {
+                let traffic = sparse::broadcast(self.rows, self.row_bytes());
+                let seconds = self.rates.seconds(&traffic);
+                (traffic, seconds, self.rebuild_s())
+            }
+            Scheme::Adam => {
+                let traffic = sparse::adam(self.rows, self.row_bytes(), self.elems * self.elem_bytes);
+                let seconds = self.rates.seconds(&traffic);
+                (traffic, seconds, self.rebuild_s())
+            }
+        };
+        Some(Estimate {
+            scheme,
+            steps: traffic.steps,
+            direction_bytes: traffic.busiest_direction_bytes(),
+            node_bytes: traffic.busiest_node_bytes(),
+            total_bytes: traffic.total_bytes(),
+            wire_s,
+            rebuild_s,
+        })
+    }
+
+    fn store_s(&self) -> f64 {
+        if self.servers == self.workers {
+            self.in_slices(Algorithm::Store).1
+        } else {
+            self.rates.seconds(&dense::store(self.elems, self.elem_bytes, self.workers, self.servers))
+        }
+    }
+
+    fn in_slices(&self, algorithm: Algorithm) -> (Traffic, f64) {
+        let pieces = layout::pieces(self.elems * self.elem_bytes, self.slice_bytes, self.workers);
+        // As above: what is left over of whole turns of owners is made up for by other layers.
+        let workers = u64::from(self.workers);
+        let slices = if pieces < workers { pieces } else { pieces.next_multiple_of(workers) };
+        algorithm.message(self.elems, self.elem_bytes, self.workers, slices, &self.rates)
+    }
+
+    fn rebuild_s(&self) -> f64 {
+        match self.kind {
+            Kind::Linear { outputs, inputs } => {
+                sparse::rebuild_flops(self.rows, outputs, inputs) / self.rates.product_flops_per_s
+            }
+            Kind::Embedding { width } => {
+                let rows: u64 = self.rows.iter().sum();
+                (rows * width * self.elem_bytes) as f64 / self.rates.summed_bytes_per_s
+            }
+            Kind::Other => 0.0,
+        }
+    }
+
+    pub(super) fn fully_connected(&self) -> Option<FullyConnected> {
+        let Kind::Linear { outputs, inputs } = self.kind else { return None };
+        let rows = self.rows.iter().max().copied()?;
+        let (workers, servers) = (u64::from(self.workers), u64::from(self.servers));
+        Some(FullyConnected { width: outputs, height: inputs, rows, workers, servers })
+    }
+}
+
+/// What one scheme costs for one layer.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Estimate {
+    /// The scheme.
+    pub scheme: Scheme,
+    /// Messages that wait for each other.
+    pub steps: u32,
+    /// Bytes on the busiest direction of an interface.
+    pub direction_bytes: u64,
+    /// Bytes sent and received by the busiest node.
+    pub node_bytes: u64,
+    /// Bytes sent by all nodes.
+    pub total_bytes: u64,
+    /// Seconds on the wire, sums included.
+    pub wire_s: f64,
+    /// Seconds to rebuild the gradient from what came, beyond what the dense path computes.
+    pub rebuild_s: f64,
+}
+
+impl Estimate {
+    /// Wire and rebuilding.
+    #[must_use]
+    pub fn seconds(&self) -> f64 {
+        self.wire_s + self.rebuild_s
+    }
+}

@@ -1,0 +1,122 @@
+//! Why a scheme was chosen, for tests and for people.
+
+use super::{MARGIN, Scheme};
+use std::fmt;
+
+/// Why a scheme was chosen. `Display` says it to the user.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Reason {
+    /// Nothing is sent at all.
+    OneWorker,
+    /// The layer's gradient can only be sent as it is, and nothing beats the store at that.
+    Dense,
+    /// How many rows the layer has is not known before its first step.
+    RowsUnknown,
+    /// Algorithm 1: factors are at most as many numbers as the store's.
+    FewerNumbers {
+        /// 2K(P1-1)(M+N).
+        factors: f64,
+        /// 2MN(P1+P2-2)/P2.
+        store: f64,
+    },
+    /// Algorithm 1: factors are more numbers.
+    MoreNumbers {
+        /// 2K(P1-1)(M+N).
+        factors: f64,
+        /// 2MN(P1+P2-2)/P2.
+        store: f64,
+    },
+    /// Faster than the store.
+    Faster {
+        /// This scheme's seconds.
+        seconds: f64,
+        /// The store's seconds.
+        store_s: f64,
+    },
+    /// The store is the fastest.
+    StoreFastest {
+        /// The next best.
+        other: Scheme,
+        /// Its seconds.
+        other_s: f64,
+        /// The store's seconds.
+        store_s: f64,
+    },
+    /// Another would be faster, but by less than [`MARGIN`].
+    Kept {
+        /// The faster one.
+        other: Scheme,
+        /// Its seconds.
+        other_s: f64,
+        /// The present one's seconds.
+        seconds: f64,
+    },
+}
+
+impl Reason {
+    /// One word, for programs.
+    #[must_use]
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::OneWorker => "one-worker",
+            Self::Dense => "dense",
+            Self::RowsUnknown => "rows-unknown",
+            Self::FewerNumbers { .. } => "fewer-numbers",
+            Self::MoreNumbers { .. } => "more-numbers",
+            Self::Faster { .. } => "faster",
+            Self::StoreFastest { .. } => "store-fastest",
+            Self::Kept { .. } => "kept",
+        }
+    }
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::OneWorker => f.write_str("one worker: nothing is sent"),
+            Self::Dense => f.write_str("its gradient has no smaller form"),
+            Self::RowsUnknown => f.write_str("its rows are not known before its first step"),
+            Self::FewerNumbers { factors, store } => {
+                write!(f, "{} numbers instead of {} through the store", Numbers(factors), Numbers(store))
+            }
+            Self::MoreNumbers { factors, store } => {
+                write!(f, "{} numbers; factors would be {}", Numbers(store), Numbers(factors))
+            }
+            Self::Faster { seconds, store_s } => {
+                write!(f, "{} instead of {} through the store", Seconds(seconds), Seconds(store_s))
+            }
+            Self::StoreFastest { other, other_s, store_s } => {
+                write!(f, "{}; {other} would take {}", Seconds(store_s), Seconds(other_s))
+            }
+            Self::Kept { other, other_s, seconds } => {
+                write!(
+                    f,
+                    "kept at {}: {other} would take {}, and a change must gain {} %",
+                    Seconds(seconds),
+                    Seconds(other_s),
+                    MARGIN * 100.0
+                )
+            }
+        }
+    }
+}
+
+struct Numbers(f64);
+
+impl fmt::Display for Numbers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0 >= 1e6 { write!(f, "{:.1} M", self.0 / 1e6) } else { write!(f, "{:.1} k", self.0 / 1e3) }
+    }
+}
+
+struct Seconds(f64);
+
+impl fmt::Display for Seconds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            s if s >= 1.0 => write!(f, "{s:.2} s"),
+            s if s >= 1e-3 => write!(f, "{:.1} ms", s * 1e3),
+            s => write!(f, "{:.0} us", s * 1e6),
+        }
+    }
+}

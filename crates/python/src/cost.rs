@@ -1,0 +1,199 @@
+//! Cost and choice of schemes, for the coordinator and `penstock explain`: see `_native.pyi`. Pure; nothing here waits.
+
+use crate::errors::bad_argument;
+use penstock_core::cost::Rates;
+use penstock_core::cost::dense::Algorithm;
+use penstock_core::cost::overlap::{LayerTime, step_times as limits_of};
+use penstock_core::layout::Tensor;
+use penstock_core::scheme::{self, Estimate, Facts, Kind, Policy, Scheme};
+use penstock_core::{Book, Error, limits};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+
+/// Bytes per second, latency in seconds, bytes summed per second, floating point operations per second of a product.
+type RatesTuple = (f64, f64, f64, f64);
+
+#[allow(clippy::needless_pass_by_value)] // For `map_err(config)`.
+fn config(error: Error) -> PyErr {
+    bad_argument(error.to_string())
+}
+
+fn rates_of(
+    (bytes_per_s, latency_s, summed_bytes_per_s, product_flops_per_s): RatesTuple,
+) -> PyResult<Rates> {
+    let rates = Rates { bytes_per_s, latency_s, summed_bytes_per_s, product_flops_per_s };
+    match rates.wrong() {
+        Some(name) => Err(bad_argument(format!("{name} must be a positive number"))),
+        None => Ok(rates),
+    }
+}
+
+fn kind_of(kind: &str, (height, width): (u64, u64)) -> PyResult<Kind> {
+    match kind {
+        "linear" => Ok(Kind::Linear { outputs: height, inputs: width }),
+        "embedding" => Ok(Kind::Embedding { width }),
+        "other" => Ok(Kind::Other),
+        _ => Err(bad_argument(format!("unknown kind {kind:?}: expected linear, embedding or other"))),
+    }
+}
+
+fn algorithm_of(name: &str) -> PyResult<Algorithm> {
+    match name.parse::<Scheme>().map_err(config)? {
+        Scheme::Dense(algorithm) => Ok(algorithm),
+        _ => Err(bad_argument(format!("{name} is no allreduce"))),
+    }
+}
+
+/// A message within the bounds that cost functions count in.
+fn check_message(elems: u64, elem_bytes: u64, workers: u32, slices: u64) -> PyResult<()> {
+    let fits = elems <= limits::COST_ELEMS_MAX
+        && (1..=16).contains(&elem_bytes)
+        && (1..=limits::RANKS_MAX).contains(&workers)
+        && (1..=limits::SLICES_MAX).contains(&slices);
+    if fits {
+        return Ok(());
+    }
+    Err(bad_argument(format!(
+        "{elems} elements of {elem_bytes} bytes in {slices} slices on {workers} workers is out of bounds"
+    )))
+}
+
+#[pyfunction]
+#[pyo3(signature = (policy, *, kind, shape, elems, elem_bytes, rows, workers, servers, slice_bytes, rates, allowed,
+                    current=None))]
+#[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)] // Keywords in Python.
+pub(crate) fn best_scheme<'py>(
+    py: Python<'py>,
+    policy: &str,
+    kind: &str,
+    shape: (u64, u64),
+    elems: u64,
+    elem_bytes: u64,
+    rows: Vec<u64>,
+    workers: u32,
+    servers: u32,
+    slice_bytes: usize,
+    rates: RatesTuple,
+    allowed: Vec<String>,
+    current: Option<String>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let facts = Facts {
+        kind: kind_of(kind, shape)?,
+        elems,
+        elem_bytes,
+        rows: &rows,
+        workers,
+        servers,
+        slice_bytes,
+        rates: rates_of(rates)?,
+    };
+    facts.check().map_err(config)?;
+    let policy = policy.parse::<Policy>().map_err(config)?;
+    let allowed: Vec<Scheme> =
+        allowed.iter().map(|name| name.parse()).collect::<Result<_, _>>().map_err(config)?;
+    let current = current.map(|name| name.parse()).transpose().map_err(config)?;
+    let decision = scheme::best_scheme(policy, &facts, &allowed, current);
+    let estimates: Vec<Estimate> = Scheme::ALL.into_iter().filter_map(|s| facts.estimate(s)).collect();
+    let dict = PyDict::new(py);
+    dict.set_item("scheme", decision.scheme.name())?;
+    dict.set_item("code", decision.reason.code())?;
+    dict.set_item("reason", decision.reason.to_string())?;
+    let estimates = estimates.iter().map(|e| estimate_to_python(py, e)).collect::<PyResult<Vec<_>>>()?;
+    dict.set_item("estimates", PyList::new(py, estimates)?)?;
+    Ok(dict)
+}
+
+fn estimate_to_python<'py>(py: Python<'py>, estimate: &Estimate) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("scheme", estimate.scheme.name())?;
+    dict.set_item("steps", estimate.steps)?;
+    dict.set_item("direction_bytes", estimate.direction_bytes)?;
+    dict.set_item("node_bytes", estimate.node_bytes)?;
+    dict.set_item("total_bytes", estimate.total_bytes)?;
+    dict.set_item("wire_s", estimate.wire_s)?;
+    dict.set_item("rebuild_s", estimate.rebuild_s)?;
+    Ok(dict)
+}
+
+#[pyfunction]
+pub(crate) fn allreduce_cost<'py>(
+    py: Python<'py>,
+    algorithm: &str,
+    elems: u64,
+    elem_bytes: u64,
+    workers: u32,
+    slices: u64,
+    rates: RatesTuple,
+) -> PyResult<Bound<'py, PyDict>> {
+    check_message(elems, elem_bytes, workers, slices)?;
+    let (traffic, seconds) =
+        algorithm_of(algorithm)?.message(elems, elem_bytes, workers, slices, &rates_of(rates)?);
+    let dict = PyDict::new(py);
+    dict.set_item("steps", traffic.steps)?;
+    dict.set_item("sent", traffic.sent)?;
+    dict.set_item("received", traffic.received)?;
+    dict.set_item("seconds", seconds)?;
+    Ok(dict)
+}
+
+#[pyfunction]
+#[allow(clippy::needless_pass_by_value)]
+pub(crate) fn best_algorithm(
+    elems: u64,
+    elem_bytes: u64,
+    workers: u32,
+    slices: u64,
+    rates: RatesTuple,
+    allowed: Vec<String>,
+) -> PyResult<(&'static str, f64)> {
+    check_message(elems, elem_bytes, workers, slices)?;
+    let allowed = allowed.iter().map(|name| algorithm_of(name)).collect::<PyResult<Vec<_>>>()?;
+    let (algorithm, seconds) =
+        scheme::best_algorithm(elems, elem_bytes, workers, slices, &rates_of(rates)?, &allowed);
+    Ok((algorithm.name(), seconds))
+}
+
+#[pyfunction]
+#[allow(clippy::needless_pass_by_value)]
+pub(crate) fn step_times<'py>(py: Python<'py>, layers: Vec<(f64, f64, f64)>) -> PyResult<Bound<'py, PyDict>> {
+    let times: Vec<LayerTime> = layers
+        .iter()
+        .map(|&(forward_s, backward_s, wire_s)| LayerTime { forward_s, backward_s, wire_s })
+        .collect();
+    let right = |value: f64| value.is_finite() && value >= 0.0;
+    if !times.iter().all(|t| right(t.forward_s) && right(t.backward_s) && right(t.wire_s)) {
+        return Err(bad_argument("a layer's times must not be negative"));
+    }
+    let found = limits_of(&times);
+    let dict = PyDict::new(py);
+    dict.set_item("ideal_s", found.ideal_s)?;
+    dict.set_item("wfbp_s", found.wfbp_s)?;
+    dict.set_item("serial_s", found.serial_s)?;
+    dict.set_item("compute_s", found.compute_s)?;
+    Ok(dict)
+}
+
+/// By tensor, its slices: offset, bytes, owner, lane.
+type SlicesOfTensors = Vec<Vec<(u64, u32, u32, u32)>>;
+
+#[pyfunction]
+pub(crate) fn slices(
+    tensors: Vec<(String, String, u64)>,
+    ranks: u32,
+    slice_bytes: usize,
+    lanes: u32,
+) -> PyResult<SlicesOfTensors> {
+    let tensors = tensors
+        .into_iter()
+        .map(|(name, dtype, elems)| Ok(Tensor::new(name, 0, dtype.parse().map_err(config)?, elems)))
+        .collect::<PyResult<Vec<_>>>()?;
+    let book = Book::new("slices", vec!["all".into()], tensors, ranks, slice_bytes, lanes).map_err(config)?;
+    let of = |tensor: usize| {
+        let range = book.slices_of(tensor as u32);
+        book.slices[range.start as usize..range.end as usize]
+            .iter()
+            .map(|slice| (slice.offset_bytes, slice.len_bytes, slice.owner.0, slice.lane))
+            .collect()
+    };
+    Ok((0..book.tensors.len()).map(of).collect())
+}

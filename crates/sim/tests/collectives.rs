@@ -1,0 +1,450 @@
+//! Every scheme, operation, element type and number of ranks against independent references: results bit by bit, and bytes and
+//! steps against the cost functions, exactly.
+//!
+//! A small harness over nodes alone: frames are delivered in rounds, all that were sent in one round in the next, so that the
+//! number of rounds is the longest chain of frames that wait for each other; or in an order drawn at random.
+
+use penstock_core::cost::dense::Algorithm;
+use penstock_core::layout::{Book, Dtype, Rank, Tensor};
+use penstock_core::node::{Action, Config, Event, Node};
+use penstock_core::wire::{Kind, Op, Outgoing, Place};
+use penstock_core::{Error, Scheme};
+use penstock_sim::check::order::{self, Round};
+use penstock_sim::memory::{Chunk, RealMemory, SimMemory};
+use penstock_sim::random::Random;
+use std::sync::Arc;
+
+const FLOATS: [Dtype; 4] = [Dtype::F32, Dtype::F64, Dtype::F16, Dtype::Bf16];
+const INTEGERS: [Dtype; 5] = [Dtype::I64, Dtype::I32, Dtype::I16, Dtype::I8, Dtype::U8];
+const OPS: [Op; 5] = [Op::Average, Op::Sum, Op::Min, Op::Max, Op::Copy];
+const RANKS: std::ops::RangeInclusive<u32> = 1..=17;
+
+/// What went over the links.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Counted {
+    /// Rounds of delivery until nothing more was sent.
+    steps: u32,
+    sent: Vec<u64>,
+    received: Vec<u64>,
+}
+
+/// A frame that was sent and not delivered, with its payload as it was.
+struct UnderWay {
+    from: Rank,
+    to: Rank,
+    frame: Outgoing<Chunk>,
+    bytes: Option<Box<[u8]>>,
+}
+
+/// Nodes of one job, one tensor each, and what lies between them.
+struct Bench {
+    nodes: Vec<Node<RealMemory>>,
+    memories: Vec<Chunk>,
+    /// In the order of sending.
+    under_way: Vec<UnderWay>,
+    actions: Vec<Action<Chunk>>,
+    /// By rank: for each slice that completed whether anybody contributed.
+    complete: Vec<Vec<bool>>,
+    counted: Counted,
+}
+
+impl Bench {
+    fn new(book: &Arc<Book>, ranks: u32) -> Self {
+        let config = |rank| Config {
+            rank: Rank(rank),
+            ranks,
+            lane: 0,
+            lanes: 1,
+            window_bytes: 1 << 20,
+            priority: true,
+        };
+        let mut bench = Self {
+            nodes: (0..ranks).map(|rank| Node::new(config(rank), RealMemory::default())).collect(),
+            memories: (0..ranks).map(|_| RealMemory::tensor(book.tensors[0].len_bytes() as usize)).collect(),
+            under_way: Vec::new(),
+            actions: Vec::new(),
+            complete: vec![Vec::new(); ranks as usize],
+            counted: Counted { steps: 0, sent: vec![0; ranks as usize], received: vec![0; ranks as usize] },
+        };
+        for node in &mut bench.nodes {
+            node.open_book(0, book.clone(), &mut bench.actions).unwrap();
+        }
+        bench
+    }
+
+    fn submit(&mut self, rank: u32, seq: u32, op: Op, contribution: Option<&[u8]>) -> Result<(), Error> {
+        let memory = self.memories[rank as usize].clone();
+        memory.write(|bytes| match contribution {
+            Some(contribution) => bytes.copy_from_slice(contribution),
+            None => bytes.fill(0x5A),
+        });
+        let absent = contribution.is_none();
+        let event = Event::Submit { book: 0, tensor: 0, seq, step: seq, op, memory, absent };
+        self.step(rank, event)
+    }
+
+    fn step(&mut self, rank: u32, event: Event<Chunk>) -> Result<(), Error> {
+        let outcome = self.nodes[rank as usize].step(event, &mut self.actions);
+        for action in self.actions.drain(..) {
+            if let Action::Complete { present, .. } = action {
+                self.complete[rank as usize].push(present);
+            }
+        }
+        let ranks = self.nodes.len() as u32;
+        for to in (0..ranks).map(Rank) {
+            while let Some(frame) = self.nodes[rank as usize].next_frame(to) {
+                self.counted.sent[rank as usize] += u64::from(frame.header.payload_bytes);
+                self.counted.received[to.index()] += u64::from(frame.header.payload_bytes);
+                let bytes = frame.payload.as_ref().and_then(Chunk::to_bytes);
+                self.under_way.push(UnderWay { from: Rank(rank), to, frame, bytes });
+            }
+        }
+        outcome
+    }
+
+    fn deliver(&mut self, at: usize) -> Result<(), Error> {
+        let UnderWay { from, to, frame: Outgoing { header, payload }, bytes } = self.under_way.remove(at);
+        // The sender's memory may change from now on.
+        drop(payload);
+        let placed = match self.nodes[to.index()].place(from, &header)? {
+            Place::Chunk(chunk) => Some(chunk),
+            Place::None => None,
+        };
+        if let (Some(chunk), Some(bytes)) = (&placed, bytes) {
+            chunk.write(|memory| memory.copy_from_slice(&bytes));
+        }
+        self.step(to.0, Event::Frame { from, header, payload: placed })
+    }
+
+    /// Delivers in rounds until nothing more is sent.
+    fn run_in_rounds(&mut self) {
+        while !self.under_way.is_empty() {
+            self.counted.steps += 1;
+            for _ in 0..self.under_way.len() {
+                self.deliver(0).unwrap();
+            }
+        }
+    }
+
+    /// Delivers in any order that keeps each link's own.
+    fn run_at_random(&mut self, random: &mut Random) {
+        while !self.under_way.is_empty() {
+            let any = random.below(self.under_way.len() as u64) as usize;
+            let link = |frame: &UnderWay| (frame.from, frame.to);
+            let first = self.under_way.iter().position(|frame| link(frame) == link(&self.under_way[any]));
+            self.deliver(first.unwrap()).unwrap();
+        }
+    }
+}
+
+fn book(scheme: Scheme, dtype: Dtype, elems: u64, ranks: u32, slice_bytes: usize) -> Arc<Book> {
+    let tensor = Tensor::new("w", 0, dtype, elems).with_scheme(scheme);
+    Arc::new(Book::new("model", vec!["layer".into()], vec![tensor], ranks, slice_bytes, 1).unwrap())
+}
+
+/// Any bits for integers; for floats numbers of both signs over a few orders of magnitude, so that order shows.
+fn draw(dtype: Dtype, elems: u64, random: &mut Random) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for _ in 0..elems {
+        let bits = random.bits();
+        let float = ((bits >> 40) as f64 / f64::from(1 << 23) - 1.0) * f64::from(1 << (bits & 7)) / 16.0;
+        match dtype {
+            Dtype::F32 => bytes.extend((float as f32).to_le_bytes()),
+            Dtype::F64 => bytes.extend(float.to_le_bytes()),
+            Dtype::F16 => bytes.extend(half::f16::from_f64(float).to_le_bytes()),
+            Dtype::Bf16 => bytes.extend(half::bf16::from_f64(float).to_le_bytes()),
+            _ => bytes.extend(&bits.to_le_bytes()[..dtype.size_bytes()]),
+        }
+    }
+    bytes
+}
+
+fn lengths(random: &mut Random, ranks: u32) -> u64 {
+    match random.below(6) {
+        0 => 1,
+        1 => u64::from(ranks),
+        2 => random.below(u64::from(ranks) + 1),
+        3 => random.pick(&[2, 3, 5, 7, 13, 31, 61, 127]),
+        _ => random.between(1, 300),
+    }
+}
+
+/// Two rounds of one tensor, some ranks perhaps absent, in a random schedule; all ranks must have the reference's bits.
+fn check_results(scheme: Scheme, dtype: Dtype, op: Op, ranks: u32, seed: u64) {
+    let random = &mut Random::new(seed);
+    let elems = lengths(random, ranks);
+    let book = book(scheme, dtype, elems, ranks, 1024);
+    let mut bench = Bench::new(&book, ranks);
+    for seq in 1..=2 {
+        let nobody = random.chance(50);
+        let root = random.below(u64::from(ranks)) as u32;
+        let absent_permille = random.pick(&[0, 0, 300]);
+        let rows: Vec<Option<Vec<u8>>> = (0..ranks)
+            .map(|rank| {
+                let absent = if op == Op::Copy { rank != root } else { random.chance(absent_permille) };
+                (!absent && !nobody).then(|| draw(dtype, elems, random))
+            })
+            .collect();
+        let mut order: Vec<u32> = (0..ranks).collect();
+        random.shuffle(&mut order);
+        for rank in order {
+            bench.submit(rank, seq, op, rows[rank as usize].as_deref()).unwrap();
+            if random.chance(500) && !bench.under_way.is_empty() {
+                bench.deliver(0).unwrap();
+            }
+        }
+        bench.run_at_random(random);
+        let name = || format!("{scheme:?} {op:?} {dtype:?}, {ranks} ranks, {elems} elements, seed {seed}");
+        let present = rows.iter().any(Option::is_some);
+        for rank in 0..ranks as usize {
+            assert!(bench.complete[rank].iter().all(|told| *told == present), "{}", name());
+            assert_eq!(bench.complete[rank].len(), book.slices.len(), "{}", name());
+            bench.complete[rank].clear();
+            let got = bench.memories[rank].to_bytes().unwrap();
+            for slice in &book.slices {
+                let range =
+                    slice.offset_bytes as usize..(slice.offset_bytes as usize + slice.len_bytes as usize);
+                let parts: Vec<Option<&[u8]>> =
+                    rows.iter().map(|row| row.as_deref().map(|row| &row[range.clone()])).collect();
+                let want = order::reduce(Round { scheme, dtype, op, active: ranks }, slice.owner, &parts);
+                let want = want.unwrap_or_else(|| vec![0x5A; range.len()]);
+                assert_eq!(got[range], want[..], "{}, rank {rank}", name());
+            }
+        }
+        assert!(bench.nodes.iter_mut().all(|node| node.memory().held_bytes() == 0), "{}", name());
+        assert!(bench.memories.iter().all(|memory| !memory.is_shared()), "{}", name());
+    }
+}
+
+#[test]
+fn every_scheme_operation_and_type_gives_the_references_bits() {
+    for scheme in Scheme::ALL {
+        for ranks in RANKS {
+            for op in OPS {
+                let dtypes = FLOATS.iter().chain(INTEGERS.iter().filter(|_| op != Op::Average));
+                for (i, dtype) in dtypes.enumerate() {
+                    for draw in 0..3 {
+                        let seed = u64::from(ranks) << 32 | (op as u64) << 16 | (i as u64) << 8 | draw;
+                        check_results(scheme, *dtype, op, ranks, seed);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// For integers, smallest and largest, the order does not matter: the reference is a fold over the ranks.
+#[test]
+fn exact_operations_do_not_depend_on_the_scheme() {
+    let random = &mut Random::new(7);
+    for ranks in RANKS {
+        let elems = 53;
+        let rows: Vec<Vec<u8>> = (0..ranks).map(|_| draw(Dtype::I32, elems, random)).collect();
+        let number = |row: &[u8], i: usize| i32::from_le_bytes(row[4 * i..4 * i + 4].try_into().unwrap());
+        for (op, fold) in [
+            (Op::Sum, i32::wrapping_add as fn(i32, i32) -> i32),
+            (Op::Min, |a, b| a.min(b)),
+            (Op::Max, |a, b| a.max(b)),
+        ] {
+            let want: Vec<i32> = (0..elems as usize)
+                .map(|i| rows.iter().map(|row| number(row, i)).reduce(fold).unwrap())
+                .collect();
+            for scheme in Scheme::ALL {
+                let mut bench = Bench::new(&book(scheme, Dtype::I32, elems, ranks, 1024), ranks);
+                for rank in 0..ranks {
+                    bench.submit(rank, 1, op, Some(&rows[rank as usize])).unwrap();
+                }
+                bench.run_in_rounds();
+                for memory in &bench.memories {
+                    let got = memory.to_bytes().unwrap();
+                    let got: Vec<i32> = (0..elems as usize).map(|i| number(&got, i)).collect();
+                    assert_eq!(got, want, "{scheme:?} {op:?}, {ranks} ranks");
+                }
+            }
+        }
+    }
+}
+
+fn algorithm(scheme: Scheme) -> Algorithm {
+    match scheme {
+        Scheme::Store => Algorithm::Store,
+        Scheme::Central => Algorithm::Central,
+        Scheme::Tree => Algorithm::Tree,
+        Scheme::Ring => Algorithm::Ring,
+        Scheme::Butterfly => Algorithm::Butterfly,
+    }
+}
+
+fn count(book: &Arc<Book>, ranks: u32) -> Counted {
+    let mut bench = Bench::new(book, ranks);
+    let row = vec![0; book.tensors[0].len_bytes() as usize];
+    for rank in 0..ranks {
+        bench.submit(rank, 1, Op::Sum, Some(&row)).unwrap();
+    }
+    bench.run_in_rounds();
+    bench.counted
+}
+
+#[test]
+fn bytes_and_steps_of_a_slice_are_what_the_cost_functions_say() {
+    for scheme in Scheme::ALL {
+        for ranks in RANKS {
+            for elems in [0, 1, 2, 3, 7, 16, 17, 61, 97, 256] {
+                let book = book(scheme, Dtype::F32, elems, ranks, 1024);
+                assert!(book.slices.len() <= 1);
+                let counted = count(&book, ranks);
+                let want = algorithm(scheme).slice(elems, 4, ranks);
+                // The first slice belongs to rank 0: positions are ranks.
+                let bytes = (want.sent, want.received);
+                assert_eq!(
+                    (counted.sent, counted.received),
+                    bytes,
+                    "{scheme:?}, {ranks} ranks, {elems} elements"
+                );
+                // Parts without elements are not sent, so a chain may be shorter where there are fewer than parts.
+                let steps = if elems < u64::from(ranks) { 0..=want.steps } else { want.steps..=want.steps };
+                assert!(
+                    steps.contains(&counted.steps),
+                    "{} steps: {scheme:?}, {ranks} ranks, {elems} elements",
+                    counted.steps
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn owners_take_turns_and_the_bytes_of_a_message_are_the_sum_of_its_slices() {
+    for scheme in Scheme::ALL {
+        for ranks in RANKS {
+            // Nineteen slices of 256 elements and one of 100.
+            let book = book(scheme, Dtype::F32, 256 * 19 + 100, ranks, 1024);
+            let counted = count(&book, ranks);
+            let mut want = penstock_core::cost::Traffic::none(ranks as usize);
+            for slice in &book.slices {
+                let traffic = algorithm(scheme).slice(u64::from(slice.len_bytes) / 4, 4, ranks);
+                want.join(&traffic, slice.owner.index());
+            }
+            assert_eq!((counted.sent, counted.received), (want.sent, want.received), "{scheme:?}, {ranks}");
+            assert_eq!(
+                counted.steps, want.steps,
+                "{scheme:?}, {ranks} ranks: slices travel at the same time"
+            );
+            let owners = book.slices.iter().map(|slice| slice.owner.0).max();
+            let turns = if scheme == Scheme::Central { 0 } else { (ranks - 1).min(19) };
+            assert_eq!(owners, Some(turns), "{scheme:?}, {ranks} ranks");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_has_not_submitted_holds_no_more_than_the_windows_of_its_peers() {
+    for scheme in [Scheme::Central, Scheme::Tree, Scheme::Ring, Scheme::Butterfly] {
+        for ranks in 2..=9 {
+            let window_bytes = 5000;
+            let book = book(scheme, Dtype::F32, 256 * 64, ranks, 1024);
+            let mut bench = Bench::new(&book, ranks);
+            for rank in 0..ranks {
+                let config =
+                    Config { rank: Rank(rank), ranks, lane: 0, lanes: 1, window_bytes, priority: true };
+                bench.nodes[rank as usize] = Node::new(config, RealMemory::default());
+                bench.nodes[rank as usize].open_book(0, book.clone(), &mut bench.actions).unwrap();
+            }
+            let row = vec![1; book.tensors[0].len_bytes() as usize];
+            for rank in 1..ranks {
+                bench.submit(rank, 1, Op::Sum, Some(&row)).unwrap();
+            }
+            bench.run_in_rounds();
+            let held = bench.nodes[0].memory().held_bytes();
+            // A window each, and the slice whose turn it is.
+            assert!(held <= u64::from(ranks - 1) * (window_bytes + 1024), "{scheme:?} {ranks}: {held}");
+            assert!(held > 0, "{scheme:?} {ranks}: nothing is sent ahead");
+            bench.submit(0, 1, Op::Sum, Some(&row)).unwrap();
+            bench.run_in_rounds();
+            assert!(bench.complete.iter().all(|complete| complete.len() == 64), "{scheme:?} {ranks}");
+        }
+    }
+}
+
+#[test]
+fn what_a_collective_cannot_do_is_refused_with_the_reason() {
+    let error = |outcome: Result<(), Error>| outcome.unwrap_err().to_string();
+    let row = [0; 4 * 8];
+    for scheme in [Scheme::Central, Scheme::Tree, Scheme::Ring, Scheme::Butterfly] {
+        let mut bench = Bench::new(&book(scheme, Dtype::I32, 8, 3, 1024), 3);
+        assert!(error(bench.submit(0, 1, Op::Average, Some(&row))).contains("integers"));
+        let mut bench = Bench::new(&book(scheme, Dtype::Bytes, 32, 3, 1024), 3);
+        assert!(error(bench.submit(0, 1, Op::Max, Some(&row))).contains("copied"));
+        let mut bench = Bench::new(&book(scheme, Dtype::F32, 8, 3, 1024), 3);
+        assert!(error(bench.step(1, Event::Leave)).contains("join"));
+        assert!(
+            (0..bench.under_way.len())
+                .any(|_| bench.deliver(0).is_err_and(|e| e.to_string().contains("join"))),
+            "and on the ranks that hear of it"
+        );
+        // Two ranks contribute to a copy, two ranks want different things.
+        for (ops, word) in [([Op::Copy, Op::Copy], "copy"), ([Op::Sum, Op::Max], "Max")] {
+            let mut bench = Bench::new(&book(scheme, Dtype::F32, 8, 2, 1024), 2);
+            for rank in 0..2 {
+                bench.submit(rank, 1, ops[rank as usize], Some(&row)).unwrap();
+            }
+            let refused = std::iter::from_fn(|| (!bench.under_way.is_empty()).then(|| bench.deliver(0)));
+            let refused: Vec<Error> = refused.filter_map(Result::err).collect();
+            assert!(
+                refused.iter().any(|e| matches!(e, Error::Protocol { .. }) && e.to_string().contains(word)),
+                "{scheme:?} {ops:?}: {refused:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn who_is_late_is_known_where_nobody_stands_between() {
+    let row = [0; 4 * 8];
+    for scheme in [Scheme::Central, Scheme::Tree, Scheme::Ring, Scheme::Butterfly] {
+        for late in 0..4 {
+            let mut bench = Bench::new(&book(scheme, Dtype::F32, 8, 4, 1024), 4);
+            for rank in (0..4).filter(|rank| *rank != late) {
+                bench.submit(rank, 1, Op::Sum, Some(&row)).unwrap();
+            }
+            bench.run_in_rounds();
+            let blamed: Vec<Rank> = bench.nodes.iter().flat_map(|node| node.missing(0, 0)).collect();
+            assert!(blamed.iter().all(|rank| rank.0 == late), "{scheme:?}, {late} is late: {blamed:?}");
+            // The root of a tree and the server wait for all and send to nobody before.
+            let silent = late == 0 && matches!(scheme, Scheme::Central | Scheme::Tree);
+            let inner = late == 2 && scheme == Scheme::Tree;
+            assert_eq!(blamed.is_empty(), silent || inner, "{scheme:?}, {late} is late: {blamed:?}");
+        }
+    }
+}
+
+#[test]
+fn a_part_twice_or_from_nowhere_is_a_protocol_error() {
+    let row = [0; 4 * 8];
+    for scheme in [Scheme::Central, Scheme::Tree, Scheme::Ring, Scheme::Butterfly] {
+        let mut bench = Bench::new(&book(scheme, Dtype::F32, 8, 4, 1024), 4);
+        for rank in 1..4 {
+            bench.submit(rank, 1, Op::Sum, Some(&row)).unwrap();
+        }
+        let at = bench.under_way.iter().position(|frame| frame.to.0 == 0).expect("rank 0 is sent something");
+        let UnderWay { from, frame: Outgoing { header, .. }, .. } = bench.under_way[at];
+        assert_eq!(header.kind, Kind::Part);
+        let node = &mut bench.nodes[0];
+        let other = Rank(if from.0 == 1 { 2 } else { 1 });
+        for (from, header) in [
+            (other, header),
+            (from, penstock_core::Header { argument: header.argument + 3, ..header }),
+            (from, penstock_core::Header { argument: u32::MAX, ..header }),
+            (from, penstock_core::Header { payload_bytes: header.payload_bytes - 4, ..header }),
+            (from, penstock_core::Header { kind: Kind::Result, ..header }),
+            (from, penstock_core::Header { seq: 0, ..header }),
+        ] {
+            assert!(
+                matches!(node.place(from, &header), Err(Error::Protocol { .. })),
+                "{header:?} from {from}"
+            );
+        }
+        bench.deliver(at).unwrap();
+        assert!(matches!(bench.nodes[0].place(from, &header), Err(Error::Protocol { .. })), "a second time");
+    }
+}

@@ -1,0 +1,320 @@
+"""The coordinator and its information book: which facts all ranks share, and which scheme follows for each layer.
+
+Poseidon's coordinator (section 4.1, Table 2, Algorithm 1) without a process of its own: every rank holds the same
+book, checked once, and what is measured by each rank (rows, rates) is gathered and reduced in the same way by all, so
+that all come to the same choice at the same step. The arithmetic is the native module's (crates/core/src/scheme.rs).
+
+It omits how facts get here, which is `penstock.torch.choice`, and how they are shown, which is `penstock.explain`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from penstock.description import Layer, Network
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock._native import Choice
+    from penstock.explain import Explanation
+
+__all__ = ["EXACT_GATHERS", "POLICIES", "Cluster", "Coordinator", "Placed", "Rates"]
+
+POLICIES = ("measured", "paper")
+EXACT_GATHERS = ("factors", "pairs")
+"""What may be chosen besides the store."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What wire and processors do: of the slowest node, since all wait for it.
+
+    Attributes:
+        bytes_per_s: One direction of an interface.
+        latency_s: One message of a byte, from one rank to another.
+        summed_bytes_per_s: Bytes of input added to a sum.
+        product_flops_per_s: Of a matrix product; a multiplication and an addition are two.
+        source: Where they come from, for the reader.
+    """
+
+    bytes_per_s: float = 125e6
+    latency_s: float = 100e-6
+    summed_bytes_per_s: float = 4e9
+    product_flops_per_s: float = 50e9
+    source: str = "assumed"
+
+    def native(self) -> tuple[float, float, float, float]:
+        """As the native module takes them."""
+        return (self.bytes_per_s, self.latency_s, self.summed_bytes_per_s, self.product_flops_per_s)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What is the same for all layers.
+
+    Attributes:
+        n_worker: Workers: P1.
+        n_server: Shards of the store, held by the first so many workers: P2.
+        slice_bytes: Largest slice.
+        lanes: Lanes of each process.
+    """
+
+    n_worker: int
+    n_server: int
+    slice_bytes: int = 512 * 1024
+    lanes: int = 1
+
+
+class Placed(NamedTuple):
+    """Where one slice of a tensor lives: bytes from its start, length, the rank that sums it, its lane."""
+
+    offset_bytes: int
+    len_bytes: int
+    owner: int
+    lane: int
+
+
+class Coordinator:
+    """Facts of one model on one cluster, and the choices that follow.
+
+    Args:
+        network: The model.
+        cluster: Workers, servers, slices.
+        policy: ``measured`` or ``paper``.
+        rates: Until others are measured.
+        batchsize: Samples per worker and step, if known: then rows follow from it.
+        allowed: What may be chosen besides the store.
+
+    Raises:
+        ConfigError: There is no such policy, or a fact is out of bounds.
+
+    Example:
+        >>> coordinator = Coordinator(network, Cluster(n_worker=8, n_server=8), batchsize=32)
+        >>> coordinator.query("n_worker", "n_server", "batchsize")
+        (8, 8, 32)
+        >>> coordinator.best_scheme("fc7")
+        'factors'
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        cluster: Cluster,
+        *,
+        policy: str = "measured",
+        rates: Rates | None = None,
+        batchsize: int | None = None,
+        allowed: Sequence[str] = EXACT_GATHERS,
+    ) -> None:
+        if policy not in POLICIES:
+            raise ConfigError(f"unknown policy {policy!r}: expected one of {', '.join(POLICIES)}")
+        self.network = network
+        self.cluster = cluster
+        self.policy = policy
+        self.rates = rates or Rates()
+        self.batchsize = batchsize
+        self.allowed = tuple(allowed)
+        self._layers = {layer.name: layer for layer in network.layers}
+        self._rows: dict[str, list[int]] = {}
+        if batchsize is not None:
+            for layer in network.layers:
+                self._rows[layer.name] = [math.ceil(layer.rows * batchsize)] * cluster.n_worker
+        self._placement: dict[str, list[Placed]] | None = None
+        self._choices: dict[str, Choice] = {}
+        self._decide(first=True)
+
+    # The same on all ranks
+
+    def agree(self, gather: Callable[[str, bytes], list[bytes]], *, rank: int) -> None:
+        """Check that all ranks hold the same facts. Collective.
+
+        Args:
+            gather: Gives every rank's blob, by rank; the engine's ``all_gather``.
+            rank: This rank.
+
+        Raises:
+            ConfigError: Naming the first fact that differs, both ranks and both values.
+        """
+        facts = {
+            "policy": self.policy,
+            **asdict(self.cluster),
+            "schemes": list(self.allowed),
+            "layers": [[layer.name, layer.kind, list(layer.shape), layer.elems] for layer in self.network.layers],
+        }
+        blobs = gather("penstock.coordinator", json.dumps(facts, separators=(",", ":")).encode())
+        other = next((peer for peer, blob in enumerate(blobs) if blob != blobs[0]), None)
+        if other is None:
+            return
+        here, there = json.loads(blobs[0]), json.loads(blobs[other])
+        name = next(name for name in here if here[name] != there.get(name))
+        one, two = here[name], there.get(name)
+        if name == "layers":
+            one, two = next(
+                ((a, b) for a, b in zip(one, two, strict=False) if a != b), (f"{len(one)} layers", f"{len(two)} layers")
+            )
+        raise ConfigError(
+            f"penstock: rank 0 and rank {other} differ in {name}: {one} on rank 0, {two} on rank {other}. Start every "
+            "rank with the same options and the same model",
+            rank=rank,
+            peer=f"rank {other}",
+        )
+
+    def update(
+        self, *, rows: Mapping[str, Sequence[int]], rates: Rates, batchsize: int | None = None
+    ) -> dict[str, str]:
+        """Take new measurements, the same on all ranks, and choose again; a change must gain a tenth.
+
+        Args:
+            rows: By layer, rows of each rank; layers that are missing keep theirs.
+            rates: As reduced over all ranks.
+            batchsize: The largest of any rank.
+
+        Returns:
+            The layers whose scheme changes, and to what.
+        """
+        for name, by_rank in rows.items():
+            self._rows[self._layer(name).name] = list(by_rank)
+        self.rates = rates
+        self.batchsize = batchsize if batchsize is not None else self.batchsize
+        before = {name: choice["scheme"] for name, choice in self._choices.items()}
+        self._decide(first=False)
+        return {name: choice["scheme"] for name, choice in self._choices.items() if choice["scheme"] != before[name]}
+
+    def adopt(self, schemes: Mapping[str, str]) -> None:
+        """Take over what other ranks use, after a time in which this one took no part."""
+        for name, scheme in schemes.items():
+            self._choices[name] = self.choose(self._layer(name), current=scheme)
+
+    def _decide(self, *, first: bool) -> None:
+        for layer in self.network.layers:
+            if layer.tensors:
+                current = None if first else self._choices[layer.name]["scheme"]
+                self._choices[layer.name] = self.choose(layer, current=current)
+
+    def choose(self, layer: Layer, *, current: str | None = None) -> Choice:
+        """The native module's decision for a layer with the present facts.
+
+        Args:
+            layer: The layer.
+            current: The scheme in use, if there is one.
+        """
+        from penstock._native import best_scheme
+
+        rows = self._rows.get(layer.name, [])
+        if layer.kind == "embedding":  # pairs of one row are merged, so there are no more than rows
+            rows = [min(count, layer.shape[0]) for count in rows]
+        matrix = layer.shape if layer.kind != "other" else (1, 1)
+        choice = best_scheme(
+            self.policy,
+            kind=layer.kind,
+            shape=(matrix[0], matrix[1]),
+            elems=layer.elems,
+            elem_bytes=layer.elem_bytes,
+            rows=rows,
+            workers=self.cluster.n_worker,
+            servers=self.cluster.n_server,
+            slice_bytes=self.cluster.slice_bytes,
+            rates=self.rates.native(),
+            allowed=list(self.allowed) if layer.why_store is None else [],
+            current=current,
+        )
+        if choice["code"] == "dense" and layer.why_store is not None:
+            choice["code"], choice["reason"] = "store-only", layer.why_store
+        return choice
+
+    # Asked by anybody
+
+    def best_scheme(self, layer: str) -> str:
+        """How a layer is synchronised now: Poseidon's BestScheme.
+
+        Raises:
+            ConfigError: There is no such layer.
+        """
+        return self.decision(layer)["scheme"]
+
+    def decision(self, layer: str) -> Choice:
+        """How a layer is synchronised now, why, and what each scheme would cost.
+
+        Raises:
+            ConfigError: There is no such layer.
+        """
+        found = self._choices.get(self._layer(layer).name)
+        if found is None:
+            raise ConfigError(f"layer {layer!r} has no parameters: nothing is sent for it")
+        return found
+
+    def rows(self, layer: str) -> list[int] | None:
+        """Rows of each rank, or `None` while they are not known."""
+        return self._rows.get(self._layer(layer).name)
+
+    def query(self, *names: str) -> Any:
+        """Facts of the information book: Poseidon's Query.
+
+        Args:
+            names: ``n_worker``, ``n_server``, ``batchsize`` (samples per worker, `None` while not known), ``policy``,
+                ``rates``, ``slice_bytes``, ``lanes``, ``layers`` (their names); the name of a layer gives its `Layer`,
+                that of a tensor a list of `Placed`: where its slices live.
+
+        Returns:
+            The value for one name, a tuple for several.
+
+        Raises:
+            ConfigError: There is no such fact; the message names the nearest.
+        """
+        if not names:
+            raise ConfigError("penstock: query what? n_worker, n_server, batchsize, layers, a layer, a tensor")
+        values = tuple(self._fact(name) for name in names)
+        return values[0] if len(values) == 1 else values
+
+    def explain(self) -> Explanation:
+        """The table of layers: shape, rows, bytes under each scheme, the choice and the reason, totals."""
+        from penstock.explain import Explanation
+
+        return Explanation.of(self)
+
+    def _fact(self, name: str) -> Any:
+        simple: dict[str, Any] = {
+            **asdict(self.cluster),
+            "batchsize": self.batchsize,
+            "policy": self.policy,
+            "rates": self.rates,
+            "layers": list(self._layers),
+        }
+        if name in simple:
+            return simple[name]
+        if name in self._layers:
+            return self._layers[name]
+        placement = self._placed()
+        if name in placement:
+            return placement[name]
+        raise _unknown(f"no fact, layer or tensor {name!r}", name, [*simple, *self._layers, *placement])
+
+    def _placed(self) -> dict[str, list[Placed]]:
+        if self._placement is None:
+            from penstock._native import slices
+
+            tensors = [tensor for layer in self.network.layers for tensor in layer.tensors]
+            entries = [(tensor.name, tensor.dtype, tensor.elems) for tensor in tensors]
+            cluster = self.cluster
+            placed = slices(entries, cluster.n_server, cluster.slice_bytes, cluster.lanes)
+            self._placement = {
+                tensor.name: [Placed(*entry) for entry in of_tensor]
+                for tensor, of_tensor in zip(tensors, placed, strict=True)
+            }
+        return self._placement
+
+    def _layer(self, name: str) -> Layer:
+        if name not in self._layers:
+            raise _unknown(f"no layer {name!r}", name, list(self._layers))
+        return self._layers[name]
+
+
+def _unknown(what: str, name: str, known: Sequence[str]) -> ConfigError:
+    near = difflib.get_close_matches(name, known, 3)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return ConfigError(f"penstock: {what}{hint}")

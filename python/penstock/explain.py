@@ -1,0 +1,293 @@
+"""What would be sent for each layer, how, why, and how long a step would take: as an object, a table, JSON.
+
+    penstock explain torchvision-name|module:function --workers 8 --servers 8 --batch 32
+
+Bytes are those of one step on the busiest direction of one node's interface: a worker that also holds a shard sends and
+receives as much. Times are limits (crates/core/src/cost/overlap.rs): what plain DDP and Penstock could attain at best,
+with the same compute time and the same wire. Omitted are latencies, which a step overlaps, and headers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.coordinator import Coordinator, Rates
+
+__all__ = ["Explanation", "LayerPlan", "StepTimes", "predict"]
+
+GATHER_OF = {"linear": "factors", "embedding": "pairs"}
+NAME_WIDTH_MAX = 34
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer's row of the table.
+
+    Attributes:
+        name: The layer.
+        kind: ``linear``, ``embedding`` or ``other``.
+        shape: Of its weight.
+        rows: Most rows of any worker, or `None` while unknown.
+        gradient_bytes: Its gradient.
+        scheme_bytes: By scheme that fits the layer, bytes on the busiest direction of an interface in one step.
+        scheme_s: By scheme, predicted seconds if the layer has the wire for itself, rebuilding included.
+        scheme: The choice.
+        code: The reason in one word.
+        reason: The reason.
+        wire_s: Seconds of the chosen scheme on the busiest direction.
+        rebuild_s: Seconds to rebuild the gradient from its factors, beyond what is computed anyway.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    rows: int | None
+    gradient_bytes: int
+    scheme_bytes: dict[str, int]
+    scheme_s: dict[str, float]
+    scheme: str
+    code: str
+    reason: str
+    wire_s: float
+    rebuild_s: float
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Predicted seconds per step at best, all with the same compute time and wire.
+
+    Attributes:
+        compute_s: One worker alone: forward and backward.
+        ddp_s: Plain DDP: whole gradients in a ring or the like, hidden under backward alone (T_wfbp).
+        store_s: The store for every layer, hidden under backward and forward by priority (T*).
+        chosen_s: The choices above, hidden alike.
+    """
+
+    compute_s: float
+    ddp_s: float
+    store_s: float
+    chosen_s: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Everything; see `Explanation.render` and `Explanation.as_dict`."""
+
+    network: str
+    source: str
+    notes: tuple[str, ...]
+    policy: str
+    n_worker: int
+    n_server: int
+    batchsize: int | None
+    rates: Rates
+    layers: tuple[LayerPlan, ...]
+    store_bytes: int
+    chosen_bytes: int
+    times: StepTimes | None
+
+    @classmethod
+    def of(cls, coordinator: Coordinator, compute_s: float | None = None) -> Explanation:
+        """What a coordinator has decided, and what it predicts.
+
+        Args:
+            coordinator: With the present facts.
+            compute_s: Forward and backward of one worker alone; without it no step time is predicted.
+        """
+        plans = tuple(_plan(coordinator, layer.name) for layer in coordinator.network.forward_order if layer.tensors)
+        return cls(
+            network=coordinator.network.name,
+            source=coordinator.network.source,
+            notes=coordinator.network.notes,
+            policy=coordinator.policy,
+            n_worker=coordinator.cluster.n_worker,
+            n_server=coordinator.cluster.n_server,
+            batchsize=coordinator.batchsize,
+            rates=coordinator.rates,
+            layers=plans,
+            store_bytes=sum(plan.scheme_bytes["store"] for plan in plans),
+            chosen_bytes=sum(plan.scheme_bytes[plan.scheme] for plan in plans),
+            times=None if compute_s is None else predict(coordinator, plans, compute_s),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs: plain values only."""
+        from dataclasses import asdict
+
+        return asdict(self)
+
+    def render(self) -> str:
+        """For people."""
+        return _Text(self).text()
+
+
+def _plan(coordinator: Coordinator, name: str) -> LayerPlan:
+    layer = coordinator.query(name)
+    choice = coordinator.decision(name)
+    estimates = {estimate["scheme"]: estimate for estimate in choice["estimates"]}
+    chosen = estimates[choice["scheme"]]
+    rows = coordinator.rows(name)
+    return LayerPlan(
+        name=name,
+        kind=layer.kind,
+        shape=layer.shape,
+        rows=max(rows) if rows and layer.kind != "other" else None,
+        gradient_bytes=layer.nbytes,
+        scheme_bytes={scheme: estimate["direction_bytes"] for scheme, estimate in estimates.items()},
+        scheme_s={scheme: estimate["wire_s"] + estimate["rebuild_s"] for scheme, estimate in estimates.items()},
+        scheme=choice["scheme"],
+        code=choice["code"],
+        reason=choice["reason"],
+        wire_s=chosen["direction_bytes"] / coordinator.rates.bytes_per_s,
+        rebuild_s=chosen["rebuild_s"],
+    )
+
+
+def predict(coordinator: Coordinator, plans: tuple[LayerPlan, ...], compute_s: float) -> StepTimes:
+    """Step times at best.
+
+    Args:
+        coordinator: Knows the layers' arithmetic and the rates.
+        plans: Of the layers that have parameters.
+        compute_s: Forward and backward of one worker alone.
+    """
+    from penstock._native import step_times
+
+    network, workers, rate = coordinator.network, coordinator.cluster.n_worker, coordinator.rates.bytes_per_s
+    times = network.compute(compute_s)
+    by_name = {plan.name: plan for plan in plans}
+    ring_share = 2.0 * (workers - 1) / workers
+    ddp, store, chosen = [], [], []
+    for layer, (forward_s, backward_s) in zip(network.forward_order, times, strict=True):
+        plan = by_name.get(layer.name)
+        ddp.append((forward_s, backward_s, ring_share * layer.nbytes / rate))
+        store.append((forward_s, backward_s, plan.scheme_bytes["store"] / rate if plan else 0.0))
+        # A gradient is rebuilt when its factors are in: before the layer's forward, and it delays that.
+        rebuild_s, wire_s = (plan.rebuild_s, plan.wire_s) if plan else (0.0, 0.0)
+        chosen.append((forward_s + rebuild_s, backward_s, wire_s))
+    return StepTimes(
+        compute_s=compute_s,
+        ddp_s=step_times(ddp)["wfbp_s"],
+        store_s=step_times(store)["ideal_s"],
+        chosen_s=step_times(chosen)["ideal_s"],
+    )
+
+
+class _Text:
+    """The table, for a terminal."""
+
+    def __init__(self, explanation: Explanation) -> None:
+        self._it = explanation
+
+    def text(self) -> str:
+        return "\n".join([*self._heading(), "", *self._table(), "", *self._totals(), ""])
+
+    def _heading(self) -> list[str]:
+        it = self._it
+        batch = f", {it.batchsize} samples per worker" if it.batchsize is not None else ""
+        lines = [
+            f"{it.network} on {_count(it.n_worker, 'worker')}{batch}; the store is sharded over {it.n_server} of them",
+            f"policy {it.policy}: " + _POLICY[it.policy],
+        ]
+        if it.policy == "measured" or it.times is not None:
+            rates = it.rates
+            lines.append(
+                f"wire {rates.bytes_per_s * 8 / 1e6:,.0f} Mbit/s per direction, "
+                f"latency {rates.latency_s * 1e6:,.0f} us, "
+                f"matrix products {rates.product_flops_per_s / 1e9:,.0f} Gflop/s ({rates.source})"
+            )
+        lines += [f"note: {note}" for note in it.notes]
+        return lines
+
+    def _table(self) -> list[str]:
+        header = ("layer", "shape", "rows", "gradient", "store", "factors/pairs", "adam", "choice", "why")
+        rows = [header]
+        for plan in self._it.layers:
+            gather = GATHER_OF.get(plan.kind, "")
+            rows.append(
+                (
+                    _cut(plan.name),
+                    "x".join(map(str, plan.shape)),
+                    "-" if plan.rows is None else f"{plan.rows:,}",
+                    _size(plan.gradient_bytes),
+                    _size(plan.scheme_bytes["store"]),
+                    _size(plan.scheme_bytes.get(gather)),
+                    _size(plan.scheme_bytes.get("adam")),
+                    plan.scheme,
+                    plan.reason,
+                )
+            )
+        rows.append(("all", "", "", _size(sum(p.gradient_bytes for p in self._it.layers)), *self._sums(), "", ""))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+        left = {0, 1, 7, 8}
+        lines = [
+            "  ".join(
+                cell.ljust(width) if column in left else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        rule = "-" * max(map(len, lines))
+        return [lines[0], rule, *lines[1:-1], rule, lines[-1]]
+
+    def _sums(self) -> tuple[str, str, str]:
+        return _size(self._it.store_bytes), "", ""
+
+    def _totals(self) -> list[str]:
+        it = self._it
+        share = it.chosen_bytes / it.store_bytes if it.store_bytes else 1.0
+        lines = [
+            "Sizes are per step, on the busier direction of the busiest node's interface. factors: K rows of a linear",
+            "layer's input and of its output's gradient, from all to all. pairs: (index, row) of an embedding. adam:",
+            "Project Adam's scheme (factors up, matrix down) at the layer's owner, for comparison only.",
+            "",
+            f"with these choices  {_size(it.chosen_bytes):>9} per node and direction, {share:.0%} of the store alone",
+        ]
+        if it.times is None:
+            lines += [
+                "",
+                "Give --compute-s, the seconds of one step of one worker alone, for a prediction of step times.",
+            ]
+            return lines
+        times = it.times
+        lines += [
+            "",
+            "predicted step, at best, for all alike:",
+            f"  {'one worker alone':<58}{_time(times.compute_s):>9}",
+            f"  {'plain DDP: whole gradients, hidden under backward':<58}{_time(times.ddp_s):>9}",
+            f"  {'the store alone: hidden under backward and forward':<58}{_time(times.store_s):>9}",
+            f"  {'these choices: hidden under backward and forward':<58}{_time(times.chosen_s):>9}"
+            f"   {times.ddp_s / times.chosen_s:.2f} times as fast as DDP",
+        ]
+        return lines
+
+
+_POLICY = {
+    "measured": "the scheme that takes the fewest seconds, rebuilding included",
+    "paper": "Poseidon's Algorithm 1: the scheme that moves the fewest numbers",
+}
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _size(count_bytes: int | None) -> str:
+    if count_bytes is None:
+        return "-"
+    value = float(count_bytes)
+    for unit in ("B", "KB", "MB"):
+        if value < 999.95:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} GB"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= NAME_WIDTH_MAX else "..." + name[3 - NAME_WIDTH_MAX :]

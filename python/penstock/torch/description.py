@@ -1,0 +1,164 @@
+"""A torch model as a `penstock.description.Network`: layers, what kind they are, rows, arithmetic.
+
+Rows and arithmetic are found by one forward pass on torch's meta device, which computes shapes alone: a model of any
+size costs neither memory nor time. Without an example of the input each layer is taken to see one row per sample.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock import description
+from penstock.description import Network
+from penstock.errors import ConfigError
+from penstock.torch.layout import CODES
+
+__all__ = ["describe", "describe_torchvision", "layers_of"]
+
+IMAGE = (3, 224, 224)
+IMAGES = {"inception_v3": (3, 299, 299)}
+"""What torchvision's classifiers are made for."""
+
+
+class _Seen:
+    """What one forward pass showed of a layer, all of its calls together."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place  # first called as this many-th layer
+        self.rows = 0.0
+        self.flops = 0.0
+
+
+def describe(model: nn.Module, example: Any = None, *, name: str) -> Network:
+    """Layers, rows and arithmetic of a model.
+
+    Args:
+        model: The model; it is left as it is.
+        example: An input, or a tuple of inputs, the batch being the first dimension; on any device.
+        name: For the reader.
+
+    Raises:
+        ConfigError: The model's forward fails with the example.
+    """
+    if example is None:
+        notes = [
+            "no example input: every layer is taken to see one row per sample (give the function's result as a pair)"
+        ]
+        return Network(name, tuple(layers_of(model, {})), notes=tuple(notes))
+    inputs = example if isinstance(example, tuple) else (example,)
+    batch = next((given.shape[0] for given in inputs if isinstance(given, Tensor) and given.dim() > 0), 1)
+    try:
+        seen = _look(model, inputs)
+    except Exception as error:
+        raise ConfigError(
+            f"{name}: its forward fails with the given example: {type(error).__name__}: {error}"
+        ) from error
+    return Network(name, tuple(layers_of(model, seen, batch)))
+
+
+def describe_torchvision(models: Any, name: str) -> Network:
+    """One of torchvision's classifiers.
+
+    Args:
+        models: The module ``torchvision.models``.
+        name: As in ``torchvision.models.list_models()``.
+
+    Raises:
+        ConfigError: There is no such model.
+    """
+    known = models.list_models(module=models)
+    if name not in known:
+        import difflib
+
+        near = ", ".join(difflib.get_close_matches(name, known, 3)) or "resnet50, vgg19, ..."
+        raise ConfigError(f"torchvision has no classifier {name!r}; there are {near}. Or give module:function")
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")  # about how weights are initialised, which shapes do not depend on
+        model = models.get_model(name, weights=None)
+        example = torch.empty((2, *IMAGES.get(name, IMAGE)))
+    return describe(model, example, name=f"torchvision {name}")
+
+
+def layers_of(model: nn.Module, seen: dict[str, _Seen], batch: int = 1) -> list[description.Layer]:
+    """The layers that have parameters of their own, in the order of registration; tied parameters count once.
+
+    Args:
+        model: The model.
+        seen: By layer, what a forward pass showed.
+        batch: Of how many samples.
+    """
+    layers = []
+    counted: set[int] = set()
+    for path, module in model.named_modules():
+        tensors, shapes = [], []
+        for own_name, param in module.named_parameters(recurse=False):
+            if id(param) in counted or param.numel() == 0 or param.dtype not in CODES:
+                continue
+            counted.add(id(param))
+            code, parts = CODES[param.dtype]
+            tensors.append(description.Tensor(f"{path}.{own_name}" if path else own_name, code, param.numel() * parts))
+            shapes.append(tuple(param.shape))
+        if not tensors:
+            continue
+        name = path or "(root)"
+        shown = seen.get(name)
+        kind = _kind(module)
+        layers.append(
+            description.Layer(
+                name=name,
+                kind=kind,
+                shape=shapes[0],
+                tensors=tuple(tensors),
+                rows=shown.rows / batch if shown is not None else 1.0,
+                flops=shown.flops / batch if shown is not None else 0.0,
+                place=shown.place if shown is not None else len(seen),
+            )
+        )
+    return layers
+
+
+def _kind(module: nn.Module) -> Any:
+    if isinstance(module, nn.Linear):
+        return "linear"
+    return "embedding" if isinstance(module, nn.Embedding) else "other"
+
+
+def _look(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, _Seen]:
+    """One forward pass without numbers."""
+    twin = copy.deepcopy(model).to("meta").eval()
+    seen: dict[str, _Seen] = {}
+    for path, module in twin.named_modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            module.register_forward_hook(_make_hook(seen, path or "(root)"))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        twin(*(given.to("meta") if isinstance(given, Tensor) else given for given in inputs))
+    return seen
+
+
+def _make_hook(everything: dict[str, _Seen], name: str) -> Any:
+    def after_forward(module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+        seen = everything.setdefault(name, _Seen(len(everything)))
+        first = next((tensor for tensor in given if isinstance(tensor, Tensor)), None)
+        if first is None or not isinstance(output, Tensor):
+            return
+        if isinstance(module, nn.Linear):
+            seen.rows += first.numel() / module.in_features
+            seen.flops += 2.0 * output.numel() * module.in_features
+        elif isinstance(module, nn.Embedding):
+            seen.rows += first.numel()
+            seen.flops += output.numel()  # each number is moved once
+        elif isinstance(module, nn.modules.conv._ConvNd):
+            # A transposed convolution spreads each of its inputs, an ordinary one gathers each of its outputs.
+            one, channels = (first, module.out_channels) if module.transposed else (output, module.in_channels)
+            seen.flops += 2.0 * one.numel() * math.prod(module.kernel_size) * channels / module.groups
+        else:
+            seen.flops += 2.0 * output.numel()  # a scale and a shift, or the like
+
+    return after_forward

@@ -1,0 +1,152 @@
+"""The information book: asked, agreed on, updated; and the choices that follow from it."""
+
+import threading
+
+import pytest
+
+from penstock.coordinator import Cluster, Coordinator, Rates
+from penstock.description import Layer, Network, Tensor
+from penstock.errors import ConfigError
+
+FAST_PRODUCTS = Rates(product_flops_per_s=1e15)
+
+
+def linear(name, outputs, inputs, **more):
+    return Layer(name, "linear", (outputs, inputs), (Tensor(f"{name}.weight", "f32", outputs * inputs),), **more)
+
+
+def network():
+    conv = Layer("conv", "other", (64, 3, 3, 3), (Tensor("conv.weight", "f32", 1728),))
+    embedding = Layer("embed", "embedding", (10_000, 512), (Tensor("embed.weight", "f32", 5_120_000),), rows=25)
+    tied = linear("head", 4096, 4096, why_store="its weight is also that of embed")
+    return Network("net", (conv, linear("fc", 4096, 4096), embedding, tied))
+
+
+def coordinator(workers=8, batchsize=32, **more):
+    return Coordinator(network(), Cluster(workers, workers), batchsize=batchsize, rates=FAST_PRODUCTS, **more)
+
+
+def test_query_answers_as_poseidons_does():
+    book = coordinator()
+    assert book.query("n_worker", "n_server", "batchsize") == (8, 8, 32)
+    assert book.query("policy") == "measured"
+    assert book.query("fc").kind == "linear"
+    assert book.query("fc").shape == (4096, 4096)
+    assert book.query("layers") == ["conv", "fc", "embed", "head"]
+    placed = book.query("fc.weight")
+    assert sum(one.len_bytes for one in placed) == 4096 * 4096 * 4
+    assert {one.owner for one in placed} == set(range(8))
+
+
+def test_an_unknown_name_is_answered_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"did you mean n_worker"):
+        coordinator().query("n_workers")
+    with pytest.raises(ConfigError, match=r"no layer 'fc8'; did you mean fc"):
+        coordinator().best_scheme("fc8")
+    with pytest.raises(ConfigError, match="query what"):
+        coordinator().query()
+
+
+def test_choices_and_reasons():
+    book = coordinator()
+    assert {name: book.best_scheme(name) for name in book.query("layers")} == {
+        "conv": "store",
+        "fc": "factors",
+        "embed": "pairs",
+        "head": "store",
+    }
+    assert {name: book.decision(name)["code"] for name in book.query("layers")} == {
+        "conv": "dense",
+        "fc": "faster",
+        "embed": "faster",
+        "head": "store-only",
+    }
+    assert book.decision("head")["reason"] == "its weight is also that of embed"
+    paper = coordinator(policy="paper")
+    assert (paper.best_scheme("fc"), paper.best_scheme("embed")) == ("factors", "store")
+
+
+def test_nothing_is_chosen_before_rows_are_known():
+    book = coordinator(batchsize=None)
+    assert book.rows("fc") is None
+    assert (book.best_scheme("fc"), book.decision("fc")["code"]) == ("store", "rows-unknown")
+    changed = book.update(rows={"fc": [32] * 8, "embed": [100_000] * 8}, rates=FAST_PRODUCTS, batchsize=32)
+    assert changed == {"fc": "factors"}
+    assert book.query("batchsize") == 32
+    assert book.rows("fc") == [32] * 8
+
+
+def test_a_change_must_gain_a_tenth_and_what_is_slower_than_the_store_goes_at_once():
+    """Both schemes are as many bytes at 512 rows of each of 8 workers."""
+    book = coordinator(batchsize=None)
+    update = lambda rows: book.update(rows={"fc": [rows] * 8}, rates=FAST_PRODUCTS)  # noqa: E731
+    assert update(500) == {}
+    assert book.decision("fc")["code"] == "kept"
+    assert update(400) == {"fc": "factors"}
+    assert update(511) == {}
+    assert update(520) == {"fc": "store"}
+    assert update(500) == {}
+
+
+def test_a_slow_rank_counts_for_all():
+    book = coordinator(batchsize=None)
+    assert book.update(rows={"fc": [0, 0, 0, 0, 0, 0, 0, 900]}, rates=FAST_PRODUCTS) == {}
+    assert book.update(rows={"fc": [0, 0, 0, 0, 0, 0, 0, 300]}, rates=FAST_PRODUCTS) == {"fc": "factors"}
+
+
+def test_adopting_what_others_use():
+    book = coordinator(batchsize=None)
+    book.update(rows={"fc": [500] * 8}, rates=FAST_PRODUCTS)
+    book.adopt({"fc": "factors"})
+    assert book.best_scheme("fc") == "factors"
+
+
+class Gathering:
+    """An all-gather among threads."""
+
+    def __init__(self, size):
+        self.blobs = [b""] * size
+        self.barrier = threading.Barrier(size, timeout=10)
+
+    def of(self, rank):
+        def gather(what, blob):
+            self.blobs[rank] = blob
+            self.barrier.wait()
+            return list(self.blobs)
+
+        return gather
+
+
+def agree(books):
+    gathering, errors = Gathering(len(books)), [None] * len(books)
+
+    def rank_main(rank):
+        try:
+            books[rank].agree(gathering.of(rank), rank=rank)
+        except ConfigError as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(len(books))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def test_equal_books_agree():
+    assert agree([coordinator() for _ in range(3)]) == [None] * 3
+
+
+def test_a_fact_that_differs_is_named_with_both_ranks():
+    errors = agree([coordinator(), coordinator(), coordinator(policy="paper")])
+    assert all("rank 0 and rank 2 differ in policy: measured on rank 0, paper on rank 2" in str(e) for e in errors)
+    other = Coordinator(Network("net", (linear("fc", 10, 20),)), Cluster(2, 2))
+    same = Coordinator(Network("net", (linear("fc", 10, 21),)), Cluster(2, 2))
+    errors = agree([other, same])
+    assert all("['fc', 'linear', [10, 20], 200] on rank 0" in str(error) for error in errors)
+
+
+def test_a_policy_that_does_not_exist():
+    with pytest.raises(ConfigError, match="measured, paper"):
+        coordinator(policy="fast")

@@ -1,0 +1,125 @@
+"""The native cost functions as Python sees them: the papers' numbers, exact bytes, clear errors."""
+
+import pytest
+
+from penstock import _native
+from penstock.errors import ConfigError
+
+BYTES_ALONE = (1e9, 0.0, 1e30, 1e30)
+GIGABIT = (125e6, 100e-6, 4e9, 50e9)
+
+
+def choose(policy, outputs, inputs, rows, workers, rates=BYTES_ALONE, **changes):
+    facts = {
+        "kind": "linear",
+        "shape": (outputs, inputs),
+        "elems": outputs * inputs,
+        "elem_bytes": 4,
+        "rows": rows if isinstance(rows, list) else [rows] * workers,
+        "workers": workers,
+        "servers": workers,
+        "slice_bytes": 512 * 1024,
+        "rates": rates,
+        "allowed": ["factors", "pairs"],
+        **changes,
+    }
+    return _native.best_scheme(policy, **facts)
+
+
+def estimate(choice, scheme):
+    return next(found for found in choice["estimates"] if found["scheme"] == scheme)
+
+
+def test_table_1_of_poseidon():
+    """4096 x 4096, K=32, P1=P2=8: 34, 34, 58.7 and 3.7 million numbers (section 3.2)."""
+    choice = choose("paper", 4096, 4096, 32, 8)
+    assert estimate(choice, "store")["node_bytes"] / 4e6 == pytest.approx(58.7, abs=0.05)
+    assert estimate(choice, "factors")["node_bytes"] / 4e6 == pytest.approx(3.7, abs=0.05)
+    assert estimate(choice, "adam")["node_bytes"] / 4e6 == pytest.approx(119.3, abs=0.05)
+    assert (choice["scheme"], choice["code"]) == ("factors", "fewer-numbers")
+    assert choice["reason"] == "3.7 M numbers instead of 58.7 M through the store"
+
+
+@pytest.mark.parametrize("policy", ["paper", "measured"])
+def test_the_papers_networks(policy):
+    for nodes in (8, 16, 32):
+        for outputs, inputs in ((4096, 25088), (4096, 4096), (1000, 4096)):
+            assert choose(policy, outputs, inputs, 32, nodes)["scheme"] == "factors"
+    assert choose(policy, 1000, 1024, 128, 16)["scheme"] == "store"
+
+
+def test_the_boundary_is_exact():
+    """Where P K = 2 MN / (M + N) both are as many numbers: Algorithm 1 says factors (<=)."""
+    assert [choose("paper", 256, 256, rows, 8)["scheme"] for rows in (31, 32, 33)] == ["factors", "factors", "store"]
+    assert [choose("measured", 256, 256, rows, 8)["scheme"] for rows in (31, 32, 33)] == ["factors", "store", "store"]
+
+
+def test_a_slow_product_is_counted_by_the_measured_policy_alone():
+    slow = (1e9, 0.0, 1e30, 1e10)
+    assert choose("measured", 4096, 4096, 32, 8, rates=slow)["code"] == "store-fastest"
+    assert choose("paper", 4096, 4096, 32, 8, rates=slow)["scheme"] == "factors"
+
+
+def test_the_present_scheme_is_kept_for_less_than_a_tenth():
+    assert choose("measured", 2560, 2560, 300, 8, current="store")["code"] == "kept"
+    assert choose("measured", 2560, 2560, 280, 8, current="store")["scheme"] == "factors"
+    assert choose("measured", 2560, 2560, 321, 8, current="factors")["scheme"] == "store"
+
+
+def test_bytes_of_each_algorithm_on_four_ranks():
+    found = {
+        name: _native.allreduce_cost(name, 1000, 4, 4, 1, GIGABIT)
+        for name in ("store", "central", "tree", "ring", "butterfly")
+    }
+    assert found["store"]["sent"] == [12000, 4000, 4000, 4000]
+    assert found["tree"]["received"] == [8000, 4000, 8000, 4000]
+    assert found["ring"]["sent"] == found["butterfly"]["received"] == [6000] * 4
+    assert {name: cost["steps"] for name, cost in found.items()} == {
+        "store": 2,
+        "central": 2,
+        "tree": 4,
+        "ring": 6,
+        "butterfly": 4,
+    }
+    assert found["ring"]["seconds"] == pytest.approx(6e-4 + 6000 / 125e6 + 3000 / 4e9)
+
+
+def test_the_best_algorithm_depends_on_the_size():
+    everything = ["store", "tree", "ring", "butterfly"]
+    assert _native.best_algorithm(1, 4, 16, 1, GIGABIT, everything)[0] == "store"
+    assert _native.best_algorithm(4096, 4, 16, 1, GIGABIT, everything)[0] == "butterfly"
+    assert _native.best_algorithm(4096, 4, 16, 1, GIGABIT, ["ring"])[0] == "ring"
+
+
+def test_slices_cover_a_tensor_and_are_shared_out():
+    (first, second) = _native.slices([("w", "f32", 1 << 20), ("b", "bf16", 10)], 4, 512 * 1024, 2)
+    assert sum(length for _, length, _, _ in first) == 4 << 20
+    assert {owner for _, _, owner, _ in first} == {0, 1, 2, 3}
+    assert [offset for offset, *_ in first] == sorted(offset for offset, *_ in first)
+    assert second == [(0, 20, second[0][2], second[0][3])]
+
+
+def test_step_times_are_in_order():
+    found = _native.step_times([(1.0, 2.0, 0.5), (1.0, 2.0, 100.0)])
+    assert found == {"ideal_s": 103.5, "wfbp_s": 104.5, "serial_s": 106.5, "compute_s": 6.0}
+
+
+@pytest.mark.parametrize(
+    ("call", "word"),
+    [
+        (lambda: choose("poseidon", 10, 10, 1, 2), "policy"),
+        (lambda: choose("paper", 10, 10, 1, 2, kind="dense"), "kind"),
+        (lambda: choose("paper", 10, 10, 1, 2, allowed=["fastest"]), "scheme"),
+        (lambda: choose("paper", 10, 10, 1, 2, servers=0), "servers"),
+        (lambda: choose("paper", 10, 10, [1], 2), "rows of 1 workers"),
+        (lambda: choose("paper", 10, 10, 1 << 60, 2), "rows"),
+        (lambda: choose("paper", 10, 10, 1, 2, rates=(0.0, 0.0, 1.0, 1.0)), "bytes_per_s"),
+        (lambda: _native.allreduce_cost("factors", 1, 4, 2, 1, GIGABIT), "no allreduce"),
+        (lambda: _native.allreduce_cost("ring", 1, 4, 0, 1, GIGABIT), "bounds"),
+        (lambda: _native.step_times([(-1.0, 0.0, 0.0)]), "negative"),
+        (lambda: _native.slices([("w", "f31", 1)], 1, 4096, 1), "f31"),
+    ],
+)
+def test_what_makes_no_sense_is_named(call, word):
+    with pytest.raises(ConfigError, match=word):
+        call()

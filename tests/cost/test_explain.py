@@ -1,0 +1,239 @@
+"""`penstock explain`, from the command line as a user calls it, and what it reads of models."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lab.limits import limits, store_wire_s
+from lab.networks import NETWORKS
+from penstock import description
+from penstock.errors import ConfigError
+from penstock.torch.description import describe
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def explain(*arguments, folder=ROOT, path=()):
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join([*map(str, path), str(ROOT / "python")])
+    return subprocess.run(
+        [sys.executable, "-m", "penstock.cli", "explain", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=folder,
+        env=environment,
+    )
+
+
+def explained(*arguments, **more):
+    done = explain(*arguments, "--json", **more)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def choices(found):
+    return {layer["name"]: layer["scheme"] for layer in found["layers"]}
+
+
+@pytest.mark.parametrize("policy", ["paper", "measured"])
+@pytest.mark.parametrize("nodes", ["8", "16", "32"])
+def test_vgg19s_linear_layers_choose_factors(policy, nodes):
+    found = explained("lab:vgg19", "--workers", nodes, "--servers", nodes, "--batch", "32", "--policy", policy)
+    assert {name for name, scheme in choices(found).items() if scheme == "factors"} == {"fc6", "fc7", "fc8"}
+    assert found["chosen_bytes"] < found["store_bytes"]
+
+
+@pytest.mark.parametrize("policy", ["paper", "measured"])
+def test_googlenet_stays_with_the_store(policy):
+    found = explained("lab:googlenet", "--workers", "16", "--batch", "128", "--policy", policy)
+    assert set(choices(found).values()) == {"store"}
+    assert found["chosen_bytes"] == found["store_bytes"]
+
+
+def test_the_table_says_what_why_and_how_long():
+    done = explain("lab:vgg19", "--workers", "8", "--batch", "32")
+    assert done.returncode == 0, done.stderr
+    line = next(line for line in done.stdout.splitlines() if line.startswith("fc7"))
+    for part in ("4096x4096", " 32 ", "67.1 MB", "117.5 MB", "7.3 MB", "469.9 MB", "factors", "through the store"):
+        assert part in line
+    assert "its gradient has no smaller form" in done.stdout
+    assert "plain DDP" in done.stdout
+    assert "times as fast as DDP" in done.stdout
+
+
+def test_predictions_are_the_labs_limits():
+    found = explained("lab:resnet50-x1", "--workers", "4", "--compute-s", "1.2", "--bandwidth-mbit", "600")
+    trace = NETWORKS["resnet50"]()
+    limit = limits(trace.compute(1.2), store_wire_s(trace, 4, 600e6 / 8))
+    assert found["times"]["compute_s"] == pytest.approx(1.2)
+    assert found["times"]["store_s"] == pytest.approx(limit.ideal_s, rel=1e-3)
+    assert found["times"]["ddp_s"] == pytest.approx(limit.wfbp_s, rel=1e-6)
+
+
+def test_without_a_compute_time_nothing_is_predicted():
+    found = explained("lab:resnet50", "--workers", "4")
+    assert found["times"] is None
+    assert "--compute-s" in explain("lab:resnet50", "--workers", "4").stdout
+
+
+NETS = """
+import torch
+from torch import nn
+
+def plain():
+    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 4096), nn.ReLU(), nn.Linear(4096, 10))
+
+def with_example():
+    return plain(), torch.zeros(5, 3, 32, 32)
+
+def broken():
+    raise RuntimeError("no such checkpoint")
+
+def wrong_example():
+    return plain(), torch.zeros(5, 3, 30, 32)
+
+def number():
+    return 7
+
+class Names:
+    model = nn.Linear(4096, 4096)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "nets.py").write_text(NETS, encoding="utf-8")
+    return tmp_path
+
+
+def test_a_function_of_ones_own(folder):
+    found = explained("nets:with_example", "--workers", "4", "--batch", "8", "--gflops", "1000", folder=folder)
+    assert choices(found) == {"1": "factors", "3": "store"}
+    assert {layer["name"]: layer["rows"] for layer in found["layers"]} == {"1": 8, "3": 8}
+    assert found["notes"] == []
+    found = explained("nets:plain", folder=folder)
+    assert "one row per sample" in found["notes"][0]
+    assert list(choices(explained("nets:Names.model", folder=folder))) == ["(root)"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing:here"], "no module named 'nothing'"),
+        (["nets:nobody"], "nobody"),
+        (["nets:broken"], "RuntimeError: no such checkpoint"),
+        (["nets:number"], "gives a int, which is neither a torch module"),
+        (["nets:wrong_example"], "its forward fails with the given example"),
+        (["nets:plain", "--workers", "2", "--servers", "3"], "3 servers on 2 workers"),
+        (["nets:plain", "--bandwidth-mbit", "0"], "0 is not above zero"),
+        (["nets:plain", "--policy", "best"], "invalid choice: 'best'"),
+        ([], "MODEL"),
+    ],
+)
+def test_bad_input_ends_with_status_2_and_one_line(arguments, message, folder):
+    done = explain(*arguments, folder=folder)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stdout == ""
+
+
+def test_an_unknown_network_of_the_lab_is_told_those_it_has():
+    done = explain("lab:vgg99")
+    assert done.returncode == 2
+    assert "vgg19-22k" in done.stderr
+    assert "no width" in explain("lab:vgg19-xwide").stderr
+
+
+def test_a_torchvision_name_without_torchvision(tmp_path):
+    (tmp_path / "torchvision.py").write_text("raise ImportError('not here')", encoding="utf-8")
+    done = explain("vgg19", path=[tmp_path])
+    assert done.returncode == 2
+    assert "torchvision does not import: not here. Install torchvision, or give module:function" in done.stderr
+
+
+TORCHVISION = """
+from torch import nn
+
+def list_models(module=None):
+    return ["tiny"]
+
+def get_model(name, weights):
+    assert weights is None
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 1000))
+    assert model[0].weight.is_meta, "nothing is allocated for shapes"
+    return model
+"""
+
+
+def test_a_torchvision_name(tmp_path):
+    package = tmp_path / "torchvision"
+    package.mkdir()
+    (package / "__init__.py").write_text("from torchvision import models", encoding="utf-8")
+    (package / "models.py").write_text(TORCHVISION, encoding="utf-8")
+    found = explained("tiny", path=[tmp_path])
+    assert found["network"] == "torchvision tiny"
+    assert {layer["name"]: layer["rows"] for layer in found["layers"]} == {"0": None, "3": 32}
+    done = explain("tinny", path=[tmp_path])
+    assert done.returncode == 2
+    assert "there are tiny" in done.stderr
+
+
+# What is read of a torch model
+
+
+class Odd(nn.Module):
+    """Registered in another order than it is called, a layer called twice, one never, tied weights, tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(16, 100, bias=False)
+        self.embed = nn.Embedding(100, 16)
+        self.block = nn.Linear(16, 16)
+        self.unused = nn.Linear(3, 3)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.block(self.block(self.embed(tokens))))
+
+
+def test_rows_arithmetic_and_order_of_a_torch_model():
+    model = Odd()
+    network = describe(model, torch.zeros(4, 7, dtype=torch.int64), name="odd")
+    by_name = {layer.name: layer for layer in network.layers}
+    assert [layer.name for layer in network.layers] == ["head", "block", "unused"], "tied: where it is registered first"
+    assert [layer.name for layer in network.forward_order][:2] == ["block", "head"]
+    assert by_name["block"].rows == 14
+    assert by_name["block"].flops == 2 * 2 * 7 * 16 * 16
+    assert by_name["block"].elems == 16 * 16 + 16
+    assert by_name["head"].rows == 7
+    assert by_name["unused"].flops == 0
+    assert not any(param.is_meta for param in model.parameters()), "the model is left as it is"
+    times = network.compute(3.0)
+    assert sum(forward + backward for forward, backward in times) == pytest.approx(3.0)
+
+
+def test_convolutions_count_as_the_labs_traces_do():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1, groups=1), nn.ConvTranspose2d(8, 4, 2, stride=2))
+    down, up = describe(model, torch.zeros(2, 3, 8, 8), name="net").layers
+    assert down.flops == 2 * 8 * 3 * 9 * 16
+    assert up.flops == 2 * 8 * 4 * 4 * 16  # each of 8 x 16 inputs is spread over 4 channels of 2 x 2
+    assert (down.kind, down.shape) == ("other", (8, 3, 3, 3))
+
+
+def test_only_what_describes_a_network_is_read():
+    trace = NETWORKS["googlenet"]()
+    network = description.read(trace, "lab:googlenet")
+    assert sum(layer.elems for layer in network.layers) == trace.elems
+    assert (network.batch, network.samples_per_s) == (128, 257.0)
+    assert network.layers[-1].kind == "linear"
+    with pytest.raises(ConfigError, match=r"penstock\.description\.read"):
+        description.read(object(), "it")
