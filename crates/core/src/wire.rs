@@ -45,10 +45,20 @@ pub enum Kind {
     Result = 12,
     /// To all: a piece of this rank's contribution to a gather; `argument` is the length of the whole contribution.
     Gather = 16,
+    /// A whole message of a call; `book`, `slice` and `step` are group, call and stage, `seq` is the call's signature.
+    Message = 32,
+    /// A message of `argument` bytes is there to be asked for.
+    Offer = 33,
+    /// There is memory for a message of `argument` bytes: send its parts.
+    Ready = 34,
+    /// A part of a message that was asked for; `argument` is where it starts.
+    MessagePart = 35,
+    /// `argument` more bytes of whole messages may be sent.
+    Credit = 36,
 }
 
 impl Kind {
-    const ALL: [Self; 13] = [
+    const ALL: [Self; 18] = [
         Self::Push,
         Self::PushAbsent,
         Self::Answer,
@@ -62,6 +72,11 @@ impl Kind {
         Self::Part,
         Self::Result,
         Self::Gather,
+        Self::Message,
+        Self::Offer,
+        Self::Ready,
+        Self::MessagePart,
+        Self::Credit,
     ];
 
     /// Whether the frame is part of a slice's exchange.
@@ -86,9 +101,17 @@ impl Kind {
         matches!(self, Self::Push | Self::PushAbsent | Self::Part | Self::Gather)
     }
 
+    /// Whether the frame is part of a call; see [`crate::calls`].
+    #[must_use]
+    pub fn is_call(self) -> bool {
+        matches!(self, Self::Message | Self::Offer | Self::Ready | Self::MessagePart | Self::Credit)
+    }
+
     fn payload_bytes_max(self) -> usize {
         match self {
             Self::Push | Self::Answer | Self::Part | Self::Result | Self::Gather => limits::SLICE_BYTES_MAX,
+            Self::Message => limits::EAGER_BYTES_MAX,
+            Self::MessagePart => limits::PART_BYTES_MAX,
             Self::Blob => limits::BLOB_BYTES_MAX,
             Self::Abort => limits::REASON_BYTES_MAX,
             _ => 0,

@@ -8,6 +8,7 @@
 
 mod accounting;
 pub mod admission;
+mod call;
 mod connection;
 pub mod descriptors;
 mod engine;
@@ -20,6 +21,7 @@ mod report;
 mod shared;
 
 pub use accounting::{Busy, Phase};
-pub use engine::{Bytes, Engine, EngineConfig, Part};
+pub use call::Handle;
+pub use engine::{Bytes, CallPart, Engine, EngineConfig, Part};
 pub use failure::{Failure, Stop};
 pub use report::{BookReport, LayerReport, Report};

@@ -1,7 +1,9 @@
 //! The class `Engine`. Calls that may block run without the GIL; while they wait, signals are looked at.
 
+use crate::call::{self, Call, Memory};
 use crate::errors::{bad_argument, raise, raise_stop};
 use crate::report;
+use penstock_core::calls::GroupId;
 use penstock_core::layout::Tensor;
 use penstock_core::{BookId, Op, Rank, Scheme, Seq, Step, TensorId};
 use penstock_net::{Bytes, EngineConfig, Part, Phase, Stop};
@@ -13,7 +15,7 @@ use std::time::Duration;
 /// One process's end of a job: see `_native.pyi`.
 #[pyclass(module = "penstock._native", frozen)]
 pub(crate) struct Engine {
-    engine: penstock_net::Engine,
+    pub(crate) engine: penstock_net::Engine,
 }
 
 fn seconds(name: &str, value: f64) -> PyResult<Duration> {
@@ -21,14 +23,14 @@ fn seconds(name: &str, value: f64) -> PyResult<Duration> {
     duration.ok_or_else(|| bad_argument(format!("{name} is {value}; it must be above 0 seconds")))
 }
 
-fn parse_op(name: &str) -> PyResult<Op> {
+pub(crate) fn parse_op(name: &str) -> PyResult<Op> {
     match name {
         "average" => Ok(Op::Average),
         "sum" => Ok(Op::Sum),
         "copy" => Ok(Op::Copy),
         "min" => Ok(Op::Min),
         "max" => Ok(Op::Max),
-        _ => Err(bad_argument(format!("unknown op {name:?}: expected average, sum, copy, min or max"))),
+        _ => Err(bad_argument(format!("unknown op {name:?}: expected average, sum, min, max or copy"))),
     }
 }
 
@@ -50,7 +52,7 @@ fn parse_tensor(entry: Entry) -> PyResult<Tensor> {
 }
 
 /// Runs a call that waits, without the GIL. Its argument tells it whether a signal handler has raised.
-fn waiting<T: Send>(
+pub(crate) fn waiting<T: Send>(
     py: Python<'_>,
     call: impl FnOnce(&mut dyn FnMut() -> bool) -> Result<T, Stop> + Send,
 ) -> PyResult<T> {
@@ -273,6 +275,32 @@ impl Engine {
 
     fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
         waiting(py, |interrupted| self.engine.shutdown(interrupted))
+    }
+
+    #[allow(clippy::needless_pass_by_value)]
+    fn form_group(&self, group: GroupId, members: Vec<u32>) -> PyResult<()> {
+        self.engine.form_group(group, &members).map_err(raise)
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn call(
+        slf: &Bound<'_, Self>,
+        group: GroupId,
+        request: &str,
+        rank: u32,
+        tag: u32,
+        op: &str,
+        dtype: &str,
+        inputs: Vec<Memory>,
+        outputs: Vec<Memory>,
+        keep: Py<PyAny>,
+    ) -> PyResult<Call> {
+        call::begin(slf, group, (request, rank, tag), (op, dtype), (inputs, outputs), keep)
+    }
+
+    fn take_done(&self, py: Python<'_>, patience_s: f64) -> PyResult<Vec<u64>> {
+        let patience = seconds("patience_s", patience_s)?;
+        py.detach(|| self.engine.take_done(patience)).map_err(raise)
     }
 
     fn after_fork_in_child(&self) {
