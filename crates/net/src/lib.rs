@@ -8,6 +8,7 @@
 
 mod accounting;
 pub mod admission;
+mod congestion;
 mod connection;
 pub mod descriptors;
 mod engine;
