@@ -10,7 +10,7 @@ raises it. In a forked child every call raises `ConfigError`.
 from collections.abc import Sequence
 from typing import Literal, TypedDict, final, type_check_only
 
-__all__ = ["Engine", "allreduce_cost", "best_algorithm", "best_scheme", "slices", "step_times"]
+__all__ = ["Call", "Engine", "allreduce_cost", "best_algorithm", "best_scheme", "slices", "step_times"]
 
 _Op = Literal["average", "sum", "copy", "min", "max"]
 _Scheme = Literal["store", "central", "tree", "ring", "butterfly"]
@@ -234,5 +234,49 @@ class Engine:
         After a failure it only closes, and raises the failure if no call has raised it yet. Again: does nothing.
         """
 
+    def form_group(self, group: int, members: list[int]) -> None:
+        """Form a group for calls, from 1 on; all members must form it with the same number and order of ranks."""
+
+    def call(
+        self,
+        group: int,
+        request: str,
+        rank: int,
+        tag: int,
+        op: str,
+        dtype: str,
+        inputs: list[tuple[int, int]],
+        outputs: list[tuple[int, int]],
+        keep: object,
+    ) -> Call:
+        """Begin a message or collective: ``send``, ``recv``, ``allreduce`` and so on.
+
+        ``rank`` is the other rank or the root, as an index in the group; ``inputs`` and ``outputs`` are addresses and
+        lengths in bytes. ``keep`` is let go of when nobody touches the memory any more.
+        """
+
+    def take_done(self, patience_s: float) -> list[int]:
+        """The ids of watched calls that are done since the last time; waits for one, up to ``patience_s``.
+
+        Raises the job's failure: what is not done will never be.
+        """
+
     def after_fork_in_child(self) -> None:
         """Let go of the parent's connections; for a child right after a fork."""
+
+@final
+class Call:
+    """A message or collective under way."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the results are in memory and the memory is the program's again."""
+
+    @property
+    def id(self) -> int:
+        """What `Engine.take_done` calls it."""
+
+    def watch(self) -> None:
+        """Let `Engine.take_done` tell when it is done, or that it is."""
+
+    def done(self) -> bool:
+        """Whether that is so; raises the job's failure if it will never be."""

@@ -48,7 +48,7 @@ class Board(Protocol):
 
 
 class TorchBoard:
-    """A board in a store of torch: the launcher's, or one that rank 0 hosts."""
+    """A board in a store of torch: the launcher's, the program's, or one that rank 0 hosts."""
 
     def __init__(self, store: Store, where: str, hosted_by_rank_0: bool) -> None:
         self._store: Store | None = store

@@ -44,6 +44,17 @@ For each layer: what its gradient weighs, what each way to synchronise it would 
 Nothing is computed but shapes, and nothing is sent.
 """
 
+MEASURE_EXAMPLES = """\
+examples:
+  torchrun --nnodes 4 --nproc-per-node 1 ... -m penstock measure line-rate     on every host, like any job
+  penstock measure line-rate --rank 0 --world-size 4 --rendezvous tcp://HOST:PORT     by hand, on every host
+  penstock measure line-rate --local 4                                         4 processes on this machine
+  penstock measure line-rate --plot rates.png --json > rates.json
+
+It sends messages of 1 byte to 64 MiB between all pairs of ranks, both ways, and prints the rate and latency of every
+link, and which links or hosts stand out. Other options of the job are read from PENSTOCK_* variables.
+"""
+
 WORKERS_MAX = 64
 RANKS_MAX = 4096  # as in crates/core/src/limits.rs
 DEFAULT_BATCH = 32
@@ -105,6 +116,37 @@ def parser() -> argparse.ArgumentParser:
     demo.set_defaults(command=_demo)
 
     _add_explain(commands)
+    measure = commands.add_parser("measure", help="what the links between the ranks of a job can do")
+    kinds = measure.add_subparsers(title="measurements", metavar="WHAT", required=True, parser_class=Parser)
+    line_rate = kinds.add_parser(
+        "line-rate",
+        help="rate and latency of every link, and which stand out",
+        epilog=MEASURE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    line_rate.add_argument(
+        "--local",
+        type=_whole_number(2, WORKERS_MAX),
+        metavar="N",
+        help="start N processes on this machine; otherwise this process is one rank of a job that you start",
+    )
+    line_rate.add_argument("--rank", type=_whole_number(0, 4095), metavar="R", help="this rank, if no launcher says so")
+    line_rate.add_argument("--world-size", type=_whole_number(1, 4096), metavar="N", help="the number of ranks")
+    line_rate.add_argument("--rendezvous", metavar="PLACE", help="tcp://host:port or file:///directory")
+    line_rate.add_argument("--interface", metavar="NAMES", help="names or CIDR blocks of the network to measure")
+    line_rate.add_argument(
+        "--pairs", type=_whole_number(1, 4096 * 4096), metavar="N", help="a sample of at least N pairs, instead of all"
+    )
+    line_rate.add_argument(
+        "--largest",
+        type=_whole_number(1, 64 << 20),
+        default=64 << 20,
+        metavar="BYTES",
+        help="the largest message (default 67108864)",
+    )
+    line_rate.add_argument("--plot", metavar="FILE", help="draw the rates over the message size (takes Matplotlib)")
+    _add_json(line_rate)
+    line_rate.set_defaults(command=_line_rate)
 
     info = commands.add_parser(
         "info",
@@ -256,6 +298,31 @@ def _explain(options: argparse.Namespace) -> int:
         _print_json(explanation.as_dict())
     else:
         sys.stdout.write(explanation.render())
+    return 0
+
+
+def _line_rate(options: argparse.Namespace) -> int:
+    from penstock.errors import ConfigError, PenstockError
+    from penstock.measure import command
+
+    try:
+        result = command.line_rate(options)
+        if result is None:  # another rank prints it
+            return 0
+        if options.plot:
+            from penstock.measure.line_rate import plot
+
+            plot(result, options.plot)
+    except ConfigError as error:
+        return _fail(options, "penstock measure", error, status=2)
+    except (PenstockError, OSError) as error:
+        return _fail(options, "penstock measure", error, status=1)
+    if options.json:
+        _print_json(result)
+    else:
+        from penstock.measure.line_rate import table
+
+        sys.stdout.write(table(result))
     return 0
 
 

@@ -124,7 +124,7 @@ class MeetingPoint:
     """Where the ranks of this job find each other.
 
     Attributes:
-        kind: ``launcher``: a store that the launcher runs; ``tcp``: a store that rank 0 runs; ``file``: a directory.
+        kind: ``launcher``: a store of the launcher or the program; ``tcp``: one of rank 0; ``file``: a directory.
         host: The store's host, or empty.
         port: The store's port, or 0.
         path: The directory, or empty.
@@ -150,6 +150,8 @@ class MeetingPoint:
             return False
 
     def __str__(self) -> str:
+        if not self.host and not self.path:
+            return self.found_in
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"file://{self.path}" if self.kind == "file" else f"tcp://{host}:{self.port}"
 
@@ -522,6 +524,26 @@ def discover(environ: Mapping[str, str], *, parent_pid: int = 0, **arguments: An
     point = _meeting_point(environ, options, launcher, sources, parent_pid)
     _refuse_without_secret(options, point)
     return Launch(options, launcher, point, sources)
+
+
+def at_store(rank: int, world_size: int, **arguments: Any) -> Launch:
+    """The launch of a process whose program has a store of torch where its ranks meet.
+
+    Args:
+        rank: This process, as the program says.
+        world_size: The number of processes, likewise.
+        **arguments: Other fields of `Options`; the environment's ``PENSTOCK_*`` fill the rest.
+
+    Raises:
+        ConfigError: A value is not accepted, or a variable is unknown.
+    """
+    environ = current_environment()
+    values, sources = _given(environ, {**arguments, "rank": rank, "world_size": world_size})
+    for option in dataclasses.fields(Options):
+        sources.setdefault(option.name, "default")
+    options = Options(**values)  # type: ignore[arg-type]  # each value was made by its own parser
+    point = MeetingPoint("launcher", found_in="the store of torch.distributed") if world_size > 1 else None
+    return Launch(options, "torch.distributed", point, sources)
 
 
 def discover_here(**arguments: Unpack[OptionArguments]) -> Launch:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from penstock._native import Engine
+    from penstock.boards import Board
     from penstock.config import Launch, OptionArguments, Options
     from penstock.rendezvous import Agreement
 
@@ -121,12 +122,45 @@ def init(**options: Unpack[OptionArguments]) -> None:
         if _process.job is not None:
             _check_same(_process.job, config.parse_arguments(**options))
             return
-        job = _start(config.discover_here(**options))
-        _process.job = job
-        _process.hooks = _Hooks()
-        if not _process.hooked_fork:
-            _process.hooked_fork = True
-            os.register_at_fork(after_in_child=_after_fork_in_child)
+        _run(_start(config.discover_here(**options)))
+
+
+def init_at_store(board: Board, rank: int, world_size: int) -> Job:
+    """Join the job of a program that has a place where its ranks meet; if it runs already, take part in that.
+
+    Args:
+        board: The place, in a store that all ranks share.
+        rank: This process.
+        world_size: The number of processes.
+
+    Returns:
+        The running job.
+
+    Raises:
+        ConfigError: Another job runs, whose rank or size differs.
+        PenstockError: As `init`.
+    """
+    _refuse_in_child("init")
+    with _process.lock:
+        job = _process.job
+        if job is None:
+            return _run(_start(config.at_store(rank, world_size), board))
+        if (job.rank, job.world_size) != (rank, world_size):
+            raise ConfigError(
+                f"this process is rank {job.rank} of {job.world_size} in the running job, and shall be rank {rank} of "
+                f"{world_size} now; call penstock.shutdown() first",
+                rank=job.rank,
+            )
+        return job
+
+
+def _run(job: Job) -> Job:
+    _process.job = job
+    _process.hooks = _Hooks()
+    if not _process.hooked_fork:
+        _process.hooked_fork = True
+        os.register_at_fork(after_in_child=_after_fork_in_child)
+    return job
 
 
 def rank() -> int:
@@ -229,7 +263,7 @@ def _check_same(job: Job, given: dict[str, object]) -> None:
 # Starting
 
 
-def _start(launch: Launch) -> Job:
+def _start(launch: Launch, board: Board | None = None) -> Job:
     from penstock import __version__
 
     lanes = launch.options.lanes or max(1, min(2, len(os.sched_getaffinity(0)) // CORES_PER_LANE))
@@ -248,7 +282,7 @@ def _start(launch: Launch) -> Job:
         started.append((_bind(launch.options, alone, "127.0.0.1"), addresses.Chosen("127.0.0.1", "lo", "alone"), alone))
         table = [("127.0.0.1", started[0][0].port)]
     else:
-        _, table = rendezvous.exchange(launch, listen, version=__version__, lanes=lanes)
+        _, table = rendezvous.exchange(launch, listen, version=__version__, lanes=lanes, board=board)
     engine, chosen, agreement = started[0]
     engine.connect(table)
     _announce(launch, chosen, agreement, engine.port)

@@ -361,7 +361,12 @@ def _describe(error: BaseException) -> str:
 
 
 def exchange(
-    launch: Launch, listen: Callable[[Agreement], tuple[str, int]], *, version: str, lanes: int
+    launch: Launch,
+    listen: Callable[[Agreement], tuple[str, int]],
+    *,
+    version: str,
+    lanes: int,
+    board: Board | None = None,
 ) -> tuple[Agreement, list[tuple[str, int]]]:
     """Meet the other ranks.
 
@@ -370,6 +375,7 @@ def exchange(
         listen: Called once the ranks agree; binds this rank's listener and returns its host and port.
         version: Of this installation; all ranks must have the same.
         lanes: What rank 0 chooses if nobody set it.
+        board: Where to meet, if the program has such a place already; that of the launch's meeting point otherwise.
 
     Returns:
         The agreement and the addresses by rank.
@@ -385,7 +391,8 @@ def exchange(
     assert point is not None, "a single process meets nobody"
     limit_s = launch.options.rendezvous_timeout_s
     deadline = time.monotonic() + limit_s
-    board = open_board(point, launch.options.rank, deadline, limit_s)
+    if board is None:
+        board = open_board(point, launch.options.rank, deadline, limit_s)
     meeting = _Meeting(board, launch, version, deadline, lanes)
     try:
         agreement = meeting.lead() if meeting.rank == 0 else meeting.follow()

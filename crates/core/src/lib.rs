@@ -12,6 +12,7 @@
 //! [`reduce`] (the sum in the scheme's order).
 
 pub mod bits;
+pub mod calls;
 pub mod cost;
 pub mod error;
 pub mod exchange;

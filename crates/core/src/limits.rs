@@ -26,3 +26,21 @@ pub const EARLY_BYTES_MAX: usize = 512 << 20;
 pub const COST_ELEMS_MAX: u64 = 1 << 34;
 /// Most bytes that all ranks together may send for a layer whose cost is estimated.
 pub const COST_BYTES_MAX: u128 = 1 << 62;
+/// Largest number of groups of a job.
+pub const GROUPS_MAX: usize = 1 << 16;
+/// Largest message of a call, in bytes; longer tensors travel as several.
+pub const MESSAGE_BYTES_MAX: usize = 1 << 30;
+/// Largest message that is sent without being asked for, in bytes.
+pub const EAGER_BYTES_MAX: usize = 64 << 10;
+/// Bytes of whole messages that a receiver keeps for each peer until it asks for them, the cost of each included.
+pub const EAGER_WINDOW_BYTES: usize = 1 << 20;
+/// What a whole message costs of that window beyond its payload.
+pub const MESSAGE_COST_BYTES: usize = 64;
+/// Largest part of a message that was asked for, in bytes.
+pub const PART_BYTES_MAX: usize = 256 << 10;
+/// Messages that one rank may offer to another, or be asked for in advance, at a time.
+pub const OFFERS_MAX: usize = 1 << 16;
+/// Largest number of pieces into which a call cuts a tensor: each is exchanged by itself.
+pub const CALL_PIECES_MAX: usize = 1 << 16;
+/// Largest number of stages of one piece.
+pub const CALL_STAGES_MAX: u32 = 1 << 15;

@@ -1,7 +1,9 @@
 //! One lane of one rank: a worker and its shard of the store. Events in, actions and frames out.
 
+mod calls;
 mod outbox;
 
+use crate::calls::{Call, Calls, GroupId};
 use crate::error::Error;
 use crate::exchange::{Context, Effect, Exchange, Flow, Site};
 use crate::layout::{Book, BookId, Rank, Seq, SliceId, Step, Tensor, TensorId};
@@ -70,6 +72,10 @@ pub enum Event<C> {
     },
     /// This rank contributes no more until every rank has left (join). Everything it submitted must be complete.
     Leave,
+    /// A group for calls, whose members are all in this order; see [`crate::calls`].
+    Group(GroupId, Vec<Rank>),
+    /// This rank's part in a call.
+    Call(Box<Call<C>>),
 }
 
 /// What the driver must do or pass on.
@@ -90,6 +96,8 @@ pub enum Action<C> {
     },
     /// Every rank has left; from now on all take part again.
     AllLeft,
+    /// The results of the call with this id are in memory; its messages may still be waiting to be sent.
+    CallComplete(u64),
     /// A control frame arrived.
     Control {
         /// The sender.
@@ -150,6 +158,7 @@ pub struct Node<M: Memory> {
     early_bytes: usize,
     /// Decides between frames of equal place: first in, first out.
     order: u64,
+    calls: Calls<M>,
     counters: Counters,
     /// Both reused from event to event, so that an exchange allocates nothing.
     inputs: Vec<M::Chunk>,
@@ -162,6 +171,7 @@ impl<M: Memory> Node<M> {
         let ranks = config.ranks as usize;
         Self {
             outboxes: (0..ranks).map(|_| Outbox::new(config.window_bytes)).collect(),
+            calls: Calls::new(config.rank, config.ranks),
             config,
             memory,
             books: Vec::new(),
@@ -270,6 +280,8 @@ impl<M: Memory> Node<M> {
                 self.control(to, header, payload.as_ref(), actions);
                 Ok(())
             }
+            Event::Group(id, members) => self.calls.form(id, members),
+            Event::Call(call) => self.call(*call, actions),
             Event::Leave => {
                 self.control(None, Header::control(Kind::Leave), None, actions);
                 self.leave(self.config.rank, actions)
@@ -336,6 +348,9 @@ impl<M: Memory> Node<M> {
     /// # Errors
     /// [`Error::Protocol`] if the frame does not fit this rank's books or what it waits for.
     pub fn place(&mut self, from: Rank, header: &Header) -> Result<Place<M::Chunk>, Error> {
+        if header.kind.is_call() {
+            return self.calls.place(from, header, &mut self.memory);
+        }
         let len = header.payload_bytes as usize;
         if let Some(Some(state)) =
             self.books.get(usize::from(header.book)).filter(|_| header.kind.is_exchange())
@@ -380,6 +395,9 @@ impl<M: Memory> Node<M> {
         self.counters.frames_received += 1;
         if header.kind == Kind::Leave {
             return self.leave(from, actions);
+        }
+        if header.kind.is_call() {
+            return self.call_frame(from, header, payload, actions);
         }
         if !header.kind.is_exchange() {
             actions.push(Action::Control { from, header: *header, payload });

@@ -43,10 +43,20 @@ pub enum Kind {
     Part = 11,
     /// Collectives: a part of the result; `argument` is the step. Without payload: nobody had a contribution.
     Result = 12,
+    /// A whole message of a call; `book`, `slice` and `step` are group, call and stage, `seq` is the call's signature.
+    Message = 32,
+    /// A message of `argument` bytes is there to be asked for.
+    Offer = 33,
+    /// There is memory for a message of `argument` bytes: send its parts.
+    Ready = 34,
+    /// A part of a message that was asked for; `argument` is where it starts.
+    MessagePart = 35,
+    /// `argument` more bytes of whole messages may be sent.
+    Credit = 36,
 }
 
 impl Kind {
-    const ALL: [Self; 12] = [
+    const ALL: [Self; 17] = [
         Self::Push,
         Self::PushAbsent,
         Self::Answer,
@@ -59,6 +69,11 @@ impl Kind {
         Self::Goodbye,
         Self::Part,
         Self::Result,
+        Self::Message,
+        Self::Offer,
+        Self::Ready,
+        Self::MessagePart,
+        Self::Credit,
     ];
 
     /// Whether the frame is part of a slice's exchange.
@@ -82,9 +97,17 @@ impl Kind {
         matches!(self, Self::Push | Self::PushAbsent | Self::Part)
     }
 
+    /// Whether the frame is part of a call; see [`crate::calls`].
+    #[must_use]
+    pub fn is_call(self) -> bool {
+        matches!(self, Self::Message | Self::Offer | Self::Ready | Self::MessagePart | Self::Credit)
+    }
+
     fn payload_bytes_max(self) -> usize {
         match self {
             Self::Push | Self::Answer | Self::Part | Self::Result => limits::SLICE_BYTES_MAX,
+            Self::Message => limits::EAGER_BYTES_MAX,
+            Self::MessagePart => limits::PART_BYTES_MAX,
             Self::Blob => limits::BLOB_BYTES_MAX,
             Self::Abort => limits::REASON_BYTES_MAX,
             _ => 0,
@@ -248,7 +271,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn decode_inverts_encode(kind in 0usize..12, op in 0usize..5, book: u16, slice: u32, seq: u32, step: u32, argument: u32) {
+        fn decode_inverts_encode(kind in 0usize..Kind::ALL.len(), op in 0usize..5, book: u16, slice: u32, seq: u32, step: u32, argument: u32) {
             let op = Op::ALL[op];
             let header = Header { kind: Kind::ALL[kind], op, book, slice, seq, step, argument, payload_bytes: 0 };
             prop_assert_eq!(Header::decode(&header.encode()), Ok(header));

@@ -1,6 +1,7 @@
 //! The node, event by event: what the simulator has found, each as its smallest story, and events drawn at random.
 
 use penstock_core::Scheme;
+use penstock_core::calls::{Action as What, Call, Request, Signature};
 use penstock_core::layout::{Book, Dtype, Rank, Seq, Tensor};
 use penstock_core::memory::Memory;
 use penstock_core::node::{Action, Config, Event, Node};
@@ -281,7 +282,60 @@ enum Draw {
     Submit { tensor: u32, seq: Seq, op: Op, absent: bool },
     Frame { from: u32, header: Header },
     Leave,
+    Call { request: Request, elems: u64 },
     Send(u32),
+}
+
+/// Frames of calls; most are what an orderly peer might send, about calls that this rank has or has not made.
+fn call_frame() -> impl Strategy<Value = Draw> {
+    let kinds = vec![Kind::Message, Kind::Message, Kind::Offer, Kind::Ready, Kind::MessagePart, Kind::Credit];
+    let lens = vec![0u32, 64, 68, 1 << 16, 1 << 17, u32::MAX];
+    let signature =
+        prop_oneof![Just(Signature::new(What::Message, Op::Copy, Dtype::F32, 64).0), any::<u32>()];
+    (1u32..3, prop::sample::select(kinds), 0u16..2, 0u32..3, 0u32..3, signature, prop::sample::select(lens))
+        .prop_map(|(from, kind, book, slice, step, seq, len)| {
+            let carries = matches!(kind, Kind::Message | Kind::MessagePart);
+            let (argument, payload_bytes) = if carries { (0, len.min(1 << 16)) } else { (len, 0) };
+            let header = Header { book, slice, step, seq, argument, payload_bytes, ..Header::control(kind) };
+            Draw::Frame { from, header }
+        })
+}
+
+fn call() -> impl Strategy<Value = Draw> {
+    let root = 0u32..4;
+    let requests = prop_oneof![
+        (root.clone(), 0u32..3).prop_map(|(to, tag)| Request::Send { to, tag }),
+        (root.clone(), 0u32..3).prop_map(|(from, tag)| Request::Receive { from, tag }),
+        root.clone().prop_map(|root| Request::Collective(What::Broadcast { root })),
+        root.prop_map(|root| Request::Collective(What::Gather { root })),
+        prop::sample::select(vec![
+            What::Barrier,
+            What::Allreduce,
+            What::AllGather,
+            What::ReduceScatter,
+            What::AllToAll
+        ])
+        .prop_map(Request::Collective),
+    ];
+    (requests, prop::sample::select(vec![0u64, 16, 17, 1 << 14, 1 << 15]))
+        .prop_map(|(request, elems)| Draw::Call { request, elems })
+}
+
+/// As many blocks as rank 0 of 3 has for a call.
+fn make_call(request: Request, elems: u64) -> Call<Chunk> {
+    let blocks = |count| (0..count).map(|_| (user_memory(elems as usize * 4), elems * 4)).collect();
+    let (inputs, outputs) = match request {
+        Request::Send { .. } => (1, 0),
+        Request::Receive { .. } | Request::Collective(What::Broadcast { .. }) => (0, 1),
+        Request::Collective(What::Gather { root: 0 } | What::AllGather) => (1, 3),
+        Request::Collective(What::Gather { .. }) => (1, 0),
+        Request::Collective(What::ReduceScatter) => (3, 1),
+        Request::Collective(What::AllToAll) => (3, 3),
+        Request::Collective(What::Barrier) => (0, 0),
+        Request::Collective(_) => (1, 1),
+    };
+    let (op, dtype) = (Op::Sum, Dtype::F32);
+    Call { id: 0, group: 0, request, op, dtype, inputs: blocks(inputs), outputs: blocks(outputs) }
 }
 
 fn draw() -> impl Strategy<Value = Draw> {
@@ -324,6 +378,8 @@ fn draw() -> impl Strategy<Value = Draw> {
         6 => submit.prop_map(|(tensor, seq, op, absent)| Draw::Submit { tensor, seq, op, absent }),
         12 => frame,
         1 => Just(Draw::Leave),
+        4 => call(),
+        6 => call_frame(),
         4 => (1u32..3).prop_map(Draw::Send),
     ]
 }
@@ -340,6 +396,8 @@ proptest! {
     ) {
         let mut bench = Bench::new(0, 3, 5000);
         let (mut opened, scratch) = (false, bench.node.memory().scratch.clone());
+        let mut calls = 0;
+        bench.node.step(Event::Group(0, (0..3).map(Rank).collect()), &mut bench.actions).unwrap();
         for draw in draws {
             let result = match draw {
                 Draw::Open if std::mem::replace(&mut opened, true) => Ok(()),
@@ -350,6 +408,11 @@ proptest! {
                     bench.node.step(event, &mut bench.actions)
                 }
                 Draw::Frame { from, header } => bench.frame(from, header),
+                Draw::Call { request, elems } => {
+                    calls += 1;
+                    let call = Call { id: calls, ..make_call(request, elems) };
+                    bench.node.step(Event::Call(Box::new(call)), &mut bench.actions)
+                }
                 Draw::Leave => bench.node.step(Event::Leave, &mut bench.actions),
                 Draw::Send(peer) => {
                     let could = bench.node.has_frame(Rank(peer));

@@ -1,5 +1,6 @@
 //! The engine: what a program talks to. Every call checks its arguments, tells the lanes, and waits for what they bring about.
 
+mod call;
 mod life;
 mod wait;
 
@@ -9,9 +10,11 @@ use crate::congestion;
 use crate::descriptors::{self, Registration};
 use crate::failure::Failure;
 use crate::mailbox::Command;
-use crate::memory::{Chunk, Owner, Pool};
+use crate::memory::{Chunk, Owner, Pool, RealMemory};
 use crate::report::{self, Report};
 use crate::shared::{OpenBook, Shared};
+pub use call::CallPart;
+use penstock_core::calls::Calls;
 use penstock_core::layout::Tensor;
 use penstock_core::{Book, BookId, Op, Rank, Seq, Step, TensorId};
 use std::net::{TcpListener, ToSocketAddrs};
@@ -101,6 +104,8 @@ struct Inner {
     shared: Arc<Shared>,
     books: RwLock<Vec<Arc<OpenBook>>>,
     next_token: AtomicU64,
+    /// Calls of a job of one rank.
+    alone: Mutex<(Calls<RealMemory>, RealMemory)>,
     /// Slices that completed without a lane.
     own_slices: AtomicU64,
     /// Until `connect`.
@@ -146,6 +151,7 @@ impl Engine {
         let port = listener.local_addr().map_err(|error| unusable(error.to_string()))?.port();
         let congestion_control = congestion::choose(&config.congestion_control)?;
         let pool = Pool::new(POOL_KEEP_BYTES);
+        let alone = Mutex::new((call::alone(), RealMemory::new(Arc::clone(&pool))));
         let shared = Shared::new(Rank(config.rank), config.size, pool, congestion_control);
         Ok(Self {
             inner: Arc::new(Inner {
@@ -156,6 +162,7 @@ impl Engine {
                 config,
                 books: RwLock::default(),
                 next_token: AtomicU64::new(1),
+                alone,
                 own_slices: AtomicU64::new(0),
                 listener: Mutex::new(Some((descriptors::register(&listener), listener))),
                 threads: Mutex::default(),

@@ -8,6 +8,7 @@
 //! the end.
 
 use crate::admission::Admission;
+use crate::call::Handle;
 use crate::connection::{Connection, Turn};
 use crate::descriptors::{self, Registration};
 use crate::failure::Failure;
@@ -18,7 +19,7 @@ use mio::{Events, Interest, Poll, Token};
 use penstock_core::node::{self, Action, Event, Node};
 use penstock_core::wire::Outgoing;
 use penstock_core::{Error, Header, Kind, Rank};
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -64,6 +65,8 @@ pub(crate) struct Lane {
     poll: Poll,
     node: Node<RealMemory>,
     books: Vec<Option<Arc<OpenBook>>>,
+    /// Calls that are not complete, by id.
+    calls: BTreeMap<u64, Arc<Handle>>,
     peers: Vec<Peer>,
     /// Peers whose connection may have something to do.
     work: VecDeque<usize>,
@@ -97,6 +100,7 @@ impl Lane {
             _noted: descriptors::register(&poll),
             poll,
             books: Vec::new(),
+            calls: BTreeMap::new(),
             peers: (0..config.ranks).map(|_| Peer::default()).collect(),
             node: Node::new(config, RealMemory::new(Arc::clone(&shared.pool))),
             shared,
@@ -189,6 +193,15 @@ impl Lane {
             }
             Command::Control { header, payload } => Event::Control { to: None, header, payload },
             Command::Leave => Event::Leave,
+            Command::Group { id, members } => Event::Group(id, members),
+            Command::Call { call, handle } => {
+                self.calls.insert(call.id, handle);
+                Event::Call(call)
+            }
+            Command::CallMissing { id, reply } => {
+                let _ = reply.send(self.node.call_missing(id));
+                return;
+            }
             Command::Open(book) => return self.open(&book),
             Command::Places { book, places } => return self.node.set_priorities(book, &places),
             Command::Connected { peer, stream } => return self.connected(peer, stream),
@@ -269,6 +282,11 @@ impl Lane {
                 Action::Complete { book, slice, present, .. } => {
                     if let Some(Some(book)) = self.books.get(usize::from(book)) {
                         book.slice_complete(slice, present);
+                    }
+                }
+                Action::CallComplete(id) => {
+                    if let Some(handle) = self.calls.remove(&id) {
+                        handle.completed();
                     }
                 }
                 Action::AllLeft => self.shared.update(|state| state.lanes_left += 1),
@@ -440,6 +458,14 @@ impl Lane {
                 connection.depart(Outgoing { header: Header::control(Kind::Heartbeat), payload: None });
                 self.enqueue(peer);
             }
+        }
+        // A goodbye comes after everything else, so what a call still waits for will never come.
+        let left = |peer: &usize| self.peers[*peer].goodbye_heard && self.node.waits_for(Rank(*peer as u32));
+        if let Some(rank) = (0..self.peers.len()).find(left) {
+            let text = format!(
+                "rank {rank} has left the job by shutdown() (or the end of its program), but a call of this rank needs it"
+            );
+            self.shared.fail(Failure::lost(Rank(rank as u32), text));
         }
         if let Some((rank, silence)) = silent {
             let seconds = silence.as_secs_f64();

@@ -8,6 +8,7 @@
 
 mod accounting;
 pub mod admission;
+mod call;
 mod congestion;
 mod connection;
 pub mod descriptors;
@@ -21,6 +22,7 @@ mod report;
 mod shared;
 
 pub use accounting::{Busy, Phase};
-pub use engine::{Engine, EngineConfig, Part};
+pub use call::Handle;
+pub use engine::{CallPart, Engine, EngineConfig, Part};
 pub use failure::{Failure, Stop};
 pub use report::{BookReport, LayerReport, Report};

@@ -1,9 +1,11 @@
 //! What the engine tells a lane. Waking a lane costs a system call and a change of threads, so it is done only if the lane
 //! sleeps, and for small submissions that are followed by more only once some have come together.
 
+use crate::call::Handle;
 use crate::memory::Chunk;
 use crate::shared::OpenBook;
 use mio::Waker;
+use penstock_core::calls::{Call, GroupId};
 use penstock_core::node::Counters;
 use penstock_core::{BookId, Header, Op, Rank, Seq, Step, TensorId};
 use std::sync::mpsc::Sender;
@@ -31,6 +33,12 @@ pub(crate) enum Command {
     Missing { book: BookId, tensor: TensorId, reply: Sender<Vec<Rank>> },
     /// What was counted?
     Count { reply: Sender<Counters> },
+    /// A group for calls.
+    Group { id: GroupId, members: Vec<Rank> },
+    /// This rank's part in a call.
+    Call { call: Box<Call<Chunk>>, handle: Arc<Handle> },
+    /// Whom does a call wait for?
+    CallMissing { id: u64, reply: Sender<Vec<Rank>> },
     /// Flush for a bounded time and end.
     Stop,
 }

@@ -90,6 +90,8 @@ pub(crate) struct State {
     pub(crate) failure_raised: bool,
     pub(crate) accounting: Accounting,
     pub(crate) released: Vec<u64>,
+    /// Watched calls that are done.
+    pub(crate) done_calls: Vec<u64>,
     /// Blobs of all-gathers by call and rank.
     pub(crate) blobs: BTreeMap<Seq, Vec<Option<Vec<u8>>>>,
     /// The all-gather that this rank is in, or would be in next.
@@ -121,6 +123,8 @@ pub(crate) struct Shared {
     state: Mutex<State>,
     changed: Condvar,
     failed: AtomicBool,
+    /// Calls of this rank that are not done.
+    pub(crate) calls_open: AtomicU64,
     mailboxes: OnceLock<Vec<Arc<Mailbox>>>,
     /// `host:port` by rank, for messages.
     addresses: OnceLock<Vec<String>>,
@@ -137,6 +141,7 @@ impl Shared {
             failure_raised: false,
             accounting: Accounting::new(now),
             released: Vec::new(),
+            done_calls: Vec::new(),
             blobs: BTreeMap::new(),
             gathering: 1,
             in_collective: false,
@@ -156,6 +161,7 @@ impl Shared {
             state: Mutex::new(state),
             changed: Condvar::new(),
             failed: AtomicBool::new(false),
+            calls_open: AtomicU64::new(0),
             mailboxes: OnceLock::new(),
             addresses: OnceLock::new(),
             started: now,

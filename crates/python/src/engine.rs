@@ -1,7 +1,9 @@
 //! The class `Engine`. Calls that may block run without the GIL; while they wait, signals are looked at.
 
+use crate::call::{self, Call, Memory};
 use crate::errors::{bad_argument, raise, raise_stop};
 use crate::report;
+use penstock_core::calls::GroupId;
 use penstock_core::layout::Tensor;
 use penstock_core::{BookId, Op, Scheme, Seq, Step, TensorId};
 use penstock_net::{EngineConfig, Part, Phase, Stop};
@@ -12,7 +14,7 @@ use std::time::Duration;
 /// One process's end of a job: see `_native.pyi`.
 #[pyclass(module = "penstock._native", frozen)]
 pub(crate) struct Engine {
-    engine: penstock_net::Engine,
+    pub(crate) engine: penstock_net::Engine,
 }
 
 fn seconds(name: &str, value: f64) -> PyResult<Duration> {
@@ -20,7 +22,7 @@ fn seconds(name: &str, value: f64) -> PyResult<Duration> {
     duration.ok_or_else(|| bad_argument(format!("{name} is {value}; it must be above 0 seconds")))
 }
 
-fn parse_op(name: &str) -> PyResult<Op> {
+pub(crate) fn parse_op(name: &str) -> PyResult<Op> {
     match name {
         "average" => Ok(Op::Average),
         "sum" => Ok(Op::Sum),
@@ -49,7 +51,7 @@ fn parse_tensor(entry: Entry) -> PyResult<Tensor> {
 }
 
 /// Runs a call that waits, without the GIL. Its argument tells it whether a signal handler has raised.
-fn waiting<T: Send>(
+pub(crate) fn waiting<T: Send>(
     py: Python<'_>,
     call: impl FnOnce(&mut dyn FnMut() -> bool) -> Result<T, Stop> + Send,
 ) -> PyResult<T> {
@@ -231,6 +233,32 @@ impl Engine {
 
     fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
         waiting(py, |interrupted| self.engine.shutdown(interrupted))
+    }
+
+    #[allow(clippy::needless_pass_by_value)]
+    fn form_group(&self, group: GroupId, members: Vec<u32>) -> PyResult<()> {
+        self.engine.form_group(group, &members).map_err(raise)
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn call(
+        slf: &Bound<'_, Self>,
+        group: GroupId,
+        request: &str,
+        rank: u32,
+        tag: u32,
+        op: &str,
+        dtype: &str,
+        inputs: Vec<Memory>,
+        outputs: Vec<Memory>,
+        keep: Py<PyAny>,
+    ) -> PyResult<Call> {
+        call::begin(slf, group, (request, rank, tag), (op, dtype), (inputs, outputs), keep)
+    }
+
+    fn take_done(&self, py: Python<'_>, patience_s: f64) -> PyResult<Vec<u64>> {
+        let patience = seconds("patience_s", patience_s)?;
+        py.detach(|| self.engine.take_done(patience)).map_err(raise)
     }
 
     fn after_fork_in_child(&self) {

@@ -1,5 +1,6 @@
 //! `penstock._native`: converts, releases the GIL, calls, maps the error. Nothing else.
 
+mod call;
 mod cost;
 mod engine;
 mod errors;
@@ -9,6 +10,8 @@ mod report;
 /// `penstock.coordinator` and `penstock.torch`.
 #[pyo3::pymodule]
 mod _native {
+    #[pymodule_export]
+    use super::call::Call;
     #[pymodule_export]
     use super::cost::{allreduce_cost, best_algorithm, best_scheme, slices, step_times};
     #[pymodule_export]

@@ -8,6 +8,7 @@
 //! cost of computing (nodes and sums take no virtual time), loss and retransmission below the byte streams.
 
 pub mod agenda;
+pub mod calls;
 pub mod chain;
 pub mod check;
 pub mod memory;

@@ -7,7 +7,7 @@ use crate::failure::{Failure, Stop};
 use crate::lane::{Lane, WAKER};
 use crate::mailbox::{Command, Mailbox};
 use mio::{Poll, Waker};
-use penstock_core::{Rank, Scheme, node};
+use penstock_core::{Error, Rank, Scheme, node};
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::atomic::Ordering;
@@ -33,7 +33,8 @@ impl Engine {
         };
         let names = addresses.iter().map(|(host, port)| format!("{host}:{port}")).collect();
         if size == 1 {
-            return self.inner.shared.start(Vec::new(), names);
+            self.inner.shared.start(Vec::new(), names)?;
+            return self.tell_group(0, &[0]);
         }
         let addresses: Vec<SocketAddr> = addresses.iter().map(resolve).collect::<Result<_, _>>()?;
         let broken = |error: io::Error| Failure::config(format!("a lane cannot be started: {error}"));
@@ -48,6 +49,7 @@ impl Engine {
         for book in self.inner.books.read().unwrap_or_else(std::sync::PoisonError::into_inner).iter() {
             mailboxes.iter().for_each(|mailbox| mailbox.send(Command::Open(Arc::clone(book))));
         }
+        self.tell_group(0, &(0..size).collect::<Vec<_>>())?;
         // The admission thread notes the listener anew.
         drop(registration);
         let admission = Arc::new(OnceLock::new());
@@ -206,10 +208,16 @@ impl Engine {
         self.wait_idle("shutdown", interrupted)?;
         let shared = &self.inner.shared;
         let lanes = shared.mailboxes().len() as u32;
+        let deadline = Instant::now().checked_add(self.inner.config.operation_timeout);
+        // Calls that nobody waits for: messages that were sent and not received yet, above all.
+        let calls = || shared.calls_open.load(Ordering::Acquire);
+        if shared.wait(deadline, interrupted, |_| (calls() == 0).then_some(()))?.is_none() {
+            let text = format!("timeout: {} calls of rank {} are not done at shutdown()", calls(), shared.me);
+            return Err(self.end_with(Error::Timeout(text).into()).into());
+        }
         for mailbox in shared.mailboxes() {
             mailbox.send(Command::Goodbye);
         }
-        let deadline = Instant::now().checked_add(self.inner.config.operation_timeout);
         // Who has not said goodbye by the deadline is busy with something that does not need this rank.
         shared.wait(deadline, interrupted, |state| (state.lanes_done >= lanes).then_some(())).map(|_| ())
     }

@@ -267,7 +267,7 @@ fn unanswered(book: &Book, tensor: TensorId, me: Rank) -> String {
     format!("no answer from {}, which {} parts of it", listed(&owners), own(&owners))
 }
 
-fn listed(ranks: &[Rank]) -> String {
+pub(super) fn listed(ranks: &[Rank]) -> String {
     let names: Vec<String> = ranks.iter().map(Rank::to_string).collect();
     format!("{} {}", if ranks.len() == 1 { "rank" } else { "ranks" }, names.join(", "))
 }

@@ -61,6 +61,8 @@ impl<M: SimMemory> World<M> {
                     }
                 }
                 Action::AllLeft => self.workers[rank.index()].lanes_left += 1,
+                // Calls have a world of their own: `crate::calls`.
+                Action::CallComplete(_) => {}
                 Action::Control { from, header, payload } => {
                     self.control_arrived(rank, from, &header, payload.as_ref())?;
                 }

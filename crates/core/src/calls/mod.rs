@@ -1,0 +1,556 @@
+//! Calls: messages and collectives on any memory, by any group of ranks, in the order in which its ranks call them.
+//!
+//! Books are for training: opened once, exchanged slice by slice. A call is made once. It is named by its group and its
+//! number there, which all members count alike, so ranks need not agree on more than the order of calls within a group.
+//! It is cut into pieces, each runs a [`plan`], and the plan's messages go through [`mail`](self). All of a group's calls
+//! are in one lane.
+
+mod blocks;
+mod mail;
+pub mod plan;
+mod signature;
+
+pub use plan::{Buffer, Bytes, Local, Plan, Round, Shape, Transfer};
+pub use signature::{Action, Signature};
+
+use crate::error::Error;
+use crate::layout::{Dtype, Rank};
+use crate::limits;
+use crate::memory::Memory;
+use crate::reduce::Reduction;
+use crate::wire::{Header, Op, Outgoing, Place};
+use blocks::{check_blocks, piece_bytes};
+use mail::{COPY, Fault, Mail, Outcome, Token};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// The number of a group; 0 is all ranks.
+pub type GroupId = u16;
+
+/// Pieces of one call that are under way at a time.
+const PIECES_UNDER_WAY: u32 = 16;
+/// The call number of messages, whose stage is the tag. Others count from 1.
+const MESSAGES: u32 = 0;
+
+/// What a message belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Key {
+    group: GroupId,
+    call: u32,
+    stage: u32,
+}
+
+impl Key {
+    fn describe(self) -> String {
+        let Self { group, call, stage } = self;
+        if call == MESSAGES {
+            return format!("message with tag {stage} in group {group}");
+        }
+        let (piece, stage) = (stage / limits::CALL_STAGES_MAX, stage % limits::CALL_STAGES_MAX);
+        format!("call {call} of group {group} (piece {piece}, stage {stage})")
+    }
+}
+
+/// What is to be done. Ranks are indexes in the group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Request {
+    /// A message, matched with the receive of the same group and tag that was posted in the same order.
+    Send {
+        /// The receiver.
+        to: u32,
+        /// Told apart from messages with other tags.
+        tag: u32,
+    },
+    /// The next message of this sender and tag.
+    Receive {
+        /// The sender.
+        from: u32,
+        /// See `Send`.
+        tag: u32,
+    },
+    /// What all members take part in.
+    Collective(Action),
+}
+
+/// This rank's part in a call.
+#[derive(Debug, Clone)]
+pub struct Call<C> {
+    /// The caller's name for it.
+    pub id: u64,
+    /// The group; this rank is a member.
+    pub group: GroupId,
+    /// What is to be done.
+    pub request: Request,
+    /// For sums.
+    pub op: Op,
+    /// For sums.
+    pub dtype: Dtype,
+    /// What this rank gives and its length in bytes: the tensor, or a block for each member.
+    pub inputs: Vec<(C, u64)>,
+    /// Where results go, likewise.
+    pub outputs: Vec<(C, u64)>,
+}
+
+struct Group {
+    members: Vec<Rank>,
+    /// This rank's index in it.
+    me: u32,
+    /// Number of the last call that was begun.
+    begun: u32,
+    /// Calls that are not complete.
+    open: BTreeSet<u32>,
+}
+
+/// A piece under way.
+struct Piece<C> {
+    plan: Plan,
+    round: usize,
+    /// Receives of this round that are not there.
+    missing: u32,
+    scratch: Vec<C>,
+}
+
+struct Running<C> {
+    call: Call<C>,
+    number: u32,
+    signature: Signature,
+    shape: Shape,
+    piece_bytes: u64,
+    pieces: u32,
+    /// Pieces that were begun.
+    begun: u32,
+    /// Pieces that are complete.
+    complete: u32,
+    under_way: BTreeMap<u32, Piece<C>>,
+}
+
+/// What calls bring about.
+pub struct Effects<C> {
+    /// To be sent, in this order per peer.
+    pub frames: Vec<(Rank, Outgoing<C>)>,
+    /// Calls whose results are in memory.
+    pub complete: Vec<u64>,
+    /// Peers that are waited for from now on.
+    pub awaited: Vec<Rank>,
+}
+
+impl<C> Default for Effects<C> {
+    fn default() -> Self {
+        Self { frames: Vec::new(), complete: Vec::new(), awaited: Vec::new() }
+    }
+}
+
+/// All calls of one lane of one rank.
+pub struct Calls<M: Memory> {
+    me: Rank,
+    mail: Vec<Mail<M::Chunk>>,
+    groups: BTreeMap<GroupId, Group>,
+    running: BTreeMap<u64, Running<M::Chunk>>,
+    /// Taken by whoever stepped.
+    pub effects: Effects<M::Chunk>,
+    frames: Vec<Outgoing<M::Chunk>>,
+}
+
+impl<M: Memory> Calls<M> {
+    /// No calls, and no groups.
+    #[must_use]
+    pub fn new(me: Rank, ranks: u32) -> Self {
+        Self {
+            me,
+            mail: (0..ranks).map(|_| Mail::new()).collect(),
+            groups: BTreeMap::new(),
+            running: BTreeMap::new(),
+            effects: Effects::default(),
+            frames: Vec::new(),
+        }
+    }
+
+    /// Forms a group; every member must form the same. Messages of it may have come before.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the number is taken, or the members are not distinct ranks of the job, this one among them.
+    pub fn form(&mut self, id: GroupId, members: Vec<Rank>) -> Result<(), Error> {
+        let distinct: BTreeSet<Rank> = members.iter().copied().collect();
+        let known = distinct.iter().all(|rank| rank.index() < self.mail.len());
+        let me = members.iter().position(|rank| *rank == self.me);
+        let (Some(me), true, false) =
+            (me, known && distinct.len() == members.len(), self.groups.contains_key(&id))
+        else {
+            return Err(Error::Config(format!(
+                "group {id} exists already, or its members {} are not distinct ranks of the job with rank {} among them",
+                listed(&members),
+                self.me
+            )));
+        };
+        let group = Group { members, me: me as u32, begun: 0, open: BTreeSet::new() };
+        self.groups.insert(id, group);
+        Ok(())
+    }
+
+    /// Begins a call.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if it does not fit the group or what another rank has called.
+    pub fn begin(&mut self, call: Call<M::Chunk>, memory: &mut M) -> Result<(), Error> {
+        let Some(group) = self.groups.get_mut(&call.group) else {
+            return Err(Error::Config(format!("group {} does not exist", call.group)));
+        };
+        let (me, ranks) = (group.me, group.members.len() as u32);
+        let action = match call.request {
+            Request::Send { to: peer, .. } | Request::Receive { from: peer, .. } => {
+                if peer >= ranks || peer == me {
+                    return Err(Error::Config(format!(
+                        "a message between {me} and {peer} of {ranks} members of group {}; it takes two",
+                        call.group
+                    )));
+                }
+                Action::Message
+            }
+            Request::Collective(action) => action,
+        };
+        let lens = |blocks: &[(M::Chunk, u64)]| blocks.iter().map(|(_, len)| *len).collect();
+        let (inputs, outputs) = (lens(&call.inputs), lens(&call.outputs));
+        let shape = Shape { action, ranks, me, elem_bytes: call.dtype.size_bytes(), inputs, outputs };
+        check_blocks(&shape, call.request)?;
+        let number = if action == Action::Message {
+            MESSAGES
+        } else {
+            group.begun = group.begun.checked_add(1).unwrap_or(1);
+            group.open.insert(group.begun);
+            group.begun
+        };
+        // Blocks of an all-to-all have lengths of their own.
+        let len = if action == Action::AllToAll { 0 } else { shape.len_bytes() };
+        let signature = Signature::new(action, call.op, call.dtype, len);
+        self.check_early(&call, number, signature)?;
+        let piece_bytes = piece_bytes(&shape);
+        let pieces = shape.len_bytes().div_ceil(piece_bytes).max(1) as u32;
+        if pieces as usize > limits::CALL_PIECES_MAX {
+            let (len, max) = (shape.len_bytes(), piece_bytes * limits::CALL_PIECES_MAX as u64);
+            return Err(Error::Config(format!("{}: {len} bytes; at most {max} are possible", action.name())));
+        }
+        let running = Running {
+            call,
+            number,
+            signature,
+            shape,
+            piece_bytes,
+            pieces,
+            begun: 0,
+            complete: 0,
+            under_way: BTreeMap::new(),
+        };
+        if action == Action::Message { self.message(running, memory) } else { self.go_on(running, memory) }
+    }
+
+    /// What others have sent for this call already must be of the same call.
+    fn check_early(&self, call: &Call<M::Chunk>, number: u32, signature: Signature) -> Result<(), Error> {
+        if number == MESSAGES {
+            return Ok(());
+        }
+        for peer in &self.groups[&call.group].members {
+            let theirs = self.mail[peer.index()].early_signature(call.group, number);
+            if let Some(theirs) = theirs.filter(|theirs| !theirs.same_action(signature)) {
+                let group = call.group;
+                let text = format!("call {number} of group {group}: {theirs} there, {signature} here");
+                return Err(self.error(*peer, Fault::Mismatch(text)));
+            }
+        }
+        Ok(())
+    }
+
+    fn error(&self, peer: Rank, fault: Fault) -> Error {
+        match fault {
+            Fault::Mismatch(text) => Error::Config(format!(
+                "rank {peer} and rank {} make calls that do not fit each other: {text}. All ranks of a group must make the \
+                 same calls in the same order, with the same dtype, operation and lengths",
+                self.me
+            )),
+            Fault::Protocol(text) => Error::protocol(peer, text),
+        }
+    }
+
+    fn flush(&mut self, peer: Rank) {
+        self.effects.frames.extend(self.frames.drain(..).map(|frame| (peer, frame)));
+    }
+
+    fn send(
+        &mut self,
+        peer: Rank,
+        (key, signature): (Key, Signature),
+        what: (M::Chunk, u32),
+        token: Token,
+        memory: &M,
+    ) -> Result<(), Error> {
+        let outcome = self.mail[peer.index()].send(key, signature, what, token, memory, &mut self.frames);
+        self.flush(peer);
+        outcome.map_err(|fault| self.error(peer, fault))
+    }
+
+    fn receive(
+        &mut self,
+        peer: Rank,
+        (key, signature): (Key, Signature),
+        what: (M::Chunk, u32),
+        token: Token,
+        memory: &mut M,
+    ) -> Result<bool, Error> {
+        let outcome = self.mail[peer.index()].receive(key, signature, what, token, memory, &mut self.frames);
+        self.flush(peer);
+        if outcome == Ok(false) {
+            self.effects.awaited.push(peer);
+        }
+        outcome.map_err(|fault| self.error(peer, fault))
+    }
+
+    /// A message, in as many as its length takes; they have one key, so they arrive in order.
+    fn message(&mut self, mut running: Running<M::Chunk>, memory: &mut M) -> Result<(), Error> {
+        let Running { call, signature, .. } = &running;
+        let signature = *signature;
+        let (peer, tag, (chunk, len)) = match call.request {
+            Request::Send { to, tag } => (to, tag, call.inputs[0].clone()),
+            Request::Receive { from, tag } => (from, tag, call.outputs[0].clone()),
+            Request::Collective(_) => return Ok(()),
+        };
+        let sends = matches!(call.request, Request::Send { .. });
+        let (id, key) = (call.id, Key { group: call.group, call: MESSAGES, stage: tag });
+        let peer = self.groups[&call.group].members[peer as usize];
+        let mut missing = 0;
+        for piece in 0..running.pieces {
+            let start = u64::from(piece) * running.piece_bytes;
+            let part_len = (len - start).min(running.piece_bytes) as usize;
+            let part = (memory.part(&chunk, start as usize, part_len), part_len as u32);
+            let token = Token { call: id, piece: 0 };
+            if sends {
+                self.send(peer, (key, signature), part, token, memory)?;
+            } else {
+                missing += u32::from(!self.receive(peer, (key, signature), part, token, memory)?);
+            }
+        }
+        if missing == 0 {
+            self.effects.complete.push(id);
+            return Ok(());
+        }
+        // One round without a plan, which ends when all is there.
+        running.pieces = 1;
+        running.begun = 1;
+        let plan = Plan { scratch: Vec::new(), rounds: vec![Round::default()] };
+        running.under_way.insert(0, Piece { plan, round: 0, missing, scratch: Vec::new() });
+        self.running.insert(id, running);
+        Ok(())
+    }
+
+    /// Begins pieces as long as there is room, and ends the call after the last.
+    fn go_on(&mut self, mut running: Running<M::Chunk>, memory: &mut M) -> Result<(), Error> {
+        while running.begun < running.pieces && running.begun - running.complete < PIECES_UNDER_WAY {
+            let number = running.begun;
+            running.begun += 1;
+            let start = u64::from(number) * running.piece_bytes;
+            let end = (start + running.piece_bytes).min(running.shape.len_bytes());
+            let plan = running.shape.plan(&(start..end));
+            let scratch = plan.scratch.iter().map(|len| memory.scratch(*len)).collect();
+            let piece = Piece { plan, round: 0, missing: 0, scratch };
+            self.rounds(&mut running, number, piece, memory)?;
+        }
+        if running.complete < running.pieces {
+            self.running.insert(running.call.id, running);
+            return Ok(());
+        }
+        if let Some(group) = self.groups.get_mut(&running.call.group) {
+            group.open.remove(&running.number);
+        }
+        self.effects.complete.push(running.call.id);
+        Ok(())
+    }
+
+    /// Goes on with a piece whose messages are there, until it has to wait or is complete.
+    fn rounds(
+        &mut self,
+        running: &mut Running<M::Chunk>,
+        number: u32,
+        mut piece: Piece<M::Chunk>,
+        memory: &mut M,
+    ) -> Result<(), Error> {
+        while let Some(round) = piece.plan.rounds.get(piece.round) {
+            piece.missing = self.exchange(running, number, round, &piece.scratch, memory)?;
+            if piece.missing > 0 {
+                running.under_way.insert(number, piece);
+                return Ok(());
+            }
+            compute(
+                &running.call,
+                round,
+                &piece.scratch,
+                self.groups[&running.call.group].members.len(),
+                memory,
+            );
+            piece.round += 1;
+        }
+        running.complete += 1;
+        Ok(())
+    }
+
+    /// Posts a round's messages; returns how many have to be waited for.
+    fn exchange(
+        &mut self,
+        running: &Running<M::Chunk>,
+        number: u32,
+        round: &Round,
+        scratch: &[M::Chunk],
+        memory: &mut M,
+    ) -> Result<u32, Error> {
+        let Running { call, signature, .. } = running;
+        let token = Token { call: call.id, piece: number };
+        let name = |transfer: &Transfer| {
+            let stage = number * limits::CALL_STAGES_MAX + transfer.stage;
+            (Key { group: call.group, call: running.number, stage }, *signature)
+        };
+        let mut missing = 0;
+        for transfer in &round.receives {
+            let peer = self.groups[&call.group].members[transfer.peer as usize];
+            let what = bytes_of(call, scratch, &transfer.bytes, memory);
+            missing += u32::from(!self.receive(peer, name(transfer), what, token, memory)?);
+        }
+        for transfer in &round.sends {
+            let peer = self.groups[&call.group].members[transfer.peer as usize];
+            let what = bytes_of(call, scratch, &transfer.bytes, memory);
+            self.send(peer, name(transfer), what, token, memory)?;
+        }
+        Ok(missing)
+    }
+
+    /// Where the payload of an arriving frame goes.
+    ///
+    /// # Errors
+    /// [`Error::Protocol`] if nobody asked for it, [`Error::Config`] if the two ranks' calls do not fit.
+    pub fn place(&mut self, from: Rank, header: &Header, memory: &mut M) -> Result<Place<M::Chunk>, Error> {
+        let outcome = self.mail[from.index()].place(header, memory);
+        outcome.map_err(|fault| self.error(from, fault))
+    }
+
+    /// A frame is here completely.
+    ///
+    /// # Errors
+    /// As [`Calls::place`].
+    pub fn frame(
+        &mut self,
+        from: Rank,
+        header: &Header,
+        payload: Option<M::Chunk>,
+        memory: &mut M,
+    ) -> Result<(), Error> {
+        let outcome = self.mail[from.index()].frame(header, payload, memory, &mut self.frames);
+        self.flush(from);
+        match outcome.map_err(|fault| self.error(from, fault))? {
+            Outcome::Taken => Ok(()),
+            Outcome::Kept => self.check_kept(from, header),
+            Outcome::Completed(token) => self.arrived(token, memory),
+        }
+    }
+
+    /// A message that nobody here has asked for must be of a call that is not complete.
+    fn check_kept(&self, from: Rank, header: &Header) -> Result<(), Error> {
+        let (number, theirs) = (header.slice, Signature(header.seq));
+        let Some(group) = self.groups.get(&header.book).filter(|_| number != MESSAGES) else { return Ok(()) };
+        let is_old = group.begun.wrapping_sub(number) < u32::MAX / 2;
+        let text = if !group.members.contains(&from) {
+            return Err(Error::protocol(from, format!("it is no member of group {}", header.book)));
+        } else if is_old && !group.open.contains(&number) {
+            format!("call {number} of group {}: {theirs} there; here it is complete", header.book)
+        } else {
+            let same =
+                |running: &&Running<M::Chunk>| running.call.group == header.book && running.number == number;
+            match self.running.values().find(same) {
+                Some(running) if !running.signature.same_action(theirs) => {
+                    let ours = running.signature;
+                    format!("call {number} of group {}: {theirs} there, {ours} here", header.book)
+                }
+                _ => return Ok(()),
+            }
+        };
+        Err(self.error(from, Fault::Mismatch(text)))
+    }
+
+    fn arrived(&mut self, token: Token, memory: &mut M) -> Result<(), Error> {
+        let Some(running) = self.running.get_mut(&token.call) else { return Ok(()) };
+        let Some(piece) = running.under_way.get_mut(&token.piece) else { return Ok(()) };
+        piece.missing -= 1;
+        if piece.missing > 0 {
+            return Ok(());
+        }
+        let Some(mut running) = self.running.remove(&token.call) else { return Ok(()) };
+        if let Some(mut piece) = running.under_way.remove(&token.piece) {
+            if let Some(round) = piece.plan.rounds.get(piece.round) {
+                let members = self.groups[&running.call.group].members.len();
+                compute(&running.call, round, &piece.scratch, members, memory);
+            }
+            piece.round += 1;
+            self.rounds(&mut running, token.piece, piece, memory)?;
+        }
+        self.go_on(running, memory)
+    }
+
+    /// The ranks that a call waits for.
+    #[must_use]
+    pub fn missing(&self, id: u64) -> Vec<Rank> {
+        let waits = |mail: &Mail<M::Chunk>| mail.waiting().any(|token| token.call == id);
+        (0..).zip(&self.mail).filter(|(_, mail)| waits(mail)).map(|(rank, _)| Rank(rank)).collect()
+    }
+
+    /// Whether any call waits for this rank.
+    #[must_use]
+    pub fn waits_for(&self, peer: Rank) -> bool {
+        self.mail[peer.index()].waiting().next().is_some()
+    }
+}
+
+fn listed(ranks: &[Rank]) -> String {
+    ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ")
+}
+
+/// The memory behind a plan's bytes.
+fn bytes_of<M: Memory>(
+    call: &Call<M::Chunk>,
+    scratch: &[M::Chunk],
+    bytes: &Bytes,
+    memory: &M,
+) -> (M::Chunk, u32) {
+    let chunk = match bytes.of {
+        Buffer::Input(block) => &call.inputs[block as usize].0,
+        Buffer::Output(block) => &call.outputs[block as usize].0,
+        Buffer::Scratch(number) => &scratch[number as usize],
+    };
+    let len = bytes.range.len();
+    (memory.part(chunk, bytes.range.start, len), len as u32)
+}
+
+/// What follows when a round's messages are there.
+fn compute<M: Memory>(
+    call: &Call<M::Chunk>,
+    round: &Round,
+    scratch: &[M::Chunk],
+    members: usize,
+    memory: &mut M,
+) {
+    for local in &round.then {
+        match local {
+            Local::Copy(from, to) => {
+                let (from, to) = (bytes_of(call, scratch, from, memory), bytes_of(call, scratch, to, memory));
+                memory.reduce(Dtype::Bytes, COPY, &[from.0], &to.0);
+            }
+            Local::Reduce(inputs, output) => {
+                let (output, len) = bytes_of(call, scratch, output, memory);
+                let inputs: Vec<M::Chunk> =
+                    inputs.iter().map(|input| bytes_of(call, scratch, input, memory).0).collect();
+                let how = match call.op {
+                    Op::Average => Reduction::Sum { divisor: members as u32 },
+                    Op::Sum | Op::Copy => COPY,
+                    Op::Min => Reduction::Min,
+                    Op::Max => Reduction::Max,
+                };
+                if len > 0 {
+                    memory.reduce(call.dtype, how, &inputs, &output);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! Calls that do not fit each other: both ranks' names and what differs, instead of a wait without end.
+
+use penstock_core::calls::{Action, Call, Calls, Request};
+use penstock_core::layout::{Dtype, Rank};
+use penstock_core::memory::Memory;
+use penstock_core::reduce::Reduction;
+use penstock_core::wire::{Kind, Op, Place};
+use penstock_core::{Error, Header, limits};
+
+/// Lengths alone.
+struct Lengths;
+
+impl Memory for Lengths {
+    type Chunk = usize;
+
+    fn part(&self, chunk: &usize, offset_bytes: usize, len_bytes: usize) -> usize {
+        assert!(offset_bytes + len_bytes <= *chunk);
+        len_bytes
+    }
+
+    fn scratch(&mut self, len_bytes: usize) -> usize {
+        len_bytes
+    }
+
+    fn reduce(&mut self, _: Dtype, _: Reduction, inputs: &[usize], output: &usize) {
+        assert!(inputs.iter().all(|input| input == output));
+    }
+}
+
+struct Pair([Calls<Lengths>; 2]);
+
+impl Pair {
+    fn new() -> Self {
+        Self([0, 1].map(|rank| {
+            let mut calls = Calls::new(Rank(rank), 2);
+            calls.form(0, vec![Rank(0), Rank(1)]).unwrap();
+            calls
+        }))
+    }
+
+    /// Begins calls and moves frames until nothing is left; the first error, and by which rank.
+    fn play(&mut self, calls: Vec<(usize, Call<usize>)>) -> Result<usize, (usize, Error)> {
+        let mut complete = 0;
+        let mut calls = calls.into_iter();
+        loop {
+            let begun = calls.next();
+            if let Some((rank, call)) = begun {
+                self.0[rank].begin(call, &mut Lengths).map_err(|error| (rank, error))?;
+            } else if self.0.iter().all(|calls| calls.effects.frames.is_empty()) {
+                complete += self.0.iter().map(|calls| calls.effects.complete.len()).sum::<usize>();
+                return Ok(complete);
+            }
+            for from in [0, 1] {
+                for (to, frame) in std::mem::take(&mut self.0[from].effects.frames) {
+                    let (to, rank) = (to.index(), Rank(from as u32));
+                    let header = Header::decode(&frame.header.encode()).unwrap();
+                    let placed =
+                        self.0[to].place(rank, &header, &mut Lengths).map_err(|error| (to, error))?;
+                    let payload = match placed {
+                        Place::None => None,
+                        Place::Chunk(chunk) => Some(chunk),
+                    };
+                    assert_eq!(payload, frame.payload);
+                    self.0[to].frame(rank, &header, payload, &mut Lengths).map_err(|error| (to, error))?;
+                }
+            }
+        }
+    }
+}
+
+fn call(request: Request, inputs: &[usize], outputs: &[usize]) -> Call<usize> {
+    let blocks = |lens: &[usize]| lens.iter().map(|len| (*len, *len as u64)).collect();
+    let (op, dtype) = (Op::Sum, Dtype::F32);
+    Call { id: 1, group: 0, request, op, dtype, inputs: blocks(inputs), outputs: blocks(outputs) }
+}
+
+fn message(of: &str, len: usize) -> Call<usize> {
+    match of {
+        "send" => call(Request::Send { to: 1, tag: 7 }, &[len], &[]),
+        _ => call(Request::Receive { from: 0, tag: 7 }, &[], &[len]),
+    }
+}
+
+fn disagreement(calls: Vec<(usize, Call<usize>)>) -> String {
+    let (_, error) = Pair::new().play(calls).unwrap_err();
+    assert!(matches!(error, Error::Config(_)), "{error}");
+    let text = error.to_string();
+    assert!(text.contains("rank 0") && text.contains("rank 1"), "{text}");
+    text
+}
+
+#[test]
+fn messages_of_any_length_arrive_whichever_side_is_first() {
+    for len in
+        [0, 1, limits::EAGER_BYTES_MAX, limits::EAGER_BYTES_MAX + 1, 3 << 20, limits::MESSAGE_BYTES_MAX + 5]
+    {
+        for order in [["send", "recv"], ["recv", "send"]] {
+            let calls = order.map(|of| (usize::from(of == "recv"), message(of, len)));
+            assert_eq!(Pair::new().play(calls.into()).unwrap(), 2, "{len} bytes");
+        }
+    }
+}
+
+#[test]
+fn both_sides_may_send_first_more_than_anybody_keeps() {
+    let (mut pair, mut calls) = (Pair::new(), Vec::new());
+    // Many times the window, and in an order of tags that the other side reverses.
+    for tag in 0..200 {
+        calls.push((0, call(Request::Send { to: 1, tag }, &[limits::EAGER_BYTES_MAX], &[])));
+        calls.push((1, call(Request::Send { to: 0, tag }, &[limits::EAGER_BYTES_MAX], &[])));
+    }
+    for tag in (0..200).rev() {
+        for (rank, from) in [(0, 1), (1, 0)] {
+            calls.push((rank, call(Request::Receive { from, tag }, &[], &[limits::EAGER_BYTES_MAX])));
+        }
+    }
+    for (id, (_, call)) in (0..).zip(&mut calls) {
+        call.id = id;
+    }
+    assert_eq!(pair.play(calls).unwrap(), 800);
+    assert!(!pair.0[0].waits_for(Rank(1)) && !pair.0[1].waits_for(Rank(0)));
+}
+
+#[test]
+fn messages_of_different_lengths_are_an_error_on_either_side() {
+    let long = limits::EAGER_BYTES_MAX + 100;
+    for (sent, wanted) in [(100, 104), (100, long), (long, 100), (long, long + 4)] {
+        for order in [["send", "recv"], ["recv", "send"]] {
+            let call = |of| if of == "send" { (0, message(of, sent)) } else { (1, message(of, wanted)) };
+            let text = disagreement(order.map(call).into());
+            assert!(text.contains(&sent.to_string()) && text.contains(&wanted.to_string()), "{text}");
+            assert!(text.contains("tag 7"), "{text}");
+        }
+    }
+}
+
+#[test]
+fn different_calls_are_an_error_that_says_both() {
+    let collective = |action| Request::Collective(action);
+    let allreduce = call(collective(Action::Allreduce), &[400], &[400]);
+    let others = [
+        (call(collective(Action::AllGather), &[400], &[400; 2]), "all_gather"),
+        (call(collective(Action::Reduce { root: 0 }), &[400], &[]), "reduce (root 0"),
+        (Call { op: Op::Average, ..allreduce.clone() }, "Average of F32"),
+        (Call { dtype: Dtype::F64, ..allreduce.clone() }, "Sum of F64"),
+        (call(collective(Action::Allreduce), &[404], &[404]), "404 bytes"),
+        (call(collective(Action::Allreduce), &[400_000], &[400_000]), "bytes"),
+    ];
+    for (other, words) in others {
+        for (first, second) in [(0, 1), (1, 0)] {
+            let mut calls = vec![(0, allreduce.clone()), (1, other.clone())];
+            if first > second {
+                calls.reverse();
+            }
+            let text = disagreement(calls);
+            assert!(text.contains("allreduce (Sum of F32)") && text.contains(words), "{words}: {text}");
+        }
+    }
+}
+
+#[test]
+fn a_call_too_many_for_one_that_is_complete_is_an_error() {
+    let broadcast =
+        |root| Call { id: 9, ..call(Request::Collective(Action::Broadcast { root }), &[], &[400]) };
+    let (rank, error) = Pair::new().play(vec![(0, broadcast(0)), (1, broadcast(1))]).unwrap_err();
+    let text = error.to_string();
+    assert!(text.contains("root 0") && text.contains("root 1"), "rank {rank}: {text}");
+}
+
+#[test]
+fn what_does_not_fit_the_group_is_refused() {
+    let mut calls = Calls::<Lengths>::new(Rank(0), 3);
+    for members in [vec![Rank(1), Rank(2)], vec![Rank(0), Rank(0)], vec![Rank(0), Rank(3)]] {
+        assert!(calls.form(1, members).is_err());
+    }
+    calls.form(0, vec![Rank(2), Rank(0)]).unwrap();
+    assert!(calls.form(0, vec![Rank(0)]).is_err(), "taken");
+    for wrong in [
+        call(Request::Send { to: 1, tag: 0 }, &[4], &[]),
+        call(Request::Send { to: 2, tag: 0 }, &[4], &[]),
+        call(Request::Collective(Action::Allreduce), &[4], &[8]),
+        call(Request::Collective(Action::Allreduce), &[6], &[6]),
+        call(Request::Collective(Action::AllGather), &[4], &[4]),
+        call(Request::Collective(Action::Broadcast { root: 2 }), &[], &[4]),
+        Call { group: 3, ..call(Request::Collective(Action::Barrier), &[], &[]) },
+    ] {
+        assert!(matches!(calls.begin(wrong, &mut Lengths), Err(Error::Config(_))));
+    }
+    assert!(calls.effects.frames.is_empty());
+}
+
+#[test]
+fn a_peer_that_ignores_the_window_or_sends_unasked_is_refused() {
+    let mut calls = Calls::<Lengths>::new(Rank(0), 2);
+    let header = Header { payload_bytes: limits::EAGER_BYTES_MAX as u32, ..Header::control(Kind::Message) };
+    let mut taken = 0;
+    while let Ok(Place::Chunk(chunk)) = calls.place(Rank(1), &header, &mut Lengths) {
+        calls.frame(Rank(1), &header, Some(chunk), &mut Lengths).unwrap();
+        taken += limits::EAGER_BYTES_MAX;
+        assert!(taken <= limits::EAGER_WINDOW_BYTES);
+    }
+    let part = Header { payload_bytes: 8, ..Header::control(Kind::MessagePart) };
+    let error = calls.place(Rank(1), &part, &mut Lengths).unwrap_err();
+    assert!(matches!(error, Error::Protocol { peer: Rank(1), .. }), "{error}");
+}

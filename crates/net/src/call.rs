@@ -1,0 +1,137 @@
+//! A call between the program, which waits for it, and the lane, which runs it.
+
+use crate::memory::Owner;
+use crate::shared::Shared;
+use penstock_core::calls::{GroupId, Request};
+use std::any::Any;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// One call of this rank: done when its results are in memory and all of its memory is the program's again.
+pub struct Handle {
+    pub(crate) id: u64,
+    pub(crate) group: GroupId,
+    pub(crate) request: Request,
+    complete: AtomicBool,
+    /// Regions that a lane may still touch.
+    unreleased: AtomicU32,
+    /// Threads that wait for it now.
+    awaited: AtomicU32,
+    /// Whether [`crate::Engine::take_done`] shall tell of it, and has been told.
+    watched: AtomicBool,
+    reported: AtomicBool,
+    /// What keeps the memory allocated, until it is released.
+    keep: Mutex<Option<Box<dyn Any + Send + Sync>>>,
+    shared: Arc<Shared>,
+}
+
+// Sequential consistency, below: whoever finishes a call changes one number and looks at another, and so does whoever
+// waits, the other way round. One of the two must see the other.
+impl Handle {
+    pub(crate) fn new(
+        id: u64,
+        group: GroupId,
+        request: Request,
+        regions: u32,
+        keep: Box<dyn Any + Send + Sync>,
+        shared: Arc<Shared>,
+    ) -> Arc<Self> {
+        shared.calls_open.fetch_add(1, Ordering::AcqRel);
+        Arc::new(Self {
+            id,
+            group,
+            request,
+            complete: AtomicBool::new(false),
+            unreleased: AtomicU32::new(regions),
+            awaited: AtomicU32::new(0),
+            watched: AtomicBool::new(false),
+            reported: AtomicBool::new(false),
+            keep: Mutex::new(Some(keep)),
+            shared,
+        })
+    }
+
+    /// What [`crate::Engine::take_done`] calls it.
+    #[must_use]
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// Whether the results are in memory and the memory is the program's again.
+    #[must_use]
+    pub fn is_done(&self) -> bool {
+        self.complete.load(Ordering::SeqCst) && self.unreleased.load(Ordering::SeqCst) == 0
+    }
+
+    /// The lane has brought the results into memory.
+    pub(crate) fn completed(&self) {
+        self.complete.store(true, Ordering::SeqCst);
+        self.tell();
+    }
+
+    /// It was refused: nobody will complete it.
+    pub(crate) fn abandoned(&self) {
+        self.let_go();
+    }
+
+    /// Once: what is kept is there once.
+    fn let_go(&self) {
+        let kept = self.keep.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if kept.is_some() {
+            self.shared.calls_open.fetch_sub(1, Ordering::AcqRel);
+        }
+    }
+
+    fn tell(&self) {
+        if !self.is_done() {
+            return;
+        }
+        // Both who completes and who releases may find it done.
+        self.let_go();
+        self.report();
+        if self.awaited.load(Ordering::SeqCst) > 0 {
+            self.shared.update(|_| ());
+        }
+    }
+
+    /// From now on [`crate::Engine::take_done`] tells when it is done, or that it is.
+    pub fn watch(&self) {
+        self.watched.store(true, Ordering::SeqCst);
+        if self.is_done() {
+            self.report();
+        }
+    }
+
+    fn report(&self) {
+        if self.watched.load(Ordering::SeqCst) && !self.reported.swap(true, Ordering::SeqCst) {
+            self.shared.update(|state| state.done_calls.push(self.id));
+        }
+    }
+
+    /// Counts this thread among those that wait, for as long as `wait` runs.
+    pub(crate) fn awaited<T>(&self, wait: impl FnOnce() -> T) -> T {
+        self.awaited.fetch_add(1, Ordering::SeqCst);
+        let outcome = wait();
+        self.awaited.fetch_sub(1, Ordering::SeqCst);
+        outcome
+    }
+}
+
+impl Owner for Handle {
+    fn released(&self, _: u32, _: u64) {
+        self.unreleased.fetch_sub(1, Ordering::SeqCst);
+        self.tell();
+    }
+}
+
+impl std::fmt::Display for Handle {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.request {
+            Request::Send { to, tag } => write!(f, "send to rank {to} of group {}, tag {tag}", self.group),
+            Request::Receive { from, tag } => {
+                write!(f, "recv from rank {from} of group {}, tag {tag}", self.group)
+            }
+            Request::Collective(action) => write!(f, "{} in group {}", action.name(), self.group),
+        }
+    }
+}

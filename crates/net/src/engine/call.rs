@@ -1,0 +1,214 @@
+//! Messages and collectives: begun by any thread, waited for by any.
+
+use super::{Engine, guard, wait};
+use crate::call::Handle;
+use crate::failure::{Failure, Stop};
+use crate::mailbox::Command;
+use crate::memory::{Chunk, Owner, RealMemory};
+use penstock_core::calls::{Call, Calls, GroupId, Request};
+use penstock_core::{Dtype, Error, Op, Rank};
+use std::any::Any;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+/// Memory of the program: where it starts, and its length in bytes.
+type Memory = (usize, usize);
+
+/// This rank's part in a call; see [`penstock_core::calls`].
+pub struct CallPart {
+    /// The group, which this rank is a member of; 0 is all ranks.
+    pub group: GroupId,
+    /// What is to be done.
+    pub request: Request,
+    /// For sums.
+    pub op: Op,
+    /// For sums.
+    pub dtype: Dtype,
+    /// What this rank gives: the tensor, or a block for each member.
+    pub inputs: Vec<Memory>,
+    /// Where results go, likewise.
+    pub outputs: Vec<Memory>,
+    /// What keeps the memory allocated; dropped once nobody touches it any more.
+    pub keep: Box<dyn Any + Send + Sync>,
+}
+
+/// The calls of a job of one rank, which has no lanes.
+pub(super) fn alone() -> Calls<RealMemory> {
+    Calls::new(Rank(0), 1)
+}
+
+impl Engine {
+    /// Forms a group of ranks for calls. All members must form it with the same number and the same order of members.
+    ///
+    /// # Errors
+    /// `Config` if the number is 0, or members are not distinct ranks with this one among them; the job's failure.
+    pub fn form_group(&self, id: GroupId, members: &[u32]) -> Result<(), Failure> {
+        self.alive("new_group")?;
+        self.inner.shared.check()?;
+        let size = self.inner.config.size;
+        let mut sorted = members.to_vec();
+        sorted.sort_unstable();
+        let distinct = sorted.windows(2).all(|pair| pair[0] < pair[1]);
+        let inside = sorted.last().is_some_and(|last| *last < size);
+        if id == 0 || !distinct || !inside || !members.contains(&self.inner.config.rank) {
+            return Err(Failure::config(format!(
+                "new_group: group {id} of ranks {members:?}; a group has distinct ranks below {size}, and rank {} among them",
+                self.inner.config.rank
+            )));
+        }
+        self.tell_group(id, members)
+    }
+
+    /// The group of all ranks, and later ones.
+    pub(super) fn tell_group(&self, id: GroupId, members: &[u32]) -> Result<(), Failure> {
+        let members: Vec<Rank> = members.iter().copied().map(Rank).collect();
+        match self.call_lane(id) {
+            Some(lane) => lane.send(Command::Group { id, members }),
+            None => guard(&self.inner.alone).0.form(id, members)?,
+        }
+        Ok(())
+    }
+
+    /// The lane that carries a group's calls; none in a job of one rank.
+    fn call_lane(&self, group: GroupId) -> Option<&crate::mailbox::Mailbox> {
+        let mailboxes = self.inner.shared.mailboxes();
+        mailboxes.get(usize::from(group) % mailboxes.len().max(1)).map(|mailbox| &**mailbox)
+    }
+
+    /// Begins a call. It is done when its handle says so, or [`Engine::wait_call`] returns.
+    ///
+    /// # Errors
+    /// `Config` if memory is not aligned to its elements; the job's failure. What does not fit the group or the calls of
+    /// other ranks is noticed later and fails the job.
+    ///
+    /// # Safety
+    /// All memory must stay allocated until `keep` is dropped, which must not depend on this thread. Until then nobody
+    /// may write to it, nor read what is to be filled.
+    pub unsafe fn call(&self, part: CallPart) -> Result<Arc<Handle>, Failure> {
+        self.alive("a call")?;
+        self.inner.shared.check()?;
+        let CallPart { group, request, op, dtype, inputs, outputs, keep } = part;
+        let lane = self.call_lane(group);
+        if lane.is_none() && self.inner.config.size > 1 {
+            return Err(Failure::config("a call was made before connect()"));
+        }
+        let aligned = |(address, len): &Memory| *len == 0 || address.is_multiple_of(dtype.size_bytes());
+        if !inputs.iter().chain(&outputs).all(aligned) {
+            return Err(Failure::config("memory that is not aligned to its elements"));
+        }
+        if let Some(why) = op.refused(dtype) {
+            return Err(Failure::config(format!("a call on {dtype:?}: {why}")));
+        }
+        let id = self.inner.next_token.fetch_add(1, Ordering::Relaxed);
+        let regions = (inputs.len() + outputs.len()) as u32;
+        let shared = Arc::clone(&self.inner.shared);
+        let handle = Handle::new(id, group, request, regions, keep, shared);
+        let chunks = |memory: Vec<Memory>| {
+            let chunk = |(address, len): Memory| {
+                let start = NonNull::new(address as *mut u8).unwrap_or(NonNull::dangling());
+                // SAFETY: the caller vouches for the memory.
+                let chunk = unsafe { Chunk::handed(start, len, Arc::clone(&handle) as Arc<dyn Owner>, 0, 0) };
+                (chunk, len as u64)
+            };
+            memory.into_iter().map(chunk).collect()
+        };
+        let call = Call { id, group, request, op, dtype, inputs: chunks(inputs), outputs: chunks(outputs) };
+        match lane {
+            Some(lane) => {
+                self.inner.shared.progressed();
+                lane.send(Command::Call { call: Box::new(call), handle: Arc::clone(&handle) });
+            }
+            None => self.call_alone(call, &handle).inspect_err(|_| handle.abandoned())?,
+        }
+        Ok(handle)
+    }
+
+    fn call_alone(&self, call: Call<Chunk>, handle: &Handle) -> Result<(), Failure> {
+        let mut alone = guard(&self.inner.alone);
+        let (calls, memory) = &mut *alone;
+        calls.begin(call, memory)?;
+        calls.effects.complete.clear();
+        handle.completed();
+        Ok(())
+    }
+
+    /// Waits for a call, at most `timeout` or the operation timeout. `interrupted` is asked every 100 ms.
+    ///
+    /// # Errors
+    /// The job's failure; `Timeout` naming the ranks that are waited for, which ends the job; [`Stop::Interrupted`].
+    pub fn wait_call(
+        &self,
+        handle: &Handle,
+        timeout: Option<Duration>,
+        interrupted: &mut dyn FnMut() -> bool,
+    ) -> Result<(), Stop> {
+        if handle.is_done() {
+            return Ok(());
+        }
+        self.alive("wait")?;
+        let timeout = timeout.unwrap_or(self.inner.config.operation_timeout);
+        let deadline = Instant::now().checked_add(timeout);
+        let shared = &self.inner.shared;
+        let done = handle.awaited(|| shared.wait(deadline, interrupted, |_| handle.is_done().then_some(())));
+        match done {
+            Ok(Some(())) => Ok(()),
+            Ok(None) => Err(self.call_timed_out(handle, timeout).into()),
+            Err(Stop::Failed(failure)) => {
+                Err(failure.add(&format!(" (noticed by rank {} in {handle})", shared.me)).into())
+            }
+            Err(Stop::Interrupted) => Err(Stop::Interrupted),
+        }
+    }
+
+    /// Whether a call is done.
+    ///
+    /// # Errors
+    /// The job's failure, if it is not.
+    pub fn poll_call(&self, handle: &Handle) -> Result<bool, Failure> {
+        if handle.is_done() {
+            return Ok(true);
+        }
+        self.alive("done")?;
+        let shared = &self.inner.shared;
+        shared
+            .check()
+            .map_err(|failure| failure.add(&format!(" (noticed by rank {} in {handle})", shared.me)))?;
+        Ok(handle.is_done())
+    }
+
+    /// The watched calls that are done since the last time; waits up to `patience` for one.
+    ///
+    /// # Errors
+    /// The job's failure: calls that are not done will never be.
+    pub fn take_done(&self, patience: Duration) -> Result<Vec<u64>, Failure> {
+        self.alive("take_done")?;
+        let deadline = Instant::now().checked_add(patience);
+        let take = |state: &mut crate::shared::State| {
+            (!state.done_calls.is_empty()).then(|| std::mem::take(&mut state.done_calls))
+        };
+        match self.inner.shared.wait(deadline, &mut || false, take) {
+            Ok(done) => Ok(done.unwrap_or_default()),
+            Err(Stop::Failed(failure)) => Err(*failure),
+            Err(Stop::Interrupted) => Ok(Vec::new()),
+        }
+    }
+
+    fn call_timed_out(&self, handle: &Handle, timeout: Duration) -> Failure {
+        let id = handle.id;
+        let mut late: Vec<Rank> = self.ask(|reply| Command::CallMissing { id, reply }).concat();
+        late.sort_unstable();
+        let (me, seconds) = (self.inner.shared.me, timeout.as_secs_f64());
+        let whom = match late.len() {
+            0 => "its own messages are not written yet".into(),
+            _ => format!("it waits for {}", wait::listed(&late)),
+        };
+        let text = format!(
+            "timeout: rank {me}, {handle}: not done within {seconds:.1} s (operation_timeout_s, or the timeout of the call): \
+             {whom}. Every rank of the group must make the same calls in the same order; if one is only slow, raise the limit"
+        );
+        let rank = late.first().copied();
+        self.end_with(Failure { error: Error::Timeout(text), rank, layer: None, step: None, peer: None })
+    }
+}

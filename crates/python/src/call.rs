@@ -1,0 +1,87 @@
+//! The class `Call`, and how calls are begun: see `_native.pyi`.
+
+use crate::engine::{Engine, parse_op, waiting};
+use crate::errors::{bad_argument, raise};
+use penstock_core::calls::{Action, GroupId, Request};
+use penstock_net::{CallPart, Handle};
+use pyo3::prelude::*;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Address and length in bytes.
+pub(crate) type Memory = (usize, usize);
+
+/// A message or collective under way.
+#[pyclass(module = "penstock._native", frozen)]
+pub(crate) struct Call {
+    engine: Py<Engine>,
+    handle: Arc<Handle>,
+}
+
+fn parse_request(name: &str, rank: u32, tag: u32) -> PyResult<Request> {
+    let root = rank;
+    Ok(Request::Collective(match name {
+        "send" => return Ok(Request::Send { to: rank, tag }),
+        "recv" => return Ok(Request::Receive { from: rank, tag }),
+        "barrier" => Action::Barrier,
+        "broadcast" => Action::Broadcast { root },
+        "reduce" => Action::Reduce { root },
+        "gather" => Action::Gather { root },
+        "scatter" => Action::Scatter { root },
+        "allreduce" => Action::Allreduce,
+        "all_gather" => Action::AllGather,
+        "reduce_scatter" => Action::ReduceScatter,
+        "all_to_all" => Action::AllToAll,
+        _ => return Err(bad_argument(format!("unknown call {name:?}"))),
+    }))
+}
+
+#[pymethods]
+impl Call {
+    #[pyo3(signature = (timeout_s=None))]
+    fn wait(&self, py: Python<'_>, timeout_s: Option<f64>) -> PyResult<()> {
+        if self.handle.is_done() {
+            return Ok(());
+        }
+        let timeout = timeout_s.map(Duration::try_from_secs_f64).transpose();
+        let timeout = timeout.map_err(|error| bad_argument(format!("timeout_s: {error}")))?;
+        let engine = self.engine.get();
+        waiting(py, |interrupted| engine.engine.wait_call(&self.handle, timeout, interrupted))
+    }
+
+    #[getter]
+    fn id(&self) -> u64 {
+        self.handle.id()
+    }
+
+    fn watch(&self) {
+        self.handle.watch();
+    }
+
+    fn done(&self) -> PyResult<bool> {
+        self.engine.get().engine.poll_call(&self.handle).map_err(raise)
+    }
+}
+
+/// Begins a call; the arguments are those of `Engine.call`.
+pub(crate) fn begin(
+    engine: &Bound<'_, Engine>,
+    group: GroupId,
+    (request, rank, tag): (&str, u32, u32),
+    (op, dtype): (&str, &str),
+    (inputs, outputs): (Vec<Memory>, Vec<Memory>),
+    keep: Py<PyAny>,
+) -> PyResult<Call> {
+    let part = CallPart {
+        group,
+        request: parse_request(request, rank, tag)?,
+        op: parse_op(op)?,
+        dtype: dtype.parse().map_err(|error: penstock_core::Error| bad_argument(error.to_string()))?,
+        inputs,
+        outputs,
+        keep: Box::new(keep),
+    };
+    // SAFETY: `keep` keeps the memory alive, and `penstock.collectives` says who may touch it meanwhile.
+    let handle = unsafe { engine.get().engine.call(part) }.map_err(raise)?;
+    Ok(Call { engine: engine.clone().unbind(), handle })
+}

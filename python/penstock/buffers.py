@@ -1,0 +1,151 @@
+"""What memory is behind an object: torch tensors, NumPy arrays, buffers, and whatever exports DLPack.
+
+No framework is imported: whoever passes a tensor has imported its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import ConfigError
+
+__all__ = ["DTYPES", "Buffer", "view"]
+
+# By the engine's name: the bytes of an element.
+DTYPES = {"f32": 4, "f64": 8, "f16": 2, "bf16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1}
+
+_TORCH_DTYPES = {
+    "torch.float32": "f32",
+    "torch.float64": "f64",
+    "torch.float16": "f16",
+    "torch.bfloat16": "bf16",
+    "torch.int64": "i64",
+    "torch.int32": "i32",
+    "torch.int16": "i16",
+    "torch.int8": "i8",
+    "torch.uint8": "u8",
+}
+_TYPE_STRINGS = {
+    "<f4": "f32",
+    "<f8": "f64",
+    "<f2": "f16",
+    "<i8": "i64",
+    "<i4": "i32",
+    "<i2": "i16",
+    "|i1": "i8",
+    "|u1": "u8",
+}
+_FORMATS = {"f": "f32", "d": "f64", "e": "f16", "q": "i64", "l": "i64", "i": "i32", "h": "i16", "b": "i8", "B": "u8"}
+
+
+@dataclass(slots=True)
+class Buffer:
+    """Contiguous memory.
+
+    Attributes:
+        address: Where it starts.
+        nbytes: Its length.
+        dtype: The engine's name for its elements; ``bytes`` for what can be moved and not summed.
+        name: The dtype as its owner calls it, for messages.
+        keep: What keeps it allocated.
+    """
+
+    address: int
+    nbytes: int
+    dtype: str
+    name: str
+    keep: object
+
+
+def _refuse(caller: str, what: str) -> ConfigError:
+    return ConfigError(f"penstock.{caller}: {what}")
+
+
+def view(value: Any, caller: str, *, written: bool) -> Buffer:
+    """The memory behind a tensor, an array or a buffer.
+
+    Args:
+        value: A torch tensor in main memory, a NumPy array, an object with the buffer protocol, or one with DLPack.
+        caller: The public function, for messages.
+        written: Whether the result goes there.
+
+    Raises:
+        ConfigError: It is none of these, not contiguous, not in main memory, or read-only and to be written.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _of_tensor(value, caller)
+    interface = getattr(value, "__array_interface__", None)
+    if interface is not None:
+        return _of_array(value, interface, caller, written)
+    try:
+        exported = memoryview(value)
+    except TypeError:
+        pass
+    else:
+        return _of_memory(value, exported, caller, written)
+    if hasattr(value, "__dlpack__"):
+        return _of_dlpack(value, caller, written)
+    raise _refuse(
+        caller,
+        f"a {type(value).__name__} is no memory; give a torch tensor, a NumPy array, or anything with the buffer "
+        "protocol or DLPack",
+    )
+
+
+def _of_tensor(tensor: Any, caller: str) -> Buffer:
+    if tensor.device.type != "cpu":
+        raise _refuse(caller, f"the tensor is on {tensor.device}; only main memory can be sent, call .cpu()")
+    if str(tensor.layout) != "torch.strided" or not tensor.is_contiguous():
+        raise _refuse(caller, "the tensor is not contiguous; call .contiguous()")
+    name = str(tensor.dtype)
+    return Buffer(
+        tensor.data_ptr(), tensor.numel() * tensor.element_size(), _TORCH_DTYPES.get(name, "bytes"), name, tensor
+    )
+
+
+def _of_array(value: Any, interface: dict[str, Any], caller: str, written: bool) -> Buffer:
+    if interface.get("strides") is not None:
+        raise _refuse(caller, "the array is not contiguous; call numpy.ascontiguousarray")
+    address, read_only = interface["data"]
+    if read_only and written:
+        raise _refuse(caller, "the array is read-only, and the result is to be written to it")
+    code = str(interface["typestr"])
+    if code[1] == "O":
+        raise _refuse(caller, "the array holds Python objects, which cannot be sent")
+    return Buffer(int(address), int(value.nbytes), _TYPE_STRINGS.get(code, "bytes"), str(value.dtype), value)
+
+
+def _of_memory(value: Any, exported: memoryview, caller: str, written: bool) -> Buffer:
+    if not exported.c_contiguous:
+        raise _refuse(caller, "the memory is not contiguous")
+    dtype = _FORMATS.get(exported.format.lstrip("@=<"), "bytes")
+    if DTYPES.get(dtype, exported.itemsize) != exported.itemsize:
+        dtype = "bytes"
+    if not exported.readonly:
+        start = (ctypes.c_char * exported.nbytes).from_buffer(exported)  # keeps the export alive
+        return Buffer(ctypes.addressof(start), exported.nbytes, dtype, exported.format, (value, start))
+    if written:
+        raise _refuse(caller, f"a {type(value).__name__} is read-only, and the result is to be written to it")
+    constant = bytes(exported)
+    address = ctypes.cast(ctypes.c_char_p(constant), ctypes.c_void_p).value or 0
+    return Buffer(address, len(constant), dtype, exported.format, constant)
+
+
+def _of_dlpack(value: Any, caller: str, written: bool) -> Buffer:
+    try:
+        import numpy
+    except ImportError as error:
+        raise _refuse(
+            caller, f"reading the DLPack of a {type(value).__name__} takes NumPy, which is missing"
+        ) from error
+    try:
+        array = numpy.from_dlpack(value)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise _refuse(caller, f"the DLPack of a {type(value).__name__} cannot be used: {error}") from error
+    if not array.flags.c_contiguous:
+        raise _refuse(caller, "the memory is not contiguous")
+    return _of_array(array, array.__array_interface__, caller, written)

@@ -1,0 +1,444 @@
+"""Messages and collectives on tensors: by all ranks, or by groups of them.
+
+Every call is made by all ranks of its group, in the same order, with the same lengths, dtype and operation; what
+differs is an error on all ranks that names two that disagree. Calls of different groups may be in any order. A call
+returns when its results are in memory and the memory is the caller's again; with ``async_=True`` it returns a `Future`
+at once, and until that is done the tensors must be left alone. Ranks are those of the job, as `penstock.rank` gives.
+
+Sums are in the order of the group's ranks; half types are summed in single precision and rounded once.
+
+Example:
+    >>> ps.init()
+    >>> gradient = torch.ones(1000)
+    >>> ps.allreduce(gradient, op="average")
+    >>> future = ps.all_gather(gradient, torch.empty(1000 * ps.world_size()), async_=True)
+    >>> future.wait()
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from penstock import job
+from penstock.buffers import DTYPES, Buffer, view
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock._native import Call, Engine
+
+__all__ = [
+    "Future",
+    "Group",
+    "all_gather",
+    "all_to_all",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "gather",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+]
+
+TAG_MAX = 2**32 - 1
+OPS = ("sum", "average", "min", "max")
+
+
+class Future:
+    """A call under way. The tensors that were given must be left alone until it is done."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the results are in memory.
+
+        Args:
+            timeout_s: The longest wait, in seconds; ``operation_timeout_s`` if it is not given.
+
+        Raises:
+            PeerLost: A rank was lost.
+            Timeout: It took too long; the message names the ranks that are waited for. The job ends.
+            ConfigError: The ranks' calls do not fit each other.
+        """
+        self._call.wait(timeout_s)
+
+    def done(self) -> bool:
+        """Whether the results are in memory; does not wait.
+
+        Raises:
+            PenstockError: The job has failed, and this call will never be done.
+        """
+        return self._call.done()
+
+
+class Group:
+    """Ranks that make calls together. `new_group` makes one; ``penstock.allreduce`` and the others take one."""
+
+    def __init__(self, engine: Engine, number: int, ranks: Sequence[int], rank: int) -> None:
+        self._engine = engine
+        self._number = number
+        self.ranks = tuple(ranks)
+        """The members, as ranks of the job, in the group's order."""
+        self._index = {member: index for index, member in enumerate(self.ranks)}
+        self._rank = rank
+
+    def __repr__(self) -> str:
+        return f"Group({list(self.ranks)})"
+
+    @property
+    def rank(self) -> int | None:
+        """This rank's place among the members, or None if it is no member."""
+        return self._index.get(self._rank)
+
+    @property
+    def size(self) -> int:
+        """How many members there are."""
+        return len(self.ranks)
+
+    # Each method is the function of the same name, on this group.
+
+    def allreduce(self, tensor: Any, op: str = "sum", *, async_: bool = False) -> Future | None:
+        """See `penstock.allreduce`."""
+        memory = view(tensor, "allreduce", written=True)
+        return self._call("allreduce", 0, [memory], [memory], op=op, async_=async_)
+
+    def reduce(self, tensor: Any, root: int = 0, op: str = "sum", *, async_: bool = False) -> Future | None:
+        """See `penstock.reduce`."""
+        at_root = root == self._rank
+        memory = view(tensor, "reduce", written=at_root)
+        index = self._member("reduce", root)
+        return self._call("reduce", index, [memory], [memory] if at_root else [], op=op, async_=async_)
+
+    def broadcast(self, tensor: Any, root: int = 0, *, async_: bool = False) -> Future | None:
+        """See `penstock.broadcast`."""
+        memory = view(tensor, "broadcast", written=root != self._rank)
+        return self._call("broadcast", self._member("broadcast", root), [], [memory], async_=async_)
+
+    def reduce_scatter(self, tensors: Any, output: Any, op: str = "sum", *, async_: bool = False) -> Future | None:
+        """See `penstock.reduce_scatter`."""
+        into = view(output, "reduce_scatter", written=True)
+        blocks = self._blocks("reduce_scatter", tensors, written=False)
+        self._same_length("reduce_scatter", [into, *blocks])
+        return self._call("reduce_scatter", 0, blocks, [into], op=op, async_=async_)
+
+    def all_gather(self, tensor: Any, outputs: Any, *, async_: bool = False) -> Future | None:
+        """See `penstock.all_gather`."""
+        memory = view(tensor, "all_gather", written=False)
+        blocks = self._blocks("all_gather", outputs, written=True)
+        self._same_length("all_gather", [memory, *blocks])
+        return self._call("all_gather", 0, [memory], blocks, async_=async_)
+
+    def gather(self, tensor: Any, outputs: Any = None, root: int = 0, *, async_: bool = False) -> Future | None:
+        """See `penstock.gather`."""
+        memory = view(tensor, "gather", written=False)
+        blocks = self._root_blocks("gather", outputs, root, written=True)
+        self._same_length("gather", [memory, *blocks])
+        return self._call("gather", self._member("gather", root), [memory], blocks, async_=async_)
+
+    def scatter(self, output: Any, tensors: Any = None, root: int = 0, *, async_: bool = False) -> Future | None:
+        """See `penstock.scatter`."""
+        memory = view(output, "scatter", written=True)
+        blocks = self._root_blocks("scatter", tensors, root, written=False)
+        self._same_length("scatter", [memory, *blocks])
+        return self._call("scatter", self._member("scatter", root), blocks, [memory], async_=async_)
+
+    def all_to_all(self, tensors: Any, outputs: Any, *, async_: bool = False) -> Future | None:
+        """See `penstock.all_to_all`."""
+        given = self._blocks("all_to_all", tensors, written=False)
+        wanted = self._blocks("all_to_all", outputs, written=True)
+        return self._call("all_to_all", 0, given, wanted, async_=async_)
+
+    def send(self, tensor: Any, to: int, tag: int = 0, *, async_: bool = False) -> Future | None:
+        """See `penstock.send`."""
+        memory = view(tensor, "send", written=False)
+        return self._call("send", self._other("send", to), [memory], [], tag=tag, async_=async_)
+
+    def recv(self, tensor: Any, from_: int, tag: int = 0, *, async_: bool = False) -> Future | None:
+        """See `penstock.recv`."""
+        memory = view(tensor, "recv", written=True)
+        return self._call("recv", self._other("recv", from_), [], [memory], tag=tag, async_=async_)
+
+    def barrier(self, *, async_: bool = False) -> Future | None:
+        """See `penstock.barrier`."""
+        return self._call("barrier", 0, [], [], async_=async_)
+
+    def _call(
+        self,
+        caller: str,
+        rank: int,
+        inputs: list[Buffer],
+        outputs: list[Buffer],
+        *,
+        op: str | None = None,
+        tag: int = 0,
+        async_: bool = False,
+    ) -> Future | None:
+        if self._rank not in self._index:
+            raise ConfigError(f"penstock.{caller}: rank {self._rank} is no member of {self}", rank=self._rank)
+        dtype = "bytes" if op is None else self._summed(caller, op, inputs + outputs)
+        if not 0 <= tag <= TAG_MAX:
+            raise ConfigError(f"penstock.{caller}: the tag is {tag}; it must be from 0 to {TAG_MAX}")
+        call = self._engine.call(
+            self._number,
+            caller,
+            rank,
+            tag,
+            op or "copy",
+            dtype,
+            [(memory.address, memory.nbytes) for memory in inputs],
+            [(memory.address, memory.nbytes) for memory in outputs],
+            [memory.keep for memory in inputs + outputs],
+        )
+        if async_:
+            return Future(call)
+        call.wait()
+        return None
+
+    def _summed(self, caller: str, op: str, buffers: list[Buffer]) -> str:
+        if op not in OPS:
+            raise ConfigError(f"penstock.{caller}: unknown op {op!r}; the operations are {', '.join(OPS)}")
+        names = {memory.name for memory in buffers}
+        dtype = buffers[0].dtype
+        if dtype not in DTYPES:
+            raise ConfigError(f"penstock.{caller}: {buffers[0].name} cannot be summed; only {', '.join(DTYPES)} can")
+        if len(names) > 1:
+            raise ConfigError(f"penstock.{caller}: the tensors have different dtypes: {', '.join(sorted(names))}")
+        return dtype
+
+    def _member(self, caller: str, rank: int) -> int:
+        if rank not in self._index:
+            raise ConfigError(f"penstock.{caller}: rank {rank} is no member of {self}")
+        return self._index[rank]
+
+    def _other(self, caller: str, rank: int) -> int:
+        if rank == self._rank:
+            raise ConfigError(f"penstock.{caller}: rank {rank} is this rank; a message goes to another")
+        return self._member(caller, rank)
+
+    def _blocks(self, caller: str, value: Any, *, written: bool) -> list[Buffer]:
+        """One buffer for each member: of a list, or equal parts of one tensor."""
+        if isinstance(value, (list, tuple)):
+            if len(value) != self.size:
+                raise ConfigError(f"penstock.{caller}: {len(value)} tensors for {self.size} ranks; give one for each")
+            return [view(item, caller, written=written) for item in value]
+        whole = view(value, caller, written=written)
+        size = DTYPES.get(whole.dtype, 1)
+        each, rest = divmod(whole.nbytes, self.size)
+        if rest or each % size:
+            raise ConfigError(
+                f"penstock.{caller}: a tensor of {whole.nbytes // size} elements cannot be cut into {self.size} equal "
+                "blocks"
+            )
+        starts = [whole.address + each * index for index in range(self.size)]
+        return [Buffer(start, each, whole.dtype, whole.name, whole.keep) for start in starts]
+
+    def _root_blocks(self, caller: str, value: Any, root: int, *, written: bool) -> list[Buffer]:
+        if root == self._rank:
+            if value is None:
+                raise ConfigError(f"penstock.{caller}: the root, rank {root}, must give a tensor for each rank")
+            return self._blocks(caller, value, written=written)
+        if value is not None:
+            raise ConfigError(f"penstock.{caller}: only the root, rank {root}, gives a tensor for each rank")
+        return []
+
+    @staticmethod
+    def _same_length(caller: str, buffers: list[Buffer]) -> None:
+        lengths = sorted({memory.nbytes for memory in buffers})
+        if len(lengths) > 1:
+            raise ConfigError(
+                f"penstock.{caller}: blocks of {lengths[0]} and {lengths[-1]} bytes; every rank's block has the same "
+                "length"
+            )
+
+
+class _Groups:
+    """The groups of the running job."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.engine: Engine | None = None
+        self.world: Group | None = None
+        self.formed = 0
+
+    def of_all(self, caller: str) -> Group:
+        """The group of all ranks."""
+        running = job.current(caller)
+        if self.engine is not running.engine:
+            with self.lock:
+                self.engine, self.formed = running.engine, 0
+                self.world = Group(running.engine, 0, range(running.world_size), running.rank)
+        assert self.world is not None
+        return self.world
+
+
+_groups = _Groups()
+GROUPS_MAX = 1 << 15
+
+
+def _group(group: Group | None, caller: str) -> Group:
+    return _groups.of_all(caller) if group is None else group
+
+
+def new_group(ranks: Sequence[int]) -> Group:
+    """Form a group. All ranks of the job call it, members or not, in the same order with the same list.
+
+    Args:
+        ranks: The members, distinct ranks of the job; their order is that of blocks and sums.
+
+    Returns:
+        The group; a rank that is no member can pass it on but make no call with it.
+
+    Raises:
+        ConfigError: The list is empty, names a rank twice or one that does not exist, or differs between ranks.
+        PeerLost: A rank was lost.
+        Timeout: A rank did not come.
+
+    Example:
+        >>> odd = ps.new_group([1, 3])
+        >>> if ps.rank() in odd.ranks:
+        ...     ps.allreduce(loss, group=odd)
+    """
+    running = job.current("new_group")
+    _groups.of_all("new_group")
+    members = [int(rank) for rank in ranks]
+    size = running.world_size
+    if not members or len(set(members)) < len(members) or not all(0 <= rank < size for rank in members):
+        raise ConfigError(f"penstock.new_group: {members} is no list of distinct ranks from 0 to {size - 1}")
+    told = running.engine.all_gather("new_group", ",".join(map(str, members)).encode())
+    for rank, theirs in enumerate(told):
+        if theirs != told[0]:
+            raise ConfigError(
+                f"penstock.new_group: rank {rank} forms a group of {theirs.decode()}, rank 0 one of "
+                f"{told[0].decode()}; every rank must call new_group with the same list",
+                rank=rank,
+            )
+    with _groups.lock:
+        _groups.formed += 1
+        number = _groups.formed
+    if number >= GROUPS_MAX:
+        raise ConfigError(f"penstock.new_group: no more than {GROUPS_MAX - 1} groups; keep those that are used again")
+    if running.rank in members:
+        running.engine.form_group(number, members)
+    return Group(running.engine, number, members, running.rank)
+
+
+def allreduce(tensor: Any, op: str = "sum", *, group: Group | None = None, async_: bool = False) -> Future | None:
+    """The sum (average, minimum, maximum) over all ranks, in place on all of them, with the same bits.
+
+    Args:
+        tensor: Contiguous memory of fp32, fp64, fp16, bf16 or integers, of the same length on every rank.
+        op: ``sum``, ``average``, ``min`` or ``max``.
+        group: The ranks that take part; all if it is not given.
+        async_: Return a `Future` at once.
+
+    Raises:
+        ConfigError: The tensor cannot be used, or ranks make calls that do not fit each other.
+        PeerLost: A rank was lost.
+        Timeout: A rank did not come; the message names it.
+
+    Example:
+        >>> loss = torch.tensor(0.5)
+        >>> ps.allreduce(loss, op="average")
+    """
+    return _group(group, "allreduce").allreduce(tensor, op, async_=async_)
+
+
+def reduce(
+    tensor: Any, root: int = 0, op: str = "sum", *, group: Group | None = None, async_: bool = False
+) -> Future | None:
+    """As `allreduce`, but only ``root`` gets the result; the others' tensors stay as they are."""
+    return _group(group, "reduce").reduce(tensor, root, op, async_=async_)
+
+
+def broadcast(tensor: Any, root: int = 0, *, group: Group | None = None, async_: bool = False) -> Future | None:
+    """The root's tensor, byte for byte, in every rank's ``tensor``. Any dtype. Errors as `allreduce`."""
+    return _group(group, "broadcast").broadcast(tensor, root, async_=async_)
+
+
+def reduce_scatter(
+    tensors: Any, output: Any, op: str = "sum", *, group: Group | None = None, async_: bool = False
+) -> Future | None:
+    """The sum over all ranks of block r of ``tensors``, in ``output`` of the group's r-th rank.
+
+    Args:
+        tensors: A list with a tensor for each rank, or one tensor that is cut into as many equal blocks.
+        output: Of a block's length; it must not overlap ``tensors``, except for this rank's own block.
+        op: As for `allreduce`, and so are the rest and the errors.
+        group: The ranks that take part; all if it is not given.
+        async_: Return a `Future` at once.
+    """
+    return _group(group, "reduce_scatter").reduce_scatter(tensors, output, op, async_=async_)
+
+
+def all_gather(tensor: Any, outputs: Any, *, group: Group | None = None, async_: bool = False) -> Future | None:
+    """Every rank's ``tensor``, in the group's order, in ``outputs`` of all.
+
+    Args:
+        tensor: Any dtype, of the same length on every rank.
+        outputs: A list with a tensor for each rank, or one tensor for all of them; this rank's own block may be
+            ``tensor`` itself, the others must not overlap it.
+        group: The ranks that take part; all if it is not given.
+        async_: Return a `Future` at once.
+
+    Errors as `allreduce`.
+    """
+    return _group(group, "all_gather").all_gather(tensor, outputs, async_=async_)
+
+
+def gather(
+    tensor: Any, outputs: Any = None, root: int = 0, *, group: Group | None = None, async_: bool = False
+) -> Future | None:
+    """As `all_gather`, but only ``root`` gets the blocks and gives ``outputs``."""
+    return _group(group, "gather").gather(tensor, outputs, root, async_=async_)
+
+
+def scatter(
+    output: Any, tensors: Any = None, root: int = 0, *, group: Group | None = None, async_: bool = False
+) -> Future | None:
+    """The root's block r of ``tensors``, in ``output`` of the group's r-th rank. Only ``root`` gives ``tensors``."""
+    return _group(group, "scatter").scatter(output, tensors, root, async_=async_)
+
+
+def all_to_all(tensors: Any, outputs: Any, *, group: Group | None = None, async_: bool = False) -> Future | None:
+    """Block s of rank r's ``tensors`` becomes block r of rank s's ``outputs``.
+
+    Args:
+        tensors: A list with a tensor for each rank, whose lengths may differ, or one for equal blocks.
+        outputs: Likewise, of the lengths that the others send; they must not overlap ``tensors``.
+        group: The ranks that take part; all if it is not given.
+        async_: Return a `Future` at once.
+
+    Errors as `allreduce`.
+    """
+    return _group(group, "all_to_all").all_to_all(tensors, outputs, async_=async_)
+
+
+def send(tensor: Any, to: int, tag: int = 0, *, group: Group | None = None, async_: bool = False) -> Future | None:
+    """A message to rank ``to``; messages of the same sender, receiver, group and tag arrive in order.
+
+    It returns when the tensor may be changed: a short message is on its way then, a long one was asked for.
+
+    Raises:
+        ConfigError: The tensor cannot be used, or the receiver expects another length.
+        PeerLost: The receiver was lost.
+        Timeout: The receiver did not come.
+    """
+    return _group(group, "send").send(tensor, to, tag, async_=async_)
+
+
+def recv(tensor: Any, from_: int, tag: int = 0, *, group: Group | None = None, async_: bool = False) -> Future | None:
+    """The next message of rank ``from_`` with this tag, of exactly the tensor's length. Errors as `send`."""
+    return _group(group, "recv").recv(tensor, from_, tag, async_=async_)
+
+
+def barrier(*, group: Group | None = None, async_: bool = False) -> Future | None:
+    """Returns when every rank of the group has called it. Errors as `allreduce`."""
+    return _group(group, "barrier").barrier(async_=async_)

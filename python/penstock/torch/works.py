@@ -1,0 +1,170 @@
+"""What torch.distributed waits for: works, and the thread that completes their futures."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.futures import Future
+
+from penstock.errors import PenstockError
+
+if TYPE_CHECKING:
+    from penstock._native import Call, Engine
+
+__all__ = ["Completer", "Work"]
+
+PATIENCE_S = 0.5
+"""How often the thread that completes futures looks at the clock, in seconds."""
+
+
+class Work(dist.Work):
+    """Calls of one collective of torch, what is done when all are done, and the future that tells."""
+
+    def __init__(
+        self, completer: Completer, calls: list[Call], result: Any, finish: Callable[[], None], limit_s: float
+    ) -> None:
+        super().__init__()
+        self.calls = calls
+        self.missing = {call.id for call in calls}
+        self.deadline = time.monotonic() + limit_s
+        self._completer = completer
+        self._result = result
+        self._finish: Callable[[], None] | None = finish
+        self._limit_s = limit_s
+        self._lock = threading.Lock()
+        self._future: Any = None
+        self._error: Exception | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the results are in the tensors, at most ``timeout`` or the group's."""
+        limited = timeout is not None and timeout > timedelta(0)
+        seconds = timeout.total_seconds() if timeout is not None and limited else self._limit_s
+        for call in self.calls:
+            call.wait(seconds)
+        self._end()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the results are in the tensors, or never will be."""
+        try:
+            completed = all(call.done() for call in self.calls)
+            if completed:
+                self._end()
+        except PenstockError as error:
+            self._error = error
+            return True
+        return completed
+
+    def is_success(self) -> bool:
+        """Whether it has completed without an error."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> Exception | None:
+        """What went wrong, if something did."""
+        return self._error
+
+    def result(self) -> Any:
+        """The tensors."""
+        return self._result
+
+    def source_rank(self) -> int:
+        """Not offered: a receive names its sender."""
+        raise NotImplementedError("a receive of the backend penstock names its sender")
+
+    def synchronize(self) -> None:
+        """Nothing: there is no device."""
+
+    def get_future(self) -> Any:
+        """A torch future of the tensors, completed by a thread."""
+        with self._lock:
+            first = self._future is None
+            if first:
+                self._future = Future()
+        if first:
+            self._completer.add(self)
+        return self._future
+
+    def _end(self) -> None:
+        """What comes after the calls, once."""
+        with self._lock:
+            if self._finish is not None:
+                self._finish()
+                self._finish = None
+
+    def complete(self) -> None:
+        """All calls are done: tell the future."""
+        try:
+            self._end()
+            self._future.set_result(self._result)
+        except Exception as error:  # noqa: BLE001 - whoever waits for the future gets it
+            self._future.set_exception(error)
+
+    def fail(self, error: Exception) -> None:
+        """The calls will never be done."""
+        self._error = error
+        self._future.set_exception(error)
+
+
+class Completer:
+    """The thread that completes futures, one for each engine. It ends with the job."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._by_call: dict[int, Work] = {}
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="penstock-futures", daemon=True)
+        self._thread.start()
+
+    def add(self, work: Work) -> None:
+        """Complete this one's future when all of its calls are done."""
+        with self._lock:
+            error = self._error
+            if error is None:
+                self._by_call.update(dict.fromkeys(work.missing, work))
+        if error is not None:
+            work.fail(error)
+            return
+        for call in work.calls:
+            call.watch()
+        if not work.calls:
+            work.complete()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                done = self._engine.take_done(PATIENCE_S)
+                self._expire()
+            except PenstockError as error:
+                self._fail(error)
+                return
+            with self._lock:
+                works = []
+                for call in done:
+                    work = self._by_call.pop(call)
+                    work.missing.discard(call)
+                    if not work.missing:
+                        works.append(work)
+            for work in works:
+                work.complete()
+
+    def _expire(self) -> None:
+        """Nobody's wait is without end: what is overdue ends the job, and its error names who is missing."""
+        with self._lock:
+            now = time.monotonic()
+            late = next((work for work in self._by_call.values() if work.deadline < now), None)
+        for call in late.calls if late is not None else ():
+            call.wait(0.001)
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            self._error = error
+            works = list(dict.fromkeys(self._by_call.values()))
+            self._by_call.clear()
+        for work in works:
+            work.fail(error)

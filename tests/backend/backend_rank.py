@@ -1,0 +1,158 @@
+"""One rank of test_backend.py: the backend beside gloo in the same processes. backend_rank.py RANK SIZE DIRECTORY."""
+
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+import penstock as ps
+import penstock.torch.backend
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
+OPS = (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT)
+
+
+def tensors(rank, length, dtype):
+    torch.manual_seed(rank)
+    # Small whole numbers: their sums have the same bits in any order.
+    return torch.randint(1, 4, (length,)).to(dtype)
+
+
+def check_values(rank, size, gloo):
+    for length in (0, 1, 1000, 100_003):
+        for dtype in DTYPES:
+            for op in OPS:
+                ours, theirs = tensors(rank, length, dtype), tensors(rank, length, dtype)
+                dist.all_reduce(ours, op)
+                dist.all_reduce(theirs, op, group=gloo)
+                assert torch.equal(ours, theirs), f"all_reduce {op} of {length} {dtype}"
+        ours, theirs = (tensors(rank, length * size, torch.float32) for _ in range(2))
+        mine, gathered = torch.empty(length), torch.empty(size * length)
+        dist.reduce_scatter_tensor(mine, ours)
+        dist.all_gather_into_tensor(gathered, mine)
+        dist.all_reduce(theirs, group=gloo)
+        assert torch.equal(gathered, theirs), f"reduce_scatter and all_gather of {length}"
+        for root in range(size):
+            for group, value in ((None, ours), (gloo, theirs)):
+                value.copy_(tensors(rank, length * size, torch.float32))
+                dist.reduce(value, root, group=group)
+            assert rank != root or torch.equal(ours, theirs), f"reduce to {root}"
+    average = torch.tensor([float(rank)])
+    dist.all_reduce(average, dist.ReduceOp.AVG)
+    assert average.item() == (size - 1) / 2
+    transposed = torch.arange(12.0).reshape(3, 4).t()  # gloo refuses what is not contiguous
+    dist.all_reduce(transposed)
+    assert torch.equal(transposed, size * torch.arange(12.0).reshape(3, 4).t())
+
+
+def check_works(rank, size):
+    value = torch.ones(10)
+    work = dist.all_reduce(value, async_op=True)
+    (result,) = work.get_future().wait()
+    assert result is value or torch.equal(result, value)
+    assert work.is_completed() and work.wait(timedelta(seconds=5))
+    peer = (rank + 1) % size, (rank - 1) % size
+    got = torch.empty(300_000)
+    # The first receive is not satisfied before the last send, which nobody makes before the barrier is through.
+    first = dist.irecv(got, peer[1], tag=1)
+    future = first.get_future()
+    dist.barrier()
+    assert not first.is_completed() and not future.done()
+    dist.isend(torch.full((300_000,), float(rank)), peer[0], tag=1).wait()
+    future.wait()
+    assert (got == peer[1]).all()
+    objects = [None] * size
+    dist.all_gather_object(objects, {"rank": rank, "text": "x" * rank * 1000})
+    assert [one["rank"] for one in objects] == list(range(size))
+    shared = [{"from": 0}] if rank == 0 else [None]
+    dist.broadcast_object_list(shared)
+    assert shared == [{"from": 0}]
+    odd = dist.new_group([1, 2])
+    if rank in (1, 2):
+        value = torch.tensor([float(rank)])
+        dist.all_reduce(value, group=odd)
+        assert value.item() == 3
+    # The job is that of penstock.
+    value = torch.ones(3)
+    ps.allreduce(value)
+    assert ps.world_size() == size and (value == size).all()
+
+
+def model():
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
+    )
+
+
+def train(wrapped, rank, steps=6):
+    # Not Adam: it makes steps out of the rounding noise that the bias before the normalisation gets as its gradient.
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        wrapped(torch.randn(8, 20, generator=generator)).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in wrapped.parameters()]
+
+
+def check_training(rank, size, gloo, directory):
+    for wrap in (
+        lambda group: DistributedDataParallel(model(), process_group=group),
+        lambda group: FullyShardedDataParallel(model(), process_group=group, device_id=torch.device("cpu")),
+    ):
+        ours, theirs = train(wrap(None), rank), train(wrap(gloo), rank)
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    replica = train(DistributedDataParallel(model()), rank)
+    for parameter in replica:
+        rows = [torch.empty_like(parameter) for _ in range(size)]
+        dist.all_gather(rows, parameter)
+        assert all(torch.equal(row, rows[0]) for row in rows), "ranks have different bits"
+    state = {"weights": torch.arange(10.0), "step": 3}
+    dcp.save(state, checkpoint_id=directory / "checkpoint")
+    loaded = {"weights": torch.zeros(10), "step": 0}
+    dcp.load(loaded, checkpoint_id=directory / "checkpoint")
+    assert torch.equal(loaded["weights"], state["weights"]) and loaded["step"] == 3
+
+
+def check_failure(rank):
+    """The last check: it ends the job."""
+    value = torch.ones(10)
+    begin = time.monotonic()
+    try:
+        if rank == 0:
+            dist.irecv(value, 1, tag=9).wait(timedelta(seconds=0.5))
+        else:
+            dist.recv(value, 0, tag=9)
+    except ps.Timeout as error:
+        assert rank == 0 and error.rank == 1 and "recv from rank 1" in str(error)
+    except ps.PeerLost as error:
+        assert rank != 0 and "timeout" in str(error), str(error)
+    else:
+        raise AssertionError("nobody has sent anything")
+    assert time.monotonic() - begin < 20
+
+
+def main(rank, size, directory):
+    rank, size, directory = int(rank), int(size), Path(directory)
+    torch.set_num_threads(1)
+    dist.init_process_group("penstock", init_method=f"file://{directory / 'store'}", rank=rank, world_size=size)
+    gloo = dist.new_group(backend="gloo")
+    assert dist.get_backend() == "penstock" and isinstance(dist.group.WORLD, penstock.torch.backend.ProcessGroup)
+    check_values(rank, size, gloo)
+    check_works(rank, size)
+    check_training(rank, size, gloo, directory)
+    dist.destroy_process_group(gloo)
+    check_failure(rank)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

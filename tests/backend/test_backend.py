@@ -1,0 +1,86 @@
+"""The torch.distributed backend: values as gloo's, DDP, FSDP, checkpoints, and a list of PyTorch's own tests."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SIZE = 3
+LIMIT_S = 240
+
+PYTORCH_TESTS = """
+test_DistributedDataParallelCPU test_DistributedDataParallelCPU_grad_is_view
+test_DistributedDataParallel_requires_grad test_all_gather test_all_gather_coalesced_complex
+test_all_gather_coalesced_full_group test_all_gather_coalesced_group test_all_gather_coalesced_simple
+test_all_gather_coalesced_with_empty test_all_gather_complex test_all_gather_full_group test_all_gather_group
+test_all_gather_object_default_pg test_all_gather_object_subgroup test_all_reduce_coalesced_full_group_max
+test_all_reduce_coalesced_full_group_min test_all_reduce_coalesced_full_group_product
+test_all_reduce_coalesced_full_group_sum test_all_reduce_coalesced_group_max test_all_reduce_coalesced_group_min
+test_all_reduce_coalesced_group_product test_all_reduce_coalesced_group_sum test_all_reduce_coalesced_max
+test_all_reduce_coalesced_max_complex_unsupported test_all_reduce_coalesced_min test_all_reduce_coalesced_product
+test_all_reduce_coalesced_sum test_all_reduce_complex_unsupported_ops test_all_reduce_full_group_max
+test_all_reduce_full_group_min test_all_reduce_full_group_product test_all_reduce_full_group_sum
+test_all_reduce_group_max test_all_reduce_group_min test_all_reduce_group_product test_all_reduce_group_sum
+test_all_reduce_max test_all_reduce_min test_all_reduce_product test_all_reduce_sum test_all_reduce_sum_async
+test_all_reduce_sum_complex test_all_to_all test_all_to_all_complex test_all_to_all_full_group test_all_to_all_group
+test_all_to_all_single_equal_split test_all_to_all_single_equal_split_complex
+test_all_to_all_single_equal_split_full_group test_all_to_all_single_equal_split_group
+test_all_to_all_single_unequal_split test_all_to_all_single_unequal_split_complex
+test_all_to_all_single_unequal_split_full_group test_all_to_all_single_unequal_split_group test_barrier
+test_barrier_full_group test_barrier_group test_batch_isend_irecv_gloo test_batch_isend_irecv_gloo_tags
+test_ddp_create_graph test_destroy_full_group test_destroy_group test_dump_DDP_relevant_env_vars test_gather
+test_gather_checks test_gather_full_group test_gather_group test_gather_object test_gather_object_subgroup
+test_get_backend test_get_future test_get_rank test_get_rank_size_full_group test_get_rank_size_group
+test_grads_same_across_ranks_with_no_sync test_irecv test_isend test_reduce_full_group_max test_reduce_full_group_min
+test_reduce_full_group_product test_reduce_full_group_sum test_reduce_group_max test_reduce_group_min
+test_reduce_group_product test_reduce_group_sum test_reduce_max test_reduce_min test_reduce_product test_reduce_sum
+test_reduce_sum_twice test_scatter test_scatter_checks test_scatter_complex test_scatter_full_group test_scatter_group
+test_scatter_object_list test_send_recv test_send_recv_with_tag test_static_graph_api_cpu
+""".split()  # noqa: SIM905 - a list of a hundred lines would be harder to read
+"""Of torch.testing._internal.distributed.distributed_test, those for tensors in main memory that three ranks can run.
+
+Left out, by name: test_recv_anysource and test_send_recv_any_source* (a receive names its sender);
+test_monitored_barrier*, test_*_profiler and test_*_torch_profiler (gloo's own, or its events); *cuda*, *gpu*, *nccl*
+(devices); test_ddp_* that need two accelerators; test_new_subgroups* that need four.
+"""
+
+
+def run(script, directory, *arguments):
+    """Run one script on every rank; its output by rank, all of it well."""
+    ranks = []
+    for rank in range(SIZE):
+        place = [str(rank), str(SIZE), str(directory)]
+        command = [sys.executable, str(HERE / script), *arguments[:1], *place, *arguments[1:]]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        ranks.append(subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes))
+    outputs = []
+    try:
+        for process in ranks:
+            outputs.append(process.communicate(timeout=LIMIT_S))
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    failed = [f"rank {rank}: {outputs[rank]}" for rank in range(SIZE) if ranks[rank].returncode != 0]
+    if failed:
+        pytest.fail("\n".join(failed)[-6000:], pytrace=False)
+    return [output for output, _ in outputs]
+
+
+def test_values_training_and_checkpoints_as_with_gloo(tmp_path):
+    run("backend_rank.py", tmp_path)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("expecttest") is None, reason="PyTorch's tests need expecttest")
+def test_pytorchs_own_tests_pass(tmp_path):
+    outputs = run("pytorch_rank.py", tmp_path, "penstock", *PYTORCH_TESTS)
+    for rank, output in enumerate(outputs):
+        results = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+        assert [result["name"] for result in results] == PYTORCH_TESTS, f"rank {rank}"
+        others = [result for result in results if result["outcome"] != "passed"]
+        assert not others, f"rank {rank}: {others}"

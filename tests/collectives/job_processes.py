@@ -1,0 +1,80 @@
+"""A job of several processes for one test: each runs one function and reports what it returned or raised."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from dataclasses import dataclass
+
+PATIENCE_S = 120.0
+"""For a whole test on a busy machine; no limit under test."""
+
+OPTIONS = {"operation_timeout_s": 60.0, "peer_timeout_s": 10.0, "secret": "correct horse battery staple"}
+
+
+@dataclass
+class Outcome:
+    """What became of one rank."""
+
+    value: object = None
+    error: Exception | None = None
+    exit_code: int | None = None
+
+
+def _main(pipe, function, rank, count, place, options, arguments):
+    import penstock as ps
+
+    try:
+        ps.init(rank=rank, world_size=count, rendezvous=f"file://{place}", **{**OPTIONS, **options})
+        value = function(rank, count, *arguments)
+        ps.shutdown()
+        pipe.send((value, None))
+    except Exception as error:  # noqa: BLE001 - told to the test
+        traceback.print_exc()
+        try:
+            pipe.send((None, error))
+        except TypeError:  # what cannot be pickled
+            pipe.send((None, RuntimeError(f"{type(error).__name__}: {error}")))
+
+
+def run(count, function, place, *arguments, **options):
+    """Run ``function(rank, count, *arguments)`` on each rank of a job and return the outcomes by rank."""
+    context = multiprocessing.get_context("spawn")
+    ranks = []
+    for rank in range(count):
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_main, args=(there, function, rank, count, str(place / "meet"), options, arguments)
+        )
+        process.start()
+        there.close()
+        ranks.append((process, here))
+    outcomes = []
+    try:
+        for process, pipe in ranks:
+            outcome = Outcome()
+            try:
+                if not pipe.poll(PATIENCE_S):
+                    raise TimeoutError(f"a rank of {function.__name__} did not end within {PATIENCE_S} s")
+                outcome.value, outcome.error = pipe.recv()
+            except EOFError:
+                pass
+            process.join(PATIENCE_S)
+            outcome.exit_code = process.exitcode
+            outcomes.append(outcome)
+    finally:
+        for process, _ in ranks:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    return outcomes
+
+
+def run_well(count, function, place, *arguments, **options):
+    """As `run`, where no rank may fail; returns the values by rank."""
+    outcomes = run(count, function, place, *arguments, **options)
+    for rank, outcome in enumerate(outcomes):
+        if outcome.error is not None:
+            raise AssertionError(f"rank {rank} of {count} failed") from outcome.error
+        assert outcome.exit_code == 0, f"rank {rank} of {count}: exit code {outcome.exit_code}"
+    return [outcome.value for outcome in outcomes]

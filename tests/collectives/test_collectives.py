@@ -1,0 +1,288 @@
+"""Messages and collectives between real processes: values, groups, futures, errors, and a rank that dies."""
+
+import array
+import os
+import signal
+
+import numpy as np
+import pytest
+from job_processes import run, run_well
+
+import penstock as ps
+from penstock.buffers import view
+
+LENGTHS = (0, 1, 13, 4096, 70_001, 400_003)
+"""Elements; from nothing to more than one piece."""
+
+
+def numbers(rank, length, dtype):
+    return (np.random.default_rng([rank, length]).integers(-50, 50, length) / 4).astype(dtype)
+
+
+def all_values(rank, size):
+    for length in LENGTHS:
+        for dtype in (np.float32, np.float64, np.float16):
+            rows = [numbers(other, length, dtype) for other in range(size)]
+            total = np.sum(rows, axis=0, dtype=np.float64)
+            mine = rows[rank].copy()
+            ps.allreduce(mine)
+            np.testing.assert_array_equal(mine, total.astype(dtype))
+            mine = rows[rank].copy()
+            ps.allreduce(mine, op="average")
+            np.testing.assert_array_equal(mine, (total / size).astype(dtype))
+            mine = rows[rank].copy()
+            ps.reduce(mine, root=size - 1)
+            np.testing.assert_array_equal(mine, total.astype(dtype) if rank == size - 1 else rows[rank])
+        for dtype in (np.int64, np.int32, np.int16, np.int8, np.uint8, np.float32):
+            rows = [numbers(other, length, np.float32).astype(dtype) for other in range(size)]
+            for op, expected in (("sum", np.add), ("min", np.minimum), ("max", np.maximum)):
+                mine = rows[rank].copy()
+                ps.allreduce(mine, op=op)
+                np.testing.assert_array_equal(mine, expected.reduce(rows, dtype=dtype), f"{op} of {dtype}")
+    check_blocks(rank, size)
+    ps.barrier()
+
+
+def check_blocks(rank, size):
+    for length in LENGTHS:
+        rows = [numbers(other, length * size, np.float32) for other in range(size)]
+        blocks = [row.reshape(size, length) for row in rows]
+        root = size // 2
+        mine = rows[rank].copy()
+        ps.broadcast(mine, root=root)
+        np.testing.assert_array_equal(mine, rows[root])
+        output = np.empty(length, np.float32)
+        ps.reduce_scatter(rows[rank], output)
+        np.testing.assert_array_equal(output, np.sum([block[rank] for block in blocks], axis=0))
+        gathered = np.empty((size, length), np.float32)
+        ps.all_gather(blocks[rank][0], gathered)
+        np.testing.assert_array_equal(gathered, [block[0] for block in blocks])
+        lists = [np.empty(length, np.float32) for _ in range(size)] if rank == root else None
+        ps.gather(blocks[rank][1 % size], lists, root=root)
+        if lists is not None:
+            np.testing.assert_array_equal(lists, [block[1 % size] for block in blocks])
+        ps.scatter(output, rows[rank] if rank == root else None, root=root)
+        np.testing.assert_array_equal(output, blocks[root][rank])
+        ps.all_to_all(rows[rank], gathered)
+        np.testing.assert_array_equal(gathered, [block[rank] for block in blocks])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_every_collective_gives_the_expected_values(size, tmp_path):
+    run_well(size, all_values, tmp_path)
+
+
+def messages(rank, size):
+    peer = (rank + 1) % size, (rank - 1) % size
+    for length in LENGTHS:
+        # All send first, then receive: nobody is ready for what comes.
+        sent = ps.send(numbers(rank, length, np.float64), peer[0], async_=True)
+        got = np.empty(length)
+        ps.recv(got, peer[1])
+        sent.wait()
+        np.testing.assert_array_equal(got, numbers(peer[1], length, np.float64))
+    # Tags are independent of each other, and messages of one tag are in order.
+    count = 300
+    futures = [ps.send(np.full(9000, k), peer[0], tag=k % 3, async_=True) for k in range(count)]
+    for tag in (2, 0, 1):
+        for k in range(tag, count, 3):
+            got = np.empty(9000, dtype=int)
+            ps.recv(got, peer[1], tag=tag)
+            assert (got == k).all(), f"message {k}"
+    for future in futures:
+        future.wait()
+        assert future.done()
+
+
+def test_messages_arrive_in_order_and_nobody_waits_for_ever(tmp_path):
+    run_well(3, messages, tmp_path)
+
+
+def groups_and_futures(rank, size):
+    odd, reverse = ps.new_group([1, 3]), ps.new_group([3, 2, 1, 0])
+    assert (odd.rank, reverse.rank) == ({1: 0, 3: 1}.get(rank), size - 1 - rank)
+    if rank in odd.ranks:
+        value = np.array([rank], np.float32)
+        ps.allreduce(value, group=odd)
+        assert value[0] == 4
+    else:
+        with pytest.raises(ps.ConfigError, match="no member"):
+            ps.allreduce(np.ones(1, np.float32), group=odd)
+    gathered = np.empty(size, np.int64)
+    ps.all_gather(np.array([rank]), gathered, group=reverse)
+    assert gathered.tolist() == [3, 2, 1, 0]
+    # Ranks begin calls of different groups in different orders, and wait in yet another.
+    tensors = {group: [np.full(50_000, rank, np.float32) for _ in range(3)] for group in (None, reverse)}
+    order = [None, reverse] if rank % 2 else [reverse, None]
+    futures = [ps.allreduce(tensor, group=group, async_=True) for group in order for tensor in tensors[group]]
+    for future in reversed(futures):
+        future.wait()
+    assert all((tensor == 6).all() for group in tensors.values() for tensor in group)
+    return "done"
+
+
+def test_groups_make_calls_of_their_own(tmp_path):
+    assert run_well(4, groups_and_futures, tmp_path) == ["done"] * 4
+
+
+def memories(rank, size):
+    import torch
+
+    memory = array.array("f", [rank, 1])
+    ps.allreduce(memory)
+    assert memory.tolist() == [sum(range(size)), size]
+    moved = bytearray(b"root!" if rank == 0 else b".....")
+    ps.broadcast(moved)
+    assert moved == b"root!"
+    if rank == 0:
+        ps.send(b"constant", 1)
+    elif rank == 1:
+        ps.recv(moved := bytearray(8), 0)
+        assert moved == b"constant"
+    tensor = torch.full((100, 7), float(rank), dtype=torch.bfloat16)
+    ps.allreduce(tensor, op="average")
+    assert (tensor == (size - 1) / 2).all()
+    flags = torch.tensor([True, rank == 0])
+    outputs = [torch.empty(2, dtype=torch.bool) for _ in range(size)]
+    ps.all_gather(flags, outputs)
+    assert [output.tolist() for output in outputs] == [[True, other == 0] for other in range(size)]
+
+
+def test_any_memory_will_do(tmp_path):
+    run_well(2, memories, tmp_path)
+
+
+class Device:
+    """An array that only DLPack gets at."""
+
+    def __init__(self, value):
+        self._array = value
+
+    def __dlpack__(self, **options):
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+
+def test_memory_is_seen_through_dlpack():
+    value = np.arange(5, dtype=np.float64)
+    seen = view(Device(value), "send", written=False)
+    assert (seen.address, seen.nbytes, seen.dtype) == (value.ctypes.data, 40, "f64")
+
+
+def bad_calls(rank, size):
+    import torch
+
+    group = ps.new_group([0])
+    fine = np.ones(4, np.float32)
+    constant = np.ones(4, np.float32)
+    constant.flags.writeable = False
+    for call, words in [
+        (lambda: ps.allreduce([1.0]), "a list is no memory"),
+        (lambda: ps.allreduce(np.ones((4, 4), np.float32)[:, 0]), "not contiguous"),
+        (lambda: ps.allreduce(torch.ones(4, 4).t()), "not contiguous"),
+        (lambda: ps.allreduce(torch.ones(4, device="meta")), "on meta"),
+        (lambda: ps.allreduce(np.ones(4, np.complex64)), "complex64 cannot be summed"),
+        (lambda: ps.allreduce(np.array([object()])), "Python objects"),
+        (lambda: ps.allreduce(constant), "read-only"),
+        (lambda: ps.recv(b"1234", 1 - rank), "read-only"),
+        (lambda: ps.allreduce(fine, op="product"), "'product'"),
+        (lambda: ps.allreduce(np.ones(4, np.int32), op="average"), "integers have no average"),
+        (lambda: ps.broadcast(fine, root=size), f"rank {size} is no member"),
+        (lambda: ps.send(fine, rank), "is this rank"),
+        (lambda: ps.send(fine, 1, tag=-1, group=None) if rank == 0 else ps.send(fine, 0, tag=-1), "tag is -1"),
+        (lambda: ps.all_gather(fine, np.ones(4 * size + 1, np.float32)), "cannot be cut"),
+        (lambda: ps.all_gather(fine, [fine]), "1 tensors for"),
+        (lambda: ps.all_gather(fine, np.ones(5 * size, np.float32)), "blocks of 16 and 20 bytes"),
+        (lambda: ps.gather(fine, np.ones(4 * size, np.float32), root=1 - rank), "only the root"),
+        (lambda: ps.scatter(fine, root=rank), "must give"),
+        (lambda: ps.reduce_scatter(np.ones(2 * size, np.float64), np.ones(4, np.float32)), "different dtypes"),
+        (lambda: ps.new_group([0, 0]), "no list of distinct ranks"),
+    ]:
+        with pytest.raises(ps.ConfigError, match=words):
+            call()
+    if rank == 1:
+        with pytest.raises(ps.ConfigError, match="no member"):
+            ps.barrier(group=group)
+    # None of it has left this process.
+    ps.allreduce(fine)
+    assert (fine == size).all()
+
+
+def test_bad_input_is_refused_at_the_call(tmp_path):
+    run_well(2, bad_calls, tmp_path)
+
+
+def disagree(rank, size, what):
+    value = np.ones(1000 if what != "long" else 1_000_000, np.float32)
+    ps.allreduce(value)
+    if rank != 1:
+        return ps.allreduce(value)
+    if what == "dtype":
+        return ps.allreduce(value.view(np.int32).astype(np.float64))
+    if what == "op":
+        return ps.allreduce(value, op="average")
+    if what == "call":
+        return ps.broadcast(value, root=1)
+    return ps.allreduce(value[:-1])
+
+
+@pytest.mark.parametrize("what", ["length", "long", "dtype", "op", "call"])
+def test_ranks_that_disagree_all_hear_of_it(what, tmp_path):
+    outcomes = run(3, disagree, tmp_path, what)
+    for rank, outcome in enumerate(outcomes):
+        assert isinstance(outcome.error, (ps.ConfigError, ps.PeerLost)), f"rank {rank}: {outcome}"
+        assert "rank 1" in str(outcome.error) and "do not fit" in str(outcome.error), f"rank {rank}: {outcome.error}"
+
+
+def wait_for_nobody(rank, size):
+    value = np.ones(10, np.float32)
+    ps.allreduce(value)
+    if rank == 1:
+        with pytest.raises(ps.PeerLost):
+            ps.recv(value, 2)
+        return None
+    if rank == 2:
+        with pytest.raises(ps.PeerLost):
+            ps.recv(value, 1)
+        return None
+    with pytest.raises(ps.Timeout, match=r"recv from rank 1 of group 0, tag 5.*waits for rank 1") as raised:
+        ps.recv(value, 1, tag=5, async_=True).wait(timeout_s=0.5)
+    return raised.value.rank
+
+
+def test_who_does_not_come_is_named_when_time_is_up(tmp_path):
+    assert run_well(3, wait_for_nobody, tmp_path)[0] == 1
+
+
+def die(rank, size):
+    big = np.ones(3_000_000, np.float32)
+    ps.allreduce(big)
+    if rank == 2:
+        ps.allreduce(big, async_=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(100):
+        ps.allreduce(big)
+
+
+def test_a_rank_that_dies_in_the_middle_is_named_by_all(tmp_path):
+    outcomes = run(4, die, tmp_path)
+    assert outcomes[2].exit_code == -signal.SIGKILL
+    for rank in (0, 1, 3):
+        error = outcomes[rank].error
+        assert isinstance(error, ps.PeerLost) and error.rank == 2, f"rank {rank}: {error}"
+
+
+def leave_early(rank, size):
+    value = np.ones(10, np.float32)
+    ps.allreduce(value)
+    if rank == 0:
+        return
+    with pytest.raises(ps.PeerLost, match="rank 0 has left"):
+        ps.recv(value, 0)
+
+
+def test_a_call_to_a_rank_that_has_left_fails(tmp_path):
+    outcomes = run(2, leave_early, tmp_path)
+    assert outcomes[1].error is None
