@@ -155,8 +155,12 @@ class Engine:
         operation_timeout_s: float,
         peer_timeout_s: float,
         handshake_timeout_s: float,
+        congestion_control: str = ...,
     ) -> Engine:
-        """Bind the listener; ``port=0`` takes any port, ``window_bytes=0`` leaves the window to the engine."""
+        """Bind the listener; ``port=0`` takes any port, ``window_bytes=0`` leaves the window to the engine.
+
+        ``congestion_control`` is a name that the kernel allows, ``"system"``, or ``"auto"``, which only avoids BBR.
+        """
 
     @property
     def port(self) -> int:

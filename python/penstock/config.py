@@ -60,6 +60,8 @@ class Options:
         slice_bytes: Largest slice of a gradient, in bytes: smaller reacts faster, larger costs less per byte.
         lanes: Threads that move data, each with one connection per peer. ``None`` or ``"auto"``: by rank 0's cores.
         window_bytes: Bytes pushed to one owner and not answered yet. ``None`` or ``"auto"``: 1 to 8 MiB, by job size.
+        congestion_control: TCP's, on our connections: a name that the kernel allows, ``"system"``, or ``"auto"``: the
+            system's unless that is ``bbr``, whose pauses stall all ranks; then ``cubic`` or ``reno``.
         priority: Send what the next forward pass needs first. Off only for comparisons.
         operation_timeout_s: Longest wait for one synchronisation, in seconds; one more to hear who is late.
         peer_timeout_s: Longest silence of a peer before it counts as lost, in seconds.
@@ -83,6 +85,7 @@ class Options:
     slice_bytes: int = 512 * 1024
     lanes: int | None = None
     window_bytes: int | None = None
+    congestion_control: str = "auto"
     priority: bool = True
     operation_timeout_s: float = 300.0
     peer_timeout_s: float = 30.0
@@ -110,6 +113,7 @@ class OptionArguments(TypedDict, total=False):
     slice_bytes: int | None
     lanes: int | str | None
     window_bytes: int | str | None
+    congestion_control: str | None
     priority: bool | None
     operation_timeout_s: float | None
     peer_timeout_s: float | None
@@ -227,6 +231,12 @@ def _port(raw: object) -> str:
     return "-".join(str(number) for number in numbers)
 
 
+def _name(raw: object) -> str:
+    if not isinstance(raw, str) or not re.fullmatch(r"[a-z][a-z0-9_-]{0,15}", raw.strip()):
+        raise ValueError
+    return raw.strip()
+
+
 def _interface(raw: object) -> str:
     if not isinstance(raw, str):
         raise ValueError
@@ -276,6 +286,7 @@ _FIELDS: dict[str, tuple[Callable[[object], object], str]] = {
     "slice_bytes": (_whole(SLICE_BYTES_MIN, SLICE_BYTES_MAX), f"bytes, from {SLICE_BYTES_MIN} to {SLICE_BYTES_MAX}"),
     "lanes": (_automatic_or(1, LANES_MAX), f'a whole number from 1 to {LANES_MAX}, or "auto"'),
     "window_bytes": (_automatic_or(1, 1 << 40), f'bytes, from 1 to {1 << 40}, or "auto"'),
+    "congestion_control": (_name, 'a name as "cubic", or "system", or "auto"'),
     "priority": _SWITCH,
     "operation_timeout_s": _SECONDS,
     "peer_timeout_s": _SECONDS,

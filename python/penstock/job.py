@@ -308,6 +308,7 @@ def _bind(options: Options, agreement: Agreement, host: str) -> Engine:
                 operation_timeout_s=options.operation_timeout_s,
                 peer_timeout_s=options.peer_timeout_s,
                 handshake_timeout_s=options.handshake_timeout_s,
+                congestion_control=options.congestion_control,
             )
         except (ConfigError, OSError) as error:
             last = error

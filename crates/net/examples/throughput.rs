@@ -49,6 +49,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         priority: true,
         operation_timeout: Duration::from_secs(120),
         peer_timeout: Duration::from_secs(30),
+        congestion_control: "auto".into(),
         handshake_timeout: Duration::from_secs(10),
     })?;
     engine.connect(&table)?;

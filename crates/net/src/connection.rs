@@ -93,11 +93,19 @@ pub(crate) struct Connection {
 
 impl Connection {
     /// Takes over an authenticated stream; the lane registers it with its poll.
-    pub(crate) fn new(stream: std::net::TcpStream, now: Instant) -> io::Result<Self> {
+    pub(crate) fn new(
+        stream: std::net::TcpStream,
+        congestion_control: Option<&str>,
+        now: Instant,
+    ) -> io::Result<Self> {
         let socket = socket2::SockRef::from(&stream);
         socket.set_tcp_nodelay(true)?;
         #[cfg(target_os = "linux")]
         socket.set_tcp_notsent_lowat(NOT_SENT_BYTES)?;
+        #[cfg(target_os = "linux")]
+        if let Some(name) = congestion_control {
+            socket.set_tcp_congestion(name.as_bytes())?;
+        }
         let stream = TcpStream::from_std(stream);
         Ok(Self {
             _noted: descriptors::register(&stream),

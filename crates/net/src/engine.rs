@@ -7,6 +7,7 @@ mod wait;
 
 use crate::accounting::Phase;
 use crate::admission::Admission;
+use crate::congestion;
 use crate::descriptors::{self, Registration};
 use crate::failure::Failure;
 use crate::mailbox::Command;
@@ -59,6 +60,8 @@ pub struct EngineConfig {
     pub window_bytes: u64,
     /// Whether the place in the forward pass decides what goes first.
     pub priority: bool,
+    /// Congestion control of the connections: a name, `system`, or `auto`, which only avoids BBR.
+    pub congestion_control: String,
     /// Longest wait for one synchronisation.
     pub operation_timeout: Duration,
     /// Longest silence of a peer.
@@ -148,14 +151,16 @@ impl Engine {
         let addresses: Vec<_> = addresses.collect();
         let listener = TcpListener::bind(&addresses[..]).map_err(|error| unusable(error.to_string()))?;
         let port = listener.local_addr().map_err(|error| unusable(error.to_string()))?.port();
+        let congestion_control = congestion::choose(&config.congestion_control)?;
         let pool = Pool::new(POOL_KEEP_BYTES);
         let alone = Mutex::new((call::alone(), RealMemory::new(Arc::clone(&pool))));
+        let shared = Shared::new(Rank(config.rank), config.size, pool, congestion_control);
         Ok(Self {
             inner: Arc::new(Inner {
                 port,
                 process_id: std::process::id(),
                 forked: AtomicBool::new(false),
-                shared: Arc::new(Shared::new(Rank(config.rank), config.size, pool)),
+                shared: Arc::new(shared),
                 config,
                 books: RwLock::default(),
                 next_token: AtomicU64::new(1),

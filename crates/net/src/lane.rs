@@ -254,11 +254,13 @@ impl Lane {
     }
 
     fn connected(&mut self, peer: Rank, stream: std::net::TcpStream) {
-        let opened = Connection::new(stream, self.now).and_then(|mut connection| {
-            let interest = Interest::READABLE | Interest::WRITABLE;
-            self.poll.registry().register(connection.stream(), Token(peer.index()), interest)?;
-            Ok(connection)
-        });
+        let opened = Connection::new(stream, self.shared.congestion_control.as_deref(), self.now).and_then(
+            |mut connection| {
+                let interest = Interest::READABLE | Interest::WRITABLE;
+                self.poll.registry().register(connection.stream(), Token(peer.index()), interest)?;
+                Ok(connection)
+            },
+        );
         match opened {
             Ok(mut connection) => {
                 if let Some(abort) = &self.failed {

@@ -9,6 +9,7 @@
 mod accounting;
 pub mod admission;
 mod call;
+mod congestion;
 mod connection;
 pub mod descriptors;
 mod engine;

@@ -136,6 +136,8 @@ pub(crate) struct Shared {
     pub(crate) me: Rank,
     pub(crate) ranks: u32,
     pub(crate) pool: Arc<Pool>,
+    /// What connections use, if not the system's; see [`crate::congestion`].
+    pub(crate) congestion_control: Option<String>,
     state: Mutex<State>,
     changed: Condvar,
     failed: AtomicBool,
@@ -150,7 +152,7 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    pub(crate) fn new(me: Rank, ranks: u32, pool: Arc<Pool>) -> Self {
+    pub(crate) fn new(me: Rank, ranks: u32, pool: Arc<Pool>, congestion_control: Option<String>) -> Self {
         let now = Instant::now();
         let state = State {
             failure: None,
@@ -173,6 +175,7 @@ impl Shared {
             me,
             ranks,
             pool,
+            congestion_control,
             state: Mutex::new(state),
             changed: Condvar::new(),
             failed: AtomicBool::new(false),

@@ -51,6 +51,7 @@ fn engine(rank: u32) -> Engine {
         priority: true,
         operation_timeout: Duration::from_secs(30),
         peer_timeout: Duration::from_secs(10),
+        congestion_control: "auto".into(),
         handshake_timeout: Duration::from_secs(5),
     };
     Engine::bind(config).unwrap()

@@ -19,6 +19,7 @@ fn job(size: u32) -> Vec<Engine> {
         priority: true,
         operation_timeout: Duration::from_secs(20),
         peer_timeout: Duration::from_secs(10),
+        congestion_control: "auto".into(),
         handshake_timeout: Duration::from_secs(5),
     };
     let engines: Vec<Engine> = (0..size).map(|rank| Engine::bind(config(rank)).unwrap()).collect();

@@ -20,6 +20,7 @@ fn config(rank: u32, size: u32) -> EngineConfig {
         priority: true,
         operation_timeout: Duration::from_secs(20),
         peer_timeout: Duration::from_secs(10),
+        congestion_control: "auto".into(),
         handshake_timeout: Duration::from_secs(5),
     }
 }

@@ -71,7 +71,7 @@ pub(crate) fn waiting<T: Send>(
 impl Engine {
     #[new]
     #[pyo3(signature = (*, rank, size, bind_host, port, secret, job_id, slice_bytes, lanes, window_bytes, priority,
-                        operation_timeout_s, peer_timeout_s, handshake_timeout_s))]
+                        operation_timeout_s, peer_timeout_s, handshake_timeout_s, congestion_control="auto".into()))]
     #[allow(clippy::too_many_arguments)] // Keywords in Python; a struct from here on.
     fn new(
         rank: u32,
@@ -87,6 +87,7 @@ impl Engine {
         operation_timeout_s: f64,
         peer_timeout_s: f64,
         handshake_timeout_s: f64,
+        congestion_control: String,
     ) -> PyResult<Self> {
         let wrong = |_| bad_argument(format!("job_id has {} bytes; it must have 16", job_id.len()));
         let config = EngineConfig {
@@ -102,6 +103,7 @@ impl Engine {
             priority,
             operation_timeout: seconds("operation_timeout_s", operation_timeout_s)?,
             peer_timeout: seconds("peer_timeout_s", peer_timeout_s)?,
+            congestion_control,
             handshake_timeout: seconds("handshake_timeout_s", handshake_timeout_s)?,
         };
         Ok(Self { engine: penstock_net::Engine::bind(config).map_err(raise)? })
