@@ -330,7 +330,7 @@ def distribute(
     optimizer: None = None,
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Mapping[str, str] | str | None = "auto",
+    schemes: Mapping[str, str] | str | None = None,
 ) -> tuple[ModelT, None]: ...
 @overload
 def distribute(
@@ -338,7 +338,7 @@ def distribute(
     optimizer: OptimizerT,
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Mapping[str, str] | str | None = "auto",
+    schemes: Mapping[str, str] | str | None = None,
 ) -> tuple[ModelT, OptimizerT]: ...
 @overload
 def distribute(
@@ -346,14 +346,14 @@ def distribute(
     optimizer: Sequence[Optimizer],
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Mapping[str, str] | str | None = "auto",
+    schemes: Mapping[str, str] | str | None = None,
 ) -> tuple[ModelT, Sequence[Optimizer]]: ...
 def distribute(
     model: Any,
     optimizer: Any = None,
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Mapping[str, str] | str | None = "auto",
+    schemes: Mapping[str, str] | str | None = None,
 ) -> tuple[Any, Any]:
     """Make a model train on all ranks as one: the same two objects come back and are used as before. Collective.
 
@@ -379,7 +379,7 @@ def distribute(
             from which every rank rebuilds the same average (Poseidon section 3.2: less for few rows and large
             layers); ``pairs``, for `nn.Embedding`, the rows that were looked up. Layers that cannot, such as those
             whose weight is shared, use the store, and so does whatever no pattern matches. ``"auto"``: the coordinator
-            chooses for each layer, from what is measured, by the policy of `Options`. ``None``: the store for all.
+            chooses for each layer, from what is measured, by the policy of `Options`. Default: the store for all.
 
     Returns:
         ``(model, optimizer)``, the objects that were given.
