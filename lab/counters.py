@@ -72,6 +72,18 @@ class Counters:
             for received, sent in self._counts
         ]
 
+    def wait_past(self, moment: float, patience_s: float = 5.0) -> None:
+        """Return when there is a sample from after this `time.monotonic()`.
+
+        Raises:
+            TimeoutError: There is none; the sampling thread has ended.
+        """
+        deadline = time.monotonic() + patience_s
+        while not self._times or self._times[-1] <= moment:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the interface counters were not sampled for {patience_s:.0f} s")
+            time.sleep(self._period_s)
+
     def totals(self) -> list[tuple[int, int]]:
         """Per host: bytes received and sent, from the start to the last sample."""
         last = len(self._times) - 1

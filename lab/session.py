@@ -152,6 +152,7 @@ class Session:
         stats = answers[0]["stats"]
         began = min(answer["stats"]["all_steps"][0] for answer in answers)
         ended = max(answer["stats"]["all_steps"][1] for answer in answers)
+        counters.wait_past(ended)
         samples = counters.samples
         moved = [_between(of_host, began, ended) for of_host in samples]
         walls = [answer["wall"] for answer in answers]
