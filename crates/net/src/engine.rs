@@ -29,8 +29,8 @@ use std::time::{Duration, Instant};
 /// Scratch buffers that are kept for reuse, in bytes.
 const POOL_KEEP_BYTES: usize = 20 << 20;
 /// What all windows of a process may hold together, if the engine decides. Ranks that are out of step by a few milliseconds
-/// push different slices of their backlog first, and those stay unanswered until the others come to them: with 4 hosts at
-/// 1 Gbit/s (ResNet-50), 4 MiB for each owner costs 5% of a step against 8 MiB, 2 MiB another 10%.
+/// push different slices of their backlog first, and those stay unanswered until the others come to them. A small
+/// window then holds back what could be sent.
 const WINDOWS_BYTES: u64 = 20 << 20;
 /// Bounds of one window, if the engine decides; it takes at least two slices in any case.
 const WINDOW_BYTES: std::ops::RangeInclusive<u64> = 1 << 20..=8 << 20;
