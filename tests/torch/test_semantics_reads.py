@@ -11,6 +11,7 @@ import pickle
 import weakref
 
 import pytest
+import ranks
 import torch
 from ranks import distance, examples, reference, run, same_everywhere, seeded, train, values
 from scenarios import (
@@ -146,6 +147,25 @@ def test_two_parameters_of_the_same_memory():
         return model
 
     check(make, make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_parameters_of_the_same_memory_are_updated_in_the_same_order_everywhere():
+    if ranks.arm == "native":
+        pytest.skip("only the fake engine can be told what comes early")
+
+    def main(rank, engine):
+        model = seeded(nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 2)))
+        model[2].weight.data = model[0].weight.data
+        engine.early = {"0.weight", "0.bias"} if rank == 0 else {"2.weight", "2.bias"}
+        model, optimizer = distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(4):
+            x = torch.randn(5, 40, generator=torch.Generator().manual_seed(2 * step + rank), dtype=torch.float64)
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return values(model)
+
+    assert same_everywhere(run(main, 2))
 
 
 def test_parameters_that_share_memory_are_never_left_outstanding():

@@ -241,6 +241,30 @@ fn an_abort_reaches_everybody_with_its_reason() {
 }
 
 #[test]
+fn a_look_at_results_that_are_in_names_layer_and_step_of_a_failure() {
+    let engines = job(2);
+    on_all(engines, |engine, rank| {
+        let book = open(engine);
+        exchange(engine, book, 1, vec![1.0; 3].leak(), Op::Sum, false).unwrap();
+        engine.all_gather("both have it", b"", &mut never).unwrap();
+        if rank == 1 {
+            return engine.abort("ValueError: a bad batch").unwrap();
+        }
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let failure = loop {
+            assert!(Instant::now() < deadline, "rank 0 never hears of it");
+            match engine.poll(book, &[1]) {
+                Ok(done) => assert_eq!(done, [1]),
+                Err(failure) => break failure,
+            }
+        };
+        let text = failure.to_string();
+        assert_eq!((failure.layer.as_deref(), failure.step), (Some("b"), Some(5)), "{text}");
+        assert!(text.contains("layer b") && text.contains("step 5"), "{text}");
+    });
+}
+
+#[test]
 fn who_does_not_come_is_named_when_time_is_up() {
     let engines = job_with(2, |config| config.operation_timeout = Duration::from_millis(300));
     on_all(engines, |engine, rank| {

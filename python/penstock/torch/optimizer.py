@@ -177,13 +177,16 @@ class Updates:
             Timeout: The averages did not come in time.
         """
         wanted = dict.fromkeys(layer for layer in needed if layer in self._waiting)
+        # Parameters of the same memory are updated in one call, in the optimizer's order: in the order in which their
+        # averages happen to come, the ranks' bits would differ.
+        together = any(slot.immediate for layer in wanted for slot in layer.slots)
         ready = self._arrived()
         while late := [layer for layer in wanted if layer in self._waiting and layer not in ready]:
             # This thread would only wait; and whatever is in by now has to be applied before the pass is over.
-            ready = ready or self._arrived(everywhere=True)
-            if not ready:
+            ready = ready or ({} if together else self._arrived(everywhere=True))
+            if together or not ready:
                 self._gradients.wait([slot for layer in late for slot in self._waiting[layer] if slot.flying])
-                ready = {**self._arrived(), **dict.fromkeys(late)}
+                ready = {**ready, **self._arrived(), **dict.fromkeys(late)}
                 break
             self._apply_layers(ready)
             ready = {}

@@ -93,9 +93,9 @@ impl Engine {
             self.tensor(&open, *tensor)?;
         }
         self.inner.shared.check().map_err(|failure| {
-            let Some(&late) = tensors.iter().find(|tensor| !is_in(&open, **tensor, false)) else {
-                return failure;
-            };
+            // Where all are in, the caller looks at the first: an error always says where the program was.
+            let late = tensors.iter().find(|tensor| !is_in(&open, **tensor, false)).or(tensors.first());
+            let Some(&late) = late else { return failure };
             let step = open.tensors[late as usize].step.load(Ordering::Relaxed);
             blame(failure, "waiting for", &open, late, step)
         })?;
