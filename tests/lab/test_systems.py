@@ -99,9 +99,9 @@ def test_a_system(name, tmp_path):
     for told in steps:
         assert len(told["seconds"]) == STEPS
         # A step is timed from the end of the last: without the network it could be a little shorter than the compute.
-        assert 0.7 * COMPUTE_S < statistics.median(told["seconds"])
+        assert statistics.median(told["seconds"]) > 0.7 * COMPUTE_S
         assert told["wall"][1] - told["wall"][0] == pytest.approx(sum(told["seconds"]))
-        assert 0.0 < told["cpu_s"]
+        assert told["cpu_s"] > 0.0
         assert told["stats"]["steps"] == 1 + STEPS
         assert len(told["stats"]["stall_forward_s"]) == len(LAYERS)
     if name != "alone":
