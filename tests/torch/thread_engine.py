@@ -52,6 +52,7 @@ class Hub:
         self.failed: BaseException | None = None
         self.violations: list[str] = []
         self.submissions: list[tuple[int, str, str, str]] = []  # rank, book, tensor, "present" or "absent"
+        self.steps: list[tuple[int, str, int]] = []  # rank, book, the step that an error would name
         self.engines = [FakeEngine(self, rank) for rank in range(size)]
 
     def fail(self, rank: int, error: BaseException) -> None:
@@ -142,12 +143,12 @@ class FakeEngine:
         self.places[book] = places
 
     def submit(self, book, tensor, ptr, nbytes, op, step, more=False) -> int:
-        return self._submit(book, tensor, ptr, nbytes, op, present=True)
+        return self._submit(book, tensor, ptr, nbytes, op, step, present=True)
 
     def submit_absent(self, book, tensor, ptr, nbytes, op, step, more=False) -> int:
-        return self._submit(book, tensor, ptr, nbytes, op, present=False)
+        return self._submit(book, tensor, ptr, nbytes, op, step, present=False)
 
-    def _submit(self, book, tensor, ptr, nbytes, op, *, present) -> int:
+    def _submit(self, book, tensor, ptr, nbytes, op, step, *, present) -> int:
         name, _, tensors = self.books[book]
         label, _, dtype, elems, *scheme = tensors[tensor]
         assert not scheme, f"{label} is gathered"
@@ -169,6 +170,7 @@ class FakeEngine:
             assert exchange.op == op
             exchange.given[self.rank] = memory.clone().view(TYPES[dtype]) if present else None
             hub.submissions.append((self.rank, name, label, "present" if present else "absent"))
+            hub.steps.append((self.rank, name, step))
             memory.fill_(0xFF)  # NaN of any floating type
             self.token += 1
             self.flights[book, tensor] = Flight(key, memory, self.token, label)
