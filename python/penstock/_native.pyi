@@ -10,7 +10,16 @@ raises it. In a forked child every call raises `ConfigError`.
 from collections.abc import Sequence
 from typing import Literal, TypedDict, final, type_check_only
 
-__all__ = ["Call", "Engine", "allreduce_cost", "best_algorithm", "best_scheme", "slices", "step_times"]
+__all__ = [
+    "Call",
+    "Engine",
+    "allreduce_cost",
+    "best_algorithm",
+    "best_scheme",
+    "slices",
+    "step_times",
+    "summing_rate",
+]
 
 _Op = Literal["average", "sum", "copy", "min", "max"]
 _Scheme = Literal["store", "central", "tree", "ring", "butterfly", "gather"]
@@ -129,6 +138,9 @@ def best_algorithm(
 
 def step_times(layers: list[tuple[float, float, float]]) -> StepTimes:
     """The limits of a step; ``layers`` are (forward, backward, wire) in seconds, in forward order."""
+
+def summing_rate() -> float:
+    """Bytes of fp32 that one thread of this process adds to a sum per second; measured, in about a millisecond."""
 
 def slices(
     tensors: list[tuple[str, str, int]], ranks: int, slice_bytes: int, lanes: int

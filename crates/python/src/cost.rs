@@ -1,4 +1,5 @@
-//! Cost and choice of schemes, for the coordinator and `penstock explain`: see `_native.pyi`. Pure; nothing here waits.
+//! Cost and choice of schemes, for the coordinator and `penstock explain`: see `_native.pyi`. Pure but for
+//! `summing_rate`, which measures; nothing here waits.
 
 use crate::errors::bad_argument;
 use penstock_core::cost::Rates;
@@ -151,6 +152,11 @@ pub(crate) fn best_algorithm(
     let (algorithm, seconds) =
         scheme::best_algorithm(elems, elem_bytes, workers, slices, &rates_of(rates)?, &allowed);
     Ok((algorithm.name(), seconds))
+}
+
+#[pyfunction]
+pub(crate) fn summing_rate(py: Python<'_>) -> f64 {
+    py.detach(penstock_net::summing_rate)
 }
 
 #[pyfunction]
