@@ -13,14 +13,14 @@ use pyo3::types::{PyDict, PyList};
 
 /// Bytes per second, latency in seconds, bytes summed per second, floating point operations per second of a product,
 /// seconds of work for an exchange of rows.
-type RatesTuple = (f64, f64, f64, f64, f64);
+pub(crate) type RatesTuple = (f64, f64, f64, f64, f64);
 
 #[allow(clippy::needless_pass_by_value)] // For `map_err(config)`.
 fn config(error: Error) -> PyErr {
     bad_argument(error.to_string())
 }
 
-fn rates_of(given: RatesTuple) -> PyResult<Rates> {
+pub(crate) fn rates_of(given: RatesTuple) -> PyResult<Rates> {
     let (bytes_per_s, latency_s, summed_bytes_per_s, product_flops_per_s, gather_s) = given;
     let rates = Rates { bytes_per_s, latency_s, summed_bytes_per_s, product_flops_per_s, gather_s };
     match rates.wrong() {
@@ -38,10 +38,13 @@ fn kind_of(kind: &str, (height, width): (u64, u64)) -> PyResult<Kind> {
     }
 }
 
-fn algorithm_of(name: &str) -> PyResult<Algorithm> {
+pub(crate) fn algorithm_of(name: &str) -> PyResult<Algorithm> {
     match name.parse::<Scheme>().map_err(config)? {
         Scheme::Dense(algorithm) => Ok(algorithm),
-        _ => Err(bad_argument(format!("{name} is no allreduce"))),
+        _ => Err(bad_argument(format!(
+            "{name} is no allreduce; the algorithms are {}",
+            Algorithm::ALL.map(Algorithm::name).join(", ")
+        ))),
     }
 }
 
