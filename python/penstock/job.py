@@ -292,6 +292,8 @@ def _start(launch: Launch, board: Board | None = None) -> Job:
     job = Job(engine, launch, agreement.job_id, f"{chosen.host}:{engine.port}")
     try:
         job.rates = _rates(job)
+        if job.world_size > 1:
+            engine.set_rates(job.rates.native())
     except BaseException as error:  # an interrupt, too: the others wait for this rank
         job.abort(_described(error))
         with contextlib.suppress(PenstockError):  # what failed is on its way up

@@ -3,37 +3,43 @@
 In a round every rank has at most one partner; two rounds are enough for everybody to have had one. The lower rank of a
 pair leads first, then the other:
 
-1. Some messages of one byte to and fro, of which the first only makes the connection: the latency.
+1. Some messages of one byte to and fro, of which the first only makes the connection.
 2. Messages that grow until one of them takes a moment. They also use up what a token bucket lets pass at once.
 3. Some of that size without a pause, until the peer says that all are there: the rate.
 
-All of it takes 20 ms where links are fast, a tenth of a second at 1 Gbit/s or 100 Mbit/s, half a second at 10 Mbit/s. `penstock measure line-rate`,
-which is `penstock.measure.line_rate`, takes longer and says more.
+Then all ranks add up one number each, some times by the store, which has two steps, and by the ring, which has 2 (p-1).
+What a step more takes is the latency: of a message between two engines while all ranks are at work. Half a trip to and
+fro, which begins and ends in the program, would be two to five times as much. The rest is the time of a call by itself.
+
+All of it takes 20 ms where links are fast, a tenth of a second at 1 Gbit/s or 100 Mbit/s, half a second at 10 Mbit/s.
+`penstock measure line-rate`, which is `penstock.measure.line_rate`, takes longer and says more.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import struct
 import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from penstock.collectives import Future, Group
+from penstock.collectives import Algorithm, Future, Group
 from penstock.coordinator import Rates
 from penstock.measure.links import rounds
 
 if TYPE_CHECKING:
     from penstock.job import Job
 
-__all__ = ["interface_of", "quick_rates"]
+__all__ = ["group_rates", "interface_of", "quick_rates"]
 
 _log = logging.getLogger("penstock")
 
 PINGS = 8
 PINGS_SECONDS = 0.05
 """After so long there are no more."""
+CALLS = 12
+LATENCY_MIN_S = 1e-6
+# Of several times the lower quartile counts: what else a machine does only adds to them.
 SIZES = tuple(4096 * 4**exponent for exponent in range(5))
 """Bytes of the messages that grow: 4 KiB to 1 MiB."""
 STREAM_SECONDS = 0.008
@@ -82,7 +88,7 @@ class _Pair:
             self._group.send(bytes([last]), self._peer, PLAN)
             self._group.recv(self._byte, self._peer, ANSWER)
             times.append(time.perf_counter() - began)
-        return sorted(times[1:])[len(times[1:]) // 2] / 2
+        return sorted(times[1:])[len(times[1:]) // 4] / 2
 
     def _send(self, messages: int, size: int, latency_s: float) -> float:
         """Seconds of so many messages of this size, without those in which nothing but a signal is on its way."""
@@ -134,16 +140,86 @@ class _Pair:
         return memoryview(self._memory[number])[:size]
 
 
-def quick_rates(job: Job, seconds: float = STREAM_SECONDS) -> Rates:
-    """What the links of a job do, and how fast its ranks add. All ranks call it.
+def _step_and_call(group: Group, trip_s: float) -> tuple[float, float]:
+    """The latency between two engines, and the seconds of a call without its steps.
+
+    Args:
+        group: All its ranks call this.
+        trip_s: Of a message from a program to another.
+    """
+    steps: dict[Algorithm, int] = {"store": 2, "ring": 2 * (group.size - 1)}
+    taken = {algorithm: _tiny_sum(group, algorithm) for algorithm in steps}
+    if group.size > 2:
+        latency_s = (taken["ring"] - taken["store"]) / (steps["ring"] - steps["store"])
+    else:
+        latency_s = taken["store"] - trip_s  # as many steps: a call and two of them, less a call and one
+    latency_s = min(max(latency_s, LATENCY_MIN_S), trip_s)
+    return latency_s, max(taken["store"] - steps["store"] * latency_s, 0.0)
+
+
+def _tiny_sum(group: Group, algorithm: Algorithm) -> float:
+    """Seconds of a sum of one number for each rank, of which every step of the ring has a part."""
+    numbers = memoryview(bytearray(4 * group.size)).cast("f")
+    times = []
+    for _ in range(1 + CALLS):
+        began = time.perf_counter()
+        group.allreduce(numbers, "sum", algorithm=algorithm)
+        times.append(time.perf_counter() - began)
+    return sorted(times[1:])[CALLS // 4]
+
+
+def group_rates(group: Group, seconds: float = STREAM_SECONDS) -> Rates:
+    """What the links of a group do, and how fast its ranks add. All of its ranks call it.
+
+    Args:
+        group: The ranks, two at least.
+        seconds: What the messages that tell the rate shall take in one direction; longer is more exact.
+
+    Returns:
+        The slowest of what was measured, the same on every rank.
+
+    Raises:
+        PeerLost: A rank was lost meanwhile.
+        Timeout: A rank did not come.
+    """
+    from penstock._native import summing_rate
+
+    me, size = group.rank, group.size
+    assert me is not None and size > 1, f"measured by a member of {group}, with others"
+    links: list[tuple[float, float]] = []
+    for matches in rounds(size, (size + 1) // 2):
+        match = next((pair for pair in matches if me in pair), None)
+        if match is None:
+            continue
+        low, high = match
+        pair = _Pair(group, group.ranks[high if me == low else low], seconds)
+        for leads in (me == low, me != low):
+            if leads:
+                links.append(pair.lead())
+            else:
+                pair.follow()
+    latency_s, call_s = _step_and_call(group, max(trip_s for trip_s, _ in links))
+    mine = struct.pack("<dddd", latency_s, min(rate for _, rate in links), summing_rate(), call_s)
+    told = bytearray(size * len(mine))
+    group.all_gather(mine, told)
+    latencies, rates, sums, calls = zip(*struct.iter_unpack("<dddd", told), strict=True)
+    return Rates(
+        bytes_per_s=min(rates),
+        latency_s=max(latencies),
+        summed_bytes_per_s=min(sums),
+        call_s=max(calls),
+        source="measured at the start",
+    )
+
+
+def quick_rates(job: Job) -> Rates:
+    """The rates of all ranks when they start. Rank 0 logs them once, with the interface. All ranks call it.
 
     Args:
         job: The running job.
-        seconds: What the messages that tell the rate shall take in one direction.
 
     Returns:
-        The slowest of what was measured, the same on every rank; what is assumed in a job of one rank. Rank 0 logs it
-        once, with the interface.
+        As `group_rates`; what is assumed in a job of one rank.
 
     Raises:
         PeerLost: A rank was lost meanwhile.
@@ -154,41 +230,16 @@ def quick_rates(job: Job, seconds: float = STREAM_SECONDS) -> Rates:
         >>> quick_rates(job.current()).bytes_per_s
         117400000.0
     """
-    from penstock._native import summing_rate
-
-    me, ranks = job.rank, job.world_size
-    if ranks < 2:
+    if job.world_size < 2:
         return Rates()
-    group = Group(job.engine, 0, range(ranks), me)
-    links: list[tuple[float, float]] = []
-    for matches in rounds(ranks, (ranks + 1) // 2):
-        match = next((pair for pair in matches if me in pair), None)
-        if match is None:
-            continue
-        low, high = match
-        pair = _Pair(group, high if me == low else low, seconds)
-        for leads in (me == low, me != low):
-            if leads:
-                links.append(pair.lead())
-            else:
-                pair.follow()
-    told = json.dumps([links, summing_rate()]).encode()
-    everyone = [json.loads(blob) for blob in job.engine.all_gather("line rate", told)]
-    measured = [link for links, _ in everyone for link in links]
-    interface = interface_of(job.address)
-    found = Rates(
-        bytes_per_s=min(rate for _, rate in measured),
-        latency_s=max(latency for latency, _ in measured),
-        summed_bytes_per_s=min(summed for _, summed in everyone),
-        source="measured at the start",
-    )
-    if me == 0:
+    found = group_rates(Group(job.engine, 0, range(job.world_size), job.rank))
+    if job.rank == 0:
         _log.info(
-            "line rate: %.0f Mbit/s, latency %.0f us, interface %s (the slowest of %d links); sums %.1f GB/s",
+            "line rate: %.0f Mbit/s, latency %.0f us, interface %s (the slowest of the links that were measured); "
+            "sums: %.1f GB/s",
             found.bytes_per_s * 8 / 1e6,
             found.latency_s * 1e6,
-            interface,
-            len(measured),
+            interface_of(job.address),
             found.summed_bytes_per_s / 1e9,
         )
     return found
