@@ -21,7 +21,7 @@ from penstock.measure.quick import interface_of
 if TYPE_CHECKING:
     from penstock.job import Job
 
-__all__ = ["SIZES", "line_rate", "plot", "table"]
+__all__ = ["SIZES", "line_rate", "table"]
 
 SIZES = tuple(4**exponent for exponent in range(14))
 """Bytes: 1, 4, 16 and so on to 64 MiB."""
@@ -190,44 +190,3 @@ def table(result: dict[str, Any]) -> str:
     lines += ["", *(f"rank {rank}: {name}" for rank, name in enumerate(names)), ""]
     lines += [f"! {verdict['text']}" for verdict in result["verdicts"]] or ["no link stands out"]
     return "\n".join(lines) + "\n"
-
-
-def plot(result: dict[str, Any], path: str) -> None:
-    """Draw the rate of every link over the message size.
-
-    Args:
-        result: What `line_rate` gave.
-        path: The picture to write; its ending says the format.
-
-    Raises:
-        ConfigError: Matplotlib is missing.
-    """
-    from penstock.errors import ConfigError
-
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "a plot takes Matplotlib, which is missing: pip install matplotlib, or leave out --plot"
-        ) from error
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    slow = {tuple(verdict["ranks"]) for verdict in result["verdicts"]}
-    for link in result["links"]:
-        ends = (link["source"], link["target"])
-        stands_out = ends in slow or (ends[0],) in slow or (ends[1],) in slow
-        sizes = [size for size in result["sizes"] if str(size) in link["seconds"]]
-        rates = [size * 8 / 1e6 / link["seconds"][str(size)] for size in sizes]
-        label = f"{ends[0]} to {ends[1]}" if stands_out else None
-        axes.plot(sizes, rates, color="tab:red" if stands_out else "tab:blue", alpha=0.6, label=label)
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="message, bytes",
-        ylabel="Mbit/s",
-        title="Rate of each link by size of message",
-    )
-    axes.grid(visible=True, alpha=0.3)
-    if slow:
-        axes.legend(title="stand out", fontsize="small")
-    figure.savefig(path)
