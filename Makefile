@@ -70,7 +70,7 @@ bench-priority: build ## How soon an urgent slice is answered behind a backlog o
 bench-overhead: build ## What distribute costs in time and memory, DDP beside it
 	$(BIN)/python -m benchmarks.overhead $(ARGS)
 
-bench-allreduce: build ## An average of 53 MB by four hosts without limits, beside gloo's
+bench-allreduce: build ## Sums of 4 KB to 53 MB by 2, 4 and 8 hosts without limits, beside gloo's
 	$(BIN)/python -m benchmarks.allreduce $(ARGS)
 
 # Torch's own DDP needs none. A peer that cannot be installed is reported, with the reason, and the target fails.

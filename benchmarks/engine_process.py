@@ -64,7 +64,6 @@ class Server:
         self.wires: dict[str, Wire] = {}
         self.rank, self.size = 0, 1
         self.steps = 0
-        self.gloo_tensor: Any = None
 
     def listen(self, wire: str, rank: int, size: int, host: str, **options: Any) -> dict[str, Any]:
         """Bind an engine."""
@@ -127,8 +126,8 @@ class Server:
         moved = rounds * sum(memory.len_bytes for memory in here.tensors)
         return {"bytes": moved, "seconds": time.monotonic() - began}
 
-    def join_gloo(self, rank: int, size: int, interface: str, root: str, port: int, elems: int) -> dict[str, Any]:
-        """Join a process group of torch's on gloo; it averages a tensor of fp32 beside the engine's."""
+    def join_gloo(self, rank: int, size: int, interface: str, root: str, port: int) -> dict[str, Any]:
+        """Join a process group of torch's on gloo, which sums beside the engine."""
         import os
 
         import torch
@@ -138,45 +137,59 @@ class Server:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"tcp://{root}:{port}", rank=rank, world_size=size)
         self.rank, self.size = rank, size
-        self.gloo_tensor = torch.empty(elems)
         return {}
 
-    def average_gloo(self, wire: str) -> dict[str, Any]:
-        """One allreduce of gloo's, and the division by the number of ranks."""
-        import torch.distributed as dist
+    def set_rates(self, wire: str, rates: Sequence[float]) -> dict[str, Any]:
+        """What the choice of an algorithm assumes."""
+        bytes_per_s, latency_s, summed_bytes_per_s, flops_per_s, gather_s = rates
+        self.wires[wire].engine.set_rates((bytes_per_s, latency_s, summed_bytes_per_s, flops_per_s, gather_s))
+        return {}
 
-        def average() -> None:
-            dist.all_reduce(self.gloo_tensor)
-            self.gloo_tensor.div_(self.size)
+    def time_sums(self, wire: str, arm: str, repeats: int) -> dict[str, Any]:
+        """So many sums of the engine's only tensor over all ranks, one after the other, between two barriers.
 
-        return self._averaged(self.gloo_tensor, average)
-
-    def average_engine(self, wire: str) -> dict[str, Any]:
-        """One average of the engine's, of its only tensor."""
+        ``arm`` is ``gloo``, ``book`` (the store's exchange), ``call`` (the algorithm is chosen) or a call's algorithm.
+        Seconds and processor seconds are of all of them; the result of the first is checked.
+        """
         import torch
+        import torch.distributed as dist
 
         here = self.wires[wire]
         memory = here.tensors[0]
-        self.steps += 1
+        tensor = torch.frombuffer(memory.map, dtype=torch.float32)
+        place = [(memory.address, memory.len_bytes)]
 
-        def average() -> None:
-            here.engine.submit(here.book, 0, memory.address, memory.len_bytes, "average", self.steps)
+        def book() -> None:
+            self.steps += 1
+            here.engine.submit(here.book, 0, memory.address, memory.len_bytes, "sum", self.steps)
             here.engine.wait(here.book, [0], True)
 
-        return self._averaged(torch.frombuffer(memory.map, dtype=torch.float32), average)
+        algorithm = None if arm == "call" else arm
 
-    def _averaged(self, tensor: Any, average: Callable[[], None]) -> dict[str, Any]:
-        """Fill the tensor with this rank's number, average it between two barriers, and check the result."""
-        import torch.distributed as dist
+        def call() -> None:
+            here.engine.call(0, "allreduce", 0, 0, "sum", "f32", place, place, None, algorithm).wait()
 
-        tensor.fill_(float(self.rank))
+        one = {"gloo": lambda: dist.all_reduce(tensor), "book": book}.get(arm, call)
+        if repeats > 1:
+            # Once for the check; zeros stay zeros however often they are summed.
+            tensor.fill_(float(self.rank + 1))
+            one()
+            wrong = bool((tensor != self.size * (self.size + 1) / 2).any())
+            tensor.zero_()
+        else:
+            tensor.fill_(float(self.rank + 1))
         dist.barrier()
         began, cpu = time.perf_counter(), time.process_time()
-        average()
+        for _ in range(repeats):
+            one()
         seconds = time.perf_counter() - began
         dist.barrier()  # until the others need nothing more of this process
         cpu_s = time.process_time() - cpu
-        return {"seconds": seconds, "cpu_s": cpu_s, "wrong": bool((tensor != (self.size - 1) / 2).any())}
+        if repeats > 1:
+            wrong |= bool(tensor.any())
+        else:
+            wrong = bool((tensor != self.size * (self.size + 1) / 2).any())
+        return {"seconds": seconds, "cpu_s": cpu_s, "wrong": wrong}
 
     def digest(self, wire: str) -> dict[str, Any]:
         """What is in memory."""

@@ -10,11 +10,21 @@ raises it. In a forked child every call raises `ConfigError`.
 from collections.abc import Sequence
 from typing import Literal, TypedDict, final, type_check_only
 
-__all__ = ["Call", "Engine", "allreduce_cost", "best_algorithm", "best_scheme", "slices", "step_times"]
+__all__ = [
+    "Call",
+    "Engine",
+    "allreduce_cost",
+    "best_algorithm",
+    "best_scheme",
+    "slices",
+    "step_times",
+    "summing_rate",
+]
 
 _Op = Literal["average", "sum", "copy", "min", "max"]
 _Scheme = Literal["store", "central", "tree", "ring", "butterfly", "gather"]
 _Tensor = tuple[str, int, str, int] | tuple[str, int, str, int, _Scheme]
+_Algorithm = Literal["store", "central", "tree", "ring", "butterfly"]
 _Phase = Literal["backward", "forward", "other"]
 _Kind = Literal["linear", "embedding", "other"]
 _Rates = tuple[float, float, float, float, float]
@@ -129,6 +139,9 @@ def best_algorithm(
 
 def step_times(layers: list[tuple[float, float, float]]) -> StepTimes:
     """The limits of a step; ``layers`` are (forward, backward, wire) in seconds, in forward order."""
+
+def summing_rate() -> float:
+    """Bytes of fp32 that one thread of this process adds to a sum per second; measured, in about a millisecond."""
 
 def slices(
     tensors: list[tuple[str, str, int]], ranks: int, slice_bytes: int, lanes: int
@@ -265,6 +278,20 @@ class Engine:
     def form_group(self, group: int, members: list[int]) -> None:
         """Form a group for calls, from 1 on; all members must form it with the same number and order of ranks."""
 
+    def set_rates(self, rates: _Rates) -> None:
+        """Set what the choice of an algorithm assumes, from the next call on; see `best_scheme`.
+
+        All ranks set the same rates between the same two calls: else they may choose differently, which is an error.
+        """
+
+    def allreduce_plan(
+        self, elems: int, dtype: str, ranks: int, algorithm: _Algorithm | None = None
+    ) -> tuple[_Algorithm, int]:
+        """The algorithm of an allreduce of so many elements by so many ranks, and the slices that it is cut into.
+
+        Without ``algorithm`` the one that is chosen under the present rates. For `allreduce_cost`.
+        """
+
     def call(
         self,
         group: int,
@@ -276,8 +303,11 @@ class Engine:
         inputs: list[tuple[int, int]],
         outputs: list[tuple[int, int]],
         keep: object,
+        algorithm: _Algorithm | None = None,
     ) -> Call:
         """Begin a message or collective: ``send``, ``recv``, ``allreduce`` and so on.
+
+        ``algorithm`` is for ``allreduce``; without it the one that `allreduce_plan` gives for this length.
 
         ``rank`` is the other rank or the root, as an index in the group; ``inputs`` and ``outputs`` are addresses and
         lengths in bytes. ``keep`` is let go of when nobody touches the memory any more.

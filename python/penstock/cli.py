@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -44,7 +46,7 @@ For each layer: what its gradient weighs, what each way to synchronise it would 
 Nothing is computed but shapes, and nothing is sent.
 """
 
-MEASURE_EXAMPLES = """\
+LINE_RATE_EXAMPLES = """\
 examples:
   torchrun --nnodes 4 --nproc-per-node 1 ... -m penstock measure line-rate     on every host, like any job
   penstock measure line-rate --rank 0 --world-size 4 --rendezvous tcp://HOST:PORT     by hand, on every host
@@ -55,8 +57,22 @@ It sends messages of 1 byte to 64 MiB between all pairs of ranks, both ways, and
 link, and which links or hosts stand out. Other options of the job are read from PENSTOCK_* variables.
 """
 
+ALLREDUCE_EXAMPLES = """\
+examples:
+  torchrun --nnodes 8 --nproc-per-node 1 ... -m penstock measure allreduce     on every host, like any job
+  penstock measure allreduce --rank 0 --world-size 8 --rendezvous tcp://HOST:PORT     by hand, on every host
+  penstock measure allreduce --local 4 --sizes 64KB,8MB                        4 processes on this machine
+  penstock measure allreduce --workers 2,4,8 --plot allreduce.png --json-lines allreduce.jsonl
+
+It sums messages by each algorithm, with the first 2, 4, 8 and so on of the ranks, and prints the times of the slowest
+rank (median, 95th and 99th percentile), what the measured line rate allows at best, and what the cost model predicts.
+Every result is compared bit for bit. Other options of the job are read from PENSTOCK_* variables.
+"""
+
 WORKERS_MAX = 64
 RANKS_MAX = 4096  # as in crates/core/src/limits.rs
+ALGORITHMS = ("store", "central", "tree", "ring", "butterfly", "auto")
+NBYTES_MAX = 1 << 30
 DEFAULT_BATCH = 32
 DEFAULT_GFLOPS = 50.0
 
@@ -116,38 +132,7 @@ def parser() -> argparse.ArgumentParser:
     demo.set_defaults(command=_demo)
 
     _add_explain(commands)
-    measure = commands.add_parser("measure", help="what the links between the ranks of a job can do")
-    kinds = measure.add_subparsers(title="measurements", metavar="WHAT", required=True, parser_class=Parser)
-    line_rate = kinds.add_parser(
-        "line-rate",
-        help="rate and latency of every link, and which stand out",
-        epilog=MEASURE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    line_rate.add_argument(
-        "--local",
-        type=_whole_number(2, WORKERS_MAX),
-        metavar="N",
-        help="start N processes on this machine; otherwise this process is one rank of a job that you start",
-    )
-    line_rate.add_argument("--rank", type=_whole_number(0, 4095), metavar="R", help="this rank, if no launcher says so")
-    line_rate.add_argument("--world-size", type=_whole_number(1, 4096), metavar="N", help="the number of ranks")
-    line_rate.add_argument("--rendezvous", metavar="PLACE", help="tcp://host:port or file:///directory")
-    line_rate.add_argument("--interface", metavar="NAMES", help="names or CIDR blocks of the network to measure")
-    line_rate.add_argument(
-        "--pairs", type=_whole_number(1, 4096 * 4096), metavar="N", help="a sample of at least N pairs, instead of all"
-    )
-    line_rate.add_argument(
-        "--largest",
-        type=_whole_number(1, 64 << 20),
-        default=64 << 20,
-        metavar="BYTES",
-        help="the largest message (default 67108864)",
-    )
-    line_rate.add_argument("--plot", metavar="FILE", help="draw the rates over the message size (takes Matplotlib)")
-    _add_json(line_rate)
-    line_rate.set_defaults(command=_line_rate)
-
+    _add_measure(commands)
     info = commands.add_parser(
         "info",
         help="versions of Penstock and of what it runs on",
@@ -213,6 +198,87 @@ def _add_explain(commands: Any) -> None:
     )
     _add_json(explain)
     explain.set_defaults(command=_explain)
+
+
+def _add_measure(commands: Any) -> None:
+    measure = commands.add_parser("measure", help="what the links between the ranks of a job can do")
+    kinds = measure.add_subparsers(title="measurements", metavar="WHAT", required=True, parser_class=Parser)
+    line_rate = kinds.add_parser(
+        "line-rate",
+        help="rate and latency of every link, and which stand out",
+        epilog=LINE_RATE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_ranks(line_rate)
+    line_rate.add_argument(
+        "--pairs", type=_whole_number(1, RANKS_MAX**2), metavar="N", help="a sample of at least N pairs, instead of all"
+    )
+    line_rate.add_argument(
+        "--largest",
+        type=_whole_number(1, 64 << 20),
+        default=64 << 20,
+        metavar="BYTES",
+        help="the largest message (default 67108864)",
+    )
+    line_rate.add_argument("--plot", metavar="FILE", help="draw the rates over the message size (takes Matplotlib)")
+    _add_json(line_rate)
+    line_rate.set_defaults(command=_line_rate)
+
+    allreduce = kinds.add_parser(
+        "allreduce",
+        help="how long sums take, by algorithm, size and number of workers, beside the best possible",
+        epilog=ALLREDUCE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_ranks(allreduce)
+    allreduce.add_argument(
+        "--algorithms",
+        type=_list_of(_algorithm),
+        metavar="LIST",
+        help="of store, central, tree, ring, butterfly, and auto: what the cost model chooses (default: all)",
+    )
+    allreduce.add_argument(
+        "--sizes",
+        type=_list_of(_nbytes),
+        default=[4_000, 1_000_000, 53_000_000],
+        metavar="LIST",
+        help="bytes of fp32, with KB or MB (default 4KB,1MB,53MB)",
+    )
+    allreduce.add_argument(
+        "--workers",
+        type=_list_of(_whole_number(2, RANKS_MAX)),
+        metavar="LIST",
+        help="how many ranks take part, the first ones (default: 2, 4, 8 and so on, and all)",
+    )
+    allreduce.add_argument(
+        "--seconds",
+        type=_positive,
+        default=3.0,
+        metavar="X",
+        help="for each size and number of workers, about; at least 5 rounds are made (default 3)",
+    )
+    allreduce.add_argument(
+        "--seed", type=_whole_number(0, 2**31 - 1), default=0, metavar="N", help="of what is added (default 0)"
+    )
+    allreduce.add_argument("--plot", metavar="FILE", help="draw rates and times (takes Matplotlib)")
+    allreduce.add_argument("--json-lines", metavar="FILE", help="append a JSON object per row to this file")
+    _add_json(allreduce)
+    allreduce.set_defaults(command=_allreduce)
+
+
+def _add_ranks(measurement: argparse.ArgumentParser) -> None:
+    measurement.add_argument(
+        "--local",
+        type=_whole_number(2, WORKERS_MAX),
+        metavar="N",
+        help="start N processes on this machine; otherwise this process is one rank of a job that you start",
+    )
+    measurement.add_argument(
+        "--rank", type=_whole_number(0, RANKS_MAX - 1), metavar="R", help="this rank, if no launcher says so"
+    )
+    measurement.add_argument("--world-size", type=_whole_number(1, RANKS_MAX), metavar="N", help="the number of ranks")
+    measurement.add_argument("--rendezvous", metavar="PLACE", help="tcp://host:port or file:///directory")
+    measurement.add_argument("--interface", metavar="NAMES", help="names or CIDR blocks of the network to measure")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -302,27 +368,54 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _line_rate(options: argparse.Namespace) -> int:
+    def work() -> tuple[dict[str, Any] | None, str]:
+        from penstock.measure import command, plots
+        from penstock.measure.line_rate import table
+
+        result = command.line_rate(options)
+        if result is None:
+            return None, ""
+        if options.plot:
+            plots.line_rate(result, options.plot)
+        return result, table(result)
+
+    return _measure(options, work)
+
+
+def _allreduce(options: argparse.Namespace) -> int:
+    def work() -> tuple[dict[str, Any] | None, str]:
+        from penstock.measure import command, plots
+        from penstock.measure.allreduce import lines, table
+
+        result = command.allreduce(options)
+        if result is None:
+            return None, ""
+        if options.json_lines:
+            with Path(options.json_lines).open("a", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in lines(result))
+        if options.plot:
+            plots.allreduce(result, options.plot)
+        return result, table(result)
+
+    return _measure(options, work)
+
+
+def _measure(options: argparse.Namespace, work: Callable[[], tuple[dict[str, Any] | None, str]]) -> int:
+    """Measure, and print the result and its table on rank 0."""
     from penstock.errors import ConfigError, PenstockError
-    from penstock.measure import command
 
     try:
-        result = command.line_rate(options)
-        if result is None:  # another rank prints it
-            return 0
-        if options.plot:
-            from penstock.measure.line_rate import plot
-
-            plot(result, options.plot)
+        result, text = work()
     except ConfigError as error:
         return _fail(options, "penstock measure", error, status=2)
     except (PenstockError, OSError) as error:
         return _fail(options, "penstock measure", error, status=1)
+    if result is None:  # another rank prints it
+        return 0
     if options.json:
         _print_json(result)
     else:
-        from penstock.measure.line_rate import table
-
-        sys.stdout.write(table(result))
+        sys.stdout.write(text)
     return 0
 
 
@@ -364,6 +457,24 @@ def _whole_number(least: int, most: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def _list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    return lambda text: [parse(item.strip()) for item in text.split(",")]
+
+
+def _algorithm(text: str) -> str:
+    if text not in ALGORITHMS:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(ALGORITHMS)}")
+    return text
+
+
+def _nbytes(text: str) -> int:
+    match = re.fullmatch(r"(\d{1,10})\s*(K|M|)B?", text, re.ASCII | re.IGNORECASE)
+    nbytes = int(match[1]) * {"": 1, "K": 1_000, "M": 1_000_000}[match[2].upper()] if match else 0
+    if not 1 <= nbytes <= NBYTES_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size from 1 byte to {NBYTES_MAX}, such as 4KB or 53MB")
+    return nbytes
 
 
 def _positive(text: str) -> float:

@@ -5,7 +5,8 @@ differs is an error on all ranks that names two that disagree. Calls of differen
 returns when its results are in memory and the memory is the caller's again; with ``async_=True`` it returns a `Future`
 at once, and until that is done the tensors must be left alone. Ranks are those of the job, as `penstock.rank` gives.
 
-Sums are in the order of the group's ranks; half types are summed in single precision and rounded once.
+Sums have the same bits on all ranks and in every run. `allreduce` adds in the order of its algorithm
+(``docs/summation.md``), the others in that of the group's ranks; half types are summed in single precision.
 
 Example:
     >>> ps.init()
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from penstock import job
 from penstock.buffers import DTYPES, Buffer, view
@@ -45,8 +46,11 @@ __all__ = [
     "send",
 ]
 
+Algorithm = Literal["store", "central", "tree", "ring", "butterfly"]
+
 TAG_MAX = 2**32 - 1
 OPS = ("sum", "average", "min", "max")
+ALGORITHMS = ("store", "central", "tree", "ring", "butterfly")
 
 
 class Future:
@@ -105,10 +109,15 @@ class Group:
 
     # Each method is the function of the same name, on this group.
 
-    def allreduce(self, tensor: Any, op: str = "sum", *, async_: bool = False) -> Future | None:
+    def allreduce(
+        self, tensor: Any, op: str = "sum", *, algorithm: Algorithm | None = None, async_: bool = False
+    ) -> Future | None:
         """See `penstock.allreduce`."""
+        if algorithm is not None and algorithm not in ALGORITHMS:
+            names = ", ".join(ALGORITHMS)
+            raise ConfigError(f"penstock.allreduce: unknown algorithm {algorithm!r}; the algorithms are {names}")
         memory = view(tensor, "allreduce", written=True)
-        return self._call("allreduce", 0, [memory], [memory], op=op, async_=async_)
+        return self._call("allreduce", 0, [memory], [memory], op=op, algorithm=algorithm, async_=async_)
 
     def reduce(self, tensor: Any, root: int = 0, op: str = "sum", *, async_: bool = False) -> Future | None:
         """See `penstock.reduce`."""
@@ -179,6 +188,7 @@ class Group:
         *,
         op: str | None = None,
         tag: int = 0,
+        algorithm: Algorithm | None = None,
         async_: bool = False,
     ) -> Future | None:
         if self._rank not in self._index:
@@ -196,6 +206,7 @@ class Group:
             [(memory.address, memory.nbytes) for memory in inputs],
             [(memory.address, memory.nbytes) for memory in outputs],
             [memory.keep for memory in inputs + outputs],
+            algorithm,
         )
         if async_:
             return Future(call)
@@ -330,12 +341,23 @@ def new_group(ranks: Sequence[int]) -> Group:
     return Group(running.engine, number, members, running.rank)
 
 
-def allreduce(tensor: Any, op: str = "sum", *, group: Group | None = None, async_: bool = False) -> Future | None:
+def allreduce(
+    tensor: Any,
+    op: str = "sum",
+    *,
+    algorithm: Algorithm | None = None,
+    group: Group | None = None,
+    async_: bool = False,
+) -> Future | None:
     """The sum (average, minimum, maximum) over all ranks, in place on all of them, with the same bits.
 
     Args:
         tensor: Contiguous memory of fp32, fp64, fp16, bf16 or integers, of the same length on every rank.
         op: ``sum``, ``average``, ``min`` or ``max``.
+        algorithm: ``store`` (each slice is summed by its owner, owners take turns), ``central`` (by the group's first
+            rank), ``tree``, ``ring`` or ``butterfly``; the same on every rank. Without it the one that is fastest by
+            the cost model for this length, group and line rate. It decides the order of additions, which is in
+            ``docs/summation.md``; name one where a program shall have the same bits on other machines.
         group: The ranks that take part; all if it is not given.
         async_: Return a `Future` at once.
 
@@ -348,7 +370,7 @@ def allreduce(tensor: Any, op: str = "sum", *, group: Group | None = None, async
         >>> loss = torch.tensor(0.5)
         >>> ps.allreduce(loss, op="average")
     """
-    return _group(group, "allreduce").allreduce(tensor, op, async_=async_)
+    return _group(group, "allreduce").allreduce(tensor, op, algorithm=algorithm, async_=async_)
 
 
 def reduce(

@@ -68,6 +68,8 @@ class Options:
         handshake_timeout_s: Longest time for a new connection to prove itself, in seconds.
         rendezvous_timeout_s: Longest wait for all ranks at the start, in seconds; two more to hear who is missing.
         broadcast_buffers: Copy rank 0's buffers (batch norm) to all before every forward, not only at ``distribute``.
+        line_rate_mbit: One direction of the slowest interface, in megabits per second, for whatever chooses by cost.
+            ``None`` or ``"auto"``: measured at the start (under 0.5 s); ``"off"``: not measured, 1000 assumed.
         policy: How layers' schemes are chosen: ``measured`` by predicted seconds, ``paper`` by Poseidon's Algorithm 1.
 
     Example:
@@ -92,6 +94,7 @@ class Options:
     handshake_timeout_s: float = 10.0
     rendezvous_timeout_s: float = 300.0
     broadcast_buffers: bool = False
+    line_rate_mbit: float | None = None
     policy: str = "measured"
 
     def ports(self) -> range:
@@ -120,6 +123,7 @@ class OptionArguments(TypedDict, total=False):
     handshake_timeout_s: float | None
     rendezvous_timeout_s: float | None
     broadcast_buffers: bool | None
+    line_rate_mbit: float | str | None
     policy: str | None
 
 
@@ -264,6 +268,12 @@ def _rendezvous(raw: object) -> str:
     raise ValueError
 
 
+def _line_rate(raw: object) -> float | None:
+    if raw in ("auto", "off"):
+        return None if raw == "auto" else 0.0
+    return _seconds(raw)  # any positive number within bounds
+
+
 def _policy(raw: object) -> str:
     if raw not in POLICIES:
         raise ValueError
@@ -293,6 +303,7 @@ _FIELDS: dict[str, tuple[Callable[[object], object], str]] = {
     "handshake_timeout_s": _SECONDS,
     "rendezvous_timeout_s": _SECONDS,
     "broadcast_buffers": _SWITCH,
+    "line_rate_mbit": (_line_rate, 'megabits per second, "auto" or "off"'),
     "policy": (_policy, " or ".join(f'"{name}"' for name in POLICIES)),
 }
 

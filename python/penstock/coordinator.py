@@ -36,10 +36,11 @@ class Rates:
 
     Attributes:
         bytes_per_s: One direction of an interface.
-        latency_s: One message of a byte, from one rank to another.
+        latency_s: One message of a byte, from one rank's engine to another's.
         summed_bytes_per_s: Bytes of input added to a sum.
         product_flops_per_s: Of a matrix product; a multiplication and an addition are two.
         gather_s: A rank's work for one exchange of rows, whatever its size: capturing, putting together, taking apart.
+        call_s: A call without its steps: handed over to the engine's thread, and back.
         source: Where they come from, for the reader.
     """
 
@@ -48,6 +49,7 @@ class Rates:
     summed_bytes_per_s: float = 4e9
     product_flops_per_s: float = 50e9
     gather_s: float = 200e-6
+    call_s: float = 0.0
     source: str = "assumed"
 
     def native(self) -> tuple[float, float, float, float, float]:

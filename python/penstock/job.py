@@ -14,11 +14,12 @@ import opcode
 import os
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock import addresses, config, rendezvous
+from penstock.coordinator import Rates
 from penstock.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Job:
         job_id: 16 bytes, the same on every rank and different for every start.
         address: What this rank advertises, ``host:port``.
         aborted: Whether this rank has told the others that it failed.
+        rates: What wire and processors do, the same on every rank.
     """
 
     engine: Engine
@@ -55,6 +57,7 @@ class Job:
     job_id: bytes
     address: str
     aborted: bool = False
+    rates: Rates = field(default_factory=Rates)
 
     @property
     def rank(self) -> int:
@@ -286,7 +289,29 @@ def _start(launch: Launch, board: Board | None = None) -> Job:
     engine, chosen, agreement = started[0]
     engine.connect(table)
     _announce(launch, chosen, agreement, engine.port)
-    return Job(engine, launch, agreement.job_id, f"{chosen.host}:{engine.port}")
+    job = Job(engine, launch, agreement.job_id, f"{chosen.host}:{engine.port}")
+    try:
+        job.rates = _rates(job)
+        if job.world_size > 1:
+            engine.set_rates(job.rates.native())
+    except BaseException as error:  # an interrupt, too: the others wait for this rank
+        job.abort(_described(error))
+        with contextlib.suppress(PenstockError):  # what failed is on its way up
+            engine.shutdown()
+        raise
+    return job
+
+
+def _rates(job: Job) -> Rates:
+    """What the option says, or what the links are measured to do."""
+    given = job.options.line_rate_mbit
+    if job.world_size == 1 or given == 0.0:
+        return Rates()
+    if given is not None:
+        return Rates(bytes_per_s=given * 1e6 / 8, source="line rate as given")
+    from penstock.measure.quick import quick_rates
+
+    return quick_rates(job)
 
 
 def _bind(options: Options, agreement: Agreement, host: str) -> Engine:

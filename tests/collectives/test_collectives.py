@@ -9,6 +9,7 @@ import pytest
 from job_processes import run, run_well
 
 import penstock as ps
+import penstock.job
 from penstock.buffers import view
 
 LENGTHS = (0, 1, 13, 4096, 70_001, 400_003)
@@ -70,6 +71,30 @@ def check_blocks(rank, size):
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_every_collective_gives_the_expected_values(size, tmp_path):
     run_well(size, all_values, tmp_path)
+
+
+def algorithms(rank, size):
+    engine = penstock.job.current("a test").engine
+    # Where messages cost nothing bytes decide; where each takes a second, how many wait for each other.
+    engine.set_rates((1e9, 0.0, 1e30, 1.0, 0.0))
+    fast = engine.allreduce_plan(1000, "f32", 16)[0]
+    engine.set_rates((1e9, 1.0, 1e30, 1.0, 0.0))
+    slow = engine.allreduce_plan(1000, "f32", 16)[0]
+    assert (fast, slow) == ("ring", "store")
+    with pytest.raises(ps.ConfigError, match="bytes_per_s"):
+        engine.set_rates((0.0, 1.0, 1.0, 1.0, 0.0))
+    for algorithm in (None, "store", "central", "tree", "ring", "butterfly"):
+        taken, slices = engine.allreduce_plan(400_003, "f32", size, algorithm)
+        assert taken == (algorithm or "store") and slices > 1
+        for length in LENGTHS:
+            rows = [numbers(other, length, np.float32) for other in range(size)]
+            mine = rows[rank].copy()
+            ps.allreduce(mine, algorithm=algorithm, op="average")
+            np.testing.assert_array_equal(mine, np.sum(rows, axis=0) / np.float32(size), algorithm)
+
+
+def test_an_allreduce_goes_by_the_algorithm_that_is_named_or_best(tmp_path):
+    run_well(4, algorithms, tmp_path)
 
 
 def messages(rank, size):
@@ -188,6 +213,7 @@ def bad_calls(rank, size):
         (lambda: ps.allreduce(constant), "read-only"),
         (lambda: ps.recv(b"1234", 1 - rank), "read-only"),
         (lambda: ps.allreduce(fine, op="product"), "'product'"),
+        (lambda: ps.allreduce(fine, algorithm="gossip"), "'gossip'; the algorithms are store, central"),
         (lambda: ps.allreduce(np.ones(4, np.int32), op="average"), "integers have no average"),
         (lambda: ps.broadcast(fine, root=size), f"rank {size} is no member"),
         (lambda: ps.send(fine, rank), "is this rank"),
@@ -223,12 +249,14 @@ def disagree(rank, size, what):
         return ps.allreduce(value.view(np.int32).astype(np.float64))
     if what == "op":
         return ps.allreduce(value, op="average")
+    if what == "algorithm":
+        return ps.allreduce(value, algorithm="ring")
     if what == "call":
         return ps.broadcast(value, root=1)
     return ps.allreduce(value[:-1])
 
 
-@pytest.mark.parametrize("what", ["length", "long", "dtype", "op", "call"])
+@pytest.mark.parametrize("what", ["length", "long", "dtype", "op", "algorithm", "call"])
 def test_ranks_that_disagree_all_hear_of_it(what, tmp_path):
     outcomes = run(3, disagree, tmp_path, what)
     for rank, outcome in enumerate(outcomes):

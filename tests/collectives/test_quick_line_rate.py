@@ -1,36 +1,92 @@
-"""The quick measurement for the start of a job."""
+"""The quick measurement when a job starts: what it tells, what turns it off, and a rank that is lost in it."""
 
+import multiprocessing
+import os
 import time
 
-from job_processes import run_well
+import pytest
+from job_processes import OPTIONS, PATIENCE_S, run_well
 
 import penstock as ps
 from penstock import job
-from penstock.measure.line_rate import quick_line_rate
+from penstock.coordinator import Rates
+from penstock.measure import quick
 
 LIMIT_S = 0.5
-TIMES_MAX = 10
+REPEATS_MAX = 10
+LOST_EXIT_CODE = 3
 
 
-def measure(rank, size):
-    """The seconds that it took the slowest rank, and this rank's result: of a time when the machine was not busy."""
-    for _ in range(TIMES_MAX):
+def rates_of_the_start(rank, size):
+    """What `init` found, and the seconds that the slowest rank took for another one when the machine was not busy."""
+    running = job.current()
+    for _ in range(REPEATS_MAX):
         ps.barrier()
         began = time.monotonic()
-        rate = quick_line_rate(job.current())
+        quick.quick_rates(running)
         took = memoryview(bytearray(8)).cast("d")
         took[0] = time.monotonic() - began
         ps.allreduce(took, op="max")
         if took[0] < LIMIT_S:
             break
-    return took[0], rate
+    return running.rates, took[0]
 
 
-def test_it_is_quick_and_the_same_on_every_rank(tmp_path):
-    for size in (1, 3, 4):
-        results = run_well(size, measure, tmp_path)
-        rates = {(rate.latency_s, rate.bytes_per_s, rate.interface) for _, rate in results}
-        assert len(rates) == 1
-        assert max(seconds for seconds, _ in results) < LIMIT_S, f"never in {TIMES_MAX} attempts: {results}"
-        ((latency_s, bytes_per_s, interface),) = rates
-        assert interface == "lo" and 0 <= latency_s < 0.1 and bytes_per_s > 1e6
+@pytest.mark.parametrize("size", [2, 3])
+def test_it_is_quick_and_the_same_on_every_rank(size, tmp_path):
+    results = run_well(size, rates_of_the_start, tmp_path)
+    first, _ = results[0]
+    assert all(rates == first for rates, _ in results)
+    assert first.source == "measured at the start"
+    assert 0 < first.latency_s < 0.1 and first.bytes_per_s > 1e6 and first.summed_bytes_per_s > 1e7
+    assert max(seconds for _, seconds in results) < LIMIT_S, f"never in {REPEATS_MAX} attempts: {results}"
+
+
+def given_rates(rank, size):
+    return job.current().rates
+
+
+@pytest.mark.parametrize(("given", "bytes_per_s"), [(80, 1e7), ("off", Rates().bytes_per_s)])
+def test_nothing_is_measured_if_the_rate_is_given_or_it_is_turned_off(given, bytes_per_s, tmp_path):
+    for rates in run_well(2, given_rates, tmp_path, line_rate_mbit=given):
+        assert rates.bytes_per_s == bytes_per_s and "measured" not in rates.source
+
+
+def test_one_rank_alone_has_nobody_to_measure_with():
+    ps.init()
+    try:
+        assert job.current().rates == Rates()
+    finally:
+        ps.shutdown()
+
+
+def start_and_lose_one(pipe, rank, place):
+    """A rank whose process ends without a word in the middle of the measurement, and another that starts with it."""
+    if rank == 1:
+        quick._Pair._receive = lambda *_: os._exit(LOST_EXIT_CODE)
+    began = time.monotonic()
+    try:
+        ps.init(rank=rank, world_size=2, rendezvous=f"file://{place}", **OPTIONS)
+    except ps.PeerLost as error:
+        pipe.send((error.rank, time.monotonic() - began))
+
+
+def test_a_rank_lost_meanwhile_is_named_in_time(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    place = str(tmp_path / "meet")
+    ranks = [context.Process(target=start_and_lose_one, args=(there, rank, place)) for rank in range(2)]
+    try:
+        for process in ranks:
+            process.start()
+        assert here.poll(PATIENCE_S), "the survivor neither failed nor ended"
+        lost, seconds = here.recv()
+        assert lost == 1 and seconds < OPTIONS["operation_timeout_s"]
+        for process in ranks:
+            process.join(PATIENCE_S)
+        assert ranks[1].exitcode == LOST_EXIT_CODE
+    finally:
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
+            process.join()

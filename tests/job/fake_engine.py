@@ -39,6 +39,9 @@ class FakeEngine:
         self.table = addresses
         self._called("connect")
 
+    def set_rates(self, rates: tuple[float, ...]) -> None:
+        self._called("set_rates")
+
     def report(self) -> dict[str, Any]:
         return {"rank": self.arguments["rank"], "size": self.arguments["size"]}
 

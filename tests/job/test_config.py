@@ -34,6 +34,7 @@ SAMPLES = {
     "handshake_timeout_s": ("3", 3.0, "nan"),
     "rendezvous_timeout_s": ("4", 4.0, "inf"),
     "broadcast_buffers": ("true", True, ""),
+    "line_rate_mbit": ("950", 950.0, "fast"),
     "policy": ("paper", "paper", "greedy"),
 }
 

@@ -15,6 +15,7 @@ from thread_engine import Hub
 
 from penstock import job
 from penstock.config import Options
+from penstock.coordinator import Rates
 from penstock.errors import ConfigError, PenstockError
 
 arm = "threads"  # or "native"
@@ -100,7 +101,9 @@ def _run(hub, function, size, world_size, broadcast_buffers):
 
     def rank_main(rank):
         options = Options(rank=rank, world_size=world_size, broadcast_buffers=broadcast_buffers)
-        _local.job = SimpleNamespace(engine=hub.engines[rank], rank=rank, world_size=world_size, options=options)
+        _local.job = SimpleNamespace(
+            engine=hub.engines[rank], rank=rank, world_size=world_size, options=options, rates=Rates()
+        )
         try:
             results[rank] = function(rank, hub.engines[rank])
         except BaseException as error:  # noqa: BLE001  whatever it was, the other threads must end

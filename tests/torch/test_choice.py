@@ -1,6 +1,8 @@
 """Schemes chosen while training: the same on all ranks at the same step, from rows and rates that all ranks share."""
 
+import itertools
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +12,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.coordinator import Rates
 from penstock.errors import ConfigError
 from penstock.torch import choice, distribute
 from penstock.torch.safety import owner_of as owner_of_param
@@ -20,11 +21,12 @@ INPUTS, OUTPUTS = 512, 256
 
 @pytest.fixture(autouse=True)
 def slow_wire(monkeypatch):
-    """Rates as of a slow wire and a fast processor, a little different on each rank."""
+    """Rates as of a slow wire and a fast processor, which is a little different on each rank."""
+    flops = itertools.count(5e10)
 
-    def measured(engine, bytes_per_s, *, products):
-        rates = Rates(bytes_per_s=1e6 + engine.report()["rank"], latency_s=1e-6, gather_s=0.0, source="measured")
-        return rates if products else Rates(bytes_per_s=1e6, latency_s=1e-6, source="measured")
+    def measured(rates, *, products):
+        rates = replace(rates, bytes_per_s=1e6, latency_s=1e-6, source="measured")
+        return replace(rates, product_flops_per_s=next(flops)) if products else rates
 
     monkeypatch.setattr(sys.modules["penstock.torch.distribute"], "measured_rates", measured)
 

@@ -1,11 +1,14 @@
 //! Calls that do not fit each other: both ranks' names and what differs, instead of a wait without end.
 
-use penstock_core::calls::{Action, Call, Calls, Request};
+use penstock_core::calls::{Action, Call, Calls, Request, Share};
+use penstock_core::cost::dense::Algorithm;
 use penstock_core::layout::{Dtype, Rank};
 use penstock_core::memory::Memory;
 use penstock_core::reduce::Reduction;
 use penstock_core::wire::{Kind, Op, Place};
 use penstock_core::{Error, Header, limits};
+
+const STORE: Action = Action::Allreduce { algorithm: Algorithm::Store };
 
 /// Lengths alone.
 struct Lengths;
@@ -70,8 +73,8 @@ impl Pair {
 
 fn call(request: Request, inputs: &[usize], outputs: &[usize]) -> Call<usize> {
     let blocks = |lens: &[usize]| lens.iter().map(|len| (*len, *len as u64)).collect();
-    let (op, dtype) = (Op::Sum, Dtype::F32);
-    Call { id: 1, group: 0, request, op, dtype, inputs: blocks(inputs), outputs: blocks(outputs) }
+    let (op, dtype, share) = (Op::Sum, Dtype::F32, Share::ALL);
+    Call { id: 1, group: 0, request, op, dtype, share, inputs: blocks(inputs), outputs: blocks(outputs) }
 }
 
 fn message(of: &str, len: usize) -> Call<usize> {
@@ -137,14 +140,15 @@ fn messages_of_different_lengths_are_an_error_on_either_side() {
 #[test]
 fn different_calls_are_an_error_that_says_both() {
     let collective = |action| Request::Collective(action);
-    let allreduce = call(collective(Action::Allreduce), &[400], &[400]);
+    let allreduce = call(collective(STORE), &[400], &[400]);
     let others = [
         (call(collective(Action::AllGather), &[400], &[400; 2]), "all_gather"),
         (call(collective(Action::Reduce { root: 0 }), &[400], &[]), "reduce (root 0"),
+        (call(collective(Action::Allreduce { algorithm: Algorithm::Ring }), &[400], &[400]), "by ring"),
         (Call { op: Op::Average, ..allreduce.clone() }, "Average of F32"),
         (Call { dtype: Dtype::F64, ..allreduce.clone() }, "Sum of F64"),
-        (call(collective(Action::Allreduce), &[404], &[404]), "404 bytes"),
-        (call(collective(Action::Allreduce), &[400_000], &[400_000]), "bytes"),
+        (call(collective(STORE), &[404], &[404]), "404 bytes"),
+        (call(collective(STORE), &[400_000], &[400_000]), "bytes"),
     ];
     for (other, words) in others {
         for (first, second) in [(0, 1), (1, 0)] {
@@ -153,7 +157,10 @@ fn different_calls_are_an_error_that_says_both() {
                 calls.reverse();
             }
             let text = disagreement(calls);
-            assert!(text.contains("allreduce (Sum of F32)") && text.contains(words), "{words}: {text}");
+            assert!(
+                text.contains("allreduce by store (Sum of F32)") && text.contains(words),
+                "{words}: {text}"
+            );
         }
     }
 }
@@ -178,8 +185,8 @@ fn what_does_not_fit_the_group_is_refused() {
     for wrong in [
         call(Request::Send { to: 1, tag: 0 }, &[4], &[]),
         call(Request::Send { to: 2, tag: 0 }, &[4], &[]),
-        call(Request::Collective(Action::Allreduce), &[4], &[8]),
-        call(Request::Collective(Action::Allreduce), &[6], &[6]),
+        call(Request::Collective(STORE), &[4], &[8]),
+        call(Request::Collective(STORE), &[6], &[6]),
         call(Request::Collective(Action::AllGather), &[4], &[4]),
         call(Request::Collective(Action::Broadcast { root: 2 }), &[], &[4]),
         Call { group: 3, ..call(Request::Collective(Action::Barrier), &[], &[]) },

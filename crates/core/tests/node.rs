@@ -1,7 +1,8 @@
 //! The node, event by event: what the simulator has found, each as its smallest story, and events drawn at random.
 
 use penstock_core::Scheme;
-use penstock_core::calls::{Action as What, Call, Request, Signature};
+use penstock_core::calls::{Action as What, Call, Request, Share, Signature};
+use penstock_core::cost::dense::Algorithm;
 use penstock_core::layout::{Book, Dtype, Rank, Seq, Tensor};
 use penstock_core::memory::Memory;
 use penstock_core::node::{Action, Config, Event, Node};
@@ -436,7 +437,9 @@ fn call() -> impl Strategy<Value = Draw> {
         root.prop_map(|root| Request::Collective(What::Gather { root })),
         prop::sample::select(vec![
             What::Barrier,
-            What::Allreduce,
+            What::Allreduce { algorithm: Algorithm::Store },
+            What::Allreduce { algorithm: Algorithm::Tree },
+            What::Allreduce { algorithm: Algorithm::Butterfly },
             What::AllGather,
             What::ReduceScatter,
             What::AllToAll
@@ -460,8 +463,8 @@ fn make_call(request: Request, elems: u64) -> Call<Chunk> {
         Request::Collective(What::Barrier) => (0, 0),
         Request::Collective(_) => (1, 1),
     };
-    let (op, dtype) = (Op::Sum, Dtype::F32);
-    Call { id: 0, group: 0, request, op, dtype, inputs: blocks(inputs), outputs: blocks(outputs) }
+    let (op, dtype, share) = (Op::Sum, Dtype::F32, Share::ALL);
+    Call { id: 0, group: 0, request, op, dtype, share, inputs: blocks(inputs), outputs: blocks(outputs) }
 }
 
 fn draw() -> impl Strategy<Value = Draw> {

@@ -12,7 +12,8 @@ pub struct Handle {
     pub(crate) id: u64,
     pub(crate) group: GroupId,
     pub(crate) request: Request,
-    complete: AtomicBool,
+    /// Lanes whose share is not complete.
+    incomplete: AtomicU32,
     /// Regions that a lane may still touch.
     unreleased: AtomicU32,
     /// Threads that wait for it now.
@@ -32,6 +33,7 @@ impl Handle {
         id: u64,
         group: GroupId,
         request: Request,
+        lanes: u32,
         regions: u32,
         keep: Box<dyn Any + Send + Sync>,
         shared: Arc<Shared>,
@@ -41,7 +43,7 @@ impl Handle {
             id,
             group,
             request,
-            complete: AtomicBool::new(false),
+            incomplete: AtomicU32::new(lanes),
             unreleased: AtomicU32::new(regions),
             awaited: AtomicU32::new(0),
             watched: AtomicBool::new(false),
@@ -60,12 +62,12 @@ impl Handle {
     /// Whether the results are in memory and the memory is the program's again.
     #[must_use]
     pub fn is_done(&self) -> bool {
-        self.complete.load(Ordering::SeqCst) && self.unreleased.load(Ordering::SeqCst) == 0
+        self.incomplete.load(Ordering::SeqCst) == 0 && self.unreleased.load(Ordering::SeqCst) == 0
     }
 
-    /// The lane has brought the results into memory.
+    /// A lane has brought the results of its share into memory.
     pub(crate) fn completed(&self) {
-        self.complete.store(true, Ordering::SeqCst);
+        self.incomplete.fetch_sub(1, Ordering::SeqCst);
         self.tell();
     }
 

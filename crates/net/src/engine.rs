@@ -106,6 +106,8 @@ struct Inner {
     shared: Arc<Shared>,
     books: RwLock<Vec<Arc<OpenBook>>>,
     next_token: AtomicU64,
+    /// What calls are made of.
+    agreed: Mutex<call::Agreed>,
     /// Calls of a job of one rank.
     alone: Mutex<(Calls<RealMemory>, RealMemory)>,
     /// Slices that completed without a lane.
@@ -164,6 +166,7 @@ impl Engine {
                 config,
                 books: RwLock::default(),
                 next_token: AtomicU64::new(1),
+                agreed: Mutex::default(),
                 alone,
                 own_slices: AtomicU64::new(0),
                 listener: Mutex::new(Some((descriptors::register(&listener), listener))),

@@ -21,9 +21,11 @@ mod mailbox;
 pub mod memory;
 mod report;
 mod shared;
+mod summing;
 
 pub use accounting::{Busy, Phase};
 pub use call::Handle;
 pub use engine::{Bytes, CallPart, Engine, EngineConfig, Part};
 pub use failure::{Failure, Stop};
 pub use report::{BookReport, LayerReport, Report};
+pub use summing::summing_rate;

@@ -1,9 +1,12 @@
 //! Calls between engines of one process, over loopback: values, errors, and how long a job of one rank takes to end.
 
 use penstock_core::calls::{Action, Request};
+use penstock_core::cost::dense::Algorithm;
 use penstock_core::{Dtype, Error, Op, Rank};
 use penstock_net::{CallPart, Engine, EngineConfig, Stop};
 use std::time::{Duration, Instant};
+
+const STORE: Action = Action::Allreduce { algorithm: Algorithm::Store };
 
 fn job(size: u32) -> Vec<Engine> {
     let config = |rank| EngineConfig {
@@ -58,11 +61,13 @@ fn call(engine: &Engine, group: u16, request: Request, op: Op, values: &mut [f32
 #[test]
 fn groups_on_both_lanes_sum_and_send() {
     on_all(job(3), |engine, rank| {
-        let allreduce = Request::Collective(Action::Allreduce);
-        for length in [0, 3, 300_000] {
+        let allreduce = Request::Collective(STORE);
+        // The longest is dealt among both lanes.
+        for (algorithm, length) in Algorithm::ALL.into_iter().flat_map(|a| [0, 3, 300_000].map(|l| (a, l))) {
             let mut values = vec![rank as f32; length];
-            call(engine, 0, allreduce, Op::Average, &mut values).unwrap();
-            assert!(values.iter().all(|x| *x == 1.0));
+            let request = Request::Collective(Action::Allreduce { algorithm });
+            call(engine, 0, request, Op::Average, &mut values).unwrap();
+            assert!(values.iter().all(|x| *x == 1.0), "{algorithm:?} of {length}");
         }
         if rank > 0 {
             engine.form_group(1, &[2, 1]).unwrap();
@@ -86,7 +91,7 @@ fn groups_on_both_lanes_sum_and_send() {
 #[test]
 fn a_rank_that_vanishes_in_a_call_is_named() {
     on_all(job(3), |engine, rank| {
-        let allreduce = Request::Collective(Action::Allreduce);
+        let allreduce = Request::Collective(STORE);
         call(engine, 0, allreduce, Op::Sum, &mut [1.0; 3]).unwrap();
         if rank == 1 {
             return; // Dropped without a goodbye.
@@ -106,8 +111,8 @@ fn what_is_refused_leaves_nothing_to_wait_for() {
     let begin = Instant::now();
     for engine in job(1) {
         let mut values = [1.0; 3];
-        call(&engine, 0, Request::Collective(Action::Allreduce), Op::Sum, &mut values).unwrap();
-        assert!(call(&engine, 9, Request::Collective(Action::Allreduce), Op::Sum, &mut values).is_err());
+        call(&engine, 0, Request::Collective(STORE), Op::Sum, &mut values).unwrap();
+        assert!(call(&engine, 9, Request::Collective(STORE), Op::Sum, &mut values).is_err());
         assert!(call(&engine, 0, Request::Send { to: 0, tag: 0 }, Op::Copy, &mut values).is_err());
         assert!(engine.form_group(1, &[0, 1]).is_err() && engine.form_group(0, &[0]).is_err());
         engine.shutdown(&mut never).unwrap();

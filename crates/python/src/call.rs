@@ -3,6 +3,7 @@
 use crate::engine::{Engine, parse_op, waiting};
 use crate::errors::{bad_argument, raise};
 use penstock_core::calls::{Action, GroupId, Request};
+use penstock_core::cost::dense::Algorithm;
 use penstock_net::{CallPart, Handle};
 use pyo3::prelude::*;
 use std::sync::Arc;
@@ -28,7 +29,6 @@ fn parse_request(name: &str, rank: u32, tag: u32) -> PyResult<Request> {
         "reduce" => Action::Reduce { root },
         "gather" => Action::Gather { root },
         "scatter" => Action::Scatter { root },
-        "allreduce" => Action::Allreduce,
         "all_gather" => Action::AllGather,
         "reduce_scatter" => Action::ReduceScatter,
         "all_to_all" => Action::AllToAll,
@@ -68,20 +68,23 @@ pub(crate) fn begin(
     engine: &Bound<'_, Engine>,
     group: GroupId,
     (request, rank, tag): (&str, u32, u32),
+    algorithm: Option<Algorithm>,
     (op, dtype): (&str, &str),
     (inputs, outputs): (Vec<Memory>, Vec<Memory>),
     keep: Py<PyAny>,
 ) -> PyResult<Call> {
-    let part = CallPart {
-        group,
-        request: parse_request(request, rank, tag)?,
-        op: parse_op(op)?,
-        dtype: dtype.parse().map_err(|error: penstock_core::Error| bad_argument(error.to_string()))?,
-        inputs,
-        outputs,
-        keep: Box::new(keep),
+    let dtype = dtype.parse().map_err(|error: penstock_core::Error| bad_argument(error.to_string()))?;
+    let native = &engine.get().engine;
+    let request = match request {
+        "allreduce" => {
+            let len_bytes = inputs.first().map_or(0, |(_, len)| *len as u64);
+            let chosen = algorithm.map_or_else(|| native.choose(group, len_bytes, dtype), Ok);
+            Request::Collective(Action::Allreduce { algorithm: chosen.map_err(raise)? })
+        }
+        _ => parse_request(request, rank, tag)?,
     };
+    let part = CallPart { group, request, op: parse_op(op)?, dtype, inputs, outputs, keep: Box::new(keep) };
     // SAFETY: `keep` keeps the memory alive, and `penstock.collectives` says who may touch it meanwhile.
-    let handle = unsafe { engine.get().engine.call(part) }.map_err(raise)?;
+    let handle = unsafe { native.call(part) }.map_err(raise)?;
     Ok(Call { engine: engine.clone().unbind(), handle })
 }

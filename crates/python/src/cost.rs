@@ -1,4 +1,5 @@
-//! Cost and choice of schemes, for the coordinator and `penstock explain`: see `_native.pyi`. Pure; nothing here waits.
+//! Cost and choice of schemes, for the coordinator and `penstock explain`: see `_native.pyi`. Pure but for
+//! `summing_rate`, which measures; nothing here waits.
 
 use crate::errors::bad_argument;
 use penstock_core::cost::Rates;
@@ -12,14 +13,14 @@ use pyo3::types::{PyDict, PyList};
 
 /// Bytes per second, latency in seconds, bytes summed per second, floating point operations per second of a product,
 /// seconds of work for an exchange of rows.
-type RatesTuple = (f64, f64, f64, f64, f64);
+pub(crate) type RatesTuple = (f64, f64, f64, f64, f64);
 
 #[allow(clippy::needless_pass_by_value)] // For `map_err(config)`.
 fn config(error: Error) -> PyErr {
     bad_argument(error.to_string())
 }
 
-fn rates_of(given: RatesTuple) -> PyResult<Rates> {
+pub(crate) fn rates_of(given: RatesTuple) -> PyResult<Rates> {
     let (bytes_per_s, latency_s, summed_bytes_per_s, product_flops_per_s, gather_s) = given;
     let rates = Rates { bytes_per_s, latency_s, summed_bytes_per_s, product_flops_per_s, gather_s };
     match rates.wrong() {
@@ -37,10 +38,13 @@ fn kind_of(kind: &str, (height, width): (u64, u64)) -> PyResult<Kind> {
     }
 }
 
-fn algorithm_of(name: &str) -> PyResult<Algorithm> {
+pub(crate) fn algorithm_of(name: &str) -> PyResult<Algorithm> {
     match name.parse::<Scheme>().map_err(config)? {
         Scheme::Dense(algorithm) => Ok(algorithm),
-        _ => Err(bad_argument(format!("{name} is no allreduce"))),
+        _ => Err(bad_argument(format!(
+            "{name} is no allreduce; the algorithms are {}",
+            Algorithm::ALL.map(Algorithm::name).join(", ")
+        ))),
     }
 }
 
@@ -151,6 +155,11 @@ pub(crate) fn best_algorithm(
     let (algorithm, seconds) =
         scheme::best_algorithm(elems, elem_bytes, workers, slices, &rates_of(rates)?, &allowed);
     Ok((algorithm.name(), seconds))
+}
+
+#[pyfunction]
+pub(crate) fn summing_rate(py: Python<'_>) -> f64 {
+    py.detach(penstock_net::summing_rate)
 }
 
 #[pyfunction]

@@ -1,6 +1,7 @@
 //! The class `Engine`. Calls that may block run without the GIL; while they wait, signals are looked at.
 
 use crate::call::{self, Call, Memory};
+use crate::cost::{RatesTuple, algorithm_of, rates_of};
 use crate::errors::{bad_argument, raise, raise_stop};
 use crate::report;
 use penstock_core::calls::GroupId;
@@ -304,6 +305,26 @@ impl Engine {
         self.engine.form_group(group, &members).map_err(raise)
     }
 
+    fn set_rates(&self, rates: RatesTuple) -> PyResult<()> {
+        self.engine.set_rates(rates_of(rates)?).map_err(raise)
+    }
+
+    #[pyo3(signature = (elems, dtype, ranks, algorithm=None))]
+    fn allreduce_plan(
+        &self,
+        elems: u64,
+        dtype: &str,
+        ranks: u32,
+        algorithm: Option<&str>,
+    ) -> PyResult<(&'static str, u32)> {
+        let dtype = dtype.parse().map_err(|error: penstock_core::Error| bad_argument(error.to_string()))?;
+        let algorithm = algorithm.map(algorithm_of).transpose()?;
+        let (algorithm, slices) =
+            self.engine.allreduce_plan(elems, dtype, ranks, algorithm).map_err(raise)?;
+        Ok((algorithm.name(), slices))
+    }
+
+    #[pyo3(signature = (group, request, rank, tag, op, dtype, inputs, outputs, keep, algorithm=None))]
     #[allow(clippy::too_many_arguments)]
     fn call(
         slf: &Bound<'_, Self>,
@@ -316,8 +337,10 @@ impl Engine {
         inputs: Vec<Memory>,
         outputs: Vec<Memory>,
         keep: Py<PyAny>,
+        algorithm: Option<&str>,
     ) -> PyResult<Call> {
-        call::begin(slf, group, (request, rank, tag), (op, dtype), (inputs, outputs), keep)
+        let algorithm = algorithm.map(algorithm_of).transpose()?;
+        call::begin(slf, group, (request, rank, tag), algorithm, (op, dtype), (inputs, outputs), keep)
     }
 
     fn take_done(&self, py: Python<'_>, patience_s: f64) -> PyResult<Vec<u64>> {

@@ -8,16 +8,20 @@
 //!
 //! What it omits: time. `crate::world` has that, for exchanges.
 
+use crate::check::order;
 use crate::memory::{Chunk, RealMemory, SimMemory};
 use crate::random::Random;
-use penstock_core::calls::{Action as What, Call, GroupId, Request};
+use penstock_core::calls::{Action as What, Call, GroupId, Request, Shape, Share, lanes, slices};
+use penstock_core::cost::dense::Algorithm;
+use penstock_core::cost::part_start;
 use penstock_core::layout::{Dtype, Rank};
 use penstock_core::limits;
 use penstock_core::memory::Memory;
 use penstock_core::node::{Action, Config, Event, Node};
-use penstock_core::reduce::Reduction;
 use penstock_core::wire::{Header, Kind, Op, Outgoing, Place};
+use std::cell::Cell;
 use std::collections::VecDeque;
+use std::rc::Rc;
 
 /// What a run was like.
 #[derive(Debug, Clone, Copy, Default)]
@@ -37,6 +41,8 @@ struct Part {
     call: Call<Chunk>,
     /// By output block.
     expected: Vec<Vec<u8>>,
+    /// Shares of the call that are not complete; the outputs are looked at after the last.
+    shares: Rc<Cell<u32>>,
     complete: bool,
 }
 
@@ -110,7 +116,10 @@ fn numbers(random: &mut Random, dtype: Dtype, elems: usize) -> Vec<u8> {
         // Small whole numbers, which have few bits in either half type.
         Dtype::F16 => (0..elems).flat_map(|_| [0, 0x3c]).collect(),
         Dtype::Bf16 => (0..elems).flat_map(|_| [0x80, 0x3f]).collect(),
-        _ => (0..elems * dtype.size_bytes()).map(|_| random.bits() as u8).collect(),
+        _ => {
+            let count = elems * dtype.size_bytes();
+            (0..count.div_ceil(8)).flat_map(|_| random.bits().to_le_bytes()).take(count).collect()
+        }
     }
 }
 
@@ -120,18 +129,57 @@ fn tensor(bytes: &[u8]) -> Chunk {
     chunk
 }
 
-/// The sum in rank order, by the definition in `penstock_core::reduce`.
-fn sum(dtype: Dtype, op: Op, rows: &[Vec<u8>]) -> Vec<u8> {
-    let inputs: Vec<Chunk> = rows.iter().map(|row| tensor(row)).collect();
-    let output = RealMemory::tensor(rows[0].len());
-    let how = match op {
-        Op::Min => Reduction::Min,
-        Op::Max => Reduction::Max,
-        Op::Average => Reduction::Sum { divisor: rows.len() as u32 },
-        Op::Sum | Op::Copy => Reduction::Sum { divisor: 1 },
+/// Numbers whose sum depends on the order of additions, summed one by one: longer ones take the tests' time.
+const ORDERED_ELEMS_MAX: usize = 4096;
+
+/// Whether a sum is the same in any order, or made in the order of ranks.
+fn is_plain(algorithm: Algorithm, dtype: Dtype) -> bool {
+    matches!(algorithm, Algorithm::Store | Algorithm::Central)
+        || matches!(dtype, Dtype::I64 | Dtype::I32 | Dtype::I16 | Dtype::I8 | Dtype::U8)
+}
+
+/// What an allreduce by this algorithm gives: docs/summation.md for each slice.
+fn sum(algorithm: Algorithm, dtype: Dtype, op: Op, rows: &[Vec<u8>]) -> Vec<u8> {
+    let (p, elem_bytes) = (rows.len() as u32, dtype.size_bytes());
+    if is_plain(algorithm, dtype) {
+        let inputs: Vec<Chunk> = rows.iter().map(|row| tensor(row)).collect();
+        let output = RealMemory::tensor(rows[0].len());
+        RealMemory::default().reduce(dtype, op.reduction(p), &inputs, &output);
+        return output.to_bytes().unwrap_or_default().into_vec();
+    }
+    let elems = (rows[0].len() / elem_bytes) as u64;
+    let count = slices(algorithm, elems, elem_bytes as u64, p);
+    let round = order::Round { scheme: algorithm.into(), dtype, op, active: p };
+    let start = |slice| part_start(elems, u64::from(count), u64::from(slice)) as usize * elem_bytes;
+    let slice = |number: u32| {
+        let parts: Vec<Option<&[u8]>> =
+            rows.iter().map(|row| Some(&row[start(number)..start(number + 1)])).collect();
+        order::reduce(round, Rank(number % p), &parts).unwrap_or_default()
     };
-    RealMemory::default().reduce(dtype, how, &inputs, &output);
-    output.to_bytes().unwrap_or_default().into_vec()
+    (0..count).flat_map(slice).collect()
+}
+
+/// One allreduce of every rank, in an order drawn from `seed`.
+///
+/// # Errors
+/// What went wrong, with all there is to play it again.
+pub fn allreduce(
+    algorithm: Algorithm,
+    (op, dtype): (Op, Dtype),
+    ranks: u32,
+    elems: usize,
+    seed: u64,
+) -> Result<Report, String> {
+    World::new(Random::new(seed), ranks)
+        .and_then(|mut world| {
+            world.add_collective(0, What::Allreduce { algorithm }, (op, dtype), elems);
+            world.play()
+        })
+        .map_err(|error| {
+            format!(
+                "{algorithm:?}, {op:?} of {dtype:?}, {elems} elements, {ranks} ranks, seed {seed}: {error}"
+            )
+        })
 }
 
 impl World {
@@ -181,13 +229,14 @@ impl World {
             return self.draw_message(group, size);
         }
         let root = self.random.below(u64::from(size)) as u32;
+        let algorithm = self.random.pick(&Algorithm::ALL);
         let what = self.random.pick(&[
             What::Barrier,
             What::Broadcast { root },
             What::Reduce { root },
             What::Gather { root },
             What::Scatter { root },
-            What::Allreduce,
+            What::Allreduce { algorithm },
             What::AllGather,
             What::ReduceScatter,
             What::AllToAll,
@@ -195,7 +244,16 @@ impl World {
         let dtype = if what.computes() { self.random.pick(&DTYPES) } else { Dtype::Bytes };
         let op = self.random.pick(&OPS);
         let op = if op.refused(dtype).is_some() { Op::Sum } else { op };
-        let elems = draw_elems(&mut self.random, dtype.size_bytes());
+        let mut elems = draw_elems(&mut self.random, dtype.size_bytes());
+        if matches!(what, What::Allreduce { .. }) && !is_plain(algorithm, dtype) {
+            elems = elems.min(ORDERED_ELEMS_MAX);
+        }
+        self.add_collective(group, what, (op, dtype), elems);
+    }
+
+    /// Adds a call on random numbers to every member's program.
+    fn add_collective(&mut self, group: usize, what: What, (op, dtype): (Op, Dtype), elems: usize) {
+        let size = self.groups[group].len() as u32;
         // Every rank's blocks. Blocks of an all-to-all differ in length.
         let n = size as usize;
         let mut rows: Vec<Vec<Vec<u8>>> = Vec::new();
@@ -206,24 +264,41 @@ impl World {
             };
             rows.push(lens.iter().map(|len| numbers(&mut self.random, dtype, *len)).collect());
         }
+        let lens = |count: usize| vec![(elems * dtype.size_bytes()) as u64; count];
+        let shape = Shape {
+            action: what,
+            ranks: size,
+            me: 0,
+            elem_bytes: dtype.size_bytes(),
+            inputs: lens(1),
+            outputs: lens(1),
+        };
+        let of = lanes(&shape, self.random.between(1, 3) as u32);
+        let column = |block: usize| rows.iter().map(|row| row[block].clone()).collect::<Vec<_>>();
+        let total = match what {
+            What::Reduce { .. } => sum(Algorithm::Store, dtype, op, &column(0)),
+            What::Allreduce { algorithm } => sum(algorithm, dtype, op, &column(0)),
+            _ => Vec::new(),
+        };
         for me in 0..n {
             let is_root = what.root() == Some(me as u32);
-            let column = |block: usize| rows.iter().map(|row| row[block].clone()).collect::<Vec<_>>();
             let (inputs, expected): (Vec<Vec<u8>>, Vec<Vec<u8>>) = match what {
                 What::Message | What::Barrier => (Vec::new(), Vec::new()),
                 What::Broadcast { root } => (Vec::new(), vec![rows[root as usize][0].clone()]),
                 What::Reduce { .. } | What::Gather { .. } if !is_root => {
                     (vec![rows[me][0].clone()], Vec::new())
                 }
-                What::Reduce { .. } | What::Allreduce => {
-                    (vec![rows[me][0].clone()], vec![sum(dtype, op, &column(0))])
+                What::Reduce { .. } | What::Allreduce { .. } => {
+                    (vec![rows[me][0].clone()], vec![total.clone()])
                 }
                 What::Gather { .. } | What::AllGather => (vec![rows[me][0].clone()], column(0)),
                 What::Scatter { root } => (
                     if is_root { rows[me].clone() } else { Vec::new() },
                     vec![rows[root as usize][me].clone()],
                 ),
-                What::ReduceScatter => (rows[me].clone(), vec![sum(dtype, op, &column(me))]),
+                What::ReduceScatter => {
+                    (rows[me].clone(), vec![sum(Algorithm::Store, dtype, op, &column(me))])
+                }
                 What::AllToAll => (rows[me].clone(), column(me)),
             };
             let blocks = |blocks: &[Vec<u8>]| blocks.iter().map(|b| (tensor(b), b.len() as u64)).collect();
@@ -233,12 +308,19 @@ impl World {
             if matches!(what, What::Broadcast { .. }) && is_root {
                 outputs = blocks(&expected);
             }
-            if what == What::Allreduce && self.random.chance(500) {
+            if matches!(what, What::Allreduce { .. }) && self.random.chance(500) {
                 outputs.clone_from(&inputs); // in place
             }
-            let request = Request::Collective(what);
-            let call = Call { id: 0, group: group as GroupId, request, op, dtype, inputs, outputs };
-            self.add(self.groups[group][me], group, call, expected);
+            let (rank, request) = (self.groups[group][me], Request::Collective(what));
+            // As if by lanes, the shares being calls of their own.
+            let shares = Rc::new(Cell::new(of));
+            for index in 0..of {
+                let share = Share { index, of };
+                let (inputs, outputs, expected) = (inputs.clone(), outputs.clone(), expected.clone());
+                let call =
+                    Call { id: 0, group: group as GroupId, request, op, dtype, share, inputs, outputs };
+                self.add(rank, group, call, expected, &shares);
+            }
         }
     }
 
@@ -256,6 +338,7 @@ impl World {
             request,
             op: Op::Copy,
             dtype: Dtype::Bytes,
+            share: Share::ALL,
             inputs,
             outputs,
         };
@@ -264,14 +347,21 @@ impl World {
             call(Request::Receive { from, tag }, Vec::new(), vec![(RealMemory::tensor(bytes.len()), len)]);
         // Messages of one group, pair, direction and tag are in order; so they share a program.
         let queue = 16 + (((from * size + to) * 2 + tag) as usize) * 16 + group;
-        self.add(members[from as usize], queue, sent, Vec::new());
-        self.add(members[to as usize], queue, got, vec![bytes]);
+        self.add(members[from as usize], queue, sent, Vec::new(), &Rc::new(Cell::new(1)));
+        self.add(members[to as usize], queue, got, vec![bytes], &Rc::new(Cell::new(1)));
     }
 
     /// Adds a call to a rank's program of this number; calls of different programs begin in any order.
-    fn add(&mut self, rank: Rank, program: usize, mut call: Call<Chunk>, expected: Vec<Vec<u8>>) {
+    fn add(
+        &mut self,
+        rank: Rank,
+        program: usize,
+        mut call: Call<Chunk>,
+        expected: Vec<Vec<u8>>,
+        shares: &Rc<Cell<u32>>,
+    ) {
         call.id = self.parts.len() as u64;
-        self.parts.push(Part { call, expected, complete: false });
+        self.parts.push(Part { call, expected, shares: Rc::clone(shares), complete: false });
         let programs = &mut self.programs[rank.index()];
         if program >= programs.len() {
             programs.resize_with(program + 1, VecDeque::new);
@@ -348,6 +438,10 @@ impl World {
         let part = &mut self.parts[id as usize];
         if std::mem::replace(&mut part.complete, true) {
             return Err(format!("rank {rank}: call {id} is complete twice"));
+        }
+        part.shares.set(part.shares.get() - 1);
+        if part.shares.get() > 0 {
+            return Ok(());
         }
         for (block, ((chunk, _), expected)) in part.call.outputs.iter().zip(&part.expected).enumerate() {
             if chunk.to_bytes().as_deref() != Some(expected) {

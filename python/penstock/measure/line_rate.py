@@ -8,30 +8,25 @@ answer, so that the two directions of a pair are told apart.
 from __future__ import annotations
 
 import json
-import logging
 import statistics
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.collectives import Group
 from penstock.measure.links import Link, judge, rounds
+from penstock.measure.quick import interface_of
 
 if TYPE_CHECKING:
     from penstock.job import Job
 
-__all__ = ["SIZES", "LineRate", "line_rate", "quick_line_rate", "table"]
-
-_log = logging.getLogger("penstock")
+__all__ = ["SIZES", "line_rate", "table"]
 
 SIZES = tuple(4**exponent for exponent in range(14))
 """Bytes: 1, 4, 16 and so on to 64 MiB."""
-QUICK_SIZES = (64 << 10, 512 << 10)
-QUICK_SECONDS = 0.02
-"""What one size may take in one direction, in seconds, when it is quick."""
 SECONDS = 0.4
+"""What one size may take in one direction, in seconds."""
 LONGEST_SECONDS = 2.0
 """After a message that took longer, in seconds, no longer ones are sent on that link."""
 REPEATS_MAX = 50
@@ -40,29 +35,13 @@ LATENCY_REPEATS = 20
 PLAN, DATA, ANSWER = 1, 2, 3
 
 
-@dataclass(frozen=True)
-class LineRate:
-    """What a job's links do, as the slowest of those measured.
-
-    Attributes:
-        latency_s: Of a message of one byte, in seconds.
-        bytes_per_s: Of long messages.
-        interface: The network interface that this rank uses.
-    """
-
-    latency_s: float
-    bytes_per_s: float
-    interface: str
-
-
 class _Pair:
     """One rank's side of the measurement of one pair."""
 
-    def __init__(self, group: Group, me: int, peer: int, seconds: float) -> None:
+    def __init__(self, group: Group, me: int, peer: int) -> None:
         self._group = group
         self._me = me
         self._peer = peer
-        self._seconds = seconds
         self._byte = bytearray(1)
         self._slow = False
 
@@ -91,8 +70,8 @@ class _Pair:
             return None
         there_and_back = self._time(memory, size, 1)
         self._slow = there_and_back > LONGEST_SECONDS
-        if there_and_back < self._seconds:
-            repeats = max(2, min(REPEATS_MAX, int(self._seconds / max(there_and_back, 1e-6))))
+        if there_and_back < SECONDS:
+            repeats = max(2, min(REPEATS_MAX, int(SECONDS / max(there_and_back, 1e-6))))
             there_and_back = self._time(memory, size, repeats, last=True)
         else:
             self._plan(0, last=True)
@@ -129,7 +108,7 @@ class _Pair:
                 self._group.send(self._byte, self._peer, ANSWER)
 
 
-def _measure(job: Job, sizes: Sequence[int], seconds: float, pairs: int | None) -> list[Link]:
+def _measure(job: Job, sizes: Sequence[int], pairs: int | None) -> list[Link]:
     """Every measured link, the same list on every rank."""
     me, size = job.rank, job.world_size
     group = Group(job.engine, 0, range(size), me)
@@ -141,7 +120,7 @@ def _measure(job: Job, sizes: Sequence[int], seconds: float, pairs: int | None) 
             continue
         low, high = match
         peer = high if me == low else low
-        latency_s, times = _Pair(group, me, peer, seconds).measure(sizes, leads=me == low)
+        latency_s, times = _Pair(group, me, peer).measure(sizes, leads=me == low)
         mine.append({"target": peer, "latency_s": latency_s, "seconds": times})
     told = job.engine.all_gather("measured links", json.dumps(mine).encode())
     return [
@@ -149,45 +128,6 @@ def _measure(job: Job, sizes: Sequence[int], seconds: float, pairs: int | None) 
         for source, links in enumerate(told)
         for link in json.loads(links)
     ]
-
-
-def quick_line_rate(job: Job) -> LineRate:
-    """A measurement of less than half a second, for a start: one partner for each rank, two sizes.
-
-    All ranks call it. The result, the same on every rank, is logged once with the interface.
-
-    Args:
-        job: The running job.
-
-    Returns:
-        The slowest of what was measured; no latency and an endless rate in a job of one rank.
-
-    Example:
-        >>> from penstock import job
-        >>> quick_line_rate(job.current()).bytes_per_s
-        117400000.0
-    """
-    interface = _interface(job.address)
-    links = _measure(job, QUICK_SIZES, QUICK_SECONDS, job.world_size // 2)
-    if not links:
-        return LineRate(0.0, float("inf"), interface)
-    rate = LineRate(max(link.latency_s for link in links), min(link.rate for link in links), interface)
-    if job.rank == 0:
-        _log.info(
-            "line rate: %.0f Mbit/s, latency %.0f us, interface %s (%d links measured)",
-            rate.bytes_per_s * 8 / 1e6,
-            rate.latency_s * 1e6,
-            interface,
-            len(links),
-        )
-    return rate
-
-
-def _interface(address: str) -> str:
-    from penstock.addresses import local_addresses
-
-    host = address.rpartition(":")[0]
-    return next((found.interface for found in local_addresses() if found.host == host), host)
 
 
 def line_rate(job: Job, sizes: Sequence[int] = SIZES, pairs: int | None = None) -> dict[str, Any]:
@@ -202,10 +142,10 @@ def line_rate(job: Job, sizes: Sequence[int] = SIZES, pairs: int | None = None) 
         For JSON: the ranks' addresses, each link's latency in seconds and times in seconds by size, and the verdicts.
     """
     names = [told.decode() for told in job.engine.all_gather("addresses", job.address.encode())]
-    links = _measure(job, sizes, SECONDS, pairs)
+    links = _measure(job, sizes, pairs)
     return {
         "ranks": names,
-        "interface": _interface(job.address),
+        "interface": interface_of(job.address),
         "sizes": list(sizes),
         "links": [
             {
@@ -250,44 +190,3 @@ def table(result: dict[str, Any]) -> str:
     lines += ["", *(f"rank {rank}: {name}" for rank, name in enumerate(names)), ""]
     lines += [f"! {verdict['text']}" for verdict in result["verdicts"]] or ["no link stands out"]
     return "\n".join(lines) + "\n"
-
-
-def plot(result: dict[str, Any], path: str) -> None:
-    """Draw the rate of every link over the message size.
-
-    Args:
-        result: What `line_rate` gave.
-        path: The picture to write; its ending says the format.
-
-    Raises:
-        ConfigError: Matplotlib is missing.
-    """
-    from penstock.errors import ConfigError
-
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "a plot takes Matplotlib, which is missing: pip install matplotlib, or leave out --plot"
-        ) from error
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    slow = {tuple(verdict["ranks"]) for verdict in result["verdicts"]}
-    for link in result["links"]:
-        ends = (link["source"], link["target"])
-        stands_out = ends in slow or (ends[0],) in slow or (ends[1],) in slow
-        sizes = [size for size in result["sizes"] if str(size) in link["seconds"]]
-        rates = [size * 8 / 1e6 / link["seconds"][str(size)] for size in sizes]
-        label = f"{ends[0]} to {ends[1]}" if stands_out else None
-        axes.plot(sizes, rates, color="tab:red" if stands_out else "tab:blue", alpha=0.6, label=label)
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="message, bytes",
-        ylabel="Mbit/s",
-        title="Rate of each link by size of message",
-    )
-    axes.grid(visible=True, alpha=0.3)
-    if slow:
-        axes.legend(title="stand out", fontsize="small")
-    figure.savefig(path)

@@ -5,7 +5,6 @@ A link is a direction: rank 2 to rank 0 is another than rank 0 to rank 2.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -101,7 +100,7 @@ def judge(links: Sequence[Link], names: Sequence[str]) -> list[Verdict]:
         ):
             # With one link in a direction there is nothing to tell a slow rank from a slow link.
             if len(of) > 1 and all(link in slow for link in of):
-                rate = statistics.median(link.rate for link in of)
+                rate = _quantile([link.rate for link in of], 0.5)
                 text = f"rank {rank} ({name}) {direction} slowly: {_rate(rate)} on all of its links, not {_rate(usual)}"
                 found.append(Verdict("slow rank", (rank,), text))
                 told.update((link.source, link.target) for link in of)

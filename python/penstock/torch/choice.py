@@ -26,15 +26,13 @@ if TYPE_CHECKING:
     from penstock._native import Engine
     from penstock.torch.gather import Gather
 
-__all__ = ["Choice", "copy_rate", "is_due", "measured_rates", "network_of"]
+__all__ = ["Choice", "is_due", "measured_rates", "network_of"]
 
 FIRST_STEPS = (1, 10)
 STEPS_BETWEEN = 100
 COMMON_FACTS = 4
 """Samples, bytes per second, latency, floating point operations per second."""
 
-RATE_BYTES_MIN = 4 << 20
-"""A copy of fewer bytes is over before it shows a rate."""
 PRODUCT_ROWS, PRODUCT_SIDE = 128, 1024
 TRIES = 3
 
@@ -55,34 +53,14 @@ def network_of(model: nn.Module, why_store: Mapping[str, str], name: str) -> Net
     return Network(name, tuple(layers_of(model, {}, why_store=why_store)))
 
 
-def copy_rate(nbytes: int, ranks: int, seconds: float) -> float:
-    """Bytes per second of one direction of an interface, as one rank's copy to all others showed it; 0: too short.
-
-    The source sends all but its own shard's part to the owners, and its shard answers all others.
-    """
-    return 2.0 * (ranks - 1) / ranks * nbytes / seconds if nbytes >= RATE_BYTES_MIN and seconds > 0.0 else 0.0
-
-
-def measured_rates(engine: Engine, bytes_per_s: float, *, products: bool) -> Rates:
-    """What this rank can tell of wire and processor. Collective.
+def measured_rates(rates: Rates, *, products: bool) -> Rates:
+    """What is known of wire and processor.
 
     Args:
-        engine: The engine.
-        bytes_per_s: As a transfer showed it; 0 if none did.
+        rates: The job's.
         products: Whether a matrix product is timed: some 20 ms on a slow core.
     """
-    assumed = Rates()
-    latency_s = float("inf")
-    for _ in range(TRIES):
-        start = time.perf_counter()
-        engine.all_gather("penstock.distribute: latency", b"")
-        latency_s = min(latency_s, time.perf_counter() - start)
-    return Rates(
-        bytes_per_s=bytes_per_s or assumed.bytes_per_s,
-        latency_s=latency_s,
-        product_flops_per_s=_product_rate() if products else assumed.product_flops_per_s,
-        source="measured" if bytes_per_s else "line rate assumed: the model is too small to measure it",
-    )
+    return replace(rates, product_flops_per_s=_product_rate()) if products else rates
 
 
 @torch.no_grad()

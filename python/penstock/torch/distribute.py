@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,10 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock import job
-from penstock.coordinator import Cluster, Coordinator
+from penstock.coordinator import Cluster, Coordinator, Rates
 from penstock.errors import ConfigError, ModelMismatch
 from penstock.torch import patches
-from penstock.torch.choice import Choice, copy_rate, measured_rates, network_of
+from penstock.torch.choice import Choice, measured_rates, network_of
 from penstock.torch.copies import BufferCopy, CopyBook
 from penstock.torch.factors import numerics
 from penstock.torch.hooks import Gradients
@@ -61,6 +60,7 @@ class Distributed:
         broadcast_buffers: Whether rank 0's buffers are copied each step.
         schemes: Patterns of layer names and what these layers use, or ``auto``: as the coordinator decides.
         options: Of this rank.
+        rates: The job's, the same on every rank.
         given: The model or its wrapper, as the program has it.
 
     Attributes:
@@ -78,6 +78,7 @@ class Distributed:
         broadcast_buffers: bool,
         schemes: Mapping[str, str] | str | None = None,
         options: Options,
+        rates: Rates,
         given: nn.Module | None = None,
     ) -> None:
         self.engine = engine
@@ -93,9 +94,7 @@ class Distributed:
         name = f"model{sum(reference() is not None for reference in _distributed)}"
         everything = [*model.named_parameters(), *model.named_buffers()]
         self.copies = CopyBook(engine, f"{name}.parameters", everything)
-        copying_since = time.perf_counter()
         self.copies.copy_from(rank == 0, 0)
-        copied_s = time.perf_counter() - copying_since
         buffers = [buffer for buffer in model.buffers() if buffer.numel()]
         self.buffers: BufferCopy | None = None
         if broadcast_buffers and buffers:
@@ -106,7 +105,7 @@ class Distributed:
         self.gradients = Gradients(engine, rank, f"{name}.gradients", self.layers, self.slots, rows)
         self.gathers = {gather.layer.name: gather for gather in self.gradients.gathers}
         self.set_schemes(self._forced)
-        self.coordinator, self.choice = self._coordinate(rank, name, options, copied_s, automatic=schemes == "auto")
+        self.coordinator, self.choice = self._coordinate(rank, name, options, rates, automatic=schemes == "auto")
         self.gradients.synchronous = self.synchronous is not None
         self.updates = [Updates(self, optimizer) for optimizer in optimizers]
         self._step_is_new = False  # no forward since the last step
@@ -126,19 +125,17 @@ class Distributed:
         patches.patch(self)
 
     def _coordinate(
-        self, rank: int, name: str, options: Options, copied_s: float, *, automatic: bool
+        self, rank: int, name: str, options: Options, rates: Rates, *, automatic: bool
     ) -> tuple[Coordinator, Choice]:
         """The information book, and what keeps it in step on all ranks. Collective."""
         engine, ranks = self.engine, options.world_size
-        local = measured_rates(
-            engine,
-            copy_rate(self.copies.nbytes, ranks, copied_s),
-            products=any(gather.scheme == "factors" for gather in self.gathers.values()),
-        )
+        factors = any(gather.scheme == "factors" for gather in self.gathers.values())
+        local = measured_rates(rates, products=factors)
         coordinator = Coordinator(
             network_of(self.model, self.why_store, name),
             Cluster(ranks, ranks, options.slice_bytes, engine.report()["lanes"]),
             policy=options.policy,
+            rates=rates,
             fixed={} if automatic else {layer: self._forced[layer] for layer in self.gathers},
         )
         coordinator.agree(engine.all_gather, rank=rank)
@@ -420,6 +417,7 @@ def distribute(
         broadcast_buffers=broadcast_buffers,
         schemes=schemes,
         options=running.options,
+        rates=running.rates,
         given=model,
     )
     _distributed.append(weakref.ref(owner))

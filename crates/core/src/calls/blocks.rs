@@ -1,28 +1,165 @@
-//! How many blocks a call takes, and into which pieces it is cut.
+//! How many blocks a call takes, into which pieces it is cut, and by which algorithm an allreduce goes.
 
 use super::{Action, Request, Shape};
+use crate::cost::dense::Algorithm;
+use crate::cost::{Rates, floor_log2, part_start};
 use crate::error::Error;
 use crate::limits;
+use crate::scheme::{MARGIN, best_algorithm};
+use std::ops::Range;
 
-/// Bytes that each rank sums of a piece.
-const BLOCK_BYTES: u64 = 128 << 10;
-/// Largest piece that is cut into blocks.
-const PIECE_BYTES_MAX: u64 = 8 << 20;
+/// Longest slice, where one rank sums the whole of it: with its contributions it stays in a core's cache.
+const SLICE_BYTES: u64 = 128 << 10;
+/// Longest part of a slice, where each rank sums a part.
+const PART_BYTES: u64 = 128 << 10;
+/// Longest slice of that kind.
+const PARTED_BYTES_MAX: u64 = 8 << 20;
+/// All ranks' contributions to one slice, where one rank sums the whole of it.
+const CONTRIBUTED_BYTES_MAX: u64 = 64 << 20;
+/// A slice of this length is worth the messages that it takes: below it fewer ranks are owners.
+const SPREAD_BYTES_MIN: u64 = 4 << 10;
 /// Piece of a tensor that is passed on from rank to rank.
 const CHAIN_PIECE_BYTES: u64 = 256 << 10;
+/// Pieces of one call that are under way at a time, at least.
+const PIECES_UNDER_WAY: u32 = 16;
+/// Bytes of one call that are under way at a time where a rank keeps parts of each piece, unless pieces are fewer than
+/// [`PIECES_UNDER_WAY`].
+const UNDER_WAY_BYTES: u64 = 64 << 20;
 
-/// The length of pieces, from what all ranks know alike.
-pub(super) fn piece_bytes(shape: &Shape) -> u64 {
-    let least = match shape.action {
-        Action::Allreduce | Action::Reduce { .. } => {
-            (BLOCK_BYTES * u64::from(shape.ranks)).min(PIECE_BYTES_MAX)
+/// The number of slices of an allreduce, which are near-equal ([`crate::cost::part_start`]); 1 at least. Slice i has the
+/// owner i mod `ranks`, but all slices of `central` have 0.
+#[must_use]
+pub fn slices(algorithm: Algorithm, elems: u64, elem_bytes: u64, ranks: u32) -> u32 {
+    let (len_bytes, p) = (elems * elem_bytes, u64::from(ranks.max(1)));
+    let in_turn = |count: u64| if count > p { count.next_multiple_of(p) } else { count };
+    let whole = SLICE_BYTES.min(CONTRIBUTED_BYTES_MAX / p);
+    let parted = |parts: u64| len_bytes.div_ceil((parts * PART_BYTES).min(PARTED_BYTES_MAX));
+    let count = match algorithm {
+        Algorithm::Store | Algorithm::Tree => {
+            in_turn(len_bytes.div_ceil(whole).max(p.min(len_bytes / SPREAD_BYTES_MIN)))
         }
-        Action::ReduceScatter => BLOCK_BYTES,
+        Algorithm::Central => len_bytes.div_ceil(whole),
+        Algorithm::Ring => parted(p),
+        Algorithm::Butterfly => parted(1 << floor_log2(ranks)),
+    };
+    count.min(limits::CALL_PIECES_MAX as u64).clamp(1, elems.max(1)) as u32
+}
+
+/// The algorithm for an allreduce by the cost model, cut as [`slices`] says: the same for all who ask the same. It is the
+/// store unless another takes a tenth less time ([`MARGIN`]), so that rates that differ a little give the same bits.
+#[must_use]
+pub fn choose(elems: u64, elem_bytes: u64, ranks: u32, rates: &Rates) -> Algorithm {
+    if elems > limits::COST_ELEMS_MAX {
+        return Algorithm::Store;
+    }
+    let seconds = |algorithm| {
+        let count = u64::from(slices(algorithm, elems, elem_bytes, ranks));
+        best_algorithm(elems, elem_bytes, ranks, count, rates, &[algorithm]).1
+    };
+    let mut best = (Algorithm::Store, seconds(Algorithm::Store) * (1.0 - MARGIN));
+    for algorithm in Algorithm::ALL {
+        let seconds = seconds(algorithm);
+        if seconds < best.1 {
+            best = (algorithm, seconds);
+        }
+    }
+    best.0
+}
+
+/// Into how many pieces a call is cut, from what all ranks know alike; those of an all-to-all are each pair's own affair.
+pub(super) fn pieces(shape: &Shape) -> u64 {
+    let (len_bytes, elem_bytes) = (shape.len_bytes(), shape.elem_bytes as u64);
+    let of = |algorithm| u64::from(slices(algorithm, len_bytes / elem_bytes, elem_bytes, shape.ranks));
+    match shape.action {
+        Action::Allreduce { algorithm } => of(algorithm),
+        Action::Reduce { .. } if len_bytes * u64::from(shape.ranks) <= SLICE_BYTES => 1,
+        Action::Reduce { .. } => of(Algorithm::Store),
+        _ => len_bytes.div_ceil(piece_bytes(shape)).max(1),
+    }
+}
+
+/// Length of the pieces of a tensor that is not cut into slices; the last one may be shorter.
+fn piece_bytes(shape: &Shape) -> u64 {
+    let least = match shape.action {
+        Action::ReduceScatter => SLICE_BYTES,
         Action::Broadcast { .. } => CHAIN_PIECE_BYTES,
         _ => return limits::MESSAGE_BYTES_MAX as u64,
     };
     let few = shape.len_bytes().div_ceil(limits::CALL_PIECES_MAX as u64).next_multiple_of(64);
     least.max(few)
+}
+
+/// The bytes of a piece.
+pub(super) fn piece(shape: &Shape, number: u32) -> Range<u64> {
+    let (len_bytes, elem_bytes, number) = (shape.len_bytes(), shape.elem_bytes as u64, u64::from(number));
+    match shape.action {
+        Action::Allreduce { .. } | Action::Reduce { .. } => {
+            let start = |index| part_start(len_bytes / elem_bytes, pieces(shape), index) * elem_bytes;
+            start(number)..start(number + 1)
+        }
+        _ => {
+            let each = piece_bytes(shape);
+            (number * each).min(len_bytes)..((number + 1) * each).min(len_bytes)
+        }
+    }
+}
+
+/// How many pieces may be under way at a time. Ranks need not agree: the first piece that is not complete everywhere is
+/// under way everywhere.
+pub(super) fn under_way(shape: &Shape) -> u32 {
+    let turns = 2 * turn(shape);
+    let first = piece(shape, 0);
+    let few =
+        (UNDER_WAY_BYTES / (first.end - first.start).max(1)).clamp(4, u64::from(PIECES_UNDER_WAY)) as u32;
+    few.max(turns)
+}
+
+/// So many pieces in a row have different owners, and so are dealt to one lane.
+fn turn(shape: &Shape) -> u32 {
+    match shape.action {
+        Action::Allreduce { algorithm: Algorithm::Store | Algorithm::Tree } | Action::Reduce { .. } => {
+            shape.ranks
+        }
+        _ => 1,
+    }
+}
+
+/// One lane's share of a call: every so-and-so-many-th turn of its pieces.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Share {
+    /// The first one's number, below `of`.
+    pub index: u32,
+    /// Lanes among which the pieces are dealt.
+    pub of: u32,
+}
+
+impl Share {
+    /// Of a call that one lane carries alone.
+    pub const ALL: Self = Self { index: 0, of: 1 };
+
+    /// How many of a call's pieces there are in this share.
+    pub(super) fn count(self, shape: &Shape) -> u64 {
+        let (pieces, turn) = (pieces(shape), u64::from(turn(shape)));
+        let (index, of) = (u64::from(self.index), u64::from(self.of));
+        let rest = (pieces % (turn * of)).saturating_sub(index * turn).min(turn);
+        pieces / (turn * of) * turn + rest
+    }
+
+    /// The number of its `nth` piece.
+    pub(super) fn piece(self, shape: &Shape, nth: u32) -> u32 {
+        let turn = turn(shape);
+        (nth / turn * self.of + self.index) * turn + nth % turn
+    }
+}
+
+/// Among how many of `lanes` a call is dealt: those that get a piece of one that is long, and whose pieces are the same on all
+/// ranks.
+#[must_use]
+pub fn lanes(shape: &Shape, lanes: u32) -> u32 {
+    if !(shape.action.computes() || matches!(shape.action, Action::Broadcast { .. })) {
+        return 1;
+    }
+    pieces(shape).div_ceil(u64::from(turn(shape))).min(u64::from(lanes)).max(1) as u32
 }
 
 /// Whether there are as many blocks as the action takes, of fitting lengths.
@@ -39,7 +176,7 @@ pub(super) fn check_blocks(shape: &Shape, request: Request) -> Result<(), Error>
         Action::Reduce { .. } => (1, at_root(1)),
         Action::Gather { .. } => (1, at_root(ranks)),
         Action::Scatter { .. } => (at_root(ranks), 1),
-        Action::Allreduce => (1, 1),
+        Action::Allreduce { .. } => (1, 1),
         Action::AllGather => (1, ranks),
         Action::ReduceScatter => (ranks, 1),
         Action::AllToAll => (ranks, ranks),
@@ -59,4 +196,51 @@ pub(super) fn check_blocks(shape: &Shape, request: Request) -> Result<(), Error>
         expected.0,
         expected.1
     )))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_store_is_chosen_unless_another_is_clearly_faster() {
+        let choice = |elems, p| choose(elems, 4, p, &Rates::default());
+        for p in [2, 4, 8] {
+            assert_eq!([0, 1, 100, 1 << 18, 13_250_000].map(|n| choice(n, p)), [Algorithm::Store; 5], "{p}");
+        }
+        assert_eq!(
+            [1000, 1024].map(|n| choice(n, 64)),
+            [Algorithm::Butterfly; 2],
+            "the owner would take 63 times that"
+        );
+        assert_eq!(choose(u64::MAX / 8, 4, 2, &Rates::default()), Algorithm::Store);
+    }
+
+    #[test]
+    fn every_piece_is_in_one_share_and_turns_are_not_torn() {
+        for (algorithm, ranks) in Algorithm::ALL.into_iter().flat_map(|a| [1, 2, 3, 8].map(|p| (a, p))) {
+            for elems in [0u64, 1, 5000, 100_003, 3_000_017] {
+                let action = Action::Allreduce { algorithm };
+                let lens = vec![4 * elems];
+                let shape =
+                    Shape { action, ranks, me: 0, elem_bytes: 4, inputs: lens.clone(), outputs: lens };
+                let (all, of) = (pieces(&shape), lanes(&shape, 3));
+                let mut lane_of = vec![None; all as usize];
+                for share in (0..of).map(|index| Share { index, of }) {
+                    for nth in 0..share.count(&shape) as u32 {
+                        let lane = lane_of[share.piece(&shape, nth) as usize].replace(share.index);
+                        assert_eq!(lane, None, "{algorithm:?} {ranks} {elems}: twice");
+                    }
+                    assert!(share.count(&shape) > 0);
+                }
+                let lane_of: Vec<u32> = lane_of.into_iter().map(|lane| lane.unwrap()).collect();
+                for owners in lane_of.chunks(turn(&shape) as usize) {
+                    assert!(owners.iter().all(|lane| *lane == owners[0]));
+                }
+                let ends: Vec<_> = (0..all as u32).map(|number| piece(&shape, number)).collect();
+                assert!(ends.windows(2).all(|pair| pair[0].end == pair[1].start));
+                assert_eq!((ends[0].start, ends[all as usize - 1].end), (0, 4 * elems));
+            }
+        }
+    }
 }

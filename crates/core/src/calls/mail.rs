@@ -30,6 +30,8 @@ pub(super) const COPY: Reduction = Reduction::Sum { divisor: 1 };
 pub(super) struct Token {
     pub(super) call: u64,
     pub(super) piece: u32,
+    /// The round of the piece's plan that waits for it.
+    pub(super) round: u32,
 }
 
 /// Why a frame or a call is refused.
@@ -165,7 +167,7 @@ fn fits(key: Key, ours: (Signature, u32), theirs: (Signature, u32)) -> Result<()
     let what = key.describe();
     if !ours.0.same_action(theirs.0) {
         let (ours, theirs) = (ours.0, theirs.0);
-        return Err(Fault::Mismatch(format!("{what}: {theirs} there, {ours} here")));
+        return Err(Fault::Mismatch(format!("{what}: {theirs} there, {ours} here{}", ours.hint(theirs))));
     }
     if ours.1 != theirs.1 {
         let (name, ours, theirs) = (ours.0, ours.1, theirs.1);

@@ -3,13 +3,15 @@
 //! Books are for training: opened once, exchanged slice by slice. A call is made once. It is named by its group and its
 //! number there, which all members count alike, so ranks need not agree on more than the order of calls within a group.
 //! It is cut into pieces, each runs a [`plan`], and the plan's messages go through [`mail`](self). All of a group's calls
-//! are in one lane.
+//! begin in one lane; the pieces of a long one are dealt to others, too, which count the calls that they have a share of.
 
 mod blocks;
 mod mail;
 pub mod plan;
 mod signature;
+mod slice;
 
+pub use blocks::{Share, choose, lanes, slices};
 pub use plan::{Buffer, Bytes, Local, Plan, Round, Shape, Transfer};
 pub use signature::{Action, Signature};
 
@@ -17,17 +19,14 @@ use crate::error::Error;
 use crate::layout::{Dtype, Rank};
 use crate::limits;
 use crate::memory::Memory;
-use crate::reduce::Reduction;
 use crate::wire::{Header, Op, Outgoing, Place};
-use blocks::{check_blocks, piece_bytes};
+use blocks::{check_blocks, piece, under_way};
 use mail::{COPY, Fault, Mail, Outcome, Token};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The number of a group; 0 is all ranks.
 pub type GroupId = u16;
 
-/// Pieces of one call that are under way at a time.
-const PIECES_UNDER_WAY: u32 = 16;
 /// The call number of messages, whose stage is the tag. Others count from 1.
 const MESSAGES: u32 = 0;
 
@@ -84,6 +83,8 @@ pub struct Call<C> {
     pub op: Op,
     /// For sums.
     pub dtype: Dtype,
+    /// Which of its pieces this lane has.
+    pub share: Share,
     /// What this rank gives and its length in bytes: the tensor, or a block for each member.
     pub inputs: Vec<(C, u64)>,
     /// Where results go, likewise.
@@ -104,8 +105,10 @@ struct Group {
 struct Piece<C> {
     plan: Plan,
     round: usize,
-    /// Receives of this round that are not there.
-    missing: u32,
+    /// The sends of this round are posted. Its receives are, from the beginning.
+    sent: bool,
+    /// By round, receives that are not there.
+    missing: Vec<u32>,
     scratch: Vec<C>,
 }
 
@@ -114,13 +117,20 @@ struct Running<C> {
     number: u32,
     signature: Signature,
     shape: Shape,
-    piece_bytes: u64,
+    /// Of this lane's share.
     pieces: u32,
     /// Pieces that were begun.
     begun: u32,
     /// Pieces that are complete.
     complete: u32,
     under_way: BTreeMap<u32, Piece<C>>,
+}
+
+impl<C> Running<C> {
+    fn name(&self, piece: u32, transfer: &Transfer) -> (Key, Signature) {
+        let stage = piece * limits::CALL_STAGES_MAX + transfer.stage;
+        (Key { group: self.call.group, call: self.number, stage }, self.signature)
+    }
 }
 
 /// What calls bring about.
@@ -222,18 +232,21 @@ impl<M: Memory> Calls<M> {
         let len = if action == Action::AllToAll { 0 } else { shape.len_bytes() };
         let signature = Signature::new(action, call.op, call.dtype, len);
         self.check_early(&call, number, signature)?;
-        let piece_bytes = piece_bytes(&shape);
-        let pieces = shape.len_bytes().div_ceil(piece_bytes).max(1) as u32;
-        if pieces as usize > limits::CALL_PIECES_MAX {
-            let (len, max) = (shape.len_bytes(), piece_bytes * limits::CALL_PIECES_MAX as u64);
+        let pieces = call.share.count(&shape);
+        let longest = piece(&shape, 0);
+        if pieces > limits::CALL_PIECES_MAX as u64
+            || longest.end - longest.start > limits::MESSAGE_BYTES_MAX as u64
+        {
+            let (len, max) =
+                (shape.len_bytes(), limits::CALL_PIECES_MAX as u64 * limits::MESSAGE_BYTES_MAX as u64);
             return Err(Error::Config(format!("{}: {len} bytes; at most {max} are possible", action.name())));
         }
+        let pieces = pieces as u32;
         let running = Running {
             call,
             number,
             signature,
             shape,
-            piece_bytes,
             pieces,
             begun: 0,
             complete: 0,
@@ -251,7 +264,8 @@ impl<M: Memory> Calls<M> {
             let theirs = self.mail[peer.index()].early_signature(call.group, number);
             if let Some(theirs) = theirs.filter(|theirs| !theirs.same_action(signature)) {
                 let group = call.group;
-                let text = format!("call {number} of group {group}: {theirs} there, {signature} here");
+                let hint = signature.hint(theirs);
+                let text = format!("call {number} of group {group}: {theirs} there, {signature} here{hint}");
                 return Err(self.error(*peer, Fault::Mismatch(text)));
             }
         }
@@ -306,7 +320,7 @@ impl<M: Memory> Calls<M> {
     fn message(&mut self, mut running: Running<M::Chunk>, memory: &mut M) -> Result<(), Error> {
         let Running { call, signature, .. } = &running;
         let signature = *signature;
-        let (peer, tag, (chunk, len)) = match call.request {
+        let (peer, tag, (chunk, _)) = match call.request {
             Request::Send { to, tag } => (to, tag, call.inputs[0].clone()),
             Request::Receive { from, tag } => (from, tag, call.outputs[0].clone()),
             Request::Collective(_) => return Ok(()),
@@ -315,11 +329,11 @@ impl<M: Memory> Calls<M> {
         let (id, key) = (call.id, Key { group: call.group, call: MESSAGES, stage: tag });
         let peer = self.groups[&call.group].members[peer as usize];
         let mut missing = 0;
-        for piece in 0..running.pieces {
-            let start = u64::from(piece) * running.piece_bytes;
-            let part_len = (len - start).min(running.piece_bytes) as usize;
-            let part = (memory.part(&chunk, start as usize, part_len), part_len as u32);
-            let token = Token { call: id, piece: 0 };
+        for number in 0..running.pieces {
+            let range = piece(&running.shape, number);
+            let part_len = (range.end - range.start) as usize;
+            let part = (memory.part(&chunk, range.start as usize, part_len), part_len as u32);
+            let token = Token { call: id, piece: 0, round: 0 };
             if sends {
                 self.send(peer, (key, signature), part, token, memory)?;
             } else {
@@ -334,21 +348,23 @@ impl<M: Memory> Calls<M> {
         running.pieces = 1;
         running.begun = 1;
         let plan = Plan { scratch: Vec::new(), rounds: vec![Round::default()] };
-        running.under_way.insert(0, Piece { plan, round: 0, missing, scratch: Vec::new() });
+        let piece = Piece { plan, round: 0, sent: true, missing: vec![missing], scratch: Vec::new() };
+        running.under_way.insert(0, piece);
         self.running.insert(id, running);
         Ok(())
     }
 
     /// Begins pieces as long as there is room, and ends the call after the last.
     fn go_on(&mut self, mut running: Running<M::Chunk>, memory: &mut M) -> Result<(), Error> {
-        while running.begun < running.pieces && running.begun - running.complete < PIECES_UNDER_WAY {
-            let number = running.begun;
+        let room = under_way(&running.shape);
+        while running.begun < running.pieces && running.begun - running.complete < room {
+            let number = running.call.share.piece(&running.shape, running.begun);
             running.begun += 1;
-            let start = u64::from(number) * running.piece_bytes;
-            let end = (start + running.piece_bytes).min(running.shape.len_bytes());
-            let plan = running.shape.plan(&(start..end));
+            let plan = running.shape.plan(number);
             let scratch = plan.scratch.iter().map(|len| memory.scratch(*len)).collect();
-            let piece = Piece { plan, round: 0, missing: 0, scratch };
+            let missing = vec![0; plan.rounds.len()];
+            let mut piece = Piece { plan, round: 0, sent: false, missing, scratch };
+            self.post_receives(&running, number, &mut piece, memory)?;
             self.rounds(&mut running, number, piece, memory)?;
         }
         if running.complete < running.pieces {
@@ -370,52 +386,57 @@ impl<M: Memory> Calls<M> {
         mut piece: Piece<M::Chunk>,
         memory: &mut M,
     ) -> Result<(), Error> {
-        while let Some(round) = piece.plan.rounds.get(piece.round) {
-            piece.missing = self.exchange(running, number, round, &piece.scratch, memory)?;
-            if piece.missing > 0 {
+        while piece.round < piece.plan.rounds.len() {
+            if !piece.sent {
+                piece.sent = true;
+                self.post_sends(running, number, &piece, memory)?;
+            }
+            if piece.missing[piece.round] > 0 {
                 running.under_way.insert(number, piece);
                 return Ok(());
             }
-            compute(
-                &running.call,
-                round,
-                &piece.scratch,
-                self.groups[&running.call.group].members.len(),
-                memory,
-            );
-            piece.round += 1;
+            let members = self.groups[&running.call.group].members.len();
+            compute(&running.call, &piece.plan.rounds[piece.round], &piece.scratch, members, memory);
+            (piece.round, piece.sent) = (piece.round + 1, false);
         }
         running.complete += 1;
         Ok(())
     }
 
-    /// Posts a round's messages; returns how many have to be waited for.
-    fn exchange(
+    /// Posts the receives of all rounds, so that nobody has to ask whether there is memory for them.
+    fn post_receives(
         &mut self,
         running: &Running<M::Chunk>,
         number: u32,
-        round: &Round,
-        scratch: &[M::Chunk],
+        piece: &mut Piece<M::Chunk>,
         memory: &mut M,
-    ) -> Result<u32, Error> {
-        let Running { call, signature, .. } = running;
-        let token = Token { call: call.id, piece: number };
-        let name = |transfer: &Transfer| {
-            let stage = number * limits::CALL_STAGES_MAX + transfer.stage;
-            (Key { group: call.group, call: running.number, stage }, *signature)
-        };
-        let mut missing = 0;
-        for transfer in &round.receives {
-            let peer = self.groups[&call.group].members[transfer.peer as usize];
-            let what = bytes_of(call, scratch, &transfer.bytes, memory);
-            missing += u32::from(!self.receive(peer, name(transfer), what, token, memory)?);
+    ) -> Result<(), Error> {
+        for (round, missing) in (0..).zip(&mut piece.missing) {
+            let token = Token { call: running.call.id, piece: number, round };
+            for transfer in &piece.plan.rounds[round as usize].receives {
+                let peer = self.groups[&running.call.group].members[transfer.peer as usize];
+                let what = bytes_of(&running.call, &piece.scratch, &transfer.bytes, memory);
+                *missing +=
+                    u32::from(!self.receive(peer, running.name(number, transfer), what, token, memory)?);
+            }
         }
-        for transfer in &round.sends {
-            let peer = self.groups[&call.group].members[transfer.peer as usize];
-            let what = bytes_of(call, scratch, &transfer.bytes, memory);
-            self.send(peer, name(transfer), what, token, memory)?;
+        Ok(())
+    }
+
+    fn post_sends(
+        &mut self,
+        running: &Running<M::Chunk>,
+        number: u32,
+        piece: &Piece<M::Chunk>,
+        memory: &mut M,
+    ) -> Result<(), Error> {
+        let token = Token { call: running.call.id, piece: number, round: piece.round as u32 };
+        for transfer in &piece.plan.rounds[piece.round].sends {
+            let peer = self.groups[&running.call.group].members[transfer.peer as usize];
+            let what = bytes_of(&running.call, &piece.scratch, &transfer.bytes, memory);
+            self.send(peer, running.name(number, transfer), what, token, memory)?;
         }
-        Ok(missing)
+        Ok(())
     }
 
     /// Where the payload of an arriving frame goes.
@@ -462,7 +483,8 @@ impl<M: Memory> Calls<M> {
             match self.running.values().find(same) {
                 Some(running) if !running.signature.same_action(theirs) => {
                     let ours = running.signature;
-                    format!("call {number} of group {}: {theirs} there, {ours} here", header.book)
+                    let hint = ours.hint(theirs);
+                    format!("call {number} of group {}: {theirs} there, {ours} here{hint}", header.book)
                 }
                 _ => return Ok(()),
             }
@@ -473,17 +495,13 @@ impl<M: Memory> Calls<M> {
     fn arrived(&mut self, token: Token, memory: &mut M) -> Result<(), Error> {
         let Some(running) = self.running.get_mut(&token.call) else { return Ok(()) };
         let Some(piece) = running.under_way.get_mut(&token.piece) else { return Ok(()) };
-        piece.missing -= 1;
-        if piece.missing > 0 {
+        let round = token.round as usize;
+        piece.missing[round] -= 1;
+        if piece.missing[round] > 0 || round != piece.round {
             return Ok(());
         }
         let Some(mut running) = self.running.remove(&token.call) else { return Ok(()) };
-        if let Some(mut piece) = running.under_way.remove(&token.piece) {
-            if let Some(round) = piece.plan.rounds.get(piece.round) {
-                let members = self.groups[&running.call.group].members.len();
-                compute(&running.call, round, &piece.scratch, members, memory);
-            }
-            piece.round += 1;
+        if let Some(piece) = running.under_way.remove(&token.piece) {
             self.rounds(&mut running, token.piece, piece, memory)?;
         }
         self.go_on(running, memory)
@@ -537,16 +555,11 @@ fn compute<M: Memory>(
                 let (from, to) = (bytes_of(call, scratch, from, memory), bytes_of(call, scratch, to, memory));
                 memory.reduce(Dtype::Bytes, COPY, &[from.0], &to.0);
             }
-            Local::Reduce(inputs, output) => {
+            Local::Reduce { inputs, output, last } => {
                 let (output, len) = bytes_of(call, scratch, output, memory);
                 let inputs: Vec<M::Chunk> =
                     inputs.iter().map(|input| bytes_of(call, scratch, input, memory).0).collect();
-                let how = match call.op {
-                    Op::Average => Reduction::Sum { divisor: members as u32 },
-                    Op::Sum | Op::Copy => COPY,
-                    Op::Min => Reduction::Min,
-                    Op::Max => Reduction::Max,
-                };
+                let how = call.op.reduction(if *last { members as u32 } else { 1 });
                 if len > 0 {
                     memory.reduce(call.dtype, how, &inputs, &output);
                 }

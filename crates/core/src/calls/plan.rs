@@ -1,37 +1,35 @@
 //! What one rank does in a call, as data: rounds of messages, and what is computed between them.
 //!
 //! A call cuts its tensor into pieces, each with a plan of its own, so that one piece is on the wire while another is
-//! summed. Sums are in the order of the group's ranks, whichever plan is taken, so a result does not depend on lengths;
-//! half types accumulate in single precision ([`crate::reduce`]).
+//! summed. Sums follow the steps of [`crate::exchange::plan`], in the orders of `docs/summation.md`, the pieces of an allreduce
+//! being slices; half types accumulate in single precision ([`crate::reduce`]).
 //!
-//! Cost for p ranks, latency a, S bytes and B bytes per second of each link, without the time to sum; received by the
-//! busiest rank:
+//! Cost for p ranks, without the time to sum, S bytes being received by the busiest rank:
 //!
 //! | action | plan | rounds | bytes |
 //! |---|---|---|---|
 //! | barrier | dissemination | ⌈log2 p⌉ | 0 |
-//! | broadcast | binomial tree, up to [`CHAIN_BYTES_MIN`] | ⌈log2 p⌉ | S (the root sends ⌈log2 p⌉ S) |
+//! | broadcast | the second half of a tree, up to [`CHAIN_BYTES_MIN`] | ⌈log2 p⌉ | S (the root sends ⌈log2 p⌉ S) |
 //! | | chain of pieces | p - 1 for the first piece | S |
-//! | allreduce | everybody to everybody, up to [`DIRECT_BYTES_MAX`] together | 1 | (p-1) S |
-//! | | reduce-scatter, all-gather | 2 | 2 (p-1)/p S |
-//! | reduce | to the root, up to [`DIRECT_BYTES_MAX`] together | 1 | (p-1) S |
-//! | | reduce-scatter, gather | 2 | 2 (p-1)/p S |
-//! | reduce_scatter | everybody to everybody | 1 | (p-1)/p S, S being all blocks together |
+//! | allreduce | by the algorithm: [`crate::cost::dense`] | | |
+//! | reduce | the first half of central at the root, for one piece | 1 | (p-1) S |
+//! | | that of the store, and from the owners to the root | 2 | 2 (p-1)/p S |
+//! | reduce_scatter | the first half of the store, whose slices are the blocks | 1 | (p-1)/p S, S being all blocks together |
 //! | gather, scatter, all_gather, all_to_all | everybody to everybody, or to or from the root | 1 | (p-1)/p S, likewise |
 //!
 //! Why memory may be overwritten while a message from it may still be waiting to be written to a socket: it never is. A
-//! plan writes to what it has sent only with what follows from the arrival of that very message (the sum of a block comes
-//! back from the rank that had to have this rank's part of it), or sends a copy.
+//! plan writes to what it has sent only with what follows from the arrival of that very message: a result, which has this
+//! rank's contribution in it. For the same reason a receive of any round may be posted, and filled, from the beginning.
 
+use super::blocks::{piece, pieces};
 use super::signature::Action;
+use super::slice::{Half, Slice, steps_of};
+use crate::cost::dense::Algorithm;
+use crate::exchange::plan::Plan as Steps;
 use std::ops::Range;
 
-/// All ranks' tensors together up to this size are exchanged in one round.
-pub const DIRECT_BYTES_MAX: u64 = 128 << 10;
 /// From this size on a broadcast goes from rank to rank.
 pub const CHAIN_BYTES_MIN: u64 = 256 << 10;
-/// Blocks of a sum begin at multiples of this many elements.
-const ALIGN_ELEMS: usize = 16;
 
 /// Memory that a plan speaks of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -69,8 +67,15 @@ pub struct Transfer {
 pub enum Local {
     /// Byte for byte.
     Copy(Bytes, Bytes),
-    /// The call's operation over the inputs, in this order.
-    Reduce(Vec<Bytes>, Bytes),
+    /// The call's operation.
+    Reduce {
+        /// Over these, in this order.
+        inputs: Vec<Bytes>,
+        /// The outcome, which may be one of the inputs.
+        output: Bytes,
+        /// Nothing is added any more, so that an average is divided.
+        last: bool,
+    },
 }
 
 /// Messages that need not wait for each other.
@@ -117,39 +122,54 @@ impl Shape {
         self.inputs.iter().chain(&self.outputs).copied().max().unwrap_or(0)
     }
 
-    /// Whether everything goes in one round of short messages.
-    fn is_direct(&self) -> bool {
-        self.len_bytes() * u64::from(self.ranks) <= DIRECT_BYTES_MAX
-    }
-
     fn others(&self) -> impl Iterator<Item = u32> + use<> {
         // Each rank begins with another one, so that not all send to the same at once.
         let (me, ranks) = (self.me, self.ranks);
         (1..ranks).map(move |step| (me + step) % ranks)
     }
 
-    /// The plan for the bytes `piece` of the tensor, or of each block.
+    /// The plan for a piece of the tensor, or of each block, by its number.
     #[must_use]
-    pub fn plan(&self, piece: &Range<u64>) -> Plan {
+    pub fn plan(&self, number: u32) -> Plan {
+        let range = piece(self, number);
         let plan = match self.action {
             // The caller knows the peer: see `super::run`.
             Action::Message => Plan::default(),
             Action::Barrier => self.barrier(),
-            Action::Broadcast { root } => self.broadcast(root, piece),
-            Action::Reduce { root } if self.is_direct() => self.reduce_directly(root, piece),
-            Action::Reduce { root } => self.reduce_by_blocks(root, piece),
-            Action::Gather { root } => self.gather(root, piece),
-            Action::Scatter { root } => self.scatter(root, piece),
-            Action::Allreduce if self.is_direct() => self.allreduce_directly(piece),
-            Action::Allreduce => self.allreduce_by_blocks(piece),
-            Action::AllGather => self.all_gather(piece),
-            Action::ReduceScatter => self.reduce_scatter(piece),
-            Action::AllToAll => self.all_to_all(piece),
+            Action::Broadcast { root } => self.broadcast(root, range),
+            Action::Reduce { root } => self.reduce(root, number, range),
+            Action::Gather { root } => self.gather(root, &range),
+            Action::Scatter { root } => self.scatter(root, &range),
+            Action::Allreduce { algorithm } => {
+                let owner = if algorithm == Algorithm::Central { 0 } else { number % self.ranks };
+                let by_rank = algorithm == Algorithm::Store;
+                let slice = Slice { half: Half::Both, ..self.slice(owner, range) };
+                Slice { steps: steps_of(algorithm), by_rank, ..slice }.plan(Vec::new())
+            }
+            Action::AllGather => self.all_gather(&range),
+            Action::ReduceScatter => self.reduce_scatter(&range),
+            Action::AllToAll => self.all_to_all(&range),
         };
         debug_assert!(plan.rounds.iter().all(|round| {
             round.sends.iter().chain(&round.receives).all(|transfer| transfer.peer != self.me)
         }));
         plan
+    }
+
+    /// Everybody's part of the first input, summed in the order of ranks at this owner.
+    fn slice(&self, owner: u32, range: Range<u64>) -> Slice {
+        Slice {
+            steps: Steps::Central,
+            half: Half::Reduce,
+            ranks: self.ranks,
+            me: self.me,
+            owner,
+            range,
+            elem_bytes: self.elem_bytes as u64,
+            own: Buffer::Input(0),
+            result: Buffer::Output(0),
+            by_rank: true,
+        }
     }
 
     /// The part of a block that lies in `piece`; the first piece has a part, if an empty one, of every block.
@@ -188,133 +208,47 @@ impl Shape {
     }
 
     /// In place, in output block 0.
-    fn broadcast(&self, root: u32, piece: &Range<u64>) -> Plan {
+    fn broadcast(&self, root: u32, range: Range<u64>) -> Plan {
+        if self.len_bytes() < CHAIN_BYTES_MIN {
+            let slice = Slice { steps: Steps::Tree, half: Half::Spread, ..self.slice(root, range) };
+            return slice.plan(Vec::new());
+        }
         let place = (self.me + self.ranks - root) % self.ranks;
         let rank = |place: u32| (place + root) % self.ranks;
-        let (parent, children): (Option<u32>, Vec<u32>) = if self.len_bytes() >= CHAIN_BYTES_MIN {
-            (place.checked_sub(1), vec![place + 1])
-        } else {
-            // The parent of a place lacks its lowest bit; the largest subtree is served first.
-            let (parent, lowest) = match place {
-                0 => (None, self.ranks.next_power_of_two()),
-                _ => (Some(place & (place - 1)), place & place.wrapping_neg()),
-            };
-            (parent, (0..lowest.trailing_zeros()).rev().map(|bit| place + (1 << bit)).collect())
-        };
-        let children = children.into_iter().filter(|place| *place < self.ranks);
-        let transfer = |place| self.transfer(rank(place), Buffer::Output(0), piece);
-        let received =
-            Round { receives: parent.and_then(transfer).into_iter().collect(), ..Round::default() };
-        let sends = children.filter_map(transfer).collect();
-        Plan { scratch: Vec::new(), rounds: vec![received, Round { sends, ..Round::default() }] }
+        let transfer = |place| self.transfer(rank(place), Buffer::Output(0), &range);
+        let before = place.checked_sub(1).and_then(transfer);
+        let after = Some(place + 1).filter(|place| *place < self.ranks).and_then(transfer);
+        let received = Round { receives: before.into_iter().collect(), ..Round::default() };
+        let sent = Round { sends: after.into_iter().collect(), ..Round::default() };
+        Plan { scratch: Vec::new(), rounds: vec![received, sent] }
     }
 
-    /// The blocks of a piece, one for each rank, at multiples of whole cache lines.
-    fn blocks(&self, piece: &Range<u64>) -> Vec<Range<usize>> {
-        let elems = (piece.end - piece.start) as usize / self.elem_bytes;
-        let each = elems.div_ceil(self.ranks as usize).next_multiple_of(ALIGN_ELEMS);
-        let at = |k: usize| piece.start as usize + (each * k).min(elems) * self.elem_bytes;
-        (0..self.ranks as usize).map(|k| at(k)..at(k + 1)).collect()
-    }
-
-    /// A round in which rank k gets block k of everybody's input and sums them into `output`. Scratch 0 to p-1.
-    fn sum_blocks(&self, blocks: &[Range<usize>], output: Buffer) -> Round {
-        let input = |rank: u32| Bytes { of: Buffer::Input(0), range: blocks[rank as usize].clone() };
-        let mine = blocks[self.me as usize].clone();
-        let scratch = |rank: u32| Bytes { of: Buffer::Scratch(rank), range: 0..mine.len() };
-        let transfer = |peer, bytes| Transfer { peer, stage: 0, bytes };
-        let busy = |rank: &u32| !blocks[*rank as usize].is_empty();
-        let receivers = self.others().filter(busy);
-        let senders = self.others().filter(|_| !mine.is_empty());
-        let inputs = (0..self.ranks).map(|rank| if rank == self.me { input(rank) } else { scratch(rank) });
-        let range = if output == Buffer::Output(0) { mine.clone() } else { 0..mine.len() };
-        Round {
-            sends: receivers.map(|rank| transfer(rank, input(rank))).collect(),
-            receives: senders.map(|rank| transfer(rank, scratch(rank))).collect(),
-            then: vec![Local::Reduce(inputs.collect(), Bytes { of: output, range })],
+    /// A piece alone is summed at the root; of several each has an owner, which sends the root what it has summed.
+    fn reduce(&self, root: u32, number: u32, range: Range<u64>) -> Plan {
+        let owner = if pieces(self) == 1 { root } else { number % self.ranks };
+        let (slice, len) = (self.slice(owner, range.clone()), (range.end - range.start) as usize);
+        if owner == root {
+            return slice.plan(Vec::new());
         }
-    }
-
-    fn allreduce_by_blocks(&self, piece: &Range<u64>) -> Plan {
-        let blocks = self.blocks(piece);
-        let output = |rank: u32| Bytes { of: Buffer::Output(0), range: blocks[rank as usize].clone() };
-        let others = || self.others().filter(|rank| !blocks[*rank as usize].is_empty());
-        let spread = Round {
-            sends: (self.others().filter(|_| !blocks[self.me as usize].is_empty()))
-                .map(|peer| Transfer { peer, stage: 1, bytes: output(self.me) })
-                .collect(),
-            receives: others().map(|peer| Transfer { peer, stage: 1, bytes: output(peer) }).collect(),
-            then: Vec::new(),
-        };
-        let scratch = vec![blocks[self.me as usize].len(); self.ranks as usize];
-        Plan { scratch, rounds: vec![self.sum_blocks(&blocks, Buffer::Output(0)), spread] }
-    }
-
-    fn reduce_by_blocks(&self, root: u32, piece: &Range<u64>) -> Plan {
-        let blocks = self.blocks(piece);
-        let mine = blocks[self.me as usize].clone();
-        let last = self.ranks;
-        let mut scratch = vec![mine.len(); self.ranks as usize];
-        let (output, collect) = if self.me == root {
-            let others = self.others().filter(|rank| !blocks[*rank as usize].is_empty());
-            let receives = others.map(|peer| {
-                let bytes = Bytes { of: Buffer::Output(0), range: blocks[peer as usize].clone() };
-                Transfer { peer, stage: 1, bytes }
-            });
-            (Buffer::Output(0), Round { receives: receives.collect(), ..Round::default() })
-        } else {
-            scratch.push(mine.len());
-            let bytes = Bytes { of: Buffer::Scratch(last), range: 0..mine.len() };
-            let sends = (!mine.is_empty()).then_some(Transfer { peer: root, stage: 1, bytes });
-            (Buffer::Scratch(last), Round { sends: sends.into_iter().collect(), ..Round::default() })
-        };
-        Plan { scratch, rounds: vec![self.sum_blocks(&blocks, output), collect] }
-    }
-
-    fn whole(&self, of: Buffer, piece: &Range<u64>) -> Bytes {
-        let range = match of {
-            Buffer::Scratch(_) => 0..(piece.end - piece.start) as usize,
-            _ => piece.start as usize..piece.end as usize,
-        };
-        Bytes { of, range }
-    }
-
-    /// Everybody sends a copy of its input: the result may be written over the input before that is on the wire.
-    fn allreduce_directly(&self, piece: &Range<u64>) -> Plan {
-        let scratch = |rank: u32| self.whole(Buffer::Scratch(rank), piece);
-        let copied = Round {
-            then: vec![Local::Copy(self.whole(Buffer::Input(0), piece), scratch(self.me))],
-            ..Round::default()
-        };
-        let transfers = |of: fn(u32, u32) -> u32| {
-            let bytes = move |peer| scratch(of(peer, self.me));
-            self.others().map(|peer| Transfer { peer, stage: 0, bytes: bytes(peer) }).collect()
-        };
-        let inputs = (0..self.ranks).map(scratch).collect();
-        let exchanged = Round {
-            sends: transfers(|_, me| me),
-            receives: transfers(|peer, _| peer),
-            then: vec![Local::Reduce(inputs, self.whole(Buffer::Output(0), piece))],
-        };
-        let len = (piece.end - piece.start) as usize;
-        Plan { scratch: vec![len; self.ranks as usize], rounds: vec![copied, exchanged] }
-    }
-
-    fn reduce_directly(&self, root: u32, piece: &Range<u64>) -> Plan {
-        let input = self.whole(Buffer::Input(0), piece);
-        if self.me != root {
-            let sends = vec![Transfer { peer: root, stage: 0, bytes: input }];
-            return Plan { scratch: Vec::new(), rounds: vec![Round { sends, ..Round::default() }] };
+        let stage = Steps::Central.reduce_steps(self.ranks);
+        if self.me == owner {
+            let of = Buffer::Scratch(0);
+            let mut plan = Slice { result: of, ..slice }.plan(vec![len]);
+            let sends = vec![Transfer { peer: root, stage, bytes: Bytes { of, range: 0..len } }];
+            plan.rounds.push(Round { sends, ..Round::default() });
+            return plan;
         }
-        let scratch = |rank: u32| self.whole(Buffer::Scratch(rank), piece);
-        let inputs = (0..self.ranks).map(|rank| if rank == root { input.clone() } else { scratch(rank) });
-        let round = Round {
-            sends: Vec::new(),
-            receives: self.others().map(|peer| Transfer { peer, stage: 0, bytes: scratch(peer) }).collect(),
-            then: vec![Local::Reduce(inputs.collect(), self.whole(Buffer::Output(0), piece))],
-        };
-        let len = (piece.end - piece.start) as usize;
-        Plan { scratch: vec![len; self.ranks as usize], rounds: vec![round] }
+        let mut plan = slice.plan(Vec::new());
+        if self.me == root {
+            let bytes = self.whole(Buffer::Output(0), &range);
+            let receives = vec![Transfer { peer: owner, stage, bytes }];
+            plan.rounds.push(Round { receives, ..Round::default() });
+        }
+        plan
+    }
+
+    fn whole(&self, of: Buffer, range: &Range<u64>) -> Bytes {
+        Bytes { of, range: range.start as usize..range.end as usize }
     }
 
     fn gather(&self, root: u32, piece: &Range<u64>) -> Plan {
@@ -363,16 +297,22 @@ impl Shape {
         Plan { scratch: Vec::new(), rounds: vec![round] }
     }
 
-    fn reduce_scatter(&self, piece: &Range<u64>) -> Plan {
-        let len = (piece.end - piece.start) as usize;
-        let scratch = |rank: u32| Bytes { of: Buffer::Scratch(rank), range: 0..len };
-        let mine = self.whole(Buffer::Input(self.me), piece);
-        let inputs = (0..self.ranks).map(|rank| if rank == self.me { mine.clone() } else { scratch(rank) });
-        let round = Round {
-            sends: self.others().filter_map(|k| self.transfer(k, Buffer::Input(k), piece)).collect(),
-            receives: self.others().map(|peer| Transfer { peer, stage: 0, bytes: scratch(peer) }).collect(),
-            then: vec![Local::Reduce(inputs.collect(), self.whole(Buffer::Output(0), piece))],
-        };
-        Plan { scratch: vec![len; self.ranks as usize], rounds: vec![round] }
+    /// Block k is a slice whose owner is rank k; all go in one round.
+    fn reduce_scatter(&self, range: &Range<u64>) -> Plan {
+        let mut all = Plan::default();
+        let mut together = Round::default();
+        for block in self.others().chain([self.me]) {
+            let own = Buffer::Input(block);
+            let plan =
+                Slice { own, ..self.slice(block, range.clone()) }.plan(std::mem::take(&mut all.scratch));
+            all.scratch = plan.scratch;
+            for round in plan.rounds {
+                together.sends.extend(round.sends);
+                together.receives.extend(round.receives);
+                together.then.extend(round.then);
+            }
+        }
+        all.rounds.push(together);
+        all
     }
 }

@@ -5,8 +5,10 @@
 //!  bit 0      4       7        11          23          32
 //!  | action  | op    | dtype  | root      | length    |
 //! ```
-//! `length` is a hash: two lengths may share it, and then the messages' own lengths tell.
+//! `root` is the algorithm of an allreduce. `length` is a hash: two lengths may share it, and then the messages' own
+//! lengths tell.
 
+use crate::cost::dense::Algorithm;
 use crate::layout::Dtype;
 use crate::wire::Op;
 
@@ -38,7 +40,10 @@ pub enum Action {
         root: u32,
     },
     /// The sum over all, to all.
-    Allreduce,
+    Allreduce {
+        /// By which steps; it decides the order of additions, too.
+        algorithm: Algorithm,
+    },
     /// Everybody's block, to all.
     AllGather,
     /// The sum over all of each block, to the rank of that number.
@@ -61,6 +66,8 @@ const NAMES: [&str; 10] = [
 ];
 
 impl Action {
+    const ALLREDUCE: u32 = 6;
+
     fn code(self) -> u32 {
         match self {
             Self::Message => 0,
@@ -69,7 +76,7 @@ impl Action {
             Self::Reduce { .. } => 3,
             Self::Gather { .. } => 4,
             Self::Scatter { .. } => 5,
-            Self::Allreduce => 6,
+            Self::Allreduce { .. } => Self::ALLREDUCE,
             Self::AllGather => 7,
             Self::ReduceScatter => 8,
             Self::AllToAll => 9,
@@ -97,7 +104,7 @@ impl Action {
     /// Whether numbers are computed, so that the operation and the dtype matter.
     #[must_use]
     pub fn computes(self) -> bool {
-        matches!(self, Self::Reduce { .. } | Self::Allreduce | Self::ReduceScatter)
+        matches!(self, Self::Reduce { .. } | Self::Allreduce { .. } | Self::ReduceScatter)
     }
 }
 
@@ -114,7 +121,10 @@ impl Signature {
         let (op, dtype) = if action.computes() { (op as u32, dtype_code(dtype)) } else { (0, 0) };
         // Fibonacci hashing: the high bits of the product depend on all bits of the length.
         let hash = len_bytes.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - LENGTH_BITS);
-        let root = action.root().unwrap_or(0);
+        let root = match action {
+            Action::Allreduce { algorithm } => algorithm as u32,
+            _ => action.root().unwrap_or(0),
+        };
         Self(action.code() | op << 4 | dtype << 7 | root << 11 | (hash as u32) << 23)
     }
 }
@@ -124,6 +134,23 @@ impl Signature {
     #[must_use]
     pub fn same_action(self, other: Self) -> bool {
         (self.0 ^ other.0) << LENGTH_BITS == 0
+    }
+
+    fn algorithm(self) -> Option<Algorithm> {
+        let number = self.0 >> 11 & 4095;
+        let is_allreduce = self.0 & 15 == Action::ALLREDUCE;
+        Algorithm::ALL.into_iter().find(|known| is_allreduce && *known as u32 == number)
+    }
+
+    /// What may be the reason that another rank's call is not this one, if it is not plain from the two.
+    #[must_use]
+    pub fn hint(self, other: Self) -> &'static str {
+        match (self.algorithm(), other.algorithm()) {
+            (Some(ours), Some(theirs)) if ours != theirs => {
+                " (an algorithm that is not named is chosen by length, dtype, group and rates: name one, or make these alike)"
+            }
+            _ => "",
+        }
     }
 }
 
@@ -138,6 +165,9 @@ impl std::fmt::Display for Signature {
         f.write_str(NAMES.get(action as usize).unwrap_or(&"an unknown action"))?;
         if (2..=5).contains(&action) {
             write!(f, " (root {root} of the group)")?;
+        }
+        if let Some(algorithm) = self.algorithm() {
+            write!(f, " by {}", algorithm.name())?;
         }
         if dtype > 0 {
             let dtypes = [
@@ -175,6 +205,12 @@ mod tests {
         assert!(text.starts_with("reduce (root 4095 of the group) (Average of F64)"), "{text}");
         assert_ne!(reduce, of(Action::Reduce { root: 4095 }, 808));
         assert_ne!(of(Action::AllGather, 8), of(Action::AllToAll, 8));
+        let [ring, tree] = [Algorithm::Ring, Algorithm::Tree]
+            .map(|algorithm| Signature::new(Action::Allreduce { algorithm }, Op::Sum, Dtype::F32, 8));
+        assert_eq!(ring.to_string(), "allreduce by ring (Sum of F32)");
+        assert!(
+            !ring.same_action(tree) && ring.hint(tree).contains("name one") && ring.hint(ring).is_empty()
+        );
         let gather = |op, dtype| Signature::new(Action::AllGather, op, dtype, 8);
         assert_eq!(gather(Op::Sum, Dtype::F32), gather(Op::Average, Dtype::F64), "bytes are moved");
     }

@@ -5,9 +5,12 @@ use crate::call::Handle;
 use crate::failure::{Failure, Stop};
 use crate::mailbox::Command;
 use crate::memory::{Chunk, Owner, RealMemory};
-use penstock_core::calls::{Call, Calls, GroupId, Request};
-use penstock_core::{Dtype, Error, Op, Rank};
+use penstock_core::calls::{self, Call, Calls, GroupId, Request, Shape, Share};
+use penstock_core::cost::Rates;
+use penstock_core::cost::dense::Algorithm;
+use penstock_core::{Dtype, Error, Op, Rank, limits};
 use std::any::Any;
+use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -32,6 +35,38 @@ pub struct CallPart {
     pub outputs: Vec<Memory>,
     /// What keeps the memory allocated; dropped once nobody touches it any more.
     pub keep: Box<dyn Any + Send + Sync>,
+}
+
+/// Lengths for which the chosen algorithm is remembered.
+const CHOICES_MAX: usize = 1024;
+
+/// What calls are made of, as all ranks know it.
+#[derive(Default)]
+pub(super) struct Agreed {
+    /// How many members a group has.
+    sizes: BTreeMap<GroupId, u32>,
+    /// What a choice assumes.
+    rates: Rates,
+    /// Choices that were made under these rates, by elements, bytes of an element and ranks.
+    choices: BTreeMap<(u64, u64, u32), Algorithm>,
+}
+
+impl Agreed {
+    fn size(&self, group: GroupId) -> Result<u32, Failure> {
+        let size = self.sizes.get(&group).copied();
+        size.ok_or_else(|| {
+            Failure::config(format!("group {group} does not exist, or connect() was not called"))
+        })
+    }
+
+    fn choose(&mut self, elems: u64, elem_bytes: u64, ranks: u32) -> Algorithm {
+        if self.choices.len() >= CHOICES_MAX {
+            self.choices.clear();
+        }
+        let rates = &self.rates;
+        let choose = || calls::choose(elems, elem_bytes, ranks, rates);
+        *self.choices.entry((elems, elem_bytes, ranks)).or_insert_with(choose)
+    }
 }
 
 /// The calls of a job of one rank, which has no lanes.
@@ -63,18 +98,81 @@ impl Engine {
 
     /// The group of all ranks, and later ones.
     pub(super) fn tell_group(&self, id: GroupId, members: &[u32]) -> Result<(), Failure> {
+        let size = members.len() as u32;
         let members: Vec<Rank> = members.iter().copied().map(Rank).collect();
-        match self.call_lane(id) {
-            Some(lane) => lane.send(Command::Group { id, members }),
-            None => guard(&self.inner.alone).0.form(id, members)?,
+        for mailbox in self.inner.shared.mailboxes() {
+            mailbox.send(Command::Group { id, members: members.clone() });
         }
+        if self.inner.shared.mailboxes().is_empty() {
+            guard(&self.inner.alone).0.form(id, members)?;
+        }
+        guard(&self.inner.agreed).sizes.insert(id, size);
         Ok(())
     }
 
-    /// The lane that carries a group's calls; none in a job of one rank.
-    fn call_lane(&self, group: GroupId) -> Option<&crate::mailbox::Mailbox> {
+    /// Sets what the choice of an algorithm assumes, from the next call on. All ranks set the same between the same calls.
+    ///
+    /// # Errors
+    /// `Config` if a rate makes no sense.
+    pub fn set_rates(&self, rates: Rates) -> Result<(), Failure> {
+        self.alive("set_rates")?;
+        if let Some(name) = rates.wrong() {
+            return Err(Failure::config(format!("set_rates: {name} must be a positive number")));
+        }
+        let mut agreed = guard(&self.inner.agreed);
+        agreed.choices.clear();
+        agreed.rates = rates;
+        Ok(())
+    }
+
+    /// The algorithm that is best for an allreduce of so many bytes in a group, by the cost model: the same on all ranks.
+    ///
+    /// # Errors
+    /// `Config` if there is no such group.
+    pub fn choose(&self, group: GroupId, len_bytes: u64, dtype: Dtype) -> Result<Algorithm, Failure> {
+        let elem_bytes = dtype.size_bytes() as u64;
+        let mut agreed = guard(&self.inner.agreed);
+        let ranks = agreed.size(group)?;
+        Ok(agreed.choose(len_bytes / elem_bytes, elem_bytes, ranks))
+    }
+
+    /// The algorithm of an allreduce (`None`: the best one) of so many elements by so many ranks, and its slices.
+    ///
+    /// # Errors
+    /// `Config` if a number is out of bounds.
+    pub fn allreduce_plan(
+        &self,
+        elems: u64,
+        dtype: Dtype,
+        ranks: u32,
+        algorithm: Option<Algorithm>,
+    ) -> Result<(Algorithm, u32), Failure> {
+        let elem_bytes = dtype.size_bytes() as u64;
+        if elems > limits::COST_ELEMS_MAX || !(1..=limits::RANKS_MAX).contains(&ranks) {
+            return Err(Failure::config(format!(
+                "allreduce_plan: {elems} elements on {ranks} ranks is out of bounds"
+            )));
+        }
+        let mut choose = || guard(&self.inner.agreed).choose(elems, elem_bytes, ranks);
+        let algorithm = algorithm.unwrap_or_else(&mut choose);
+        Ok((algorithm, calls::slices(algorithm, elems, elem_bytes, ranks)))
+    }
+
+    /// The lanes among which a call is dealt, the group's own first; none in a job of one rank.
+    fn call_lanes(&self, part: &CallPart, ranks: u32) -> Vec<&crate::mailbox::Mailbox> {
         let mailboxes = self.inner.shared.mailboxes();
-        mailboxes.get(usize::from(group) % mailboxes.len().max(1)).map(|mailbox| &**mailbox)
+        let count = match part.request {
+            Request::Collective(action) if mailboxes.len() > 1 => {
+                let lens = |blocks: &[Memory]| blocks.iter().map(|(_, len)| *len as u64).collect();
+                let (inputs, outputs) = (lens(&part.inputs), lens(&part.outputs));
+                let elem_bytes = part.dtype.size_bytes();
+                let shape = Shape { action, ranks, me: 0, elem_bytes, inputs, outputs };
+                calls::lanes(&shape, mailboxes.len() as u32) as usize
+            }
+            _ => mailboxes.len().min(1),
+        };
+        let first = usize::from(part.group);
+        (first..first + count).map(|lane| &*mailboxes[lane % mailboxes.len()]).collect()
     }
 
     /// Begins a call. It is done when its handle says so, or [`Engine::wait_call`] returns.
@@ -89,11 +187,9 @@ impl Engine {
     pub unsafe fn call(&self, part: CallPart) -> Result<Arc<Handle>, Failure> {
         self.alive("a call")?;
         self.inner.shared.check()?;
+        let ranks = guard(&self.inner.agreed).size(part.group)?;
+        let lanes = self.call_lanes(&part, ranks);
         let CallPart { group, request, op, dtype, inputs, outputs, keep } = part;
-        let lane = self.call_lane(group);
-        if lane.is_none() && self.inner.config.size > 1 {
-            return Err(Failure::config("a call was made before connect()"));
-        }
         let aligned = |(address, len): &Memory| *len == 0 || address.is_multiple_of(dtype.size_bytes());
         if !inputs.iter().chain(&outputs).all(aligned) {
             return Err(Failure::config("memory that is not aligned to its elements"));
@@ -102,25 +198,29 @@ impl Engine {
             return Err(Failure::config(format!("a call on {dtype:?}: {why}")));
         }
         let id = self.inner.next_token.fetch_add(1, Ordering::Relaxed);
-        let regions = (inputs.len() + outputs.len()) as u32;
-        let shared = Arc::clone(&self.inner.shared);
-        let handle = Handle::new(id, group, request, regions, keep, shared);
-        let chunks = |memory: Vec<Memory>| {
-            let chunk = |(address, len): Memory| {
-                let start = NonNull::new(address as *mut u8).unwrap_or(NonNull::dangling());
-                // SAFETY: the caller vouches for the memory.
-                let chunk = unsafe { Chunk::handed(start, len, Arc::clone(&handle) as Arc<dyn Owner>, 0, 0) };
-                (chunk, len as u64)
+        let of = lanes.len().max(1) as u32;
+        let regions = (inputs.len() + outputs.len()) as u32 * of;
+        let handle = Handle::new(id, group, request, of, regions, keep, Arc::clone(&self.inner.shared));
+        let chunks = |memory: &[Memory]| {
+            let chunk = |(address, len): &Memory| {
+                let start = NonNull::new(*address as *mut u8).unwrap_or(NonNull::dangling());
+                // SAFETY: the caller vouches for the memory; shares of different lanes are different pieces of it.
+                let chunk =
+                    unsafe { Chunk::handed(start, *len, Arc::clone(&handle) as Arc<dyn Owner>, 0, 0) };
+                (chunk, *len as u64)
             };
-            memory.into_iter().map(chunk).collect()
+            memory.iter().map(chunk).collect()
         };
-        let call = Call { id, group, request, op, dtype, inputs: chunks(inputs), outputs: chunks(outputs) };
-        match lane {
-            Some(lane) => {
-                self.inner.shared.progressed();
-                lane.send(Command::Call { call: Box::new(call), handle: Arc::clone(&handle) });
-            }
-            None => self.call_alone(call, &handle).inspect_err(|_| handle.abandoned())?,
+        let call = |index| {
+            let share = Share { index, of };
+            Call { id, group, request, op, dtype, share, inputs: chunks(&inputs), outputs: chunks(&outputs) }
+        };
+        if lanes.is_empty() {
+            self.call_alone(call(0), &handle).inspect_err(|_| handle.abandoned())?;
+        }
+        self.inner.shared.progressed();
+        for (index, lane) in (0..).zip(lanes) {
+            lane.send(Command::Call { call: Box::new(call(index)), handle: Arc::clone(&handle) });
         }
         Ok(handle)
     }
@@ -199,6 +299,7 @@ impl Engine {
         let id = handle.id;
         let mut late: Vec<Rank> = self.ask(|reply| Command::CallMissing { id, reply }).concat();
         late.sort_unstable();
+        late.dedup();
         let (me, seconds) = (self.inner.shared.me, timeout.as_secs_f64());
         let whom = match late.len() {
             0 => "its own messages are not written yet".into(),

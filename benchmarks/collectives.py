@@ -1,0 +1,231 @@
+"""Allreduce by algorithm on emulated clusters, beside what cost functions predict from rates measured in that run.
+
+    sudo .venv/bin/python -m benchmarks.collectives run --hosts 4 --json-lines docs/benchmarks/collectives/1000.jsonl
+    sudo .venv/bin/python -m benchmarks.collectives slow-host     both measurements on hosts of which one is slow
+    .venv/bin/python -m benchmarks.collectives report       the table and the picture of docs/benchmarks/collectives/
+
+What runs on each host is the command that a user would type, `penstock measure allreduce`: it verifies every result,
+and measures latency, line rate and summing rate between the same hosts right before.
+
+An emulated link is a token bucket: after a pause its first bytes pass at once. Predictions here are without the time of
+those bytes, once for each link that is busy without a pause: twice where one rank takes everything in before it gives
+anything out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lab.cluster import BURST_BYTES_MIN, BURST_S, Cluster, Unavailable
+from lab.records import ROOT, note, publish, wait_for_quiet
+from penstock.measure.plots import COLOURS
+
+FOLDER = ROOT / "docs" / "benchmarks" / "collectives"
+ALGORITHMS = ("store", "central", "tree", "ring", "butterfly")
+PORT = 29511  # of a network that nobody else is in
+LIMIT_S = 600.0
+GOAL = 0.15  # between prediction and median
+SLOW_HOSTS, SLOW_HOST = 4, 2
+RATE_MBIT, SLOW_MBIT = 1000.0, 250.0
+KINDS = {"line-rate": ["--largest", str(16 << 20)], "allreduce": ["--sizes", "4KB,1MB,8MB", "--seconds", "2"]}
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The command's result on a cluster."""
+    options = ["--json", "--sizes", arguments.sizes, "--algorithms", arguments.algorithms]
+    options += ["--workers", str(arguments.hosts), "--seconds", str(arguments.seconds), "--seed", str(arguments.seed)]
+    with Cluster(arguments.hosts, arguments.mbit) as cluster:
+        result: dict[str, Any] = json.loads(_as_a_user(cluster, "allreduce", options))
+    return result
+
+
+def _as_a_user(cluster: Cluster, kind: str, options: Sequence[str]) -> str:
+    """Start the command on every host, by hand; what rank 0 prints."""
+    place = f"tcp://{cluster.hosts[0].address}:{PORT}"
+    command = [sys.executable, "-m", "penstock.cli", "measure", kind, *options]
+    command += ["--world-size", str(len(cluster.hosts)), "--rendezvous", place]
+    environment = {**os.environ, "PENSTOCK_SECRET": "emulated clusters keep no secrets"}
+    ranks = [
+        host.start([*command, "--rank", str(rank)], env=environment, stdout=subprocess.PIPE, text=True)
+        for rank, host in enumerate(cluster.hosts)
+    ]
+    outputs = [process.communicate(timeout=LIMIT_S)[0] for process in ranks]
+    codes = [process.returncode for process in ranks]
+    if any(codes):
+        raise RuntimeError(f"penstock measure {kind} ended with exit codes {codes}; see above")
+    return str(outputs[0])
+
+
+def predicted_s(cell: dict[str, Any], group: dict[str, Any], rate_mbit: float) -> float:
+    """The cost function's seconds on links that are token buckets."""
+    burst_bytes = max(BURST_BYTES_MIN, rate_mbit * 1e6 / 8 * BURST_S)
+    at_one_rank = cell["slices"] == 1 and cell["algorithm"] in ("store", "central", "tree")
+    at_once_s = (2 if at_one_rank else 1) * burst_bytes / group["bytes_per_s"]
+    return float(cell["predicted_s"] - min(cell["predicted_wire_s"], at_once_s))
+
+
+def shown(result: dict[str, Any], rate_mbit: float) -> str:
+    """As a Markdown table, with what is off by more than the goal in bold."""
+    lines = [
+        "| hosts | bytes | algorithm | median, ms (lowest to 95th percentile) | predicted, ms | off by | of best |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    groups = {group["workers"]: group for group in result["groups"]}
+    for cell in result["cells"]:
+        predicted = predicted_s(cell, groups[cell["workers"]], rate_mbit)
+        off = cell["p50_s"] / predicted - 1
+        text = f"{off:+.1%}" if abs(off) <= GOAL else f"**{off:+.1%}**"
+        times = f"{_ms(cell['p50_s'])} ({_ms(cell['low_s'])} to {_ms(cell['p95_s'])})"
+        lines.append(
+            f"| {cell['workers']} | {cell['bytes']:,} | {cell['algorithm']} | {times} | {_ms(predicted)} | "
+            f"{text} | {cell['of_best']:.0%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _ms(seconds: float) -> str:
+    value = seconds * 1e3
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    try:
+        busy_cores = wait_for_quiet(arguments.wait_quiet)
+        result = measure(arguments)
+    except Unavailable as error:
+        note(f"collectives: {error}")
+        return 2
+    record = {"rate_mbit": arguments.mbit, "hosts": arguments.hosts, "busy_cores": busy_cores, **result}
+    del record["ranks"]
+    publish(record, benchmark="collectives", seed=arguments.seed, as_json=arguments.json, lines=arguments.json_lines)
+    if not arguments.json:
+        rates = result["groups"][0]
+        print(
+            f"{rates['bytes_per_s'] * 8e-6:.0f} Mbit/s, latency {rates['latency_s'] * 1e6:.0f} us, "
+            f"a call {rates['call_s'] * 1e6:.0f} us, sums {rates['summed_bytes_per_s'] / 1e9:.1f} GB/s"
+        )
+        print(shown(result, arguments.mbit), flush=True)
+    return 0
+
+
+def newest(folder: Path) -> list[dict[str, Any]]:
+    """The last recorded run of each number of hosts and rate."""
+    records: dict[tuple[int, float], dict[str, Any]] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            if record.get("benchmark") == "collectives":
+                records[record["hosts"], record["rate_mbit"]] = record
+    return [records[key] for key in sorted(records)]
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    records = newest(arguments.folder)
+    if not records:
+        note(f"no measurements in {arguments.folder}; `benchmarks.collectives run --json-lines` makes some")
+        return 1
+    text = []
+    for record in records:
+        (group,) = record["groups"]
+        text += [
+            f"{record['hosts']} hosts, {record['rate_mbit']:g} Mbit/s, commit `{record['commit']}`, seed "
+            f"{record['seed']}; measured in this run: {group['bytes_per_s'] * 8e-6:.0f} Mbit/s, latency "
+            f"{group['latency_s'] * 1e6:.0f} us, a call {group['call_s'] * 1e6:.0f} us, sums "
+            f"{group['summed_bytes_per_s'] / 1e9:.1f} GB/s.",
+            "",
+            shown(record, record["rate_mbit"]),
+        ]
+    page = arguments.folder / "README.md"
+    shown_text = page.read_text(encoding="utf-8")
+    shown_text = _between(shown_text, "measured", "\n".join(text))
+    for kind in KINDS:
+        table = (arguments.folder / f"slow-host-{kind}.txt").read_text(encoding="utf-8")
+        shown_text = _between(shown_text, kind, f"```text\n{table}```\n")
+    page.write_text(shown_text, encoding="utf-8")
+    _draw(records, arguments.folder / "predicted.png")
+    return 0
+
+
+def _between(text: str, name: str, new: str) -> str:
+    """The text with what stands between this name's two comments replaced."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, _, rest = text.partition(begin)
+    return before + begin + "\n\n" + new + "\n" + end + rest.partition(end)[2]
+
+
+def _slow_host(arguments: argparse.Namespace) -> int:
+    """Both measurements as a new user would run them, on hosts of which one has a slow card."""
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    rates = [SLOW_MBIT if host == SLOW_HOST else RATE_MBIT for host in range(SLOW_HOSTS)]
+    try:
+        with Cluster(SLOW_HOSTS, rates) as cluster:
+            for kind, options in KINDS.items():
+                picture = ["--plot", str(arguments.folder / f"slow-host-{kind}.png")]
+                text = _as_a_user(cluster, kind, [*options, *picture])
+                (arguments.folder / f"slow-host-{kind}.txt").write_text(text, encoding="utf-8")
+                print(text, flush=True)
+    except Unavailable as error:
+        note(f"collectives: {error}")
+        return 2
+    return 0
+
+
+def _draw(records: list[dict[str, Any]], path: Path) -> None:
+    """Median over prediction, one panel for each cluster."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5 * len(records), 4), layout="constrained")
+    panels = figure.subplots(1, len(records), squeeze=False, sharey=True)[0]
+    for axes, record in zip(panels, records, strict=True):
+        (group,) = record["groups"]
+        sizes = sorted({cell["bytes"] for cell in record["cells"]})
+        width = 0.8 / len(ALGORITHMS)
+        for number, algorithm in enumerate(ALGORITHMS):
+            cells = [cell for cell in record["cells"] if cell["algorithm"] == algorithm]
+            places = [sizes.index(cell["bytes"]) + (number - 2) * width for cell in cells]
+            ratios = [cell["p50_s"] / predicted_s(cell, group, record["rate_mbit"]) for cell in cells]
+            axes.bar(places, ratios, width, color=COLOURS[algorithm], label=algorithm)
+        axes.axhspan(1 - GOAL, 1 + GOAL, color="grey", alpha=0.25)
+        axes.axhline(1.0, color="black", linewidth=1)
+        axes.set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
+        axes.set(xlabel="bytes", title=f"{record['hosts']} hosts, {record['rate_mbit']:g} Mbit/s")
+    panels[0].set_ylabel("measured / predicted")
+    panels[0].legend(fontsize="small", ncols=2)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    run = commands.add_parser("run")
+    run.add_argument("--hosts", type=int, default=4)
+    run.add_argument("--mbit", type=float, default=1000.0, help="of each link in each direction")
+    run.add_argument("--sizes", default="4KB,1MB,53MB")
+    run.add_argument("--algorithms", default=",".join(ALGORITHMS))
+    run.add_argument("--seconds", type=float, default=4.0, help="for each size")
+    run.add_argument("--seed", type=int, default=0)
+    run.add_argument("--wait-quiet", type=float, default=0.0, help="seconds to wait for other programs to end")
+    run.add_argument("--json", action="store_true", help="print JSON lines")
+    run.add_argument("--json-lines", type=Path, help="append the results to this file")
+    run.set_defaults(command=_run)
+    slow_host = commands.add_parser("slow-host")
+    slow_host.add_argument("--folder", type=Path, default=FOLDER)
+    slow_host.set_defaults(command=_slow_host)
+    report = commands.add_parser("report")
+    report.add_argument("--folder", type=Path, default=FOLDER)
+    report.set_defaults(command=_report)
+    arguments = parser.parse_args()
+    status: int = arguments.command(arguments)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""`penstock measure allreduce` with processes of this machine, and what it makes of times."""
+
+import array
+import json
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from penstock.coordinator import Rates
+from penstock.errors import PenstockError
+from penstock.measure.allreduce import _Cell, _Message, best_seconds, pattern, percentile
+
+LIMIT_S = 120
+
+
+def measure(*arguments, code=0):
+    command = [sys.executable, "-m", "penstock.cli", "measure", "allreduce", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def test_every_algorithm_size_and_group_is_measured(tmp_path):
+    picture, rows = tmp_path / "allreduce.png", tmp_path / "rows.jsonl"
+    options = ["--sizes", "4KB,300KB", "--seconds", "0.05", "--json", "--plot", str(picture), "--json-lines", str(rows)]
+    result = json.loads(measure("--local", "3", *options).stdout)
+    cells = result["cells"]
+    algorithms = ["store", "central", "tree", "ring", "butterfly", "auto"]
+    assert [(cell["workers"], cell["bytes"], cell["algorithm"]) for cell in cells] == [
+        (workers, size, algorithm) for workers in (2, 3) for size in (4_000, 300_000) for algorithm in algorithms
+    ]
+    for cell in cells:
+        assert 0 < cell["low_s"] <= cell["p50_s"] <= cell["p95_s"] <= cell["p99_s"] <= cell["high_s"] < LIMIT_S
+        assert cell["calls"] >= 5 and cell["predicted_s"] > 0 and cell["best_s"] > 0
+        assert cell["taken"] in algorithms[:-1] and cell["algorithm"] in (cell["taken"], "auto")
+    lines = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+    assert [line["algorithm"] for line in lines] == [cell["algorithm"] for cell in cells]
+    assert lines[0]["rates"] == result["groups"][0]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_names_groups_sizes_and_algorithms():
+    text = measure("--local", "2", "--sizes", "64", "--seconds", "0.01", "--algorithms", "tree,auto").stdout
+    assert "2 workers:" in text and "tree" in text and "auto (" in text and "predicted" in text and "rank 1:" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--local", "2", "--sizes", "4XB"], "no size from 1 byte"),
+        (["--local", "2", "--algorithms", "star"], "none of store, central"),
+        (["--local", "2", "--workers", "1"], "not between 2 and"),
+        (["--rank", "0", "--world-size", "1"], "at least 2 ranks"),
+    ],
+)
+def test_bad_input_is_one_line_that_says_what_to_change(arguments, words):
+    done = measure(*arguments, code=2)
+    assert words in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_sums_of_contributions_are_whole_numbers_that_fp32_holds():
+    ranks = 4096
+    one, same, other = pattern(3, 0), pattern(3, 0), pattern(3, 1)
+    assert one == same != other
+    assert all(value == int(value) for value in one)
+    assert max(map(abs, one)) * ranks < 1 << 24
+
+
+def test_a_wrong_result_is_an_error_on_every_rank():
+    """An allreduce that gets one element wrong, without any network."""
+
+    def wrong(tensor, op, algorithm):
+        total = array.array("f", message.expected)
+        tensor[:] = memoryview(total).cast("B").cast("f")
+        tensor[17] += 1.0 if algorithm == "ring" else 0.0
+
+    own = pattern(0, 0)
+    message = _Message(own, own, 100)
+    group = SimpleNamespace(barrier=lambda: None, allreduce=wrong, size=1, ranks=(0,))
+    job = SimpleNamespace(engine=SimpleNamespace(all_gather=lambda what, blob: [blob]))
+    cell = _Cell(job, group, message, ["tree", "ring"])  # which are told apart in every call
+    cell._turn(message, "tree")
+    assert cell.gather()
+    cell._turn(message, "ring")
+    with pytest.raises(PenstockError, match="rank 0 of 1: the sum by ring is not"):
+        cell.gather()
+
+
+def test_percentiles_are_values_that_were_measured():
+    values = [5.0, 1.0, 4.0, 2.0, 3.0]
+    assert [percentile(values, part) for part in (0.0, 0.2, 0.5, 0.95, 1.0)] == [1.0, 1.0, 3.0, 5.0, 5.0]
+    assert percentile([float(value) for value in range(1, 101)], 0.95) == 95.0
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+def test_best_is_the_studys_equation_4(ranks):
+    rates = Rates(bytes_per_s=6e9, latency_s=2.5e-6)
+    expected = 2 * (ranks - 1) * 53e6 / (ranks * 6e9) + 2 * math.log2(ranks) * 2.5e-6
+    assert best_seconds(53_000_000, ranks, rates) == pytest.approx(expected)
