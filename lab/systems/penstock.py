@@ -87,7 +87,8 @@ class Penstock(TorchWorker):
         if report["books"]:
             layers = report["books"][-1]["layers"]  # the gradients' book is opened after that of the first copy
             counted["layers"] = {
-                layer["name"]: {name: value for name, value in layer.items() if name != "name"} for layer in layers
+                layer["name"]: {name: value for name, value in layer.items() if name not in ("name", "lossy")}
+                for layer in layers
             }
         return {**super().stats(), **counted}
 
