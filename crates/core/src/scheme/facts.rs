@@ -124,7 +124,7 @@ impl Facts<'_> {
                 self.store_s(self.elem_bytes),
                 0.0,
             ),
-            // Rounding is left out: a core rounds as many bytes per second as a wire of 80 Gbit/s carries.
+            // Rounding is left out: one core rounds 9 GB of fp32 per second or more, which a wire of 36 Gbit/s carries.
             Scheme::Bf16 | Scheme::Fp16 => (
                 dense::store(self.elems, HALF_BYTES, self.workers, self.servers),
                 self.store_s(HALF_BYTES),
