@@ -37,9 +37,12 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 class Penstock(TorchWorker):
-    """The sharded store in the workers. ``init`` is given to `penstock.init` on top of the mode."""
+    """The sharded store in the workers.
 
-    defaults: ClassVar[Mapping[str, Any]] = {"mode": "full", "init": {}}
+    ``init`` is given to `penstock.init` on top of the mode, ``schemes`` to `penstock.distribute`.
+    """
+
+    defaults: ClassVar[Mapping[str, Any]] = {"mode": "full", "init": {}, "schemes": None}
 
     def join(self) -> None:
         """Join the job."""
@@ -60,7 +63,7 @@ class Penstock(TorchWorker):
 
     def adopt(self) -> None:
         """The two objects come back, with hooks."""
-        self.model, self.optimizer = ps.distribute(self.model, self.optimizer)
+        self.model, self.optimizer = ps.distribute(self.model, self.optimizer, schemes=self.options["schemes"])
 
     def barrier(self) -> None:
         """One round of small messages."""
@@ -87,7 +90,8 @@ class Penstock(TorchWorker):
         if report["books"]:
             layers = report["books"][-1]["layers"]  # the gradients' book is opened after that of the first copy
             counted["layers"] = {
-                layer["name"]: {name: value for name, value in layer.items() if name != "name"} for layer in layers
+                layer["name"]: {name: value for name, value in layer.items() if name not in ("name", "lossy")}
+                for layer in layers
             }
         return {**super().stats(), **counted}
 

@@ -23,17 +23,20 @@ __all__ = [
 
 _Op = Literal["average", "sum", "copy", "min", "max"]
 _Scheme = Literal["store", "central", "tree", "ring", "butterfly", "gather"]
-_Tensor = tuple[str, int, str, int] | tuple[str, int, str, int, _Scheme]
 _Algorithm = Literal["store", "central", "tree", "ring", "butterfly"]
+_Tensor = (
+    tuple[str, int, str, int] | tuple[str, int, str, int, _Scheme] | tuple[str, int, str, int, Literal["store"], str]
+)
 _Phase = Literal["backward", "forward", "other"]
 _Kind = Literal["linear", "embedding", "other"]
 _Rates = tuple[float, float, float, float, float]
 
 @type_check_only
 class LayerReport(TypedDict):
-    """Counts of one layer; bytes are payload."""
+    """Counts of one layer; bytes are payload. `lossy`: the type to which gradients are rounded on the wire, if any."""
 
     name: str
+    lossy: Literal["bf16", "fp16"] | None
     bytes_sent: int
     bytes_received: int
     stall_s: float
@@ -192,6 +195,8 @@ class Engine:
         scheme). A dtype is f32, f64, f16, bf16, i64, i32, i16, i8, u8 or bytes. Without a scheme it is "store";
         docs/summation.md says how the others add. With "gather" every rank's bytes, at most so many, go to every other
         rank (`submit_gather`); its dtype is bytes.
+
+        A sixth entry is the wire type: f32 in the store may travel as f16 or bf16, and is summed in f32 all the same.
 
         Until `set_priorities`, a layer's place in the forward pass is its index.
         """

@@ -24,10 +24,16 @@ if TYPE_CHECKING:
     from penstock._native import Choice
     from penstock.explanation import Explanation
 
-__all__ = ["EXACT_GATHERS", "POLICIES", "Cluster", "Coordinator", "Placed", "Rates"]
+__all__ = ["EXACT_GATHERS", "LOSSY", "POLICIES", "Cluster", "Coordinator", "Placed", "Rates"]
 
 EXACT_GATHERS = ("factors", "pairs")
 """What may be chosen besides the store."""
+
+LOSSY = {
+    "bf16": "rounded to bf16 on the wire, summed in fp32",
+    "fp16": "rounded to fp16 on the wire, summed in fp32",
+}
+"""What is never chosen, only given, and what is lost."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +240,9 @@ class Coordinator:
             current=current,
         )
         if layer.name in self.fixed:
-            choice["scheme"], choice["code"], choice["reason"] = self.fixed[layer.name], "given", "as given"
+            given = self.fixed[layer.name]
+            reason = f"as given; lossy: {LOSSY[given]}" if given in LOSSY else "as given"
+            choice["scheme"], choice["code"], choice["reason"] = given, "given", reason
         elif choice["code"] == "dense" and layer.why_store is not None:
             choice["code"], choice["reason"] = "store-only", layer.why_store
         return choice

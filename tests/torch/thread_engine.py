@@ -31,6 +31,7 @@ WAIT_S = 20.0
 class Exchange:
     op: str
     dtype: str
+    wire: str | None = None  # the type to which numbers are rounded on their way
     given: dict[int, torch.Tensor | None] = field(default_factory=dict)  # by rank; None: absent
     result: torch.Tensor | None = None
     done: bool = False
@@ -84,12 +85,16 @@ def _combine(exchange: Exchange, present: list[torch.Tensor], ranks: int) -> tor
     if exchange.op == "copy":
         assert len(present) == 1, "exactly one rank contributes to a copy"
         return present[0]
-    accumulate = torch.float32 if exchange.dtype in ("f16", "bf16") else present[0].dtype
+    if exchange.wire is not None:  # here an owner's own contribution, too
+        present = [given.to(TYPES[exchange.wire]) for given in present]
+    accumulate = torch.float32 if present[0].dtype in (torch.float16, torch.bfloat16) else present[0].dtype
     total = present[0].to(accumulate)
     for other in present[1:]:
         total = total + other.to(accumulate)
     if exchange.op == "average":
         total = total / ranks
+    if exchange.wire is not None:
+        total = total.to(TYPES[exchange.wire])
     return total.to(TYPES[exchange.dtype])
 
 
@@ -151,7 +156,7 @@ class FakeEngine:
     def _submit(self, book, tensor, ptr, nbytes, op, step, *, present) -> int:
         name, _, tensors = self.books[book]
         label, _, dtype, elems, *scheme = tensors[tensor]
-        assert not scheme, f"{label} is gathered"
+        assert scheme[:1] != ["gather"], f"{label} is gathered"
         assert nbytes == elems * TYPES[dtype].itemsize, (label, nbytes)
         assert (book, tensor) not in self.flights, f"{label} is in flight already"
         memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(ptr), dtype=torch.uint8)
@@ -166,7 +171,7 @@ class FakeEngine:
         with hub.changed:
             key = (book, tensor, self.seqs[book][tensor])
             self.seqs[book][tensor] += 1
-            exchange = hub.exchanges.setdefault(key, Exchange(op, dtype))
+            exchange = hub.exchanges.setdefault(key, Exchange(op, dtype, *scheme[1:]))
             assert exchange.op == op
             exchange.given[self.rank] = memory.clone().view(TYPES[dtype]) if present else None
             hub.submissions.append((self.rank, name, label, "present" if present else "absent"))

@@ -24,7 +24,7 @@ from penstock.torch.hooks import Gradients
 from penstock.torch.layout import ROOT, Layer, Slot, check_same_model, describe, fingerprint
 from penstock.torch.optimizer import Updates
 from penstock.torch.safety import Watch, claim, compiled_outside, note_compiled, owner_of, restore
-from penstock.torch.schemes import choose, gather_scheme, survey
+from penstock.torch.schemes import WIRE_TYPES, choose, gather_scheme, survey
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -102,7 +102,9 @@ class Distributed:
         self.synchronous: str | None = compiled_outside(model)
         patterns: Mapping[str, str] = {} if schemes is None or isinstance(schemes, str) else schemes
         rows = self._agree_on_schemes(model if given is None else given, patterns)
-        self.gradients = Gradients(engine, rank, f"{name}.gradients", self.layers, self.slots, rows)
+        self._wire = {layer: scheme for layer, scheme in self._forced.items() if scheme in WIRE_TYPES}
+        wire = {layer: WIRE_TYPES[scheme] for layer, scheme in self._wire.items()}
+        self.gradients = Gradients(engine, rank, f"{name}.gradients", self.layers, self.slots, rows, wire)
         self.gathers = {gather.layer.name: gather for gather in self.gradients.gathers}
         self.set_schemes(self._forced)
         self.coordinator, self.choice = self._coordinate(rank, name, options, rates, automatic=schemes == "auto")
@@ -136,7 +138,7 @@ class Distributed:
             Cluster(ranks, ranks, options.slice_bytes, engine.report()["lanes"]),
             policy=options.policy,
             rates=rates,
-            fixed={} if automatic else {layer: self._forced[layer] for layer in self.gathers},
+            fixed={} if automatic else {layer: self._forced[layer] for layer in (*self.gathers, *self._wire)},
         )
         coordinator.agree(engine.all_gather, rank=rank)
         book = f"{name}.facts"
@@ -192,7 +194,14 @@ class Distributed:
         """
         for name, scheme in schemes.items():
             gather = self.gathers.get(name)
-            if gather is not None and scheme in ("store", gather.scheme):
+            if scheme in WIRE_TYPES or name in self._wire:
+                if scheme != self._wire.get(name):
+                    raise ConfigError(
+                        f"layer {name} cannot change from {self._wire.get(name, 'full precision')} to {scheme}: types "
+                        "on the wire are fixed by penstock.distribute(..., schemes={...})",
+                        layer=name,
+                    )
+            elif gather is not None and scheme in ("store", gather.scheme):
                 gather.engage(scheme == gather.scheme)
             elif scheme != "store":
                 why = self.why_store.get(name, f"{scheme} is not for this kind of layer")
@@ -375,7 +384,9 @@ def distribute(
             ``store`` is the gradient itself; ``factors``, for `nn.Linear`, the inputs and the gradients of the outputs,
             from which every rank rebuilds the same average (Poseidon section 3.2: less for few rows and large
             layers); ``pairs``, for `nn.Embedding`, the rows that were looked up. Layers that cannot, such as those
-            whose weight is shared, use the store, and so does whatever no pattern matches. ``"auto"``: the coordinator
+            whose weight is shared, use the store, and so does whatever no pattern matches. Lossy, for layers with
+            gradients in fp32, are ``bf16`` and ``fp16``: the store, with gradients rounded to two bytes on the wire,
+            summed in fp32, and the average rounded once (docs/summation.md). ``"auto"``: the coordinator
             chooses for each layer, from what is measured, by the policy of `Options`. Default: the store for all.
 
     Returns:

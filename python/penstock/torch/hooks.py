@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,7 @@ class Gradients:
         layers: The model's layers.
         slots: The model's parameters.
         rows: The layers that could send rows, in the order of `layers`: each with its module and its scheme.
+        wire: By name of the layer, the type to which its fp32 gradients are rounded on the wire.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Gradients:
         layers: Sequence[Layer],
         slots: Sequence[Slot],
         rows: Sequence[tuple[Layer, nn.Module, str]] = (),
+        wire: Mapping[str, str] | None = None,
     ) -> None:
         self.engine = engine
         self.rank = rank
@@ -78,7 +80,7 @@ class Gradients:
         self.id = engine.open_book(
             name,
             [layer.name for layer in layers],
-            [(slot.name, slot.layer.index, slot.code, slot.elems) for slot in slots]
+            [_entry(slot, (wire or {}).get(slot.layer.name)) for slot in slots]
             + [
                 (f"{gather.scheme} of {gather.layer.name}", gather.layer.index, "bytes", gather.most_bytes, "gather")
                 for gather in self.gathers
@@ -361,6 +363,12 @@ class Gradients:
         if grad is not None and grad is slot.memory and self.lent.holds(slot.token):
             slot.param.grad = grad.clone()
         slot.grad = slot.memory = None
+
+
+def _entry(slot: Slot, wire: str | None) -> Any:
+    """What the book says of a parameter's gradient."""
+    entry = (slot.name, slot.layer.index, slot.code, slot.elems)
+    return (*entry, "store", wire) if wire is not None and slot.code == "f32" else entry
 
 
 def own_slots(layer: Layer, module: nn.Module) -> list[Slot]:

@@ -4,11 +4,13 @@ The gradient of `nn.Linear` is dY^T X: K rows of X and dY are its *sufficient fa
 Xie et al.'s SFB). That of `nn.Embedding` is zero but for the rows that were looked up: *pairs* of an index and a
 row. Both are exact where the module's own forward is all that reads the weight, and where nobody wants to see the local
 gradient on its way; for all other layers `why_dense` says why not.
+
+Lossy, and so for users to ask for, are halves on the wire (`WIRE_TYPES`): they fit every layer with gradients in fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -16,11 +18,14 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from penstock.errors import ConfigError
+from penstock.torch.layout import CODES
 from penstock.torch.safety import DeferredParameter
 
-__all__ = ["SCHEMES", "choose", "foreign_hooks", "gather_scheme", "survey", "why_dense"]
+__all__ = ["SCHEMES", "WIRE_TYPES", "choose", "foreign_hooks", "gather_scheme", "survey", "why_dense"]
 
-SCHEMES = ("store", "factors", "pairs")
+WIRE_TYPES = {"bf16": "bf16", "fp16": "f16"}
+"""Lossy schemes: the store, and fp32 gradients that are rounded on the wire; with the engine's name of that type."""
+SCHEMES = ("store", "factors", "pairs", *WIRE_TYPES)
 
 _PLAIN: dict[str, type[nn.Module]] = {"factors": nn.Linear, "pairs": nn.Embedding}
 _FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -168,10 +173,14 @@ def choose(
 def _why_not(module: nn.Module, reason: str | None, scheme: str) -> str | None:
     if scheme == "store":
         return None
+    if scheme in WIRE_TYPES:
+        types = {param.dtype: CODES.get(param.dtype, ("",))[0] for param in module.parameters(recurse=False)}
+        return None if "f32" in types.values() else f"{scheme} is for fp32 gradients, and these are {_shortened(types)}"
     if gather_scheme(module) != scheme:
         return f"it is a {type(module).__name__}, and {scheme} are for nn.{_PLAIN[scheme].__name__}"
     return reason
 
 
-def _shortened(names: Sequence[str], most: int = 12) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _shortened(names: Iterable[object], most: int = 12) -> str:
+    texts = [str(name) for name in names]
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")

@@ -110,8 +110,18 @@ pub struct Site<'a> {
     pub slice: &'a Slice,
     /// Its element type.
     pub dtype: Dtype,
+    /// Its wire type; if it is another, the exchange rounds.
+    pub wire: Dtype,
     /// Length of the whole tensor, in bytes.
     pub tensor_bytes: u64,
+}
+
+impl Site<'_> {
+    /// Whether contributions and results are rounded to the wire type.
+    #[must_use]
+    pub fn rounds(&self) -> bool {
+        self.wire != self.dtype
+    }
 }
 
 /// What an exchange works with while it handles an event.
@@ -227,7 +237,7 @@ impl<C: Clone> Exchange<C> {
     #[must_use]
     pub fn place<M: Memory<Chunk = C>>(&self, header: &Header, site: &Site<'_>, memory: &M) -> Option<C> {
         match self {
-            Self::Store(store) => store.place(header),
+            Self::Store(store) => store.place(header, site),
             Self::Collective(collective) => collective.place(header, site, memory),
             Self::Gather(_) => None,
         }
