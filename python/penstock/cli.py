@@ -211,6 +211,14 @@ def _add_explain(commands: Any) -> None:
         default="measured",
         help="measured: fewest seconds, rebuilding included (default); paper: Poseidon's Algorithm 1, fewest numbers",
     )
+    explain.add_argument(
+        "--lossy",
+        action="append",
+        default=[],
+        metavar="PATTERN=SCHEME",
+        help="layers by name that shall use a lossy scheme, which is never chosen by itself: 1bit (linear layers), "
+        "dgc, or dgc:DENSITY; may be repeated",
+    )
     _add_json(explain)
     explain.set_defaults(command=_explain)
 
@@ -260,7 +268,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from penstock import models
+    from penstock import lossy, models
     from penstock.coordinator import Cluster, Coordinator, Rates
     from penstock.errors import ConfigError
     from penstock.explanation import Explanation
@@ -290,6 +298,7 @@ def _explain(options: argparse.Namespace) -> int:
                 source=source,
             ),
             batchsize=batch,
+            lossy=lossy.of_layers(options.lossy, network.layers),
         )
     except ConfigError as error:
         return _fail(options, "penstock explain", error, status=2)

@@ -217,7 +217,7 @@ class _Text:
                     _size(plan.scheme_bytes.get(gather)),
                     _size(plan.scheme_bytes.get("adam")),
                     plan.scheme,
-                    plan.reason,
+                    plan.reason if plan.code != "lossy" else f"{plan.reason} ({_size(plan.scheme_bytes[plan.scheme])})",
                 )
             )
         rows.append(("all", "", "", _size(sum(p.gradient_bytes for p in self._it.layers)), *self._sums(), "", ""))
@@ -246,6 +246,9 @@ class _Text:
             "",
             f"with these choices  {_size(it.chosen_bytes):>9} per node and direction, {share:.0%} of the store alone",
         ]
+        lossy = [plan.name for plan in it.layers if plan.code == "lossy"]
+        if lossy:
+            lines.append(f"{_count(len(lossy), 'layer')} of {len(it.layers)} LOSSY: results differ from exact training")
         if it.times is None:
             lines += [
                 "",

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from penstock import job
 from penstock.coordinator import Cluster, Coordinator
 from penstock.errors import ConfigError, ModelMismatch
-from penstock.torch import patches
+from penstock.lossy import DGC, LossyScheme, parse
+from penstock.torch import patches, residuals
 from penstock.torch.choice import Choice, copy_rate, measured_rates, network_of
 from penstock.torch.copies import BufferCopy, CopyBook
 from penstock.torch.factors import numerics
@@ -25,7 +26,7 @@ from penstock.torch.hooks import Gradients
 from penstock.torch.layout import ROOT, Layer, Slot, check_same_model, describe, fingerprint
 from penstock.torch.optimizer import Updates
 from penstock.torch.safety import Watch, claim, compiled_outside, note_compiled, owner_of, restore
-from penstock.torch.schemes import choose, gather_scheme, survey
+from penstock.torch.schemes import Schemes, choose, gather_scheme, survey
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -66,6 +67,7 @@ class Distributed:
     Attributes:
         gathers: By name, the layers that can send what their gradients are made of, on every rank.
         why_store: By name, all other layers, and why they cannot.
+        lossy: By name, the layers whose gradients are made short.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class Distributed:
         optimizers: Sequence[Optimizer],
         *,
         broadcast_buffers: bool,
-        schemes: Mapping[str, str] | str | None = None,
+        schemes: Schemes | str | None = None,
         options: Options,
         given: nn.Module | None = None,
     ) -> None:
@@ -101,10 +103,14 @@ class Distributed:
         if broadcast_buffers and buffers:
             self.buffers = BufferCopy(engine, f"{name}.buffers", buffers, source=rank == 0)
         self.synchronous: str | None = compiled_outside(model)
-        patterns: Mapping[str, str] = {} if schemes is None or isinstance(schemes, str) else schemes
-        rows = self._agree_on_schemes(model if given is None else given, patterns)
-        self.gradients = Gradients(engine, rank, f"{name}.gradients", self.layers, self.slots, rows)
-        self.gathers = {gather.layer.name: gather for gather in self.gradients.gathers}
+        patterns: Schemes = {} if schemes is None or isinstance(schemes, str) else schemes
+        rows, lossy = self._agree_on_schemes(model if given is None else given, patterns)
+        ranks = options.world_size
+        self.gradients = Gradients(engine, rank, f"{name}.gradients", self.layers, self.slots, rows, lossy, ranks)
+        self.gathers = {gather.layer.name: gather for gather in self.gradients.rows}
+        self.lossy = {gather.layer.name: gather for gather in self.gradients.lossy}
+        residuals.check_optimizers(optimizers, self.gradients.lossy)
+        residuals.attach(optimizers, self.gradients.lossy, rank, ranks)
         self.set_schemes(self._forced)
         self.coordinator, self.choice = self._coordinate(rank, name, options, copied_s, automatic=schemes == "auto")
         self.gradients.synchronous = self.synchronous is not None
@@ -140,17 +146,27 @@ class Distributed:
             Cluster(ranks, ranks, options.slice_bytes, engine.report()["lanes"]),
             policy=options.policy,
             fixed={} if automatic else {layer: self._forced[layer] for layer in self.gathers},
+            lossy={layer: gather.options for layer, gather in self.lossy.items()},
         )
         coordinator.agree(engine.all_gather, rank=rank)
         book = f"{name}.facts"
         return coordinator, Choice(engine, rank, book, self.model, coordinator, self.gathers, local, self.set_schemes)
 
-    def _agree_on_schemes(self, given: nn.Module, schemes: Mapping[str, str]) -> list[tuple[Layer, nn.Module, str]]:
-        """Find the layers that can send rows. One that cannot on some rank uses the store on all. Collective."""
+    def _agree_on_schemes(
+        self, given: nn.Module, schemes: Schemes
+    ) -> tuple[list[tuple[Layer, nn.Module, str]], list[tuple[Layer, nn.Module, LossyScheme]]]:
+        """Find the layers that can send rows, and those that shall be lossy. Collective.
+
+        One that cannot send rows on some rank uses the store on all.
+        """
         names = [layer.name for layer in self.layers]
         modules = [self.model if name == ROOT else self.model.get_submodule(name) for name in names]
         mine = survey(given, modules)
-        described = {"why": mine, "schemes": dict(schemes), "numerics": numerics()}
+        described = {
+            "why": mine,
+            "schemes": {str(name): str(one) for name, one in schemes.items()},
+            "numerics": numerics(),
+        }
         # What is wrong with this rank's patterns is raised here once all ranks are told what they are.
         everyone = [json.loads(blob) for blob in self.engine.all_gather("penstock.distribute", _json(described))]
         different = next(
@@ -173,14 +189,20 @@ class Distributed:
                         f"rank {strange} ({everyone[strange]['numerics']}) may round products otherwise than rank 0 "
                         f"({everyone[0]['numerics']})"
                     )
-        chosen = choose(names, modules, reasons, schemes)
-        self._forced = dict(zip(names, chosen, strict=True))
+        params = [[slot.param for slot in layer.slots] for layer in self.layers]
+        chosen = choose(names, modules, reasons, schemes, params)
+        self._forced = {
+            name: one if isinstance(one, str) else one.name for name, one in zip(names, chosen, strict=True)
+        }
         self.why_store = {name: why for name, why in zip(names, reasons, strict=True) if why is not None}
-        return [
-            (layer, module, scheme)
-            for layer, module, why in zip(self.layers, modules, reasons, strict=True)
-            if why is None and (scheme := gather_scheme(module)) is not None
-        ]
+        rows: list[tuple[Layer, nn.Module, str]] = []
+        lossy: list[tuple[Layer, nn.Module, LossyScheme]] = []
+        for layer, module, one, why in zip(self.layers, modules, chosen, reasons, strict=True):
+            if not isinstance(one, str):
+                lossy.append((layer, module, one))
+            elif why is None and (scheme := gather_scheme(module)) is not None:
+                rows.append((layer, module, scheme))
+        return rows, lossy
 
     def set_schemes(self, schemes: Mapping[str, str]) -> None:
         """Change how layers are synchronised, from the next backward on.
@@ -194,6 +216,16 @@ class Distributed:
             ConfigError: A layer cannot use its scheme.
         """
         for name, scheme in schemes.items():
+            lossy = self.lossy.get(name)
+            if lossy is not None:
+                if scheme != lossy.scheme:
+                    raise ConfigError(
+                        f"layer {name} is sent by {lossy.scheme}, which keeps what it has not sent yet: it cannot "
+                        f"change to {scheme} while training. Say so at penstock.distribute",
+                        layer=name,
+                    )
+                lossy.engage(True)
+                continue
             gather = self.gathers.get(name)
             if gather is not None and scheme in ("store", gather.scheme):
                 gather.engage(scheme == gather.scheme)
@@ -330,7 +362,7 @@ def distribute(
     optimizer: None = None,
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Mapping[str, str] | str | None = None,
+    schemes: Schemes | str | None = None,
 ) -> tuple[ModelT, None]: ...
 @overload
 def distribute(
@@ -338,7 +370,7 @@ def distribute(
     optimizer: OptimizerT,
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Mapping[str, str] | str | None = None,
+    schemes: Schemes | str | None = None,
 ) -> tuple[ModelT, OptimizerT]: ...
 @overload
 def distribute(
@@ -346,14 +378,14 @@ def distribute(
     optimizer: Sequence[Optimizer],
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Mapping[str, str] | str | None = None,
+    schemes: Schemes | str | None = None,
 ) -> tuple[ModelT, Sequence[Optimizer]]: ...
 def distribute(
     model: Any,
     optimizer: Any = None,
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Mapping[str, str] | str | None = None,
+    schemes: Schemes | str | None = None,
 ) -> tuple[Any, Any]:
     """Make a model train on all ranks as one: the same two objects come back and are used as before. Collective.
 
@@ -380,6 +412,7 @@ def distribute(
             layers); ``pairs``, for `nn.Embedding`, the rows that were looked up. Layers that cannot, such as those
             whose weight is shared, use the store, and so does whatever no pattern matches. ``"auto"``: the coordinator
             chooses for each layer, from what is measured, by the policy of `Options`. Default: the store for all.
+            Lossy, and never chosen by themselves (docs/lossy.md): ``1bit`` and ``dgc``, or `OneBit` and `DGC` objects.
 
     Returns:
         ``(model, optimizer)``, the objects that were given.
@@ -406,6 +439,7 @@ def distribute(
     else:
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     if running.world_size == 1:
+        _refuse_momentum_of_nobody(schemes)
         model.no_sync = nullcontext
         return model, optimizer
     if broadcast_buffers is None:
@@ -426,11 +460,26 @@ def distribute(
     return model, optimizer
 
 
+def _refuse_momentum_of_nobody(schemes: Schemes | str | None) -> None:
+    for given in () if schemes is None or isinstance(schemes, str) else schemes.values():
+        scheme = parse(given)
+        if isinstance(scheme, DGC) and scheme.momentum > 0.0:
+            raise ConfigError(
+                "penstock.distribute: in a job of one process nothing is sent, so nobody would apply the momentum of "
+                "ps.DGC. Pass schemes, and an optimizer without momentum, only where penstock.world_size() > 1"
+            )
+
+
 def distributed_here() -> list[Distributed]:
     """What is distributed in this job, in order."""
     engine = job.current("synchronize").engine
     alive = [owner for reference in _distributed if (owner := reference()) is not None]
     return [owner for owner in alive if owner.engine is engine]
+
+
+def lossy_here() -> dict[str, str]:
+    """The lossy layers of this job, and their schemes."""
+    return {name: gather.scheme for owner in distributed_here() for name, gather in owner.lossy.items()}
 
 
 def _owner_for(target: nn.Module | Optimizer) -> Distributed | None:

@@ -26,9 +26,14 @@ from torch.autograd import Variable
 from torch.autograd import graph as autograd_graph
 
 from penstock.errors import ConfigError
+from penstock.lossy import DGC, LossyScheme
+from penstock.torch.dgc import DGCGather
 from penstock.torch.factors import LinearFactors
+from penstock.torch.gather import Gather
 from penstock.torch.layout import Layer, Slot, same_order
+from penstock.torch.lossy import Lossy
 from penstock.torch.memory import lent_to
+from penstock.torch.onebit import OneBitGather
 from penstock.torch.pairs import EmbeddingPairs
 from penstock.torch.safety import defer, restore
 
@@ -54,6 +59,8 @@ class Gradients:
         layers: The model's layers.
         slots: The model's parameters.
         rows: The layers that could send rows, in the order of `layers`: each with its module and its scheme.
+        lossy: The layers whose gradients are made short, each with its module and its scheme's options.
+        ranks: How many there are.
     """
 
     def __init__(
@@ -64,14 +71,21 @@ class Gradients:
         layers: Sequence[Layer],
         slots: Sequence[Slot],
         rows: Sequence[tuple[Layer, nn.Module, str]] = (),
+        lossy: Sequence[tuple[Layer, nn.Module, LossyScheme]] = (),
+        ranks: int = 0,
     ) -> None:
         self.engine = engine
         self.rank = rank
         self.slots = slots
-        self.gathers = [
-            GATHERS[scheme](self, len(slots) + number, layer, module, own_slots(layer, module))
-            for number, (layer, module, scheme) in enumerate(rows)
+        self.rows = [
+            GATHERS[scheme](self, index, layer, module, own_slots(layer, module))
+            for index, (layer, module, scheme) in enumerate(rows, len(slots))
         ]
+        self.lossy = [
+            make_lossy(self, index, layer, module, options, ranks)
+            for index, (layer, module, options) in enumerate(lossy, len(slots) + len(rows))
+        ]
+        self.gathers: list[Gather] = [*self.rows, *self.lossy]
         for gather in self.gathers:
             for slot in gather.slots:
                 slot.gather = gather
@@ -361,6 +375,15 @@ class Gradients:
         if grad is not None and grad is slot.memory and self.lent.holds(slot.token):
             slot.param.grad = grad.clone()
         slot.grad = slot.memory = None
+
+
+def make_lossy(
+    gradients: Gradients, index: int, layer: Layer, module: nn.Module, options: LossyScheme, ranks: int
+) -> Lossy[Any]:
+    """The exchange of a layer whose gradients are made short."""
+    if isinstance(options, DGC):
+        return DGCGather(gradients, index, layer, module, layer.slots, options, ranks)
+    return OneBitGather(gradients, index, layer, module, layer.slots, options, ranks)
 
 
 def own_slots(layer: Layer, module: nn.Module) -> list[Slot]:
