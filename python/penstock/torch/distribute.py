@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from penstock import job
 from penstock.coordinator import Cluster, Coordinator
 from penstock.errors import ConfigError, ModelMismatch
-from penstock.lossy import DGC, LossyScheme, parse
+from penstock.lossy import LossyScheme
 from penstock.torch import patches, residuals
 from penstock.torch.choice import Choice, copy_rate, measured_rates, network_of
 from penstock.torch.copies import BufferCopy, CopyBook
@@ -439,7 +439,7 @@ def distribute(
     else:
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     if running.world_size == 1:
-        _refuse_momentum_of_nobody(schemes)
+        residuals.refuse_momentum_of_nobody({} if schemes is None or isinstance(schemes, str) else schemes)
         model.no_sync = nullcontext
         return model, optimizer
     if broadcast_buffers is None:
@@ -458,16 +458,6 @@ def distribute(
     )
     _distributed.append(weakref.ref(owner))
     return model, optimizer
-
-
-def _refuse_momentum_of_nobody(schemes: Schemes | str | None) -> None:
-    for given in () if schemes is None or isinstance(schemes, str) else schemes.values():
-        scheme = parse(given)
-        if isinstance(scheme, DGC) and scheme.momentum > 0.0:
-            raise ConfigError(
-                "penstock.distribute: in a job of one process nothing is sent, so nobody would apply the momentum of "
-                "ps.DGC. Pass schemes, and an optimizer without momentum, only where penstock.world_size() > 1"
-            )
 
 
 def distributed_here() -> list[Distributed]:

@@ -11,17 +11,17 @@ Here is also the rule for momentum: Deep Gradient Compression has its own, so th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
-from penstock.lossy import DGC
+from penstock.lossy import DGC, parse
 from penstock.torch.gather import sum_type
 from penstock.torch.lossy import Lossy
 
-__all__ = ["ENTRY", "attach", "check_optimizers"]
+__all__ = ["ENTRY", "attach", "check_optimizers", "refuse_momentum_of_nobody"]
 
 ENTRY = "penstock"
 VERSION = 1
@@ -43,6 +43,21 @@ def attach(optimizers: Sequence[Optimizer], gathers: Sequence[Lossy[Any]], rank:
         optimizer.register_state_dict_post_hook(carried.save)
         optimizer.register_load_state_dict_pre_hook(carried.load)
         optimizer.register_step_pre_hook(carried.before_step)
+
+
+def refuse_momentum_of_nobody(schemes: Mapping[str, object]) -> None:
+    """In a job of one process no scheme is in use, and the optimizer of a program that uses DGC has no momentum.
+
+    Raises:
+        ConfigError: A scheme would apply a momentum.
+    """
+    for given in schemes.values():
+        scheme = parse(given)
+        if isinstance(scheme, DGC) and scheme.momentum > 0.0:
+            raise ConfigError(
+                "penstock.distribute: in a job of one process nothing is sent, so nobody would apply the momentum of "
+                "ps.DGC. Pass schemes, and an optimizer without momentum, only where penstock.world_size() > 1"
+            )
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], gathers: Sequence[Lossy[Any]]) -> None:
