@@ -152,6 +152,7 @@ def draw(lines: Path, picture: Path) -> None:
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import NullFormatter
 
     runs: dict[str, dict[str, Any]] = {}
     for line in lines.read_text(encoding="utf-8").splitlines():
@@ -169,6 +170,8 @@ def draw(lines: Path, picture: Path) -> None:
     axes[0].set_ylabel("test error")
     axes[1].set_xlabel("MB sent by one worker")
     axes[1].set_xscale("log")
+    axes[1].xaxis.set_major_formatter("{x:g}")
+    axes[1].xaxis.set_minor_formatter(NullFormatter())
     axes[0].set_ylim(bottom=0)
     for axis in axes:
         axis.grid(alpha=0.3)
