@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from penstock.config import POLICIES
 from penstock.description import Layer, Network
 from penstock.errors import ConfigError
+from penstock.lossy import LossyScheme
 
 if TYPE_CHECKING:
     from penstock._native import Choice
@@ -100,6 +101,7 @@ class Coordinator:
         batchsize: Samples per worker and step, if known: then rows follow from it.
         allowed: What may be chosen besides the store.
         fixed: By layer, schemes that are given and not chosen.
+        lossy: By layer, lossy schemes, which are always given.
 
     Raises:
         ConfigError: There is no such policy, or a fact is out of bounds.
@@ -122,6 +124,7 @@ class Coordinator:
         batchsize: int | None = None,
         allowed: Sequence[str] = EXACT_GATHERS,
         fixed: Mapping[str, str] | None = None,
+        lossy: Mapping[str, LossyScheme] | None = None,
     ) -> None:
         if policy not in POLICIES:
             raise ConfigError(f"unknown policy {policy!r}: expected one of {', '.join(POLICIES)}")
@@ -132,6 +135,7 @@ class Coordinator:
         self.batchsize = batchsize
         self.allowed = tuple(allowed)
         self.fixed = dict(fixed or {})
+        self.lossy = dict(lossy or {})
         self._layers = {layer.name: layer for layer in network.layers}
         self._rows: dict[str, list[int]] = {}
         if batchsize is not None:
@@ -156,7 +160,7 @@ class Coordinator:
         facts = {
             "policy": self.policy,
             **asdict(self.cluster),
-            "schemes": [list(self.allowed), self.fixed],
+            "schemes": [list(self.allowed), self.fixed, {name: str(scheme) for name, scheme in self.lossy.items()}],
             "layers": [[layer.name, layer.kind, list(layer.shape), layer.elems] for layer in self.network.layers],
         }
         blobs = gather("penstock.coordinator", json.dumps(facts, separators=(",", ":")).encode())
@@ -237,15 +241,37 @@ class Coordinator:
             slice_bytes=self.cluster.slice_bytes,
             rates=self.rates.native(),
             allowed=list(self.allowed) if layer.why_store is None else [],
-            current=current,
+            current=None if layer.name in self.lossy else current,  # which it would not know
         )
-        if layer.name in self.fixed:
+        if layer.name in self.lossy:
+            self._add_lossy(choice, layer, self.lossy[layer.name])
+        elif layer.name in self.fixed:
             given = self.fixed[layer.name]
-            reason = f"as given; lossy: {LOSSY[given]}" if given in LOSSY else "as given"
+            reason = f"LOSSY, as given: {LOSSY[given]}" if given in LOSSY else "as given"
             choice["scheme"], choice["code"], choice["reason"] = given, "given", reason
         elif choice["code"] == "dense" and layer.why_store is not None:
             choice["code"], choice["reason"] = "store-only", layer.why_store
         return choice
+
+    def _add_lossy(self, choice: Choice, layer: Layer, scheme: LossyScheme) -> None:
+        """Every rank sends its contribution to all others. What packing and summing take is not estimated."""
+        nbytes = scheme.contribution_bytes(layer.tensors) * (self.cluster.n_worker - 1)
+        choice["scheme"], choice["code"] = scheme.name, "lossy"
+        choice["reason"] = f"LOSSY, as given: {scheme.describe()}"
+        seconds = self.rates.latency_s + nbytes / self.rates.bytes_per_s
+        store = next(one for one in choice["estimates"] if one["scheme"] == "store")
+        choice["estimates"].append(
+            {
+                **store,
+                "scheme": scheme.name,
+                "steps": 1,
+                "direction_bytes": nbytes,
+                "node_bytes": 2 * nbytes,
+                "total_bytes": nbytes * self.cluster.n_worker,
+                "wire_s": seconds,
+                "rebuild_s": 0.0,
+            }
+        )
 
     # Asked by anybody
 

@@ -147,7 +147,7 @@ def _plan(coordinator: Coordinator, name: str) -> LayerPlan:
         reason=choice["reason"],
         wire_s=chosen["direction_bytes"] / coordinator.rates.bytes_per_s,
         rebuild_s=chosen["rebuild_s"],
-        lossy=choice["scheme"] in LOSSY,
+        lossy=choice["scheme"] in LOSSY or choice["code"] == "lossy",
     )
 
 
@@ -223,7 +223,7 @@ class _Text:
                     _size(plan.scheme_bytes.get("adam")),
                     _size(plan.scheme_bytes.get("bf16")),
                     plan.scheme,
-                    plan.reason,
+                    plan.reason if plan.code != "lossy" else f"{plan.reason} ({_size(plan.scheme_bytes[plan.scheme])})",
                 )
             )
         rows.append(("all", "", "", _size(sum(p.gradient_bytes for p in self._it.layers)), *self._sums(), "", ""))
@@ -279,8 +279,7 @@ class _Text:
         schemes = " and ".join(sorted({plan.scheme for plan in layers}))
         return [
             "",
-            f"lossy, as given: {schemes} for {_count(len(layers), 'layer')} of {len(self._it.layers)}, "
-            f"{_size(sum(plan.gradient_bytes for plan in layers))} of gradients",
+            f"{_count(len(layers), 'layer')} of {len(self._it.layers)} LOSSY ({schemes}): results differ from exact training",
         ]
 
 

@@ -18,6 +18,7 @@ from penstock import cli, description
 from penstock.coordinator import Cluster, Coordinator
 from penstock.description import Network
 from penstock.errors import ConfigError
+from penstock.lossy import of_layers
 from penstock.torch.description import describe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -278,3 +279,37 @@ def test_only_what_describes_a_network_is_read():
     assert network.layers[-1].kind == "linear"
     with pytest.raises(ConfigError, match=r"penstock\.description\.read"):
         description.read(object(), "it")
+
+
+def test_lossy_schemes_are_shown_as_what_they_are():
+    arguments = ("lab:vgg19", "--workers", "8", "--lossy", "fc8=dgc:0.01", "--lossy", "fc*=1bit")
+    done = explain(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert "LOSSY, as given: 1 bit per weight" in done.stdout and "3 layers of 19 LOSSY" in done.stdout
+    network = NETWORKS["vgg19"]()
+    read = description.read(network, "vgg19")
+    lossy = of_layers(["fc8=dgc:0.01", "fc*=1bit"], read.layers)
+    coordinator = Coordinator(read, Cluster(8, 8), lossy=lossy)
+    plans = {plan.name: plan for plan in coordinator.explain().layers}
+    assert {name for name, plan in plans.items() if plan.code == "lossy"} == {"fc6", "fc7", "fc8"}
+    # Signs, two means per column, the bias, a header; to seven others.
+    assert plans["fc7"].scheme_bytes["1bit"] == 7 * (4096 * 4096 // 8 + 2 * 4096 * 4 + 4096 * 4 + 64)
+    assert plans["fc8"].scheme_bytes["dgc"] == 7 * (40960 * 8 + 1000 * 4 + 64)
+    coordinator.update(rows={}, rates=coordinator.rates)
+    assert coordinator.best_scheme("fc7") == "1bit"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("1bit", "expected PATTERN=1bit"),
+        ("fc6=2bit", "expected PATTERN=1bit"),
+        ("fc6=dgc:many", "could not convert"),
+        ("fc6=dgc:2", "density=2.0: expected"),
+        ("nothing=dgc", "no layer of this network matches nothing"),
+        ("conv*=1bit", "no linear layer of this network matches"),
+    ],
+)
+def test_lossy_schemes_that_cannot_be(given, message):
+    with pytest.raises(ConfigError, match=message):
+        of_layers([given], description.read(NETWORKS["vgg19"](), "vgg19").layers)

@@ -129,10 +129,10 @@ def test_the_book_says_so_and_explain_too(arm):
         coordinator, explanation = coordinator_of(model), explain(model)
         assert [coordinator.best_scheme(str(layer)) for layer in range(4)] == ["bf16", "bf16", "fp16", "store"]
         plan = explanation.layers[0]
-        assert (plan.lossy, plan.reason) == (True, f"as given; lossy: {LOSSY['bf16']}")
+        assert (plan.lossy, plan.reason) == (True, f"LOSSY, as given: {LOSSY['bf16']}")
         assert 2 * plan.scheme_bytes["bf16"] == plan.scheme_bytes["store"]
         assert explanation.chosen_bytes < explanation.store_bytes
-        assert "lossy, as given: bf16 and fp16 for 3 layers of 4" in explanation.render()
+        assert "3 layers of 4 LOSSY (bf16 and fp16)" in explanation.render()
         owner = owner_of(model[0].weight)
         owner.set_schemes({"0": "bf16", "3": "store"})  # as they are
         for wrong in ({"0": "factors"}, {"0": "store"}, {"0": "fp16"}, {"3": "bf16"}):

@@ -24,7 +24,7 @@ from penstock.torch.memory import lent_to
 
 if TYPE_CHECKING:
     from penstock._native import Engine
-    from penstock.torch.gather import Gather
+    from penstock.torch.rows import Rows
 
 __all__ = ["Choice", "is_due", "measured_rates", "network_of"]
 
@@ -97,7 +97,7 @@ class Choice:
         name: str,
         model: nn.Module,
         coordinator: Coordinator,
-        gathers: Mapping[str, Gather],
+        gathers: Mapping[str, Rows],
         local: Rates,
         apply: Callable[[Mapping[str, str]], None],
     ) -> None:
@@ -128,7 +128,7 @@ class Choice:
         if given is not None and given.dim() > 0 and torch.is_grad_enabled():
             self._samples += given.shape[0]
 
-    def _make_count(self, layer: str, gather: Gather) -> Any:
+    def _make_count(self, layer: str, gather: Rows) -> Any:
         inputs = gather.weight.param.shape[1] if gather.scheme == "factors" else None
 
         def count(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

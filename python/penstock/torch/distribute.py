@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from penstock import job
 from penstock.coordinator import Cluster, Coordinator, Rates
 from penstock.errors import ConfigError, ModelMismatch
-from penstock.torch import patches
+from penstock.lossy import LossyScheme
+from penstock.torch import patches, residuals
 from penstock.torch.choice import Choice, measured_rates, network_of
 from penstock.torch.copies import BufferCopy, CopyBook
 from penstock.torch.factors import numerics
@@ -24,7 +25,7 @@ from penstock.torch.hooks import Gradients
 from penstock.torch.layout import ROOT, Layer, Slot, check_same_model, describe, fingerprint
 from penstock.torch.optimizer import Updates
 from penstock.torch.safety import Watch, claim, compiled_outside, note_compiled, owner_of, restore
-from penstock.torch.schemes import WIRE_TYPES, choose, gather_scheme, survey
+from penstock.torch.schemes import WIRE_TYPES, Schemes, choose, gather_scheme, survey
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -66,6 +67,7 @@ class Distributed:
     Attributes:
         gathers: By name, the layers that can send what their gradients are made of, on every rank.
         why_store: By name, all other layers, and why they cannot.
+        lossy: By name, the layers whose gradients are made short.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class Distributed:
         optimizers: Sequence[Optimizer],
         *,
         broadcast_buffers: bool,
-        schemes: Mapping[str, str] | str | None = None,
+        schemes: Schemes | str | None = None,
         options: Options,
         rates: Rates,
         given: nn.Module | None = None,
@@ -100,12 +102,16 @@ class Distributed:
         if broadcast_buffers and buffers:
             self.buffers = BufferCopy(engine, f"{name}.buffers", buffers, source=rank == 0)
         self.synchronous: str | None = compiled_outside(model)
-        patterns: Mapping[str, str] = {} if schemes is None or isinstance(schemes, str) else schemes
-        rows = self._agree_on_schemes(model if given is None else given, patterns)
+        patterns: Schemes = {} if schemes is None or isinstance(schemes, str) else schemes
+        rows, lossy = self._agree_on_schemes(model if given is None else given, patterns)
+        ranks = options.world_size
         self._wire = {layer: scheme for layer, scheme in self._forced.items() if scheme in WIRE_TYPES}
         wire = {layer: WIRE_TYPES[scheme] for layer, scheme in self._wire.items()}
-        self.gradients = Gradients(engine, rank, f"{name}.gradients", self.layers, self.slots, rows, wire)
-        self.gathers = {gather.layer.name: gather for gather in self.gradients.gathers}
+        self.gradients = Gradients(engine, rank, f"{name}.gradients", self.layers, self.slots, rows, lossy, ranks, wire)
+        self.gathers = {gather.layer.name: gather for gather in self.gradients.rows}
+        self.lossy = {gather.layer.name: gather for gather in self.gradients.lossy}
+        residuals.check_optimizers(optimizers, self.gradients.lossy)
+        residuals.attach(optimizers, self.gradients.lossy, rank, ranks)
         self.set_schemes(self._forced)
         self.coordinator, self.choice = self._coordinate(rank, name, options, rates, automatic=schemes == "auto")
         self.gradients.synchronous = self.synchronous is not None
@@ -139,17 +145,27 @@ class Distributed:
             policy=options.policy,
             rates=rates,
             fixed={} if automatic else {layer: self._forced[layer] for layer in (*self.gathers, *self._wire)},
+            lossy={layer: gather.options for layer, gather in self.lossy.items()},
         )
         coordinator.agree(engine.all_gather, rank=rank)
         book = f"{name}.facts"
         return coordinator, Choice(engine, rank, book, self.model, coordinator, self.gathers, local, self.set_schemes)
 
-    def _agree_on_schemes(self, given: nn.Module, schemes: Mapping[str, str]) -> list[tuple[Layer, nn.Module, str]]:
-        """Find the layers that can send rows. One that cannot on some rank uses the store on all. Collective."""
+    def _agree_on_schemes(
+        self, given: nn.Module, schemes: Schemes
+    ) -> tuple[list[tuple[Layer, nn.Module, str]], list[tuple[Layer, nn.Module, LossyScheme]]]:
+        """Find the layers that can send rows, and those that shall be lossy. Collective.
+
+        One that cannot send rows on some rank uses the store on all.
+        """
         names = [layer.name for layer in self.layers]
         modules = [self.model if name == ROOT else self.model.get_submodule(name) for name in names]
         mine = survey(given, modules)
-        described = {"why": mine, "schemes": dict(schemes), "numerics": numerics()}
+        described = {
+            "why": mine,
+            "schemes": {str(name): str(one) for name, one in schemes.items()},
+            "numerics": numerics(),
+        }
         # What is wrong with this rank's patterns is raised here once all ranks are told what they are.
         everyone = [json.loads(blob) for blob in self.engine.all_gather("penstock.distribute", _json(described))]
         different = next(
@@ -172,14 +188,20 @@ class Distributed:
                         f"rank {strange} ({everyone[strange]['numerics']}) may round products otherwise than rank 0 "
                         f"({everyone[0]['numerics']})"
                     )
-        chosen = choose(names, modules, reasons, schemes)
-        self._forced = dict(zip(names, chosen, strict=True))
+        params = [[slot.param for slot in layer.slots] for layer in self.layers]
+        chosen = choose(names, modules, reasons, schemes, params)
+        self._forced = {
+            name: one if isinstance(one, str) else one.name for name, one in zip(names, chosen, strict=True)
+        }
         self.why_store = {name: why for name, why in zip(names, reasons, strict=True) if why is not None}
-        return [
-            (layer, module, scheme)
-            for layer, module, why in zip(self.layers, modules, reasons, strict=True)
-            if why is None and (scheme := gather_scheme(module)) is not None
-        ]
+        rows: list[tuple[Layer, nn.Module, str]] = []
+        lossy: list[tuple[Layer, nn.Module, LossyScheme]] = []
+        for layer, module, one, why in zip(self.layers, modules, chosen, reasons, strict=True):
+            if not isinstance(one, str):
+                lossy.append((layer, module, one))
+            elif why is None and (scheme := gather_scheme(module)) is not None:
+                rows.append((layer, module, scheme))
+        return rows, lossy
 
     def set_schemes(self, schemes: Mapping[str, str]) -> None:
         """Change how layers are synchronised, from the next backward on.
@@ -193,6 +215,16 @@ class Distributed:
             ConfigError: A layer cannot use its scheme.
         """
         for name, scheme in schemes.items():
+            lossy = self.lossy.get(name)
+            if lossy is not None:
+                if scheme != lossy.scheme:
+                    raise ConfigError(
+                        f"layer {name} is sent by {lossy.scheme}, which keeps what it has not sent yet: it cannot "
+                        f"change to {scheme} while training. Say so at penstock.distribute",
+                        layer=name,
+                    )
+                lossy.engage(True)
+                continue
             gather = self.gathers.get(name)
             if scheme in WIRE_TYPES or name in self._wire:
                 if scheme != self._wire.get(name):
@@ -206,6 +238,10 @@ class Distributed:
             elif scheme != "store":
                 why = self.why_store.get(name, f"{scheme} is not for this kind of layer")
                 raise ConfigError(f"layer {name} cannot use {scheme}: {why}", layer=name)
+
+    def lossy_layers(self) -> dict[str, str]:
+        """By name of the layer its scheme, where that is lossy."""
+        return {**self._wire, **{name: gather.scheme for name, gather in self.lossy.items()}}
 
     def _layers_by_module(self) -> dict[int, list[Layer]]:
         """By id of the module, the layers whose parameters it has, tied ones included."""
@@ -336,7 +372,7 @@ def distribute(
     optimizer: None = None,
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Mapping[str, str] | str | None = None,
+    schemes: Schemes | str | None = None,
 ) -> tuple[ModelT, None]: ...
 @overload
 def distribute(
@@ -344,7 +380,7 @@ def distribute(
     optimizer: OptimizerT,
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Mapping[str, str] | str | None = None,
+    schemes: Schemes | str | None = None,
 ) -> tuple[ModelT, OptimizerT]: ...
 @overload
 def distribute(
@@ -352,14 +388,14 @@ def distribute(
     optimizer: Sequence[Optimizer],
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Mapping[str, str] | str | None = None,
+    schemes: Schemes | str | None = None,
 ) -> tuple[ModelT, Sequence[Optimizer]]: ...
 def distribute(
     model: Any,
     optimizer: Any = None,
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Mapping[str, str] | str | None = None,
+    schemes: Schemes | str | None = None,
 ) -> tuple[Any, Any]:
     """Make a model train on all ranks as one: the same two objects come back and are used as before. Collective.
 
@@ -388,6 +424,7 @@ def distribute(
             gradients in fp32, are ``bf16`` and ``fp16``: the store, with gradients rounded to two bytes on the wire,
             summed in fp32, and the average rounded once (docs/summation.md). ``"auto"``: the coordinator
             chooses for each layer, from what is measured, by the policy of `Options`. Default: the store for all.
+            Lossy, and never chosen by themselves (docs/lossy.md): ``1bit`` and ``dgc``, or `OneBit` and `DGC` objects.
 
     Returns:
         ``(model, optimizer)``, the objects that were given.
@@ -414,6 +451,7 @@ def distribute(
     else:
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     if running.world_size == 1:
+        residuals.refuse_momentum_of_nobody({} if schemes is None or isinstance(schemes, str) else schemes)
         model.no_sync = nullcontext
         return model, optimizer
     if broadcast_buffers is None:
@@ -440,6 +478,11 @@ def distributed_here() -> list[Distributed]:
     engine = job.current("synchronize").engine
     alive = [owner for reference in _distributed if (owner := reference()) is not None]
     return [owner for owner in alive if owner.engine is engine]
+
+
+def lossy_here() -> dict[str, str]:
+    """The lossy layers of this job, and their schemes."""
+    return {name: scheme for owner in distributed_here() for name, scheme in owner.lossy_layers().items()}
 
 
 def _owner_for(target: nn.Module | Optimizer) -> Distributed | None:

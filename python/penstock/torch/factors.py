@@ -20,15 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.torch.gather import Call, Gather, capturing, computing_with, sum_type
+from penstock.torch.gather import computing_with, sum_type
+from penstock.torch.rows import Call, Rows, capturing
 
 __all__ = ["LinearFactors", "numerics"]
 
 _PROBE_SHAPES = ((33, 65, 129), (128, 257, 64), (512, 16, 96))  # K, M, N
 
 
-class LinearFactors(Gather):
-    """The exchange of one `nn.Linear`; see `penstock.torch.gather`."""
+class LinearFactors(Rows):
+    """The exchange of one `nn.Linear`; see `penstock.torch.rows`."""
 
     scheme = "factors"
 
@@ -52,10 +53,10 @@ class LinearFactors(Gather):
         """As autograd would have computed them."""
         return [torch.mm(upstream.t(), given), *([upstream.sum(0)] if len(self.slots) > 1 else [])]
 
-    def averages(self, rows: Sequence[Call], ranks: int) -> list[Tensor]:
+    def rebuilt(self, rows: Sequence[Call], ranks: int) -> list[Tensor | None]:
         """One product of all rows. The few rows of dY are divided, not the large product."""
         wide = sum_type(self.weight.dtype)
-        by_parameter = []
+        by_parameter: list[Tensor | None] = []
         for place in range(len(self.slots)):
             counting = [call for call in rows if call.mask & 1 << place]
             if not counting:

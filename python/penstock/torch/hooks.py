@@ -26,9 +26,14 @@ from torch.autograd import Variable
 from torch.autograd import graph as autograd_graph
 
 from penstock.errors import ConfigError
+from penstock.lossy import DGC, LossyScheme
+from penstock.torch.dgc import DGCGather
 from penstock.torch.factors import LinearFactors
+from penstock.torch.gather import Gather
 from penstock.torch.layout import Layer, Slot, same_order
+from penstock.torch.lossy import Lossy
 from penstock.torch.memory import lent_to
+from penstock.torch.onebit import OneBitGather
 from penstock.torch.pairs import EmbeddingPairs
 from penstock.torch.safety import defer, restore
 
@@ -54,6 +59,8 @@ class Gradients:
         layers: The model's layers.
         slots: The model's parameters.
         rows: The layers that could send rows, in the order of `layers`: each with its module and its scheme.
+        lossy: The layers whose gradients are made short, each with its module and its scheme's options.
+        ranks: How many there are.
         wire: By name of the layer, the type to which its fp32 gradients are rounded on the wire.
     """
 
@@ -65,15 +72,22 @@ class Gradients:
         layers: Sequence[Layer],
         slots: Sequence[Slot],
         rows: Sequence[tuple[Layer, nn.Module, str]] = (),
+        lossy: Sequence[tuple[Layer, nn.Module, LossyScheme]] = (),
+        ranks: int = 0,
         wire: Mapping[str, str] | None = None,
     ) -> None:
         self.engine = engine
         self.rank = rank
         self.slots = slots
-        self.gathers = [
-            GATHERS[scheme](self, len(slots) + number, layer, module, own_slots(layer, module))
-            for number, (layer, module, scheme) in enumerate(rows)
+        self.rows = [
+            GATHERS[scheme](self, index, layer, module, own_slots(layer, module))
+            for index, (layer, module, scheme) in enumerate(rows, len(slots))
         ]
+        self.lossy = [
+            make_lossy(self, index, layer, module, options, ranks)
+            for index, (layer, module, options) in enumerate(lossy, len(slots) + len(rows))
+        ]
+        self.gathers: list[Gather] = [*self.rows, *self.lossy]
         for gather in self.gathers:
             for slot in gather.slots:
                 slot.gather = gather
@@ -369,6 +383,15 @@ def _entry(slot: Slot, wire: str | None) -> Any:
     """What the book says of a parameter's gradient."""
     entry = (slot.name, slot.layer.index, slot.code, slot.elems)
     return (*entry, "store", wire) if wire is not None and slot.code == "f32" else entry
+
+
+def make_lossy(
+    gradients: Gradients, index: int, layer: Layer, module: nn.Module, options: LossyScheme, ranks: int
+) -> Lossy[Any]:
+    """The exchange of a layer whose gradients are made short."""
+    if isinstance(options, DGC):
+        return DGCGather(gradients, index, layer, module, layer.slots, options, ranks)
+    return OneBitGather(gradients, index, layer, module, layer.slots, options, ranks)
 
 
 def own_slots(layer: Layer, module: nn.Module) -> list[Slot]:

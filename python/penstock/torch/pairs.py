@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.torch.gather import Call, Gather, capturing, sum_type
+from penstock.torch.gather import sum_type
+from penstock.torch.rows import Call, Rows, capturing
 
 __all__ = ["EmbeddingPairs"]
 
 
-class EmbeddingPairs(Gather):
-    """The exchange of one `nn.Embedding`; see `penstock.torch.gather`."""
+class EmbeddingPairs(Rows):
+    """The exchange of one `nn.Embedding`; see `penstock.torch.rows`."""
 
     scheme = "pairs"
 
@@ -58,7 +59,7 @@ class EmbeddingPairs(Gather):
         dense = torch.zeros(self.weight.param.shape, dtype=self.weight.dtype)
         return [dense.index_copy_(0, given.view(-1).long(), upstream)]
 
-    def averages(self, rows: Sequence[Call], ranks: int) -> list[Tensor]:
+    def rebuilt(self, rows: Sequence[Call], ranks: int) -> list[Tensor | None]:
         """Sums of rows, rank by rank."""
         wide = sum_type(self.weight.dtype)
         indices = torch.cat([call.given.view(-1) for call in rows]).long()
