@@ -277,10 +277,8 @@ class _Text:
         if not layers:
             return []
         schemes = " and ".join(sorted({plan.scheme for plan in layers}))
-        return [
-            "",
-            f"{_count(len(layers), 'layer')} of {len(self._it.layers)} LOSSY ({schemes}): results differ from exact training",
-        ]
+        of = f"{_count(len(layers), 'layer')} of {len(self._it.layers)}"
+        return ["", f"{of} LOSSY ({schemes}): results differ from exact training"]
 
 
 _POLICY = {
