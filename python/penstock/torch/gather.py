@@ -344,7 +344,7 @@ class Gather(ABC):
                 return mark_average(self.finished(average), self.seq)
             return mark_average(base.clone(), self.seq)
         if base is not None:
-            average = base + average.to(slot.dtype) if base.layout is not torch.strided else average + base
+            average = base + average.to(slot.dtype) if base.layout is not torch.strided else average.add_(base)
         return mark_average(self.finished(average.to(slot.dtype)), self.seq)
 
     def _check_bases(self, parts: Sequence[Part]) -> None:

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import types
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.torch.gather import sum_type
+from penstock.torch.gather import Part, sum_type
+from penstock.torch.layout import Layer, Slot
+from penstock.torch.memory import Reused
 from penstock.torch.rows import Call, Rows, capturing
+
+if TYPE_CHECKING:
+    from penstock.torch.hooks import Gradients
 
 __all__ = ["EmbeddingPairs"]
 
@@ -25,6 +30,12 @@ class EmbeddingPairs(Rows):
     """The exchange of one `nn.Embedding`; see `penstock.torch.rows`."""
 
     scheme = "pairs"
+
+    def __init__(
+        self, gradients: Gradients, index: int, layer: Layer, module: nn.Module, slots: Sequence[Slot]
+    ) -> None:
+        super().__init__(gradients, index, layer, module, slots)
+        self._memory = Reused()
 
     def row_bytes(self) -> int:
         """Bytes of an index and its row."""
@@ -59,8 +70,11 @@ class EmbeddingPairs(Rows):
         dense = torch.zeros(self.weight.param.shape, dtype=self.weight.dtype)
         return [dense.index_copy_(0, given.view(-1).long(), upstream)]
 
-    def rebuilt(self, rows: Sequence[Call], ranks: int) -> list[Tensor | None]:
+    def averages(self, parts: Sequence[Part], ranks: int) -> list[Tensor | None]:
         """Sums of rows, rank by rank."""
+        rows = [self.rows_of(part) for part in parts if part.header.rows]
+        if not rows:
+            return [None]
         wide = sum_type(self.weight.dtype)
         indices = torch.cat([call.given.view(-1) for call in rows]).long()
         if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < self.weight.param.shape[0]:
@@ -76,7 +90,7 @@ class EmbeddingPairs(Rows):
         if self.module.sparse:
             shape = self.weight.param.shape
             return [torch.sparse_coo_tensor(unique.view(1, -1), sums, shape, is_coalesced=True, check_invariants=False)]
-        return [torch.zeros(self.weight.param.shape, dtype=wide).index_copy_(0, unique, sums)]
+        return [self._memory.tensor(self.weight.param.shape, wide).zero_().index_copy_(0, unique, sums)]
 
     def finished(self, average: Tensor) -> Tensor:
         """Sparse or dense, as the module's gradients are."""

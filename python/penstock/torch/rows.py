@@ -72,10 +72,6 @@ class Rows(Gather):
     def products(self, given: Tensor, upstream: Tensor) -> list[Tensor]:
         """The gradients of all parameters that these rows make, in the parameters' types."""
 
-    @abstractmethod
-    def rebuilt(self, rows: Sequence[Call], ranks: int) -> list[Tensor | None]:
-        """The sum over all ranks' rows, in rank order, divided by `ranks`; by parameter, in the type of sums."""
-
     # Bytes
 
     def cost_bytes(self, rows: int) -> int:
@@ -198,12 +194,8 @@ class Rows(Gather):
 
     # Back
 
-    def averages(self, parts: Sequence[Part], ranks: int) -> list[Tensor | None]:
-        """Rebuilt from all ranks' rows."""
-        rows = [self._read(part) for part in parts if part.header.rows]
-        return self.rebuilt(rows, ranks) if rows else [None] * len(self.slots)
-
-    def _read(self, part: Part) -> Call:
+    def rows_of(self, part: Part) -> Call:
+        """The rows of a contribution."""
         given_type, given_width, upstream_type, upstream_width = self.wire_types()
         given = part.read(self.header_bytes, torch.empty(part.header.rows, given_width, dtype=given_type))
         offset = self.header_bytes + given.numel() * given.element_size()
