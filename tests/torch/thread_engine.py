@@ -4,13 +4,16 @@ It keeps to the contract at its edges, so that whatever the front end leaves to 
 
 - memory in flight is filled with NaN bytes, as if half-summed: whoever reads it early is found out;
 - by default a result is written only when its rank waits for it (`lazy`), which is as late as allowed;
-- after completion the memory is still "being sent" for a while; a change of it meanwhile is noted in `Hub.violations`.
+- after completion the memory is still "being sent" for a while; a change of it meanwhile is noted in `Hub.violations`;
+- with `Hub.shuffled` each rank finds another random part of what is complete whenever it looks.
 """
 
 from __future__ import annotations
 
 import ctypes
+import random
 import threading
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -52,7 +55,14 @@ class Hub:
         self.failed: BaseException | None = None
         self.violations: list[str] = []
         self.submissions: list[tuple[int, str, str, str]] = []  # rank, book, tensor, "present" or "absent"
+        self.shuffled: int | None = None  # a seed
         self.engines = [FakeEngine(self, rank) for rank in range(size)]
+
+    def shuffle(self, seed: int) -> None:
+        """Let arrivals be random, and threads change places often."""
+        self.shuffled = seed
+        for engine in self.engines:
+            engine.chance = random.Random(1000 * seed + engine.rank)
 
     def fail(self, rank: int, error: BaseException) -> None:
         with self.changed:
@@ -117,6 +127,7 @@ class FakeEngine:
         self.phases: list[str] = []
         self.waits: list[list[str]] = []  # names of the tensors, per call that found something in flight
         self.early: set[str] = set()  # names of tensors that arrive by themselves, even where all else is lazy
+        self.chance: random.Random | None = None  # which tensors arrive now
 
     def all_gather(self, what: str, blob: bytes) -> list[bytes]:
         hub = self.hub
@@ -239,11 +250,14 @@ class FakeEngine:
                     entry[0] = 0
 
     def poll(self, book, tensors) -> list[int]:
+        if self.chance is not None:
+            time.sleep(self.chance.choice([0.0, 0.0, 1e-4]))
         with self.hub.changed:
             if self.hub.failed is not None:
                 raise PeerLost(f"another rank failed: {self.hub.failed}", rank=0)
             for tensor in tensors:
                 arrives = not self.hub.lazy or self.books[book][2][tensor][0] in self.early
+                arrives = arrives or (self.chance is not None and self.chance.random() < 0.4)
                 if arrives and (book, tensor) in self.flights and self._done(book, tensor):
                     self._land(book, tensor)
         return [tensor for tensor in tensors if (book, tensor) not in self.flights]

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
@@ -24,6 +25,7 @@ from penstock.torch.factors import numerics
 from penstock.torch.hooks import Gradients
 from penstock.torch.layout import ROOT, Layer, Slot, check_same_model, describe, fingerprint
 from penstock.torch.optimizer import Updates
+from penstock.torch.probe import exchange_cost
 from penstock.torch.safety import Watch, claim, compiled_outside, note_compiled, owner_of, restore
 from penstock.torch.schemes import choose, gather_scheme, survey
 
@@ -135,6 +137,8 @@ class Distributed:
             copy_rate(self.copies.nbytes, ranks, copied_s),
             products=any(gather.scheme == "factors" for gather in self.gathers.values()),
         )
+        if automatic and self.gathers:
+            local = replace(local, gather_s=exchange_cost(engine, rank))
         coordinator = Coordinator(
             network_of(self.model, self.why_store, name),
             Cluster(ranks, ranks, options.slice_bytes, engine.report()["lanes"]),

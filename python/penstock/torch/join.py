@@ -64,7 +64,7 @@ def _agree(engine: Engine, owners: list[Distributed]) -> list[list[int]]:
     books += [owner.buffers.id for owner in owners if owner.buffers is not None]
     mine = {
         "steps": [owner.gradients.step for owner in owners],
-        "schemes": [owner.choice.schemes for owner in owners],
+        "measured": [owner.coordinator.measured for owner in owners],
         "sequences": [engine.sequence(book) for book in books],
     }
     everyone = [json.loads(blob) for blob in engine.all_gather("penstock.join", json.dumps(mine).encode())]
@@ -78,7 +78,7 @@ def _agree(engine: Engine, owners: list[Distributed]) -> list[list[int]]:
     steps: list[list[int]] = [[one["steps"][position] for one in everyone] for position in range(len(owners))]
     for position, owner in enumerate(owners):
         furthest = steps[position].index(max(steps[position]))
-        owner.choice.adopt(everyone[furthest]["schemes"][position], max(steps[position]))
+        owner.choice.adopt(everyone[furthest]["measured"][position], max(steps[position]))
     return steps
 
 
