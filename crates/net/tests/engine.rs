@@ -225,6 +225,36 @@ fn who_vanishes_is_named_by_all_with_layer_and_step() {
 }
 
 #[test]
+fn who_vanishes_in_the_middle_of_a_gather_is_named_by_all_with_layer_and_step() {
+    const LEN_BYTES: usize = 32 << 20; // more than sockets hold: it dies with frames half written
+    let engines = job_with(4, |config| config.slice_bytes = 512 << 10);
+    on_all(engines, |engine, rank| {
+        let rows = Tensor::new("rows", 1, Dtype::Bytes, LEN_BYTES as u64).with_scheme(Scheme::Gather);
+        let book = engine.open_book("gradients", vec!["a".into(), "b".into()], vec![rows]).unwrap();
+        engine.all_gather("all are connected", b"", &mut never).unwrap();
+        let len_bytes = if rank == 2 { LEN_BYTES } else { 1000 };
+        let address = vec![rank as u8; len_bytes].leak().as_ptr() as usize;
+        // SAFETY: leaked.
+        unsafe { engine.submit_gather(Bytes { book, tensor: 0, address, len_bytes, step: 5, more: false }) }
+            .unwrap();
+        if rank == 2 {
+            return; // Dropped without a goodbye.
+        }
+        let stop = engine.wait(book, &[0], true, &mut never).unwrap_err();
+        let (culprit, reason) = lost(&stop);
+        let Stop::Failed(failure) = stop else { unreachable!() };
+        assert_eq!(
+            (culprit, failure.layer.as_deref(), failure.step),
+            (Rank(2), Some("b"), Some(5)),
+            "{reason}"
+        );
+        assert!(reason.contains("rank 2") && reason.contains("layer b"), "{reason}");
+        assert!(engine.gathered(book, 0).is_err(), "half a contribution is none");
+        engine.shutdown(&mut never).unwrap();
+    });
+}
+
+#[test]
 fn an_abort_reaches_everybody_with_its_reason() {
     let engines = job(3);
     on_all(engines, |engine, rank| {
