@@ -5,6 +5,8 @@ import importlib.util
 import pytest
 import ranks
 
+from penstock.torch import optimizer
+
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "fake_only: looks into the fake engine, or needs it to be as late as it may")
@@ -21,3 +23,7 @@ def pytest_generate_tests(metafunc):
 def arm(request, monkeypatch):
     """Which engine `ranks.run` uses."""
     monkeypatch.setattr(ranks, "arm", request.param)
+    if request.param == "threads":
+        # Models under test are tiny: here everything is updated in pieces, with the native engine nothing.
+        monkeypatch.setattr(optimizer, "PIECE_ELEMS", 5)
+        monkeypatch.setattr(optimizer, "CUT_MIN_BYTES", 1)

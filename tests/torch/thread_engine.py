@@ -35,6 +35,7 @@ class Exchange:
     op: str
     dtype: str
     given: dict[int, torch.Tensor | None] = field(default_factory=dict)  # by rank; None: absent
+    only_to: dict[int, int | None] = field(default_factory=dict)  # by rank, in a gather
     result: torch.Tensor | None = None
     done: bool = False
 
@@ -108,6 +109,7 @@ class Flight:
     memory: torch.Tensor
     token: int
     label: str
+    arrived: int = 0  # leading bytes of the result that are in memory
 
 
 class FakeEngine:
@@ -128,6 +130,7 @@ class FakeEngine:
         self.waits: list[list[str]] = []  # names of the tensors, per call that found something in flight
         self.early: set[str] = set()  # names of tensors that arrive by themselves, even where all else is lazy
         self.chance: random.Random | None = None  # which tensors arrive now
+        self.creeping = 0  # bytes of every other tensor that arrive with each look, from its beginning
 
     def all_gather(self, what: str, blob: bytes) -> list[bytes]:
         hub = self.hub
@@ -185,16 +188,19 @@ class FakeEngine:
             hub.settle()
         return self.token
 
-    def submit_gather(self, book, tensor, ptr, nbytes, step, more=False) -> int:
+    def submit_gather(self, book, tensor, ptr, nbytes, step, more=False, only_to=None) -> int:
         label, _, dtype, most, scheme = self.books[book][2][tensor]
         assert (dtype, scheme) == ("bytes", "gather") and nbytes <= most, (label, nbytes, most)
         assert (book, tensor) not in self.flights, f"{label} is in flight already"
-        memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(ptr), dtype=torch.uint8)
+        memory = torch.empty(0, dtype=torch.uint8)
+        if nbytes:
+            memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(ptr), dtype=torch.uint8)
         hub = self.hub
         with hub.changed:
             key = (book, tensor, self.seqs[book][tensor])
             self.seqs[book][tensor] += 1
-            hub.exchanges.setdefault(key, Exchange("gather", dtype)).given[self.rank] = memory.clone()
+            exchange = hub.exchanges.setdefault(key, Exchange("gather", dtype))
+            exchange.given[self.rank], exchange.only_to[self.rank] = memory.clone(), only_to
             hub.submissions.append((self.rank, self.books[book][0], label, "present"))
             hub.gathered_bytes += nbytes
             self.token += 1
@@ -206,11 +212,19 @@ class FakeEngine:
     def gathered(self, book, tensor) -> list:
         exchange = self.hub.exchanges[self.last[book, tensor]]
         assert exchange.done and (book, tensor) not in self.flights
-        return [len(exchange.given[rank]) if rank in exchange.given else None for rank in range(self.hub.size)]
+        return [self._given_here(exchange, rank) for rank in range(self.hub.size)]
+
+    def _given_here(self, exchange, rank) -> int | None:
+        """How many bytes of a rank's contribution are there on this one."""
+        if rank not in exchange.given:
+            return None
+        meant = exchange.only_to[rank] in (None, self.rank) or rank == self.rank
+        return len(exchange.given[rank]) if meant else 0
 
     def read_gathered(self, book, tensor, rank, offset, ptr, nbytes) -> None:
-        given = self.hub.exchanges[self.last[book, tensor]].given[rank]
-        assert offset + nbytes <= len(given) and rank != self.rank
+        exchange = self.hub.exchanges[self.last[book, tensor]]
+        given = exchange.given[rank]
+        assert offset + nbytes <= self._given_here(exchange, rank) and rank != self.rank
         target = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(ptr), dtype=torch.uint8)
         target.copy_(given[offset : offset + nbytes])
 
@@ -238,13 +252,16 @@ class FakeEngine:
         return released
 
     def wait(self, book, tensors, released=False) -> None:
-        flying = [tensor for tensor in tensors if (book, tensor) in self.flights]
-        if flying:
-            self.waits.append([self.books[book][2][tensor][0] for tensor in flying])
         with self.hub.changed:
-            self.hub.until(lambda: all(self._done(book, tensor) for tensor in flying))
+            flying = [tensor for tensor in tensors if (book, tensor) in self.flights]
+            if flying:
+                self.waits.append([self.books[book][2][tensor][0] for tensor in flying])
+            self.hub.until(
+                lambda: all((book, tensor) not in self.flights or self._done(book, tensor) for tensor in flying)
+            )
             for tensor in flying:
-                self._land(book, tensor)
+                if (book, tensor) in self.flights:
+                    self._land(book, tensor)
             for entry in self.sending:
                 if released and entry[5] == book and entry[6] in tensors:
                     entry[0] = 0
@@ -261,6 +278,33 @@ class FakeEngine:
                 if arrives and (book, tensor) in self.flights and self._done(book, tensor):
                     self._land(book, tensor)
         return [tensor for tensor in tensors if (book, tensor) not in self.flights]
+
+    def arrived(self, book, tensors) -> list[int]:
+        """A look lands what comes by itself, and `creeping` bytes of the rest that is summed."""
+        here = []
+        with self.hub.changed:
+            for tensor in tensors:
+                label, _, dtype, elems, *_ = self.books[book][2][tensor]
+                flight = self.flights.get((book, tensor))
+                if flight is not None and self._done(book, tensor):
+                    if not self.hub.lazy or label in self.early:
+                        self._land(book, tensor)
+                        flight = None
+                    elif self.creeping and self.hub.exchanges[flight.key].result is not None:
+                        begin, flight.arrived = flight.arrived, min(flight.arrived + self.creeping, len(flight.memory))
+                        result = self.hub.exchanges[flight.key].result.view(torch.uint8)
+                        flight.memory[begin : flight.arrived] = result.flatten()[begin : flight.arrived]
+                here.append(elems * TYPES[dtype].itemsize if flight is None else flight.arrived)
+        return here
+
+    def wait_arrived(self, book, parts, patience_s, stalls=False) -> bool | None:
+        with self.hub.changed:
+            if self.hub.failed is not None:
+                return None
+            if not self.creeping:
+                self.hub.changed.wait(min(patience_s, 0.02))
+        here = self.arrived(book, [tensor for tensor, _ in parts])
+        return any(have >= nbytes for have, (_, nbytes) in zip(here, parts, strict=True))
 
     def _done(self, book, tensor) -> bool:
         return self.hub.exchanges[self.flights[book, tensor].key].done

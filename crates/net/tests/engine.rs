@@ -295,6 +295,62 @@ fn a_look_at_results_that_are_in_names_layer_and_step_of_a_failure() {
 }
 
 #[test]
+fn the_beginning_of_a_tensor_is_in_memory_when_it_is_said_to_be() {
+    let engines = job(2);
+    on_all(engines, |engine, rank| {
+        let book = open(engine);
+        let a = vec![0.0; 10_000].leak();
+        for round in 1..=20 {
+            a.fill((rank + round) as f32);
+            let address = a.as_ptr();
+            submit(engine, book, 0, a, Op::Sum, false).unwrap();
+            let mut seen = 0;
+            while seen < 40_000 {
+                let next = (0, (seen as u64 + 1000).min(40_000));
+                assert_eq!(
+                    engine.wait_arrived(book, &[next], Duration::from_secs(10), false, &mut never).unwrap(),
+                    Some(true)
+                );
+                let arrived = engine.arrived(book, &[0, 1]).unwrap();
+                assert!(arrived[0] >= next.1 && arrived[1] == 12, "{arrived:?} instead of {next:?}");
+                seen = arrived[0] as usize;
+                for at in 0..seen / 4 {
+                    // SAFETY: within the tensor; what is in memory is not written again.
+                    let value = unsafe { address.add(at).read_volatile() };
+                    assert_eq!(
+                        value,
+                        (2 * round + 1) as f32,
+                        "element {at} of {seen} bytes in round {round}"
+                    );
+                }
+            }
+            engine.wait(book, &[0], true, &mut never).unwrap();
+        }
+        engine.shutdown(&mut never).unwrap();
+    });
+}
+
+#[test]
+fn a_wait_for_a_part_ends_when_its_time_is_up_or_the_job_has_failed() {
+    let engines = job(2);
+    on_all(engines, |engine, rank| {
+        let book = open(engine);
+        engine.all_gather("both are connected", b"", &mut never).unwrap();
+        if rank == 1 {
+            engine.all_gather("rank 0 has waited", b"", &mut never).unwrap();
+            return engine.abort("ValueError: a bad batch").unwrap();
+        }
+        submit(engine, book, 1, vec![1.0; 3].leak(), Op::Sum, false).unwrap();
+        let wait = |patience| engine.wait_arrived(book, &[(1, 12)], patience, false, &mut never).unwrap();
+        assert_eq!(wait(Duration::from_millis(20)), Some(false));
+        engine.all_gather("rank 0 has waited", b"", &mut never).unwrap();
+        assert_eq!(wait(Duration::from_secs(20)), None);
+        let (culprit, reason) = lost(&engine.wait(book, &[1], false, &mut never).unwrap_err());
+        assert!(culprit == Rank(1) && reason.contains("a bad batch"), "{reason}");
+    });
+}
+
+#[test]
 fn who_does_not_come_is_named_when_time_is_up() {
     let engines = job_with(2, |config| config.operation_timeout = Duration::from_millis(300));
     on_all(engines, |engine, rank| {
