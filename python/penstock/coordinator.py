@@ -39,8 +39,8 @@ class Rates:
         latency_s: One message of a byte, from one rank to another.
         summed_bytes_per_s: Bytes of input added to a sum.
         product_flops_per_s: Of a matrix product; a multiplication and an addition are two.
-        gather_s: A rank's work for one exchange of rows, whatever its size, beyond that for gradients: capturing, putting
-            together, taking apart.
+        gather_s: A rank's work for one exchange of rows, whatever its size, beyond that for gradients: capturing,
+            putting together, taking apart.
         source: Where they come from, for the reader.
     """
 

@@ -21,7 +21,7 @@ arm = "threads"  # or "native"
 _local = threading.local()
 
 
-def _current(caller="this call"):
+def current(caller="this call"):
     running = getattr(_local, "job", None)
     if running is None:
         raise ConfigError("not a rank")
@@ -110,7 +110,7 @@ def _run(hub, function, size, world_size, broadcast_buffers):
             errors.append(error)
             hub.fail(rank, error)
 
-    original, job.current = job.current, _current
+    original, job.current = job.current, current
     try:
         threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(size)]
         for thread in threads:

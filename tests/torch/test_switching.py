@@ -1,7 +1,7 @@
 """Random schemes, rows, uses, arrivals and ends: all ranks have the same bits after every step, and the right numbers.
 
-Every rank measures other rates, layers are measured in most steps, and rows are such that choices change often. A failure
-names its seed.
+Every rank measures other rates, layers are measured in most steps, and rows are such that choices change often. A
+failure names its seed.
 """
 
 import random
@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
-from ranks import distance, run, same_everywhere, seeded, values
+from ranks import current, distance, run, same_everywhere, seeded, values
 from scenarios import sgd
 from torch import nn
 
@@ -44,8 +44,8 @@ class Net(nn.Module):
 def often(monkeypatch):
     """Measured in two steps of three, with rates under which both schemes are chosen now and then."""
 
-    def measured(engine, bytes_per_s, *, products):
-        rank = engine.report()["rank"]
+    def measured(*_, products):
+        rank = current().rank
         return Rates(bytes_per_s=1e6 + rank, latency_s=1e-6 * (1 + rank), product_flops_per_s=1e12, source="measured")
 
     distribute_module = sys.modules["penstock.torch.distribute"]
@@ -55,7 +55,7 @@ def often(monkeypatch):
 
 
 def loss_of(model, seed, rank, step, kept):
-    """What a rank sees in a step. Which layers are used differs between ranks, too; `kept` is never used by some for long."""
+    """What a rank sees in a step. Which layers are used differs between ranks, too; `kept` is used by none for long."""
     chance = random.Random(f"{seed} {rank} {step}")
     many = random.Random(f"{seed} {step // 3}").random() < 0.4
     rows = chance.randrange(20, 40) if many else chance.randrange(1, 5)
@@ -77,7 +77,7 @@ def train(seed, rank, schemes, steps, seen=None):
         if chance.random() < 0.8:
             optimizer.zero_grad(set_to_none=chance.random() < 0.7)
         if seen is not None:
-            seen.append((dict(owner_of(model.head.weight).choice.schemes)))
+            seen.append(dict(owner_of(model.head.weight).choice.schemes))
     return model
 
 

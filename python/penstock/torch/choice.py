@@ -151,7 +151,7 @@ class Choice:
             self._samples += given.shape[0]
 
     def _make_count(self, layer: str, gather: Rows) -> Any:
-        inputs = gather.weight.param.shape[1] if gather.scheme == "factors" else None
+        inputs = None if gather.scheme == "pairs" else gather.weight.param.shape[1]
 
         def count(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if torch.compiler.is_compiling() or not self._counting:
@@ -236,8 +236,8 @@ class Choice:
         """Go on from where the rank that went furthest is; on all ranks, when all have left.
 
         Args:
-            measured: `Coordinator.measured` there. All of it: a layer that is not seen for a while keeps its rows, and ranks
-                that remember different ones would choose differently.
+            measured: `Coordinator.measured` there. All of it: a layer that is not seen for a while keeps its rows, and
+                ranks that remember different ones would choose differently.
             step: Steps taken there.
         """
         self._rows = dict.fromkeys(self._names, 0)

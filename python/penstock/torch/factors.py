@@ -4,15 +4,15 @@ For a layer of M outputs and N inputs and K rows, the gradient of the weight is 
 of the rows of dY. So K (M + N) numbers say what M N say, and the local product need not be computed: only the
 average is, on every rank, in one product of all ranks' rows, written into what becomes ``.grad``.
 
-Exactness. Every rank multiplies the same rows in the same order, in memory of torch's own alignment, with the same number of threads (the smallest of all ranks, which each contribution names). The bits of a product then depend on the
+Exactness. Every rank multiplies the same rows in the same order, in memory of torch's own alignment, with the same
+number of threads (the smallest of all ranks, which each contribution names). The bits of a product then depend on the
 library and on the processor's instructions alone. `numerics` describes those; ranks that differ in it use the store.
 """
 
 from __future__ import annotations
 
 import hashlib
-import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,12 +94,12 @@ class LinearFactors(Rows):
         average = self._memory.tensor(self.weight.param.shape, upstream.dtype)
         return torch.mm(upstream.t(), given, out=average)
 
-    def install(self) -> None:
-        """Replace the instance's forward; the class and what is pickled stay as they are."""
-        self.module.forward = types.MethodType(_make_forward(self), self.module)
+    def capture(self) -> Callable[..., Tensor]:
+        """As the module's own forward, which it calls wherever a gradient is needed as such."""
+        return _make_forward(self)
 
 
-def _make_forward(gather: LinearFactors) -> Any:
+def _make_forward(gather: LinearFactors) -> Callable[..., Tensor]:
     def forward(module: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002  as nn.Linear calls it
         # Compiled code has no place for what backward leaves behind: there the gradient is made as always.
         if torch.compiler.is_compiling() or not capturing(gather, module.weight):
@@ -109,7 +109,6 @@ def _make_forward(gather: LinearFactors) -> Any:
         output: Tensor = _Linear.apply(input, module.weight, module.bias, gather)
         return output
 
-    forward._penstock = True  # type: ignore[attr-defined]
     return forward
 
 

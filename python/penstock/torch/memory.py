@@ -49,8 +49,8 @@ def lent_to(engine: Engine) -> Lent:
 class Reused:
     """Memory for one tensor per step, handed out again once nobody refers to it any more.
 
-    The first write to fresh memory costs a page fault per 4 KiB: for a hundred megabytes twice the time of the product that
-    is written there. Kept is the last tensor's memory alone, where otherwise it would be freed.
+    The first write to fresh memory costs a page fault per 4 KiB: for a hundred megabytes twice the time of the product
+    that is written there. Kept is the last tensor's memory alone, where otherwise it would be freed.
     """
 
     def __init__(self) -> None:

@@ -7,8 +7,7 @@ nothing else; a module with ``sparse=True`` gets its average as a sparse tensor,
 
 from __future__ import annotations
 
-import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,12 +99,12 @@ class EmbeddingPairs(Rows):
             return average.to_sparse(1).coalesce()
         return average.coalesce()
 
-    def install(self) -> None:
-        """Replace the instance's forward; the class and what is pickled stay as they are."""
-        self.module.forward = types.MethodType(_make_forward(self), self.module)
+    def capture(self) -> Callable[..., Tensor]:
+        """As the module's own forward, which it calls wherever a gradient is needed as such."""
+        return _make_forward(self)
 
 
-def _make_forward(gather: EmbeddingPairs) -> Any:
+def _make_forward(gather: EmbeddingPairs) -> Callable[..., Tensor]:
     def forward(module: nn.Embedding, input: Tensor) -> Tensor:  # noqa: A002  as nn.Embedding calls it
         # Compiled code has no place for what backward leaves behind: there the gradient is made as always.
         if torch.compiler.is_compiling() or not capturing(gather, module.weight):
@@ -113,7 +112,6 @@ def _make_forward(gather: EmbeddingPairs) -> Any:
         output: Tensor = _Embedding.apply(input, module.weight, gather)
         return output
 
-    forward._penstock = True  # type: ignore[attr-defined]
     return forward
 
 

@@ -1,8 +1,9 @@
 """What one exchange of rows costs this rank beyond its bytes and its product: measured, not assumed.
 
-The same small layer goes through forward, backward and averaging several times, sending its gradients and then its rows,
-and the difference of this thread's processor time is the answer. Time spent waiting for others is no work and does not
-count. A layer that small has next to no arithmetic; what is left is the framework's and our own work per exchange.
+The same small layer goes through forward, backward and averaging several times, sending its gradients and then its
+rows, and the difference of this thread's processor time is the answer. Time spent waiting for others is no work and
+does not count. A layer that small has next to no arithmetic; what is left is the framework's and our own work per
+exchange.
 """
 
 from __future__ import annotations

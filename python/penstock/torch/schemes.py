@@ -20,7 +20,7 @@ from penstock.torch.safety import DeferredParameter
 
 __all__ = ["SCHEMES", "choose", "foreign_hooks", "gather_scheme", "survey", "why_dense"]
 
-SCHEMES = ("store", "factors", "pairs")
+SCHEMES = ("store", "factors", "pairs", "adam")
 
 _PLAIN: dict[str, type[nn.Module]] = {"factors": nn.Linear, "pairs": nn.Embedding}
 _FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -58,7 +58,7 @@ def _why_module(module: nn.Module, plain: type[nn.Module]) -> str | None:
         return "its weight is computed by a parametrization"
     if module._parameters.get("weight") is None:
         return "its weight is computed from other parameters (weight norm, spectral norm)"
-    if type(module) is not plain:
+    if type(module) is not plain and not hasattr(type(module), "send_rows_to"):
         return f"it is a {type(module).__name__}, whose forward may read the weight otherwise than nn.{plain.__name__}"
     if "forward" in module.__dict__ and not getattr(module.__dict__["forward"], "_penstock", False):
         return "its forward has been replaced"
@@ -168,8 +168,9 @@ def choose(
 def _why_not(module: nn.Module, reason: str | None, scheme: str) -> str | None:
     if scheme == "store":
         return None
-    if gather_scheme(module) != scheme:
-        return f"it is a {type(module).__name__}, and {scheme} are for nn.{_PLAIN[scheme].__name__}"
+    rows = "factors" if scheme == "adam" else scheme
+    if gather_scheme(module) != rows:
+        return f"it is a {type(module).__name__}, and {scheme} is for nn.{_PLAIN[rows].__name__}"
     return reason
 
 
