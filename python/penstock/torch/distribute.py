@@ -78,7 +78,7 @@ class Distributed:
         optimizers: Sequence[Optimizer],
         *,
         broadcast_buffers: bool,
-        schemes: Mapping[str, str] | str | None = None,
+        schemes: Mapping[str, str] | str | None = "auto",
         options: Options,
         given: nn.Module | None = None,
     ) -> None:
@@ -334,7 +334,7 @@ def distribute(
     optimizer: None = None,
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Mapping[str, str] | str | None = None,
+    schemes: Mapping[str, str] | str | None = "auto",
 ) -> tuple[ModelT, None]: ...
 @overload
 def distribute(
@@ -342,7 +342,7 @@ def distribute(
     optimizer: OptimizerT,
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Mapping[str, str] | str | None = None,
+    schemes: Mapping[str, str] | str | None = "auto",
 ) -> tuple[ModelT, OptimizerT]: ...
 @overload
 def distribute(
@@ -350,14 +350,14 @@ def distribute(
     optimizer: Sequence[Optimizer],
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Mapping[str, str] | str | None = None,
+    schemes: Mapping[str, str] | str | None = "auto",
 ) -> tuple[ModelT, Sequence[Optimizer]]: ...
 def distribute(
     model: Any,
     optimizer: Any = None,
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Mapping[str, str] | str | None = None,
+    schemes: Mapping[str, str] | str | None = "auto",
 ) -> tuple[Any, Any]:
     """Make a model train on all ranks as one: the same two objects come back and are used as before. Collective.
 
@@ -378,9 +378,9 @@ def distribute(
         model: The model; a wrapper made by `torch.compile` is fine.
         optimizer: Its optimizer, a sequence of several, or none: then gradients are averaged and the update is yours.
         broadcast_buffers: Copy rank 0's buffers (batch norm) to all after every step, too. Default: as in `Options`.
-        schemes: What layers send. ``"auto"``: the coordinator chooses for each layer the exact scheme that
+        schemes: What layers send. ``"auto"``, the default: the coordinator chooses for each layer the exact scheme that
             takes the fewest seconds, from rows, line rate, latency and products as measured in the first step, the
-            tenth, and every hundredth, by the policy of `Options`; see `explain`. ``None``, the default: every layer its gradients.
+            tenth, and every hundredth, by the policy of `Options`; see `explain`. ``None``: every layer its gradients.
             Or by pattern of their names (as in `fnmatch`; the first that matches decides): ``store`` is the gradient
             itself; ``factors``, for `nn.Linear`, the inputs and the gradients of the outputs, from which every rank
             rebuilds the same average (Poseidon section 3.2: less for few rows and large layers); ``pairs``, for
