@@ -51,7 +51,7 @@ def exchange_cost(engine: Engine, rank: int) -> float:
 @torch.enable_grad()
 def _measure(engine: Engine, rank: int) -> float:
     with torch.autocast("cpu", enabled=False), torch.inference_mode(False):
-        layer = nn.utils.skip_init(nn.Linear, SIDE, SIDE)  # draws no random numbers, which are the program's
+        layer = nn.utils.skip_init(nn.Linear, SIDE, SIDE, device="cpu", dtype=torch.float32)  # draws no random numbers
         with torch.no_grad():
             layer.weight.zero_()
             layer.bias.zero_()
@@ -59,7 +59,7 @@ def _measure(engine: Engine, rank: int) -> float:
         layers, slots = describe(model)
         gradients = Gradients(engine, rank, "penstock.probe", layers, slots, [(layers[0], layer, "factors")])
         gradients.attach()
-        rows = torch.zeros(1, SIDE, requires_grad=True)
+        rows = torch.zeros(1, SIDE, device="cpu", dtype=torch.float32, requires_grad=True)
         fastest: dict[bool, float] = {}
         for engaged in (False, True):
             gradients.gathers[0].engage(engaged)
