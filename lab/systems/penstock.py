@@ -39,7 +39,8 @@ MODES: dict[str, dict[str, Any]] = {
 class Penstock(TorchWorker):
     """The sharded store in the workers.
 
-    ``init`` is given to `penstock.init` on top of the mode, ``schemes`` to `penstock.distribute`.
+    ``init`` is given to `penstock.init` on top of the mode; ``schemes`` to `penstock.distribute`: by default the store
+    for every layer, for that is what the modes are compared in.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {"mode": "full", "init": {}, "schemes": None}
@@ -87,13 +88,26 @@ class Penstock(TorchWorker):
         """What the engine's report counts, by layer too."""
         report = ps.report()
         counted = {name: value for name, value in report.items() if name in COUNTS or name.startswith("busy_")}
-        if report["books"]:
-            layers = report["books"][-1]["layers"]  # the gradients' book is opened after that of the first copy
+        gradients = next((book for book in report["books"] if book["name"].endswith(".gradients")), None)
+        if gradients is not None:
+            layers = gradients["layers"]
             counted["layers"] = {
                 layer["name"]: {name: value for name, value in layer.items() if name not in ("name", "lossy")}
                 for layer in layers
             }
         return {**super().stats(), **counted}
+
+    def facts(self) -> dict[str, Any]:
+        """Each layer's scheme, and what it moves on the busiest direction of an interface: by the information book."""
+        book = ps.coordinator_of(self.plain)
+        decisions = {layer.name: book.decision(layer.name) for layer in book.network.layers if layer.tensors}
+        wire_bytes = {
+            name: next(
+                each["direction_bytes"] for each in decision["estimates"] if each["scheme"] == decision["scheme"]
+            )
+            for name, decision in decisions.items()
+        }
+        return {"schemes": {name: decision["scheme"] for name, decision in decisions.items()}, "wire_bytes": wire_bytes}
 
     def close(self) -> None:
         """Say goodbye."""

@@ -218,8 +218,12 @@ class Engine:
     ) -> int:
         """Contribute nothing; the memory (which may be uninitialised) receives the result, as in `submit`."""
 
-    def submit_gather(self, book: int, tensor: int, ptr: int, nbytes: int, step: int, more: bool = False) -> int:
+    def submit_gather(
+        self, book: int, tensor: int, ptr: int, nbytes: int, step: int, more: bool = False, only_to: int | None = None
+    ) -> int:
         """Contribute these bytes, which may be none, to a tensor's next gather; what came of the last one is dropped.
+
+        With ``only_to`` that rank alone gets them; to all others the contribution is empty.
 
         Returns a token, as `submit` does; the memory must not be changed before it is released.
         """

@@ -46,7 +46,8 @@ class Rates:
         latency_s: One message of a byte, from one rank's engine to another's.
         summed_bytes_per_s: Bytes of input added to a sum.
         product_flops_per_s: Of a matrix product; a multiplication and an addition are two.
-        gather_s: A rank's work for one exchange of rows, whatever its size: capturing, putting together, taking apart.
+        gather_s: A rank's work for one exchange of rows, whatever its size, beyond that for gradients: capturing,
+            putting together, taking apart.
         call_s: A call without its steps: handed over to the engine's thread, and back.
         source: Where they come from, for the reader.
     """
@@ -202,13 +203,35 @@ class Coordinator:
         self._decide(first=False)
         return {name: choice["scheme"] for name, choice in self._choices.items() if choice["scheme"] != before[name]}
 
-    def adopt(self, schemes: Mapping[str, str]) -> None:
-        """Take over what other ranks use, after a time in which this one took no part."""
+    @property
+    def measured(self) -> dict[str, Any]:
+        """All that is measured and changes, and what it has led to; for `adopt` on another rank. Fit for JSON."""
+        return {
+            "rows": dict(self._rows),
+            "rates": asdict(self.rates),
+            "batchsize": self.batchsize,
+            "schemes": {name: choice["scheme"] for name, choice in self._choices.items()},
+        }
+
+    def adopt(self, measured: Mapping[str, Any]) -> dict[str, str]:
+        """Take over another rank's facts, after a time in which this one took no part: from now on both decide alike.
+
+        Args:
+            measured: `measured` of the other rank.
+
+        Returns:
+            By layer, the scheme that the other rank uses.
+        """
+        self._rows = {self._layer(name).name: list(by_rank) for name, by_rank in measured["rows"].items()}
+        self.rates = Rates(**measured["rates"])
+        self.batchsize = measured["batchsize"]
+        schemes: dict[str, str] = dict(measured["schemes"])
         for name, scheme in schemes.items():
             choice = self.choose(self._layer(name), current=scheme)
-            if choice["scheme"] != scheme:  # the others know rows and rates that this rank does not
+            if choice["scheme"] != scheme:  # a change waits for the next measurement, as it does on the other rank
                 choice["scheme"], choice["code"], choice["reason"] = scheme, "adopted", "as on the ranks that went on"
             self._choices[name] = choice
+        return schemes
 
     def _decide(self, *, first: bool) -> None:
         for layer in self.network.layers:

@@ -92,12 +92,12 @@ def test_few_rows_of_a_large_layer_go_over_to_factors_on_all_ranks_after_the_sam
 
 
 def test_one_rank_with_many_rows_keeps_all_at_the_store():
-    found = loop(3, lambda rank, step: 2 if rank else 2000)
+    found = loop(3, lambda rank, step: 2 if rank else 600)
     assert {step["0"] for of_rank in found for step in of_rank} == {"store"}
 
 
 def test_the_choice_follows_the_rows_at_the_next_step_that_is_due():
-    found = loop(12, lambda rank, step: 2 if step < 5 else 2000)
+    found = loop(12, lambda rank, step: 2 if step < 5 else 600)
     assert found[0] == found[1]
     assert [step["0"] for step in found[0]] == ["store", *["factors"] * 9, "store", "store"]
 
@@ -129,7 +129,7 @@ def test_query_and_explain_at_run_time():
 
 
 def test_schemes_that_are_given_stay():
-    found = loop(3, lambda rank, step: 2000, schemes={"0": "factors"}, size=2)
+    found = loop(3, lambda rank, step: 600, schemes={"0": "factors"}, size=2)
     assert [step["0"] for step in found[0]] == ["factors"] * 3
     found = loop(3, lambda rank, step: 2, schemes=None, size=2)
     assert [step["0"] for step in found[0]] == ["store"] * 3

@@ -66,6 +66,8 @@ pub enum Event<C> {
         memory: C,
         /// Its length, 0 for none.
         len_bytes: u32,
+        /// The only rank that gets it; to all others it is an empty one.
+        only_to: Option<Rank>,
     },
     /// A frame arrived; its payload lies where [`Node::place`] said.
     Frame {
@@ -300,7 +302,7 @@ impl<M: Memory> Node<M> {
                 }
                 Ok(())
             }
-            Event::Gather { book, tensor, seq, step, memory, len_bytes } => {
+            Event::Gather { book, tensor, seq, step, memory, len_bytes, only_to } => {
                 let Some(Some(state)) = self.books.get(usize::from(book)) else {
                     return Err(Error::Config(format!("book {book} is not open")));
                 };
@@ -309,7 +311,7 @@ impl<M: Memory> Node<M> {
                 let header = Header { book, slice, seq, step, argument: len_bytes, ..kind };
                 self.exchange(
                     &header,
-                    |exchange, context| exchange.submit(&header, memory, false, context),
+                    |exchange, context| exchange.gather(&header, &memory, only_to, context),
                     actions,
                 )
             }

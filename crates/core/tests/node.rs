@@ -125,8 +125,17 @@ impl Bench {
     }
 
     fn gather(&mut self, seq: Seq, len_bytes: u32) -> Result<(), penstock_core::Error> {
+        self.gather_for(None, seq, len_bytes)
+    }
+
+    fn gather_for(
+        &mut self,
+        only_to: Option<Rank>,
+        seq: Seq,
+        len_bytes: u32,
+    ) -> Result<(), penstock_core::Error> {
         let memory = user_memory(len_bytes as usize);
-        let event = Event::Gather { book: 0, tensor: GATHERED, seq, step: seq, memory, len_bytes };
+        let event = Event::Gather { book: 0, tensor: GATHERED, seq, step: seq, memory, len_bytes, only_to };
         self.node.step(event, &mut self.actions)
     }
 
@@ -196,6 +205,23 @@ fn a_gather_brings_every_ranks_bytes_whatever_their_length() {
     assert_eq!(bench.gathered(), [None, Some(0), Some(10_000), Some(4096)]);
     assert_eq!(bench.node.memory().scratch.get(), 1, "the piece of round 2");
     assert!(bench.gather(1, 0).is_err(), "round 1 has ended");
+}
+
+#[test]
+fn a_contribution_for_one_rank_is_empty_to_the_others() {
+    let mut bench = Bench::with_book(0, 4, 1);
+    bench.gather_for(Some(Rank(2)), 1, 5000).unwrap();
+    for (peer, len_bytes) in [(1, 0), (2, 5000), (3, 0)] {
+        let sent: Vec<_> = bench.frames(peer).iter().map(|frame| frame.header).collect();
+        assert_eq!(sent, pieces_of_step(1, len_bytes), "to rank {peer}");
+    }
+    for peer in [1, 2, 3] {
+        bench.contribution(peer, 1, 0);
+    }
+    assert_eq!((bench.completed(), bench.gathered()), (1, vec![None, Some(0), Some(0), Some(0)]));
+    // The owner sends nothing but that it is there.
+    bench.gather_for(Some(Rank(0)), 2, 100).unwrap();
+    assert_eq!(bench.frames(3).iter().map(|frame| frame.header).collect::<Vec<_>>(), pieces_of_step(2, 0));
 }
 
 /// As a rank at step `seq` sends them.

@@ -232,6 +232,46 @@ fn who_vanishes_is_named_by_all_with_layer_and_step() {
 }
 
 #[test]
+fn who_vanishes_in_the_middle_of_a_gather_is_named_by_all_with_layer_and_step() {
+    const LEN_BYTES: usize = 32 << 20; // more than sockets hold: it dies with frames half written
+    let engines = job_with(4, |config| config.slice_bytes = 512 << 10);
+    on_all(engines, |engine, rank| {
+        let rows = Tensor::new("rows", 1, Dtype::Bytes, LEN_BYTES as u64).with_scheme(Scheme::Gather);
+        let book = engine.open_book("gradients", vec!["a".into(), "b".into()], vec![rows]).unwrap();
+        engine.all_gather("all are connected", b"", &mut never).unwrap();
+        let len_bytes = if rank == 2 { LEN_BYTES } else { 1000 };
+        let address = vec![rank as u8; len_bytes].leak().as_ptr() as usize;
+        // SAFETY: leaked.
+        unsafe {
+            engine.submit_gather(Bytes {
+                book,
+                tensor: 0,
+                address,
+                len_bytes,
+                step: 5,
+                more: false,
+                only_to: None,
+            })
+        }
+        .unwrap();
+        if rank == 2 {
+            return; // Dropped without a goodbye.
+        }
+        let stop = engine.wait(book, &[0], true, &mut never).unwrap_err();
+        let (culprit, reason) = lost(&stop);
+        let Stop::Failed(failure) = stop else { unreachable!() };
+        assert_eq!(
+            (culprit, failure.layer.as_deref(), failure.step),
+            (Rank(2), Some("b"), Some(5)),
+            "{reason}"
+        );
+        assert!(reason.contains("rank 2") && reason.contains("layer b"), "{reason}");
+        assert!(engine.gathered(book, 0).is_err(), "half a contribution is none");
+        engine.shutdown(&mut never).unwrap();
+    });
+}
+
+#[test]
 fn an_abort_reaches_everybody_with_its_reason() {
     let engines = job(3);
     on_all(engines, |engine, rank| {
@@ -449,6 +489,28 @@ fn what_does_not_fit_is_refused_and_harms_nothing() {
 }
 
 #[test]
+fn a_contribution_for_one_rank_reaches_that_one_alone() {
+    let engines = job(3);
+    on_all(engines, |engine, rank| {
+        let rows = Tensor::new("rows", 0, Dtype::Bytes, 20_000).with_scheme(Scheme::Gather);
+        let book = engine.open_book("gradients", vec!["a".into()], vec![rows]).unwrap();
+        for round in 0..5u32 {
+            let owner = round % 3;
+            let mine = vec![rank as u8; 9000 + rank as usize];
+            let (address, len_bytes, only_to) = (mine.as_ptr() as usize, mine.len(), Some(Rank(owner)));
+            let bytes = Bytes { book, tensor: 0, address, len_bytes, step: round, more: false, only_to };
+            // SAFETY: `mine` stays until the wait for its release.
+            unsafe { engine.submit_gather(bytes) }.unwrap();
+            engine.wait(book, &[0], true, &mut never).unwrap();
+            let length =
+                |other: u32| if rank == owner || other == rank { 9000 + u64::from(other) } else { 0 };
+            let lengths: Vec<_> = (0..3).map(|other| Some(length(other))).collect();
+            assert_eq!(engine.gathered(book, 0).unwrap(), lengths, "rank {rank}, round {round}");
+        }
+    });
+}
+
+#[test]
 fn gathers_bring_every_ranks_bytes_and_refuse_what_does_not_fit() {
     for size in 1..=4u32 {
         let engines = job(size);
@@ -466,6 +528,7 @@ fn gathers_bring_every_ranks_bytes_and_refuse_what_does_not_fit() {
                     len_bytes: mine.len(),
                     step: round,
                     more: true,
+                    only_to: None,
                 };
                 // SAFETY: `mine` stays until the wait for its release.
                 unsafe { engine.submit_gather(bytes) }.unwrap();
@@ -482,10 +545,15 @@ fn gathers_bring_every_ranks_bytes_and_refuse_what_does_not_fit() {
                 }
             }
             engine.drop_gathered(book, 1).unwrap();
-            let too_long = Bytes { book, tensor: 1, address: 8, len_bytes: 20_001, step: 0, more: false };
+            let too_long =
+                Bytes { book, tensor: 1, address: 8, len_bytes: 20_001, step: 0, more: false, only_to: None };
             // SAFETY: refused before the memory is looked at, all three times.
             let refused = unsafe { engine.submit_gather(too_long) }.unwrap_err().to_string();
             assert!(refused.contains("rows has at most 20000 bytes"), "{refused}");
+            let nobody = Bytes { len_bytes: 1, only_to: Some(Rank(size)), ..too_long };
+            // SAFETY: as above.
+            let refused = unsafe { engine.submit_gather(nobody) }.unwrap_err().to_string();
+            assert!(refused.contains(&format!("for rank {size}")), "{refused}");
             let summed = Bytes { tensor: 0, len_bytes: 0, ..too_long };
             // SAFETY: as above.
             let refused = unsafe { engine.submit_gather(summed) }.unwrap_err().to_string();

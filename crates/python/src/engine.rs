@@ -196,7 +196,8 @@ impl Engine {
         })
     }
 
-    #[pyo3(signature = (book, tensor, ptr, nbytes, step, more=false))]
+    #[pyo3(signature = (book, tensor, ptr, nbytes, step, more=false, only_to=None))]
+    #[allow(clippy::too_many_arguments)] // Keywords in Python.
     fn submit_gather(
         &self,
         book: BookId,
@@ -205,8 +206,10 @@ impl Engine {
         nbytes: usize,
         step: Step,
         more: bool,
+        only_to: Option<u32>,
     ) -> PyResult<u64> {
-        let bytes = Bytes { book, tensor, address: ptr, len_bytes: nbytes, step, more };
+        let only_to = only_to.map(Rank);
+        let bytes = Bytes { book, tensor, address: ptr, len_bytes: nbytes, step, more, only_to };
         // SAFETY: as in `take_part`.
         unsafe { self.engine.submit_gather(bytes) }.map_err(raise)
     }

@@ -7,6 +7,7 @@ import json
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
@@ -24,6 +25,7 @@ from penstock.torch.factors import numerics
 from penstock.torch.hooks import Gradients
 from penstock.torch.layout import ROOT, Layer, Slot, check_same_model, describe, fingerprint
 from penstock.torch.optimizer import Updates
+from penstock.torch.probe import exchange_cost
 from penstock.torch.safety import Watch, claim, compiled_outside, note_compiled, owner_of, restore
 from penstock.torch.schemes import WIRE_TYPES, Schemes, choose, gather_scheme, survey
 
@@ -59,7 +61,7 @@ class Distributed:
         model: The model, not a wrapper of torch.compile.
         optimizers: Its optimizers, none or several.
         broadcast_buffers: Whether rank 0's buffers are copied each step.
-        schemes: Patterns of layer names and what these layers use, or ``auto``: as the coordinator decides.
+        schemes: Patterns of layer names and what these layers use, or ``auto``: as the coordinator decides, or none.
         options: Of this rank.
         rates: The job's, the same on every rank.
         given: The model or its wrapper, as the program has it.
@@ -78,7 +80,7 @@ class Distributed:
         optimizers: Sequence[Optimizer],
         *,
         broadcast_buffers: bool,
-        schemes: Schemes | str | None = None,
+        schemes: Schemes | str | None = "auto",
         options: Options,
         rates: Rates,
         given: nn.Module | None = None,
@@ -139,6 +141,8 @@ class Distributed:
         engine, ranks = self.engine, options.world_size
         factors = any(gather.scheme == "factors" for gather in self.gathers.values())
         local = measured_rates(rates, products=factors)
+        if automatic and self.gathers:
+            local = replace(local, gather_s=exchange_cost(engine, rank))
         coordinator = Coordinator(
             network_of(self.model, self.why_store, name),
             Cluster(ranks, ranks, options.slice_bytes, engine.report()["lanes"]),
@@ -200,7 +204,7 @@ class Distributed:
             if not isinstance(one, str):
                 lossy.append((layer, module, one))
             elif why is None and (scheme := gather_scheme(module)) is not None:
-                rows.append((layer, module, scheme))
+                rows.append((layer, module, "adam" if one == "adam" else scheme))
         return rows, lossy
 
     def set_schemes(self, schemes: Mapping[str, str]) -> None:
@@ -372,7 +376,7 @@ def distribute(
     optimizer: None = None,
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Schemes | str | None = None,
+    schemes: Schemes | str | None = "auto",
 ) -> tuple[ModelT, None]: ...
 @overload
 def distribute(
@@ -380,7 +384,7 @@ def distribute(
     optimizer: OptimizerT,
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Schemes | str | None = None,
+    schemes: Schemes | str | None = "auto",
 ) -> tuple[ModelT, OptimizerT]: ...
 @overload
 def distribute(
@@ -388,14 +392,14 @@ def distribute(
     optimizer: Sequence[Optimizer],
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Schemes | str | None = None,
+    schemes: Schemes | str | None = "auto",
 ) -> tuple[ModelT, Sequence[Optimizer]]: ...
 def distribute(
     model: Any,
     optimizer: Any = None,
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Schemes | str | None = None,
+    schemes: Schemes | str | None = "auto",
 ) -> tuple[Any, Any]:
     """Make a model train on all ranks as one: the same two objects come back and are used as before. Collective.
 
@@ -416,15 +420,17 @@ def distribute(
         model: The model; a wrapper made by `torch.compile` is fine.
         optimizer: Its optimizer, a sequence of several, or none: then gradients are averaged and the update is yours.
         broadcast_buffers: Copy rank 0's buffers (batch norm) to all after every step, too. Default: as in `Options`.
-        schemes: What layers send, by pattern of their names (as in `fnmatch`; the first that matches decides):
-            ``store`` is the gradient itself; ``factors``, for `nn.Linear`, the inputs and the gradients of the outputs,
-            from which every rank rebuilds the same average (Poseidon section 3.2: less for few rows and large
-            layers); ``pairs``, for `nn.Embedding`, the rows that were looked up. Layers that cannot, such as those
-            whose weight is shared, use the store, and so does whatever no pattern matches. Lossy, for layers with
-            gradients in fp32, are ``bf16`` and ``fp16``: the store, with gradients rounded to two bytes on the wire,
-            summed in fp32, and the average rounded once (docs/summation.md). ``"auto"``: the coordinator
-            chooses for each layer, from what is measured, by the policy of `Options`. Default: the store for all.
-            Lossy, and never chosen by themselves (docs/lossy.md): ``1bit`` and ``dgc``, or `OneBit` and `DGC` objects.
+        schemes: What layers send. ``"auto"``, the default: the coordinator chooses for each layer the exact scheme that
+            takes the fewest seconds, from rows, line rate, latency and products as measured in the first step, the
+            tenth, and every hundredth, by the policy of `Options`; see `explain`. ``None``: every layer its gradients.
+            Or by pattern of their names (as in `fnmatch`; the first that matches decides): ``store`` is the gradient
+            itself; ``factors``, for `nn.Linear`, the inputs and the gradients of the outputs, from which every rank
+            rebuilds the same average (Poseidon section 3.2: less for few rows and large layers); ``pairs``, for
+            `nn.Embedding`, the rows that were looked up; ``adam``, for comparison, Project Adam's way for `nn.Linear`:
+            factors to one rank, and its average to all. Layers that cannot, such as those whose weight is shared, use
+            the store, and so does whatever no pattern matches. Lossy, and never chosen by themselves: ``bf16`` and
+            ``fp16``, for gradients in fp32, round them to two bytes on the wire, sum in fp32 and round the average once
+            (docs/summation.md); ``1bit`` and ``dgc``, or `OneBit` and `DGC` objects (docs/lossy.md).
 
     Returns:
         ``(model, optimizer)``, the objects that were given.

@@ -95,6 +95,7 @@ class Gather(ABC):
         self.rows = 0
         self.dense_sent = 0
         self.dense_reason = ""
+        self.only_to: int | None = None  # the one rank that gets this rank's contributions, if not all do
         self.seq = 0  # submissions
         self.round = -1  # of the last one
         self.pending = 0  # parameters that this backward has come to and that are not submitted, as bits
@@ -215,7 +216,7 @@ class Gather(ABC):
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             blob = self.packed()
         token = gradients.engine.submit_gather(
-            gradients.id, self.index, blob.data_ptr(), blob.numel(), gradients.step, True
+            gradients.id, self.index, blob.data_ptr(), blob.numel(), gradients.step, True, self.only_to
         )
         gradients.lent.tensors[token] = blob
         self._mine, self._averages = blob, None
@@ -303,6 +304,12 @@ class Gather(ABC):
         return self._averages.pop(slot)
 
     def _combined(self) -> dict[Slot, Tensor | None]:
+        mask, averages = self.summed()
+        self._mine = None
+        return {slot: self._on_base(slot, averages[place], mask >> place & 1) for place, slot in enumerate(self.slots)}
+
+    def summed(self) -> tuple[int, list[Tensor | None]]:
+        """Of all contributions: for which parameters there is something, as bits, and the averages."""
         engine, book = self.gradients.engine, self.gradients.id
         lengths = engine.gathered(book, self.index)
         parts = [Part(self, rank, length) for rank, length in enumerate(lengths) if length is not None]
@@ -320,12 +327,8 @@ class Gather(ABC):
                     before = averages[place]
                     dense.div_(len(parts))
                     averages[place] = dense if before is None else dense.add_(before)  # which may be sparse
-            result = {
-                slot: self._on_base(slot, averages[place], mask >> place & 1) for place, slot in enumerate(self.slots)
-            }
         engine.drop_gathered(book, self.index)
-        self._mine = None
-        return result
+        return mask, averages
 
     def _on_base(self, slot: Slot, average: Tensor | None, present: int) -> Tensor | None:
         base = slot.grad
@@ -344,7 +347,7 @@ class Gather(ABC):
                 return mark_average(self.finished(average), self.seq)
             return mark_average(base.clone(), self.seq)
         if base is not None:
-            average = base + average.to(slot.dtype) if base.layout is not torch.strided else average + base
+            average = base + average.to(slot.dtype) if base.layout is not torch.strided else average.add_(base)
         return mark_average(self.finished(average.to(slot.dtype)), self.seq)
 
     def _check_bases(self, parts: Sequence[Part]) -> None:
@@ -387,8 +390,9 @@ class Part:
         header: What it says of itself.
     """
 
-    def __init__(self, gather: Gather, rank: int, len_bytes: int) -> None:
+    def __init__(self, gather: Gather, rank: int, len_bytes: int, index: int | None = None) -> None:
         self._gather = gather
+        self._index = gather.index if index is None else index
         self.rank = rank
         self._own = rank == gather.gradients.rank
         self._len_bytes = len_bytes
@@ -431,7 +435,7 @@ class Part:
             into.view(-1).view(torch.uint8).copy_(gather._mine[offset : offset + len_bytes])
         else:
             gradients = gather.gradients
-            gradients.engine.read_gathered(gradients.id, gather.index, self.rank, offset, into.data_ptr(), len_bytes)
+            gradients.engine.read_gathered(gradients.id, self._index, self.rank, offset, into.data_ptr(), len_bytes)
         return into
 
     def dense(self) -> Iterator[tuple[int, Tensor]]:

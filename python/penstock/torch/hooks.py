@@ -27,6 +27,7 @@ from torch.autograd import graph as autograd_graph
 
 from penstock.errors import ConfigError
 from penstock.lossy import DGC, LossyScheme
+from penstock.torch.adam import FactorsToOwner
 from penstock.torch.dgc import DGCGather
 from penstock.torch.factors import LinearFactors
 from penstock.torch.gather import Gather
@@ -42,7 +43,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Gradients"]
 
-GATHERS: dict[str, type[LinearFactors] | type[EmbeddingPairs]] = {"factors": LinearFactors, "pairs": EmbeddingPairs}
+GATHERS: dict[str, type[LinearFactors] | type[EmbeddingPairs]] = {
+    "factors": LinearFactors,
+    "pairs": EmbeddingPairs,
+    "adam": FactorsToOwner,
+}
 
 _current_task: Callable[[], int] = torch._C._current_graph_task_id
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
@@ -88,6 +93,9 @@ class Gradients:
             for index, (layer, module, options) in enumerate(lossy, len(slots) + len(rows))
         ]
         self.gathers: list[Gather] = [*self.rows, *self.lossy]
+        self._owned = [gather for gather in self.gathers if isinstance(gather, FactorsToOwner)]
+        for number, owned in enumerate(self._owned):
+            owned.place(number % engine.report()["size"], len(slots) + len(self.gathers) + number)
         for gather in self.gathers:
             for slot in gather.slots:
                 slot.gather = gather
@@ -98,12 +106,17 @@ class Gradients:
             + [
                 (f"{gather.scheme} of {gather.layer.name}", gather.layer.index, "bytes", gather.most_bytes, "gather")
                 for gather in self.gathers
+            ]
+            + [
+                (f"average of {owned.layer.name}", owned.layer.index, "bytes", owned.most_bytes, "gather")
+                for owned in self._owned
             ],
         )
         self.lent = lent_to(engine)
         self.step = 0
         self.rounds = 0  # synchronising backwards so far; the running one included
         self.closed = 0  # those of them whose absences have been announced
+        self._contributed = 0  # those of them for which all rows of this rank are on their way
         self.quiet = False  # under no_sync
         self.synchronous = False  # gradients are final when backward returns
         self._task = -1  # the autograd graph task seen last
@@ -276,6 +289,7 @@ class Gradients:
         for gather in self.gathers:
             if gather.engaged and (gather.round != self.rounds or gather.pending):
                 gather.submit()
+        self._contributed = self.rounds
 
     def _settle_untouched(self, slot: Slot, *, leftover: bool) -> None:
         """Take part for a parameter that this backward did not reach.
@@ -319,13 +333,28 @@ class Gradients:
         finally:
             self.quiet = before
 
+    @property
+    def needs_all(self) -> str | None:
+        """A layer whose exchanges need every rank until the job ends, if there is one."""
+        return next((gather.layer.name for gather in self._owned if gather.engaged), None)
+
     # Back
+
+    def serve(self) -> None:
+        """Before this rank waits for others: answer those who wait for it, of backwards that are over.
+
+        Not of the one that is under way: the others may have to wait for an answer of the one before to get on with it.
+        """
+        for gather in sorted(self._owned, key=_round):
+            if gather.round <= self._contributed:
+                gather.serve()
 
     def finish(self, slots: Iterable[Slot]) -> None:
         """Wait until these gradients are final, and give them to the caller to do with as it likes."""
         flying = [slot for slot in slots if slot.flying]
         if not flying:
             return
+        self.serve()
         self.engine.wait(self.id, [slot.index for slot in flying if slot.via is None], released=True)
         if self.gathers:
             # Contributions are copies: nobody need wait until they are sent. A layer's parameters travel together.
@@ -340,6 +369,7 @@ class Gradients:
 
     def wait(self, slots: Sequence[Slot]) -> None:
         """Wait for the averages of these, all of which are in flight. The engine may still be sending from them."""
+        self.serve()
         self.engine.wait(self.id, list({slot.number: None for slot in slots}))
 
     def land(self, slot: Slot) -> Tensor | None:
@@ -399,6 +429,10 @@ def own_slots(layer: Layer, module: nn.Module) -> list[Slot]:
     by_param = {id(slot.param): slot for slot in layer.slots}
     params = [module._parameters.get("weight"), module._parameters.get("bias")]
     return [by_param[id(param)] for param in params if param is not None]
+
+
+def _round(gather: FactorsToOwner) -> int:
+    return gather.round
 
 
 def _nbytes(slot: Slot) -> int:

@@ -3,12 +3,19 @@
 A contribution is *rows*, from which the gradient follows (factors.py, pairs.py), however many this rank had, or the
 gradient itself whenever this rank has one that is not made of rows: the weight was read outside of its module, a graph
 of the backward was asked for, ``.grad`` was written by hand, or the rows would be longer.
+
+The forward of a plain `nn.Linear` or `nn.Embedding` is replaced by one that leaves its rows here. A subclass with a
+forward of its own, such as a fused kernel, takes part if it has a method ``send_rows_to(rows)``: it is given the `Rows`
+of the layer, and from then on, in the backward of its autograd function, asks ``rows.takes(ctx, place)``, and if so
+calls ``rows.record(given, upstream)`` with its K inputs (indices) and output gradients, and returns no gradient for its
+parameters.
 """
 
 from __future__ import annotations
 
+import types
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -73,8 +80,18 @@ class Rows(Gather):
         """The gradients of all parameters that these rows make, in the parameters' types."""
 
     @abstractmethod
-    def rebuilt(self, rows: Sequence[Call], ranks: int) -> list[Tensor | None]:
-        """The sum over all ranks' rows, in rank order, divided by `ranks`; by parameter, in the type of sums."""
+    def capture(self) -> Callable[..., Tensor]:
+        """The forward that leaves its rows here, as a function of the module and its input."""
+
+    def install(self) -> None:
+        """Replace the instance's forward; the class and what is pickled stay as they are."""
+        send_rows_to = getattr(self.module, "send_rows_to", None)
+        if send_rows_to is not None:
+            send_rows_to(self)
+            return
+        forward: Any = self.capture()
+        forward._penstock = True
+        self.module.forward = types.MethodType(forward, self.module)
 
     # Bytes
 
@@ -94,7 +111,12 @@ class Rows(Gather):
     # In
 
     def takes(self, node: Any, place: int) -> bool:
-        """Whether the weight's gradient may be left out of the backward of `node`, whose input at `place` it is."""
+        """Whether the weight's gradient may be left out of the backward of `node`.
+
+        Args:
+            node: The autograd function's context.
+            place: The weight's place among the tensors that the function was given.
+        """
         self._why = ""
         if not self.engaged:
             return False  # switched since the forward
@@ -198,12 +220,8 @@ class Rows(Gather):
 
     # Back
 
-    def averages(self, parts: Sequence[Part], ranks: int) -> list[Tensor | None]:
-        """Rebuilt from all ranks' rows."""
-        rows = [self._read(part) for part in parts if part.header.rows]
-        return self.rebuilt(rows, ranks) if rows else [None] * len(self.slots)
-
-    def _read(self, part: Part) -> Call:
+    def rows_of(self, part: Part) -> Call:
+        """The rows of a contribution."""
         given_type, given_width, upstream_type, upstream_width = self.wire_types()
         given = part.read(self.header_bytes, torch.empty(part.header.rows, given_width, dtype=given_type))
         offset = self.header_bytes + given.numel() * given.element_size()

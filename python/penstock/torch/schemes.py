@@ -37,7 +37,7 @@ __all__ = [
 
 WIRE_TYPES = {"bf16": "bf16", "fp16": "f16"}
 """Lossy schemes: the store, and fp32 gradients that are rounded on the wire; with the engine's name of that type."""
-SCHEMES = ("store", "factors", "pairs", *WIRE_TYPES, *BY_NAME)
+SCHEMES = ("store", "factors", "pairs", "adam", *WIRE_TYPES, *BY_NAME)
 
 Schemes: TypeAlias = Mapping[str, "str | LossyScheme"]
 """Patterns of layer names, and for each what these layers use, by name or, if it has options, as an object."""
@@ -78,7 +78,7 @@ def _why_module(module: nn.Module, plain: type[nn.Module]) -> str | None:
         return "its weight is computed by a parametrization"
     if module._parameters.get("weight") is None:
         return "its weight is computed from other parameters (weight norm, spectral norm)"
-    if type(module) is not plain:
+    if type(module) is not plain and not hasattr(type(module), "send_rows_to"):
         return f"it is a {type(module).__name__}, whose forward may read the weight otherwise than nn.{plain.__name__}"
     if "forward" in module.__dict__ and not getattr(module.__dict__["forward"], "_penstock", False):
         return "its forward has been replaced"
@@ -227,8 +227,9 @@ def _why_not(module: nn.Module, reason: str | None, scheme: str | LossyScheme, p
         return None if "f32" in types.values() else f"{scheme} is for fp32 gradients, and these are {_shortened(types)}"
     if not isinstance(scheme, str):
         return why_exact(module, params, scheme)
-    if gather_scheme(module) != scheme:
-        return f"it is a {type(module).__name__}, and {scheme} are for nn.{_PLAIN[scheme].__name__}"
+    rows = "factors" if scheme == "adam" else scheme
+    if gather_scheme(module) != rows:
+        return f"it is a {type(module).__name__}, and {scheme} is for nn.{_PLAIN[rows].__name__}"
     return reason
 
 

@@ -219,7 +219,26 @@ impl<C: Clone> Exchange<C> {
         match self {
             Self::Store(store) => store.submit(header, memory, absent, context),
             Self::Collective(collective) => collective.submit(header, memory, absent, context),
-            Self::Gather(gather) => gather.submit(header, &memory, context),
+            Self::Gather(gather) => gather.submit(header, &memory, None, context),
+        }
+    }
+
+    /// This rank takes part in a gather: `memory` holds `header.argument` bytes, for all others or only for one.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if this is no gather, or the last round is not complete here.
+    pub fn gather<M: Memory<Chunk = C>>(
+        &mut self,
+        header: &Header,
+        memory: &C,
+        only_to: Option<Rank>,
+        context: &mut Context<'_, M>,
+    ) -> Result<(), Error> {
+        match self {
+            Self::Gather(gather) => gather.submit(header, memory, only_to, context),
+            Self::Store(_) | Self::Collective(_) => {
+                Err(Error::Config(format!("slice {} of book {} is not gathered", header.slice, header.book)))
+            }
         }
     }
 
