@@ -143,6 +143,8 @@ def load(name: str) -> list[Scenario]:
     if lacking:
         raise BadScenario(f"{path.name}: {lacking[0]!r} is missing")
     names = [BASELINE, *(system for system in table.pop("systems") if system != BASELINE)]
+    if table.get("dilation", 1) != 1:
+        table["title"] += f", run at {table['dilation']:g} times the time"
     base = Scenario(name=path.stem, systems=tuple(names), **table)
     points = list(_points(base, sweep, path.name))
     for point in points:

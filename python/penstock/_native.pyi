@@ -228,6 +228,14 @@ class Engine:
     def poll(self, book: int, tensors: list[int]) -> list[int]:
         """Of ``tensors``, those whose results are in memory. Does not block."""
 
+    def arrived(self, book: int, tensors: list[int]) -> list[int]:
+        """For each of ``tensors`` the length in bytes of its leading part whose result is in memory. Does not block."""
+
+    def wait_arrived(
+        self, book: int, parts: list[tuple[int, int]], patience_s: float, stalls: bool = False
+    ) -> bool | None:
+        """Wait until of any of these tensors so many leading bytes are in memory; whether. ``None``: no job."""
+
     def present(self, book: int, tensor: int) -> bool:
         """Whether any rank contributed to the last exchange, which must be complete."""
 

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from torch import nn
 
 from lab.limits import limits, store_wire_s
 from lab.networks import NETWORKS
-from penstock import description
+from penstock import cli, description
 from penstock.coordinator import Cluster, Coordinator
 from penstock.description import Network
 from penstock.errors import ConfigError
@@ -33,6 +35,32 @@ def explain(*arguments, folder=ROOT, path=()):
         cwd=folder,
         env=environment,
     )
+
+
+@dataclass
+class Ended:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def explain_here(folder, monkeypatch, capsys):
+    """The same in this process, which has imported PyTorch already, in `folder`."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # of this process they stay
+    monkeypatch.delitem(sys.modules, "nets", raising=False)
+
+    def run(*arguments):
+        try:
+            status = cli.main(["explain", *arguments])
+        except SystemExit as end:
+            status = end.code
+        finally:
+            sys.modules.pop("nets", None)
+        return Ended(status, *capsys.readouterr())
+
+    return run
 
 
 def explained(*arguments, **more):
@@ -116,14 +144,14 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_function_of_ones_own(folder):
+def test_a_function_of_ones_own(folder, explain_here):
     found = explained("nets:with_example", "--workers", "4", "--batch", "8", "--gflops", "1000", folder=folder)
     assert choices(found) == {"1": "factors", "3": "store"}
     assert {layer["name"]: layer["rows"] for layer in found["layers"]} == {"1": 8, "3": 8}
     assert found["notes"] == []
-    found = explained("nets:plain", folder=folder)
+    found = json.loads(explain_here("nets:plain", "--json").stdout)
     assert "one row per sample" in found["notes"][0]
-    assert list(choices(explained("nets:Names.model", folder=folder))) == ["(root)"]
+    assert list(choices(json.loads(explain_here("nets:Names.model", "--json").stdout))) == ["(root)"]
 
 
 @pytest.mark.parametrize(
@@ -140,8 +168,8 @@ def test_a_function_of_ones_own(folder):
         ([], "MODEL"),
     ],
 )
-def test_bad_input_ends_with_status_2_and_one_line(arguments, message, folder):
-    done = explain(*arguments, folder=folder)
+def test_bad_input_ends_with_status_2_and_one_line(arguments, message, explain_here):
+    done = explain_here(*arguments)
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr

@@ -4,6 +4,9 @@ import importlib.util
 
 import pytest
 import ranks
+import torch._dynamo  # noqa: F401 - the first optimizer imports it: not from several rank threads at once
+
+from penstock.torch import optimizer
 
 
 def pytest_configure(config):
@@ -21,3 +24,7 @@ def pytest_generate_tests(metafunc):
 def arm(request, monkeypatch):
     """Which engine `ranks.run` uses."""
     monkeypatch.setattr(ranks, "arm", request.param)
+    if request.param == "threads":
+        # Models under test are tiny: here everything is updated in pieces, with the native engine nothing.
+        monkeypatch.setattr(optimizer, "PIECE_ELEMS", 5)
+        monkeypatch.setattr(optimizer, "CUT_MIN_BYTES", 1)

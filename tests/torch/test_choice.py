@@ -69,6 +69,20 @@ def loop(steps, rows, seen=schemes, schemes="auto", size=3):
     return run(main, size)
 
 
+@pytest.mark.fake_only
+def test_an_error_names_the_step_of_facts_as_that_of_gradients():
+    def main(rank, engine):
+        model = make()
+        model, optimizer = distribute(model, sgd(model), schemes="auto")
+        loss_with(lambda rank, step: 2)(model, rank, 0).backward()
+        optimizer.step()
+        facts = engine.books[owner_of(model).choice.id][0]
+        owner_of(model).finish()
+        return [step for sender, book, step in engine.hub.steps if sender == rank and book == facts]
+
+    assert run(main, 2) == [[0], [0]]
+
+
 def test_few_rows_of_a_large_layer_go_over_to_factors_on_all_ranks_after_the_same_step():
     found = loop(4, lambda rank, step: 2 + rank)
     assert found[0] == found[1] == found[2]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import examples, run, same_everywhere, seeded, values
 from scenarios import make_mlp, mse, sgd
-from test_factors import FACTORS, both_paths, engaged, owner_of, wide_loss
+from test_factors import FACTORS, both_paths, engaged, make_wide, owner_of, wide_loss
 from torch import nn
 from torch.nn import functional as F
 
@@ -32,6 +32,26 @@ def test_switching_at_run_time():
         return values(model)
 
     both_paths(loop)
+
+
+@pytest.mark.fake_only
+def test_bits_do_not_depend_on_when_the_engine_has_sent():
+    """A gradient that is still being sent when it is to be zeroed is replaced; zeros are zeros either way."""
+
+    def main(rank, engine):
+        model = make_wide()
+        model, optimizer = distribute(model, sgd(model), schemes=FACTORS)
+        for step in range(6):
+            owner_of(model).set_schemes({"0": "factors" if step % 2 else "store"})
+            wide_loss(model, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        dense = owner_of(model).gathers["0"].dense_sent
+        return dense, values(model)
+
+    soon, late = (run(main, 2, sending=calls) for calls in (0, 1000))
+    assert [dense for dense, _ in soon] == [dense for dense, _ in late]
+    assert same_everywhere([found for _, found in (*soon, *late)])
 
 
 def test_less_is_sent():

@@ -52,6 +52,7 @@ class Hub:
         self.failed: BaseException | None = None
         self.violations: list[str] = []
         self.submissions: list[tuple[int, str, str, str]] = []  # rank, book, tensor, "present" or "absent"
+        self.steps: list[tuple[int, str, int]] = []  # rank, book, the step that an error would name
         self.engines = [FakeEngine(self, rank) for rank in range(size)]
 
     def fail(self, rank: int, error: BaseException) -> None:
@@ -98,6 +99,7 @@ class Flight:
     memory: torch.Tensor
     token: int
     label: str
+    arrived: int = 0  # leading bytes of the result that are in memory
 
 
 class FakeEngine:
@@ -117,6 +119,7 @@ class FakeEngine:
         self.phases: list[str] = []
         self.waits: list[list[str]] = []  # names of the tensors, per call that found something in flight
         self.early: set[str] = set()  # names of tensors that arrive by themselves, even where all else is lazy
+        self.creeping = 0  # bytes of every other tensor that arrive with each look, from its beginning
 
     def all_gather(self, what: str, blob: bytes) -> list[bytes]:
         hub = self.hub
@@ -140,12 +143,12 @@ class FakeEngine:
         self.places[book] = places
 
     def submit(self, book, tensor, ptr, nbytes, op, step, more=False) -> int:
-        return self._submit(book, tensor, ptr, nbytes, op, present=True)
+        return self._submit(book, tensor, ptr, nbytes, op, step, present=True)
 
     def submit_absent(self, book, tensor, ptr, nbytes, op, step, more=False) -> int:
-        return self._submit(book, tensor, ptr, nbytes, op, present=False)
+        return self._submit(book, tensor, ptr, nbytes, op, step, present=False)
 
-    def _submit(self, book, tensor, ptr, nbytes, op, *, present) -> int:
+    def _submit(self, book, tensor, ptr, nbytes, op, step, *, present) -> int:
         name, _, tensors = self.books[book]
         label, _, dtype, elems, *scheme = tensors[tensor]
         assert not scheme, f"{label} is gathered"
@@ -167,6 +170,7 @@ class FakeEngine:
             assert exchange.op == op
             exchange.given[self.rank] = memory.clone().view(TYPES[dtype]) if present else None
             hub.submissions.append((self.rank, name, label, "present" if present else "absent"))
+            hub.steps.append((self.rank, name, step))
             memory.fill_(0xFF)  # NaN of any floating type
             self.token += 1
             self.flights[book, tensor] = Flight(key, memory, self.token, label)
@@ -227,13 +231,16 @@ class FakeEngine:
         return released
 
     def wait(self, book, tensors, released=False) -> None:
-        flying = [tensor for tensor in tensors if (book, tensor) in self.flights]
-        if flying:
-            self.waits.append([self.books[book][2][tensor][0] for tensor in flying])
         with self.hub.changed:
-            self.hub.until(lambda: all(self._done(book, tensor) for tensor in flying))
+            flying = [tensor for tensor in tensors if (book, tensor) in self.flights]
+            if flying:
+                self.waits.append([self.books[book][2][tensor][0] for tensor in flying])
+            self.hub.until(
+                lambda: all((book, tensor) not in self.flights or self._done(book, tensor) for tensor in flying)
+            )
             for tensor in flying:
-                self._land(book, tensor)
+                if (book, tensor) in self.flights:
+                    self._land(book, tensor)
             for entry in self.sending:
                 if released and entry[5] == book and entry[6] in tensors:
                     entry[0] = 0
@@ -247,6 +254,33 @@ class FakeEngine:
                 if arrives and (book, tensor) in self.flights and self._done(book, tensor):
                     self._land(book, tensor)
         return [tensor for tensor in tensors if (book, tensor) not in self.flights]
+
+    def arrived(self, book, tensors) -> list[int]:
+        """A look lands what comes by itself, and `creeping` bytes of the rest that is summed."""
+        here = []
+        with self.hub.changed:
+            for tensor in tensors:
+                label, _, dtype, elems, *_ = self.books[book][2][tensor]
+                flight = self.flights.get((book, tensor))
+                if flight is not None and self._done(book, tensor):
+                    if not self.hub.lazy or label in self.early:
+                        self._land(book, tensor)
+                        flight = None
+                    elif self.creeping and self.hub.exchanges[flight.key].result is not None:
+                        begin, flight.arrived = flight.arrived, min(flight.arrived + self.creeping, len(flight.memory))
+                        result = self.hub.exchanges[flight.key].result.view(torch.uint8)
+                        flight.memory[begin : flight.arrived] = result.flatten()[begin : flight.arrived]
+                here.append(elems * TYPES[dtype].itemsize if flight is None else flight.arrived)
+        return here
+
+    def wait_arrived(self, book, parts, patience_s, stalls=False) -> bool | None:
+        with self.hub.changed:
+            if self.hub.failed is not None:
+                return None
+            if not self.creeping:
+                self.hub.changed.wait(min(patience_s, 0.02))
+        here = self.arrived(book, [tensor for tensor, _ in parts])
+        return any(have >= nbytes for have, (_, nbytes) in zip(here, parts, strict=True))
 
     def _done(self, book, tensor) -> bool:
         return self.hub.exchanges[self.flights[book, tensor].key].done

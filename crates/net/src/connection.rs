@@ -8,6 +8,7 @@
 //! Readiness is told only on change (edge-triggered), so it is remembered until a call would block.
 
 use crate::descriptors::{self, Registration};
+use crate::flight::{self, Flight};
 use crate::memory::{Chunk, RealMemory};
 use mio::net::TcpStream;
 use penstock_core::node::{Action, Event, Node};
@@ -15,7 +16,7 @@ use penstock_core::wire::{HEADER_BYTES, Outgoing, Place};
 use penstock_core::{Error, Header, Rank};
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::time::Instant;
 
 /// What the kernel may hold unsent before it calls a socket full. Everything below this mark has been decided.
@@ -83,6 +84,9 @@ pub(crate) struct Connection {
     departing_bytes: usize,
     /// Bytes of the first of `departing` that are written.
     written: usize,
+    flight: Flight,
+    /// When `flight` was last shown how the connection fares; `None` where the system cannot tell, or be told.
+    sampled: Option<Instant>,
     /// Bytes read so far.
     pub(crate) received_bytes: u64,
     /// When something was last read.
@@ -119,6 +123,8 @@ impl Connection {
             departing: VecDeque::new(),
             departing_bytes: 0,
             written: 0,
+            flight: Flight::default(),
+            sampled: Some(now),
             received_bytes: 0,
             heard: now,
             spoke: now,
@@ -276,7 +282,27 @@ impl Connection {
                 Err(error) => return Turn::Closed(format!("its connection broke: {error}")),
             }
         }
+        if !self.may_write {
+            self.regulate(now);
+        }
         Turn::Idle
+    }
+
+    /// There is more to send than the socket takes: looks after how much is in flight; see [`crate::flight`].
+    fn regulate(&mut self, now: Instant) {
+        let Some(sampled) = self.sampled else { return };
+        if now.saturating_duration_since(sampled) < flight::SAMPLE_EVERY {
+            return;
+        }
+        self.sampled = Some(now);
+        let socket = self.stream.as_fd();
+        let looked_after = flight::sample(socket).and_then(|sample| match self.flight.observe(sample, now) {
+            None => Ok(()),
+            Some(change) => flight::apply(socket, change, NOT_SENT_BYTES),
+        });
+        if looked_after.is_err() {
+            self.sampled = None; // an older kernel: the connection works as it is
+        }
     }
 
     /// Queues a frame behind those that the node has given out.

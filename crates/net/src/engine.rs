@@ -261,6 +261,7 @@ impl Engine {
                 "{book}: {name} was submitted again before its result was in"
             )));
         }
+        open.submitted(part.tensor);
         let seq = state.seq.fetch_add(1, Ordering::AcqRel).wrapping_add(1);
         state.step.store(part.step, Ordering::Relaxed);
         state.present.store(alone && !part.absent, Ordering::Relaxed);

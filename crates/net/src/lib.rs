@@ -14,6 +14,7 @@ mod connection;
 pub mod descriptors;
 mod engine;
 mod failure;
+mod flight;
 pub mod handshake;
 mod lane;
 mod mailbox;

@@ -7,7 +7,7 @@ use crate::failure::{Failure, Stop};
 use crate::mailbox::{Command, Mailbox};
 use crate::memory::{Chunk, Owner, Pool};
 use penstock_core::node::Counters;
-use penstock_core::{Book, BookId, Error, Header, Kind, Rank, Seq};
+use penstock_core::{Book, BookId, Error, Header, Kind, Rank, Seq, TensorId};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -37,6 +37,8 @@ pub(crate) struct TensorState {
     pub(crate) unreleased: AtomicU32,
     /// Threads that wait for this tensor now. Changed before they look under the lock, read under it: nobody is missed.
     pub(crate) awaited: AtomicU32,
+    /// Threads that wait for a part of it. Changed and read as `awaited`.
+    pub(crate) awaited_in_part: AtomicU32,
     /// Of a tensor that is gathered: what has come of the last submission. Held by one thread at a time: the lane before it
     /// is complete, the program's after.
     pub(crate) gathered: Mutex<Gathered>,
@@ -56,6 +58,8 @@ pub(crate) struct OpenBook {
     pub(crate) id: BookId,
     pub(crate) book: Arc<Book>,
     pub(crate) tensors: Vec<TensorState>,
+    /// By slice: whether its result of the last submission is in memory.
+    in_memory: Vec<AtomicBool>,
     /// By tensor: the lanes that carry its slices, as bits.
     pub(crate) lanes: Vec<u64>,
     /// By layer: time that the program spent waiting for it.
@@ -69,7 +73,30 @@ impl OpenBook {
         let stall_ns = book.layers.iter().map(|_| AtomicU64::new(0)).collect();
         let mut lanes = vec![0; book.tensors.len()];
         book.slices.iter().for_each(|slice| lanes[slice.tensor as usize] |= 1 << slice.lane);
-        Self { id, book: Arc::new(book), tensors, lanes, stall_ns, shared }
+        let in_memory = book.slices.iter().map(|_| AtomicBool::new(false)).collect();
+        Self { id, book: Arc::new(book), tensors, in_memory, lanes, stall_ns, shared }
+    }
+
+    /// A tensor is about to be handed to the lanes: nothing of its result is in memory.
+    pub(crate) fn submitted(&self, tensor: TensorId) {
+        for slice in self.book.slices_of(tensor) {
+            self.in_memory[slice as usize].store(false, Ordering::Relaxed);
+        }
+    }
+
+    /// The length in bytes of the leading part of a tensor whose result is in memory.
+    pub(crate) fn arrived_bytes(&self, tensor: TensorId) -> u64 {
+        if self.tensors[tensor as usize].remaining.load(Ordering::Acquire) == 0 {
+            return self.book.tensors[tensor as usize].len_bytes();
+        }
+        let late = self
+            .book
+            .slices_of(tensor)
+            .find(|&slice| !self.in_memory[slice as usize].load(Ordering::Acquire));
+        late.map_or_else(
+            || self.book.tensors[tensor as usize].len_bytes(),
+            |slice| self.book.slices[slice as usize].offset_bytes,
+        )
     }
 
     /// A lane has all contributions to a gather.
@@ -84,9 +111,13 @@ impl OpenBook {
         if present {
             tensor.present.store(true, Ordering::Relaxed);
         }
+        // Release: who sees it sees the slice's result.
+        self.in_memory[slice as usize].store(true, Ordering::Release);
         // Release: who sees 0 sees the result. The decrements of other lanes are in the same release sequence.
         if tensor.remaining.fetch_sub(1, Ordering::AcqRel) == 1 {
             self.shared.tensor_complete(tensor);
+        } else if tensor.awaited_in_part.load(Ordering::Acquire) > 0 {
+            self.shared.notify(&self.shared.lock());
         }
     }
 }
@@ -129,6 +160,12 @@ pub(crate) struct State {
     /// The first rank whose connection ended without a goodbye.
     suspect: Option<(Instant, Rank, String)>,
     waiters: u32,
+}
+
+impl State {
+    pub(crate) fn has_failed(&self) -> bool {
+        self.failure.is_some()
+    }
 }
 
 /// See the module's documentation.
@@ -227,7 +264,8 @@ impl Shared {
 
     /// Wakes whoever waits for this tensor. The many others that complete meanwhile wake nobody.
     fn notify_of(&self, tensor: &TensorState, state: &State) {
-        if tensor.awaited.load(Ordering::Acquire) > 0 {
+        let awaited = [&tensor.awaited, &tensor.awaited_in_part];
+        if awaited.iter().any(|waiting| waiting.load(Ordering::Acquire) > 0) {
             self.notify(state);
         }
     }

@@ -246,6 +246,26 @@ impl Engine {
         self.engine.poll(book, &tensors).map_err(raise)
     }
 
+    #[allow(clippy::needless_pass_by_value)]
+    fn arrived(&self, book: BookId, tensors: Vec<TensorId>) -> PyResult<Vec<u64>> {
+        self.engine.arrived(book, &tensors).map_err(raise)
+    }
+
+    #[pyo3(signature = (book, parts, patience_s, stalls=false))]
+    #[allow(clippy::needless_pass_by_value)]
+    fn wait_arrived(
+        &self,
+        py: Python<'_>,
+        book: BookId,
+        parts: Vec<(TensorId, u64)>,
+        patience_s: f64,
+        stalls: bool,
+    ) -> PyResult<Option<bool>> {
+        let patience =
+            Duration::try_from_secs_f64(patience_s).map_err(|error| bad_argument(error.to_string()))?;
+        waiting(py, |interrupted| self.engine.wait_arrived(book, &parts, patience, stalls, interrupted))
+    }
+
     fn present(&self, book: BookId, tensor: TensorId) -> PyResult<bool> {
         self.engine.present(book, tensor).map_err(raise)
     }

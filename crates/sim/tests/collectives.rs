@@ -218,16 +218,21 @@ fn check_results(scheme: Scheme, dtype: Dtype, op: Op, ranks: u32, seed: u64) {
 
 #[test]
 fn every_scheme_operation_and_type_gives_the_references_bits() {
-    for scheme in Scheme::REDUCING {
-        for ranks in RANKS {
-            for op in OPS {
-                let dtypes = FLOATS.iter().chain(INTEGERS.iter().filter(|_| op != Op::Average));
-                for (i, dtype) in dtypes.enumerate() {
-                    for draw in 0..3 {
-                        let seed = u64::from(ranks) << 32 | (op as u64) << 16 | (i as u64) << 8 | draw;
-                        check_results(scheme, *dtype, op, ranks, seed);
-                    }
-                }
+    // A thread for each scheme.
+    std::thread::scope(|scope| {
+        for scheme in Scheme::REDUCING {
+            scope.spawn(move || RANKS.for_each(|ranks| check_all_results(scheme, ranks)));
+        }
+    });
+}
+
+fn check_all_results(scheme: Scheme, ranks: u32) {
+    for op in OPS {
+        let dtypes = FLOATS.iter().chain(INTEGERS.iter().filter(|_| op != Op::Average));
+        for (i, dtype) in dtypes.enumerate() {
+            for draw in 0..3 {
+                let seed = u64::from(ranks) << 32 | (op as u64) << 16 | (i as u64) << 8 | draw;
+                check_results(scheme, *dtype, op, ranks, seed);
             }
         }
     }

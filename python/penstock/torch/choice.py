@@ -185,7 +185,8 @@ class Choice:
         common = [float(self._samples), rates.bytes_per_s, rates.latency_s, rates.product_flops_per_s]
         facts[self._rank] = torch.tensor(common + [float(count) for count in self._rows.values()], dtype=torch.float64)
         nbytes = facts.numel() * facts.element_size()
-        token = self._engine.submit(self.id, 0, facts.data_ptr(), nbytes, "sum", step)
+        # As gradients do: errors count steps from 0.
+        token = self._engine.submit(self.id, 0, facts.data_ptr(), nbytes, "sum", step - 1)
         lent_to(self._engine).tensors[token] = self._sent = facts
         self._rows = dict.fromkeys(self._names, 0)
         self._samples = 0

@@ -15,11 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["separable", "snapshot", "unhooked_step"]
+__all__ = ["Probe", "not_copied", "separable", "snapshot", "unhooked_step"]
 
 PROBE_STEPS = 3
 PROBE_PARAMETERS_MAX = 3  # per group
 PROBE_SIZE_MAX = 3  # per dimension
+
+not_copied = frozenset({"state", "param_groups", "step", "zero_grad", "add_param_group", "__getstate__"})
+"""Attributes of an optimizer that a copy of it does not take over: what belongs to its parameters, and patches."""
 
 
 def separable(optimizer: Optimizer) -> str | None:
@@ -31,7 +34,7 @@ def separable(optimizer: Optimizer) -> str | None:
         return "it is differentiable"
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.autocast("cpu", enabled=False):
         try:
-            whole, single = _Probe(optimizer), _Probe(optimizer)
+            whole, single = Probe(optimizer), Probe(optimizer)
             for _ in range(PROBE_STEPS):
                 whole.step([list(range(len(whole.params)))])
                 single.step([[index] for index in range(len(single.params))])
@@ -43,23 +46,22 @@ def separable(optimizer: Optimizer) -> str | None:
     return None if equal else "its result for one parameter depends on the others"
 
 
-class _Probe:
+class Probe:
     """An optimizer of the same class and hyperparameters, for a few tiny tensors."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         generator = torch.Generator().manual_seed(0)
         # An optimizer may keep its parameters in attributes of its own; those are not worth copying.
-        not_copied = {id(param): param for group in optimizer.param_groups for param in group["params"]}
-        skipped = {"state", "param_groups", "step", "zero_grad", "add_param_group", "__getstate__"}
-        self._optimizer: Any = object.__new__(type(optimizer))
-        self._optimizer.__dict__.update(
+        kept = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+        self.optimizer: Any = object.__new__(type(optimizer))
+        self.optimizer.__dict__.update(
             {
-                name: OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, dict(not_copied))
+                name: OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, dict(kept))
                 for name, value in optimizer.__dict__.items()
-                if name not in skipped
+                if name not in not_copied
             }
         )
-        self._optimizer.state = defaultdict(dict)
+        self.optimizer.state = defaultdict(dict)
         self.params: list[nn.Parameter] = []
         self._groups: list[dict[str, Any]] = []
         self._group_of: list[int] = []
@@ -73,11 +75,12 @@ class _Probe:
                 self.params.append(nn.Parameter(values))
                 self._group_of.append(number)
                 if param in optimizer.state:  # made with the optimizer, as by torch 2.4's Adagrad, or loaded
-                    self._optimizer.state[self.params[-1]] = _cut(optimizer.state[param], param.shape, shape)
+                    self.optimizer.state[self.params[-1]] = _cut(optimizer.state[param], param.shape, shape)
         self._step = unhooked_step(type(optimizer))
         self.changed = False
 
-    def step(self, parts: Sequence[Sequence[int]]) -> None:
+    def step(self, parts: Sequence[Sequence[int]], call: Callable[..., Any] | None = None) -> None:
+        """One step, with a call for each part: of the class's own step, or of `call`."""
         for param in self.params:
             param.grad = torch.randn(param.shape, generator=self._generator, dtype=torch.float64).to(param.dtype)
         before = repr(self._visible())
@@ -88,8 +91,8 @@ class _Probe:
             }
             for index in part:
                 groups[self._group_of[index]]["params"].append(self.params[index])
-            self._optimizer.param_groups = list(groups.values())
-            self._step(self._optimizer)
+            self.optimizer.param_groups = list(groups.values())
+            (call or self._step)(self.optimizer)
             for number, group in groups.items():
                 after = {name: value for name, value in group.items() if name != "params"}
                 self.changed = self.changed or repr(after) != repr(self._groups[number])
@@ -99,10 +102,10 @@ class _Probe:
         """Everything the optimizer keeps outside of its per-parameter state."""
         own = {
             name: value
-            for name, value in self._optimizer.__dict__.items()
+            for name, value in self.optimizer.__dict__.items()
             if name not in ("state", "param_groups") and not name.startswith("_")
         }
-        shared = {key: value for key, value in self._optimizer.state.items() if not isinstance(key, Tensor)}
+        shared = {key: value for key, value in self.optimizer.state.items() if not isinstance(key, Tensor)}
         return {"own": own, "shared": shared}
 
 

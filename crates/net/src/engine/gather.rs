@@ -66,6 +66,7 @@ impl Engine {
             )));
         }
         *lock(&open, tensor) = Gathered { own_bytes: len_bytes as u64, parts: Vec::new() };
+        open.submitted(tensor);
         state.remaining.store(slices, Ordering::Release);
         let seq = state.seq.fetch_add(1, Ordering::AcqRel).wrapping_add(1);
         state.step.store(step, Ordering::Relaxed);

@@ -92,14 +92,72 @@ impl Engine {
         for tensor in tensors {
             self.tensor(&open, *tensor)?;
         }
-        self.inner.shared.check().map_err(|failure| {
-            // Where all are in, the caller looks at the first: an error always says where the program was.
-            let late = tensors.iter().find(|tensor| !is_in(&open, **tensor, false)).or(tensors.first());
-            let Some(&late) = late else { return failure };
-            let step = open.tensors[late as usize].step.load(Ordering::Relaxed);
-            blame(failure, "waiting for", &open, late, step)
-        })?;
+        self.inner.shared.check().map_err(|failure| blame_first(failure, &open, tensors))?;
         Ok(tensors.iter().copied().filter(|tensor| is_in(&open, *tensor, false)).collect())
+    }
+
+    /// For each of `tensors` the length in bytes of its leading part whose result is in memory. Of the job's failure it
+    /// knows nothing.
+    ///
+    /// # Errors
+    /// `Config` if there is no such tensor.
+    pub fn arrived(&self, book: BookId, tensors: &[TensorId]) -> Result<Vec<u64>, Failure> {
+        self.alive("arrived")?;
+        let open = self.book(book)?;
+        tensors
+            .iter()
+            .map(|tensor| self.tensor(&open, *tensor).map(|_| open.arrived_bytes(*tensor)))
+            .collect()
+    }
+
+    /// Waits until of any of these tensors a leading part of so many bytes is in memory, but at most `patience`. Says whether
+    /// it is; `None` at once if the job has failed, which counts as raised by calls that raise it only. With `stalls` the time
+    /// counts as that of the first tensor's layer, as in [`Engine::wait`]. `interrupted` is asked every 100 ms.
+    ///
+    /// # Errors
+    /// `Config` if there is no such tensor; [`Stop::Interrupted`].
+    pub fn wait_arrived(
+        &self,
+        book: BookId,
+        parts: &[(TensorId, u64)],
+        patience: Duration,
+        stalls: bool,
+        interrupted: &mut dyn FnMut() -> bool,
+    ) -> Result<Option<bool>, Stop> {
+        self.alive("wait_arrived")?;
+        let open = self.book(book)?;
+        for (tensor, _) in parts {
+            self.tensor(&open, *tensor)?;
+        }
+        let any = || parts.iter().any(|(tensor, bytes)| open.arrived_bytes(*tensor) >= *bytes);
+        if any() {
+            return Ok(Some(true));
+        }
+        self.flush();
+        let shared = &self.inner.shared;
+        let begin = Instant::now();
+        if stalls {
+            shared.lock().accounting.wait_began(begin);
+        }
+        // Before the first look, as in `wait_for_each`.
+        let awaited = |tensor: TensorId| &open.tensors[tensor as usize].awaited_in_part;
+        for (tensor, _) in parts {
+            awaited(*tensor).fetch_add(1, Ordering::AcqRel);
+        }
+        let outcome = shared.wait(begin.checked_add(patience), interrupted, |state| {
+            if any() { Some(Some(true)) } else { state.has_failed().then_some(None) }
+        });
+        for (tensor, _) in parts {
+            awaited(*tensor).fetch_sub(1, Ordering::AcqRel);
+        }
+        if let (true, Some((tensor, _))) = (stalls, parts.first()) {
+            let now = Instant::now();
+            shared.lock().accounting.wait_ended(now);
+            let layer = open.book.tensors[*tensor as usize].layer as usize;
+            let stall_ns = u64::try_from(now.saturating_duration_since(begin).as_nanos()).unwrap_or(u64::MAX);
+            open.stall_ns[layer].fetch_add(stall_ns, Ordering::Relaxed);
+        }
+        Ok(outcome?.unwrap_or(Some(false)))
     }
 
     /// Ends the job: a result did not come in time.
@@ -249,6 +307,15 @@ pub(super) fn blame(failure: Failure, doing: &str, open: &OpenBook, tensor: Tens
     };
     let more = format!(" (noticed when {doing} layer {layer} of {}, step {step}){restart}", open.book.name);
     Failure { layer: Some(layer.into()), step: Some(step), ..failure.add(&more) }
+}
+
+/// The failure as it looks from the first of these tensors that is not in; from the first if all are, for an error always
+/// says where the program was.
+fn blame_first(failure: Failure, open: &OpenBook, tensors: &[TensorId]) -> Failure {
+    let late = tensors.iter().find(|tensor| !is_in(open, **tensor, false)).or(tensors.first());
+    let Some(&late) = late else { return failure };
+    let step = open.tensors[late as usize].step.load(Ordering::Relaxed);
+    blame(failure, "waiting for", open, late, step)
 }
 
 /// What a rank lacks that does not know who is late.
