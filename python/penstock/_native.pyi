@@ -314,7 +314,7 @@ class Engine:
         keep: object,
         algorithm: _Algorithm | None = None,
     ) -> Call:
-        """Begin a message or collective: ``send``, ``recv``, ``allreduce`` and so on.
+        """Begin a message or collective: ``send``, ``recv``, ``recv_any``, ``allreduce`` and so on.
 
         ``algorithm`` is for ``allreduce``; without it the one that `allreduce_plan` gives for this length.
 
@@ -341,6 +341,10 @@ class Call:
     @property
     def id(self) -> int:
         """What `Engine.take_done` calls it."""
+
+    @property
+    def source(self) -> int | None:
+        """Of a ``recv_any`` that is done: who has sent the message, as an index in the group."""
 
     def watch(self) -> None:
         """Let `Engine.take_done` tell when it is done, or that it is."""

@@ -56,10 +56,17 @@ ALGORITHMS = ("store", "central", "tree", "ring", "butterfly")
 class Future:
     """A call under way. The tensors that were given must be left alone until it is done."""
 
-    __slots__ = ("_call",)
+    __slots__ = ("_call", "_ranks")
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, ranks: Sequence[int]) -> None:
         self._call = call
+        self._ranks = ranks
+
+    @property
+    def source(self) -> int | None:
+        """Of a `recv` that names no sender, once it is done: the rank that has sent the message."""
+        index = self._call.source
+        return None if index is None else self._ranks[index]
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the results are in memory.
@@ -170,10 +177,18 @@ class Group:
         memory = view(tensor, "send", written=False)
         return self._call("send", self._other("send", to), [memory], [], tag=tag, async_=async_)
 
-    def recv(self, tensor: Any, from_: int, tag: int = 0, *, async_: bool = False) -> Future | None:
+    def recv(self, tensor: Any, from_: int | None = None, tag: int = 0, *, async_: bool = False) -> Future | int | None:
         """See `penstock.recv`."""
         memory = view(tensor, "recv", written=True)
-        return self._call("recv", self._other("recv", from_), [], [memory], tag=tag, async_=async_)
+        if from_ is not None:
+            return self._call("recv", self._other("recv", from_), [], [memory], tag=tag, async_=async_)
+        if self.size == 1:
+            raise ConfigError(f"penstock.recv: nobody but rank {self._rank} is in {self}; a message comes from another")
+        future = self._call("recv", 0, [], [memory], tag=tag, native="recv_any", async_=True)
+        if async_ or future is None:
+            return future
+        future.wait()
+        return future.source
 
     def barrier(self, *, async_: bool = False) -> Future | None:
         """See `penstock.barrier`."""
@@ -189,6 +204,7 @@ class Group:
         op: str | None = None,
         tag: int = 0,
         algorithm: Algorithm | None = None,
+        native: str | None = None,
         async_: bool = False,
     ) -> Future | None:
         if self._rank not in self._index:
@@ -198,7 +214,7 @@ class Group:
             raise ConfigError(f"penstock.{caller}: the tag is {tag}; it must be from 0 to {TAG_MAX}")
         call = self._engine.call(
             self._number,
-            caller,
+            native or caller,
             rank,
             tag,
             op or "copy",
@@ -209,7 +225,7 @@ class Group:
             algorithm,
         )
         if async_:
-            return Future(call)
+            return Future(call, self.ranks)
         call.wait()
         return None
 
@@ -456,8 +472,23 @@ def send(tensor: Any, to: int, tag: int = 0, *, group: Group | None = None, asyn
     return _group(group, "send").send(tensor, to, tag, async_=async_)
 
 
-def recv(tensor: Any, from_: int, tag: int = 0, *, group: Group | None = None, async_: bool = False) -> Future | None:
-    """The next message of rank ``from_`` with this tag, of exactly the tensor's length. Errors as `send`."""
+def recv(
+    tensor: Any, from_: int | None = None, tag: int = 0, *, group: Group | None = None, async_: bool = False
+) -> Future | int | None:
+    """The next message of rank ``from_`` with this tag, of exactly the tensor's length.
+
+    Args:
+        tensor: Where it goes.
+        from_: The sender. Without it, whoever of the group sends a message with this tag that no other receive takes.
+        tag: What the sender has given.
+        group: Among whom; all ranks if it is not given.
+        async_: Return a `Future` at once; its ``source`` is the sender when it is done.
+
+    Returns:
+        The sender's rank if ``from_`` is not given.
+
+    Errors as `send`.
+    """
     return _group(group, "recv").recv(tensor, from_, tag, async_=async_)
 
 

@@ -40,13 +40,12 @@ test_grads_same_across_ranks_with_no_sync test_irecv test_isend test_reduce_full
 test_reduce_full_group_product test_reduce_full_group_sum test_reduce_group_max test_reduce_group_min
 test_reduce_group_product test_reduce_group_sum test_reduce_max test_reduce_min test_reduce_product test_reduce_sum
 test_reduce_sum_twice test_scatter test_scatter_checks test_scatter_complex test_scatter_full_group test_scatter_group
-test_scatter_object_list test_send_recv test_send_recv_with_tag test_static_graph_api_cpu
+test_scatter_object_list test_send_recv test_send_recv_any_source test_send_recv_with_tag test_static_graph_api_cpu
 """.split()  # noqa: SIM905 - a list of a hundred lines would be harder to read
 """Of torch.testing._internal.distributed.distributed_test, those for tensors in main memory that three ranks can run.
 
-Left out, by name: test_recv_anysource and test_send_recv_any_source* (a receive names its sender);
-test_monitored_barrier*, test_*_profiler and test_*_torch_profiler (gloo's own, or its events); *cuda*, *gpu*, *nccl*
-(devices); test_ddp_* that need two accelerators; test_new_subgroups* that need four.
+Left out, by name: test_monitored_barrier*, test_*_profiler and test_*_torch_profiler (gloo's own, or its events);
+*cuda*, *gpu*, *nccl* (devices); test_ddp_* that need two accelerators; test_new_subgroups* that need four.
 """
 
 

@@ -119,6 +119,28 @@ def messages(rank, size):
         assert future.done()
 
 
+def from_anybody(rank, size):
+    lengths = (3, 70_001)  # one that is sent at once, and one that is offered
+    if rank > 0:
+        for length in lengths:
+            ps.send(np.full(length, rank, np.float32), 0, tag=length)
+    else:
+        for length in lengths:
+            got = [np.empty(length, np.float32) for _ in range(size - 1)]
+            sources = [ps.recv(got[0], tag=length)]
+            futures = [ps.recv(tensor, tag=length, async_=True) for tensor in got[1:]]
+            for future in futures:
+                future.wait()
+            sources += [future.source for future in futures]
+            assert sorted(sources) == list(range(1, size))
+            assert all((tensor == source).all() for tensor, source in zip(got, sources, strict=True))
+    ps.barrier()
+
+
+def test_a_receive_may_name_no_sender(tmp_path):
+    run_well(3, from_anybody, tmp_path)
+
+
 def test_messages_arrive_in_order_and_nobody_waits_for_ever(tmp_path):
     run_well(3, messages, tmp_path)
 
@@ -217,6 +239,7 @@ def bad_calls(rank, size):
         (lambda: ps.allreduce(np.ones(4, np.int32), op="average"), "integers have no average"),
         (lambda: ps.broadcast(fine, root=size), f"rank {size} is no member"),
         (lambda: ps.send(fine, rank), "is this rank"),
+        (lambda: ps.recv(fine, group=group) if rank == 0 else ps.send(fine, 1), "nobody but rank 0|is this rank"),
         (lambda: ps.send(fine, 1, tag=-1, group=None) if rank == 0 else ps.send(fine, 0, tag=-1), "tag is -1"),
         (lambda: ps.all_gather(fine, np.ones(4 * size + 1, np.float32)), "cannot be cut"),
         (lambda: ps.all_gather(fine, [fine]), "1 tensors for"),

@@ -123,6 +123,13 @@ pub enum Action<C> {
     },
     /// Every rank has left; from now on all take part again.
     AllLeft,
+    /// The call with this id, which receives from anybody, receives from this member of its group.
+    CallSource {
+        /// The call.
+        id: u64,
+        /// An index in the group.
+        from: u32,
+    },
     /// The results of the call with this id are in memory; its messages may still be waiting to be sent.
     CallComplete(u64),
     /// A control frame arrived.

@@ -479,6 +479,7 @@ fn call() -> impl Strategy<Value = Draw> {
     let requests = prop_oneof![
         (root.clone(), 0u32..3).prop_map(|(to, tag)| Request::Send { to, tag }),
         (root.clone(), 0u32..3).prop_map(|(from, tag)| Request::Receive { from, tag }),
+        (0u32..3).prop_map(|tag| Request::ReceiveAny { tag }),
         root.clone().prop_map(|root| Request::Collective(What::Broadcast { root })),
         root.prop_map(|root| Request::Collective(What::Gather { root })),
         prop::sample::select(vec![
@@ -501,7 +502,9 @@ fn make_call(request: Request, elems: u64) -> Call<Chunk> {
     let blocks = |count| (0..count).map(|_| (user_memory(elems as usize * 4), elems * 4)).collect();
     let (inputs, outputs) = match request {
         Request::Send { .. } => (1, 0),
-        Request::Receive { .. } | Request::Collective(What::Broadcast { .. }) => (0, 1),
+        Request::Receive { .. }
+        | Request::ReceiveAny { .. }
+        | Request::Collective(What::Broadcast { .. }) => (0, 1),
         Request::Collective(What::Gather { root: 0 } | What::AllGather) => (1, 3),
         Request::Collective(What::Gather { .. }) => (1, 0),
         Request::Collective(What::ReduceScatter) => (3, 1),

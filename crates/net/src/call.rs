@@ -12,6 +12,8 @@ pub struct Handle {
     pub(crate) id: u64,
     pub(crate) group: GroupId,
     pub(crate) request: Request,
+    /// Whose message a receive from anybody takes, plus 1.
+    source: AtomicU32,
     /// Lanes whose share is not complete.
     incomplete: AtomicU32,
     /// Regions that a lane may still touch.
@@ -43,6 +45,7 @@ impl Handle {
             id,
             group,
             request,
+            source: AtomicU32::new(0),
             incomplete: AtomicU32::new(lanes),
             unreleased: AtomicU32::new(regions),
             awaited: AtomicU32::new(0),
@@ -63,6 +66,16 @@ impl Handle {
     #[must_use]
     pub fn is_done(&self) -> bool {
         self.incomplete.load(Ordering::SeqCst) == 0 && self.unreleased.load(Ordering::SeqCst) == 0
+    }
+
+    pub(crate) fn received_from(&self, from: u32) {
+        self.source.store(from + 1, Ordering::SeqCst);
+    }
+
+    /// Of a receive from anybody that is done: who has sent the message, as an index in the group.
+    #[must_use]
+    pub fn source(&self) -> Option<u32> {
+        self.source.load(Ordering::SeqCst).checked_sub(1)
     }
 
     /// A lane has brought the results of its share into memory.
@@ -133,6 +146,7 @@ impl std::fmt::Display for Handle {
             Request::Receive { from, tag } => {
                 write!(f, "recv from rank {from} of group {}, tag {tag}", self.group)
             }
+            Request::ReceiveAny { tag } => write!(f, "recv from anybody in group {}, tag {tag}", self.group),
             Request::Collective(action) => write!(f, "{} in group {}", action.name(), self.group),
         }
     }

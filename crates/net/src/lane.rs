@@ -292,6 +292,11 @@ impl Lane {
                         book.gathered(slice, parts);
                     }
                 }
+                Action::CallSource { id, from } => {
+                    if let Some(handle) = self.calls.get(&id) {
+                        handle.received_from(from);
+                    }
+                }
                 Action::CallComplete(id) => {
                     if let Some(handle) = self.calls.remove(&id) {
                         handle.completed();

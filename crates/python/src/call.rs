@@ -24,6 +24,7 @@ fn parse_request(name: &str, rank: u32, tag: u32) -> PyResult<Request> {
     Ok(Request::Collective(match name {
         "send" => return Ok(Request::Send { to: rank, tag }),
         "recv" => return Ok(Request::Receive { from: rank, tag }),
+        "recv_any" => return Ok(Request::ReceiveAny { tag }),
         "barrier" => Action::Barrier,
         "broadcast" => Action::Broadcast { root },
         "reduce" => Action::Reduce { root },
@@ -52,6 +53,11 @@ impl Call {
     #[getter]
     fn id(&self) -> u64 {
         self.handle.id()
+    }
+
+    #[getter]
+    fn source(&self) -> Option<u32> {
+        self.handle.source()
     }
 
     fn watch(&self) {

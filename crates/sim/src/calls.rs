@@ -43,6 +43,8 @@ struct Part {
     expected: Vec<Vec<u8>>,
     /// Shares of the call that are not complete; the outputs are looked at after the last.
     shares: Rc<Cell<u32>>,
+    /// Of a receive from anybody: what each member of the group sends.
+    by_source: Vec<Vec<u8>>,
     complete: bool,
 }
 
@@ -325,6 +327,9 @@ impl World {
     }
 
     fn draw_message(&mut self, group: usize, size: u32) {
+        if self.random.chance(200) {
+            return self.draw_messages_to_anybody(group, size);
+        }
         let from = self.random.below(u64::from(size)) as u32;
         let to = (from + 1 + self.random.below(u64::from(size) - 1) as u32) % size;
         let tag = self.random.below(2) as u32;
@@ -351,6 +356,34 @@ impl World {
         self.add(members[to as usize], queue, got, vec![bytes], &Rc::new(Cell::new(1)));
     }
 
+    /// Several members send to one, who receives as many from anybody. Each sender's are alike: any of its may come.
+    fn draw_messages_to_anybody(&mut self, group: usize, size: u32) {
+        let to = self.random.below(u64::from(size)) as u32;
+        let elems = draw_elems(&mut self.random, 1);
+        let by_source: Vec<Vec<u8>> =
+            (0..size).map(|_| numbers(&mut self.random, Dtype::Bytes, elems)).collect();
+        let (members, len) = (self.groups[group].clone(), elems as u64);
+        // A tag of its own, since lengths must fit.
+        let tag = 2 + self.parts.len() as u32;
+        let call = |request, inputs, outputs| {
+            let (group, op, dtype, share) = (group as GroupId, Op::Copy, Dtype::Bytes, Share::ALL);
+            Call { id: 0, group, request, op, dtype, share, inputs, outputs }
+        };
+        for _ in 0..self.random.between(1, 5) {
+            let from = (to + 1 + self.random.below(u64::from(size) - 1) as u32) % size;
+            let sent = tensor(&by_source[from as usize]);
+            let sent = call(Request::Send { to, tag }, vec![(sent, len)], Vec::new());
+            let got = call(Request::ReceiveAny { tag }, Vec::new(), vec![(RealMemory::tensor(elems), len)]);
+            // Programs whose calls nobody's messages follow: in any order among themselves.
+            let queue = self.random.below(16) as usize;
+            self.add(members[from as usize], queue, sent, Vec::new(), &Rc::new(Cell::new(1)));
+            self.add(members[to as usize], queue, got, vec![Vec::new()], &Rc::new(Cell::new(1)));
+            if let Some(part) = self.parts.last_mut() {
+                part.by_source.clone_from(&by_source);
+            }
+        }
+    }
+
     /// Adds a call to a rank's program of this number; calls of different programs begin in any order.
     fn add(
         &mut self,
@@ -361,7 +394,13 @@ impl World {
         shares: &Rc<Cell<u32>>,
     ) {
         call.id = self.parts.len() as u64;
-        self.parts.push(Part { call, expected, shares: Rc::clone(shares), complete: false });
+        self.parts.push(Part {
+            call,
+            expected,
+            shares: Rc::clone(shares),
+            by_source: Vec::new(),
+            complete: false,
+        });
         let programs = &mut self.programs[rank.index()];
         if program >= programs.len() {
             programs.resize_with(program + 1, VecDeque::new);
@@ -427,8 +466,13 @@ impl World {
         let mut actions = Vec::new();
         self.nodes[rank].step(event, &mut actions).map_err(|error| format!("rank {rank}: {error}"))?;
         for action in actions {
-            if let Action::CallComplete(id) = action {
-                self.complete(rank, id)?;
+            match action {
+                Action::CallComplete(id) => self.complete(rank, id)?,
+                Action::CallSource { id, from } => {
+                    let part = &mut self.parts[id as usize];
+                    part.expected = vec![part.by_source[from as usize].clone()];
+                }
+                _ => {}
             }
         }
         Ok(())

@@ -421,8 +421,12 @@ class ProcessGroup(dist.ProcessGroup):
         return self._work(None, calls, list(tensors), None, copies)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
-        """Not offered: a receive names its sender."""
-        raise NotImplementedError("the backend penstock receives from one rank; give src to torch.distributed.recv")
+        """The next message of anybody with this tag; the work knows its source."""
+        copies: list[tuple[Tensor, Tensor]] = []
+        (tensor,) = (_staged(one, copies, written=True) for one in tensors)
+
+        calls = [self._begin("recv_any", [], [tensor], tag=tag)]
+        return self._work(None, calls, list(tensors), None, copies)
 
     def barrier(self, opts: Any = None) -> Any:
         """Returns when all have come."""

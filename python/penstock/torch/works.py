@@ -73,8 +73,13 @@ class Work(dist.Work):
         return self._result
 
     def source_rank(self) -> int:
-        """Not offered: a receive names its sender."""
-        raise NotImplementedError("a receive of the backend penstock names its sender")
+        """Of a receive from any source: the sender, as a rank in the group."""
+        source = self.calls[0].source if self.calls else None
+        if source is None:
+            raise RuntimeError("only a receive from any source has one, once it is done")
+        return source
+
+    _source_rank = source_rank  # torch's name for it
 
     def synchronize(self) -> None:
         """Nothing: there is no device."""

@@ -472,6 +472,11 @@ impl<C: Clone> Mail<C> {
         receives.chain(filling).chain(self.sends.items.values().map(|send| send.token))
     }
 
+    /// Whether a message of this key has come, or was offered, that nobody has asked for.
+    pub(super) fn has_early(&mut self, key: Key) -> bool {
+        self.early.first(key).is_some()
+    }
+
     /// What came early for a call that this rank begins now: the peer's idea of it.
     pub(super) fn early_signature(&self, group: GroupId, call: u32) -> Option<Signature> {
         let early = self.early.of_call(group, call).next().map(|(_, early)| early.signature);

@@ -5,6 +5,7 @@
 //! It is cut into pieces, each runs a [`plan`], and the plan's messages go through [`mail`](self). All of a group's calls
 //! begin in one lane; the pieces of a long one are dealt to others, too, which count the calls that they have a share of.
 
+mod anybody;
 mod blocks;
 mod mail;
 pub mod plan;
@@ -63,6 +64,11 @@ pub enum Request {
     Receive {
         /// The sender.
         from: u32,
+        /// See `Send`.
+        tag: u32,
+    },
+    /// The next message of any sender with this tag; [`Effects::sources`] says whose it is.
+    ReceiveAny {
         /// See `Send`.
         tag: u32,
     },
@@ -137,6 +143,8 @@ impl<C> Running<C> {
 pub struct Effects<C> {
     /// To be sent, in this order per peer.
     pub frames: Vec<(Rank, Outgoing<C>)>,
+    /// Calls that receive from anybody, and from whom, as an index in the group.
+    pub sources: Vec<(u64, u32)>,
     /// Calls whose results are in memory.
     pub complete: Vec<u64>,
     /// Peers that are waited for from now on.
@@ -145,7 +153,7 @@ pub struct Effects<C> {
 
 impl<C> Default for Effects<C> {
     fn default() -> Self {
-        Self { frames: Vec::new(), complete: Vec::new(), awaited: Vec::new() }
+        Self { frames: Vec::new(), sources: Vec::new(), complete: Vec::new(), awaited: Vec::new() }
     }
 }
 
@@ -155,6 +163,8 @@ pub struct Calls<M: Memory> {
     mail: Vec<Mail<M::Chunk>>,
     groups: BTreeMap<GroupId, Group>,
     running: BTreeMap<u64, Running<M::Chunk>>,
+    /// Receives from anybody that nobody's message has met, in the order in which they were posted.
+    anybodys: Vec<Running<M::Chunk>>,
     /// Taken by whoever stepped.
     pub effects: Effects<M::Chunk>,
     frames: Vec<Outgoing<M::Chunk>>,
@@ -169,6 +179,7 @@ impl<M: Memory> Calls<M> {
             mail: (0..ranks).map(|_| Mail::new()).collect(),
             groups: BTreeMap::new(),
             running: BTreeMap::new(),
+            anybodys: Vec::new(),
             effects: Effects::default(),
             frames: Vec::new(),
         }
@@ -215,6 +226,10 @@ impl<M: Memory> Calls<M> {
                 }
                 Action::Message
             }
+            Request::ReceiveAny { .. } if ranks < 2 => {
+                return Err(Error::Config(format!("nobody else is in group {} to receive from", call.group)));
+            }
+            Request::ReceiveAny { .. } => Action::Message,
             Request::Collective(action) => action,
         };
         let lens = |blocks: &[(M::Chunk, u64)]| blocks.iter().map(|(_, len)| *len).collect();
@@ -252,7 +267,11 @@ impl<M: Memory> Calls<M> {
             complete: 0,
             under_way: BTreeMap::new(),
         };
-        if action == Action::Message { self.message(running, memory) } else { self.go_on(running, memory) }
+        match running.call.request {
+            Request::ReceiveAny { tag } => self.receive_any(running, tag, memory),
+            Request::Collective(_) => self.go_on(running, memory),
+            _ => self.message(running, memory),
+        }
     }
 
     /// What others have sent for this call already must be of the same call.
@@ -323,7 +342,7 @@ impl<M: Memory> Calls<M> {
         let (peer, tag, (chunk, _)) = match call.request {
             Request::Send { to, tag } => (to, tag, call.inputs[0].clone()),
             Request::Receive { from, tag } => (from, tag, call.outputs[0].clone()),
-            Request::Collective(_) => return Ok(()),
+            Request::ReceiveAny { .. } | Request::Collective(_) => return Ok(()),
         };
         let sends = matches!(call.request, Request::Send { .. });
         let (id, key) = (call.id, Key { group: call.group, call: MESSAGES, stage: tag });
@@ -463,6 +482,7 @@ impl<M: Memory> Calls<M> {
         self.flush(from);
         match outcome.map_err(|fault| self.error(from, fault))? {
             Outcome::Taken => Ok(()),
+            Outcome::Kept if header.slice == MESSAGES => self.kept_for_anybody(from, header, memory),
             Outcome::Kept => self.check_kept(from, header),
             Outcome::Completed(token) => self.arrived(token, memory),
         }
@@ -471,7 +491,7 @@ impl<M: Memory> Calls<M> {
     /// A message that nobody here has asked for must be of a call that is not complete.
     fn check_kept(&self, from: Rank, header: &Header) -> Result<(), Error> {
         let (number, theirs) = (header.slice, Signature(header.seq));
-        let Some(group) = self.groups.get(&header.book).filter(|_| number != MESSAGES) else { return Ok(()) };
+        let Some(group) = self.groups.get(&header.book) else { return Ok(()) };
         let is_old = group.begun.wrapping_sub(number) < u32::MAX / 2;
         let text = if !group.members.contains(&from) {
             return Err(Error::protocol(from, format!("it is no member of group {}", header.book)));
@@ -510,6 +530,9 @@ impl<M: Memory> Calls<M> {
     /// The ranks that a call waits for.
     #[must_use]
     pub fn missing(&self, id: u64) -> Vec<Rank> {
+        if let Some(running) = self.anybodys.iter().find(|running| running.call.id == id) {
+            return self.others(running.call.group);
+        }
         let waits = |mail: &Mail<M::Chunk>| mail.waiting().any(|token| token.call == id);
         (0..).zip(&self.mail).filter(|(_, mail)| waits(mail)).map(|(rank, _)| Rank(rank)).collect()
     }
@@ -517,7 +540,7 @@ impl<M: Memory> Calls<M> {
     /// Whether any call waits for this rank.
     #[must_use]
     pub fn waits_for(&self, peer: Rank) -> bool {
-        self.mail[peer.index()].waiting().next().is_some()
+        self.mail[peer.index()].waiting().next().is_some() || self.waits_for_it_alone(peer)
     }
 }
 

@@ -42,6 +42,8 @@ impl<M: Memory> Node<M> {
         }
         // Whoever waits for a peer must hear of its loss, so it needs a connection to it.
         actions.extend(self.calls.effects.awaited.drain(..).map(Action::Wake));
+        let sources = self.calls.effects.sources.drain(..);
+        actions.extend(sources.map(|(id, from)| Action::CallSource { id, from }));
         actions.extend(self.calls.effects.complete.drain(..).map(Action::CallComplete));
     }
 

@@ -63,7 +63,7 @@ impl<M: SimMemory> World<M> {
                 Action::Gathered { book, slice, parts } => self.gathered(rank, book, slice, parts)?,
                 Action::AllLeft => self.workers[rank.index()].lanes_left += 1,
                 // Calls have a world of their own: `crate::calls`.
-                Action::CallComplete(_) => {}
+                Action::CallComplete(_) | Action::CallSource { .. } => {}
                 Action::Control { from, header, payload } => {
                     self.control_arrived(rank, from, &header, payload.as_ref())?;
                 }
