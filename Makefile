@@ -14,7 +14,7 @@ export CARGO_TARGET_DIR := $(CURDIR)/target
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test test-rust test-python test-failures fuzz bench-wire bench-priority bench-overhead bench-allreduce lab-peers lint format lock clean
+.PHONY: help venv build demo test test-rust test-python test-long test-failures fuzz bench-wire bench-priority bench-overhead bench-allreduce lab-peers lint format lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,13 +40,16 @@ $(NATIVE): $(ENVIRONMENT) $(NATIVE_SOURCES)
 demo: build ## Train a CNN on handwritten digits with 4 workers on this machine
 	$(BIN)/penstock demo $(ARGS)
 
-test: test-rust test-python ## Run every test, Rust and Python
+test: test-rust test-python ## Run the tests, Rust and Python, but for those marked long
 
 test-rust:
 	cargo test --workspace --locked --quiet
 
 test-python: build
 	$(BIN)/python -m pytest $(ARGS)
+
+test-long: build ## The combinations that `make test` leaves out
+	$(BIN)/python -m pytest -m long $(ARGS)
 
 test-failures: build ## Kill, freeze or break a rank in 50 seeded runs, and print what became of each
 	$(BIN)/python tests/failure/many_runs.py $(ARGS)

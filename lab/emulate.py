@@ -12,11 +12,11 @@ Gradients depend on the data, that is on rank and step, and `Emulated.expected_a
 all values are small integers times a power of two, so that the average of up to 16 ranks, or of more whose number is a
 power of two, is exact in every order of summation.
 
-Linear layers whose factors could be sent (`has_factors`) get their true inputs and output gradients, and their
-gradient is the true matrix product; embeddings get true indices. Omitted is what nobody can tell from outside, for it
-would take the machine's few cores from all the hosts that it stands for: the other products of these layers (output,
-and gradient of the input, are there in shape alone), and all arithmetic of all other layers, whose gradients are
-written in one pass over the memory.
+Linear layers whose factors could be sent (`has_factors`) get their true inputs and output gradients, and their gradient
+is the true matrix product, unless a system takes the factors themselves (`_Part.send_rows_to`); embeddings get true
+indices. Omitted is what nobody can tell from outside, for it would take the machine's few cores from all the hosts that
+it stands for: the other products of these layers (output, and gradient of the input, are there in shape alone), and all
+arithmetic of all other layers, whose gradients are written in one pass over the memory.
 
 Use one compute thread per process (``torch.set_num_threads(1)``): writes of many emulated hosts share the cores.
 """
@@ -124,6 +124,8 @@ class _Part(nn.Module, ABC):
     time: LayerTime
     course: _Course
     values: _Values
+    rows_to: Any = None
+    """Where a layer that consists of rows leaves them, if somebody takes them: what `penstock` calls its rows."""
 
     def place(self, layer: Layer, index: int, first_tensor: int, batch: int) -> None:
         """Tell it which layer it is."""
@@ -161,8 +163,30 @@ class _Part(nn.Module, ABC):
             self._ready = None
         return gradients
 
+    def send_rows_to(self, rows: Any) -> None:
+        """From now on leave there what the gradients are made of, when asked for it."""
+        self.rows_to = rows
+
+    def leave_rows(self, context: Any, place: int, given: Tensor, upstream: Tensor) -> bool:
+        """Take the time of this layer's backward, without the product, if somebody takes the rows that it is made of.
+
+        Args:
+            context: Of the autograd function.
+            place: Of the weight among the function's tensors.
+            given: Inputs or indices, one per row.
+            upstream: The gradient of the output.
+        """
+        if self.rows_to is None or not self.rows_to.takes(context, place):
+            return False
+        with self.course.layer(self.index, self.time.backward_s, backward=True):
+            self.rows_to.record(given, upstream)
+        return True
+
     def prepare(self, now: _Now) -> None:
         """Do the real work of this layer's backward, and note how long it takes."""
+        if self.rows_to is not None and self.rows_to.engaged:
+            self.course.note(self.index, 0.0)
+            return
         began_s = time.perf_counter()
         self._ready = (now, [self.gradient(number, now) for number in range(len(self.layer.tensors))])
         self.course.note(self.index, time.perf_counter() - began_s)
@@ -223,8 +247,10 @@ class _Product(Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        gradients = ctx.part.backward(ctx.now)
-        return (_hollow(ctx.shape), None, None, *gradients, *([] if ctx.biased else [None]))
+        part, now = ctx.part, ctx.now
+        if part.leave_rows(ctx, 1, part.input(now), part.output_gradient(now)):
+            return _hollow(ctx.shape), None, None, None, None
+        return (_hollow(ctx.shape), None, None, *part.backward(now), *([] if ctx.biased else [None]))
 
 
 class _LookUp(Function):
@@ -238,7 +264,10 @@ class _LookUp(Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        return (*ctx.part.backward(ctx.now), None, None, None)
+        part, now = ctx.part, ctx.now
+        if part.leave_rows(ctx, 0, part.indices(now).view(-1, 1), part.output_gradient(now)):
+            return None, None, None, None
+        return (*part.backward(now), None, None, None)
 
 
 class _Enter(Function):

@@ -9,13 +9,13 @@ contribution is in. They are what a measured ratio to T* shows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lab.trace import LayerTime, Trace
 from penstock._native import step_times
 
-__all__ = ["Limits", "limits", "store_wire_s"]
+__all__ = ["Limits", "chosen_wire_s", "limits", "store_wire_s"]
 
 
 @dataclass(frozen=True)
@@ -76,3 +76,28 @@ def store_wire_s(trace: Trace, hosts: int, bytes_per_second: float) -> list[floa
         raise ValueError(f"hosts and bytes per second must be positive, not {hosts} and {bytes_per_second}")
     share = 2.0 * (hosts - 1) / hosts
     return [share * layer.nbytes / bytes_per_second for layer in trace.layers]
+
+
+def chosen_wire_s(
+    trace: Trace, hosts: int, bytes_per_second: float, schemes: Mapping[str, str], wire_bytes: Mapping[str, int]
+) -> list[float]:
+    """As `store_wire_s`, where some layers send what their gradients are made of.
+
+    Args:
+        trace: The network.
+        hosts: How many workers.
+        bytes_per_second: What an interface carries in one direction.
+        schemes: By layer; those that are missing use the store.
+        wire_bytes: By layer what its scheme moves on the busiest direction of an interface.
+
+    Returns:
+        One per layer, in forward order.
+
+    Raises:
+        ValueError: As `store_wire_s`.
+    """
+    wire_s = store_wire_s(trace, hosts, bytes_per_second)
+    for place, layer in enumerate(trace.layers):
+        if schemes.get(layer.name, "store") != "store":
+            wire_s[place] = wire_bytes[layer.name] / bytes_per_second
+    return wire_s

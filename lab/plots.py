@@ -53,6 +53,7 @@ STYLES = {
     "penstock-vanilla": Style("#9CCFEA", "v", (0, (1, 1))),
     "penstock-wait-free": Style("#56B4E9", "<", (0, (3, 1, 1, 1))),
     "penstock-slicing": Style("#3A93CC", ">", (0, (4, 1))),
+    "penstock-bf16": Style("#0072B2", "p", (0, (4, 1))),
     "ddp": Style("#D55E00", "s"),
     "ddp-bf16": Style("#F29A5C", "D", (0, (4, 1))),
     "ddp-powersgd": Style("#F7C6A3", "d", (0, (1, 1))),

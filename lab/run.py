@@ -24,8 +24,9 @@ from tqdm import tqdm
 from lab import peers
 from lab.cluster import Cluster, Unavailable, need
 from lab.counters import Counters
-from lab.limits import Limits, limits, store_wire_s
+from lab.limits import Limits, chosen_wire_s, limits, store_wire_s
 from lab.records import ROOT, note, publish, spread, wait_for_quiet
+from lab.results import OURS
 from lab.scenario import BASELINE, BadScenario, Scenario, all_names, load
 from lab.session import Session, SystemFailed, Turn
 from lab.systems import SYSTEMS
@@ -81,6 +82,7 @@ class Run:
         self.turns: dict[str, list[Turn]] = {}
         self.line_rate_mbit: float | None = None
         self.limits: Limits
+        self.schemes: dict[str, str] = {}  # of our own layers that do not use the store
 
     def measure(self) -> None:
         """Everything.
@@ -98,6 +100,18 @@ class Run:
             self.limits = limits(self._trace.compute(scenario.compute_s), wire_s)
             with tempfile.TemporaryDirectory(prefix="penstock-lab-") as folder:
                 self._take_turns(cluster, counters, pythons, Path(folder))
+        self._limit_by_choice()
+
+    def _limit_by_choice(self) -> None:
+        """If our own layers have chosen to send less, the limit is that of what they send."""
+        facts = self.turns[OURS][-1].facts if self.turns.get(OURS) else {}
+        if not facts or self.line_rate_mbit is None:
+            return
+        self.schemes = {name: scheme for name, scheme in facts["schemes"].items() if scheme != "store"}
+        wire_s = chosen_wire_s(
+            self._trace, self._scenario.hosts, self.line_rate_mbit * 1e6 / 8, self.schemes, facts["wire_bytes"]
+        )
+        self.limits = limits(self._trace.compute(self._scenario.compute_s), wire_s)
 
     def _pythons(self) -> dict[str, str]:
         """By system that can be run."""
@@ -166,6 +180,7 @@ class Run:
             "line_rate_mbit": self.line_rate_mbit and round(self.line_rate_mbit, 1),
             "limits": {name: round(value, 5) for name, value in asdict(self.limits).items()},
             "targets": dict(scenario.targets),
+            "schemes": self.schemes,
         }
         for system in scenario.systems:
             row = SYSTEMS[system]

@@ -46,6 +46,7 @@ class Turn:
         received: Bytes per step, by host.
         stats: What rank 0's worker counted.
         use: Host 0's link over time.
+        facts: What rank 0's worker had decided by its end.
     """
 
     step_s: float
@@ -54,6 +55,7 @@ class Turn:
     received: list[float]
     stats: dict[str, Any]
     use: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 class Session:
@@ -164,6 +166,7 @@ class Session:
             received=[received / all_steps for received, _ in moved],
             stats=stats,
             use=_use(samples[0], walls[0][0], walls[0][1]),
+            facts=answers[0]["facts"],
         )
 
     def end(self) -> None:

@@ -58,6 +58,11 @@ SYSTEMS: dict[str, System] = {
         _penstock("vanilla", "Penstock, synchronising after backward"),
         _penstock("wait-free", "Penstock, wait-free backward only"),
         _penstock("slicing", "Penstock, slices without priority"),
+        # On request only: gradients are rounded on the wire.
+        System("penstock-bf16", "Penstock, bf16", False, "project", "lab.systems.penstock", {"schemes": {"*": "bf16"}}),
+        System(
+            "penstock-store", "Penstock, the store alone", True, "project", "lab.systems.penstock", {"mode": "full"}
+        ),
         System("ddp", "DDP (gloo)", True, "project", "lab.systems.ddp"),
         System("ddp-bf16", "DDP (gloo), bf16 hook", False, "project", "lab.systems.ddp", {"hook": "bf16"}),
         System("ddp-powersgd", "DDP (gloo), PowerSGD hook", False, "project", "lab.systems.ddp", {"hook": "powersgd"}),

@@ -37,9 +37,13 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 class Penstock(TorchWorker):
-    """The sharded store in the workers. ``init`` is given to `penstock.init` on top of the mode."""
+    """The sharded store in the workers.
 
-    defaults: ClassVar[Mapping[str, Any]] = {"mode": "full", "init": {}}
+    ``init`` is given to `penstock.init` on top of the mode; ``schemes`` to `penstock.distribute`: by default the store
+    for every layer, for that is what the modes are compared in.
+    """
+
+    defaults: ClassVar[Mapping[str, Any]] = {"mode": "full", "init": {}, "schemes": None}
 
     def join(self) -> None:
         """Join the job."""
@@ -60,7 +64,7 @@ class Penstock(TorchWorker):
 
     def adopt(self) -> None:
         """The two objects come back, with hooks."""
-        self.model, self.optimizer = ps.distribute(self.model, self.optimizer)
+        self.model, self.optimizer = ps.distribute(self.model, self.optimizer, schemes=self.options["schemes"])
 
     def barrier(self) -> None:
         """One round of small messages."""
@@ -84,12 +88,26 @@ class Penstock(TorchWorker):
         """What the engine's report counts, by layer too."""
         report = ps.report()
         counted = {name: value for name, value in report.items() if name in COUNTS or name.startswith("busy_")}
-        if report["books"]:
-            layers = report["books"][-1]["layers"]  # the gradients' book is opened after that of the first copy
+        gradients = next((book for book in report["books"] if book["name"].endswith(".gradients")), None)
+        if gradients is not None:
+            layers = gradients["layers"]
             counted["layers"] = {
-                layer["name"]: {name: value for name, value in layer.items() if name != "name"} for layer in layers
+                layer["name"]: {name: value for name, value in layer.items() if name not in ("name", "lossy")}
+                for layer in layers
             }
         return {**super().stats(), **counted}
+
+    def facts(self) -> dict[str, Any]:
+        """Each layer's scheme, and what it moves on the busiest direction of an interface: by the information book."""
+        book = ps.coordinator_of(self.plain)
+        decisions = {layer.name: book.decision(layer.name) for layer in book.network.layers if layer.tensors}
+        wire_bytes = {
+            name: next(
+                each["direction_bytes"] for each in decision["estimates"] if each["scheme"] == decision["scheme"]
+            )
+            for name, decision in decisions.items()
+        }
+        return {"schemes": {name: decision["scheme"] for name, decision in decisions.items()}, "wire_bytes": wire_bytes}
 
     def close(self) -> None:
         """Say goodbye."""

@@ -201,6 +201,10 @@ class Worker(ABC):
         """What the system itself has counted since it was opened: numbers, and tables of numbers."""
         return {}
 
+    def facts(self) -> dict[str, Any]:
+        """What the system has decided by now; not counted."""
+        return {}
+
     def children(self) -> Sequence[int]:
         """The other processes of this host, whose work counts as this worker's."""
         return ()
@@ -277,6 +281,7 @@ def _run_steps(worker: Worker, count: int, lead_in: int) -> dict[str, Any]:
         "seconds": [end - begin for begin, end in itertools.pairwise(marks)],
         "wall": [marks[0], marks[-1]],
         "cpu_s": cpu_s,
+        "facts": worker.facts(),
         "stats": {
             "lead_in": lead_in,
             "drain_s": drained - marks[-1],

@@ -51,18 +51,21 @@ if TYPE_CHECKING:
         Timeout,
     )
     from penstock.job import init, rank, report, shutdown, world_size
+    from penstock.lossy import DGC, OneBit
     from penstock.torch.distribute import coordinator_of, distribute, explain, no_sync, synchronize
     from penstock.torch.join import join
 
     __version__: str
 
 __all__ = [
+    "DGC",
     "AuthenticationError",
     "ConfigError",
     "Coordinator",
     "Future",
     "Group",
     "ModelMismatch",
+    "OneBit",
     "Options",
     "PeerLost",
     "PenstockError",
@@ -98,9 +101,11 @@ _HOME_OF = {
     "AuthenticationError": "errors",
     "ConfigError": "errors",
     "Coordinator": "coordinator",
+    "DGC": "lossy",
     "Future": "collectives",
     "Group": "collectives",
     "ModelMismatch": "errors",
+    "OneBit": "lossy",
     "Options": "config",
     "PeerLost": "errors",
     "PenstockError": "errors",

@@ -23,17 +23,20 @@ __all__ = [
 
 _Op = Literal["average", "sum", "copy", "min", "max"]
 _Scheme = Literal["store", "central", "tree", "ring", "butterfly", "gather"]
-_Tensor = tuple[str, int, str, int] | tuple[str, int, str, int, _Scheme]
 _Algorithm = Literal["store", "central", "tree", "ring", "butterfly"]
+_Tensor = (
+    tuple[str, int, str, int] | tuple[str, int, str, int, _Scheme] | tuple[str, int, str, int, Literal["store"], str]
+)
 _Phase = Literal["backward", "forward", "other"]
 _Kind = Literal["linear", "embedding", "other"]
 _Rates = tuple[float, float, float, float, float]
 
 @type_check_only
 class LayerReport(TypedDict):
-    """Counts of one layer; bytes are payload."""
+    """Counts of one layer; bytes are payload. `lossy`: the type to which gradients are rounded on the wire, if any."""
 
     name: str
+    lossy: Literal["bf16", "fp16"] | None
     bytes_sent: int
     bytes_received: int
     stall_s: float
@@ -193,6 +196,8 @@ class Engine:
         docs/summation.md says how the others add. With "gather" every rank's bytes, at most so many, go to every other
         rank (`submit_gather`); its dtype is bytes.
 
+        A sixth entry is the wire type: f32 in the store may travel as f16 or bf16, and is summed in f32 all the same.
+
         Until `set_priorities`, a layer's place in the forward pass is its index.
         """
 
@@ -213,8 +218,12 @@ class Engine:
     ) -> int:
         """Contribute nothing; the memory (which may be uninitialised) receives the result, as in `submit`."""
 
-    def submit_gather(self, book: int, tensor: int, ptr: int, nbytes: int, step: int, more: bool = False) -> int:
+    def submit_gather(
+        self, book: int, tensor: int, ptr: int, nbytes: int, step: int, more: bool = False, only_to: int | None = None
+    ) -> int:
         """Contribute these bytes, which may be none, to a tensor's next gather; what came of the last one is dropped.
+
+        With ``only_to`` that rank alone gets them; to all others the contribution is empty.
 
         Returns a token, as `submit` does; the memory must not be changed before it is released.
         """

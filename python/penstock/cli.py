@@ -196,6 +196,14 @@ def _add_explain(commands: Any) -> None:
         default="measured",
         help="measured: fewest seconds, rebuilding included (default); paper: Poseidon's Algorithm 1, fewest numbers",
     )
+    explain.add_argument(
+        "--lossy",
+        action="append",
+        default=[],
+        metavar="PATTERN=SCHEME",
+        help="layers by name that shall use a lossy scheme, which is never chosen by itself: 1bit (linear layers), "
+        "dgc, or dgc:DENSITY; may be repeated",
+    )
     _add_json(explain)
     explain.set_defaults(command=_explain)
 
@@ -326,7 +334,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from penstock import models
+    from penstock import lossy, models
     from penstock.coordinator import Cluster, Coordinator, Rates
     from penstock.errors import ConfigError
     from penstock.explanation import Explanation
@@ -356,6 +364,7 @@ def _explain(options: argparse.Namespace) -> int:
                 source=source,
             ),
             batchsize=batch,
+            lossy=lossy.of_layers(options.lossy, network.layers),
         )
     except ConfigError as error:
         return _fail(options, "penstock explain", error, status=2)

@@ -19,15 +19,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from penstock.config import POLICIES
 from penstock.description import Layer, Network
 from penstock.errors import ConfigError
+from penstock.lossy import LossyScheme
 
 if TYPE_CHECKING:
     from penstock._native import Choice
     from penstock.explanation import Explanation
 
-__all__ = ["EXACT_GATHERS", "POLICIES", "Cluster", "Coordinator", "Placed", "Rates"]
+__all__ = ["EXACT_GATHERS", "LOSSY", "POLICIES", "Cluster", "Coordinator", "Placed", "Rates"]
 
 EXACT_GATHERS = ("factors", "pairs")
 """What may be chosen besides the store."""
+
+LOSSY = {
+    "bf16": "rounded to bf16 on the wire, summed in fp32",
+    "fp16": "rounded to fp16 on the wire, summed in fp32",
+}
+"""What is never chosen, only given, and what is lost."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,8 @@ class Rates:
         latency_s: One message of a byte, from one rank's engine to another's.
         summed_bytes_per_s: Bytes of input added to a sum.
         product_flops_per_s: Of a matrix product; a multiplication and an addition are two.
-        gather_s: A rank's work for one exchange of rows, whatever its size: capturing, putting together, taking apart.
+        gather_s: A rank's work for one exchange of rows, whatever its size, beyond that for gradients: capturing,
+            putting together, taking apart.
         call_s: A call without its steps: handed over to the engine's thread, and back.
         source: Where they come from, for the reader.
     """
@@ -94,6 +102,7 @@ class Coordinator:
         batchsize: Samples per worker and step, if known: then rows follow from it.
         allowed: What may be chosen besides the store.
         fixed: By layer, schemes that are given and not chosen.
+        lossy: By layer, lossy schemes, which are always given.
 
     Raises:
         ConfigError: There is no such policy, or a fact is out of bounds.
@@ -116,6 +125,7 @@ class Coordinator:
         batchsize: int | None = None,
         allowed: Sequence[str] = EXACT_GATHERS,
         fixed: Mapping[str, str] | None = None,
+        lossy: Mapping[str, LossyScheme] | None = None,
     ) -> None:
         if policy not in POLICIES:
             raise ConfigError(f"unknown policy {policy!r}: expected one of {', '.join(POLICIES)}")
@@ -126,6 +136,7 @@ class Coordinator:
         self.batchsize = batchsize
         self.allowed = tuple(allowed)
         self.fixed = dict(fixed or {})
+        self.lossy = dict(lossy or {})
         self._layers = {layer.name: layer for layer in network.layers}
         self._rows: dict[str, list[int]] = {}
         if batchsize is not None:
@@ -150,7 +161,7 @@ class Coordinator:
         facts = {
             "policy": self.policy,
             **asdict(self.cluster),
-            "schemes": [list(self.allowed), self.fixed],
+            "schemes": [list(self.allowed), self.fixed, {name: str(scheme) for name, scheme in self.lossy.items()}],
             "layers": [[layer.name, layer.kind, list(layer.shape), layer.elems] for layer in self.network.layers],
         }
         blobs = gather("penstock.coordinator", json.dumps(facts, separators=(",", ":")).encode())
@@ -192,13 +203,35 @@ class Coordinator:
         self._decide(first=False)
         return {name: choice["scheme"] for name, choice in self._choices.items() if choice["scheme"] != before[name]}
 
-    def adopt(self, schemes: Mapping[str, str]) -> None:
-        """Take over what other ranks use, after a time in which this one took no part."""
+    @property
+    def measured(self) -> dict[str, Any]:
+        """All that is measured and changes, and what it has led to; for `adopt` on another rank. Fit for JSON."""
+        return {
+            "rows": dict(self._rows),
+            "rates": asdict(self.rates),
+            "batchsize": self.batchsize,
+            "schemes": {name: choice["scheme"] for name, choice in self._choices.items()},
+        }
+
+    def adopt(self, measured: Mapping[str, Any]) -> dict[str, str]:
+        """Take over another rank's facts, after a time in which this one took no part: from now on both decide alike.
+
+        Args:
+            measured: `measured` of the other rank.
+
+        Returns:
+            By layer, the scheme that the other rank uses.
+        """
+        self._rows = {self._layer(name).name: list(by_rank) for name, by_rank in measured["rows"].items()}
+        self.rates = Rates(**measured["rates"])
+        self.batchsize = measured["batchsize"]
+        schemes: dict[str, str] = dict(measured["schemes"])
         for name, scheme in schemes.items():
             choice = self.choose(self._layer(name), current=scheme)
-            if choice["scheme"] != scheme:  # the others know rows and rates that this rank does not
+            if choice["scheme"] != scheme:  # a change waits for the next measurement, as it does on the other rank
                 choice["scheme"], choice["code"], choice["reason"] = scheme, "adopted", "as on the ranks that went on"
             self._choices[name] = choice
+        return schemes
 
     def _decide(self, *, first: bool) -> None:
         for layer in self.network.layers:
@@ -231,13 +264,37 @@ class Coordinator:
             slice_bytes=self.cluster.slice_bytes,
             rates=self.rates.native(),
             allowed=list(self.allowed) if layer.why_store is None else [],
-            current=current,
+            current=None if layer.name in self.lossy else current,  # which it would not know
         )
-        if layer.name in self.fixed:
-            choice["scheme"], choice["code"], choice["reason"] = self.fixed[layer.name], "given", "as given"
+        if layer.name in self.lossy:
+            self._add_lossy(choice, layer, self.lossy[layer.name])
+        elif layer.name in self.fixed:
+            given = self.fixed[layer.name]
+            reason = f"LOSSY, as given: {LOSSY[given]}" if given in LOSSY else "as given"
+            choice["scheme"], choice["code"], choice["reason"] = given, "given", reason
         elif choice["code"] == "dense" and layer.why_store is not None:
             choice["code"], choice["reason"] = "store-only", layer.why_store
         return choice
+
+    def _add_lossy(self, choice: Choice, layer: Layer, scheme: LossyScheme) -> None:
+        """Every rank sends its contribution to all others. What packing and summing take is not estimated."""
+        nbytes = scheme.contribution_bytes(layer.tensors) * (self.cluster.n_worker - 1)
+        choice["scheme"], choice["code"] = scheme.name, "lossy"
+        choice["reason"] = f"LOSSY, as given: {scheme.describe()}"
+        seconds = self.rates.latency_s + nbytes / self.rates.bytes_per_s
+        store = next(one for one in choice["estimates"] if one["scheme"] == "store")
+        choice["estimates"].append(
+            {
+                **store,
+                "scheme": scheme.name,
+                "steps": 1,
+                "direction_bytes": nbytes,
+                "node_bytes": 2 * nbytes,
+                "total_bytes": nbytes * self.cluster.n_worker,
+                "wire_s": seconds,
+                "rebuild_s": 0.0,
+            }
+        )
 
     # Asked by anybody
 

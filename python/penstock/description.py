@@ -28,11 +28,13 @@ class Tensor:
         name: Its name in the model.
         dtype: As the engine calls it: ``f32``, ``f64``, ``f16`` or ``bf16``.
         elems: How many numbers it has.
+        shape: Its shape, if known.
     """
 
     name: str
     dtype: str
     elems: int
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ def _read_layer(layer: Any) -> Layer:
         for size in shape:
             elems *= size
         shapes.append(shape)
-        tensors.append(Tensor(str(tensor.name), "f32", elems))
+        tensors.append(Tensor(str(tensor.name), "f32", elems, shape))
     matrix = bool(shapes) and len(shapes[0]) == 2
     kind: Kind = layer.kind if layer.kind in ("linear", "embedding") and matrix else "other"
     return Layer(

@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from penstock.coordinator import LOSSY
+
 if TYPE_CHECKING:
     from penstock.coordinator import Coordinator, Rates
 
@@ -38,6 +40,7 @@ class LayerPlan:
         reason: The reason.
         wire_s: Seconds of the chosen scheme on the busiest direction.
         rebuild_s: Seconds to rebuild the gradient from its factors, beyond what is computed anyway.
+        lossy: Whether the choice loses something.
     """
 
     name: str
@@ -52,6 +55,7 @@ class LayerPlan:
     reason: str
     wire_s: float
     rebuild_s: float
+    lossy: bool
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,7 @@ def _plan(coordinator: Coordinator, name: str) -> LayerPlan:
         reason=choice["reason"],
         wire_s=chosen["direction_bytes"] / coordinator.rates.bytes_per_s,
         rebuild_s=chosen["rebuild_s"],
+        lossy=choice["scheme"] in LOSSY or choice["code"] == "lossy",
     )
 
 
@@ -203,7 +208,7 @@ class _Text:
         return lines
 
     def _table(self) -> list[str]:
-        header = ("layer", "shape", "rows", "gradient", "store", "factors/pairs", "adam", "choice", "why")
+        header = ("layer", "shape", "rows", "gradient", "store", "factors/pairs", "adam", "bf16/fp16", "choice", "why")
         rows = [header]
         for plan in self._it.layers:
             gather = GATHER_OF.get(plan.kind, "")
@@ -216,13 +221,14 @@ class _Text:
                     _size(plan.scheme_bytes["store"]),
                     _size(plan.scheme_bytes.get(gather)),
                     _size(plan.scheme_bytes.get("adam")),
+                    _size(plan.scheme_bytes.get("bf16")),
                     plan.scheme,
-                    plan.reason,
+                    plan.reason if plan.code != "lossy" else f"{plan.reason} ({_size(plan.scheme_bytes[plan.scheme])})",
                 )
             )
         rows.append(("all", "", "", _size(sum(p.gradient_bytes for p in self._it.layers)), *self._sums(), "", ""))
         widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-        left = {0, 1, 7, 8}
+        left = {0, 1, 8, 9}
         lines = [
             "  ".join(
                 cell.ljust(width) if column in left else cell.rjust(width)
@@ -233,8 +239,8 @@ class _Text:
         rule = "-" * max(map(len, lines))
         return [lines[0], rule, *lines[1:-1], rule, lines[-1]]
 
-    def _sums(self) -> tuple[str, str, str]:
-        return _size(self._it.store_bytes), "", ""
+    def _sums(self) -> tuple[str, str, str, str]:
+        return _size(self._it.store_bytes), "", "", ""
 
     def _totals(self) -> list[str]:
         it = self._it
@@ -242,7 +248,9 @@ class _Text:
         lines = [
             "Sizes are per step, on the busier direction of the busiest node's interface. factors: K rows of a linear",
             "layer's input and of its output's gradient, from all to all. pairs: (index, row) of an embedding. adam:",
-            "Project Adam's scheme (factors up, matrix down) at the layer's owner, for comparison only.",
+            "Project Adam's scheme (factors up, matrix down) at the layer's owner, for comparison only. bf16/fp16: the",
+            "store with gradients rounded on the wire, which is lossy and done on request only.",
+            *self._lossy(),
             "",
             f"with these choices  {_size(it.chosen_bytes):>9} per node and direction, {share:.0%} of the store alone",
         ]
@@ -263,6 +271,14 @@ class _Text:
             f"   {times.ddp_s / times.chosen_s:.2f} times as fast as DDP",
         ]
         return lines
+
+    def _lossy(self) -> list[str]:
+        layers = [plan for plan in self._it.layers if plan.lossy]
+        if not layers:
+            return []
+        schemes = " and ".join(sorted({plan.scheme for plan in layers}))
+        of = f"{_count(len(layers), 'layer')} of {len(self._it.layers)}"
+        return ["", f"{of} LOSSY ({schemes}): results differ from exact training"]
 
 
 _POLICY = {

@@ -187,13 +187,18 @@ def world_size() -> int:
 def report() -> dict[str, Any]:
     """What was moved and when, as counted by the engine since `init`: bytes, seconds, slices, preemptions by layer.
 
+    ``lossy`` names the layers that use a lossy scheme, and which.
+
     Raises:
         ConfigError: Before `init` or after `shutdown`, or in a forked child.
 
     Example:
         >>> print(ps.report()["bytes_sent"])
     """
-    return dict(current("report").engine.report())
+    found = dict(current("report").engine.report())
+    front_end = sys.modules.get("penstock.torch.distribute")
+    found["lossy"] = {} if front_end is None else front_end.lossy_here()
+    return found
 
 
 def shutdown() -> None:

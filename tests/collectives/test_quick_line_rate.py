@@ -13,20 +13,23 @@ from penstock.coordinator import Rates
 from penstock.measure import quick
 
 LIMIT_S = 0.5
-REPEATS = 3
+REPEATS_MAX = 10
 LOST_EXIT_CODE = 3
 
 
 def rates_of_the_start(rank, size):
-    """What `init` found, and the shortest of some further measurements: on a busy machine one may take long."""
+    """What `init` found, and the seconds that the slowest rank took for another one when the machine was not busy."""
     running = job.current()
-    taken = []
-    for _ in range(REPEATS):
+    for _ in range(REPEATS_MAX):
         ps.barrier()
         began = time.monotonic()
         quick.quick_rates(running)
-        taken.append(time.monotonic() - began)
-    return running.rates, min(taken)
+        took = memoryview(bytearray(8)).cast("d")
+        took[0] = time.monotonic() - began
+        ps.allreduce(took, op="max")
+        if took[0] < LIMIT_S:
+            break
+    return running.rates, took[0]
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -36,7 +39,7 @@ def test_it_is_quick_and_the_same_on_every_rank(size, tmp_path):
     assert all(rates == first for rates, _ in results)
     assert first.source == "measured at the start"
     assert 0 < first.latency_s < 0.1 and first.bytes_per_s > 1e6 and first.summed_bytes_per_s > 1e7
-    assert max(seconds for _, seconds in results) < LIMIT_S
+    assert max(seconds for _, seconds in results) < LIMIT_S, f"never in {REPEATS_MAX} attempts: {results}"
 
 
 def given_rates(rank, size):

@@ -1,5 +1,6 @@
 """The information book: asked, agreed on, updated; and the choices that follow from it."""
 
+import json
 import threading
 
 import pytest
@@ -95,14 +96,22 @@ def test_a_slow_rank_counts_for_all():
 
 
 def test_adopting_what_others_use():
+    went_on, away = coordinator(batchsize=None), coordinator(batchsize=None)
+    went_on.update(rows={"fc": [400] * 8}, rates=FAST_PRODUCTS, batchsize=7)
+    away.update(rows={"fc": [900] * 8}, rates=Rates())
+    assert away.adopt(json.loads(json.dumps(went_on.measured)))["fc"] == "factors"
+    assert (away.best_scheme("fc"), away.decision("fc")["code"]) == ("factors", "faster")
+    assert (away.measured, away.query("batchsize")) == (went_on.measured, 7)
+    # Nothing is said of this layer's rows any more: both remember the same.
+    for book in (went_on, away):
+        assert book.update(rows={}, rates=FAST_PRODUCTS) == {}
+
+
+def test_a_scheme_is_adopted_whatever_this_rank_would_choose():
     book = coordinator(batchsize=None)
-    book.update(rows={"fc": [500] * 8}, rates=FAST_PRODUCTS)
-    book.adopt({"fc": "factors"})
-    assert (book.best_scheme("fc"), book.decision("fc")["code"]) == ("factors", "faster")
-    ignorant = coordinator(batchsize=None)
-    ignorant.adopt({"fc": "factors"})
-    assert (ignorant.best_scheme("fc"), ignorant.decision("fc")["code"]) == ("factors", "adopted")
-    assert "as on the ranks that went on" in ignorant.explain().render()
+    book.adopt({**book.measured, "schemes": {"fc": "factors"}})
+    assert (book.best_scheme("fc"), book.decision("fc")["code"]) == ("factors", "adopted")
+    assert "as on the ranks that went on" in book.explain().render()
 
 
 class Gathering:

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,11 @@ from torch import nn
 
 from lab.limits import limits, store_wire_s
 from lab.networks import NETWORKS
-from penstock import description
+from penstock import cli, description
 from penstock.coordinator import Cluster, Coordinator
 from penstock.description import Network
 from penstock.errors import ConfigError
+from penstock.lossy import of_layers
 from penstock.torch.description import describe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +36,32 @@ def explain(*arguments, folder=ROOT, path=()):
         cwd=folder,
         env=environment,
     )
+
+
+@dataclass
+class Ended:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def explain_here(folder, monkeypatch, capsys):
+    """The same in this process, which has imported PyTorch already, in `folder`."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # of this process they stay
+    monkeypatch.delitem(sys.modules, "nets", raising=False)
+
+    def run(*arguments):
+        try:
+            status = cli.main(["explain", *arguments])
+        except SystemExit as end:
+            status = end.code
+        finally:
+            sys.modules.pop("nets", None)
+        return Ended(status, *capsys.readouterr())
+
+    return run
 
 
 def explained(*arguments, **more):
@@ -116,14 +145,14 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_function_of_ones_own(folder):
+def test_a_function_of_ones_own(folder, explain_here):
     found = explained("nets:with_example", "--workers", "4", "--batch", "8", "--gflops", "1000", folder=folder)
     assert choices(found) == {"1": "factors", "3": "store"}
     assert {layer["name"]: layer["rows"] for layer in found["layers"]} == {"1": 8, "3": 8}
     assert found["notes"] == []
-    found = explained("nets:plain", folder=folder)
+    found = json.loads(explain_here("nets:plain", "--json").stdout)
     assert "one row per sample" in found["notes"][0]
-    assert list(choices(explained("nets:Names.model", folder=folder))) == ["(root)"]
+    assert list(choices(json.loads(explain_here("nets:Names.model", "--json").stdout))) == ["(root)"]
 
 
 @pytest.mark.parametrize(
@@ -140,8 +169,8 @@ def test_a_function_of_ones_own(folder):
         ([], "MODEL"),
     ],
 )
-def test_bad_input_ends_with_status_2_and_one_line(arguments, message, folder):
-    done = explain(*arguments, folder=folder)
+def test_bad_input_ends_with_status_2_and_one_line(arguments, message, explain_here):
+    done = explain_here(*arguments)
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
@@ -250,3 +279,37 @@ def test_only_what_describes_a_network_is_read():
     assert network.layers[-1].kind == "linear"
     with pytest.raises(ConfigError, match=r"penstock\.description\.read"):
         description.read(object(), "it")
+
+
+def test_lossy_schemes_are_shown_as_what_they_are():
+    arguments = ("lab:vgg19", "--workers", "8", "--lossy", "fc8=dgc:0.01", "--lossy", "fc*=1bit")
+    done = explain(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert "LOSSY, as given: 1 bit per weight" in done.stdout and "3 layers of 19 LOSSY" in done.stdout
+    network = NETWORKS["vgg19"]()
+    read = description.read(network, "vgg19")
+    lossy = of_layers(["fc8=dgc:0.01", "fc*=1bit"], read.layers)
+    coordinator = Coordinator(read, Cluster(8, 8), lossy=lossy)
+    plans = {plan.name: plan for plan in coordinator.explain().layers}
+    assert {name for name, plan in plans.items() if plan.code == "lossy"} == {"fc6", "fc7", "fc8"}
+    # Signs, two means per column, the bias, a header; to seven others.
+    assert plans["fc7"].scheme_bytes["1bit"] == 7 * (4096 * 4096 // 8 + 2 * 4096 * 4 + 4096 * 4 + 64)
+    assert plans["fc8"].scheme_bytes["dgc"] == 7 * (40960 * 8 + 1000 * 4 + 64)
+    coordinator.update(rows={}, rates=coordinator.rates)
+    assert coordinator.best_scheme("fc7") == "1bit"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("1bit", "expected PATTERN=1bit"),
+        ("fc6=2bit", "expected PATTERN=1bit"),
+        ("fc6=dgc:many", "could not convert"),
+        ("fc6=dgc:2", "density=2.0: expected"),
+        ("nothing=dgc", "no layer of this network matches nothing"),
+        ("conv*=1bit", "no linear layer of this network matches"),
+    ],
+)
+def test_lossy_schemes_that_cannot_be(given, message):
+    with pytest.raises(ConfigError, match=message):
+        of_layers([given], description.read(NETWORKS["vgg19"](), "vgg19").layers)

@@ -53,15 +53,15 @@ def test_info_as_json():
     assert {"penstock", "torch", "python"} <= set(json.loads(penstock("info", "--json").stdout))
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_a_short_demo(workers):
-    done = penstock("demo", "--workers", str(workers), "--epochs", "2", "--json")
+    done = penstock("demo", "--workers", str(workers), "--epochs", "1", "--json")
     result = json.loads(done.stdout)
     checks = {check["name"]: check for check in result["checks"]}
     assert checks["distance_first"]["ok"], checks
     assert checks["different_ranks"]["ok"], checks
     assert checks["accuracy_difference"]["ok"], checks
-    assert done.returncode == (0 if result["ok"] else 1)  # two epochs are too few for the bound on accuracy
+    assert done.returncode == (0 if result["ok"] else 1)  # one epoch is too few for the bound on accuracy
     assert len(result["communication"]["servers"]) == workers
     gradients = 4 * result["parameters"] * result["steps"]
     sent = result["communication"]["bytes_sent"]

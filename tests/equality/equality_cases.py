@@ -17,6 +17,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -213,17 +214,19 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Case:
+    size: int  # workers
     network: str
     optimizer: str
     dtype: str
     send: str = "store"  # or "rows": factors and pairs wherever they can be sent
 
     def __str__(self):
-        return f"{self.network}-{self.optimizer}-{self.dtype}-{self.send}"
+        return f"{self.size}-workers-{self.network}-{self.optimizer}-{self.dtype}-{self.send}"
 
     @classmethod
     def parse(cls, text):
-        return cls(*text.split("-"))
+        size, _, *names = text.split("-")
+        return cls(int(size), *names)
 
     def model(self):
         """The first parameters, the same in every process."""
@@ -254,10 +257,16 @@ class Case:
             optimizer.zero_grad()
 
 
-CASES = [Case(network, optimizer, dtype) for network in NETWORKS for optimizer in OPTIMIZERS for dtype in DTYPES]
-CASES += [
-    Case(network, optimizer, dtype, "rows")
-    for network in NETWORKS
-    for optimizer in ("sgd", "adamw")
-    for dtype in DTYPES
-]
+SIZES = (1, 2, 3, 4)
+SENDS = ("store", "rows")
+ALL_CASES = [Case(*values) for values in product(SIZES, NETWORKS, OPTIMIZERS, DTYPES, SENDS)]
+
+
+def _pairwise():
+    """A case for each network and optimizer, among which every two values of two parameters meet: a Latin square."""
+    for (i, network), (j, optimizer) in product(enumerate(NETWORKS), enumerate(OPTIMIZERS)):
+        dtype = list(DTYPES)[(i + j // 2) % 2]
+        yield Case(SIZES[(i + j) % 4], network, optimizer, dtype, SENDS[(i // 2 + j) % 2])
+
+
+PAIRWISE_CASES = list(_pairwise())

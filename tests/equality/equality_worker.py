@@ -1,9 +1,10 @@
-"""One of N processes that train every case three times: with DDP, with Penstock, and with Penstock in a second job.
+"""A process that trains cases three times: with DDP, with Penstock, and with Penstock in a second job.
 
-    python equality_worker.py DIRECTORY RANK SIZE
+    python equality_worker.py DIRECTORY RANK
 
-Reads ``plan.json``, a list of cases, and leaves ``CASE.RANK.json`` for each one that is complete. Before each case it
-writes its name to ``now.RANK``, so that a crash can be laid at its door.
+Reads ``plan.json``, a list of cases, and takes part in those that have that many workers, the largest first: a process
+that is not needed any more ends. Leaves ``CASE.RANK.json`` for each case that is complete. Before each case it writes
+its name to ``now.RANK``, so that a crash can be laid at its door.
 """
 
 from __future__ import annotations
@@ -79,26 +80,21 @@ def announce(directory, rank, case):
     gc.collect()  # the model before this one, which its hooks hold in a cycle
 
 
-def main():
-    directory, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    faulthandler.enable()
-    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # its successor is not in torch 2.4
-    torch.set_num_threads(1)
-    cases = [Case.parse(text) for text in json.loads((directory / "plan.json").read_text())]
-    outcomes = {}
+def train_all(directory, rank, size, cases):
+    """Train the cases of this many workers, in one group of DDP's and two jobs of Penstock's."""
+    place = directory / f"size-{size}"
+    place.mkdir(exist_ok=True)
     faulthandler.dump_traceback_later(CASE_LIMIT_S, exit=True)
     torch.distributed.init_process_group(
         "gloo",
-        init_method=f"file://{directory / 'ddp'}",
+        init_method=f"file://{place / 'ddp'}",
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=CASE_LIMIT_S),
     )
     common = {"rank": rank, "world_size": size, "operation_timeout_s": CASE_LIMIT_S}
-    ps.init(**common, **FIRST_JOB, rendezvous=f"file://{directory / 'first'}")
-    gc.collect()
-    gc.freeze()  # so that collecting the models takes no time
-
+    ps.init(**common, **FIRST_JOB, rendezvous=f"file://{place / 'first'}")
+    outcomes = {}
     for case in cases:
         announce(directory, rank, case)
         start = values(case.model())
@@ -113,7 +109,7 @@ def main():
         }
     ps.shutdown()
 
-    ps.init(**common, **SECOND_JOB, rendezvous=f"file://{directory / 'second'}")
+    ps.init(**common, **SECOND_JOB, rendezvous=f"file://{place / 'second'}")
     for case in cases:
         announce(directory, rank, case)
         outcomes[case]["second"] = digest(train_with_penstock(case, rank))
@@ -123,6 +119,18 @@ def main():
     ps.shutdown()
     torch.distributed.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()
+
+
+def main():
+    directory, rank = Path(sys.argv[1]), int(sys.argv[2])
+    faulthandler.enable()
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # its successor is not in torch 2.4
+    torch.set_num_threads(1)
+    plan = [Case.parse(text) for text in json.loads((directory / "plan.json").read_text())]
+    gc.collect()
+    gc.freeze()  # so that collecting the models takes no time
+    for size in sorted({case.size for case in plan if case.size > rank}, reverse=True):
+        train_all(directory, rank, size, [case for case in plan if case.size == size])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Training with Penstock gives the parameters of DDP, the same bits on every rank, and the same bits every time.
 
-For each number of workers one group of processes trains all cases, one after the other; each case is a test of its own.
-A case that ends its group (a crash, a hang) fails with what the processes said, and a new group runs the cases that are
-left.
+One group of processes trains all cases, one after the other; each case is a test of its own. A case that ends its group
+(a crash, a hang) fails with what the processes said, and a new group trains the cases that are left.
+
+Here every two of number of workers, network, optimizer, type and what is sent meet in one case. All combinations are
+marked ``long``: `make test-long` runs them.
 """
 
 import json
@@ -10,14 +12,16 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import astuple
+from itertools import combinations
 from pathlib import Path
 
 import pytest
-from equality_cases import CASES, DIFFERENCE_MAX, MOVED_MIN, SEED
+from equality_cases import ALL_CASES, DIFFERENCE_MAX, MOVED_MIN, PAIRWISE_CASES, SEED
 
 WORKER = Path(__file__).with_name("equality_worker.py")
-SIZES = (1, 2, 3, 4)
-GROUP_LIMIT_S = 600  # 72 cases, a minute where nothing else runs
+START_LIMIT_S = 120
+CASE_LIMIT_S = 20  # about one where nothing else runs; the processes themselves notice a case that hangs
 AFTER_FAILURE_S = 20  # the others learn of a failure within this, and say what they saw
 RESTARTS_MAX = 3
 LOG_CHARACTERS_MAX = 6000  # per process
@@ -31,12 +35,13 @@ def environment():
     return {**kept, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def run_group(directory, size):
-    """Run the processes of ``directory/plan.json`` to their end; the exit status of each, by rank."""
+def run_group(directory, cases):
+    """Train them, planned in ``directory/plan.json``; the exit status of each process, by rank."""
+    size = max(case.size for case in cases)
     logs = [(directory / f"log.{rank}").open("wb") for rank in range(size)]
     processes = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), str(directory), str(rank), str(size)],
+            [sys.executable, str(WORKER), str(directory), str(rank)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -45,7 +50,7 @@ def run_group(directory, size):
         for rank, log in enumerate(logs)
     ]
     try:
-        deadline, failed = time.monotonic() + GROUP_LIMIT_S, False
+        deadline, failed = time.monotonic() + START_LIMIT_S + len(cases) * CASE_LIMIT_S, False
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
             if not failed and any(process.returncode for process in processes):
                 failed = True
@@ -70,15 +75,15 @@ def described(directory, statuses):
     return "\n".join(said)
 
 
-def run_cases(make_directory, size, cases):
+def run_cases(make_directory, cases):
     """The outcome of every case: one dict per rank, or a text that says why there is none."""
-    outcomes, pending = {}, [str(case) for case in cases]
+    outcomes, pending = {}, list(cases)
     for _ in range(1 + RESTARTS_MAX):
-        directory = make_directory(f"{size}-workers")
-        (directory / "plan.json").write_text(json.dumps(pending))
-        statuses = run_group(directory, size)
+        directory = make_directory("group")
+        (directory / "plan.json").write_text(json.dumps([str(case) for case in pending]))
+        statuses = run_group(directory, pending)
         for case in pending:
-            files = [directory / f"{case}.{rank}.json" for rank in range(size)]
+            files = [directory / f"{case}.{rank}.json" for rank in range(case.size)]
             if all(file.exists() for file in files):
                 outcomes[case] = [json.loads(file.read_text()) for file in files]
         pending = [case for case in pending if case not in outcomes]
@@ -86,9 +91,9 @@ def run_cases(make_directory, size, cases):
             return outcomes
         reason = described(directory, statuses)
         running = [file.read_text() for file in sorted(directory.glob("now.*"))]
-        guilty = [case for case in pending if case in running][:1]
+        guilty = [case for case in pending if str(case) in running][:1]
         if not guilty:  # at the start or the end: no case is to blame, so all are
-            return {str(case): reason for case in cases}
+            return dict.fromkeys(cases, reason)
         outcomes[guilty[0]] = reason
         pending.remove(guilty[0])
         if not pending:
@@ -98,28 +103,30 @@ def run_cases(make_directory, size, cases):
 
 @pytest.fixture(scope="session")
 def outcomes(request, tmp_path_factory):
-    """By number of workers, the outcomes of the selected cases. A group runs when its first case is asked for."""
-    selected = {size: [] for size in SIZES}
-    for item in request.session.items:
-        if item.originalname == test_equal_to_ddp.__name__ and item.path == Path(__file__):
-            selected[item.callspec.params["size"]].append(item.callspec.params["case"])
-    done = {}
-
-    def of(size):
-        if size not in done:
-            done[size] = run_cases(tmp_path_factory.mktemp, size, selected[size])
-        return done[size]
-
-    return of
+    """Of the cases that were selected. The group runs when the first is asked for."""
+    items = (item for item in request.session.items if item.path == Path(__file__))
+    cases = [item.callspec.params["case"] for item in items if item.originalname == test_equal_to_ddp.__name__]
+    return run_cases(tmp_path_factory.mktemp, cases)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("size", SIZES, ids="{}-workers".format)
-def test_equal_to_ddp(outcomes, size, case):
-    ranks = outcomes(size)[str(case)]
+def test_every_two_of_what_a_case_is_made_of_meet():
+    def pairs(cases):
+        return {pair for case in cases for pair in combinations(enumerate(astuple(case)), 2)}
+
+    assert pairs(PAIRWISE_CASES) == pairs(ALL_CASES)
+    assert set(PAIRWISE_CASES) < set(ALL_CASES)
+
+
+def marked(case):
+    return pytest.param(case, id=str(case), marks=() if case in PAIRWISE_CASES else pytest.mark.long)
+
+
+@pytest.mark.parametrize("case", [marked(case) for case in ALL_CASES])
+def test_equal_to_ddp(outcomes, case):
+    ranks = outcomes[case]
+    where = f"{case}, seed {SEED}"
     if isinstance(ranks, str):
-        pytest.fail(f"{case} with {size} workers, seed {SEED}:\n{ranks}", pytrace=False)
-    where = f"{case} with {size} workers, seed {SEED}"
+        pytest.fail(f"{where}:\n{ranks}", pytrace=False)
     for rank, outcome in enumerate(ranks):
         assert min(outcome["moved"], outcome["ddp_moved"]) > MOVED_MIN, f"{where}: nothing was trained"
         worst = max(outcome["by_tensor"], key=outcome["by_tensor"].get)

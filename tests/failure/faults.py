@@ -30,6 +30,7 @@ class Fault:
         torch: Whether the ranks train a model; otherwise they only exchange what a model would.
         at_start: Whether it hits while the ranks are still meeting.
         seed: What it was drawn from.
+        scheme: How the gradients of a model, or what stands for them, are synchronised.
     """
 
     kind: str
@@ -39,13 +40,17 @@ class Fault:
     torch: bool = False
     at_start: bool = False
     seed: int = 0
+    scheme: str = "store"
 
     @staticmethod
-    def draw(seed: int, kind: str, *, size: int = 3, torch: bool = False, at_start: bool = False) -> Fault:
+    def draw(
+        seed: int, kind: str, *, size: int = 3, torch: bool = False, at_start: bool = False, scheme: str = "store"
+    ) -> Fault:
         """A random victim at a random moment."""
         generator = random.Random(seed)
         latest_s = MOMENT_AT_START_S_MAX if at_start else MOMENT_S_MAX
-        return Fault(kind, size, generator.randrange(size), generator.uniform(0, latest_s), torch, at_start, seed)
+        victim, delay_s = generator.randrange(size), generator.uniform(0, latest_s)
+        return Fault(kind, size, victim, delay_s, torch, at_start, seed, scheme)
 
 
 @dataclass
@@ -72,7 +77,8 @@ def run(fault: Fault) -> Verdict:
     verdict = Verdict(fault)
     limit_s = START_LIMIT_S if fault.at_start else PEER_TIMEOUT_S
     options = {"rendezvous_timeout_s": START_LIMIT_S} if fault.at_start else {}
-    with Ranks(fault.size, "torch_process.py" if fault.torch else "rank_process.py", **options) as ranks:
+    program = "torch_process.py" if fault.torch else "rank_process.py"
+    with Ranks(fault.size, program, scheme=fault.scheme, **options) as ranks:
         ranks.all_told("alive" if fault.at_start else "training")
         time.sleep(fault.delay_s)
         victim = ranks.ranks[fault.victim]

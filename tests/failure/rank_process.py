@@ -91,10 +91,12 @@ class Exchange:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.engine = job.current().engine
-        tensors = [(f"{name}.weight", layer, "f32", ELEMS, plan.scheme) for layer, name in enumerate(LAYERS)]
-        stop = (f"{LAYERS[-1]}.stop", len(LAYERS) - 1, "f32", 1, plan.scheme)
+        self.gathers = plan.scheme == "gather"
+        kind = ("bytes", 4 * ELEMS) if self.gathers else ("f32", ELEMS)
+        tensors = [(f"{name}.weight", layer, *kind, plan.scheme) for layer, name in enumerate(LAYERS)]
+        stop = (f"{LAYERS[-1]}.stop", len(LAYERS) - 1, "f32", 1, "store" if self.gathers else plan.scheme)
         self.book = self.engine.open_book("failure.gradients", LAYERS, [*tensors, stop])
-        self.memory = [array.array("f", bytes(4 * elems)) for _, _, _, elems, _ in [*tensors, stop]]
+        self.memory = [array.array("f", bytes(4 * elems)) for elems in [*[ELEMS] * len(LAYERS), 1]]
 
     def contribution(self, rank: int, layer: int, step: int) -> float:
         """Small whole numbers and halves: their averages are exact."""
@@ -105,7 +107,10 @@ class Exchange:
         memory = self.memory[tensor]
         memory[:] = array.array("f", [value]) * len(memory)
         address, elems = memory.buffer_info()
-        self.engine.submit(self.book, tensor, address, 4 * elems, op, step)
+        if self.gathers and tensor < len(LAYERS):
+            self.engine.submit_gather(self.book, tensor, address, 4 * elems, step)
+        else:
+            self.engine.submit(self.book, tensor, address, 4 * elems, op, step)
 
     def step(self, step: int) -> bool:
         """Backward, forward, and a check; returns whether there is another step."""
@@ -118,11 +123,26 @@ class Exchange:
             self.engine.wait(self.book, [layer], True)
             time.sleep(PAUSE_S)
         self.engine.wait(self.book, [stop], True)
+        if self.gathers:
+            self.check_gathered(step)
+            return self.memory[stop][0] == 0.0
         for layer in range(len(LAYERS)):
             parts = [self.contribution(rank, layer, step) for rank in range(self.plan.size)]
             expected = array.array("f", [sum(parts) / self.plan.size]) * ELEMS
             assert self.memory[layer].tobytes() == expected.tobytes(), f"step {step}: layer {layer} is wrong"
         return self.memory[stop][0] == 0.0
+
+    def check_gathered(self, step: int) -> None:
+        """What every other rank has contributed is here, byte for byte."""
+        got = array.array("f", bytes(4 * ELEMS))
+        address, _ = got.buffer_info()
+        for layer in range(len(LAYERS)):
+            assert self.engine.gathered(self.book, layer) == [4 * ELEMS] * self.plan.size
+            for rank in set(range(self.plan.size)) - {self.plan.rank}:
+                self.engine.read_gathered(self.book, layer, rank, 0, address, 4 * ELEMS)
+                expected = array.array("f", [self.contribution(rank, layer, step)]) * ELEMS
+                assert got.tobytes() == expected.tobytes(), f"step {step}: layer {layer} of rank {rank} is wrong"
+            self.engine.drop_gathered(self.book, layer)
 
 
 def main() -> None:

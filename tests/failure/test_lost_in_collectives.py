@@ -1,4 +1,4 @@
-"""The schemes beside the store, with real processes: known values, a killed rank, and what is refused."""
+"""The schemes beside the store, gathers too, with real processes: known values, a killed rank, and what is refused."""
 
 import array
 import signal
@@ -19,7 +19,7 @@ def test_every_rank_gets_the_exact_average(scheme, size):
         ranks.stop()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [*SCHEMES, "gather"])
 def test_a_killed_rank_is_named_by_all_others(scheme):
     with Ranks(4, scheme=scheme) as ranks:
         ranks.all_told("training")

@@ -10,21 +10,21 @@ import pytest
 from faults import Fault, run
 from many_runs import described
 
-# (what happens, ranks, PyTorch, while the ranks are still meeting)
+# (what happens, ranks, PyTorch, while the ranks are still meeting, scheme)
 RUNS = [
-    ("kill", 3, False, False),
-    ("kill", 4, False, False),
-    ("stop", 3, False, False),
-    ("raise", 3, False, False),
-    ("kill", 3, False, True),
-    ("kill", 3, True, False),
-    ("raise", 2, True, False),
+    ("kill", 3, False, False, "store"),
+    ("kill", 4, False, False, "store"),
+    ("stop", 3, False, False, "store"),
+    ("raise", 3, False, False, "store"),
+    ("kill", 3, False, True, "store"),
+    ("kill", 3, True, False, "factors"),
+    ("raise", 2, True, False, "store"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "size", "torch", "at_start"), RUNS)
-def test_all_others_end_in_time_and_name_rank_layer_and_step(kind, size, torch, at_start):
+@pytest.mark.parametrize(("kind", "size", "torch", "at_start", "scheme"), RUNS)
+def test_all_others_end_in_time_and_name_rank_layer_and_step(kind, size, torch, at_start, scheme):
     seed = int(os.environ.get("FAULT_SEED") or random.SystemRandom().randrange(2**32))
-    fault = Fault.draw(seed, kind, size=size, torch=torch, at_start=at_start)
+    fault = Fault.draw(seed, kind, size=size, torch=torch, at_start=at_start, scheme=scheme)
     verdict = run(fault)
     assert not verdict.complaints, f"FAULT_SEED={seed}\n{described(verdict)}\n{fault}\n" + "\n".join(verdict.complaints)

@@ -34,7 +34,8 @@ def train(plan: Plan) -> None:
     model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1))
     model.register_buffer("stop", torch.zeros(1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    model, optimizer = ps.distribute(model, optimizer, broadcast_buffers=True)
+    schemes = None if plan.scheme == "store" else {"*": plan.scheme}
+    model, optimizer = ps.distribute(model, optimizer, broadcast_buffers=True, schemes=schemes)
     tell("training")
     for step in itertools.count():
         loss = model(torch.randn(16, 256)).square().mean()

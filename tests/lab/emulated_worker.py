@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node N emulated_worker.py SYSTEMS NETWORK WIDTH COMPUTE_S STEPS DIRECTORY
 
-SYSTEMS are ``ddp`` (on gloo) and ``penstock``, separated by commas, one after the other in the same processes.
+SYSTEMS are ``ddp`` (on gloo) and ``penstock``, whose layers send rows where they can, separated by commas, one after
+the other in the same processes.
 """
 
 import os
@@ -12,7 +13,7 @@ import time
 import torch
 
 import penstock as ps
-from lab.emulate import build, data
+from lab.emulate import Embedding, Linear, build, data
 from lab.networks import NETWORKS
 
 LEARNING_RATE = 2.0**-3
@@ -28,7 +29,11 @@ def train(system, network, width, compute_s, steps):
         model = torch.nn.parallel.DistributedDataParallel(model)
     else:
         ps.init()
-        model, optimizer = ps.distribute(model, optimizer)
+        schemes = {name: "factors" for name, part in plain.named_children() if isinstance(part, Linear)}
+        schemes |= {name: "pairs" for name, part in plain.named_children() if isinstance(part, Embedding)}
+        model, optimizer = ps.distribute(model, optimizer, schemes=schemes or None)
+        took = {name: ps.coordinator_of(model).best_scheme(name) for name in schemes}
+        assert took == schemes, took
     step_s = []
     for step in range(steps):
         began_s = time.perf_counter()

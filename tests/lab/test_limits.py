@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from lab.limits import limits, store_wire_s
+from lab.limits import chosen_wire_s, limits, store_wire_s
 from lab.networks import NETWORKS
 from lab.trace import LayerTime
 
@@ -143,3 +143,13 @@ def test_what_makes_no_sense_is_refused():
         limits([], [])
     with pytest.raises(ValueError, match="negative"):
         limits([LayerTime(1.0, 1.0)], [-1.0])
+
+
+def test_layers_that_send_rows_count_what_they_send():
+    trace = NETWORKS["vgg19"]()
+    store_s = store_wire_s(trace, 4, 125e6)
+    rows_bytes = 3 * 32 * (25088 + 4096) * 4
+    chosen_s = chosen_wire_s(trace, 4, 125e6, {"fc6": "factors", "conv1_1": "store"}, {"fc6": rows_bytes})
+    place = next(place for place, layer in enumerate(trace.layers) if layer.name == "fc6")
+    assert chosen_s[place] == pytest.approx(0.0896, rel=1e-3)
+    assert chosen_s[:place] == store_s[:place] and chosen_s[place + 1 :] == store_s[place + 1 :]

@@ -58,7 +58,7 @@ def test_processor_time_includes_the_hosts_other_processes(tmp_path):
     with Scene(idle(tmp_path, step_s=0.5, busy_child=True), 1, tmp_path) as scene:
         scene.replies("ready")
         scene.ask({"steps": 1})
-        assert scene.replies("steps")[0]["cpu_s"] > 0.1
+        assert scene.replies("steps")[0]["cpu_s"] > 0.01  # its own is a tenth of that, and its child never rests
         scene.ask({"digest": True})
         assert scene.replies("digest")[0]["tensors"] == {"weight": [1.0, 2.0]}
         assert scene.quit() == [0]
@@ -153,7 +153,7 @@ def test_interfaces_are_found_by_address():
 def test_the_table_of_systems_is_complete():
     from lab.systems import SYSTEMS
 
-    modes = {"penstock", "penstock-vanilla", "penstock-wait-free", "penstock-slicing"}
+    modes = {"penstock", "penstock-store", "penstock-vanilla", "penstock-wait-free", "penstock-slicing"}
     peers = {"ddp", "ddp-bf16", "ddp-powersgd", "horovod", "mxnet-sync", "mxnet-p3"}
     assert set(SYSTEMS) == {"alone", *modes, *peers}
     for name, system in SYSTEMS.items():

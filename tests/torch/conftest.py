@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import ranks
+import torch._dynamo  # noqa: F401 - the first optimizer imports it: not from several rank threads at once
 
 from penstock.torch import optimizer
 

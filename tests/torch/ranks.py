@@ -22,7 +22,7 @@ arm = "threads"  # or "native"
 _local = threading.local()
 
 
-def _current(caller="this call"):
+def current(caller="this call"):
     running = getattr(_local, "job", None)
     if running is None:
         raise ConfigError("not a rank")
@@ -84,12 +84,15 @@ def _shutdown(engine):
         engine.shutdown()
 
 
-def run(function, size=2, *, lazy=True, sending=3, world_size=None, broadcast_buffers=False):
+def run(function, size=2, *, lazy=True, sending=3, world_size=None, broadcast_buffers=False, shuffled=None):
     """Call ``function(rank, engine)`` as each rank and return the results by rank; the first error is raised.
 
     With ``size=1, world_size=2`` the code under test believes in another rank, which always agrees and never lags.
+    `shuffled` is a seed: arrivals are random, on the fake engine.
     """
     with _hub(size, lazy, sending) as hub:
+        if shuffled is not None and arm == "threads":
+            hub.shuffle(shuffled)
         results = _run(hub, function, size, world_size or size, broadcast_buffers)
     assert not hub.violations, hub.violations
     return results
@@ -110,7 +113,7 @@ def _run(hub, function, size, world_size, broadcast_buffers):
             errors.append(error)
             hub.fail(rank, error)
 
-    original, job.current = job.current, _current
+    original, job.current = job.current, current
     try:
         threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(size)]
         for thread in threads:

@@ -71,6 +71,20 @@ def loop(steps, rows, seen=schemes, schemes="auto", size=3):
     return run(main, size)
 
 
+@pytest.mark.fake_only
+def test_an_error_names_the_step_of_facts_as_that_of_gradients():
+    def main(rank, engine):
+        model = make()
+        model, optimizer = distribute(model, sgd(model), schemes="auto")
+        loss_with(lambda rank, step: 2)(model, rank, 0).backward()
+        optimizer.step()
+        facts = engine.books[owner_of(model).choice.id][0]
+        owner_of(model).finish()
+        return [step for sender, book, step in engine.hub.steps if sender == rank and book == facts]
+
+    assert run(main, 2) == [[0], [0]]
+
+
 def test_few_rows_of_a_large_layer_go_over_to_factors_on_all_ranks_after_the_same_step():
     found = loop(4, lambda rank, step: 2 + rank)
     assert found[0] == found[1] == found[2]
@@ -78,12 +92,12 @@ def test_few_rows_of_a_large_layer_go_over_to_factors_on_all_ranks_after_the_sam
 
 
 def test_one_rank_with_many_rows_keeps_all_at_the_store():
-    found = loop(3, lambda rank, step: 2 if rank else 2000)
+    found = loop(3, lambda rank, step: 2 if rank else 600)
     assert {step["0"] for of_rank in found for step in of_rank} == {"store"}
 
 
 def test_the_choice_follows_the_rows_at_the_next_step_that_is_due():
-    found = loop(12, lambda rank, step: 2 if step < 5 else 2000)
+    found = loop(12, lambda rank, step: 2 if step < 5 else 600)
     assert found[0] == found[1]
     assert [step["0"] for step in found[0]] == ["store", *["factors"] * 9, "store", "store"]
 
@@ -115,7 +129,7 @@ def test_query_and_explain_at_run_time():
 
 
 def test_schemes_that_are_given_stay():
-    found = loop(3, lambda rank, step: 2000, schemes={"0": "factors"}, size=2)
+    found = loop(3, lambda rank, step: 600, schemes={"0": "factors"}, size=2)
     assert [step["0"] for step in found[0]] == ["factors"] * 3
     found = loop(3, lambda rank, step: 2, schemes=None, size=2)
     assert [step["0"] for step in found[0]] == ["store"] * 3

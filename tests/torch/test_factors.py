@@ -483,3 +483,93 @@ def test_disagreeing_averages_are_an_error_and_not_a_wrong_number():
             ps.synchronize(optimizer)
 
     run(main)
+
+
+# Project Adam
+
+
+def test_adam_equals_the_dense_path_whoever_owns_a_layer():
+    adam = {"*": "adam"}
+    for size in (2, 3):
+        check(schemes=adam, size=size)
+    both_paths(_accumulating, schemes=adam)
+    both_paths(_accumulating, schemes={"0": "adam", "2": "factors", "4": "adam"}, size=3)
+
+
+def _accumulating(model, optimizer, rank):
+    """Several backwards before a step, gradients that stay, reads of gradients, layers that some ranks do not use."""
+    for step in range(6):
+        wide_loss(model, rank, step).backward()
+        if step % 2:
+            wide_loss(model, rank, 50 + step).backward()
+        if step == 3:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if step == 4 and rank == 0:
+            model[0](torch.ones(1, 24, dtype=torch.float64)).sum().backward()
+        elif step == 4:
+            model[2](torch.ones(1, 40, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        if step != 2:
+            optimizer.zero_grad(set_to_none=step != 3)
+    return values(model)
+
+
+def test_adam_sends_factors_up_and_the_average_down():
+    def main(rank, engine):
+        model = seeded(nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 64)))
+        model, optimizer = distribute(model, sgd(model), schemes={"*": "adam"})
+        before = engine.report().get("bytes_sent", 0)
+        engine.all_gather("all are here", b"")
+        model(torch.ones(2, 256, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        owner_of(model).finish()
+        engine.all_gather("all have it", b"")
+        owners = [gather.owner for gather in owner_of(model).gathers.values()]
+        return owners, engine.report().get("bytes_sent", 0) - before
+
+    results = run(main, 3)
+    assert [owners for owners, _ in results] == [[0, 1]] * 3
+    if results[0][1]:  # the native engine counts
+        up = [2 * (256 + 128) * 8, 2 * (128 + 64) * 8]
+        down = [(256 + 1) * 128 * 8, (128 + 1) * 64 * 8]
+        expected = [2 * down[0] + up[1], up[0] + 2 * down[1], up[0] + up[1]]
+        for (_, sent), least in zip(results, expected, strict=True):
+            assert least <= sent <= least + 4000, (sent, least)
+
+
+def test_owners_cannot_leave():
+    def main(rank, engine):
+        model = make_wide()
+        model, optimizer = distribute(model, sgd(model), schemes={"*": "adam"})
+        with pytest.raises(ConfigError, match="layers that use adam, such as 0"), ps.join():
+            wide_loss(model, rank, 0).backward()
+            optimizer.step()
+
+    run(main)
+
+
+# Memory
+
+
+def test_memory_is_used_again_unless_somebody_keeps_the_gradient():
+    def main(rank, engine):
+        model = seeded(nn.Sequential(nn.Linear(24, 40)))
+        model, optimizer = distribute(model, sgd(model), schemes=FACTORS)
+        addresses, kept, copies = [], [], []
+        for step in range(6):
+            model(examples(rank, step, rows=2, inputs=24)[0]).sum().backward()
+            optimizer.step()
+            owner_of(model).finish()
+            grad = model[0].weight.grad
+            addresses.append(grad.data_ptr())
+            if step in (2, 4):
+                kept.append(grad.numpy() if step == 2 else grad[1:3])
+                copies.append(torch.as_tensor(kept[-1]).clone())
+            del grad
+            optimizer.zero_grad()
+        assert all(torch.equal(torch.as_tensor(one), two) for one, two in zip(kept, copies, strict=True))
+        assert addresses[0] == addresses[1] == addresses[2] != addresses[3]
+        assert addresses[3] == addresses[4] != addresses[5]
+
+    run(main)

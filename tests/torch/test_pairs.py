@@ -89,7 +89,7 @@ def test_duplicates_are_merged_before_they_are_sent():
         sent[rank] = gather_of(model).rows, gather_of(model).cost_bytes(2)
 
     run(main)
-    assert sent[0] == sent[1] == (2, 64 + 2 * (8 + 6 * 8))
+    assert sent[0] == sent[1] == (2, 48 + 2 * (8 + 6 * 8))
 
 
 def test_many_rows_are_sent_as_a_dense_gradient():

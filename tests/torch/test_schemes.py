@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import examples, run, same_everywhere, seeded, values
 from scenarios import make_mlp, mse, sgd
-from test_factors import FACTORS, both_paths, engaged, owner_of, wide_loss
+from test_factors import FACTORS, both_paths, engaged, make_wide, owner_of, wide_loss
 from torch import nn
 from torch.nn import functional as F
 
@@ -34,6 +34,26 @@ def test_switching_at_run_time():
     both_paths(loop)
 
 
+@pytest.mark.fake_only
+def test_bits_do_not_depend_on_when_the_engine_has_sent():
+    """A gradient that is still being sent when it is to be zeroed is replaced; zeros are zeros either way."""
+
+    def main(rank, engine):
+        model = make_wide()
+        model, optimizer = distribute(model, sgd(model), schemes=FACTORS)
+        for step in range(6):
+            owner_of(model).set_schemes({"0": "factors" if step % 2 else "store"})
+            wide_loss(model, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        dense = owner_of(model).gathers["0"].dense_sent
+        return dense, values(model)
+
+    soon, late = (run(main, 2, sending=calls) for calls in (0, 1000))
+    assert [dense for dense, _ in soon] == [dense for dense, _ in late]
+    assert same_everywhere([found for _, found in (*soon, *late)])
+
+
 def test_less_is_sent():
     sent = {}
 
@@ -53,8 +73,8 @@ def test_less_is_sent():
     ("schemes", "message"),
     [
         ({"fc": "factors"}, "no layer matches 'fc'; the layers are 0, 2, 4"),
-        ({"0": "ring"}, "one of store, factors, pairs is expected"),
-        ({"0": "pairs"}, "pairs are for nn.Embedding"),
+        ({"0": "ring"}, "one of store, factors, pairs, adam, .* is expected"),
+        ({"0": "pairs"}, "pairs is for nn.Embedding"),
         ({"0": 3}, "is expected"),
     ],
 )
@@ -169,6 +189,53 @@ def _part():
 def test_why_a_layer_stays_dense(make, reason):
     args = (3, 3) if make is Doubled else ()
     assert reason in why_dense(make(*args))
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x, weight)
+        return torch.relu(F.linear(x, weight))
+
+    @staticmethod
+    def backward(ctx, upstream):
+        x, weight = ctx.saved_tensors
+        upstream = upstream * (F.linear(x, weight) > 0)
+        rows = ctx.layer.rows
+        if rows is not None and rows.takes(ctx, 1):
+            rows.record(x, upstream)
+            return upstream @ weight, None, None
+        return upstream @ weight, upstream.t() @ x, None
+
+
+class Fused(nn.Linear):
+    """A layer with a forward of its own, which knows its rows."""
+
+    rows = None
+
+    def forward(self, x):
+        return _Fused.apply(x, self.weight, self)
+
+    def send_rows_to(self, rows):
+        self.rows = rows
+
+
+def test_a_layer_with_a_forward_of_its_own_takes_part_if_it_can():
+    def make():
+        return seeded(nn.Sequential(nn.Linear(24, 40), Fused(40, 40, bias=False), nn.Linear(40, 20)))
+
+    def loop(model, optimizer, rank):
+        for step in range(5):
+            wide_loss(model, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            owner_of(model).set_schemes({"1": "store" if step == 2 else "factors"})
+        gather = owner_of(model).gathers["1"]
+        assert (gather.dense_sent, gather.seq) in ((0, 4), (0, 3))  # given, or switched to after the first step
+        return values(model)
+
+    both_paths(loop, make)
 
 
 def test_why_a_layer_stays_dense_in_its_model():

@@ -73,8 +73,15 @@ def compiled_function_of_raw_parameters(model, optimizer, compile_):
     return compile_(forward), optimizer
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("fullgraph", [False, True], ids=["graph breaks", "fullgraph"])
+@pytest.mark.parametrize(
+    ("fullgraph", "backend"),
+    [
+        pytest.param(False, "eager", id="graph breaks-eager"),
+        pytest.param(True, "aot_eager", id="fullgraph-aot_eager"),
+        pytest.param(False, "aot_eager", id="graph breaks-aot_eager", marks=pytest.mark.long),
+        pytest.param(True, "eager", id="fullgraph-eager", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize(
     "prepare",
     [

@@ -4,13 +4,16 @@ It keeps to the contract at its edges, so that whatever the front end leaves to 
 
 - memory in flight is filled with NaN bytes, as if half-summed: whoever reads it early is found out;
 - by default a result is written only when its rank waits for it (`lazy`), which is as late as allowed;
-- after completion the memory is still "being sent" for a while; a change of it meanwhile is noted in `Hub.violations`.
+- after completion the memory is still "being sent" for a while; a change of it meanwhile is noted in `Hub.violations`;
+- with `Hub.shuffled` each rank finds another random part of what is complete whenever it looks.
 """
 
 from __future__ import annotations
 
 import ctypes
+import random
 import threading
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -31,7 +34,9 @@ WAIT_S = 20.0
 class Exchange:
     op: str
     dtype: str
+    wire: str | None = None  # the type to which numbers are rounded on their way
     given: dict[int, torch.Tensor | None] = field(default_factory=dict)  # by rank; None: absent
+    only_to: dict[int, int | None] = field(default_factory=dict)  # by rank, in a gather
     result: torch.Tensor | None = None
     done: bool = False
 
@@ -52,7 +57,15 @@ class Hub:
         self.failed: BaseException | None = None
         self.violations: list[str] = []
         self.submissions: list[tuple[int, str, str, str]] = []  # rank, book, tensor, "present" or "absent"
+        self.steps: list[tuple[int, str, int]] = []  # rank, book, the step that an error would name
+        self.shuffled: int | None = None  # a seed
         self.engines = [FakeEngine(self, rank) for rank in range(size)]
+
+    def shuffle(self, seed: int) -> None:
+        """Let arrivals be random, and threads change places often."""
+        self.shuffled = seed
+        for engine in self.engines:
+            engine.chance = random.Random(1000 * seed + engine.rank)
 
     def fail(self, rank: int, error: BaseException) -> None:
         with self.changed:
@@ -83,12 +96,16 @@ def _combine(exchange: Exchange, present: list[torch.Tensor], ranks: int) -> tor
     if exchange.op == "copy":
         assert len(present) == 1, "exactly one rank contributes to a copy"
         return present[0]
-    accumulate = torch.float32 if exchange.dtype in ("f16", "bf16") else present[0].dtype
+    if exchange.wire is not None:  # here an owner's own contribution, too
+        present = [given.to(TYPES[exchange.wire]) for given in present]
+    accumulate = torch.float32 if present[0].dtype in (torch.float16, torch.bfloat16) else present[0].dtype
     total = present[0].to(accumulate)
     for other in present[1:]:
         total = total + other.to(accumulate)
     if exchange.op == "average":
         total = total / ranks
+    if exchange.wire is not None:
+        total = total.to(TYPES[exchange.wire])
     return total.to(TYPES[exchange.dtype])
 
 
@@ -118,6 +135,7 @@ class FakeEngine:
         self.phases: list[str] = []
         self.waits: list[list[str]] = []  # names of the tensors, per call that found something in flight
         self.early: set[str] = set()  # names of tensors that arrive by themselves, even where all else is lazy
+        self.chance: random.Random | None = None  # which tensors arrive now
         self.creeping = 0  # bytes of every other tensor that arrive with each look, from its beginning
 
     def all_gather(self, what: str, blob: bytes) -> list[bytes]:
@@ -142,15 +160,15 @@ class FakeEngine:
         self.places[book] = places
 
     def submit(self, book, tensor, ptr, nbytes, op, step, more=False) -> int:
-        return self._submit(book, tensor, ptr, nbytes, op, present=True)
+        return self._submit(book, tensor, ptr, nbytes, op, step, present=True)
 
     def submit_absent(self, book, tensor, ptr, nbytes, op, step, more=False) -> int:
-        return self._submit(book, tensor, ptr, nbytes, op, present=False)
+        return self._submit(book, tensor, ptr, nbytes, op, step, present=False)
 
-    def _submit(self, book, tensor, ptr, nbytes, op, *, present) -> int:
+    def _submit(self, book, tensor, ptr, nbytes, op, step, *, present) -> int:
         name, _, tensors = self.books[book]
         label, _, dtype, elems, *scheme = tensors[tensor]
-        assert not scheme, f"{label} is gathered"
+        assert scheme[:1] != ["gather"], f"{label} is gathered"
         assert nbytes == elems * TYPES[dtype].itemsize, (label, nbytes)
         assert (book, tensor) not in self.flights, f"{label} is in flight already"
         memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(ptr), dtype=torch.uint8)
@@ -165,10 +183,11 @@ class FakeEngine:
         with hub.changed:
             key = (book, tensor, self.seqs[book][tensor])
             self.seqs[book][tensor] += 1
-            exchange = hub.exchanges.setdefault(key, Exchange(op, dtype))
+            exchange = hub.exchanges.setdefault(key, Exchange(op, dtype, *scheme[1:]))
             assert exchange.op == op
             exchange.given[self.rank] = memory.clone().view(TYPES[dtype]) if present else None
             hub.submissions.append((self.rank, name, label, "present" if present else "absent"))
+            hub.steps.append((self.rank, name, step))
             memory.fill_(0xFF)  # NaN of any floating type
             self.token += 1
             self.flights[book, tensor] = Flight(key, memory, self.token, label)
@@ -176,16 +195,19 @@ class FakeEngine:
             hub.settle()
         return self.token
 
-    def submit_gather(self, book, tensor, ptr, nbytes, step, more=False) -> int:
+    def submit_gather(self, book, tensor, ptr, nbytes, step, more=False, only_to=None) -> int:
         label, _, dtype, most, scheme = self.books[book][2][tensor]
         assert (dtype, scheme) == ("bytes", "gather") and nbytes <= most, (label, nbytes, most)
         assert (book, tensor) not in self.flights, f"{label} is in flight already"
-        memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(ptr), dtype=torch.uint8)
+        memory = torch.empty(0, dtype=torch.uint8)
+        if nbytes:
+            memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(ptr), dtype=torch.uint8)
         hub = self.hub
         with hub.changed:
             key = (book, tensor, self.seqs[book][tensor])
             self.seqs[book][tensor] += 1
-            hub.exchanges.setdefault(key, Exchange("gather", dtype)).given[self.rank] = memory.clone()
+            exchange = hub.exchanges.setdefault(key, Exchange("gather", dtype))
+            exchange.given[self.rank], exchange.only_to[self.rank] = memory.clone(), only_to
             hub.submissions.append((self.rank, self.books[book][0], label, "present"))
             hub.gathered_bytes += nbytes
             self.token += 1
@@ -197,11 +219,19 @@ class FakeEngine:
     def gathered(self, book, tensor) -> list:
         exchange = self.hub.exchanges[self.last[book, tensor]]
         assert exchange.done and (book, tensor) not in self.flights
-        return [len(exchange.given[rank]) if rank in exchange.given else None for rank in range(self.hub.size)]
+        return [self._given_here(exchange, rank) for rank in range(self.hub.size)]
+
+    def _given_here(self, exchange, rank) -> int | None:
+        """How many bytes of a rank's contribution are there on this one."""
+        if rank not in exchange.given:
+            return None
+        meant = exchange.only_to[rank] in (None, self.rank) or rank == self.rank
+        return len(exchange.given[rank]) if meant else 0
 
     def read_gathered(self, book, tensor, rank, offset, ptr, nbytes) -> None:
-        given = self.hub.exchanges[self.last[book, tensor]].given[rank]
-        assert offset + nbytes <= len(given) and rank != self.rank
+        exchange = self.hub.exchanges[self.last[book, tensor]]
+        given = exchange.given[rank]
+        assert offset + nbytes <= self._given_here(exchange, rank) and rank != self.rank
         target = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(ptr), dtype=torch.uint8)
         target.copy_(given[offset : offset + nbytes])
 
@@ -244,11 +274,14 @@ class FakeEngine:
                     entry[0] = 0
 
     def poll(self, book, tensors) -> list[int]:
+        if self.chance is not None:
+            time.sleep(self.chance.choice([0.0, 0.0, 1e-4]))
         with self.hub.changed:
             if self.hub.failed is not None:
                 raise PeerLost(f"another rank failed: {self.hub.failed}", rank=0)
             for tensor in tensors:
                 arrives = not self.hub.lazy or self.books[book][2][tensor][0] in self.early
+                arrives = arrives or (self.chance is not None and self.chance.random() < 0.4)
                 if arrives and (book, tensor) in self.flights and self._done(book, tensor):
                     self._land(book, tensor)
         return [tensor for tensor in tensors if (book, tensor) not in self.flights]

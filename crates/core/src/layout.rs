@@ -61,6 +61,19 @@ pub enum Dtype {
 }
 
 impl Dtype {
+    const ALL: [Self; 10] = [
+        Self::F32,
+        Self::F64,
+        Self::F16,
+        Self::Bf16,
+        Self::I64,
+        Self::I32,
+        Self::I16,
+        Self::I8,
+        Self::U8,
+        Self::Bytes,
+    ];
+
     /// Bytes per element.
     #[must_use]
     pub fn size_bytes(self) -> usize {
@@ -69,6 +82,23 @@ impl Dtype {
             Self::F64 | Self::I64 => 8,
             Self::F16 | Self::Bf16 | Self::I16 => 2,
             Self::I8 | Self::U8 | Self::Bytes => 1,
+        }
+    }
+
+    /// Its name, as it is parsed.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::F64 => "f64",
+            Self::F16 => "f16",
+            Self::Bf16 => "bf16",
+            Self::I64 => "i64",
+            Self::I32 => "i32",
+            Self::I16 => "i16",
+            Self::I8 => "i8",
+            Self::U8 => "u8",
+            Self::Bytes => "bytes",
         }
     }
 
@@ -83,22 +113,9 @@ impl std::str::FromStr for Dtype {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self, Error> {
-        Ok(match name {
-            "f32" => Self::F32,
-            "f64" => Self::F64,
-            "f16" => Self::F16,
-            "bf16" => Self::Bf16,
-            "i64" => Self::I64,
-            "i32" => Self::I32,
-            "i16" => Self::I16,
-            "i8" => Self::I8,
-            "u8" => Self::U8,
-            "bytes" => Self::Bytes,
-            _ => {
-                return Err(Error::Config(format!(
-                    "unknown dtype {name:?}: expected f32, f64, f16, bf16, i64, i32, i16, i8, u8 or bytes"
-                )));
-            }
+        Self::ALL.into_iter().find(|dtype| dtype.name() == name).ok_or_else(|| {
+            let names = Self::ALL.map(Self::name).join(", ");
+            Error::Config(format!("unknown dtype {name:?}: expected one of {names}"))
         })
     }
 }
@@ -112,6 +129,9 @@ pub struct Tensor {
     pub layer: LayerId,
     /// Element type.
     pub dtype: Dtype,
+    /// Its wire type, that is, as what its elements travel: `dtype`, or for fp32 in the store a half type to which contributions
+    /// and results are rounded ([`crate::reduce::round`]).
+    pub wire: Dtype,
     /// Number of elements.
     pub elems: u64,
     /// How its slices are synchronised.
@@ -127,13 +147,19 @@ impl Tensor {
     #[must_use]
     pub fn new(name: impl Into<String>, layer: LayerId, dtype: Dtype, elems: u64) -> Self {
         let scheme = Scheme::Store;
-        Self { name: name.into(), layer, dtype, elems, scheme, first_slice: 0, slice_count: 0 }
+        Self { name: name.into(), layer, dtype, wire: dtype, elems, scheme, first_slice: 0, slice_count: 0 }
     }
 
     /// The same tensor with another scheme.
     #[must_use]
     pub fn with_scheme(self, scheme: Scheme) -> Self {
         Self { scheme, ..self }
+    }
+
+    /// The same tensor with another wire type.
+    #[must_use]
+    pub fn with_wire(self, wire: Dtype) -> Self {
+        Self { wire, ..self }
     }
 
     /// Length in bytes.
@@ -152,6 +178,8 @@ pub struct Slice {
     pub offset_bytes: u64,
     /// Its length in bytes, at least 1. Of a gathered tensor, which has one slice: the longest payload of a frame.
     pub len_bytes: u32,
+    /// Its length in the tensor's wire type: the payload of a frame of the store that carries all of it.
+    pub wire_bytes: u32,
     /// The rank whose shard sums it; of a collective the rank that counts as the first. A gathered tensor has no owner, and this
     /// says nothing.
     pub owner: Rank,
@@ -172,7 +200,7 @@ pub struct Book {
     pub tensors: Vec<Tensor>,
     /// Slices, grouped by tensor.
     pub slices: Vec<Slice>,
-    /// Bytes of the store that each rank owns.
+    /// Bytes of the store that each rank owns, as they travel.
     pub owned_bytes: Vec<u64>,
     /// Slices of the store that each rank owns.
     pub owned_slices: Vec<u32>,
@@ -217,7 +245,16 @@ impl Book {
                 tensor.slice_count = 1;
                 let (tensor, len_bytes, lane) = (id as u32, slice_bytes as u32, gathered % lanes);
                 let (owner, at_owner, offset_bytes) = (Rank(0), 0, 0);
-                book.slices.push(Slice { tensor, offset_bytes, len_bytes, owner, at_owner, lane });
+                let wire_bytes = len_bytes;
+                book.slices.push(Slice {
+                    tensor,
+                    offset_bytes,
+                    len_bytes,
+                    wire_bytes,
+                    owner,
+                    at_owner,
+                    lane,
+                });
                 gathered += 1;
                 continue;
             }
@@ -234,13 +271,7 @@ impl Book {
             let mut start = 0;
             while start < tensor.elems {
                 let elems = piece_elems.min(tensor.elems - start);
-                book.push_slice(
-                    id as u32,
-                    tensor.scheme,
-                    start * elem_bytes,
-                    (elems * elem_bytes) as u32,
-                    lanes,
-                );
+                book.push_slice(id as u32, tensor, start * elem_bytes, elems as u32, lanes);
                 start += elems;
             }
             tensor.slice_count = book.slices.len() as u32 - tensor.first_slice;
@@ -252,22 +283,23 @@ impl Book {
     fn push_slice(
         &mut self,
         tensor: TensorId,
-        scheme: Scheme,
+        Tensor { dtype, wire, scheme, .. }: &Tensor,
         offset_bytes: u64,
-        len_bytes: u32,
+        elems: u32,
         lanes: u32,
     ) {
         let ranks = self.owned_bytes.len();
-        let (owner, at_owner) = if scheme == Scheme::Store {
+        let [len_bytes, wire_bytes] = [dtype, wire].map(|of| elems * of.size_bytes() as u32);
+        let (owner, at_owner) = if *scheme == Scheme::Store {
             let owner = (0..ranks).min_by_key(|&r| self.owned_bytes[r]).unwrap_or(0);
-            self.owned_bytes[owner] += u64::from(len_bytes);
+            self.owned_bytes[owner] += u64::from(wire_bytes);
             self.owned_slices[owner] += 1;
             (owner, self.owned_slices[owner] - 1)
         } else {
             let number = self.collective_slices;
             self.collective_slices += 1;
             // All but the central server take turns, so that roots and folds load all ranks alike.
-            (if scheme == Scheme::Central { 0 } else { number as usize % ranks }, number)
+            (if *scheme == Scheme::Central { 0 } else { number as usize % ranks }, number)
         };
         // Dealt within each owner's slices, so that every lane talks to every owner.
         let lane = at_owner % lanes;
@@ -275,6 +307,7 @@ impl Book {
             tensor,
             offset_bytes,
             len_bytes,
+            wire_bytes,
             owner: Rank(owner as u32),
             at_owner,
             lane,
@@ -357,6 +390,17 @@ fn check(
         let (name, max) = (&tensor.name, limits::GATHER_BYTES_MAX);
         return fail(format!("tensor {name:?} is gathered, so it must be of at most {max} bytes"));
     }
+    let rounded = |t: &&Tensor| t.wire != t.dtype;
+    let unfit = |t: &&Tensor| {
+        t.dtype != Dtype::F32 || !matches!(t.wire, Dtype::F16 | Dtype::Bf16) || t.scheme != Scheme::Store
+    };
+    if let Some(tensor) = tensors.iter().filter(rounded).find(unfit) {
+        let Tensor { name, dtype, wire, scheme, .. } = tensor;
+        let (dtype, wire, scheme) = (dtype.name(), wire.name(), scheme.name());
+        return fail(format!(
+            "tensor {name:?} is {dtype} synchronised by {scheme} and cannot travel as {wire}; f32 in the store can, as f16 or bf16"
+        ));
+    }
     match tensors.iter().find(|t| t.layer as usize >= layers.len()) {
         Some(tensor) => fail(format!(
             "tensor {:?} names layer {}, but there are {}",
@@ -379,9 +423,15 @@ mod tests {
             sizes in proptest::collection::vec(0u64..200_000, 0..40),
             ranks in 1u32..18, lanes in 1u32..5, slice_bytes in 1024usize..70_000,
         ) {
-            let dtypes = [Dtype::F32, Dtype::F64, Dtype::F16, Dtype::Bytes];
-            let tensors: Vec<Tensor> =
-                sizes.iter().enumerate().map(|(i, &n)| Tensor::new(format!("t{i}"), 0, dtypes[i % 4], n)).collect();
+            let types = [
+                (Dtype::F32, Dtype::F32), (Dtype::F64, Dtype::F64), (Dtype::F32, Dtype::Bf16), (Dtype::F16, Dtype::F16),
+                (Dtype::Bytes, Dtype::Bytes), (Dtype::F32, Dtype::F16),
+            ];
+            let tensor = |(i, &n): (usize, &u64)| {
+                let (dtype, wire) = types[i % types.len()];
+                Tensor::new(format!("t{i}"), 0, dtype, n).with_wire(wire)
+            };
+            let tensors: Vec<Tensor> = sizes.iter().enumerate().map(tensor).collect();
             let book = Book::new("test", vec!["layer".into()], tensors, ranks, slice_bytes, lanes).unwrap();
             for (id, tensor) in book.tensors.iter().enumerate() {
                 let mut end = 0;
@@ -390,15 +440,20 @@ mod tests {
                     prop_assert_eq!(slice.offset_bytes, end);
                     prop_assert!(slice.len_bytes > 0 && slice.len_bytes as usize <= slice_bytes);
                     prop_assert_eq!(slice.len_bytes as usize % tensor.dtype.size_bytes(), 0);
+                    prop_assert_eq!(
+                        slice.wire_bytes as usize * tensor.dtype.size_bytes(),
+                        slice.len_bytes as usize * tensor.wire.size_bytes()
+                    );
                     prop_assert!(slice.lane < lanes);
                     end += u64::from(slice.len_bytes);
                 }
                 prop_assert_eq!(end, tensor.len_bytes());
             }
             let (max, min) = (book.owned_bytes.iter().max().unwrap(), book.owned_bytes.iter().min().unwrap());
-            let largest = book.slices.iter().map(|s| u64::from(s.len_bytes)).max().unwrap_or(0);
+            let largest = book.slices.iter().map(|s| u64::from(s.wire_bytes)).max().unwrap_or(0);
             prop_assert!(max - min <= largest, "owned {:?}, largest slice {}", book.owned_bytes, largest);
-            prop_assert_eq!(book.owned_bytes.iter().sum::<u64>(), book.tensors.iter().map(Tensor::len_bytes).sum::<u64>());
+            let wire_bytes = |tensor: &Tensor| tensor.elems * tensor.wire.size_bytes() as u64;
+            prop_assert_eq!(book.owned_bytes.iter().sum::<u64>(), book.tensors.iter().map(wire_bytes).sum::<u64>());
         }
     }
 
@@ -408,6 +463,28 @@ mod tests {
         let book = Book::new("model", vec!["fc".into()], tensors, 4, 1 << 20, 1).unwrap();
         assert_eq!(book.owned_slices, [2, 1, 1, 1]);
         assert_eq!(book.owned_bytes, [65536 + 400, 65536, 65536, 65536]);
+    }
+
+    #[test]
+    fn only_fp32_in_the_store_travels_as_another_type() {
+        let book = |dtype, wire, scheme| {
+            let tensor = Tensor::new("w", 0, dtype, 10).with_wire(wire).with_scheme(scheme);
+            Book::new("model", vec!["fc".into()], vec![tensor], 2, 4096, 1).map_err(|error| error.to_string())
+        };
+        assert!(book(Dtype::F32, Dtype::Bf16, Scheme::Store).is_ok());
+        assert!(book(Dtype::F32, Dtype::F16, Scheme::Store).is_ok());
+        for (dtype, wire, scheme) in [
+            (Dtype::F64, Dtype::Bf16, Scheme::Store),
+            (Dtype::F32, Dtype::F64, Scheme::Store),
+            (Dtype::F32, Dtype::I16, Scheme::Store),
+            (Dtype::Bf16, Dtype::F16, Scheme::Store),
+            (Dtype::F32, Dtype::Bf16, Scheme::Ring),
+        ] {
+            let message = book(dtype, wire, scheme).unwrap_err();
+            for word in ["\"w\"", dtype.name(), wire.name(), scheme.name()] {
+                assert!(message.contains(word), "{message}");
+            }
+        }
     }
 
     #[test]

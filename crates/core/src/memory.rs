@@ -19,4 +19,21 @@ pub trait Memory {
     /// of the inputs. All have the same length. One input whose reduction is itself ([`Reduction::keeps_one`]) is copied as
     /// bytes, for any dtype: NaN payloads and integers survive.
     fn reduce(&mut self, dtype: Dtype, how: Reduction, inputs: &[Self::Chunk], output: &Self::Chunk);
+
+    /// As [`Memory::reduce`] for a tensor of fp32 that travels as `wire`: `inputs` are of that type, but for number `own`, which is
+    /// fp32 as `output` is. They are combined in fp32; then the result is rounded ([`crate::reduce::round`]) and expanded again.
+    fn reduce_rounded(
+        &mut self,
+        wire: Dtype,
+        how: Reduction,
+        inputs: &[Self::Chunk],
+        own: Option<usize>,
+        output: &Self::Chunk,
+    );
+
+    /// Rounds `input`, fp32, to `output`, of type `wire`.
+    fn round(&mut self, wire: Dtype, input: &Self::Chunk, output: &Self::Chunk);
+
+    /// Expands `input`, of type `wire`, to `output`, fp32.
+    fn expand(&mut self, wire: Dtype, input: &Self::Chunk, output: &Self::Chunk);
 }

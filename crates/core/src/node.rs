@@ -9,7 +9,7 @@ use crate::exchange::{Context, Effect, Exchange, Flow, Site};
 use crate::layout::{Book, BookId, Rank, Seq, SliceId, Step, Tensor, TensorId};
 use crate::limits;
 use crate::memory::Memory;
-use crate::wire::{Header, Kind, Op, Outgoing, Place, unexpected};
+use crate::wire::{Header, Kind, Op, Outgoing, Place, other_wire_type, unexpected, wire_argument};
 use outbox::Outbox;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -66,6 +66,8 @@ pub enum Event<C> {
         memory: C,
         /// Its length, 0 for none.
         len_bytes: u32,
+        /// The only rank that gets it; to all others it is an empty one.
+        only_to: Option<Rank>,
     },
     /// A frame arrived; its payload lies where [`Node::place`] said.
     Frame {
@@ -281,8 +283,8 @@ impl<M: Memory> Node<M> {
                     return Err(Error::Config(format!("book {book} is not open")));
                 };
                 let ids = state.book.clone();
-                let Tensor { name, dtype, .. } = &ids.tensors[tensor as usize];
-                if let Some(why) = op.refused(*dtype) {
+                let Tensor { name, dtype, wire, .. } = &ids.tensors[tensor as usize];
+                if let Some(why) = op.refused_on_wire(*dtype, *wire) {
                     return Err(Error::Config(format!("{}: {op:?} of {name} ({dtype:?}): {why}", ids.name)));
                 }
                 for id in ids.slices_of(tensor) {
@@ -300,7 +302,7 @@ impl<M: Memory> Node<M> {
                 }
                 Ok(())
             }
-            Event::Gather { book, tensor, seq, step, memory, len_bytes } => {
+            Event::Gather { book, tensor, seq, step, memory, len_bytes, only_to } => {
                 let Some(Some(state)) = self.books.get(usize::from(book)) else {
                     return Err(Error::Config(format!("book {book} is not open")));
                 };
@@ -309,7 +311,7 @@ impl<M: Memory> Node<M> {
                 let header = Header { book, slice, seq, step, argument: len_bytes, ..kind };
                 self.exchange(
                     &header,
-                    |exchange, context| exchange.submit(&header, memory, false, context),
+                    |exchange, context| exchange.gather(&header, &memory, only_to, context),
                     actions,
                 )
             }
@@ -419,10 +421,15 @@ impl<M: Memory> Node<M> {
             return Err(unexpected(from, header));
         }
         let site = site(&self.config, &self.left, &state.book, header.slice);
+        let carries_slice = matches!(header.kind, Kind::Push | Kind::Answer);
+        if carries_slice && header.argument != wire_argument(site.dtype, site.wire) {
+            let tensor = state.book.tensor_of(header.slice);
+            return Err(other_wire_type(from, header, &tensor.name, site.wire));
+        }
         let expected = state.slices[header.slice as usize].expects(from, header, &site);
         // What is done with the contributions is said by those who contribute; answers need not repeat it. A gather does nothing.
         let combined = header.kind.takes_part() && header.kind != Kind::Gather;
-        let refused = combined && header.op.refused(site.dtype).is_some();
+        let refused = combined && header.op.refused_on_wire(site.dtype, site.wire).is_some();
         if expected && !refused { Ok(()) } else { Err(unexpected(from, header)) }
     }
 
@@ -511,13 +518,20 @@ impl<M: Memory> Node<M> {
 
     /// The frame to send to `peer` next, decided now. Its payload must stay unchanged until it is written.
     pub fn next_frame(&mut self, peer: Rank) -> Option<Outgoing<M::Chunk>> {
-        let frame = self.outboxes[peer.index()].pop()?;
+        let mut frame = self.outboxes[peer.index()].pop()?;
         self.counters.frames_sent += 1;
         if frame.header.kind.is_exchange() {
             let at = usize::from(frame.header.book);
             if let Some(Some(state)) = self.books.get(at) {
-                let layer = state.book.tensor_of(frame.header.slice).layer as usize;
-                self.counters.traffic[at][layer].sent_bytes += u64::from(frame.header.payload_bytes);
+                let Tensor { layer, dtype, wire, .. } = *state.book.tensor_of(frame.header.slice);
+                self.counters.traffic[at][layer as usize].sent_bytes += u64::from(frame.header.payload_bytes);
+                // Rounded now and not when it was queued: so no more scratch is in use than what is being written. Of an
+                // answer this loses nothing, for the result has been rounded.
+                if let Some(payload) = frame.payload.as_mut().filter(|_| wire != dtype) {
+                    let rounded = self.memory.scratch(frame.header.payload_bytes as usize);
+                    self.memory.round(wire, payload, &rounded);
+                    *payload = rounded;
+                }
             }
         }
         Some(frame)
@@ -544,6 +558,6 @@ impl<M: Memory> Node<M> {
 
 fn site<'a>(config: &Config, left: &'a [bool], book: &'a Book, slice: SliceId) -> Site<'a> {
     let (rank, ranks, tensor) = (config.rank, config.ranks, book.tensor_of(slice));
-    let (dtype, tensor_bytes) = (tensor.dtype, tensor.len_bytes());
-    Site { rank, ranks, left, slice: &book.slices[slice as usize], dtype, tensor_bytes }
+    let (dtype, wire, tensor_bytes) = (tensor.dtype, tensor.wire, tensor.len_bytes());
+    Site { rank, ranks, left, slice: &book.slices[slice as usize], dtype, wire, tensor_bytes }
 }

@@ -44,16 +44,19 @@ pub struct Accumulator {
     widened: Vec<f32>,
     /// Of all integer types. Empty until the first block of integers.
     i64: Vec<i64>,
+    /// Bits of results on their way through a half type. Empty until there is such a block.
+    half: Vec<u16>,
 }
 
 impl Default for Accumulator {
     fn default() -> Self {
-        let i64 = Vec::new();
+        let (i64, half) = (Vec::new(), Vec::new());
         Self {
             f32: vec![0.0; BLOCK_ELEMS],
             f64: vec![0.0; BLOCK_ELEMS],
             widened: vec![0.0; BLOCK_ELEMS],
             i64,
+            half,
         }
     }
 }
@@ -210,6 +213,54 @@ impl Accumulator {
             _ => bytemuck::cast_slice_mut(output).copy_from_slice(sums),
         }
     }
+
+    /// As [`Accumulator::finish`] in fp32, but every result is rounded to the half type `wire` and expanded again.
+    ///
+    /// # Panics
+    /// As [`round`].
+    pub fn finish_rounded(&mut self, wire: Dtype, how: Reduction, output: &mut [u8]) {
+        let mut half = std::mem::take(&mut self.half);
+        half.resize(BLOCK_ELEMS, 0);
+        let rounded = &mut half[..output.len() / Dtype::F32.size_bytes()];
+        self.finish(wire, how, bytemuck::cast_slice_mut(rounded));
+        expand(wire, bytemuck::cast_slice(rounded), output);
+        self.half = half;
+    }
+}
+
+/// Rounds fp32 to the half type `wire`, to the nearest, of two equally near to the even one: as IEEE 754 and torch do. What is
+/// too large becomes infinite, NaN stays NaN, and subnormals of the half type are kept.
+///
+/// Infinite and not the largest: a gradient that overflows is to be seen, by loss scaling above all, which halves its scale then.
+///
+/// # Panics
+/// If `wire` is no half type, lengths do not match, or a view is not aligned to its elements.
+pub fn round(wire: Dtype, input: &[u8], output: &mut [u8]) {
+    let input = bytemuck::cast_slice(input);
+    match wire {
+        Dtype::F16 => bytemuck::cast_slice_mut::<u8, f16>(output).convert_from_f32_slice(input),
+        Dtype::Bf16 => bytemuck::cast_slice_mut::<u8, bf16>(output).convert_from_f32_slice(input),
+        _ => unreachable!("{} is no wire type of fp32", wire.name()),
+    }
+}
+
+/// Expands the half type `wire` to fp32, which is exact.
+///
+/// # Panics
+/// As [`round`].
+pub fn expand(wire: Dtype, input: &[u8], output: &mut [u8]) {
+    let output = bytemuck::cast_slice_mut(output);
+    match wire {
+        Dtype::F16 => bytemuck::cast_slice::<u8, f16>(input).convert_to_f32_slice(output),
+        Dtype::Bf16 => bytemuck::cast_slice::<u8, bf16>(input).convert_to_f32_slice(output),
+        _ => unreachable!("{} is no wire type of fp32", wire.name()),
+    }
+}
+
+/// Where the fp32 numbers lie whose halves lie in `range`; both in bytes.
+#[must_use]
+pub fn in_f32(range: &std::ops::Range<usize>) -> std::ops::Range<usize> {
+    2 * range.start..2 * range.end
 }
 
 /// Byte ranges of the blocks of a piece of `len_bytes`.
@@ -272,6 +323,61 @@ mod tests {
             }
         }
 
+        /// Against the definition: no half is nearer, and of two equally near the even one is taken; the step above the largest
+        /// finite one counts as infinity.
+        #[test]
+        fn rounding_takes_the_nearest_and_of_two_the_even_half(bits: u32, nearby in 0u32..1 << 17, wide: bool) {
+            // Half of the cases with exponents around those of fp16, subnormals included.
+            let bits = if wide { bits } else { (bits & 0x8000_0000) | (0x3200_0000 + (bits & 0x1fff) * 0x1000 + nearby) };
+            let x = f32::from_bits(bits);
+            for (wire, infinity) in [(Dtype::F16, 65536.0), (Dtype::Bf16, 2f64.powi(128))] {
+                let half = round_one(wire, x);
+                if x.is_nan() {
+                    prop_assert!(expand_one(wire, half).is_nan());
+                    continue;
+                }
+                prop_assert_eq!(half >> 15, (bits >> 31) as u16, "the sign stays, that of zero too");
+                let magnitude = half & 0x7fff;
+                let value = |magnitude: u16| {
+                    let value = f64::from(expand_one(wire, magnitude));
+                    if value.is_infinite() { infinity } else { value }
+                };
+                let distance = |magnitude: u16| (f64::from(x.abs()).min(infinity) - value(magnitude)).abs();
+                if magnitude > 0 {
+                    prop_assert!(distance(magnitude) <= distance(magnitude - 1), "{x:e} as {wire:?}");
+                    prop_assert!(distance(magnitude) < distance(magnitude - 1) || magnitude.is_multiple_of(2), "{x:e} as {wire:?}");
+                }
+                if value(magnitude) < infinity {
+                    prop_assert!(distance(magnitude) <= distance(magnitude + 1), "{x:e} as {wire:?}");
+                    prop_assert!(distance(magnitude) < distance(magnitude + 1) || magnitude.is_multiple_of(2), "{x:e} as {wire:?}");
+                }
+            }
+        }
+
+        #[test]
+        fn a_rounded_sum_takes_its_own_part_in_fp32_and_rounds_once(
+            rows in proptest::collection::vec(proptest::collection::vec(-100f32..100.0, 50), 1..6), own in 0usize..7, bf: bool
+        ) {
+            let wire = if bf { Dtype::Bf16 } else { Dtype::F16 };
+            let divisor = u32::try_from(rows.len()).unwrap();
+            let mut accumulator = Accumulator::default();
+            let mut want = vec![0f32; 50];
+            for (i, row) in rows.iter().enumerate() {
+                let halves: Vec<u16> = row.iter().map(|x| round_one(wire, *x)).collect();
+                let (dtype, bytes) =
+                    if i == own { (Dtype::F32, bytemuck::cast_slice(row)) } else { (wire, bytemuck::cast_slice(&halves)) };
+                if i == 0 { accumulator.start(dtype, bytes) } else { accumulator.add(dtype, Reduction::Sum { divisor }, bytes) }
+                for (sum, (x, half)) in want.iter_mut().zip(row.iter().zip(&halves)) {
+                    *sum += if i == own { *x } else { expand_one(wire, *half) };
+                }
+            }
+            let mut got = vec![0f32; 50];
+            accumulator.finish_rounded(wire, Reduction::Sum { divisor }, bytemuck::cast_slice_mut(&mut got));
+            for (got, sum) in got.iter().zip(want) {
+                prop_assert_eq!(*got, expand_one(wire, round_one(wire, sum / divisor as f32)));
+            }
+        }
+
         #[test]
         fn f64_sums_in_the_order_given(rows in proptest::collection::vec(proptest::collection::vec(-1e6f64..1e6, 7), 1..5)) {
             let inputs: Vec<Vec<u8>> = rows.iter().map(|r| bytemuck::cast_slice(r).to_vec()).collect();
@@ -282,6 +388,42 @@ mod tests {
                 prop_assert_eq!(f64::from_le_bytes(value.try_into().unwrap()).to_bits(), want.to_bits());
             }
         }
+    }
+
+    fn round_one(wire: Dtype, x: f32) -> u16 {
+        let mut half = [0u16];
+        round(wire, bytemuck::cast_slice(&[x]), bytemuck::cast_slice_mut(&mut half));
+        half[0]
+    }
+
+    fn expand_one(wire: Dtype, half: u16) -> f32 {
+        let mut x = [0f32];
+        expand(wire, bytemuck::cast_slice(&[half]), bytemuck::cast_slice_mut(&mut x));
+        x[0]
+    }
+
+    /// So an answer can be rounded again from a result in fp32.
+    #[test]
+    fn every_half_survives_its_expansion() {
+        for wire in [Dtype::F16, Dtype::Bf16] {
+            for half in 0..=u16::MAX {
+                let x = expand_one(wire, half);
+                let same = round_one(wire, x);
+                assert!(
+                    same == half || x.is_nan() && expand_one(wire, same).is_nan(),
+                    "{half:#x} as {wire:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_too_large_becomes_infinite() {
+        assert_eq!(expand_one(Dtype::F16, round_one(Dtype::F16, 65519.0)), 65504.0);
+        assert_eq!(expand_one(Dtype::F16, round_one(Dtype::F16, -65520.0)), f32::NEG_INFINITY);
+        assert_eq!(expand_one(Dtype::Bf16, round_one(Dtype::Bf16, f32::MAX)), f32::INFINITY);
+        assert_eq!(round_one(Dtype::F16, 2f32.powi(-24)), 1, "the smallest subnormal");
+        assert_eq!(round_one(Dtype::F16, 2f32.powi(-25)), 0, "half of it, and zero is even");
     }
 
     /// Sums, smallest and largest of one integer type against plain arithmetic, over more than one block.

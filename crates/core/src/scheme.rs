@@ -30,13 +30,17 @@ pub enum Scheme {
     Pairs,
     /// Project Adam's: factors to the layer's owner, the full matrix back. For comparison; chosen only if asked for.
     Adam,
+    /// The store with fp32 gradients rounded to bf16 on the wire. Lossy, and so never chosen.
+    Bf16,
+    /// The same with IEEE half precision.
+    Fp16,
 }
 
 impl Scheme {
     /// The sharded store.
     pub const STORE: Self = Self::Dense(Algorithm::Store);
     /// All, in the order in which ties are decided.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 10] = [
         Self::STORE,
         Self::Dense(Algorithm::Central),
         Self::Dense(Algorithm::Tree),
@@ -45,6 +49,8 @@ impl Scheme {
         Self::Factors,
         Self::Pairs,
         Self::Adam,
+        Self::Bf16,
+        Self::Fp16,
     ];
 
     /// Its word in the glossary.
@@ -55,12 +61,20 @@ impl Scheme {
             Self::Factors => "factors",
             Self::Pairs => "pairs",
             Self::Adam => "adam",
+            Self::Bf16 => "bf16",
+            Self::Fp16 => "fp16",
         }
+    }
+
+    /// Whether results differ from the exact ones by more than the rounding of fp32 sums. Such a scheme is for users to ask for.
+    #[must_use]
+    pub fn is_lossy(self) -> bool {
+        matches!(self, Self::Bf16 | Self::Fp16)
     }
 
     fn fits(self, kind: Kind) -> bool {
         match self {
-            Self::Dense(_) => true,
+            Self::Dense(_) | Self::Bf16 | Self::Fp16 => true,
             Self::Factors | Self::Adam => matches!(kind, Kind::Linear { .. }),
             Self::Pairs => matches!(kind, Kind::Embedding { .. }),
         }
@@ -116,7 +130,7 @@ pub struct Decision {
 
 /// The best scheme for a layer.
 ///
-/// * `allowed`: schemes that may be chosen besides the store; those that do not fit the layer are passed over.
+/// * `allowed`: schemes that may be chosen besides the store; those that do not fit the layer, or are lossy, are passed over.
 /// * `current`: the scheme in use, if the layer has been synchronised before.
 #[must_use]
 pub fn best_scheme(
@@ -153,7 +167,7 @@ fn measured(facts: &Facts<'_>, allowed: &[Scheme], current: Option<Scheme>) -> D
     }
     let candidates: Vec<Estimate> = Scheme::ALL
         .into_iter()
-        .filter(|scheme| *scheme != Scheme::STORE && allowed.contains(scheme))
+        .filter(|scheme| *scheme != Scheme::STORE && !scheme.is_lossy() && allowed.contains(scheme))
         .filter_map(|scheme| facts.estimate(scheme))
         .collect();
     let store_s = facts.estimate(Scheme::STORE).map_or(0.0, |store| store.seconds());
@@ -164,8 +178,8 @@ fn measured(facts: &Facts<'_>, allowed: &[Scheme], current: Option<Scheme>) -> D
         }
     }
     let Some(best) = best else {
-        let gathers =
-            allowed.iter().any(|scheme| !matches!(scheme, Scheme::Dense(_)) && scheme.fits(facts.kind));
+        let sends_rows = |scheme: &Scheme| !scheme.is_lossy() && !matches!(scheme, Scheme::Dense(_));
+        let gathers = allowed.iter().any(|scheme| sends_rows(scheme) && scheme.fits(facts.kind));
         return decide(Scheme::STORE, if gathers { Reason::RowsUnknown } else { Reason::Dense });
     };
     let best_s = best.seconds();
@@ -387,6 +401,23 @@ mod tests {
     }
 
     #[test]
+    fn halves_on_the_wire_are_half_the_bytes_and_never_chosen() {
+        let rows = [600; 4];
+        let facts = linear(1024, 512, &rows, BYTES_ALONE);
+        let store = facts.estimate(Scheme::STORE).unwrap();
+        for scheme in [Scheme::Bf16, Scheme::Fp16] {
+            let rounded = facts.estimate(scheme).unwrap();
+            assert_eq!(2 * rounded.direction_bytes, store.direction_bytes);
+            assert_eq!((2.0 * rounded.wire_s, rounded.steps), (store.wire_s, store.steps));
+            for policy in [Policy::Paper, Policy::Measured] {
+                let decision = best_scheme(policy, &facts, &[scheme], None);
+                assert_eq!(decision, Decision { scheme: Scheme::STORE, reason: Reason::Dense });
+            }
+            assert!(Facts { elem_bytes: 8, ..facts.clone() }.estimate(scheme).is_none(), "fp32 alone");
+        }
+    }
+
+    #[test]
     fn names_are_read_back() {
         for scheme in Scheme::ALL {
             assert_eq!(scheme.name().parse::<Scheme>(), Ok(scheme));
@@ -422,7 +453,7 @@ mod tests {
             outputs in 1u64..5000, inputs in 1u64..5000, is_embedding: bool,
             rows in proptest::collection::vec(0u64..600, 1..12), servers in 1u32..12,
             gigabits in 0.01f64..100.0, latency_us in 0.0f64..10_000.0, gigaflops in 0.1f64..10_000.0,
-            allowed in 0usize..128, current in 0usize..8,
+            allowed in 0usize..128, current in 0usize..10,
         ) {
             let rates = Rates {
                 bytes_per_s: gigabits * 125e6,

@@ -19,11 +19,11 @@ pub const HEADER_BYTES: usize = 24;
 /// What a frame is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kind {
-    /// Worker to owner: this rank's contribution to a slice.
+    /// Worker to owner: this rank's contribution to a slice; `argument` is its wire type.
     Push = 1,
     /// Worker to owner: this rank has no contribution to this slice.
     PushAbsent = 2,
-    /// Owner to worker: the sum.
+    /// Owner to worker: the result; `argument` is its wire type.
     Answer = 3,
     /// Owner to worker: nobody had a contribution.
     AnswerAbsent = 4,
@@ -138,6 +138,17 @@ pub enum Op {
 impl Op {
     const ALL: [Self; 5] = [Self::Average, Self::Sum, Self::Copy, Self::Min, Self::Max];
 
+    /// What is wrong with this operation on elements of this type that travel as `wire`, if anything.
+    #[must_use]
+    pub fn refused_on_wire(self, dtype: Dtype, wire: Dtype) -> Option<&'static str> {
+        match self {
+            Self::Copy if wire != dtype => {
+                Some("a copy keeps every bit, but this tensor is rounded on the wire")
+            }
+            _ => self.refused(dtype),
+        }
+    }
+
     /// What is wrong with this operation on elements of this type, if anything.
     #[must_use]
     pub fn refused(self, dtype: Dtype) -> Option<&'static str> {
@@ -178,7 +189,7 @@ pub struct Header {
     pub seq: Seq,
     /// The user's iteration, for messages.
     pub step: Step,
-    /// See [`Kind`]; 0 where unused.
+    /// See [`Kind`], and [`wire_argument`]; 0 where unused.
     pub argument: u32,
     /// Length of the payload that follows.
     pub payload_bytes: u32,
@@ -261,6 +272,35 @@ pub fn describe(from: Rank, header: &Header) -> String {
         _ => String::new(),
     };
     format!("{kind:?}{part} of book {book}, slice {slice}, seq {seq} (step {step}) from rank {from}")
+}
+
+/// The argument of a push or an answer: 0 if the elements travel as they are, otherwise which wire type they have.
+#[must_use]
+pub fn wire_argument(dtype: Dtype, wire: Dtype) -> u32 {
+    match wire {
+        _ if wire == dtype => 0,
+        Dtype::Bf16 => 1,
+        Dtype::F16 => 2,
+        _ => unreachable!("the book has checked the wire type"),
+    }
+}
+
+/// The error about a slice that comes in another wire type than this rank's book says. Lengths would not tell: both halves
+/// have two bytes.
+pub(crate) fn other_wire_type(from: Rank, header: &Header, tensor: &str, wire: Dtype) -> Error {
+    let theirs = match header.argument {
+        0 => "unrounded",
+        1 => "as bf16",
+        2 => "as f16",
+        _ => "in an unknown type",
+    };
+    let (what, ours) = (describe(from, header), wire.name());
+    Error::protocol(
+        from,
+        format!(
+            "{what}: tensor {tensor:?} comes {theirs}, but here it travels as {ours}; give all ranks the same book"
+        ),
+    )
 }
 
 /// The error about a frame that this rank does not wait for.

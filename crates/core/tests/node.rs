@@ -13,12 +13,16 @@ use std::cell::Cell;
 use std::rc::Rc;
 use std::sync::Arc;
 
+#[path = "node/wire_types.rs"]
+mod wire_types;
+
 /// Lengths alone, and how many scratch buffers are in use.
 #[derive(Default)]
 struct Lengths {
     scratch: Rc<Cell<usize>>,
 }
 
+#[derive(Debug)]
 struct Buffer {
     scratch: Option<Rc<Cell<usize>>>,
 }
@@ -53,6 +57,19 @@ impl Memory for Lengths {
     fn reduce(&mut self, _: Dtype, _: Reduction, inputs: &[Chunk], output: &Chunk) {
         assert!(inputs.iter().all(|input| input.1 == output.1));
     }
+
+    fn reduce_rounded(&mut self, _: Dtype, _: Reduction, inputs: &[Chunk], own: Option<usize>, all: &Chunk) {
+        let fits = |(i, input): (usize, &Chunk)| input.1 == if own == Some(i) { all.1 } else { all.1 / 2 };
+        assert!(inputs.iter().enumerate().all(fits));
+    }
+
+    fn round(&mut self, _: Dtype, input: &Chunk, output: &Chunk) {
+        assert_eq!(input.1, 2 * output.1);
+    }
+
+    fn expand(&mut self, _: Dtype, input: &Chunk, output: &Chunk) {
+        assert_eq!(2 * input.1, output.1);
+    }
 }
 
 /// The tensor, and the slice, that is gathered.
@@ -62,14 +79,17 @@ const GATHER_BYTES: u32 = 10_000;
 
 /// `tensors` tensors of one slice of 4 KiB each; slice i belongs to rank i modulo the ranks. One more is gathered.
 fn book(tensors: u32, ranks: u32) -> Arc<Book> {
-    book_of(tensors, ranks, &[Scheme::Store])
+    book_of(tensors, ranks, &[(Scheme::Store, Dtype::F32)])
 }
 
-/// The same with these schemes in turn. Collective slices have their first ranks in turn, but those of a central server.
-fn book_of(tensors: u32, ranks: u32, schemes: &[Scheme]) -> Arc<Book> {
-    let tensor = |i: u32| Tensor::new(format!("t{i}"), i, Dtype::F32, 1024);
-    let scheme = |i: u32| schemes[i as usize % schemes.len()];
-    let reduced = (0..tensors).map(|i| tensor(i).with_scheme(scheme(i)));
+/// The same with these schemes in turn; the store's slices travel as the type beside it. Collective slices have their first ranks
+/// in turn, but those of a central server.
+fn book_of(tensors: u32, ranks: u32, schemes: &[(Scheme, Dtype)]) -> Arc<Book> {
+    let reduced = (0..tensors).map(|i| {
+        let (scheme, wire) = schemes[i as usize % schemes.len()];
+        let wire = if scheme == Scheme::Store { wire } else { Dtype::F32 };
+        Tensor::new(format!("t{i}"), i, Dtype::F32, 1024).with_scheme(scheme).with_wire(wire)
+    });
     let gathered = Tensor::new("rows", 0, Dtype::Bytes, GATHER_BYTES.into()).with_scheme(Scheme::Gather);
     let tensors = reduced.chain([gathered]).collect();
     let layers = (0..64).map(|i| format!("layer{i}")).collect();
@@ -105,8 +125,17 @@ impl Bench {
     }
 
     fn gather(&mut self, seq: Seq, len_bytes: u32) -> Result<(), penstock_core::Error> {
+        self.gather_for(None, seq, len_bytes)
+    }
+
+    fn gather_for(
+        &mut self,
+        only_to: Option<Rank>,
+        seq: Seq,
+        len_bytes: u32,
+    ) -> Result<(), penstock_core::Error> {
         let memory = user_memory(len_bytes as usize);
-        let event = Event::Gather { book: 0, tensor: GATHERED, seq, step: seq, memory, len_bytes };
+        let event = Event::Gather { book: 0, tensor: GATHERED, seq, step: seq, memory, len_bytes, only_to };
         self.node.step(event, &mut self.actions)
     }
 
@@ -176,6 +205,23 @@ fn a_gather_brings_every_ranks_bytes_whatever_their_length() {
     assert_eq!(bench.gathered(), [None, Some(0), Some(10_000), Some(4096)]);
     assert_eq!(bench.node.memory().scratch.get(), 1, "the piece of round 2");
     assert!(bench.gather(1, 0).is_err(), "round 1 has ended");
+}
+
+#[test]
+fn a_contribution_for_one_rank_is_empty_to_the_others() {
+    let mut bench = Bench::with_book(0, 4, 1);
+    bench.gather_for(Some(Rank(2)), 1, 5000).unwrap();
+    for (peer, len_bytes) in [(1, 0), (2, 5000), (3, 0)] {
+        let sent: Vec<_> = bench.frames(peer).iter().map(|frame| frame.header).collect();
+        assert_eq!(sent, pieces_of_step(1, len_bytes), "to rank {peer}");
+    }
+    for peer in [1, 2, 3] {
+        bench.contribution(peer, 1, 0);
+    }
+    assert_eq!((bench.completed(), bench.gathered()), (1, vec![None, Some(0), Some(0), Some(0)]));
+    // The owner sends nothing but that it is there.
+    bench.gather_for(Some(Rank(0)), 2, 100).unwrap();
+    assert_eq!(bench.frames(3).iter().map(|frame| frame.header).collect::<Vec<_>>(), pieces_of_step(2, 0));
 }
 
 /// As a rank at step `seq` sends them.
@@ -348,7 +394,7 @@ fn slices_that_are_forwarded_one_after_the_other_are_no_exceptions_to_the_window
     // In the trees with root 0 (slices 0, 4, 8, 12) rank 2 has the child 3. All is submitted; what the child sends comes in
     // the order of slices, and each sum would be the last slice so far. But the turn has been slice 12's from the start.
     let mut bench = Bench::new(2, 4, 4096);
-    bench.node.open_book(0, book_of(16, 4, &[Scheme::Tree]), &mut bench.actions).unwrap();
+    bench.node.open_book(0, book_of(16, 4, &[(Scheme::Tree, Dtype::F32)]), &mut bench.actions).unwrap();
     for tensor in (0..16).rev() {
         bench.submit(tensor, 1, Op::Average, false);
     }
@@ -364,7 +410,7 @@ fn slices_that_are_forwarded_one_after_the_other_are_no_exceptions_to_the_window
 #[test]
 fn a_result_is_read_straight_into_the_ranks_memory() {
     let mut bench = Bench::new(1, 2, 1 << 20);
-    bench.node.open_book(0, book_of(8, 2, &[Scheme::Ring]), &mut bench.actions).unwrap();
+    bench.node.open_book(0, book_of(8, 2, &[(Scheme::Ring, Dtype::F32)]), &mut bench.actions).unwrap();
     bench.submit(0, 1, Op::Average, false);
     // Two ranks: the partial sum of half a slice comes in step 0, the other half of the result in step 1.
     let part = |kind, argument| Header { argument, payload_bytes: 2048, ..exchange(kind, 0, 1, Op::Average) };
@@ -496,6 +542,9 @@ fn draw() -> impl Strategy<Value = Draw> {
         if matches!(kind, Kind::Part | Kind::Result) {
             (header.argument, header.payload_bytes) = (step, len);
         }
+        if matches!(kind, Kind::Push | Kind::Answer) && step < 3 {
+            (header.argument, header.payload_bytes) = (step, if step == 0 { 4096 } else { 2048 });
+        }
         // Now and then a length or a step that does not fit.
         header.payload_bytes += u32::from(wild < 8);
         header.argument |= if wild == 255 { u32::MAX } else { 0 };
@@ -531,7 +580,13 @@ proptest! {
     #[test]
     fn any_events_are_taken_or_refused(
         draws in prop::collection::vec(draw(), 1..60),
-        schemes in prop::collection::vec(prop::sample::select(Scheme::REDUCING.to_vec()), 1..9),
+        schemes in prop::collection::vec(
+            (
+                prop::sample::select(Scheme::REDUCING.to_vec()),
+                prop::sample::select(vec![Dtype::F32, Dtype::F32, Dtype::Bf16, Dtype::F16]),
+            ),
+            1..9,
+        ),
     ) {
         let mut bench = Bench::new(0, 3, 5000);
         let (mut opened, scratch) = (false, bench.node.memory().scratch.clone());

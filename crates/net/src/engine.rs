@@ -307,7 +307,7 @@ impl Engine {
                 "{book}: the memory of {name} is not aligned to its elements"
             )));
         }
-        if let Some(why) = part.op.refused(dtype) {
+        if let Some(why) = part.op.refused_on_wire(dtype, tensor.wire) {
             return Err(Failure::config(format!("{book}: {:?} of {name} ({dtype:?}): {why}", part.op)));
         }
         Ok(tensor)

@@ -191,8 +191,8 @@ impl Lane {
             Command::Submit { book, tensor, seq, step, op, memory, absent } => {
                 Event::Submit { book, tensor, seq, step, op, memory, absent }
             }
-            Command::Gather { book, tensor, seq, step, memory, len_bytes } => {
-                Event::Gather { book, tensor, seq, step, memory, len_bytes }
+            Command::Gather { book, tensor, seq, step, memory, len_bytes, only_to } => {
+                Event::Gather { book, tensor, seq, step, memory, len_bytes, only_to }
             }
             Command::Control { header, payload } => Event::Control { to: None, header, payload },
             Command::Leave => Event::Leave,

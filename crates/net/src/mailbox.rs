@@ -20,7 +20,15 @@ pub(crate) enum Command {
     /// This rank's part in the next exchange of a tensor.
     Submit { book: BookId, tensor: TensorId, seq: Seq, step: Step, op: Op, memory: Chunk, absent: bool },
     /// This rank's part in the next exchange of a tensor that is gathered.
-    Gather { book: BookId, tensor: TensorId, seq: Seq, step: Step, memory: Chunk, len_bytes: u32 },
+    Gather {
+        book: BookId,
+        tensor: TensorId,
+        seq: Seq,
+        step: Step,
+        memory: Chunk,
+        len_bytes: u32,
+        only_to: Option<Rank>,
+    },
     /// A control frame to all other ranks.
     Control { header: Header, payload: Option<Chunk> },
     /// This rank contributes no more until all have left.

@@ -11,7 +11,7 @@
 
 use penstock_core::Dtype;
 use penstock_core::memory::Memory;
-use penstock_core::reduce::{Accumulator, Reduction, blocks};
+use penstock_core::reduce::{self, Accumulator, Reduction, blocks, in_f32};
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::io::{IoSlice, IoSliceMut};
 use std::mem;
@@ -329,6 +329,35 @@ impl Memory for RealMemory {
             }
             self.accumulator.finish(dtype, how, &mut output.bytes_mut(0)[block]);
         }
+    }
+
+    fn reduce_rounded(
+        &mut self,
+        wire: Dtype,
+        how: Reduction,
+        inputs: &[Chunk],
+        own: Option<usize>,
+        output: &Chunk,
+    ) {
+        for block in blocks(wire, output.len / 2) {
+            for (i, input) in inputs.iter().enumerate() {
+                let (dtype, range) =
+                    if own == Some(i) { (Dtype::F32, in_f32(&block)) } else { (wire, block.clone()) };
+                match i {
+                    0 => self.accumulator.start(dtype, &input.bytes(0)[range]),
+                    _ => self.accumulator.add(dtype, how, &input.bytes(0)[range]),
+                }
+            }
+            self.accumulator.finish_rounded(wire, how, &mut output.bytes_mut(0)[in_f32(&block)]);
+        }
+    }
+
+    fn round(&mut self, wire: Dtype, input: &Chunk, output: &Chunk) {
+        reduce::round(wire, input.bytes(0), output.bytes_mut(0));
+    }
+
+    fn expand(&mut self, wire: Dtype, input: &Chunk, output: &Chunk) {
+        reduce::expand(wire, input.bytes(0), output.bytes_mut(0));
     }
 }
 

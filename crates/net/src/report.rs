@@ -2,8 +2,9 @@
 
 use crate::accounting::Busy;
 use crate::shared::OpenBook;
-use penstock_core::Rank;
+use penstock_core::layout::Tensor;
 use penstock_core::node::{Counters, Traffic};
+use penstock_core::{Dtype, Rank};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -55,6 +56,8 @@ pub struct BookReport {
 pub struct LayerReport {
     /// Its name.
     pub name: String,
+    /// The type to which its numbers, or some of them, are rounded on the wire.
+    pub rounded_to: Option<Dtype>,
     /// Bytes given to the sockets.
     pub bytes_sent: u64,
     /// Bytes that arrived.
@@ -105,7 +108,14 @@ fn of_book(open: &OpenBook, counters: &[Counters]) -> BookReport {
     let layer = |(at, name): (usize, &String)| {
         let Traffic { sent_bytes, received_bytes } = traffic(at);
         let stall = Duration::from_nanos(open.stall_ns[at].load(Ordering::Relaxed));
-        LayerReport { name: name.clone(), bytes_sent: sent_bytes, bytes_received: received_bytes, stall }
+        let of_layer = |tensor: &&Tensor| tensor.layer as usize == at && tensor.wire != tensor.dtype;
+        LayerReport {
+            name: name.clone(),
+            rounded_to: open.book.tensors.iter().find(of_layer).map(|tensor| tensor.wire),
+            bytes_sent: sent_bytes,
+            bytes_received: received_bytes,
+            stall,
+        }
     };
     BookReport {
         name: open.book.name.clone(),

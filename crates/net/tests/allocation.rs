@@ -61,11 +61,12 @@ fn engine(rank: u32) -> Engine {
 fn nothing_is_allocated_per_slice() {
     // One after the other: the count is of the whole process.
     for scheme in Scheme::REDUCING {
-        allocate_nothing_per_slice(scheme);
+        allocate_nothing_per_slice(scheme, Dtype::F32);
     }
+    allocate_nothing_per_slice(Scheme::Store, Dtype::Bf16);
 }
 
-fn allocate_nothing_per_slice(scheme: Scheme) {
+fn allocate_nothing_per_slice(scheme: Scheme, wire: Dtype) {
     let engines: Vec<Engine> = (0..RANKS).map(engine).collect();
     let table: Vec<_> = engines.iter().map(|engine| ("127.0.0.1".to_owned(), engine.port())).collect();
     let barrier = Barrier::new(engines.len());
@@ -73,7 +74,8 @@ fn allocate_nothing_per_slice(scheme: Scheme) {
         let run = |engine: &Engine| {
             engine.connect(&table).unwrap();
             let mut values = vec![1f32; SLICES * SLICE_BYTES / 4];
-            let tensor = Tensor::new("tensor", 0, Dtype::F32, values.len() as u64).with_scheme(scheme);
+            let tensor =
+                Tensor::new("tensor", 0, Dtype::F32, values.len() as u64).with_scheme(scheme).with_wire(wire);
             let book = engine.open_book("book", vec!["layer".into()], vec![tensor]).unwrap();
             let mut fewest = usize::MAX;
             for round in 0..WARM_UP_ROUNDS + 3 {
@@ -103,7 +105,7 @@ fn allocate_nothing_per_slice(scheme: Scheme) {
             // An overtaking slice may use a second window per peer.
             assert!(
                 pool_bytes <= 2 * u64::from(RANKS - 1) * (WINDOW_BYTES + 2 * SLICE_BYTES as u64),
-                "{scheme:?}: {pool_bytes}"
+                "{scheme:?} {wire:?}: {pool_bytes}"
             );
             engine.shutdown(&mut || false).unwrap();
             fewest
@@ -113,6 +115,6 @@ fn allocate_nothing_per_slice(scheme: Scheme) {
     });
     assert!(
         counts.iter().all(|count| *count <= ALLOCATIONS_MAX),
-        "{scheme:?}: {counts:?} allocations for {SLICES} slices"
+        "{scheme:?} {wire:?}: {counts:?} allocations for {SLICES} slices"
     );
 }

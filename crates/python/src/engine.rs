@@ -35,21 +35,29 @@ pub(crate) fn parse_op(name: &str) -> PyResult<Op> {
     }
 }
 
-/// One tensor of a book: name, layer, dtype, elements, and perhaps a scheme.
+/// One tensor of a book: name, layer, dtype, elements, and perhaps a scheme and a wire type.
 #[derive(FromPyObject)]
 enum Entry {
     InTheStore(String, u32, String, u64),
     WithScheme(String, u32, String, u64, String),
+    WithWire(String, u32, String, u64, String, String),
 }
 
 fn parse_tensor(entry: Entry) -> PyResult<Tensor> {
-    let (name, layer, dtype, elems, scheme) = match entry {
-        Entry::InTheStore(name, layer, dtype, elems) => (name, layer, dtype, elems, None),
-        Entry::WithScheme(name, layer, dtype, elems, scheme) => (name, layer, dtype, elems, Some(scheme)),
+    let (name, layer, dtype, elems, scheme, wire) = match entry {
+        Entry::InTheStore(name, layer, dtype, elems) => (name, layer, dtype, elems, None, None),
+        Entry::WithScheme(name, layer, dtype, elems, scheme) => {
+            (name, layer, dtype, elems, Some(scheme), None)
+        }
+        Entry::WithWire(name, layer, dtype, elems, scheme, wire) => {
+            (name, layer, dtype, elems, Some(scheme), Some(wire))
+        }
     };
     let wrong = |error: penstock_core::Error| bad_argument(error.to_string());
     let scheme = scheme.map_or(Ok(Scheme::Store), |scheme| scheme.parse().map_err(wrong))?;
-    Ok(Tensor::new(name, layer, dtype.parse().map_err(wrong)?, elems).with_scheme(scheme))
+    let dtype = dtype.parse().map_err(wrong)?;
+    let wire = wire.map_or(Ok(dtype), |wire| wire.parse().map_err(wrong))?;
+    Ok(Tensor::new(name, layer, dtype, elems).with_scheme(scheme).with_wire(wire))
 }
 
 /// Runs a call that waits, without the GIL. Its argument tells it whether a signal handler has raised.
@@ -188,7 +196,8 @@ impl Engine {
         })
     }
 
-    #[pyo3(signature = (book, tensor, ptr, nbytes, step, more=false))]
+    #[pyo3(signature = (book, tensor, ptr, nbytes, step, more=false, only_to=None))]
+    #[allow(clippy::too_many_arguments)] // Keywords in Python.
     fn submit_gather(
         &self,
         book: BookId,
@@ -197,8 +206,10 @@ impl Engine {
         nbytes: usize,
         step: Step,
         more: bool,
+        only_to: Option<u32>,
     ) -> PyResult<u64> {
-        let bytes = Bytes { book, tensor, address: ptr, len_bytes: nbytes, step, more };
+        let only_to = only_to.map(Rank);
+        let bytes = Bytes { book, tensor, address: ptr, len_bytes: nbytes, step, more, only_to };
         // SAFETY: as in `take_part`.
         unsafe { self.engine.submit_gather(bytes) }.map_err(raise)
     }

@@ -5,7 +5,7 @@
 
 use penstock_core::layout::Dtype;
 use penstock_core::memory::Memory;
-use penstock_core::reduce::{Accumulator, Reduction, blocks};
+use penstock_core::reduce::{self, Accumulator, Reduction, blocks, in_f32};
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
@@ -154,6 +154,37 @@ impl Memory for RealMemory {
             }
         });
     }
+
+    fn reduce_rounded(
+        &mut self,
+        wire: Dtype,
+        how: Reduction,
+        inputs: &[Chunk],
+        own: Option<usize>,
+        output: &Chunk,
+    ) {
+        ACCUMULATOR.with_borrow_mut(|accumulator| {
+            for block in blocks(wire, output.len_bytes / 2) {
+                for (i, input) in inputs.iter().enumerate() {
+                    let (dtype, range) =
+                        if own == Some(i) { (Dtype::F32, in_f32(&block)) } else { (wire, block.clone()) };
+                    input.read(|bytes| match i {
+                        0 => accumulator.start(dtype, &bytes[range]),
+                        _ => accumulator.add(dtype, how, &bytes[range]),
+                    });
+                }
+                output.write(|bytes| accumulator.finish_rounded(wire, how, &mut bytes[in_f32(&block)]));
+            }
+        });
+    }
+
+    fn round(&mut self, wire: Dtype, input: &Chunk, output: &Chunk) {
+        input.read(|bytes| output.write(|rounded| reduce::round(wire, bytes, rounded)));
+    }
+
+    fn expand(&mut self, wire: Dtype, input: &Chunk, output: &Chunk) {
+        input.read(|bytes| output.write(|expanded| reduce::expand(wire, bytes, expanded)));
+    }
 }
 
 impl SimMemory for RealMemory {
@@ -177,6 +208,28 @@ impl Memory for VirtualMemory {
 
     fn reduce(&mut self, _: Dtype, _: Reduction, inputs: &[Chunk], output: &Chunk) {
         assert!(inputs.iter().all(|input| input.len_bytes == output.len_bytes), "lengths differ in a sum");
+    }
+
+    fn reduce_rounded(
+        &mut self,
+        _: Dtype,
+        _: Reduction,
+        inputs: &[Chunk],
+        own: Option<usize>,
+        output: &Chunk,
+    ) {
+        for (i, input) in inputs.iter().enumerate() {
+            let factor = if own == Some(i) { 1 } else { 2 };
+            assert_eq!(input.len_bytes * factor, output.len_bytes, "lengths differ in a sum");
+        }
+    }
+
+    fn round(&mut self, _: Dtype, input: &Chunk, output: &Chunk) {
+        assert_eq!(input.len_bytes, 2 * output.len_bytes, "a half has half the bytes");
+    }
+
+    fn expand(&mut self, _: Dtype, input: &Chunk, output: &Chunk) {
+        assert_eq!(2 * input.len_bytes, output.len_bytes, "a half has half the bytes");
     }
 }
 

@@ -178,7 +178,11 @@ fn draw_book(
             _ => random.between(700, 2500),
         };
         let tensor = Tensor::new(format!("b{id}.t{i}"), layer as u32, random.pick(&DTYPES), elems);
-        tensor.with_scheme(random.pick(schemes))
+        let tensor = tensor.with_scheme(random.pick(schemes));
+        if tensor.dtype == Dtype::F32 && tensor.scheme == Scheme::Store && random.chance(300) {
+            return tensor.with_wire(random.pick(&[Dtype::Bf16, Dtype::F16]));
+        }
+        tensor
     });
     let mut tensors: Vec<Tensor> = tensors.collect();
     if random.chance(300) {
@@ -230,7 +234,8 @@ impl Plan {
         let plans = (0..most).map(|round| {
             let active: Vec<u32> = (0..self.ranks).filter(|rank| rounds[*rank as usize] > round).collect();
             let tensor = |tensor: &Tensor, random: &mut Random| {
-                let copied = tensor.dtype == Dtype::Bytes || random.chance(self.copy_permille);
+                let exact = tensor.wire == tensor.dtype;
+                let copied = tensor.dtype == Dtype::Bytes || exact && random.chance(self.copy_permille);
                 let op = match random.pick(&[Op::Average, Op::Average, Op::Sum, Op::Min, Op::Max]) {
                     _ if copied => Op::Copy,
                     Op::Average if tensor.dtype.is_integer() => Op::Sum,

@@ -170,10 +170,11 @@ fn lengths(random: &mut Random, ranks: u32) -> u64 {
 }
 
 /// Two rounds of one tensor, some ranks perhaps absent, in a random schedule; all ranks must have the reference's bits.
-fn check_results(scheme: Scheme, dtype: Dtype, op: Op, ranks: u32, seed: u64) {
+fn check_results(scheme: Scheme, (dtype, wire): (Dtype, Dtype), op: Op, ranks: u32, seed: u64) {
     let random = &mut Random::new(seed);
     let elems = lengths(random, ranks);
-    let book = book(scheme, dtype, elems, ranks, 1024);
+    let tensor = Tensor::new("w", 0, dtype, elems).with_scheme(scheme).with_wire(wire);
+    let book = Arc::new(Book::new("model", vec!["layer".into()], vec![tensor], ranks, 1024, 1).unwrap());
     let mut bench = Bench::new(&book, ranks);
     for seq in 1..=2 {
         let nobody = random.chance(50);
@@ -194,7 +195,9 @@ fn check_results(scheme: Scheme, dtype: Dtype, op: Op, ranks: u32, seed: u64) {
             }
         }
         bench.run_at_random(random);
-        let name = || format!("{scheme:?} {op:?} {dtype:?}, {ranks} ranks, {elems} elements, seed {seed}");
+        let name = || {
+            format!("{scheme:?} {op:?} {dtype:?} as {wire:?}, {ranks} ranks, {elems} elements, seed {seed}")
+        };
         let present = rows.iter().any(Option::is_some);
         for rank in 0..ranks as usize {
             assert!(bench.complete[rank].iter().all(|told| *told == present), "{}", name());
@@ -206,7 +209,8 @@ fn check_results(scheme: Scheme, dtype: Dtype, op: Op, ranks: u32, seed: u64) {
                     slice.offset_bytes as usize..(slice.offset_bytes as usize + slice.len_bytes as usize);
                 let parts: Vec<Option<&[u8]>> =
                     rows.iter().map(|row| row.as_deref().map(|row| &row[range.clone()])).collect();
-                let want = order::reduce(Round { scheme, dtype, op, active: ranks }, slice.owner, &parts);
+                let want =
+                    order::reduce(Round { scheme, dtype, wire, op, active: ranks }, slice.owner, &parts);
                 let want = want.unwrap_or_else(|| vec![0x5A; range.len()]);
                 assert_eq!(got[range], want[..], "{}, rank {rank}", name());
             }
@@ -218,15 +222,35 @@ fn check_results(scheme: Scheme, dtype: Dtype, op: Op, ranks: u32, seed: u64) {
 
 #[test]
 fn every_scheme_operation_and_type_gives_the_references_bits() {
-    for scheme in Scheme::REDUCING {
+    // A thread for each scheme.
+    std::thread::scope(|scope| {
+        for scheme in Scheme::REDUCING {
+            scope.spawn(move || RANKS.for_each(|ranks| check_all_results(scheme, ranks)));
+        }
+    });
+}
+
+fn check_all_results(scheme: Scheme, ranks: u32) {
+    for op in OPS {
+        let dtypes = FLOATS.iter().chain(INTEGERS.iter().filter(|_| op != Op::Average));
+        for (i, dtype) in dtypes.enumerate() {
+            for draw in 0..3 {
+                let seed = u64::from(ranks) << 32 | (op as u64) << 16 | (i as u64) << 8 | draw;
+                check_results(scheme, (*dtype, *dtype), op, ranks, seed);
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_rounded_on_the_wire_has_the_references_bits_on_all_ranks() {
+    for wire in [Dtype::Bf16, Dtype::F16] {
         for ranks in RANKS {
-            for op in OPS {
-                let dtypes = FLOATS.iter().chain(INTEGERS.iter().filter(|_| op != Op::Average));
-                for (i, dtype) in dtypes.enumerate() {
-                    for draw in 0..3 {
-                        let seed = u64::from(ranks) << 32 | (op as u64) << 16 | (i as u64) << 8 | draw;
-                        check_results(scheme, *dtype, op, ranks, seed);
-                    }
+            for op in [Op::Average, Op::Sum, Op::Min, Op::Max] {
+                for draw in 0..3 {
+                    let seed =
+                        1 << 40 | u64::from(ranks) << 32 | (op as u64) << 16 | (wire as u64) << 8 | draw;
+                    check_results(Scheme::Store, (Dtype::F32, wire), op, ranks, seed);
                 }
             }
         }

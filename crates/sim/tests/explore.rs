@@ -9,22 +9,28 @@ fn random_schedules_violate_nothing() {
     let base: u64 = std::env::var("PENSTOCK_SIM_SEED")
         .ok()
         .map_or(0, |seed| seed.parse().expect("PENSTOCK_SIM_SEED is a number"));
-    let (mut slices, mut preempted, mut lost, mut through) = (0, 0, 0, 0);
-    for seed in base..base + SCENARIOS {
-        match penstock_sim::run(seed) {
-            Ok(report) => {
-                slices += report.slices;
-                preempted += u64::from(report.preemptions > 0);
-                lost += u64::from(report.lost.is_some());
-                through += u64::from(report.lost.is_none());
-            }
-            Err(failure) => panic!("{failure}"),
-        }
-    }
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let parts = std::thread::scope(|scope| {
+        let explore = |first| (base + first..base + SCENARIOS).step_by(cores).map(counts).fold([0; 4], sum);
+        let threads: Vec<_> = (0..cores as u64).map(|first| scope.spawn(move || explore(first))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+    });
+    let [slices, preempted, lost, through] = parts.into_iter().fold([0; 4], sum);
     // The scenarios would prove nothing if they never did what they are there for.
     assert!(slices > 10 * SCENARIOS, "{slices} slices");
     assert!(preempted > SCENARIOS / 10, "{preempted} runs with preemptions");
     assert!(lost > SCENARIOS / 50 && through > SCENARIOS / 2, "{lost} lost, {through} came through");
+}
+
+/// Slices, and whether there were preemptions, whether a rank was lost, whether all came through.
+fn counts(seed: u64) -> [u64; 4] {
+    let report = penstock_sim::run(seed).unwrap_or_else(|failure| panic!("{failure}"));
+    let lost = report.lost.is_some();
+    [report.slices, u64::from(report.preemptions > 0), u64::from(lost), u64::from(!lost)]
+}
+
+fn sum(a: [u64; 4], b: [u64; 4]) -> [u64; 4] {
+    std::array::from_fn(|i| a[i] + b[i])
 }
 
 #[test]

@@ -7,6 +7,8 @@ copies     one rank's tensors to all         optimizer  updates out, layer by la
 safety     who reads which parameter         patches    what is changed on the user's objects
 memory     what is lent to the engine        separable  whether an optimizer can be split
 join       ranks with different numbers of batches
+gather, rows, factors, pairs       layers whose averages every rank makes from all ranks' contributions
+lossy, onebit, dgc, residuals      those that send less than their gradients, and what they keep
 choice     schemes chosen while training          description  a model as the coordinator sees it
 """
 

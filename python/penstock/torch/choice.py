@@ -24,14 +24,14 @@ from penstock.torch.memory import lent_to
 
 if TYPE_CHECKING:
     from penstock._native import Engine
-    from penstock.torch.gather import Gather
+    from penstock.torch.rows import Rows
 
 __all__ = ["Choice", "is_due", "measured_rates", "network_of"]
 
 FIRST_STEPS = (1, 10)
 STEPS_BETWEEN = 100
-COMMON_FACTS = 4
-"""Samples, bytes per second, latency, floating point operations per second."""
+COMMON_FACTS = 5
+"""Samples, bytes per second, latency, floating point operations per second, work of an exchange of rows."""
 
 PRODUCT_ROWS, PRODUCT_SIDE = 128, 1024
 TRIES = 3
@@ -97,7 +97,7 @@ class Choice:
         name: str,
         model: nn.Module,
         coordinator: Coordinator,
-        gathers: Mapping[str, Gather],
+        gathers: Mapping[str, Rows],
         local: Rates,
         apply: Callable[[Mapping[str, str]], None],
     ) -> None:
@@ -128,8 +128,8 @@ class Choice:
         if given is not None and given.dim() > 0 and torch.is_grad_enabled():
             self._samples += given.shape[0]
 
-    def _make_count(self, layer: str, gather: Gather) -> Any:
-        inputs = gather.weight.param.shape[1] if gather.scheme == "factors" else None
+    def _make_count(self, layer: str, gather: Rows) -> Any:
+        inputs = None if gather.scheme == "pairs" else gather.weight.param.shape[1]
 
         def count(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if torch.compiler.is_compiling() or not self._counting:
@@ -160,10 +160,11 @@ class Choice:
     def _send(self, step: int) -> None:
         rates = self._local
         facts = torch.zeros(self._ranks, self._width, dtype=torch.float64)
-        common = [float(self._samples), rates.bytes_per_s, rates.latency_s, rates.product_flops_per_s]
-        facts[self._rank] = torch.tensor(common + [float(count) for count in self._rows.values()], dtype=torch.float64)
+        common = [self._samples, rates.bytes_per_s, rates.latency_s, rates.product_flops_per_s, rates.gather_s]
+        facts[self._rank] = torch.tensor([*common, *self._rows.values()], dtype=torch.float64)
         nbytes = facts.numel() * facts.element_size()
-        token = self._engine.submit(self.id, 0, facts.data_ptr(), nbytes, "sum", step)
+        # As gradients do: errors count steps from 0.
+        token = self._engine.submit(self.id, 0, facts.data_ptr(), nbytes, "sum", step - 1)
         lent_to(self._engine).tensors[token] = self._sent = facts
         self._rows = dict.fromkeys(self._names, 0)
         self._samples = 0
@@ -185,6 +186,7 @@ class Choice:
             bytes_per_s=min(facts[1] for facts in there),
             latency_s=max(facts[2] for facts in there),
             product_flops_per_s=min(facts[3] for facts in there),
+            gather_s=max(facts[4] for facts in there),
             source=self._local.source,
         )
         rows = {
@@ -209,14 +211,20 @@ class Choice:
         if self._sent is not None:
             self._arrived()
 
-    def adopt(self, schemes: Mapping[str, str], step: int) -> None:
-        """Go on from where the rank that went furthest is; on all ranks, when all have left."""
+    def adopt(self, measured: Mapping[str, Any], step: int) -> None:
+        """Go on from where the rank that went furthest is; on all ranks, when all have left.
+
+        Args:
+            measured: `Coordinator.measured` there. All of it: a layer that is not seen for a while keeps its rows, and
+                ranks that remember different ones would choose differently.
+            step: Steps taken there.
+        """
         self._rows = dict.fromkeys(self._names, 0)
         self._samples = 0
         self._step = step
         self._counting = is_due(step + 1)
-        self.coordinator.adopt(schemes)
-        self._apply(schemes)
+        schemes = self.coordinator.adopt(measured)
+        self._apply({name: schemes[name] for name in self._names})
 
 
 def _first_tensor(values: Sequence[Any]) -> Tensor | None:

@@ -117,8 +117,9 @@ def layers_of(
                 continue
             counted.add(id(param))
             code, parts = CODES[param.dtype]
-            tensors.append(description.Tensor(f"{path}.{own_name}" if path else own_name, code, param.numel() * parts))
-            shapes.append(tuple(param.shape))
+            name, shape = f"{path}.{own_name}" if path else own_name, tuple(param.shape)
+            tensors.append(description.Tensor(name, code, param.numel() * parts, shape))
+            shapes.append(shape)
         if not tensors:
             continue
         name = path or ROOT

@@ -7,6 +7,7 @@ import json
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
@@ -16,15 +17,17 @@ from torch.optim import Optimizer
 from penstock import job
 from penstock.coordinator import Cluster, Coordinator, Rates
 from penstock.errors import ConfigError, ModelMismatch
-from penstock.torch import patches
+from penstock.lossy import LossyScheme
+from penstock.torch import patches, residuals
 from penstock.torch.choice import Choice, measured_rates, network_of
 from penstock.torch.copies import BufferCopy, CopyBook
 from penstock.torch.factors import numerics
 from penstock.torch.hooks import Gradients
 from penstock.torch.layout import ROOT, Layer, Slot, check_same_model, describe, fingerprint
 from penstock.torch.optimizer import Updates
+from penstock.torch.probe import exchange_cost
 from penstock.torch.safety import Watch, claim, compiled_outside, note_compiled, owner_of, restore
-from penstock.torch.schemes import choose, gather_scheme, survey
+from penstock.torch.schemes import WIRE_TYPES, Schemes, choose, gather_scheme, survey
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -58,7 +61,7 @@ class Distributed:
         model: The model, not a wrapper of torch.compile.
         optimizers: Its optimizers, none or several.
         broadcast_buffers: Whether rank 0's buffers are copied each step.
-        schemes: Patterns of layer names and what these layers use, or ``auto``: as the coordinator decides.
+        schemes: Patterns of layer names and what these layers use, or ``auto``: as the coordinator decides, or none.
         options: Of this rank.
         rates: The job's, the same on every rank.
         given: The model or its wrapper, as the program has it.
@@ -66,6 +69,7 @@ class Distributed:
     Attributes:
         gathers: By name, the layers that can send what their gradients are made of, on every rank.
         why_store: By name, all other layers, and why they cannot.
+        lossy: By name, the layers whose gradients are made short.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class Distributed:
         optimizers: Sequence[Optimizer],
         *,
         broadcast_buffers: bool,
-        schemes: Mapping[str, str] | str | None = None,
+        schemes: Schemes | str | None = "auto",
         options: Options,
         rates: Rates,
         given: nn.Module | None = None,
@@ -100,10 +104,16 @@ class Distributed:
         if broadcast_buffers and buffers:
             self.buffers = BufferCopy(engine, f"{name}.buffers", buffers, source=rank == 0)
         self.synchronous: str | None = compiled_outside(model)
-        patterns: Mapping[str, str] = {} if schemes is None or isinstance(schemes, str) else schemes
-        rows = self._agree_on_schemes(model if given is None else given, patterns)
-        self.gradients = Gradients(engine, rank, f"{name}.gradients", self.layers, self.slots, rows)
-        self.gathers = {gather.layer.name: gather for gather in self.gradients.gathers}
+        patterns: Schemes = {} if schemes is None or isinstance(schemes, str) else schemes
+        rows, lossy = self._agree_on_schemes(model if given is None else given, patterns)
+        ranks = options.world_size
+        self._wire = {layer: scheme for layer, scheme in self._forced.items() if scheme in WIRE_TYPES}
+        wire = {layer: WIRE_TYPES[scheme] for layer, scheme in self._wire.items()}
+        self.gradients = Gradients(engine, rank, f"{name}.gradients", self.layers, self.slots, rows, lossy, ranks, wire)
+        self.gathers = {gather.layer.name: gather for gather in self.gradients.rows}
+        self.lossy = {gather.layer.name: gather for gather in self.gradients.lossy}
+        residuals.check_optimizers(optimizers, self.gradients.lossy)
+        residuals.attach(optimizers, self.gradients.lossy, rank, ranks)
         self.set_schemes(self._forced)
         self.coordinator, self.choice = self._coordinate(rank, name, options, rates, automatic=schemes == "auto")
         self.gradients.synchronous = self.synchronous is not None
@@ -131,23 +141,35 @@ class Distributed:
         engine, ranks = self.engine, options.world_size
         factors = any(gather.scheme == "factors" for gather in self.gathers.values())
         local = measured_rates(rates, products=factors)
+        if automatic and self.gathers:
+            local = replace(local, gather_s=exchange_cost(engine, rank))
         coordinator = Coordinator(
             network_of(self.model, self.why_store, name),
             Cluster(ranks, ranks, options.slice_bytes, engine.report()["lanes"]),
             policy=options.policy,
             rates=rates,
-            fixed={} if automatic else {layer: self._forced[layer] for layer in self.gathers},
+            fixed={} if automatic else {layer: self._forced[layer] for layer in (*self.gathers, *self._wire)},
+            lossy={layer: gather.options for layer, gather in self.lossy.items()},
         )
         coordinator.agree(engine.all_gather, rank=rank)
         book = f"{name}.facts"
         return coordinator, Choice(engine, rank, book, self.model, coordinator, self.gathers, local, self.set_schemes)
 
-    def _agree_on_schemes(self, given: nn.Module, schemes: Mapping[str, str]) -> list[tuple[Layer, nn.Module, str]]:
-        """Find the layers that can send rows. One that cannot on some rank uses the store on all. Collective."""
+    def _agree_on_schemes(
+        self, given: nn.Module, schemes: Schemes
+    ) -> tuple[list[tuple[Layer, nn.Module, str]], list[tuple[Layer, nn.Module, LossyScheme]]]:
+        """Find the layers that can send rows, and those that shall be lossy. Collective.
+
+        One that cannot send rows on some rank uses the store on all.
+        """
         names = [layer.name for layer in self.layers]
         modules = [self.model if name == ROOT else self.model.get_submodule(name) for name in names]
         mine = survey(given, modules)
-        described = {"why": mine, "schemes": dict(schemes), "numerics": numerics()}
+        described = {
+            "why": mine,
+            "schemes": {str(name): str(one) for name, one in schemes.items()},
+            "numerics": numerics(),
+        }
         # What is wrong with this rank's patterns is raised here once all ranks are told what they are.
         everyone = [json.loads(blob) for blob in self.engine.all_gather("penstock.distribute", _json(described))]
         different = next(
@@ -170,14 +192,20 @@ class Distributed:
                         f"rank {strange} ({everyone[strange]['numerics']}) may round products otherwise than rank 0 "
                         f"({everyone[0]['numerics']})"
                     )
-        chosen = choose(names, modules, reasons, schemes)
-        self._forced = dict(zip(names, chosen, strict=True))
+        params = [[slot.param for slot in layer.slots] for layer in self.layers]
+        chosen = choose(names, modules, reasons, schemes, params)
+        self._forced = {
+            name: one if isinstance(one, str) else one.name for name, one in zip(names, chosen, strict=True)
+        }
         self.why_store = {name: why for name, why in zip(names, reasons, strict=True) if why is not None}
-        return [
-            (layer, module, scheme)
-            for layer, module, why in zip(self.layers, modules, reasons, strict=True)
-            if why is None and (scheme := gather_scheme(module)) is not None
-        ]
+        rows: list[tuple[Layer, nn.Module, str]] = []
+        lossy: list[tuple[Layer, nn.Module, LossyScheme]] = []
+        for layer, module, one, why in zip(self.layers, modules, chosen, reasons, strict=True):
+            if not isinstance(one, str):
+                lossy.append((layer, module, one))
+            elif why is None and (scheme := gather_scheme(module)) is not None:
+                rows.append((layer, module, "adam" if one == "adam" else scheme))
+        return rows, lossy
 
     def set_schemes(self, schemes: Mapping[str, str]) -> None:
         """Change how layers are synchronised, from the next backward on.
@@ -191,12 +219,33 @@ class Distributed:
             ConfigError: A layer cannot use its scheme.
         """
         for name, scheme in schemes.items():
+            lossy = self.lossy.get(name)
+            if lossy is not None:
+                if scheme != lossy.scheme:
+                    raise ConfigError(
+                        f"layer {name} is sent by {lossy.scheme}, which keeps what it has not sent yet: it cannot "
+                        f"change to {scheme} while training. Say so at penstock.distribute",
+                        layer=name,
+                    )
+                lossy.engage(True)
+                continue
             gather = self.gathers.get(name)
-            if gather is not None and scheme in ("store", gather.scheme):
+            if scheme in WIRE_TYPES or name in self._wire:
+                if scheme != self._wire.get(name):
+                    raise ConfigError(
+                        f"layer {name} cannot change from {self._wire.get(name, 'full precision')} to {scheme}: types "
+                        "on the wire are fixed by penstock.distribute(..., schemes={...})",
+                        layer=name,
+                    )
+            elif gather is not None and scheme in ("store", gather.scheme):
                 gather.engage(scheme == gather.scheme)
             elif scheme != "store":
                 why = self.why_store.get(name, f"{scheme} is not for this kind of layer")
                 raise ConfigError(f"layer {name} cannot use {scheme}: {why}", layer=name)
+
+    def lossy_layers(self) -> dict[str, str]:
+        """By name of the layer its scheme, where that is lossy."""
+        return {**self._wire, **{name: gather.scheme for name, gather in self.lossy.items()}}
 
     def _layers_by_module(self) -> dict[int, list[Layer]]:
         """By id of the module, the layers whose parameters it has, tied ones included."""
@@ -327,7 +376,7 @@ def distribute(
     optimizer: None = None,
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Mapping[str, str] | str | None = None,
+    schemes: Schemes | str | None = "auto",
 ) -> tuple[ModelT, None]: ...
 @overload
 def distribute(
@@ -335,7 +384,7 @@ def distribute(
     optimizer: OptimizerT,
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Mapping[str, str] | str | None = None,
+    schemes: Schemes | str | None = "auto",
 ) -> tuple[ModelT, OptimizerT]: ...
 @overload
 def distribute(
@@ -343,14 +392,14 @@ def distribute(
     optimizer: Sequence[Optimizer],
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Mapping[str, str] | str | None = None,
+    schemes: Schemes | str | None = "auto",
 ) -> tuple[ModelT, Sequence[Optimizer]]: ...
 def distribute(
     model: Any,
     optimizer: Any = None,
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Mapping[str, str] | str | None = None,
+    schemes: Schemes | str | None = "auto",
 ) -> tuple[Any, Any]:
     """Make a model train on all ranks as one: the same two objects come back and are used as before. Collective.
 
@@ -371,12 +420,17 @@ def distribute(
         model: The model; a wrapper made by `torch.compile` is fine.
         optimizer: Its optimizer, a sequence of several, or none: then gradients are averaged and the update is yours.
         broadcast_buffers: Copy rank 0's buffers (batch norm) to all after every step, too. Default: as in `Options`.
-        schemes: What layers send, by pattern of their names (as in `fnmatch`; the first that matches decides):
-            ``store`` is the gradient itself; ``factors``, for `nn.Linear`, the inputs and the gradients of the outputs,
-            from which every rank rebuilds the same average (Poseidon section 3.2: less for few rows and large
-            layers); ``pairs``, for `nn.Embedding`, the rows that were looked up. Layers that cannot, such as those
-            whose weight is shared, use the store, and so does whatever no pattern matches. ``"auto"``: the coordinator
-            chooses for each layer, from what is measured, by the policy of `Options`. Default: the store for all.
+        schemes: What layers send. ``"auto"``, the default: the coordinator chooses for each layer the exact scheme that
+            takes the fewest seconds, from rows, line rate, latency and products as measured in the first step, the
+            tenth, and every hundredth, by the policy of `Options`; see `explain`. ``None``: every layer its gradients.
+            Or by pattern of their names (as in `fnmatch`; the first that matches decides): ``store`` is the gradient
+            itself; ``factors``, for `nn.Linear`, the inputs and the gradients of the outputs, from which every rank
+            rebuilds the same average (Poseidon section 3.2: less for few rows and large layers); ``pairs``, for
+            `nn.Embedding`, the rows that were looked up; ``adam``, for comparison, Project Adam's way for `nn.Linear`:
+            factors to one rank, and its average to all. Layers that cannot, such as those whose weight is shared, use
+            the store, and so does whatever no pattern matches. Lossy, and never chosen by themselves: ``bf16`` and
+            ``fp16``, for gradients in fp32, round them to two bytes on the wire, sum in fp32 and round the average once
+            (docs/summation.md); ``1bit`` and ``dgc``, or `OneBit` and `DGC` objects (docs/lossy.md).
 
     Returns:
         ``(model, optimizer)``, the objects that were given.
@@ -403,6 +457,7 @@ def distribute(
     else:
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     if running.world_size == 1:
+        residuals.refuse_momentum_of_nobody({} if schemes is None or isinstance(schemes, str) else schemes)
         model.no_sync = nullcontext
         return model, optimizer
     if broadcast_buffers is None:
@@ -429,6 +484,11 @@ def distributed_here() -> list[Distributed]:
     engine = job.current("synchronize").engine
     alive = [owner for reference in _distributed if (owner := reference()) is not None]
     return [owner for owner in alive if owner.engine is engine]
+
+
+def lossy_here() -> dict[str, str]:
+    """The lossy layers of this job, and their schemes."""
+    return {name: scheme for owner in distributed_here() for name, scheme in owner.lossy_layers().items()}
 
 
 def _owner_for(target: nn.Module | Optimizer) -> Distributed | None:

@@ -2,9 +2,9 @@
 
 For a layer of M outputs and N inputs and K rows, the gradient of the weight is dY^T X, and that of the bias is the sum
 of the rows of dY. So K (M + N) numbers say what M N say, and the local product need not be computed: only the
-average is, on every rank, in one product of all ranks' rows.
+average is, on every rank, in one product of all ranks' rows, written into what becomes ``.grad``.
 
-Exactness. Every rank multiplies the same rows in the same order, in fresh memory of the same alignment, with the same
+Exactness. Every rank multiplies the same rows in the same order, in memory of torch's own alignment, with the same
 number of threads (the smallest of all ranks, which each contribution names). The bits of a product then depend on the
 library and on the processor's instructions alone. `numerics` describes those; ranks that differ in it use the store.
 """
@@ -12,25 +12,36 @@ library and on the processor's instructions alone. `numerics` describes those; r
 from __future__ import annotations
 
 import hashlib
-import types
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.torch.gather import Call, Gather, capturing, computing_with, sum_type
+from penstock.torch.gather import Part, computing_with, sum_type
+from penstock.torch.layout import Layer, Slot
+from penstock.torch.memory import Reused
+from penstock.torch.rows import Call, Rows, capturing
+
+if TYPE_CHECKING:
+    from penstock.torch.hooks import Gradients
 
 __all__ = ["LinearFactors", "numerics"]
 
 _PROBE_SHAPES = ((33, 65, 129), (128, 257, 64), (512, 16, 96))  # K, M, N
 
 
-class LinearFactors(Gather):
-    """The exchange of one `nn.Linear`; see `penstock.torch.gather`."""
+class LinearFactors(Rows):
+    """The exchange of one `nn.Linear`; see `penstock.torch.rows`."""
 
     scheme = "factors"
+
+    def __init__(
+        self, gradients: Gradients, index: int, layer: Layer, module: nn.Module, slots: Sequence[Slot]
+    ) -> None:
+        super().__init__(gradients, index, layer, module, slots)
+        self._memory = Reused()
 
     def row_bytes(self) -> int:
         """Bytes of a row of X and one of dY."""
@@ -52,29 +63,43 @@ class LinearFactors(Gather):
         """As autograd would have computed them."""
         return [torch.mm(upstream.t(), given), *([upstream.sum(0)] if len(self.slots) > 1 else [])]
 
-    def averages(self, rows: Sequence[Call], ranks: int) -> list[Tensor]:
-        """One product of all rows. The few rows of dY are divided, not the large product."""
-        wide = sum_type(self.weight.dtype)
-        by_parameter = []
+    def averages(self, parts: Sequence[Part], ranks: int) -> list[Tensor | None]:
+        """One product of all ranks' rows. The few rows of dY are divided, not the large product."""
+        parts = [part for part in parts if part.header.rows]
+        if not parts:
+            return [None] * len(self.slots)
+        (outputs, inputs), dtype = self.weight.param.shape, self.weight.dtype
+        count = sum(part.header.rows for part in parts)
+        given, upstream = torch.empty(count, inputs, dtype=dtype), torch.empty(count, outputs, dtype=dtype)
+        start = 0
+        for part in parts:
+            stop = start + part.header.rows
+            part.read(self.header_bytes, given[start:stop])
+            part.read(self.header_bytes + part.header.rows * inputs * dtype.itemsize, upstream[start:stop])
+            start = stop
+        wide = sum_type(dtype)
+        given, upstream = given.to(wide), upstream.to(wide).div_(ranks)
+        averages: list[Tensor | None] = []
         for place in range(len(self.slots)):
-            counting = [call for call in rows if call.mask & 1 << place]
-            if not counting:
-                by_parameter.append(torch.zeros(self.slots[place].param.shape, dtype=wide))
-                continue
-            upstream = torch.cat([call.upstream for call in counting]).to(wide).div_(ranks)
-            if place == 0:
-                given = torch.cat([call.given for call in counting]).to(wide)
-                by_parameter.append(torch.mm(upstream.t(), given))
+            if not all(part.header.has(place) for part in parts):  # frozen, or cleared, on some ranks
+                chosen = torch.cat([torch.full((part.header.rows,), part.header.has(place)) for part in parts])
+                averages.append(self._product(place, given[chosen], upstream[chosen]))
             else:
-                by_parameter.append(upstream.sum(0))
-        return by_parameter
+                averages.append(self._product(place, given, upstream))
+        return averages
 
-    def install(self) -> None:
-        """Replace the instance's forward; the class and what is pickled stay as they are."""
-        self.module.forward = types.MethodType(_make_forward(self), self.module)
+    def _product(self, place: int, given: Tensor, upstream: Tensor) -> Tensor:
+        if place == 1:
+            return upstream.sum(0)
+        average = self._memory.tensor(self.weight.param.shape, upstream.dtype)
+        return torch.mm(upstream.t(), given, out=average)
+
+    def capture(self) -> Callable[..., Tensor]:
+        """As the module's own forward, which it calls wherever a gradient is needed as such."""
+        return _make_forward(self)
 
 
-def _make_forward(gather: LinearFactors) -> Any:
+def _make_forward(gather: LinearFactors) -> Callable[..., Tensor]:
     def forward(module: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002  as nn.Linear calls it
         # Compiled code has no place for what backward leaves behind: there the gradient is made as always.
         if torch.compiler.is_compiling() or not capturing(gather, module.weight):
@@ -84,7 +109,6 @@ def _make_forward(gather: LinearFactors) -> Any:
         output: Tensor = _Linear.apply(input, module.weight, module.bias, gather)
         return output
 
-    forward._penstock = True  # type: ignore[attr-defined]
     return forward
 
 

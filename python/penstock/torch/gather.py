@@ -1,14 +1,12 @@
-"""Layers that send what their gradients are made of: what each rank contributes, and the average rebuilt from it.
+"""Layers whose averages every rank makes by itself: what each rank contributes, and the average of all contributions.
 
-The dense path (hooks.py) has the owners sum; here every rank gets every rank's contribution and sums by itself, in rank
-order, so that all come to the same bits. A contribution describes itself, and that is what makes the scheme safe: it is
+The dense path (hooks.py) has the owners sum; here every rank gets every rank's contribution and sums by itself, in
+rank order, so that all come to the same bits. A contribution describes itself, and that is what makes this safe: it is
+in the scheme's own form (rows.py, lossy.py), or *dense*, the gradient itself, whenever this rank has one that does not
+fit that form. Both may meet in one exchange.
 
-- *rows*, from which the gradient follows (factors.py, pairs.py), however many this rank had, or
-- *dense*, the gradient itself, whenever this rank has one that is not made of rows: the weight was read outside of its
-  module, a graph of the backward was asked for, ``.grad`` was written by hand, or the rows would be longer.
-
-Both may meet in one exchange. Whatever this rank's ``.grad`` held before the backward counts as in DDP, but an earlier
-average, which all ranks hold, is not sent again: a contribution names it, and each rank adds its own copy.
+Whatever this rank's ``.grad`` held before the backward counts as in DDP, but an earlier average, which all ranks hold,
+is not sent again: a contribution names it, and each rank adds its own copy.
 """
 
 from __future__ import annotations
@@ -16,79 +14,69 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, ProtocolError
 from penstock.torch.layout import Layer, Slot
-from penstock.torch.safety import defer, restore
-from penstock.torch.schemes import foreign_hooks
+from penstock.torch.safety import defer
 
 if TYPE_CHECKING:
     from penstock.torch.hooks import Gradients
 
-__all__ = ["Call", "Contribution", "Gather", "capturing", "computing_with", "mark_average", "sum_type"]
+__all__ = ["DENSE", "OWN", "Contribution", "Gather", "Part", "computing_with", "mark_average", "sum_type"]
 
-HEADER_WORDS = 8  # of 64 bits
-HEADER_BYTES = HEADER_WORDS * 8
-ROWS, DENSE = 1, 2
-
-_current_task: Any = torch._C._current_graph_task_id
-_will_execute: Any = torch._C._will_engine_execute_node
-_transforming: Any = torch._C._are_functorch_transforms_active
-_tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]
-
-
-class Call(NamedTuple):
-    """What one call of the layer contributes.
-
-    Its input or its indices, and the gradient of its output, both with K rows; and for which of the layer's
-    parameters it counts, as bits.
-    """
-
-    given: Tensor
-    upstream: Tensor
-    mask: int
+WORD_BYTES = 8
+COMMON_WORDS = 4  # of a header; two more for each parameter
+OWN, DENSE = 1, 2
 
 
 class Contribution(NamedTuple):
-    """One rank's part as it is on the wire: a header, and a piece of memory behind it that is read when needed.
+    """The header of one rank's part as it is on the wire; a body follows, which is read when needed.
 
     Attributes:
-        form: `ROWS`, `DENSE`, or 0: nothing.
+        form: `OWN`: as the scheme has it, `DENSE`, or 0: nothing.
         mask: For which of the layer's parameters there is something, as bits.
-        rows: K.
-        bases: By parameter, the average that ``.grad`` held before and that is to be added, or 0.
+        rows: K, where rows are sent.
         threads: With how many threads this rank computes.
+        bases: By parameter, the average that ``.grad`` held before and that is to be added, or 0.
+        sizes: By parameter, a count that the scheme's own form needs.
     """
 
     form: int
     mask: int
     rows: int
-    bases: tuple[int, int]
     threads: int
+    bases: tuple[int, ...]
+    sizes: tuple[int, ...]
 
     def encode(self) -> list[int]:
         """As words of the header."""
-        return [self.form, self.mask, self.rows, *self.bases, self.threads, 0, 0]
+        return [self.form, self.mask, self.rows, self.threads, *self.bases, *self.sizes]
 
     @classmethod
     def decode(cls, words: Sequence[int]) -> Contribution:
         """From a header's words."""
-        form, mask, rows, first, second, threads, *_ = words
-        return cls(form, mask, rows, (first, second), threads)
+        form, mask, rows, threads, *others = words
+        half = len(others) // 2
+        return cls(form, mask, rows, threads, tuple(others[:half]), tuple(others[half:]))
+
+    def has(self, place: int) -> bool:
+        """Whether there is something for this parameter."""
+        return bool(self.mask >> place & 1)
 
 
 class Gather(ABC):
-    """One layer's exchange of rows.
+    """One layer's exchange.
 
     Attributes:
-        scheme: ``factors`` or ``pairs``.
+        scheme: Its name.
+        slots: The layer's parameters that travel by it.
         index: The number of its tensor in the book.
         engaged: Whether the layer's gradients travel like this now; otherwise they go through the store.
-        rows: Rows of this rank's last contribution.
+        rows: Rows of this rank's last contribution, where the scheme sends rows.
         dense_sent: How often this rank had to send the gradient itself.
         dense_reason: Why, the last time.
     """
@@ -102,17 +90,14 @@ class Gather(ABC):
         self.index = index
         self.layer = layer
         self.module = module
-        self.slots = slots  # the weight, and the bias if there is one
-        self.weight = slots[0]
+        self.slots = slots
         self.engaged = False
         self.rows = 0
         self.dense_sent = 0
         self.dense_reason = ""
+        self.only_to: int | None = None  # the one rank that gets this rank's contributions, if not all do
         self.seq = 0  # submissions
         self.round = -1  # of the last one
-        self._task = -1  # the autograd graph task whose calls are in `_fresh`
-        self._fresh: list[Call] = []  # of this backward
-        self._held: list[Call] = []  # of backwards under no_sync; copies
         self.pending = 0  # parameters that this backward has come to and that are not submitted, as bits
         self._mine: Tensor | None = None  # the contribution in flight
         self._averages: dict[Slot, Tensor | None] | None = None
@@ -121,37 +106,46 @@ class Gather(ABC):
 
     # What the schemes differ in
 
+    @property
     @abstractmethod
-    def row_bytes(self) -> int:
-        """Bytes of one row on the wire."""
+    def most_bytes(self) -> int:
+        """No contribution is longer than this."""
 
     @abstractmethod
-    def merged(self, calls: Sequence[Call]) -> tuple[Tensor, Tensor]:
-        """Of several calls the rows to send, contiguous; of one call perhaps as they are."""
+    def packed(self) -> Tensor:
+        """This rank's contribution as bytes, and ``.grad`` left with nothing but an earlier average; see `taken`."""
 
     @abstractmethod
-    def wire_types(self) -> tuple[torch.dtype, int, torch.dtype, int]:
-        """Type and width of the two parts of a row."""
+    def body_bytes(self, header: Contribution) -> int | None:
+        """Bytes behind a header of the scheme's own form; `None` if there can be no such header."""
 
     @abstractmethod
-    def products(self, given: Tensor, upstream: Tensor) -> list[Tensor]:
-        """The gradients of all parameters that these rows make, in the parameters' types."""
+    def averages(self, parts: Sequence[Part], ranks: int) -> list[Tensor | None]:
+        """Of contributions of the scheme's own form, by rank, the sum divided by `ranks`, in the type of sums."""
 
     @abstractmethod
-    def averages(self, rows: Sequence[Call], ranks: int) -> list[Tensor]:
-        """The sum over all ranks' rows, in rank order, divided by `ranks`; by parameter, in the type of sums."""
+    def nothing_dense(self, slot: Slot) -> None:
+        """Autograd has come to the end of a parameter's uses, and there is no gradient for it to accumulate."""
 
-    @abstractmethod
-    def install(self) -> None:
-        """Put the capturing forward in place of the module's own."""
+    # Most of what follows concerns schemes that keep something outside of ``.grad``.
+
+    def install(self) -> None:  # noqa: B027
+        """Prepare the module, when the scheme comes into use."""
+
+    def fold(self) -> None:  # noqa: B027
+        """Turn what is held outside of ``.grad`` into what would be in it."""
+
+    def drop(self, slot: Slot) -> None:  # noqa: B027
+        """``.grad`` was set or cleared: what is held for this parameter counts no more."""
+
+    def keep(self) -> None:  # noqa: B027
+        """A backward under no_sync has come to a parameter's end."""
 
     def finished(self, average: Tensor) -> Tensor:
         """An average as the module's gradients are: of its type and layout."""
         return average
 
-    def cost_bytes(self, rows: int) -> int:
-        """Bytes of a contribution of so many rows."""
-        return HEADER_BYTES + rows * self.row_bytes()
+    # Bytes
 
     @property
     def dense_bytes(self) -> int:
@@ -159,51 +153,26 @@ class Gather(ABC):
         return sum(slot.param.numel() * slot.dtype.itemsize for slot in self.slots)
 
     @property
-    def most_bytes(self) -> int:
-        """No contribution is longer than this."""
-        return HEADER_BYTES + self.dense_bytes
+    def header_bytes(self) -> int:
+        """Bytes before a contribution's body."""
+        return WORD_BYTES * (COMMON_WORDS + 2 * len(self.slots))
 
     # In
 
-    def takes(self, node: Any, place: int) -> bool:
-        """Whether the weight's gradient may be left out of the backward of `node`, whose input at `place` it is."""
-        self._why = ""
-        if not self.engaged:
-            return False  # switched since the forward
-        if torch.is_grad_enabled():
-            self._why = "backward was called with create_graph=True"
-        elif any(foreign_hooks(slot.param) for slot in self.slots):
-            self._why = "a hook on a parameter wants to see the local gradient"
-        else:
-            try:
-                return bool(_will_execute(node.next_functions[place][0]))
-            except RuntimeError:  # torch.autograd.grad of the weight: it is to be returned, not accumulated
-                return False
-        return False
-
-    def record(self, given: Tensor, upstream: Tensor) -> None:
-        """A call's backward is there. The rows are kept until autograd has come to the end of the weight's uses."""
-        task = _current_task()
-        if task != self._task:
-            self._task = task
-            self._fresh.clear()  # left over from a backward that failed
-        self._fresh.append(Call(given, upstream, self._wanted()))
-
-    def _wanted(self) -> int:
+    def wanted(self) -> int:
+        """The parameters that take a gradient at present, as bits."""
         return sum(1 << place for place, slot in enumerate(self.slots) if slot.param.requires_grad)
 
     def before(self, slot: Slot, grad: Tensor | None) -> None:
         """Autograd has come to the end of a parameter's uses, with a dense gradient or without."""
         slot.defined = grad is not None
-        if grad is not None:
-            if slot.flying or slot.update is not None:
-                self.gradients.clear_for_accumulation(slot)
-            if not self.gradients.quiet:
-                self._set_aside(slot)
-        elif self.gradients.quiet:
-            self._keep()
-        else:
-            self._reached(slot)
+        if grad is None:
+            self.nothing_dense(slot)
+            return
+        if slot.flying or slot.update is not None:
+            self.gradients.clear_for_accumulation(slot)
+        if not self.gradients.quiet:
+            self._set_aside(slot)
 
     def after(self, slot: Slot) -> None:
         """A dense gradient has been accumulated."""
@@ -212,10 +181,10 @@ class Gather(ABC):
         slot.defined = False
         if self.gradients.quiet:
             slot.dirty = True
-            self._keep()
+            self.keep()
         else:
             self._why = self._why or "the parameter was used in another way than by its module's forward"
-            self._reached(slot)
+            self.reached(slot)
 
     def _set_aside(self, slot: Slot) -> None:
         """An earlier average is not mixed with what comes now: all ranks have it."""
@@ -225,52 +194,13 @@ class Gather(ABC):
                 self._bases[self.slots.index(slot)] = grad
                 slot.param.grad = None
 
-    def _reached(self, slot: Slot) -> None:
+    def reached(self, slot: Slot) -> None:
+        """All that this backward has for a parameter is there."""
         gradients = self.gradients
         gradients.enter_task()
         self.pending |= 1 << self.slots.index(slot)
-        if self._wanted() & ~self.pending == 0:
+        if self.wanted() & ~self.pending == 0:
             self.submit()
-
-    def _keep(self) -> None:
-        """Under no_sync: keep copies, because the program may write the tensors before the rows are sent."""
-        for call in self._fresh:
-            given, upstream = self.merged([call])
-            self._held.append(Call(given.clone(), upstream.clone(), call.mask))
-        self._fresh.clear()
-        for place, slot in enumerate(self.slots):
-            slot.held = any(call.mask & 1 << place for call in self._held)
-            if slot.held:
-                slot.dirty = True
-                defer(slot)
-        if sum(call.given.shape[0] for call in self._held) * self.row_bytes() >= self.dense_bytes:
-            self.fold()
-
-    def fold(self) -> None:
-        """Turn rows that are held into the local gradient in ``.grad``, as it would be without this scheme."""
-        calls, self._held = self._held, []
-        for slot in self.slots:
-            slot.held = False
-        if not calls:
-            return
-        for slot in self.slots:
-            if slot.flying or slot.update is not None:
-                self.gradients.clear_for_accumulation(slot)
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for call in calls:
-                for place, product in enumerate(self.products(call.given, call.upstream)):
-                    param = self.slots[place].param
-                    if call.mask & 1 << place:
-                        param.grad = product if param.grad is None else param.grad.add_(product)
-        for slot in self.slots:
-            if not slot.flying and slot.update is None:
-                restore(slot)
-
-    def drop(self, slot: Slot) -> None:
-        """``.grad`` was set or cleared: what is held for this parameter counts no more."""
-        bit = 1 << self.slots.index(slot)
-        self._held = [call._replace(mask=call.mask & ~bit) for call in self._held if call.mask & ~bit]
-        slot.held = False
 
     # Out
 
@@ -284,9 +214,9 @@ class Gather(ABC):
         self.round = gradients.rounds
         self.seq += 1
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            blob = self._packed()
+            blob = self.packed()
         token = gradients.engine.submit_gather(
-            gradients.id, self.index, blob.data_ptr(), blob.numel(), gradients.step, True
+            gradients.id, self.index, blob.data_ptr(), blob.numel(), gradients.step, True, self.only_to
         )
         gradients.lent.tensors[token] = blob
         self._mine, self._averages = blob, None
@@ -299,12 +229,10 @@ class Gather(ABC):
             slot.via = self
             defer(slot)
 
-    def _packed(self) -> Tensor:
-        """This rank's contribution, and ``.grad`` left with nothing but an earlier average."""
-        calls = self._held + self._fresh
-        self._held, self._fresh = [], []
+    def taken(self) -> tuple[Contribution, list[Tensor | None]]:
+        """What ``.grad`` holds beyond an earlier average, which alone is left there, and a header that names that."""
         local: list[Tensor | None] = []
-        bases = [0, 0]
+        bases = [0] * len(self.slots)
         mask = 0
         for place, slot in enumerate(self.slots):
             grad, base = slot.param.grad, self._bases[place]
@@ -316,43 +244,33 @@ class Gather(ABC):
                 if bases[place] == 0:
                     base = None
                     mask |= 1 << place  # zeros are a gradient, though nothing to add to
+            if grad is not None:
+                self._check(slot, grad)
             local.append(grad)
             slot.param.grad = slot.grad = base
             slot.version = 0 if base is None else base._version
-        for call in calls:
-            mask |= call.mask
-        rows = sum(call.given.shape[0] for call in calls)
-        uneven = len({call.mask for call in calls}) > 1
-        given = upstream = None
-        if calls and not uneven:
-            given, upstream = self.merged(calls)
-            rows = given.shape[0]
-        self.rows = rows
-        header = Contribution(ROWS, mask, rows, (bases[0], bases[1]), torch.get_num_threads())
-        if any(grad is not None for grad in local) or uneven or rows * self.row_bytes() > self.dense_bytes:
-            return self._dense(header, local, calls)
-        if given is None or upstream is None:
-            return self._blob(header._replace(form=ROWS if mask else 0), ())
-        return self._blob(header, (given, upstream))
+        header = Contribution(0, mask, 0, torch.get_num_threads(), tuple(bases), (0,) * len(self.slots))
+        return header, local
 
-    def _dense(self, header: Contribution, local: list[Tensor | None], calls: Sequence[Call]) -> Tensor:
+    def dense(self, header: Contribution, local: Sequence[Tensor | None], why: str) -> Tensor:
+        """A contribution of the gradients themselves; zeros where the header says that there is something.
+
+        Args:
+            header: As from `taken`.
+            local: By parameter.
+            why: For `dense_reason`.
+        """
         self.dense_sent += 1
-        self.dense_reason = self._why or "its rows were longer than the gradient, or .grad held something else"
+        self.dense_reason = why
         mask = header.mask
-        for call in calls:
-            for place, product in enumerate(self.products(call.given, call.upstream)):
-                if call.mask & 1 << place:
-                    grad = local[place]
-                    local[place] = product if grad is None else grad.to_dense().add(product)
         parts = []
         for place, grad in enumerate(local):
             if grad is not None:
                 mask |= 1 << place
-                self._check(self.slots[place], grad)
                 parts.append(grad.to_dense().contiguous())
             elif mask & 1 << place:
-                parts.append(torch.zeros_like(self.slots[place].param))
-        return self._blob(header._replace(form=DENSE, mask=mask, rows=0), parts)
+                parts.append(torch.zeros_like(self.slots[place].param, memory_format=torch.contiguous_format))
+        return self.blob(header._replace(form=DENSE, mask=mask), parts)
 
     def _check(self, slot: Slot, grad: Tensor) -> None:
         if grad.dtype is not slot.dtype or grad.shape != slot.param.shape or grad.device.type != "cpu":
@@ -363,8 +281,9 @@ class Gather(ABC):
                 layer=self.layer.name,
             )
 
-    def _blob(self, header: Contribution, parts: Sequence[Tensor]) -> Tensor:
-        flat = [part.view(-1).view(torch.uint8) for part in parts if part.numel()]
+    def blob(self, header: Contribution, parts: Sequence[Tensor]) -> Tensor:
+        """Header and body as bytes, in fresh memory."""
+        flat = [part.reshape(-1).view(torch.uint8) for part in parts if part.numel()]
         head = torch.tensor(header.encode(), dtype=torch.int64).view(torch.uint8)
         return torch.cat([head, *flat])
 
@@ -385,30 +304,31 @@ class Gather(ABC):
         return self._averages.pop(slot)
 
     def _combined(self) -> dict[Slot, Tensor | None]:
+        mask, averages = self.summed()
+        self._mine = None
+        return {slot: self._on_base(slot, averages[place], mask >> place & 1) for place, slot in enumerate(self.slots)}
+
+    def summed(self) -> tuple[int, list[Tensor | None]]:
+        """Of all contributions: for which parameters there is something, as bits, and the averages."""
         engine, book = self.gradients.engine, self.gradients.id
         lengths = engine.gathered(book, self.index)
-        parts = {rank: _Part(self, rank, length) for rank, length in enumerate(lengths) if length is not None}
-        headers = {rank: part.header for rank, part in parts.items()}
-        self._check_bases(headers)
+        parts = [Part(self, rank, length) for rank, length in enumerate(lengths) if length is not None]
+        self._check_bases(parts)
         mask = 0
-        for header in headers.values():
-            mask |= header.mask
-        with computing_with(min(header.threads for header in headers.values())):
-            rows = [part.rows() for part in parts.values() if part.header.rows]
+        for part in parts:
+            mask |= part.header.mask
+        with computing_with(min(part.header.threads for part in parts)):
+            own = [part for part in parts if part.header.form == OWN]
             averages: list[Tensor | None] = [None] * len(self.slots)
-            for place, average in enumerate(self.averages(rows, len(parts)) if rows else ()):
-                averages[place] = average
-            for part in parts.values():
+            if own:
+                averages = self.averages(own, len(parts))
+            for part in parts:
                 for place, dense in part.dense():
                     before = averages[place]
                     dense.div_(len(parts))
                     averages[place] = dense if before is None else dense.add_(before)  # which may be sparse
-            result = {
-                slot: self._on_base(slot, averages[place], mask >> place & 1) for place, slot in enumerate(self.slots)
-            }
         engine.drop_gathered(book, self.index)
-        self._mine = None
-        return result
+        return mask, averages
 
     def _on_base(self, slot: Slot, average: Tensor | None, present: int) -> Tensor | None:
         base = slot.grad
@@ -427,18 +347,18 @@ class Gather(ABC):
                 return mark_average(self.finished(average), self.seq)
             return mark_average(base.clone(), self.seq)
         if base is not None:
-            average = base + average.to(slot.dtype) if base.layout is not torch.strided else average + base
+            average = base + average.to(slot.dtype) if base.layout is not torch.strided else average.add_(base)
         return mark_average(self.finished(average.to(slot.dtype)), self.seq)
 
-    def _check_bases(self, headers: dict[int, Contribution]) -> None:
-        first = next(iter(headers))
-        for rank, header in headers.items():
-            if header.bases != headers[first].bases:
+    def _check_bases(self, parts: Sequence[Part]) -> None:
+        first = parts[0]
+        for part in parts:
+            if part.header.bases != first.header.bases:
                 raise ConfigError(
                     f"{self.layer.name} sends {self.scheme}, and before this backward .grad held another average on "
-                    f"rank {rank} than on rank {first}. Call zero_grad on all ranks alike, or let this layer use the "
-                    "store: penstock.distribute(..., schemes={" + repr(self.layer.name) + ": 'store'})",
-                    rank=rank,
+                    f"rank {part.rank} than on rank {first.rank}. Call zero_grad on all ranks alike, or let this layer "
+                    "use the store: penstock.distribute(..., schemes={" + repr(self.layer.name) + ": 'store'})",
+                    rank=part.rank,
                     layer=self.layer.name,
                     step=self.gradients.step,
                 )
@@ -462,42 +382,50 @@ class Gather(ABC):
                     del slot.param.grad._penstock_average  # type: ignore[union-attr]
 
 
-class _Part:
-    """One rank's contribution, read from the engine or, this rank's own, from where it was packed."""
+class Part:
+    """One rank's contribution, read from the engine or, this rank's own, from where it was packed.
 
-    def __init__(self, gather: Gather, rank: int, len_bytes: int) -> None:
+    Attributes:
+        rank: Whose.
+        header: What it says of itself.
+    """
+
+    def __init__(self, gather: Gather, rank: int, len_bytes: int, index: int | None = None) -> None:
         self._gather = gather
-        self._rank = rank
+        self._index = gather.index if index is None else index
+        self.rank = rank
         self._own = rank == gather.gradients.rank
         self._len_bytes = len_bytes
-        if len_bytes < HEADER_BYTES:
-            raise self._wrong()
-        words = self._read(0, torch.empty(HEADER_WORDS, dtype=torch.int64))
+        if len_bytes < gather.header_bytes:
+            raise self.wrong()
+        words = self.read(0, torch.empty(gather.header_bytes // WORD_BYTES, dtype=torch.int64))
         self.header = Contribution.decode(words.tolist())
-        header, places = self.header, range(len(gather.slots))
-        if header.form not in (0, ROWS, DENSE) or header.rows < 0 or header.threads < 1 or header.mask >> len(places):
-            raise self._wrong()
-        want = HEADER_BYTES + header.rows * gather.row_bytes()
+        header, count = self.header, len(gather.slots)
+        if header.form not in (0, OWN, DENSE) or header.threads < 1 or not 0 <= header.mask < 1 << count:
+            raise self.wrong()
+        body: int | None = 0
         if header.form == DENSE:
-            want = HEADER_BYTES + sum(
-                gather.slots[place].param.numel() * gather.slots[place].dtype.itemsize
-                for place in places
-                if header.mask & 1 << place
+            body = sum(
+                slot.param.numel() * slot.dtype.itemsize for place, slot in enumerate(gather.slots) if header.has(place)
             )
-        if len_bytes != want or (header.rows and header.form != ROWS):
-            raise self._wrong()
+        elif header.form == OWN:
+            body = gather.body_bytes(header)
+        if body is None or len_bytes != gather.header_bytes + body:
+            raise self.wrong()
 
-    def _wrong(self) -> ProtocolError:
+    def wrong(self) -> ProtocolError:
+        """The error that says that this contribution does not fit the layer."""
         layer, step = self._gather.layer.name, self._gather.gradients.step
         return ProtocolError(
-            f"rank {self._rank} sent {self._len_bytes} bytes for {layer} in step {step} that are no "
+            f"rank {self.rank} sent {self._len_bytes} bytes for {layer} in step {step} that are no "
             f"{self._gather.scheme} of it; do all ranks run the same version of the program and of Penstock?",
-            rank=self._rank,
+            rank=self.rank,
             layer=layer,
             step=step,
         )
 
-    def _read(self, offset: int, into: Tensor) -> Tensor:
+    def read(self, offset: int, into: Tensor) -> Tensor:
+        """Fill a tensor from the contribution's bytes."""
         len_bytes = into.numel() * into.element_size()
         if len_bytes == 0:
             return into
@@ -507,25 +435,17 @@ class _Part:
             into.view(-1).view(torch.uint8).copy_(gather._mine[offset : offset + len_bytes])
         else:
             gradients = gather.gradients
-            gradients.engine.read_gathered(gradients.id, gather.index, self._rank, offset, into.data_ptr(), len_bytes)
+            gradients.engine.read_gathered(gradients.id, self._index, self.rank, offset, into.data_ptr(), len_bytes)
         return into
-
-    def rows(self) -> Call:
-        """Its rows."""
-        given_type, given_width, upstream_type, upstream_width = self._gather.wire_types()
-        given = self._read(HEADER_BYTES, torch.empty(self.header.rows, given_width, dtype=given_type))
-        offset = HEADER_BYTES + given.numel() * given.element_size()
-        upstream = self._read(offset, torch.empty(self.header.rows, upstream_width, dtype=upstream_type))
-        return Call(given, upstream, self.header.mask)
 
     def dense(self) -> Iterator[tuple[int, Tensor]]:
         """Its gradients, if it sent those, by parameter, in the type of sums."""
-        offset = HEADER_BYTES
+        offset = self._gather.header_bytes
         if self.header.form != DENSE:
             return
         for place, slot in enumerate(self._gather.slots):
-            if self.header.mask & 1 << place:
-                dense = self._read(offset, torch.empty(slot.param.shape, dtype=slot.dtype))
+            if self.header.has(place):
+                dense = self.read(offset, torch.empty(slot.param.shape, dtype=slot.dtype))
                 offset += dense.numel() * dense.element_size()
                 yield place, dense.to(sum_type(slot.dtype))
 
@@ -559,16 +479,3 @@ def computing_with(threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(mine)
-
-
-def capturing(gather: Gather, weight: Tensor) -> bool:
-    """Whether a call of the layer's forward may leave out the weight's gradient: as far as the forward can tell."""
-    return (
-        gather.engaged
-        and torch.is_grad_enabled()
-        and weight is gather.weight.param
-        and weight.requires_grad
-        and not torch.is_autocast_enabled("cpu")
-        and not _tracing()
-        and not _transforming()
-    )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -26,9 +26,15 @@ from torch.autograd import Variable
 from torch.autograd import graph as autograd_graph
 
 from penstock.errors import ConfigError
+from penstock.lossy import DGC, LossyScheme
+from penstock.torch.adam import FactorsToOwner
+from penstock.torch.dgc import DGCGather
 from penstock.torch.factors import LinearFactors
+from penstock.torch.gather import Gather
 from penstock.torch.layout import Layer, Slot, same_order
+from penstock.torch.lossy import Lossy
 from penstock.torch.memory import lent_to
+from penstock.torch.onebit import OneBitGather
 from penstock.torch.pairs import EmbeddingPairs
 from penstock.torch.safety import defer, restore
 
@@ -37,7 +43,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Gradients"]
 
-GATHERS: dict[str, type[LinearFactors] | type[EmbeddingPairs]] = {"factors": LinearFactors, "pairs": EmbeddingPairs}
+GATHERS: dict[str, type[LinearFactors] | type[EmbeddingPairs]] = {
+    "factors": LinearFactors,
+    "pairs": EmbeddingPairs,
+    "adam": FactorsToOwner,
+}
 
 _current_task: Callable[[], int] = torch._C._current_graph_task_id
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
@@ -54,6 +64,9 @@ class Gradients:
         layers: The model's layers.
         slots: The model's parameters.
         rows: The layers that could send rows, in the order of `layers`: each with its module and its scheme.
+        lossy: The layers whose gradients are made short, each with its module and its scheme's options.
+        ranks: How many there are.
+        wire: By name of the layer, the type to which its fp32 gradients are rounded on the wire.
     """
 
     def __init__(
@@ -64,30 +77,46 @@ class Gradients:
         layers: Sequence[Layer],
         slots: Sequence[Slot],
         rows: Sequence[tuple[Layer, nn.Module, str]] = (),
+        lossy: Sequence[tuple[Layer, nn.Module, LossyScheme]] = (),
+        ranks: int = 0,
+        wire: Mapping[str, str] | None = None,
     ) -> None:
         self.engine = engine
         self.rank = rank
         self.slots = slots
-        self.gathers = [
-            GATHERS[scheme](self, len(slots) + number, layer, module, own_slots(layer, module))
-            for number, (layer, module, scheme) in enumerate(rows)
+        self.rows = [
+            GATHERS[scheme](self, index, layer, module, own_slots(layer, module))
+            for index, (layer, module, scheme) in enumerate(rows, len(slots))
         ]
+        self.lossy = [
+            make_lossy(self, index, layer, module, options, ranks)
+            for index, (layer, module, options) in enumerate(lossy, len(slots) + len(rows))
+        ]
+        self.gathers: list[Gather] = [*self.rows, *self.lossy]
+        self._owned = [gather for gather in self.gathers if isinstance(gather, FactorsToOwner)]
+        for number, owned in enumerate(self._owned):
+            owned.place(number % engine.report()["size"], len(slots) + len(self.gathers) + number)
         for gather in self.gathers:
             for slot in gather.slots:
                 slot.gather = gather
         self.id = engine.open_book(
             name,
             [layer.name for layer in layers],
-            [(slot.name, slot.layer.index, slot.code, slot.elems) for slot in slots]
+            [_entry(slot, (wire or {}).get(slot.layer.name)) for slot in slots]
             + [
                 (f"{gather.scheme} of {gather.layer.name}", gather.layer.index, "bytes", gather.most_bytes, "gather")
                 for gather in self.gathers
+            ]
+            + [
+                (f"average of {owned.layer.name}", owned.layer.index, "bytes", owned.most_bytes, "gather")
+                for owned in self._owned
             ],
         )
         self.lent = lent_to(engine)
         self.step = 0
         self.rounds = 0  # synchronising backwards so far; the running one included
         self.closed = 0  # those of them whose absences have been announced
+        self._contributed = 0  # those of them for which all rows of this rank are on their way
         self.quiet = False  # under no_sync
         self.synchronous = False  # gradients are final when backward returns
         self._task = -1  # the autograd graph task seen last
@@ -260,6 +289,7 @@ class Gradients:
         for gather in self.gathers:
             if gather.engaged and (gather.round != self.rounds or gather.pending):
                 gather.submit()
+        self._contributed = self.rounds
 
     def _settle_untouched(self, slot: Slot, *, leftover: bool) -> None:
         """Take part for a parameter that this backward did not reach.
@@ -303,13 +333,28 @@ class Gradients:
         finally:
             self.quiet = before
 
+    @property
+    def needs_all(self) -> str | None:
+        """A layer whose exchanges need every rank until the job ends, if there is one."""
+        return next((gather.layer.name for gather in self._owned if gather.engaged), None)
+
     # Back
+
+    def serve(self) -> None:
+        """Before this rank waits for others: answer those who wait for it, of backwards that are over.
+
+        Not of the one that is under way: the others may have to wait for an answer of the one before to get on with it.
+        """
+        for gather in sorted(self._owned, key=_round):
+            if gather.round <= self._contributed:
+                gather.serve()
 
     def finish(self, slots: Iterable[Slot]) -> None:
         """Wait until these gradients are final, and give them to the caller to do with as it likes."""
         flying = [slot for slot in slots if slot.flying]
         if not flying:
             return
+        self.serve()
         self.engine.wait(self.id, [slot.index for slot in flying if slot.via is None], released=True)
         if self.gathers:
             # Contributions are copies: nobody need wait until they are sent. A layer's parameters travel together.
@@ -324,6 +369,7 @@ class Gradients:
 
     def wait(self, slots: Sequence[Slot]) -> None:
         """Wait for the averages of these, all of which are in flight. The engine may still be sending from them."""
+        self.serve()
         self.engine.wait(self.id, list({slot.number: None for slot in slots}))
 
     def land(self, slot: Slot) -> Tensor | None:
@@ -363,11 +409,30 @@ class Gradients:
         slot.grad = slot.memory = None
 
 
+def _entry(slot: Slot, wire: str | None) -> Any:
+    """What the book says of a parameter's gradient."""
+    entry = (slot.name, slot.layer.index, slot.code, slot.elems)
+    return (*entry, "store", wire) if wire is not None and slot.code == "f32" else entry
+
+
+def make_lossy(
+    gradients: Gradients, index: int, layer: Layer, module: nn.Module, options: LossyScheme, ranks: int
+) -> Lossy[Any]:
+    """The exchange of a layer whose gradients are made short."""
+    if isinstance(options, DGC):
+        return DGCGather(gradients, index, layer, module, layer.slots, options, ranks)
+    return OneBitGather(gradients, index, layer, module, layer.slots, options, ranks)
+
+
 def own_slots(layer: Layer, module: nn.Module) -> list[Slot]:
     """The slots of a module's weight and, if it has one, its bias."""
     by_param = {id(slot.param): slot for slot in layer.slots}
     params = [module._parameters.get("weight"), module._parameters.get("bias")]
     return [by_param[id(param)] for param in params if param is not None]
+
+
+def _round(gather: FactorsToOwner) -> int:
+    return gather.round
 
 
 def _nbytes(slot: Slot) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from penstock import job
+from penstock.errors import ConfigError
 from penstock.torch.copies import CopyBook
 from penstock.torch.distribute import Distributed, distributed_here
 
@@ -32,6 +33,7 @@ def join() -> Iterator[None]:
     the program's. If the block raises, the exception passes and the job fails on all ranks.
 
     Raises:
+        ConfigError: Layers use ``adam``, whose owners are needed to the end.
         PeerLost: A rank was lost.
         Timeout: A rank did not leave in time.
 
@@ -48,6 +50,13 @@ def join() -> Iterator[None]:
         return
     owners = distributed_here()
     for owner in owners:
+        layer = owner.gradients.needs_all
+        if layer is not None:
+            raise ConfigError(
+                f"penstock.join: the owners of layers that use adam, such as {layer}, cannot leave before the others. "
+                "Let them use factors or the store: penstock.distribute(..., schemes=...)",
+                layer=layer,
+            )
         owner.synchronize()
         owner.choice.settle()
     running.engine.leave()
@@ -64,7 +73,7 @@ def _agree(engine: Engine, owners: list[Distributed]) -> list[list[int]]:
     books += [owner.buffers.id for owner in owners if owner.buffers is not None]
     mine = {
         "steps": [owner.gradients.step for owner in owners],
-        "schemes": [owner.choice.schemes for owner in owners],
+        "measured": [owner.coordinator.measured for owner in owners],
         "sequences": [engine.sequence(book) for book in books],
     }
     everyone = [json.loads(blob) for blob in engine.all_gather("penstock.join", json.dumps(mine).encode())]
@@ -78,7 +87,7 @@ def _agree(engine: Engine, owners: list[Distributed]) -> list[list[int]]:
     steps: list[list[int]] = [[one["steps"][position] for one in everyone] for position in range(len(owners))]
     for position, owner in enumerate(owners):
         furthest = steps[position].index(max(steps[position]))
-        owner.choice.adopt(everyone[furthest]["schemes"][position], max(steps[position]))
+        owner.choice.adopt(everyone[furthest]["measured"][position], max(steps[position]))
     return steps
 
 

@@ -413,11 +413,11 @@ class Updates:
         grad = slot.param.grad
         assert grad is not None  # set by _apply
         if grad is slot.memory and self._gradients.lent.holds(slot.token):
-            slot.param.grad = torch.zeros_like(grad)
+            slot.param.grad = grad = torch.zeros_like(grad)
         else:
             grad.zero_()
-            if slot.gather is not None:
-                mark_average(grad, 0)
+        if slot.gather is not None:
+            mark_average(grad, 0)
         slot.grad = slot.memory = None
 
     def _unchanged(self, slot: Slot) -> Tensor | None:

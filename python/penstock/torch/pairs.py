@@ -7,23 +7,34 @@ nothing else; a module with ``sparse=True`` gets its average as a sparse tensor,
 
 from __future__ import annotations
 
-import types
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.torch.gather import Call, Gather, capturing, sum_type
+from penstock.torch.gather import Part, sum_type
+from penstock.torch.layout import Layer, Slot
+from penstock.torch.memory import Reused
+from penstock.torch.rows import Call, Rows, capturing
+
+if TYPE_CHECKING:
+    from penstock.torch.hooks import Gradients
 
 __all__ = ["EmbeddingPairs"]
 
 
-class EmbeddingPairs(Gather):
-    """The exchange of one `nn.Embedding`; see `penstock.torch.gather`."""
+class EmbeddingPairs(Rows):
+    """The exchange of one `nn.Embedding`; see `penstock.torch.rows`."""
 
     scheme = "pairs"
+
+    def __init__(
+        self, gradients: Gradients, index: int, layer: Layer, module: nn.Module, slots: Sequence[Slot]
+    ) -> None:
+        super().__init__(gradients, index, layer, module, slots)
+        self._memory = Reused()
 
     def row_bytes(self) -> int:
         """Bytes of an index and its row."""
@@ -58,8 +69,11 @@ class EmbeddingPairs(Gather):
         dense = torch.zeros(self.weight.param.shape, dtype=self.weight.dtype)
         return [dense.index_copy_(0, given.view(-1).long(), upstream)]
 
-    def averages(self, rows: Sequence[Call], ranks: int) -> list[Tensor]:
+    def averages(self, parts: Sequence[Part], ranks: int) -> list[Tensor | None]:
         """Sums of rows, rank by rank."""
+        rows = [self.rows_of(part) for part in parts if part.header.rows]
+        if not rows:
+            return [None]
         wide = sum_type(self.weight.dtype)
         indices = torch.cat([call.given.view(-1) for call in rows]).long()
         if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < self.weight.param.shape[0]:
@@ -75,7 +89,7 @@ class EmbeddingPairs(Gather):
         if self.module.sparse:
             shape = self.weight.param.shape
             return [torch.sparse_coo_tensor(unique.view(1, -1), sums, shape, is_coalesced=True, check_invariants=False)]
-        return [torch.zeros(self.weight.param.shape, dtype=wide).index_copy_(0, unique, sums)]
+        return [self._memory.tensor(self.weight.param.shape, wide).zero_().index_copy_(0, unique, sums)]
 
     def finished(self, average: Tensor) -> Tensor:
         """Sparse or dense, as the module's gradients are."""
@@ -85,12 +99,12 @@ class EmbeddingPairs(Gather):
             return average.to_sparse(1).coalesce()
         return average.coalesce()
 
-    def install(self) -> None:
-        """Replace the instance's forward; the class and what is pickled stay as they are."""
-        self.module.forward = types.MethodType(_make_forward(self), self.module)
+    def capture(self) -> Callable[..., Tensor]:
+        """As the module's own forward, which it calls wherever a gradient is needed as such."""
+        return _make_forward(self)
 
 
-def _make_forward(gather: EmbeddingPairs) -> Any:
+def _make_forward(gather: EmbeddingPairs) -> Callable[..., Tensor]:
     def forward(module: nn.Embedding, input: Tensor) -> Tensor:  # noqa: A002  as nn.Embedding calls it
         # Compiled code has no place for what backward leaves behind: there the gradient is made as always.
         if torch.compiler.is_compiling() or not capturing(gather, module.weight):
@@ -98,7 +112,6 @@ def _make_forward(gather: EmbeddingPairs) -> Any:
         output: Tensor = _Embedding.apply(input, module.weight, gather)
         return output
 
-    forward._penstock = True  # type: ignore[attr-defined]
     return forward
 
 

@@ -4,23 +4,43 @@ The gradient of `nn.Linear` is dY^T X: K rows of X and dY are its *sufficient fa
 Xie et al.'s SFB). That of `nn.Embedding` is zero but for the rows that were looked up: *pairs* of an index and a
 row. Both are exact where the module's own forward is all that reads the weight, and where nobody wants to see the local
 gradient on its way; for all other layers `why_dense` says why not.
+
+Lossy, and so for users to ask for, are halves on the wire (`WIRE_TYPES`): they fit every layer with gradients in fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from penstock.errors import ConfigError
+from penstock.lossy import BY_NAME, DGC, LossyScheme, OneBit, parse
+from penstock.torch.layout import CODES
 from penstock.torch.safety import DeferredParameter
 
-__all__ = ["SCHEMES", "choose", "foreign_hooks", "gather_scheme", "survey", "why_dense"]
+__all__ = [
+    "SCHEMES",
+    "WIRE_TYPES",
+    "Schemes",
+    "choose",
+    "foreign_hooks",
+    "gather_scheme",
+    "survey",
+    "why_dense",
+    "why_exact",
+]
 
-SCHEMES = ("store", "factors", "pairs")
+WIRE_TYPES = {"bf16": "bf16", "fp16": "f16"}
+"""Lossy schemes: the store, and fp32 gradients that are rounded on the wire; with the engine's name of that type."""
+SCHEMES = ("store", "factors", "pairs", "adam", *WIRE_TYPES, *BY_NAME)
+
+Schemes: TypeAlias = Mapping[str, "str | LossyScheme"]
+"""Patterns of layer names, and for each what these layers use, by name or, if it has options, as an object."""
 
 _PLAIN: dict[str, type[nn.Module]] = {"factors": nn.Linear, "pairs": nn.Embedding}
 _FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -58,7 +78,7 @@ def _why_module(module: nn.Module, plain: type[nn.Module]) -> str | None:
         return "its weight is computed by a parametrization"
     if module._parameters.get("weight") is None:
         return "its weight is computed from other parameters (weight norm, spectral norm)"
-    if type(module) is not plain:
+    if type(module) is not plain and not hasattr(type(module), "send_rows_to"):
         return f"it is a {type(module).__name__}, whose forward may read the weight otherwise than nn.{plain.__name__}"
     if "forward" in module.__dict__ and not getattr(module.__dict__["forward"], "_penstock", False):
         return "its forward has been replaced"
@@ -123,9 +143,37 @@ def survey(model: nn.Module, modules: Sequence[nn.Module]) -> list[str | None]:
     return [why_dense(module) or whole.why_dense(module) for module in modules]
 
 
+def why_exact(module: nn.Module, params: Sequence[Tensor], scheme: LossyScheme) -> str | None:
+    """Why a layer cannot use a lossy scheme, or `None` if it can.
+
+    Args:
+        module: The module.
+        params: Those of its parameters that count for it: a tied one counts where it is registered first.
+        scheme: The scheme.
+    """
+    strange = next((param.dtype for param in params if param.dtype not in _FLOATING), None)
+    if strange is not None:
+        return f"it has a parameter of type {strange}"
+    if isinstance(scheme, OneBit):
+        if not isinstance(module, nn.Linear):
+            return f"it is a {type(module).__name__}, and 1bit is for nn.Linear"
+        weight = module._parameters.get("weight")
+        if weight is None:
+            return "its weight is computed from other parameters"
+        if all(param is not weight for param in params):
+            return "its weight is that of another layer, too, and counts there"
+    elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+        return "its gradients are sparse; pairs sends them exactly"
+    return None
+
+
 def choose(
-    names: Sequence[str], modules: Sequence[nn.Module], reasons: Sequence[str | None], schemes: Mapping[str, str]
-) -> list[str]:
+    names: Sequence[str],
+    modules: Sequence[nn.Module],
+    reasons: Sequence[str | None],
+    schemes: Schemes,
+    params: Sequence[Sequence[Tensor]] | None = None,
+) -> list[str | LossyScheme]:
     """What a user's patterns say of each layer.
 
     Args:
@@ -133,31 +181,37 @@ def choose(
         modules: The modules they are.
         reasons: What `why_dense` says of each.
         schemes: Patterns as in `fnmatch`, and what the layers they match shall use. The first that matches decides.
+        params: The parameters that count for each layer. By default all of the module's own.
 
     Returns:
-        A scheme for each layer. A layer that cannot use what its pattern says, but was matched together with one that
-        can, uses the store.
+        A scheme for each layer, lossy ones with their options. A layer that cannot use what its pattern says, but was
+        matched together with one that can, uses the store.
 
     Raises:
         ConfigError: There is no such scheme, no layer matches a pattern, or none that matches can use the scheme.
     """
-    chosen = ["store"] * len(names)
+    chosen: list[str | LossyScheme] = ["store"] * len(names)
     open_layers = set(range(len(names)))
-    for pattern, scheme in schemes.items():
-        if not isinstance(pattern, str) or scheme not in SCHEMES:
+    owned = [list(module.parameters(recurse=False)) for module in modules] if params is None else params
+    for pattern, given in schemes.items():
+        scheme = parse(given) or given
+        if not isinstance(pattern, str) or not (
+            scheme in SCHEMES if isinstance(scheme, str) else isinstance(scheme, (OneBit, DGC))
+        ):
             raise ConfigError(
-                f"penstock.distribute: schemes={{{pattern!r}: {scheme!r}}}: a pattern of layer names and one of "
-                f"{', '.join(SCHEMES)} is expected"
+                f"penstock.distribute: schemes={{{pattern!r}: {given!r}}}: a pattern of layer names and one of "
+                f"{', '.join(SCHEMES)} is expected, or an object such as ps.DGC(density=0.01)"
             )
         matched = [index for index, name in enumerate(names) if fnmatchcase(name, pattern)]
         if not matched:
             raise ConfigError(
                 f"penstock.distribute: schemes: no layer matches {pattern!r}; the layers are {_shortened(names)}"
             )
-        refused = {index: _why_not(modules[index], reasons[index], scheme) for index in matched}
+        refused = {index: _why_not(modules[index], reasons[index], scheme, owned[index]) for index in matched}
         if all(refused.values()):
             why = "; ".join(f"{names[index]}: {reason}" for index, reason in list(refused.items())[:3])
-            raise ConfigError(f"penstock.distribute: schemes: no layer of {pattern!r} can use {scheme}: {why}")
+            name = scheme if isinstance(scheme, str) else scheme.name
+            raise ConfigError(f"penstock.distribute: schemes: no layer of {pattern!r} can use {name}: {why}")
         for index in matched:
             if index in open_layers and refused[index] is None:
                 chosen[index] = scheme
@@ -165,13 +219,20 @@ def choose(
     return chosen
 
 
-def _why_not(module: nn.Module, reason: str | None, scheme: str) -> str | None:
+def _why_not(module: nn.Module, reason: str | None, scheme: str | LossyScheme, params: Sequence[Tensor]) -> str | None:
     if scheme == "store":
         return None
-    if gather_scheme(module) != scheme:
-        return f"it is a {type(module).__name__}, and {scheme} are for nn.{_PLAIN[scheme].__name__}"
+    if scheme in WIRE_TYPES:
+        types = {param.dtype: CODES.get(param.dtype, ("",))[0] for param in module.parameters(recurse=False)}
+        return None if "f32" in types.values() else f"{scheme} is for fp32 gradients, and these are {_shortened(types)}"
+    if not isinstance(scheme, str):
+        return why_exact(module, params, scheme)
+    rows = "factors" if scheme == "adam" else scheme
+    if gather_scheme(module) != rows:
+        return f"it is a {type(module).__name__}, and {scheme} is for nn.{_PLAIN[rows].__name__}"
     return reason
 
 
-def _shortened(names: Sequence[str], most: int = 12) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _shortened(names: Iterable[object], most: int = 12) -> str:
+    texts = [str(name) for name in names]
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")

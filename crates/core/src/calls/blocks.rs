@@ -206,11 +206,7 @@ mod tests {
     fn the_store_is_chosen_unless_another_is_clearly_faster() {
         let choice = |elems, p| choose(elems, 4, p, &Rates::default());
         for p in [2, 4, 8] {
-            assert_eq!(
-                [0, 1, 100, 1 << 18, 13_250_000].map(|n| choice(n, p)),
-                [Algorithm::Store; 5],
-                "{p}"
-            );
+            assert_eq!([0, 1, 100, 1 << 18, 13_250_000].map(|n| choice(n, p)), [Algorithm::Store; 5], "{p}");
         }
         assert_eq!(
             [1000, 1024].map(|n| choice(n, 64)),

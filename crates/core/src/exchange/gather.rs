@@ -7,6 +7,9 @@
 //!
 //! Cost for n ranks and S bytes each: (n-1) S per link and direction, one latency (Poseidon Table 1, SFB).
 //!
+//! A contribution may be meant for one rank alone, which is how Project Adam's scheme sends factors to a layer's owner (Poseidon
+//! Table 1, Adam). To the others it is then an empty one: the round is the same on all ranks, whoever gets what in it.
+//!
 //! **Why nothing waits for ever.** A contribution is sent without asking anybody, and is taken whenever it comes: no window
 //! holds it back. So once all active ranks have submitted a round, it ends.
 //!
@@ -68,11 +71,12 @@ impl<C> Default for Gather<C> {
 }
 
 impl<C: Clone> Gather<C> {
-    /// `memory` holds `header.argument` bytes.
+    /// `memory` holds `header.argument` bytes, for all others or for one.
     pub(super) fn submit<M: Memory<Chunk = C>>(
         &mut self,
         header: &Header,
         memory: &C,
+        only_to: Option<Rank>,
         context: &mut Context<'_, M>,
     ) -> Result<(), Error> {
         let Site { rank: Rank(me), ranks, left, slice, tensor_bytes, .. } = context.site;
@@ -86,12 +90,13 @@ impl<C: Clone> Gather<C> {
         self.submitted = header.seq;
         // Each rank starts with another one, so that contributions do not all converge on the same receiver.
         for to in (1..ranks).map(|i| Rank((me + i) % ranks)).filter(|peer| !left[peer.index()]) {
+            let total_bytes = if only_to.is_none_or(|one| one == to) { total_bytes } else { 0 };
             let mut start = 0;
             loop {
                 let payload_bytes = slice.len_bytes.min(total_bytes - start);
                 // Even if it is empty: that the memory is released says that the frame is written.
                 let payload = Some(context.memory.part(memory, start as usize, payload_bytes as usize));
-                let header = Header { kind: Kind::Gather, payload_bytes, ..*header };
+                let header = Header { kind: Kind::Gather, payload_bytes, argument: total_bytes, ..*header };
                 let frame = Outgoing { header, payload };
                 context.effects.push(Effect::Send { to, frame, flow: Flow::Free });
                 start += payload_bytes;

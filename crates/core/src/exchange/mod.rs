@@ -110,8 +110,18 @@ pub struct Site<'a> {
     pub slice: &'a Slice,
     /// Its element type.
     pub dtype: Dtype,
+    /// Its wire type; if it is another, the exchange rounds.
+    pub wire: Dtype,
     /// Length of the whole tensor, in bytes.
     pub tensor_bytes: u64,
+}
+
+impl Site<'_> {
+    /// Whether contributions and results are rounded to the wire type.
+    #[must_use]
+    pub fn rounds(&self) -> bool {
+        self.wire != self.dtype
+    }
 }
 
 /// What an exchange works with while it handles an event.
@@ -209,7 +219,26 @@ impl<C: Clone> Exchange<C> {
         match self {
             Self::Store(store) => store.submit(header, memory, absent, context),
             Self::Collective(collective) => collective.submit(header, memory, absent, context),
-            Self::Gather(gather) => gather.submit(header, &memory, context),
+            Self::Gather(gather) => gather.submit(header, &memory, None, context),
+        }
+    }
+
+    /// This rank takes part in a gather: `memory` holds `header.argument` bytes, for all others or only for one.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if this is no gather, or the last round is not complete here.
+    pub fn gather<M: Memory<Chunk = C>>(
+        &mut self,
+        header: &Header,
+        memory: &C,
+        only_to: Option<Rank>,
+        context: &mut Context<'_, M>,
+    ) -> Result<(), Error> {
+        match self {
+            Self::Gather(gather) => gather.submit(header, memory, only_to, context),
+            Self::Store(_) | Self::Collective(_) => {
+                Err(Error::Config(format!("slice {} of book {} is not gathered", header.slice, header.book)))
+            }
         }
     }
 
@@ -227,7 +256,7 @@ impl<C: Clone> Exchange<C> {
     #[must_use]
     pub fn place<M: Memory<Chunk = C>>(&self, header: &Header, site: &Site<'_>, memory: &M) -> Option<C> {
         match self {
-            Self::Store(store) => store.place(header),
+            Self::Store(store) => store.place(header, site),
             Self::Collective(collective) => collective.place(header, site, memory),
             Self::Gather(_) => None,
         }

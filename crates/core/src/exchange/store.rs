@@ -3,13 +3,19 @@
 //!
 //! Cost for n ranks and S bytes spread evenly over n co-located shards: 2 (n-1)/n S bytes per link and direction, two
 //! latencies (Poseidon Table 1 with P1 = P2 = n).
+//!
+//! **Wire types.** Of a tensor that travels as another type than it has, a worker's contribution is rounded when it is sent
+//! ([`crate::node::Node::next_frame`]). The owner adds in fp32, in rank order. Its own contribution is *not* rounded: it need not
+//! travel, and the error is smaller. The result is rounded once, and all keep the rounded one, the owner included. So all ranks
+//! have the same bits; but they depend on which rank owns the slice. A payload cannot be read into the tensor: answers, too, go
+//! to scratch, and are expanded from there.
 
 use super::{Context, Effect, Flow, Site};
 use crate::error::Error;
 use crate::layout::{Rank, Seq, Step};
 use crate::memory::Memory;
 use crate::reduce::Reduction;
-use crate::wire::{Header, Kind, Op, Outgoing, describe, unexpected};
+use crate::wire::{Header, Kind, Op, Outgoing, describe, unexpected, wire_argument};
 
 /// This rank's own part in a slice, from submission to completion.
 #[derive(Debug)]
@@ -46,7 +52,7 @@ impl<C: Clone> Store<C> {
             )));
         }
         self.mine = Some(Mine { memory: memory.clone(), seq: header.seq });
-        let Site { rank, slice, .. } = context.site;
+        let Site { rank, slice, dtype, wire, .. } = context.site;
         if slice.owner == rank {
             let what = if absent { Contribution::Absent } else { Contribution::Data(memory) };
             return self.contribute(rank, header, what, context);
@@ -55,7 +61,8 @@ impl<C: Clone> Store<C> {
             let header = Header { kind: Kind::PushAbsent, ..*header };
             (Outgoing { header, payload: None }, Flow::Free)
         } else {
-            let header = Header { kind: Kind::Push, payload_bytes: slice.len_bytes, ..*header };
+            let argument = wire_argument(dtype, wire);
+            let header = Header { kind: Kind::Push, argument, payload_bytes: slice.wire_bytes, ..*header };
             (Outgoing { header, payload: Some(memory) }, Flow::Window)
         };
         context.effects.push(Effect::Send { to: slice.owner, frame, flow });
@@ -64,11 +71,11 @@ impl<C: Clone> Store<C> {
 
     /// Pushes come to the owner, answers from it and for the round that is open here.
     pub(super) fn expects(&self, from: Rank, header: &Header, site: &Site<'_>) -> bool {
-        let len_bytes = site.slice.len_bytes;
+        let wire_bytes = site.slice.wire_bytes;
         let (owner, payload_bytes) = match header.kind {
-            Kind::Push => (site.rank, len_bytes),
+            Kind::Push => (site.rank, wire_bytes),
             Kind::PushAbsent => (site.rank, 0),
-            Kind::Answer => (from, len_bytes),
+            Kind::Answer => (from, wire_bytes),
             Kind::AnswerAbsent | Kind::AnswerSame => (from, 0),
             _ => return false,
         };
@@ -77,9 +84,10 @@ impl<C: Clone> Store<C> {
             && (header.kind.takes_part() || self.mine.as_ref().is_some_and(|mine| mine.seq == header.seq))
     }
 
-    /// Answers go straight into this rank's memory.
-    pub(super) fn place(&self, header: &Header) -> Option<C> {
-        self.mine.as_ref().filter(|_| header.kind == Kind::Answer).map(|mine| mine.memory.clone())
+    /// Answers go straight into this rank's memory, unless they have to be expanded.
+    pub(super) fn place(&self, header: &Header, site: &Site<'_>) -> Option<C> {
+        let straight = header.kind == Kind::Answer && !site.rounds();
+        self.mine.as_ref().filter(|_| straight).map(|mine| mine.memory.clone())
     }
 
     pub(super) fn frame<M: Memory<Chunk = C>>(
@@ -92,7 +100,15 @@ impl<C: Clone> Store<C> {
         match (header.kind, payload) {
             (Kind::Push, Some(chunk)) => self.contribute(from, header, Contribution::Data(chunk), context),
             (Kind::PushAbsent, None) => self.contribute(from, header, Contribution::Absent, context),
-            (Kind::Answer, Some(_)) | (Kind::AnswerAbsent | Kind::AnswerSame, None) => {
+            (Kind::Answer, Some(chunk)) => {
+                if let Some(mine) = self.mine.as_ref().filter(|_| context.site.rounds()) {
+                    context.memory.expand(context.site.wire, &chunk, &mine.memory);
+                }
+                context.effects.push(Effect::Consumed { by: from });
+                self.complete(header, true, context);
+                Ok(())
+            }
+            (Kind::AnswerAbsent | Kind::AnswerSame, None) => {
                 context.effects.push(Effect::Consumed { by: from });
                 self.complete(header, header.kind != Kind::AnswerAbsent, context);
                 Ok(())
@@ -158,7 +174,12 @@ impl<C: Clone> Store<C> {
             }),
             Outcome::Reduced(how) => {
                 let output = mine.unwrap_or_else(|| memory.scratch(site.slice.len_bytes as usize));
-                memory.reduce(site.dtype, how, inputs, &output);
+                if site.rounds() {
+                    let own = self.gathering.own_input(site.rank);
+                    memory.reduce_rounded(site.wire, how, inputs, own, &output);
+                } else {
+                    memory.reduce(site.dtype, how, inputs, &output);
+                }
                 Some(output)
             }
         };
@@ -187,7 +208,7 @@ fn answer<M: Memory>(
     result: Option<&M::Chunk>,
     context: &mut Context<'_, M>,
 ) {
-    let Site { rank: Rank(me), ranks, left, slice, .. } = context.site;
+    let Site { rank: Rank(me), ranks, left, slice, dtype, wire, .. } = context.site;
     // Each owner starts with another rank, so that answers do not all converge on the same receiver.
     for to in (1..ranks).map(|i| Rank((me + i) % ranks)).filter(|peer| !left[peer.index()]) {
         let (kind, payload) = match (outcome, result) {
@@ -195,8 +216,9 @@ fn answer<M: Memory>(
             (_, Some(chunk)) => (Kind::Answer, Some(chunk.clone())),
             (_, None) => (Kind::AnswerAbsent, None),
         };
-        let payload_bytes = if payload.is_some() { slice.len_bytes } else { 0 };
-        let frame = Outgoing { header: Header { kind, payload_bytes, ..*header }, payload };
+        let carried = if payload.is_some() { (wire_argument(dtype, wire), slice.wire_bytes) } else { (0, 0) };
+        let (argument, payload_bytes) = carried;
+        let frame = Outgoing { header: Header { kind, argument, payload_bytes, ..*header }, payload };
         context.effects.push(Effect::Send { to, frame, flow: Flow::Free });
     }
 }
@@ -294,6 +316,13 @@ impl<C: Clone> Gathering<C> {
         self.arrived > 0 && self.contributions.iter().zip(left).all(|(c, left)| c.is_some() != *left)
     }
 
+    /// Which of the inputs of [`Gathering::outcome`] is this rank's own, if it has one.
+    fn own_input(&self, rank: Rank) -> Option<usize> {
+        let has_data = |c: &Option<Contribution<C>>| matches!(c, Some(Contribution::Data(_)));
+        let before = self.contributions[..rank.index()].iter().filter(|c| has_data(c)).count();
+        has_data(&self.contributions[rank.index()]).then_some(before)
+    }
+
     /// How the round ends; the data in rank order goes to `inputs`.
     ///
     /// # Errors
@@ -343,6 +372,7 @@ mod tests {
             Ok(Outcome::Reduced(Reduction::Sum { divisor: 3 }))
         );
         assert_eq!(inputs, ["c", "d"]);
+        assert_eq!([0, 2, 3].map(|rank| gathering.own_input(Rank(rank))), [None, Some(0), Some(1)]);
         gathering.clear();
         assert!(gathering.open().is_none());
         assert!(

@@ -27,6 +27,8 @@ pub struct Bytes {
     pub step: Step,
     /// As in [`super::Part`].
     pub more: bool,
+    /// The only rank that gets it, if it is not for all. To the others it is an empty contribution.
+    pub only_to: Option<Rank>,
 }
 
 impl Engine {
@@ -40,7 +42,7 @@ impl Engine {
     /// # Safety
     /// The memory must stay allocated and unchanged until the token is released.
     pub unsafe fn submit_gather(&self, bytes: Bytes) -> Result<u64, Failure> {
-        let Bytes { book, tensor, address, len_bytes, step, more } = bytes;
+        let Bytes { book, tensor, address, len_bytes, step, more, only_to } = bytes;
         self.alive("submit_gather")?;
         let open = self.gathered_book(book, tensor)?;
         let (entry, state) = (&open.book.tensors[tensor as usize], &open.tensors[tensor as usize]);
@@ -49,6 +51,10 @@ impl Engine {
             return Err(Failure::config(format!(
                 "{book}: {name} has at most {most} bytes, but {len_bytes} were submitted"
             )));
+        }
+        if let Some(Rank(rank)) = only_to.filter(|rank| rank.0 >= self.inner.config.size) {
+            let (book, name, size) = (&open.book.name, &entry.name, self.inner.config.size);
+            return Err(Failure::config(format!("{book}: {name} for rank {rank}, but there are {size}")));
         }
         let shared = &self.inner.shared;
         shared.check().map_err(|failure| wait::blame(failure, "submitting", &open, tensor, step))?;
@@ -82,7 +88,8 @@ impl Engine {
         let start = NonNull::new(address as *mut u8).unwrap_or(NonNull::dangling());
         // SAFETY: the caller vouches for the memory.
         let memory = unsafe { Chunk::handed(start, len_bytes, Arc::clone(&open) as _, tensor, token) };
-        let command = Command::Gather { book, tensor, seq, step, memory, len_bytes: len_bytes as u32 };
+        let len_bytes_32 = len_bytes as u32; // The book's bounds keep tensors below.
+        let command = Command::Gather { book, tensor, seq, step, memory, len_bytes: len_bytes_32, only_to };
         if more {
             mailbox.send_held(command, len_bytes);
         } else {

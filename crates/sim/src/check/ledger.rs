@@ -2,7 +2,7 @@
 
 use super::{Checker, Violation, check, order};
 use penstock_core::Scheme;
-use penstock_core::layout::{Book, BookId, Rank, Seq, SliceId, TensorId};
+use penstock_core::layout::{Book, BookId, Rank, Seq, SliceId, Tensor, TensorId};
 use penstock_core::wire::Op;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -236,7 +236,8 @@ fn expected(book: &Book, tensor: TensorId, round: &Round) -> Expected {
         return Expected::Present(None);
     }
     let active = round.parts.iter().flatten().count() as u32;
-    let what = order::Round { scheme: layout.scheme, dtype: layout.dtype, op: round.op, active };
+    let Tensor { scheme, dtype, wire, .. } = *layout;
+    let what = order::Round { scheme, dtype, wire, op: round.op, active };
     let mut result = Vec::with_capacity(layout.len_bytes() as usize);
     for slice in &book.slices[layout.first_slice as usize..][..layout.slice_count as usize] {
         let range = slice.offset_bytes as usize..(slice.offset_bytes + u64::from(slice.len_bytes)) as usize;
@@ -251,7 +252,7 @@ fn expected(book: &Book, tensor: TensorId, round: &Round) -> Expected {
 mod tests {
     use super::*;
     use crate::program::Submission;
-    use penstock_core::layout::{Dtype, Tensor};
+    use penstock_core::layout::Dtype;
 
     fn ledger() -> Ledger {
         let tensors = vec![Tensor::new("w", 0, Dtype::F32, 2)];

@@ -164,7 +164,7 @@ impl LinkModel {
             } else if absent {
                 self.queue(slice.owner, What::Ready(id, slice_id, seq, 0));
             } else {
-                let (number, len_bytes) = (book.number_at_peer(slice_id), u64::from(slice.len_bytes));
+                let (number, len_bytes) = (book.number_at_peer(slice_id), u64::from(slice.wire_bytes));
                 self.push(slice.owner, id, slice_id, seq, 0, number, len_bytes);
             }
         }
@@ -416,7 +416,9 @@ impl LinkModel {
 
 impl What {
     fn is(&self, header: &Header) -> bool {
-        let id = (header.book, header.slice, header.seq, header.argument);
+        // The argument of a frame of the store is its wire type.
+        let step = if matches!(header.kind, Kind::Push | Kind::Answer) { 0 } else { header.argument };
+        let id = (header.book, header.slice, header.seq, step);
         let pushed = header.kind == Kind::Push || (header.kind == Kind::Part && header.payload_bytes > 0);
         match *self {
             Self::Control(kind) => kind == header.kind,

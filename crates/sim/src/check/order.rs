@@ -186,6 +186,8 @@ pub struct Round {
     pub scheme: Scheme,
     /// Its element type.
     pub dtype: Dtype,
+    /// Its wire type: if it is another, all but the owner's contribution are rounded to it, and so is the result.
+    pub wire: Dtype,
     /// What is done with the contributions.
     pub op: Op,
     /// Ranks that take part: what an average divides by.
@@ -195,6 +197,15 @@ pub struct Round {
 /// The result for one slice: `rows` by rank, `None` for those that contribute nothing; `owner` is the slice's first rank.
 #[must_use]
 pub fn reduce(round: Round, owner: Rank, rows: &[Option<&[u8]>]) -> Option<Vec<u8>> {
+    if round.wire != round.dtype {
+        let rounded = |(rank, row): (usize, &Option<&[u8]>)| {
+            row.map(|row| if rank == owner.index() { row.to_vec() } else { through(round.wire, row) })
+        };
+        let rows: Vec<Option<Vec<u8>>> = rows.iter().enumerate().map(rounded).collect();
+        let rows: Vec<Option<&[u8]>> = rows.iter().map(Option::as_deref).collect();
+        let result = reduce(Round { wire: round.dtype, ..round }, owner, &rows)?;
+        return Some(through(round.wire, &result));
+    }
     let present = || rows.iter().flatten();
     if round.op == Op::Copy {
         return present().next().map(|row| row.to_vec());
@@ -211,6 +222,17 @@ pub fn reduce(round: Round, owner: Rank, rows: &[Option<&[u8]>]) -> Option<Vec<u
         Dtype::U8 => reduce_as::<u8>(round, owner, rows),
         Dtype::Bytes => present().next().map(|row| row.to_vec()),
     }
+}
+
+/// Numbers in fp32, each as it is after its way through a half type.
+fn through(wire: Dtype, row: &[u8]) -> Vec<u8> {
+    let one = |number: &[u8]| {
+        let number = f32::read(number);
+        let rounded =
+            if wire == Dtype::F16 { f16::from_f32(number).to_f32() } else { bf16::from_f32(number).to_f32() };
+        f32::write(rounded)
+    };
+    row.chunks_exact(4).flat_map(one).collect()
 }
 
 fn reduce_as<E: Element>(round: Round, owner: Rank, rows: &[Option<&[u8]>]) -> Option<Vec<u8>> {

@@ -6,7 +6,8 @@ use penstock_core::cost::dense::Algorithm;
 use penstock_core::layout::{Book, Rank};
 
 /// An owner's scratch buffers: of each other rank and each book at most its window, that of what overtakes, and the slices that
-/// go out of turn; and of what is gathered, contributions to two rounds.
+/// go out of turn; of what is gathered, contributions to two rounds; and of what is rounded on the wire, a frame that is being
+/// written and one that is being read.
 ///
 /// # Errors
 /// [`Checker::OwnerMemory`].
@@ -27,13 +28,18 @@ pub fn check_owner_memory(
         let tensors = book.tensors.iter().filter(|tensor| tensor.scheme == Scheme::Gather);
         2 * tensors.map(penstock_core::layout::Tensor::len_bytes).sum::<u64>()
     };
+    let rounded = |book: &Book| {
+        let slices = book.slices.iter().filter(|slice| slice.wire_bytes < slice.len_bytes);
+        2 * slices.map(|slice| u64::from(slice.wire_bytes)).max().unwrap_or(0)
+    };
+    let in_frames = books.iter().map(|book| rounded(book)).max().unwrap_or(0);
     let per_peer: u64 = books
         .iter()
         .map(|book| {
             let exceptions = exceptions * largest(book) + gathered(book);
             window_bytes.saturating_mul(2).saturating_add(exceptions)
         })
-        .fold(0, u64::saturating_add);
+        .fold(in_frames, u64::saturating_add);
     let bound = per_peer.saturating_mul(u64::from(ranks - 1));
     check(held_bytes <= bound, Checker::OwnerMemory, || {
         format!("rank {rank} holds {held_bytes} bytes for its peers; the windows allow {bound}")

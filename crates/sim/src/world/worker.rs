@@ -281,7 +281,11 @@ impl<M: SimMemory> World<M> {
         if let Some(model) = self.model(rank, lane) {
             model.gather(book, tensor, seq, len_bytes);
         }
-        self.step(rank, lane, Event::Gather { book, tensor, seq, step: seq, memory, len_bytes })
+        self.step(
+            rank,
+            lane,
+            Event::Gather { book, tensor, seq, step: seq, memory, len_bytes, only_to: None },
+        )
     }
 
     /// All contributions to a gather are here. They stay until the next submission.

@@ -1,0 +1,158 @@
+"""Bytes per host under the wait-free store, Project Adam's scheme and hybrid communication (Poseidon, figure 10).
+
+    sudo .venv/bin/python -m benchmarks.load_balance       # appends to docs/benchmarks/load_balance.jsonl, and draws
+    .venv/bin/python -m benchmarks.load_balance --draw     # only draws what is there
+
+VGG19 on emulated hosts: what crosses each host's interface is counted, not computed, both ways and with all headers. At
+a quarter of the width its layers keep their proportions (the linear ones hold 87 % of the parameters, 86 % at full
+width), and eight hosts fit into 6 GB. Runs are appended; the last of each kind is drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lab.cluster import Cluster, Unavailable
+from lab.counters import Counters
+from lab.records import ROOT, note, publish
+from lab.scenario import Scenario
+from lab.session import Session, SystemFailed
+
+LINES = ROOT / "docs" / "benchmarks" / "load_balance.jsonl"
+PORT = 21000
+UNEVEN_MAX = 1.05
+"""The busiest host of our own choice may have at most so many times the mean."""
+
+KINDS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "store": ("wait-free store", {"mode": "wait-free"}),
+    "adam": ("Project Adam", {"mode": "wait-free", "schemes": {"fc*": "adam"}}),
+    "hybrid": ("hybrid", {"schemes": "auto"}),
+}
+
+
+def measure(
+    kind: str, arguments: argparse.Namespace, cluster: Cluster, counters: Counters, port: int
+) -> dict[str, Any]:
+    """Some steps of one kind; bytes per step and host."""
+    scenario = Scenario(
+        name=f"load-balance-{kind}",
+        title=KINDS[kind][0],
+        network="vgg19",
+        systems=("penstock",),
+        hosts=arguments.hosts,
+        compute_s=arguments.compute_s,
+        rate_mbit=arguments.mbit,
+        width=arguments.width,
+        steps=arguments.steps,
+        warmup=3,  # rows are known after the first step, and used from the third on
+        seed=arguments.seed,
+        options={"penstock": dict(KINDS[kind][1])},
+    )
+    with tempfile.TemporaryDirectory(prefix="penstock-load-") as folder:
+        session = Session(cluster, scenario, "penstock", sys.executable, port, Path(folder))
+        try:
+            session.ready()
+            turn = session.turn(arguments.steps, counters)
+        finally:
+            session.end()
+    both = [sent + received for sent, received in zip(turn.sent, turn.received, strict=True)]
+    return {
+        "kind": kind,
+        "network": "vgg19",
+        "width": arguments.width,
+        "parameters": scenario.trace().elems,
+        "hosts": arguments.hosts,
+        "rate_mbit": arguments.mbit,
+        "batch": scenario.trace().batch,
+        "steps": arguments.steps,
+        "schemes": {name: scheme for name, scheme in turn.facts["schemes"].items() if scheme != "store"},
+        "sent_bytes_per_step": [round(count) for count in turn.sent],
+        "received_bytes_per_step": [round(count) for count in turn.received],
+        "busiest_to_mean": round(max(both) * len(both) / sum(both), 4),
+    }
+
+
+def draw(lines: Path, picture: Path) -> None:
+    """One group of bars per kind, one bar per host."""
+    from matplotlib.figure import Figure
+
+    last: dict[str, dict[str, Any]] = {}
+    for line in lines.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        last[record["kind"]] = record
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    axes = figure.subplots(1, len(KINDS), sharey=True)
+    for axis, (kind, (title, _)) in zip(axes, KINDS.items(), strict=True):
+        if kind not in last:
+            continue
+        record = last[kind]
+        received = [count / 1e6 for count in record["received_bytes_per_step"]]
+        sent = [count / 1e6 for count in record["sent_bytes_per_step"]]
+        hosts = range(record["hosts"])
+        axis.bar(hosts, received, color="#56B4E9", label="received")
+        axis.bar(hosts, sent, bottom=received, color="#0072B2", label="sent")
+        mean = (sum(sent) + sum(received)) / record["hosts"]
+        axis.axhline(mean, color="#D55E00", linewidth=1, linestyle="--", label="mean")
+        axis.set_title(f"{title}: busiest / mean {record['busiest_to_mean']:.2f}", fontsize=10)
+        axis.set_xlabel("host")
+        axis.set_xticks(list(hosts))
+        axis.grid(axis="y", alpha=0.3)
+        axis.set_axisbelow(True)
+        width, count = record["width"], record["hosts"]
+    axes[0].set_ylabel("MB per step and host")
+    axes[0].legend(fontsize=8)
+    figure.suptitle(f"VGG19 at {width:g} of its width on {count} hosts", fontsize=11)
+    figure.savefig(picture, dpi=110)
+    note(f"drawn: {picture}")
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=8)
+    parser.add_argument("--width", type=float, default=0.25, help="factor of channels and features")
+    parser.add_argument("--mbit", type=int, default=1000, help="of each host's link")
+    parser.add_argument("--compute-s", type=float, default=1.0)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--draw", action="store_true", help="only draw")
+    parser.add_argument("--json", action="store_true", help="print JSON lines")
+    parser.add_argument("--json-lines", type=Path, default=LINES, help="append results to it, and draw beside it")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Count, check, draw."""
+    arguments = parse()
+    uneven = 1.0
+    if not arguments.draw:
+        try:
+            with Cluster(arguments.hosts, arguments.mbit) as cluster, Counters(cluster) as counters:
+                for number, kind in enumerate(arguments.kinds):
+                    record = measure(kind, arguments, cluster, counters, PORT + 50 * number)
+                    publish(
+                        record,
+                        benchmark="load_balance",
+                        seed=arguments.seed,
+                        as_json=arguments.json,
+                        lines=arguments.json_lines,
+                    )
+                    note(f"{KINDS[kind][0]}: the busiest host moves {record['busiest_to_mean']:.3f} times the mean")
+                    if kind == "hybrid":
+                        uneven = record["busiest_to_mean"]
+        except (Unavailable, SystemFailed) as error:
+            note(f"load_balance: {error}")
+            return 2
+    draw(arguments.json_lines, arguments.json_lines.with_suffix(".png"))
+    return 0 if uneven <= UNEVEN_MAX else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

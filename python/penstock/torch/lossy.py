@@ -1,0 +1,192 @@
+"""Layers that send less than their gradients: what is left out is kept by the rank and goes with a later step.
+
+The form of a contribution, after the header that every gather has (gather.py): parameter by parameter what `sizes`
+says: `EXACT`: the numbers as they are; above 0: made short, as the scheme has it; 0: nothing. Every rank adds all
+contributions up in rank order, so that all come to the same bits.
+
+What a rank keeps is its own and never shared; only the optimizer's state_dict carries it (residuals.py). Three rules:
+
+- a rank that has no gradient for a parameter sends nothing for it, and keeps what it has;
+- a gradient that is not finite is sent as it is, for a loss scaler to see it, and leaves no trace in what is kept;
+- an earlier average in ``.grad``, which all ranks have, is no part of what is made short.
+
+It omits to do anything about the time that encoding takes: it is the backward's.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from penstock import description
+from penstock.lossy import LossyScheme
+from penstock.torch.gather import OWN, Contribution, Gather, Part, sum_type
+from penstock.torch.layout import Layer, Slot
+
+if TYPE_CHECKING:
+    from penstock.torch.hooks import Gradients
+
+__all__ = ["EXACT", "Lossy"]
+
+EXACT = -1
+
+OptionsT = TypeVar("OptionsT", bound=LossyScheme)
+
+
+class Lossy(Gather, Generic[OptionsT]):
+    """One layer's exchange of gradients made short.
+
+    Attributes:
+        options: As the user gave them.
+        tensors: The layer's parameters, as the options describe them.
+        kept: By parameter, what this rank keeps of it, by name; made when first needed, in the type of sums.
+        steps: Steps in which this rank contributed.
+    """
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        index: int,
+        layer: Layer,
+        module: nn.Module,
+        slots: Sequence[Slot],
+        options: OptionsT,
+        ranks: int,
+    ) -> None:
+        super().__init__(gradients, index, layer, module, slots)
+        self.scheme = options.name
+        self.options = options
+        self.ranks = ranks
+        self.tensors = [description.Tensor(slot.name, slot.code, slot.elems, tuple(slot.param.shape)) for slot in slots]
+        self.short = [options.shortens(tensor) for tensor in self.tensors]
+        self.kept: list[dict[str, Tensor]] = [{} for _ in slots]
+        self.steps = 0
+        self._step_of: list[int] = [-1] * len(slots)  # by parameter, the step it was last sent in
+
+    # What the schemes differ in
+
+    @abstractmethod
+    def shortened(self, place: int, grad: Tensor) -> tuple[int, list[Tensor]]:
+        """The size to announce for a parameter, and what to send for it. Keeps what is left out."""
+
+    @abstractmethod
+    def short_bytes(self, place: int, size: int) -> int | None:
+        """Bytes of a parameter made short to this size, or `None` if there can be no such size."""
+
+    @abstractmethod
+    def most_short_bytes(self, place: int) -> int:
+        """The most that `short_bytes` may be."""
+
+    @abstractmethod
+    def add_short(self, place: int, part: Part, offset: int, total: Tensor) -> None:
+        """Add one rank's contribution, which is at `offset`, to the sum."""
+
+    def before_sending(self, local: list[Tensor | None]) -> list[Tensor | None]:
+        """Gradients as they are to be used."""
+        return local
+
+    def exact(self, place: int, grad: Tensor) -> Tensor:
+        """What is sent for a parameter that is not made short."""
+        return grad
+
+    # Bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """No contribution is longer than this."""
+        return self.header_bytes + sum(
+            max(slot.param.numel() * slot.dtype.itemsize, self.most_short_bytes(place) if self.short[place] else 0)
+            for place, slot in enumerate(self.slots)
+        )
+
+    def body_bytes(self, header: Contribution) -> int | None:
+        """Bytes of all parameters."""
+        total = 0
+        for place in range(len(self.slots)):
+            nbytes = self._bytes(place, header.sizes[place])
+            if nbytes is None or (nbytes and not header.has(place)):
+                return None
+            total += nbytes
+        return total
+
+    def _bytes(self, place: int, size: int) -> int | None:
+        if size == 0:
+            return 0
+        if size == EXACT:
+            slot = self.slots[place]
+            return slot.param.numel() * slot.dtype.itemsize
+        return self.short_bytes(place, size) if size > 0 and self.short[place] else None
+
+    # In and out
+
+    def nothing_dense(self, slot: Slot) -> None:
+        """Nothing to send then; the end of the backward sees to it."""
+
+    def is_new_step(self, place: int) -> bool:
+        """Whether this parameter was not sent since the last optimizer step."""
+        return self._step_of[place] != self.gradients.step
+
+    def packed(self) -> Tensor:
+        """All parameters, short or exact."""
+        header, local = self.taken()
+        local = [None if grad is None else grad.to_dense() for grad in local]
+        given = [grad for grad in local if grad is not None]
+        if not all(bool(torch.isfinite(grad).all()) for grad in given):
+            return self.dense(header, local, "it is not finite")
+        mask = header.mask
+        sizes = [0] * len(self.slots)
+        body: list[Tensor] = []
+        starts_step = False
+        for place, grad in enumerate(self.before_sending(local)):
+            if grad is None:
+                continue
+            mask |= 1 << place
+            starts_step = starts_step or self.is_new_step(place)
+            if self.short[place]:
+                sizes[place], pieces = self.shortened(place, grad)
+                body += pieces
+            else:
+                sizes[place] = EXACT
+                body.append(self.exact(place, grad).to(self.slots[place].dtype))
+            self._step_of[place] = self.gradients.step
+        self.steps += starts_step
+        return self.blob(header._replace(form=OWN if mask else 0, mask=mask, sizes=tuple(sizes)), body)
+
+    # Back
+
+    def averages(self, parts: Sequence[Part], ranks: int) -> list[Tensor | None]:
+        """The sum in rank order, divided once."""
+        totals: list[Tensor | None] = [None] * len(self.slots)
+        for part in parts:
+            offset = self.header_bytes
+            for place, (slot, size) in enumerate(zip(self.slots, part.header.sizes, strict=True)):
+                if size == 0:
+                    continue
+                total = totals[place]
+                if total is None:
+                    total = totals[place] = torch.zeros(slot.param.shape, dtype=sum_type(slot.dtype))
+                if size == EXACT:
+                    total.add_(part.read(offset, torch.empty(slot.param.shape, dtype=slot.dtype)))
+                else:
+                    self.add_short(place, part, offset, total)
+                offset += self._bytes(place, size) or 0
+        return [None if total is None else total.div_(ranks) for total in totals]
+
+    # What is kept
+
+    def keeps(self, place: int, name: str) -> Tensor:
+        """One of the tensors kept for a parameter, zeros at first."""
+        kept = self.kept[place]
+        if name not in kept:
+            slot = self.slots[place]
+            kept[name] = torch.zeros(slot.param.shape, dtype=sum_type(slot.dtype))
+        return kept[name]
+
+    def forget(self, place: int) -> None:
+        """Keep nothing of what was of a parameter, as at the start."""
+        self.kept[place].clear()
+        self._step_of[place] = -1
