@@ -128,7 +128,7 @@ class _Pair:
             if len(under_way) == UNDER_WAY:
                 under_way.popleft().wait()
             future = self._group.recv(self._of(number % UNDER_WAY, size), self._peer, DATA, async_=True)
-            assert future is not None
+            assert isinstance(future, Future)
             under_way.append(future)
         for future in under_way:
             future.wait()
