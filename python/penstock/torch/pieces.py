@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from penstock.torch.separable import Probe, not_copied, unhooked_step
+from penstock.torch.separable import Probe, kept_random_state, not_copied, unhooked_step
 
 __all__ = ["PIECE_ELEMS", "Cut", "Pieces", "elementwise"]
 
@@ -161,7 +161,7 @@ def elementwise(optimizer: Optimizer) -> bool:
     """Try on tiny copies whether steps in pieces give the bits, and the state, of whole steps."""
     if any(group.get("fused") for group in optimizer.param_groups):
         return False  # how those kernels round depends on an element's place in its tensor
-    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+    with kept_random_state(), torch.inference_mode(False), torch.autocast("cpu", enabled=False):
         try:
             whole, pieced = Probe(optimizer), Probe(optimizer)
             for _ in range(2):

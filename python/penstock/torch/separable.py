@@ -7,15 +7,18 @@ tensors are stepped all at once and one by one, and the bits are compared.
 from __future__ import annotations
 
 import copy
+import gc
+import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["Probe", "not_copied", "separable", "snapshot", "unhooked_step"]
+__all__ = ["Probe", "kept_random_state", "not_copied", "separable", "snapshot", "unhooked_step"]
 
 PROBE_STEPS = 3
 PROBE_PARAMETERS_MAX = 3  # per group
@@ -32,7 +35,7 @@ def separable(optimizer: Optimizer) -> str | None:
         return "its step has been replaced"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "it is differentiable"
-    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+    with kept_random_state(), torch.inference_mode(False), torch.autocast("cpu", enabled=False):
         try:
             whole, single = Probe(optimizer), Probe(optimizer)
             for _ in range(PROBE_STEPS):
@@ -44,6 +47,31 @@ def separable(optimizer: Optimizer) -> str | None:
     if whole.changed or single.changed:
         return "it keeps state per call of step"
     return None if equal else "its result for one parameter depends on the others"
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """An optimizer may draw random numbers; afterwards the program's are as if it had not.
+
+    As `torch.random.fork_rng`, but safe where threads of one process do it at once: reading the state holds a lock of
+    the generator, and the garbage collector, if it comes just then, may let another thread run that waits for this
+    lock for ever, holding the interpreter's.
+    """
+    with _one_at_a_time:
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            state = torch.get_rng_state()
+        finally:
+            if collecting:
+                gc.enable()
+        try:
+            yield
+        finally:
+            torch.set_rng_state(state)
+
+
+_one_at_a_time = threading.RLock()
 
 
 class Probe:
