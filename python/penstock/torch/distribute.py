@@ -80,7 +80,7 @@ class Distributed:
         optimizers: Sequence[Optimizer],
         *,
         broadcast_buffers: bool,
-        schemes: Schemes | str | None = "auto",
+        schemes: Schemes | str | None = None,
         options: Options,
         rates: Rates,
         given: nn.Module | None = None,
@@ -376,7 +376,7 @@ def distribute(
     optimizer: None = None,
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Schemes | str | None = "auto",
+    schemes: Schemes | str | None = None,
 ) -> tuple[ModelT, None]: ...
 @overload
 def distribute(
@@ -384,7 +384,7 @@ def distribute(
     optimizer: OptimizerT,
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Schemes | str | None = "auto",
+    schemes: Schemes | str | None = None,
 ) -> tuple[ModelT, OptimizerT]: ...
 @overload
 def distribute(
@@ -392,14 +392,14 @@ def distribute(
     optimizer: Sequence[Optimizer],
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Schemes | str | None = "auto",
+    schemes: Schemes | str | None = None,
 ) -> tuple[ModelT, Sequence[Optimizer]]: ...
 def distribute(
     model: Any,
     optimizer: Any = None,
     *,
     broadcast_buffers: bool | None = None,
-    schemes: Schemes | str | None = "auto",
+    schemes: Schemes | str | None = None,
 ) -> tuple[Any, Any]:
     """Make a model train on all ranks as one: the same two objects come back and are used as before. Collective.
 
@@ -420,9 +420,10 @@ def distribute(
         model: The model; a wrapper made by `torch.compile` is fine.
         optimizer: Its optimizer, a sequence of several, or none: then gradients are averaged and the update is yours.
         broadcast_buffers: Copy rank 0's buffers (batch norm) to all after every step, too. Default: as in `Options`.
-        schemes: What layers send. ``"auto"``, the default: the coordinator chooses for each layer the exact scheme that
+        schemes: What layers send. ``None``, the default: every layer its gradients, to the store and back, the same
+            bits in every run. ``"auto"``: the coordinator chooses for each layer the exact scheme that
             takes the fewest seconds, from rows, line rate, latency and products as measured in the first step, the
-            tenth, and every hundredth, by the policy of `Options`; see `explain`. ``None``: every layer its gradients.
+            tenth, and every hundredth, by the policy of `Options`; see `explain`.
             Or by pattern of their names (as in `fnmatch`; the first that matches decides): ``store`` is the gradient
             itself; ``factors``, for `nn.Linear`, the inputs and the gradients of the outputs, from which every rank
             rebuilds the same average (Poseidon section 3.2: less for few rows and large layers); ``pairs``, for
