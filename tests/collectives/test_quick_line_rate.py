@@ -52,12 +52,8 @@ def test_nothing_is_measured_if_the_rate_is_given_or_it_is_turned_off(given, byt
         assert rates.bytes_per_s == bytes_per_s and "measured" not in rates.source
 
 
-def test_one_rank_alone_has_nobody_to_measure_with():
-    ps.init()
-    try:
-        assert job.current().rates == Rates()
-    finally:
-        ps.shutdown()
+def test_one_rank_alone_has_nobody_to_measure_with(tmp_path):
+    assert run_well(1, given_rates, tmp_path) == [Rates()]
 
 
 def start_and_lose_one(pipe, rank, place):

@@ -97,6 +97,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path, number):
         env={**os.environ, "TMPDIR": str(tmp_path)},
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # it may be ignored, as in a shell's background
     )
     deadline = time.monotonic() + LONG_S
     while not list(tmp_path.glob("penstock-demo-*/worker-1.log")):

@@ -153,7 +153,14 @@ def test_interfaces_are_found_by_address():
 def test_the_table_of_systems_is_complete():
     from lab.systems import SYSTEMS
 
-    modes = {"penstock", "penstock-store", "penstock-vanilla", "penstock-wait-free", "penstock-slicing"}
+    modes = {
+        "penstock",
+        "penstock-store",
+        "penstock-bf16",
+        "penstock-vanilla",
+        "penstock-wait-free",
+        "penstock-slicing",
+    }
     peers = {"ddp", "ddp-bf16", "ddp-powersgd", "horovod", "mxnet-sync", "mxnet-p3"}
     assert set(SYSTEMS) == {"alone", *modes, *peers}
     for name, system in SYSTEMS.items():
