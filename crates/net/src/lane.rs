@@ -508,7 +508,8 @@ impl Lane {
             let owed = self.node.has_frame(rank);
             let place = &mut self.peers[peer];
             let Some(connection) = &mut place.connection else {
-                done &= place.gone || !owed;
+                // Gone without a goodbye: whether it was lost is about to be known.
+                done &= if place.gone { place.goodbye_heard } else { !owed };
                 continue;
             };
             if !place.goodbye_said && !owed && connection.all_written() {

@@ -295,21 +295,20 @@ impl Shared {
         let mut failure = failure.into();
         failure.peer = failure.peer.or_else(|| self.address_of(failure.rank?));
         let (culprit, reason) = failure.verdict(self.me);
-        let first = self.update(|state| {
-            let first = state.failure.is_none();
-            state.failure.get_or_insert(failure);
-            first
-        });
-        if !first {
-            return;
-        }
-        self.failed.store(true, Ordering::Release);
         let reason = self.pool.copy_of(reason.as_bytes());
         let payload_bytes = u32::try_from(reason.len()).unwrap_or(0);
         let header = Header { argument: culprit.0, payload_bytes, ..Header::control(Kind::Abort) };
-        for mailbox in self.mailboxes() {
-            mailbox.send(Command::Failed { header, reason: reason.clone() });
-        }
+        self.update(|state| {
+            if state.failure.is_some() {
+                return;
+            }
+            state.failure = Some(failure);
+            self.failed.store(true, Ordering::Release);
+            // Under the lock: whoever sees the failure may stop the lanes, which must have been told of it before that.
+            for mailbox in self.mailboxes() {
+                mailbox.send(Command::Failed { header, reason: reason.clone() });
+            }
+        });
     }
 
     fn address_of(&self, rank: Rank) -> Option<String> {
