@@ -172,8 +172,12 @@ class Engine:
         peer_timeout_s: float,
         handshake_timeout_s: float,
         congestion_control: str = ...,
+        all_lanes: bool = ...,
     ) -> Engine:
         """Bind the listener; ``port=0`` takes any port, ``window_bytes=0`` leaves the window to the engine.
+
+        ``slice_bytes=0`` leaves the size of slices to the line rate; see `slicing`. Without ``all_lanes`` slices use no more
+        lanes than the line rate needs.
 
         ``congestion_control`` is a name that the kernel allows, ``"system"``, or ``"auto"``, which only avoids BBR.
         """
@@ -287,8 +291,11 @@ class Engine:
     def form_group(self, group: int, members: list[int]) -> None:
         """Form a group for calls, from 1 on; all members must form it with the same number and order of ranks."""
 
+    def slicing(self) -> tuple[int, int]:
+        """Largest slice of the store in bytes, and how many lanes carry slices, in the next book that is opened."""
+
     def set_rates(self, rates: _Rates) -> None:
-        """Set what the choice of an algorithm assumes, from the next call on; see `best_scheme`.
+        """Set what the choice of an algorithm assumes, from the next call on; see `best_scheme`. Also decides `slicing`.
 
         All ranks set the same rates between the same two calls: else they may choose differently, which is an error.
         """

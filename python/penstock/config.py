@@ -57,8 +57,10 @@ class Options:
         interface: Which local address to use: names or CIDR blocks separated by commas, ``!`` excludes
             (``"eth0"``, ``"10.0.0.0/8"``, ``"!docker0"``). By default the interface that routes to the meeting point.
         port: The port to listen on: ``0`` for any free one, a number, or a range ``"5000-5010"``.
-        slice_bytes: Largest slice of a gradient, in bytes: smaller reacts faster, larger costs less per byte.
-        lanes: Threads that move data, each with one connection per peer. ``None`` or ``"auto"``: by rank 0's cores.
+        slice_bytes: Largest slice of a gradient, in bytes: smaller reacts faster, larger costs less per byte. ``None`` or
+            ``"auto"``: 64 to 512 KiB, by the line rate and the number of ranks.
+        lanes: Threads that move data, each with one connection per peer. ``None`` or ``"auto"``: by rank 0's cores, and
+            slices use no more of them than the line rate needs.
         window_bytes: Bytes pushed to one owner and not answered yet. ``None`` or ``"auto"``: 1 to 8 MiB, by job size.
         congestion_control: TCP's, on our connections: a name that the kernel allows, ``"system"``, or ``"auto"``: the
             system's unless that is ``bbr``, whose pauses stall all ranks; then ``cubic`` or ``reno``.
@@ -84,7 +86,7 @@ class Options:
     insecure: bool = False
     interface: str | None = None
     port: str = "0"
-    slice_bytes: int = 512 * 1024
+    slice_bytes: int | None = None
     lanes: int | None = None
     window_bytes: int | None = None
     congestion_control: str = "auto"
@@ -113,7 +115,7 @@ class OptionArguments(TypedDict, total=False):
     insecure: bool | None
     interface: str | None
     port: int | str | None
-    slice_bytes: int | None
+    slice_bytes: int | str | None
     lanes: int | str | None
     window_bytes: int | str | None
     congestion_control: str | None
@@ -293,7 +295,10 @@ _FIELDS: dict[str, tuple[Callable[[object], object], str]] = {
         'names or CIDR blocks separated by commas, "!" to exclude, as "eth0" or "10.0.0.0/8,!docker0"',
     ),
     "port": (_port, 'a port from 0 (any) to 65535, or a range as "5000-5010"'),
-    "slice_bytes": (_whole(SLICE_BYTES_MIN, SLICE_BYTES_MAX), f"bytes, from {SLICE_BYTES_MIN} to {SLICE_BYTES_MAX}"),
+    "slice_bytes": (
+        _automatic_or(SLICE_BYTES_MIN, SLICE_BYTES_MAX),
+        f'bytes, from {SLICE_BYTES_MIN} to {SLICE_BYTES_MAX}, or "auto"',
+    ),
     "lanes": (_automatic_or(1, LANES_MAX), f'a whole number from 1 to {LANES_MAX}, or "auto"'),
     "window_bytes": (_automatic_or(1, 1 << 40), f'bytes, from 1 to {1 << 40}, or "auto"'),
     "congestion_control": (_name, 'a name as "cubic", or "system", or "auto"'),

@@ -286,7 +286,7 @@ def _start(launch: Launch, board: Board | None = None) -> Job:
         return chosen.host, engine.port
 
     if launch.meeting_point is None:
-        alone = rendezvous.Agreement(os.urandom(16), launch.options.secret or os.urandom(32), True, lanes)
+        alone = rendezvous.Agreement(os.urandom(16), launch.options.secret or os.urandom(32), True, lanes, False)
         started.append((_bind(launch.options, alone, "127.0.0.1"), addresses.Chosen("127.0.0.1", "lo", "alone"), alone))
         table = [("127.0.0.1", started[0][0].port)]
     else:
@@ -299,6 +299,9 @@ def _start(launch: Launch, board: Board | None = None) -> Job:
         job.rates = _rates(job)
         if job.world_size > 1:
             engine.set_rates(job.rates.native())
+            if job.rank == 0:
+                slice_bytes, slicing_lanes = engine.slicing()
+                _log.info("slices of up to %d KiB on %d of %d lanes", slice_bytes >> 10, slicing_lanes, agreement.lanes)
     except BaseException as error:  # an interrupt, too: the others wait for this rank
         job.abort(_described(error))
         with contextlib.suppress(PenstockError):  # what failed is on its way up
@@ -331,9 +334,10 @@ def _bind(options: Options, agreement: Agreement, host: str) -> Engine:
                 port=port,
                 secret=agreement.secret,
                 job_id=agreement.job_id,
-                slice_bytes=options.slice_bytes,
+                slice_bytes=options.slice_bytes or 0,  # 0: the engine decides
                 lanes=agreement.lanes,
-                window_bytes=options.window_bytes or 0,  # 0: the engine decides
+                all_lanes=agreement.all_lanes,
+                window_bytes=options.window_bytes or 0,
                 priority=options.priority,
                 operation_timeout_s=options.operation_timeout_s,
                 peer_timeout_s=options.peer_timeout_s,
@@ -365,7 +369,7 @@ def _announce(launch: Launch, chosen: addresses.Chosen, agreement: Agreement, po
     options, sources, point = launch.options, launch.sources, launch.meeting_point
     secret = sources["secret"] if options.secret is not None else "made by rank 0"
     _log.info(
-        "rank %d of %d (%s) listens on %s:%d, interface %s (%s); met at %s (%s); lanes %d (%s), slices of %d bytes "
+        "rank %d of %d (%s) listens on %s:%d, interface %s (%s); met at %s (%s); lanes %d (%s), slice_bytes %s "
         "(%s), priority %s (%s), secret: %s",
         options.rank,
         options.world_size,
@@ -378,7 +382,7 @@ def _announce(launch: Launch, chosen: addresses.Chosen, agreement: Agreement, po
         point.found_in if point is not None else "a single process",
         agreement.lanes,
         sources["lanes"],
-        options.slice_bytes,
+        options.slice_bytes or "auto",
         sources["slice_bytes"],
         "on" if options.priority else "off",
         sources["priority"],

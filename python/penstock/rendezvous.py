@@ -54,12 +54,14 @@ class Agreement:
         secret: 32 bytes that prove membership.
         single_host: Whether all ranks share this machine's loopback interface.
         lanes: Threads that move data, the same on every rank.
+        all_lanes: Whether slices use all of them, because rank 0 was told their number.
     """
 
     job_id: bytes
     secret: bytes
     single_host: bool
     lanes: int
+    all_lanes: bool
 
 
 def _seal(version: str, secret: bytes | None, label: str, body: Mapping[str, object]) -> bytes:
@@ -210,7 +212,7 @@ class _Meeting:
             hosts.add(str(body["host"]))
 
         self._collect("arrival", "arrive", arrived)
-        agreement = Agreement(job_id, self.proof_key or secrets.token_bytes(32), len(hosts) == 1, self.lanes)
+        agreement = Agreement(job_id, self.proof_key or secrets.token_bytes(32), len(hosts) == 1, self.lanes, self.options.lanes is not None)
         self._put(
             "admission",
             {
@@ -218,6 +220,7 @@ class _Meeting:
                 "secret": None if self.proof_key is not None else agreement.secret.hex(),
                 "single_host": agreement.single_host,
                 "lanes": agreement.lanes,
+                "all_lanes": agreement.all_lanes,
             },
         )
         return agreement
@@ -245,7 +248,8 @@ class _Meeting:
             if body is None:
                 continue
             secret = self.proof_key if self.proof_key is not None else bytes.fromhex(str(body["secret"]))
-            return Agreement(bytes.fromhex(self.job), secret, bool(body["single_host"]), int(body["lanes"]))
+            lanes, all_lanes = int(body["lanes"]), bool(body["all_lanes"])
+            return Agreement(bytes.fromhex(self.job), secret, bool(body["single_host"]), lanes, all_lanes)
         if not self.job:
             raise self._late({0}, "arrive")
         arrivals = {rank: self.board.get(f"{self.job}/arrival/{rank}") for rank in range(1, self.size)}

@@ -3,6 +3,7 @@
 use crate::error::Error;
 use crate::exchange::Scheme;
 use crate::limits;
+use crate::slicing::Slicing;
 
 /// A worker's number, `0..ranks`. Every worker process also holds one shard of the store under the same number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -214,21 +215,36 @@ const ALIGN_ELEMS: u64 = 64;
 const SPREAD_BYTES_MIN: u64 = 32 << 10;
 
 impl Book {
-    /// Cuts `tensors` into slices of about `slice_bytes` and gives each to the rank that owns least so far, so that the
-    /// shards differ by at most one slice and each layer is spread over all ranks.
+    /// As [`Book::cut`], with slices of one size.
     ///
     /// # Errors
-    /// [`Error::Config`] if a bound of [`limits`] is exceeded or a tensor names a layer that does not exist.
+    /// As there.
     pub fn new(
         name: impl Into<String>,
         layers: Vec<String>,
-        mut tensors: Vec<Tensor>,
+        tensors: Vec<Tensor>,
         ranks: u32,
         slice_bytes: usize,
         lanes: u32,
     ) -> Result<Self, Error> {
+        Self::cut(name, layers, tensors, ranks, Slicing::fixed(slice_bytes, lanes))
+    }
+
+    /// Cuts `tensors` into slices of about the size given and gives each to the rank that owns least so far, so that the
+    /// shards differ by at most one slice and each layer is spread over all ranks.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if a bound of [`limits`] is exceeded or a tensor names a layer that does not exist.
+    pub fn cut(
+        name: impl Into<String>,
+        layers: Vec<String>,
+        mut tensors: Vec<Tensor>,
+        ranks: u32,
+        slicing: Slicing,
+    ) -> Result<Self, Error> {
         let name = name.into();
-        check(&name, &layers, &tensors, ranks, slice_bytes, lanes)?;
+        check(&name, &layers, &tensors, ranks, slicing)?;
+        let Slicing { store_bytes, collective_bytes, lanes } = slicing;
         let mut book = Self {
             name,
             layers,
@@ -243,7 +259,7 @@ impl Book {
             if tensor.scheme == Scheme::Gather {
                 tensor.first_slice = book.slices.len() as u32;
                 tensor.slice_count = 1;
-                let (tensor, len_bytes, lane) = (id as u32, slice_bytes as u32, gathered % lanes);
+                let (tensor, len_bytes, lane) = (id as u32, store_bytes as u32, gathered % lanes);
                 let (owner, at_owner, offset_bytes) = (Rank(0), 0, 0);
                 let wire_bytes = len_bytes;
                 book.slices.push(Slice {
@@ -258,6 +274,7 @@ impl Book {
                 gathered += 1;
                 continue;
             }
+            let slice_bytes = if tensor.scheme == Scheme::Store { store_bytes } else { collective_bytes };
             let elem_bytes = tensor.dtype.size_bytes() as u64;
             let pieces = pieces(tensor.len_bytes(), slice_bytes, ranks);
             if book.slices.len() as u64 + pieces > limits::SLICES_MAX {
@@ -366,8 +383,7 @@ fn check(
     layers: &[String],
     tensors: &[Tensor],
     ranks: u32,
-    slice_bytes: usize,
-    lanes: u32,
+    Slicing { store_bytes, collective_bytes, lanes }: Slicing,
 ) -> Result<(), Error> {
     let fail = |what: String| Err(Error::Config(format!("{name}: {what}")));
     if ranks == 0 || ranks > limits::RANKS_MAX {
@@ -376,8 +392,11 @@ fn check(
     if lanes == 0 || lanes > limits::LANES_MAX {
         return fail(format!("{lanes} lanes; 1 to {} are possible", limits::LANES_MAX));
     }
-    if !(limits::SLICE_BYTES_MIN..=limits::SLICE_BYTES_MAX).contains(&slice_bytes) {
-        let (min, max) = (limits::SLICE_BYTES_MIN, limits::SLICE_BYTES_MAX);
+    let possible = limits::SLICE_BYTES_MIN..=limits::SLICE_BYTES_MAX;
+    if let Some(slice_bytes) =
+        [store_bytes, collective_bytes].into_iter().find(|size| !possible.contains(size))
+    {
+        let (min, max) = (possible.start(), possible.end());
         return fail(format!("slice_bytes is {slice_bytes}; {min} to {max} are possible"));
     }
     if layers.len() > limits::LAYERS_MAX || tensors.len() > limits::TENSORS_MAX {

@@ -23,9 +23,11 @@ pub mod node;
 pub mod queue;
 pub mod reduce;
 pub mod scheme;
+pub mod slicing;
 pub mod wire;
 
 pub use error::Error;
 pub use exchange::Scheme;
 pub use layout::{Book, BookId, Dtype, LayerId, Rank, Seq, SliceId, Step, TensorId};
+pub use slicing::Slicing;
 pub use wire::{Header, Kind, Op};

@@ -17,8 +17,9 @@ use crate::shared::{OpenBook, Shared};
 pub use call::CallPart;
 pub use gather::Bytes;
 use penstock_core::calls::Calls;
+use penstock_core::cost::Rates;
 use penstock_core::layout::Tensor;
-use penstock_core::{Book, BookId, Op, Rank, Scheme, Seq, Step, TensorId};
+use penstock_core::{Book, BookId, Op, Rank, Scheme, Seq, Slicing, Step, TensorId, slicing};
 use std::net::{TcpListener, ToSocketAddrs};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -52,10 +53,12 @@ pub struct EngineConfig {
     pub secret: Vec<u8>,
     /// Tells jobs apart.
     pub job_id: [u8; 16],
-    /// Largest slice in bytes.
+    /// Largest slice in bytes; 0: the engine decides by the line rate ([`Engine::set_rates`]).
     pub slice_bytes: usize,
     /// Lanes of every rank.
     pub lanes: u32,
+    /// Whether books use all lanes, or only as many as the line rate needs.
+    pub all_lanes: bool,
     /// Bytes that may be pushed to one rank for one book on one lane and be unanswered; 0: the engine decides.
     pub window_bytes: u64,
     /// Whether the place in the forward pass decides what goes first.
@@ -143,7 +146,8 @@ impl Engine {
             )));
         }
         // Checks the bounds of slices, lanes and ranks once, for every book to come.
-        Book::new("options", Vec::new(), Vec::new(), config.size, config.slice_bytes, config.lanes)?;
+        let slicing = chosen_slicing(&config, &Rates::default());
+        Book::cut("options", Vec::new(), Vec::new(), config.size, slicing)?;
         if config.window_bytes == 0 {
             config.window_bytes = window_bytes(&config);
         }
@@ -194,8 +198,7 @@ impl Engine {
     ) -> Result<BookId, Failure> {
         self.alive("open_book")?;
         self.inner.shared.check()?;
-        let EngineConfig { size, slice_bytes, lanes, .. } = self.inner.config;
-        let book = Book::new(name, layers, tensors, size, slice_bytes, lanes)?;
+        let book = Book::cut(name, layers, tensors, self.inner.config.size, self.slicing())?;
         let mut books = self.inner.books.write().unwrap_or_else(PoisonError::into_inner);
         let id = BookId::try_from(books.len())
             .ok()
@@ -207,6 +210,12 @@ impl Engine {
         }
         books.push(open);
         Ok(id)
+    }
+
+    /// How tensors of the next book are cut: as configured, and where that leaves it open as the rates suggest.
+    #[must_use]
+    pub fn slicing(&self) -> Slicing {
+        chosen_slicing(&self.inner.config, &guard(&self.inner.agreed).rates)
     }
 
     /// Sets each layer's place in the forward pass, from 0. What is queued already keeps its place.
@@ -441,5 +450,16 @@ impl Engine {
 fn window_bytes(config: &EngineConfig) -> u64 {
     let windows = u64::from(config.size.saturating_sub(1).max(1)) * u64::from(config.lanes);
     let share = (WINDOWS_BYTES / windows).clamp(*WINDOW_BYTES.start(), *WINDOW_BYTES.end());
-    share.max(2 * config.slice_bytes as u64)
+    let slice_bytes = if config.slice_bytes == 0 { slicing::SLICE_BYTES } else { config.slice_bytes };
+    share.max(2 * slice_bytes as u64)
+}
+
+fn chosen_slicing(config: &EngineConfig, rates: &Rates) -> Slicing {
+    let chosen = Slicing::for_link(rates.bytes_per_s, config.window_bytes);
+    let lanes = if config.all_lanes { config.lanes } else { chosen.lanes.min(config.lanes) };
+    if config.slice_bytes == 0 {
+        Slicing { lanes, ..chosen }
+    } else {
+        Slicing::fixed(config.slice_bytes, lanes)
+    }
 }

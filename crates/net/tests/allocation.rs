@@ -47,6 +47,7 @@ fn engine(rank: u32) -> Engine {
         job_id: [1; 16],
         slice_bytes: SLICE_BYTES,
         lanes: 1,
+        all_lanes: true,
         window_bytes: WINDOW_BYTES,
         priority: true,
         operation_timeout: Duration::from_secs(30),

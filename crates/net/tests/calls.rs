@@ -18,6 +18,7 @@ fn job(size: u32) -> Vec<Engine> {
         job_id: [2; 16],
         slice_bytes: 4096,
         lanes: 2,
+        all_lanes: true,
         window_bytes: 0,
         priority: true,
         operation_timeout: Duration::from_secs(20),

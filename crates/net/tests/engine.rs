@@ -16,6 +16,7 @@ fn config(rank: u32, size: u32) -> EngineConfig {
         job_id: [1; 16],
         slice_bytes: 4096,
         lanes: 2,
+        all_lanes: true,
         window_bytes: 0,
         priority: true,
         operation_timeout: Duration::from_secs(20),

@@ -6,7 +6,7 @@ use crate::errors::{bad_argument, raise, raise_stop};
 use crate::report;
 use penstock_core::calls::GroupId;
 use penstock_core::layout::Tensor;
-use penstock_core::{BookId, Op, Rank, Scheme, Seq, Step, TensorId};
+use penstock_core::{BookId, Op, Rank, Scheme, Seq, Slicing, Step, TensorId};
 use penstock_net::{Bytes, EngineConfig, Part, Phase, Stop};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
@@ -80,7 +80,7 @@ pub(crate) fn waiting<T: Send>(
 impl Engine {
     #[new]
     #[pyo3(signature = (*, rank, size, bind_host, port, secret, job_id, slice_bytes, lanes, window_bytes, priority,
-                        operation_timeout_s, peer_timeout_s, handshake_timeout_s, congestion_control="auto".into()))]
+                        operation_timeout_s, peer_timeout_s, handshake_timeout_s, congestion_control="auto".into(), all_lanes=true))]
     #[allow(clippy::too_many_arguments)] // Keywords in Python; a struct from here on.
     fn new(
         rank: u32,
@@ -97,6 +97,7 @@ impl Engine {
         peer_timeout_s: f64,
         handshake_timeout_s: f64,
         congestion_control: String,
+        all_lanes: bool,
     ) -> PyResult<Self> {
         let wrong = |_| bad_argument(format!("job_id has {} bytes; it must have 16", job_id.len()));
         let config = EngineConfig {
@@ -108,6 +109,7 @@ impl Engine {
             job_id: job_id.try_into().map_err(wrong)?,
             slice_bytes,
             lanes,
+            all_lanes,
             window_bytes,
             priority,
             operation_timeout: seconds("operation_timeout_s", operation_timeout_s)?,
@@ -121,6 +123,11 @@ impl Engine {
     #[getter]
     fn port(&self) -> u16 {
         self.engine.port()
+    }
+
+    fn slicing(&self) -> (usize, u32) {
+        let Slicing { store_bytes, lanes, .. } = self.engine.slicing();
+        (store_bytes, lanes)
     }
 
     #[allow(clippy::needless_pass_by_value)] // Extracted from Python objects, here and below.

@@ -145,7 +145,7 @@ class Distributed:
             local = replace(local, gather_s=exchange_cost(engine, rank))
         coordinator = Coordinator(
             network_of(self.model, self.why_store, name),
-            Cluster(ranks, ranks, options.slice_bytes, engine.report()["lanes"]),
+            Cluster(ranks, ranks, *engine.slicing()),
             policy=options.policy,
             rates=rates,
             fixed={} if automatic else {layer: self._forced[layer] for layer in (*self.gathers, *self._wire)},
@@ -577,7 +577,7 @@ def coordinator_of(model: nn.Module) -> Coordinator:
     """
     running = job.current("coordinator_of")
     if running.world_size == 1:
-        return Coordinator(network_of(model, {}, type(model).__name__), Cluster(1, 1, running.options.slice_bytes))
+        return Coordinator(network_of(model, {}, type(model).__name__), Cluster(1, 1))
     owner = _owner_for(model)
     if owner is None:
         raise ConfigError("penstock.coordinator_of: the model is not distributed; call penstock.distribute first")

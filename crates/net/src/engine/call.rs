@@ -46,7 +46,7 @@ pub(super) struct Agreed {
     /// How many members a group has.
     sizes: BTreeMap<GroupId, u32>,
     /// What a choice assumes.
-    rates: Rates,
+    pub(super) rates: Rates,
     /// Choices that were made under these rates, by elements, bytes of an element and ranks.
     choices: BTreeMap<(u64, u64, u32), Algorithm>,
 }
