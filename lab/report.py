@@ -81,6 +81,7 @@ def _record(judgement: Judgement) -> dict[str, Any]:
         "title": point.title,
         "sweep": dict([point.swept]) if point.swept else None,
         "bar": judgement.bar,
+        "system": judgement.system,
         "limit": judgement.limit,
         "ratio": judgement.ratio,
         "low": judgement.low,
@@ -93,7 +94,7 @@ def _record(judgement: Judgement) -> dict[str, Any]:
 
 def _as_json(scenarios: Sequence[Scenario]) -> dict[str, Any]:
     judgements = judge(scenarios)
-    runs = [{"scenario": found.name, "commit": found.commit, "run": found.run} for found in scenarios]
+    runs = [{"scenario": found.name, "commits": list(found.commits), "run": found.run} for found in scenarios]
     return {"runs": runs, "count": tally(judgements), "verdicts": [_record(judgement) for judgement in judgements]}
 
 

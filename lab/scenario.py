@@ -19,6 +19,9 @@
     [targets]
     ideal_ratio = 1.06                   # ours / T*, at most
     peer_ratio = 1.25                    # fastest exact peer / ours, at least
+    pairs = [                            # of two systems, the median step of the one / that of the other, at most
+        { system = "penstock-bf16", against = "ddp-bf16", at_most = 1.0 },
+    ]
 
 *Dilation* k stands for a cluster that is k times faster: it is written into the results and changes nothing else.
 A machine whose links carry B and whose workers compute for F is run here at B / k and k F; every ratio of transfer to
@@ -28,6 +31,7 @@ times less of a step here than there, so a result with k well above 1 says nothi
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -80,7 +84,7 @@ class Scenario:
     seed: int = 1
     slow: Mapping[str, float] = field(default_factory=dict)
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    targets: Mapping[str, float] = field(default_factory=dict)
+    targets: Mapping[str, Any] = field(default_factory=dict)
     slice_kb: int | None = None
     swept: Mapping[str, float] = field(default_factory=dict)
 
@@ -181,4 +185,18 @@ def _check(point: Scenario, file: str) -> None:
     if point.slow:
         fits = set(point.slow) == {"host", "rate_mbit"} and 0 <= point.slow["host"] < point.hosts
         demand(fits, f"slow = {{ host = 0 to {point.hosts - 1}, rate_mbit = ... }}, not {dict(point.slow)}")
-    demand(set(point.targets) <= {"ideal_ratio", "peer_ratio"}, "targets are ideal_ratio and peer_ratio")
+    ratios = {name: value for name, value in point.targets.items() if name != "pairs"}
+    demand(set(ratios) <= {"ideal_ratio", "peer_ratio"}, "targets are ideal_ratio, peer_ratio and pairs")
+    demand(all(map(_is_ratio, ratios.values())), f"targets are positive numbers, not {ratios}")
+    pairs = point.targets.get("pairs", [])
+    demand(isinstance(pairs, list), f"targets: pairs is a list of tables, not {pairs!r}")
+    for pair in pairs:
+        fits = isinstance(pair, dict) and set(pair) == {"system", "against", "at_most"} and _is_ratio(pair["at_most"])
+        demand(fits, f"targets: a pair is {{ system, against, at_most = a positive number }}, not {pair!r}")
+        names = [pair["system"], pair["against"]]
+        both = names[0] != names[1] and all(name in point.systems for name in names)
+        demand(both, f"targets: a pair is of two systems of the scenario, not {' and '.join(map(str, names))}")
+
+
+def _is_ratio(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
