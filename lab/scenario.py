@@ -66,6 +66,7 @@ class Scenario:
         name: The file's name.
         slice_kb: The slice size of our own systems, if it is set.
         swept: What distinguishes this point from the others of its file.
+        left_out: Systems of the file that this run does without; they are reported as missing.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Scenario:
     targets: Mapping[str, Any] = field(default_factory=dict)
     slice_kb: int | None = None
     swept: Mapping[str, float] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
     def trace(self) -> Trace:
         """The network, at its width and batch."""
@@ -139,7 +141,7 @@ def load(name: str) -> list[Scenario]:
     except tomllib.TOMLDecodeError as error:
         raise BadScenario(f"{path.name}: {error}") from None
     sweep = table.pop("sweep", {})
-    known = {each.name for each in fields(Scenario)} - {"name", "swept", "slice_kb"}
+    known = {each.name for each in fields(Scenario)} - {"name", "swept", "slice_kb", "left_out"}
     unknown = sorted(set(table) - known)
     if unknown:
         raise BadScenario(f"{path.name}: unknown key {unknown[0]!r}; there are {', '.join(sorted(known))}, sweep")
