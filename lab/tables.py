@@ -23,17 +23,24 @@ SWEPT = {"rate_mbit": ("bandwidth", "{:g} Mbit/s"), "hosts": ("hosts", "{:g} hos
 """Title of a swept quantity, and how a value of it is written."""
 
 
-def tables(scenarios: Sequence[Scenario], pictures: Iterable[str] = ()) -> str:
+def tables(scenarios: Sequence[Scenario], pictures: Iterable[str] = (), names: Iterable[str] = ()) -> str:
     """Everything between the markers, as Markdown.
 
     Args:
         scenarios: As `read` gives them.
         pictures: Names of pictures that exist, relative to the page, named by `lab.plots`.
+        names: Of all scenarios that there are; those without a measurement are listed.
     """
     judgements, drawn = judge(scenarios), set(pictures)
     machines = sorted({scenario.machine for scenario in scenarios})
     parts = ["## The lab", _summary(judgements, machines)]
-    parts += [_targets(judgements), _pairs(judgements), _never_slower(judgements), _losses(scenarios)]
+    parts += [
+        _unmeasured(scenarios, names),
+        _targets(judgements),
+        _pairs(judgements),
+        _never_slower(judgements),
+        _losses(scenarios),
+    ]
     swept = [scenario for scenario in scenarios if scenario.points[0].swept]
     several = len(machines) > 1
     parts += [f"### {_cell(scenario.title)}\n\n" + _section(scenario, drawn, several) for scenario in swept]
@@ -132,6 +139,11 @@ def _summary(judgements: Sequence[Judgement], machines: Sequence[str]) -> str:
         "not exact can be below it. MB are of the busiest host, per step and direction, as its interface counted. "
         "Stall is what a step takes longer than that of one worker alone."
     )
+
+
+def _unmeasured(scenarios: Sequence[Scenario], names: Iterable[str]) -> str:
+    lacking = sorted(set(names) - {scenario.name for scenario in scenarios})
+    return f"**Not measured yet**: {', '.join(f'`{name}`' for name in lacking)}." if lacking else ""
 
 
 def _targets(judgements: Sequence[Judgement]) -> str:

@@ -252,6 +252,11 @@ class TestTables:
         sweep = [line("mxnet-p3", time, sweep={"hosts": n}, hosts=n) for n, time in ((2, 1.0), (8, None))]
         assert "- **missing** at 8 hosts: MXNet, P3: it does not start" in tables(results(*sweep))
 
+    def test_scenarios_without_a_measurement_are_listed(self, results):
+        found = results(line("penstock", 1.0))
+        assert "**Not measured yet**: `big`, `other`." in tables(found, names=["small", "other", "big"])
+        assert "Not measured yet" not in tables(found, names=["small"])
+
     def test_several_machines_are_told_apart(self, results):
         other = {"scenario": "other", "host": HOST | {"cpu": "another cpu"}}
         text = tables(results(line("penstock", 1.0), line("penstock", 1.0, **other)))
