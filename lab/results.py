@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 __all__ = [
+    "Between",
     "BrokenLine",
     "Measurement",
     "NetworkUse",
-    "Pair",
     "Point",
     "Result",
     "Scenario",
@@ -119,7 +119,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Pair:
+class Between:
     """A bar between two systems of a point: the median step of the one over that of the other, at most."""
 
     system: str
@@ -134,12 +134,12 @@ class Targets:
     Attributes:
         ideal_ratio: Ours / T* at most, or None.
         peer_ratio: The fastest exact peer / ours at least, or None.
-        pairs: Between two systems by name.
+        between: One per pair of systems that has a bar.
     """
 
     ideal_ratio: float | None
     peer_ratio: float | None
-    pairs: tuple[Pair, ...] = ()
+    between: tuple[Between, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -363,15 +363,19 @@ def _point(fields: _Fields) -> Point:
     )
 
 
+def _between(fields: _Fields) -> Between:
+    return Between(fields.text("system"), fields.text("against"), fields.number("at_most", positive=True))
+
+
 def _targets(fields: _Fields) -> Targets:
-    unknown = sorted(set(fields.values) - {"ideal_ratio", "peer_ratio", "pairs"})
+    unknown = sorted(set(fields.values) - {"ideal_ratio", "peer_ratio", "between"})
     if unknown:
         fields.fail(unknown[0], "is no bar that is known here")
-    pairs = fields.objects("pairs") if "pairs" in fields.values else ()
+    between = fields.objects("between") if "between" in fields.values else ()
     return Targets(
         fields.number_if_there("ideal_ratio"),
         fields.number_if_there("peer_ratio"),
-        tuple(Pair(pair.text("system"), pair.text("against"), pair.number("at_most", positive=True)) for pair in pairs),
+        tuple(_between(each) for each in between),
     )
 
 

@@ -19,7 +19,7 @@
     [targets]
     ideal_ratio = 1.06                   # ours / T*, at most
     peer_ratio = 1.25                    # fastest exact peer / ours, at least
-    pairs = [                            # of two systems, the median step of the one / that of the other, at most
+    between = [                          # of two systems, the median step of the one / that of the other, at most
         { system = "penstock-bf16", against = "ddp-bf16", at_most = 1.0 },
     ]
 
@@ -187,17 +187,17 @@ def _check(point: Scenario, file: str) -> None:
     if point.slow:
         fits = set(point.slow) == {"host", "rate_mbit"} and 0 <= point.slow["host"] < point.hosts
         demand(fits, f"slow = {{ host = 0 to {point.hosts - 1}, rate_mbit = ... }}, not {dict(point.slow)}")
-    ratios = {name: value for name, value in point.targets.items() if name != "pairs"}
-    demand(set(ratios) <= {"ideal_ratio", "peer_ratio"}, "targets are ideal_ratio, peer_ratio and pairs")
+    ratios = {name: value for name, value in point.targets.items() if name != "between"}
+    demand(set(ratios) <= {"ideal_ratio", "peer_ratio"}, "targets are ideal_ratio, peer_ratio and between")
     demand(all(map(_is_ratio, ratios.values())), f"targets are positive numbers, not {ratios}")
-    pairs = point.targets.get("pairs", [])
-    demand(isinstance(pairs, list), f"targets: pairs is a list of tables, not {pairs!r}")
-    for pair in pairs:
-        fits = isinstance(pair, dict) and set(pair) == {"system", "against", "at_most"} and _is_ratio(pair["at_most"])
-        demand(fits, f"targets: a pair is {{ system, against, at_most = a positive number }}, not {pair!r}")
-        names = [pair["system"], pair["against"]]
+    between = point.targets.get("between", [])
+    demand(isinstance(between, list), f"targets: between is a list of tables, not {between!r}")
+    for bar in between:
+        fits = isinstance(bar, dict) and set(bar) == {"system", "against", "at_most"} and _is_ratio(bar["at_most"])
+        demand(fits, f"targets: between has {{ system, against, at_most = a positive number }}, not {bar!r}")
+        names = [bar["system"], bar["against"]]
         both = names[0] != names[1] and all(name in point.systems for name in names)
-        demand(both, f"targets: a pair is of two systems of the scenario, not {' and '.join(map(str, names))}")
+        demand(both, f"targets: between is for two systems of the scenario, not {' and '.join(map(str, names))}")
 
 
 def _is_ratio(value: object) -> bool:

@@ -37,7 +37,7 @@ def tables(scenarios: Sequence[Scenario], pictures: Iterable[str] = (), names: I
     parts += [
         _unmeasured(scenarios, names),
         _targets(judgements),
-        _pairs(judgements),
+        _between(judgements),
         _never_slower(judgements),
         _losses(scenarios),
     ]
@@ -176,11 +176,11 @@ def _peer_cells(judgement: Judgement | None) -> list[str]:
     return [_cell(judgement.reason) or peer, ratio, f">= {judgement.limit:g}", _verdict(judgement)]
 
 
-def _pairs(judgements: Sequence[Judgement]) -> str:
+def _between(judgements: Sequence[Judgement]) -> str:
     """One row per bar between two systems."""
     rows = []
     for judgement in judgements:
-        if judgement.bar == "pair":
+        if judgement.bar == "between":
             of = judgement.point.results.get(judgement.system)
             seconds = [_median(result) if result else NOTHING for result in (of, judgement.against)]
             row = [_name(judgement.point), _system(of) if of else judgement.system, seconds[0]]

@@ -1,7 +1,7 @@
 """Whether bars are met: decided from measurements alone, the same way for every report.
 
 Four bars: ours / T* at most the scenario's `ideal_ratio`; the fastest exact peer / ours at least its `peer_ratio`; one
-system / another at most what each of its `pairs` says; and in every scenario with DDP, ours / DDP at most
+system / another at most what each of its `between` says; and in every scenario with DDP, ours / DDP at most
 `DDP_RATIO_MAX`. Ratios are those of medians.
 
 A bar counts as met only with `REPETITIONS_MIN` interleaved repetitions or more; it can be missed with fewer.
@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lab.results import ALONE, DDP, OURS, Measurement, Pair, Point, Result, Scenario
+from lab.results import ALONE, DDP, OURS, Between, Measurement, Point, Result, Scenario
 
 __all__ = ["DDP_RATIO_MAX", "REPETITIONS_MIN", "Judgement", "faster_than_ours", "fastest_exact_peer", "judge", "tally"]
 
-Bar = Literal["ideal", "peer", "pair", "ddp"]
+Bar = Literal["ideal", "peer", "between", "ddp"]
 Verdict = Literal["met", "missed", "too few repetitions", "not measured"]
 
 DDP_RATIO_MAX = 1.02
@@ -31,7 +31,7 @@ class Judgement:
     """One bar at one point.
 
     Attributes:
-        bar: ``ideal``: ours / T*; ``peer``: the fastest exact peer / ours; ``pair``: one system / another; ``ddp``:
+        bar: ``ideal``: ours / T*; ``peer``: the fastest exact peer / ours; ``between``: one system / another; ``ddp``:
             ours / DDP.
         limit: The bar's value; the ratio is to be at most that, for ``peer`` at least.
         ratio: None if not measured.
@@ -39,7 +39,7 @@ class Judgement:
         high: The ratio of our slowest step with T*; of the others None.
         against: The peer, if there is one.
         reason: Why nothing was measured, or an empty text.
-        system: Whose bar it is: ours, but for a pair.
+        system: Whose bar it is: ours, but for ``between``.
     """
 
     point: Point
@@ -100,9 +100,9 @@ def _judge(point: Point) -> list[Judgement]:
         judgements.append(_against_ideal(point, point.targets.ideal_ratio, ours))
     if point.targets.peer_ratio is not None:
         judgements.append(_against_peer(point, point.targets.peer_ratio, ours, peer))
-    judgements += [_of_pair(point, "pair", pair) for pair in point.targets.pairs]
+    judgements += [_of_two(point, "between", each) for each in point.targets.between]
     if DDP in point.results:
-        judgements.append(_of_pair(point, "ddp", Pair(OURS, DDP, DDP_RATIO_MAX)))
+        judgements.append(_of_two(point, "ddp", Between(OURS, DDP, DDP_RATIO_MAX)))
     return judgements
 
 
@@ -124,15 +124,15 @@ def _against_peer(point: Point, limit: float, ours: Measurement | None, peer: Re
     return Judgement(point, "peer", limit, ratio, None, None, peer, verdict, "")
 
 
-def _of_pair(point: Point, bar: Bar, pair: Pair) -> Judgement:
-    of, against, limit = point.results.get(pair.system), point.results.get(pair.against), pair.at_most
+def _of_two(point: Point, bar: Bar, two: Between) -> Judgement:
+    of, against, limit = point.results.get(two.system), point.results.get(two.against), two.at_most
     if of is None or against is None or of.measured is None or against.measured is None:
-        first_missing = (of, pair.system) if of is None or of.measured is None else (against, pair.against)
+        first_missing = (of, two.system) if of is None or of.measured is None else (against, two.against)
         reason = _why_not(*first_missing)
-        return Judgement(point, bar, limit, None, None, None, against, "not measured", reason, pair.system)
+        return Judgement(point, bar, limit, None, None, None, against, "not measured", reason, two.system)
     ratio = of.measured.step_s.median / against.measured.step_s.median
     verdict = _verdict(point, ratio <= limit + ROUNDING)
-    return Judgement(point, bar, limit, ratio, None, None, against, verdict, "", pair.system)
+    return Judgement(point, bar, limit, ratio, None, None, against, verdict, "", two.system)
 
 
 def _verdict(point: Point, meets: bool) -> Verdict:

@@ -141,15 +141,15 @@ class TestVerdicts:
     )
     @pytest.mark.parametrize(("factor", "verdict"), [(0.9, "met"), (1.0, "met"), (1.0001, "missed")])
     def test_one_system_against_another(self, results, system, against, at_most, factor, verdict):
-        bar = {"targets": {"pairs": [{"system": system, "against": against, "at_most": at_most}]}}
+        bar = {"targets": {"between": [{"system": system, "against": against, "at_most": at_most}]}}
         (found,) = judge(results(line(system, 1.7 * at_most * factor, **bar), line(against, 1.7, **bar)))
-        assert (found.bar, found.system, found.against.system, found.verdict) == ("pair", system, against, verdict)
+        assert (found.bar, found.system, found.against.system, found.verdict) == ("between", system, against, verdict)
         assert found.ratio == pytest.approx(at_most * factor)
 
     @pytest.mark.parametrize("absent", [False, True])
     @pytest.mark.parametrize("missing", ["penstock-bf16", "ddp-bf16"])
-    def test_a_pair_without_one_of_the_two_meets_no_bar(self, results, missing, absent):
-        bar = {"targets": {"pairs": [{"system": "penstock-bf16", "against": "ddp-bf16", "at_most": 1.0}]}}
+    def test_without_one_of_the_two_systems_it_meets_no_bar(self, results, missing, absent):
+        bar = {"targets": {"between": [{"system": "penstock-bf16", "against": "ddp-bf16", "at_most": 1.0}]}}
         there = [line(system, None if system == missing else 1.0, **bar) for system in ("penstock-bf16", "ddp-bf16")]
         scenarios = results(*(one for one in there if not (absent and one["system"] == missing)))
         (found,) = judge(scenarios)
@@ -183,8 +183,8 @@ class TestTables:
         assert cells[1:4] == ["1.050 (1.040 to 1.071)", "<= 1.06", "met"]
         assert cells[4:] == ["DDP (gloo): 1.500 s", "1.190", ">= 1.25", "**missed**"]
 
-    def test_a_pair_shows_both_steps_and_their_ratio(self, results):
-        bar = {"targets": {"pairs": [{"system": "penstock-bf16", "against": "ddp-bf16", "at_most": 1.0}]}}
+    def test_one_system_against_another_shows_both_steps_and_their_ratio(self, results):
+        bar = {"targets": {"between": [{"system": "penstock-bf16", "against": "ddp-bf16", "at_most": 1.0}]}}
         text = tables(results(line("penstock-bf16", 1.21, **bar), line("ddp-bf16", 1.1, **bar)))
         cells = row(text, "A small network")
         assert cells[1:5] == ["Penstock, bf16 (not exact)", "1.210", "DDP (gloo), bf16 hook (not exact)", "1.100"]
@@ -204,9 +204,9 @@ class TestTables:
         assert row(text, "T_serial")[1:] == ["2.000", "2.000"]
 
     def test_schemes_other_than_the_store_are_named(self, results):
-        chosen = {"schemes": {"fc6": "factors", "embed": "rows", "fc7": "factors"}}
+        chosen = {"schemes": {"fc6": "factors", "embed": "pairs", "fc7": "factors"}}
         text = tables(results(line("penstock", 1.2, **chosen)))
-        assert "Schemes other than the store: factors for `fc6`, `fc7`; rows for `embed`." in text
+        assert "Schemes other than the store: factors for `fc6`, `fc7`; pairs for `embed`." in text
         assert "Schemes other" not in tables(results(line("penstock", 1.2)))
 
     def test_the_networks_are_listed_with_their_exact_size(self, results):
@@ -297,8 +297,11 @@ class TestBrokenLines:
             (setting("benchmark", "overhead"), "benchmark must be 'lab'"),
             (setting("scenario", "../up"), "scenario names files"),
             (setting("targets", {"ideal": 1.06}), r"targets\.ideal is no bar"),
-            (setting("targets", {"pairs": [1]}), r"targets\.pairs must be a list of objects"),
-            (setting("targets", {"pairs": [{"system": "a", "against": "b"}]}), r"targets\.pairs\.at_most is missing"),
+            (setting("targets", {"between": [1]}), r"targets\.between must be a list of objects"),
+            (
+                setting("targets", {"between": [{"system": "a", "against": "b"}]}),
+                r"targets\.between\.at_most is missing",
+            ),
             (setting("schemes", {"fc6": 1}), r"schemes\.fc6 must be a text"),
             (setting("sweep", {"hosts": 2, "rate_mbit": 1}), "sweep must vary one quantity"),
             (setting("network_use", {"bin_s": 1, "sent_mbit": [1], "received_mbit": []}), "received_mbit has 0 bins"),

@@ -40,17 +40,17 @@ def test_a_slice_size_reaches_our_own_system_alone(tmp_path):
 
 
 def test_bars_between_two_systems_are_kept_as_written(tmp_path):
-    pair = {"system": "penstock", "against": "ddp", "at_most": 1.02}
-    text = SMALL + "[targets]\npairs = [{ system = 'penstock', against = 'ddp', at_most = 1.02 }]"
+    bar = {"system": "penstock", "against": "ddp", "at_most": 1.02}
+    text = SMALL + "[targets]\nbetween = [{ system = 'penstock', against = 'ddp', at_most = 1.02 }]"
     (point,) = load(written(tmp_path, text))
-    assert point.targets == {"pairs": [pair]}
+    assert point.targets == {"between": [bar]}
 
 
 def test_choosing_schemes_and_bf16_have_bars_of_their_own():
     (auto,), (bf16,) = load("resnet50-600-auto"), load("resnet50-600-bf16")
-    assert auto.targets["pairs"] == [{"system": "penstock", "against": "penstock-store", "at_most": 1.02}]
+    assert auto.targets["between"] == [{"system": "penstock", "against": "penstock-store", "at_most": 1.02}]
     assert auto.options == {"penstock": {"schemes": "auto"}}
-    assert bf16.targets["pairs"] == [{"system": "penstock-bf16", "against": "ddp-bf16", "at_most": 1.0}]
+    assert bf16.targets["between"] == [{"system": "penstock-bf16", "against": "ddp-bf16", "at_most": 1.0}]
 
 
 def test_one_slow_link(tmp_path):
@@ -73,11 +73,11 @@ def test_one_slow_link(tmp_path):
         (SMALL + "[sweep]\nseed = [1]", "sweep is over"),
         (SMALL + "[targets]\nratio = 1", "targets"),
         (SMALL + "[targets]\npeer_ratio = '1'", "positive numbers"),
-        (SMALL + "[targets]\npairs = { system = 'penstock' }", "a list of tables"),
-        (SMALL + "[targets]\npairs = [{ system = 'penstock', against = 'ddp' }]", "a pair is"),
-        (SMALL + "[targets]\npairs = [{ system = 'penstock', against = 'ddp', at_most = 0 }]", "a pair is"),
-        (SMALL + "[targets]\npairs = [{ system = 'ddp', against = 'ddp', at_most = 1 }]", "two systems"),
-        (SMALL + "[targets]\npairs = [{ system = 'ddp', against = 'horovod', at_most = 1 }]", "ddp and horovod"),
+        (SMALL + "[targets]\nbetween = { system = 'penstock' }", "a list of tables"),
+        (SMALL + "[targets]\nbetween = [{ system = 'penstock', against = 'ddp' }]", "between has"),
+        (SMALL + "[targets]\nbetween = [{ system = 'penstock', against = 'ddp', at_most = 0 }]", "between has"),
+        (SMALL + "[targets]\nbetween = [{ system = 'ddp', against = 'ddp', at_most = 1 }]", "two systems"),
+        (SMALL + "[targets]\nbetween = [{ system = 'ddp', against = 'horovod', at_most = 1 }]", "ddp and horovod"),
         (SMALL + "[options]\nddq = {}", "'ddq'"),
     ],
 )
