@@ -34,7 +34,11 @@ WIDTH_IN = 9.0
 BYTES_MAX = 150_000
 # Of the palette: as many as leave the picture small enough.
 COLORS = (200, 32)
-NETWORK_SYSTEMS = (OURS, "ddp", "mxnet-sync", "mxnet-p3", "horovod")
+# In the order of preference; what tells systems apart first.
+NETWORK_SYSTEMS = (
+    *(OURS, "penstock-store", "penstock-slicing", "penstock-wait-free", "penstock-vanilla", "penstock-bf16"),
+    *("ddp", "mxnet-p3", "mxnet-sync", "horovod", "ddp-bf16"),
+)
 NETWORK_PANELS_MAX = 4
 
 
@@ -53,7 +57,8 @@ STYLES = {
     "penstock-vanilla": Style("#9CCFEA", "v", (0, (1, 1))),
     "penstock-wait-free": Style("#56B4E9", "<", (0, (3, 1, 1, 1))),
     "penstock-slicing": Style("#3A93CC", ">", (0, (4, 1))),
-    "penstock-bf16": Style("#0072B2", "p", (0, (4, 1))),
+    "penstock-store": Style("#004C78", "H", (0, (4, 1))),
+    "penstock-bf16": Style("#7C93B8", "p", (0, (4, 1))),
     "ddp": Style("#D55E00", "s"),
     "ddp-bf16": Style("#F29A5C", "D", (0, (4, 1))),
     "ddp-powersgd": Style("#F7C6A3", "d", (0, (1, 1))),
@@ -128,6 +133,11 @@ def _point_title(point: Point) -> str:
     return units.get(name, name + " {:g}").format(value)
 
 
+def _seconds(value: float) -> str:
+    """Short, and still different where systems are."""
+    return f"{value:.2f}" if value >= 1 else f"{value:.3f}"
+
+
 def _plain(axis: Axes) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_axisbelow(True)
@@ -188,7 +198,7 @@ def _stall_panel(axis: Axes, point: Point, systems: Sequence[str]) -> None:
         )
         axis.plot([step_s.low, step_s.high], [place, place], color=IDEAL, linewidth=1, marker="|", markersize=5)
         axis.annotate(
-            f"{step_s.median:.2f}",
+            _seconds(step_s.median),
             (step_s.high, place),
             (6, 0),
             textcoords="offset points",
@@ -262,7 +272,7 @@ def _slices(scenario: Scenario) -> Figure | None:
     figure, axis = _sweep(scenario, lambda measured: measured.throughput, ideal)
     axis.set_xlabel("size of a slice, KB, logarithmic")
     axis.set_ylabel("samples per second, all hosts")
-    return _finished(figure, axis, f"{scenario.title}: size of slices")
+    return _finished(figure, axis, f"{scenario.title}: throughput")
 
 
 def _value(point: Point) -> float:
@@ -357,7 +367,7 @@ def _network(scenario: Scenario) -> Figure | None:
 
 
 def _network_title(point: Point, system: str, measured: Measurement) -> str:
-    title = f"{point.results[system].title}: a step in {measured.step_s.median:.2f} s"
+    title = f"{point.results[system].title}: a step in {_seconds(measured.step_s.median)} s"
     use = measured.network_use
     if use is None or not point.line_rate_mbit:
         return title

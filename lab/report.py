@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.results import BrokenLine, Scenario, read
+from lab.scenario import all_names
 from lab.tables import tables
 from lab.verdicts import Judgement, judge, tally
 
@@ -50,7 +51,7 @@ def write(folder: Path = FOLDER, scenarios: Sequence[Scenario] | None = None) ->
     before = page.read_bytes().decode() if page.exists() else ""
     _split(before, page)  # complain before anything is drawn
     written = plots.draw(scenarios, folder / "lab")
-    text = tables(scenarios, [f"lab/{picture.name}" for picture in written])
+    text = tables(scenarios, [f"lab/{picture.name}" for picture in written], all_names())
     page.write_bytes(_inserted(before, text, page).encode())
     return [*written, page]
 
@@ -81,6 +82,7 @@ def _record(judgement: Judgement) -> dict[str, Any]:
         "title": point.title,
         "sweep": dict([point.swept]) if point.swept else None,
         "bar": judgement.bar,
+        "system": judgement.system,
         "limit": judgement.limit,
         "ratio": judgement.ratio,
         "low": judgement.low,
@@ -93,7 +95,7 @@ def _record(judgement: Judgement) -> dict[str, Any]:
 
 def _as_json(scenarios: Sequence[Scenario]) -> dict[str, Any]:
     judgements = judge(scenarios)
-    runs = [{"scenario": found.name, "commit": found.commit, "run": found.run} for found in scenarios]
+    runs = [{"scenario": found.name, "commits": list(found.commits), "run": found.run} for found in scenarios]
     return {"runs": runs, "count": tally(judgements), "verdicts": [_record(judgement) for judgement in judgements]}
 
 

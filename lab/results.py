@@ -1,7 +1,8 @@
 """Measured JSON lines, read and checked: what the lab found out, as data.
 
 A line is one system at one point of one scenario. Runs are appended to a file; of every scenario the run that its last
-line belongs to counts, and all lines of that run do. Files are read in the order in which they are given.
+line belongs to counts, and all lines of that run do, also those before a commit that was made meanwhile. Files are read
+in the order in which they are given.
 
 Omitted: how the lines are measured, and any judgement of them (`lab.verdicts`).
 """
@@ -17,7 +18,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["BrokenLine", "Measurement", "NetworkUse", "Point", "Result", "Scenario", "Spread", "Targets", "read"]
+__all__ = [
+    "Between",
+    "BrokenLine",
+    "Measurement",
+    "NetworkUse",
+    "Point",
+    "Result",
+    "Scenario",
+    "Spread",
+    "Targets",
+    "read",
+]
 
 OURS = "penstock"
 ALONE = "alone"
@@ -107,11 +119,27 @@ class Result:
 
 
 @dataclass(frozen=True)
+class Between:
+    """A bar between two systems of a point: the median step of the one over that of the other, at most."""
+
+    system: str
+    against: str
+    at_most: float
+
+
+@dataclass(frozen=True)
 class Targets:
-    """Bars of a point: ours / T* at most, and the fastest exact peer / ours at least; None where there is none."""
+    """Bars of a point.
+
+    Attributes:
+        ideal_ratio: Ours / T* at most, or None.
+        peer_ratio: The fastest exact peer / ours at least, or None.
+        between: One per pair of systems that has a bar.
+    """
 
     ideal_ratio: float | None
     peer_ratio: float | None
+    between: tuple[Between, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -124,6 +152,8 @@ class Point:
         hosts: How many.
         rates_mbit: Nominal rate of each host's link; None is no limit.
         line_rate_mbit: What a link was measured to carry.
+        batch: Samples per worker and step.
+        schemes: Of our own layers that do not use the store: layer and scheme. T* is that of what they send then.
         repetitions: Interleaved turns of each system.
         results: By system, in the order of the run.
     """
@@ -138,6 +168,7 @@ class Point:
     batch: float | None
     repetitions: int
     targets: Targets
+    schemes: tuple[tuple[str, str], ...]
     results: Mapping[str, Result]
 
     def measured(self, system: str) -> Measurement | None:
@@ -156,13 +187,14 @@ class Scenario:
     """The last run of a scenario: one point, or the points of a sweep in rising order.
 
     Attributes:
+        commits: Of the tree that ran: one, unless it changed during the run.
         run: The run's time stamp.
         machine: What bears on the numbers, in one phrase.
     """
 
     name: str
     title: str
-    commit: str
+    commits: tuple[str, ...]
     run: str
     machine: str
     points: tuple[Point, ...]
@@ -225,6 +257,12 @@ class _Fields:
     def object_or_none(self, name: str) -> _Fields | None:
         return None if self.values.get(name) is None else self.object(name)
 
+    def objects(self, name: str) -> list[_Fields]:
+        values = self._list(name)
+        if not all(isinstance(value, dict) for value in values):
+            self.fail(name, f"must be a list of objects, not {values!r}")
+        return [_Fields(value, self.place, f"{self.within}{name}.") for value in values]
+
     def _object(self, name: str) -> dict[str, Any]:
         value = self._value(name)
         if not isinstance(value, dict):
@@ -250,7 +288,8 @@ class _Line:
     """One line: its run, its point without results, and its result."""
 
     place: str
-    run: tuple[str, str]  # commit and time stamp
+    commit: str
+    run: str  # its time stamp
     machine: str
     point: Point
     result: Result
@@ -302,12 +341,9 @@ def _stall_s(fields: _Fields) -> float | None:
 
 
 def _point(fields: _Fields) -> Point:
-    sweep, targets = fields.object_or_none("sweep"), fields.object("targets")
+    sweep, targets, schemes = fields.object_or_none("sweep"), fields.object("targets"), fields.object_or_none("schemes")
     if sweep and len(sweep.values) != 1:
         fields.fail("sweep", f"must vary one quantity, not {sorted(sweep.values)}")
-    unknown = sorted(set(targets.values) - {"ideal_ratio", "peer_ratio"})
-    if unknown:
-        targets.fail(unknown[0], "is no bar that is known here")
     scenario = fields.text("scenario")
     if not re.fullmatch(r"\w[\w.-]*", scenario):
         fields.fail("scenario", f"names files, so it must be of letters, digits, '-', '_' and '.', not {scenario!r}")
@@ -321,8 +357,25 @@ def _point(fields: _Fields) -> Point:
         line_rate_mbit=fields.number_if_there("line_rate_mbit"),
         batch=fields.number_if_there("batch"),
         repetitions=fields.count("repetitions"),
-        targets=Targets(targets.number_if_there("ideal_ratio"), targets.number_if_there("peer_ratio")),
+        targets=_targets(targets),
+        schemes=tuple((layer, schemes.text(layer)) for layer in schemes.values) if schemes else (),
         results={},
+    )
+
+
+def _between(fields: _Fields) -> Between:
+    return Between(fields.text("system"), fields.text("against"), fields.number("at_most", positive=True))
+
+
+def _targets(fields: _Fields) -> Targets:
+    unknown = sorted(set(fields.values) - {"ideal_ratio", "peer_ratio", "between"})
+    if unknown:
+        fields.fail(unknown[0], "is no bar that is known here")
+    between = fields.objects("between") if "between" in fields.values else ()
+    return Targets(
+        fields.number_if_there("ideal_ratio"),
+        fields.number_if_there("peer_ratio"),
+        tuple(_between(each) for each in between),
     )
 
 
@@ -352,8 +405,8 @@ def _line(text: str, place: str) -> _Line:
     fields = _Fields(values, place)
     if fields.text("benchmark") != "lab":
         fields.fail("benchmark", f"must be 'lab', not {values['benchmark']!r}")
-    run = (fields.text("commit"), fields.text("run"))
-    return _Line(place, run, _machine(fields.object("host")), _point(fields), _result(fields))
+    machine = _machine(fields.object("host"))
+    return _Line(place, fields.text("commit"), fields.text("run"), machine, _point(fields), _result(fields))
 
 
 def _grouped(lines: Iterable[_Line], key: Callable[[_Line], Any]) -> dict[Any, list[_Line]]:
@@ -401,8 +454,9 @@ def read(files: Iterable[Path]) -> list[Scenario]:
     scenarios = []
     for name, group in _grouped(lines, lambda line: line.point.scenario).items():
         last = group[-1]
-        points = _grouped((line for line in group if line.run == last.run), lambda line: line.point.swept)
+        run = [line for line in group if line.run == last.run]
+        points = _grouped(run, lambda line: line.point.swept)
         joined = sorted((_joined(group) for group in points.values()), key=lambda point: point.swept or ("", 0.0))
-        commit, run = last.run
-        scenarios.append(Scenario(name, last.point.title, commit, run, last.machine, tuple(joined)))
+        commits = tuple(dict.fromkeys(line.commit for line in run))
+        scenarios.append(Scenario(name, last.point.title, commits, last.run, last.machine, tuple(joined)))
     return scenarios

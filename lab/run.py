@@ -78,7 +78,7 @@ class Run:
         self._progress = progress
         self._trace = scenario.trace()
         self._ports = iter(range(FIRST_PORT, FIRST_PORT + 10000, 50))
-        self.missing: dict[str, str] = {}
+        self.missing: dict[str, str] = dict.fromkeys(scenario.left_out, "left out of this run (--systems)")
         self.turns: dict[str, list[Turn]] = {}
         self.line_rate_mbit: float | None = None
         self.limits: Limits
@@ -182,7 +182,7 @@ class Run:
             "targets": dict(scenario.targets),
             "schemes": self.schemes,
         }
-        for system in scenario.systems:
+        for system in (*scenario.systems, *scenario.left_out):
             row = SYSTEMS[system]
             named = {"system": system, "system_title": row.title, "exact": row.exact}
             if system in self.missing:
@@ -281,6 +281,7 @@ def _overridden(point: Scenario, chosen: argparse.Namespace) -> Scenario:
         if unknown:
             raise BadScenario(f"no system {unknown[0]!r}; there are {', '.join(SYSTEMS)}")
         changed["systems"] = (BASELINE, *(system for system in chosen.systems if system != BASELINE))
+        changed["left_out"] = tuple(system for system in point.systems if system not in changed["systems"])
     return replace(point, **changed)
 
 

@@ -19,6 +19,9 @@
     [targets]
     ideal_ratio = 1.06                   # ours / T*, at most
     peer_ratio = 1.25                    # fastest exact peer / ours, at least
+    between = [                          # of two systems, the median step of the one / that of the other, at most
+        { system = "penstock-bf16", against = "ddp-bf16", at_most = 1.0 },
+    ]
 
 *Dilation* k stands for a cluster that is k times faster: it is written into the results and changes nothing else.
 A machine whose links carry B and whose workers compute for F is run here at B / k and k F; every ratio of transfer to
@@ -28,6 +31,7 @@ times less of a step here than there, so a result with k well above 1 says nothi
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -62,6 +66,7 @@ class Scenario:
         name: The file's name.
         slice_kb: The slice size of our own systems, if it is set.
         swept: What distinguishes this point from the others of its file.
+        left_out: Systems of the file that this run does without; they are reported as missing.
     """
 
     name: str
@@ -80,9 +85,10 @@ class Scenario:
     seed: int = 1
     slow: Mapping[str, float] = field(default_factory=dict)
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    targets: Mapping[str, float] = field(default_factory=dict)
+    targets: Mapping[str, Any] = field(default_factory=dict)
     slice_kb: int | None = None
     swept: Mapping[str, float] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
     def trace(self) -> Trace:
         """The network, at its width and batch."""
@@ -135,7 +141,7 @@ def load(name: str) -> list[Scenario]:
     except tomllib.TOMLDecodeError as error:
         raise BadScenario(f"{path.name}: {error}") from None
     sweep = table.pop("sweep", {})
-    known = {each.name for each in fields(Scenario)} - {"name", "swept", "slice_kb"}
+    known = {each.name for each in fields(Scenario)} - {"name", "swept", "slice_kb", "left_out"}
     unknown = sorted(set(table) - known)
     if unknown:
         raise BadScenario(f"{path.name}: unknown key {unknown[0]!r}; there are {', '.join(sorted(known))}, sweep")
@@ -181,4 +187,18 @@ def _check(point: Scenario, file: str) -> None:
     if point.slow:
         fits = set(point.slow) == {"host", "rate_mbit"} and 0 <= point.slow["host"] < point.hosts
         demand(fits, f"slow = {{ host = 0 to {point.hosts - 1}, rate_mbit = ... }}, not {dict(point.slow)}")
-    demand(set(point.targets) <= {"ideal_ratio", "peer_ratio"}, "targets are ideal_ratio and peer_ratio")
+    ratios = {name: value for name, value in point.targets.items() if name != "between"}
+    demand(set(ratios) <= {"ideal_ratio", "peer_ratio"}, "targets are ideal_ratio, peer_ratio and between")
+    demand(all(map(_is_ratio, ratios.values())), f"targets are positive numbers, not {ratios}")
+    between = point.targets.get("between", [])
+    demand(isinstance(between, list), f"targets: between is a list of tables, not {between!r}")
+    for bar in between:
+        fits = isinstance(bar, dict) and set(bar) == {"system", "against", "at_most"} and _is_ratio(bar["at_most"])
+        demand(fits, f"targets: between has {{ system, against, at_most = a positive number }}, not {bar!r}")
+        names = [bar["system"], bar["against"]]
+        both = names[0] != names[1] and all(name in point.systems for name in names)
+        demand(both, f"targets: between is for two systems of the scenario, not {' and '.join(map(str, names))}")
+
+
+def _is_ratio(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

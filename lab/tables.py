@@ -1,12 +1,15 @@
-"""Tables of measured scenarios, as Markdown: the bars first, where something is faster, then every scenario.
+"""Tables of measured scenarios, as Markdown: the bars first, where something is faster, every scenario, the networks.
 
-Bold is what is not met, and what is faster than ours.
+Bold is what is not met, and what is faster than ours. The page is to be read in two minutes: what stands behind a line
+of the first tables is folded.
 """
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable, Sequence
 
+from lab.networks import NETWORKS
 from lab.results import ALONE, OURS, Measurement, Point, Result, Scenario
 from lab.verdicts import DDP_RATIO_MAX, REPETITIONS_MIN, Judgement, faster_than_ours, judge, tally
 
@@ -20,23 +23,40 @@ SWEPT = {"rate_mbit": ("bandwidth", "{:g} Mbit/s"), "hosts": ("hosts", "{:g} hos
 """Title of a swept quantity, and how a value of it is written."""
 
 
-def tables(scenarios: Sequence[Scenario], pictures: Iterable[str] = ()) -> str:
+def tables(scenarios: Sequence[Scenario], pictures: Iterable[str] = (), names: Iterable[str] = ()) -> str:
     """Everything between the markers, as Markdown.
 
     Args:
         scenarios: As `read` gives them.
         pictures: Names of pictures that exist, relative to the page, named by `lab.plots`.
+        names: Of all scenarios that there are; those without a measurement are listed.
     """
     judgements, drawn = judge(scenarios), set(pictures)
     machines = sorted({scenario.machine for scenario in scenarios})
     parts = ["## The lab", _summary(judgements, machines)]
-    parts += [_targets(judgements), _never_slower(judgements), _losses(scenarios)]
-    for scenario in scenarios:
-        parts.append(_heading(scenario, with_machine=len(machines) > 1))
-        parts += _sweep(scenario) if scenario.points[0].swept else [_systems(scenario), _limits(scenario.points[0])]
-        parts += [_waits(scenario), _missing(scenario)]
-        parts += [_picture(scenario, kind) for kind in PICTURES if _file(scenario, kind) in drawn]
+    parts += [
+        _unmeasured(scenarios, names),
+        _targets(judgements),
+        _between(judgements),
+        _never_slower(judgements),
+        _losses(scenarios),
+    ]
+    swept = [scenario for scenario in scenarios if scenario.points[0].swept]
+    several = len(machines) > 1
+    parts += [f"### {_cell(scenario.title)}\n\n" + _section(scenario, drawn, several) for scenario in swept]
+    parts.append("### Scenario by scenario")
+    parts += [_folded(_in_short(one), _section(one, drawn, several)) for one in scenarios if one not in swept]
+    parts.append(_networks())
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _section(scenario: Scenario, drawn: set[str], several_machines: bool) -> str:
+    """All that is known of one scenario, without a heading."""
+    parts = [_origin(scenario, with_machine=several_machines)]
+    parts += _sweep(scenario) if scenario.points[0].swept else [_systems(scenario), _limits(scenario.points[0])]
+    parts += [_schemes(scenario), _waits(scenario), _missing(scenario)]
+    parts += [_picture(scenario, kind) for kind in PICTURES if _file(scenario, kind) in drawn]
+    return "\n\n".join(part for part in parts if part)
 
 
 def _file(scenario: Scenario, kind: str) -> str:
@@ -62,7 +82,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _folded(title: str, text: str) -> str:
-    return f"<details><summary>{title}</summary>\n\n{text}\n\n</details>"
+    return f"<details><summary>{html.escape(title, quote=False)}</summary>\n\n{text}\n\n</details>"
 
 
 def _number(value: float | None, digits: int = 2) -> str:
@@ -115,16 +135,22 @@ def _summary(judgements: Sequence[Judgement], machines: Sequence[str]) -> str:
         f"{bars}{machine}\n\n"
         "Times are medians over interleaved repetitions, the lowest and the highest step in brackets; a bar counts as "
         f"met with {REPETITIONS_MIN} repetitions or more. T* is the least time that any order of sending the full "
-        "gradients allows at the measured line rate. MB are of the busiest host, per step and direction, as its "
-        "interface counted. Stall is what a step takes longer than that of one worker alone."
+        "gradients allows at the measured line rate (where schemes are chosen: of sending what those send), so what is "
+        "not exact can be below it. MB are of the busiest host, per step and direction, as its interface counted. "
+        "Stall is what a step takes longer than that of one worker alone."
     )
+
+
+def _unmeasured(scenarios: Sequence[Scenario], names: Iterable[str]) -> str:
+    lacking = sorted(set(names) - {scenario.name for scenario in scenarios})
+    return f"**Not measured yet**: {', '.join(f'`{name}`' for name in lacking)}." if lacking else ""
 
 
 def _targets(judgements: Sequence[Judgement]) -> str:
     """One row per point that has bars of its own."""
     points: dict[int, dict[str, Judgement]] = {}
     for judgement in judgements:
-        if judgement.bar != "ddp":
+        if judgement.bar in ("ideal", "peer"):
             points.setdefault(id(judgement.point), {})[judgement.bar] = judgement
     rows = []
     for bars in points.values():
@@ -148,6 +174,21 @@ def _peer_cells(judgement: Judgement | None) -> list[str]:
     if judgement.against and judgement.against.measured:
         peer = f"{_cell(judgement.against.title)}: {judgement.against.measured.step_s.median:.3f} s"
     return [_cell(judgement.reason) or peer, ratio, f">= {judgement.limit:g}", _verdict(judgement)]
+
+
+def _between(judgements: Sequence[Judgement]) -> str:
+    """One row per bar between two systems."""
+    rows = []
+    for judgement in judgements:
+        if judgement.bar == "between":
+            of = judgement.point.results.get(judgement.system)
+            seconds = [_median(result) if result else NOTHING for result in (of, judgement.against)]
+            row = [_name(judgement.point), _system(of) if of else judgement.system, seconds[0]]
+            row += [_system(judgement.against) if judgement.against else NOTHING, seconds[1]]
+            measured = _cell(judgement.reason) or _number(judgement.ratio, 3)
+            rows.append([*row, measured, f"<= {judgement.limit:g}", _verdict(judgement)])
+    head = ["scenario", "system", "step, s", "against", "step, s", "ratio", "bar", ""]
+    return "### One system against another\n\n" + _table(head, rows) if rows else ""
 
 
 def _never_slower(judgements: Sequence[Judgement]) -> str:
@@ -210,13 +251,21 @@ def _median(result: Result) -> str:
 # Scenarios
 
 
-def _heading(scenario: Scenario, *, with_machine: bool) -> str:
+def _in_short(scenario: Scenario) -> str:
+    """What a folded scenario is seen by."""
+    ours = scenario.points[0].measured(OURS)
+    ratio = ours.to_ideal(ours.step_s.median) if ours else None
+    step = f": ours {ours.step_s.median:.3f} s" if ours else ""
+    return _cell(scenario.title) + step + (f", {ratio:.3f} of T*" if ratio else "")
+
+
+def _origin(scenario: Scenario, *, with_machine: bool) -> str:
     point = scenario.points[0]
     hosts = "" if point.swept and point.swept[0] == "hosts" else f"{_plural(point.hosts, 'host')}, "
     machine = f" on {_cell(scenario.machine)}" if with_machine else ""
+    commits = "commit " + ", then ".join(f"`{_cell(commit)}`" for commit in scenario.commits)
     return (
-        f"### {_cell(scenario.title)}\n\n"
-        f"`{scenario.name}`: {hosts}{_plural(point.repetitions, 'repetition')}, commit `{scenario.commit}`, "
+        f"`{scenario.name}`: {hosts}{_plural(point.repetitions, 'repetition')}, {commits}, "
         f"run of {_cell(scenario.run)}{machine}."
     )
 
@@ -232,26 +281,34 @@ def _systems(scenario: Scenario) -> str:
                 time = _bold(point, result, _spread(step.median, step.low, step.high))
                 cells = [_system(result), time, *_cells(result, result.measured)]
                 rows.append([_swept(point), *cells] if swept else cells)
-    head = ["system", "step, s", "step / T*", "speed-up", "stall, s", "CPU s per GB", "MB sent, received per host"]
+    head = ["system", "step, s", "step / T*", "speed-up", "samples/s", "stall, s", "CPU s per GB", "MB sent, received"]
     if not rows:
         return ""
     return _table([_quantity(swept[0]), *head] if swept else head, rows)
 
 
 def _sweep(scenario: Scenario) -> list[str]:
-    """Median steps side by side, and everything else to be unfolded."""
+    """Median steps side by side with the limits below them, and everything else to be unfolded."""
     titles = {result.system: result for point in scenario.points for result in point.results.values()}
     rows = []
     for system, title in titles.items():
         results = [(point, point.results.get(system)) for point in scenario.points]
         rows.append(
-            [_system(title), *(_bold(point, found, _median(found)) if found else "" for point, found in results)]
+            [_system(title), *(_bold(point, found, _beside_ideal(found)) if found else "" for point, found in results)]
         )
-    references = [point.reference() for point in scenario.points]
-    rows.append(["T*", *(_number(found.ideal_s if found else None, 3) for found in references)])
+    limits = [_named_limits(point) for point in scenario.points]
+    for name in dict.fromkeys(name for found in limits for name in found):
+        rows.append([name, *(_number(found.get(name), 3) for found in limits)])
     swept = scenario.points[0].swept
-    head = [f"step, s, by {_quantity(swept[0] if swept else '')}", *(_swept(point) for point in scenario.points)]
+    head = [f"step, s (/ T*), by {_quantity(swept[0] if swept else '')}", *(_swept(point) for point in scenario.points)]
     return [_table(head, rows), _folded("All that was measured", _systems(scenario))]
+
+
+def _beside_ideal(result: Result) -> str:
+    """A median step, and in brackets as a multiple of T*."""
+    measured = result.measured
+    ratio = measured.to_ideal(measured.step_s.median) if measured and result.system != ALONE else None
+    return _median(result) + (f" ({ratio:.2f})" if ratio else "")
 
 
 def _bold(point: Point, result: Result, text: str) -> str:
@@ -265,23 +322,45 @@ def _cells(result: Result, measured: Measurement) -> list[str]:
     return [
         _number(ratio, 3),
         _number(measured.speedup),
+        _number(measured.throughput, 1),
         _number(measured.stall_s, 3),
         _number(measured.cpu_s_per_gb),
         f"{busiest[0]:.1f}, {busiest[1]:.1f}" if any(busiest) else NOTHING,
     ]
 
 
-def _limits(point: Point) -> str:
+def _named_limits(point: Point) -> dict[str, float]:
+    """Seconds per step; empty where nothing bounds a step from below."""
     reference = point.reference()
     if reference is None or not reference.ideal_s:
-        return ""
+        return {}
     limits = {
         "T*": reference.ideal_s,
-        "with a barrier before forward": reference.wfbp_s,
-        "without overlap": reference.serial_s,
+        "T_wfbp, a barrier before forward": reference.wfbp_s,
+        "T_serial, no overlap": reference.serial_s,
         "compute alone": reference.compute_s,
     }
-    return "Limits: " + ", ".join(f"{name} {value:.3f} s" for name, value in limits.items() if value is not None) + "."
+    return {name: value for name, value in limits.items() if value is not None}
+
+
+def _limits(point: Point) -> str:
+    shown = "; ".join(f"{name}: {value:.3f} s" for name, value in _named_limits(point).items())
+    return f"Limits: {shown}." if shown else ""
+
+
+def _schemes(scenario: Scenario) -> str:
+    """Which layers ours did not leave to the store: one line, in a sweep one per point."""
+    lines = []
+    for point in scenario.points:
+        layers: dict[str, list[str]] = {}
+        for layer, scheme in point.schemes:
+            layers.setdefault(scheme, []).append(f"`{layer}`")
+        if layers:
+            chosen = "; ".join(f"{_cell(scheme)} for {', '.join(names)}" for scheme, names in sorted(layers.items()))
+            lines.append(f"{_at(point)}{chosen}")
+    if not scenario.points[0].swept:
+        return "".join(f"Schemes other than the store: {line}." for line in lines)
+    return "\n".join(f"- Schemes other than the store, {line}" for line in lines)
 
 
 def _waits(scenario: Scenario) -> str:
@@ -310,3 +389,18 @@ def _missing(scenario: Scenario) -> str:
         f"- **missing**{'' if len(where) == len(scenario.points) else ' at ' + ', '.join(where)}: {what}"
         for what, where in points.items()
     )
+
+
+# Networks
+
+
+def _networks() -> str:
+    """What the scenarios are made of, at full width."""
+    rows = []
+    for name, build in NETWORKS.items():
+        trace = build()
+        samples = _number(trace.throughput, 1)
+        rows.append([f"`{name}`", f"{trace.elems:,}", str(len(trace.tensors)), str(trace.batch), samples])
+        rows[-1].append(_cell(trace.source))
+    head = ["network", "parameters", "tensors", "batch per worker", "samples/s of one GPU, as published", "source"]
+    return _folded("The networks, exactly", _table(head, rows))

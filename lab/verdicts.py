@@ -1,7 +1,8 @@
 """Whether bars are met: decided from measurements alone, the same way for every report.
 
-Three bars: ours / T* at most the scenario's `ideal_ratio`; the fastest exact peer / ours at least its `peer_ratio`;
-and in every scenario with DDP, ours / DDP at most `DDP_RATIO_MAX`. Ratios are those of medians.
+Four bars: ours / T* at most the scenario's `ideal_ratio`; the fastest exact peer / ours at least its `peer_ratio`; one
+system / another at most what each of its `between` says; and in every scenario with DDP, ours / DDP at most
+`DDP_RATIO_MAX`. Ratios are those of medians.
 
 A bar counts as met only with `REPETITIONS_MIN` interleaved repetitions or more; it can be missed with fewer.
 """
@@ -12,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lab.results import ALONE, DDP, OURS, Measurement, Point, Result, Scenario
+from lab.results import ALONE, DDP, OURS, Between, Measurement, Point, Result, Scenario
 
 __all__ = ["DDP_RATIO_MAX", "REPETITIONS_MIN", "Judgement", "faster_than_ours", "fastest_exact_peer", "judge", "tally"]
 
-Bar = Literal["ideal", "peer", "ddp"]
+Bar = Literal["ideal", "peer", "between", "ddp"]
 Verdict = Literal["met", "missed", "too few repetitions", "not measured"]
 
 DDP_RATIO_MAX = 1.02
@@ -30,13 +31,15 @@ class Judgement:
     """One bar at one point.
 
     Attributes:
-        bar: ``ideal``: ours / T*; ``peer``: the fastest exact peer / ours; ``ddp``: ours / DDP.
+        bar: ``ideal``: ours / T*; ``peer``: the fastest exact peer / ours; ``between``: one system / another; ``ddp``:
+            ours / DDP.
         limit: The bar's value; the ratio is to be at most that, for ``peer`` at least.
         ratio: None if not measured.
         low: The ratio of our fastest step with T*; of the others None.
         high: The ratio of our slowest step with T*; of the others None.
         against: The peer, if there is one.
         reason: Why nothing was measured, or an empty text.
+        system: Whose bar it is: ours, but for ``between``.
     """
 
     point: Point
@@ -48,6 +51,7 @@ class Judgement:
     against: Result | None
     verdict: Verdict
     reason: str
+    system: str = OURS
 
     @property
     def margin(self) -> float:
@@ -91,13 +95,14 @@ def tally(judgements: Sequence[Judgement]) -> dict[Verdict, int]:
 
 def _judge(point: Point) -> list[Judgement]:
     judgements = []
-    ours, peer, ddp = point.measured(OURS), fastest_exact_peer(point), point.results.get(DDP)
+    ours, peer = point.measured(OURS), fastest_exact_peer(point)
     if point.targets.ideal_ratio is not None:
         judgements.append(_against_ideal(point, point.targets.ideal_ratio, ours))
     if point.targets.peer_ratio is not None:
-        judgements.append(_against_peer(point, "peer", point.targets.peer_ratio, ours, peer))
-    if ddp is not None:
-        judgements.append(_against_peer(point, "ddp", DDP_RATIO_MAX, ours, ddp))
+        judgements.append(_against_peer(point, point.targets.peer_ratio, ours, peer))
+    judgements += [_of_two(point, "between", each) for each in point.targets.between]
+    if DDP in point.results:
+        judgements.append(_of_two(point, "ddp", Between(OURS, DDP, DDP_RATIO_MAX)))
     return judgements
 
 
@@ -110,17 +115,24 @@ def _against_ideal(point: Point, limit: float, ours: Measurement | None) -> Judg
     return Judgement(point, "ideal", limit, ratio, low, high, None, verdict, "")
 
 
-def _against_peer(point: Point, bar: Bar, limit: float, ours: Measurement | None, peer: Result | None) -> Judgement:
+def _against_peer(point: Point, limit: float, ours: Measurement | None, peer: Result | None) -> Judgement:
     if ours is None or peer is None or peer.measured is None:
-        if ours is None:
-            reason = _why_not(point.results.get(OURS), OURS)
-        else:
-            reason = _why_not(peer, DDP) if bar == "ddp" else "no exact peer was measured"
-        return Judgement(point, bar, limit, None, None, None, peer, "not measured", reason)
-    peer_s, ours_s = peer.measured.step_s.median, ours.step_s.median
-    ratio = peer_s / ours_s if bar == "peer" else ours_s / peer_s
-    meets = ratio >= limit - ROUNDING if bar == "peer" else ratio <= limit + ROUNDING
-    return Judgement(point, bar, limit, ratio, None, None, peer, _verdict(point, meets), "")
+        reason = _why_not(point.results.get(OURS), OURS) if ours is None else "no exact peer was measured"
+        return Judgement(point, "peer", limit, None, None, None, peer, "not measured", reason)
+    ratio = peer.measured.step_s.median / ours.step_s.median
+    verdict = _verdict(point, ratio >= limit - ROUNDING)
+    return Judgement(point, "peer", limit, ratio, None, None, peer, verdict, "")
+
+
+def _of_two(point: Point, bar: Bar, two: Between) -> Judgement:
+    of, against, limit = point.results.get(two.system), point.results.get(two.against), two.at_most
+    if of is None or against is None or of.measured is None or against.measured is None:
+        first_missing = (of, two.system) if of is None or of.measured is None else (against, two.against)
+        reason = _why_not(*first_missing)
+        return Judgement(point, bar, limit, None, None, None, against, "not measured", reason, two.system)
+    ratio = of.measured.step_s.median / against.measured.step_s.median
+    verdict = _verdict(point, ratio <= limit + ROUNDING)
+    return Judgement(point, bar, limit, ratio, None, None, against, verdict, "", two.system)
 
 
 def _verdict(point: Point, meets: bool) -> Verdict:

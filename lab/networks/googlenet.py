@@ -63,8 +63,8 @@ def googlenet(width: float = 1.0) -> Trace:
         name="googlenet",
         layers=tuple(chain.layers),
         batch=128,
-        source="Szegedy et al. 2014, table 1, without auxiliary classifiers; batch: Poseidon (ATC 2017), table 3; "
-        "throughput: its section 5.1, Caffe on one Titan X",
+        source="Szegedy et al. 2014, table 1, without auxiliary classifiers (Poseidon counts 5M); "
+        "batch: Poseidon (ATC 2017), table 3; throughput: its section 5.1, Caffe on one Titan X",
         throughput=257.0,
         width=width,
         builder=googlenet,

@@ -2,11 +2,13 @@
 
 import copy
 import json
+import re
 
 import pytest
 
 from lab.report import BEGIN, END, main, write
 from lab.results import BrokenLine, read
+from lab.systems import SYSTEMS
 from lab.tables import tables
 from lab.verdicts import REPETITIONS_MIN, fastest_exact_peer, judge
 
@@ -14,6 +16,8 @@ TITLES = {
     "alone": "one worker",
     "penstock": "Penstock",
     "penstock-slicing": "Penstock, slices without priority",
+    "penstock-store": "Penstock, the store alone",
+    "penstock-bf16": "Penstock, bf16",
     "ddp": "DDP (gloo)",
     "ddp-bf16": "DDP (gloo), bf16 hook",
     "horovod": "Horovod",
@@ -28,7 +32,7 @@ def line(system, step_s=None, *, ideal_s=1.2, **fields):
     made = {"benchmark": "lab", "commit": "c0ffee", "seed": 1, "host": HOST, "run": "2026-01-02T03:04:05"}
     made |= {"scenario": "small", "title": "A small network", "sweep": None, "network": "small", "width": 1.0}
     made |= {"hosts": 4, "rates_mbit": [1000.0] * 4, "compute_s": 1.0, "batch": 32, "repetitions": 5, "steps": 4}
-    made |= {"system": system, "system_title": TITLES[system], "exact": system != "ddp-bf16", "targets": BARS}
+    made |= {"system": system, "system_title": TITLES[system], "exact": not system.endswith("bf16"), "targets": BARS}
     made |= {"missing": "it does not start" if step_s is None else None, "line_rate_mbit": 956.1}
     if step_s is not None:
         made["limits"] = {"ideal_s": ideal_s, "wfbp_s": 1.5, "serial_s": 2.0, "compute_s": 1.0}
@@ -70,7 +74,7 @@ class TestRuns:
             *(line("penstock", 9.0, **old), line("ddp", 9.0, **old), line("horovod", 9.0, **old)),
             *(line("penstock", 2.0), line("ddp", 3.0)),
         )
-        assert (found.commit, list(found.points[0].results)) == ("c0ffee", ["penstock", "ddp"])
+        assert (found.commits, list(found.points[0].results)) == (("c0ffee",), ["penstock", "ddp"])
         assert found.points[0].measured("penstock").step_s.median == 2.0
 
     def test_a_new_run_of_the_same_commit_is_another_run(self, results):
@@ -85,6 +89,12 @@ class TestRuns:
     def test_points_of_a_sweep_rise(self, results):
         (found,) = results(*(line("penstock", 1.0, sweep={"rate_mbit": rate}) for rate in (500, 1000, 250)))
         assert [point.swept for point in found.points] == [("rate_mbit", rate) for rate in (250, 500, 1000)]
+
+    def test_a_commit_during_a_run_leaves_it_one_run(self, results):
+        (found,) = results(line("alone", 1.0, commit="01d"), line("penstock", 1.2), line("ddp", 1.5))
+        assert found.commits == ("01d", "c0ffee")
+        assert list(found.points[0].results) == ["alone", "penstock", "ddp"]
+        assert "commit `01d`, then `c0ffee`" in tables([found])
 
     @pytest.mark.parametrize("fields", [{"hosts": 8}, {"targets": {}}, {"repetitions": 3}])
     def test_lines_of_a_point_agree_on_what_it_is(self, results, fields):
@@ -126,6 +136,27 @@ class TestVerdicts:
     def test_without_ddp_there_is_nothing_to_be_slower_than(self, results):
         assert verdicts(results(line("penstock", 1.0, targets={}), line("horovod", 0.5, targets={}))) == {}
 
+    @pytest.mark.parametrize(
+        ("system", "against", "at_most"), [("penstock", "penstock-store", 1.02), ("penstock-bf16", "ddp-bf16", 1.0)]
+    )
+    @pytest.mark.parametrize(("factor", "verdict"), [(0.9, "met"), (1.0, "met"), (1.0001, "missed")])
+    def test_one_system_against_another(self, results, system, against, at_most, factor, verdict):
+        bar = {"targets": {"between": [{"system": system, "against": against, "at_most": at_most}]}}
+        (found,) = judge(results(line(system, 1.7 * at_most * factor, **bar), line(against, 1.7, **bar)))
+        assert (found.bar, found.system, found.against.system, found.verdict) == ("between", system, against, verdict)
+        assert found.ratio == pytest.approx(at_most * factor)
+
+    @pytest.mark.parametrize("absent", [False, True])
+    @pytest.mark.parametrize("missing", ["penstock-bf16", "ddp-bf16"])
+    def test_without_one_of_the_two_systems_it_meets_no_bar(self, results, missing, absent):
+        bar = {"targets": {"between": [{"system": "penstock-bf16", "against": "ddp-bf16", "at_most": 1.0}]}}
+        there = [line(system, None if system == missing else 1.0, **bar) for system in ("penstock-bf16", "ddp-bf16")]
+        scenarios = results(*(one for one in there if not (absent and one["system"] == missing)))
+        (found,) = judge(scenarios)
+        reason = f"{missing} was not in the run" if absent else f"{TITLES[missing]}: it does not start"
+        assert (found.verdict, found.reason) == ("not measured", reason)
+        assert row(tables(scenarios), "A small network")[5:] == [reason, "<= 1", "**not measured**"]
+
     @pytest.mark.parametrize("missing", ["penstock", "ddp"])
     def test_what_is_missing_meets_no_bar(self, results, missing):
         lines = [line(system, None if system == missing else 1.0) for system in ("penstock", "ddp")]
@@ -151,6 +182,37 @@ class TestTables:
         cells = row(text.split("### Never")[0], "A small network")
         assert cells[1:4] == ["1.050 (1.040 to 1.071)", "<= 1.06", "met"]
         assert cells[4:] == ["DDP (gloo): 1.500 s", "1.190", ">= 1.25", "**missed**"]
+
+    def test_one_system_against_another_shows_both_steps_and_their_ratio(self, results):
+        bar = {"targets": {"between": [{"system": "penstock-bf16", "against": "ddp-bf16", "at_most": 1.0}]}}
+        text = tables(results(line("penstock-bf16", 1.21, **bar), line("ddp-bf16", 1.1, **bar)))
+        cells = row(text, "A small network")
+        assert cells[1:5] == ["Penstock, bf16 (not exact)", "1.210", "DDP (gloo), bf16 hook (not exact)", "1.100"]
+        assert cells[5:] == ["1.100", "<= 1", "**missed**"]
+
+    def test_a_sweep_shows_steps_beside_all_limits(self, results):
+        lines = []
+        for hosts, ours_s in {2: 1.2, 8: 1.32}.items():
+            fields = {"sweep": {"hosts": hosts}, "hosts": hosts, "targets": {}}
+            lines += [line("alone", 1.0, **fields), line("penstock", ours_s, **fields)]
+        text = tables(results(*lines)).split("<details>")[0]
+        assert row(text, "step, s")[1:] == ["2 hosts", "8 hosts"]
+        assert row(text, "one worker")[1:] == ["1.000", "1.000"]
+        assert row(text, "Penstock")[1:] == ["1.200 (1.00)", "1.320 (1.10)"]
+        assert row(text, "T* ")[1:] == ["1.200", "1.200"]
+        assert row(text, "T_wfbp")[1:] == ["1.500", "1.500"]
+        assert row(text, "T_serial")[1:] == ["2.000", "2.000"]
+
+    def test_schemes_other_than_the_store_are_named(self, results):
+        chosen = {"schemes": {"fc6": "factors", "embed": "pairs", "fc7": "factors"}}
+        text = tables(results(line("penstock", 1.2, **chosen)))
+        assert "Schemes other than the store: factors for `fc6`, `fc7`; pairs for `embed`." in text
+        assert "Schemes other" not in tables(results(line("penstock", 1.2)))
+
+    def test_the_networks_are_listed_with_their_exact_size(self, results):
+        text = tables(results(line("penstock", 1.2)))
+        assert row(text, "`googlenet`")[1:5] == ["6,998,552", "116", "128", "257.0"]
+        assert row(text, "`vgg19-22k`")[1] == "229,052,817"
 
     def test_never_slower_shows_the_worst_point(self, results):
         lines = []
@@ -179,7 +241,9 @@ class TestTables:
 
     def test_a_system_shows_all_that_was_measured(self, results):
         text = tables(results(line("alone", 1.0), line("penstock", 1.25, ideal_s=1.0)))
-        assert row(text, "Penstock")[1:] == ["1.250 (1.238 to 1.275)", "1.250", "3.20", "0.250", "3.25", "60.0, 50.0"]
+        assert row(text, "Penstock")[1:][:5] == ["1.250 (1.238 to 1.275)", "1.250", "3.20", "102.4", "0.250"]
+        assert row(text, "Penstock")[6:] == ["3.25", "60.0, 50.0"]
+        assert "Limits: T*: 1.000 s; T_wfbp, a barrier before forward: 1.500 s; T_serial, no overlap: 2.000 s" in text
         assert row(text, "one worker")[2] == "-"
 
     def test_a_missing_peer_is_named_with_its_reason_and_points(self, results):
@@ -187,6 +251,11 @@ class TestTables:
         assert "- **missing**: MXNet, P3: no \\| compiler" in text
         sweep = [line("mxnet-p3", time, sweep={"hosts": n}, hosts=n) for n, time in ((2, 1.0), (8, None))]
         assert "- **missing** at 8 hosts: MXNet, P3: it does not start" in tables(results(*sweep))
+
+    def test_scenarios_without_a_measurement_are_listed(self, results):
+        found = results(line("penstock", 1.0))
+        assert "**Not measured yet**: `big`, `other`." in tables(found, names=["small", "other", "big"])
+        assert "Not measured yet" not in tables(found, names=["small"])
 
     def test_several_machines_are_told_apart(self, results):
         other = {"scenario": "other", "host": HOST | {"cpu": "another cpu"}}
@@ -228,6 +297,12 @@ class TestBrokenLines:
             (setting("benchmark", "overhead"), "benchmark must be 'lab'"),
             (setting("scenario", "../up"), "scenario names files"),
             (setting("targets", {"ideal": 1.06}), r"targets\.ideal is no bar"),
+            (setting("targets", {"between": [1]}), r"targets\.between must be a list of objects"),
+            (
+                setting("targets", {"between": [{"system": "a", "against": "b"}]}),
+                r"targets\.between\.at_most is missing",
+            ),
+            (setting("schemes", {"fc6": 1}), r"schemes\.fc6 must be a text"),
             (setting("sweep", {"hosts": 2, "rate_mbit": 1}), "sweep must vary one quantity"),
             (setting("network_use", {"bin_s": 1, "sent_mbit": [1], "received_mbit": []}), "received_mbit has 0 bins"),
         ],
@@ -261,6 +336,13 @@ def folder(tmp_path):
 
 
 class TestWrite:
+    def test_every_system_has_a_look_of_its_own(self):
+        from lab.plots import STYLES
+
+        assert set(STYLES) == set(SYSTEMS)
+        assert len({style.color for style in STYLES.values()}) == len(STYLES)
+        assert len({style.marker for style in STYLES.values()}) == len(STYLES)
+
     def test_pictures_and_tables_are_written_and_the_same_again(self, folder):
         page = folder / "README.md"
         page.write_bytes(f"# Before\r\n{BEGIN}\r\nold\n{END}\n\nafter\r\n".encode())
@@ -274,6 +356,9 @@ class TestWrite:
         assert text.endswith(f"\n{END}\n\nafter\r\n")
         assert "old" not in text
         assert all(f"(lab/{name}.png)" in text for name in kinds)
+        unfolded = re.sub("(?s)<details>.*?</details>", "", text)
+        assert {name for name in kinds if name in unfolded} == {"speed-up-sweep", "slices-sizes"}
+        assert "<summary>A small network: ours 1.250 s, 1.042 of T*</summary>" in text
         first = {path: path.read_bytes() for path in written}
         assert write(folder) == written
         assert {path: path.read_bytes() for path in written} == first

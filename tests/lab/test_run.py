@@ -1,5 +1,6 @@
 """``python -m lab run`` on a small scenario: two real hosts, real systems; missing and failing ones are reported."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -78,6 +79,22 @@ def test_what_a_run_writes_also_of_a_system_that_fails(tmp_path):
     assert found["penstock"]["preemptions_per_step"] is not None
     use = found["penstock"]["network_use"]
     assert len(use["sent_mbit"]) == len(use["received_mbit"]) >= 1
+
+
+def test_what_a_run_does_without_is_reported_as_missing():
+    from lab.limits import Limits
+    from lab.run import Run, _overridden
+    from lab.scenario import Scenario
+
+    full = Scenario("s", "s", "cifar10-quick", ("alone", "penstock", "ddp", "horovod"))
+    point = _overridden(full, argparse.Namespace(repetitions=None, systems=["ddp", "penstock-slicing"]))
+    assert point.systems == ("alone", "ddp", "penstock-slicing")
+    run = Run(point, progress=None)
+    run.limits = Limits(1.0, 1.0, 1.0, 1.0)
+    run.missing.update(dict.fromkeys(point.systems, "not run in this test"))
+    reasons = {record["system"]: record["missing"] for record in run.records()}
+    assert list(reasons) == ["alone", "ddp", "penstock-slicing", "penstock", "horovod"]
+    assert {system for system, reason in reasons.items() if "left out of this run" in reason} == {"penstock", "horovod"}
 
 
 def test_a_peer_that_is_not_installed_is_reported(monkeypatch):

@@ -39,6 +39,20 @@ def test_a_slice_size_reaches_our_own_system_alone(tmp_path):
     assert "init" not in point.spec("ddp")["options"]
 
 
+def test_bars_between_two_systems_are_kept_as_written(tmp_path):
+    bar = {"system": "penstock", "against": "ddp", "at_most": 1.02}
+    text = SMALL + "[targets]\nbetween = [{ system = 'penstock', against = 'ddp', at_most = 1.02 }]"
+    (point,) = load(written(tmp_path, text))
+    assert point.targets == {"between": [bar]}
+
+
+def test_choosing_schemes_and_bf16_have_bars_of_their_own():
+    (auto,), (bf16,) = load("resnet50-600-auto"), load("resnet50-600-bf16")
+    assert auto.targets["between"] == [{"system": "penstock", "against": "penstock-store", "at_most": 1.02}]
+    assert auto.options == {"penstock": {"schemes": "auto"}}
+    assert bf16.targets["between"] == [{"system": "penstock-bf16", "against": "ddp-bf16", "at_most": 1.0}]
+
+
 def test_one_slow_link(tmp_path):
     (point,) = load(written(tmp_path, SMALL + "rate_mbit = 100\nslow = { host = 2, rate_mbit = 25 }\n"))
     assert point.rates_mbit() == [100, 100, 25, 100]
@@ -58,6 +72,12 @@ def test_one_slow_link(tmp_path):
         (SMALL + "slow = { host = 4, rate_mbit = 1 }", "slow"),
         (SMALL + "[sweep]\nseed = [1]", "sweep is over"),
         (SMALL + "[targets]\nratio = 1", "targets"),
+        (SMALL + "[targets]\npeer_ratio = '1'", "positive numbers"),
+        (SMALL + "[targets]\nbetween = { system = 'penstock' }", "a list of tables"),
+        (SMALL + "[targets]\nbetween = [{ system = 'penstock', against = 'ddp' }]", "between has"),
+        (SMALL + "[targets]\nbetween = [{ system = 'penstock', against = 'ddp', at_most = 0 }]", "between has"),
+        (SMALL + "[targets]\nbetween = [{ system = 'ddp', against = 'ddp', at_most = 1 }]", "two systems"),
+        (SMALL + "[targets]\nbetween = [{ system = 'ddp', against = 'horovod', at_most = 1 }]", "ddp and horovod"),
         (SMALL + "[options]\nddq = {}", "'ddq'"),
     ],
 )
