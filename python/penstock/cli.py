@@ -202,7 +202,7 @@ def _add_explain(commands: Any) -> None:
         default=[],
         metavar="PATTERN=SCHEME",
         help="layers by name that shall use a lossy scheme, which is never chosen by itself: 1bit (linear layers), "
-        "dgc, or dgc:DENSITY; may be repeated",
+        "dgc, dgc:DENSITY, bf16 or fp16; may be repeated",
     )
     _add_json(explain)
     explain.set_defaults(command=_explain)
@@ -353,6 +353,7 @@ def _explain(options: argparse.Namespace) -> int:
             gflops, source = DEFAULT_GFLOPS, "products: assumed"
             if compute_s is not None and (implied := network.step_flops(batch) / compute_s / 1e9) > 0.0:
                 gflops, source = implied, "products: as the compute time implies"
+        given = lossy.of_layers(options.lossy, network.layers)
         coordinator = Coordinator(
             network,
             Cluster(options.workers, options.servers or options.workers),
@@ -364,7 +365,8 @@ def _explain(options: argparse.Namespace) -> int:
                 source=source,
             ),
             batchsize=batch,
-            lossy=lossy.of_layers(options.lossy, network.layers),
+            fixed={name: scheme for name, scheme in given.items() if isinstance(scheme, str)},
+            lossy={name: scheme for name, scheme in given.items() if not isinstance(scheme, str)},
         )
     except ConfigError as error:
         return _fail(options, "penstock explain", error, status=2)

@@ -340,11 +340,15 @@ class Coordinator:
         values = tuple(self._fact(name) for name in names)
         return values[0] if len(values) == 1 else values
 
-    def explain(self) -> Explanation:
-        """The table of layers: shape, rows, bytes under each scheme, the choice and the reason, totals."""
+    def explain(self, compute_s: float | None = None) -> Explanation:
+        """The table of layers: shape, rows, bytes under each scheme, the choice and the reason, totals.
+
+        Args:
+            compute_s: Forward and backward of one worker alone; with it, step times are predicted, beside plain DDP's.
+        """
         from penstock.explanation import Explanation
 
-        return Explanation.of(self)
+        return Explanation.of(self, compute_s)
 
     def _fact(self, name: str) -> Any:
         simple: dict[str, Any] = {

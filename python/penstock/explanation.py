@@ -21,6 +21,7 @@ __all__ = ["Explanation", "LayerPlan", "StepTimes", "predict"]
 
 GATHER_OF = {"linear": "factors", "embedding": "pairs"}
 NAME_WIDTH_MAX = 34
+EVEN_COMPUTE = "the arithmetic of the layers is not known: each is taken for as long as any other"
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,13 @@ class Explanation:
             compute_s: Forward and backward of one worker alone; without it no step time is predicted.
         """
         plans = tuple(_plan(coordinator, layer.name) for layer in coordinator.network.forward_order if layer.tensors)
+        notes = coordinator.network.notes
+        if compute_s is not None and not any(layer.flops for layer in coordinator.network.layers):
+            notes = (*notes, EVEN_COMPUTE)
         return cls(
             network=coordinator.network.name,
             source=coordinator.network.source,
-            notes=coordinator.network.notes,
+            notes=notes,
             policy=coordinator.policy,
             n_worker=coordinator.cluster.n_worker,
             n_server=coordinator.cluster.n_server,
@@ -257,7 +261,8 @@ class _Text:
         if it.times is None:
             lines += [
                 "",
-                "Give --compute-s, the seconds of one step of one worker alone, for a prediction of step times.",
+                "For a prediction of step times, give the seconds of one step of one worker alone: --compute-s, or,",
+                "in a program, penstock.coordinator_of(model).explain(compute_s).",
             ]
             return lines
         times = it.times
@@ -278,7 +283,10 @@ class _Text:
             return []
         schemes = " and ".join(sorted({plan.scheme for plan in layers}))
         of = f"{_count(len(layers), 'layer')} of {len(self._it.layers)}"
-        return ["", f"{of} LOSSY ({schemes}): results differ from exact training"]
+        lines = ["", f"{of} LOSSY ({schemes}): results differ from exact training"]
+        if any(plan.code == "lossy" for plan in layers):
+            lines.append("What 1bit and dgc compute to make gradients short, and to sum them, is in no prediction.")
+        return lines
 
 
 _POLICY = {

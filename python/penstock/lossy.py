@@ -15,7 +15,7 @@ from typing import ClassVar, TypeAlias
 from penstock.description import DTYPE_BYTES, Layer, Tensor
 from penstock.errors import ConfigError
 
-__all__ = ["BY_NAME", "DGC", "LossyScheme", "OneBit", "header_bytes", "of_layers", "parse"]
+__all__ = ["BY_NAME", "DGC", "WIRE_NAMES", "LossyScheme", "OneBit", "header_bytes", "of_layers", "parse"]
 
 DENSITY_MAX = 0.25
 """Of a fp32 gradient this is half of its bytes; the first stage of a warm-up sends as much."""
@@ -155,37 +155,51 @@ def index_bytes(elems: int) -> int:
 
 
 LossyScheme: TypeAlias = OneBit | DGC
+WIRE_NAMES = ("bf16", "fp16")
+"""Lossy without options and without anything kept: the store, rounded on the wire (docs/summation.md)."""
 BY_NAME: dict[str, type[OneBit] | type[DGC]] = {"1bit": OneBit, "dgc": DGC}
 
 
-def of_layers(given: Sequence[str], layers: Sequence[Layer]) -> dict[str, LossyScheme]:
+def of_layers(given: Sequence[str], layers: Sequence[Layer]) -> dict[str, LossyScheme | str]:
     """The lossy layers of a network, from a command line.
 
     Args:
-        given: ``PATTERN=1bit``, ``PATTERN=dgc`` or ``PATTERN=dgc:DENSITY``; the first that matches a layer decides.
+        given: ``PATTERN=1bit``, ``PATTERN=dgc``, ``PATTERN=dgc:DENSITY``, ``PATTERN=bf16`` or ``PATTERN=fp16``; the
+            first that matches a layer decides.
         layers: The network's.
+
+    Returns:
+        By layer, the scheme, or its name if it is one of `WIRE_NAMES`.
 
     Raises:
         ConfigError: It is something else, or matches no layer that can.
     """
-    found: dict[str, LossyScheme] = {}
+    found: dict[str, LossyScheme | str] = {}
     for text in given:
         pattern, _, scheme_text = text.rpartition("=")
         name, _, density = scheme_text.partition(":")
         try:
-            scheme = DGC(density=float(density)) if name == DGC.name and density else parse(scheme_text)
+            scheme: LossyScheme | str | None = scheme_text if scheme_text in WIRE_NAMES else parse(scheme_text)
+            if name == DGC.name and density:
+                scheme = DGC(density=float(density))
         except ValueError as error:
             raise ConfigError(f"--lossy {text}: {error}") from error
         if not pattern or scheme is None:
-            raise ConfigError(f"--lossy {text}: expected PATTERN=1bit, PATTERN=dgc or PATTERN=dgc:DENSITY")
+            raise ConfigError(f"--lossy {text}: expected PATTERN=SCHEME with one of 1bit, dgc, dgc:DENSITY, bf16, fp16")
         matched = [layer for layer in layers if layer.tensors and fnmatchcase(layer.name, pattern)]
-        able = [layer for layer in matched if layer.kind == "linear" or not isinstance(scheme, OneBit)]
+        able = [layer for layer in matched if _is_able(layer, scheme)]
         if not able:
-            kind = "linear layer" if matched else "layer"
+            kind = "layer" if not matched else "linear layer" if isinstance(scheme, OneBit) else "fp32 layer"
             raise ConfigError(f"--lossy {text}: no {kind} of this network matches {pattern}")
         for layer in able:
             found.setdefault(layer.name, scheme)
     return found
+
+
+def _is_able(layer: Layer, scheme: LossyScheme | str) -> bool:
+    if scheme in WIRE_NAMES:
+        return any(tensor.dtype == "f32" for tensor in layer.tensors)
+    return layer.kind == "linear" or not isinstance(scheme, OneBit)
 
 
 def parse(scheme: object) -> LossyScheme | None:

@@ -19,7 +19,7 @@ from penstock.coordinator import Cluster, Coordinator
 from penstock.description import Network
 from penstock.errors import ConfigError
 from penstock.lossy import of_layers
-from penstock.torch.description import describe
+from penstock.torch.description import describe, layers_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -282,10 +282,11 @@ def test_only_what_describes_a_network_is_read():
 
 
 def test_lossy_schemes_are_shown_as_what_they_are():
-    arguments = ("lab:vgg19", "--workers", "8", "--lossy", "fc8=dgc:0.01", "--lossy", "fc*=1bit")
+    arguments = ("lab:vgg19", "--workers", "8", "--lossy", "fc8=dgc:0.01", "--lossy", "fc*=1bit", "--lossy", "*5*=bf16")
     done = explain(*arguments)
     assert done.returncode == 0, done.stderr
-    assert "LOSSY, as given: 1 bit per weight" in done.stdout and "3 layers of 19 LOSSY" in done.stdout
+    assert "LOSSY, as given: 1 bit per weight" in done.stdout and "7 layers of 19 LOSSY" in done.stdout
+    assert "LOSSY, as given: rounded to bf16" in done.stdout and "is in no prediction" in done.stdout
     network = NETWORKS["vgg19"]()
     read = description.read(network, "vgg19")
     lossy = of_layers(["fc8=dgc:0.01", "fc*=1bit"], read.layers)
@@ -299,14 +300,25 @@ def test_lossy_schemes_are_shown_as_what_they_are():
     assert coordinator.best_scheme("fc7") == "1bit"
 
 
+def test_step_times_at_run_time():
+    """Where no forward has been seen, and so no arithmetic."""
+    layers = layers_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), {}, why_store={})
+    coordinator = Coordinator(Network("net", tuple(layers)), Cluster(4, 4))
+    assert "coordinator_of(model).explain(compute_s)" in coordinator.explain().render()
+    found = coordinator.explain(0.5)
+    assert found.times.compute_s == 0.5 and 0.5 <= found.times.store_s <= found.times.ddp_s
+    assert any("the arithmetic of the layers is not known" in note for note in found.notes)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("1bit", "expected PATTERN=1bit"),
-        ("fc6=2bit", "expected PATTERN=1bit"),
+        ("1bit", "expected PATTERN=SCHEME with one of 1bit"),
+        ("fc6=2bit", "expected PATTERN=SCHEME"),
         ("fc6=dgc:many", "could not convert"),
         ("fc6=dgc:2", "density=2.0: expected"),
         ("nothing=dgc", "no layer of this network matches nothing"),
+        ("nothing=bf16", "no layer of this network matches nothing"),
         ("conv*=1bit", "no linear layer of this network matches"),
     ],
 )

@@ -13,9 +13,10 @@ from scene import GRACE_S, PEER_TIMEOUT_S
 
 KINDS = ("kill", "stop", "raise")
 TORCH_EVERY = 8
+TORCH_SCHEMES = ("store", "factors", "adam", "1bit")
 START_EVERY = 10
 COLUMNS = "{:>4}  {:<6} {:<22} {:>6} {:>8}  {:<28} {:>9} {:>8}  {}"
-HEADINGS = ("run", "fault", "ranks", "victim", "after s", "the others raised", "noticed s", "ended s", "")
+HEADINGS = ("run", "fault", "ranks, torch scheme", "victim", "after s", "the others raised", "noticed s", "ended s", "")
 
 
 def plan(runs: int, seed: int) -> list[Fault]:
@@ -28,14 +29,16 @@ def plan(runs: int, seed: int) -> list[Fault]:
         at_start = number % START_EVERY == START_EVERY - 1 and not torch
         # Divided, or every run with PyTorch, and every one while meeting, would be of one kind.
         kind = KINDS[(number // TORCH_EVERY if torch else number // START_EVERY if at_start else number) % len(KINDS)]
-        faults.append(Fault.draw(generator.randrange(2**32), kind, size=size, torch=torch, at_start=at_start))
+        scheme = TORCH_SCHEMES[number // TORCH_EVERY % len(TORCH_SCHEMES)] if torch else "store"
+        fault_seed = generator.randrange(2**32)
+        faults.append(Fault.draw(fault_seed, kind, size=size, torch=torch, at_start=at_start, scheme=scheme))
     return faults
 
 
 def described(verdict: Verdict) -> str:
     """One row of the table."""
     fault = verdict.fault
-    ranks = f"{fault.size}{', PyTorch' if fault.torch else ''}{', at start' if fault.at_start else ''}"
+    ranks = f"{fault.size}{f', {fault.scheme}' if fault.torch else ''}{', at start' if fault.at_start else ''}"
     places = sorted({f"{error['kind']} {error['layer']}/{error['step']}" for error in verdict.errors.values()})
     kinds = ", ".join(sorted({error["kind"] for error in verdict.errors.values()})) or "nothing"
     where = places[0].partition(" ")[2] if places and not fault.at_start else "-"

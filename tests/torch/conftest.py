@@ -6,7 +6,7 @@ import pytest
 import ranks
 import torch._dynamo  # noqa: F401 - the first optimizer imports it: not from several rank threads at once
 
-from penstock.torch import optimizer
+from penstock.torch import partial
 
 
 def pytest_configure(config):
@@ -26,5 +26,5 @@ def arm(request, monkeypatch):
     monkeypatch.setattr(ranks, "arm", request.param)
     if request.param == "threads":
         # Models under test are tiny: here everything is updated in pieces, with the native engine nothing.
-        monkeypatch.setattr(optimizer, "PIECE_ELEMS", 5)
-        monkeypatch.setattr(optimizer, "CUT_MIN_BYTES", 1)
+        monkeypatch.setattr(partial, "PIECE_ELEMS", 5)
+        monkeypatch.setattr(partial, "CUT_MIN_BYTES", 1)

@@ -54,7 +54,7 @@ class Hub:
         self.left: set[int] = set()
         self.leaves = 0
         self.gathered_bytes = 0  # of contributions to gathers, of all ranks
-        self.failed: BaseException | None = None
+        self.failed: PeerLost | None = None  # what all others are told
         self.violations: list[str] = []
         self.submissions: list[tuple[int, str, str, str]] = []  # rank, book, tensor, "present" or "absent"
         self.steps: list[tuple[int, str, int]] = []  # rank, book, the step that an error would name
@@ -69,14 +69,14 @@ class Hub:
 
     def fail(self, rank: int, error: BaseException) -> None:
         with self.changed:
-            self.failed = self.failed or error
+            self.failed = self.failed or PeerLost(f"another rank failed: {error}", rank=rank)
             self.changed.notify_all()
 
     def until(self, condition) -> None:
         if not self.changed.wait_for(lambda: self.failed is not None or condition(), WAIT_S):
             raise Timeout("the other ranks did not come in time")
         if self.failed is not None and not condition():
-            raise PeerLost(f"another rank failed: {self.failed}", rank=0)
+            raise PeerLost(str(self.failed), rank=self.failed.rank)
 
     def settle(self) -> None:
         """Sum every exchange that all active ranks have joined."""
@@ -278,7 +278,7 @@ class FakeEngine:
             time.sleep(self.chance.choice([0.0, 0.0, 1e-4]))
         with self.hub.changed:
             if self.hub.failed is not None:
-                raise PeerLost(f"another rank failed: {self.hub.failed}", rank=0)
+                raise PeerLost(str(self.hub.failed), rank=self.hub.failed.rank)
             for tensor in tensors:
                 arrives = not self.hub.lazy or self.books[book][2][tensor][0] in self.early
                 arrives = arrives or (self.chance is not None and self.chance.random() < 0.4)

@@ -461,6 +461,11 @@ def mark_average(grad: Tensor, seq: int) -> Tensor:
     return grad
 
 
+def is_cleared(grad: Tensor | None) -> bool:
+    """Whether ``.grad`` is as `zero_grad` leaves it, and not an average, nor what a backward accumulated."""
+    return grad is None or (_average_in(grad) or (-1,))[0] == 0
+
+
 def _average_in(grad: Tensor | None) -> tuple[int, int] | None:
     """Which average ``.grad`` holds, unless it was changed since."""
     marked: tuple[int, int] | None = getattr(grad, "_penstock_average", None)

@@ -4,11 +4,13 @@ The form of a contribution, after the header that every gather has (gather.py): 
 says: `EXACT`: the numbers as they are; above 0: made short, as the scheme has it; 0: nothing. Every rank adds all
 contributions up in rank order, so that all come to the same bits.
 
-What a rank keeps is its own and never shared; only the optimizer's state_dict carries it (residuals.py). Three rules:
+What a rank keeps is its own and never shared; only the optimizer's state_dict carries it (residuals.py). Five rules:
 
 - a rank that has no gradient for a parameter sends nothing for it, and keeps what it has;
 - a gradient that is not finite is sent as it is, for a loss scaler to see it, and leaves no trace in what is kept;
-- an earlier average in ``.grad``, which all ranks have, is no part of what is made short.
+- what is kept is finite: where a gradient would overflow it, the gradient is sent as it is, and the layer starts anew;
+- an earlier average in ``.grad``, which all ranks have, is no part of what is made short;
+- after gradients were cleared, as where a loss scaler skips the step, a new step begins, whatever the optimizer did.
 
 It omits to do anything about the time that encoding takes: it is the backward's.
 """
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 
 from penstock import description
 from penstock.lossy import LossyScheme
-from penstock.torch.gather import OWN, Contribution, Gather, Part, sum_type
+from penstock.torch.gather import OWN, Contribution, Gather, Part, is_cleared, sum_type
 from penstock.torch.layout import Layer, Slot
 
 if TYPE_CHECKING:
@@ -65,13 +67,16 @@ class Lossy(Gather, Generic[OptionsT]):
         self.short = [options.shortens(tensor) for tensor in self.tensors]
         self.kept: list[dict[str, Tensor]] = [{} for _ in slots]
         self.steps = 0
-        self._step_of: list[int] = [-1] * len(slots)  # by parameter, the step it was last sent in
+        self._step_of: list[int] = [-1] * len(slots)  # by parameter, the step it was last sent in; -1: none
 
     # What the schemes differ in
 
     @abstractmethod
     def shortened(self, place: int, grad: Tensor) -> tuple[int, list[Tensor]]:
-        """The size to announce for a parameter, and what to send for it. Keeps what is left out."""
+        """The size to announce for a parameter, and what to send for it. Keeps what is left out.
+
+        Where that overflows, some number to send is not finite.
+        """
 
     @abstractmethod
     def short_bytes(self, place: int, size: int) -> int | None:
@@ -126,35 +131,50 @@ class Lossy(Gather, Generic[OptionsT]):
     def nothing_dense(self, slot: Slot) -> None:
         """Nothing to send then; the end of the backward sees to it."""
 
+    def before(self, slot: Slot, grad: Tensor | None) -> None:
+        """What was sent since the last optimizer step counts no more if it was cleared."""
+        if grad is not None:
+            if slot.flying or slot.update is not None:
+                self.gradients.clear_for_accumulation(slot)
+            with torch._C.DisableTorchFunctionSubclass():
+                if is_cleared(slot.param.grad):
+                    self._step_of[self.slots.index(slot)] = -1
+        super().before(slot, grad)
+
     def is_new_step(self, place: int) -> bool:
-        """Whether this parameter was not sent since the last optimizer step."""
+        """Whether nothing that was sent for this parameter since the last optimizer step is in its gradient."""
         return self._step_of[place] != self.gradients.step
 
     def packed(self) -> Tensor:
         """All parameters, short or exact."""
         header, local = self.taken()
         local = [None if grad is None else grad.to_dense() for grad in local]
-        given = [grad for grad in local if grad is not None]
-        if not all(bool(torch.isfinite(grad).all()) for grad in given):
+        if not all(bool(torch.isfinite(grad).all()) for grad in local if grad is not None):
             return self.dense(header, local, "it is not finite")
-        mask = header.mask
         sizes = [0] * len(self.slots)
+        mask = header.mask
+        local = self.before_sending(local)
+        given = [(place, grad) for place, grad in enumerate(local) if grad is not None]
+        starts_step = any(self.is_new_step(place) for place, _ in given)
         body: list[Tensor] = []
-        starts_step = False
-        for place, grad in enumerate(self.before_sending(local)):
-            if grad is None:
-                continue
+        for place, grad in given:
             mask |= 1 << place
-            starts_step = starts_step or self.is_new_step(place)
-            if self.short[place]:
-                sizes[place], pieces = self.shortened(place, grad)
-                body += pieces
-            else:
-                sizes[place] = EXACT
-                body.append(self.exact(place, grad).to(self.slots[place].dtype))
+            sizes[place], pieces = self._encoded(place, grad)
+            if not all(bool(torch.isfinite(piece).all()) for piece in pieces if piece.is_floating_point()):
+                for every in range(len(self.slots)):
+                    self.forget(every)
+                return self.dense(header, local, "it overflows what is kept")
+            if sizes[place] == EXACT:
+                pieces = [piece.to(self.slots[place].dtype) for piece in pieces]
+            body += pieces
+        for place, _ in given:
             self._step_of[place] = self.gradients.step
         self.steps += starts_step
         return self.blob(header._replace(form=OWN if mask else 0, mask=mask, sizes=tuple(sizes)), body)
+
+    def _encoded(self, place: int, grad: Tensor) -> tuple[int, list[Tensor]]:
+        """A parameter's size and body. If what it keeps has overflowed, so has a number of the body."""
+        return self.shortened(place, grad) if self.short[place] else (EXACT, [self.exact(place, grad)])
 
     # Back
 

@@ -4,15 +4,14 @@ Any optimizer that treats its parameters one by one can be applied layer by laye
 hold only these layers' parameters, with the hyperparameters of the time of `step`, and the class's own ``step`` is
 called. Whether an optimizer is of that kind is tried on a few tiny tensors (separable.py); the others get all
 gradients at once. Large parameters of optimizers that treat even every element by itself are updated in pieces, as
-their averages come in, by a thread beside the program's (pieces.py, background.py).
+their averages come in, by a thread beside the program's (partial.py, pieces.py, background.py).
 """
 
 from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,13 +20,12 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from penstock.errors import ConfigError
-from penstock.torch import background
 from penstock.torch.gather import mark_average
 from penstock.torch.hooks import Gradients
 from penstock.torch.layout import Layer, Slot
-from penstock.torch.pieces import PIECE_ELEMS, Cut, Pieces, elementwise
+from penstock.torch.partial import PartialUpdates
 from penstock.torch.safety import defer, restore, slot_of
-from penstock.torch.separable import separable, snapshot, unhooked_step
+from penstock.torch.separable import as_if_in_step, separable, snapshot, unhooked_step
 
 if TYPE_CHECKING:
     from penstock.torch.distribute import Distributed
@@ -35,12 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["Updates", "zero_grads"]
 
 LAYERS_PER_LOOK = 16
-CUT_MIN_BYTES = 128 << 10
-"""Of a parameter that is updated in the background. Calls for many smaller ones together are cheaper than for each."""
-BACKGROUND_WAIT_S = 0.1
-"""How long the background waits for the next piece before it looks whether that is still wanted."""
-PIECE_WAIT_S = 2.0
-"""How long the program waits for the next piece before it waits for the whole layer, with the job's own timeout."""
 
 _outside_of_dynamo: Callable[..., Any] = torch._disable_dynamo  # type: ignore[attr-defined]
 
@@ -65,12 +57,7 @@ class Updates:
         self._separable = separable(optimizer)
         self._class_step = unhooked_step(type(optimizer))
         self._previous_step: Callable[..., Any] = _own_step(optimizer)
-        self._pieces = Pieces(optimizer, PIECE_ELEMS) if self._separable is None and elementwise(optimizer) else None
-        self._cuts: dict[Slot, Cut] = {}
-        self._open: dict[Slot, Cut] = {}  # those of this step
-        self._coming: list[Slot] = []  # those of them whose averages come in part by part, in the order of the forward
-        self._failure: BaseException | None = None  # of the background
-        self.turn = background.Turn()
+        self._partial = PartialUpdates(optimizer, self._gradients, separable=self._separable is None)
         self._patch()
 
     @property
@@ -96,7 +83,7 @@ class Updates:
                         "an optimizer step pre-hook that changes the arguments of step cannot be used with penstock"
                     )
             self._take_part()
-            with self.turn:
+            with self._partial.turn:
                 self._take_gradients()
             optimizer._optimizer_step_code()
             for post_hook in _hooks(optimizer._optimizer_step_post_hooks, torch_optimizer._global_optimizer_post_hooks):
@@ -179,12 +166,11 @@ class Updates:
         # A graph made before this step must not be used after it: say so at the time the plain optimizer would.
         _increment_versions([slot.param for slot in taken])
         gradients.step += 1
-        self._open_cuts(taken)
+        self._partial.open(taken, self._groups, clone=self._writes_gradients)
         immediate = [slot.layer for slot in taken if slot.immediate]
         if immediate or len(self._arrived(())) == len(self._waiting):
             self.finish(immediate)
-        if self._coming:
-            background.give(self)
+        self._partial.hand_over()
 
     # Applying
 
@@ -195,9 +181,8 @@ class Updates:
             PeerLost: A rank was lost; the update stays outstanding.
             Timeout: The averages did not come in time.
         """
-        with self.turn:
-            if self._failure is not None:
-                raise self._failure
+        with self._partial.turn:
+            self._partial.raise_failure()
             self._finish(dict.fromkeys(layer for layer in needed if layer in self._waiting))
 
     def _finish(self, wanted: dict[Layer, None]) -> None:
@@ -208,7 +193,7 @@ class Updates:
         while late := [layer for layer in wanted if layer in self._waiting and layer not in ready]:
             # This thread would only wait; and whatever is in by now has to be applied before the pass is over.
             ready = ready or ({} if together else self._arrived(wanted, everywhere=True))
-            if together or not (ready or self._piece_of(late)):
+            if together or not (ready or self._partial.advance(late)):
                 self._gradients.wait([slot for layer in late for slot in self._waiting[layer] if slot.flying])
                 ready = {**ready, **self._arrived(wanted), **dict.fromkeys(late)}
                 break
@@ -253,7 +238,7 @@ class Updates:
                     arrived[layer] = None
             if not everywhere and len(arrived) < start + len(stride):
                 break
-        return {layer: None for layer in arrived if layer in wanted or not self._has_pieces_left(layer)}
+        return {layer: None for layer in arrived if layer in wanted or not self._partial.has_left(layer)}
 
     def _apply(self, slots: list[Slot]) -> None:
         """One call of the optimizer for these parameters, whose averages are in memory."""
@@ -271,7 +256,7 @@ class Updates:
         groups: list[dict[str, Any]] = []
         number = -1
         for slot, grad, _ in due:
-            if slot in self._open:
+            if slot in self._partial:
                 slot.param.grad = grad
                 continue
             if slot.group != number:
@@ -284,10 +269,7 @@ class Updates:
             slot.param.grad = grad
         if groups:
             self._call(groups)
-        self._close_cuts([(slot, grad) for slot, grad, _ in due if slot in self._open])
-        for slot in slots:
-            self._open.pop(slot, None)
-        self._coming = [slot for slot in self._coming if slot in self._open]
+        self._partial.close(slots, [(slot, grad) for slot, grad, _ in due])
         for slot, _, mine in due:
             self._give_back(slot, mine)
 
@@ -296,109 +278,10 @@ class Updates:
         all_groups = optimizer.param_groups
         optimizer.param_groups = groups
         try:
-            with _as_if_in_step():
+            with as_if_in_step():
                 self._class_step(optimizer)
         finally:
             optimizer.param_groups = all_groups
-
-    # In pieces
-
-    def _open_cuts(self, taken: Iterable[Slot]) -> None:
-        """Cut what is large, the same on every rank whatever has arrived."""
-        self._open.clear()
-        self._coming = []
-        if self._pieces is None:
-            return
-        self._pieces.begin()
-        state = self.optimizer.state
-        with torch._C.DisableTorchFunctionSubclass():
-            for slot in taken:
-                if slot.immediate or slot.staged or slot.elems * slot.dtype.itemsize < CUT_MIN_BYTES:
-                    continue
-                cut = self._cuts.get(slot)
-                if cut is None:
-                    cut = self._cuts[slot] = self._pieces.cut(slot.param)
-                if cut.open(state.get(slot.param, {}), self._groups[slot.group]):
-                    self._open[slot] = cut
-                    if slot.flying and slot.via is None and not slot.absent:
-                        self._coming.append(slot)
-
-    def _has_pieces_left(self, layer: Layer) -> bool:
-        return any(not cut.is_done for slot in layer.slots if (cut := self._open.get(slot)) is not None)
-
-    def _ready_pieces(self, elems_max: int) -> list[tuple[Cut, Tensor, int]]:
-        """What is in memory of the next pieces, and their gradients; at least one piece if there is one."""
-        gradients = self._gradients
-        ready: list[tuple[Cut, Tensor, int]] = []
-        arrived = gradients.engine.arrived(gradients.id, [slot.number for slot in self._coming]) if self._coming else ()
-        for slot, nbytes in zip(self._coming, arrived, strict=True):
-            cut = self._open[slot]
-            number = 0
-            for begin, end in cut.bounds[cut.done :]:
-                if end * cut.itemsize > nbytes or elems_max <= 0:
-                    break
-                number += 1
-                elems_max -= end - begin
-            if number:
-                assert slot.memory is not None  # it is being written
-                ready.append((cut, slot.memory, number))
-            if elems_max <= 0:
-                break
-        return ready
-
-    def work(self) -> bool | Callable[[], bool]:
-        """For the background: the next piece, or the next few of small parameters."""
-        try:
-            if self._failure is not None or self._run_pieces():
-                return self._failure is None
-        except BaseException as error:  # noqa: BLE001  raised where the program next asks for an update
-            self._failure = error
-            return False
-        parts = [(slot.number, self._open[slot].next_bytes()) for slot in self._coming]
-        engine, book = self._gradients.engine, self._gradients.id
-        # Of a job that has failed, or ended, the program's own calls will tell.
-        return (lambda: engine.wait_arrived(book, parts, BACKGROUND_WAIT_S) is not None) if parts else False
-
-    def _run_pieces(self) -> bool:
-        ready = self._ready_pieces(PIECE_ELEMS)
-        if ready:
-            assert self._pieces is not None
-            with torch._C.DisableTorchFunctionSubclass(), _as_if_in_step():
-                due = [(cut, grad) for cut, grad, _ in ready]
-                self._pieces.run(due, [number for *_, number in ready], clone=self._writes_gradients)
-            self._coming = [slot for slot in self._coming if not self._open[slot].is_done]
-        return bool(ready)
-
-    def _piece_of(self, late: Iterable[Layer]) -> bool:
-        """Instead of waiting for these layers, update any piece that is in, or wait for the next of theirs.
-
-        Returns:
-            ``False`` if they have none left, or if it takes so long that a wait is better that says what is late.
-        """
-        if self._run_pieces():
-            return True
-        layers = set(late)
-        parts = [(slot.number, self._open[slot].next_bytes()) for slot in self._coming if slot.layer in layers]
-        if not parts:
-            return False
-        gradients = self._gradients
-        return bool(gradients.engine.wait_arrived(gradients.id, parts, PIECE_WAIT_S, stalls=True))
-
-    def _close_cuts(self, due: Sequence[tuple[Slot, Tensor]]) -> None:
-        """The averages are in memory: update what is left, and leave the optimizer's state as it would have left it."""
-        if not due:
-            return
-        assert self._pieces is not None
-        left = [(self._open[slot], grad) for slot, grad in due if not self._open[slot].is_done]
-        state = self.optimizer.state
-        with torch._C.DisableTorchFunctionSubclass(), _as_if_in_step():
-            if left:
-                numbers = [len(cut.bounds) - cut.done for cut, _ in left]
-                self._pieces.run(left, numbers, clone=self._writes_gradients)
-            for slot, _ in due:
-                cut = self._open[slot]
-                if slot.param in state or cut.states[-1]:
-                    cut.close(state[slot.param])
 
     def _give_back(self, slot: Slot, mine: Tensor | None) -> None:
         """Leave ``.grad`` as the caller has it by now."""
@@ -559,17 +442,3 @@ def _increment_function() -> Callable[[Iterable[Tensor]], None]:
 
 
 _increment_versions = _increment_function()
-
-
-def _as_if_in_step() -> AbstractContextManager[Any]:
-    """A deferred update runs within the user's forward, whose modes are not meant for it."""
-    inference = torch.is_inference_mode_enabled()
-    autocast = torch.is_autocast_enabled("cpu")
-    if not inference and not autocast:
-        return nullcontext()
-    from contextlib import ExitStack
-
-    stack = ExitStack()
-    stack.enter_context(torch.inference_mode(False))
-    stack.enter_context(torch.autocast("cpu", enabled=False))
-    return stack

@@ -11,14 +11,14 @@ import gc
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["Probe", "kept_random_state", "not_copied", "separable", "snapshot", "unhooked_step"]
+__all__ = ["Probe", "as_if_in_step", "kept_random_state", "not_copied", "separable", "snapshot", "unhooked_step"]
 
 PROBE_STEPS = 3
 PROBE_PARAMETERS_MAX = 3  # per group
@@ -172,3 +172,15 @@ def unhooked_step(kind: type[Optimizer]) -> Callable[..., Any]:
     step: Any = kind.step
     inner: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
     return inner
+
+
+def as_if_in_step() -> AbstractContextManager[Any]:
+    """For an update that runs within the user's forward, whose modes are not meant for it."""
+    inference = torch.is_inference_mode_enabled()
+    autocast = torch.is_autocast_enabled("cpu")
+    if not inference and not autocast:
+        return nullcontext()
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.autocast("cpu", enabled=False))
+    return stack
