@@ -1,48 +1,15 @@
 //! Calls between engines of one process, over loopback: values, errors, and how long a job of one rank takes to end.
 
+mod support;
+
 use penstock_core::calls::{Action, Request};
 use penstock_core::cost::dense::Algorithm;
 use penstock_core::{Dtype, Error, Op, Rank};
-use penstock_net::{CallPart, Engine, EngineConfig, Stop};
+use penstock_net::{CallPart, Engine, Stop};
 use std::time::{Duration, Instant};
+use support::{job, never, on_all};
 
 const STORE: Action = Action::Allreduce { algorithm: Algorithm::Store };
-
-fn job(size: u32) -> Vec<Engine> {
-    let config = |rank| EngineConfig {
-        rank,
-        size,
-        bind_host: "127.0.0.1".into(),
-        port: 0,
-        secret: vec![7; 32],
-        job_id: [2; 16],
-        slice_bytes: 4096,
-        lanes: 2,
-        window_bytes: 0,
-        priority: true,
-        operation_timeout: Duration::from_secs(20),
-        peer_timeout: Duration::from_secs(10),
-        congestion_control: "auto".into(),
-        handshake_timeout: Duration::from_secs(5),
-    };
-    let engines: Vec<Engine> = (0..size).map(|rank| Engine::bind(config(rank)).unwrap()).collect();
-    let table: Vec<_> = engines.iter().map(|engine| ("127.0.0.1".to_owned(), engine.port())).collect();
-    engines.iter().for_each(|engine| engine.connect(&table).unwrap());
-    engines
-}
-
-fn on_all(engines: Vec<Engine>, rank: impl Fn(&Engine, u32) + Send + Sync) {
-    std::thread::scope(|scope| {
-        let rank = &rank;
-        for (number, engine) in (0u32..).zip(engines) {
-            scope.spawn(move || rank(&engine, number));
-        }
-    });
-}
-
-fn never() -> bool {
-    false
-}
 
 /// A call in place on numbers, waited for.
 fn call(engine: &Engine, group: u16, request: Request, op: Op, values: &mut [f32]) -> Result<(), Stop> {
