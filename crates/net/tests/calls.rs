@@ -57,20 +57,25 @@ fn groups_on_both_lanes_sum_and_send() {
 
 #[test]
 fn a_rank_that_vanishes_in_a_call_is_named() {
-    on_all(job(3), |engine, rank| {
-        let allreduce = Request::Collective(STORE);
-        call(engine, 0, allreduce, Op::Sum, &mut [1.0; 3]).unwrap();
-        if rank == 1 {
-            return; // Dropped without a goodbye.
-        }
-        let Stop::Failed(failure) =
-            call(engine, 0, allreduce, Op::Sum, vec![1.0; 500_000].leak()).unwrap_err()
-        else {
-            panic!("interrupted")
-        };
-        assert!(matches!(failure.error, Error::PeerLost { rank: Rank(1), .. }), "{failure}");
-        assert!(failure.to_string().contains("allreduce in group 0"), "{failure}");
-    });
+    for algorithm in Algorithm::ALL {
+        on_all(job(3), |engine, rank| {
+            let allreduce = Request::Collective(Action::Allreduce { algorithm });
+            call(engine, 0, allreduce, Op::Sum, &mut [1.0; 3]).unwrap();
+            if rank == 1 {
+                return; // Dropped without a goodbye.
+            }
+            let Stop::Failed(failure) =
+                call(engine, 0, allreduce, Op::Sum, vec![1.0; 500_000].leak()).unwrap_err()
+            else {
+                panic!("interrupted")
+            };
+            assert!(
+                matches!(failure.error, Error::PeerLost { rank: Rank(1), .. }),
+                "{algorithm:?}: {failure}"
+            );
+            assert!(failure.to_string().contains("allreduce in group 0"), "{algorithm:?}: {failure}");
+        });
+    }
 }
 
 #[test]
