@@ -2,6 +2,7 @@
 
 mod support;
 
+use penstock_core::cost::dense::Algorithm;
 use penstock_core::layout::Tensor;
 use penstock_core::{Dtype, Op, Scheme};
 use penstock_net::{Engine, EngineConfig, Part};
@@ -47,10 +48,10 @@ fn configure(config: &mut EngineConfig) {
 #[test]
 fn nothing_is_allocated_per_slice() {
     // One after the other: the count is of the whole process.
-    for scheme in Scheme::REDUCING {
+    for scheme in Algorithm::ALL.map(Scheme::Dense) {
         allocate_nothing_per_slice(scheme, Dtype::F32);
     }
-    allocate_nothing_per_slice(Scheme::Store, Dtype::Bf16);
+    allocate_nothing_per_slice(Scheme::STORE, Dtype::Bf16);
 }
 
 fn allocate_nothing_per_slice(scheme: Scheme, wire: Dtype) {

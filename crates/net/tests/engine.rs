@@ -2,6 +2,7 @@
 
 mod support;
 
+use penstock_core::cost::dense::Algorithm;
 use penstock_core::layout::{Book, Tensor};
 use penstock_core::{BookId, Dtype, Error, Op, Rank, Scheme, TensorId};
 use penstock_net::{Bytes, Engine, EngineConfig, Failure, Part, Phase, Stop};
@@ -362,7 +363,7 @@ fn assert_rank_2_is_named(failures: &[Failure], what: &str) {
 #[test]
 fn who_does_not_come_to_a_collective_is_named_by_all() {
     std::thread::scope(|scope| {
-        for scheme in [Scheme::Central, Scheme::Tree, Scheme::Ring, Scheme::Butterfly] {
+        for scheme in Algorithm::COLLECTIVES.map(Scheme::Dense) {
             scope.spawn(move || {
                 // Rank 1 does not hear rank 2 directly; rank 0 does.
                 let failures = on_all_but_the_last(3, in_turn, move |engine, _| {
