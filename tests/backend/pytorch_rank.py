@@ -1,7 +1,8 @@
 """One rank that runs PyTorch's own distributed tests on a backend, one after the other in one process.
 
 They are made to start new processes for each test; here `rank` is set, and a test's method runs where it is called.
-Started by test_backend_pytorch.py: pytorch_rank.py BACKEND RANK SIZE DIRECTORY TEST... ; prints a JSON line for each.
+Started by test_backend.py: pytorch_rank.py BACKEND RANK SIZE DIRECTORY TEST... -PATTERN... ; prints a JSON line for
+each. With patterns, all tests run that are not named and match none of them, after those that are named.
 """
 
 import json
@@ -10,6 +11,7 @@ import sys
 import time
 import unittest
 from datetime import timedelta
+from fnmatch import fnmatch
 from pathlib import Path
 
 
@@ -28,7 +30,23 @@ def test_class():
     return Tests
 
 
-def main(backend, rank, size, directory, *names):
+def and_others(cls, arguments):
+    """The tests that are named, and the others if there are patterns."""
+    names = [name for name in arguments if not name.startswith("-")]
+    patterns = [name[1:] for name in arguments if name.startswith("-")]
+    if patterns:
+        others = [name for name in dir(cls) if name.startswith("test_") and name not in names]
+        names += [name for name in others if not any(fnmatch(name, pattern) for pattern in patterns)]
+    return names
+
+
+def why_skipped(code):
+    from torch.testing._internal.common_distributed import TEST_SKIPS
+
+    return next((skip.message for skip in TEST_SKIPS.values() if skip.exit_code == code), "")
+
+
+def main(backend, rank, size, directory, *arguments):
     rank, size, directory = int(rank), int(size), Path(directory)
     (directory / "barrier").mkdir(exist_ok=True)
     (directory / "test_dir").mkdir(exist_ok=True)
@@ -48,7 +66,7 @@ def main(backend, rank, size, directory, *names):
         world_size=size,
         timeout=timedelta(seconds=30),
     )
-    for name in names:
+    for name in and_others(cls, arguments):
         # Below 8 ranks they skip tests of groups of two, for which three are enough.
         of_group = name.endswith("_group") or "_group_" in name
         os.environ["WORLD_SIZE"] = "8" if of_group and "full_group" not in name else str(size)
@@ -64,7 +82,7 @@ def main(backend, rank, size, directory, *names):
         except unittest.SkipTest as skip:
             result.update(outcome="skipped", why=str(skip))
         except SystemExit as skip:
-            result.update(outcome="skipped", why=f"exit code {skip.code}")
+            result.update(outcome="skipped", why=why_skipped(skip.code))
         except Exception as error:  # noqa: BLE001 - the test's own failure, told to the parent
             result.update(outcome="failed", why=f"{type(error).__name__}: {error}"[:800])
         result["seconds"] = round(time.monotonic() - begin, 3)

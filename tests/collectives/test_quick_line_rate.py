@@ -42,6 +42,18 @@ def test_it_is_quick_and_the_same_on_every_rank(size, tmp_path):
     assert max(seconds for _, seconds in results) < LIMIT_S, f"never in {REPEATS_MAX} attempts: {results}"
 
 
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_latency_and_call_are_told_apart_by_their_steps(size):
+    latency_s, call_s = 30e-6, 150e-6
+    taken = {"store": call_s + 2 * latency_s, "ring": call_s + 2 * (size - 1) * latency_s}
+    # A trip is a call and one step; of two ranks nothing else tells them apart.
+    found = quick._step_and_call(taken, size, call_s + latency_s)
+    assert found == pytest.approx((latency_s, call_s))
+    # A ring that was faster than the store, or slower than trips allow, makes no sense: bounds hold.
+    assert quick._step_and_call({"store": 2e-4, "ring": 1e-4}, 3, 1e-4)[0] == quick.LATENCY_MIN_S
+    assert quick._step_and_call({"store": 1e-4, "ring": 1.0}, 3, 1e-4) == (1e-4, 0.0)
+
+
 def given_rates(rank, size):
     return job.current().rates
 

@@ -1,5 +1,6 @@
 //! The information book: which layers, tensors and slices exist, and who owns each slice. The same on every rank.
 
+use crate::cost::dense::Algorithm;
 use crate::error::Error;
 use crate::exchange::Scheme;
 use crate::limits;
@@ -147,7 +148,7 @@ impl Tensor {
     /// A tensor before slicing, synchronised by the store.
     #[must_use]
     pub fn new(name: impl Into<String>, layer: LayerId, dtype: Dtype, elems: u64) -> Self {
-        let scheme = Scheme::Store;
+        let scheme = Scheme::STORE;
         Self { name: name.into(), layer, dtype, wire: dtype, elems, scheme, first_slice: 0, slice_count: 0 }
     }
 
@@ -274,7 +275,7 @@ impl Book {
                 gathered += 1;
                 continue;
             }
-            let slice_bytes = if tensor.scheme == Scheme::Store { store_bytes } else { collective_bytes };
+            let slice_bytes = if tensor.scheme == Scheme::STORE { store_bytes } else { collective_bytes };
             let elem_bytes = tensor.dtype.size_bytes() as u64;
             let pieces = pieces(tensor.len_bytes(), slice_bytes, ranks);
             if book.slices.len() as u64 + pieces > limits::SLICES_MAX {
@@ -307,7 +308,7 @@ impl Book {
     ) {
         let ranks = self.owned_bytes.len();
         let [len_bytes, wire_bytes] = [dtype, wire].map(|of| elems * of.size_bytes() as u32);
-        let (owner, at_owner) = if *scheme == Scheme::Store {
+        let (owner, at_owner) = if *scheme == Scheme::STORE {
             let owner = (0..ranks).min_by_key(|&r| self.owned_bytes[r]).unwrap_or(0);
             self.owned_bytes[owner] += u64::from(wire_bytes);
             self.owned_slices[owner] += 1;
@@ -316,7 +317,7 @@ impl Book {
             let number = self.collective_slices;
             self.collective_slices += 1;
             // All but the central server take turns, so that roots and folds load all ranks alike.
-            (if *scheme == Scheme::Central { 0 } else { number as usize % ranks }, number)
+            (if *scheme == Scheme::Dense(Algorithm::Central) { 0 } else { number as usize % ranks }, number)
         };
         // Dealt within each owner's slices, so that every lane talks to every owner.
         let lane = at_owner % lanes;
@@ -411,7 +412,7 @@ fn check(
     }
     let rounded = |t: &&Tensor| t.wire != t.dtype;
     let unfit = |t: &&Tensor| {
-        t.dtype != Dtype::F32 || !matches!(t.wire, Dtype::F16 | Dtype::Bf16) || t.scheme != Scheme::Store
+        t.dtype != Dtype::F32 || !matches!(t.wire, Dtype::F16 | Dtype::Bf16) || t.scheme != Scheme::STORE
     };
     if let Some(tensor) = tensors.iter().filter(rounded).find(unfit) {
         let Tensor { name, dtype, wire, scheme, .. } = tensor;
@@ -490,14 +491,14 @@ mod tests {
             let tensor = Tensor::new("w", 0, dtype, 10).with_wire(wire).with_scheme(scheme);
             Book::new("model", vec!["fc".into()], vec![tensor], 2, 4096, 1).map_err(|error| error.to_string())
         };
-        assert!(book(Dtype::F32, Dtype::Bf16, Scheme::Store).is_ok());
-        assert!(book(Dtype::F32, Dtype::F16, Scheme::Store).is_ok());
+        assert!(book(Dtype::F32, Dtype::Bf16, Scheme::STORE).is_ok());
+        assert!(book(Dtype::F32, Dtype::F16, Scheme::STORE).is_ok());
         for (dtype, wire, scheme) in [
-            (Dtype::F64, Dtype::Bf16, Scheme::Store),
-            (Dtype::F32, Dtype::F64, Scheme::Store),
-            (Dtype::F32, Dtype::I16, Scheme::Store),
-            (Dtype::Bf16, Dtype::F16, Scheme::Store),
-            (Dtype::F32, Dtype::Bf16, Scheme::Ring),
+            (Dtype::F64, Dtype::Bf16, Scheme::STORE),
+            (Dtype::F32, Dtype::F64, Scheme::STORE),
+            (Dtype::F32, Dtype::I16, Scheme::STORE),
+            (Dtype::Bf16, Dtype::F16, Scheme::STORE),
+            (Dtype::F32, Dtype::Bf16, Scheme::Dense(Algorithm::Ring)),
         ] {
             let message = book(dtype, wire, scheme).unwrap_err();
             for word in ["\"w\"", dtype.name(), wire.name(), scheme.name()] {

@@ -83,7 +83,7 @@ const GATHER_BYTES: u32 = 10_000;
 
 /// `tensors` tensors of one slice of 4 KiB each; slice i belongs to rank i modulo the ranks. One more is gathered.
 fn book(tensors: u32, ranks: u32) -> Arc<Book> {
-    book_of(tensors, ranks, &[(Scheme::Store, Dtype::F32)])
+    book_of(tensors, ranks, &[(Scheme::STORE, Dtype::F32)])
 }
 
 /// The same with these schemes in turn; the store's slices travel as the type beside it. Collective slices have their first ranks
@@ -91,7 +91,7 @@ fn book(tensors: u32, ranks: u32) -> Arc<Book> {
 fn book_of(tensors: u32, ranks: u32, schemes: &[(Scheme, Dtype)]) -> Arc<Book> {
     let reduced = (0..tensors).map(|i| {
         let (scheme, wire) = schemes[i as usize % schemes.len()];
-        let wire = if scheme == Scheme::Store { wire } else { Dtype::F32 };
+        let wire = if scheme == Scheme::STORE { wire } else { Dtype::F32 };
         Tensor::new(format!("t{i}"), i, Dtype::F32, 1024).with_scheme(scheme).with_wire(wire)
     });
     let gathered = Tensor::new("rows", 0, Dtype::Bytes, GATHER_BYTES.into()).with_scheme(Scheme::Gather);
@@ -287,7 +287,10 @@ fn slices_that_are_forwarded_one_after_the_other_are_no_exceptions_to_the_window
     // In the trees with root 0 (slices 0, 4, 8, 12) rank 2 has the child 3. All is submitted; what the child sends comes in
     // the order of slices, and each sum would be the last slice so far. But the turn has been slice 12's from the start.
     let mut bench = Bench::new(2, 4, 4096);
-    bench.node.open_book(0, book_of(16, 4, &[(Scheme::Tree, Dtype::F32)]), &mut bench.actions).unwrap();
+    bench
+        .node
+        .open_book(0, book_of(16, 4, &[(Scheme::Dense(Algorithm::Tree), Dtype::F32)]), &mut bench.actions)
+        .unwrap();
     for tensor in (0..16).rev() {
         bench.submit(tensor, 1, Op::Average, false);
     }
@@ -303,7 +306,10 @@ fn slices_that_are_forwarded_one_after_the_other_are_no_exceptions_to_the_window
 #[test]
 fn a_result_is_read_straight_into_the_ranks_memory() {
     let mut bench = Bench::new(1, 2, 1 << 20);
-    bench.node.open_book(0, book_of(8, 2, &[(Scheme::Ring, Dtype::F32)]), &mut bench.actions).unwrap();
+    bench
+        .node
+        .open_book(0, book_of(8, 2, &[(Scheme::Dense(Algorithm::Ring), Dtype::F32)]), &mut bench.actions)
+        .unwrap();
     bench.submit(0, 1, Op::Average, false);
     // Two ranks: the partial sum of half a slice comes in step 0, the other half of the result in step 1.
     let part = |kind, argument| Header { argument, payload_bytes: 2048, ..exchange(kind, 0, 1, Op::Average) };
@@ -478,7 +484,7 @@ proptest! {
         draws in prop::collection::vec(draw(), 1..60),
         schemes in prop::collection::vec(
             (
-                prop::sample::select(Scheme::REDUCING.to_vec()),
+                prop::sample::select(Algorithm::ALL.map(Scheme::Dense).to_vec()),
                 prop::sample::select(vec![Dtype::F32, Dtype::F32, Dtype::Bf16, Dtype::F16]),
             ),
             1..9,

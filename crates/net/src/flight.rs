@@ -15,14 +15,14 @@ const QUEUE_US: u64 = 5_000;
 /// A bound starts where there is this much of it.
 const QUEUE_BAD_US: u64 = 10_000;
 /// The least a connection is bound to.
-const BOUND_MIN_BYTES: u64 = 48 << 10;
+const BOUND_MIN_BYTES: u64 = 64 << 10;
 /// The most: Linux gives no more to a program that asks for a size (net.core.wmem_max, by default 208 KiB, doubled), less what
 /// may lie there unsent. A link that needs more is fast enough to do without.
 const BOUND_MAX_BYTES: u64 = (2 * 208 - 128) << 10;
 /// How often one is looked at.
 pub(crate) const SAMPLE_EVERY: Duration = Duration::from_millis(10);
 /// A queue that stays for so long in spite of the bound is not ours.
-const PATIENCE: Duration = Duration::from_secs(1);
+const PATIENCE: Duration = Duration::from_millis(300);
 /// How long it is left alone then.
 const LEFT_ALONE: Duration = Duration::from_secs(10);
 
@@ -77,6 +77,11 @@ impl Flight {
         } else if self.good.is_none_or(|good| now.saturating_duration_since(good) >= PATIENCE) {
             *self = Self { left_alone_until: now.checked_add(LEFT_ALONE), ..Self::default() };
             return Some(Change::Free);
+        }
+        // Between the two it stays. Round trips are also long where processes pause, which no bound can help: one that
+        // followed them would take the link's rate.
+        if !bad && rtt_us >= goal_us {
+            return None;
         }
         // In steps: the round trip answers to a change only a round trip later.
         let next = (bound * goal_us / rtt_us).clamp(bound * 4 / 5, bound * 5 / 4);

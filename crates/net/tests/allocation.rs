@@ -1,5 +1,8 @@
 //! In steady state nothing is allocated per slice, and scratch buffers stay within the window whatever the tensor's size.
 
+mod support;
+
+use penstock_core::cost::dense::Algorithm;
 use penstock_core::layout::Tensor;
 use penstock_core::{Dtype, Op, Scheme};
 use penstock_net::{Engine, EngineConfig, Part};
@@ -37,43 +40,25 @@ const WARM_UP_ROUNDS: u32 = 5;
 /// Per round of all ranks: a region per tensor, blocks of the answers' channels, and the like.
 const ALLOCATIONS_MAX: usize = 100;
 
-fn engine(rank: u32) -> Engine {
-    let config = EngineConfig {
-        rank,
-        size: RANKS,
-        bind_host: "127.0.0.1".into(),
-        port: 0,
-        secret: vec![7; 32],
-        job_id: [1; 16],
-        slice_bytes: SLICE_BYTES,
-        lanes: 1,
-        all_lanes: true,
-        window_bytes: WINDOW_BYTES,
-        priority: true,
-        operation_timeout: Duration::from_secs(30),
-        peer_timeout: Duration::from_secs(10),
-        congestion_control: "auto".into(),
-        handshake_timeout: Duration::from_secs(5),
-    };
-    Engine::bind(config).unwrap()
+fn configure(config: &mut EngineConfig) {
+    (config.slice_bytes, config.window_bytes, config.lanes) = (SLICE_BYTES, WINDOW_BYTES, 1);
+    config.operation_timeout = Duration::from_secs(30);
 }
 
 #[test]
 fn nothing_is_allocated_per_slice() {
     // One after the other: the count is of the whole process.
-    for scheme in Scheme::REDUCING {
+    for scheme in Algorithm::ALL.map(Scheme::Dense) {
         allocate_nothing_per_slice(scheme, Dtype::F32);
     }
-    allocate_nothing_per_slice(Scheme::Store, Dtype::Bf16);
+    allocate_nothing_per_slice(Scheme::STORE, Dtype::Bf16);
 }
 
 fn allocate_nothing_per_slice(scheme: Scheme, wire: Dtype) {
-    let engines: Vec<Engine> = (0..RANKS).map(engine).collect();
-    let table: Vec<_> = engines.iter().map(|engine| ("127.0.0.1".to_owned(), engine.port())).collect();
+    let engines = support::job_with(RANKS, configure);
     let barrier = Barrier::new(engines.len());
     let counts: Vec<usize> = std::thread::scope(|scope| {
         let run = |engine: &Engine| {
-            engine.connect(&table).unwrap();
             let mut values = vec![1f32; SLICES * SLICE_BYTES / 4];
             let tensor =
                 Tensor::new("tensor", 0, Dtype::F32, values.len() as u64).with_scheme(scheme).with_wire(wire);

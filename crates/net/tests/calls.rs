@@ -1,49 +1,15 @@
 //! Calls between engines of one process, over loopback: values, errors, and how long a job of one rank takes to end.
 
+mod support;
+
 use penstock_core::calls::{Action, Request};
 use penstock_core::cost::dense::Algorithm;
 use penstock_core::{Dtype, Error, Op, Rank};
-use penstock_net::{CallPart, Engine, EngineConfig, Stop};
+use penstock_net::{CallPart, Engine, Stop};
 use std::time::{Duration, Instant};
+use support::{job, never, on_all};
 
 const STORE: Action = Action::Allreduce { algorithm: Algorithm::Store };
-
-fn job(size: u32) -> Vec<Engine> {
-    let config = |rank| EngineConfig {
-        rank,
-        size,
-        bind_host: "127.0.0.1".into(),
-        port: 0,
-        secret: vec![7; 32],
-        job_id: [2; 16],
-        slice_bytes: 4096,
-        lanes: 2,
-        all_lanes: true,
-        window_bytes: 0,
-        priority: true,
-        operation_timeout: Duration::from_secs(20),
-        peer_timeout: Duration::from_secs(10),
-        congestion_control: "auto".into(),
-        handshake_timeout: Duration::from_secs(5),
-    };
-    let engines: Vec<Engine> = (0..size).map(|rank| Engine::bind(config(rank)).unwrap()).collect();
-    let table: Vec<_> = engines.iter().map(|engine| ("127.0.0.1".to_owned(), engine.port())).collect();
-    engines.iter().for_each(|engine| engine.connect(&table).unwrap());
-    engines
-}
-
-fn on_all(engines: Vec<Engine>, rank: impl Fn(&Engine, u32) + Send + Sync) {
-    std::thread::scope(|scope| {
-        let rank = &rank;
-        for (number, engine) in (0u32..).zip(engines) {
-            scope.spawn(move || rank(&engine, number));
-        }
-    });
-}
-
-fn never() -> bool {
-    false
-}
 
 /// A call in place on numbers, waited for.
 fn call(engine: &Engine, group: u16, request: Request, op: Op, values: &mut [f32]) -> Result<(), Stop> {
@@ -91,20 +57,25 @@ fn groups_on_both_lanes_sum_and_send() {
 
 #[test]
 fn a_rank_that_vanishes_in_a_call_is_named() {
-    on_all(job(3), |engine, rank| {
-        let allreduce = Request::Collective(STORE);
-        call(engine, 0, allreduce, Op::Sum, &mut [1.0; 3]).unwrap();
-        if rank == 1 {
-            return; // Dropped without a goodbye.
-        }
-        let Stop::Failed(failure) =
-            call(engine, 0, allreduce, Op::Sum, vec![1.0; 500_000].leak()).unwrap_err()
-        else {
-            panic!("interrupted")
-        };
-        assert!(matches!(failure.error, Error::PeerLost { rank: Rank(1), .. }), "{failure}");
-        assert!(failure.to_string().contains("allreduce in group 0"), "{failure}");
-    });
+    for algorithm in Algorithm::ALL {
+        on_all(job(3), |engine, rank| {
+            let allreduce = Request::Collective(Action::Allreduce { algorithm });
+            call(engine, 0, allreduce, Op::Sum, &mut [1.0; 3]).unwrap();
+            if rank == 1 {
+                return; // Dropped without a goodbye.
+            }
+            let Stop::Failed(failure) =
+                call(engine, 0, allreduce, Op::Sum, vec![1.0; 500_000].leak()).unwrap_err()
+            else {
+                panic!("interrupted")
+            };
+            assert!(
+                matches!(failure.error, Error::PeerLost { rank: Rank(1), .. }),
+                "{algorithm:?}: {failure}"
+            );
+            assert!(failure.to_string().contains("allreduce in group 0"), "{algorithm:?}: {failure}");
+        });
+    }
 }
 
 #[test]

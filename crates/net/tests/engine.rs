@@ -1,67 +1,14 @@
 //! Engines of one job in one process, over loopback: what comes out of an exchange, and what is said when it fails.
 
+mod support;
+
+use penstock_core::cost::dense::Algorithm;
 use penstock_core::layout::{Book, Tensor};
 use penstock_core::{BookId, Dtype, Error, Op, Rank, Scheme, TensorId};
 use penstock_net::{Bytes, Engine, EngineConfig, Failure, Part, Phase, Stop};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
-
-fn config(rank: u32, size: u32) -> EngineConfig {
-    EngineConfig {
-        rank,
-        size,
-        bind_host: "127.0.0.1".into(),
-        port: 0,
-        secret: vec![7; 32],
-        job_id: [1; 16],
-        slice_bytes: 4096,
-        lanes: 2,
-        all_lanes: true,
-        window_bytes: 0,
-        priority: true,
-        operation_timeout: Duration::from_secs(20),
-        peer_timeout: Duration::from_secs(10),
-        congestion_control: "auto".into(),
-        handshake_timeout: Duration::from_secs(5),
-    }
-}
-
-fn job_with(size: u32, change: impl Fn(&mut EngineConfig)) -> Vec<Engine> {
-    let engines: Vec<Engine> = (0..size)
-        .map(|rank| {
-            let mut config = config(rank, size);
-            change(&mut config);
-            Engine::bind(config).unwrap()
-        })
-        .collect();
-    let table: Vec<_> = engines.iter().map(|engine| ("127.0.0.1".to_owned(), engine.port())).collect();
-    engines.iter().for_each(|engine| engine.connect(&table).unwrap());
-    engines
-}
-
-fn job(size: u32) -> Vec<Engine> {
-    job_with(size, |_| {})
-}
-
-/// Runs `rank` on a thread per engine and gives the results by rank. An engine is dropped when its rank returns.
-fn on_all<T: Send + 'static>(
-    engines: Vec<Engine>,
-    rank: impl Fn(&Engine, u32) -> T + Send + Sync + 'static,
-) -> Vec<T> {
-    let rank = Arc::new(rank);
-    let threads: Vec<_> = (0u32..)
-        .zip(engines)
-        .map(|(number, engine)| {
-            let rank = Arc::clone(&rank);
-            std::thread::spawn(move || rank(&engine, number))
-        })
-        .collect();
-    threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-}
-
-fn never() -> bool {
-    false
-}
+use support::{config, job, job_with, never, on_all};
 
 /// 10,000 fp32 in layer `a`, 3 in layer `b`.
 fn open(engine: &Engine) -> BookId {
@@ -416,7 +363,7 @@ fn assert_rank_2_is_named(failures: &[Failure], what: &str) {
 #[test]
 fn who_does_not_come_to_a_collective_is_named_by_all() {
     std::thread::scope(|scope| {
-        for scheme in [Scheme::Central, Scheme::Tree, Scheme::Ring, Scheme::Butterfly] {
+        for scheme in Algorithm::COLLECTIVES.map(Scheme::Dense) {
             scope.spawn(move || {
                 // Rank 1 does not hear rank 2 directly; rank 0 does.
                 let failures = on_all_but_the_last(3, in_turn, move |engine, _| {

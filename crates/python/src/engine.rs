@@ -54,7 +54,7 @@ fn parse_tensor(entry: Entry) -> PyResult<Tensor> {
         }
     };
     let wrong = |error: penstock_core::Error| bad_argument(error.to_string());
-    let scheme = scheme.map_or(Ok(Scheme::Store), |scheme| scheme.parse().map_err(wrong))?;
+    let scheme = scheme.map_or(Ok(Scheme::STORE), |scheme| scheme.parse().map_err(wrong))?;
     let dtype = dtype.parse().map_err(wrong)?;
     let wire = wire.map_or(Ok(dtype), |wire| wire.parse().map_err(wrong))?;
     Ok(Tensor::new(name, layer, dtype, elems).with_scheme(scheme).with_wire(wire))

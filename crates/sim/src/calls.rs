@@ -11,6 +11,7 @@
 use crate::check::order;
 use crate::memory::{Chunk, RealMemory, SimMemory};
 use crate::random::Random;
+use penstock_core::Scheme;
 use penstock_core::calls::{Action as What, Call, GroupId, Request, Shape, Share, lanes, slices};
 use penstock_core::cost::dense::Algorithm;
 use penstock_core::cost::part_start;
@@ -151,7 +152,7 @@ fn sum(algorithm: Algorithm, dtype: Dtype, op: Op, rows: &[Vec<u8>]) -> Vec<u8> 
     }
     let elems = (rows[0].len() / elem_bytes) as u64;
     let count = slices(algorithm, elems, elem_bytes as u64, p);
-    let round = order::Round { scheme: algorithm.into(), dtype, wire: dtype, op, active: p };
+    let round = order::Round { scheme: Scheme::Dense(algorithm), dtype, wire: dtype, op, active: p };
     let start = |slice| part_start(elems, u64::from(count), u64::from(slice)) as usize * elem_bytes;
     let slice = |number: u32| {
         let parts: Vec<Option<&[u8]>> =

@@ -3,6 +3,7 @@
 use crate::program::{Demands, Instruction, Links, Loss, Setup, Submission};
 use crate::random::Random;
 use penstock_core::Scheme;
+use penstock_core::cost::dense::Algorithm;
 use penstock_core::layout::{Book, BookId, Dtype, Rank, Tensor, TensorId};
 use penstock_core::wire::Op;
 use std::sync::Arc;
@@ -94,7 +95,7 @@ pub fn draw(seed: u64) -> Setup {
     let book_count = random.pick(&[1, 1, 2]);
     let schemes = draw_schemes(random);
     let books: Vec<Arc<Book>> = (0..book_count)
-        .map(|id| Arc::new(draw_book(random, id, ranks, slice_bytes, lanes, schemes)))
+        .map(|id| Arc::new(draw_book(random, id, ranks, slice_bytes, lanes, &schemes)))
         .collect();
     let places = books.iter().map(|book| draw_places(random, book.layers.len())).collect();
     let order = random.pick(&[Order::Reverse, Order::Reverse, Order::Shuffled, Order::ShuffledPerRank]);
@@ -145,14 +146,11 @@ pub fn draw(seed: u64) -> Setup {
 }
 
 /// The schemes that tensors are drawn from: often the store alone, or one collective, or all together.
-fn draw_schemes(random: &mut Random) -> &'static [Scheme] {
-    match random.below(8) {
-        0..=2 => &[Scheme::Store],
-        3 => &[Scheme::Central],
-        4 => &[Scheme::Tree],
-        5 => &[Scheme::Ring],
-        6 => &[Scheme::Butterfly],
-        _ => &Scheme::REDUCING,
+fn draw_schemes(random: &mut Random) -> Vec<Scheme> {
+    match random.below(8) as usize {
+        0..=2 => vec![Scheme::STORE],
+        drawn @ 3..=6 => vec![Scheme::Dense(Algorithm::COLLECTIVES[drawn - 3])],
+        _ => Algorithm::ALL.map(Scheme::Dense).to_vec(),
     }
 }
 
@@ -179,7 +177,7 @@ fn draw_book(
         };
         let tensor = Tensor::new(format!("b{id}.t{i}"), layer as u32, random.pick(&DTYPES), elems);
         let tensor = tensor.with_scheme(random.pick(schemes));
-        if tensor.dtype == Dtype::F32 && tensor.scheme == Scheme::Store && random.chance(300) {
+        if tensor.dtype == Dtype::F32 && tensor.scheme == Scheme::STORE && random.chance(300) {
             return tensor.with_wire(random.pick(&[Dtype::Bf16, Dtype::F16]));
         }
         tensor

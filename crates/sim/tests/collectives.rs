@@ -224,7 +224,7 @@ fn check_results(scheme: Scheme, (dtype, wire): (Dtype, Dtype), op: Op, ranks: u
 fn every_scheme_operation_and_type_gives_the_references_bits() {
     // A thread for each scheme.
     std::thread::scope(|scope| {
-        for scheme in Scheme::REDUCING {
+        for scheme in Algorithm::ALL.map(Scheme::Dense) {
             scope.spawn(move || RANKS.for_each(|ranks| check_all_results(scheme, ranks)));
         }
     });
@@ -250,7 +250,7 @@ fn what_is_rounded_on_the_wire_has_the_references_bits_on_all_ranks() {
                 for draw in 0..3 {
                     let seed =
                         1 << 40 | u64::from(ranks) << 32 | (op as u64) << 16 | (wire as u64) << 8 | draw;
-                    check_results(Scheme::Store, (Dtype::F32, wire), op, ranks, seed);
+                    check_results(Scheme::STORE, (Dtype::F32, wire), op, ranks, seed);
                 }
             }
         }
@@ -273,7 +273,7 @@ fn exact_operations_do_not_depend_on_the_scheme() {
             let want: Vec<i32> = (0..elems as usize)
                 .map(|i| rows.iter().map(|row| number(row, i)).reduce(fold).unwrap())
                 .collect();
-            for scheme in Scheme::REDUCING {
+            for scheme in Algorithm::ALL.map(Scheme::Dense) {
                 let mut bench = Bench::new(&book(scheme, Dtype::I32, elems, ranks, 1024), ranks);
                 for rank in 0..ranks {
                     bench.submit(rank, 1, op, Some(&rows[rank as usize])).unwrap();
@@ -289,10 +289,6 @@ fn exact_operations_do_not_depend_on_the_scheme() {
     }
 }
 
-fn algorithm(scheme: Scheme) -> Algorithm {
-    Algorithm::ALL.into_iter().find(|algorithm| Scheme::from(*algorithm) == scheme).unwrap()
-}
-
 fn count(book: &Arc<Book>, ranks: u32) -> Counted {
     let mut bench = Bench::new(book, ranks);
     let row = vec![0; book.tensors[0].len_bytes() as usize];
@@ -305,13 +301,14 @@ fn count(book: &Arc<Book>, ranks: u32) -> Counted {
 
 #[test]
 fn bytes_and_steps_of_a_slice_are_what_the_cost_functions_say() {
-    for scheme in Scheme::REDUCING {
+    for algorithm in Algorithm::ALL {
+        let scheme = Scheme::Dense(algorithm);
         for ranks in RANKS {
             for elems in [0, 1, 2, 3, 7, 16, 17, 61, 97, 256] {
                 let book = book(scheme, Dtype::F32, elems, ranks, 1024);
                 assert!(book.slices.len() <= 1);
                 let counted = count(&book, ranks);
-                let want = algorithm(scheme).slice(elems, 4, ranks);
+                let want = algorithm.slice(elems, 4, ranks);
                 // The first slice belongs to rank 0: positions are ranks.
                 let bytes = (want.sent, want.received);
                 assert_eq!(
@@ -333,14 +330,15 @@ fn bytes_and_steps_of_a_slice_are_what_the_cost_functions_say() {
 
 #[test]
 fn owners_take_turns_and_the_bytes_of_a_message_are_the_sum_of_its_slices() {
-    for scheme in Scheme::REDUCING {
+    for algorithm in Algorithm::ALL {
+        let scheme = Scheme::Dense(algorithm);
         for ranks in RANKS {
             // Nineteen slices of 256 elements and one of 100.
             let book = book(scheme, Dtype::F32, 256 * 19 + 100, ranks, 1024);
             let counted = count(&book, ranks);
             let mut want = penstock_core::cost::Traffic::none(ranks as usize);
             for slice in &book.slices {
-                let traffic = algorithm(scheme).slice(u64::from(slice.len_bytes) / 4, 4, ranks);
+                let traffic = algorithm.slice(u64::from(slice.len_bytes) / 4, 4, ranks);
                 want.join(&traffic, slice.owner.index());
             }
             assert_eq!((counted.sent, counted.received), (want.sent, want.received), "{scheme:?}, {ranks}");
@@ -349,7 +347,7 @@ fn owners_take_turns_and_the_bytes_of_a_message_are_the_sum_of_its_slices() {
                 "{scheme:?}, {ranks} ranks: slices travel at the same time"
             );
             let owners = book.slices.iter().map(|slice| slice.owner.0).max();
-            let turns = if scheme == Scheme::Central { 0 } else { (ranks - 1).min(19) };
+            let turns = if scheme == Scheme::Dense(Algorithm::Central) { 0 } else { (ranks - 1).min(19) };
             assert_eq!(owners, Some(turns), "{scheme:?}, {ranks} ranks");
         }
     }
@@ -357,7 +355,7 @@ fn owners_take_turns_and_the_bytes_of_a_message_are_the_sum_of_its_slices() {
 
 #[test]
 fn a_rank_that_has_not_submitted_holds_no_more_than_the_windows_of_its_peers() {
-    for scheme in [Scheme::Central, Scheme::Tree, Scheme::Ring, Scheme::Butterfly] {
+    for scheme in Algorithm::COLLECTIVES.map(Scheme::Dense) {
         for ranks in 2..=9 {
             let window_bytes = 5000;
             let book = book(scheme, Dtype::F32, 256 * 64, ranks, 1024);
@@ -388,7 +386,7 @@ fn a_rank_that_has_not_submitted_holds_no_more_than_the_windows_of_its_peers() {
 fn what_a_collective_cannot_do_is_refused_with_the_reason() {
     let error = |outcome: Result<(), Error>| outcome.unwrap_err().to_string();
     let row = [0; 4 * 8];
-    for scheme in [Scheme::Central, Scheme::Tree, Scheme::Ring, Scheme::Butterfly] {
+    for scheme in Algorithm::COLLECTIVES.map(Scheme::Dense) {
         let mut bench = Bench::new(&book(scheme, Dtype::I32, 8, 3, 1024), 3);
         assert!(error(bench.submit(0, 1, Op::Average, Some(&row))).contains("integers"));
         let mut bench = Bench::new(&book(scheme, Dtype::Bytes, 32, 3, 1024), 3);
@@ -419,7 +417,7 @@ fn what_a_collective_cannot_do_is_refused_with_the_reason() {
 #[test]
 fn who_is_late_is_known_where_nobody_stands_between() {
     let row = [0; 4 * 8];
-    for scheme in [Scheme::Central, Scheme::Tree, Scheme::Ring, Scheme::Butterfly] {
+    for scheme in Algorithm::COLLECTIVES.map(Scheme::Dense) {
         for late in 0..4 {
             let mut bench = Bench::new(&book(scheme, Dtype::F32, 8, 4, 1024), 4);
             for rank in (0..4).filter(|rank| *rank != late) {
@@ -429,8 +427,8 @@ fn who_is_late_is_known_where_nobody_stands_between() {
             let blamed: Vec<Rank> = bench.nodes.iter().flat_map(|node| node.missing(0, 0)).collect();
             assert!(blamed.iter().all(|rank| rank.0 == late), "{scheme:?}, {late} is late: {blamed:?}");
             // The root of a tree and the server wait for all and send to nobody before.
-            let silent = late == 0 && matches!(scheme, Scheme::Central | Scheme::Tree);
-            let inner = late == 2 && scheme == Scheme::Tree;
+            let silent = late == 0 && matches!(scheme, Scheme::Dense(Algorithm::Central | Algorithm::Tree));
+            let inner = late == 2 && scheme == Scheme::Dense(Algorithm::Tree);
             assert_eq!(blamed.is_empty(), silent || inner, "{scheme:?}, {late} is late: {blamed:?}");
         }
     }
@@ -439,7 +437,7 @@ fn who_is_late_is_known_where_nobody_stands_between() {
 #[test]
 fn a_part_twice_or_from_nowhere_is_a_protocol_error() {
     let row = [0; 4 * 8];
-    for scheme in [Scheme::Central, Scheme::Tree, Scheme::Ring, Scheme::Butterfly] {
+    for scheme in Algorithm::COLLECTIVES.map(Scheme::Dense) {
         let mut bench = Bench::new(&book(scheme, Dtype::F32, 8, 4, 1024), 4);
         for rank in 1..4 {
             bench.submit(rank, 1, Op::Sum, Some(&row)).unwrap();

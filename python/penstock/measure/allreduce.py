@@ -41,6 +41,8 @@ SIZES = (4_000, 1_000_000, 53_000_000)
 """Bytes; the last one is the study's message."""
 RATE_SECONDS = 0.1
 """For the line rate, in one direction."""
+RATE_CALLS = 100
+"""For the latency and the time of a call."""
 WARM_ROUNDS = 2
 ROUNDS_MIN, ROUNDS_MAX = 5, 200
 SHORT_BYTES_MAX = 64 << 10
@@ -239,7 +241,7 @@ def _rates_of(job: Job, group: Group) -> Rates:
     """The group's, on all ranks of the job, and what the engine chooses by from now on. Rank 0 is in every group."""
     from penstock.coordinator import Rates
 
-    mine = group_rates(group, RATE_SECONDS) if group.rank is not None else Rates()
+    mine = group_rates(group, RATE_SECONDS, RATE_CALLS) if group.rank is not None else Rates()
     told = job.engine.all_gather("the group's rates", json.dumps(asdict(mine)).encode())
     rates = Rates(**json.loads(told[0]))
     job.engine.set_rates(rates.native())

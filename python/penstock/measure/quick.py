@@ -10,6 +10,7 @@ pair leads first, then the other:
 Then all ranks add up one number each, some times by the store, which has two steps, and by the ring, which has 2 (p-1).
 What a step more takes is the latency: of a message between two engines while all ranks are at work. Half a trip to and
 fro, which begins and ends in the program, would be two to five times as much. The rest is the time of a call by itself.
+Both are of the ranks' mean, as a call's time is: a rank that begins it early waits for the others as much longer.
 
 All of it takes 20 ms where links are fast, a tenth of a second at 1 Gbit/s or 100 Mbit/s, half a second at 10 Mbit/s.
 `penstock measure line-rate`, which is `penstock.measure.line_rate`, takes longer and says more.
@@ -18,9 +19,11 @@ All of it takes 20 ms where links are fast, a tenth of a second at 1 Gbit/s or 1
 from __future__ import annotations
 
 import logging
+import statistics
 import struct
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from penstock.collectives import Algorithm, Future, Group
@@ -39,7 +42,7 @@ PINGS_SECONDS = 0.05
 """After so long there are no more."""
 CALLS = 12
 LATENCY_MIN_S = 1e-6
-# Of several times the lower quartile counts: what else a machine does only adds to them.
+# Of several trips the lower quartile counts: what else a machine does only adds to them.
 SIZES = tuple(4096 * 4**exponent for exponent in range(5))
 """Bytes of the messages that grow: 4 KiB to 1 MiB."""
 STREAM_SECONDS = 0.008
@@ -140,16 +143,16 @@ class _Pair:
         return memoryview(self._memory[number])[:size]
 
 
-def _step_and_call(group: Group, trip_s: float) -> tuple[float, float]:
+def _step_and_call(taken: Mapping[Algorithm, float], size: int, trip_s: float) -> tuple[float, float]:
     """The latency between two engines, and the seconds of a call without its steps.
 
     Args:
-        group: All its ranks call this.
+        taken: Seconds of a tiny sum by the store and by the ring.
+        size: Ranks.
         trip_s: Of a message from a program to another.
     """
-    steps: dict[Algorithm, int] = {"store": 2, "ring": 2 * (group.size - 1)}
-    taken = {algorithm: _tiny_sum(group, algorithm) for algorithm in steps}
-    if group.size > 2:
+    steps = {"store": 2, "ring": 2 * (size - 1)}
+    if size > 2:
         latency_s = (taken["ring"] - taken["store"]) / (steps["ring"] - steps["store"])
     else:
         latency_s = taken["store"] - trip_s  # as many steps: a call and two of them, less a call and one
@@ -157,26 +160,28 @@ def _step_and_call(group: Group, trip_s: float) -> tuple[float, float]:
     return latency_s, max(taken["store"] - steps["store"] * latency_s, 0.0)
 
 
-def _tiny_sum(group: Group, algorithm: Algorithm) -> float:
-    """Seconds of a sum of one number for each rank, of which every step of the ring has a part."""
+def _tiny_sum(group: Group, algorithm: Algorithm, calls: int) -> float:
+    """Seconds of a sum of one number for each rank, of which every step of the ring has a part: the median."""
     numbers = memoryview(bytearray(4 * group.size)).cast("f")
     times = []
-    for _ in range(1 + CALLS):
+    for _ in range(1 + calls):
         began = time.perf_counter()
         group.allreduce(numbers, "sum", algorithm=algorithm)
         times.append(time.perf_counter() - began)
-    return sorted(times[1:])[CALLS // 4]
+    return statistics.median(times[1:])
 
 
-def group_rates(group: Group, seconds: float = STREAM_SECONDS) -> Rates:
+def group_rates(group: Group, seconds: float = STREAM_SECONDS, calls: int = CALLS) -> Rates:
     """What the links of a group do, and how fast its ranks add. All of its ranks call it.
 
     Args:
         group: The ranks, two at least.
         seconds: What the messages that tell the rate shall take in one direction; longer is more exact.
+        calls: Tiny sums by each of two algorithms, which tell the latency and the time of a call; more are more exact.
 
     Returns:
-        The slowest of what was measured, the same on every rank.
+        The slowest of the links' and processors' rates; of latency and call, which are those of all ranks together, the
+        means: who begins a sum early waits for the others as much longer. The same on every rank.
 
     Raises:
         PeerLost: A rank was lost meanwhile.
@@ -198,16 +203,20 @@ def group_rates(group: Group, seconds: float = STREAM_SECONDS) -> Rates:
                 links.append(pair.lead())
             else:
                 pair.follow()
-    latency_s, call_s = _step_and_call(group, max(trip_s for trip_s, _ in links))
-    mine = struct.pack("<dddd", latency_s, min(rate for _, rate in links), summing_rate(), call_s)
+    algorithms: tuple[Algorithm, ...] = ("store", "ring")
+    tiny = [_tiny_sum(group, algorithm, calls) for algorithm in algorithms]
+    trip_s = max(trip_s for trip_s, _ in links)
+    mine = struct.pack("<ddddd", trip_s, min(rate for _, rate in links), summing_rate(), *tiny)
     told = bytearray(size * len(mine))
     group.all_gather(mine, told)
-    latencies, rates, sums, calls = zip(*struct.iter_unpack("<dddd", told), strict=True)
+    trips, rates, sums, *times = zip(*struct.iter_unpack("<ddddd", told), strict=True)
+    taken = dict(zip(algorithms, map(statistics.fmean, times), strict=True))
+    latency_s, call_s = _step_and_call(taken, size, max(trips))
     return Rates(
         bytes_per_s=min(rates),
-        latency_s=max(latencies),
+        latency_s=latency_s,
         summed_bytes_per_s=min(sums),
-        call_s=max(calls),
+        call_s=call_s,
         source="measured at the start",
     )
 

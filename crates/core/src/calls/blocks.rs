@@ -104,8 +104,8 @@ pub(super) fn piece(shape: &Shape, number: u32) -> Range<u64> {
     }
 }
 
-/// How many pieces may be under way at a time. Ranks need not agree: the first piece that is not complete everywhere is
-/// under way everywhere.
+/// How many pieces may be under way at a time. Ranks need not agree: of the first turn that is not complete everywhere all
+/// pieces are under way everywhere, for all earlier ones are complete and there is room for two turns.
 pub(super) fn under_way(shape: &Shape) -> u32 {
     let turns = 2 * turn(shape);
     let first = piece(shape, 0);
@@ -145,10 +145,17 @@ impl Share {
         pieces / (turn * of) * turn + rest
     }
 
-    /// The number of its `nth` piece.
+    /// The number of the piece that this rank begins as its `nth` one.
+    ///
+    /// A turn begins with the piece that the rank owns itself, goes on with the next rank's, and so on: if all began with the
+    /// same one, all would send to its owner at first, and to the last owner at last, whose answers would then have the
+    /// wire for themselves.
     pub(super) fn piece(self, shape: &Shape, nth: u32) -> u32 {
         let turn = turn(shape);
-        (nth / turn * self.of + self.index) * turn + nth % turn
+        let start = (nth / turn * self.of + self.index) * turn;
+        // The last turn may be a short one.
+        let len = (pieces(shape) - u64::from(start)).min(u64::from(turn)) as u32;
+        start + (nth % turn + shape.me) % len
     }
 }
 
@@ -217,13 +224,33 @@ mod tests {
     }
 
     #[test]
+    fn no_two_ranks_begin_by_sending_to_the_same_owner() {
+        let ranks = 8;
+        for algorithm in [Algorithm::Store, Algorithm::Tree] {
+            for (nth, index) in (0..32).flat_map(|nth| [0, 1].map(|index| (nth, index))) {
+                let owners: std::collections::BTreeSet<u32> = (0..ranks)
+                    .map(|me| {
+                        let action = Action::Allreduce { algorithm };
+                        let lens = vec![64 * SLICE_BYTES];
+                        let shape =
+                            Shape { action, ranks, me, elem_bytes: 4, inputs: lens.clone(), outputs: lens };
+                        Share { index, of: 2 }.piece(&shape, nth) % ranks
+                    })
+                    .collect();
+                assert_eq!(owners.len(), ranks as usize, "{algorithm:?}, piece {nth} of lane {index}");
+            }
+        }
+    }
+
+    #[test]
     fn every_piece_is_in_one_share_and_turns_are_not_torn() {
         for (algorithm, ranks) in Algorithm::ALL.into_iter().flat_map(|a| [1, 2, 3, 8].map(|p| (a, p))) {
-            for elems in [0u64, 1, 5000, 100_003, 3_000_017] {
+            // The longest has so many pieces that their number is no multiple of the owners'.
+            for elems in [0u64, 1, 5000, 100_003, 3_000_017, 3_000_000_019] {
                 let action = Action::Allreduce { algorithm };
                 let lens = vec![4 * elems];
-                let shape =
-                    Shape { action, ranks, me: 0, elem_bytes: 4, inputs: lens.clone(), outputs: lens };
+                let me = ranks - 1;
+                let shape = Shape { action, ranks, me, elem_bytes: 4, inputs: lens.clone(), outputs: lens };
                 let (all, of) = (pieces(&shape), lanes(&shape, 3));
                 let mut lane_of = vec![None; all as usize];
                 for share in (0..of).map(|index| Share { index, of }) {

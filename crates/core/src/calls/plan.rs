@@ -23,7 +23,7 @@
 
 use super::blocks::{piece, pieces};
 use super::signature::Action;
-use super::slice::{Half, Slice, steps_of};
+use super::slice::{Half, Slice};
 use crate::cost::dense::Algorithm;
 use crate::exchange::plan::Plan as Steps;
 use std::ops::Range;
@@ -144,7 +144,7 @@ impl Shape {
                 let owner = if algorithm == Algorithm::Central { 0 } else { number % self.ranks };
                 let by_rank = algorithm == Algorithm::Store;
                 let slice = Slice { half: Half::Both, ..self.slice(owner, range) };
-                Slice { steps: steps_of(algorithm), by_rank, ..slice }.plan(Vec::new())
+                Slice { steps: Steps::of(algorithm), by_rank, ..slice }.plan(Vec::new())
             }
             Action::AllGather => self.all_gather(&range),
             Action::ReduceScatter => self.reduce_scatter(&range),

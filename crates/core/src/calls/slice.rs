@@ -5,20 +5,8 @@
 //! ends where a send needs what was received before it; what needs nothing of a round is part of it.
 
 use super::plan::{Buffer, Bytes, Local, Plan, Round, Transfer};
-use crate::cost::dense::Algorithm;
 use crate::exchange::plan::{Plan as Steps, Receive, Send, Then};
 use std::ops::Range;
-
-/// The steps of an algorithm.
-pub(super) fn steps_of(algorithm: Algorithm) -> Steps {
-    match algorithm {
-        // Each slice has a central server of its own: its owner.
-        Algorithm::Store | Algorithm::Central => Steps::Central,
-        Algorithm::Tree => Steps::Tree,
-        Algorithm::Ring => Steps::Ring,
-        Algorithm::Butterfly => Steps::Butterfly,
-    }
-}
 
 /// Which of the steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

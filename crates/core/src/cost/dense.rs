@@ -23,6 +23,9 @@ impl Algorithm {
     /// All, the store first.
     pub const ALL: [Self; 5] = [Self::Store, Self::Central, Self::Tree, Self::Ring, Self::Butterfly];
 
+    /// Those that are collectives among all ranks: all but the store.
+    pub const COLLECTIVES: [Self; 4] = [Self::Central, Self::Tree, Self::Ring, Self::Butterfly];
+
     /// Its word in the glossary.
     #[must_use]
     pub fn name(self) -> &'static str {

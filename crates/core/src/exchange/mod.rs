@@ -7,7 +7,7 @@
 //!
 //! To add a scheme: a file with a state machine that has the methods of [`Exchange`], a variant of [`Scheme`] and of
 //! [`Exchange`], and an arm in each `match` below. A collective whose steps are known beforehand needs less: a file with
-//! its steps and a variant of [`Plan`].
+//! its steps, a variant of [`Plan`] and one of [`Algorithm`].
 
 mod butterfly;
 mod central;
@@ -25,37 +25,24 @@ use crate::memory::Memory;
 use crate::wire::{Header, Outgoing};
 use plan::Plan;
 
-/// How the contributions to a tensor become one result.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+/// What becomes of the contributions to a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Scheme {
-    /// The sharded key-value store: every rank pushes to the slice's owner, which answers all.
-    #[default]
-    Store,
-    /// All to rank 0 and back: the central parameter server.
-    Central,
-    /// Up a binomial tree and down again.
-    Tree,
-    /// Around a ring: reduce-scatter, then all-gather.
-    Ring,
-    /// Recursive halving, then recursive doubling.
-    Butterfly,
+    /// They become one result, by this algorithm.
+    Dense(Algorithm),
     /// Every rank's bytes, of any length up to the tensor's, to every other rank; nothing is summed.
     Gather,
 }
 
 impl Scheme {
-    /// Those that combine contributions into one result: all but the gather.
-    pub const REDUCING: [Self; 5] = [Self::Store, Self::Central, Self::Tree, Self::Ring, Self::Butterfly];
+    /// The sharded store.
+    pub const STORE: Self = Self::Dense(Algorithm::Store);
 
     /// Its word in the glossary.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
-            Self::Store => "store",
-            Self::Central => "central",
-            Self::Tree => "tree",
-            Self::Ring => "ring",
-            Self::Butterfly => "butterfly",
+            Self::Dense(algorithm) => algorithm.name(),
             Self::Gather => "gather",
         }
     }
@@ -64,23 +51,8 @@ impl Scheme {
     #[must_use]
     pub fn plan(self) -> Option<Plan> {
         match self {
-            Self::Store | Self::Gather => None,
-            Self::Central => Some(Plan::Central),
-            Self::Tree => Some(Plan::Tree),
-            Self::Ring => Some(Plan::Ring),
-            Self::Butterfly => Some(Plan::Butterfly),
-        }
-    }
-}
-
-impl From<Algorithm> for Scheme {
-    fn from(algorithm: Algorithm) -> Self {
-        match algorithm {
-            Algorithm::Store => Self::Store,
-            Algorithm::Central => Self::Central,
-            Algorithm::Tree => Self::Tree,
-            Algorithm::Ring => Self::Ring,
-            Algorithm::Butterfly => Self::Butterfly,
+            Self::STORE | Self::Gather => None,
+            Self::Dense(algorithm) => Some(Plan::of(algorithm)),
         }
     }
 }
@@ -89,7 +61,7 @@ impl std::str::FromStr for Scheme {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self, Error> {
-        let all = || Self::REDUCING.into_iter().chain([Self::Gather]);
+        let all = || Algorithm::ALL.map(Self::Dense).into_iter().chain([Self::Gather]);
         all().find(|scheme| scheme.name() == name).ok_or_else(|| {
             let names: Vec<&str> = all().map(Self::name).collect();
             Error::Config(format!("unknown scheme {name:?}: expected one of {}", names.join(", ")))

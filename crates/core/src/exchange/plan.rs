@@ -6,6 +6,7 @@
 //! spreads the result.
 
 use super::{butterfly, central, ring, tree};
+use crate::cost::dense::Algorithm;
 use crate::cost::part_start;
 use std::ops::Range;
 
@@ -82,6 +83,17 @@ impl Step {
 }
 
 impl Plan {
+    /// The steps of an algorithm for one slice. In the store each slice has a central server of its own: its owner.
+    #[must_use]
+    pub fn of(algorithm: Algorithm) -> Self {
+        match algorithm {
+            Algorithm::Store | Algorithm::Central => Self::Central,
+            Algorithm::Tree => Self::Tree,
+            Algorithm::Ring => Self::Ring,
+            Algorithm::Butterfly => Self::Butterfly,
+        }
+    }
+
     /// Steps that add up; as many spread the result.
     #[must_use]
     pub fn reduce_steps(self, positions: u32) -> u32 {

@@ -324,7 +324,7 @@ fn unanswered(book: &Book, tensor: TensorId, me: Rank) -> String {
     if scheme == Scheme::Gather {
         return "what this rank contributes is not written to every rank".into();
     }
-    if scheme != Scheme::Store {
+    if scheme != Scheme::STORE {
         let name = scheme.name();
         return format!(
             "a part is missing ({name}), held up by a rank that this rank does not hear directly"

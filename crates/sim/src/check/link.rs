@@ -154,7 +154,7 @@ impl LinkModel {
             if slice.lane != self.me.lane {
                 continue;
             }
-            if book.tensors[tensor as usize].scheme != Scheme::Store {
+            if book.tensors[tensor as usize].scheme != Scheme::STORE {
                 let collective = self.collective(id, slice_id);
                 (collective.open, collective.next) = (Some((seq, !absent)), 0);
                 self.open_collective(&book, id, slice_id, seq);

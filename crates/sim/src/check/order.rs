@@ -239,7 +239,7 @@ fn reduce_as<E: Element>(round: Round, owner: Rank, rows: &[Option<&[u8]>]) -> O
     let elems = rows.iter().flatten().next()?.len() / E::BYTES;
     let p = rows.len() as u32;
     // The store sums in rank order, whoever owns the slice; collectives count from its first rank.
-    let first = if round.scheme == Scheme::Store { 0 } else { owner.index() };
+    let first = if round.scheme == Scheme::STORE { 0 } else { owner.index() };
     let by_position: Vec<Option<&[u8]>> = (0..rows.len()).map(|i| rows[(i + first) % rows.len()]).collect();
     let divisor = (round.op == Op::Average && round.active > 1).then_some(round.active);
     let parts = part_count(round.scheme, p);

@@ -2,7 +2,6 @@
 
 use super::{Checker, Violation, check};
 use penstock_core::Scheme;
-use penstock_core::cost::dense::Algorithm;
 use penstock_core::layout::{Book, Rank};
 
 /// An owner's scratch buffers: of each other rank and each book at most its window, that of what overtakes, and the slices that
@@ -55,11 +54,8 @@ pub fn round_bytes(book: &Book, rank: Rank, ranks: u32) -> u64 {
     let collective = book.slices.iter().map(|slice| {
         let tensor = &book.tensors[slice.tensor as usize];
         let algorithm = match tensor.scheme {
-            Scheme::Store | Scheme::Gather => return 0,
-            Scheme::Central => Algorithm::Central,
-            Scheme::Tree => Algorithm::Tree,
-            Scheme::Ring => Algorithm::Ring,
-            Scheme::Butterfly => Algorithm::Butterfly,
+            Scheme::STORE | Scheme::Gather => return 0,
+            Scheme::Dense(algorithm) => algorithm,
         };
         let elem_bytes = tensor.dtype.size_bytes() as u64;
         let position = (rank.0 + ranks - slice.owner.0) % ranks;

@@ -1,0 +1,67 @@
+//! A job of engines in one process, over loopback.
+
+// Every test program uses a part of it.
+#![allow(dead_code)]
+
+use penstock_net::{Engine, EngineConfig};
+use std::time::Duration;
+
+/// Of one rank. A test waits for its timeouts only if it fails.
+pub(crate) fn config(rank: u32, size: u32) -> EngineConfig {
+    EngineConfig {
+        rank,
+        size,
+        bind_host: "127.0.0.1".into(),
+        port: 0,
+        secret: vec![7; 32],
+        job_id: [1; 16],
+        slice_bytes: 4096,
+        lanes: 2,
+        all_lanes: true,
+        window_bytes: 0,
+        priority: true,
+        operation_timeout: Duration::from_secs(20),
+        peer_timeout: Duration::from_secs(10),
+        congestion_control: "auto".into(),
+        handshake_timeout: Duration::from_secs(5),
+    }
+}
+
+/// Engines that know each other, by rank; `change` is asked about each one's configuration.
+pub(crate) fn job_with(size: u32, change: impl Fn(&mut EngineConfig)) -> Vec<Engine> {
+    let engines: Vec<Engine> = (0..size)
+        .map(|rank| {
+            let mut config = config(rank, size);
+            change(&mut config);
+            Engine::bind(config).unwrap()
+        })
+        .collect();
+    let table: Vec<_> = engines.iter().map(|engine| ("127.0.0.1".to_owned(), engine.port())).collect();
+    engines.iter().for_each(|engine| engine.connect(&table).unwrap());
+    engines
+}
+
+/// The same as `config` says.
+pub(crate) fn job(size: u32) -> Vec<Engine> {
+    job_with(size, |_| {})
+}
+
+/// Runs `rank` on a thread per engine and gives the results by rank. An engine is dropped when its rank returns.
+pub(crate) fn on_all<T: Send>(
+    engines: Vec<Engine>,
+    rank: impl Fn(&Engine, u32) -> T + Send + Sync,
+) -> Vec<T> {
+    std::thread::scope(|scope| {
+        let rank = &rank;
+        let threads: Vec<_> = (0u32..)
+            .zip(engines)
+            .map(|(number, engine)| scope.spawn(move || rank(&engine, number)))
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// For waits that nothing interrupts.
+pub(crate) fn never() -> bool {
+    false
+}
