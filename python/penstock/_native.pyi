@@ -176,8 +176,8 @@ class Engine:
     ) -> Engine:
         """Bind the listener; ``port=0`` takes any port, ``window_bytes=0`` leaves the window to the engine.
 
-        ``slice_bytes=0`` leaves the size of slices to the line rate; see `slicing`. Without ``all_lanes`` slices use no more
-        lanes than the line rate needs.
+        ``slice_bytes=0`` leaves the size of slices to the line rate; see `slicing`. Without ``all_lanes`` slices use no
+        more lanes than the line rate needs.
 
         ``congestion_control`` is a name that the kernel allows, ``"system"``, or ``"auto"``, which only avoids BBR.
         """
@@ -295,7 +295,7 @@ class Engine:
         """Largest slice of the store in bytes, and how many lanes carry slices, in the next book that is opened."""
 
     def set_rates(self, rates: _Rates) -> None:
-        """Set what the choice of an algorithm assumes, from the next call on; see `best_scheme`. Also decides `slicing`.
+        """Set what the choice of an algorithm assumes, from the next call on; see `best_scheme`. Also sets `slicing`.
 
         All ranks set the same rates between the same two calls: else they may choose differently, which is an error.
         """

@@ -57,8 +57,8 @@ class Options:
         interface: Which local address to use: names or CIDR blocks separated by commas, ``!`` excludes
             (``"eth0"``, ``"10.0.0.0/8"``, ``"!docker0"``). By default the interface that routes to the meeting point.
         port: The port to listen on: ``0`` for any free one, a number, or a range ``"5000-5010"``.
-        slice_bytes: Largest slice of a gradient, in bytes: smaller reacts faster, larger costs less per byte. ``None`` or
-            ``"auto"``: 64 to 512 KiB, by the line rate and the number of ranks.
+        slice_bytes: Largest slice of a gradient, in bytes: smaller reacts faster, larger costs less per byte. ``None``
+            or ``"auto"``: 64 to 512 KiB, by the line rate and the number of ranks.
         lanes: Threads that move data, each with one connection per peer. ``None`` or ``"auto"``: by rank 0's cores, and
             slices use no more of them than the line rate needs.
         window_bytes: Bytes pushed to one owner and not answered yet. ``None`` or ``"auto"``: 1 to 8 MiB, by job size.

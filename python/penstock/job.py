@@ -297,7 +297,7 @@ def _start(launch: Launch, board: Board | None = None) -> Job:
     job = Job(engine, launch, agreement.job_id, f"{chosen.host}:{engine.port}")
     try:
         job.rates = _rates(job)
-        if job.world_size > 1:
+        if job.world_size > 1 and job.options.line_rate_mbit != 0.0:
             engine.set_rates(job.rates.native())
             if job.rank == 0:
                 slice_bytes, slicing_lanes = engine.slicing()

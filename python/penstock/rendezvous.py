@@ -212,7 +212,8 @@ class _Meeting:
             hosts.add(str(body["host"]))
 
         self._collect("arrival", "arrive", arrived)
-        agreement = Agreement(job_id, self.proof_key or secrets.token_bytes(32), len(hosts) == 1, self.lanes, self.options.lanes is not None)
+        secret, all_lanes = self.proof_key or secrets.token_bytes(32), self.options.lanes is not None
+        agreement = Agreement(job_id, secret, len(hosts) == 1, self.lanes, all_lanes)
         self._put(
             "admission",
             {

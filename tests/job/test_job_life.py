@@ -104,7 +104,7 @@ def test_the_log_line_says_who_where_and_by_whose_decision(engine, caplog):
     (record,) = caplog.records
     text = record.getMessage()
     assert "rank 0 of 1 (default)" in text and "127.0.0.1:" in text and "lanes 3 (argument lanes)" in text
-    assert "slices of 524288 bytes (default)" in text
+    assert "slice_bytes auto (default)" in text
 
 
 def test_a_fixed_range_of_ports_takes_the_next_free_one(engine):

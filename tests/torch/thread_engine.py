@@ -341,6 +341,9 @@ class FakeEngine:
     def phase(self, name) -> None:
         self.phases.append(name)
 
+    def slicing(self) -> tuple[int, int]:
+        return 512 << 10, 1
+
     def report(self) -> dict:
         return {"rank": self.rank, "size": self.hub.size, "lanes": 1}
 

@@ -246,6 +246,9 @@ impl Book {
         let name = name.into();
         check(&name, &layers, &tensors, ranks, slicing)?;
         let Slicing { store_bytes, collective_bytes, lanes } = slicing;
+        // An owner does not round its own contribution, so with a wire type it shows in the bits where a slice lives, and
+        // with that how all others before it were cut.
+        let rounded = tensors.iter().any(|tensor| tensor.wire != tensor.dtype);
         let mut book = Self {
             name,
             layers,
@@ -275,7 +278,8 @@ impl Book {
                 gathered += 1;
                 continue;
             }
-            let slice_bytes = if tensor.scheme == Scheme::STORE { store_bytes } else { collective_bytes };
+            let free = tensor.scheme == Scheme::STORE && !rounded;
+            let slice_bytes = if free { store_bytes } else { collective_bytes };
             let elem_bytes = tensor.dtype.size_bytes() as u64;
             let pieces = pieces(tensor.len_bytes(), slice_bytes, ranks);
             if book.slices.len() as u64 + pieces > limits::SLICES_MAX {
@@ -367,10 +371,13 @@ impl Book {
 
 /// About how many slices a tensor of this length is cut into: none for an empty one.
 ///
-/// At least one per rank where they stay worth a frame: every shard takes part in every large tensor.
+/// At least one per rank where they stay worth a frame, and equally many for all ranks: every shard has the same part in
+/// every large tensor, so that no host is busier than others while a layer travels.
 #[must_use]
 pub fn pieces(len_bytes: u64, slice_bytes: usize, ranks: u32) -> u64 {
-    len_bytes.div_ceil(slice_bytes.max(1) as u64).max(u64::from(ranks).min(len_bytes / SPREAD_BYTES_MIN))
+    let ranks = u64::from(ranks);
+    let least = len_bytes.div_ceil(slice_bytes.max(1) as u64).max(ranks.min(len_bytes / SPREAD_BYTES_MIN));
+    if least < ranks { least } else { least.next_multiple_of(ranks) }
 }
 
 /// Elements of each of `pieces` near-equal pieces, rounded up to whole cache lines but never above `max_elems`.

@@ -45,6 +45,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         job_id: [0; 16],
         slice_bytes: rest.get(1).map_or(Ok(512 << 10), |bytes| bytes.parse())?,
         lanes,
+        all_lanes: true,
         window_bytes: rest.get(2).map_or(Ok(0), |bytes| bytes.parse())?,
         priority: true,
         operation_timeout: Duration::from_secs(120),

@@ -8,7 +8,7 @@
 //! Readiness is told only on change (edge-triggered), so it is remembered until a call would block.
 
 use crate::descriptors::{self, Registration};
-use crate::flight::{self, Flight};
+use crate::flight;
 use crate::memory::{Chunk, RealMemory};
 use mio::net::TcpStream;
 use penstock_core::node::{Action, Event, Node};
@@ -84,9 +84,6 @@ pub(crate) struct Connection {
     departing_bytes: usize,
     /// Bytes of the first of `departing` that are written.
     written: usize,
-    flight: Flight,
-    /// When `flight` was last shown how the connection fares; `None` where the system cannot tell, or be told.
-    sampled: Option<Instant>,
     /// Bytes read so far.
     pub(crate) received_bytes: u64,
     /// When something was last read.
@@ -123,8 +120,6 @@ impl Connection {
             departing: VecDeque::new(),
             departing_bytes: 0,
             written: 0,
-            flight: Flight::default(),
-            sampled: Some(now),
             received_bytes: 0,
             heard: now,
             spoke: now,
@@ -282,27 +277,13 @@ impl Connection {
                 Err(error) => return Turn::Closed(format!("its connection broke: {error}")),
             }
         }
-        if !self.may_write {
-            self.regulate(now);
-        }
         Turn::Idle
     }
 
-    /// There is more to send than the socket takes: looks after how much is in flight; see [`crate::flight`].
-    fn regulate(&mut self, now: Instant) {
-        let Some(sampled) = self.sampled else { return };
-        if now.saturating_duration_since(sampled) < flight::SAMPLE_EVERY {
-            return;
-        }
-        self.sampled = Some(now);
-        let socket = self.stream.as_fd();
-        let looked_after = flight::sample(socket).and_then(|sample| match self.flight.observe(sample, now) {
-            None => Ok(()),
-            Some(change) => flight::apply(socket, change, NOT_SENT_BYTES),
-        });
-        if looked_after.is_err() {
-            self.sampled = None; // an older kernel: the connection works as it is
-        }
+    /// Bounds what the kernel holds for this connection; see [`crate::flight`].
+    pub(crate) fn bind_flight(&self, bytes_per_s: f64, connections: u32) {
+        // An older kernel: the connection works as it is.
+        let _ = flight::bind(self.stream.as_fd(), bytes_per_s, connections);
     }
 
     /// Queues a frame behind those that the node has given out.

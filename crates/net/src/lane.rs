@@ -68,6 +68,8 @@ pub(crate) struct Lane {
     /// Calls that are not complete, by id.
     calls: BTreeMap<u64, Arc<Handle>>,
     peers: Vec<Peer>,
+    /// What the line does in each direction, once it is known.
+    line_bytes_per_s: Option<f64>,
     /// Peers whose connection may have something to do.
     work: VecDeque<usize>,
     /// Reused from turn to turn.
@@ -104,6 +106,7 @@ impl Lane {
             peers: (0..config.ranks).map(|_| Peer::default()).collect(),
             node: Node::new(config, RealMemory::new(Arc::clone(&shared.pool))),
             shared,
+            line_bytes_per_s: None,
             work: VecDeque::new(),
             actions: Vec::new(),
             leaving: false,
@@ -208,6 +211,7 @@ impl Lane {
             Command::Open(book) => return self.open(&book),
             Command::Places { book, places } => return self.node.set_priorities(book, &places),
             Command::Connected { peer, stream } => return self.connected(peer, stream),
+            Command::LineRate(bytes_per_s) => return self.line_rate(bytes_per_s),
             Command::Goodbye => {
                 self.leaving = true;
                 return;
@@ -253,6 +257,18 @@ impl Lane {
         self.act(outcome);
     }
 
+    fn line_rate(&mut self, bytes_per_s: f64) {
+        self.line_bytes_per_s = Some(bytes_per_s);
+        for connection in self.peers.iter().filter_map(|peer| peer.connection.as_ref()) {
+            connection.bind_flight(bytes_per_s, self.connections());
+        }
+    }
+
+    /// How many connections share this host's line.
+    fn connections(&self) -> u32 {
+        (self.peers.len() as u32 - 1) * self.shared.mailboxes().len() as u32
+    }
+
     fn connected(&mut self, peer: Rank, stream: std::net::TcpStream) {
         let opened = Connection::new(stream, self.shared.congestion_control.as_deref(), self.now).and_then(
             |mut connection| {
@@ -266,6 +282,9 @@ impl Lane {
                 if let Some(abort) = &self.failed {
                     connection.depart(abort.clone());
                     self.told = false;
+                }
+                if let Some(bytes_per_s) = self.line_bytes_per_s {
+                    connection.bind_flight(bytes_per_s, self.connections());
                 }
                 self.peers[peer.index()].connection = Some(connection);
                 self.enqueue(peer.index());

@@ -35,6 +35,8 @@ pub(crate) enum Command {
     Leave,
     /// A connection has come about.
     Connected { peer: Rank, stream: std::net::TcpStream },
+    /// What the line does in each direction, in bytes per second.
+    LineRate(f64),
     /// Say goodbye to each peer once it has everything.
     Goodbye,
     /// The job has failed: tell the peers, and do nothing else any more.

@@ -110,7 +110,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Sets what the choice of an algorithm assumes, from the next call on. All ranks set the same between the same calls.
+    /// Sets what the choice of an algorithm assumes, from the next call on, how the tensors of later books are cut, and how
+    /// much the connections hold. All ranks set the same between the same calls.
     ///
     /// # Errors
     /// `Config` if a rate makes no sense.
@@ -122,6 +123,10 @@ impl Engine {
         let mut agreed = guard(&self.inner.agreed);
         agreed.choices.clear();
         agreed.rates = rates;
+        drop(agreed);
+        for mailbox in self.inner.shared.mailboxes() {
+            mailbox.send(Command::LineRate(rates.bytes_per_s));
+        }
         Ok(())
     }
 
