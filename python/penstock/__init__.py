@@ -52,7 +52,8 @@ if TYPE_CHECKING:
     )
     from penstock.job import init, rank, report, shutdown, world_size
     from penstock.lossy import DGC, OneBit
-    from penstock.torch.distribute import coordinator_of, distribute, explain, no_sync, synchronize
+    from penstock.torch.distribute import distribute, no_sync, synchronize
+    from penstock.torch.facts import coordinator_of, explain
     from penstock.torch.join import join
 
     __version__: str

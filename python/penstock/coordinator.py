@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock._native import Choice
     from penstock.explanation import Explanation
 
-__all__ = ["EXACT_GATHERS", "LOSSY", "POLICIES", "Cluster", "Coordinator", "Placed", "Rates"]
+__all__ = ["COLLECTIVES", "EXACT_GATHERS", "LOSSY", "POLICIES", "Cluster", "Coordinator", "Placed", "Rates"]
 
 EXACT_GATHERS = ("factors", "pairs")
 """What may be chosen besides the store."""
@@ -35,6 +35,12 @@ LOSSY = {
     "fp16": "rounded to fp16 on the wire, summed in fp32",
 }
 """What is never chosen, only given, and what is lost."""
+
+COLLECTIVES = ("central", "tree", "ring", "butterfly")
+"""Exact, but never chosen: they send as many bytes as the store or more, in as many steps or more."""
+
+COLLECTIVE_SLICE_BYTES = 512 * 1024
+"""Of their slices, if nobody set the size (crates/core/src/slicing.rs)."""
 
 
 @dataclass(frozen=True)
@@ -270,11 +276,35 @@ class Coordinator:
             self._add_lossy(choice, layer, self.lossy[layer.name])
         elif layer.name in self.fixed:
             given = self.fixed[layer.name]
+            if given in COLLECTIVES:
+                self._add_collective(choice, layer, given)
             reason = f"LOSSY, as given: {LOSSY[given]}" if given in LOSSY else "as given"
             choice["scheme"], choice["code"], choice["reason"] = given, "given", reason
         elif choice["code"] == "dense" and layer.why_store is not None:
             choice["code"], choice["reason"] = "store-only", layer.why_store
         return choice
+
+    def _add_collective(self, choice: Choice, layer: Layer, algorithm: str) -> None:
+        from penstock._native import allreduce_cost
+
+        slices = max(1, -(-layer.elems * layer.elem_bytes // COLLECTIVE_SLICE_BYTES))
+        workers = self.cluster.n_worker
+        cost = allreduce_cost(algorithm, layer.elems, layer.elem_bytes, workers, slices, self.rates.native())
+        store = next(one for one in choice["estimates"] if one["scheme"] == "store")
+        choice["estimates"].append(
+            {
+                **store,
+                "scheme": algorithm,
+                "steps": cost["steps"],
+                "direction_bytes": max(*cost["sent"], *cost["received"]),
+                "node_bytes": max(
+                    sent + received for sent, received in zip(cost["sent"], cost["received"], strict=True)
+                ),
+                "total_bytes": sum(cost["sent"]),
+                "wire_s": cost["seconds"],
+                "rebuild_s": 0.0,
+            }
+        )
 
     def _add_lossy(self, choice: Choice, layer: Layer, scheme: LossyScheme) -> None:
         """Every rank sends its contribution to all others. What packing and summing take is not estimated."""

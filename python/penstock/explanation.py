@@ -262,7 +262,7 @@ class _Text:
             lines += [
                 "",
                 "For a prediction of step times, give the seconds of one step of one worker alone: --compute-s, or,",
-                "in a program, penstock.coordinator_of(model).explain(compute_s).",
+                "in a program, penstock.explain(model, compute_s).",
             ]
             return lines
         times = it.times

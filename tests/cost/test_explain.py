@@ -304,7 +304,7 @@ def test_step_times_at_run_time():
     """Where no forward has been seen, and so no arithmetic."""
     layers = layers_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), {}, why_store={})
     coordinator = Coordinator(Network("net", tuple(layers)), Cluster(4, 4))
-    assert "coordinator_of(model).explain(compute_s)" in coordinator.explain().render()
+    assert "penstock.explain(model, compute_s)" in coordinator.explain().render()
     found = coordinator.explain(0.5)
     assert found.times.compute_s == 0.5 and 0.5 <= found.times.store_s <= found.times.ddp_s
     assert any("the arithmetic of the layers is not known" in note for note in found.notes)

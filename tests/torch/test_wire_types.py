@@ -14,7 +14,7 @@ import penstock as ps
 from penstock.coordinator import LOSSY
 from penstock.errors import ConfigError, ModelMismatch
 from penstock.torch import distribute
-from penstock.torch.distribute import coordinator_of, explain
+from penstock.torch.facts import coordinator_of, explain
 from penstock.torch.safety import owner_of
 from penstock.torch.schemes import WIRE_TYPES
 

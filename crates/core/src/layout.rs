@@ -493,6 +493,36 @@ mod tests {
     }
 
     #[test]
+    fn every_owner_has_equally_many_slices_of_a_large_tensor() {
+        let elems = 18 * (128 << 10); // 18 slices of 512 KiB, were it not for the 8 ranks
+        let tensors = vec![Tensor::new("w", 0, Dtype::F32, elems), Tensor::new("v", 0, Dtype::F32, elems)];
+        let book = Book::new("model", vec!["fc".into()], tensors, 8, 512 << 10, 1).unwrap();
+        for tensor in 0..2 {
+            let slices =
+                &book.slices[book.slices_of(tensor).start as usize..book.slices_of(tensor).end as usize];
+            let of = |rank| slices.iter().filter(|slice| slice.owner == Rank(rank)).count();
+            assert_eq!((0..8).map(of).collect::<Vec<_>>(), [3; 8]);
+        }
+    }
+
+    #[test]
+    fn slices_whose_place_shows_in_the_bits_have_their_own_size() {
+        let slicing = Slicing { store_bytes: 64 << 10, collective_bytes: 512 << 10, lanes: 1 };
+        let tensor = |name: &str| Tensor::new(name, 0, Dtype::F32, 1 << 20);
+        let longest = |tensors: Vec<Tensor>| {
+            let count = tensors.len() as u32;
+            let book = Book::cut("model", vec!["fc".into()], tensors, 2, slicing).unwrap();
+            let of = |tensor| {
+                book.slices_of(tensor).map(|slice| book.slices[slice as usize].len_bytes >> 10).max()
+            };
+            (0..count).map(|tensor| of(tensor).unwrap()).collect::<Vec<_>>()
+        };
+        let ring = tensor("ring").with_scheme(Scheme::Dense(Algorithm::Ring));
+        assert_eq!(longest(vec![tensor("exact"), ring]), [64, 512]);
+        assert_eq!(longest(vec![tensor("exact"), tensor("half").with_wire(Dtype::Bf16)]), [512, 512]);
+    }
+
+    #[test]
     fn only_fp32_in_the_store_travels_as_another_type() {
         let book = |dtype, wire, scheme| {
             let tensor = Tensor::new("w", 0, dtype, 10).with_wire(wire).with_scheme(scheme);

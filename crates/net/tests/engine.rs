@@ -2,6 +2,7 @@
 
 mod support;
 
+use penstock_core::cost::Rates;
 use penstock_core::cost::dense::Algorithm;
 use penstock_core::layout::{Book, Tensor};
 use penstock_core::{BookId, Dtype, Error, Op, Rank, Scheme, TensorId};
@@ -232,6 +233,28 @@ fn an_abort_reaches_everybody_with_its_reason() {
         let stop = connected.and_then(|_| engine.all_gather("never", b"", &mut never)).unwrap_err();
         let (culprit, reason) = lost(&stop);
         assert!(culprit == Rank(1) && reason.contains("no such file"), "{reason}");
+    });
+}
+
+#[test]
+fn what_is_left_open_follows_from_the_line_rate() {
+    let engines = job_with(2, |config| {
+        config.slice_bytes = 0;
+        config.all_lanes = false;
+    });
+    on_all(engines, |engine, _| {
+        let rates = |bytes_per_s| Rates { bytes_per_s, ..Rates::default() };
+        engine.set_rates(rates(1e6)).unwrap();
+        assert_eq!((engine.slicing().store_bytes, engine.slicing().lanes), (64 << 10, 1));
+        let slow = open(engine);
+        engine.set_rates(rates(1e10)).unwrap();
+        assert_eq!((engine.slicing().store_bytes, engine.slicing().lanes), (512 << 10, 2));
+        let fast = open(engine);
+        for book in [slow, fast] {
+            let mut values = vec![1.0; 10_000];
+            exchange(engine, book, 0, &mut values, Op::Sum, false).unwrap();
+            assert_eq!(values, vec![2.0; 10_000]);
+        }
     });
 }
 

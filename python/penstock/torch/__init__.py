@@ -10,9 +10,11 @@ join       ranks with different numbers of batches
 gather, rows, factors, pairs       layers whose averages every rank makes from all ranks' contributions
 lossy, onebit, dgc, residuals      those that send less than their gradients, and what they keep
 choice     schemes chosen while training          description  a model as the coordinator sees it
+facts      what a program may ask about all of this
 """
 
-from penstock.torch.distribute import coordinator_of, distribute, explain, finish_all, no_sync, synchronize
+from penstock.torch.distribute import distribute, finish_all, no_sync, synchronize
+from penstock.torch.facts import coordinator_of, explain
 from penstock.torch.join import join
 
 __all__ = ["coordinator_of", "distribute", "explain", "finish_all", "join", "no_sync", "synchronize"]

@@ -27,21 +27,19 @@ from penstock.torch.layout import ROOT, Layer, Slot, check_same_model, describe,
 from penstock.torch.optimizer import Updates
 from penstock.torch.probe import exchange_cost
 from penstock.torch.safety import Watch, claim, compiled_outside, note_compiled, owner_of, restore
-from penstock.torch.schemes import WIRE_TYPES, Schemes, choose, gather_scheme, survey
+from penstock.torch.schemes import WIRE_TYPES, Schemes, book_scheme, choose, gather_scheme, survey
 
 if TYPE_CHECKING:
     from penstock._native import Engine
     from penstock.config import Options
-    from penstock.explanation import Explanation
 
 __all__ = [
     "Distributed",
-    "coordinator_of",
     "distribute",
     "distributed_here",
-    "explain",
     "finish_all",
     "no_sync",
+    "owner_for",
     "synchronize",
 ]
 
@@ -107,9 +105,11 @@ class Distributed:
         patterns: Schemes = {} if schemes is None or isinstance(schemes, str) else schemes
         rows, lossy = self._agree_on_schemes(model if given is None else given, patterns)
         ranks = options.world_size
-        self._wire = {layer: scheme for layer, scheme in self._forced.items() if scheme in WIRE_TYPES}
-        wire = {layer: WIRE_TYPES[scheme] for layer, scheme in self._wire.items()}
-        self.gradients = Gradients(engine, rank, f"{name}.gradients", self.layers, self.slots, rows, lossy, ranks, wire)
+        fixed = {layer: how for layer, scheme in self._forced.items() if (how := book_scheme(scheme)) is not None}
+        self._fixed = {layer: self._forced[layer] for layer in fixed}
+        self.gradients = Gradients(
+            engine, rank, f"{name}.gradients", self.layers, self.slots, rows, lossy, ranks, fixed
+        )
         self.gathers = {gather.layer.name: gather for gather in self.gradients.rows}
         self.lossy = {gather.layer.name: gather for gather in self.gradients.lossy}
         residuals.check_optimizers(optimizers, self.gradients.lossy)
@@ -148,7 +148,7 @@ class Distributed:
             Cluster(ranks, ranks, *engine.slicing()),
             policy=options.policy,
             rates=rates,
-            fixed={} if automatic else {layer: self._forced[layer] for layer in (*self.gathers, *self._wire)},
+            fixed={} if automatic else {layer: self._forced[layer] for layer in (*self.gathers, *self._fixed)},
             lossy={layer: gather.options for layer, gather in self.lossy.items()},
         )
         coordinator.agree(engine.all_gather, rank=rank)
@@ -230,11 +230,11 @@ class Distributed:
                 lossy.engage(True)
                 continue
             gather = self.gathers.get(name)
-            if scheme in WIRE_TYPES or name in self._wire:
-                if scheme != self._wire.get(name):
+            if book_scheme(scheme) is not None or name in self._fixed:
+                if scheme != self._fixed.get(name):
                     raise ConfigError(
-                        f"layer {name} cannot change from {self._wire.get(name, 'full precision')} to {scheme}: types "
-                        "on the wire are fixed by penstock.distribute(..., schemes={...})",
+                        f"layer {name} cannot change from {self._fixed.get(name, 'the store')} to {scheme}: "
+                        "collectives and types on the wire are fixed by penstock.distribute(..., schemes={...})",
                         layer=name,
                     )
             elif gather is not None and scheme in ("store", gather.scheme):
@@ -245,7 +245,8 @@ class Distributed:
 
     def lossy_layers(self) -> dict[str, str]:
         """By name of the layer its scheme, where that is lossy."""
-        return {**self._wire, **{name: gather.scheme for name, gather in self.lossy.items()}}
+        wire = {name: scheme for name, scheme in self._fixed.items() if scheme in WIRE_TYPES}
+        return {**wire, **{name: gather.scheme for name, gather in self.lossy.items()}}
 
     def _layers_by_module(self) -> dict[int, list[Layer]]:
         """By id of the module, the layers whose parameters it has, tied ones included."""
@@ -428,9 +429,9 @@ def distribute(
             itself; ``factors``, for `nn.Linear`, the inputs and the gradients of the outputs, from which every rank
             rebuilds the same average (Poseidon section 3.2: less for few rows and large layers); ``pairs``, for
             `nn.Embedding`, the rows that were looked up; ``adam``, for comparison, Project Adam's way for `nn.Linear`:
-            factors to one rank, and its average to all. Layers that cannot, such as those whose weight is shared, use
-            the store, and so does whatever no pattern matches. Lossy, and never chosen by themselves: ``bf16`` and
-            ``fp16``, for gradients in fp32, round them to two bytes on the wire, sum in fp32 and round the average once
+            factors to one rank, and its average to all; ``central``, ``tree``, ``ring``, ``butterfly``: other ways to
+            add up the gradient. Layers that cannot, such as those whose weight is shared, use the store, and so does
+            whatever no pattern matches. Lossy, and never chosen by themselves: ``bf16`` and ``fp16``, for gradients in fp32, round them to two bytes on the wire, sum in fp32 and round the average once
             (docs/summation.md); ``1bit`` and ``dgc``, or `OneBit` and `DGC` objects (docs/lossy.md).
 
     Returns:
@@ -492,7 +493,8 @@ def lossy_here() -> dict[str, str]:
     return {name: scheme for owner in distributed_here() for name, scheme in owner.lossy_layers().items()}
 
 
-def _owner_for(target: nn.Module | Optimizer) -> Distributed | None:
+def owner_for(target: nn.Module | Optimizer) -> Distributed | None:
+    """Who synchronises any of the parameters of a model or an optimizer."""
     params = (
         target.parameters() if isinstance(target, nn.Module) else (p for g in target.param_groups for p in g["params"])
     )
@@ -526,7 +528,7 @@ def synchronize(target: nn.Module | Optimizer | None = None) -> None:
         for owner in distributed_here():
             owner.synchronize()
         return
-    found = _owner_for(target)
+    found = owner_for(target)
     if found is not None:
         found.synchronize()
 
@@ -554,46 +556,7 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """
     if job.current("no_sync").world_size == 1:
         return nullcontext()
-    owner = _owner_for(model)
+    owner = owner_for(model)
     if owner is None:
         raise ConfigError("penstock.no_sync: the model is not distributed; call penstock.distribute first")
     return owner.gradients.no_sync()
-
-
-def coordinator_of(model: nn.Module) -> Coordinator:
-    """The information book of a distributed model: `Coordinator.query`, `Coordinator.best_scheme`. Not collective.
-
-    Args:
-        model: A distributed model. In a job of one process any model: there is nothing to send.
-
-    Raises:
-        ConfigError: The model is not distributed.
-
-    Example:
-        >>> ps.coordinator_of(model).query("n_worker", "batchsize")
-        (4, 32)
-        >>> ps.coordinator_of(model).best_scheme("classifier.0")
-        'factors'
-    """
-    running = job.current("coordinator_of")
-    if running.world_size == 1:
-        return Coordinator(network_of(model, {}, type(model).__name__), Cluster(1, 1))
-    owner = _owner_for(model)
-    if owner is None:
-        raise ConfigError("penstock.coordinator_of: the model is not distributed; call penstock.distribute first")
-    return owner.coordinator
-
-
-def explain(model: nn.Module) -> Explanation:
-    """How each layer of a distributed model is synchronised now, what every scheme would cost, and why. Not collective.
-
-    Args:
-        model: A distributed model. Rows are known from its second step on.
-
-    Returns:
-        An object; ``print(ps.explain(model).render())`` shows the table of ``penstock explain``.
-
-    Raises:
-        ConfigError: The model is not distributed.
-    """
-    return coordinator_of(model).explain()

@@ -66,7 +66,7 @@ class Gradients:
         rows: The layers that could send rows, in the order of `layers`: each with its module and its scheme.
         lossy: The layers whose gradients are made short, each with its module and its scheme's options.
         ranks: How many there are.
-        wire: By name of the layer, the type to which its fp32 gradients are rounded on the wire.
+        fixed: By name of the layer, how its gradients travel where that is not the store as it is; see `book_scheme`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Gradients:
         rows: Sequence[tuple[Layer, nn.Module, str]] = (),
         lossy: Sequence[tuple[Layer, nn.Module, LossyScheme]] = (),
         ranks: int = 0,
-        wire: Mapping[str, str] | None = None,
+        fixed: Mapping[str, tuple[str, str | None]] | None = None,
     ) -> None:
         self.engine = engine
         self.rank = rank
@@ -102,7 +102,7 @@ class Gradients:
         self.id = engine.open_book(
             name,
             [layer.name for layer in layers],
-            [_entry(slot, (wire or {}).get(slot.layer.name)) for slot in slots]
+            [_entry(slot, *(fixed or {}).get(slot.layer.name, ("store", None))) for slot in slots]
             + [
                 (f"{gather.scheme} of {gather.layer.name}", gather.layer.index, "bytes", gather.most_bytes, "gather")
                 for gather in self.gathers
@@ -409,10 +409,10 @@ class Gradients:
         slot.grad = slot.memory = None
 
 
-def _entry(slot: Slot, wire: str | None) -> Any:
+def _entry(slot: Slot, scheme: str, wire: str | None) -> Any:
     """What the book says of a parameter's gradient."""
-    entry = (slot.name, slot.layer.index, slot.code, slot.elems)
-    return (*entry, "store", wire) if wire is not None and slot.code == "f32" else entry
+    entry = (slot.name, slot.layer.index, slot.code, slot.elems, scheme)
+    return (*entry, wire) if wire is not None and slot.code == "f32" else entry
 
 
 def make_lossy(

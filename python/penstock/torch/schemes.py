@@ -6,6 +6,7 @@ row. Both are exact where the module's own forward is all that reads the weight,
 gradient on its way; for all other layers `why_dense` says why not.
 
 Lossy, and so for users to ask for, are halves on the wire (`WIRE_TYPES`): they fit every layer with gradients in fp32.
+Every layer can also travel by one of the collectives (docs/summation.md), which the coordinator never chooses.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from penstock.coordinator import COLLECTIVES
 from penstock.errors import ConfigError
 from penstock.lossy import BY_NAME, DGC, LossyScheme, OneBit, parse
 from penstock.torch.layout import CODES
@@ -27,6 +29,7 @@ __all__ = [
     "SCHEMES",
     "WIRE_TYPES",
     "Schemes",
+    "book_scheme",
     "choose",
     "foreign_hooks",
     "gather_scheme",
@@ -37,7 +40,7 @@ __all__ = [
 
 WIRE_TYPES = {"bf16": "bf16", "fp16": "f16"}
 """Lossy schemes: the store, and fp32 gradients that are rounded on the wire; with the engine's name of that type."""
-SCHEMES = ("store", "factors", "pairs", "adam", *WIRE_TYPES, *BY_NAME)
+SCHEMES = ("store", "factors", "pairs", "adam", *COLLECTIVES, *WIRE_TYPES, *BY_NAME)
 
 Schemes: TypeAlias = Mapping[str, "str | LossyScheme"]
 """Patterns of layer names, and for each what these layers use, by name or, if it has options, as an object."""
@@ -49,6 +52,13 @@ _FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 def gather_scheme(module: nn.Module) -> str | None:
     """``factors`` for `nn.Linear`, ``pairs`` for `nn.Embedding`, subclasses included, and ``None`` for all else."""
     return next((scheme for scheme, plain in _PLAIN.items() if isinstance(module, plain)), None)
+
+
+def book_scheme(scheme: str) -> tuple[str, str | None] | None:
+    """For schemes that a book fixes: the engine's scheme, and the type on the wire if it is not the gradient's."""
+    if scheme in WIRE_TYPES:
+        return "store", WIRE_TYPES[scheme]
+    return (scheme, None) if scheme in COLLECTIVES else None
 
 
 def why_dense(module: nn.Module, model: nn.Module | None = None) -> str | None:
@@ -220,7 +230,7 @@ def choose(
 
 
 def _why_not(module: nn.Module, reason: str | None, scheme: str | LossyScheme, params: Sequence[Tensor]) -> str | None:
-    if scheme == "store":
+    if scheme == "store" or scheme in COLLECTIVES:
         return None
     if scheme in WIRE_TYPES:
         types = {param.dtype: CODES.get(param.dtype, ("",))[0] for param in module.parameters(recurse=False)}

@@ -1,0 +1,73 @@
+"""What a program may ask about a distributed model: the information book; how each layer is synchronised, and why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from penstock import job
+from penstock.coordinator import Cluster, Coordinator
+from penstock.errors import ConfigError
+from penstock.torch.choice import network_of
+from penstock.torch.distribute import owner_for
+
+if TYPE_CHECKING:
+    from penstock.explanation import Explanation, LayerPlan
+
+__all__ = ["coordinator_of", "explain"]
+
+
+def coordinator_of(model: nn.Module) -> Coordinator:
+    """The information book of a distributed model: `Coordinator.query`, `Coordinator.best_scheme`. Not collective.
+
+    Args:
+        model: A distributed model. In a job of one process any model: there is nothing to send.
+
+    Raises:
+        ConfigError: The model is not distributed.
+
+    Example:
+        >>> ps.coordinator_of(model).query("n_worker", "batchsize")
+        (4, 32)
+        >>> ps.coordinator_of(model).best_scheme("classifier.0")
+        'factors'
+    """
+    running = job.current("coordinator_of")
+    if running.world_size == 1:
+        return Coordinator(network_of(model, {}, type(model).__name__), Cluster(1, 1))
+    owner = owner_for(model)
+    if owner is None:
+        raise ConfigError("penstock.coordinator_of: the model is not distributed; call penstock.distribute first")
+    return owner.coordinator
+
+
+def explain(model: nn.Module, compute_s: float | None = None) -> Explanation:
+    """How each layer of a distributed model is synchronised now, what every scheme would cost, and why. Not collective.
+
+    Args:
+        model: A distributed model. Rows are known from its second step on.
+        compute_s: Forward and backward of one worker alone, in seconds; with it step times are predicted.
+
+    Returns:
+        An object; ``print(ps.explain(model).render())`` shows the table of ``penstock explain``. Where a layer that
+        sends rows had to send its gradient on this rank (its weight was read elsewhere, or a hook wanted to see the
+        gradient), the reason says how often and why.
+
+    Raises:
+        ConfigError: The model is not distributed.
+    """
+    explanation = coordinator_of(model).explain(compute_s)
+    owner = owner_for(model)
+    if owner is None:  # a job of one process
+        return explanation
+
+    def with_exceptions(plan: LayerPlan) -> LayerPlan:
+        gather = owner.gathers.get(plan.name)
+        if gather is None or not gather.dense_sent:
+            return plan
+        times = f"{gather.dense_sent} time{'s' if gather.dense_sent != 1 else ''}"
+        return replace(plan, reason=f"{plan.reason}; sent whole {times} on this rank: {gather.dense_reason}")
+
+    return replace(explanation, layers=tuple(with_exceptions(plan) for plan in explanation.layers))
