@@ -431,8 +431,9 @@ def distribute(
             `nn.Embedding`, the rows that were looked up; ``adam``, for comparison, Project Adam's way for `nn.Linear`:
             factors to one rank, and its average to all; ``central``, ``tree``, ``ring``, ``butterfly``: other ways to
             add up the gradient. Layers that cannot, such as those whose weight is shared, use the store, and so does
-            whatever no pattern matches. Lossy, and never chosen by themselves: ``bf16`` and ``fp16``, for gradients in fp32, round them to two bytes on the wire, sum in fp32 and round the average once
-            (docs/summation.md); ``1bit`` and ``dgc``, or `OneBit` and `DGC` objects (docs/lossy.md).
+            whatever no pattern matches. Lossy, and never chosen by themselves: ``bf16`` and ``fp16``, for gradients in
+            fp32, round them to two bytes on the wire, sum in fp32 and round the average once (docs/summation.md);
+            ``1bit`` and ``dgc``, or `OneBit` and `DGC` objects (docs/lossy.md).
 
     Returns:
         ``(model, optimizer)``, the objects that were given.
