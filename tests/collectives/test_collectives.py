@@ -267,7 +267,7 @@ def disagree(rank, size, what):
     value = np.ones(1000 if what != "long" else 1_000_000, np.float32)
     ps.allreduce(value)
     if rank != 1:
-        return ps.allreduce(value)
+        return ps.allreduce(value, algorithm="store" if what == "algorithm" else None)
     if what == "dtype":
         return ps.allreduce(value.view(np.int32).astype(np.float64))
     if what == "op":
