@@ -295,7 +295,9 @@ class Engine:
         """Largest slice of the store in bytes, and how many lanes carry slices, in the next book that is opened."""
 
     def set_rates(self, rates: _Rates) -> None:
-        """Set what the choice of an algorithm assumes, from the next call on; see `best_scheme`. Also sets `slicing`.
+        """Set what the choice of an algorithm assumes, from the next call on; see `best_scheme`.
+
+        Also sets `slicing`, and how much the connections hold in the kernel.
 
         All ranks set the same rates between the same two calls: else they may choose differently, which is an error.
         """

@@ -70,8 +70,9 @@ class Options:
         handshake_timeout_s: Longest time for a new connection to prove itself, in seconds.
         rendezvous_timeout_s: Longest wait for all ranks at the start, in seconds; two more to hear who is missing.
         broadcast_buffers: Copy rank 0's buffers (batch norm) to all before every forward, not only at ``distribute``.
-        line_rate_mbit: One direction of the slowest interface, in megabits per second, for whatever chooses by cost.
-            ``None`` or ``"auto"``: measured at the start (under 0.5 s); ``"off"``: not measured, 1000 assumed.
+        line_rate_mbit: One direction of the slowest interface, in megabits per second: for what is chosen by cost, the
+            size of slices, and what connections hold in the kernel. ``None`` or ``"auto"``: measured at the start
+            (under 0.5 s); ``"off"``: not measured, 1000 assumed, and connections left alone.
         policy: How layers' schemes are chosen: ``measured`` by predicted seconds, ``paper`` by Poseidon's Algorithm 1.
 
     Example:

@@ -12,8 +12,8 @@ const SLICE_BYTES_LEAST: usize = 64 << 10;
 const SLICE_S: f64 = 4e-3;
 /// What one lane moves and sums, in bytes per second: links that are slower need no second one.
 const LANE_BYTES_PER_S: f64 = 1e9;
-/// As many slices fit into a window, so that ranks that are out of step do not wait for each other's first ones. With 6 of
-/// 512 KiB ResNet-50 on 8 hosts at 600 Mbit/s took 1.23 of T*, with 11 of 256 KiB 1.17, with 23 of 128 KiB 1.01.
+/// As many slices fit into a window, so that ranks that are out of step do not wait for each other's first ones. ResNet-50
+/// on 8 hosts at 600 Mbit/s takes 1.16 of T* with 6 of 512 KiB, 1.02 to 1.06 with 11 of 256 KiB, 1.01 with 23 of 128 KiB.
 const SLICES_PER_WINDOW: u64 = 16;
 
 /// How tensors are cut into slices, and over how many lanes those are dealt.
