@@ -19,6 +19,7 @@ def choose(policy, outputs, inputs, rows, workers, rates=BYTES_ALONE, **changes)
         "workers": workers,
         "servers": workers,
         "slice_bytes": 512 * 1024,
+        "collective_slice_bytes": 512 * 1024,
         "rates": rates,
         "allowed": ["factors", "pairs"],
         **changes,
@@ -91,14 +92,6 @@ def test_the_best_algorithm_depends_on_the_size():
     assert _native.best_algorithm(4096, 4, 16, 1, GIGABIT, ["ring"])[0] == "ring"
 
 
-def test_slices_cover_a_tensor_and_are_shared_out():
-    (first, second) = _native.slices([("w", "f32", 1 << 20), ("b", "bf16", 10)], 4, 512 * 1024, 2)
-    assert sum(length for _, length, _, _ in first) == 4 << 20
-    assert {owner for _, _, owner, _ in first} == {0, 1, 2, 3}
-    assert [offset for offset, *_ in first] == sorted(offset for offset, *_ in first)
-    assert second == [(0, 20, second[0][2], second[0][3])]
-
-
 def test_step_times_are_in_order():
     found = _native.step_times([(1.0, 2.0, 0.5), (1.0, 2.0, 100.0)])
     assert found == {"ideal_s": 103.5, "wfbp_s": 104.5, "serial_s": 106.5, "compute_s": 6.0}
@@ -117,7 +110,6 @@ def test_step_times_are_in_order():
         (lambda: _native.allreduce_cost("factors", 1, 4, 2, 1, GIGABIT), "no allreduce"),
         (lambda: _native.allreduce_cost("ring", 1, 4, 0, 1, GIGABIT), "bounds"),
         (lambda: _native.step_times([(-1.0, 0.0, 0.0)]), "negative"),
-        (lambda: _native.slices([("w", "f31", 1)], 1, 4096, 1), "f31"),
     ],
 )
 def test_what_makes_no_sense_is_named(call, word):

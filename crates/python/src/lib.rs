@@ -13,7 +13,7 @@ mod _native {
     #[pymodule_export]
     use super::call::Call;
     #[pymodule_export]
-    use super::cost::{allreduce_cost, best_algorithm, best_scheme, slices, step_times, summing_rate};
+    use super::cost::{allreduce_cost, best_algorithm, best_scheme, step_times, summing_rate};
     #[pymodule_export]
     use super::engine::Engine;
 }
