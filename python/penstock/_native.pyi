@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Literal, TypedDict, final, type_check_only
 
 __all__ = [
+    "ALGORITHMS",
+    "COLLECTIVES",
     "Call",
     "Engine",
     "allreduce_cost",
@@ -23,6 +25,13 @@ __all__ = [
 _Op = Literal["average", "sum", "copy", "min", "max"]
 _Scheme = Literal["store", "central", "tree", "ring", "butterfly", "gather"]
 _Algorithm = Literal["store", "central", "tree", "ring", "butterfly"]
+
+ALGORITHMS: tuple[_Algorithm, ...]
+"""Of an exact allreduce; all that there are, the store first."""
+
+COLLECTIVES: tuple[_Algorithm, ...]
+"""Those of them that are not the store."""
+
 _Tensor = (
     tuple[str, int, str, int] | tuple[str, int, str, int, _Scheme] | tuple[str, int, str, int, Literal["store"], str]
 )

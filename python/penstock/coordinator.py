@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock._native import Choice
     from penstock.explanation import Explanation
 
-__all__ = ["COLLECTIVES", "EXACT_GATHERS", "LOSSY", "POLICIES", "Cluster", "Coordinator", "Placed", "Rates"]
+__all__ = ["EXACT_GATHERS", "LOSSY", "POLICIES", "Cluster", "Coordinator", "Placed", "Rates"]
 
 EXACT_GATHERS = ("factors", "pairs")
 """What may be chosen besides the store."""
@@ -35,9 +35,6 @@ LOSSY = {
     "fp16": "rounded to fp16 on the wire, summed in fp32",
 }
 """What is never chosen, only given, and what is lost."""
-
-COLLECTIVES = ("central", "tree", "ring", "butterfly")
-"""Exact, but never chosen: they send as many bytes as the store or more, in as many steps or more."""
 
 
 @dataclass(frozen=True)

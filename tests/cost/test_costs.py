@@ -1,5 +1,8 @@
 """The native cost functions as Python sees them: the papers' numbers, exact bytes, clear errors."""
 
+import ast
+from pathlib import Path
+
 import pytest
 
 from penstock import _native
@@ -67,11 +70,18 @@ def test_the_present_scheme_is_kept_for_less_than_a_tenth():
     assert choose("measured", 2560, 2560, 321, 8, current="factors")["scheme"] == "store"
 
 
+def test_the_list_of_algorithms_and_its_types_say_the_same():
+    stub = ast.parse(Path(_native.__file__).with_name("_native.pyi").read_text())
+    (names,) = (
+        ast.literal_eval(node.value.slice)
+        for node in stub.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_Algorithm"
+    )
+    assert names == _native.ALGORITHMS == ("store", *_native.COLLECTIVES)
+
+
 def test_bytes_of_each_algorithm_on_four_ranks():
-    found = {
-        name: _native.allreduce_cost(name, 1000, 4, 4, 1, GIGABIT)
-        for name in ("store", "central", "tree", "ring", "butterfly")
-    }
+    found = {name: _native.allreduce_cost(name, 1000, 4, 4, 1, GIGABIT) for name in _native.ALGORITHMS}
     assert found["store"]["sent"] == [12000, 4000, 4000, 4000]
     assert found["tree"]["received"] == [8000, 4000, 8000, 4000]
     assert found["ring"]["sent"] == found["butterfly"]["received"] == [6000] * 4
