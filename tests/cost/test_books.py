@@ -10,7 +10,7 @@ TENSOR = ("w", 0, "f32", 1 << 20, "store")
 RING = ("r", 0, "f32", 1 << 20, "ring")
 
 
-def engine(slice_bytes=0, lanes=2):
+def engine(slice_bytes=0, lanes=2, all_lanes=False):
     """It has not met the other rank, and need not: books are the same on all ranks."""
     return Engine(
         rank=0,
@@ -21,7 +21,7 @@ def engine(slice_bytes=0, lanes=2):
         job_id=bytes(16),
         slice_bytes=slice_bytes,
         lanes=lanes,
-        all_lanes=False,
+        all_lanes=all_lanes,
         window_bytes=0,
         priority=True,
         operation_timeout_s=5.0,
@@ -57,6 +57,14 @@ def test_what_is_said_of_a_book_is_how_it_was_cut():
         assert lanes == set(range(slicing[2]))
         owners = {owner for slices in here.placement(book) for _, _, owner, _ in slices}
         assert owners == {0, 1}
+
+
+def test_lanes_that_are_set_are_all_used_even_where_no_rate_is_known():
+    for all_lanes, used in ((True, 4), (False, 1)):  # a gigabit is assumed
+        here = engine(lanes=4, all_lanes=all_lanes)
+        assert here.slicing()[2] == used
+        placed = here.placement(here.open_book("book", ["layer"], [TENSOR]))
+        assert {lane for slices in placed for *_, lane in slices} == set(range(used))
 
 
 def test_a_size_that_is_set_is_that_of_all_slices():
