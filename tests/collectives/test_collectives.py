@@ -10,6 +10,7 @@ from job_processes import run, run_well
 
 import penstock as ps
 import penstock.job
+from penstock._native import ALGORITHMS
 from penstock.buffers import view
 
 LENGTHS = (0, 1, 13, 4096, 70_001, 400_003)
@@ -83,7 +84,7 @@ def algorithms(rank, size):
     assert (fast, slow) == ("ring", "store")
     with pytest.raises(ps.ConfigError, match="bytes_per_s"):
         engine.set_rates((0.0, 1.0, 1.0, 1.0, 0.0))
-    for algorithm in (None, "store", "central", "tree", "ring", "butterfly"):
+    for algorithm in (None, *ALGORITHMS):
         taken, slices = engine.allreduce_plan(400_003, "f32", size, algorithm)
         assert taken == (algorithm or "store") and slices > 1
         for length in LENGTHS:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd import graph as autograd_graph
 
+from penstock.coordinator import Placed
 from penstock.errors import ConfigError
 from penstock.lossy import DGC, LossyScheme
 from penstock.torch.adam import FactorsToOwner
@@ -123,6 +124,11 @@ class Gradients:
         self.synchronous = False  # gradients are final when backward returns
         self._task = -1  # the autograd graph task seen last
         self._unswapped = [slot for slot in slots if not slot.swappable]
+
+    def placements(self) -> dict[str, list[Placed]]:
+        """By parameter, where the slices of its gradient live, as the engine's book says."""
+        placed = self.engine.placement(self.id)
+        return {slot.name: [Placed(*slice_) for slice_ in placed[slot.index]] for slot in self.slots}
 
     # In
 
