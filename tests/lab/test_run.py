@@ -12,6 +12,7 @@ from lab.cluster import Cluster, Unavailable, need
 from lab.peers import Missing
 
 ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 900  # a minute where nothing else runs
 SCENARIO = """
 title = "small"
 network = "cifar10-quick"
@@ -42,7 +43,7 @@ def run(tmp_path, text):
     file = tmp_path / "small.toml"
     file.write_text(text)
     command = [sys.executable, "-m", "lab", "run", str(file), "--output", str(tmp_path), "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     return done, {line["system"]: line for line in lines}
 
