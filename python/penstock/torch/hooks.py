@@ -36,6 +36,7 @@ from penstock.torch.lossy import Lossy
 from penstock.torch.memory import lent_to
 from penstock.torch.onebit import OneBitGather
 from penstock.torch.pairs import EmbeddingPairs
+from penstock.torch.rebuild import Rebuilds
 from penstock.torch.safety import defer, restore
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ class Gradients:
             ],
         )
         self.lent = lent_to(engine)
+        self.rebuilds = Rebuilds(self)
         self.step = 0
         self.rounds = 0  # synchronising backwards so far; the running one included
         self.closed = 0  # those of them whose absences have been announced
