@@ -126,7 +126,7 @@ class Gathering:
 
     def __init__(self, size):
         self.blobs = [b""] * size
-        self.barrier = threading.Barrier(size, timeout=10)
+        self.barrier = threading.Barrier(size, timeout=120)
 
     def of(self, rank):
         def gather(what, blob):

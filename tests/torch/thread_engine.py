@@ -27,7 +27,7 @@ TYPES = {
     "bf16": torch.bfloat16,
     "bytes": torch.uint8,
 }
-WAIT_S = 20.0
+WAIT_S = 120.0  # what takes longer hangs; another rank may be compiling on a busy machine
 
 
 @dataclass
