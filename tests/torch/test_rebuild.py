@@ -12,7 +12,7 @@ from penstock.errors import PeerLost
 from penstock.torch import background, distribute
 from penstock.torch.rebuild import Rebuilds
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def until(engine, condition):
@@ -107,11 +107,10 @@ class Look:
     def __init__(self):
         self.turn = background.Turn()
         self.done = threading.Event()
-        self.flushes = self.threads = None
+        self.flushes = None
 
     def work(self):
         self.flushes = background._flushes_denormals()
-        self.threads = torch.get_num_threads()
         self.done.set()
         return False
 
@@ -127,7 +126,5 @@ def test_the_background_computes_as_the_program_does(thread, flushes):
         thread.give(look)
         assert look.done.wait(PATIENCE_S)
         assert look.flushes is flushes
-        if thread is background.REBUILDS:
-            assert look.threads == torch.get_num_threads()
     finally:
         torch.set_flush_denormal(False)
