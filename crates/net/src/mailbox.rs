@@ -35,8 +35,8 @@ pub(crate) enum Command {
     Leave,
     /// A connection has come about.
     Connected { peer: Rank, stream: std::net::TcpStream },
-    /// What the line does in each direction, in bytes per second.
-    LineRate(f64),
+    /// The line rate is known, or it is another one: bind the connections to it.
+    LineRate,
     /// Say goodbye to each peer once it has everything.
     Goodbye,
     /// The job has failed: tell the peers, and do nothing else any more.
