@@ -14,7 +14,7 @@ export CARGO_TARGET_DIR := $(CURDIR)/target
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test test-rust test-python test-long test-failures fuzz bench-wire bench-priority bench-overhead bench-allreduce lab-peers lint format lock clean
+.PHONY: help venv build demo test test-rust test-python test-long test-failures test-delays fuzz bench-wire bench-priority bench-overhead bench-allreduce lab-peers lint format lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,10 @@ test-long: build ## The combinations that `make test` leaves out
 
 test-failures: build ## Kill, freeze or break a rank in 50 seeded runs, and print what became of each
 	$(BIN)/python tests/failure/many_runs.py $(ARGS)
+
+SEEDS ?= 60
+test-delays: ## Run the Rust tests of threads and sockets with threads delayed at random, SEEDS runs of each
+	$(PYTHON) tests/delays/many_seeds.py --seeds $(SEEDS) $(ARGS)
 
 CASES ?= 200000
 fuzz: ## Feed random bytes and frames to everything that parses them, CASES of each

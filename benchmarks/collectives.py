@@ -25,10 +25,10 @@ from typing import Any
 
 from lab.cluster import BURST_BYTES_MIN, BURST_S, Cluster, Unavailable
 from lab.records import ROOT, note, publish, wait_for_quiet
+from penstock._native import ALGORITHMS
 from penstock.measure.plots import COLOURS
 
 FOLDER = ROOT / "docs" / "benchmarks" / "collectives"
-ALGORITHMS = ("store", "central", "tree", "ring", "butterfly")
 PORT = 29511  # of a network that nobody else is in
 LIMIT_S = 600.0
 GOAL = 0.15  # between prediction and median

@@ -39,7 +39,7 @@ NAMESPACES = Path("/run/netns")
 # `ip netns exec` shows each file of /etc/netns/NAMESPACE/ to the process as the file of that name in /etc.
 FILES = Path("/etc/netns")
 END_S = 5.0
-READY_S = 5.0
+READY_S = 30.0  # a busy machine takes seconds
 POLL_S = 0.01
 
 # What a bucket holds, and so what passes at line speed after a pause: 1 ms of the rate, for timers that fire late on a

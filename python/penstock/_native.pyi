@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from typing import Literal, TypedDict, final, type_check_only
 
 __all__ = [
+    "ALGORITHMS",
+    "COLLECTIVES",
     "Call",
     "Engine",
     "allreduce_cost",
     "best_algorithm",
     "best_scheme",
-    "slices",
     "step_times",
     "summing_rate",
 ]
@@ -24,6 +25,13 @@ __all__ = [
 _Op = Literal["average", "sum", "copy", "min", "max"]
 _Scheme = Literal["store", "central", "tree", "ring", "butterfly", "gather"]
 _Algorithm = Literal["store", "central", "tree", "ring", "butterfly"]
+
+ALGORITHMS: tuple[_Algorithm, ...]
+"""Of an exact allreduce; all that there are, the store first."""
+
+COLLECTIVES: tuple[_Algorithm, ...]
+"""Those of them that are not the store."""
+
 _Tensor = (
     tuple[str, int, str, int] | tuple[str, int, str, int, _Scheme] | tuple[str, int, str, int, Literal["store"], str]
 )
@@ -121,6 +129,7 @@ def best_scheme(
     workers: int,
     servers: int,
     slice_bytes: int,
+    collective_slice_bytes: int,
     rates: _Rates,
     allowed: list[str],
     current: str | None = None,
@@ -128,7 +137,8 @@ def best_scheme(
     """The best scheme for a layer by policy ``paper`` or ``measured``.
 
     ``shape`` is (outputs, inputs) of a linear layer, (vocabulary, width) of an embedding, ignored for others. ``elems``
-    counts all of the layer's tensors. ``rows`` are K by worker, or empty. ``rates`` are bytes per second, latency in
+    counts all of the layer's tensors. ``rows`` are K by worker, or empty. Slices have two sizes, of the store and
+    of collectives. ``rates`` are bytes per second, latency in
     seconds, bytes summed per second, floating point operations of a matrix product per second, seconds of work for an
     exchange of rows.
     """
@@ -146,11 +156,6 @@ def step_times(layers: list[tuple[float, float, float]]) -> StepTimes:
 
 def summing_rate() -> float:
     """Bytes of fp32 that one thread of this process adds to a sum per second; measured, in about a millisecond."""
-
-def slices(
-    tensors: list[tuple[str, str, int]], ranks: int, slice_bytes: int, lanes: int
-) -> list[list[tuple[int, int, int, int]]]:
-    """By tensor (name, dtype, elements), its slices in a book of these tensors: offset, bytes, owner, lane."""
 
 @final
 class Engine:
@@ -292,8 +297,18 @@ class Engine:
     def form_group(self, group: int, members: list[int]) -> None:
         """Form a group for calls, from 1 on; all members must form it with the same number and order of ranks."""
 
-    def slicing(self) -> tuple[int, int]:
-        """Largest slice of the store in bytes, and how many lanes carry slices, in the next book that is opened."""
+    def slicing(self, book: int | None = None) -> tuple[int, int, int]:
+        """Largest slice of the store and of collectives in bytes, and how many lanes carry slices.
+
+        Of a book that is open, or of the next exact one that is opened.
+        """
+
+    def placement(self, book: int) -> list[list[tuple[int, int, int, int]]]:
+        """By tensor of a book, its slices: bytes from its start, bytes, owner, lane.
+
+        Of a collective the owner is the rank that comes first in its plan. A gathered tensor has one slice, which says
+        nothing but its lane.
+        """
 
     def set_rates(self, rates: _Rates) -> None:
         """Set what the choice of an algorithm assumes, from the next call on; see `best_scheme`.

@@ -71,7 +71,6 @@ Every result is compared bit for bit. Other options of the job are read from PEN
 
 WORKERS_MAX = 64
 RANKS_MAX = 4096  # as in crates/core/src/limits.rs
-ALGORITHMS = ("store", "central", "tree", "ring", "butterfly", "auto")
 NBYTES_MAX = 1 << 30
 DEFAULT_BATCH = 32
 DEFAULT_GFLOPS = 50.0
@@ -475,8 +474,12 @@ def _list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 
 def _algorithm(text: str) -> str:
-    if text not in ALGORITHMS:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(ALGORITHMS)}")
+    from penstock._native import ALGORITHMS
+    from penstock.measure.allreduce import AUTOMATIC
+
+    names = (*ALGORITHMS, AUTOMATIC)
+    if text not in names:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
     return text
 
 

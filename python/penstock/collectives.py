@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from penstock import job
 from penstock.buffers import DTYPES, Buffer, view
@@ -28,6 +28,7 @@ from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock._native import Call, Engine
+    from penstock._native import _Algorithm as Algorithm
 
 __all__ = [
     "Future",
@@ -46,11 +47,8 @@ __all__ = [
     "send",
 ]
 
-Algorithm = Literal["store", "central", "tree", "ring", "butterfly"]
-
 TAG_MAX = 2**32 - 1
 OPS = ("sum", "average", "min", "max")
-ALGORITHMS = ("store", "central", "tree", "ring", "butterfly")
 
 
 class Future:
@@ -120,9 +118,12 @@ class Group:
         self, tensor: Any, op: str = "sum", *, algorithm: Algorithm | None = None, async_: bool = False
     ) -> Future | None:
         """See `penstock.allreduce`."""
-        if algorithm is not None and algorithm not in ALGORITHMS:
-            names = ", ".join(ALGORITHMS)
-            raise ConfigError(f"penstock.allreduce: unknown algorithm {algorithm!r}; the algorithms are {names}")
+        if algorithm is not None:
+            from penstock._native import ALGORITHMS
+
+            if algorithm not in ALGORITHMS:
+                names = ", ".join(ALGORITHMS)
+                raise ConfigError(f"penstock.allreduce: unknown algorithm {algorithm!r}; the algorithms are {names}")
         memory = view(tensor, "allreduce", written=True)
         return self._call("allreduce", 0, [memory], [memory], op=op, algorithm=algorithm, async_=async_)
 

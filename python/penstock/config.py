@@ -60,7 +60,7 @@ class Options:
         slice_bytes: Largest slice of a gradient, in bytes: smaller reacts faster, larger costs less per byte. ``None``
             or ``"auto"``: 64 to 512 KiB, by the line rate and the number of ranks.
         lanes: Threads that move data, each with one connection per peer. ``None`` or ``"auto"``: by rank 0's cores, and
-            slices use no more of them than the line rate needs.
+            slices use no more of them than the line rate needs. A number: slices use all of them, whatever the rate.
         window_bytes: Bytes pushed to one owner and not answered yet. ``None`` or ``"auto"``: 1 to 8 MiB, by job size.
         congestion_control: TCP's, on our connections: a name that the kernel allows, ``"system"``, or ``"auto"``: the
             system's unless that is ``bbr``, whose pauses stall all ranks; then ``cubic`` or ``reno``.

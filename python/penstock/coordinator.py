@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock._native import Choice
     from penstock.explanation import Explanation
 
-__all__ = ["COLLECTIVES", "EXACT_GATHERS", "LOSSY", "POLICIES", "Cluster", "Coordinator", "Placed", "Rates"]
+__all__ = ["EXACT_GATHERS", "LOSSY", "POLICIES", "Cluster", "Coordinator", "Placed", "Rates"]
 
 EXACT_GATHERS = ("factors", "pairs")
 """What may be chosen besides the store."""
@@ -35,12 +35,6 @@ LOSSY = {
     "fp16": "rounded to fp16 on the wire, summed in fp32",
 }
 """What is never chosen, only given, and what is lost."""
-
-COLLECTIVES = ("central", "tree", "ring", "butterfly")
-"""Exact, but never chosen: they send as many bytes as the store or more, in as many steps or more."""
-
-COLLECTIVE_SLICE_BYTES = 512 * 1024
-"""Of their slices, if nobody set the size (crates/core/src/slicing.rs)."""
 
 
 @dataclass(frozen=True)
@@ -78,18 +72,24 @@ class Cluster:
     Attributes:
         n_worker: Workers: P1.
         n_server: Shards of the store, held by the first so many workers: P2.
-        slice_bytes: Largest slice.
-        lanes: Lanes of each process.
+        slice_bytes: Largest slice of the store.
+        collective_slice_bytes: Largest slice of layers that travel by a collective.
+        lanes: Lanes that carry slices.
     """
 
     n_worker: int
     n_server: int
     slice_bytes: int = 512 * 1024
+    collective_slice_bytes: int = 512 * 1024
     lanes: int = 1
 
 
 class Placed(NamedTuple):
-    """Where one slice of a tensor lives: bytes from its start, length, the rank that sums it, its lane."""
+    """Where one slice of a tensor lives: bytes from its start, length, the rank that sums it, its lane.
+
+    Of a collective (central, tree, ring, butterfly) the owner is the rank that comes first in its plan: the root, or
+    whoever begins.
+    """
 
     offset_bytes: int
     len_bytes: int
@@ -109,6 +109,8 @@ class Coordinator:
         allowed: What may be chosen besides the store.
         fixed: By layer, schemes that are given and not chosen.
         lossy: By layer, lossy schemes, which are always given.
+        placements: Gives by tensor where its slices live, as the engine's book says. Without, no tensor lives anywhere
+            yet, and `query` says so.
 
     Raises:
         ConfigError: There is no such policy, or a fact is out of bounds.
@@ -132,6 +134,7 @@ class Coordinator:
         allowed: Sequence[str] = EXACT_GATHERS,
         fixed: Mapping[str, str] | None = None,
         lossy: Mapping[str, LossyScheme] | None = None,
+        placements: Callable[[], Mapping[str, Sequence[Placed]]] | None = None,
     ) -> None:
         if policy not in POLICIES:
             raise ConfigError(f"unknown policy {policy!r}: expected one of {', '.join(POLICIES)}")
@@ -148,6 +151,8 @@ class Coordinator:
         if batchsize is not None:
             for layer in network.layers:
                 self._rows[layer.name] = [math.ceil(layer.rows * batchsize)] * cluster.n_worker
+        self._tensors = [tensor.name for layer in network.layers for tensor in layer.tensors]
+        self._placements = placements
         self._placement: dict[str, list[Placed]] | None = None
         self._choices: dict[str, Choice] = {}
         self._decide(first=True)
@@ -268,6 +273,7 @@ class Coordinator:
             workers=self.cluster.n_worker,
             servers=self.cluster.n_server,
             slice_bytes=self.cluster.slice_bytes,
+            collective_slice_bytes=self.cluster.collective_slice_bytes,
             rates=self.rates.native(),
             allowed=list(self.allowed) if layer.why_store is None else [],
             current=None if layer.name in self.lossy else current,  # which it would not know
@@ -276,35 +282,11 @@ class Coordinator:
             self._add_lossy(choice, layer, self.lossy[layer.name])
         elif layer.name in self.fixed:
             given = self.fixed[layer.name]
-            if given in COLLECTIVES:
-                self._add_collective(choice, layer, given)
             reason = f"LOSSY, as given: {LOSSY[given]}" if given in LOSSY else "as given"
             choice["scheme"], choice["code"], choice["reason"] = given, "given", reason
         elif choice["code"] == "dense" and layer.why_store is not None:
             choice["code"], choice["reason"] = "store-only", layer.why_store
         return choice
-
-    def _add_collective(self, choice: Choice, layer: Layer, algorithm: str) -> None:
-        from penstock._native import allreduce_cost
-
-        slices = max(1, -(-layer.elems * layer.elem_bytes // COLLECTIVE_SLICE_BYTES))
-        workers = self.cluster.n_worker
-        cost = allreduce_cost(algorithm, layer.elems, layer.elem_bytes, workers, slices, self.rates.native())
-        store = next(one for one in choice["estimates"] if one["scheme"] == "store")
-        choice["estimates"].append(
-            {
-                **store,
-                "scheme": algorithm,
-                "steps": cost["steps"],
-                "direction_bytes": max(*cost["sent"], *cost["received"]),
-                "node_bytes": max(
-                    sent + received for sent, received in zip(cost["sent"], cost["received"], strict=True)
-                ),
-                "total_bytes": sum(cost["sent"]),
-                "wire_s": cost["seconds"],
-                "rebuild_s": 0.0,
-            }
-        )
 
     def _add_lossy(self, choice: Choice, layer: Layer, scheme: LossyScheme) -> None:
         """Every rank sends its contribution to all others. What packing and summing take is not estimated."""
@@ -356,14 +338,16 @@ class Coordinator:
 
         Args:
             names: ``n_worker``, ``n_server``, ``batchsize`` (samples per worker, `None` while not known), ``policy``,
-                ``rates``, ``slice_bytes``, ``lanes``, ``layers`` (their names); the name of a layer gives its `Layer`,
-                that of a tensor a list of `Placed`: where its slices live.
+                ``rates``, ``slice_bytes``, ``collective_slice_bytes``, ``lanes``, ``layers`` (their names); the name of
+                a layer gives its `Layer`, that of a tensor of a distributed model a list of `Placed`: where the slices
+                of its gradient live whenever it travels whole, and not as rows or shortened.
 
         Returns:
             The value for one name, a tuple for several.
 
         Raises:
-            ConfigError: There is no such fact; the message names the nearest.
+            ConfigError: There is no such fact; the message names the nearest. Or a tensor is asked for, and the model
+                is not distributed.
         """
         if not names:
             raise ConfigError("penstock: query what? n_worker, n_server, batchsize, layers, a layer, a tensor")
@@ -392,24 +376,19 @@ class Coordinator:
             return simple[name]
         if name in self._layers:
             return self._layers[name]
-        placement = self._placed()
-        if name in placement:
-            return placement[name]
-        raise _unknown(f"no fact, layer or tensor {name!r}", name, [*simple, *self._layers, *placement])
+        if name in self._tensors:
+            return self._placed(name)
+        raise _unknown(f"no fact, layer or tensor {name!r}", name, [*simple, *self._layers, *self._tensors])
 
-    def _placed(self) -> dict[str, list[Placed]]:
+    def _placed(self, tensor: str) -> list[Placed]:
         if self._placement is None:
-            from penstock._native import slices
-
-            tensors = [tensor for layer in self.network.layers for tensor in layer.tensors]
-            entries = [(tensor.name, tensor.dtype, tensor.elems) for tensor in tensors]
-            cluster = self.cluster
-            placed = slices(entries, cluster.n_server, cluster.slice_bytes, cluster.lanes)
-            self._placement = {
-                tensor.name: [Placed(*entry) for entry in of_tensor]
-                for tensor, of_tensor in zip(tensors, placed, strict=True)
-            }
-        return self._placement
+            if self._placements is None:
+                raise ConfigError(
+                    f"penstock: {tensor} lives nowhere: tensors are cut and placed by penstock.distribute, when their "
+                    "job runs; ask penstock.coordinator_of(model) after it"
+                )
+            self._placement = {name: list(placed) for name, placed in self._placements().items()}
+        return self._placement[tensor]
 
     def _layer(self, name: str) -> Layer:
         if name not in self._layers:

@@ -36,6 +36,11 @@ class Tensor:
     elems: int
     shape: tuple[int, ...] = ()
 
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return self.elems * DTYPE_BYTES[self.dtype]
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -74,7 +79,7 @@ class Layer:
     @property
     def nbytes(self) -> int:
         """Bytes of its gradient."""
-        return sum(tensor.elems * DTYPE_BYTES[tensor.dtype] for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True)

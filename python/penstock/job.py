@@ -302,7 +302,7 @@ def _start(launch: Launch, board: Board | None = None) -> Job:
         if job.world_size > 1 and job.options.line_rate_mbit != 0.0:
             engine.set_rates(job.rates.native())
             if job.rank == 0:
-                slice_bytes, slicing_lanes = engine.slicing()
+                slice_bytes, _, slicing_lanes = engine.slicing()
                 _log.info("slices of up to %d KiB on %d of %d lanes", slice_bytes >> 10, slicing_lanes, agreement.lanes)
     except BaseException as error:  # an interrupt, too: the others wait for this rank
         job.abort(_described(error))

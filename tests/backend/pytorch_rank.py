@@ -64,7 +64,7 @@ def main(backend, rank, size, directory, *arguments):
         init_method=f"file://{directory / 'store'}",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=30),
+        timeout=timedelta(seconds=120),
     )
     for name in and_others(cls, arguments):
         # Below 8 ranks they skip tests of groups of two, for which three are enough.

@@ -11,7 +11,7 @@ import pytest
 
 HERE = Path(__file__).parent
 SIZE = 3
-LIMIT_S = 240
+LIMIT_S = 480
 
 PYTORCH_TESTS = """
 test_Backend_enum_class test_DistributedDataParallelCPU test_DistributedDataParallelCPU_grad_is_view

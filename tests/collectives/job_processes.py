@@ -21,6 +21,15 @@ class Outcome:
     exit_code: int | None = None
 
 
+def barrier(count):
+    """To give to `run`: whoever is past it knows where the others are, which no call of the job tells.
+
+    A rank that has the result of a collective knows that all have begun it, not that they have come back from it; one
+    that then fails may fail them in it.
+    """
+    return multiprocessing.get_context("spawn").Barrier(count, timeout=PATIENCE_S)
+
+
 def _main(pipe, function, rank, count, place, options, arguments):
     import penstock as ps
 

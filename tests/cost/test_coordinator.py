@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from penstock.coordinator import Cluster, Coordinator, Rates
+from penstock.coordinator import Cluster, Coordinator, Placed, Rates
 from penstock.description import Layer, Network, Tensor
 from penstock.errors import ConfigError
 
@@ -34,9 +34,16 @@ def test_query_answers_as_poseidons_does():
     assert book.query("fc").kind == "linear"
     assert book.query("fc").shape == (4096, 4096)
     assert book.query("layers") == ["conv", "fc", "embed", "head"]
-    placed = book.query("fc.weight")
-    assert sum(one.len_bytes for one in placed) == 4096 * 4096 * 4
-    assert {one.owner for one in placed} == set(range(8))
+
+
+def test_a_tensor_lives_where_the_engine_says_and_before_there_is_one_nowhere():
+    with pytest.raises(ConfigError, match=r"fc\.weight lives nowhere: .* penstock\.distribute"):
+        coordinator().query("fc.weight")
+    there = [Placed(0, 4096 * 4096 * 4, 3, 1)]
+    book = coordinator(placements=lambda: {"fc.weight": there})
+    assert book.query("fc.weight", "n_server") == (there, 8)
+    with pytest.raises(ConfigError, match=r"did you mean fc\.weight"):
+        book.query("fc.weigh")
 
 
 def test_an_unknown_name_is_answered_with_the_nearest():
@@ -119,7 +126,7 @@ class Gathering:
 
     def __init__(self, size):
         self.blobs = [b""] * size
-        self.barrier = threading.Barrier(size, timeout=10)
+        self.barrier = threading.Barrier(size, timeout=120)
 
     def of(self, rank):
         def gather(what, blob):

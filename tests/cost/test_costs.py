@@ -1,5 +1,8 @@
 """The native cost functions as Python sees them: the papers' numbers, exact bytes, clear errors."""
 
+import ast
+from pathlib import Path
+
 import pytest
 
 from penstock import _native
@@ -19,6 +22,7 @@ def choose(policy, outputs, inputs, rows, workers, rates=BYTES_ALONE, **changes)
         "workers": workers,
         "servers": workers,
         "slice_bytes": 512 * 1024,
+        "collective_slice_bytes": 512 * 1024,
         "rates": rates,
         "allowed": ["factors", "pairs"],
         **changes,
@@ -66,11 +70,18 @@ def test_the_present_scheme_is_kept_for_less_than_a_tenth():
     assert choose("measured", 2560, 2560, 321, 8, current="factors")["scheme"] == "store"
 
 
+def test_the_list_of_algorithms_and_its_types_say_the_same():
+    stub = ast.parse(Path(_native.__file__).with_name("_native.pyi").read_text())
+    (names,) = (
+        ast.literal_eval(node.value.slice)
+        for node in stub.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_Algorithm"
+    )
+    assert names == _native.ALGORITHMS == ("store", *_native.COLLECTIVES)
+
+
 def test_bytes_of_each_algorithm_on_four_ranks():
-    found = {
-        name: _native.allreduce_cost(name, 1000, 4, 4, 1, GIGABIT)
-        for name in ("store", "central", "tree", "ring", "butterfly")
-    }
+    found = {name: _native.allreduce_cost(name, 1000, 4, 4, 1, GIGABIT) for name in _native.ALGORITHMS}
     assert found["store"]["sent"] == [12000, 4000, 4000, 4000]
     assert found["tree"]["received"] == [8000, 4000, 8000, 4000]
     assert found["ring"]["sent"] == found["butterfly"]["received"] == [6000] * 4
@@ -91,14 +102,6 @@ def test_the_best_algorithm_depends_on_the_size():
     assert _native.best_algorithm(4096, 4, 16, 1, GIGABIT, ["ring"])[0] == "ring"
 
 
-def test_slices_cover_a_tensor_and_are_shared_out():
-    (first, second) = _native.slices([("w", "f32", 1 << 20), ("b", "bf16", 10)], 4, 512 * 1024, 2)
-    assert sum(length for _, length, _, _ in first) == 4 << 20
-    assert {owner for _, _, owner, _ in first} == {0, 1, 2, 3}
-    assert [offset for offset, *_ in first] == sorted(offset for offset, *_ in first)
-    assert second == [(0, 20, second[0][2], second[0][3])]
-
-
 def test_step_times_are_in_order():
     found = _native.step_times([(1.0, 2.0, 0.5), (1.0, 2.0, 100.0)])
     assert found == {"ideal_s": 103.5, "wfbp_s": 104.5, "serial_s": 106.5, "compute_s": 6.0}
@@ -117,7 +120,6 @@ def test_step_times_are_in_order():
         (lambda: _native.allreduce_cost("factors", 1, 4, 2, 1, GIGABIT), "no allreduce"),
         (lambda: _native.allreduce_cost("ring", 1, 4, 0, 1, GIGABIT), "bounds"),
         (lambda: _native.step_times([(-1.0, 0.0, 0.0)]), "negative"),
-        (lambda: _native.slices([("w", "f31", 1)], 1, 4096, 1), "f31"),
     ],
 )
 def test_what_makes_no_sense_is_named(call, word):

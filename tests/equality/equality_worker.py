@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import penstock as ps
 
 # A case takes about a second. One that hangs prints every thread's stack and ends the process.
-CASE_LIMIT_S = 60
+CASE_LIMIT_S = 180
 
 # The second job cuts, orders and carries slices in another way, which must not change a bit of the result.
 FIRST_JOB = {}

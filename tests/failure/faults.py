@@ -14,7 +14,7 @@ from scene import GRACE_S, PEER_TIMEOUT_S, Rank, Ranks, processes_of_session
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": signal.SIGUSR1}
 MOMENT_S_MAX = 0.8
 MOMENT_AT_START_S_MAX = 0.12
-START_LIMIT_S = 4.0
+START_LIMIT_S = 6.0
 """rendezvous_timeout_s where the fault comes while the ranks are still meeting."""
 
 

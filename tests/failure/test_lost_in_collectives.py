@@ -5,7 +5,7 @@ import signal
 import time
 
 import pytest
-from scene import GRACE_S, PEER_TIMEOUT_S, Ranks
+from scene import GRACE_S, PATIENCE_S, PEER_TIMEOUT_S, Ranks
 
 SCHEMES = ["central", "tree", "ring", "butterfly"]
 
@@ -67,9 +67,9 @@ def connected_pair():
         "lanes": 1,
         "window_bytes": 0,
         "priority": True,
-        "operation_timeout_s": 20.0,
-        "peer_timeout_s": 10.0,
-        "handshake_timeout_s": 5.0,
+        "operation_timeout_s": PATIENCE_S,
+        "peer_timeout_s": PATIENCE_S,
+        "handshake_timeout_s": PATIENCE_S,
     }
     engines = [Engine(rank=rank, size=2, **settings) for rank in range(2)]
     books = []

@@ -5,7 +5,7 @@ import struct
 
 import pytest
 from handshakes import HEADER, PUSH, Hello, key_of, prove
-from scene import Ranks
+from scene import PATIENCE_S, Ranks
 
 import penstock as ps
 
@@ -42,9 +42,9 @@ def test_a_member_that_claims_a_wrong_length_ends_the_job_with_a_protocol_error_
         lanes=1,
         window_bytes=0,
         priority=True,
-        operation_timeout_s=20.0,
-        peer_timeout_s=5.0,
-        handshake_timeout_s=5.0,
+        operation_timeout_s=PATIENCE_S,
+        peer_timeout_s=PATIENCE_S,
+        handshake_timeout_s=PATIENCE_S,
     )
     with socket.create_server(("127.0.0.1", 0)) as own:
         engine.connect([("127.0.0.1", engine.port), own.getsockname()])

@@ -294,7 +294,8 @@ MEET = """
 ps.init(line_rate_mbit="off")  # this engine moves no data
 from penstock import job
 import json
-print(json.dumps([ps.rank(), ps.world_size(), job.current().job_id.hex(), job.current().engine.table]))
+line = json.dumps([ps.rank(), ps.world_size(), job.current().job_id.hex(), job.current().engine.table])
+sys.stdout.write(line + "\\n")  # at once: torchrun's workers share a pipe and have no buffers
 """
 
 

@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from meeting import assert_met, free_port, meet
+from meeting import LIMIT_S, assert_met, free_port, meet
 
 import penstock as ps
 from penstock import addresses, rendezvous
@@ -85,7 +85,7 @@ def test_ranks_on_several_machines_know_it(place, monkeypatch):
 def test_a_wrong_secret_is_told_to_every_rank_at_once(place, wrong):
     begin = time.monotonic()
     outcomes = meet(3, rendezvous=place, secret=SECRET, each={wrong: {"secret": OTHER}})
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < LIMIT_S
     for outcome in outcomes:
         assert isinstance(outcome.error, ps.AuthenticationError), outcome
         assert "secret" in str(outcome.error) and "PENSTOCK_SECRET" in str(outcome.error)
@@ -123,17 +123,17 @@ def test_options_that_must_be_equal(place, name, value, shown):
 
 def test_a_rank_that_never_comes_is_named_within_the_limit(place):
     begin = time.monotonic()
-    outcomes = meet(4, rendezvous=place, ranks=[0, 1], rendezvous_timeout_s=2)
-    assert time.monotonic() - begin < 20
+    outcomes = meet(4, rendezvous=place, ranks=[0, 1], rendezvous_timeout_s=4)
+    assert time.monotonic() - begin < LIMIT_S
     for outcome in outcomes:
         assert isinstance(outcome.error, ps.Timeout)
-        assert "ranks 2, 3 of 4 did not arrive within 2 s" in str(outcome.error)
+        assert "ranks 2, 3 of 4 did not arrive within 4 s" in str(outcome.error)
 
 
 def test_rank_0_that_never_comes_is_named_within_the_limit(place):
     begin = time.monotonic()
     (outcome,) = meet(2, rendezvous=place, ranks=[1], rendezvous_timeout_s=1)
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < LIMIT_S
     assert isinstance(outcome.error, ps.Timeout)
     assert outcome.error.rank == 0 and "rank 0" in str(outcome.error)
 
@@ -164,7 +164,7 @@ def test_a_rank_that_is_killed_between_is_named_also_by_those_who_wait_for_rank_
         "publish_failure",
         lambda self, error: None if isinstance(error, Killed) else publish(self, error),  # the dead say nothing
     )
-    limits = {0: {"rendezvous_timeout_s": 1.5}, 1: {"rendezvous_timeout_s": 1.0}}
+    limits = {0: {"rendezvous_timeout_s": 4.0}, 1: {"rendezvous_timeout_s": 3.5}}
     outcomes = meet(3, rendezvous=place, listens={2: die}, each=limits)
     for outcome in outcomes[:2]:
         assert isinstance(outcome.error, ps.Timeout), outcome
@@ -238,7 +238,7 @@ def test_two_processes_of_one_rank_are_noticed_when_the_earlier_one_is_admitted(
 
 
 def test_two_rank_zeros_are_noticed(tmp_path):
-    outcomes = meet(2, rendezvous=f"file://{tmp_path / 'meet'}", ranks=[0, 0], rendezvous_timeout_s=1)
+    outcomes = meet(2, rendezvous=f"file://{tmp_path / 'meet'}", ranks=[0, 0], rendezvous_timeout_s=3)
     assert any("calls itself rank 0" in str(outcome.error) for outcome in outcomes)
 
 
@@ -272,7 +272,7 @@ def test_garbage_at_the_meeting_point_is_a_protocol_error(tmp_path, monkeypatch)
         original(self, key, b"\xff\x00garbage" if "arrival" in key else value)
 
     monkeypatch.setattr(FileBoard, "set", corrupted)
-    outcomes = meet(2, rendezvous=f"file://{tmp_path / 'meet'}", rendezvous_timeout_s=2)
+    outcomes = meet(2, rendezvous=f"file://{tmp_path / 'meet'}", rendezvous_timeout_s=20)
     assert isinstance(outcomes[0].error, ps.ProtocolError)
     assert outcomes[0].error.rank == 1
     assert isinstance(outcomes[1].error, ps.PenstockError)

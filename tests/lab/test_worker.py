@@ -15,7 +15,7 @@ from lab.systems.worker import BadSpec, Job, interface_of
 IDLE = Path(__file__).with_name("idle_system.py")
 SPEC = {"network": "any", "compute_s": 0.0, "warmup": 1}
 ENVIRON = {"LAB_RANK": "1", "LAB_SIZE": "2", "LAB_HOST": "127.0.0.1", "LAB_ROOT": "127.0.0.1", "LAB_PORT": "1"}
-GONE_S = 20.0
+GONE_S = 60.0
 
 
 def idle(folder, **options):
@@ -45,7 +45,7 @@ def test_steps_are_timed_between_their_ends_after_a_lead_in(tmp_path):
         scene.ask({"steps": 2, "lead_in": 0})
         [plain] = scene.replies("steps")
         assert scene.quit() == [0]
-    assert len(told["seconds"]) == 3 and all(0.045 < seconds < 5 for seconds in told["seconds"])
+    assert len(told["seconds"]) == 3 and all(0.045 < seconds < GONE_S for seconds in told["seconds"])
     assert sum(told["seconds"]) == pytest.approx(told["wall"][1] - told["wall"][0])
     assert told["stats"]["lead_in"] == 1
     assert told["stats"]["done"] == 4 and told["stats"]["nested"] == {"twice": [8]}  # of these steps alone
@@ -93,7 +93,7 @@ def test_an_error_is_one_line_with_the_rank(tmp_path, spec, complaint):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=GONE_S,
         check=False,
     )
     assert done.returncode == 1 and done.stdout == ""

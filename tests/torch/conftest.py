@@ -22,9 +22,10 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(autouse=True)
 def arm(request, monkeypatch):
-    """Which engine `ranks.run` uses."""
+    """Which engine `ranks.run` uses: threads or native."""
     monkeypatch.setattr(ranks, "arm", request.param)
     if request.param == "threads":
         # Models under test are tiny: here everything is updated in pieces, with the native engine nothing.
         monkeypatch.setattr(partial, "PIECE_ELEMS", 5)
         monkeypatch.setattr(partial, "CUT_MIN_BYTES", 1)
+    return request.param

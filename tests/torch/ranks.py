@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import torch
-from thread_engine import Hub
+from thread_engine import WAIT_S, Hub
 
 from penstock import job
 from penstock.config import Options
@@ -49,9 +49,9 @@ class NativeHub:
                 lanes=2,
                 window_bytes=0,
                 priority=True,
-                operation_timeout_s=20.0,
-                peer_timeout_s=10.0,
-                handshake_timeout_s=10.0,
+                operation_timeout_s=WAIT_S,
+                peer_timeout_s=WAIT_S,
+                handshake_timeout_s=WAIT_S,
             )
             for rank in range(size)
         ]
@@ -119,7 +119,7 @@ def _run(hub, function, size, world_size, broadcast_buffers):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(2 * WAIT_S)
             assert not thread.is_alive(), "a rank hangs"
     finally:
         job.current = original

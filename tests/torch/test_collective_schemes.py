@@ -5,7 +5,7 @@ from ranks import distance, examples, run, same_everywhere, values
 from scenarios import make_mlp, sgd
 
 import penstock as ps
-from penstock.coordinator import COLLECTIVES
+from penstock._native import COLLECTIVES
 from penstock.errors import ConfigError
 from penstock.torch import distribute
 from penstock.torch.facts import coordinator_of, explain

@@ -7,6 +7,7 @@ import pytest
 import torch
 from ranks import distance, run, same_everywhere, seeded, values
 from scenarios import make_mlp, sgd
+from thread_engine import WAIT_S
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -77,7 +78,7 @@ def by_ddps_hook(hook, rows):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(WAIT_S)
         assert not thread.is_alive(), "gloo hangs"
     return averages
 

@@ -208,6 +208,9 @@ pub struct Book {
     pub owned_slices: Vec<u32>,
     /// Slices of other schemes than the store.
     pub collective_slices: u32,
+    /// How tensors were cut that are not gathered: slices of the store are at most `store_bytes` long in this book, those of
+    /// collectives at most `collective_bytes`.
+    pub slicing: Slicing,
 }
 
 /// Slices end on multiples of this many elements where possible, so that sums run on whole cache lines.
@@ -245,10 +248,12 @@ impl Book {
     ) -> Result<Self, Error> {
         let name = name.into();
         check(&name, &layers, &tensors, ranks, slicing)?;
-        let Slicing { store_bytes, collective_bytes, lanes } = slicing;
+        let (frame_bytes, lanes) = (slicing.store_bytes, slicing.lanes);
         // An owner does not round its own contribution, so with a wire type it shows in the bits where a slice lives, and
         // with that how all others before it were cut.
         let rounded = tensors.iter().any(|tensor| tensor.wire != tensor.dtype);
+        let slicing =
+            if rounded { Slicing { store_bytes: slicing.collective_bytes, ..slicing } } else { slicing };
         let mut book = Self {
             name,
             layers,
@@ -257,13 +262,14 @@ impl Book {
             owned_bytes: vec![0; ranks as usize],
             owned_slices: vec![0; ranks as usize],
             collective_slices: 0,
+            slicing,
         };
         let mut gathered = 0;
         for (id, tensor) in tensors.iter_mut().enumerate() {
             if tensor.scheme == Scheme::Gather {
                 tensor.first_slice = book.slices.len() as u32;
                 tensor.slice_count = 1;
-                let (tensor, len_bytes, lane) = (id as u32, store_bytes as u32, gathered % lanes);
+                let (tensor, len_bytes, lane) = (id as u32, frame_bytes as u32, gathered % lanes);
                 let (owner, at_owner, offset_bytes) = (Rank(0), 0, 0);
                 let wire_bytes = len_bytes;
                 book.slices.push(Slice {
@@ -278,8 +284,8 @@ impl Book {
                 gathered += 1;
                 continue;
             }
-            let free = tensor.scheme == Scheme::STORE && !rounded;
-            let slice_bytes = if free { store_bytes } else { collective_bytes };
+            let slice_bytes =
+                if tensor.scheme == Scheme::STORE { slicing.store_bytes } else { slicing.collective_bytes };
             let elem_bytes = tensor.dtype.size_bytes() as u64;
             let pieces = pieces(tensor.len_bytes(), slice_bytes, ranks);
             if book.slices.len() as u64 + pieces > limits::SLICES_MAX {
@@ -515,11 +521,15 @@ mod tests {
             let of = |tensor| {
                 book.slices_of(tensor).map(|slice| book.slices[slice as usize].len_bytes >> 10).max()
             };
-            (0..count).map(|tensor| of(tensor).unwrap()).collect::<Vec<_>>()
+            let longest = (0..count).map(|tensor| of(tensor).unwrap()).collect::<Vec<_>>();
+            (longest, [book.slicing.store_bytes, book.slicing.collective_bytes].map(|bytes| bytes >> 10))
         };
         let ring = tensor("ring").with_scheme(Scheme::Dense(Algorithm::Ring));
-        assert_eq!(longest(vec![tensor("exact"), ring]), [64, 512]);
-        assert_eq!(longest(vec![tensor("exact"), tensor("half").with_wire(Dtype::Bf16)]), [512, 512]);
+        assert_eq!(longest(vec![tensor("exact"), ring]), (vec![64, 512], [64, 512]));
+        assert_eq!(
+            longest(vec![tensor("exact"), tensor("half").with_wire(Dtype::Bf16)]),
+            (vec![512, 512], [512, 512])
+        );
     }
 
     #[test]

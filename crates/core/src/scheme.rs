@@ -257,6 +257,7 @@ mod tests {
             workers,
             servers: workers,
             slice_bytes: 512 << 10,
+            collective_slice_bytes: 512 << 10,
             rates,
         }
     }
@@ -401,6 +402,20 @@ mod tests {
     }
 
     #[test]
+    fn each_kind_of_slice_has_its_own_size() {
+        let rows = [32; 4];
+        let both = linear(4096, 4096, &rows, Rates::default());
+        let seconds = |facts: &Facts<'_>, scheme| facts.estimate(scheme).unwrap().wire_s;
+        let store = Facts { slice_bytes: 64 << 10, ..both.clone() };
+        let collective = Facts { collective_slice_bytes: 64 << 10, ..both.clone() };
+        let tree = Scheme::Dense(Algorithm::Tree);
+        assert!(seconds(&store, Scheme::STORE) < seconds(&both, Scheme::STORE));
+        assert_eq!(seconds(&store, tree), seconds(&both, tree));
+        assert!(seconds(&collective, tree) < seconds(&both, tree));
+        assert_eq!(seconds(&collective, Scheme::STORE), seconds(&both, Scheme::STORE));
+    }
+
+    #[test]
     fn halves_on_the_wire_are_half_the_bytes_and_never_chosen() {
         let rows = [600; 4];
         let facts = linear(1024, 512, &rows, BYTES_ALONE);
@@ -438,6 +453,7 @@ mod tests {
             (Facts { elems: u64::MAX, ..good.clone() }, "elements"),
             (Facts { elem_bytes: 0, ..good.clone() }, "elements"),
             (Facts { slice_bytes: 0, ..good.clone() }, "slice_bytes"),
+            (Facts { collective_slice_bytes: 0, ..good.clone() }, "collective_slice_bytes"),
             (Facts { kind: Kind::Linear { outputs: u64::MAX, inputs: u64::MAX }, ..good.clone() }, "numbers"),
             (Facts { rates: Rates { latency_s: -1.0, ..good.rates }, ..good.clone() }, "latency_s"),
         ];

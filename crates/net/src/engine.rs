@@ -218,6 +218,15 @@ impl Engine {
         chosen_slicing(&self.inner.config, &guard(&self.inner.agreed).rates)
     }
 
+    /// How the tensors of an open book are cut, and who owns which slice: what all exchanges of that book follow.
+    ///
+    /// # Errors
+    /// `Config` if there is no such book.
+    pub fn layout(&self, book: BookId) -> Result<Arc<Book>, Failure> {
+        self.alive("layout")?;
+        Ok(Arc::clone(&self.book(book)?.book))
+    }
+
     /// Sets each layer's place in the forward pass, from 0. What is queued already keeps its place.
     ///
     /// # Errors

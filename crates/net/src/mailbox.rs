@@ -159,8 +159,12 @@ impl Mailbox {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::failure::Failure;
+    use crate::memory::Pool;
+    use crate::shared::Shared;
     use mio::{Events, Poll, Token};
-    use std::time::Duration;
+    use std::sync::mpsc;
+    use std::time::{Duration, Instant};
 
     /// A mailbox of a lane that sleeps, and the poll it sleeps in.
     fn asleep() -> (Mailbox, Poll) {
@@ -215,5 +219,34 @@ mod tests {
         mailbox.send_held(Command::Leave, 1);
         assert!(!mailbox.try_sleep());
         assert!(!woken(&mut poll));
+    }
+
+    /// Who sees it may drop its engine, which stops the lanes: the peers would hear of no reason.
+    #[test]
+    fn nobody_sees_a_failure_before_it_is_in_the_mailboxes() {
+        const PATIENCE: Duration = Duration::from_secs(30);
+        let (mailbox, _poll) = asleep();
+        let mailbox = Arc::new(mailbox);
+        let shared = Arc::new(Shared::new(Rank(0), 2, 1, Pool::new(0), None));
+        shared.start(vec![Arc::clone(&mailbox)], vec!["a:1".into(), "b:2".into()]).unwrap();
+        // Whoever fails the job gets no further than to this mailbox.
+        let held = mailbox.lock();
+        let failing = std::thread::spawn({
+            let shared = Arc::clone(&shared);
+            move || shared.fail(Failure::config("broken"))
+        });
+        let end = Instant::now() + PATIENCE;
+        while !shared.has_failed() {
+            assert!(Instant::now() < end, "the job never fails");
+            std::thread::yield_now();
+        }
+        let (see, seen) = mpsc::channel();
+        std::thread::spawn(move || see.send(shared.check()));
+        let early = seen.recv_timeout(Duration::from_millis(200));
+        assert!(early.is_err(), "seen while no lane knows of it: {early:?}");
+        drop(held);
+        assert!(seen.recv_timeout(PATIENCE).unwrap().is_err());
+        assert!(matches!(mailbox.lock().commands[..], [Command::Failed { .. }]));
+        failing.join().unwrap();
     }
 }

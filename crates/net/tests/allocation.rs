@@ -7,7 +7,6 @@ use penstock_core::layout::Tensor;
 use penstock_core::{Dtype, Op, Scheme};
 use penstock_net::{Engine, EngineConfig, Part};
 use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::Barrier;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -56,7 +55,7 @@ fn nothing_is_allocated_per_slice() {
 
 fn allocate_nothing_per_slice(scheme: Scheme, wire: Dtype) {
     let engines = support::job_with(RANKS, configure);
-    let barrier = Barrier::new(engines.len());
+    let meeting = support::Meeting::of(engines.len());
     let counts: Vec<usize> = std::thread::scope(|scope| {
         let run = |engine: &Engine| {
             let mut values = vec![1f32; SLICES * SLICE_BYTES / 4];
@@ -65,9 +64,9 @@ fn allocate_nothing_per_slice(scheme: Scheme, wire: Dtype) {
             let book = engine.open_book("book", vec!["layer".into()], vec![tensor]).unwrap();
             let mut fewest = usize::MAX;
             for round in 0..WARM_UP_ROUNDS + 3 {
-                barrier.wait();
+                meeting.wait();
                 let before = ALLOCATIONS.load(Ordering::Relaxed);
-                barrier.wait();
+                meeting.wait();
                 let (address, len_bytes) = (values.as_mut_ptr() as usize, SLICES * SLICE_BYTES);
                 let part = Part {
                     book,
@@ -82,7 +81,7 @@ fn allocate_nothing_per_slice(scheme: Scheme, wire: Dtype) {
                 // SAFETY: `values` stays until the exchange is released.
                 unsafe { engine.submit(part) }.unwrap();
                 engine.wait(book, &[0], true, &mut || false).unwrap();
-                barrier.wait();
+                meeting.wait();
                 if round >= WARM_UP_ROUNDS {
                     fewest = fewest.min(ALLOCATIONS.load(Ordering::Relaxed) - before);
                 }

@@ -7,7 +7,7 @@ use penstock_core::cost::dense::Algorithm;
 use penstock_core::{Dtype, Error, Op, Rank};
 use penstock_net::{CallPart, Engine, Stop};
 use std::time::{Duration, Instant};
-use support::{job, never, on_all};
+use support::{Meeting, job, never, on_all};
 
 const STORE: Action = Action::Allreduce { algorithm: Algorithm::Store };
 
@@ -58,9 +58,11 @@ fn groups_on_both_lanes_sum_and_send() {
 #[test]
 fn a_rank_that_vanishes_in_a_call_is_named() {
     for algorithm in Algorithm::ALL {
+        let all_have_returned = Meeting::of(3);
         on_all(job(3), |engine, rank| {
             let allreduce = Request::Collective(Action::Allreduce { algorithm });
             call(engine, 0, allreduce, Op::Sum, &mut [1.0; 3]).unwrap();
+            all_have_returned.wait();
             if rank == 1 {
                 return; // Dropped without a goodbye.
             }

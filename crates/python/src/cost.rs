@@ -5,9 +5,8 @@ use crate::errors::bad_argument;
 use penstock_core::cost::Rates;
 use penstock_core::cost::dense::Algorithm;
 use penstock_core::cost::overlap::{LayerTime, step_times as limits_of};
-use penstock_core::layout::Tensor;
 use penstock_core::scheme::{self, Estimate, Facts, Kind, Policy, Scheme};
-use penstock_core::{Book, Error, limits};
+use penstock_core::{Error, limits};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
@@ -63,8 +62,8 @@ fn check_message(elems: u64, elem_bytes: u64, workers: u32, slices: u64) -> PyRe
 }
 
 #[pyfunction]
-#[pyo3(signature = (policy, *, kind, shape, elems, elem_bytes, rows, workers, servers, slice_bytes, rates, allowed,
-                    current=None))]
+#[pyo3(signature = (policy, *, kind, shape, elems, elem_bytes, rows, workers, servers, slice_bytes,
+                    collective_slice_bytes, rates, allowed, current=None))]
 #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)] // Keywords in Python.
 pub(crate) fn best_scheme<'py>(
     py: Python<'py>,
@@ -77,6 +76,7 @@ pub(crate) fn best_scheme<'py>(
     workers: u32,
     servers: u32,
     slice_bytes: usize,
+    collective_slice_bytes: usize,
     rates: RatesTuple,
     allowed: Vec<String>,
     current: Option<String>,
@@ -89,6 +89,7 @@ pub(crate) fn best_scheme<'py>(
         workers,
         servers,
         slice_bytes,
+        collective_slice_bytes,
         rates: rates_of(rates)?,
     };
     facts.check().map_err(config)?;
@@ -180,29 +181,4 @@ pub(crate) fn step_times<'py>(py: Python<'py>, layers: Vec<(f64, f64, f64)>) -> 
     dict.set_item("serial_s", found.serial_s)?;
     dict.set_item("compute_s", found.compute_s)?;
     Ok(dict)
-}
-
-/// By tensor, its slices: offset, bytes, owner, lane.
-type SlicesOfTensors = Vec<Vec<(u64, u32, u32, u32)>>;
-
-#[pyfunction]
-pub(crate) fn slices(
-    tensors: Vec<(String, String, u64)>,
-    ranks: u32,
-    slice_bytes: usize,
-    lanes: u32,
-) -> PyResult<SlicesOfTensors> {
-    let tensors = tensors
-        .into_iter()
-        .map(|(name, dtype, elems)| Ok(Tensor::new(name, 0, dtype.parse().map_err(config)?, elems)))
-        .collect::<PyResult<Vec<_>>>()?;
-    let book = Book::new("slices", vec!["all".into()], tensors, ranks, slice_bytes, lanes).map_err(config)?;
-    let of = |tensor: usize| {
-        let range = book.slices_of(tensor as u32);
-        book.slices[range.start as usize..range.end as usize]
-            .iter()
-            .map(|slice| (slice.offset_bytes, slice.len_bytes, slice.owner.0, slice.lane))
-            .collect()
-    };
-    Ok((0..book.tensors.len()).map(of).collect())
 }

@@ -19,6 +19,9 @@ pub(crate) struct Engine {
     pub(crate) engine: penstock_net::Engine,
 }
 
+/// By tensor, its slices: offset, bytes, owner, lane.
+type Placement = Vec<Vec<(u64, u32, u32, u32)>>;
+
 fn seconds(name: &str, value: f64) -> PyResult<Duration> {
     let duration = Duration::try_from_secs_f64(value).ok().filter(|duration| !duration.is_zero());
     duration.ok_or_else(|| bad_argument(format!("{name} is {value}; it must be above 0 seconds")))
@@ -125,9 +128,24 @@ impl Engine {
         self.engine.port()
     }
 
-    fn slicing(&self) -> (usize, u32) {
-        let Slicing { store_bytes, lanes, .. } = self.engine.slicing();
-        (store_bytes, lanes)
+    #[pyo3(signature = (book=None))]
+    fn slicing(&self, book: Option<BookId>) -> PyResult<(usize, usize, u32)> {
+        let slicing = match book {
+            None => self.engine.slicing(),
+            Some(book) => self.engine.layout(book).map_err(raise)?.slicing,
+        };
+        let Slicing { store_bytes, collective_bytes, lanes } = slicing;
+        Ok((store_bytes, collective_bytes, lanes))
+    }
+
+    fn placement(&self, book: BookId) -> PyResult<Placement> {
+        let layout = self.engine.layout(book).map_err(raise)?;
+        let mut placement = vec![Vec::new(); layout.tensors.len()];
+        for slice in &layout.slices {
+            let entry = (slice.offset_bytes, slice.len_bytes, slice.owner.0, slice.lane);
+            placement[slice.tensor as usize].push(entry);
+        }
+        Ok(placement)
     }
 
     #[allow(clippy::needless_pass_by_value)] // Extracted from Python objects, here and below.

@@ -10,10 +10,22 @@ mod report;
 /// `penstock.coordinator` and `penstock.torch`.
 #[pyo3::pymodule]
 mod _native {
+    use penstock_core::cost::dense::Algorithm;
+    use pyo3::prelude::*;
+    use pyo3::types::PyTuple;
+
+    /// The names of algorithms have one list, which is the core's.
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        let names = |of: &[Algorithm]| PyTuple::new(module.py(), of.iter().map(|one| one.name()));
+        module.add("ALGORITHMS", names(&Algorithm::ALL)?)?;
+        module.add("COLLECTIVES", names(&Algorithm::COLLECTIVES)?)
+    }
+
     #[pymodule_export]
     use super::call::Call;
     #[pymodule_export]
-    use super::cost::{allreduce_cost, best_algorithm, best_scheme, slices, step_times, summing_rate};
+    use super::cost::{allreduce_cost, best_algorithm, best_scheme, step_times, summing_rate};
     #[pymodule_export]
     use super::engine::Engine;
 }

@@ -98,20 +98,24 @@ class Processes:
                 del self._running[rank]
 
     def _failure(self) -> WorkerFailed:
-        """The failure that most likely caused the others: a signal, then an error that blames nobody else."""
+        """The failure that most likely caused the others: a signal, then an error that blames nobody else.
+
+        A process leaves its error before its peers can fail of it, but may take longer than they do to end.
+        """
+        left = {rank: self._directory.read_error(rank) for rank in self._ranks}
+        errors = {rank: error for rank, error in left.items() if error is not None}
+        failed = errors.keys() | {rank for rank, code in self._ended.items() if code != 0}
 
         def blame(rank: int) -> tuple[bool, bool, int]:
-            error = self._directory.read_error(rank)
-            return self._ended[rank] > 0, error is not None and error[0] in CONSEQUENCES, rank
+            return self._ended.get(rank, 1) >= 0, rank in errors and errors[rank][0] in CONSEQUENCES, rank
 
-        rank = min((rank for rank, code in self._ended.items() if code != 0), key=blame)
-        code = self._ended[rank]
+        rank = min(failed, key=blame)
+        code = self._ended.get(rank, 1)
         who = "the one-process reference" if rank == REFERENCE else f"worker {rank}"
         if code < 0:
             return WorkerFailed(who, f"was killed by signal {-code} ({_signal_name(-code)})", self._last_words(rank))
-        error = self._directory.read_error(rank)
-        if error is not None:
-            return WorkerFailed(who, f"failed with {error[0]}", error[1])
+        if rank in errors:
+            return WorkerFailed(who, f"failed with {errors[rank][0]}", errors[rank][1])
         return WorkerFailed(who, f"ended with status {code}", self._last_words(rank))
 
     def _last_words(self, rank: int) -> str:

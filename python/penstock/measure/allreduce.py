@@ -25,18 +25,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from penstock.collectives import Algorithm, Group, new_group
+from penstock.collectives import Group, new_group
 from penstock.errors import PenstockError
 from penstock.measure.quick import group_rates, interface_of
 
 if TYPE_CHECKING:
+    from penstock._native import _Algorithm as Algorithm
     from penstock.coordinator import Rates
     from penstock.job import Job
 
-__all__ = ["ALGORITHMS", "AUTOMATIC", "SIZES", "allreduce", "best_seconds", "lines", "percentile", "table"]
+__all__ = ["AUTOMATIC", "SIZES", "allreduce", "best_seconds", "lines", "percentile", "table"]
 
 AUTOMATIC = "auto"
-ALGORITHMS = ("store", "central", "tree", "ring", "butterfly")
 SIZES = (4_000, 1_000_000, 53_000_000)
 """Bytes; the last one is the study's message."""
 RATE_SECONDS = 0.1
@@ -177,8 +177,8 @@ def _agreed_rounds(group_of_all: Group, seconds_of_one: float, seconds: float) -
 def allreduce(
     job: Job,
     workers: Sequence[int],
-    sizes: Sequence[int] = SIZES,
-    algorithms: Sequence[str] = (*ALGORITHMS, AUTOMATIC),
+    sizes: Sequence[int],
+    algorithms: Sequence[str],
     seconds: float = 3.0,
     seed: int = 0,
 ) -> dict[str, Any]:

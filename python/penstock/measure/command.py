@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock import job
+from penstock._native import ALGORITHMS
 from penstock.errors import ConfigError, PenstockError
 from penstock.measure import plots
-from penstock.measure.allreduce import ALGORITHMS, AUTOMATIC
+from penstock.measure.allreduce import AUTOMATIC
 from penstock.measure.allreduce import allreduce as measure_allreduce
 from penstock.measure.line_rate import SIZES
 from penstock.measure.line_rate import line_rate as measure_line_rate

@@ -26,11 +26,12 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from penstock.collectives import Algorithm, Future, Group
+from penstock.collectives import Future, Group
 from penstock.coordinator import Rates
 from penstock.measure.links import rounds
 
 if TYPE_CHECKING:
+    from penstock._native import _Algorithm as Algorithm
     from penstock.job import Job
 
 __all__ = ["group_rates", "interface_of", "quick_rates"]

@@ -39,6 +39,7 @@ class FactorsToOwner(LinearFactors):
     """
 
     scheme = "adam"
+    rebuilt = False  # the owner does it before it waits
 
     def __init__(
         self, gradients: Gradients, index: int, layer: Layer, module: nn.Module, slots: Sequence[Slot]

@@ -1,8 +1,9 @@
-"""A thread that applies pieces of updates while the program computes, and whose turn it is.
+"""Threads that work while the program computes, and whose turn it is.
 
-The program's own thread owns the updates; within `Turn` it has them for itself. The rest of the time the background
-thread may take one small unit of work after the other. There is one such thread in a process, begun when it is first
-given something; between steps it holds no model.
+One applies pieces of updates (partial.py), the other makes averages from what the ranks have sent (rebuild.py). The
+program's own thread owns that work; within `Turn` it has it for itself. The rest of the time the background thread may
+take one small unit of work after the other. There is one thread of each kind in a process, begun when it is first given
+something; between steps it holds no model.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Turn", "give"]
+__all__ = ["REBUILDS", "UPDATES", "Background", "Turn"]
 
 TURN_S = 0.1
 """How long the background thread sleeps at most before it asks again whether it is its turn."""
@@ -77,31 +78,53 @@ class Turn:
 
 
 _turns: weakref.WeakSet[Turn] = weakref.WeakSet()
-_given: SimpleQueue[weakref.ref[Worker]] = SimpleQueue()
-_thread: threading.Thread | None = None
 
 
-def give(worker: Worker) -> None:
-    """Let the background thread work on this, among others, until it says that nothing is left."""
-    global _thread
-    if _thread is None:
-        ready = threading.Event()
-        _thread = threading.Thread(target=_run, args=(ready,), name="penstock-updates", daemon=True)
-        _thread.start()
-        # What a thread sets as its number of compute threads is that of all threads that begin later, too.
-        ready.wait(START_S)
-        torch.set_num_threads(torch.get_num_threads())
-    _given.put(weakref.ref(worker))
+class Background:
+    """One thread and what it is to work on.
+
+    Args:
+        name: Of the thread.
+        threads: With how many compute threads its operations run; ``None``: the work itself says so.
+    """
+
+    def __init__(self, name: str, threads: int | None) -> None:
+        self._name = name
+        self._threads = threads
+        self._thread: threading.Thread | None = None
+        self._given: SimpleQueue[tuple[weakref.ref[Worker], bool]] = SimpleQueue()
+
+    def give(self, worker: Worker) -> None:
+        """Work on this, among others, until it says that nothing is left. Called by the program's thread."""
+        if self._thread is None:
+            ready = threading.Event()
+            self._thread = threading.Thread(target=self._run, args=(ready,), name=self._name, daemon=True)
+            self._thread.start()
+            # What a thread sets as its number of compute threads is that of all threads that begin later, too.
+            ready.wait(START_S)
+            torch.set_num_threads(torch.get_num_threads())
+        self._given.put((weakref.ref(worker), _flushes_denormals()))
+
+    def _run(self, ready: threading.Event) -> None:
+        torch.get_num_threads()  # or torch would set it at the first operation
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        ready.set()
+        while True:
+            find, flushes = self._given.get()
+            # A thread's own setting, on which bits depend.
+            torch.set_flush_denormal(flushes)
+            if _one_unit(find):
+                self._given.put((find, flushes))
+
+    def renew(self) -> None:
+        """In a forked child: the thread is not here."""
+        self._thread, self._given = None, SimpleQueue()
 
 
-def _run(ready: threading.Event) -> None:
-    torch.get_num_threads()  # or torch would set it at the first operation
-    torch.set_num_threads(1)  # updates wait for memory, and the program computes meanwhile
-    ready.set()
-    while True:
-        find = _given.get()
-        if _one_unit(find):
-            _given.put(find)
+UPDATES = Background("penstock-updates", threads=1)
+"""Updates wait for memory, not for processors, and the program computes meanwhile."""
+REBUILDS = Background("penstock-rebuilds", threads=None)
 
 
 def _one_unit(find: weakref.ref[Worker]) -> bool:
@@ -119,9 +142,18 @@ def _one_unit(find: weakref.ref[Worker]) -> bool:
     return more() if callable(more) else more
 
 
+def _flushes_denormals() -> bool:
+    """Whether this thread's operations take denormal numbers for zero; `torch.set_flush_denormal` cannot be asked."""
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        return not (_DENORMAL * 1).item()
+
+
+_DENORMAL = torch.tensor(1e-310, dtype=torch.float64)
+
+
 def _after_fork() -> None:
-    global _thread, _given
-    _thread, _given = None, SimpleQueue()
+    for background in (UPDATES, REBUILDS):
+        background.renew()
     for turn in _turns:
         turn.renew()
 

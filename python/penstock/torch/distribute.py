@@ -145,11 +145,12 @@ class Distributed:
             local = replace(local, gather_s=exchange_cost(engine, rank))
         coordinator = Coordinator(
             network_of(self.model, self.why_store, name),
-            Cluster(ranks, ranks, *engine.slicing()),
+            Cluster(ranks, ranks, *engine.slicing(self.gradients.id)),
             policy=options.policy,
             rates=rates,
             fixed={} if automatic else {layer: self._forced[layer] for layer in (*self.gathers, *self._fixed)},
             lossy={layer: gather.options for layer, gather in self.lossy.items()},
+            placements=self.gradients.placements,
         )
         coordinator.agree(engine.all_gather, rank=rank)
         book = f"{name}.facts"

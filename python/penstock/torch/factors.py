@@ -36,6 +36,7 @@ class LinearFactors(Rows):
     """The exchange of one `nn.Linear`; see `penstock.torch.rows`."""
 
     scheme = "factors"
+    rebuilt = True
 
     def __init__(
         self, gradients: Gradients, index: int, layer: Layer, module: nn.Module, slots: Sequence[Slot]

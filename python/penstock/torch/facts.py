@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from penstock import job
-from penstock.coordinator import Cluster, Coordinator
+from penstock.coordinator import Cluster, Coordinator, Placed
 from penstock.errors import ConfigError
 from penstock.torch.choice import network_of
 from penstock.torch.distribute import owner_for
@@ -36,7 +36,10 @@ def coordinator_of(model: nn.Module) -> Coordinator:
     """
     running = job.current("coordinator_of")
     if running.world_size == 1:
-        return Coordinator(network_of(model, {}, type(model).__name__), Cluster(1, 1))
+        network = network_of(model, {}, type(model).__name__)
+        tensors = [tensor for layer in network.layers for tensor in layer.tensors]
+        alone = {tensor.name: [Placed(0, tensor.nbytes, 0, 0)] for tensor in tensors}
+        return Coordinator(network, Cluster(1, 1), placements=lambda: alone)
     owner = owner_for(model)
     if owner is None:
         raise ConfigError("penstock.coordinator_of: the model is not distributed; call penstock.distribute first")

@@ -76,12 +76,14 @@ class Gather(ABC):
         slots: The layer's parameters that travel by it.
         index: The number of its tensor in the book.
         engaged: Whether the layer's gradients travel like this now; otherwise they go through the store.
+        rebuilt: Whether its averages are worth making in the background (rebuild.py).
         rows: Rows of this rank's last contribution, where the scheme sends rows.
         dense_sent: How often this rank had to send the gradient itself.
         dense_reason: Why, the last time.
     """
 
     scheme: str
+    rebuilt = False
 
     def __init__(
         self, gradients: Gradients, index: int, layer: Layer, module: nn.Module, slots: Sequence[Slot]
@@ -100,6 +102,7 @@ class Gather(ABC):
         self.round = -1  # of the last one
         self.pending = 0  # parameters that this backward has come to and that are not submitted, as bits
         self._mine: Tensor | None = None  # the contribution in flight
+        self._threads = 0  # with which this rank computed when it contributed
         self._averages: dict[Slot, Tensor | None] | None = None
         self._bases: list[Tensor | None] = [None] * len(slots)  # set aside while autograd accumulates
         self._why = ""
@@ -219,7 +222,7 @@ class Gather(ABC):
             gradients.id, self.index, blob.data_ptr(), blob.numel(), gradients.step, True, self.only_to
         )
         gradients.lent.tensors[token] = blob
-        self._mine, self._averages = blob, None
+        self._mine, self._averages, self._threads = blob, None, torch.get_num_threads()
         for slot in self.slots:
             slot.token, slot.number = token, self.index
             slot.flying = slot.assigned = True
@@ -228,6 +231,9 @@ class Gather(ABC):
             slot.memory = None
             slot.via = self
             defer(slot)
+        # What was in ``.grad`` before is added when the program asks: until then it may change it.
+        if self.rebuilt and all(slot.grad is None for slot in self.slots):
+            gradients.rebuilds.expect(self)
 
     def taken(self) -> tuple[Contribution, list[Tensor | None]]:
         """What ``.grad`` holds beyond an earlier average, which alone is left there, and a header that names that."""
@@ -298,10 +304,23 @@ class Gather(ABC):
         """
         slot.via = None
         slot.number = slot.index
+        if self.rebuilt:
+            self.gradients.rebuilds.settle(self)
         if self._averages is None:
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 self._averages = self._combined()
         return self._averages.pop(slot)
+
+    def make_averages(self) -> None:
+        """In the background, all contributions being in, what `land` would do."""
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
+        self._averages = self._combined()
+
+    def made(self, slot: Slot) -> Tensor | None:
+        """The average of a parameter's gradient, if it is made, there is one, and it lies in memory as others do."""
+        average = None if self._averages is None else self._averages.get(slot)
+        return average if average is not None and average.layout is torch.strided else None
 
     def _combined(self) -> dict[Slot, Tensor | None]:
         mask, averages = self.summed()

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd import graph as autograd_graph
 
+from penstock.coordinator import Placed
 from penstock.errors import ConfigError
 from penstock.lossy import DGC, LossyScheme
 from penstock.torch.adam import FactorsToOwner
@@ -36,6 +37,7 @@ from penstock.torch.lossy import Lossy
 from penstock.torch.memory import lent_to
 from penstock.torch.onebit import OneBitGather
 from penstock.torch.pairs import EmbeddingPairs
+from penstock.torch.rebuild import Rebuilds
 from penstock.torch.safety import defer, restore
 
 if TYPE_CHECKING:
@@ -113,6 +115,7 @@ class Gradients:
             ],
         )
         self.lent = lent_to(engine)
+        self.rebuilds = Rebuilds(self)
         self.step = 0
         self.rounds = 0  # synchronising backwards so far; the running one included
         self.closed = 0  # those of them whose absences have been announced
@@ -121,6 +124,11 @@ class Gradients:
         self.synchronous = False  # gradients are final when backward returns
         self._task = -1  # the autograd graph task seen last
         self._unswapped = [slot for slot in slots if not slot.swappable]
+
+    def placements(self) -> dict[str, list[Placed]]:
+        """By parameter, where the slices of its gradient live, as the engine's book says."""
+        placed = self.engine.placement(self.id)
+        return {slot.name: [Placed(*slice_) for slice_ in placed[slot.index]] for slot in self.slots}
 
     # In
 

@@ -29,6 +29,7 @@ class EmbeddingPairs(Rows):
     """The exchange of one `nn.Embedding`; see `penstock.torch.rows`."""
 
     scheme = "pairs"
+    rebuilt = True
 
     def __init__(
         self, gradients: Gradients, index: int, layer: Layer, module: nn.Module, slots: Sequence[Slot]

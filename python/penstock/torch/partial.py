@@ -3,12 +3,13 @@
 The program's thread opens them in `step` and closes them when a layer's averages are all in memory. In between, the
 next piece of each may be applied as soon as its part of the average is in: by the background thread while the program
 computes, or by the program's own while it would only wait. Whose turn it is, background.py says; the pieces are the
-same ones in the same order, whoever applies them (pieces.py).
+same ones in the same order, whoever applies them (pieces.py). An average that this rank makes from what the others have
+sent comes all at once, when it is made (rebuild.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class PartialUpdates:
         self._pieces = Pieces(optimizer, PIECE_ELEMS) if separable and elementwise(optimizer) else None
         self._cuts: dict[Slot, Cut] = {}
         self._open: dict[Slot, Cut] = {}  # those of this step
-        self._coming: list[Slot] = []  # those of them whose averages come in part by part, in the order of the forward
+        self._coming: list[Slot] = []  # those of them whose averages come in by themselves, in the order of the forward
         self._clone = True
         self._failure: BaseException | None = None  # of the background
 
@@ -84,13 +85,13 @@ class PartialUpdates:
                     cut = self._cuts[slot] = self._pieces.cut(slot.param)
                 if cut.open(state.get(slot.param, {}), groups[slot.group]):
                     self._open[slot] = cut
-                    if slot.flying and slot.via is None and not slot.absent:
+                    if slot.flying and not slot.absent and (slot.via is None or slot.via.rebuilt):
                         self._coming.append(slot)
 
     def hand_over(self) -> None:
         """Let the background apply what comes in from now on."""
         if self._coming:
-            background.give(self)
+            background.UPDATES.give(self)
 
     def close(self, slots: Iterable[Slot], due: Iterable[tuple[Slot, Tensor]]) -> None:
         """The averages of these parameters are in memory: apply what is left, and end their updates.
@@ -136,7 +137,7 @@ class PartialUpdates:
         if self._run():
             return True
         layers = set(late)
-        parts = [(slot.number, self._open[slot].next_bytes()) for slot in self._coming if slot.layer in layers]
+        parts = self._next_parts(slot for slot in self._coming if slot.layer in layers)
         if not parts:
             return False
         gradients = self._gradients
@@ -150,10 +151,18 @@ class PartialUpdates:
         except BaseException as error:  # noqa: BLE001  raised where the program next asks for an update
             self._failure = error
             return False
-        parts = [(slot.number, self._open[slot].next_bytes()) for slot in self._coming]
-        engine, book = self._gradients.engine, self._gradients.id
+        if not self._coming:
+            return False
+        parts = self._next_parts(self._coming)
+        engine, book, rebuilds = self._gradients.engine, self._gradients.id, self._gradients.rebuilds
+        if not parts:
+            return lambda: rebuilds.wait(BACKGROUND_WAIT_S)
         # Of a job that has failed, or ended, the program's own calls will tell.
-        return (lambda: engine.wait_arrived(book, parts, BACKGROUND_WAIT_S) is not None) if parts else False
+        return lambda: engine.wait_arrived(book, parts, BACKGROUND_WAIT_S) is not None
+
+    def _next_parts(self, slots: Iterable[Slot]) -> list[tuple[int, int]]:
+        """Of averages that the engine writes: how much of each the next piece needs."""
+        return [(slot.number, self._open[slot].next_bytes()) for slot in slots if slot.via is None]
 
     def raise_failure(self) -> None:
         """Raise what the optimizer raised in the background, if it did: its parameters are updated in part."""
@@ -173,10 +182,8 @@ class PartialUpdates:
 
     def _ready(self, elems_max: int) -> list[tuple[Cut, Tensor, int]]:
         """What is in memory of the next pieces, and their gradients; at least one piece if there is one."""
-        gradients = self._gradients
         ready: list[tuple[Cut, Tensor, int]] = []
-        arrived = gradients.engine.arrived(gradients.id, [slot.number for slot in self._coming]) if self._coming else ()
-        for slot, nbytes in zip(self._coming, arrived, strict=True):
+        for slot, grad, nbytes in self._arrived():
             cut = self._open[slot]
             number = 0
             for begin, end in cut.bounds[cut.done :]:
@@ -185,8 +192,20 @@ class PartialUpdates:
                 number += 1
                 elems_max -= end - begin
             if number:
-                assert slot.memory is not None  # it is being written
-                ready.append((cut, slot.memory, number))
+                ready.append((cut, grad, number))
             if elems_max <= 0:
                 break
         return ready
+
+    def _arrived(self) -> Iterator[tuple[Slot, Tensor, int]]:
+        """Of each that is coming in: its average, and how many leading bytes of it are there."""
+        gradients = self._gradients
+        written = [slot for slot in self._coming if slot.via is None]
+        lengths = gradients.engine.arrived(gradients.id, [slot.number for slot in written]) if written else ()
+        arrived = dict(zip(written, lengths, strict=True))
+        for slot in self._coming:
+            if slot.via is None:
+                assert slot.memory is not None  # it is being written
+                yield slot, slot.memory, arrived[slot]
+            elif (made := slot.via.made(slot)) is not None:
+                yield slot, made, made.numel() * made.element_size()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from penstock.coordinator import COLLECTIVES
+from penstock._native import COLLECTIVES
 from penstock.errors import ConfigError
 from penstock.lossy import BY_NAME, DGC, LossyScheme, OneBit, parse
 from penstock.torch.layout import CODES
@@ -41,6 +41,7 @@ __all__ = [
 WIRE_TYPES = {"bf16": "bf16", "fp16": "f16"}
 """Lossy schemes: the store, and fp32 gradients that are rounded on the wire; with the engine's name of that type."""
 SCHEMES = ("store", "factors", "pairs", "adam", *COLLECTIVES, *WIRE_TYPES, *BY_NAME)
+"""Collectives are exact, but never chosen: they send as many bytes as the store or more, in as many steps or more."""
 
 Schemes: TypeAlias = Mapping[str, "str | LossyScheme"]
 """Patterns of layer names, and for each what these layers use, by name or, if it has options, as an object."""

@@ -48,8 +48,10 @@ pub struct Facts<'a> {
     pub workers: u32,
     /// P2: the first so many workers hold a shard each.
     pub servers: u32,
-    /// Largest slice.
+    /// Largest slice of the store.
     pub slice_bytes: usize,
+    /// Largest slice of a collective.
+    pub collective_slice_bytes: usize,
     /// The slowest node's.
     pub rates: Rates,
 }
@@ -96,8 +98,12 @@ impl Facts<'_> {
                 self.workers
             ));
         }
-        if !(limits::SLICE_BYTES_MIN..=limits::SLICE_BYTES_MAX).contains(&self.slice_bytes) {
-            return fail(format!("slice_bytes is {}", self.slice_bytes));
+        for (name, bytes) in
+            [("slice_bytes", self.slice_bytes), ("collective_slice_bytes", self.collective_slice_bytes)]
+        {
+            if !(limits::SLICE_BYTES_MIN..=limits::SLICE_BYTES_MAX).contains(&bytes) {
+                return fail(format!("{name} is {bytes}"));
+            }
         }
         self.rates.wrong().map_or(Ok(()), |name| fail(format!("{name} must be a positive number")))
     }
@@ -167,7 +173,9 @@ impl Facts<'_> {
 
     /// * `wire_bytes`: of a number on the wire. Where slices are cut depends on its bytes in memory.
     fn in_slices(&self, algorithm: Algorithm, wire_bytes: u64) -> (Traffic, f64) {
-        let pieces = layout::pieces(self.elems * self.elem_bytes, self.slice_bytes, self.workers);
+        let slice_bytes =
+            if algorithm == Algorithm::Store { self.slice_bytes } else { self.collective_slice_bytes };
+        let pieces = layout::pieces(self.elems * self.elem_bytes, slice_bytes, self.workers);
         // As above: what is left over of whole turns of owners is made up for by other layers.
         let workers = u64::from(self.workers);
         let slices = if pieces < workers { pieces } else { pieces.next_multiple_of(workers) };

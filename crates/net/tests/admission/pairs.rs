@@ -144,8 +144,10 @@ fn a_second_connection_is_refused_and_the_first_goes_on() {
 
 #[test]
 fn a_peer_that_is_away_is_lost_after_the_dial_timeout() {
-    let (listener, address) = bind();
-    drop(listener);
+    // The port of a connection's near end: nobody listens there, and nobody else gets it while that lives.
+    let (listener, _) = bind();
+    let taken = connect(listener.local_addr().unwrap());
+    let address = taken.local_addr().unwrap();
     let mut config = config(0);
     config.dial_timeout = Duration::from_millis(300);
     let process = Process::start(bind().0, &[address; 2], config.clone());

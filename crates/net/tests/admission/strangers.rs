@@ -133,10 +133,18 @@ fn a_silent_stranger_is_dropped_at_the_deadline() {
         assert!(rest_of(&mut stranger).is_empty());
         assert!(start.elapsed() >= limit, "dropped after {:?}", start.elapsed());
     }
-    // One that was challenged and then says nothing.
-    let mut stranger = connect(address);
-    stranger.write_all(hello.as_bytes()).unwrap();
-    assert_eq!(rest_of(&mut stranger)[0], Status::Ok as u8);
+    // One that was challenged and then says nothing. On a busy machine its hello may come after the deadline, too.
+    let end = Instant::now() + PATIENCE;
+    let heard = loop {
+        let mut stranger = connect(address);
+        let said = stranger.write_all(hello.as_bytes());
+        let heard = rest_of(&mut stranger);
+        if !heard.is_empty() {
+            break heard;
+        }
+        assert!(Instant::now() < end, "never challenged; the last hello: {said:?}");
+    };
+    assert_eq!(heard[0], Status::Ok as u8);
     right.stop();
 }
 

@@ -4,7 +4,52 @@
 #![allow(dead_code)]
 
 use penstock_net::{Engine, EngineConfig};
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
+
+/// How long ranks wait for one another outside the job: longer than anything here takes on a busy machine.
+const MEETING_MAX: Duration = Duration::from_secs(60);
+
+/// Where the ranks of a test meet without a word over the network, as often as they like.
+///
+/// A collective does not do for that: who has returned from it knows that the others have come to it, not that they have
+/// returned. A rank that then fails or vanishes may be heard of in the middle of it, for a failure beats a result that nobody
+/// has looked at.
+pub(crate) struct Meeting {
+    size: usize,
+    /// Ranks that are here, and how often all have met.
+    state: Mutex<(usize, u64)>,
+    all_here: Condvar,
+}
+
+impl Meeting {
+    /// Of so many ranks.
+    pub(crate) fn of(size: usize) -> Self {
+        Self { size, state: Mutex::new((0, 0)), all_here: Condvar::new() }
+    }
+
+    /// Returns when all are here.
+    ///
+    /// # Panics
+    /// If one does not come, because it has panicked for instance: a test must not hang.
+    pub(crate) fn wait(&self) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.0 += 1;
+        let round = state.1;
+        if state.0 == self.size {
+            *state = (0, round + 1);
+            self.all_here.notify_all();
+            return;
+        }
+        let (state, late) = self
+            .all_here
+            .wait_timeout_while(state, MEETING_MAX, |state| state.1 == round)
+            .unwrap_or_else(PoisonError::into_inner);
+        let here = state.0;
+        drop(state);
+        assert!(!late.timed_out(), "only {here} of {} ranks came within {MEETING_MAX:?}", self.size);
+    }
+}
 
 /// Of one rank. A test waits for its timeouts only if it fails.
 pub(crate) fn config(rank: u32, size: u32) -> EngineConfig {

@@ -1,0 +1,133 @@
+"""Averages made in the background, and updates of them: before anybody asks, and with the numbers that a wait gives."""
+
+import threading
+
+import pytest
+import torch
+from ranks import distance, run, same_everywhere, train, values
+from scenarios import sgd
+from test_factors import FACTORS, make_wide, owner_of, wide_loss
+
+from penstock.errors import PeerLost
+from penstock.torch import background, distribute
+from penstock.torch.rebuild import Rebuilds
+
+PATIENCE_S = 20.0
+
+
+def until(engine, condition):
+    """Wait for what a thread beside this one does; whether it has done it."""
+    with engine.hub.changed:
+        return any(condition() or engine.hub.changed.wait(0.01) for _ in range(2000))
+
+
+def early(engine, model):
+    """From now on contributions come in by themselves."""
+    engine.early = {f"factors of {gather.layer.name}" for gather in owner_of(model).gathers.values()}
+
+
+@pytest.mark.fake_only
+def test_averages_and_updates_are_there_before_anybody_asks():
+    def main(rank, engine):
+        model = make_wide()
+        model, optimizer = distribute(model, sgd(model), schemes=FACTORS)
+        for step in range(2):
+            wide_loss(model, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        before = values(model)
+        early(engine, model)
+        wide_loss(model, rank, 2).backward()
+        # Seen past the parameter, which would wait.
+        memory = model[0].weight.untyped_storage()
+        seen = torch.empty(0, dtype=torch.float64).set_(memory, 0, before[0].shape)
+        gathers = owner_of(model).gathers.values()
+        made = until(engine, lambda: all(gather.made(slot) is not None for gather in gathers for slot in gather.slots))
+        optimizer.step()
+        waits = len(engine.waits)
+        updated = until(engine, lambda: not (seen == before[0]).any())
+        return made, updated, len(engine.waits) == waits
+
+    assert run(main, 2) == [(True, True, True)] * 2
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_who_makes_the_averages_shows_in_no_bit(size, monkeypatch):
+    settings = {"make": make_wide, "make_optimizer": sgd, "loss_of": wide_loss, "schemes": FACTORS, "size": size}
+
+    in_background = train(**settings)
+    monkeypatch.setattr(Rebuilds, "expect", lambda self, gather: None)
+    by_the_program = train(**settings)
+    assert same_everywhere([*in_background, *by_the_program])
+
+
+def test_gradients_from_before_count_when_the_program_asks():
+    def main(rank, engine):
+        model = make_wide()
+        model, optimizer = distribute(model, sgd(model), schemes=FACTORS)
+        for step in range(4):
+            wide_loss(model, rank, step).backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return values(model)
+
+    model = make_wide()
+    optimizer = sgd(model)
+    for step in range(4):
+        (sum(wide_loss(model, rank, step) for rank in range(2)) / 2).backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    results = run(main, 2)
+    assert same_everywhere(results)
+    assert distance(results[0], values(model)) <= 1e-12
+
+
+def test_a_lost_rank_is_told_by_the_programs_own_call():
+    def main(rank, engine):
+        model = make_wide()
+        model, optimizer = distribute(model, sgd(model), schemes=FACTORS)
+        wide_loss(model, rank, 0).backward()
+        optimizer.step()
+        if rank == 1:
+            raise ArithmeticError("a bad batch")
+        with pytest.raises(PeerLost):
+            wide_loss(model, rank, 1).backward()
+            optimizer.step()
+            values(model)
+
+    with pytest.raises(ArithmeticError):
+        run(main, 2)
+
+
+class Look:
+    """Work that notes how its thread computes."""
+
+    def __init__(self):
+        self.turn = background.Turn()
+        self.done = threading.Event()
+        self.flushes = self.threads = None
+
+    def work(self):
+        self.flushes = background._flushes_denormals()
+        self.threads = torch.get_num_threads()
+        self.done.set()
+        return False
+
+
+@pytest.mark.fake_only
+@pytest.mark.parametrize("thread", [background.UPDATES, background.REBUILDS], ids=["updates", "rebuilds"])
+@pytest.mark.parametrize("flushes", [True, False])
+def test_the_background_computes_as_the_program_does(thread, flushes):
+    if not torch.set_flush_denormal(flushes):
+        pytest.skip("this processor has no such setting")
+    try:
+        look = Look()
+        thread.give(look)
+        assert look.done.wait(PATIENCE_S)
+        assert look.flushes is flushes
+        if thread is background.REBUILDS:
+            assert look.threads == torch.get_num_threads()
+    finally:
+        torch.set_flush_denormal(False)
