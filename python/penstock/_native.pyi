@@ -75,6 +75,7 @@ class Report(TypedDict):
     busy_other_s: float
     stall_s: float
     pool_bytes: int
+    line_bytes_per_s: float | None
     owned_bytes: list[int]
     books: list[BookReport]
 

@@ -72,7 +72,8 @@ class Options:
         broadcast_buffers: Copy rank 0's buffers (batch norm) to all before every forward, not only at ``distribute``.
         line_rate_mbit: One direction of the slowest interface, in megabits per second: for what is chosen by cost, the
             size of slices, and what connections hold in the kernel. ``None`` or ``"auto"``: measured at the start
-            (under 0.5 s); ``"off"``: not measured, 1000 assumed, and connections left alone.
+            (under 0.5 s); ``"off"``: not measured, 1000 assumed, and connections left alone. What they hold
+            is corrected while running by what gets through.
         policy: How layers' schemes are chosen: ``measured`` by predicted seconds, ``paper`` by Poseidon's Algorithm 1.
 
     Example:

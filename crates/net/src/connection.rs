@@ -84,6 +84,10 @@ pub(crate) struct Connection {
     departing_bytes: usize,
     /// Bytes of the first of `departing` that are written.
     written: usize,
+    /// Bytes written so far.
+    sent_bytes: u64,
+    /// Those of them that had arrived when that was last asked.
+    delivered_bytes: u64,
     /// Bytes read so far.
     pub(crate) received_bytes: u64,
     /// When something was last read.
@@ -120,6 +124,8 @@ impl Connection {
             departing: VecDeque::new(),
             departing_bytes: 0,
             written: 0,
+            sent_bytes: 0,
+            delivered_bytes: 0,
             received_bytes: 0,
             heard: now,
             spoke: now,
@@ -317,6 +323,7 @@ impl Connection {
             // The socket is full and will tell when it is not.
             self.may_write = false;
         }
+        self.sent_bytes += count as u64;
         self.departing_bytes -= count;
         self.written += count;
         while let Some(first) = self.departing.front()
@@ -337,6 +344,13 @@ impl Connection {
     pub(crate) fn cancel_unstarted(&mut self) {
         self.departing.truncate(usize::from(self.written > 0));
         self.departing_bytes = self.departing.iter().map(Departing::len).sum::<usize>() - self.written;
+    }
+
+    /// Bytes that have arrived since the last call, as far as the other end has acknowledged them.
+    pub(crate) fn take_delivered_bytes(&mut self) -> u64 {
+        let delivered_bytes = self.sent_bytes.saturating_sub(self.unacknowledged_bytes() as u64);
+        let before = std::mem::replace(&mut self.delivered_bytes, delivered_bytes);
+        delivered_bytes.saturating_sub(before)
     }
 
     /// Bytes that the kernel has taken and the other end has not acknowledged.

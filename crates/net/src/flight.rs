@@ -5,9 +5,9 @@
 //! urgent slice took 60 to 80 ms. So once the line rate is known, the send buffers of all connections of a host
 //! together hold what the link sends in [`QUEUE_S`].
 //!
-//! All connections get the same, and nothing is adapted while data flows. A bound that followed each
-//! connection's round trips made them unequal, and with them the peers' shares of the link: ResNet-50 at 600 Mbit/s
-//! took 1.13 to 1.24 of T* that way, and 1.01 without any bound.
+//! All connections get the same. The one line rate is corrected while data flows ([`crate::line`]), rarely, and then all are
+//! bound anew. A bound that followed each connection's round trips made them unequal, and with them the peers' shares of
+//! the link: ResNet-50 at 600 Mbit/s took 1.13 to 1.24 of T* that way, and 1.01 without any bound.
 
 use std::io;
 use std::os::fd::BorrowedFd;

@@ -7,6 +7,8 @@
 //! After a failure the node is not used any more: the lane tells its peers why, drops what still comes, and waits for
 //! the end.
 
+mod line;
+
 use crate::admission::Admission;
 use crate::call::Handle;
 use crate::connection::{Connection, Turn};
@@ -68,8 +70,7 @@ pub(crate) struct Lane {
     /// Calls that are not complete, by id.
     calls: BTreeMap<u64, Arc<Handle>>,
     peers: Vec<Peer>,
-    /// What the line does in each direction, once it is known.
-    line_bytes_per_s: Option<f64>,
+    look: line::Look,
     /// Peers whose connection may have something to do.
     work: VecDeque<usize>,
     /// Reused from turn to turn.
@@ -106,7 +107,7 @@ impl Lane {
             peers: (0..config.ranks).map(|_| Peer::default()).collect(),
             node: Node::new(config, RealMemory::new(Arc::clone(&shared.pool))),
             shared,
-            line_bytes_per_s: None,
+            look: line::Look::default(),
             work: VecDeque::new(),
             actions: Vec::new(),
             leaving: false,
@@ -147,7 +148,7 @@ impl Lane {
         let mut commands = Vec::new();
         let tick = TICK_MAX.min(self.peer_timeout / 10).max(Duration::from_millis(5));
         while !self.stopping {
-            self.poll_once(&mut events, tick)?;
+            self.poll_once(&mut events, tick.min(self.until_round_ends()))?;
             self.mailbox.take(&mut commands);
             for command in commands.drain(..) {
                 self.command(command);
@@ -156,6 +157,7 @@ impl Lane {
             if self.now.saturating_duration_since(self.ticked) >= tick {
                 self.tick();
             }
+            self.look_at_line();
             self.say_goodbyes();
         }
         self.flush(&mut events)
@@ -211,7 +213,7 @@ impl Lane {
             Command::Open(book) => return self.open(&book),
             Command::Places { book, places } => return self.node.set_priorities(book, &places),
             Command::Connected { peer, stream } => return self.connected(peer, stream),
-            Command::LineRate(bytes_per_s) => return self.line_rate(bytes_per_s),
+            Command::LineRate => return self.bind_connections(),
             Command::Goodbye => {
                 self.leaving = true;
                 return;
@@ -257,18 +259,6 @@ impl Lane {
         self.act(outcome);
     }
 
-    fn line_rate(&mut self, bytes_per_s: f64) {
-        self.line_bytes_per_s = Some(bytes_per_s);
-        for connection in self.peers.iter().filter_map(|peer| peer.connection.as_ref()) {
-            connection.bind_flight(bytes_per_s, self.connections());
-        }
-    }
-
-    /// How many connections share this host's line.
-    fn connections(&self) -> u32 {
-        (self.peers.len() as u32 - 1) * self.shared.mailboxes().len() as u32
-    }
-
     fn connected(&mut self, peer: Rank, stream: std::net::TcpStream) {
         let opened = Connection::new(stream, self.shared.congestion_control.as_deref(), self.now).and_then(
             |mut connection| {
@@ -283,7 +273,7 @@ impl Lane {
                     connection.depart(abort.clone());
                     self.told = false;
                 }
-                if let Some(bytes_per_s) = self.line_bytes_per_s {
+                if let Some(bytes_per_s) = self.shared.line_bytes_per_s() {
                     connection.bind_flight(bytes_per_s, self.connections());
                 }
                 self.peers[peer.index()].connection = Some(connection);

@@ -17,6 +17,7 @@ mod failure;
 mod flight;
 pub mod handshake;
 mod lane;
+mod line;
 mod mailbox;
 pub mod memory;
 mod report;

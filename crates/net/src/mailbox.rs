@@ -35,8 +35,8 @@ pub(crate) enum Command {
     Leave,
     /// A connection has come about.
     Connected { peer: Rank, stream: std::net::TcpStream },
-    /// What the line does in each direction, in bytes per second.
-    LineRate(f64),
+    /// The line rate is known, or it is another one: bind the connections to it.
+    LineRate,
     /// Say goodbye to each peer once it has everything.
     Goodbye,
     /// The job has failed: tell the peers, and do nothing else any more.
@@ -227,7 +227,7 @@ mod tests {
         const PATIENCE: Duration = Duration::from_secs(30);
         let (mailbox, _poll) = asleep();
         let mailbox = Arc::new(mailbox);
-        let shared = Arc::new(Shared::new(Rank(0), 2, Pool::new(0), None));
+        let shared = Arc::new(Shared::new(Rank(0), 2, 1, Pool::new(0), None));
         shared.start(vec![Arc::clone(&mailbox)], vec!["a:1".into(), "b:2".into()]).unwrap();
         // Whoever fails the job gets no further than to this mailbox.
         let held = mailbox.lock();

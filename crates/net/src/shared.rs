@@ -4,6 +4,7 @@
 
 use crate::accounting::Accounting;
 use crate::failure::{Failure, Stop};
+use crate::line::{Line, Seen};
 use crate::mailbox::{Command, Mailbox};
 use crate::memory::{Chunk, Owner, Pool};
 use penstock_core::node::Counters;
@@ -175,6 +176,7 @@ pub(crate) struct Shared {
     pub(crate) pool: Arc<Pool>,
     /// What connections use, if not the system's; see [`crate::congestion`].
     pub(crate) congestion_control: Option<String>,
+    line: Mutex<Line>,
     state: Mutex<State>,
     changed: Condvar,
     failed: AtomicBool,
@@ -189,7 +191,13 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    pub(crate) fn new(me: Rank, ranks: u32, pool: Arc<Pool>, congestion_control: Option<String>) -> Self {
+    pub(crate) fn new(
+        me: Rank,
+        ranks: u32,
+        lanes: u32,
+        pool: Arc<Pool>,
+        congestion_control: Option<String>,
+    ) -> Self {
         let now = Instant::now();
         let state = State {
             failure: None,
@@ -213,6 +221,7 @@ impl Shared {
             ranks,
             pool,
             congestion_control,
+            line: Mutex::new(Line::new(lanes)),
             state: Mutex::new(state),
             changed: Condvar::new(),
             failed: AtomicBool::new(false),
@@ -268,6 +277,41 @@ impl Shared {
         if awaited.iter().any(|waiting| waiting.load(Ordering::Acquire) > 0) {
             self.notify(state);
         }
+    }
+
+    fn line(&self) -> MutexGuard<'_, Line> {
+        self.line.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What the line does in each direction, in bytes per second, once it is known.
+    pub(crate) fn line_bytes_per_s(&self) -> Option<f64> {
+        self.line().bytes_per_s()
+    }
+
+    /// The line rate was measured or given.
+    pub(crate) fn set_line(&self, bytes_per_s: f64) {
+        self.line().set(bytes_per_s);
+        self.tell_of_line();
+    }
+
+    /// A lane has seen what got through in a round.
+    pub(crate) fn look_at_line(&self, seen: Seen) {
+        let changed = self.line().look(seen);
+        if changed {
+            self.tell_of_line();
+        }
+    }
+
+    /// All lanes bind their connections anew, to the same.
+    fn tell_of_line(&self) {
+        for mailbox in self.mailboxes() {
+            mailbox.send(Command::LineRate);
+        }
+    }
+
+    /// For how long this engine has been there.
+    pub(crate) fn age(&self, now: Instant) -> Duration {
+        now.saturating_duration_since(self.started)
     }
 
     /// Data has moved.

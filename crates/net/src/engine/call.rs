@@ -111,7 +111,7 @@ impl Engine {
     }
 
     /// Sets what the choice of an algorithm assumes, from the next call on, how the tensors of later books are cut, and how
-    /// much the connections hold. All ranks set the same between the same calls.
+    /// much the connections hold, until another line rate is seen. All ranks set the same between the same calls.
     ///
     /// # Errors
     /// `Config` if a rate makes no sense.
@@ -124,9 +124,7 @@ impl Engine {
         agreed.choices.clear();
         agreed.rates = rates;
         drop(agreed);
-        for mailbox in self.inner.shared.mailboxes() {
-            mailbox.send(Command::LineRate(rates.bytes_per_s));
-        }
+        self.inner.shared.set_line(rates.bytes_per_s);
         Ok(())
     }
 

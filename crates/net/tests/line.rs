@@ -1,0 +1,121 @@
+//! The line rate, at the connections: they are bound to what is set, and what gets through corrects it.
+
+#![cfg(target_os = "linux")]
+
+mod support;
+
+use penstock_core::cost::Rates;
+use penstock_core::layout::Tensor;
+use penstock_core::{BookId, Dtype, Op};
+use penstock_net::{Engine, Part};
+use std::os::fd::{BorrowedFd, RawFd};
+use std::time::{Duration, Instant};
+use support::{job_with, never, on_all};
+
+/// A test waits for so long only if it fails.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Two engines. Whoever waits for the other waits longer than a test that fails, so that the test says why.
+fn pair() -> Vec<Engine> {
+    job_with(2, |config| config.operation_timeout = 2 * PATIENCE)
+}
+
+/// One tensor of several slices, so that both lanes have some.
+fn open(engine: &Engine) -> BookId {
+    engine.open_book("g", vec!["a".into()], vec![Tensor::new("a", 0, Dtype::F32, 10_000)]).unwrap()
+}
+
+fn exchange(engine: &Engine, book: BookId) {
+    let values = vec![1.0f32; 10_000];
+    let (address, len_bytes) = (values.as_ptr() as usize, 40_000);
+    let part = Part { book, tensor: 0, address, len_bytes, op: Op::Sum, step: 0, absent: false, more: false };
+    let values = std::mem::ManuallyDrop::new(values);
+    // SAFETY: released below, or leaked if that fails.
+    unsafe { engine.submit(part) }.unwrap();
+    engine.wait(book, &[0], true, &mut never).unwrap();
+    drop(std::mem::ManuallyDrop::into_inner(values));
+}
+
+fn set_line(engine: &Engine, bytes_per_s: f64) {
+    engine.set_rates(Rates { bytes_per_s, ..Rates::default() }).unwrap();
+}
+
+/// The send buffers of this process's ends of the connections to `ports`.
+fn send_buffers(ports: &[u16]) -> Vec<usize> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir("/proc/self/fd").unwrap().flatten() {
+        let Ok(descriptor) = entry.file_name().to_string_lossy().parse::<RawFd>() else { continue };
+        // SAFETY: only asked; one that was closed meanwhile is an error, and one that was opened anew is as good.
+        let socket = unsafe { BorrowedFd::borrow_raw(descriptor) };
+        let socket = socket2::SockRef::from(&socket);
+        let port =
+            |address: std::io::Result<socket2::SockAddr>| address.ok()?.as_socket().map(|at| at.port());
+        // A listener has no peer.
+        let (Some(here), Some(there)) = (port(socket.local_addr()), port(socket.peer_addr())) else {
+            continue;
+        };
+        if (ports.contains(&here) || ports.contains(&there))
+            && let Ok(bytes) = socket.send_buffer_size()
+        {
+            found.push(bytes);
+        }
+    }
+    found
+}
+
+fn await_send_buffers(ports: &[u16], expected: &[usize]) {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let found = send_buffers(ports);
+        if found == expected {
+            return;
+        }
+        assert!(Instant::now() < deadline, "{found:?} instead of {expected:?}");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn every_connection_is_bound_to_the_rate_that_is_set() {
+    let engines = pair();
+    let ports: Vec<u16> = engines.iter().map(Engine::port).collect();
+    on_all(engines, |engine, rank| {
+        let book = open(engine);
+        exchange(engine, book);
+        // 6 ms for 2 connections; each has both its ends here.
+        for (bytes_per_s, bound) in [(75e6, 225_000), (50e6, 150_000)] {
+            engine.all_gather("nobody sends any more", b"", &mut never).unwrap();
+            set_line(engine, bytes_per_s);
+            if rank == 0 {
+                await_send_buffers(&ports, &[bound; 4]);
+            }
+            engine.all_gather("they are bound", b"", &mut never).unwrap();
+        }
+        engine.shutdown(&mut never).unwrap();
+    });
+}
+
+#[test]
+fn a_rate_that_is_far_too_low_is_corrected_by_what_gets_through() {
+    const TOO_LOW_BYTES_PER_S: f64 = 1e5;
+    on_all(pair(), |engine, _| {
+        let rate = || engine.report().unwrap().line_bytes_per_s;
+        let book = open(engine);
+        exchange(engine, book);
+        assert_eq!(rate(), None);
+        set_line(engine, TOO_LOW_BYTES_PER_S);
+        let slicing = engine.slicing();
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            exchange(engine, book);
+            let risen = rate().unwrap() > 1.25 * TOO_LOW_BYTES_PER_S;
+            let all = engine.all_gather("has it risen?", &[u8::from(risen)], &mut never).unwrap();
+            if all.concat() == [1, 1] {
+                break;
+            }
+            assert!(Instant::now() < deadline, "still {:?} bytes/s", rate());
+        }
+        assert_eq!(engine.slicing(), slicing, "what all ranks agreed on stays");
+        engine.shutdown(&mut never).unwrap();
+    });
+}
