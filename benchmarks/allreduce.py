@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from benchmarks.engine_process import EngineProcess, together, wire_up
 from lab.cluster import Cluster, Unavailable
-from lab.records import note, publish, shown, spread, wait_for_quiet
+from lab.records import note, publish, result_arguments, shown, spread, wait_for_quiet
 
 PORT = 29500
 TARGET = 0.9  # of gloo's time
@@ -102,9 +101,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warm", type=int, default=5, help="rounds before those that count")
     parser.add_argument("--slice-kb", type=int, default=512, help="of the book's exchange")
     parser.add_argument("--lanes", type=int, default=1)
-    parser.add_argument("--wait-quiet", type=float, default=0.0, help="seconds to wait for other programs to end")
-    parser.add_argument("--json", action="store_true", help="print JSON lines")
-    parser.add_argument("--json-lines", type=Path, help="append the results to this file")
+    result_arguments(parser)
     return parser.parse_args()
 
 

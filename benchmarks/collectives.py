@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.cluster import BURST_BYTES_MIN, BURST_S, Cluster, Unavailable
-from lab.records import ROOT, note, publish, wait_for_quiet
+from lab.records import ROOT, note, publish, result_arguments, wait_for_quiet
 from penstock._native import ALGORITHMS
 from penstock.measure.plots import COLOURS
 
@@ -212,9 +212,7 @@ def main() -> int:
     run.add_argument("--algorithms", default=",".join(ALGORITHMS))
     run.add_argument("--seconds", type=float, default=4.0, help="for each size")
     run.add_argument("--seed", type=int, default=0)
-    run.add_argument("--wait-quiet", type=float, default=0.0, help="seconds to wait for other programs to end")
-    run.add_argument("--json", action="store_true", help="print JSON lines")
-    run.add_argument("--json-lines", type=Path, help="append the results to this file")
+    result_arguments(run)
     run.set_defaults(command=_run)
     slow_host = commands.add_parser("slow-host")
     slow_host.add_argument("--folder", type=Path, default=FOLDER)

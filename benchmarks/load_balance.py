@@ -20,7 +20,7 @@ from typing import Any
 
 from lab.cluster import Cluster, Unavailable
 from lab.counters import Counters
-from lab.records import ROOT, note, publish
+from lab.records import ROOT, note, publish, result_arguments
 from lab.scenario import Scenario
 from lab.session import Session, SystemFailed
 
@@ -123,8 +123,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--draw", action="store_true", help="only draw")
-    parser.add_argument("--json", action="store_true", help="print JSON lines")
-    parser.add_argument("--json-lines", type=Path, default=LINES, help="append results to it, and draw beside it")
+    result_arguments(parser, lines=LINES, quiet=False)
     return parser.parse_args()
 
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
-from lab.records import ROOT, note, publish, shown, spread, wait_for_quiet
+from lab.records import ROOT, note, publish, result_arguments, shown, spread, wait_for_quiet
 
 CIFAR_SHARE_TARGET = 0.02
 RESNET_MS_TARGET = 4.0
@@ -277,9 +277,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, nargs="*", default=WORKERS, help="of the memory measurement")
     parser.add_argument("--only", choices=("time", "memory"), help="default: both")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--wait-quiet", type=float, default=0.0, help="seconds to wait for other programs to end")
-    parser.add_argument("--json", action="store_true", help="print JSON lines")
-    parser.add_argument("--json-lines", type=Path, help="append the results to this file")
+    result_arguments(parser)
     parser.add_argument("--worker", nargs=4, metavar=("KIND", "RANK", "SIZE", "DIRECTORY"), help=argparse.SUPPRESS)
     return parser.parse_args()
 

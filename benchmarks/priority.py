@@ -17,12 +17,11 @@ import argparse
 import random
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from benchmarks.engine_process import EngineProcess, together, wire_up
 from lab.cluster import Cluster, Host, Unavailable
-from lab.records import note, publish, shown, spread, wait_for_quiet
+from lab.records import note, publish, result_arguments, shown, spread, wait_for_quiet
 
 TARGET_MS = 25.0
 BACKLOG_LAYER_BYTES = 4 << 20
@@ -109,9 +108,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--slice-kb", type=int, default=512)
     parser.add_argument("--lanes", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1, help="of the moments of submission")
-    parser.add_argument("--wait-quiet", type=float, default=0.0, help="seconds to wait for other programs to end")
-    parser.add_argument("--json", action="store_true", help="print JSON lines")
-    parser.add_argument("--json-lines", type=Path, help="append the results to this file")
+    result_arguments(parser)
     return parser.parse_args()
 
 

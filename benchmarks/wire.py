@@ -15,12 +15,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.engine_process import EngineProcess, together, wire_up
 from lab.cluster import Cluster, Host, Unavailable, need
-from lab.records import note, publish, shown, spread, wait_for_quiet
+from lab.records import note, publish, result_arguments, shown, spread, wait_for_quiet
 
 GET_IPERF3 = "install iperf3 (apt-get install iperf3, dnf install iperf3, or https://software.es.net/iperf)"
 ARMS = {"no limit": (None, 0.90), "1 Gbit/s": (1000, 0.97)}
@@ -135,9 +134,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lanes", type=int, default=1)
     parser.add_argument("--arm", choices=[*ARMS], action="append", help="default: all")
     parser.add_argument("--seed", type=int, default=1, help="of the bytes that are copied")
-    parser.add_argument("--wait-quiet", type=float, default=0.0, help="seconds to wait for other programs to end")
-    parser.add_argument("--json", action="store_true", help="print JSON lines")
-    parser.add_argument("--json-lines", type=Path, help="append the results to this file")
+    result_arguments(parser)
     return parser.parse_args()
 
 

@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import penstock as ps
 from lab.networks import NETWORKS
-from lab.records import ROOT, note, publish
+from lab.records import ROOT, note, publish, result_arguments
 
 WORKER_S = 300.0
 OWN_PART = 3.0
@@ -189,8 +188,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--network", choices=sorted(NETWORKS), default="resnet50")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", action="store_true", help="print JSON lines")
-    parser.add_argument("--json-lines", type=Path, help="append the results to this file")
+    result_arguments(parser, quiet=False)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--meeting", help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -5,6 +5,7 @@ No host name and no path is recorded.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -86,6 +87,21 @@ def wait_for_quiet(wait_s: float) -> float:
     if cores > QUIET_CORES:
         note(f"other programs use {cores:.1f} cores and disturb this; --wait-quiet SECONDS waits for their end")
     return round(cores, 2)
+
+
+def result_arguments(parser: argparse.ArgumentParser, *, lines: Path | None = None, quiet: bool = True) -> None:
+    """Add the options that all benchmarks have: what `publish` and, if `quiet`, `wait_for_quiet` are given.
+
+    Args:
+        parser: To which they are added.
+        lines: The file to append to by default.
+        quiet: Whether other programs disturb this benchmark.
+    """
+    if quiet:
+        parser.add_argument("--wait-quiet", type=float, default=0.0, help="seconds to wait for other programs to end")
+    parser.add_argument("--json", action="store_true", help="print JSON lines")
+    recorded = "" if lines is None else " (default: the recorded ones)"
+    parser.add_argument("--json-lines", type=Path, default=lines, help="append the results to this file" + recorded)
 
 
 def publish(record: dict[str, Any], *, benchmark: str, seed: int, as_json: bool, lines: Path | None) -> None:
