@@ -8,21 +8,22 @@
 //!
 //! What it omits: time. `crate::world` has that, for exchanges.
 
-use crate::check::order;
 use crate::memory::{Chunk, RealMemory, SimMemory};
 use crate::random::Random;
-use penstock_core::Scheme;
-use penstock_core::calls::{Action as What, Call, GroupId, Request, Shape, Share, lanes, slices};
+use bits::{ORDERED_ELEMS_MAX, draw_elems, is_plain, numbers, sum, tensor};
+use penstock_core::calls::{Action as What, Call, GroupId, Request, Shape, Share, lanes};
 use penstock_core::cost::dense::Algorithm;
-use penstock_core::cost::part_start;
 use penstock_core::layout::{Dtype, Rank};
-use penstock_core::limits;
-use penstock_core::memory::Memory;
 use penstock_core::node::{Action, Config, Event, Node};
 use penstock_core::wire::{Header, Kind, Op, Outgoing, Place};
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::rc::Rc;
+
+mod bits;
+mod lost;
+
+pub use lost::{Loss, run_with_a_loss};
 
 /// What a run was like.
 #[derive(Debug, Clone, Copy, Default)]
@@ -39,6 +40,7 @@ pub struct Report {
 
 /// One rank's part in a call, and what must come out of it.
 struct Part {
+    rank: Rank,
     call: Call<Chunk>,
     /// By output block.
     expected: Vec<Vec<u8>>,
@@ -76,6 +78,8 @@ struct World {
     parts: Vec<Part>,
     /// By rank.
     programs: Vec<Vec<Program>>,
+    /// It does nothing more, and nothing reaches it.
+    lost: Option<Rank>,
     report: Report,
 }
 
@@ -98,68 +102,6 @@ pub fn run(seed: u64) -> Result<Report, String> {
             world.play()
         })
         .map_err(|error| format!("seed {seed}, {ranks} ranks: {error}"))
-}
-
-/// A length in elements: often one where something changes.
-fn draw_elems(random: &mut Random, elem_bytes: usize) -> usize {
-    let edge = random.pick(&[limits::EAGER_BYTES_MAX, limits::PART_BYTES_MAX, 128 << 10]) / elem_bytes;
-    match random.below(8) {
-        0 => random.pick(&[0, 1, 2, 13]),
-        1 => edge + random.below(3) as usize - 1,
-        2 => random.between(1, 700_000) as usize / elem_bytes,
-        _ => random.magnitude(1, 20_000) as usize,
-    }
-}
-
-fn numbers(random: &mut Random, dtype: Dtype, elems: usize) -> Vec<u8> {
-    let mut number = || random.below(2001) as f64 / 1000.0 - 1.0;
-    match dtype {
-        Dtype::F32 => (0..elems).flat_map(|_| (number() as f32).to_le_bytes()).collect(),
-        Dtype::F64 => (0..elems).flat_map(|_| number().to_le_bytes()).collect(),
-        // Small whole numbers, which have few bits in either half type.
-        Dtype::F16 => (0..elems).flat_map(|_| [0, 0x3c]).collect(),
-        Dtype::Bf16 => (0..elems).flat_map(|_| [0x80, 0x3f]).collect(),
-        _ => {
-            let count = elems * dtype.size_bytes();
-            (0..count.div_ceil(8)).flat_map(|_| random.bits().to_le_bytes()).take(count).collect()
-        }
-    }
-}
-
-fn tensor(bytes: &[u8]) -> Chunk {
-    let chunk = RealMemory::tensor(bytes.len());
-    chunk.write(|memory| memory.copy_from_slice(bytes));
-    chunk
-}
-
-/// Numbers whose sum depends on the order of additions, summed one by one: longer ones take the tests' time.
-const ORDERED_ELEMS_MAX: usize = 4096;
-
-/// Whether a sum is the same in any order, or made in the order of ranks.
-fn is_plain(algorithm: Algorithm, dtype: Dtype) -> bool {
-    matches!(algorithm, Algorithm::Store | Algorithm::Central)
-        || matches!(dtype, Dtype::I64 | Dtype::I32 | Dtype::I16 | Dtype::I8 | Dtype::U8)
-}
-
-/// What an allreduce by this algorithm gives: docs/summation.md for each slice.
-fn sum(algorithm: Algorithm, dtype: Dtype, op: Op, rows: &[Vec<u8>]) -> Vec<u8> {
-    let (p, elem_bytes) = (rows.len() as u32, dtype.size_bytes());
-    if is_plain(algorithm, dtype) {
-        let inputs: Vec<Chunk> = rows.iter().map(|row| tensor(row)).collect();
-        let output = RealMemory::tensor(rows[0].len());
-        RealMemory::default().reduce(dtype, op.reduction(p), &inputs, &output);
-        return output.to_bytes().unwrap_or_default().into_vec();
-    }
-    let elems = (rows[0].len() / elem_bytes) as u64;
-    let count = slices(algorithm, elems, elem_bytes as u64, p);
-    let round = order::Round { scheme: Scheme::Dense(algorithm), dtype, wire: dtype, op, active: p };
-    let start = |slice| part_start(elems, u64::from(count), u64::from(slice)) as usize * elem_bytes;
-    let slice = |number: u32| {
-        let parts: Vec<Option<&[u8]>> =
-            rows.iter().map(|row| Some(&row[start(number)..start(number + 1)])).collect();
-        order::reduce(round, Rank(number % p), &parts).unwrap_or_default()
-    };
-    (0..count).flat_map(slice).collect()
 }
 
 /// One allreduce of every rank, in an order drawn from `seed`.
@@ -221,6 +163,7 @@ impl World {
             links,
             parts: Vec::new(),
             programs,
+            lost: None,
             report: Report::default(),
         })
     }
@@ -396,6 +339,7 @@ impl World {
     ) {
         call.id = self.parts.len() as u64;
         self.parts.push(Part {
+            rank,
             call,
             expected,
             shares: Rc::clone(shares),
@@ -411,10 +355,17 @@ impl World {
     }
 
     fn play(&mut self) -> Result<Report, String> {
+        self.go_on(u64::MAX)?;
+        self.check_end()?;
+        Ok(self.report)
+    }
+
+    /// Lets this much happen, or all there is.
+    fn go_on(&mut self, mut moves: u64) -> Result<(), String> {
         // How eagerly each thing happens, so that some runs are mostly early and others mostly late.
         let weights: Vec<u64> = (0..3).map(|_| self.random.magnitude(1, 64)).collect();
         let mut idle = 0;
-        while idle < 2000 {
+        while idle < 2000 && moves > 0 {
             let draw = self.random.below(weights.iter().sum());
             let moved = if draw < weights[0] {
                 self.begin_something()?
@@ -423,14 +374,18 @@ impl World {
             } else {
                 self.deliver_something()?
             };
+            moves -= u64::from(moved);
             // Chance finds nothing to do now and then; at last everything is looked at.
             idle = if moved { 0 } else { idle + 1 };
             if idle == 1000 && self.do_anything()? {
                 idle = 0;
             }
         }
-        self.check_end()?;
-        Ok(self.report)
+        Ok(())
+    }
+
+    fn is_lost(&self, rank: usize) -> bool {
+        self.lost.is_some_and(|lost| lost.index() == rank)
     }
 
     fn do_anything(&mut self) -> Result<bool, String> {
@@ -456,6 +411,9 @@ impl World {
     }
 
     fn begin(&mut self, rank: usize, program: usize) -> Result<bool, String> {
+        if self.is_lost(rank) {
+            return Ok(false);
+        }
         let next = self.programs[rank].get_mut(program).and_then(VecDeque::pop_front);
         let Some(part) = next else { return Ok(false) };
         let call = self.parts[part].call.clone();
@@ -505,7 +463,7 @@ impl World {
     /// Takes a frame from a node, or writes one that was taken.
     fn write(&mut self, link: usize) -> Result<bool, String> {
         let (from, to) = (link / self.ranks as usize, link % self.ranks as usize);
-        if from == to {
+        if from == to || self.is_lost(from) {
             return Ok(false);
         }
         let waits = self.links[link].writing.len() as u64;
@@ -539,7 +497,11 @@ impl World {
     /// Brings the next header, or its payload.
     fn deliver(&mut self, link: usize) -> Result<bool, String> {
         let (from, to) = (Rank((link / self.ranks as usize) as u32), link % self.ranks as usize);
+        let is_lost = self.is_lost(to);
         let Link { arriving, placed, .. } = &mut self.links[link];
+        if is_lost {
+            return Ok(arriving.pop_front().is_some());
+        }
         let Some((header, _)) = arriving.front() else { return Ok(false) };
         let Some(chunk) = placed.take() else {
             let place = self.nodes[to].place(from, header).map_err(|error| format!("rank {to}: {error}"))?;

@@ -36,6 +36,18 @@ fn run(seeds: impl Iterator<Item = u64>) -> [u64; 3] {
     counts
 }
 
+#[test]
+fn of_a_rank_lost_in_the_middle_of_calls_everybody_who_needs_it_hears() {
+    let mut all = penstock_sim::calls::Loss::default();
+    for seed in 0..JOBS {
+        let loss = penstock_sim::calls::run_with_a_loss(seed).unwrap_or_else(|error| panic!("{error}"));
+        all.complete += loss.complete;
+        all.direct += loss.direct;
+        all.indirect += loss.indirect;
+    }
+    assert!(all.complete > JOBS && all.direct > JOBS && all.indirect > JOBS / 10, "{all:?}");
+}
+
 const OPS: [Op; 4] = [Op::Sum, Op::Average, Op::Min, Op::Max];
 const DTYPES: [Dtype; 9] = [
     Dtype::F32,

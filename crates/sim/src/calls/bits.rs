@@ -1,0 +1,75 @@
+//! What calls are given, and what must come out of them.
+
+use crate::check::order;
+use crate::memory::{Chunk, RealMemory, SimMemory};
+use crate::random::Random;
+use penstock_core::Scheme;
+use penstock_core::calls::slices;
+use penstock_core::cost::dense::Algorithm;
+use penstock_core::cost::part_start;
+use penstock_core::layout::{Dtype, Rank};
+use penstock_core::limits;
+use penstock_core::memory::Memory;
+use penstock_core::wire::Op;
+
+/// A length in elements: often one where something changes.
+pub(super) fn draw_elems(random: &mut Random, elem_bytes: usize) -> usize {
+    let edge = random.pick(&[limits::EAGER_BYTES_MAX, limits::PART_BYTES_MAX, 128 << 10]) / elem_bytes;
+    match random.below(8) {
+        0 => random.pick(&[0, 1, 2, 13]),
+        1 => edge + random.below(3) as usize - 1,
+        2 => random.between(1, 700_000) as usize / elem_bytes,
+        _ => random.magnitude(1, 20_000) as usize,
+    }
+}
+
+pub(super) fn numbers(random: &mut Random, dtype: Dtype, elems: usize) -> Vec<u8> {
+    let mut number = || random.below(2001) as f64 / 1000.0 - 1.0;
+    match dtype {
+        Dtype::F32 => (0..elems).flat_map(|_| (number() as f32).to_le_bytes()).collect(),
+        Dtype::F64 => (0..elems).flat_map(|_| number().to_le_bytes()).collect(),
+        // Small whole numbers, which have few bits in either half type.
+        Dtype::F16 => (0..elems).flat_map(|_| [0, 0x3c]).collect(),
+        Dtype::Bf16 => (0..elems).flat_map(|_| [0x80, 0x3f]).collect(),
+        _ => {
+            let count = elems * dtype.size_bytes();
+            (0..count.div_ceil(8)).flat_map(|_| random.bits().to_le_bytes()).take(count).collect()
+        }
+    }
+}
+
+pub(super) fn tensor(bytes: &[u8]) -> Chunk {
+    let chunk = RealMemory::tensor(bytes.len());
+    chunk.write(|memory| memory.copy_from_slice(bytes));
+    chunk
+}
+
+/// Numbers whose sum depends on the order of additions, summed one by one: longer ones take the tests' time.
+pub(super) const ORDERED_ELEMS_MAX: usize = 4096;
+
+/// Whether a sum is the same in any order, or made in the order of ranks.
+pub(super) fn is_plain(algorithm: Algorithm, dtype: Dtype) -> bool {
+    matches!(algorithm, Algorithm::Store | Algorithm::Central)
+        || matches!(dtype, Dtype::I64 | Dtype::I32 | Dtype::I16 | Dtype::I8 | Dtype::U8)
+}
+
+/// What an allreduce by this algorithm gives: docs/summation.md for each slice.
+pub(super) fn sum(algorithm: Algorithm, dtype: Dtype, op: Op, rows: &[Vec<u8>]) -> Vec<u8> {
+    let (p, elem_bytes) = (rows.len() as u32, dtype.size_bytes());
+    if is_plain(algorithm, dtype) {
+        let inputs: Vec<Chunk> = rows.iter().map(|row| tensor(row)).collect();
+        let output = RealMemory::tensor(rows[0].len());
+        RealMemory::default().reduce(dtype, op.reduction(p), &inputs, &output);
+        return output.to_bytes().unwrap_or_default().into_vec();
+    }
+    let elems = (rows[0].len() / elem_bytes) as u64;
+    let count = slices(algorithm, elems, elem_bytes as u64, p);
+    let round = order::Round { scheme: Scheme::Dense(algorithm), dtype, wire: dtype, op, active: p };
+    let start = |slice| part_start(elems, u64::from(count), u64::from(slice)) as usize * elem_bytes;
+    let slice = |number: u32| {
+        let parts: Vec<Option<&[u8]>> =
+            rows.iter().map(|row| Some(&row[start(number)..start(number + 1)])).collect();
+        order::reduce(round, Rank(number % p), &parts).unwrap_or_default()
+    };
+    (0..count).flat_map(slice).collect()
+}
