@@ -75,6 +75,8 @@ pub(crate) struct Connection {
     pub(crate) may_write: bool,
     /// The system has said that the other end has closed: read to the end even after a short read.
     pub(crate) hung_up: bool,
+    /// The other end has the same address: what goes there does not pass this host's line.
+    pub(crate) is_within_host: bool,
     staging: Box<[u8; STAGING_BYTES]>,
     /// The part of `staging` that is read and not understood yet.
     staged: std::ops::Range<usize>,
@@ -111,6 +113,8 @@ impl Connection {
         if let Some(name) = congestion_control {
             socket.set_tcp_congestion(name.as_bytes())?;
         }
+        let addresses = stream.local_addr().ok().zip(stream.peer_addr().ok());
+        let is_within_host = addresses.is_some_and(|(here, there)| here.ip() == there.ip());
         let stream = TcpStream::from_std(stream);
         Ok(Self {
             _noted: descriptors::register(&stream),
@@ -118,6 +122,7 @@ impl Connection {
             may_read: true,
             may_write: true,
             hung_up: false,
+            is_within_host,
             staging: Box::new([0; STAGING_BYTES]),
             staged: 0..0,
             arriving: None,

@@ -41,7 +41,7 @@ pub(crate) struct TensorState {
     /// Threads that wait for a part of it. Changed and read as `awaited`.
     pub(crate) awaited_in_part: AtomicU32,
     /// Of a tensor that is gathered: what has come of the last submission. Held by one thread at a time: the lane before it
-    /// is complete, the program's after.
+    /// is complete, after that the program's, or one that works beside it.
     pub(crate) gathered: Mutex<Gathered>,
 }
 

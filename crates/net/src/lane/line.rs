@@ -10,8 +10,6 @@ pub(super) struct Look {
     round: u64,
     /// Before the first connection was looked at; `None`: no rate was known.
     began: Option<Instant>,
-    /// None of them could take more.
-    full: bool,
 }
 
 impl Lane {
@@ -29,8 +27,11 @@ impl Lane {
         (self.peers.len() as u32 - 1) * self.shared.mailboxes().len() as u32
     }
 
-    /// How long the lane may sleep: rounds end at the same time on all lanes.
+    /// How long the lane may sleep: rounds end at the same time on all lanes. After a failure nobody looks any more.
     pub(super) fn until_round_ends(&self) -> Duration {
+        if self.failed.is_some() {
+            return Duration::MAX;
+        }
         let ends = ROUND * u32::try_from(self.look.round + 1).unwrap_or(u32::MAX);
         ends.saturating_sub(self.shared.age(self.now))
     }
@@ -46,22 +47,25 @@ impl Lane {
             return;
         }
         let began = Instant::now();
-        let (mut delivered_bytes, mut full, mut any) = (0, true, false);
+        let (mut outside_bytes, mut inside_bytes, mut goes_outside) = (0, 0, false);
         for connection in self.peers.iter_mut().filter_map(|peer| peer.connection.as_mut()) {
-            delivered_bytes += connection.take_delivered_bytes();
-            full &= !connection.may_write;
-            any = true;
+            let delivered_bytes = connection.take_delivered_bytes();
+            if connection.is_within_host {
+                inside_bytes += delivered_bytes;
+            } else {
+                outside_bytes += delivered_bytes;
+                goes_outside = true;
+            }
         }
-        let last = std::mem::replace(&mut self.look, Look { round, began: Some(began), full: any && full });
+        let last = std::mem::replace(&mut self.look, Look { round, began: Some(began) });
         // The first look only says where counting begins.
         let Some(last_began) = last.began else { return };
-        // From before the last look to after this one: what is seen is rather too slow than too fast.
-        let elapsed = last_began.elapsed();
         self.shared.look_at_line(Seen {
             round,
-            elapsed,
-            delivered_bytes,
-            saturated: last.full && self.look.full,
+            // From before the last look to after this one: what is seen is rather too slow than too fast.
+            elapsed: last_began.elapsed(),
+            // What stays within the host does not pass its line, unless all of it does.
+            delivered_bytes: if goes_outside { outside_bytes } else { inside_bytes },
         });
     }
 }
