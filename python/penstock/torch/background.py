@@ -2,12 +2,14 @@
 
 One applies pieces of updates (partial.py), the other makes averages from what the ranks have sent (rebuild.py). The
 program's own thread owns that work; within `Turn` it has it for itself. The rest of the time the background thread may
-take one small unit of work after the other. There is one thread of each kind in a process, begun when it is first given
-something; between steps it holds no model.
+take one unit of work after the other: a few pieces, or one layer's averages. There is one thread of each kind in a
+process, begun when it is first given something; between units it holds no model. Before the interpreter ends, it has
+ended the unit that it was at: torch must not be left by a thread that finds no interpreter any more.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import weakref
@@ -24,6 +26,8 @@ TURN_S = 0.1
 """How long the background thread sleeps at most before it asks again whether it is its turn."""
 START_S = 5.0
 """How long its start may take."""
+END_S = 10.0
+"""How long the end of the interpreter waits for the unit that is under way."""
 
 
 class Worker(Protocol):
@@ -53,11 +57,18 @@ class Turn:
     def __enter__(self) -> None:
         self._wanted += 1
         self._free.clear()
-        self._lock.acquire()
+        try:
+            self._lock.acquire()
+        except BaseException:  # interrupted
+            self._leave()
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._wanted -= 1
         self._lock.release()
+        self._leave()
+
+    def _leave(self) -> None:
+        self._wanted -= 1
         if not self._wanted:
             self._free.set()
 
@@ -93,6 +104,8 @@ class Background:
         self._threads = threads
         self._thread: threading.Thread | None = None
         self._given: SimpleQueue[tuple[weakref.ref[Worker], bool]] = SimpleQueue()
+        self._at_work = threading.Lock()
+        self._closing = False
 
     def give(self, worker: Worker) -> None:
         """Work on this, among others, until it says that nothing is left. Called by the program's thread."""
@@ -100,6 +113,7 @@ class Background:
             ready = threading.Event()
             self._thread = threading.Thread(target=self._run, args=(ready,), name=self._name, daemon=True)
             self._thread.start()
+            atexit.register(self._close)
             # What a thread sets as its number of compute threads is that of all threads that begin later, too.
             ready.wait(START_S)
             torch.set_num_threads(torch.get_num_threads())
@@ -112,14 +126,24 @@ class Background:
         ready.set()
         while True:
             find, flushes = self._given.get()
-            # A thread's own setting, on which bits depend.
-            torch.set_flush_denormal(flushes)
-            if _one_unit(find):
+            with self._at_work:
+                if self._closing:
+                    return
+                # A thread's own setting, on which bits depend. Threads that share its products have their own.
+                torch.set_flush_denormal(flushes)
+                more = _one_unit(find)
+            if more:
                 self._given.put((find, flushes))
+
+    def _close(self) -> None:
+        """The interpreter is about to end."""
+        self._closing = True
+        if self._at_work.acquire(timeout=END_S):
+            self._at_work.release()
 
     def renew(self) -> None:
         """In a forked child: the thread is not here."""
-        self._thread, self._given = None, SimpleQueue()
+        self._thread, self._given, self._at_work = None, SimpleQueue(), threading.Lock()
 
 
 UPDATES = Background("penstock-updates", threads=1)

@@ -28,6 +28,8 @@ CUT_MIN_BYTES = 128 << 10
 """Of a parameter that is updated in the background. Calls for many smaller ones together are cheaper than for each."""
 BACKGROUND_WAIT_S = 0.1
 """How long the background waits for the next piece before it looks whether that is still wanted."""
+REBUILD_WAIT_S = 0.005
+"""As `BACKGROUND_WAIT_S`, while it waits for averages that are made here and not for those that are on the way, too."""
 PIECE_WAIT_S = 2.0
 """How long the program waits for the next piece before it waits for the whole layer, with the job's own timeout."""
 
@@ -145,18 +147,23 @@ class PartialUpdates:
 
     def work(self) -> bool | Callable[[], bool]:
         """For the background: the next piece, or the next few of small parameters."""
+        rebuilds = self._gradients.rebuilds
+        made, busy = rebuilds.made, rebuilds.is_busy
+        made.clear()  # what is made from now on ends a wait
         try:
             if self._failure is not None or self._run():
                 return self._failure is None
         except BaseException as error:  # noqa: BLE001  raised where the program next asks for an update
             self._failure = error
             return False
-        if not self._coming:
-            return False
         parts = self._next_parts(self._coming)
-        engine, book, rebuilds = self._gradients.engine, self._gradients.id, self._gradients.rebuilds
-        if not parts:
-            return lambda: rebuilds.wait(BACKGROUND_WAIT_S)
+        if not busy:
+            if not parts:
+                return False  # what is left, the program will come to
+        elif not parts or len(parts) < len(self._coming):
+            # Averages come in from two sides, and only one can be waited for.
+            return lambda: made.wait(REBUILD_WAIT_S if parts else BACKGROUND_WAIT_S) or True
+        engine, book = self._gradients.engine, self._gradients.id
         # Of a job that has failed, or ended, the program's own calls will tell.
         return lambda: engine.wait_arrived(book, parts, BACKGROUND_WAIT_S) is not None
 

@@ -59,6 +59,7 @@ def _measure(engine: Engine, rank: int) -> float:
         layers, slots = describe(model)
         gradients = Gradients(engine, rank, "penstock.probe", layers, slots, [(layers[0], layer, "factors")])
         gradients.attach()
+        gradients.gathers[0].rebuilt = False  # by another thread, whose time would not be seen
         rows = torch.zeros(1, SIDE, device="cpu", dtype=torch.float32, requires_grad=True)
         fastest: dict[bool, float] = {}
         for engaged in (False, True):

@@ -34,55 +34,76 @@ class Rebuilds:
 
     Attributes:
         turn: Held by the background's thread while it makes averages, and by the program's to wait for that.
+        made: Set whenever an average has been made; whoever waits for that clears it before it looks.
     """
 
     def __init__(self, gradients: Gradients) -> None:
         self.turn = background.Turn()
+        self.made = threading.Event()
         self._gradients = gradients
+        # Both threads remove from it; whoever succeeds makes that layer's averages.
         self._coming: list[Gather] = []
-        self._made = threading.Event()
+        self._making: Gather | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether more averages may be made without the program."""
+        return bool(self._coming) or self._making is not None
 
     def expect(self, gather: Gather) -> None:
         """This rank has contributed to a layer's exchange: make its averages once all others have."""
-        # Without the turn, or backward would wait for averages. The background removes what it is done with.
+        # Without the turn, or backward would wait for averages.
         self._coming.append(gather)
         if len(self._coming) == 1:
             background.REBUILDS.give(self)
 
     def settle(self, gather: Gather) -> None:
         """The program needs the averages now: either they are made when this returns, or the background will not."""
-        if gather in self._coming:
+        if not self._claim(gather) and self._making is gather:
             with self.turn:
-                if gather in self._coming:
-                    self._coming.remove(gather)
+                pass
 
-    def wait(self, patience_s: float) -> bool:
-        """Wait until more averages are made, perhaps in vain; whether more may come. Outside of the turn."""
-        made = self._made.wait(patience_s)
-        self._made.clear()
-        return made or bool(self._coming)
+    def _claim(self, gather: Gather) -> bool:
+        try:
+            self._coming.remove(gather)
+        except ValueError:
+            return False
+        return True
 
     def work(self) -> bool | Callable[[], bool]:
         """For the background: the averages of the layer that the next forward pass needs first."""
-        engine, book = self._gradients.engine, self._gradients.id
-        coming = list(self._coming)
-        if not coming:
+        engine, book, coming = self._gradients.engine, self._gradients.id, self._coming
+        gathers = list(coming)
+        if not gathers:
             return False
-        parts = [(gather.index, gather.most_bytes) for gather in coming]
+        parts = [(gather.index, gather.most_bytes) for gather in gathers]
         try:
             arrived = engine.arrived(book, [index for index, _ in parts])
-            ready = [gather for gather, (_, whole), have in zip(coming, parts, arrived, strict=True) if have >= whole]
+            ready = [gather for gather, (_, whole), have in zip(gathers, parts, arrived, strict=True) if have >= whole]
             if ready:
-                first = min(ready, key=_by_place_in_forward)
-                with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                    first.make_averages()
-                self._coming.remove(first)
-                self._made.set()
+                self._make(min(ready, key=_by_place_in_forward))
                 return True
         except Exception:  # noqa: BLE001  the program comes to the same error where it needs the averages
-            self._coming.clear()
+            coming.clear()
             return False
-        return lambda: engine.wait_arrived(book, parts, ROWS_WAIT_S) is not None
+
+        def wait() -> bool:
+            if engine.wait_arrived(book, parts, ROWS_WAIT_S) is None:
+                coming.clear()  # the job has failed, or ended: the program's own calls will tell
+                return False
+            return True
+
+        return wait
+
+    def _make(self, gather: Gather) -> None:
+        self._making = gather  # before it is claimed: the program finds it in one place or the other
+        try:
+            if self._claim(gather):
+                with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                    gather.make_averages()
+        finally:
+            self._making = None
+            self.made.set()
 
 
 def _by_place_in_forward(gather: Gather) -> int:
