@@ -3,9 +3,10 @@
 import pytest
 import ranks
 import torch
-from ranks import distance, reference, run, same_everywhere, seeded, values
+from ranks import distance, reference, run, same_everywhere, seeded, train, values
 from torch import nn
 
+import penstock as ps
 from penstock.torch import distribute
 from penstock.torch.pieces import elementwise
 
@@ -141,3 +142,68 @@ def test_an_optimizer_that_fails_in_the_background_is_heard_of():
         return True
 
     assert run(main, 2) == [True, True]
+
+
+def plain(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_gradients_that_the_program_sets_may_lie_otherwise_than_the_parameter():
+    def main(rank, engine):
+        model = two_layers()
+        model, optimizer = distribute(model, plain(model))
+        for step in range(3):
+            loss_of(model, rank, step).backward()
+            weight = model[0].weight
+            weight.grad = weight.grad.t().contiguous().t()
+            model[2].bias.grad = torch.ones(1, dtype=torch.float64).expand(2)
+            optimizer.step()
+            optimizer.zero_grad()
+        return values(model)
+
+    model = two_layers()
+    optimizer = plain(model)
+    for step in range(3):
+        (sum(loss_of(model, rank, step) for rank in range(2)) / 2).backward()
+        model[2].bias.grad = torch.ones(2, dtype=torch.float64)
+        optimizer.step()
+        optimizer.zero_grad()
+    results = run(main, 2)
+    assert same_everywhere(results)
+    assert distance(results[0], values(model)) <= 1e-12
+
+
+@pytest.mark.parametrize("scheme", ["store", ps.DGC(density=0.25, warmup_steps=0)], ids=["store", "dgc"])
+def test_parameters_in_another_order_of_memory_get_the_same_numbers(scheme):
+    def conv(memory_format):
+        return seeded(nn.Conv2d(4, 6, 3)).to(memory_format=memory_format)
+
+    def main(memory_format):
+        def train(rank, engine):
+            model = nn.Sequential(conv(memory_format))
+            model, optimizer = distribute(model, plain(model), schemes={"*": scheme})
+            for step in range(4):
+                x = torch.randn(2, 4, 5, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+                model(x.double()).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return [param.contiguous() for param in values(model)]
+
+        return train
+
+    ours, others = run(main(torch.channels_last), 2), run(main(torch.contiguous_format), 2)
+    assert same_everywhere(ours)
+    assert distance(ours[0], others[0]) <= 1e-12
+
+
+def test_sparse_averages_with_an_optimizer_without_state():
+    def make():
+        return seeded(nn.Sequential(nn.Embedding(50, 6, sparse=True), nn.Linear(6, 3)))
+
+    def loss(model, rank, step):
+        return model(torch.tensor([[rank, step, 7], [3, 3, 40 + rank]])).square().sum()
+
+    settings = {"make": make, "make_optimizer": plain, "loss_of": loss}
+    results = train(**settings, schemes={"0": "pairs"})
+    assert same_everywhere(results)
+    assert distance(results[0], reference(**settings)) <= 1e-12

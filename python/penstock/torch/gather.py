@@ -148,6 +148,11 @@ class Gather(ABC):
         """An average as the module's gradients are: of its type and layout."""
         return average
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether averages are sparse tensors."""
+        return False
+
     # Bytes
 
     @property

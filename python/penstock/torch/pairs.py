@@ -92,6 +92,11 @@ class EmbeddingPairs(Rows):
             return [torch.sparse_coo_tensor(unique.view(1, -1), sums, shape, is_coalesced=True, check_invariants=False)]
         return [self._memory.tensor(self.weight.param.shape, wide).zero_().index_copy_(0, unique, sums)]
 
+    @property
+    def is_sparse(self) -> bool:
+        """As the module's gradients are."""
+        return bool(self.module.sparse)
+
     def finished(self, average: Tensor) -> Tensor:
         """Sparse or dense, as the module's gradients are."""
         if not self.module.sparse:

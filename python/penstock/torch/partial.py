@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from penstock.torch import background
 from penstock.torch.hooks import Gradients
-from penstock.torch.layout import Layer, Slot
+from penstock.torch.layout import Layer, Slot, same_order
 from penstock.torch.pieces import PIECE_ELEMS, Cut, Pieces, elementwise
 from penstock.torch.separable import as_if_in_step
 
@@ -82,6 +82,9 @@ class PartialUpdates:
             for slot in taken:
                 if slot.immediate or slot.staged or slot.elems * slot.dtype.itemsize < CUT_MIN_BYTES:
                     continue
+                # Averages come in as the parameter lay at `distribute`.
+                if _becomes_sparse(slot) or not same_order(slot.param.data, slot.stride):
+                    continue
                 cut = self._cuts.get(slot)
                 if cut is None:
                     cut = self._cuts[slot] = self._pieces.cut(slot.param)
@@ -113,7 +116,7 @@ class PartialUpdates:
 
     def _apply_rest(self, due: Sequence[tuple[Slot, Tensor]]) -> None:
         assert self._pieces is not None
-        left = [(self._open[slot], grad) for slot, grad in due if not self._open[slot].is_done]
+        left = [(self._open[slot], _lying_like(slot, grad)) for slot, grad in due if not self._open[slot].is_done]
         state = self._optimizer.state
         with torch._C.DisableTorchFunctionSubclass(), as_if_in_step():
             if left:
@@ -216,3 +219,17 @@ class PartialUpdates:
                 yield slot, slot.memory, arrived[slot]
             elif (made := slot.via.made(slot)) is not None:
                 yield slot, made, made.numel() * made.element_size()
+
+
+def _becomes_sparse(slot: Slot) -> bool:
+    """Whether the gradient that the update is given may be sparse."""
+    if slot.flying:
+        return slot.via is not None and slot.via.is_sparse
+    return slot.grad is not None and slot.grad.layout is not torch.strided
+
+
+def _lying_like(slot: Slot, grad: Tensor) -> Tensor:
+    """The gradient with its elements in the parameter's order of memory, in which pieces are cut: itself, or a copy."""
+    if same_order(grad, slot.stride):
+        return grad
+    return torch.empty_strided(grad.shape, slot.stride, dtype=grad.dtype).copy_(grad)
