@@ -1,5 +1,7 @@
 """Averages made in the background, and updates of them: before anybody asks, and with the numbers that a wait gives."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -128,3 +130,30 @@ def test_the_background_computes_as_the_program_does(thread, flushes):
         assert look.flushes is flushes
     finally:
         torch.set_flush_denormal(False)
+
+
+LEAVING = """
+import threading, torch
+from penstock.torch import background
+
+class Product:
+    def __init__(self):
+        self.turn, self.begun = background.Turn(), threading.Event()
+
+    def work(self):
+        self.begun.set()
+        rows = torch.ones(1500, 1500)
+        for _ in range(20):
+            torch.mm(rows, rows)
+        return True
+
+product = Product()
+background.REBUILDS.give(product)
+assert product.begun.wait(60)
+"""
+
+
+@pytest.mark.fake_only
+def test_a_program_may_end_in_the_middle_of_a_product():
+    ended = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
