@@ -292,9 +292,9 @@ impl Connection {
     }
 
     /// Bounds what the kernel holds for this connection; see [`crate::flight`].
-    pub(crate) fn bind_flight(&self, bytes_per_s: f64, connections: u32) {
+    pub(crate) fn bind_flight(&self, bytes_per_s: f64) {
         // An older kernel: the connection works as it is.
-        let _ = flight::bind(self.stream.as_fd(), bytes_per_s, connections);
+        let _ = flight::bind(self.stream.as_fd(), bytes_per_s);
     }
 
     /// Queues a frame behind those that the node has given out.

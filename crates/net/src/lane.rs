@@ -274,7 +274,7 @@ impl Lane {
                     self.told = false;
                 }
                 if let Some(bytes_per_s) = self.shared.line_bytes_per_s() {
-                    connection.bind_flight(bytes_per_s, self.connections());
+                    connection.bind_flight(bytes_per_s);
                 }
                 self.peers[peer.index()].connection = Some(connection);
                 self.enqueue(peer.index());

@@ -82,7 +82,7 @@ fn every_connection_is_bound_to_the_rate_that_is_set() {
     on_all(engines, |engine, rank| {
         let book = open(engine);
         exchange(engine, book);
-        // 6 ms for 2 connections; each has both its ends here.
+        // 3 ms each; each of the 2 connections has both its ends here.
         for (bytes_per_s, bound) in [(75e6, 225_000), (50e6, 150_000)] {
             engine.all_gather("nobody sends any more", b"", &mut never).unwrap();
             set_line(engine, bytes_per_s);

@@ -17,14 +17,9 @@ impl Lane {
     pub(super) fn bind_connections(&self) {
         if let Some(bytes_per_s) = self.shared.line_bytes_per_s() {
             for connection in self.peers.iter().filter_map(|peer| peer.connection.as_ref()) {
-                connection.bind_flight(bytes_per_s, self.connections());
+                connection.bind_flight(bytes_per_s);
             }
         }
-    }
-
-    /// How many connections share this host's line.
-    pub(super) fn connections(&self) -> u32 {
-        (self.peers.len() as u32 - 1) * self.shared.mailboxes().len() as u32
     }
 
     /// How long the lane may sleep: rounds end at the same time on all lanes. After a failure nobody looks any more.
