@@ -1,10 +1,11 @@
 """Tables and pictures of what the lab measured, into `docs/benchmarks/`.
 
-    python -m lab report                       every docs/benchmarks/lab/*.jsonl into README.md and lab/*.png there
+    python -m lab report                       every docs/benchmarks/lab/*.jsonl into README.md, lab/README.md and
+                                               lab/*.png there
     python -m lab report --json FILES...       the verdicts as one JSON object, and nothing written
 
-Everything between the two marker lines of README.md is made here; the rest of that file is left as it is. The same
-lines give the same text and the same pictures.
+README.md has the verdicts, lab/README.md all that was measured. Everything between the two marker lines of each is made
+here; the rest of these files is left as it is. The same lines give the same text and the same pictures.
 
 Omitted: words about why something is slow. They belong outside of the markers, written by who looked.
 """
@@ -20,10 +21,10 @@ from typing import Any
 
 from lab.results import BrokenLine, Scenario, read
 from lab.scenario import all_names
-from lab.tables import tables
+from lab.tables import all_measured, bars
 from lab.verdicts import Judgement, judge, tally
 
-__all__ = ["main", "read", "tables", "write"]
+__all__ = ["main", "read", "write"]
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "benchmarks"
@@ -31,29 +32,31 @@ BEGIN, END = "<!-- lab: begin -->", "<!-- lab: end -->"
 
 
 def write(folder: Path = FOLDER, scenarios: Sequence[Scenario] | None = None) -> list[Path]:
-    """Draw all pictures into `folder`/lab and put the tables into `folder`/README.md, between the markers.
+    """Draw all pictures into `folder`/lab and put the tables into README.md here and there, between the markers.
 
     Args:
-        folder: Its README.md is made if it is missing.
+        folder: The pages are made if they are missing.
         scenarios: Default: the last run of each in `folder`/lab/*.jsonl.
 
     Returns:
         The files that were written.
 
     Raises:
-        BrokenLine: As `read`; or README.md has one marker without the other.
+        BrokenLine: As `read`; or a page has one marker without the other.
         OSError: A file cannot be read or written.
     """
     from lab import plots  # --json and the tables need no matplotlib
 
     scenarios = read(sorted((folder / "lab").glob("*.jsonl"))) if scenarios is None else scenarios
-    page = folder / "README.md"
-    before = page.read_bytes().decode() if page.exists() else ""
-    _split(before, page)  # complain before anything is drawn
+    first, second = folder / "README.md", folder / "lab" / "README.md"
+    # A page that is torn is complained of before anything is drawn or written.
+    around = {page: _split(page.read_bytes().decode() if page.exists() else "", page) for page in (first, second)}
     written = plots.draw(scenarios, folder / "lab")
-    text = tables(scenarios, [f"lab/{picture.name}" for picture in written], all_names())
-    page.write_bytes(_inserted(before, text, page).encode())
-    return [*written, page]
+    pictures = {picture.name for picture in written}
+    texts = {first: bars(scenarios, pictures, all_names()), second: all_measured(scenarios, pictures)}
+    for page, (before, after) in around.items():
+        page.write_bytes(f"{before}{BEGIN}\n\n{texts[page]}\n{END}\n{after}".encode())
+    return [*written, first, second]
 
 
 def _split(page: str, path: Path) -> tuple[str, str]:
@@ -68,11 +71,6 @@ def _split(page: str, path: Path) -> tuple[str, str]:
             f"{path}: one line {BEGIN} and after it one line {END} are needed; remove them or complete them"
         )
     return "".join(lines[: begins[0]]), "".join(lines[ends[0] + 1 :])
-
-
-def _inserted(page: str, text: str, path: Path) -> str:
-    before, after = _split(page, path)
-    return f"{before}{BEGIN}\n\n{text}\n{END}\n{after}"
 
 
 def _record(judgement: Judgement) -> dict[str, Any]:

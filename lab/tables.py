@@ -1,37 +1,38 @@
-"""Tables of measured scenarios, as Markdown: the bars first, where something is faster, every scenario, the networks.
+"""Tables of measured scenarios, as Markdown, on two pages.
 
-Bold is what is not met, and what is faster than ours. The page is to be read in two minutes: what stands behind a line
-of the first tables is folded.
+The first is to be read in two minutes: the bars, where something is faster, the sweeps' pictures. The second has all
+that is known of every scenario. Bold is what is not met, and what is faster than ours.
 """
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from lab.networks import NETWORKS
 from lab.results import ALONE, OURS, Measurement, Point, Result, Scenario
 from lab.verdicts import DDP_RATIO_MAX, REPETITIONS_MIN, Judgement, faster_than_ours, judge, tally
 
-__all__ = ["tables"]
+__all__ = ["all_measured", "bars"]
 
 NOTHING = "-"
 LAYERS_SHOWN = 3
 PICTURES = {"speed-up": "Speed-up", "slices": "Slice size", "stall": "Compute and stall", "network": "Network use"}
+FIRST_PAGE = ("speed-up", "slices")
 
 SWEPT = {"rate_mbit": ("bandwidth", "{:g} Mbit/s"), "hosts": ("hosts", "{:g} hosts"), "slice_kb": ("slice", "{:g} KB")}
 """Title of a swept quantity, and how a value of it is written."""
 
 
-def tables(scenarios: Sequence[Scenario], pictures: Iterable[str] = (), names: Iterable[str] = ()) -> str:
-    """Everything between the markers, as Markdown.
+def bars(scenarios: Sequence[Scenario], pictures: Collection[str] = (), names: Iterable[str] = ()) -> str:
+    """The first page's part: verdicts, and what is seen at a glance.
 
     Args:
         scenarios: As `read` gives them.
-        pictures: Names of pictures that exist, relative to the page, named by `lab.plots`.
+        pictures: Names of pictures that exist in lab/, named by `lab.plots`.
         names: Of all scenarios that there are; those without a measurement are listed.
     """
-    judgements, drawn = judge(scenarios), set(pictures)
+    judgements = judge(scenarios)
     machines = sorted({scenario.machine for scenario in scenarios})
     parts = ["## The lab", _summary(judgements, machines)]
     parts += [
@@ -41,16 +42,26 @@ def tables(scenarios: Sequence[Scenario], pictures: Iterable[str] = (), names: I
         _never_slower(judgements),
         _losses(scenarios),
     ]
-    swept = [scenario for scenario in scenarios if scenario.points[0].swept]
-    several = len(machines) > 1
-    parts += [f"### {_cell(scenario.title)}\n\n" + _section(scenario, drawn, several) for scenario in swept]
-    parts.append("### Scenario by scenario")
-    parts += [_folded(_in_short(one), _section(one, drawn, several)) for one in scenarios if one not in swept]
-    parts.append(_networks())
+    seen = [_picture(one, kind, "lab/") for kind in FIRST_PAGE for one in scenarios if _file(one, kind) in pictures]
+    parts += ["### At a glance", *seen] if seen else []
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _section(scenario: Scenario, drawn: set[str], several_machines: bool) -> str:
+def all_measured(scenarios: Sequence[Scenario], pictures: Collection[str] = ()) -> str:
+    """The second page: every scenario under its name, and the networks.
+
+    Args:
+        scenarios: As `read` gives them.
+        pictures: Names of pictures that exist beside the page, named by `lab.plots`.
+    """
+    several = len({scenario.machine for scenario in scenarios}) > 1
+    # Sweeps first: they tell most.
+    ordered = sorted(scenarios, key=lambda scenario: scenario.points[0].swept is None)
+    parts = [f"## {one.name}\n\n{_in_short(one)}\n\n{_section(one, pictures, several)}" for one in ordered]
+    return "\n\n".join([*parts, "## The networks, exactly", _networks()]) + "\n"
+
+
+def _section(scenario: Scenario, drawn: Collection[str], several_machines: bool) -> str:
     """All that is known of one scenario, without a heading."""
     parts = [_origin(scenario, with_machine=several_machines)]
     parts += _sweep(scenario) if scenario.points[0].swept else [_systems(scenario), _limits(scenario.points[0])]
@@ -60,11 +71,11 @@ def _section(scenario: Scenario, drawn: set[str], several_machines: bool) -> str
 
 
 def _file(scenario: Scenario, kind: str) -> str:
-    return f"lab/{kind}-{scenario.name}.png"
+    return f"{kind}-{scenario.name}.png"
 
 
-def _picture(scenario: Scenario, kind: str) -> str:
-    shown = f"![{PICTURES[kind]}: {_cell(scenario.title)}]({_file(scenario, kind)})"
+def _picture(scenario: Scenario, kind: str, folder: str = "") -> str:
+    shown = f"![{PICTURES[kind]}: {_cell(scenario.title)}]({folder}{_file(scenario, kind)})"
     # A sweep has a panel for each point, so it is long.
     return _folded(PICTURES[kind], shown) if scenario.points[0].swept and kind == "stall" else shown
 
@@ -117,7 +128,9 @@ def _at(point: Point) -> str:
 
 
 def _name(point: Point) -> str:
-    return _cell(", ".join(part for part in (point.title, _swept(point)) if part))
+    """With a link to where all of it is told."""
+    title = _cell(", ".join(part for part in (point.title, _swept(point)) if part))
+    return f"[{title}](lab/README.md#{point.scenario})"
 
 
 def _verdict(judgement: Judgement) -> str:
@@ -252,11 +265,11 @@ def _median(result: Result) -> str:
 
 
 def _in_short(scenario: Scenario) -> str:
-    """What a folded scenario is seen by."""
-    ours = scenario.points[0].measured(OURS)
+    """The title; and what came out, if that is one number."""
+    ours = None if scenario.points[0].swept else scenario.points[0].measured(OURS)
     ratio = ours.to_ideal(ours.step_s.median) if ours else None
     step = f": ours {ours.step_s.median:.3f} s" if ours else ""
-    return _cell(scenario.title) + step + (f", {ratio:.3f} of T*" if ratio else "")
+    return f"**{_cell(scenario.title)}**{step}{f', {ratio:.3f} of T*' if ratio else ''}."
 
 
 def _origin(scenario: Scenario, *, with_machine: bool) -> str:
@@ -264,10 +277,7 @@ def _origin(scenario: Scenario, *, with_machine: bool) -> str:
     hosts = "" if point.swept and point.swept[0] == "hosts" else f"{_plural(point.hosts, 'host')}, "
     machine = f" on {_cell(scenario.machine)}" if with_machine else ""
     commits = "commit " + ", then ".join(f"`{_cell(commit)}`" for commit in scenario.commits)
-    return (
-        f"`{scenario.name}`: {hosts}{_plural(point.repetitions, 'repetition')}, {commits}, "
-        f"run of {_cell(scenario.run)}{machine}."
-    )
+    return f"{hosts}{_plural(point.repetitions, 'repetition')}, {commits}, run of {_cell(scenario.run)}{machine}."
 
 
 def _systems(scenario: Scenario) -> str:
@@ -403,4 +413,4 @@ def _networks() -> str:
         rows.append([f"`{name}`", f"{trace.elems:,}", str(len(trace.tensors)), str(trace.batch), samples])
         rows[-1].append(_cell(trace.source))
     head = ["network", "parameters", "tensors", "batch per worker", "samples/s of one GPU, as published", "source"]
-    return _folded("The networks, exactly", _table(head, rows))
+    return _table(head, rows)

@@ -2,14 +2,13 @@
 
 import copy
 import json
-import re
 
 import pytest
 
 from lab.report import BEGIN, END, main, write
 from lab.results import BrokenLine, read
 from lab.systems import SYSTEMS
-from lab.tables import tables
+from lab.tables import all_measured, bars
 from lab.verdicts import REPETITIONS_MIN, fastest_exact_peer, judge
 
 TITLES = {
@@ -62,7 +61,7 @@ def verdicts(scenarios):
 
 
 def row(text, start):
-    found = [one for one in text.splitlines() if one.startswith(f"| {start}")]
+    found = [one for one in text.splitlines() if one.replace("[", "", 1).startswith(f"| {start}")]
     assert len(found) == 1, found
     return [cell.strip() for cell in found[0].strip("| ").split(" | ")]
 
@@ -94,7 +93,7 @@ class TestRuns:
         (found,) = results(line("alone", 1.0, commit="01d"), line("penstock", 1.2), line("ddp", 1.5))
         assert found.commits == ("01d", "c0ffee")
         assert list(found.points[0].results) == ["alone", "penstock", "ddp"]
-        assert "commit `01d`, then `c0ffee`" in tables([found])
+        assert "commit `01d`, then `c0ffee`" in all_measured([found])
 
     @pytest.mark.parametrize("fields", [{"hosts": 8}, {"targets": {}}, {"repetitions": 3}])
     def test_lines_of_a_point_agree_on_what_it_is(self, results, fields):
@@ -155,7 +154,7 @@ class TestVerdicts:
         (found,) = judge(scenarios)
         reason = f"{missing} was not in the run" if absent else f"{TITLES[missing]}: it does not start"
         assert (found.verdict, found.reason) == ("not measured", reason)
-        assert row(tables(scenarios), "A small network")[5:] == [reason, "<= 1", "**not measured**"]
+        assert row(bars(scenarios), "A small network")[5:] == [reason, "<= 1", "**not measured**"]
 
     @pytest.mark.parametrize("missing", ["penstock", "ddp"])
     def test_what_is_missing_meets_no_bar(self, results, missing):
@@ -178,14 +177,14 @@ class TestVerdicts:
 
 class TestTables:
     def test_a_bar_shows_its_ratio_and_spread(self, results):
-        text = tables(results(line("penstock", 1.26), line("ddp", 1.5)))
+        text = bars(results(line("penstock", 1.26), line("ddp", 1.5)))
         cells = row(text.split("### Never")[0], "A small network")
         assert cells[1:4] == ["1.050 (1.040 to 1.071)", "<= 1.06", "met"]
         assert cells[4:] == ["DDP (gloo): 1.500 s", "1.190", ">= 1.25", "**missed**"]
 
     def test_one_system_against_another_shows_both_steps_and_their_ratio(self, results):
         bar = {"targets": {"between": [{"system": "penstock-bf16", "against": "ddp-bf16", "at_most": 1.0}]}}
-        text = tables(results(line("penstock-bf16", 1.21, **bar), line("ddp-bf16", 1.1, **bar)))
+        text = bars(results(line("penstock-bf16", 1.21, **bar), line("ddp-bf16", 1.1, **bar)))
         cells = row(text, "A small network")
         assert cells[1:5] == ["Penstock, bf16 (not exact)", "1.210", "DDP (gloo), bf16 hook (not exact)", "1.100"]
         assert cells[5:] == ["1.100", "<= 1", "**missed**"]
@@ -195,7 +194,7 @@ class TestTables:
         for hosts, ours_s in {2: 1.2, 8: 1.32}.items():
             fields = {"sweep": {"hosts": hosts}, "hosts": hosts, "targets": {}}
             lines += [line("alone", 1.0, **fields), line("penstock", ours_s, **fields)]
-        text = tables(results(*lines)).split("<details>")[0]
+        text = all_measured(results(*lines)).split("<details>")[0]
         assert row(text, "step, s")[1:] == ["2 hosts", "8 hosts"]
         assert row(text, "one worker")[1:] == ["1.000", "1.000"]
         assert row(text, "Penstock")[1:] == ["1.200 (1.00)", "1.320 (1.10)"]
@@ -205,12 +204,12 @@ class TestTables:
 
     def test_schemes_other_than_the_store_are_named(self, results):
         chosen = {"schemes": {"fc6": "factors", "embed": "pairs", "fc7": "factors"}}
-        text = tables(results(line("penstock", 1.2, **chosen)))
+        text = all_measured(results(line("penstock", 1.2, **chosen)))
         assert "Schemes other than the store: factors for `fc6`, `fc7`; pairs for `embed`." in text
-        assert "Schemes other" not in tables(results(line("penstock", 1.2)))
+        assert "Schemes other" not in all_measured(results(line("penstock", 1.2)))
 
     def test_the_networks_are_listed_with_their_exact_size(self, results):
-        text = tables(results(line("penstock", 1.2)))
+        text = all_measured(results(line("penstock", 1.2)))
         assert row(text, "`googlenet`")[1:5] == ["6,998,552", "116", "128", "257.0"]
         assert row(text, "`vgg19-22k`")[1] == "229,052,817"
 
@@ -219,7 +218,7 @@ class TestTables:
         for rate, ours_s in {250: 1.0, 500: 1.4, 1000: 1.2}.items():
             fields = {"sweep": {"rate_mbit": rate}, "targets": {}}
             lines += [line("penstock", ours_s, **fields), line("ddp", 1.3, **fields)]
-        text = tables(results(*lines))
+        text = bars(results(*lines))
         cells = row(text, "A small network, 500 Mbit/s")
         assert cells[1:] == ["3 of 3", "1.400", "1.300", "1.077", "**missed at 1**"]
 
@@ -228,38 +227,39 @@ class TestTables:
         for hosts, ddp_s in {2: 1.5, 4: None}.items():
             fields = {"sweep": {"hosts": hosts}, "hosts": hosts, "targets": {}}
             lines += [line("penstock", 1.0, **fields), line("ddp", ddp_s, **fields)]
-        cells = row(tables(results(*lines)), "A small network, 2 hosts")
+        cells = row(bars(results(*lines)), "A small network, 2 hosts")
         assert cells[1] == "1 of 2"
         assert cells[-1] == "**not measured**: DDP (gloo): it does not start"
 
     def test_what_is_faster_is_listed_and_bold(self, results):
-        text = tables(results(line("penstock", 1.26), line("ddp-bf16", 1.1), line("horovod", 1.2), line("ddp", 1.3)))
-        (listed,) = (one for one in text.splitlines() if one.startswith("- A small network"))
+        found = results(line("penstock", 1.26), line("ddp-bf16", 1.1), line("horovod", 1.2), line("ddp", 1.3))
+        text = all_measured(found)
+        (listed,) = (one for one in bars(found).splitlines() if one.startswith("- A small network"))
         assert "ours 1.260 s, DDP (gloo), bf16 hook (not exact) 1.100 s, **Horovod 1.200 s**" in listed
         assert row(text, "Horovod")[1].startswith("**1.200")
         assert row(text, "DDP (gloo) |")[1].startswith("1.300")
 
     def test_a_system_shows_all_that_was_measured(self, results):
-        text = tables(results(line("alone", 1.0), line("penstock", 1.25, ideal_s=1.0)))
+        text = all_measured(results(line("alone", 1.0), line("penstock", 1.25, ideal_s=1.0)))
         assert row(text, "Penstock")[1:][:5] == ["1.250 (1.238 to 1.275)", "1.250", "3.20", "102.4", "0.250"]
         assert row(text, "Penstock")[6:] == ["3.25", "60.0, 50.0"]
         assert "Limits: T*: 1.000 s; T_wfbp, a barrier before forward: 1.500 s; T_serial, no overlap: 2.000 s" in text
         assert row(text, "one worker")[2] == "-"
 
     def test_a_missing_peer_is_named_with_its_reason_and_points(self, results):
-        text = tables(results(line("penstock", 1.0), line("mxnet-p3", missing="no | compiler")))
+        text = all_measured(results(line("penstock", 1.0), line("mxnet-p3", missing="no | compiler")))
         assert "- **missing**: MXNet, P3: no \\| compiler" in text
         sweep = [line("mxnet-p3", time, sweep={"hosts": n}, hosts=n) for n, time in ((2, 1.0), (8, None))]
-        assert "- **missing** at 8 hosts: MXNet, P3: it does not start" in tables(results(*sweep))
+        assert "- **missing** at 8 hosts: MXNet, P3: it does not start" in all_measured(results(*sweep))
 
     def test_scenarios_without_a_measurement_are_listed(self, results):
         found = results(line("penstock", 1.0))
-        assert "**Not measured yet**: `big`, `other`." in tables(found, names=["small", "other", "big"])
-        assert "Not measured yet" not in tables(found, names=["small"])
+        assert "**Not measured yet**: `big`, `other`." in bars(found, names=["small", "other", "big"])
+        assert "Not measured yet" not in bars(found, names=["small"])
 
     def test_several_machines_are_told_apart(self, results):
         other = {"scenario": "other", "host": HOST | {"cpu": "another cpu"}}
-        text = tables(results(line("penstock", 1.0), line("penstock", 1.0, **other)))
+        text = all_measured(results(line("penstock", 1.0), line("penstock", 1.0, **other)))
         assert "on a cpu, 2 cores" in text
         assert "on another cpu, 2 cores" in text
 
@@ -350,15 +350,16 @@ class TestWrite:
         drawn = {path.stem for path in written if path.suffix == ".png"}
         kinds = {"stall-small", "network-small", "speed-up-sweep", "stall-sweep", "slices-sizes", "stall-sizes"}
         assert drawn == kinds
-        assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size < 150_000 for path in written[:-1])
-        text = page.read_bytes().decode()
+        assert written[-2:] == [page, folder / "lab" / "README.md"]
+        assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size < 150_000 for path in written[:-2])
+        text, all_of_it = (path.read_bytes().decode() for path in written[-2:])
         assert text.startswith(f"# Before\r\n{BEGIN}\n")
         assert text.endswith(f"\n{END}\n\nafter\r\n")
         assert "old" not in text
-        assert all(f"(lab/{name}.png)" in text for name in kinds)
-        unfolded = re.sub("(?s)<details>.*?</details>", "", text)
-        assert {name for name in kinds if name in unfolded} == {"speed-up-sweep", "slices-sizes"}
-        assert "<summary>A small network: ours 1.250 s, 1.042 of T*</summary>" in text
+        assert {name for name in kinds if f"(lab/{name}.png)" in text} == {"speed-up-sweep", "slices-sizes"}
+        assert all(f"({name}.png)" in all_of_it for name in kinds)
+        assert "(lab/README.md#small)" in text
+        assert "## small\n\n**A small network**: ours 1.250 s, 1.042 of T*.\n" in all_of_it
         first = {path: path.read_bytes() for path in written}
         assert write(folder) == written
         assert {path: path.read_bytes() for path in written} == first
