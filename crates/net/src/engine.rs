@@ -35,8 +35,8 @@ const POOL_KEEP_BYTES: usize = 20 << 20;
 const WINDOWS_BYTES: u64 = 20 << 20;
 /// Bounds of one window, if the engine decides; it takes at least two slices in any case.
 const WINDOW_BYTES: std::ops::RangeInclusive<u64> = 1 << 20..=8 << 20;
-/// How long a lane may take to answer a question.
-const ANSWER: Duration = Duration::from_millis(500);
+/// How long a lane may take to answer a question: it answers in its next turn, if the machine lets it have one.
+const ANSWER: Duration = Duration::from_secs(5);
 
 /// Who this process is in its job, and how it communicates. The same on every rank except `rank`, `bind_host` and `port`.
 #[derive(Clone)]

@@ -131,7 +131,7 @@ mod tests {
         let stream = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let size = || socket2::SockRef::from(&stream).send_buffer_size().unwrap();
         let before = size();
-        bind(stream.as_fd(), 25e6).unwrap();
+        system::apply(stream.as_fd(), Some(75_000)).unwrap();
         assert_eq!(size(), 75_000);
         bind(stream.as_fd(), 1e12).unwrap();
         assert!(size() >= 75_000 && before > 0);

@@ -16,7 +16,7 @@ use crate::descriptors::{self, Registration};
 use crate::failure::Failure;
 use crate::mailbox::{Command, Mailbox};
 use crate::memory::{Chunk, RealMemory};
-use crate::shared::{OpenBook, Shared};
+use crate::shared::{DEPARTURE_GRACE, OpenBook, Shared};
 use mio::{Events, Interest, Poll, Token};
 use penstock_core::node::{self, Action, Event, Node};
 use penstock_core::wire::Outgoing;
@@ -496,7 +496,8 @@ impl Lane {
                  the network between is cut"
             );
             self.shared.fail(Failure::lost(rank, text));
-        } else if was_away {
+        } else if was_away || gap > DEPARTURE_GRACE / 2 {
+            // What others sent meanwhile waits in the sockets.
             self.shared.progressed();
         } else {
             self.shared.judge(self.now);

@@ -21,7 +21,7 @@ const STOPPED_MIN: Duration = Duration::from_secs(1);
 /// How long the end of a connection without a goodbye is held back, in case another rank knows the reason.
 pub(crate) const SUSPICION: Duration = Duration::from_millis(300);
 /// How long nothing may move for a rank that has said goodbye before that counts as its fault.
-const DEPARTURE_GRACE: Duration = Duration::from_secs(2);
+pub(crate) const DEPARTURE_GRACE: Duration = Duration::from_secs(2);
 
 /// One tensor of an open book.
 #[derive(Default)]

@@ -84,8 +84,8 @@ class Turn:
         self._lock.release()
 
     def renew(self) -> None:
-        """In a forked child: whoever held the lock is not here."""
-        self._lock, self._wanted = threading.RLock(), 0
+        """In a forked child: whoever held a lock is not here."""
+        self._lock, self._wanted, self._free = threading.RLock(), 0, threading.Event()
 
 
 _turns: weakref.WeakSet[Turn] = weakref.WeakSet()
