@@ -65,9 +65,13 @@ def tell_error(error: ps.PenstockError) -> None:
     tell("error", kind=type(error).__name__, message=str(error), **facts)
 
 
+class BadBatch(Exception):
+    """Of a kind that no library catches."""
+
+
 def fail_on_signal(number: int, frame: Any) -> None:
     """A bug in the user's program, at whatever moment. It tells nothing: it may be in the middle of telling."""
-    raise ValueError("a bad batch")
+    raise BadBatch("a bad batch")
 
 
 def join_the_job(plan: Plan) -> None:

@@ -1,7 +1,7 @@
 """Which address a rank advertises, decided on made-up machines and once on this one."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import ConfigError, addresses
@@ -68,6 +68,7 @@ def test_nothing_fits_lists_what_there_is_and_names_the_option(interface, availa
     assert said in text and "PENSTOCK_INTERFACE" in text and "lo 127.0.0.1" in text
 
 
+@settings(deadline=None)
 @given(
     st.one_of(st.none(), st.sampled_from(["lo", "eth0", "!eth0", "127.0.0.0/8", "10.0.0.0/8,lo", "!lo"])),
     st.lists(st.sampled_from([None, "127.0.0.1", "10.0.0.5", "192.168.1.5"]), max_size=3),

@@ -5,7 +5,7 @@ import hashlib
 import typing
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
@@ -80,6 +80,7 @@ def test_a_refused_value_says_option_origin_value_and_what_is_accepted(name):
             assert repr(refused) in text
 
 
+@settings(deadline=None)
 @given(
     name=st.sampled_from(sorted(SAMPLES)),
     raw=st.one_of(st.text(), st.integers(), st.floats(), st.binary(), st.booleans(), st.lists(st.integers())),
@@ -91,6 +92,7 @@ def test_any_value_is_parsed_or_refused_with_config_error(name, raw):
         assert f"option {name}" in str(error)
 
 
+@settings(deadline=None)
 @given(
     environ=st.dictionaries(
         st.sampled_from(
@@ -113,6 +115,7 @@ def test_any_environment_gives_a_consistent_launch_or_config_error(environ):
         assert launch.options.secret is not None or launch.options.insecure
 
 
+@settings(deadline=None)
 @given(st.integers(0, 4095), st.integers(1, 4096))
 def test_each_launcher_gives_its_rank_and_size(rank, size):
     for launcher, rank_variable, size_variables in config._LAUNCHERS:
@@ -236,6 +239,7 @@ def test_the_secret_is_never_shown():
             assert shown not in text
 
 
+@settings(deadline=None)
 @given(st.integers(1, 65535), st.integers(1, 65535))
 def test_ports(first, last):
     if first > last:

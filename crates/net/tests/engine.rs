@@ -383,6 +383,13 @@ fn in_turn(config: &mut EngineConfig) {
     config.operation_timeout = FIRST_UP + Duration::from_millis(if config.rank == 1 { 0 } else { 100 });
 }
 
+/// Contributes, and waits once all who do have done so: the time that is up runs from there.
+fn waited(engine: &Engine, book: BookId, tensor: TensorId, come: &Meeting) -> Failure {
+    submit(engine, book, tensor, vec![1.0; 3].leak(), Op::Sum, false).unwrap();
+    come.wait();
+    failed(engine.wait(book, &[tensor], true, &mut never))
+}
+
 fn assert_rank_2_is_named(failures: &[Failure], what: &str) {
     assert_eq!(failures.len(), 2);
     for failure in failures {
@@ -396,11 +403,12 @@ fn who_does_not_come_to_a_collective_is_named_by_all() {
     std::thread::scope(|scope| {
         for scheme in Algorithm::COLLECTIVES.map(Scheme::Dense) {
             scope.spawn(move || {
+                let come = Meeting::of(2);
                 // Rank 1 does not hear rank 2 directly; rank 0 does.
                 let failures = on_all_but_the_last(3, in_turn, move |engine, _| {
                     let tensor = Tensor::new("t", 0, Dtype::F32, 3).with_scheme(scheme);
                     let book = engine.open_book("late", vec!["a".into()], vec![tensor]).unwrap();
-                    failed(exchange(engine, book, 0, vec![1.0; 3].leak(), Op::Sum, false))
+                    waited(engine, book, 0, &come)
                 });
                 assert_rank_2_is_named(&failures, &format!("{scheme:?}"));
             });
@@ -410,13 +418,14 @@ fn who_does_not_come_to_a_collective_is_named_by_all() {
 
 #[test]
 fn who_does_not_come_is_named_also_by_those_who_wait_for_another_owner() {
+    let come = Meeting::of(2);
     // All that rank 1 sees is that rank 0, the owner, does not answer.
     let failures = on_all_but_the_last(3, in_turn, |engine, _| {
         let tensors: Vec<_> = (0..3).map(|at| Tensor::new(format!("t{at}"), 0, Dtype::F32, 3)).collect();
         let book = Book::new("owners", vec!["a".into()], tensors.clone(), 3, 4096, 2).unwrap();
         let owned = book.slices.iter().find(|slice| slice.owner == Rank(0)).unwrap().tensor;
         let id = engine.open_book("owners", vec!["a".into()], tensors).unwrap();
-        failed(exchange(engine, id, owned, vec![1.0; 3].leak(), Op::Sum, false))
+        waited(engine, id, owned, &come)
     });
     assert_rank_2_is_named(&failures, "store");
 }

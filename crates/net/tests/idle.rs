@@ -6,7 +6,7 @@ mod support;
 
 use penstock_core::cost::Rates;
 use std::time::Duration;
-use support::{job, never, on_all};
+use support::{Meeting, job, never, on_all};
 
 /// While lanes are watched.
 const WATCHED: Duration = Duration::from_millis(600);
@@ -32,13 +32,15 @@ fn lanes_busy() -> Duration {
 #[test]
 fn lanes_sleep_while_nothing_happens_and_after_a_failure() {
     let engines = job(2);
+    let meeting = Meeting::of(2);
     on_all(engines, |engine, rank| {
         engine.set_rates(Rates { bytes_per_s: 1e8, ..Rates::default() }).unwrap();
         engine.all_gather("all are connected", b"", &mut never).unwrap();
+        meeting.wait();
         let watch = |what: &str| {
             let before = lanes_busy();
             std::thread::sleep(WATCHED);
-            let busy = lanes_busy() - before;
+            let busy = lanes_busy().saturating_sub(before);
             assert!(busy < WATCHED / 4, "lanes were busy for {busy:?} of {WATCHED:?} {what}");
         };
         if rank == 0 {
@@ -46,10 +48,9 @@ fn lanes_sleep_while_nothing_happens_and_after_a_failure() {
             engine.abort("ValueError: a bad batch").unwrap();
             watch("after a failure");
         } else {
-            // Stays, so that its lanes are watched, too.
             let told = engine.all_gather("never comes", b"", &mut never).unwrap_err();
             assert!(format!("{told:?}").contains("a bad batch"), "{told:?}");
-            std::thread::sleep(2 * WATCHED);
         }
+        meeting.wait(); // The lanes of both have been watched.
     });
 }
