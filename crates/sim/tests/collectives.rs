@@ -14,6 +14,9 @@ use penstock_sim::memory::{Chunk, RealMemory, SimMemory};
 use penstock_sim::random::Random;
 use std::sync::Arc;
 
+#[path = "collectives/costs.rs"]
+mod costs;
+
 const FLOATS: [Dtype; 4] = [Dtype::F32, Dtype::F64, Dtype::F16, Dtype::Bf16];
 const INTEGERS: [Dtype; 5] = [Dtype::I64, Dtype::I32, Dtype::I16, Dtype::I8, Dtype::U8];
 const OPS: [Op; 5] = [Op::Average, Op::Sum, Op::Min, Op::Max, Op::Copy];
@@ -36,7 +39,7 @@ struct UnderWay {
     bytes: Option<Box<[u8]>>,
 }
 
-/// Nodes of one job, one tensor each, and what lies between them.
+/// Nodes of one job, memory for the first tensor of their book, and what lies between them.
 struct Bench {
     nodes: Vec<Node<RealMemory>>,
     memories: Vec<Chunk>,
@@ -94,7 +97,6 @@ impl Bench {
         for to in (0..ranks).map(Rank) {
             while let Some(frame) = self.nodes[rank as usize].next_frame(to) {
                 self.counted.sent[rank as usize] += u64::from(frame.header.payload_bytes);
-                self.counted.received[to.index()] += u64::from(frame.header.payload_bytes);
                 let bytes = frame.payload.as_ref().and_then(Chunk::to_bytes);
                 self.under_way.push(UnderWay { from: Rank(rank), to, frame, bytes });
             }
@@ -104,6 +106,7 @@ impl Bench {
 
     fn deliver(&mut self, at: usize) -> Result<(), Error> {
         let UnderWay { from, to, frame: Outgoing { header, payload }, bytes } = self.under_way.remove(at);
+        self.counted.received[to.index()] += u64::from(header.payload_bytes);
         // The sender's memory may change from now on.
         drop(payload);
         let placed = match self.nodes[to.index()].place(from, &header)? {
@@ -285,70 +288,6 @@ fn exact_operations_do_not_depend_on_the_scheme() {
                     assert_eq!(got, want, "{scheme:?} {op:?}, {ranks} ranks");
                 }
             }
-        }
-    }
-}
-
-fn count(book: &Arc<Book>, ranks: u32) -> Counted {
-    let mut bench = Bench::new(book, ranks);
-    let row = vec![0; book.tensors[0].len_bytes() as usize];
-    for rank in 0..ranks {
-        bench.submit(rank, 1, Op::Sum, Some(&row)).unwrap();
-    }
-    bench.run_in_rounds();
-    bench.counted
-}
-
-#[test]
-fn bytes_and_steps_of_a_slice_are_what_the_cost_functions_say() {
-    for algorithm in Algorithm::ALL {
-        let scheme = Scheme::Dense(algorithm);
-        for ranks in RANKS {
-            for elems in [0, 1, 2, 3, 7, 16, 17, 61, 97, 256] {
-                let book = book(scheme, Dtype::F32, elems, ranks, 1024);
-                assert!(book.slices.len() <= 1);
-                let counted = count(&book, ranks);
-                let want = algorithm.slice(elems, 4, ranks);
-                // The first slice belongs to rank 0: positions are ranks.
-                let bytes = (want.sent, want.received);
-                assert_eq!(
-                    (counted.sent, counted.received),
-                    bytes,
-                    "{scheme:?}, {ranks} ranks, {elems} elements"
-                );
-                // Parts without elements are not sent, so a chain may be shorter where there are fewer than parts.
-                let steps = if elems < u64::from(ranks) { 0..=want.steps } else { want.steps..=want.steps };
-                assert!(
-                    steps.contains(&counted.steps),
-                    "{} steps: {scheme:?}, {ranks} ranks, {elems} elements",
-                    counted.steps
-                );
-            }
-        }
-    }
-}
-
-#[test]
-fn owners_take_turns_and_the_bytes_of_a_message_are_the_sum_of_its_slices() {
-    for algorithm in Algorithm::ALL {
-        let scheme = Scheme::Dense(algorithm);
-        for ranks in RANKS {
-            // Nineteen slices of 256 elements and one of 100.
-            let book = book(scheme, Dtype::F32, 256 * 19 + 100, ranks, 1024);
-            let counted = count(&book, ranks);
-            let mut want = penstock_core::cost::Traffic::none(ranks as usize);
-            for slice in &book.slices {
-                let traffic = algorithm.slice(u64::from(slice.len_bytes) / 4, 4, ranks);
-                want.join(&traffic, slice.owner.index());
-            }
-            assert_eq!((counted.sent, counted.received), (want.sent, want.received), "{scheme:?}, {ranks}");
-            assert_eq!(
-                counted.steps, want.steps,
-                "{scheme:?}, {ranks} ranks: slices travel at the same time"
-            );
-            let owners = book.slices.iter().map(|slice| slice.owner.0).max();
-            let turns = if scheme == Scheme::Dense(Algorithm::Central) { 0 } else { (ranks - 1).min(19) };
-            assert_eq!(owners, Some(turns), "{scheme:?}, {ranks} ranks");
         }
     }
 }
