@@ -224,7 +224,9 @@ def _never_slower(judgements: Sequence[Judgement]) -> str:
     if not rows:
         return ""
     head = ["scenario, its worst point", "points measured", "ours, s", "DDP, s", "ours / DDP", f"<= {DDP_RATIO_MAX:g}"]
-    return "### Never slower than DDP\n\n" + _table(head, rows)
+    met = sum(row[-1] == "met" for row in rows)
+    title = f"{met} of {_plural(len(rows), 'scenario')} with DDP: at most {DDP_RATIO_MAX:g} of its time"
+    return "### Never slower than DDP\n\n" + _folded(title, _table(head, rows))
 
 
 def _seconds_beside(judgement: Judgement) -> list[str]:

@@ -73,7 +73,7 @@ WORKERS_MAX = 64
 RANKS_MAX = 4096  # as in crates/core/src/limits.rs
 NBYTES_MAX = 1 << 30
 DEFAULT_BATCH = 32
-DEFAULT_GFLOPS = 50.0
+DEFAULT_GFLOPS = 4000.0  # what VGG19's 35.5 samples per second on one Titan X imply (Poseidon, section 5.1)
 
 
 class Parser(argparse.ArgumentParser):
@@ -181,13 +181,14 @@ def _add_explain(commands: Any) -> None:
         type=_positive,
         metavar="X",
         help="matrix products of one worker, in Gflop/s: what rebuilding a gradient from factors costs (default: "
-        f"what the compute time implies, or {DEFAULT_GFLOPS:g})",
+        f"what the compute time implies, or {DEFAULT_GFLOPS:g}, VGG19 on one Titan X)",
     )
     explain.add_argument(
         "--compute-s",
         type=_positive,
         metavar="X",
-        help="seconds of one step of one worker alone, to predict step times (default: what the network is known for)",
+        help="seconds of one step of one worker alone, to predict step times (default: what the network is known for, "
+        "or its arithmetic at --gflops)",
     )
     explain.add_argument(
         "--policy",
@@ -347,11 +348,14 @@ def _explain(options: argparse.Namespace) -> int:
         network = models.load(options.model)
         batch = options.batch or network.batch or DEFAULT_BATCH
         compute_s = options.compute_s or network.compute_s(batch)
+        arithmetic = network.step_flops(batch)
         gflops, source = options.gflops, "as given"
         if gflops is None:
             gflops, source = DEFAULT_GFLOPS, "products: assumed"
-            if compute_s is not None and (implied := network.step_flops(batch) / compute_s / 1e9) > 0.0:
-                gflops, source = implied, "products: as the compute time implies"
+            if compute_s is not None and arithmetic > 0.0:
+                gflops, source = arithmetic / compute_s / 1e9, "products: as the compute time implies"
+        if compute_s is None and arithmetic > 0.0:
+            compute_s, source = arithmetic / gflops / 1e9, f"{source}; compute: as the products imply"
         given = lossy.of_layers(options.lossy, network.layers)
         coordinator = Coordinator(
             network,

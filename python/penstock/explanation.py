@@ -9,6 +9,7 @@ with the same compute time and the same wire. Omitted are latencies, which a ste
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -244,7 +245,16 @@ class _Text:
         return [lines[0], rule, *lines[1:-1], rule, lines[-1]]
 
     def _sums(self) -> tuple[str, str, str, str]:
-        return _size(self._it.store_bytes), "", "", ""
+        """Of a column: that scheme wherever it fits, and the store for the rest."""
+
+        def total(scheme_of: Callable[[LayerPlan], str]) -> str:
+            plans = [(plan.scheme_bytes, scheme_of(plan)) for plan in self._it.layers]
+            if not any(scheme in sizes for sizes, scheme in plans):
+                return _size(None)
+            return _size(sum(sizes.get(scheme, sizes["store"]) for sizes, scheme in plans))
+
+        gathers = total(lambda plan: GATHER_OF.get(plan.kind, ""))
+        return _size(self._it.store_bytes), gathers, total(lambda _: "adam"), total(lambda _: "bf16")
 
     def _totals(self) -> list[str]:
         it = self._it
@@ -253,7 +263,8 @@ class _Text:
             "Sizes are per step, on the busier direction of the busiest node's interface. factors: K rows of a linear",
             "layer's input and of its output's gradient, from all to all. pairs: (index, row) of an embedding. adam:",
             "Project Adam's scheme (factors up, matrix down) at the layer's owner, for comparison only. bf16/fp16: the",
-            "store with gradients rounded on the wire, which is lossy and done on request only.",
+            "store with gradients rounded on the wire, which is lossy and done on request only. all: a scheme wherever",
+            "it fits, the store for the rest. --json has the bytes of collectives, too.",
             *self._lossy(),
             "",
             f"with these choices  {_size(it.chosen_bytes):>9} per node and direction, {share:.0%} of the store alone",

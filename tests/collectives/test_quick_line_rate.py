@@ -1,5 +1,6 @@
 """The quick measurement when a job starts: what it tells and sends, what turns it off, and a rank lost in it."""
 
+import logging
 import multiprocessing
 import os
 import time
@@ -16,8 +17,8 @@ LOST_EXIT_CODE = 3
 
 
 def rates_of_the_start(rank, size):
-    """What `init` found, and what this rank sends and sums in another measurement."""
-    sent, sums = [], []
+    """What `init` found, and what this rank sends, sums and logs in another measurement."""
+    sent, sums, logged = [], [], []
 
     class Counted(quick.Group):
         def send(self, tensor, *arguments, **options):
@@ -28,16 +29,23 @@ def rates_of_the_start(rank, size):
             sums.append(memoryview(tensor).nbytes)
             return super().allreduce(tensor, *arguments, **options)
 
+    class Kept(logging.Handler):
+        def emit(self, record):
+            logged.append(record.getMessage())
+
     quick.Group = Counted  # in this process, which ends with the test
+    log = logging.getLogger("penstock")
+    log.addHandler(Kept())
+    log.setLevel(logging.INFO)
     quick.quick_rates(job.current())
-    return job.current().rates, sent, sums
+    return job.current().rates, sent, sums, logged
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_it_is_short_and_the_same_on_every_rank(size, tmp_path):
     """Seconds are the machine's load; what is sent is not."""
     results = run_well(size, rates_of_the_start, tmp_path)
-    first, _, _ = results[0]
+    first = results[0][0]
     assert first.source == "measured at the start"
     # Wide enough for any load, and too narrow for a wrong unit.
     assert 0 < first.latency_s < 10 and first.bytes_per_s > 1e4 and first.summed_bytes_per_s > 1e6
@@ -47,10 +55,13 @@ def test_it_is_short_and_the_same_on_every_rank(size, tmp_path):
     plans, pings = len(quick.SIZES) + 2, quick.PINGS + 1
     most = partners * (data + 2 * plans + 2 * pings)
     most_bytes = partners * (sum(quick.SIZES) + quick.MESSAGES_MAX * quick.SIZES[-1]) + 8 * most
-    for rates, sent, sums in results:
+    for rates, sent, sums, _ in results:
         assert rates == first
         assert 0 < len(sent) <= most and sum(sent) <= most_bytes, sent
         assert sums == [4 * size] * 2 * (quick.CALLS + 1)
+    (line,) = (line for *_, logged in results for line in logged)
+    assert results[0][-1] == [line], "rank 0 says it for all"
+    assert line.startswith("line rate: ") and "interface lo " in line
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])

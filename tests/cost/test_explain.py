@@ -14,7 +14,7 @@ from torch import nn
 
 from lab.limits import limits, store_wire_s
 from lab.networks import NETWORKS
-from penstock import cli, description
+from penstock import cli, description, explanation
 from penstock.coordinator import Cluster, Coordinator
 from penstock.description import Network
 from penstock.errors import ConfigError
@@ -109,10 +109,27 @@ def test_predictions_are_the_labs_limits():
     assert found["times"]["ddp_s"] == pytest.approx(limit.wfbp_s, rel=1e-6)
 
 
-def test_without_a_compute_time_nothing_is_predicted():
-    found = explained("lab:resnet50", "--workers", "4")
-    assert found["times"] is None
-    assert "--compute-s" in explain("lab:resnet50", "--workers", "4").stdout
+def test_without_a_compute_time_it_follows_from_the_arithmetic():
+    slow, fast = (explained("lab:resnet50", "--workers", "4", "--gflops", gflops) for gflops in ("500", "2000"))
+    assert slow["times"]["compute_s"] == pytest.approx(4 * fast["times"]["compute_s"])
+    flops = 3 * 32 * NETWORKS["resnet50"]().flops
+    assert fast["times"]["compute_s"] == pytest.approx(flops / 2000e9)
+    assert "4,000 Gflop/s (products: assumed; compute: as the products imply)" in explain("lab:resnet50").stdout
+
+
+def test_without_arithmetic_nothing_is_predicted(folder, explain_here):
+    assert json.loads(explain_here("nets:plain", "--json").stdout)["times"] is None
+    assert "--compute-s" in explain_here("nets:plain").stdout
+
+
+def test_columns_add_up_to_the_scheme_where_it_fits():
+    found = explained("lab:vgg19", "--workers", "8", "--batch", "32")
+    done = explain("lab:vgg19", "--workers", "8", "--batch", "32")
+    (sums,) = (line.split() for line in done.stdout.splitlines() if line.startswith("all "))
+    bytes_of = [layer["scheme_bytes"] for layer in found["layers"]]
+    for column, scheme in ((3, "store"), (5, "factors"), (7, "adam"), (9, "bf16")):
+        total = sum(sizes.get(scheme, sizes["store"]) for sizes in bytes_of)
+        assert " ".join(sums[column : column + 2]) == explanation._size(total), scheme
 
 
 NETS = """

@@ -41,7 +41,8 @@ __all__ = [
 WIRE_TYPES = {"bf16": "bf16", "fp16": "f16"}
 """Lossy schemes: the store, and fp32 gradients that are rounded on the wire; with the engine's name of that type."""
 SCHEMES = ("store", "factors", "pairs", "adam", *COLLECTIVES, *WIRE_TYPES, *BY_NAME)
-"""Collectives are exact, but never chosen: they send as many bytes as the store or more, in as many steps or more."""
+"""Collectives are exact and for the asking. They beat the store where one rank would own all there is to send, as in a
+call; a model has many layers, whose owners take turns, and then they send as many bytes in as many steps or more."""
 
 Schemes: TypeAlias = Mapping[str, "str | LossyScheme"]
 """Patterns of layer names, and for each what these layers use, by name or, if it has options, as an object."""
