@@ -187,8 +187,8 @@ def world_size() -> int:
 def report() -> dict[str, Any]:
     """What was moved and when, as counted by the engine since `init`: bytes, seconds, slices, preemptions by layer.
 
-    ``lossy`` names the layers that use a lossy scheme, and which. ``line_bytes_per_s`` is the line rate that
-    connections are bound to now, as measured at the start and corrected while running; ``None`` with
+    ``lossy`` names the layers that use a lossy scheme, and which. ``line_bytes_per_s`` is the line rate as
+    measured at the start, or the most that one connection has carried since if that is more; ``None`` with
     ``line_rate_mbit="off"``.
 
     Raises:

@@ -9,6 +9,7 @@
 
 use crate::descriptors::{self, Registration};
 use crate::flight;
+use crate::line;
 use crate::memory::{Chunk, RealMemory};
 use mio::net::TcpStream;
 use penstock_core::node::{Action, Event, Node};
@@ -75,8 +76,8 @@ pub(crate) struct Connection {
     pub(crate) may_write: bool,
     /// The system has said that the other end has closed: read to the end even after a short read.
     pub(crate) hung_up: bool,
-    /// The other end has the same address: what goes there does not pass this host's line.
-    pub(crate) is_within_host: bool,
+    /// The rate for which it is bound.
+    bytes_per_s: Option<f64>,
     staging: Box<[u8; STAGING_BYTES]>,
     /// The part of `staging` that is read and not understood yet.
     staged: std::ops::Range<usize>,
@@ -113,8 +114,6 @@ impl Connection {
         if let Some(name) = congestion_control {
             socket.set_tcp_congestion(name.as_bytes())?;
         }
-        let addresses = stream.local_addr().ok().zip(stream.peer_addr().ok());
-        let is_within_host = addresses.is_some_and(|(here, there)| here.ip() == there.ip());
         let stream = TcpStream::from_std(stream);
         Ok(Self {
             _noted: descriptors::register(&stream),
@@ -122,7 +121,7 @@ impl Connection {
             may_read: true,
             may_write: true,
             hung_up: false,
-            is_within_host,
+            bytes_per_s: None,
             staging: Box::new([0; STAGING_BYTES]),
             staged: 0..0,
             arriving: None,
@@ -291,8 +290,9 @@ impl Connection {
         Turn::Idle
     }
 
-    /// Bounds what the kernel holds for this connection; see [`crate::flight`].
-    pub(crate) fn bind_flight(&self, bytes_per_s: f64) {
+    /// Bounds what the kernel holds for this connection by a line rate; see [`crate::flight`].
+    pub(crate) fn bind_flight(&mut self, bytes_per_s: f64) {
+        self.bytes_per_s = Some(bytes_per_s);
         // An older kernel: the connection works as it is.
         let _ = flight::bind(self.stream.as_fd(), bytes_per_s);
     }
@@ -351,8 +351,16 @@ impl Connection {
         self.departing_bytes = self.departing.iter().map(Departing::len).sum::<usize>() - self.written;
     }
 
+    /// Binds it to a higher rate if it has carried more since the last call, which was after `last`. The new rate.
+    pub(crate) fn correct_rate(&mut self, last: Instant) -> Option<f64> {
+        let delivered_bytes = self.take_delivered_bytes();
+        let bytes_per_s = line::corrected(self.bytes_per_s?, delivered_bytes, last.elapsed())?;
+        self.bind_flight(bytes_per_s);
+        Some(bytes_per_s)
+    }
+
     /// Bytes that have arrived since the last call, as far as the other end has acknowledged them.
-    pub(crate) fn take_delivered_bytes(&mut self) -> u64 {
+    fn take_delivered_bytes(&mut self) -> u64 {
         let delivered_bytes = self.sent_bytes.saturating_sub(self.unacknowledged_bytes() as u64);
         let before = std::mem::replace(&mut self.delivered_bytes, delivered_bytes);
         delivered_bytes.saturating_sub(before)

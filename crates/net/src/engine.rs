@@ -160,7 +160,7 @@ impl Engine {
         let congestion_control = congestion::choose(&config.congestion_control)?;
         let pool = Pool::new(POOL_KEEP_BYTES);
         let alone = Mutex::new((call::alone(), RealMemory::new(Arc::clone(&pool))));
-        let shared = Shared::new(Rank(config.rank), config.size, config.lanes, pool, congestion_control);
+        let shared = Shared::new(Rank(config.rank), config.size, pool, congestion_control);
         Ok(Self {
             inner: Arc::new(Inner {
                 port,
@@ -409,7 +409,7 @@ impl Engine {
         let EngineConfig { size, lanes, .. } = self.inner.config;
         let counted = report::count(shared.me, size, lanes, &counters, &books);
         let slices = counted.slices + self.inner.own_slices.load(Ordering::Relaxed);
-        let (pool_bytes, line_bytes_per_s) = (shared.pool.bytes() as u64, shared.line_bytes_per_s());
+        let (pool_bytes, line_bytes_per_s) = (shared.pool.bytes() as u64, shared.highest_bytes_per_s());
         Ok(Report { slices, busy, pool_bytes, line_bytes_per_s, ..counted })
     }
 

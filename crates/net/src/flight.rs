@@ -2,21 +2,21 @@
 //!
 //! What the kernel has been given is decided, and an urgent slice waits behind it, twice: as a push and as an answer.
 //! Left alone, TCP fills the narrowest link's queue until it overflows; with 50 ms of queue (the lab's emulated clusters) an
-//! urgent slice took 60 to 80 ms. So once the line rate is known, a connection's send buffer holds what the host's link
-//! sends in [`QUEUE_S`].
+//! urgent slice took 60 to 80 ms. So once the line rate is known, a connection's send buffer holds what the link sends in
+//! [`QUEUE_S`].
 //!
 //! All connections get the same, however many there are: at times one alone carries all that a host sends (the end of a
 //! step, a tree, the first level of a butterfly), and a receiver must have something in its queue while its other peers
 //! send elsewhere. When 7 connections shared 6 ms, a tree of 53 MB between 8 hosts took 845 ms instead of 798.
 //!
-//! The one line rate is corrected while data flows ([`crate::line`]), rarely, and then all are bound anew. A bound that
-//! followed each connection's round trips made them unequal, and with them the peers' shares of the link: ResNet-50 at
-//! 600 Mbit/s took 1.13 to 1.24 of T* that way, and 1.01 without any bound.
+//! The rate is corrected while data flows ([`crate::line`]), rarely and upwards. A bound that followed each connection's
+//! round trips made them unequal, and with them the peers' shares of the link: ResNet-50 at 600 Mbit/s took 1.13 to 1.24
+//! of T* that way, and 1.01 without any bound.
 
 use std::io;
 use std::os::fd::BorrowedFd;
 
-/// What a buffer holds, as time on the host's link. Processes on a busy machine pause for some milliseconds, and the link
+/// What a buffer holds, as time on the link. Processes on a busy machine pause for some milliseconds, and the link
 /// shall not.
 const QUEUE_S: f64 = 3e-3;
 /// What it must be able to hold, or it is left alone.

@@ -70,7 +70,8 @@ pub(crate) struct Lane {
     /// Calls that are not complete, by id.
     calls: BTreeMap<u64, Arc<Handle>>,
     peers: Vec<Peer>,
-    look: line::Look,
+    /// Before the connections were last asked what got through.
+    looked: Instant,
     /// Peers whose connection may have something to do.
     work: VecDeque<usize>,
     /// Reused from turn to turn.
@@ -107,7 +108,7 @@ impl Lane {
             peers: (0..config.ranks).map(|_| Peer::default()).collect(),
             node: Node::new(config, RealMemory::new(Arc::clone(&shared.pool))),
             shared,
-            look: line::Look::default(),
+            looked: now,
             work: VecDeque::new(),
             actions: Vec::new(),
             leaving: false,
@@ -148,7 +149,7 @@ impl Lane {
         let mut commands = Vec::new();
         let tick = TICK_MAX.min(self.peer_timeout / 10).max(Duration::from_millis(5));
         while !self.stopping {
-            self.poll_once(&mut events, tick.min(self.until_round_ends()))?;
+            self.poll_once(&mut events, tick)?;
             self.mailbox.take(&mut commands);
             for command in commands.drain(..) {
                 self.command(command);
@@ -157,7 +158,6 @@ impl Lane {
             if self.now.saturating_duration_since(self.ticked) >= tick {
                 self.tick();
             }
-            self.look_at_line();
             self.say_goodbyes();
         }
         self.flush(&mut events)
@@ -458,6 +458,7 @@ impl Lane {
         if self.failed.is_some() {
             return;
         }
+        self.look_at_line();
         // This process itself was stopped (a signal, a suspended laptop): the silence was ours.
         let was_away = gap > self.peer_timeout / 2;
         let every = self.peer_timeout / HEARTBEATS_PER_TIMEOUT;

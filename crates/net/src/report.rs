@@ -36,7 +36,7 @@ pub struct Report {
     pub stall: Duration,
     /// Bytes of scratch buffers, in use or kept for reuse.
     pub pool_bytes: u64,
-    /// The line rate that connections are bound to, in bytes per second in each direction; `None` before it is known.
+    /// The highest rate for which a connection is bound, in bytes per second; `None` before the line rate is known.
     pub line_bytes_per_s: Option<f64>,
     /// Bytes owned by each rank's shard, over all books.
     pub owned_bytes: Vec<u64>,

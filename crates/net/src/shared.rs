@@ -4,7 +4,6 @@
 
 use crate::accounting::Accounting;
 use crate::failure::{Failure, Stop};
-use crate::line::{Line, Seen};
 use crate::mailbox::{Command, Mailbox};
 use crate::memory::{Chunk, Owner, Pool};
 use penstock_core::node::Counters;
@@ -22,6 +21,15 @@ const STOPPED_MIN: Duration = Duration::from_secs(1);
 pub(crate) const SUSPICION: Duration = Duration::from_millis(300);
 /// How long nothing may move for a rank that has said goodbye before that counts as its fault.
 pub(crate) const DEPARTURE_GRACE: Duration = Duration::from_secs(2);
+
+/// Bytes per second.
+#[derive(Default)]
+struct Line {
+    /// As measured at the start, or given.
+    known: Option<f64>,
+    /// Of all connections.
+    highest: Option<f64>,
+}
 
 /// One tensor of an open book.
 #[derive(Default)]
@@ -191,13 +199,7 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    pub(crate) fn new(
-        me: Rank,
-        ranks: u32,
-        lanes: u32,
-        pool: Arc<Pool>,
-        congestion_control: Option<String>,
-    ) -> Self {
+    pub(crate) fn new(me: Rank, ranks: u32, pool: Arc<Pool>, congestion_control: Option<String>) -> Self {
         let now = Instant::now();
         let state = State {
             failure: None,
@@ -221,7 +223,7 @@ impl Shared {
             ranks,
             pool,
             congestion_control,
-            line: Mutex::new(Line::new(lanes)),
+            line: Mutex::new(Line::default()),
             state: Mutex::new(state),
             changed: Condvar::new(),
             failed: AtomicBool::new(false),
@@ -283,35 +285,28 @@ impl Shared {
         self.line.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What the line does in each direction, in bytes per second, once it is known.
+    /// What the line does in each direction, in bytes per second, as measured or given; `None` before that.
     pub(crate) fn line_bytes_per_s(&self) -> Option<f64> {
-        self.line().bytes_per_s()
+        self.line().known
     }
 
-    /// The line rate was measured or given.
+    /// The highest rate for which a connection is bound.
+    pub(crate) fn highest_bytes_per_s(&self) -> Option<f64> {
+        self.line().highest
+    }
+
+    /// The line rate was measured or given: all lanes bind their connections to it.
     pub(crate) fn set_line(&self, bytes_per_s: f64) {
-        self.line().set(bytes_per_s);
-        self.tell_of_line();
-    }
-
-    /// A lane has seen what got through in a round.
-    pub(crate) fn look_at_line(&self, seen: Seen) {
-        let changed = self.line().look(seen);
-        if changed {
-            self.tell_of_line();
-        }
-    }
-
-    /// All lanes bind their connections anew, to the same.
-    fn tell_of_line(&self) {
+        *self.line() = Line { known: Some(bytes_per_s), highest: Some(bytes_per_s) };
         for mailbox in self.mailboxes() {
             mailbox.send(Command::LineRate);
         }
     }
 
-    /// For how long this engine has been there.
-    pub(crate) fn age(&self, now: Instant) -> Duration {
-        now.saturating_duration_since(self.started)
+    /// A connection has shown that it carries so much.
+    pub(crate) fn note_rate(&self, bytes_per_s: f64) {
+        let mut line = self.line();
+        line.highest = Some(line.highest.map_or(bytes_per_s, |highest| highest.max(bytes_per_s)));
     }
 
     /// Data has moved.
