@@ -354,7 +354,7 @@ def _explain(options: argparse.Namespace) -> int:
             gflops, source = DEFAULT_GFLOPS, "products: assumed"
             if compute_s is not None and arithmetic > 0.0:
                 gflops, source = arithmetic / compute_s / 1e9, "products: as the compute time implies"
-        if compute_s is None and arithmetic > 0.0:
+        if compute_s is None and arithmetic > 0.0 and network.arithmetic_is_known:
             compute_s, source = arithmetic / gflops / 1e9, f"{source}; compute: as the products imply"
         given = lossy.of_layers(options.lossy, network.layers)
         coordinator = Coordinator(

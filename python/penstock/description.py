@@ -111,6 +111,11 @@ class Network:
         """Floating point operations of one worker's step, backward twice forward."""
         return sum(layer.flops for layer in self.layers) * batch * (1.0 + BACKWARD_PER_FORWARD)
 
+    @property
+    def arithmetic_is_known(self) -> bool:
+        """Whether it is of every layer that multiplies by a matrix; a table's rows are only moved."""
+        return all(layer.flops > 0.0 for layer in self.layers if len(layer.shape) > 1 and layer.kind != "embedding")
+
     def compute_s(self, batch: int) -> float | None:
         """Seconds of one worker's step alone, if its samples per second are known."""
         return None if self.samples_per_s is None else batch / self.samples_per_s

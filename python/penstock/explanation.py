@@ -245,7 +245,7 @@ class _Text:
         return [lines[0], rule, *lines[1:-1], rule, lines[-1]]
 
     def _sums(self) -> tuple[str, str, str, str]:
-        """Of a column: that scheme wherever it fits, and the store for the rest."""
+        """Of a column: that scheme wherever it fits, and the store for the rest. Adam's bytes are of several owners."""
 
         def total(scheme_of: Callable[[LayerPlan], str]) -> str:
             plans = [(plan.scheme_bytes, scheme_of(plan)) for plan in self._it.layers]
@@ -254,7 +254,7 @@ class _Text:
             return _size(sum(sizes.get(scheme, sizes["store"]) for sizes, scheme in plans))
 
         gathers = total(lambda plan: GATHER_OF.get(plan.kind, ""))
-        return _size(self._it.store_bytes), gathers, total(lambda _: "adam"), total(lambda _: "bf16")
+        return _size(self._it.store_bytes), gathers, _size(None), total(lambda _: "bf16")
 
     def _totals(self) -> list[str]:
         it = self._it
@@ -264,7 +264,7 @@ class _Text:
             "layer's input and of its output's gradient, from all to all. pairs: (index, row) of an embedding. adam:",
             "Project Adam's scheme (factors up, matrix down) at the layer's owner, for comparison only. bf16/fp16: the",
             "store with gradients rounded on the wire, which is lossy and done on request only. all: a scheme wherever",
-            "it fits, the store for the rest. --json has the bytes of collectives, too.",
+            "it fits, the store for the rest; adam has no sum, its layers' owners differ. --json has collectives, too.",
             *self._lossy(),
             "",
             f"with these choices  {_size(it.chosen_bytes):>9} per node and direction, {share:.0%} of the store alone",

@@ -117,6 +117,13 @@ def test_without_a_compute_time_it_follows_from_the_arithmetic():
     assert "4,000 Gflop/s (products: assumed; compute: as the products imply)" in explain("lab:resnet50").stdout
 
 
+def test_arithmetic_that_is_known_in_part_predicts_nothing():
+    model = nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, 16))  # whose attention is not looked into
+    assert not describe(model, torch.zeros(4, 3, 8), name="net").arithmetic_is_known
+    assert describe(model[0], torch.zeros(4, 8), name="net").arithmetic_is_known
+    assert describe(nn.Embedding(9, 8), torch.zeros(4, dtype=torch.int64), name="net").arithmetic_is_known
+
+
 def test_without_arithmetic_nothing_is_predicted(folder, explain_here):
     assert json.loads(explain_here("nets:plain", "--json").stdout)["times"] is None
     assert "--compute-s" in explain_here("nets:plain").stdout
@@ -127,7 +134,7 @@ def test_columns_add_up_to_the_scheme_where_it_fits():
     done = explain("lab:vgg19", "--workers", "8", "--batch", "32")
     (sums,) = (line.split() for line in done.stdout.splitlines() if line.startswith("all "))
     bytes_of = [layer["scheme_bytes"] for layer in found["layers"]]
-    for column, scheme in ((3, "store"), (5, "factors"), (7, "adam"), (9, "bf16")):
+    for column, scheme in ((3, "store"), (5, "factors"), (8, "bf16")):
         total = sum(sizes.get(scheme, sizes["store"]) for sizes in bytes_of)
         assert " ".join(sums[column : column + 2]) == explanation._size(total), scheme
 
