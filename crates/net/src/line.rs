@@ -16,7 +16,7 @@
 
 use std::time::Duration;
 
-/// At least so much time lies between two looks at what was delivered: less than a lane's tick, so that it looks at every one.
+/// At least so much time lies between two looks at what was delivered: less than a lane's usual tick, at which it looks.
 pub(crate) const LOOK: Duration = Duration::from_millis(75);
 /// More than this times the known rate raises it.
 const FASTER: f64 = 1.25;
