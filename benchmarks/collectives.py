@@ -26,6 +26,7 @@ from typing import Any
 from lab.cluster import BURST_BYTES_MIN, BURST_S, Cluster, Unavailable
 from lab.records import ROOT, note, publish, result_arguments, wait_for_quiet
 from penstock._native import ALGORITHMS
+from penstock.measure import allreduce, line_rate
 from penstock.measure.plots import COLOURS
 
 FOLDER = ROOT / "docs" / "benchmarks" / "collectives"
@@ -33,8 +34,10 @@ PORT = 29511  # of a network that nobody else is in
 LIMIT_S = 600.0
 GOAL = 0.15  # between prediction and median
 SLOW_HOSTS, SLOW_HOST = 4, 2
+SLOW_LINES = "slow-host.jsonl"
 RATE_MBIT, SLOW_MBIT = 1000.0, 250.0
-KINDS = {"line-rate": ["--largest", str(16 << 20)], "allreduce": ["--sizes", "4KB,1MB,8MB", "--seconds", "2"]}
+KINDS: dict[str, list[str]] = {"line-rate": [], "allreduce": ["--sizes", "4KB,1MB,8MB", "--seconds", "2"]}
+TABLES = {"line-rate": line_rate.table, "allreduce": allreduce.table}
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -145,9 +148,11 @@ def _report(arguments: argparse.Namespace) -> int:
     page = arguments.folder / "README.md"
     shown_text = page.read_text(encoding="utf-8")
     shown_text = _between(shown_text, "measured", "\n".join(text))
-    for kind in KINDS:
-        table = (arguments.folder / f"slow-host-{kind}.txt").read_text(encoding="utf-8")
-        shown_text = _between(shown_text, kind, f"```text\n{table}```\n")
+    slow = arguments.folder / SLOW_LINES
+    for line in slow.read_text(encoding="utf-8").splitlines() if slow.exists() else ():
+        record = json.loads(line)  # the last of each kind stays
+        table = TABLES[record["kind"]](record)
+        shown_text = _between(shown_text, record["kind"], f"Commit `{record['commit']}`.\n\n```text\n{table}```\n")
     page.write_text(shown_text, encoding="utf-8")
     _draw(records, arguments.folder / "predicted.png")
     return 0
@@ -161,16 +166,18 @@ def _between(text: str, name: str, new: str) -> str:
 
 
 def _slow_host(arguments: argparse.Namespace) -> int:
-    """Both measurements as a new user would run them, on hosts of which one has a slow card."""
+    """Both measurements, of hosts of which one has a slow card."""
     arguments.folder.mkdir(parents=True, exist_ok=True)
     rates = [SLOW_MBIT if host == SLOW_HOST else RATE_MBIT for host in range(SLOW_HOSTS)]
     try:
         with Cluster(SLOW_HOSTS, rates) as cluster:
             for kind, options in KINDS.items():
                 picture = ["--plot", str(arguments.folder / f"slow-host-{kind}.png")]
-                text = _as_a_user(cluster, kind, [*options, *picture])
-                (arguments.folder / f"slow-host-{kind}.txt").write_text(text, encoding="utf-8")
-                print(text, flush=True)
+                result = json.loads(_as_a_user(cluster, kind, ["--json", *options, *picture]))
+                record = {"kind": kind, "rates_mbit": rates, **result}
+                lines = arguments.folder / SLOW_LINES
+                publish(record, benchmark="slow-host", seed=result.get("seed", 0), as_json=False, lines=lines)
+                print(TABLES[kind](result), flush=True)
     except Unavailable as error:
         note(f"collectives: {error}")
         return 2

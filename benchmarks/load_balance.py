@@ -4,8 +4,8 @@
     .venv/bin/python -m benchmarks.load_balance --draw     # only draws what is there
 
 VGG19 on emulated hosts: what crosses each host's interface is counted, not computed, both ways and with all headers. At
-a quarter of the width its layers keep their proportions (the linear ones hold 87 % of the parameters, 86 % at full
-width), and eight hosts fit into 6 GB. Runs are appended; the last of each kind is drawn.
+half the width its layers keep their proportions (the linear ones hold 86 % of the parameters, as at full width), and
+eight hosts fit into the memory of one machine. Runs are appended; the last of each kind is drawn.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=8)
-    parser.add_argument("--width", type=float, default=0.25, help="factor of channels and features")
+    parser.add_argument("--width", type=float, default=0.5, help="factor of channels and features")
     parser.add_argument("--mbit", type=int, default=1000, help="of each host's link")
     parser.add_argument("--compute-s", type=float, default=1.0)
     parser.add_argument("--steps", type=int, default=3)

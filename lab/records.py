@@ -51,7 +51,7 @@ def _commit() -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
     status = git("status", "--porcelain", "--untracked-files=all").splitlines()
-    changed = [line for line in status if not line.endswith(".jsonl")]
+    changed = [line for line in status if not line.endswith((".jsonl", ".png"))]
     return (git("rev-parse", "--short=12", "HEAD") or "unknown") + ("+changes" if changed else "")
 
 
