@@ -11,8 +11,8 @@
 //! the others' rate took 1.21 of T*, and 1.00 where the way to that host kept the bound of its rate.
 //!
 //! It only goes up: what was delivered, the way can deliver. That less gets through says nothing: programs have less to
-//! send, peers take turns, and processors are busy. A rate that is too high costs little: the connection holds as many
-//! milliseconds more in the kernel as the way is slower.
+//! send, peers take turns, and processors are busy. With a rate that is too high the connection holds as many milliseconds
+//! more in the kernel as the way is slower.
 
 use std::time::Duration;
 
