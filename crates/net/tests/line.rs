@@ -4,10 +4,12 @@
 
 mod support;
 
+use penstock_core::calls::{Action, Request};
 use penstock_core::cost::Rates;
+use penstock_core::cost::dense::Algorithm;
 use penstock_core::layout::Tensor;
 use penstock_core::{BookId, Dtype, Op};
-use penstock_net::{Engine, Part};
+use penstock_net::{CallPart, Engine, Part};
 use std::os::fd::{BorrowedFd, RawFd};
 use std::time::{Duration, Instant};
 use support::{job_with, never, on_all};
@@ -116,6 +118,64 @@ fn a_rate_that_is_far_too_low_is_corrected_by_what_gets_through() {
             assert!(Instant::now() < deadline, "still {:?} bytes/s", rate());
         }
         assert_eq!(engine.slicing(), slicing, "what all ranks agreed on stays");
+        engine.shutdown(&mut never).unwrap();
+    });
+}
+
+/// Sums by ranks 0 and 1 alone.
+fn sum_without_rank_2(engine: &Engine) {
+    let mut values = vec![1.0f32; 500_000];
+    let memory = vec![(values.as_mut_ptr() as usize, std::mem::size_of_val(&values[..]))];
+    let request = Request::Collective(Action::Allreduce { algorithm: Algorithm::Store });
+    let (inputs, outputs) = (memory.clone(), memory);
+    let part =
+        CallPart { group: 1, request, op: Op::Sum, dtype: Dtype::F32, inputs, outputs, keep: Box::new(()) };
+    let values = std::mem::ManuallyDrop::new(values);
+    // SAFETY: released below, or leaked if that fails.
+    let handle = unsafe { engine.call(part) }.unwrap();
+    engine.wait_call(&handle, None, &mut never).unwrap();
+    drop(std::mem::ManuallyDrop::into_inner(values));
+}
+
+#[test]
+fn a_connection_learns_nothing_from_what_others_carry() {
+    const RATE: f64 = 5e6;
+    const BOUND: usize = 15_000;
+    let engines = job_with(3, |config| config.operation_timeout = 2 * PATIENCE);
+    let ports: Vec<u16> = engines.iter().map(Engine::port).collect();
+    on_all(engines, |engine, rank| {
+        let book = open(engine);
+        exchange(engine, book);
+        if rank < 2 {
+            engine.form_group(1, &[0, 1]).unwrap();
+        }
+        engine.all_gather("nobody sends any more", b"", &mut never).unwrap();
+        set_line(engine, RATE);
+        if rank == 0 {
+            // Two lanes, three pairs, both ends.
+            await_send_buffers(&ports, &[BOUND; 12]);
+        }
+        engine.all_gather("they are bound", b"", &mut never).unwrap();
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if rank < 2 {
+                sum_without_rank_2(engine);
+            }
+            let risen = engine.report().unwrap().line_bytes_per_s.unwrap() > RATE;
+            let all = engine.all_gather("has it risen?", &[u8::from(risen)], &mut never).unwrap();
+            if all.concat() == [1, 1, 0] {
+                break;
+            }
+            assert!(Instant::now() < deadline, "{all:?}");
+        }
+        if rank == 0 {
+            let bound = send_buffers(&ports).into_iter().filter(|bytes| *bytes == BOUND).count();
+            assert!(
+                (8..12).contains(&bound),
+                "only connections of ranks 0 and 1 may change: {bound} did not"
+            );
+        }
+        engine.all_gather("rank 0 has looked", b"", &mut never).unwrap();
         engine.shutdown(&mut never).unwrap();
     });
 }
