@@ -5,6 +5,11 @@ real product, may take longer than that, and then it would be handed over late, 
 here depends on what came before: so such work is done ahead, while earlier layers only wait, and is handed over on
 time.
 
+It is begun where the plan says, and goes on, unit by unit, wherever a unit still fits. Work may take longer than it was
+expected to, because other hosts' processes have the cores, and would otherwise hold up the layers in between. Done in
+one go, the product of VGG19's first fully connected layer did so for 0.3 s, which looked like waiting for the network:
+whole runs of the store took 1.1 to 1.2 of T* that take 1.03 unit by unit.
+
 Pure: decides on layers and seconds, knows neither clock nor tensors.
 """
 

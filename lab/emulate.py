@@ -25,10 +25,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,6 +45,8 @@ __all__ = ["Emulated", "build", "data", "has_factors"]
 
 PATTERN_ELEMS = 16381
 """A prime, so that no slice boundary falls on the same place of the pattern twice."""
+UNIT_ELEMS = 1 << 19
+"""Of work that is done ahead: so little that a unit fits into most layers' time, even where cores are shared."""
 SCALES = 61
 GRADIENT_UNIT = 2.0**-30
 FACTOR_UNIT = 2.0**-12
@@ -82,14 +86,20 @@ class _Values:
     def write(self, shape: Sequence[int], scale: float) -> Tensor:
         """New memory with the pattern times `scale`, written in one pass."""
         out = torch.empty(shape)
-        flat = out.view(-1)
-        repeats, rest = divmod(flat.numel(), PATTERN_ELEMS)
-        if repeats:
-            body = flat[: flat.numel() - rest].view(repeats, PATTERN_ELEMS)
-            torch.mul(self.pattern.expand_as(body), scale, out=body)
-        if rest:
-            torch.mul(self.pattern[:rest], scale, out=flat[-rest:])
+        for _ in self.writing(out, scale):
+            pass
         return out
+
+    def writing(self, out: Tensor, scale: float) -> Iterator[None]:
+        """Write the pattern times `scale`, unit by unit."""
+        for flat in out.view(-1).split(PATTERN_ELEMS * max(1, UNIT_ELEMS // PATTERN_ELEMS)):
+            repeats, rest = divmod(flat.numel(), PATTERN_ELEMS)
+            if repeats:
+                body = flat[: flat.numel() - rest].view(repeats, PATTERN_ELEMS)
+                torch.mul(self.pattern.expand_as(body), scale, out=body)
+            if rest:
+                torch.mul(self.pattern[:rest], scale, out=flat[-rest:])
+            yield
 
     def gradient_scale(self, tensor: int, rank: int, step: int) -> float:
         """What the pattern is multiplied with: differs between ranks, neighbouring steps and neighbouring tensors."""
@@ -134,7 +144,7 @@ class _Part(nn.Module, ABC):
     def attach(self, time: LayerTime, course: _Course, values: _Values) -> None:
         """Give it its time, and what it shares with the others."""
         self.time, self.course, self.values = time, course, values
-        self._ready: tuple[_Now, list[Tensor]] | None = None
+        self._work: _Work | None = None
 
     @property
     def rows(self) -> int:
@@ -146,8 +156,15 @@ class _Part(nn.Module, ABC):
         """Forward of this layer, as the model calls it."""
 
     @abstractmethod
+    def writing(self, number: int, now: _Now, out: Tensor) -> Iterator[None]:
+        """Write this layer's gradient of its parameter `number`, unit by unit."""
+
     def gradient(self, number: int, now: _Now) -> Tensor:
         """This layer's gradient of its parameter `number`, in new memory."""
+        out = torch.empty(self.layer.tensors[number].shape)
+        for _ in self.writing(number, now, out):
+            pass
+        return out
 
     def forward_time(self) -> AbstractContextManager[None]:
         """The duration of this layer's forward."""
@@ -156,12 +173,12 @@ class _Part(nn.Module, ABC):
     def backward(self, now: _Now) -> list[Tensor]:
         """Take the time of this layer's backward, and return its gradients, to which nothing else refers."""
         with self.course.layer(self.index, self.time.backward_s, backward=True):
-            if self._ready is None or self._ready[0] != now:
-                self.prepare(now)
-            assert self._ready is not None
-            gradients = self._ready[1]
-            self._ready = None
-        return gradients
+            work = self._work if self._work is not None and self._work.now == now else _Work(self, now)
+            self._work = None
+            while not work.is_done:
+                work.go_on()
+            self.course.note(self.index, work.spent_s)
+        return work.gradients
 
     def send_rows_to(self, rows: Any) -> None:
         """From now on leave there what the gradients are made of, when asked for it."""
@@ -182,14 +199,44 @@ class _Part(nn.Module, ABC):
             self.rows_to.record(given, upstream)
         return True
 
-    def prepare(self, now: _Now) -> None:
-        """Do the real work of this layer's backward, and note how long it takes."""
+    def begin_ahead(self, now: _Now) -> _Work | None:
+        """The real work of this layer's backward, to be done before; ``None`` if there will be none."""
         if self.rows_to is not None and self.rows_to.engaged:
             self.course.note(self.index, 0.0)
-            return
+            return None
+        self._work = _Work(self, now)
+        return self._work
+
+
+class _Work:
+    """The real work of one layer's backward, done unit by unit.
+
+    Attributes:
+        now: The step that it is for.
+        gradients: Being written.
+        is_done: Whether they are.
+        spent_s: How long it has taken so far.
+    """
+
+    def __init__(self, part: _Part, now: _Now) -> None:
+        self.now = now
+        self.gradients = [torch.empty(tensor.shape) for tensor in part.layer.tensors]
+        self._units = chain.from_iterable(part.writing(n, now, out) for n, out in enumerate(self.gradients))
+        self.is_done = False
+        self.spent_s = 0.0
+        self._done = 0
+
+    @property
+    def unit_s(self) -> float:
+        """How long the next unit will take: as long as those before, on average."""
+        return self.spent_s / max(1, self._done)
+
+    def go_on(self) -> None:
+        """The next unit."""
         began_s = time.perf_counter()
-        self._ready = (now, [self.gradient(number, now) for number in range(len(self.layer.tensors))])
-        self.course.note(self.index, time.perf_counter() - began_s)
+        self.is_done = next(self._units, self) is self
+        self.spent_s += time.perf_counter() - began_s
+        self._done += 1
 
 
 class _Course:
@@ -199,18 +246,32 @@ class _Course:
         self.pace = pace
         self._planner = Planner(times)
         self._work_s = [0.0] * len(times)
-        self._ahead: dict[Slot, list[Callable[[], None]]] = {}
+        self._begin: dict[Slot, list[Callable[[], _Work | None]]] = {}
+        self._begun: deque[_Work] = deque()
 
     def begin_step(self, parts: Sequence[_Part], now: _Now, *, trains: bool) -> None:
         """A step begins; `trains` if it will have a backward."""
         plan = self._planner.plan(self._work_s) if trains else {}
-        self._ahead = {slot: [partial(parts[i].prepare, now) for i in layers] for slot, layers in plan.items()}
+        self._begin = {slot: [partial(parts[i].begin_ahead, now) for i in layers] for slot, layers in plan.items()}
+        self._begun.clear()
         self.pace.begin_step()
 
     def layer(self, index: int, seconds: float, *, backward: bool) -> AbstractContextManager[None]:
         """The duration of one layer."""
-        ahead = self._ahead.get((backward, index), ())
-        return self.pace.layer(index, seconds, backward=backward, ahead=ahead)
+        works = (begin() for begin in self._begin.pop((backward, index), ()))
+        self._begun.extend(work for work in works if work is not None)
+        return self.pace.layer(index, seconds, backward=backward, ahead=self._work_ahead if self._begun else None)
+
+    def _work_ahead(self, until_s: float) -> None:
+        """Do what has been begun, the work needed first first, as long as another unit will be over by then."""
+        while self._begun:
+            work = self._begun[0]
+            if work.is_done:
+                self._begun.popleft()
+            elif time.perf_counter() + work.unit_s > until_s:
+                return
+            else:
+                work.go_on()
 
     def note(self, index: int, seconds: float) -> None:
         """What a layer's backward work took; a shorter time is believed only gradually."""
@@ -315,10 +376,9 @@ class Written(_Part):
         out: Tensor = self(token, now)
         return out
 
-    def gradient(self, number: int, now: _Now) -> Tensor:
+    def writing(self, number: int, now: _Now, out: Tensor) -> Iterator[None]:
         """The pattern, times what belongs to this tensor, rank and step."""
-        scale = self.values.gradient_scale(self.first_tensor + number, now.rank, now.step)
-        return self.values.write(self.layer.tensors[number].shape, scale)
+        yield from self.values.writing(out, self.values.gradient_scale(self.first_tensor + number, now.rank, now.step))
 
 
 class Linear(_Part, nn.Linear):
@@ -350,10 +410,17 @@ class Linear(_Part, nn.Linear):
         offset = self.values.offset(self.index, now.rank, now.step)
         return self.values.read(self.values.output_gradients, offset, self.rows, self.out_features)
 
-    def gradient(self, number: int, now: _Now) -> Tensor:
-        """The product of the factors."""
+    def writing(self, number: int, now: _Now, out: Tensor) -> Iterator[None]:
+        """The product of the factors, some of its rows at a time."""
         dy = self.output_gradient(now)
-        return dy.t() @ self.input(now) if number == 0 else dy.sum(0)
+        if number == 1:
+            torch.sum(dy, 0, out=out)
+            yield
+            return
+        x, rows = self.input(now), max(1, UNIT_ELEMS // self.in_features)
+        for some, of_dy in zip(out.split(rows), dy.t().split(rows), strict=True):
+            torch.mm(of_dy, x, out=some)
+            yield
 
 
 class Embedding(_Part, nn.Embedding):
@@ -388,10 +455,13 @@ class Embedding(_Part, nn.Embedding):
         offset = self.values.offset(self.index, now.rank, now.step)
         return self.values.read(self.values.output_gradients, offset, self.rows, self.embedding_dim)
 
-    def gradient(self, number: int, now: _Now) -> Tensor:
+    def writing(self, number: int, now: _Now, out: Tensor) -> Iterator[None]:
         """The dense gradient: for each word the sum of its rows."""
-        total = torch.zeros(self.num_embeddings, self.embedding_dim)
-        return total.index_add_(0, self.indices(now), self.output_gradient(now))
+        for some in out.view(-1).split(UNIT_ELEMS):
+            some.zero_()
+            yield
+        out.index_add_(0, self.indices(now), self.output_gradient(now))
+        yield
 
 
 def _materialise(module: nn.Module, values: _Values) -> None:

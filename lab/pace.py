@@ -12,7 +12,7 @@ Five more rules:
   `HIDDEN_MAX_S` each time: a real device has the next layers queued meanwhile. What exceeds it is a stall.
 - Real work within a layer counts towards the layer's time. What exceeds it is summed up as overrun; the following
   layers of the step are shortened by it, so that the step as a whole has its length.
-- Where a layer would only wait, work of later layers can be done ahead (see `lab.ahead`).
+- Where a layer would only wait, work of later layers can be done ahead (see `lab.ahead`), if it is over by then.
 - A rest shorter than `SLEEP_MIN_S` is not slept but owed: the next layer begins later by it. At the end of a step
   nothing is owed.
 """
@@ -20,7 +20,7 @@ Five more rules:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 __all__ = ["HIDDEN_MAX_S", "SLEEP_MIN_S", "Pace"]
@@ -68,19 +68,18 @@ class Pace:
 
     @contextmanager
     def layer(
-        self, index: int, seconds: float, *, backward: bool, ahead: Sequence[Callable[[], None]] = ()
+        self, index: int, seconds: float, *, backward: bool, ahead: Callable[[float], None] | None = None
     ) -> Iterator[None]:
-        """Take `seconds` for one layer; within is its real work, and `ahead` is other layers'."""
+        """Take `seconds` for one layer; within is its real work; `ahead` does others', until a given moment."""
         entered_s = time.perf_counter()
         self._start(entered_s, index, backward=backward)
         self._free_s += seconds
         yield
         now_s = time.perf_counter()
         self.overrun_s += max(0.0, now_s - entered_s - seconds)
-        if ahead:
+        if ahead is not None:
             began_s = now_s
-            for work in ahead:
-                work()
+            ahead(self._free_s)
             now_s = time.perf_counter()
             self.ahead_s += now_s - began_s
         rest_s = self._free_s - now_s

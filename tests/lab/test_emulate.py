@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import lab.emulate
 import lab.pace
 from lab.ahead import MARGIN, WORTH_S, Planner
-from lab.emulate import Embedding, Linear, Written, build, data, has_factors
+from lab.emulate import PATTERN_ELEMS, Embedding, Linear, Written, build, data, has_factors
 from lab.networks import NETWORKS
 from lab.pace import HIDDEN_MAX_S, SLEEP_MIN_S, Pace
 from lab.trace import Layer, LayerTime, Tensor, Trace
@@ -26,7 +27,7 @@ SMALL = (("resnet50", 0.125), ("sockeye", 0.125), ("vgg19", 0.125), ("gpt-small"
 
 
 class Clock:
-    """Stands in for the module `time` in `lab.pace`: only what the test says takes time."""
+    """Stands in for the module `time` in a module of the lab: only what the test says takes time."""
 
     def __init__(self):
         self.now_s = 100.0
@@ -212,6 +213,64 @@ def test_work_ahead_is_begun_as_late_as_is_safe():
     assert Planner(times).plan([0.0] * 9 + [work_s]) == {(False, 6): [9]}  # forward of layers 7 and 8: 0.2 s
     assert Planner(times).plan([work_s] + [0.0] * 9) == {}
     assert Planner(times).plan([0.3] + [0.0] * 9) == {(True, 3): [0]}
+
+
+def test_work_ahead_is_given_the_moment_when_its_layer_ends(clock):
+    pace, asked = Pace(3), []
+
+    def ahead(until_s):
+        asked.append(until_s)
+        while clock.now_s + 0.004 <= until_s:
+            clock.work(0.004)
+
+    pace.begin_step()
+    began_s = clock.now_s
+    for index in range(3):
+        with pace.layer(index, 0.01, backward=False, ahead=ahead):
+            clock.work(0.003)
+    assert asked == pytest.approx([began_s + 0.01 * number for number in (1, 2, 3)])
+    assert clock.now_s - began_s == pytest.approx(0.03)
+    assert pace.ahead_s == pytest.approx(3 * 0.004)
+    assert sum(pace.stall_forward_s) == pace.overrun_s == 0
+
+
+@pytest.mark.parametrize("units", [10, 20])
+def test_work_ahead_that_is_heavier_than_expected_delays_no_layer(clock, monkeypatch, units):
+    # When it was done in one go, its overrun looked as if the layers behind it had waited for the network.
+    monkeypatch.setattr(lab.emulate, "time", clock)
+    monkeypatch.setattr(lab.emulate, "UNIT_ELEMS", 1)
+    sizes = [8, 8, 8, units * PATTERN_ELEMS]
+    layers = tuple(Layer(f"l{i}", "conv", (Tensor(f"l{i}.weight", (n,)),), 1.0) for i, n in enumerate(sizes))
+    model = build(Trace("four", layers, 1, "made up"), 0.12, seed=0)  # 0.01 s forward, 0.02 s backward, each
+    heavy = model.l3
+    writing, unit_s = heavy.writing, 0.004
+
+    def slow(*arguments):
+        for _ in writing(*arguments):
+            clock.work(unit_s)
+            yield
+
+    monkeypatch.setattr(heavy, "writing", slow)
+    begins_s = []
+    for part in model.children():
+        part.register_forward_pre_hook(lambda *_: begins_s.append(clock.now_s))
+    for step in range(3):
+        unit_s = 0.004 if step == 0 else 0.0045  # longer than in the step by which it was planned
+        began_s, overrun_s = clock.now_s, model.pace.overrun_s
+        begins_s.clear()
+        loss = model(data(0, step))
+        assert [at_s - began_s for at_s in begins_s] == pytest.approx([0.0, 0.01, 0.02, 0.03])
+        ahead_s = model.pace.ahead_s
+        loss.backward()
+        took_s = clock.now_s - began_s
+        assert torch.equal(heavy.weight.grad, model.gradient("l3.weight", rank=0, step=step))
+        if step:
+            # Two units fit into a forward, what is left is done in the backward.
+            assert ahead_s == pytest.approx(step * 8 * 0.0045)
+            assert took_s == pytest.approx(0.12)
+            assert model.pace.overrun_s - overrun_s == pytest.approx(max(0.0, (units - 8) * 0.0045 - 0.02))
+        model.zero_grad()
+    assert sum(model.pace.stall_forward_s + model.pace.stall_backward_s) == 0
 
 
 # Gradients
