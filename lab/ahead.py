@@ -7,8 +7,7 @@ time.
 
 It is begun where the plan says, and goes on, unit by unit, wherever a unit still fits. Work may take longer than it was
 expected to, because other hosts' processes have the cores, and would otherwise hold up the layers in between. Done in
-one go, the product of VGG19's first fully connected layer did so for 0.3 s, which looked like waiting for the network:
-whole runs of the store took 1.1 to 1.2 of T* that take 1.03 unit by unit.
+one go, the product of VGG19's first fully connected layer did so for 0.3 s, which looked like waiting for the network.
 
 Pure: decides on layers and seconds, knows neither clock nor tensors.
 """

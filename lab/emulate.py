@@ -25,8 +25,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -144,7 +143,6 @@ class _Part(nn.Module, ABC):
     def attach(self, time: LayerTime, course: _Course, values: _Values) -> None:
         """Give it its time, and what it shares with the others."""
         self.time, self.course, self.values = time, course, values
-        self._work: _Work | None = None
 
     @property
     def rows(self) -> int:
@@ -173,11 +171,10 @@ class _Part(nn.Module, ABC):
     def backward(self, now: _Now) -> list[Tensor]:
         """Take the time of this layer's backward, and return its gradients, to which nothing else refers."""
         with self.course.layer(self.index, self.time.backward_s, backward=True):
-            work = self._work if self._work is not None and self._work.now == now else _Work(self, now)
-            self._work = None
+            work = self.course.take(self.index, now) or _Work(self, now)
             while not work.is_done:
                 work.go_on()
-            self.course.note(self.index, work.spent_s)
+            self.course.note(self.index, work)
         return work.gradients
 
     def send_rows_to(self, rows: Any) -> None:
@@ -195,17 +192,15 @@ class _Part(nn.Module, ABC):
         """
         if self.rows_to is None or not self.rows_to.takes(context, place):
             return False
+        self.course.drop(self.index)
         with self.course.layer(self.index, self.time.backward_s, backward=True):
             self.rows_to.record(given, upstream)
         return True
 
-    def begin_ahead(self, now: _Now) -> _Work | None:
-        """The real work of this layer's backward, to be done before; ``None`` if there will be none."""
-        if self.rows_to is not None and self.rows_to.engaged:
-            self.course.note(self.index, 0.0)
-            return None
-        self._work = _Work(self, now)
-        return self._work
+    @property
+    def leaves_rows(self) -> bool:
+        """Whether its backward will do no work of its own, for somebody takes the rows."""
+        return self.rows_to is not None and bool(self.rows_to.engaged)
 
 
 class _Work:
@@ -215,7 +210,8 @@ class _Work:
         now: The step that it is for.
         gradients: Being written.
         is_done: Whether they are.
-        spent_s: How long it has taken so far.
+        units: Done so far.
+        spent_s: How long they took.
     """
 
     def __init__(self, part: _Part, now: _Now) -> None:
@@ -223,20 +219,15 @@ class _Work:
         self.gradients = [torch.empty(tensor.shape) for tensor in part.layer.tensors]
         self._units = chain.from_iterable(part.writing(n, now, out) for n, out in enumerate(self.gradients))
         self.is_done = False
+        self.units = 0
         self.spent_s = 0.0
-        self._done = 0
-
-    @property
-    def unit_s(self) -> float:
-        """How long the next unit will take: as long as those before, on average."""
-        return self.spent_s / max(1, self._done)
 
     def go_on(self) -> None:
         """The next unit."""
         began_s = time.perf_counter()
         self.is_done = next(self._units, self) is self
+        self.units += not self.is_done
         self.spent_s += time.perf_counter() - began_s
-        self._done += 1
 
 
 class _Course:
@@ -246,36 +237,56 @@ class _Course:
         self.pace = pace
         self._planner = Planner(times)
         self._work_s = [0.0] * len(times)
-        self._begin: dict[Slot, list[Callable[[], _Work | None]]] = {}
-        self._begun: deque[_Work] = deque()
+        self._unit_s = [0.0] * len(times)
+        self._parts: Sequence[_Part] = ()
+        self._now: _Now
+        self._plan: dict[Slot, list[int]] = {}
+        self._begun: dict[int, _Work] = {}  # by layer
 
     def begin_step(self, parts: Sequence[_Part], now: _Now, *, trains: bool) -> None:
         """A step begins; `trains` if it will have a backward."""
-        plan = self._planner.plan(self._work_s) if trains else {}
-        self._begin = {slot: [partial(parts[i].begin_ahead, now) for i in layers] for slot, layers in plan.items()}
+        self._parts, self._now = parts, now
+        for part in parts:
+            if part.leaves_rows:
+                self._work_s[part.index] = 0.0
+        self._plan = self._planner.plan(self._work_s) if trains else {}
         self._begun.clear()
         self.pace.begin_step()
 
     def layer(self, index: int, seconds: float, *, backward: bool) -> AbstractContextManager[None]:
         """The duration of one layer."""
-        works = (begin() for begin in self._begin.pop((backward, index), ()))
-        self._begun.extend(work for work in works if work is not None)
-        return self.pace.layer(index, seconds, backward=backward, ahead=self._work_ahead if self._begun else None)
+        begin = self._plan.pop((backward, index), ())
+        ahead = partial(self._work_ahead, begin) if begin or self._begun else None
+        return self.pace.layer(index, seconds, backward=backward, ahead=ahead)
 
-    def _work_ahead(self, until_s: float) -> None:
-        """Do what has been begun, the work needed first first, as long as another unit will be over by then."""
-        while self._begun:
-            work = self._begun[0]
-            if work.is_done:
-                self._begun.popleft()
-            elif time.perf_counter() + work.unit_s > until_s:
-                return
-            else:
+    def _work_ahead(self, begin: Sequence[int], until_s: float) -> None:
+        """Do what is needed first of the work begun, as long as another unit is expected to be over by then.
+
+        Args:
+            begin: Layers to begin with now. One that is needed later may have begun earlier, if it takes longer.
+            until_s: When this layer ends.
+        """
+        self._begun.update((index, _Work(self._parts[index], self._now)) for index in begin)
+        for index in sorted(self._begun, reverse=True):
+            work = self._begun[index]
+            while not work.is_done:
+                if time.perf_counter() + self._unit_s[index] > until_s:
+                    return
                 work.go_on()
 
-    def note(self, index: int, seconds: float) -> None:
+    def take(self, index: int, now: _Now) -> _Work | None:
+        """What has been begun of a layer's work for this step. Nothing else refers to it then."""
+        work = self._begun.get(index)
+        return self._begun.pop(index) if work is not None and work.now == now else None
+
+    def drop(self, index: int) -> None:
+        """A layer's work is not wanted."""
+        self._begun.pop(index, None)
+
+    def note(self, index: int, work: _Work) -> None:
         """What a layer's backward work took; a shorter time is believed only gradually."""
-        self._work_s[index] = max(seconds, 0.8 * self._work_s[index])
+        self._work_s[index] = max(work.spent_s, 0.8 * self._work_s[index])
+        self._unit_s[index] = work.spent_s / max(1, work.units)
 
 
 def _hollow(shape: Sequence[int]) -> Tensor:
@@ -460,8 +471,10 @@ class Embedding(_Part, nn.Embedding):
         for some in out.view(-1).split(UNIT_ELEMS):
             some.zero_()
             yield
-        out.index_add_(0, self.indices(now), self.output_gradient(now))
-        yield
+        rows = max(1, UNIT_ELEMS // self.embedding_dim)
+        for words, of_dy in zip(self.indices(now).split(rows), self.output_gradient(now).split(rows), strict=True):
+            out.index_add_(0, words, of_dy)
+            yield
 
 
 def _materialise(module: nn.Module, values: _Values) -> None:

@@ -12,7 +12,7 @@ Five more rules:
   `HIDDEN_MAX_S` each time: a real device has the next layers queued meanwhile. What exceeds it is a stall.
 - Real work within a layer counts towards the layer's time. What exceeds it is summed up as overrun; the following
   layers of the step are shortened by it, so that the step as a whole has its length.
-- Where a layer would only wait, work of later layers can be done ahead (see `lab.ahead`), if it is over by then.
+- Where a layer would only wait, work of later layers can be done ahead (see `lab.ahead`), as far as it fits.
 - A rest shorter than `SLEEP_MIN_S` is not slept but owed: the next layer begins later by it. At the end of a step
   nothing is owed.
 """

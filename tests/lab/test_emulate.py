@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import lab.ahead
 import lab.emulate
 import lab.pace
 from lab.ahead import MARGIN, WORTH_S, Planner
@@ -59,6 +60,34 @@ def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(lab.pace, "time", clock)
     return clock
+
+
+@pytest.fixture
+def all_ahead(clock, monkeypatch):
+    """Every layer's work is done ahead in small units, on a clock that only they move. Returns what became of each."""
+    monkeypatch.setattr(lab.emulate, "time", clock)
+    monkeypatch.setattr(lab.ahead, "WORTH_S", -1e9)
+    monkeypatch.setattr(lab.emulate, "UNIT_ELEMS", 1 << 12)
+    begin, taken = lab.emulate._Work.__init__, lab.emulate._Course.take
+    found = []  # units done ahead, and whether they were all, of each layer's work
+
+    def slowly(units):
+        for unit in units:
+            clock.work(1e-6)
+            yield unit
+
+    def slow(work, *arguments):
+        begin(work, *arguments)
+        work._units = slowly(work._units)
+
+    def noting(*arguments):
+        work = taken(*arguments)
+        found.append((0, False) if work is None else (work.units, work.is_done))
+        return work
+
+    monkeypatch.setattr(lab.emulate._Work, "__init__", slow)
+    monkeypatch.setattr(lab.emulate._Course, "take", noting)
+    return found
 
 
 def run_step(pace, clock, seconds, *, between=lambda backward, index: None, work_s=0.0):
@@ -273,6 +302,29 @@ def test_work_ahead_that_is_heavier_than_expected_delays_no_layer(clock, monkeyp
     assert sum(model.pace.stall_forward_s + model.pace.stall_backward_s) == 0
 
 
+def test_what_is_needed_first_is_done_first_whatever_began_first(all_ahead, clock, monkeypatch):
+    # The work of l2 is the longest and begins first; that of l3 is needed before it.
+    monkeypatch.setattr(lab.emulate, "UNIT_ELEMS", 1)
+    sizes = [8, 8, 60 * PATTERN_ELEMS, 10 * PATTERN_ELEMS]
+    layers = tuple(Layer(f"l{i}", "conv", (Tensor(f"l{i}.weight", (n,)),), 1.0) for i, n in enumerate(sizes))
+    model = build(Trace("four", layers, 1, "made up"), 120e-6, seed=0)  # 10 us forward, 20 us backward, each
+    order = []
+    for part in model.children():
+        writing = part.writing
+
+        def noting(*arguments, writing=writing, name=part.layer.name):
+            for _ in writing(*arguments):
+                order.append(name)
+                yield
+
+        monkeypatch.setattr(part, "writing", noting)
+    model(data(0, 0)).backward()
+    order.clear()
+    model(data(0, 1))
+    assert order.index("l2") < order.index("l3")
+    assert order[order.index("l3") :][:10] == ["l3"] * 10
+
+
 # Gradients
 
 
@@ -295,9 +347,13 @@ def test_parameters_are_those_of_the_trace(name, width):
     assert all(type(param) is nn.Parameter and param.is_leaf for param in model.parameters())
 
 
+@pytest.mark.parametrize("compute_s", [1.0, 1e-3])  # all work is done ahead, or a part of some layers'
 @pytest.mark.parametrize(("name", "width"), SMALL)
-def test_gradients_come_in_backward_order_and_are_stolen(name, width, monkeypatch):
-    model = small(name, width)
+def test_gradients_come_in_backward_order_and_are_stolen(name, width, compute_s, monkeypatch, all_ahead):
+    model = small(name, width, compute_s)
+    for step in range(2):
+        gradients_of(model, 0, step)
+    all_ahead.clear()
     made, order, entered = {}, [], []
     for layer, part in zip(model.trace.layers, model.children(), strict=True):
         backward = part.backward
@@ -312,8 +368,12 @@ def test_gradients_come_in_backward_order_and_are_stolen(name, width, monkeypatc
         part.register_forward_pre_hook(lambda module, args, layer=layer: entered.append(layer.name))
     for tensor_name, param in model.named_parameters():
         param.register_post_accumulate_grad_hook(lambda param, tensor_name=tensor_name: order.append(tensor_name))
-    found = gradients_of(model, 0, 0)
+    found = gradients_of(model, 0, 2)
+    assert any(units > 0 for units, _ in all_ahead)
+    assert compute_s < 1 or all(done for _, done in all_ahead)
     assert {n: grad.data_ptr() for n, grad in found.items()} == made, "autograd has copied"
+    for n, grad in found.items():
+        assert torch.equal(grad, model.gradient(n, rank=0, step=2))
     assert entered == [layer.name for layer in model.trace.layers]
     layers = [n.rpartition(".")[0] for n in order]
     expected = [layer.name for layer in reversed(model.trace.layers) if layer.tensors]
@@ -321,9 +381,10 @@ def test_gradients_come_in_backward_order_and_are_stolen(name, width, monkeypatc
 
 
 @pytest.mark.parametrize(("name", "width"), SMALL)
-def test_each_step_has_new_memory(name, width):
-    model = small(name, width)
-    kept = [gradients_of(model, 0, step) for step in range(4)]  # work is done ahead from the second step on
+def test_each_step_has_new_memory(name, width, all_ahead):
+    model = small(name, width, 1.0)
+    kept = [gradients_of(model, 0, step) for step in range(4)]
+    assert all(done for _, done in all_ahead[-len(model.trace.layers) :])
     before = [{n: grad.clone() for n, grad in found.items()} for found in kept]
     gradients_of(model, 0, 4)
     for found, copies in zip(kept, before, strict=True):
@@ -333,11 +394,12 @@ def test_each_step_has_new_memory(name, width):
 
 
 @pytest.mark.parametrize(("name", "width"), SMALL)
-def test_work_done_ahead_for_another_step_is_not_used(name, width):
-    model = small(name, width)
+def test_work_done_ahead_for_another_step_is_not_used(name, width, all_ahead):
+    model = small(name, width, 1.0)
     gradients_of(model, 0, 0)
     model(data(0, 1))  # work is done ahead for a backward that never comes
     loss, other = model(data(0, 2)), model(data(1, 2))
+    assert any(done for _, done in all_ahead)
     for rank, backward in ((0, loss), (1, other)):
         model.zero_grad(set_to_none=True)
         backward.backward()
