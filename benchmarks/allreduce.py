@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.engine_process import EngineProcess, together, wire_up
@@ -26,6 +27,7 @@ from lab.records import note, publish, result_arguments, shown, spread, wait_for
 from lab.run import line_rate_mbit
 
 PORT = 29500
+JUDGED = ("call", "book")
 TARGET = 0.9  # of gloo's time
 LIMIT_TARGET = 1.05  # of the least time at the line rate
 SMALL_TARGET = 1.0  # likewise, for what is bound by latency
@@ -122,8 +124,15 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def missed(record: Mapping[str, Any]) -> list[str]:
+    """Of the arms that users meet, calls and gradients, those that take more than the target allows."""
+    what = "of_limit" if record["target_ratio"] == LIMIT_TARGET else "ratio"
+    arms = record["arms"]
+    return [arm for arm in JUDGED if arm in arms and arms[arm][what]["median"] > record["target_ratio"]]
+
+
 def main() -> int:
-    """0 if the first arm meets every target: a part of gloo's time, or, with ``--mbit``, a multiple of the limit."""
+    """0 if what users meet meets every target: a part of gloo's time, or, with ``--mbit``, a multiple of the limit."""
     arguments = parse()
     met = True
     for hosts, megabytes in [(hosts, megabytes) for hosts in arguments.hosts for megabytes in arguments.megabytes]:
@@ -133,9 +142,9 @@ def main() -> int:
         except Unavailable as error:
             note(f"allreduce: {error}")
             return 2
-        first = record["arms"][arguments.arms[0]]
         of_what = "of the limit" if record["target_ratio"] == LIMIT_TARGET else "of gloo's time"
-        met &= first["of_limit" if of_what == "of the limit" else "ratio"]["median"] <= record["target_ratio"]
+        too_slow = missed(record)
+        met &= not too_slow
         publish(record, benchmark="allreduce", seed=0, as_json=arguments.json, lines=arguments.json_lines)
         if not arguments.json:
             print(f"{megabytes:g} MB, {hosts} hosts, target {record['target_ratio']} {of_what}:")
@@ -143,7 +152,7 @@ def main() -> int:
                 cpu = of["cpu_s_per_gb"]["median"]
                 line = f"  {arm:9} {shown(of['ms'], ' ms')}, ratio {of['ratio']['median']:.3f}, {cpu:.2f} CPU s per GB"
                 limit = f", {of['of_limit']['median']:.3f} of the limit" if "of_limit" in of else ""
-                print(line + limit, flush=True)
+                print(line + limit + (", MISSED" if arm in too_slow else ""), flush=True)
     return 0 if met else 1
 
 
