@@ -293,7 +293,10 @@ def _sweep(
     for system, title in _systems(scenario).items():
         found = [(_value(point), point.measured(system)) for point in scenario.points]
         curve = [(x, y) for x, measured in found if measured and (y := quantity(measured)) is not None]
-        if system == ALONE or not curve:
+        if system == ALONE:
+            continue
+        if not curve:
+            axis.plot([], [], linestyle="none", label=f"{title} (missing)")
             continue
         style = _style(system)
         axis.plot(

@@ -1,8 +1,8 @@
 """Runs a scenario: all systems in turns on one emulated cluster, and writes what was measured as JSON lines.
 
 Turns are interleaved (A B C A B C), so that a machine that drifts biases no system. A system's processes live through
-all turns if memory suffices, or else are started anew for each. The limit is computed from the line rate that iperf3
-measures on the same links just before.
+all turns if memory suffices and they are quiet in the turns of others, or else are started anew for each. The limit is
+computed from the line rate that iperf3 measures on the same links just before.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PROCESS_BYTES = 350 << 20
 
 
 def line_rate_mbit(cluster: Cluster, host: int) -> float:
-    """What one TCP stream from this host to another carries, by iperf3.
+    """What TCP from this host to another carries, by iperf3.
 
     Raises:
         Unavailable: No iperf3.
@@ -51,7 +51,8 @@ def line_rate_mbit(cluster: Cluster, host: int) -> float:
     sender, receiver = cluster.hosts[host], cluster.hosts[(host + 1) % len(cluster.hosts)]
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     server = receiver.start([iperf3, "--server", "--bind", receiver.address], **quiet)
-    command = [iperf3, "--json", "--client", receiver.address, "--time", str(LINE_RATE_S), "--omit", "0.5"]
+    streams = ["--parallel", str(len(cluster.hosts) - 1)]  # as many as a host has to others
+    command = [iperf3, "--json", "--client", receiver.address, "--time", str(LINE_RATE_S), "--omit", "0.5", *streams]
     try:
         for _ in range(50):
             client = sender.start(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -152,7 +153,7 @@ class Run:
                     except SystemFailed as failure:
                         self.missing[system] = str(failure)
                         note(f"{scenario.name}: {failure}")
-                    if not resident or system in self.missing:
+                    if not resident or SYSTEMS[system].restless or system in self.missing:
                         alive.pop(system).end()
                     self._progress.update()
         finally:

@@ -27,6 +27,8 @@ class System:
         environment: Which Python runs it: the project's own or a peer's.
         module: The worker program.
         options: Its options, which a spec's own options override.
+        restless: Whether its processes work and send while they have nothing to do: they are not kept through the
+            turns of others, whose links and cores they would use.
     """
 
     name: str
@@ -35,6 +37,7 @@ class System:
     environment: Environment
     module: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    restless: bool = False
 
     def spec(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         """The spec for this system: the scenario's, with this system's options beneath its own."""
@@ -66,7 +69,7 @@ SYSTEMS: dict[str, System] = {
         System("ddp", "DDP (gloo)", True, "project", "lab.systems.ddp"),
         System("ddp-bf16", "DDP (gloo), bf16 hook", False, "project", "lab.systems.ddp", {"hook": "bf16"}),
         System("ddp-powersgd", "DDP (gloo), PowerSGD hook", False, "project", "lab.systems.ddp", {"hook": "powersgd"}),
-        System("horovod", "Horovod 0.28.1 (gloo)", True, "horovod", "lab.systems.horovod"),
+        System("horovod", "Horovod 0.28.1 (gloo)", True, "horovod", "lab.systems.horovod", restless=True),
         System("mxnet-sync", "MXNet 1.9.1, dist_sync", True, "mxnet", "lab.systems.mxnet", {"store": "sync"}),
         System("mxnet-p3", "MXNet 1.9.1, P3", True, "mxnet", "lab.systems.mxnet", {"store": "p3"}),
     )

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+import lab.run
+from benchmarks import allreduce
 from lab.cluster import Cluster, Unavailable, need
 from lab.peers import Missing
+from lab.scenario import Scenario
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 900  # a minute where nothing else runs
@@ -30,8 +33,8 @@ ddp-bf16 = { hook = "none such" }
 """
 
 
-@pytest.fixture(autouse=True)
-def needs_clusters():
+@pytest.fixture
+def clusters():
     try:
         need("iperf3", "install iperf3")
         Cluster(2).close()
@@ -48,6 +51,7 @@ def run(tmp_path, text):
     return done, {line["system"]: line for line in lines}
 
 
+@pytest.mark.usefixtures("clusters")
 def test_what_a_run_writes_also_of_a_system_that_fails(tmp_path):
     done, found = run(tmp_path, SCENARIO)
     assert done.returncode == 0, done.stderr
@@ -85,7 +89,6 @@ def test_what_a_run_writes_also_of_a_system_that_fails(tmp_path):
 def test_what_a_run_does_without_is_reported_as_missing():
     from lab.limits import Limits
     from lab.run import Run, _overridden
-    from lab.scenario import Scenario
 
     full = Scenario("s", "s", "cifar10-quick", ("alone", "penstock", "ddp", "horovod"))
     point = _overridden(full, argparse.Namespace(repetitions=None, systems=["ddp", "penstock-slicing"]))
@@ -101,7 +104,6 @@ def test_what_a_run_does_without_is_reported_as_missing():
 def test_a_peer_that_is_not_installed_is_reported(monkeypatch):
     from lab import peers
     from lab.run import Run
-    from lab.scenario import Scenario
 
     def python_of(environment):
         raise Missing(f"{environment} is not here")
@@ -110,3 +112,61 @@ def test_a_peer_that_is_not_installed_is_reported(monkeypatch):
     run = Run(Scenario("s", "s", "cifar10-quick", ("alone", "horovod")), progress=None)
     assert list(run._pythons()) == ["alone"]
     assert run.missing == {"horovod": "horovod is not here"}
+
+
+class FakeSession:
+    """Notes what becomes of a system's processes."""
+
+    def __init__(self, log, system):
+        self.log, self.system = log, system
+        log.append(f"+{system}")
+
+    def ready(self):
+        pass
+
+    def turn(self, steps, counters):
+        self.log.append(self.system)
+
+    def end(self):
+        self.log.append(f"-{self.system}")
+
+
+class NoProgress:
+    def set_postfix_str(self, text):
+        pass
+
+    def update(self):
+        pass
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_turns_are_interleaved_and_restless_systems_end_with_theirs(resident, monkeypatch, tmp_path):
+    log = []
+    monkeypatch.setattr(lab.run, "Session", lambda cluster, scenario, system, *rest: FakeSession(log, system))
+    monkeypatch.setattr(lab.run.Run, "_resident", lambda self, systems: resident)
+    systems = ("alone", "ddp", "horovod")
+    run = lab.run.Run(Scenario("s", "s", "cifar10-quick", systems, repetitions=3), NoProgress())
+    run._take_turns(None, None, dict.fromkeys(systems, "python"), tmp_path)
+    assert [entry for entry in log if entry in systems] == list(systems) * 3
+    alive = set()
+    for entry in log:
+        if entry in systems:
+            assert entry in alive
+            assert entry == "horovod" or "horovod" not in alive, (
+                "Horovod's processes work while they have nothing to do"
+            )
+            assert resident or alive == {entry}
+        else:
+            (alive.add if entry[0] == "+" else alive.remove)(entry[1:])
+    assert not alive
+    assert log.count("+ddp") == (1 if resident else 3)
+
+
+def test_the_bars_of_allreduce_are_for_calls_and_for_gradients():
+    def record(target, **arms):
+        medians = {name: {"ratio": {"median": a}, "of_limit": {"median": b}} for name, (a, b) in arms.items()}
+        return {"target_ratio": target, "arms": medians}
+
+    assert allreduce.missed(record(0.9, call=(0.9, 2.0), book=(0.89, 2.0), ring=(1.5, 1.0))) == []
+    assert allreduce.missed(record(0.9, call=(0.91, 1.0), book=(0.92, 1.0))) == ["call", "book"]
+    assert allreduce.missed(record(1.05, call=(2.0, 1.05), book=(2.0, 1.06))) == ["book"]
