@@ -254,7 +254,11 @@ impl Lane {
         if at >= self.books.len() {
             self.books.resize_with(at + 1, || None);
         }
+        let first = self.books.iter().all(Option::is_none);
         self.books[at] = Some(Arc::clone(book));
+        if first {
+            self.bind_connections();
+        }
         let outcome = self.node.open_book(book.id, Arc::clone(&book.book), &mut self.actions);
         self.act(outcome);
     }
@@ -273,7 +277,7 @@ impl Lane {
                     connection.depart(abort.clone());
                     self.told = false;
                 }
-                if let Some(bytes_per_s) = self.shared.line_bytes_per_s() {
+                if let Some(bytes_per_s) = self.bound_bytes_per_s() {
                     connection.bind_flight(bytes_per_s);
                 }
                 self.peers[peer.index()].connection = Some(connection);

@@ -98,6 +98,30 @@ fn every_connection_is_bound_to_the_rate_that_is_set() {
 }
 
 #[test]
+fn connections_are_bound_from_the_first_book_on() {
+    let engines = pair();
+    let ports: Vec<u16> = engines.iter().map(Engine::port).collect();
+    on_all(engines, |engine, rank| {
+        engine.all_gather("all are connected", b"", &mut never).unwrap();
+        set_line(engine, 75e6);
+        // Lanes take commands one after the other, and this one through all of them.
+        engine.form_group(1, &[0, 1]).unwrap();
+        sum_in_group_1(engine);
+        engine.all_gather("nobody sends any more", b"", &mut never).unwrap();
+        if rank == 0 {
+            assert!(!send_buffers(&ports).contains(&225_000), "{:?}", send_buffers(&ports));
+        }
+        engine.all_gather("rank 0 has looked", b"", &mut never).unwrap();
+        open(engine);
+        if rank == 0 {
+            await_send_buffers(&ports, &[225_000; 4]);
+        }
+        engine.all_gather("they are bound", b"", &mut never).unwrap();
+        engine.shutdown(&mut never).unwrap();
+    });
+}
+
+#[test]
 fn a_rate_that_is_far_too_low_is_corrected_by_what_gets_through() {
     const TOO_LOW_BYTES_PER_S: f64 = 1e5;
     on_all(pair(), |engine, _| {
@@ -122,8 +146,8 @@ fn a_rate_that_is_far_too_low_is_corrected_by_what_gets_through() {
     });
 }
 
-/// Sums by ranks 0 and 1 alone.
-fn sum_without_rank_2(engine: &Engine) {
+/// Sums 2 MB in the group that the test has formed, over all lanes.
+fn sum_in_group_1(engine: &Engine) {
     let mut values = vec![1.0f32; 500_000];
     let memory = vec![(values.as_mut_ptr() as usize, std::mem::size_of_val(&values[..]))];
     let request = Request::Collective(Action::Allreduce { algorithm: Algorithm::Store });
@@ -160,7 +184,7 @@ fn a_connection_learns_nothing_from_what_others_carry() {
         let mut since: Option<Instant> = None;
         loop {
             if rank < 2 {
-                sum_without_rank_2(engine);
+                sum_in_group_1(engine);
             }
             if engine.report().unwrap().line_bytes_per_s.unwrap() > RATE {
                 since.get_or_insert_with(Instant::now);

@@ -5,9 +5,15 @@ use crate::line::LOOK;
 use std::time::Instant;
 
 impl Lane {
-    /// Binds the connections to the line rate, if there is one.
+    /// The rate to which connections are to be bound: once it is known, and while there are books. The bound is for the
+    /// sake of their urgent slices, and costs a butterfly of 53 MB between 8 hosts a seventh of its time.
+    pub(super) fn bound_bytes_per_s(&self) -> Option<f64> {
+        self.shared.line_bytes_per_s().filter(|_| self.books.iter().any(Option::is_some))
+    }
+
+    /// Binds the connections to the line rate, if they are to be bound.
     pub(super) fn bind_connections(&mut self) {
-        if let Some(bytes_per_s) = self.shared.line_bytes_per_s() {
+        if let Some(bytes_per_s) = self.bound_bytes_per_s() {
             for connection in self.peers.iter_mut().filter_map(|peer| peer.connection.as_mut()) {
                 connection.bind_flight(bytes_per_s);
             }
