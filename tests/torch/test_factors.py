@@ -391,6 +391,16 @@ def test_compiled_after_distribute_is_exact_all_the_same():
 # What cannot be sent as rows is sent as it is
 
 
+def check_told(model, times, why):
+    """Where the first layer sends rows: that it did not so often, and why, last; and that `explain` says so."""
+    if ps.coordinator_of(model).best_scheme("0") == "store":
+        return  # the dense path, which there is to compare with
+    gather = owner_of(model).gathers["0"]
+    assert (gather.dense_sent, gather.dense_reason) == (times, why)
+    line = next(line for line in ps.explain(model).render().splitlines() if line.startswith("0 "))
+    assert line.endswith(f"  as given; sent whole {times} time{'s' * (times != 1)} on this rank: {why}")
+
+
 def test_weights_that_are_read_elsewhere_too():
     def loss_of(model, rank, step):
         penalty = model[0].weight.square().sum() if step % 2 else 0
@@ -401,9 +411,7 @@ def test_weights_that_are_read_elsewhere_too():
             loss_of(model, rank, step).backward()
             optimizer.step()
             optimizer.zero_grad()
-        gather = owner_of(model).gathers.get("0")
-        if gather.engaged:
-            assert gather.dense_sent == 2 and "another way" in gather.dense_reason
+        check_told(model, 2, "the parameter was used in another way than by its module's forward")
         return values(model)
 
     both_paths(after_loop)
@@ -422,6 +430,7 @@ def test_double_backward_and_gradients_asked_for():
             optimizer.zero_grad()
         wide_loss(model, rank, 7).backward(create_graph=True)
         optimizer.step()
+        check_told(model, 3, "backward was called with create_graph=True")
         return [*values(model), *asked]
 
     with warnings.catch_warnings():
@@ -443,6 +452,7 @@ def test_a_hook_registered_later_sees_the_local_gradient():
         wide_loss(model, 0, 1).backward()
         handle.remove()
         optimizer.step()
+        check_told(model, 1, "a hook on a parameter wants to see the local gradient")
         return [*seen, *values(model)]
 
     assert len(both_paths(loop)) == 6
