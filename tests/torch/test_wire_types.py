@@ -134,6 +134,7 @@ def test_the_book_says_so_and_explain_too(arm):
         assert 2 * plan.scheme_bytes["bf16"] == plan.scheme_bytes["store"]
         assert explanation.chosen_bytes < explanation.store_bytes
         assert "3 layers of 4 LOSSY (bf16 and fp16)" in explanation.render()
+        assert ps.report()["lossy"] == {"0": "bf16", "1": "bf16", "2": "fp16"}
         owner = owner_of(model[0].weight)
         owner.set_schemes({"0": "bf16", "3": "store"})  # as they are
         for wrong in ({"0": "factors"}, {"0": "store"}, {"0": "fp16"}, {"3": "bf16"}):
