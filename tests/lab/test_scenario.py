@@ -74,11 +74,6 @@ BETWEEN = {
 }
 # The fastest of these is what the last bar is against.
 PEERS = {"ddp", "horovod", "mxnet-sync", "mxnet-p3"}
-PEERS_LEFT_OUT = {
-    "cifar10-quick-ample": {"mxnet-p3"},
-    "googlenet-ample": {"mxnet-p3"},
-    "resnet50-one-slow-host": {"mxnet-sync", "mxnet-p3"},
-}
 
 
 def test_whatever_has_a_bar_is_in_the_table():
@@ -98,7 +93,7 @@ def test_nobody_loosens_a_bar_or_what_it_is_for(name):
     assert point.slow == ({"host": 3, "rate_mbit": 250} if name == "resnet50-one-slow-host" else {})
     assert point.options == ({"penstock": {"schemes": "auto"}} if name.endswith("-auto") else {})
     assert point.batch is None and point.repetitions >= REPETITIONS_MIN
-    peers = PEERS - PEERS_LEFT_OUT.get(name, set()) if peer_ratio else {"ddp"}
+    peers = PEERS if peer_ratio else {"ddp"}
     assert {"penstock", *peers} <= set(point.systems)
 
 
