@@ -12,7 +12,8 @@ What a step more takes is the latency: of a message between two engines while al
 fro, which begins and ends in the program, would be two to five times as much. The rest is the time of a call by itself.
 Both are of the ranks' mean, as a call's time is: a rank that begins it early waits for the others as much longer.
 
-All of it takes 20 ms where links are fast, a tenth of a second at 1 Gbit/s or 100 Mbit/s, half a second at 10 Mbit/s.
+All of it takes 20 ms where links are fast, a tenth of a second at 1 Gbit/s or 100 Mbit/s, half a second at 10 Mbit/s,
+and some 30 trips more where they are long.
 `penstock measure line-rate`, which is `penstock.measure.line_rate`, takes longer and says more.
 """
 
@@ -41,7 +42,9 @@ _log = logging.getLogger("penstock")
 PINGS = 8
 PINGS_SECONDS = 0.05
 """After so long there are no more."""
-CALLS = 12
+CALLS, CALLS_MIN = 12, 2
+CALLS_SECONDS = 0.1
+"""What rings of so many calls may take, as far as that leaves some."""
 LATENCY_MIN_S = 1e-6
 # Of several trips the lower quartile counts: what else a machine does only adds to them.
 SIZES = tuple(4096 * 4**exponent for exponent in range(5))
@@ -161,6 +164,20 @@ def _step_and_call(taken: Mapping[Algorithm, float], size: int, trip_s: float) -
     return latency_s, max(taken["store"] - steps["store"] * latency_s, 0.0)
 
 
+def _affordable(calls: int, size: int, trip_s: float) -> int:
+    """So many of the tiny sums as far links allow: a ring of 2 (p-1) trips is long where one is."""
+    in_time = CALLS_SECONDS * calls / CALLS / (2 * (size - 1) * trip_s)
+    return int(max(min(calls, CALLS_MIN), min(calls, in_time)))
+
+
+def _told_by_all(group: Group, *mine: float) -> list[tuple[float, ...]]:
+    """Of each number what all ranks say, in the order of ranks."""
+    form = f"<{len(mine)}d"
+    told = bytearray(group.size * struct.calcsize(form))
+    group.all_gather(struct.pack(form, *mine), told)
+    return list(zip(*struct.iter_unpack(form, told), strict=True))
+
+
 def _tiny_sum(group: Group, algorithm: Algorithm, calls: int) -> float:
     """Seconds of a sum of one number for each rank, of which every step of the ring has a part: the median."""
     numbers = memoryview(bytearray(4 * group.size)).cast("f")
@@ -204,13 +221,11 @@ def group_rates(group: Group, seconds: float = STREAM_SECONDS, calls: int = CALL
                 links.append(pair.lead())
             else:
                 pair.follow()
+    mine = (max(trip_s for trip_s, _ in links), min(rate for _, rate in links), summing_rate())
+    trips, rates, sums = _told_by_all(group, *mine)
+    calls = _affordable(calls, size, max(trips))
     algorithms: tuple[Algorithm, ...] = ("store", "ring")
-    tiny = [_tiny_sum(group, algorithm, calls) for algorithm in algorithms]
-    trip_s = max(trip_s for trip_s, _ in links)
-    mine = struct.pack("<ddddd", trip_s, min(rate for _, rate in links), summing_rate(), *tiny)
-    told = bytearray(size * len(mine))
-    group.all_gather(mine, told)
-    trips, rates, sums, *times = zip(*struct.iter_unpack("<ddddd", told), strict=True)
+    times = _told_by_all(group, *(_tiny_sum(group, algorithm, calls) for algorithm in algorithms))
     taken = dict(zip(algorithms, map(statistics.fmean, times), strict=True))
     latency_s, call_s = _step_and_call(taken, size, max(trips))
     return Rates(
