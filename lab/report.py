@@ -22,7 +22,7 @@ from typing import Any
 from lab.results import BrokenLine, Scenario, read
 from lab.scenario import all_names
 from lab.tables import all_measured, bars
-from lab.verdicts import Judgement, judge, tally
+from lab.verdicts import Judgement, judge, missing_exact_peers, tally
 
 __all__ = ["main", "read", "write"]
 
@@ -86,6 +86,7 @@ def _record(judgement: Judgement) -> dict[str, Any]:
         "low": judgement.low,
         "high": judgement.high,
         "against": against.system if against else None,
+        "peers_missing": [peer.system for peer in missing_exact_peers(point)] if judgement.bar == "peer" else [],
         "verdict": judgement.verdict,
         "reason": judgement.reason or None,
     }

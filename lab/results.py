@@ -1,8 +1,8 @@
 """Measured JSON lines, read and checked: what the lab found out, as data.
 
 A line is one system at one point of one scenario. Runs are appended to a file; of every scenario the run that its last
-line belongs to counts, and all lines of that run do, also those before a commit that was made meanwhile. Files are read
-in the order in which they are given.
+line belongs to counts, and all lines of that run do, also those before a commit that was made meanwhile. Of the runs
+before, what is missing in the last one is remembered (`Earlier`). Files are read in the order in which they are given.
 
 Omitted: how the lines are measured, and any judgement of them (`lab.verdicts`).
 """
@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 __all__ = [
     "Between",
     "BrokenLine",
+    "Earlier",
     "Measurement",
     "NetworkUse",
     "Point",
@@ -103,19 +104,33 @@ class Measurement:
 
 
 @dataclass(frozen=True)
+class Earlier:
+    """What the last run that measured a system found, under the same conditions and on the same machine."""
+
+    run: str  # its time stamp
+    measured: Measurement
+
+
+@dataclass(frozen=True)
 class Result:
-    """One system at one point: measured, or missing for a reason."""
+    """One system at one point: measured, or missing for a reason and then perhaps measured earlier."""
 
     system: str
     title: str
     exact: bool
     missing: str | None
     measured: Measurement | None
+    earlier: Earlier | None = None
 
     @property
     def is_ours(self) -> bool:
         """Whether it is one of the project's own modes."""
         return self.system == OURS or self.system.startswith(OURS + "-")
+
+    @property
+    def is_exact_peer(self) -> bool:
+        """Whether it is somebody else's, and gives every worker the exact fp32 average."""
+        return self.exact and not self.is_ours and self.system != ALONE
 
 
 @dataclass(frozen=True)
@@ -149,6 +164,8 @@ class Point:
     Attributes:
         title: The scenario's.
         swept: The quantity that a sweep varies and its value, or None.
+        width: Factor of the network's channels and features.
+        compute_s: Forward and backward of one worker alone, as asked for.
         hosts: How many.
         rates_mbit: Nominal rate of each host's link; None is no limit.
         line_rate_mbit: What a link was measured to carry.
@@ -162,6 +179,8 @@ class Point:
     title: str
     swept: tuple[str, float] | None
     network: str
+    width: float
+    compute_s: float
     hosts: int
     rates_mbit: tuple[float | None, ...]
     line_rate_mbit: float | None
@@ -180,6 +199,11 @@ class Point:
         """The measurement whose limits stand for the point: ours, or the first one that synchronises anything."""
         others = (result.measured for result in self.results.values() if result.system != ALONE)
         return self.measured(OURS) or next((measured for measured in others if measured), None)
+
+    def conditions(self) -> tuple[object, ...]:
+        """What must be equal for two runs' multiples of T* to be comparable."""
+        made_of = (self.swept, self.network, self.width, self.compute_s, self.batch)
+        return (*made_of, self.hosts, self.rates_mbit, self.schemes)  # T* is that of the schemes
 
 
 @dataclass(frozen=True)
@@ -352,6 +376,8 @@ def _point(fields: _Fields) -> Point:
         title=fields.text("title"),
         swept=next(((name, sweep.number(name)) for name in sweep.values), None) if sweep else None,
         network=fields.text("network"),
+        width=fields.number("width", positive=True),
+        compute_s=fields.number("compute_s"),
         hosts=fields.count("hosts"),
         rates_mbit=fields.numbers_or_none("rates_mbit"),
         line_rate_mbit=fields.number_if_there("line_rate_mbit"),
@@ -432,6 +458,19 @@ def _joined(lines: Sequence[_Line]) -> Point:
     return replace(first.point, line_rate_mbit=rate_mbit, results=results)
 
 
+def _remembering(point: Point, machine: str, before: Sequence[_Line]) -> Point:
+    """The point, with what the last of the lines before it say of the systems that are missing."""
+    comparable = [line for line in before if line.machine == machine and line.point.conditions() == point.conditions()]
+    earlier = {
+        line.result.system: Earlier(line.run, line.result.measured) for line in comparable if line.result.measured
+    }
+    results = {
+        system: replace(result, earlier=earlier.get(system)) if result.missing else result
+        for system, result in point.results.items()
+    }
+    return replace(point, results=results)
+
+
 def read(files: Iterable[Path]) -> list[Scenario]:
     """The last run of every scenario.
 
@@ -454,9 +493,10 @@ def read(files: Iterable[Path]) -> list[Scenario]:
     scenarios = []
     for name, group in _grouped(lines, lambda line: line.point.scenario).items():
         last = group[-1]
-        run = [line for line in group if line.run == last.run]
-        points = _grouped(run, lambda line: line.point.swept)
-        joined = sorted((_joined(group) for group in points.values()), key=lambda point: point.swept or ("", 0.0))
+        run, before = ([line for line in group if (line.run == last.run) is wanted] for wanted in (True, False))
+        points = [_joined(group) for group in _grouped(run, lambda line: line.point.swept).values()]
+        points.sort(key=lambda point: point.swept or ("", 0.0))
+        joined = [_remembering(point, last.machine, before) for point in points]
         commits = tuple(dict.fromkeys(line.commit for line in run))
         scenarios.append(Scenario(name, last.point.title, commits, last.run, last.machine, tuple(joined)))
     return scenarios

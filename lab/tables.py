@@ -11,7 +11,15 @@ from collections.abc import Collection, Iterable, Sequence
 
 from lab.networks import NETWORKS
 from lab.results import ALONE, OURS, Measurement, Point, Result, Scenario
-from lab.verdicts import DDP_RATIO_MAX, REPETITIONS_MIN, Judgement, faster_than_ours, judge, tally
+from lab.verdicts import (
+    DDP_RATIO_MAX,
+    REPETITIONS_MIN,
+    Judgement,
+    faster_than_ours,
+    judge,
+    missing_exact_peers,
+    tally,
+)
 
 __all__ = ["all_measured", "bars"]
 
@@ -147,7 +155,8 @@ def _summary(judgements: Sequence[Judgement], machines: Sequence[str]) -> str:
     return (
         f"{bars}{machine}\n\n"
         "Times are medians over interleaved repetitions, the lowest and the highest step in brackets; a bar counts as "
-        f"met with {REPETITIONS_MIN} repetitions or more. T* is the least time that any order of sending the full "
+        f"met with {REPETITIONS_MIN} repetitions or more, and one over the fastest exact peer only if each that was "
+        "not in the run was slower in an earlier one. T* is the least time that any order of sending the full "
         "gradients allows at the measured line rate (where schemes are chosen: of sending what those send), so what is "
         "not exact can be below it. MB are of the busiest host, per step and direction, as its interface counted. "
         "Stall is what a step takes longer than that of one worker alone."
@@ -165,12 +174,24 @@ def _targets(judgements: Sequence[Judgement]) -> str:
     for judgement in judgements:
         if judgement.bar in ("ideal", "peer"):
             points.setdefault(id(judgement.point), {})[judgement.bar] = judgement
-    rows = []
+    rows, notes = [], dict[str, str]()
     for bars in points.values():
-        point = next(iter(bars.values())).point
-        rows.append([_name(point), *_ideal_cells(bars.get("ideal")), *_peer_cells(bars.get("peer"))])
+        point, of_peers = next(iter(bars.values())).point, _peer_cells(bars.get("peer"))
+        absent = "; ".join(_absent(peer) for peer in missing_exact_peers(point)) if "peer" in bars else ""
+        if absent:
+            of_peers[0] += f" <sup>{notes.setdefault(absent, str(len(notes) + 1))}</sup>"
+        rows.append([_name(point), *_ideal_cells(bars.get("ideal")), *of_peers])
     head = ["scenario", "ours / T*", "bar", "", "fastest exact peer", "peer / ours", "bar", ""]
-    return "### Bars\n\n" + _table(head, rows) if rows else ""
+    below = "\n".join(f"- <sup>{number}</sup> Not in that run: {absent}." for absent, number in notes.items())
+    return "\n\n".join(["### Bars", _table(head, rows), *([below] if below else [])]) if rows else ""
+
+
+def _absent(peer: Result) -> str:
+    """A peer that was not in the run, and what an earlier run says of it."""
+    if peer.earlier is None:
+        return f"{_cell(peer.title)}: never measured under these conditions"
+    ratio = peer.earlier.measured.to_ideal(peer.earlier.measured.step_s.median)
+    return f"{_cell(peer.title)}: {_number(ratio, 3)} of T* in the run of {_cell(peer.earlier.run)}"
 
 
 def _ideal_cells(judgement: Judgement | None) -> list[str]:

@@ -4,7 +4,10 @@ Four bars: ours / T* at most the scenario's `ideal_ratio`; the fastest exact pee
 system / another at most what each of its `between` says; and in every scenario with DDP, ours / DDP at most
 `DDP_RATIO_MAX`. Ratios are those of medians.
 
-A bar counts as met only with `REPETITIONS_MIN` interleaved repetitions or more; it can be missed with fewer.
+A bar counts as met only with `REPETITIONS_MIN` interleaved repetitions or more; it can be missed with fewer. And the
+one over the fastest exact peer only if each exact peer that is missing in the run was measured in an earlier one, under
+the same conditions, and was slower there, as a multiple of T*, than the fastest peer is now: else a faster one may just
+have been left out. A peer that is missing cannot turn a miss into anything else.
 """
 
 from __future__ import annotations
@@ -15,10 +18,19 @@ from typing import Literal
 
 from lab.results import ALONE, DDP, OURS, Between, Measurement, Point, Result, Scenario
 
-__all__ = ["DDP_RATIO_MAX", "REPETITIONS_MIN", "Judgement", "faster_than_ours", "fastest_exact_peer", "judge", "tally"]
+__all__ = [
+    "DDP_RATIO_MAX",
+    "REPETITIONS_MIN",
+    "Judgement",
+    "faster_than_ours",
+    "fastest_exact_peer",
+    "judge",
+    "missing_exact_peers",
+    "tally",
+]
 
 Bar = Literal["ideal", "peer", "between", "ddp"]
-Verdict = Literal["met", "missed", "too few repetitions", "not measured"]
+Verdict = Literal["met", "missed", "peers missing", "too few repetitions", "not measured"]
 
 DDP_RATIO_MAX = 1.02
 REPETITIONS_MIN = 5
@@ -66,9 +78,14 @@ def fastest_exact_peer(point: Point) -> Result | None:
     peers = [
         (result.measured.step_s.median, result.system, result)
         for result in point.results.values()
-        if result.measured and result.exact and not result.is_ours and result.system != ALONE
+        if result.measured and result.is_exact_peer
     ]
     return min(peers, key=lambda peer: peer[:2])[2] if peers else None
+
+
+def missing_exact_peers(point: Point) -> list[Result]:
+    """The exact peers of the scenario that were not measured in this run."""
+    return [result for result in point.results.values() if result.missing and result.is_exact_peer]
 
 
 def faster_than_ours(point: Point) -> list[Result]:
@@ -89,7 +106,7 @@ def judge(scenarios: Sequence[Scenario]) -> list[Judgement]:
 
 def tally(judgements: Sequence[Judgement]) -> dict[Verdict, int]:
     """How many of each verdict."""
-    verdicts: tuple[Verdict, ...] = ("met", "missed", "too few repetitions", "not measured")
+    verdicts: tuple[Verdict, ...] = ("met", "missed", "peers missing", "too few repetitions", "not measured")
     return {verdict: sum(judgement.verdict == verdict for judgement in judgements) for verdict in verdicts}
 
 
@@ -121,7 +138,17 @@ def _against_peer(point: Point, limit: float, ours: Measurement | None, peer: Re
         return Judgement(point, "peer", limit, None, None, None, peer, "not measured", reason)
     ratio = peer.measured.step_s.median / ours.step_s.median
     verdict = _verdict(point, ratio >= limit - ROUNDING)
+    if verdict == "met" and not all(_was_slower(missing, peer.measured) for missing in missing_exact_peers(point)):
+        verdict = "peers missing"
     return Judgement(point, "peer", limit, ratio, None, None, peer, verdict, "")
+
+
+def _was_slower(missing: Result, fastest: Measurement) -> bool:
+    """Whether an earlier run says that the missing one would not have been the fastest peer."""
+    if missing.earlier is None or missing.earlier.measured.step_s.count < REPETITIONS_MIN:
+        return False
+    then, now = (measured.to_ideal(measured.step_s.median) for measured in (missing.earlier.measured, fastest))
+    return then is not None and now is not None and then > now
 
 
 def _of_two(point: Point, bar: Bar, two: Between) -> Judgement:

@@ -121,11 +121,69 @@ class TestVerdicts:
     def test_the_peer_is_the_fastest_exact_one(self, results):
         (found,) = results(
             *(line("alone", 0.5), line("penstock", 1.0), line("penstock-slicing", 0.8), line("ddp-bf16", 0.9)),
-            *(line("ddp", 1.9), line("horovod", 1.4), line("mxnet-p3")),
+            *(line("ddp", 1.9), line("horovod", 1.4)),
         )
         assert fastest_exact_peer(found.points[0]).system == "horovod"
         (peer,) = (judgement for judgement in judge([found]) if judgement.bar == "peer")
         assert (peer.ratio, peer.verdict) == (1.4, "met")
+
+    def test_a_peer_that_was_never_measured_leaves_the_bar_open(self, results):
+        found = results(line("penstock", 1.0), line("ddp", 1.5), line("mxnet-p3"))
+        assert verdicts(found) == {"ideal": "met", "peer": "peers missing", "ddp": "met"}
+
+    @pytest.mark.parametrize(("earlier_s", "verdict"), [(1.51, "met"), (1.5, "peers missing"), (1.2, "peers missing")])
+    def test_a_missing_peer_must_have_been_slower_than_the_fastest_one_is(self, results, earlier_s, verdict):
+        before = [line("penstock", 1.0, run="1"), line("mxnet-p3", earlier_s, run="1"), line("ddp", 9.0, run="1")]
+        found = results(*before, line("penstock", 1.0), line("ddp", 1.5), line("mxnet-p3"))
+        assert verdicts(found)["peer"] == verdict
+
+    def test_the_last_run_that_measured_a_missing_peer_counts(self, results):
+        before = [line("mxnet-p3", step_s, run=run) for run, step_s in (("1", 9.0), ("2", 1.2), ("3", None))]
+        found = results(*before, line("penstock", 1.0), line("ddp", 1.5), line("mxnet-p3"))
+        assert found[0].points[0].results["mxnet-p3"].earlier.run == "2"
+        assert verdicts(found)["peer"] == "peers missing"
+
+    def test_each_missing_peer_must_have_been_slower(self, results):
+        before = [line("horovod", 1.9, run="1")]
+        found = results(*before, line("penstock", 1.0), line("ddp", 1.5), line("horovod"), line("mxnet-p3"))
+        assert verdicts(found)["peer"] == "peers missing"
+
+    def test_earlier_runs_are_compared_as_multiples_of_their_own_limit(self, results):
+        before = [line("mxnet-p3", 1.4, ideal_s=1.0, run="1")]
+        found = results(*before, line("penstock", 1.2), line("ddp", 1.6), line("mxnet-p3"))
+        assert verdicts(found)["peer"] == "met"
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"hosts": 8},
+            {"width": 0.5},
+            {"network": "big"},
+            {"rates_mbit": [500.0] * 4},
+            {"compute_s": 0.5},
+            {"batch": 64},
+            {"schemes": {"fc6": "factors"}},
+            {"host": HOST | {"cores": 4}},
+            {"sweep": {"hosts": 4}},
+        ],
+    )
+    def test_only_runs_under_the_same_conditions_tell_of_a_missing_peer(self, results, fields):
+        found = results(
+            line("mxnet-p3", 9.0, run="1", **fields), line("penstock", 1.0), line("ddp", 1.5), line("mxnet-p3")
+        )
+        assert verdicts(found)["peer"] == "peers missing"
+
+    def test_an_earlier_run_of_few_repetitions_tells_nothing(self, results):
+        few = line("mxnet-p3", 9.0, run="1")
+        few["step_s"]["count"] = REPETITIONS_MIN - 1
+        found = results(few, line("penstock", 1.0), line("ddp", 1.5), line("mxnet-p3"))
+        assert verdicts(found)["peer"] == "peers missing"
+
+    def test_what_is_missing_excuses_no_miss_and_only_exact_peers_count(self, results):
+        slow = results(line("penstock", 1.4), line("ddp", 1.5), line("mxnet-p3"))
+        assert verdicts(slow)["peer"] == "missed"
+        others = [line("ddp-bf16"), line("penstock-store"), line("alone")]
+        assert verdicts(results(line("penstock", 1.0), line("ddp", 1.5), *others))["peer"] == "met"
 
     @pytest.mark.parametrize(("ours_s", "verdict"), [(1.02 * 1.3, "met"), (1.0201 * 1.3, "missed")])
     def test_never_slower_than_ddp(self, results, ours_s, verdict):
@@ -181,6 +239,16 @@ class TestTables:
         cells = row(text.split("### Never")[0], "A small network")
         assert cells[1:4] == ["1.050 (1.040 to 1.071)", "<= 1.06", "met"]
         assert cells[4:] == ["DDP (gloo): 1.500 s", "1.190", ">= 1.25", "**missed**"]
+
+    def test_peers_that_were_not_in_the_run_are_named_below_their_bar(self, results):
+        before = [line("horovod", 1.8, run="01d run")]
+        text = bars(results(*before, line("penstock", 1.0), line("ddp", 1.5), line("horovod"), line("mxnet-p3")))
+        cells = row(text.split("### Never")[0], "A small network")
+        assert cells[4:] == ["DDP (gloo): 1.500 s <sup>1</sup>", "1.500", ">= 1.25", "**peers missing**"]
+        known = "Horovod: 1.500 of T* in the run of 01d run; MXNet, P3: never measured under these conditions"
+        assert f"- <sup>1</sup> Not in that run: {known}.\n" in text
+        assert "1 peers missing" in text
+        assert "<sup>" not in bars(results(line("penstock", 1.0), line("ddp", 1.5)))
 
     def test_one_system_against_another_shows_both_steps_and_their_ratio(self, results):
         bar = {"targets": {"between": [{"system": "penstock-bf16", "against": "ddp-bf16", "at_most": 1.0}]}}
@@ -401,7 +469,9 @@ class TestCommand:
         assert found["small", "None", "peer"]["ratio"] == pytest.approx(1.52)
         assert found["sweep", "{'rate_mbit': 250.0}", "ddp"]["verdict"] == "met"
         assert found["sizes", "{'slice_kb': 64.0}", "peer"]["verdict"] == "not measured"
-        assert printed["count"] == {"met": 7, "missed": 0, "too few repetitions": 0, "not measured": 2}
+        assert found["small", "None", "peer"]["peers_missing"] == ["mxnet-p3"]
+        counts = {"met": 6, "missed": 0, "peers missing": 1, "too few repetitions": 0, "not measured": 2}
+        assert printed["count"] == counts
         assert sorted(folder.rglob("*")) == before
 
     def test_nothing_to_report_is_an_error_that_says_so(self, tmp_path, capsys):
