@@ -35,7 +35,7 @@ examples:
 
 EXPLAIN_EXAMPLES = """\
 examples:
-  penstock explain vgg19 --workers 8 --batch 32              a torchvision model
+  penstock explain vgg19 --workers 8 --batch 32              a torchvision model, with torchvision installed
   penstock explain mycode.nets:make_model --workers 4        a function that returns a torch module, or a pair of it
                                                              and an example of its input (batch first)
   penstock explain lab:vgg19 --workers 8 --servers 8         a network of the lab, from the root of the repository
@@ -150,7 +150,12 @@ def _add_explain(commands: Any) -> None:
         epilog=EXPLAIN_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    explain.add_argument("model", metavar="MODEL", help="a torchvision name, or module:function")
+    explain.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a name of torchvision's, if that is installed; module:function; or, in the root of the repository, a "
+        "network of the lab such as lab:vgg19",
+    )
     explain.add_argument(
         "--workers", type=_whole_number(1, RANKS_MAX), default=8, metavar="N", help="worker processes (default 8)"
     )

@@ -82,8 +82,9 @@ def _torchvision(name: str) -> Network:
         from torchvision import models
     except ImportError as error:
         raise ConfigError(
-            f"{name} is taken for a torchvision name, but torchvision does not import: {error}. Install torchvision, "
-            "or give module:function, such as mycode.nets:make_model, or lab:vgg19 from the root of the repository"
+            f"{name} is taken for a torchvision name, but torchvision does not import: {error}. "
+            "`pip install torchvision`; or give a module:function of yours, such as mycode.nets:make_model; or, in the "
+            "root of the repository, a network of the lab, such as lab:vgg19, which needs no torchvision"
         ) from error
     from penstock.torch.description import describe_torchvision
 

@@ -208,11 +208,18 @@ def test_an_unknown_network_of_the_lab_is_told_those_it_has():
     assert "no width" in explain("lab:vgg19-xwide").stderr
 
 
+def test_the_help_names_every_kind_of_model():
+    words = " ".join(explain("--help").stdout.split())
+    for kind in ("a name of torchvision's, if that is installed", "module:function", "lab such as lab:vgg19"):
+        assert kind in words
+
+
 def test_a_torchvision_name_without_torchvision(tmp_path):
     (tmp_path / "torchvision.py").write_text("raise ImportError('not here')", encoding="utf-8")
     done = explain("vgg19", path=[tmp_path])
     assert done.returncode == 2
-    assert "torchvision does not import: not here. Install torchvision, or give module:function" in done.stderr
+    assert "torchvision does not import: not here. `pip install torchvision`; or give" in done.stderr
+    assert "such as lab:vgg19" in done.stderr
 
 
 TORCHVISION = """
