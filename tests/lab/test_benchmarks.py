@@ -1,10 +1,11 @@
-"""What benchmarks judge by, on numbers made up: how even bytes are."""
+"""What benchmarks judge by, on numbers made up: how even bytes are, whether the exact run equals one process."""
 
 import json
+import math
 
 import pytest
 
-from benchmarks import load_balance
+from benchmarks import convergence, load_balance
 
 EVEN = [100.0] * 4
 
@@ -35,3 +36,42 @@ class TestLoadBalance:
         parameters, hosts = 143_667_240, 8
         store_mb = 2 * (hosts - 1) / hosts * parameters * 4 / 1e6
         assert load_balance.computed(hosts).startswith(f"store {store_mb:.1f} MB, hybrid ")
+
+
+def points(last_error):
+    return [{"step": 1, "test_error": 0.9}, {"step": 500, "test_error": last_error}]
+
+
+class TestConvergence:
+    def test_what_was_recorded_equals_one_process(self):
+        found = {}
+        for line in convergence.LINES.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            found[record["kind"]] = record
+        distance = found["one process"]["parameters_differ_from_exact"]
+        assert convergence.judge(distance, found["exact"]["points"], found["one process"]["points"]) == []
+
+    def test_rounding_passes_and_what_training_makes_of_it(self):
+        assert convergence.judge({"1": 1e-7, "500": 0.5}, points(0.34), points(0.349)) == []
+
+    @pytest.mark.parametrize("distance", [1.1e-7, math.nan])
+    def test_the_first_step_must_agree(self, distance):
+        (complaint,) = convergence.judge({"1": distance, "500": 0.0}, points(0.34), points(0.34))
+        assert "after step 1, at most 1e-07" in complaint
+
+    @pytest.mark.parametrize("error", [0.329, 0.351, math.nan])
+    def test_the_last_error_must_agree(self, error):
+        (complaint,) = convergence.judge({"1": 0.0, "500": 0.0}, points(error), points(0.34))
+        assert complaint == f"last test errors are {error:.4f} and 0.3400, at most 0.01 apart"
+
+    @pytest.mark.parametrize(("kinds", "distance", "status"), [((), 1e-9, 0), ((), 1e-6, 1), (("exact",), 1e-6, 0)])
+    def test_the_status_tells_what_was_judged(self, tmp_path, monkeypatch, capsys, kinds, distance, status):
+        words = ["--kinds", *(kinds or ("exact", "one process"))]
+        monkeypatch.setattr("sys.argv", ["convergence", *words, "--lines", str(tmp_path / "lines.jsonl")])
+        monkeypatch.setattr(convergence, "decode", lambda source, target: None)
+        monkeypatch.setattr(convergence, "launch", lambda kind, place, args: points(0.34))
+        monkeypatch.setattr(convergence, "distances", lambda one, two, steps: {"1": distance, "500": 0.04})
+        monkeypatch.setattr(convergence, "draw", lambda lines, picture: None)
+        assert convergence.main() == status
+        assert ("the exact run does not equal one process" in capsys.readouterr().err) is (status == 1)
+        assert (tmp_path / "lines.jsonl").read_text().count("\n") == len(words) - 1
