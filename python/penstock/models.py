@@ -8,6 +8,7 @@ the working directory.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from pathlib import Path
@@ -42,9 +43,10 @@ def _found(module_name: str, attribute: str, model: str) -> Any:
         sys.path.insert(0, here)  # as for `python -m`: the command's own directory is not on the path
     try:
         module = importlib.import_module(module_name)
-        found = module
-        for part in attribute.split("."):
-            found = getattr(found, part)
+        try:
+            found = getattr(module, attribute)  # a network of the lab may have a point in its name: lab:vgg19-x0.5
+        except AttributeError:
+            found = functools.reduce(getattr, attribute.split("."), module)
         return found() if callable(found) and not _is_module(found) else found
     except ModuleNotFoundError as error:
         raise ConfigError(

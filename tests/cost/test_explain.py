@@ -208,6 +208,11 @@ def test_an_unknown_network_of_the_lab_is_told_those_it_has():
     assert "no width" in explain("lab:vgg19-xwide").stderr
 
 
+def test_a_network_of_the_lab_at_half_its_width():
+    found = explained("lab:vgg19-x0.5")
+    assert {layer["name"]: layer["shape"] for layer in found["layers"]}["fc7"] == [2048, 2048]
+
+
 def test_the_help_names_every_kind_of_model():
     words = " ".join(explain("--help").stdout.split())
     for kind in ("a name of torchvision's, if that is installed", "module:function", "lab such as lab:vgg19"):
