@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -102,7 +102,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Its output layer is its embedding: the same module's parameter is read outside of that module's forward."""
 
-    def __init__(self, vocabulary=20, context=8, width=16):
+    def __init__(self, vocabulary=20, context=8, width=20):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.position = nn.Parameter(0.1 * torch.randn(context, width))
@@ -111,7 +111,8 @@ class GPT(nn.Module):
         nn.init.normal_(self.embedding.weight, std=0.3)
 
     def forward(self, tokens):
-        return F.linear(self.norm(self.blocks(self.embedding(tokens) + self.position)), self.embedding.weight)
+        x = self.embedding(tokens) + self.position[: tokens.shape[-1]]
+        return F.linear(self.norm(self.blocks(x)), self.embedding.weight)
 
 
 class Branched(nn.Module):
@@ -132,21 +133,25 @@ class Branched(nn.Module):
 
 
 def uses_branch(rank, step):
-    """All of up to three ranks, one or two, or none, in turn; step 0 and later ones include each of these."""
+    """Whether a rank does: all ranks in some steps, some ranks or none in others; rank 0 in step 0."""
     return step % 5 != 4 and (step % 5 == 3 or (step + rank) % 3 == 0)
 
 
 class Words(nn.Module):
-    """Rows in plenty of kinds: an embedding with padding, and linear layers that are called twice per step."""
+    """Rows in plenty of kinds: padded, of layers called twice, that some ranks use in some steps, that nobody uses."""
 
     def __init__(self, vocabulary=60, width=24):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width, padding_idx=0)
         self.first, self.second = nn.Linear(width, 48), nn.Linear(48, width, bias=False)
+        self.branch_words, self.branch = nn.Embedding(vocabulary, width), nn.Linear(width, width)
+        self.never_words, self.never = nn.Embedding(vocabulary, width), nn.Linear(width, width)
         self.head = nn.Linear(width, 16)
 
-    def forward(self, tokens):
+    def forward(self, tokens, with_branch):
         x = self.embedding(tokens)
+        if with_branch:
+            x = x + self.branch(torch.tanh(self.branch_words(tokens)))
         for _ in range(2):
             x = x + self.second(torch.tanh(self.first(x)))
         return self.head(x)
@@ -170,7 +175,8 @@ def _image_loss(batch, size):
 
 
 def _text_loss(model, dtype, rank, step):
-    tokens = torch.randint(20, (4, 9), generator=_random(rank, step))
+    """One sentence of 5 to 8 words: few enough for their rows to be fewer bytes than any layer's gradient."""
+    tokens = torch.randint(20, (1, 6 + (rank + step) % 4), generator=_random(rank, step))
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
@@ -178,7 +184,7 @@ def _words_loss(model, dtype, rank, step):
     """1 to 4 rows, another number on each rank and in each step; some words more than once."""
     random = _random(rank, step)
     tokens = torch.randint(20, (1 + (rank + step) % 4,), generator=random)
-    return F.cross_entropy(model(tokens), torch.randint(16, tokens.shape, generator=random))
+    return F.cross_entropy(model(tokens, uses_branch(rank, step)), torch.randint(16, tokens.shape, generator=random))
 
 
 def _branched_loss(model, dtype, rank, step):
@@ -192,16 +198,18 @@ class Network:
     build: Callable[[], nn.Module]
     loss: Callable[[nn.Module, torch.dtype, int, int], torch.Tensor]
     unused: bool = False  # DDP must be told
+    uneven: bool = False  # K differs between ranks and steps
     accumulates: bool = False  # two backwards per step, the first under no_sync
+    tied: tuple[str, ...] = ()  # layers whose weight is read elsewhere, too: told to send rows, they send the gradient
 
 
 NETWORKS = {
     "quick": Network(quick, _image_loss(1, 32)),
     "resnet": Network(ResNet, _image_loss(4, 10)),
-    "lstm": Network(Recurrent, _text_loss),
-    "gpt": Network(GPT, _text_loss),
+    "lstm": Network(Recurrent, _text_loss, uneven=True),
+    "gpt": Network(GPT, _text_loss, uneven=True, tied=("embedding",)),
     "branched": Network(Branched, _branched_loss, unused=True),
-    "words": Network(Words, _words_loss, accumulates=True),
+    "words": Network(Words, _words_loss, unused=True, uneven=True, accumulates=True),
 }
 
 OPTIMIZERS = {
@@ -245,7 +253,7 @@ class Case:
         named = model.named_modules()
         return {name: gather_scheme(module) for name, module in named if why_dense(module, model) is None}
 
-    def train(self, model, optimizer, rank):
+    def train(self, model, optimizer, rank, after_backward=lambda: None):
         """The user's loop."""
         loss_of, dtype = NETWORKS[self.network].loss, DTYPES[self.dtype]
         for step in range(STEPS):
@@ -253,20 +261,33 @@ class Case:
                 with model.no_sync():
                     loss_of(model, dtype, rank, step + STEPS).backward()
             loss_of(model, dtype, rank, step).backward()
+            after_backward()
             optimizer.step()
             optimizer.zero_grad()
 
 
 SIZES = (1, 2, 3, 4)
 SENDS = ("store", "rows")
-ALL_CASES = [Case(*values) for values in product(SIZES, NETWORKS, OPTIMIZERS, DTYPES, SENDS)]
+
+
+def _sends(size):
+    return SENDS if size > 1 else SENDS[:1]  # one worker sends nothing
+
+
+ALL_CASES = [
+    Case(*values, send) for values in product(SIZES, NETWORKS, OPTIMIZERS, DTYPES) for send in _sends(values[0])
+]
 
 
 def _pairwise():
     """A case for each network and optimizer, among which every two values of two parameters meet: a Latin square."""
     for (i, network), (j, optimizer) in product(enumerate(NETWORKS), enumerate(OPTIMIZERS)):
-        dtype = list(DTYPES)[(i + j // 2) % 2]
-        yield Case(SIZES[(i + j) % 4], network, optimizer, dtype, SENDS[(i // 2 + j) % 2])
+        size, dtype = SIZES[(i + j) % 4], list(DTYPES)[(i + j // 2) % 2]
+        sends = _sends(size)
+        yield Case(size, network, optimizer, dtype, sends[(i // 2 + j) % len(sends)])
 
 
 PAIRWISE_CASES = list(_pairwise())
+# Whatever is particular to rows, on every number of workers: `words` has it all, in layers of both kinds.
+ROWS_CASES = [replace(case, send="rows") for case in PAIRWISE_CASES if case.network == "words" and case.size > 1]
+CASES = list(dict.fromkeys([*PAIRWISE_CASES, *ROWS_CASES]))

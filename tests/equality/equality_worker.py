@@ -24,6 +24,7 @@ from equality_cases import NETWORKS, Case
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock as ps
+from penstock.torch.distribute import owner_for
 
 # A case takes about a second. One that hangs prints every thread's stack and ends the process.
 CASE_LIMIT_S = 180
@@ -63,15 +64,26 @@ def train_with_ddp(case, rank):
 
 
 def train_with_penstock(case, rank):
+    """The parameters, and of each layer that was told to send rows: how many in each step, and how often dense."""
     model = case.model()
     if rank != 0:
         with torch.no_grad():
             for param in model.parameters():
                 param.add_(1)  # rank 0's values are what counts
     model, optimizer = ps.distribute(model, case.make_optimizer(model), schemes=case.schemes(model))
-    case.train(model, optimizer, rank)
+    owner = owner_for(model)
+    gathers = {} if owner is None else owner.gathers
+    sent = {name: {"scheme": gather.scheme, "rows": []} for name, gather in gathers.items()}
+
+    def count_rows():
+        for name, gather in gathers.items():
+            sent[name]["rows"].append(gather.rows)
+
+    case.train(model, optimizer, rank, count_rows)
     ps.synchronize(optimizer)  # the last updates: `values` reads the parameters, which would wait by itself
-    return values(model)
+    for name, gather in gathers.items():
+        sent[name]["dense_sent"] = gather.dense_sent
+    return values(model), sent
 
 
 def announce(directory, rank, case):
@@ -99,20 +111,22 @@ def train_all(directory, rank, size, cases):
         announce(directory, rank, case)
         start = values(case.model())
         reference = train_with_ddp(case, rank)
-        ours = train_with_penstock(case, rank)
+        ours, sent = train_with_penstock(case, rank)
         outcomes[case] = {
             "difference": distance(ours, reference),
             "moved": distance(ours, start),
             "ddp_moved": distance(reference, start),
             "by_tensor": {name: distance({name: ours[name]}, {name: reference[name]}) for name in ours},
             "first": digest(ours),
+            "sent": sent,
         }
     ps.shutdown()
 
     ps.init(**common, **SECOND_JOB, rendezvous=f"file://{place / 'second'}")
     for case in cases:
         announce(directory, rank, case)
-        outcomes[case]["second"] = digest(train_with_penstock(case, rank))
+        ours, _ = train_with_penstock(case, rank)
+        outcomes[case]["second"] = digest(ours)
         aside = directory / f"aside.{rank}"
         aside.write_text(json.dumps(outcomes[case]))
         aside.rename(directory / f"{case}.{rank}.json")

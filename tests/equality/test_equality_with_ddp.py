@@ -3,8 +3,8 @@
 One group of processes trains all cases, one after the other; each case is a test of its own. A case that ends its group
 (a crash, a hang) fails with what the processes said, and a new group trains the cases that are left.
 
-Here every two of number of workers, network, optimizer, type and what is sent meet in one case. All combinations are
-marked ``long``: `make test-long` runs them.
+Here every two of number of workers, network, optimizer, type and what is sent meet in one case, and rows are sent by
+2, 3 and 4 workers whatever the loop does. All combinations are marked ``long``: `make test-long` runs them.
 """
 
 import json
@@ -17,7 +17,8 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from equality_cases import ALL_CASES, DIFFERENCE_MAX, MOVED_MIN, PAIRWISE_CASES, SEED
+from equality_cases import ALL_CASES, CASES, DIFFERENCE_MAX, MOVED_MIN, NETWORKS, PAIRWISE_CASES, SEED, STEPS
+from torch import nn
 
 WORKER = Path(__file__).with_name("equality_worker.py")
 START_LIMIT_S = 120
@@ -104,9 +105,16 @@ def run_cases(make_directory, cases):
 @pytest.fixture(scope="session")
 def outcomes(request, tmp_path_factory):
     """Of the cases that were selected. The group runs when the first is asked for."""
-    items = (item for item in request.session.items if item.path == Path(__file__))
-    cases = [item.callspec.params["case"] for item in items if item.originalname == test_equal_to_ddp.__name__]
-    return run_cases(tmp_path_factory.mktemp, cases)
+    items = [item for item in request.session.items if item.path == Path(__file__) and "outcomes" in item.fixturenames]
+    return run_cases(tmp_path_factory.mktemp, list(dict.fromkeys(item.callspec.params["case"] for item in items)))
+
+
+def trained(outcomes, case):
+    """What each rank has to say of a case."""
+    ranks = outcomes[case]
+    if isinstance(ranks, str):
+        pytest.fail(f"{case}, seed {SEED}:\n{ranks}", pytrace=False)
+    return ranks
 
 
 def test_every_two_of_what_a_case_is_made_of_meet():
@@ -114,19 +122,22 @@ def test_every_two_of_what_a_case_is_made_of_meet():
         return {pair for case in cases for pair in combinations(enumerate(astuple(case)), 2)}
 
     assert pairs(PAIRWISE_CASES) == pairs(ALL_CASES)
-    assert set(PAIRWISE_CASES) < set(ALL_CASES)
+    assert set(PAIRWISE_CASES) <= set(CASES) < set(ALL_CASES)
 
 
-def marked(case):
-    return pytest.param(case, id=str(case), marks=() if case in PAIRWISE_CASES else pytest.mark.long)
+def test_every_number_of_workers_sends_rows_whatever_the_loop_does():
+    words = NETWORKS["words"]
+    assert words.uneven and words.accumulates and words.unused
+    assert {case.size for case in CASES if case.network == "words" and case.send == "rows"} == {2, 3, 4}
 
 
-@pytest.mark.parametrize("case", [marked(case) for case in ALL_CASES])
+def marked(cases):
+    return [pytest.param(case, id=str(case), marks=() if case in CASES else pytest.mark.long) for case in cases]
+
+
+@pytest.mark.parametrize("case", marked(ALL_CASES))
 def test_equal_to_ddp(outcomes, case):
-    ranks = outcomes[case]
-    where = f"{case}, seed {SEED}"
-    if isinstance(ranks, str):
-        pytest.fail(f"{where}:\n{ranks}", pytrace=False)
+    ranks, where = trained(outcomes, case), f"{case}, seed {SEED}"
     for rank, outcome in enumerate(ranks):
         assert min(outcome["moved"], outcome["ddp_moved"]) > MOVED_MIN, f"{where}: nothing was trained"
         worst = max(outcome["by_tensor"], key=outcome["by_tensor"].get)
@@ -136,3 +147,25 @@ def test_equal_to_ddp(outcomes, case):
     assert len({outcome["first"] for outcome in ranks}) == 1, f"{where}: ranks have different bits"
     assert len({outcome["second"] for outcome in ranks}) == 1, f"{where}: ranks have different bits in the second job"
     assert ranks[0]["first"] == ranks[0]["second"], f"{where}: two jobs have different bits"
+
+
+@pytest.mark.parametrize("case", marked(case for case in ALL_CASES if case.send == "rows"))
+def test_layers_that_can_send_rows_do(outcomes, case):
+    network, ranks = NETWORKS[case.network], trained(outcomes, case)
+    kinds = {nn.Linear: "factors", nn.Embedding: "pairs"}
+    layers = {name: kinds[type(module)] for name, module in case.model().named_modules() if type(module) in kinds}
+    assert {name: layer["scheme"] for name, layer in ranks[0]["sent"].items()} == layers
+    steps = {scheme: [] for scheme in layers.values()}  # the rows that each rank sent, of every layer and step
+    for name, scheme in layers.items():
+        times_dense = [rank["sent"][name]["dense_sent"] for rank in ranks]
+        assert times_dense == [STEPS if name in network.tied else 0] * case.size, f"{name} was sent dense"
+        by_step = list(zip(*(rank["sent"][name]["rows"] for rank in ranks), strict=True))
+        assert len(by_step) == STEPS
+        if name not in network.tied:
+            assert any(map(any, by_step)) != name.startswith("never"), f"{name} sent these rows: {by_step}"
+            steps[scheme] += by_step
+    for scheme, by_step in steps.items():
+        if network.uneven and by_step:
+            assert any(len({*rows} - {0}) > 1 for rows in by_step), f"{scheme}: K is the same on all ranks"
+        if network.unused:
+            assert any(any(rows) and not all(rows) for rows in by_step), f"{scheme}: used by all ranks or by none"
