@@ -343,51 +343,6 @@ def test_a_failed_backward_leaves_nothing_behind():
     assert same_everywhere(run(main))
 
 
-class PartlyCompiled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(24, 40), nn.Tanh())
-        self.head = nn.Linear(40, 20)
-
-    def forward(self, x):
-        return self.head(self.body(x))
-
-
-def test_a_compiled_part_stays_dense_and_the_rest_sends_factors():
-    def make():
-        model = seeded(PartlyCompiled())
-        model.body.compile(backend="aot_eager")
-        return model
-
-    def loop(model, optimizer, rank):
-        if owner_of(model).gathers.get("head") is not None and engaged(model)["head"]:
-            assert engaged(model) == {"head": True}
-            assert owner_of(model).why_store["body.0"] == "its forward pass is compiled"
-        for step in range(3):
-            wide_loss(model, rank, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return values(model)
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="penstock: every step")
-        both_paths(loop, make)
-
-
-def test_compiled_after_distribute_is_exact_all_the_same():
-    def loop(model, optimizer, rank):
-        compiled = torch.compile(model, backend="aot_eager")
-        for step in range(3):
-            wide_loss(compiled, rank, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return values(model)
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="penstock: every step")
-        both_paths(loop)
-
-
 # What cannot be sent as rows is sent as it is
 
 

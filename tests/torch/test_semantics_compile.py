@@ -4,11 +4,12 @@ The rows of the table of PyTorch's traps are the sections of the test_semantics 
 flight with NaN and delivers as late as it may (`thread_engine`), so a read that does not wait shows in the numbers.
 """
 
+import threading
 import warnings
 
 import pytest
 import torch
-from ranks import distance, examples, run, seeded, values
+from ranks import distance, examples, reference, run, same_everywhere, seeded, train, values
 from scenarios import (
     assert_outstanding,
     deferred,
@@ -16,10 +17,12 @@ from scenarios import (
     one_step,
     sgd,
 )
+from thread_engine import WAIT_S
 from torch import nn
 from torch.nn import functional as F
 
 from penstock.torch import distribute
+from penstock.torch.safety import owner_of
 
 # torch.compile
 
@@ -144,3 +147,87 @@ def test_a_compiled_function_inside_an_eager_model_costs_no_overlap():
         return all(deferred(model))
 
     assert run(main, 1, world_size=2) == [True]
+
+
+# Layers that send rows
+
+
+class PartlyCompiled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 24)
+        self.body = nn.Sequential(nn.Linear(24, 40), nn.Tanh())
+        self.head = nn.Linear(40, 20)
+
+    def forward(self, tokens):
+        return self.head(self.body(self.embedding(tokens)))
+
+
+def make_words():
+    return seeded(PartlyCompiled())
+
+
+def words_of(rank, step):
+    """Different ones, another number on each rank; the same in each step, because each shape is compiled anew."""
+    return torch.arange(2 + rank) * 3 + step
+
+
+def words_loss(model, rank, step):
+    tokens = words_of(rank, step)
+    return F.cross_entropy(model(tokens), tokens % 20)
+
+
+ROWS = {"embedding": "pairs", "*": "factors"}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_compiled_part_stays_dense_and_the_rest_sends_rows(size):
+    torch._dynamo.reset()
+    everyone = threading.Barrier(size)
+
+    def wait(*_):
+        everyone.wait(WAIT_S)
+
+    def make():
+        model = make_words()
+        model.body.compile(backend="aot_eager")
+        # Whether code is being compiled is the same for all threads: no rank calls its other layers while one compiles.
+        model.embedding.register_forward_hook(wait)
+        model.head.register_forward_pre_hook(wait)
+        return model
+
+    def after(model):
+        owner = owner_of(model.head.weight)
+        assert owner.why_store["body.0"] == "its forward pass is compiled"
+        assert {name: gather.engaged for name, gather in owner.gathers.items()} == {"embedding": True, "head": True}
+        return [(gather.dense_sent, gather.rows) for gather in owner.gathers.values()], values(model)
+
+    settings = {"make_optimizer": sgd, "loss_of": words_loss, "size": size}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="penstock: every step")
+        sent, ours = zip(*train(make, **settings, schemes=ROWS, after=after), strict=True)
+    assert list(sent) == [[(0, len(words_of(rank, 0)))] * 2 for rank in range(size)]
+    assert same_everywhere(ours)
+    assert distance(ours[0], reference(make_words, **settings)) < 1e-12
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long), 4])
+def test_layers_told_to_send_rows_and_compiled_later_send_their_gradients(size):
+    torch._dynamo.reset()
+
+    def main(rank, engine):
+        model = make_words()
+        model, optimizer = distribute(model, sgd(model), schemes=ROWS)
+        compiled = torch.compile(model, backend="aot_eager")
+        for step in range(5):
+            words_loss(compiled, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert [gather.dense_sent for gather in owner_of(model.head.weight).gathers.values()] == [5, 5, 5]
+        return values(model)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="penstock: every step")
+        ours = run(main, size)
+    assert same_everywhere(ours)
+    assert distance(ours[0], reference(make_words, sgd, words_loss, size=size)) < 1e-12
