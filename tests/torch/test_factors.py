@@ -1,6 +1,8 @@
 """Layers that send rows: the results of the dense path, whatever the loop does."""
 
 import warnings
+from contextlib import nullcontext
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from ranks import distance, examples, reference, run, same_everywhere, seeded, t
 from scenarios import sgd
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import penstock as ps
 from penstock.errors import ConfigError
@@ -154,6 +157,45 @@ def test_other_types(dtype):
     ours, theirs = run(main(FACTORS)), run(main(None))
     assert same_everywhere(ours)
     assert distance(ours[0], theirs[0]) <= {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+
+
+class Products(TorchDispatchMode):
+    """Counts the matrix products of this thread, in which autograd runs a backward on the CPU, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            self.shapes.append(tuple(result.shape))
+        return result
+
+
+@pytest.mark.parametrize("leading", [(3,), (1, 3)], ids=["rows", "leading dimensions"])
+@pytest.mark.parametrize("accumulating", [False, True])
+def test_backward_does_not_compute_the_local_gradient_of_a_weight(accumulating, leading):
+    widths = (24, 40, 20)
+    weights, inputs = [(40, 24), (20, 40)], [(3, 40)]  # the gradient of the model's own input is nobody's
+
+    def main(chosen):
+        def as_rank(rank, engine):
+            model = seeded(nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(widths))))
+            model, optimizer = distribute(model, sgd(model), schemes=chosen)
+            with ps.no_sync(model) if accumulating else nullcontext():
+                loss = model(examples(rank, 0, rows=3, inputs=24)[0].view(*leading, 24)).square().sum()
+                with Products() as products:
+                    loss.backward()
+            if accumulating:
+                model(examples(rank, 1, rows=3, inputs=24)[0]).sum().backward()
+            optimizer.step()
+            return sorted(products.shapes)
+
+        return as_rank
+
+    assert run(main(None)) == [sorted(weights + inputs)] * 2
+    assert run(main(FACTORS)) == [inputs] * 2
 
 
 # What else a loop does
