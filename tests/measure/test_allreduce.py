@@ -11,7 +11,7 @@ import pytest
 
 from penstock.coordinator import Rates
 from penstock.errors import PenstockError
-from penstock.measure.allreduce import _Cell, _Message, best_seconds, pattern, percentile
+from penstock.measure.allreduce import CALIBRATIONS, ShortTimes, _Cell, _Message, best_seconds, pattern, percentile
 
 LIMIT_S = 120
 
@@ -35,6 +35,7 @@ def test_every_algorithm_size_and_group_is_measured(tmp_path):
     for cell in cells:
         assert 0 < cell["low_s"] <= cell["p50_s"] <= cell["p95_s"] <= cell["p99_s"] <= cell["high_s"] < LIMIT_S
         assert cell["calls"] >= 5 and cell["predicted_s"] > 0 and cell["best_s"] > 0
+        assert (cell["short"] is not None) == (cell["bytes"] == 4_000)
         assert cell["taken"] in algorithms[:-1] and cell["algorithm"] in (cell["taken"], "auto")
     lines = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
     assert [line["algorithm"] for line in lines] == [cell["algorithm"] for cell in cells]
@@ -87,6 +88,23 @@ def test_a_wrong_result_is_an_error_on_every_rank():
     cell._turn(message, "ring")
     with pytest.raises(PenstockError, match="rank 0 of 1: the sum by ring is not"):
         cell.gather()
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 8])
+def test_short_sums_are_told_by_what_took_turns_with_them(ranks):
+    step_s, call_s, barrier_s = 20e-6, 150e-6, 300e-6
+    seconds = (call_s + 2 * step_s, call_s + 2 * (ranks - 1) * step_s, barrier_s)
+    found = {name: [9.0, median, 1e-9] for name, median in zip(CALIBRATIONS, seconds, strict=True)}
+    given = Rates(latency_s=1.0, call_s=2.0)
+    short = ShortTimes.told(found, ranks, given)
+    assert short == pytest.approx((step_s, call_s, barrier_s / math.ceil(math.log2(ranks))))
+    tree, butterfly = short.rates(given, "tree"), short.rates(given, "butterfly")
+    assert (tree.latency_s, tree.call_s, tree.bytes_per_s) == pytest.approx((step_s, call_s, given.bytes_per_s))
+    # Which has twice as many steps as a barrier.
+    assert butterfly.call_s + 2 * math.ceil(math.log2(ranks)) * butterfly.latency_s == pytest.approx(2 * barrier_s)
+    # A ring of two has no more steps than the store, and one that was faster makes no sense.
+    assert ShortTimes.told(found, 2, Rates(latency_s=1e-5)).step_s == 1e-5
+    assert ShortTimes.told({**found, CALIBRATIONS[1]: [1e-9]}, ranks, given).step_s == 0.0
 
 
 def test_percentiles_are_values_that_were_measured():

@@ -9,7 +9,9 @@ are whole numbers whose sums fp32 holds exactly, so that every order of addition
 
 *Best* is the least time of the study's fastest algorithm, the butterfly (equation 4), with the measured rates:
 2 (p-1)/p n/B + 2 lg p a. Few bytes may be faster: an exchange in one step has fewer latencies than that. *Predicted* is
-the cost function's time and that of a call by itself.
+the cost function's time and that of a call by itself. Short sums are mostly latency and calls, which differ from one
+moment to the next by more than algorithms do: there both are told by sums of one number for each rank and by barriers,
+which take turns with what is predicted (`ShortTimes`).
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ import random
 import statistics
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from penstock.collectives import Group, new_group
 from penstock.errors import PenstockError
@@ -47,6 +50,7 @@ WARM_ROUNDS = 2
 ROUNDS_MIN, ROUNDS_MAX = 5, 200
 SHORT_BYTES_MAX = 64 << 10
 ROW_BYTES_MAX = 4 << 20
+CALIBRATIONS = ("one number by the store", "one number by the ring", "barrier")
 ROW = 10
 """Calls in a row that count."""
 ENDLESS_BYTES_PER_S = 1e18
@@ -107,18 +111,27 @@ class _Cell:
         self._group = group
         self._message = message
         self._algorithms = algorithms
-        self.seconds: dict[str, list[float]] = {algorithm: [] for algorithm in algorithms}
+        self._calibrations: dict[str, Callable[[], object]] = {}
+        if message is not None and message.is_short:
+            numbers = memoryview(bytearray(ELEM_BYTES * group.size)).cast("f")
+            store, ring = (
+                partial(group.allreduce, numbers, "sum", algorithm=_asked(name)) for name in ("store", "ring")
+            )
+            self._calibrations = dict(zip(CALIBRATIONS, (store, ring, group.barrier), strict=True))
+        self.seconds: dict[str, list[float]] = {name: [] for name in (*algorithms, *self._calibrations)}
         self.wrong: list[str] = []
 
     def round(self, *, counts: bool) -> float:
         """Every algorithm once; this rank's seconds. Ranks outside the group wait for its end."""
         total = 0.0
         if self._message is not None:
-            for algorithm in self._algorithms:
-                times = self._turn(self._message, algorithm)
+            turns = {algorithm: self._turn(self._message, algorithm) for algorithm in self._algorithms}
+            if self._message.is_short:
+                turns |= {name: self._row(call) for name, call in self._calibrations.items()}
+            for name, times in turns.items():
                 total += sum(times)
                 if counts:
-                    self.seconds[algorithm] += times[1:] if len(times) > 1 else times
+                    self.seconds[name] += times[1:] if len(times) > 1 else times
         Group(self._job.engine, 0, range(self._job.world_size), self._job.rank).barrier()
         return total
 
@@ -137,8 +150,19 @@ class _Cell:
             self.wrong.append(algorithm)
         return times
 
+    def _row(self, call: Callable[[], object]) -> list[float]:
+        self._group.barrier()
+        times = []
+        for _ in range(1 + ROW):
+            began = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - began)
+        return times
+
     def gather(self) -> dict[str, list[float]]:
         """By algorithm, each call's time of the slowest rank, or the mean in a row; on every rank of the job.
+
+        Of short ones the calibrations, too.
 
         Raises:
             PenstockError: A result was wrong somewhere.
@@ -156,9 +180,37 @@ class _Cell:
         is_short = self._message is not None and self._message.is_short
         combined: Callable[[Sequence[float]], float] = statistics.fmean if is_short else max
         return {
-            algorithm: [combined(times) for times in zip(*(seconds[algorithm] for seconds in by_rank), strict=True)]
-            for algorithm in self._algorithms
+            name: [combined(times) for times in zip(*(seconds[name] for seconds in by_rank), strict=True)]
+            for name in by_rank[0]
         }
+
+
+class ShortTimes(NamedTuple):
+    """What a short sum is made of, told by calls that took turns with it.
+
+    Attributes:
+        step_s: A step of one or some messages after the other: what a ring has more than the store, by their steps.
+        call_s: A call without its steps.
+        exchange_s: A step in which every rank exchanges with another and waits for it, with its part of the call: a
+            barrier's, which has lg p of them.
+    """
+
+    step_s: float
+    call_s: float
+    exchange_s: float
+
+    @classmethod
+    def told(cls, seconds: Mapping[str, Sequence[float]], ranks: int, rates: Rates) -> ShortTimes:
+        """By medians of sums of one number for each rank, and of barriers; of two ranks the rates tell the step."""
+        store, ring, barrier = (statistics.median(seconds[name]) for name in CALIBRATIONS)
+        step_s = rates.latency_s if ranks == 2 else max((ring - store) / (2 * (ranks - 1) - 2), 0.0)
+        return cls(step_s, max(store - 2 * step_s, 0.0), barrier / math.ceil(math.log2(ranks)))
+
+    def rates(self, rates: Rates, algorithm: str) -> Rates:
+        """The group's, with the latency and the call of this algorithm."""
+        if algorithm == "butterfly":
+            return replace(rates, latency_s=self.exchange_s, call_s=0.0)
+        return replace(rates, latency_s=self.step_s, call_s=self.call_s)
 
 
 def _asked(algorithm: str) -> Algorithm | None:
@@ -225,8 +277,11 @@ def allreduce(
                 taken = cell.round(counts=False)
             for _ in range(_agreed_rounds(everyone, taken, seconds)):
                 cell.round(counts=True)
-            for algorithm, times in cell.gather().items():
-                cells.append(_summary(job, rates, count, elems, algorithm, times))
+            found = cell.gather()
+            short = ShortTimes.told(found, count, rates) if CALIBRATIONS[0] in found else None
+            cells += [
+                _summary(job, rates, count, elems, algorithm, found[algorithm], short) for algorithm in algorithms
+            ]
     job.engine.set_rates(job.rates.native())
     return {
         "ranks": names,
@@ -249,18 +304,26 @@ def _rates_of(job: Job, group: Group) -> Rates:
 
 
 def _summary(
-    job: Job, rates: Rates, workers: int, elems: int, algorithm: str, times: Sequence[float]
+    job: Job,
+    rates: Rates,
+    workers: int,
+    elems: int,
+    algorithm: str,
+    times: Sequence[float],
+    short: ShortTimes | None,
 ) -> dict[str, Any]:
     from penstock._native import allreduce_cost
 
     asked = _asked(algorithm)
     taken, slices = job.engine.allreduce_plan(elems, "f32", workers, asked)
     nbytes = elems * ELEM_BYTES
+    best = best_seconds(nbytes, workers, rates)
+    if short is not None:
+        rates = short.rates(rates, taken)
     cost = allreduce_cost(taken, elems, ELEM_BYTES, workers, slices, rates.native())
     endless = replace(rates, bytes_per_s=ENDLESS_BYTES_PER_S)
     without_wire = allreduce_cost(taken, elems, ELEM_BYTES, workers, slices, endless.native())
     median = statistics.median(times)
-    best = best_seconds(nbytes, workers, rates)
     return {
         "workers": workers,
         "bytes": nbytes,
@@ -274,6 +337,7 @@ def _summary(
         "low_s": min(times),
         "high_s": max(times),
         "bytes_per_s": nbytes / median,
+        "short": None if short is None else short._asdict(),
         "predicted_s": rates.call_s + cost["seconds"],
         "predicted_wire_s": cost["seconds"] - without_wire["seconds"],
         "best_s": best,
