@@ -148,6 +148,7 @@ class Coordinator:
         self.lossy = dict(lossy or {})
         self._layers = {layer.name: layer for layer in network.layers}
         self._rows: dict[str, list[int]] = {}
+        self._whole: dict[str, int] = {}
         if batchsize is not None:
             for layer in network.layers:
                 self._rows[layer.name] = [math.ceil(layer.rows * batchsize)] * cluster.n_worker
@@ -194,7 +195,12 @@ class Coordinator:
         )
 
     def update(
-        self, *, rows: Mapping[str, Sequence[int]], rates: Rates, batchsize: int | None = None
+        self,
+        *,
+        rows: Mapping[str, Sequence[int]],
+        rates: Rates,
+        batchsize: int | None = None,
+        whole: Mapping[str, int] | None = None,
     ) -> dict[str, str]:
         """Take new measurements, the same on all ranks, and choose again; a change must gain a tenth.
 
@@ -202,12 +208,15 @@ class Coordinator:
             rows: By layer, rows of each rank; layers that are missing keep theirs.
             rates: As reduced over all ranks.
             batchsize: The largest of any rank.
+            whole: Of these layers, those whose gradient a rank sends whole, however few its rows, and the first such.
 
         Returns:
             The layers whose scheme changes, and to what.
         """
         for name, by_rank in rows.items():
             self._rows[self._layer(name).name] = list(by_rank)
+            self._whole.pop(name, None)
+        self._whole.update(whole or {})
         self.rates = rates
         self.batchsize = batchsize if batchsize is not None else self.batchsize
         before = {name: choice["scheme"] for name, choice in self._choices.items()}
@@ -219,6 +228,7 @@ class Coordinator:
         """All that is measured and changes, and what it has led to; for `adopt` on another rank. Fit for JSON."""
         return {
             "rows": dict(self._rows),
+            "whole": dict(self._whole),
             "rates": asdict(self.rates),
             "batchsize": self.batchsize,
             "schemes": {name: choice["scheme"] for name, choice in self._choices.items()},
@@ -234,6 +244,7 @@ class Coordinator:
             By layer, the scheme that the other rank uses.
         """
         self._rows = {self._layer(name).name: list(by_rank) for name, by_rank in measured["rows"].items()}
+        self._whole = dict(measured["whole"])
         self.rates = Rates(**measured["rates"])
         self.batchsize = measured["batchsize"]
         schemes: dict[str, str] = dict(measured["schemes"])
@@ -259,7 +270,9 @@ class Coordinator:
         """
         from penstock._native import best_scheme
 
-        rows = self._rows.get(layer.name, [])
+        rows, why_store = self._rows.get(layer.name, []), layer.why_store
+        if why_store is None and layer.name in self._whole:
+            why_store = f"rank {self._whole[layer.name]} would send its gradient whole"
         if layer.kind == "embedding":  # pairs of one row are merged, so there are no more than rows
             rows = [min(count, layer.shape[0]) for count in rows]
         matrix = layer.shape if layer.kind != "other" else (1, 1)
@@ -275,7 +288,7 @@ class Coordinator:
             slice_bytes=self.cluster.slice_bytes,
             collective_slice_bytes=self.cluster.collective_slice_bytes,
             rates=self.rates.native(),
-            allowed=list(self.allowed) if layer.why_store is None else [],
+            allowed=list(self.allowed) if why_store is None else [],
             current=None if layer.name in self.lossy else current,  # which it would not know
         )
         if layer.name in self.lossy:
@@ -284,8 +297,8 @@ class Coordinator:
             given = self.fixed[layer.name]
             reason = f"LOSSY, as given: {LOSSY[given]}" if given in LOSSY else "as given"
             choice["scheme"], choice["code"], choice["reason"] = given, "given", reason
-        elif choice["code"] == "dense" and layer.why_store is not None:
-            choice["code"], choice["reason"] = "store-only", layer.why_store
+        elif choice["code"] == "dense" and why_store is not None:
+            choice["code"], choice["reason"] = "store-only", why_store
         return choice
 
     def _add_lossy(self, choice: Choice, layer: Layer, scheme: LossyScheme) -> None:

@@ -128,6 +128,120 @@ def test_query_and_explain_at_run_time():
     assert found[0][0][1] is None, "rows are not known in the first step"
 
 
+class Reads(nn.Module):
+    """A layer, and whatever else a function makes of it in the forward pass."""
+
+    def __init__(self, layer, also):
+        super().__init__()
+        self.layer, self.also = layer, also
+
+    def forward(self, x):
+        return self.also(self.layer, x)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(400, 16)
+
+    def forward(self, tokens):
+        return F.linear(self.words(tokens), self.words.weight)
+
+
+def chosen_for(make, x, name, *, steps=4, loss_of=lambda model, x, step: model(x).square().mean(), size=4):
+    """By rank: what a layer uses after each step, how often it was sent whole in all, and what `explain` says."""
+
+    def main(rank, engine):
+        model = seeded(make()).to(x.dtype if x.is_floating_point() else torch.float64)
+        model, optimizer = distribute(model, sgd(model), schemes="auto")
+        used = []
+        for step in range(1, steps + 1):
+            loss_of(model, x, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            used.append(schemes(model)[name])
+        owner_of(model).finish()
+        why = next(plan.reason for plan in ps.explain(model).layers if plan.name == name)
+        return used, owner_of(model).gathers[name].dense_sent, why
+
+    return run(main, size)
+
+
+FEW = torch.ones(2, INPUTS, dtype=torch.float64)
+
+
+def test_a_weight_that_is_read_elsewhere_in_the_forward_pass_stays_at_the_store():
+    for used, whole, why in chosen_for(Tied, torch.arange(3), "words", steps=12):
+        assert (set(used), whole) == ({"store"}, 0)
+        assert "another forward than its module's reads its parameters" in why
+
+
+def test_a_layer_under_autocast_stays_at_the_store():
+    def under_autocast(layer, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(x).float()
+
+    found = chosen_for(lambda: Reads(nn.Linear(INPUTS, OUTPUTS), under_autocast), FEW.float(), "layer")
+    for used, whole, why in found:
+        assert (set(used), whole) == ({"store"}, 0)
+        assert "its forward runs under autocast" in why
+
+
+def test_reading_a_weight_without_a_gradient_keeps_nothing_from_sending_rows():
+    def measured(layer, x):
+        zeros = layer.weight.new_zeros(1) + layer.weight.detach().norm()
+        with torch.no_grad():
+            square = layer.weight.square().sum()
+        return layer(x) + 0 * (zeros + square)
+
+    found = chosen_for(lambda: Reads(nn.Linear(INPUTS, OUTPUTS), measured), FEW, "layer")
+    assert [(used, whole) for used, whole, _ in found] == [(["store", *["factors"] * 3], 0)] * 4
+
+
+def loss_with_penalty(in_step):
+    def loss_of(model, x, step):
+        penalty = model[0].weight.square().mean() if in_step(step) else 0
+        return model(x).square().mean() + penalty
+
+    return loss_of
+
+
+def test_what_turns_out_to_be_sent_whole_goes_back_to_the_store_and_stays(monkeypatch):
+    monkeypatch.setattr(choice, "is_due", lambda step: step in (1, 5, 8, 11))
+    found = chosen_for(
+        lambda: nn.Sequential(nn.Linear(INPUTS, OUTPUTS)), FEW, "0", steps=13, loss_of=loss_with_penalty(lambda _: True)
+    )
+    assert found == found[:1] * 4
+    used, whole, why = found[0]
+    assert used == ["store", *["factors"] * 4, *["store"] * 8]
+    assert whole == 4 and "4 times on this rank: the parameter was used in another way" in why
+
+
+def test_what_is_seldom_sent_whole_stays_with_rows(monkeypatch):
+    monkeypatch.setattr(choice, "is_due", lambda step: step in (1, 9))
+    found = chosen_for(
+        lambda: nn.Sequential(nn.Linear(INPUTS, OUTPUTS)),
+        FEW,
+        "0",
+        steps=12,
+        loss_of=loss_with_penalty(lambda step: step == 5),
+    )
+    assert [(used, whole) for used, whole, _ in found] == [(["store", *["factors"] * 11], 1)] * 4
+
+
+def test_one_rank_that_sends_whole_takes_all_back_to_the_store(monkeypatch):
+    monkeypatch.setattr(choice, "is_due", lambda step: step in (1, 5, 8))
+
+    def loss_of(model, x, step):
+        penalized = owner_of(model).gradients.rank == 2
+        return loss_with_penalty(lambda _: penalized)(model, x, step)
+
+    found = chosen_for(lambda: nn.Sequential(nn.Linear(INPUTS, OUTPUTS)), FEW, "0", steps=10, loss_of=loss_of)
+    assert [used for used, _, _ in found] == [["store", *["factors"] * 4, *["store"] * 5]] * 4
+    assert [whole for _, whole, _ in found] == [0, 0, 4, 0]
+    assert all(why.startswith("rank 2 would send its gradient whole") for _, _, why in found)
+
+
 def test_schemes_that_are_given_stay():
     found = loop(3, lambda rank, step: 600, schemes={"0": "factors"}, size=2)
     assert [step["0"] for step in found[0]] == ["factors"] * 3

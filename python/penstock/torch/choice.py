@@ -5,10 +5,14 @@ Each rank writes what it saw, and its rates, into its own part of one small tens
 everybody's facts, bit for bit, and travels like any gradient. One step later it is in, and the coordinator
 (`penstock.coordinator`) decides on every rank alike. No step waits for a measurement, and ranks that have left (`join`)
 count as zeros.
+
+A layer that sends its gradient whole, however few its rows, belongs to the store. Some of that is seen in the forward
+pass, the rest while the layer uses rows, and remembered. A rank says so by a negative number, -1 less the rows.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -35,6 +39,9 @@ COMMON_FACTS = 5
 
 PRODUCT_ROWS, PRODUCT_SIDE = 128, 1024
 TRIES = 3
+
+WHOLE_SHARE = 0.5
+"""A layer that sends more of its contributions whole than this goes to the store; of fewer, their bytes are counted."""
 
 
 def is_due(step: int) -> bool:
@@ -88,6 +95,9 @@ class Choice:
         gathers: By layer, those that can send rows.
         local: What this rank has measured.
         apply: Called with the layers that change and their schemes, on all ranks after the same step.
+
+    Attributes:
+        why_whole: By layer, why it counted in the last measurement as one that sends its gradient whole on this rank.
     """
 
     def __init__(
@@ -107,10 +117,11 @@ class Choice:
         self._ranks = coordinator.cluster.n_worker
         self._local = local
         self._apply = apply
+        self._gathers = gathers
         self._names = list(gathers)
+        self.why_whole: dict[str, str] = {}
         self._width = COMMON_FACTS + len(self._names)
-        self._rows = dict.fromkeys(self._names, 0)
-        self._samples = 0
+        self._forget()
         self._counting = True  # the first step is due
         self._sent: Tensor | None = None  # facts on their way
         self._step = 0
@@ -118,6 +129,12 @@ class Choice:
         model.register_forward_pre_hook(self._count_samples, with_kwargs=True)
         for layer, gather in gathers.items():
             gather.module.register_forward_pre_hook(self._make_count(layer, gather), with_kwargs=True)
+
+    def _forget(self) -> None:
+        """Begin a measurement."""
+        self._samples = 0
+        self._rows = dict.fromkeys(self._names, 0)
+        self._seen_whole: dict[str, str] = {}
 
     # Counting. What torch.compile traces counts nothing: those layers have no rows to send either.
 
@@ -131,14 +148,28 @@ class Choice:
     def _make_count(self, layer: str, gather: Rows) -> Any:
         inputs = None if gather.scheme == "pairs" else gather.weight.param.shape[1]
 
-        def count(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if torch.compiler.is_compiling() or not self._counting:
                 return
             given = _first_tensor((*args, *kwargs.values()))
-            if given is not None and torch.is_grad_enabled():
-                self._rows[layer] += given.unique().numel() if inputs is None else given.numel() // inputs
+            # A copy of the module has its hooks, too, and a functional call other parameters.
+            if given is None or not torch.is_grad_enabled() or module.weight is not gather.weight.param:
+                return
+            self._rows[layer] += given.unique().numel() if inputs is None else given.numel() // inputs
+            why = gather.why_whole()
+            if why:
+                self._seen_whole[layer] = why
 
         return count
+
+    def _expected_rows(self, layer: str, gather: Rows) -> int:
+        """Rows of a contribution, on average; as a negative number where most are no rows."""
+        rows, share = self._rows[layer], gather.whole_share()
+        if any(slot.elsewhere for slot in gather.slots):
+            self._seen_whole[layer] = "another forward than its module's reads its parameters"
+        if layer in self._seen_whole or share > WHOLE_SHARE:
+            return -1 - rows
+        return math.ceil((1.0 - share) * rows + share * gather.whole_rows)
 
     # Steps
 
@@ -161,13 +192,14 @@ class Choice:
         rates = self._local
         facts = torch.zeros(self._ranks, self._width, dtype=torch.float64)
         common = [self._samples, rates.bytes_per_s, rates.latency_s, rates.product_flops_per_s, rates.gather_s]
-        facts[self._rank] = torch.tensor([*common, *self._rows.values()], dtype=torch.float64)
+        rows = [self._expected_rows(layer, gather) for layer, gather in self._gathers.items()]
+        facts[self._rank] = torch.tensor([*common, *rows], dtype=torch.float64)
         nbytes = facts.numel() * facts.element_size()
         # As gradients do: errors count steps from 0.
         token = self._engine.submit(self.id, 0, facts.data_ptr(), nbytes, "sum", step - 1)
         lent_to(self._engine).tensors[token] = self._sent = facts
-        self._rows = dict.fromkeys(self._names, 0)
-        self._samples = 0
+        self.why_whole = self._seen_whole
+        self._forget()
 
     def _arrived(self) -> list[list[float]]:
         """By rank; a rank that had left has zeros."""
@@ -195,7 +227,13 @@ class Choice:
             if any(column := [int(facts[place]) for facts in by_rank])
         }
         samples = int(max(facts[0] for facts in by_rank))
-        changes = self.coordinator.update(rows=rows, rates=rates, batchsize=samples or None)
+        whole = {
+            name: next(rank for rank, fact in enumerate(column) if fact < 0)
+            for name, column in rows.items()
+            if min(column) < 0
+        }
+        rows = {name: [fact if fact >= 0 else -1 - fact for fact in column] for name, column in rows.items()}
+        changes = self.coordinator.update(rows=rows, whole=whole, rates=rates, batchsize=samples or None)
         if changes:
             self._apply(changes)
 
@@ -219,8 +257,7 @@ class Choice:
                 ranks that remember different ones would choose differently.
             step: Steps taken there.
         """
-        self._rows = dict.fromkeys(self._names, 0)
-        self._samples = 0
+        self._forget()
         self._step = step
         self._counting = is_due(step + 1)
         schemes = self.coordinator.adopt(measured)

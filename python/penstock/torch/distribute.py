@@ -309,9 +309,9 @@ class Distributed:
         self.engine.set_priorities(self.gradients.id, watch.decide())
         self._eager = [layer for layer in self.layers if any(slot.eager for slot in layer.slots)]
 
-    def reading(self, slot: Slot) -> AbstractContextManager[None]:
-        """A call of torch is given this parameter during an observed forward."""
-        return nullcontext() if self._watch is None else self._watch.reading(slot)
+    def reading(self, slot: Slot) -> AbstractContextManager[bool]:
+        """A call of torch is given this parameter during an observed forward; whether outside of its module's."""
+        return nullcontext(False) if self._watch is None else self._watch.reading(slot)
 
     def be_synchronous(self, reason: str) -> None:
         """From now on no update is left outstanding when `step` returns, and no gradient when backward returns."""

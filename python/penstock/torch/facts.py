@@ -56,7 +56,7 @@ def explain(model: nn.Module, compute_s: float | None = None) -> Explanation:
     Returns:
         An object; ``print(ps.explain(model).render())`` shows the table of ``penstock explain``. Where a layer that
         sends rows had to send its gradient on this rank (its weight was read elsewhere, or a hook wanted to see the
-        gradient), the reason says how often and why.
+        gradient), the reason says how often and why; and also why it would have to.
 
     Raises:
         ConfigError: The model is not distributed.
@@ -68,9 +68,14 @@ def explain(model: nn.Module, compute_s: float | None = None) -> Explanation:
 
     def with_exceptions(plan: LayerPlan) -> LayerPlan:
         gather = owner.gathers.get(plan.name)
-        if gather is None or not gather.dense_sent:
+        if gather is None:
             return plan
-        times = f"{gather.dense_sent} time{'s' if gather.dense_sent != 1 else ''}"
-        return replace(plan, reason=f"{plan.reason}; sent whole {times} on this rank: {gather.dense_reason}")
+        reason = plan.reason
+        if plan.name in owner.choice.why_whole:
+            reason += f"; cannot leave rows on this rank: {owner.choice.why_whole[plan.name]}"
+        if gather.dense_sent:
+            times = f"{gather.dense_sent} time{'s' if gather.dense_sent != 1 else ''}"
+            reason += f"; sent whole {times} on this rank: {gather.dense_reason}"
+        return replace(plan, reason=reason)
 
     return replace(explanation, layers=tuple(with_exceptions(plan) for plan in explanation.layers))

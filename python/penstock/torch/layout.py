@@ -72,6 +72,7 @@ class Slot:
         "dtype",
         "eager",
         "elems",
+        "elsewhere",
         "flying",
         "fresh",
         "gather",
@@ -146,6 +147,7 @@ class Slot:
         self.zero_after = False
         # Who reads it.
         self.eager = False
+        self.elsewhere = False  # also outside of its module's forward, for what has a gradient
         self.watched = False
 
     def buffer(self) -> Tensor:

@@ -60,6 +60,9 @@ class Rows(Gather):
         self._task = -1  # the autograd graph task whose calls are in `_fresh`
         self._fresh: list[Call] = []  # of this backward
         self._held: list[Call] = []  # of backwards under no_sync; copies
+        self._made = self._whole = 0  # contributions since `whole_share` was asked that were not empty, and whole ones
+        self._whole_share = 0.0
+        self._decides_itself = hasattr(module, "send_rows_to")  # in its backward
 
     # What the schemes differ in
 
@@ -92,6 +95,31 @@ class Rows(Gather):
         forward: Any = self.capture()
         forward._penstock = True
         self.module.forward = types.MethodType(forward, self.module)
+
+    # What a choice should know
+
+    def why_whole(self) -> str:
+        """Why a call of the layer's forward would leave no rows now, if so; as far as the forward can tell."""
+        if self._decides_itself:
+            return ""
+        if torch.is_autocast_enabled("cpu"):
+            return "its forward runs under autocast"
+        return "its forward is traced or transformed" if _tracing() or _transforming() else ""
+
+    def whole_share(self) -> float:
+        """Of this rank's contributions since the last call, the part that was not made of rows, however few those are.
+
+        As before where it contributed nothing: what sent the gradient whole is not to be tried again and again.
+        """
+        if self._made:
+            self._whole_share = self._whole / self._made
+            self._made = self._whole = 0
+        return self._whole_share
+
+    @property
+    def whole_rows(self) -> int:
+        """Fewest rows that are longer than the gradient."""
+        return self.dense_bytes // self.row_bytes() + 1
 
     # Bytes
 
@@ -203,7 +231,10 @@ class Rows(Gather):
             given, upstream = self.merged(calls)
             self.rows = given.shape[0]
         header = header._replace(mask=mask, rows=self.rows)
-        if any(grad is not None for grad in local) or uneven or self.rows * self.row_bytes() > self.dense_bytes:
+        whole = uneven or any(grad is not None for grad in local)
+        self._made += whole or bool(calls)
+        self._whole += whole
+        if whole or self.rows * self.row_bytes() > self.dense_bytes:
             why = self._why or "its rows were longer than the gradient, or .grad held something else"
             return self.dense(header._replace(rows=0), self._with_products(local, calls), why)
         if given is None or upstream is None:
@@ -236,7 +267,5 @@ def capturing(gather: Rows, weight: Tensor) -> bool:
         and torch.is_grad_enabled()
         and weight is gather.weight.param
         and weight.requires_grad
-        and not torch.is_autocast_enabled("cpu")
-        and not _tracing()
-        and not _transforming()
+        and not gather.why_whole()
     )

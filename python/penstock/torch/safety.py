@@ -125,11 +125,13 @@ def _observed_call(
     slots: Sequence[Slot], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     with contextlib.ExitStack() as stack:
-        for slot in slots:
-            if slot.owner is not None:
-                stack.enter_context(slot.owner.reading(slot))
+        outside = [slot for slot in slots if slot.owner and stack.enter_context(slot.owner.reading(slot))]
         stack.enter_context(torch._C.DisableTorchFunctionSubclass())
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if outside and any(tensor.requires_grad for tensor in _tensors_in(result)):
+            for slot in outside:
+                slot.elsewhere = True
+        return result
 
 
 def claim(owner: Distributed, slots: Sequence[Slot]) -> None:
@@ -276,11 +278,16 @@ class Watch(TorchDispatchMode):
                 restore(slot)
 
     @contextlib.contextmanager
-    def reading(self, slot: Slot) -> Iterator[None]:
-        """The duration of a call that was given the parameter object: the same call would wait in later steps."""
+    def reading(self, slot: Slot) -> Iterator[bool]:
+        """The duration of a call that was given the parameter object: the same call would wait in later steps.
+
+        Yields:
+            Whether the parameter's own module is not running.
+        """
+        outside = self._open[slot] <= 0
         self._enter_read(slot)
         try:
-            yield
+            yield outside
         finally:
             self._open[slot] -= 1
 
