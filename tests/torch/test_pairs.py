@@ -130,7 +130,8 @@ def test_sparse_modules_get_sparse_averages():
     assert results[0][0].any(1).all() and (results[0][0] - results[0][1]).any()
 
 
-def test_sparse_adam():
+@pytest.mark.parametrize("schemes", [{"*": "pairs"}, "auto"], ids=str)
+def test_sparse_adam(schemes):
     def make_optimizer(model):
         return torch.optim.SparseAdam(model.parameters(), lr=0.05)
 
@@ -142,9 +143,28 @@ def test_sparse_adam():
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="penstock: every step of SparseAdam")
-        ours = train(build, make_optimizer, words_loss, schemes={"*": "pairs"})
+        ours = train(build, make_optimizer, words_loss, schemes=schemes)
     assert same_everywhere(ours)
     assert distance(ours[0], reference(build, make_optimizer, words_loss)) <= TOLERANCE
+
+
+def test_a_sparse_module_stays_with_pairs_whatever_its_rows():
+    def main(rank, engine):
+        model = make(sparse=True)()
+        model, optimizer = distribute(model, sgd(model), schemes="auto")
+        used = []
+        for _ in range(12):
+            model(torch.arange(WORDS).view(1, -1)).sum().backward()
+            assert model.embedding.weight.grad.is_sparse
+            optimizer.step()
+            optimizer.zero_grad()
+            used.append(ps.coordinator_of(model).best_scheme("embedding"))
+        plan = next(plan for plan in ps.explain(model).layers if plan.name == "embedding")
+        return used, gather_of(model).dense_sent, plan.reason
+
+    for used, whole, why in run(main, 3):
+        assert (used, whole) == (["pairs"] * 12, 12)
+        assert why.startswith("as given: its gradients are sparse; sent whole 12 times")
 
 
 def test_accumulation_and_several_calls():

@@ -103,7 +103,7 @@ class Distributed:
             self.buffers = BufferCopy(engine, f"{name}.buffers", buffers, source=rank == 0)
         self.synchronous: str | None = compiled_outside(model)
         patterns: Schemes = {} if schemes is None or isinstance(schemes, str) else schemes
-        rows, lossy = self._agree_on_schemes(model if given is None else given, patterns)
+        rows, lossy = self._agree_on_schemes(model if given is None else given, patterns, automatic=schemes == "auto")
         ranks = options.world_size
         fixed = {layer: how for layer, scheme in self._forced.items() if (how := book_scheme(scheme)) is not None}
         self._fixed = {layer: self._forced[layer] for layer in fixed}
@@ -148,7 +148,11 @@ class Distributed:
             Cluster(ranks, ranks, *engine.slicing(self.gradients.id)),
             policy=options.policy,
             rates=rates,
-            fixed={} if automatic else {layer: self._forced[layer] for layer in (*self.gathers, *self._fixed)},
+            fixed={
+                layer: self._forced[layer]
+                for layer in (*self.gathers, *self._fixed)
+                if not automatic or self._forced[layer] != "store"
+            },
             lossy={layer: gather.options for layer, gather in self.lossy.items()},
             placements=self.gradients.placements,
         )
@@ -157,7 +161,7 @@ class Distributed:
         return coordinator, Choice(engine, rank, book, self.model, coordinator, self.gathers, local, self.set_schemes)
 
     def _agree_on_schemes(
-        self, given: nn.Module, schemes: Schemes
+        self, given: nn.Module, schemes: Schemes, *, automatic: bool
     ) -> tuple[list[tuple[Layer, nn.Module, str]], list[tuple[Layer, nn.Module, LossyScheme]]]:
         """Find the layers that can send rows, and those that shall be lossy. Collective.
 
@@ -195,6 +199,8 @@ class Distributed:
                     )
         params = [[slot.param for slot in layer.slots] for layer in self.layers]
         chosen = choose(names, modules, reasons, schemes, params)
+        if automatic:
+            self._choose_sparse(chosen, modules, reasons)
         self._forced = {
             name: one if isinstance(one, str) else one.name for name, one in zip(names, chosen, strict=True)
         }
@@ -207,6 +213,15 @@ class Distributed:
             elif why is None and (scheme := gather_scheme(module)) is not None:
                 rows.append((layer, module, "adam" if one == "adam" else scheme))
         return rows, lossy
+
+    @staticmethod
+    def _choose_sparse(
+        chosen: list[str | LossyScheme], modules: Sequence[nn.Module], reasons: Sequence[str | None]
+    ) -> None:
+        """Sparse gradients stay sparse, as optimizers such as SparseAdam want them: the store's averages are dense."""
+        for index, (module, why) in enumerate(zip(modules, reasons, strict=True)):
+            if why is None and isinstance(module, nn.Embedding) and module.sparse:
+                chosen[index] = "pairs"
 
     def set_schemes(self, schemes: Mapping[str, str]) -> None:
         """Change how layers are synchronised, from the next backward on.
@@ -425,7 +440,8 @@ def distribute(
         schemes: What layers send. ``None``, the default: every layer its gradients, to the store and back, the same
             bits in every run. ``"auto"``: the coordinator chooses for each layer the exact scheme that
             takes the fewest seconds, from rows, line rate, latency and products as measured in the first step, the
-            tenth, and every hundredth, by the policy of `Options`; see `explain`.
+            tenth, and every hundredth, by the policy of `Options`; see `explain`. Embeddings with ``sparse=True`` send
+            pairs from the start, and their averages are sparse.
             Or by pattern of their names (as in `fnmatch`; the first that matches decides): ``store`` is the gradient
             itself; ``factors``, for `nn.Linear`, the inputs and the gradients of the outputs, from which every rank
             rebuilds the same average (Poseidon section 3.2: less for few rows and large layers); ``pairs``, for

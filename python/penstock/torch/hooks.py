@@ -465,7 +465,7 @@ def _warn_sparse() -> None:
         _sparse_warned = True
         warnings.warn(
             "penstock sends sparse gradients (nn.Embedding(sparse=True)) as dense ones, and the optimizer sees a dense "
-            "gradient, unless the layer sends pairs: penstock.distribute(..., schemes={'NAME': 'pairs'})",
+            "gradient, unless the layer sends pairs: penstock.distribute(..., schemes={'NAME': 'pairs'}), or 'auto'",
             stacklevel=3,
         )
 
