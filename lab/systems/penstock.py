@@ -8,7 +8,8 @@
 | vanilla | when backward has ended | whole tensors | first come, first served | when all is in |
 
 A "whole tensor" is cut from `WHOLE_BYTES` on, as key-value stores do: MXNet's shares out over its servers what has a
-million elements or more. Without it one rank would own a network's heaviest layer alone.
+million elements or more. Below that it is one slice per rank, or a single one if it is tiny. Without the cuts one rank
+would own a network's heaviest layer alone.
 """
 
 from __future__ import annotations

@@ -2,10 +2,12 @@
 
 import json
 import statistics
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from worker_scene import Scene
+from worker_scene import END_S, Scene, free_port
 
 from lab import emulate, peers
 from lab.systems import SYSTEMS
@@ -121,6 +123,29 @@ def test_a_system(name, tmp_path):
             else:
                 tolerance = 1e-6 if system.exact else 1e-2
                 assert abs(sums[tensor] - total) <= tolerance * scale[tensor], tensor
+
+
+WATCHED = Path(__file__).parent / "watched_penstock.py"
+# Many windows, and in full mode many slices; the layer that is needed first comes after it.
+HEAVY = {"name": "heavy", "kind": "linear", "tensors": [["heavy.weight", [600, 1000]]], "flops": 2.0}
+
+
+def test_what_sets_the_modes_apart(tmp_path):
+    network = {**NETWORK, "layers": [NETWORK["layers"][0], HEAVY]}
+    asked = {**SPEC, "network": network, "options": {"init": {"window_bytes": 1 << 17}}}
+    names = ("penstock", "penstock-slicing", "penstock-wait-free", "penstock-vanilla")
+    turns = tmp_path / "turns.json"
+    turns.write_text(json.dumps([(SYSTEMS[name].spec(asked), free_port()) for name in names]))
+    with Scene([sys.executable, str(WATCHED), str(turns)], SIZE, tmp_path) as scene:
+        full, slicing, wait_free, vanilla = (scene.replies("steps")[0]["stats"] for _ in names)
+        assert [process.wait(END_S) for process in scene.processes] == [0] * SIZE
+    assert full["preemptions"] > 0
+    assert [stats["preemptions"] for stats in (slicing, wait_free, vanilla)] == [0, 0, 0]
+    whole = 2 * (2 + SIZE)  # in two steps: two small tensors, and of the heavy one what each rank owns
+    assert min(full["slices"], slicing["slices"]) > whole
+    assert wait_free["slices"] == vanilla["slices"] == whole
+    assert all(stats["sent_in_backward_bytes"] > 0 for stats in (full, slicing, wait_free))
+    assert vanilla["sent_in_backward_bytes"] == 0
 
 
 def scale_of(tensor):
