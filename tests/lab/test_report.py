@@ -276,6 +276,17 @@ class TestTables:
         assert "Schemes other than the store: factors for `fc6`, `fc7`; pairs for `embed`." in text
         assert "Schemes other" not in all_measured(results(line("penstock", 1.2)))
 
+    def test_what_ours_waits_for_is_named_longest_first(self, results):
+        stalls = {"layer1": 0.002, "fc": 0.0131, "conv1": 0.0405, "layer2": 0.001, "layer3": 0.0}
+        waits = {"preemptions_per_step": 12.5, "stall_by_layer_s": stalls}
+        others = {"stall_by_layer_s": {"last": 9.0}}
+        text = all_measured(results(line("penstock", 1.3, **waits), line("ddp", 1.4, **others)))
+        longest = "`conv1` 40 ms, `fc` 13 ms, `layer1` 2 ms"
+        assert f"Ours: 12.5 preemptions a step, waits longest for {longest}." in text
+        assert "waits longest" not in all_measured(results(line("penstock", 1.3)))
+        sweep = [line("penstock", 1.3, sweep={"hosts": hosts}, hosts=hosts, **waits) for hosts in (2, 8)]
+        assert f"- 8 hosts: 12.5 preemptions a step, waits longest for {longest}" in all_measured(results(*sweep))
+
     def test_the_networks_are_listed_with_their_exact_size(self, results):
         text = all_measured(results(line("penstock", 1.2)))
         assert row(text, "`googlenet`")[1:5] == ["6,998,552", "116", "128", "257.0"]

@@ -10,9 +10,13 @@ import pytest
 
 import lab.run
 from benchmarks import allreduce
+from lab import peers
 from lab.cluster import Cluster, Unavailable, need
+from lab.limits import Limits
 from lab.peers import Missing
+from lab.run import Run, _overridden
 from lab.scenario import Scenario
+from lab.session import Turn
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 900  # a minute where nothing else runs
@@ -21,7 +25,7 @@ title = "small"
 network = "cifar10-quick"
 hosts = 2
 compute_s = 0.03
-rate_mbit = 200
+rate_mbit = 40
 repetitions = 2
 steps = 3
 systems = ["penstock", "ddp", "ddp-bf16"]
@@ -75,21 +79,21 @@ def test_what_a_run_writes_also_of_a_system_that_fails(tmp_path):
             assert all(0.95 * nbytes < count < 1.2 * nbytes for count in sent + received), line["bytes_per_step"]
             alone_s, step_s = (found[name]["step_s"]["median"] for name in ("alone", system))
             assert line["speedup"] == pytest.approx(2 * alone_s / step_s, rel=2e-3)
-    assert 10 < found["ddp"]["line_rate_mbit"] < 200  # of a busy machine less than the links' rate
-    limits = found["ddp"]["limits"]
-    assert limits["compute_s"] <= limits["ideal_s"] <= limits["wfbp_s"] <= limits["serial_s"]
+    assert 10 < found["ddp"]["line_rate_mbit"] < 40  # of a busy machine less than the links' rate
+    bounds = found["ddp"]["limits"]
+    assert bounds["compute_s"] <= bounds["ideal_s"] <= bounds["wfbp_s"] <= bounds["serial_s"]
     assert found["penstock"]["ratio_ideal"] == pytest.approx(
-        found["penstock"]["step_s"]["median"] / limits["ideal_s"], rel=2e-3
+        found["penstock"]["step_s"]["median"] / bounds["ideal_s"], rel=2e-3
     )
     assert found["penstock"]["preemptions_per_step"] is not None
+    # The links need 0.11 s for what is computed in 0.03 s.
+    assert sum(found["penstock"]["stall_by_layer_s"].values()) > 0.02
+    assert found["alone"]["stall_by_layer_s"] == {}
     use = found["penstock"]["network_use"]
     assert len(use["sent_mbit"]) == len(use["received_mbit"]) >= 1
 
 
 def test_what_a_run_does_without_is_reported_as_missing():
-    from lab.limits import Limits
-    from lab.run import Run, _overridden
-
     full = Scenario("s", "s", "cifar10-quick", ("alone", "penstock", "ddp", "horovod"))
     point = _overridden(full, argparse.Namespace(repetitions=None, systems=["ddp", "penstock-slicing"]))
     assert point.systems == ("alone", "ddp", "penstock-slicing")
@@ -101,10 +105,33 @@ def test_what_a_run_does_without_is_reported_as_missing():
     assert {system for system, reason in reasons.items() if "left out of this run" in reason} == {"penstock", "horovod"}
 
 
-def test_a_peer_that_is_not_installed_is_reported(monkeypatch):
-    from lab import peers
-    from lab.run import Run
+def turn(layers, *, step_s=1.0, stalls=None):
+    """Made up: four steps and one before them, in which a layer stalled so long altogether, forward and backward."""
+    by_layer = [(stalls or {}).get(layer.name, (0.0, 0.0)) for layer in layers]
+    stats = {"lead_in": 1, "overrun_s": 0.0, "preemptions": 10}
+    stats |= {"stall_forward_s": [forward for forward, _ in by_layer]}
+    stats |= {"stall_backward_s": [backward for _, backward in by_layer]}
+    return Turn(step_s=step_s, cpu_s=0.1, sent=[1.0], received=[1.0], stats=stats)
 
+
+def test_stalls_are_by_layer_and_step_of_the_turn_in_the_middle():
+    run = Run(Scenario("s", "s", "cifar10-quick", ("penstock",), steps=4), progress=None)
+    run.limits = Limits(1.0, 1.0, 1.0, 1.0)
+    layers = run._trace.layers
+    names = [layer.name for layer in layers if layer.tensors]
+    middle = {names[0]: (0.2, 0.05), names[1]: (0.0, 0.002), names[-1]: (0.0, 0.5)}  # the second: 0.4 ms per step
+    slow = {names[2]: (5.0, 5.0)}
+    run.turns["penstock"] = [
+        turn(layers, step_s=9.0, stalls=slow),
+        turn(layers, step_s=2.0, stalls=middle),
+        turn(layers),
+    ]
+    measured = run._measured("penstock")
+    assert measured["stall_by_layer_s"] == {names[0]: 0.05, names[-1]: 0.1}
+    assert measured["preemptions_per_step"] == 2
+
+
+def test_a_peer_that_is_not_installed_is_reported(monkeypatch):
     def python_of(environment):
         raise Missing(f"{environment} is not here")
 
