@@ -1,6 +1,7 @@
 """``python -m lab run`` on a small scenario: two real hosts, real systems; missing and failing ones are reported."""
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
@@ -12,7 +13,8 @@ import lab.run
 from benchmarks import allreduce
 from lab import peers
 from lab.cluster import Cluster, Unavailable, need
-from lab.limits import Limits
+from lab.limits import Limits, limits, store_wire_s
+from lab.networks import NETWORKS
 from lab.peers import Missing
 from lab.run import Run, _overridden
 from lab.scenario import Scenario
@@ -105,13 +107,13 @@ def test_what_a_run_does_without_is_reported_as_missing():
     assert {system for system, reason in reasons.items() if "left out of this run" in reason} == {"penstock", "horovod"}
 
 
-def turn(layers, *, step_s=1.0, stalls=None):
+def turn(layers, *, step_s=1.0, stalls=None, facts=None):
     """Made up: four steps and one before them, in which a layer stalled so long altogether, forward and backward."""
     by_layer = [(stalls or {}).get(layer.name, (0.0, 0.0)) for layer in layers]
     stats = {"lead_in": 1, "overrun_s": 0.0, "preemptions": 10}
     stats |= {"stall_forward_s": [forward for forward, _ in by_layer]}
     stats |= {"stall_backward_s": [backward for _, backward in by_layer]}
-    return Turn(step_s=step_s, cpu_s=0.1, sent=[1.0], received=[1.0], stats=stats)
+    return Turn(step_s=step_s, cpu_s=0.1, sent=[1.0], received=[1.0], stats=stats, facts=facts or {})
 
 
 def test_stalls_are_by_layer_and_step_of_the_turn_in_the_middle():
@@ -129,6 +131,41 @@ def test_stalls_are_by_layer_and_step_of_the_turn_in_the_middle():
     measured = run._measured("penstock")
     assert measured["stall_by_layer_s"] == {names[0]: 0.05, names[-1]: 0.1}
     assert measured["preemptions_per_step"] == 2
+
+
+def test_the_limit_is_that_of_what_the_layers_chose_to_send_by_the_end(monkeypatch):
+    def measured(*penstock_facts):
+        def take_turns(self, *_):
+            layers = self._trace.layers
+            self.turns = {"ddp": [turn(layers)], "penstock": [turn(layers, facts=facts) for facts in penstock_facts]}
+
+        monkeypatch.setattr(Run, "_take_turns", take_turns)
+        run = Run(Scenario("s", "s", "vgg19", ("penstock", "ddp"), hosts=4, compute_s=2.0), progress=None)
+        run.measure()
+        return run
+
+    for name in ("Cluster", "Counters"):
+        monkeypatch.setattr(lab.run, name, lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(lab.run, "line_rate_mbit", lambda *_: 960.0)
+    trace = NETWORKS["vgg19"]()
+    store_s = store_wire_s(trace, 4, 120e6)
+    sent = {layer.name: 1_000_000 for layer in trace.layers if layer.tensors}
+    early, late = (
+        {"schemes": schemes, "wire_bytes": sent}
+        for schemes in ({"fc6": "store", "fc7": "factors"}, {"fc6": "factors", "fc7": "store"})
+    )
+    full = measured()
+    assert (full.schemes, full.limits) == ({}, limits(trace.compute(2.0), store_s))
+    chosen = measured(early, late)
+    assert chosen.schemes == {"fc6": "factors"}
+    wire_s = [
+        1 / 120 if layer.name == "fc6" else of_store for layer, of_store in zip(trace.layers, store_s, strict=True)
+    ]
+    assert chosen.limits == limits(trace.compute(2.0), wire_s)
+    assert chosen.limits.serial_s < full.limits.serial_s - 5  # one and a half times 411 MB
+    record = next(record for record in chosen.records() if record["system"] == "ddp")
+    assert record["schemes"] == {"fc6": "factors"}
+    assert record["limits"]["serial_s"] == pytest.approx(chosen.limits.serial_s, abs=1e-5)
 
 
 def test_a_peer_that_is_not_installed_is_reported(monkeypatch):
