@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import inspect
 import itertools
 import json
 import os
@@ -222,6 +223,10 @@ def test_counters_agree_with_what_was_sent(possible, hosts):
         times = [sample[0] for sample in counters.samples[0]]
         periods = sorted(later - sooner for sooner, later in itertools.pairwise(times))
         assert 0.009 < periods[len(periods) // 2] < 1  # 0.01 where the machine has time for it
+
+
+def test_counters_sample_every_10_ms_unless_told_otherwise():
+    assert inspect.signature(Counters).parameters["period_s"].default == 0.010
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 5])

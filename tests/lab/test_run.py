@@ -168,6 +168,21 @@ def test_the_limit_is_that_of_what_the_layers_chose_to_send_by_the_end(monkeypat
     assert record["limits"]["serial_s"] == pytest.approx(chosen.limits.serial_s, abs=1e-5)
 
 
+def test_dilation_is_noted_and_changes_nothing_else():
+    def records(dilation):
+        run = Run(
+            Scenario("s", "s", "cifar10-quick", ("alone", "ddp"), rate_mbit=100, dilation=dilation), progress=None
+        )
+        run.limits = Limits(1.0, 1.0, 1.0, 1.0)
+        run.missing["ddp"] = "not run in this test"
+        run.turns["alone"] = [turn(run._trace.layers)]
+        return list(run.records())
+
+    plain, dilated = records(1.0), records(4.0)
+    assert [record["dilation"] for record in dilated] == [4.0, 4.0]
+    assert [{**record, "dilation": 1.0} for record in dilated] == plain
+
+
 def test_a_peer_that_is_not_installed_is_reported(monkeypatch):
     def python_of(environment):
         raise Missing(f"{environment} is not here")

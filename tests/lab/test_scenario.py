@@ -1,5 +1,7 @@
 """Scenario files: every one of the lab's can be read; mistakes are named."""
 
+from dataclasses import replace
+
 import pytest
 
 from lab.limits import store_wire_s
@@ -110,6 +112,15 @@ def test_transfer_beside_compute(name, least, most):
     (point,) = load(name)
     transfer_s = sum(store_wire_s(point.trace(), point.hosts, point.rate_mbit * 1e6 / 8))
     assert least <= transfer_s / point.compute_s <= most
+
+
+def test_dilation_is_in_the_title_and_changes_nothing_that_is_run(tmp_path):
+    text = SMALL + "rate_mbit = 100\n"
+    (plain,) = load(written(tmp_path, text))
+    (dilated,) = load(written(tmp_path, text + "dilation = 4\n"))
+    assert dilated == replace(plain, dilation=4, title="small, run at 4 times the time")
+    assert dilated.rates_mbit() == plain.rates_mbit()
+    assert [dilated.spec(system) for system in dilated.systems] == [plain.spec(system) for system in plain.systems]
 
 
 def test_one_slow_link(tmp_path):
