@@ -172,7 +172,7 @@ def _stall(scenario: Scenario) -> Figure | None:
         Patch(facecolor="#DDDDDD", edgecolor="#777777", hatch="////", label="stall"),
         Line2D([], [], color=IDEAL, linewidth=1.6, label="T*"),
         Line2D([], [], color=IDEAL, linewidth=1, linestyle=":", label="wait-free backpropagation at best"),
-        Line2D([], [], color=IDEAL, linewidth=1, marker="|", markersize=5, label="lowest to highest step"),
+        Line2D([], [], color=IDEAL, linewidth=1, marker="|", markersize=5, label="lowest to highest repetition"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
     return figure

@@ -154,11 +154,12 @@ def _summary(judgements: Sequence[Judgement], machines: Sequence[str]) -> str:
     machine = f"Measured on {_cell(machines[0])}." if len(machines) == 1 else "Measured on several machines."
     return (
         f"{bars}{machine}\n\n"
-        "Times are medians over interleaved repetitions, the lowest and the highest step in brackets; a bar counts as "
-        f"met with {REPETITIONS_MIN} repetitions or more, and one over the fastest exact peer only if each that was "
-        "not in the run was slower in an earlier one. T* is the least time that any order of sending the full "
-        "gradients allows at the measured line rate (where schemes are chosen: of sending what those send), so what is "
-        "not exact can be below it. MB are of the busiest host, per step and direction, as its interface counted. "
+        "Times are medians over interleaved repetitions, each the mean of its steps over all hosts; the lowest and the "
+        f"highest repetition in brackets. A bar counts as met with {REPETITIONS_MIN} repetitions or more, and one over "
+        "the fastest exact peer only if each that was not in the run was slower in an earlier one. T* is the least "
+        "time that any order of sending the full gradients allows at the measured line rate (where schemes are chosen: "
+        "of sending what those send), so what is not exact can be below it. MB are of the busiest host, per step and "
+        "direction, as its interface counted. "
         "Stall is what a step takes longer than that of one worker alone."
     )
 

@@ -47,8 +47,8 @@ class Judgement:
             ours / DDP.
         limit: The bar's value; the ratio is to be at most that, for ``peer`` at least.
         ratio: None if not measured.
-        low: The ratio of our fastest step with T*; of the others None.
-        high: The ratio of our slowest step with T*; of the others None.
+        low: The ratio of our fastest repetition with T*; of the others None.
+        high: The ratio of our slowest repetition with T*; of the others None.
         against: The peer, if there is one.
         reason: Why nothing was measured, or an empty text.
         system: Whose bar it is: ours, but for ``between``.
