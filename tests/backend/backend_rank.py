@@ -3,6 +3,7 @@
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -105,14 +106,16 @@ def train(wrapped, rank, steps=6):
     return [parameter.detach().clone() for parameter in wrapped.parameters()]
 
 
+def check_trains_as_with_gloo(wrap, rank, gloo):
+    """`wrap` makes a model a parallel one, of the default group or of the ``process_group`` it is given."""
+    ours, theirs = train(wrap(model()), rank), train(wrap(model(), process_group=gloo), rank)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
 def check_training(rank, size, gloo, directory):
-    for wrap in (
-        lambda group: DistributedDataParallel(model(), process_group=group),
-        lambda group: FullyShardedDataParallel(model(), process_group=group, device_id=torch.device("cpu")),
-    ):
-        ours, theirs = train(wrap(None), rank), train(wrap(gloo), rank)
-        for mine, other in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    check_trains_as_with_gloo(DistributedDataParallel, rank, gloo)
+    check_trains_as_with_gloo(partial(FullyShardedDataParallel, device_id=torch.device("cpu")), rank, gloo)
     replica = train(DistributedDataParallel(model()), rank)
     for parameter in replica:
         rows = [torch.empty_like(parameter) for _ in range(size)]

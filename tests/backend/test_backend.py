@@ -14,16 +14,16 @@ HERE = Path(__file__).parent
 LOCK = HERE.parents[1] / "requirements" / "dev.lock"
 SIZE = 3
 LIMIT_S = 480
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run(script, directory):
     """Run one script on every rank, all of it well."""
     ranks = []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     for rank in range(SIZE):
         command = [sys.executable, str(HERE / script), str(rank), str(SIZE), str(directory)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        ranks.append(subprocess.Popen(command, env=environment, **pipes))
+        ranks.append(subprocess.Popen(command, env=ENVIRONMENT, **pipes))
     outputs = []
     try:
         for process in ranks:
@@ -39,6 +39,16 @@ def run(script, directory):
 
 def test_values_training_and_checkpoints_as_with_gloo(tmp_path):
     run("backend_rank.py", tmp_path)
+
+
+def test_a_program_started_by_torchrun_trains_as_with_gloo(tmp_path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *launcher, str(HERE / "usual_program.py"), str(tmp_path)]
+    pipes = {"capture_output": True, "text": True}
+    done = subprocess.run(command, env=ENVIRONMENT, timeout=LIMIT_S, check=False, **pipes)
+    if done.returncode != 0:
+        pytest.fail(done.stderr[-6000:], pytrace=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
 def test_the_list_of_pytorchs_tests_is_of_the_torch_that_is_pinned():
