@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock as ps
@@ -128,6 +129,23 @@ def check_training(rank, size, gloo, directory):
     assert torch.equal(loaded["weights"], state["weights"]) and loaded["step"] == 3
 
 
+def check_shards(rank, gloo, directory):
+    """FSDP2, and checkpoints of what each rank has of the parameters."""
+    trained = []
+    for name, group in (("ours", dist.group.WORLD), ("theirs", gloo)):
+        mesh, place = DeviceMesh.from_group(group, "cpu"), {"checkpoint_id": directory / name, "process_group": group}
+        sharded, fresh = (fully_shard(model(), mesh=mesh) for _ in range(2))
+        trained.append([parameter.full_tensor() for parameter in train(sharded, rank)])
+        dcp.save(sharded.state_dict(), **place)
+        state = fresh.state_dict()
+        dcp.load(state, **place)
+        fresh.load_state_dict(state)
+        for loaded, saved in zip(fresh.parameters(), trained[-1], strict=True):
+            assert loaded.to_local().numel() < saved.numel() and torch.equal(loaded.full_tensor(), saved), name
+    for mine, other in zip(*trained, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
 def await_all(rank, size, directory):
     """Until every rank is here. A barrier of the job would not do: others may have yet to come back from it."""
     outside = dist.FileStore(str(directory / "outside"), size)
@@ -162,6 +180,7 @@ def main(rank, size, directory):
     check_values(rank, size, gloo)
     check_works(rank, size)
     check_training(rank, size, gloo, directory)
+    check_shards(rank, gloo, directory)
     dist.destroy_process_group(gloo)
     await_all(rank, size, directory)
     check_failure(rank)
