@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +18,8 @@ LIMIT_S = 480
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def run(script, directory):
-    """Run one script on every rank, all of it well."""
+def run(script, directory, killed=None):
+    """Run one script on every rank, all of it well, except for one that kills itself."""
     ranks = []
     for rank in range(SIZE):
         command = [sys.executable, str(HERE / script), str(rank), str(SIZE), str(directory)]
@@ -32,13 +33,18 @@ def run(script, directory):
         for process in ranks:
             process.kill()
             process.wait()
-    failed = [f"rank {rank}: {outputs[rank]}" for rank in range(SIZE) if ranks[rank].returncode != 0]
+    codes = [-signal.SIGKILL if rank == killed else 0 for rank in range(SIZE)]
+    failed = [f"rank {rank}: {outputs[rank]}" for rank in range(SIZE) if ranks[rank].returncode != codes[rank]]
     if failed:
         pytest.fail("\n".join(failed)[-6000:], pytrace=False)
 
 
 def test_values_training_and_checkpoints_as_with_gloo(tmp_path):
     run("backend_rank.py", tmp_path)
+
+
+def test_a_rank_that_dies_is_named_by_all(tmp_path):
+    run("lost_rank.py", tmp_path, killed=1)
 
 
 def test_a_program_started_by_torchrun_trains_as_with_gloo(tmp_path):

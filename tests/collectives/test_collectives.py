@@ -3,6 +3,7 @@
 import array
 import os
 import signal
+from functools import partial
 
 import numpy as np
 import pytest
@@ -309,18 +310,27 @@ def test_who_does_not_come_is_named_when_time_is_up(tmp_path):
     assert run_well(3, wait_for_nobody, tmp_path, barrier(3))[0] == 1
 
 
-def die(rank, size):
+def die(rank, size, algorithm, members):
+    group = None if members is None else ps.new_group(members)
     big = np.ones(3_000_000, np.float32)
-    ps.allreduce(big)
+    if members is not None and rank not in members:
+        ps.barrier()  # to which nobody else comes
+    call = partial(ps.allreduce, big, algorithm=algorithm, group=group)
+    call()
     if rank == 2:
-        ps.allreduce(big, async_=True)
+        call(async_=True)
         os.kill(os.getpid(), signal.SIGKILL)
     for _ in range(100):
-        ps.allreduce(big)
+        call()
 
 
-def test_a_rank_that_dies_in_the_middle_is_named_by_all(tmp_path):
-    outcomes = run(4, die, tmp_path)
+@pytest.mark.parametrize(
+    ("algorithm", "members"),
+    [*((algorithm, None) for algorithm in (None, *ALGORITHMS)), (None, [3, 2, 1])],
+    ids=["automatic", *ALGORITHMS, "group"],
+)
+def test_a_rank_that_dies_in_the_middle_is_named_by_all(algorithm, members, tmp_path):
+    outcomes = run(4, die, tmp_path, algorithm, members)
     assert outcomes[2].exit_code == -signal.SIGKILL
     for rank in (0, 1, 3):
         error = outcomes[rank].error
