@@ -46,28 +46,49 @@ def all_values(rank, size):
     ps.barrier()
 
 
-def check_blocks(rank, size):
+def check_blocks(rank, size, group=None, made=np.copy, async_=False):
+    """The calls whose blocks or root depend on the order of ranks, all under way at once if they are asynchronous."""
+    members = range(size) if group is None else group.ranks
+    options = {"group": group, "async_": async_}
+    index, root = members.index(rank), members[size // 2]
+    at_root = rank == root
     for length in LENGTHS:
-        rows = [numbers(other, length * size, np.float32) for other in range(size)]
+        rows = [numbers(member, length * size, np.float32) for member in members]
         blocks = [row.reshape(size, length) for row in rows]
-        root = size // 2
-        mine = rows[rank].copy()
-        ps.broadcast(mine, root=root)
-        np.testing.assert_array_equal(mine, rows[root])
-        output = np.empty(length, np.float32)
-        ps.reduce_scatter(rows[rank], output)
-        np.testing.assert_array_equal(output, np.sum([block[rank] for block in blocks], axis=0))
-        gathered = np.empty((size, length), np.float32)
-        ps.all_gather(blocks[rank][0], gathered)
-        np.testing.assert_array_equal(gathered, [block[0] for block in blocks])
-        lists = [np.empty(length, np.float32) for _ in range(size)] if rank == root else None
-        ps.gather(blocks[rank][1 % size], lists, root=root)
-        if lists is not None:
-            np.testing.assert_array_equal(lists, [block[1 % size] for block in blocks])
-        ps.scatter(output, rows[rank] if rank == root else None, root=root)
-        np.testing.assert_array_equal(output, blocks[root][rank])
-        ps.all_to_all(rows[rank], gathered)
-        np.testing.assert_array_equal(gathered, [block[rank] for block in blocks])
+        total = np.sum(blocks, axis=0)
+        futures, results = [], []
+
+        def begin(call, *tensors, into, expected, **more):
+            futures.append(call(*tensors, **more, **options))  # noqa: B023 - called in this turn only
+            results.append((call.__name__, into, expected))  # noqa: B023
+
+        def empty(*shape):
+            return made(np.empty(shape, np.float32))
+
+        row, mine = made(rows[index]), made(blocks[index])
+        moved, summed, everywhere = made(rows[index]), made(rows[index]), made(rows[index])
+        begin(ps.broadcast, moved, root=root, into=moved, expected=rows[size // 2])
+        begin(ps.reduce, summed, root=root, into=summed, expected=total.ravel() if at_root else rows[index])
+        begin(ps.allreduce, everywhere, into=everywhere, expected=total.ravel())
+        block = empty(length)
+        begin(ps.reduce_scatter, row, block, into=block, expected=total[index])
+        gathered = empty(size, length)
+        begin(ps.all_gather, mine[0], gathered, into=gathered, expected=[other[0] for other in blocks])
+        collected, part = empty(size, length), [other[1 % size] for other in blocks]
+        outputs = list(collected) if at_root else None
+        begin(ps.gather, mine[1 % size], outputs, root=root, into=collected, expected=part if at_root else collected)
+        given = empty(length)
+        begin(ps.scatter, given, row if at_root else None, root=root, into=given, expected=blocks[size // 2][index])
+        exchanged = empty(size, length)
+        begin(ps.all_to_all, row, exchanged, into=exchanged, expected=[other[index] for other in blocks])
+        ps.barrier(group=group)
+        for future in reversed(futures):
+            assert (future is not None) == async_
+            if future is not None:
+                future.wait()
+                assert future.done() and future.source is None
+        for name, into, expected in results:
+            np.testing.assert_array_equal(into, expected, name)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -121,16 +142,16 @@ def messages(rank, size):
         assert future.done()
 
 
-def from_anybody(rank, size):
+def from_anybody(rank, size, group=None, made=np.copy):
     lengths = (3, 70_001)  # one that is sent at once, and one that is offered
     if rank > 0:
         for length in lengths:
-            ps.send(np.full(length, rank, np.float32), 0, tag=length)
+            ps.send(made(np.full(length, rank, np.float32)), 0, tag=length, group=group)
     else:
         for length in lengths:
-            got = [np.empty(length, np.float32) for _ in range(size - 1)]
-            sources = [ps.recv(got[0], tag=length)]
-            futures = [ps.recv(tensor, tag=length, async_=True) for tensor in got[1:]]
+            got = [made(np.empty(length, np.float32)) for _ in range(size - 1)]
+            sources = [ps.recv(got[0], tag=length, group=group)]
+            futures = [ps.recv(tensor, tag=length, group=group, async_=True) for tensor in got[1:]]
             for future in futures:
                 future.wait()
             sources += [future.source for future in futures]
@@ -172,6 +193,33 @@ def groups_and_futures(rank, size):
 
 def test_groups_make_calls_of_their_own(tmp_path):
     assert run_well(4, groups_and_futures, tmp_path) == ["done"] * 4
+
+
+def in_reverse(rank, size, async_, of_torch):
+    made = np.copy
+    if of_torch:
+        import torch
+
+        made = torch.tensor
+    group = ps.new_group(range(size - 1, -1, -1))
+    check_blocks(rank, size, group, made, async_)
+    from_anybody(rank, size, group, made)
+    # To and from ranks by name: each sends to the next two of the job, and hears from the two before.
+    for step in (1, 2):
+        got, sent = made(np.empty(70_001)), made(np.full(70_001, float(rank)))
+        futures = [
+            ps.send(sent, (rank + step) % size, tag=step, group=group, async_=True),
+            ps.recv(got, (rank - step) % size, tag=step, group=group, async_=True),
+        ]
+        for future in futures:
+            future.wait()
+        assert (got == (rank - step) % size).all()
+
+
+@pytest.mark.parametrize("async_", [False, True], ids=["waiting", "async"])
+@pytest.mark.parametrize("of_torch", [False, True], ids=["numpy", "torch"])
+def test_ranks_are_the_jobs_in_a_group_of_another_order(of_torch, async_, tmp_path):
+    run_well(4, in_reverse, tmp_path, async_, of_torch)
 
 
 def memories(rank, size):
