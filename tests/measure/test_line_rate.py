@@ -1,6 +1,7 @@
 """`penstock measure line-rate` with processes of this machine, as a user starts it."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -34,6 +35,20 @@ def test_all_pairs_are_measured_in_both_directions(tmp_path):
 def test_the_table_shows_links_and_sizes():
     text = measure("--local", "2", "--largest", "1024").stdout
     assert "2 ranks, interface of rank 0: lo" in text and "rank 1: 127.0.0.1:" in text and "1,024" in text
+
+
+def test_a_sample_of_the_pairs_meets_every_rank_and_the_table_leaves_out_the_rest():
+    text = measure("--local", "4", "--pairs", "2", "--largest", "1024").stdout
+    assert "4 ranks, interface of rank 0: lo" in text
+    # Each cell is a dash, or a rate and a latency in parentheses.
+    rows = [re.findall(r"-|[\d,]+ \([\d,]+\)", line[8:]) for line in re.findall(r"^rank \d  .*", text, re.MULTILINE)]
+    measured = [[target for target, cell in enumerate(row) if cell != "-"] for row in rows]
+    assert [len(row) for row in rows] == [4] * 4 and measured == [[3], [2], [1], [0]]
+    [longest] = re.findall(r"^ +1,024 +([\d.,]+) +([\d.,]+) +([\d.,]+)$", text, re.MULTILINE)
+    slowest, median, fastest = (float(rate.replace(",", "")) for rate in longest)
+    assert 0 < slowest <= median <= fastest
+    assert "rank 3: 127.0.0.1:" in text
+    assert "\nno link stands out\n" in text or "\n! the " in text or "\n! rank " in text
 
 
 @pytest.mark.parametrize(
