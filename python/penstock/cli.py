@@ -202,6 +202,11 @@ def _add_explain(commands: Any) -> None:
         help="measured: fewest seconds, rebuilding included (default); paper: Poseidon's Algorithm 1, fewest numbers",
     )
     explain.add_argument(
+        "--collective-schemes",
+        action="store_true",
+        help="central, tree, ring and butterfly may be chosen, too, as with ps.init(collective_schemes=True)",
+    )
+    explain.add_argument(
         "--lossy",
         action="append",
         default=[],
@@ -340,7 +345,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _explain(options: argparse.Namespace) -> int:
     from penstock import lossy, models
-    from penstock.coordinator import Cluster, Coordinator, Rates
+    from penstock.coordinator import Cluster, Coordinator, Rates, best_collectives
     from penstock.errors import ConfigError
     from penstock.explanation import Explanation
 
@@ -362,17 +367,23 @@ def _explain(options: argparse.Namespace) -> int:
         if compute_s is None and arithmetic > 0.0 and network.arithmetic_is_known:
             compute_s, source = arithmetic / gflops / 1e9, f"{source}; compute: as the products imply"
         given = lossy.of_layers(options.lossy, network.layers)
+        cluster = Cluster(options.workers, options.servers or options.workers)
+        rates = Rates(
+            bytes_per_s=options.bandwidth_mbit * 1e6 / 8,
+            latency_s=options.latency_us * 1e-6,
+            product_flops_per_s=gflops * 1e9,
+            source=source,
+        )
+        collectives: dict[str, str] = {}
+        if options.collective_schemes:
+            collectives = best_collectives(network, cluster, policy=options.policy, rates=rates)
         coordinator = Coordinator(
             network,
-            Cluster(options.workers, options.servers or options.workers),
+            cluster,
             policy=options.policy,
-            rates=Rates(
-                bytes_per_s=options.bandwidth_mbit * 1e6 / 8,
-                latency_s=options.latency_us * 1e-6,
-                product_flops_per_s=gflops * 1e9,
-                source=source,
-            ),
+            rates=rates,
             batchsize=batch,
+            collectives=collectives,
             fixed={name: scheme for name, scheme in given.items() if isinstance(scheme, str)},
             lossy={name: scheme for name, scheme in given.items() if not isinstance(scheme, str)},
         )

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from penstock._native import Choice
     from penstock.explanation import Explanation
 
-__all__ = ["EXACT_GATHERS", "LOSSY", "POLICIES", "Cluster", "Coordinator", "Placed", "Rates"]
+__all__ = ["EXACT_GATHERS", "LOSSY", "POLICIES", "Cluster", "Coordinator", "Placed", "Rates", "best_collectives"]
 
 EXACT_GATHERS = ("factors", "pairs")
-"""What may be chosen besides the store."""
+"""What may be chosen while training, besides what whole gradients travel by."""
 
 LOSSY = {
     "bf16": "rounded to bf16 on the wire, summed in fp32",
@@ -106,7 +106,8 @@ class Coordinator:
         policy: ``measured`` or ``paper``.
         rates: Until others are measured.
         batchsize: Samples per worker and step, if known: then rows follow from it.
-        allowed: What may be chosen besides the store.
+        allowed: What may be chosen while training, besides the store.
+        collectives: By layer, the collective that takes the store's place, as of `best_collectives`.
         fixed: By layer, schemes that are given and not chosen.
         lossy: By layer, lossy schemes, which are always given.
         placements: Gives by tensor where its slices live, as the engine's book says. Without, no tensor lives anywhere
@@ -132,6 +133,7 @@ class Coordinator:
         rates: Rates | None = None,
         batchsize: int | None = None,
         allowed: Sequence[str] = EXACT_GATHERS,
+        collectives: Mapping[str, str] | None = None,
         fixed: Mapping[str, str] | None = None,
         lossy: Mapping[str, LossyScheme] | None = None,
         placements: Callable[[], Mapping[str, Sequence[Placed]]] | None = None,
@@ -144,6 +146,7 @@ class Coordinator:
         self.rates = rates or Rates()
         self.batchsize = batchsize
         self.allowed = tuple(allowed)
+        self.collectives = dict(collectives or {})
         self.fixed = dict(fixed or {})
         self.lossy = dict(lossy or {})
         self._layers = {layer.name: layer for layer in network.layers}
@@ -174,6 +177,7 @@ class Coordinator:
             "policy": self.policy,
             **asdict(self.cluster),
             "schemes": [list(self.allowed), self.fixed, {name: str(scheme) for name, scheme in self.lossy.items()}],
+            "collectives": self.collectives,
             "layers": [[layer.name, layer.kind, list(layer.shape), layer.elems] for layer in self.network.layers],
         }
         blobs = gather("penstock.coordinator", json.dumps(facts, separators=(",", ":")).encode())
@@ -268,27 +272,20 @@ class Coordinator:
             layer: The layer.
             current: The scheme in use, if there is one.
         """
-        from penstock._native import best_scheme
-
         rows, why_store = self._rows.get(layer.name, []), layer.why_store
         if why_store is None and layer.name in self._whole:
             why_store = f"rank {self._whole[layer.name]} would send its gradient whole"
         if layer.kind == "embedding":  # pairs of one row are merged, so there are no more than rows
             rows = [min(count, layer.shape[0]) for count in rows]
-        matrix = layer.shape if layer.kind != "other" else (1, 1)
-        choice = best_scheme(
+        collective = self.collectives.get(layer.name)
+        allowed = list(self.allowed) if why_store is None else []
+        choice = _best(
+            layer,
+            self.cluster,
             self.policy,
-            kind=layer.kind,
-            shape=(matrix[0], matrix[1]),
-            elems=layer.elems,
-            elem_bytes=layer.elem_bytes,
+            self.rates,
             rows=rows,
-            workers=self.cluster.n_worker,
-            servers=self.cluster.n_server,
-            slice_bytes=self.cluster.slice_bytes,
-            collective_slice_bytes=self.cluster.collective_slice_bytes,
-            rates=self.rates.native(),
-            allowed=list(self.allowed) if why_store is None else [],
+            allowed=allowed if collective is None else [*allowed, collective],
             current=None if layer.name in self.lossy else current,  # which it would not know
         )
         if layer.name in self.lossy:
@@ -297,6 +294,9 @@ class Coordinator:
             given = self.fixed[layer.name]
             reason = f"LOSSY, as given: {LOSSY[given]}" if given in LOSSY else "as given"
             choice["scheme"], choice["code"], choice["reason"] = given, "given", reason
+        elif collective is not None and choice["scheme"] == "store":  # which the engine's book does not allow
+            choice["scheme"], choice["code"] = collective, "kept"
+            choice["reason"] = f"as chosen before training; now through the store {choice['reason']}"
         elif choice["code"] == "dense" and why_store is not None:
             choice["code"], choice["reason"] = "store-only", why_store
         return choice
@@ -407,6 +407,58 @@ class Coordinator:
         if name not in self._layers:
             raise _unknown(f"no layer {name!r}", name, list(self._layers))
         return self._layers[name]
+
+
+def best_collectives(network: Network, cluster: Cluster, *, policy: str, rates: Rates) -> dict[str, str]:
+    """The layers whose gradients a collective adds up in at least a tenth less time than the store, and which.
+
+    Sizes and rates say so, not rows: it is decided once, because how whole gradients travel is fixed with the engine's
+    book. Each layer is taken for alone on the wire.
+
+    Args:
+        network: The model.
+        cluster: Workers, servers, slices.
+        policy: By ``paper`` there are none.
+        rates: The same on every rank, as everything else.
+    """
+    from penstock._native import COLLECTIVES
+
+    best = {
+        layer.name: _best(layer, cluster, policy, rates, allowed=COLLECTIVES, current="store")["scheme"]
+        for layer in network.layers
+        if layer.tensors
+    }
+    return {name: scheme for name, scheme in best.items() if scheme != "store"}
+
+
+def _best(
+    layer: Layer,
+    cluster: Cluster,
+    policy: str,
+    rates: Rates,
+    *,
+    rows: Sequence[int] = (),
+    allowed: Sequence[str],
+    current: str | None,
+) -> Choice:
+    from penstock._native import best_scheme
+
+    matrix = layer.shape if layer.kind != "other" else (1, 1)
+    return best_scheme(
+        policy,
+        kind=layer.kind,
+        shape=(matrix[0], matrix[1]),
+        elems=layer.elems,
+        elem_bytes=layer.elem_bytes,
+        rows=list(rows),
+        workers=cluster.n_worker,
+        servers=cluster.n_server,
+        slice_bytes=cluster.slice_bytes,
+        collective_slice_bytes=cluster.collective_slice_bytes,
+        rates=rates.native(),
+        allowed=list(allowed),
+        current=current,
+    )
 
 
 def _unknown(what: str, name: str, known: Sequence[str]) -> ConfigError:

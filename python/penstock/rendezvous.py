@@ -122,7 +122,7 @@ def _ranks(numbers: Collection[int]) -> str:
 
 
 # Options that shape what is sent: every rank must have the same.
-_AGREED = ("world_size", "slice_bytes", "broadcast_buffers", "line_rate_mbit", "policy")
+_AGREED = ("world_size", "slice_bytes", "broadcast_buffers", "line_rate_mbit", "policy", "collective_schemes")
 
 
 class _Meeting:

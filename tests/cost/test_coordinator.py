@@ -2,10 +2,11 @@
 
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 
-from penstock.coordinator import Cluster, Coordinator, Placed, Rates
+from penstock.coordinator import Cluster, Coordinator, Placed, Rates, best_collectives
 from penstock.description import Layer, Network, Tensor
 from penstock.errors import ConfigError
 
@@ -170,3 +171,47 @@ def test_a_fact_that_differs_is_named_with_both_ranks():
 def test_a_policy_that_does_not_exist():
     with pytest.raises(ConfigError, match="measured, paper"):
         coordinator(policy="fast")
+
+
+ONE_SLICE = Network("net", (linear("small", 64, 64, why_store="it is shared"), linear("large", 4096, 4096)))
+
+
+@pytest.mark.parametrize(
+    ("workers", "policy", "latency_s", "best"),
+    [
+        (16, "measured", 100e-6, {"small": "butterfly"}),  # 16 KiB in one slice: its owner would carry 15 times that
+        (16, "measured", 10e-3, {}),  # the store waits for two messages, a butterfly of 16 for eight
+        (3, "measured", 100e-6, {"small": "ring"}),
+        (1, "measured", 100e-6, {}),
+        (16, "paper", 100e-6, {}),
+    ],
+)
+def test_a_collective_takes_the_stores_place_for_small_layers_of_many_ranks(workers, policy, latency_s, best):
+    cluster, rates = Cluster(workers, workers), Rates(latency_s=latency_s)
+    assert best_collectives(ONE_SLICE, cluster, policy=policy, rates=rates) == best
+
+
+def test_a_collective_that_was_chosen_stays_until_rows_are_better():
+    cluster, rates = Cluster(16, 16), replace(FAST_PRODUCTS, latency_s=100e-6)
+    network = Network("net", (linear("shared", 64, 64, why_store="it is shared"), linear("free", 64, 64)))
+    book = Coordinator(network, cluster, rates=rates)
+    assert [book.best_scheme(name) for name in ("shared", "free")] == ["store", "store"]
+    chosen = best_collectives(network, cluster, policy="measured", rates=rates)
+    book = Coordinator(network, cluster, rates=rates, collectives=chosen)
+    for name in ("shared", "free"):
+        assert (book.best_scheme(name), book.decision(name)["code"]) == ("butterfly", "faster")
+    assert book.update(rows={"free": [1] * 16}, rates=rates) == {"free": "factors"}
+    assert book.update(rows={"free": [500] * 16}, rates=rates) == {"free": "butterfly"}
+    # The engine's book cannot be changed, so a layer does not go to the store, whatever is measured now.
+    assert book.update(rows={}, rates=replace(rates, latency_s=10e-3)) == {}
+    assert book.decision("shared")["code"] == "kept"
+    assert "through the store" in book.decision("shared")["reason"]
+
+
+def test_ranks_with_different_collectives_are_told():
+    with pytest.raises(ConfigError, match=r"differ in collectives"):
+        network = Network("net", (linear("fc", 64, 64),))
+        books = [Coordinator(network, Cluster(2, 2), collectives=given) for given in ({}, {"fc": "ring"})]
+        blobs = []
+        books[1].agree(lambda _, blob: blobs.append(blob) or [blob, blob], rank=1)
+        books[0].agree(lambda _, blob: [blob, *blobs], rank=0)

@@ -89,6 +89,17 @@ def test_googlenet_stays_with_the_store(policy):
     assert found["chosen_bytes"] == found["store_bytes"]
 
 
+def test_collectives_are_chosen_on_request_for_small_layers():
+    arguments = ("lab:googlenet", "--workers", "16", "--batch", "128")
+    found = explained(*arguments, "--collective-schemes")
+    by_name = {layer["name"]: layer for layer in found["layers"]}
+    small = by_name["conv2_reduce"]  # one slice
+    assert small["scheme"] == "butterfly" and "through the store" in small["reason"]
+    assert small["scheme_s"]["butterfly"] < small["scheme_s"]["store"] / 3
+    assert by_name["inception3b_3x3"]["scheme"] == "store"  # of as many slices as there are owners
+    assert set(choices(explained(*arguments, "--collective-schemes", "--policy", "paper")).values()) == {"store"}
+
+
 def test_the_table_says_what_why_and_how_long():
     done = explain("lab:vgg19", "--workers", "8", "--batch", "32")
     assert done.returncode == 0, done.stderr

@@ -36,6 +36,7 @@ SAMPLES = {
     "broadcast_buffers": ("true", True, ""),
     "line_rate_mbit": ("950", 950.0, "fast"),
     "policy": ("paper", "paper", "greedy"),
+    "collective_schemes": ("yes", True, "ring"),
 }
 
 

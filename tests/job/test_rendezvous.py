@@ -112,6 +112,7 @@ def test_another_version_is_named_on_every_rank(place):
         ("broadcast_buffers", True, "True"),
         ("lanes", 4, "4"),
         ("policy", "paper", "paper"),
+        ("collective_schemes", True, "True"),
     ],
 )
 def test_options_that_must_be_equal(place, name, value, shown):

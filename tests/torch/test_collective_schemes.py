@@ -1,15 +1,21 @@
 """Gradients by ring, tree, butterfly and central server, by layer: the same training, the same bits everywhere."""
 
+from dataclasses import replace
+
 import pytest
-from ranks import distance, examples, run, same_everywhere, values
+from ranks import current, distance, examples, run, same_everywhere, seeded, values
 from scenarios import make_mlp, sgd
+from torch import nn
 
 import penstock as ps
 from penstock._native import COLLECTIVES
+from penstock.coordinator import Rates
 from penstock.errors import ConfigError
 from penstock.torch import distribute
 from penstock.torch.facts import coordinator_of, explain
 from penstock.torch.safety import owner_of
+
+SLOW_WIRE = Rates(bytes_per_s=1e3, latency_s=1e-6)
 
 
 def train(rank, schemes):
@@ -64,9 +70,73 @@ def test_the_book_says_so_and_explain_too(arm):
     run(main)
 
 
-def test_automatic_schemes_are_never_collectives():
-    def main(rank, engine):
-        model, _ = distribute(make_mlp(), None, schemes="auto")
-        assert not set(coordinator_of(model).allowed) & set(COLLECTIVES)
+def allow_collectives(allowed=True):
+    """On a wire so slow that an owner of a whole layer takes far longer than a few steps."""
+    running = current()
+    running.options, running.rates = replace(running.options, collective_schemes=allowed), SLOW_WIRE
 
-    run(main)
+
+def schemes_of(model):
+    book = coordinator_of(model)
+    return {name: book.best_scheme(name) for name in book.query("layers") if book.query(name).tensors}
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_automatic_schemes_are_collectives_only_where_they_are_allowed(allowed):
+    def main(rank, engine):
+        allow_collectives(allowed)
+        model, _ = distribute(make_mlp(), None, schemes="auto")
+        plans = explain(model).layers
+        return schemes_of(model), [(plan.code, plan.reason.endswith("through the store")) for plan in plans]
+
+    for schemes, reasons in run(main, 4):
+        assert set(schemes.values()) == ({"butterfly"} if allowed else {"store"})
+        assert set(reasons) == ({("faster", True)} if allowed else {("rows-unknown", False)})
+
+
+def test_training_with_chosen_collectives_is_the_same_up_to_rounding():
+    def chosen(rank, engine):
+        allow_collectives()
+        return train(rank, "auto")
+
+    store = run(lambda rank, engine: train(rank, None), 4)
+    other = run(chosen, 4)
+    assert same_everywhere(other)
+    assert distance(other[0], store[0]) < 1e-12
+
+
+def test_a_layer_changes_between_its_collective_and_its_rows():
+    """Its sides are 8: one row per rank is less than half the gradient, 64 are more."""
+
+    def main(rank, engine, schemes):
+        allow_collectives()
+        model = seeded(nn.Sequential(nn.Linear(8, 8)))
+        model, optimizer = distribute(model, sgd(model), schemes=schemes)
+        seen = []
+        for step in range(12):
+            seen.append(schemes_of(model)["0"])
+            given, _ = examples(rank, step, rows=1 if step < 5 else 64, inputs=8)
+            model(given).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return values(model), seen
+
+    store = run(lambda rank, engine: main(rank, engine, None), 4)
+    auto = run(lambda rank, engine: main(rank, engine, "auto"), 4)
+    # Rows are counted in the first step and in the tenth, and obeyed one step later.
+    assert [seen for _, seen in auto] == [["butterfly"] * 2 + ["factors"] * 9 + ["butterfly"]] * 4
+    assert same_everywhere([result for result, _ in auto])
+    assert distance(auto[0][0], store[0][0]) < 1e-12
+
+
+def test_a_model_that_is_one_layer_has_a_collective_too():
+    def main(rank, engine):
+        allow_collectives()
+        model, _ = distribute(seeded(nn.Linear(4, 2)), None, schemes="auto")
+        model(examples(rank, 0)[0]).sum().backward()
+        ps.synchronize()
+        return [param.grad for param in model.parameters()], set(schemes_of(model).values())
+
+    found = run(main, 4)
+    assert same_everywhere([grads for grads, _ in found])
+    assert [schemes for _, schemes in found] == [{"butterfly"}] * 4

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock import job
-from penstock.coordinator import Cluster, Coordinator, Rates
+from penstock.coordinator import Cluster, Coordinator, Rates, best_collectives
 from penstock.errors import ConfigError, ModelMismatch
 from penstock.lossy import LossyScheme
 from penstock.torch import patches, residuals
@@ -105,6 +105,11 @@ class Distributed:
         patterns: Schemes = {} if schemes is None or isinstance(schemes, str) else schemes
         rows, lossy = self._agree_on_schemes(model if given is None else given, patterns, automatic=schemes == "auto")
         ranks = options.world_size
+        self._automatic = schemes == "auto"
+        if self._automatic and options.collective_schemes:
+            network, cluster = network_of(model, self.why_store, name), Cluster(ranks, ranks, *engine.slicing())
+            found = best_collectives(network, cluster, policy=options.policy, rates=rates)
+            self._forced |= {layer: scheme for layer, scheme in found.items() if self._forced[layer] == "store"}
         fixed = {layer: how for layer, scheme in self._forced.items() if (how := book_scheme(scheme)) is not None}
         self._fixed = {layer: self._forced[layer] for layer in fixed}
         self.gradients = Gradients(
@@ -115,7 +120,7 @@ class Distributed:
         residuals.check_optimizers(optimizers, self.gradients.lossy)
         residuals.attach(optimizers, self.gradients.lossy, rank, ranks)
         self.set_schemes(self._forced)
-        self.coordinator, self.choice = self._coordinate(rank, name, options, rates, automatic=schemes == "auto")
+        self.coordinator, self.choice = self._coordinate(rank, name, options, rates)
         self.gradients.synchronous = self.synchronous is not None
         self.updates = [Updates(self, optimizer) for optimizer in optimizers]
         self._step_is_new = False  # no forward since the last step
@@ -134,24 +139,23 @@ class Distributed:
         self.observed = self._watch is None
         patches.patch(self)
 
-    def _coordinate(
-        self, rank: int, name: str, options: Options, rates: Rates, *, automatic: bool
-    ) -> tuple[Coordinator, Choice]:
+    def _coordinate(self, rank: int, name: str, options: Options, rates: Rates) -> tuple[Coordinator, Choice]:
         """The information book, and what keeps it in step on all ranks. Collective."""
         engine, ranks = self.engine, options.world_size
         factors = any(gather.scheme == "factors" for gather in self.gathers.values())
         local = measured_rates(rates, products=factors)
-        if automatic and self.gathers:
+        if self._automatic and self.gathers:
             local = replace(local, gather_s=exchange_cost(engine, rank))
         coordinator = Coordinator(
             network_of(self.model, self.why_store, name),
             Cluster(ranks, ranks, *engine.slicing(self.gradients.id)),
             policy=options.policy,
             rates=rates,
+            collectives=self._fixed if self._automatic else None,
             fixed={
                 layer: self._forced[layer]
                 for layer in (*self.gathers, *self._fixed)
-                if not automatic or self._forced[layer] != "store"
+                if not self._automatic or (self._forced[layer] != "store" and layer not in self._fixed)
             },
             lossy={layer: gather.options for layer, gather in self.lossy.items()},
             placements=self.gradients.placements,
@@ -229,7 +233,8 @@ class Distributed:
         Every rank must make the same change between the same two backward passes.
 
         Args:
-            schemes: By name of the layer, ``store`` or what its kind of layer can use; other layers stay as they are.
+            schemes: By name of the layer, ``store`` (or what was fixed in its place) or what its kind of layer can use;
+                other layers stay as they are.
 
         Raises:
             ConfigError: A layer cannot use its scheme.
@@ -246,16 +251,17 @@ class Distributed:
                 lossy.engage(True)
                 continue
             gather = self.gathers.get(name)
-            if book_scheme(scheme) is not None or name in self._fixed:
-                if scheme != self._fixed.get(name):
-                    raise ConfigError(
-                        f"layer {name} cannot change from {self._fixed.get(name, 'the store')} to {scheme}: "
-                        "collectives and types on the wire are fixed by penstock.distribute(..., schemes={...})",
-                        layer=name,
-                    )
-            elif gather is not None and scheme in ("store", gather.scheme):
+            whole = self._fixed.get(name, "store")
+            given = name in self._fixed and not self._automatic
+            if gather is not None and not given and scheme in (whole, gather.scheme):
                 gather.engage(scheme == gather.scheme)
-            elif scheme != "store":
+            elif scheme != whole and (given or scheme == "store" or book_scheme(scheme) is not None):
+                raise ConfigError(
+                    f"layer {name} cannot change from {self._fixed.get(name, 'the store')} to {scheme}: "
+                    "collectives and types on the wire are fixed by penstock.distribute(..., schemes=...)",
+                    layer=name,
+                )
+            elif scheme != whole:
                 why = self.why_store.get(name, f"{scheme} is not for this kind of layer")
                 raise ConfigError(f"layer {name} cannot use {scheme}: {why}", layer=name)
 
@@ -441,7 +447,8 @@ def distribute(
             bits in every run. ``"auto"``: the coordinator chooses for each layer the exact scheme that
             takes the fewest seconds, from rows, line rate, latency and products as measured in the first step, the
             tenth, and every hundredth, by the policy of `Options`; see `explain`. Embeddings with ``sparse=True`` send
-            pairs from the start, and their averages are sparse.
+            pairs from the start, and their averages are sparse. With ``collective_schemes`` of `Options` it first
+            chooses, once, between the store and the collectives below for each layer.
             Or by pattern of their names (as in `fnmatch`; the first that matches decides): ``store`` is the gradient
             itself; ``factors``, for `nn.Linear`, the inputs and the gradients of the outputs, from which every rank
             rebuilds the same average (Poseidon section 3.2: less for few rows and large layers); ``pairs``, for
