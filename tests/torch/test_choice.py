@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.errors import ConfigError
-from penstock.torch import choice, distribute
+from penstock.torch import choice, distribute, partial
 from penstock.torch.safety import owner_of as owner_of_param
 
 INPUTS, OUTPUTS = 512, 256
@@ -29,6 +29,13 @@ def slow_wire(monkeypatch):
         return replace(rates, product_flops_per_s=next(flops)) if products else rates
 
     monkeypatch.setattr(sys.modules["penstock.torch.distribute"], "measured_rates", measured)
+
+
+@pytest.fixture(autouse=True)
+def some_pieces(arm, monkeypatch):
+    """Layers are large here: pieces as small as elsewhere would be 26,000 of each."""
+    if arm == "threads":
+        monkeypatch.setattr(partial, "PIECE_ELEMS", 1 << 14)
 
 
 def make():
