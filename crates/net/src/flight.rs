@@ -2,8 +2,8 @@
 //!
 //! What the kernel has been given is decided, and an urgent slice waits behind it, twice: as a push and as an answer.
 //! Left alone, TCP fills the narrowest link's queue until it overflows; with 50 ms of queue (the lab's emulated clusters) an
-//! urgent slice took 60 to 80 ms. So once the line rate is known, a connection's send buffer holds what the link sends in
-//! [`QUEUE_S`].
+//! urgent slice took 60 to 80 ms. So once the line rate is known and there is a book, whose slices are urgent, a connection's
+//! send buffer holds what the link sends in [`QUEUE_S`].
 //!
 //! All connections begin with the same, however many there are: at times one alone carries all that a host sends (the end of a
 //! step, a tree, the first level of a butterfly), and a receiver must have something in its queue while its other peers

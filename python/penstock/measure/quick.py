@@ -196,6 +196,7 @@ def group_rates(group: Group, seconds: float = STREAM_SECONDS, calls: int = CALL
         group: The ranks, two at least.
         seconds: What the messages that tell the rate shall take in one direction; longer is more exact.
         calls: Tiny sums by each of two algorithms, which tell the latency and the time of a call; more are more exact.
+            Where links are far there are fewer.
 
     Returns:
         The slowest of the links' and processors' rates; of latency and call, which are those of all ranks together, the
