@@ -34,7 +34,8 @@ pub type TensorId = u32;
 pub type SliceId = u32;
 /// Counts the submissions of one tensor: the exchange of a slice is named by (book, slice, seq).
 pub type Seq = u32;
-/// The user's iteration. Only for reports and messages; exchanges are told apart by [`Seq`].
+/// The user's iteration: for reports and messages, and to send first what peers need for an older one. Exchanges are told apart
+/// by [`Seq`].
 pub type Step = u32;
 
 /// Element types that can be summed, and `Bytes`, which can only be copied.

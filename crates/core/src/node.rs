@@ -375,7 +375,7 @@ impl<M: Memory> Node<M> {
                     actions.push(Action::Wake(to));
                 }
                 Effect::Opens { to } => {
-                    self.outboxes[to.index()].open_slice(header.book, number, header.seq);
+                    self.outboxes[to.index()].open_slice(header.book, number, header.seq, header.step);
                 }
                 Effect::Consumed { by } => {
                     if self.outboxes[by.index()].consumed(header.book, number) {

@@ -62,6 +62,28 @@ impl<T> PriorityQueue<T> {
         Some(item)
     }
 
+    /// Moves what `wanted` accepts to another queue that has its places; it keeps its place and its order. What is pushed there
+    /// later must have a later order.
+    pub fn pass_on(&mut self, to: &mut Self, wanted: impl Fn(&T) -> bool) {
+        if self.is_empty() {
+            return;
+        }
+        for (place, ring) in self.rings.iter_mut().enumerate() {
+            for _ in 0..ring.len() {
+                let Some((order, item)) = ring.pop_front() else { break };
+                if wanted(&item) {
+                    to.push(place, order, item);
+                    self.len -= 1;
+                } else {
+                    ring.push_back((order, item));
+                }
+            }
+            if ring.is_empty() {
+                self.occupied.remove(place);
+            }
+        }
+    }
+
     fn removed(&mut self, place: usize) {
         self.len -= 1;
         if self.rings[place].is_empty() {
@@ -115,6 +137,21 @@ mod tests {
                 prop_assert_eq!(queue.len(), model.len());
             }
         }
+    }
+
+    #[test]
+    fn what_is_passed_on_keeps_its_place_and_its_order() {
+        let [mut from, mut to] = [PriorityQueue::default(), PriorityQueue::default()];
+        from.grow(3);
+        to.grow(3);
+        to.push(2, 0, 'x');
+        for (order, (place, item)) in [(2, 'a'), (0, 'b'), (2, 'c'), (2, 'd')].into_iter().enumerate() {
+            from.push(place, 1 + order as u64, item);
+        }
+        from.pass_on(&mut to, |&item| item != 'c');
+        assert_eq!((from.len(), from.peek()), (1, Some((2, 3, &'c'))));
+        assert_eq!((from.pop(), from.pop()), (Some('c'), None));
+        assert_eq!([(); 5].map(|()| to.pop()), [Some('b'), Some('x'), Some('a'), Some('d'), None]);
     }
 
     #[test]

@@ -283,6 +283,29 @@ fn an_older_round_goes_before_a_newer_one_when_the_window_is_full() {
 }
 
 #[test]
+fn what_a_peer_stands_still_for_goes_before_the_next_step() {
+    // Rank 0 owns tensors 0, 2, 4 and 6, its peer the others. It has all results, and answers of round 1 wait for the peer.
+    let mut bench = Bench::with_book(0, 2, 1 << 20);
+    for tensor in [6, 5, 4] {
+        bench.submit(tensor, 1, Op::Average, false);
+    }
+    assert_eq!(bench.frames(1).len(), 1, "the push of 5");
+    for header in [exchange(Kind::Push, 6, 1, Op::Average), exchange(Kind::Push, 4, 1, Op::Average)] {
+        bench.frame(1, header).unwrap();
+    }
+    bench.frame(1, exchange(Kind::Answer, 5, 1, Op::Average)).unwrap();
+    assert_eq!(bench.completed(), 3);
+    // The next step begins, its absences and pushes are more urgent by their place.
+    bench.submit(3, 2, Op::Average, false);
+    bench.submit(1, 2, Op::Average, true);
+    let sent =
+        bench.frames(1).into_iter().map(|frame| (frame.header.kind, frame.header.slice, frame.header.seq));
+    let (answers, next) =
+        ([(Kind::Answer, 4, 1), (Kind::Answer, 6, 1)], [(Kind::PushAbsent, 1, 2), (Kind::Push, 3, 2)]);
+    assert_eq!(sent.collect::<Vec<_>>(), [answers, next].concat());
+}
+
+#[test]
 fn slices_that_are_forwarded_one_after_the_other_are_no_exceptions_to_the_window() {
     // In the trees with root 0 (slices 0, 4, 8, 12) rank 2 has the child 3. All is submitted; what the child sends comes in
     // the order of slices, and each sum would be the last slice so far. But the turn has been slice 12's from the start.

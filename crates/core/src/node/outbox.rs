@@ -11,21 +11,29 @@
 //! under way, and the exception to the window is one slice at a time. The other way round every slice of a backward pass would be
 //! an exception when it is submitted, and the window would bound nothing.
 //!
+//! A rank that begins to push for a newer step has every result of the step before. What it still has to send of that, the peer
+//! stands still for, so it goes before all of the newer step, however urgent that is. Otherwise a rank that gets its last
+//! results a little later than the others is kept from them by what they send it of the next step, and falls further behind.
+//!
 //! Slices are known here by [`Book::number_at_peer`].
 
 use crate::bits::Bits;
-use crate::layout::{Book, BookId, Rank, Seq};
+use crate::layout::{Book, BookId, Rank, Seq, Step};
 use crate::queue::PriorityQueue;
-use crate::wire::{Kind, Outgoing};
+use crate::wire::{Header, Kind, Outgoing};
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
-/// What goes to the peer under the window of one book. Tables are by the slice's number at the peer.
+/// What goes to the peer for one book: under its window, and what is overdue. Tables are by the slice's number at the peer.
 struct Pushes<C> {
     queue: PriorityQueue<(u32, Outgoing<C>)>,
     slices: Vec<SliceWindow>,
     /// How many slices there may be; the table is made when the first is used.
     slice_count: usize,
+    /// The newest step for which anything was opened. Not a round: tensors count theirs each by itself.
+    newest: Step,
+    /// What no window holds back and waited when that step began.
+    overdue: PriorityQueue<Outgoing<C>>,
     /// The open slices in the order of the exception. Those that are through may be in it, but never at the top.
     turns: BinaryHeap<(Reverse<Seq>, u32)>,
     /// Of the open slices those of which something was handed to the driver.
@@ -60,6 +68,8 @@ pub(super) struct Outbox<C> {
 /// Which frame may go next.
 enum Next {
     Control,
+    /// What is overdue of a book.
+    Overdue(usize),
     Ready,
     /// The head of a book's queue.
     Push(usize),
@@ -158,12 +168,15 @@ impl<C> Outbox<C> {
             self.pushes.resize_with(at + 1, || None);
         }
         self.ready.grow(places);
-        let mut queue = PriorityQueue::default();
+        let (mut queue, mut overdue) = (PriorityQueue::default(), PriorityQueue::default());
         queue.grow(places);
+        overdue.grow(places);
         self.pushes[at] = Some(Pushes {
             queue,
             slices: Vec::new(),
             slice_count,
+            newest: 0,
+            overdue,
             turns: BinaryHeap::new(),
             pushed: Bits::new(0),
             pushed_bytes: 0,
@@ -184,15 +197,21 @@ impl<C> Outbox<C> {
 
     /// A round of a slice begins in which something may be queued by [`Outbox::queue_push`], now or later: its turn counts
     /// from now on. Otherwise slices that are forwarded one after the other would each be an exception to the window.
-    pub(super) fn open_slice(&mut self, book: BookId, number: u32, seq: Seq) {
-        if let Some(Some(pushes)) = self.pushes.get_mut(usize::from(book)) {
-            pushes.open(number, seq);
+    pub(super) fn open_slice(&mut self, book: BookId, number: u32, seq: Seq, step: Step) {
+        let Some(Some(pushes)) = self.pushes.get_mut(usize::from(book)) else { return };
+        pushes.open(number, seq);
+        if step > pushes.newest {
+            pushes.newest = step;
+            let is_older =
+                |header: &Header| header.kind.is_exchange() && header.book == book && header.step < step;
+            self.ready.pass_on(&mut pushes.overdue, |frame| is_older(&frame.header));
         }
     }
 
     pub(super) fn queue_push(&mut self, place: usize, order: u64, number: u32, frame: Outgoing<C>) -> bool {
-        let Some(Some(pushes)) = self.pushes.get_mut(usize::from(frame.header.book)) else { return false };
-        pushes.open(number, frame.header.seq);
+        let Header { book, seq, step, .. } = frame.header;
+        self.open_slice(book, number, seq, step);
+        let Some(Some(pushes)) = self.pushes.get_mut(usize::from(book)) else { return false };
         let place = pushes.joined(number, place);
         pushes.queue.push(place, order, (number, frame))
     }
@@ -208,10 +227,16 @@ impl<C> Outbox<C> {
         if !self.control.is_empty() {
             return Some(Next::Control);
         }
+        // As urgent as a call: somebody stands still for it.
+        let overdue = self.pushes.iter().enumerate().filter_map(|(book, pushes)| {
+            let (_, order, _) = pushes.as_ref()?.overdue.peek()?;
+            Some((0, order, Next::Overdue(book)))
+        });
         let ready = self.ready.peek().map(|(place, order, _)| (place, order, Next::Ready));
         let pushes = self.pushes.iter().enumerate();
         let pushes = pushes.filter_map(|(book, pushes)| pushes.as_ref()?.next(book, self.window_bytes));
-        let first = ready.into_iter().chain(pushes).min_by_key(|(place, order, _)| (*place, *order));
+        let first =
+            ready.into_iter().chain(overdue).chain(pushes).min_by_key(|(place, order, _)| (*place, *order));
         first.map(|(_, _, next)| next).or_else(|| {
             let waits = self.pushes.iter().flatten().any(|pushes| !pushes.queue.is_empty());
             (self.goodbye.is_some() && !waits).then_some(Next::Goodbye)
@@ -225,6 +250,7 @@ impl<C> Outbox<C> {
     pub(super) fn pop(&mut self) -> Option<Outgoing<C>> {
         let (pushes, (number, frame)) = match self.next()? {
             Next::Control => return self.control.pop_front(),
+            Next::Overdue(book) => return self.pushes[book].as_mut()?.overdue.pop(),
             Next::Ready => return self.ready.pop(),
             Next::Goodbye => return self.goodbye.take(),
             Next::Push(book) => {

@@ -37,6 +37,8 @@ struct Waiting {
     place: u32,
     order: u64,
     what: What,
+    /// A newer step of its book has begun (steps are rounds here): the peer stands still for it.
+    overdue: bool,
 }
 
 /// Slices of one book that a peer may have to hold, by their numbers there.
@@ -44,6 +46,8 @@ struct Waiting {
 struct Window {
     /// Submitted and not through: their rounds.
     open: BTreeMap<u32, Seq>,
+    /// The newest round that was open.
+    newest: Seq,
     /// Of those, sent: how much.
     pushed: BTreeMap<u32, u64>,
 }
@@ -181,7 +185,7 @@ impl LinkModel {
         number: u32,
         len_bytes: u64,
     ) {
-        self.queues[to.index()].windows.entry(book).or_default().open.insert(number, seq);
+        self.queues[to.index()].open(book, number, seq);
         self.queue(to, What::Push { book, slice, seq, step, number, len_bytes });
     }
 
@@ -195,8 +199,7 @@ impl LinkModel {
         for number in 0..plan.reduce_steps(ranks) {
             if let Some(send) = plan.step(ranks, position, elems, number).send {
                 let peer = ((send.to + slice.owner.0) % ranks) as usize;
-                let window = self.queues[peer].windows.entry(id).or_default();
-                window.open.insert(book.number_at_peer(slice_id), seq);
+                self.queues[peer].open(id, book.number_at_peer(slice_id), seq);
             }
         }
     }
@@ -350,7 +353,7 @@ impl LinkModel {
             _ => 0,
         };
         self.order += 1;
-        self.queues[peer.index()].waiting.push(Waiting { place, order: self.order, what });
+        self.queues[peer.index()].waiting.push(Waiting { place, order: self.order, what, overdue: false });
     }
 
     /// The node has chosen what to send to `peer`, or found nothing.
@@ -374,12 +377,12 @@ impl LinkModel {
         let candidates = queue.candidates(self.me.window_bytes);
         for (exception, other) in &candidates {
             let class = (!control(&other.what)).cmp(&!control(&chosen.what));
-            let better = class.then(other.place.cmp(&chosen.place)).is_lt();
+            let better = class.then(other.urgency().cmp(&chosen.urgency())).is_lt();
             check(!better, Checker::Priority, || {
                 format!("{}: {chosen:?} is sent while {other:?} waits", name())
             })?;
             // The exception goes out of turn within its place: it is there to end a wait.
-            let turn = !exception && class.is_eq() && other.place == chosen.place;
+            let turn = !exception && class.is_eq() && other.urgency() == chosen.urgency();
             let mine = candidates.iter().any(|(exception, w)| w.order == chosen.order && !exception);
             check(!(turn && mine && other.order < chosen.order), Checker::FirstInFirstOut, || {
                 format!("{}: {chosen:?} is sent before {other:?}", name())
@@ -430,6 +433,13 @@ impl What {
     }
 }
 
+impl Waiting {
+    /// The place, but overdue frames are as urgent as the first layer's.
+    fn urgency(&self) -> u32 {
+        if self.overdue { 0 } else { self.place }
+    }
+}
+
 impl Window {
     /// The slice that may always go: without it, ranks that fill each other's windows with different slices would wait
     /// for one another for ever. Of the oldest round the last slice.
@@ -445,8 +455,20 @@ impl Window {
 }
 
 impl Queue {
-    /// The frames that may go now: a goodbye if nothing else waits; the first other control frame; of what no window holds back the first; of each book's pushes the
-    /// first if the window allows it, and otherwise the exception. With each, whether it is an exception.
+    /// A round of a slice begins in which pushes go to the peer; what waits of the book's older ones is overdue.
+    fn open(&mut self, id: BookId, number: u32, seq: Seq) {
+        let window = self.windows.entry(id).or_default();
+        window.open.insert(number, seq);
+        if seq > window.newest {
+            window.newest = seq;
+            let older = |what: &What| matches!(what, What::Ready(book, _, of, _) if *book == id && *of < seq);
+            self.waiting.iter_mut().filter(|w| older(&w.what)).for_each(|w| w.overdue = true);
+        }
+    }
+
+    /// The frames that may go now: a goodbye if nothing else waits; the first other control frame; of what no window holds
+    /// back the first, and the first of each book that is overdue; of each book's pushes the first if the window allows it, and otherwise
+    /// the exception. With each, whether it is an exception.
     fn candidates(&self, window_bytes: u64) -> Vec<(bool, Waiting)> {
         let first = |wanted: &dyn Fn(&What) -> bool| {
             self.waiting.iter().filter(|w| wanted(&w.what)).min_by_key(|w| (w.place, w.order)).copied()
@@ -458,7 +480,13 @@ impl Queue {
         }
         let control = |what: &What| matches!(what, What::Control(_)) && !goodbye(what);
         candidates.extend(first(&control).map(|w| (false, w)));
-        candidates.extend(first(&|what| matches!(what, What::Ready(..))).map(|w| (false, w)));
+        let ready = |of: Option<BookId>| {
+            let is =
+                |w: &&Waiting| matches!(w.what, What::Ready(book, ..) if w.overdue.then_some(book) == of);
+            self.waiting.iter().filter(is).min_by_key(|w| (w.place, w.order)).map(|w| (false, *w))
+        };
+        candidates.extend(ready(None));
+        candidates.extend(self.windows.keys().filter_map(|id| ready(Some(*id))));
         for (id, window) in &self.windows {
             let of_book = |what: &What| matches!(what, What::Push { book, .. } if book == id);
             let Some(head) = first(&of_book) else { continue };
