@@ -74,6 +74,7 @@ RANKS_MAX = 4096  # as in crates/core/src/limits.rs
 NBYTES_MAX = 1 << 30
 DEFAULT_BATCH = 32
 DEFAULT_GFLOPS = 4000.0  # what VGG19's 35.5 samples per second on one Titan X imply (Poseidon, section 5.1)
+AUTO_NOTE = 'the choice is that of schemes="auto"; by default every layer uses the store'
 
 
 class Parser(argparse.ArgumentParser):
@@ -344,6 +345,8 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
+    from dataclasses import replace
+
     from penstock import lossy, models
     from penstock.coordinator import Cluster, Coordinator, Rates, best_collectives
     from penstock.errors import ConfigError
@@ -356,6 +359,7 @@ def _explain(options: argparse.Namespace) -> int:
                 f"--servers {options.workers} or less"
             )
         network = models.load(options.model)
+        network = replace(network, notes=(*network.notes, AUTO_NOTE))
         batch = options.batch or network.batch or DEFAULT_BATCH
         compute_s = options.compute_s or network.compute_s(batch)
         arithmetic = network.step_flops(batch)

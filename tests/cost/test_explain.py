@@ -184,7 +184,7 @@ def test_a_function_of_ones_own(folder, explain_here):
     found = explained("nets:with_example", "--workers", "4", "--batch", "8", "--gflops", "1000", folder=folder)
     assert choices(found) == {"1": "factors", "3": "store"}
     assert {layer["name"]: layer["rows"] for layer in found["layers"]} == {"1": 8, "3": 8}
-    assert found["notes"] == []
+    assert found["notes"] == [cli.AUTO_NOTE]
     found = json.loads(explain_here("nets:plain", "--json").stdout)
     assert "one row per sample" in found["notes"][0]
     assert list(choices(json.loads(explain_here("nets:Names.model", "--json").stdout))) == ["(root)"]

@@ -75,7 +75,9 @@ impl fmt::Display for Reason {
         match *self {
             Self::OneWorker => f.write_str("one worker: nothing is sent"),
             Self::Dense => f.write_str("its gradient has no smaller form"),
-            Self::RowsUnknown => f.write_str("its rows are not known before its first step"),
+            Self::RowsUnknown => {
+                f.write_str("no rows of it were seen: it has had no step, or its forward pass is compiled")
+            }
             Self::FewerNumbers { factors, store } => {
                 write!(f, "{} numbers instead of {} through the store", Numbers(factors), Numbers(store))
             }
