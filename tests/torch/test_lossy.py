@@ -424,7 +424,7 @@ def test_any_layer_with_dgc():
 )
 def test_a_resumed_training_gives_the_same_bits(schemes, make_optimizer, tmp_path):
     def loss(model, rank, step):
-        """Element by element: a matrix product's bits depend on what else the machine does."""
+        """Element by element: a matrix product's bits can depend on where its operands lie in memory."""
         params = enumerate(model.parameters(), 10 * step)
         return sum((p * gradient(rank, place, *p.shape) + p.square() / 2).sum() for place, p in params)
 

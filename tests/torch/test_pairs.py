@@ -51,9 +51,22 @@ def gather_of(model):
     return safety.owner_of(model.embedding.weight).gathers["embedding"]
 
 
-def both_paths(loop, build, size=2, schemes=PAIRS):
+def both_paths(loop, build, size=2, schemes=PAIRS, whole=0):
+    """``loop(model, optimizer, rank)`` with and without pairs; with them so many, or `whole(rank)`, are sent whole."""
+
     def main(chosen):
-        return lambda rank, engine: loop(*distribute(model := build(), sgd(model), schemes=chosen), rank)
+        def as_rank(rank, engine):
+            model = build()
+            model, optimizer = distribute(model, sgd(model), schemes=chosen)
+            result = loop(model, optimizer, rank)
+            if chosen is not None:
+                gather = gather_of(model)
+                expected = whole(rank) if callable(whole) else whole
+                assert gather.engaged and gather.seq > 0
+                assert gather.dense_sent == expected
+            return result
+
+        return as_rank
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="penstock sends sparse")
@@ -100,12 +113,9 @@ def test_many_rows_are_sent_as_a_dense_gradient():
             model(tokens).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        gather = gather_of(model) if hasattr(model, "embedding") else None
-        if gather.engaged:
-            assert gather.dense_sent == 3 * rank
         return values(model)
 
-    both_paths(loop, make())
+    both_paths(loop, make(), whole=lambda rank: 3 * rank)
 
 
 def test_sparse_modules_get_sparse_averages():
@@ -180,7 +190,7 @@ def test_accumulation_and_several_calls():
             optimizer.zero_grad(step % 2 == 0)
         return values(model)
 
-    both_paths(loop, make(padding_idx=2))
+    both_paths(loop, make(padding_idx=2), whole=1)
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -214,7 +224,7 @@ def test_a_functional_tie_and_double_backward_are_sent_as_they_are():
             optimizer.zero_grad()
         return values(model)
 
-    both_paths(loop, make())
+    both_paths(loop, make(), whole=3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
