@@ -20,6 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE_S = 2.0
 QUIET_CORES = 0.05
+CHANGED = "+changes"  # behind a commit: the tree was another
 
 
 def spread(values: Sequence[float], digits: int = 4) -> dict[str, float | int]:
@@ -52,7 +53,7 @@ def _commit() -> str:
 
     status = git("status", "--porcelain", "--untracked-files=all").splitlines()
     changed = [line for line in status if not line.endswith((".jsonl", ".png"))]
-    return (git("rev-parse", "--short=12", "HEAD") or "unknown") + ("+changes" if changed else "")
+    return (git("rev-parse", "--short=12", "HEAD") or "unknown") + (CHANGED if changed else "")
 
 
 def host() -> dict[str, Any]:

@@ -19,12 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lab.results import BrokenLine, Scenario, read
-from lab.scenario import all_names
+from lab.results import BrokenLine, Result, Scenario, read
+from lab.scenario import all_names, load
+from lab.systems import SYSTEMS
 from lab.tables import all_measured, bars
 from lab.verdicts import Judgement, judge, missing_exact_peers, tally
 
-__all__ = ["main", "read", "write"]
+__all__ = ["main", "planned", "read", "write"]
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "benchmarks"
@@ -47,7 +48,7 @@ def write(folder: Path = FOLDER, scenarios: Sequence[Scenario] | None = None) ->
     """
     from lab import plots  # --json and the tables need no matplotlib
 
-    scenarios = read(sorted((folder / "lab").glob("*.jsonl"))) if scenarios is None else scenarios
+    scenarios = read(sorted((folder / "lab").glob("*.jsonl")), planned()) if scenarios is None else scenarios
     first, second = folder / "README.md", folder / "lab" / "README.md"
     # A page that is torn is complained of before anything is drawn or written.
     around = {page: _split(page.read_bytes().decode() if page.exists() else "", page) for page in (first, second)}
@@ -57,6 +58,15 @@ def write(folder: Path = FOLDER, scenarios: Sequence[Scenario] | None = None) ->
     for page, (before, after) in around.items():
         page.write_bytes(f"{before}{BEGIN}\n\n{texts[page]}\n{END}\n{after}".encode())
     return [*written, first, second]
+
+
+def planned() -> dict[str, list[Result]]:
+    """By scenario of the lab the systems that its file names, for `read`."""
+    why = "in the scenario's file, but not in this run"
+    return {
+        name: [Result(one, SYSTEMS[one].title, SYSTEMS[one].exact, why, None) for one in load(name)[0].systems]
+        for name in all_names()
+    }
 
 
 def _split(page: str, path: Path) -> tuple[str, str]:
@@ -114,7 +124,7 @@ def main(arguments: list[str]) -> int:
     if not files:
         return _complain(f"no measurements in {args.folder / 'lab'}; `python -m lab run SCENARIO` makes some")
     try:
-        scenarios = read(files)
+        scenarios = read(files, planned())
         if not scenarios:
             return _complain(
                 f"no measurements in {', '.join(map(str, files))}; `python -m lab run SCENARIO` makes some"

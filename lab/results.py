@@ -18,6 +18,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lab.records import CHANGED, QUIET_CORES
+
 __all__ = [
     "Between",
     "BrokenLine",
@@ -105,7 +107,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Earlier:
-    """What the last run that measured a system found, under the same conditions and on the same machine."""
+    """What the last undisturbed run that measured a system found, under the same conditions and on the same machine."""
 
     run: str  # its time stamp
     measured: Measurement
@@ -315,6 +317,7 @@ class _Line:
     commit: str
     run: str  # its time stamp
     machine: str
+    undisturbed: bool  # by other programs, and of a tree as it was committed
     point: Point
     result: Result
 
@@ -432,7 +435,9 @@ def _line(text: str, place: str) -> _Line:
     if fields.text("benchmark") != "lab":
         fields.fail("benchmark", f"must be 'lab', not {values['benchmark']!r}")
     machine = _machine(fields.object("host"))
-    return _Line(place, fields.text("commit"), fields.text("run"), machine, _point(fields), _result(fields))
+    commit, busy_cores = fields.text("commit"), fields.number_if_there("busy_cores")
+    undisturbed = (busy_cores or 0.0) <= QUIET_CORES and not commit.endswith(CHANGED)
+    return _Line(place, commit, fields.text("run"), machine, undisturbed, _point(fields), _result(fields))
 
 
 def _grouped(lines: Iterable[_Line], key: Callable[[_Line], Any]) -> dict[Any, list[_Line]]:
@@ -460,7 +465,8 @@ def _joined(lines: Sequence[_Line]) -> Point:
 
 def _remembering(point: Point, machine: str, before: Sequence[_Line]) -> Point:
     """The point, with what the last of the lines before it say of the systems that are missing."""
-    comparable = [line for line in before if line.machine == machine and line.point.conditions() == point.conditions()]
+    alike = (line for line in before if line.machine == machine and line.point.conditions() == point.conditions())
+    comparable = [line for line in alike if line.undisturbed]
     earlier = {
         line.result.system: Earlier(line.run, line.result.measured) for line in comparable if line.result.measured
     }
@@ -471,11 +477,18 @@ def _remembering(point: Point, machine: str, before: Sequence[_Line]) -> Point:
     return replace(point, results=results)
 
 
-def read(files: Iterable[Path]) -> list[Scenario]:
+def _with_all(point: Point, planned: Iterable[Result]) -> Point:
+    """The point, with those of the planned systems that its run says nothing of."""
+    lacking = {result.system: result for result in planned if result.system not in point.results}
+    return replace(point, results={**point.results, **lacking})
+
+
+def read(files: Iterable[Path], planned: Mapping[str, Sequence[Result]] | None = None) -> list[Scenario]:
     """The last run of every scenario.
 
     Args:
         files: JSON lines; empty lines are skipped.
+        planned: By scenario the systems that it is of, as missing: what a run leaves out does not go unnoticed.
 
     Returns:
         In the order in which scenarios first appear.
@@ -496,7 +509,8 @@ def read(files: Iterable[Path]) -> list[Scenario]:
         run, before = ([line for line in group if (line.run == last.run) is wanted] for wanted in (True, False))
         points = [_joined(group) for group in _grouped(run, lambda line: line.point.swept).values()]
         points.sort(key=lambda point: point.swept or ("", 0.0))
-        joined = [_remembering(point, last.machine, before) for point in points]
+        complete = [_with_all(point, (planned or {}).get(name, ())) for point in points]
+        joined = [_remembering(point, last.machine, before) for point in complete]
         commits = tuple(dict.fromkeys(line.commit for line in run))
         scenarios.append(Scenario(name, last.point.title, commits, last.run, last.machine, tuple(joined)))
     return scenarios

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from lab.report import BEGIN, END, main, write
-from lab.results import BrokenLine, read
+from lab.report import BEGIN, END, main, planned, write
+from lab.results import BrokenLine, Result, read
 from lab.systems import SYSTEMS
 from lab.tables import all_measured, bars
 from lab.verdicts import REPETITIONS_MIN, fastest_exact_peer, judge
@@ -165,6 +165,8 @@ class TestVerdicts:
             {"schemes": {"fc6": "factors"}},
             {"host": HOST | {"cores": 4}},
             {"sweep": {"hosts": 4}},
+            {"busy_cores": 0.06},
+            {"commit": "c0ffee+changes"},
         ],
     )
     def test_only_runs_under_the_same_conditions_tell_of_a_missing_peer(self, results, fields):
@@ -172,6 +174,27 @@ class TestVerdicts:
             line("mxnet-p3", 9.0, run="1", **fields), line("penstock", 1.0), line("ddp", 1.5), line("mxnet-p3")
         )
         assert verdicts(found)["peer"] == "peers missing"
+
+    def test_a_quiet_run_of_a_committed_tree_tells_of_a_missing_peer(self, results):
+        before = line("mxnet-p3", 9.0, run="1", busy_cores=0.05, commit="01d")
+        found = results(before, line("penstock", 1.0), line("ddp", 1.5), line("mxnet-p3"))
+        assert verdicts(found)["peer"] == "met"
+
+    def test_what_a_run_leaves_out_of_its_scenario_is_missing(self, tmp_path):
+        path = tmp_path / "lines.jsonl"
+        before = [line("horovod", 9.0, run="1"), line("penstock", 1.0, run="1")]
+        path.write_text("".join(json.dumps(one) + "\n" for one in [*before, line("penstock", 1.0), line("ddp", 1.5)]))
+        names = ["penstock", "horovod", "mxnet-p3"]
+        (found,) = read([path], {"small": [Result(name, TITLES[name], True, "left out", None) for name in names]})
+        left_out = {name: result.missing for name, result in found.points[0].results.items() if result.missing}
+        assert left_out == {"horovod": "left out", "mxnet-p3": "left out"}
+        assert found.points[0].results["horovod"].earlier.run == "1"
+        assert verdicts([found])["peer"] == "peers missing", "of P3 nothing is known"
+
+    def test_scenarios_of_the_lab_plan_what_their_files_name(self):
+        systems = {result.system: result for result in planned()["resnet50-600-bf16"]}
+        assert list(systems) == ["alone", "penstock-bf16", "ddp-bf16", "penstock", "ddp"]
+        assert systems["ddp"].missing and systems["ddp"].is_exact_peer and not systems["ddp-bf16"].exact
 
     def test_an_earlier_run_of_few_repetitions_tells_nothing(self, results):
         few = line("mxnet-p3", 9.0, run="1")
