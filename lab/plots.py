@@ -39,7 +39,7 @@ NETWORK_SYSTEMS = (
     *(OURS, "penstock-store", "penstock-slicing", "penstock-wait-free", "penstock-vanilla", "penstock-bf16"),
     *("ddp", "mxnet-p3", "mxnet-sync", "horovod", "ddp-bf16"),
 )
-NETWORK_PANELS_MAX = 4
+NETWORK_PANELS_MAX = 6
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def _stall_panel(axis: Axes, point: Point, systems: Sequence[str]) -> None:
         )
         farthest_s = max(farthest_s, step_s.high)
     for place in set(range(len(systems))) - set(measured):
-        axis.text(0, place, " missing", va="center", fontsize=8, color="#666666")
+        axis.text(0, place, " not in this run", va="center", fontsize=8, color="#666666")
     if reference and reference.ideal_s:
         axis.axvline(reference.ideal_s, color=IDEAL, linewidth=1.6)
         farthest_s = max(farthest_s, reference.ideal_s)
@@ -296,7 +296,7 @@ def _sweep(
         if system == ALONE:
             continue
         if not curve:
-            axis.plot([], [], linestyle="none", label=f"{title} (missing)")
+            axis.plot([], [], linestyle="none", label=f"{title} (not in this run)")
             continue
         style = _style(system)
         axis.plot(
@@ -320,7 +320,7 @@ def _sweep(
 
 
 def _finished(figure: Figure, axis: Axes, title: str) -> Figure:
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, 1.04 * axis.get_ylim()[1])  # a line at the very top is not seen
     axis.grid(alpha=0.3)
     _plain(axis)
     figure.suptitle(title, fontsize=11)
@@ -346,15 +346,16 @@ def _network(scenario: Scenario) -> Figure | None:
     chosen = list(uses.items())[:NETWORK_PANELS_MAX]
     figure = Figure(figsize=(WIDTH_IN, 1.45 * len(chosen) + 1.0), layout="constrained")
     panels = figure.subplots(len(chosen), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
-    peak = point.line_rate_mbit or 0.0
+    rate_mbit = _first_link_mbit(point)
+    peak = rate_mbit
     for axis, (system, (measured, use)) in zip(panels, chosen, strict=True):
         edges = [place * use.bin_s for place in range(len(use.sent_mbit) + 1)]
         color, peak = _style(system).color, max(peak, *use.sent_mbit, *use.received_mbit)
         axis.stairs(use.sent_mbit, edges, fill=True, color=color)
         axis.stairs([-mbit for mbit in use.received_mbit], edges, fill=True, color=color, alpha=0.55)
         axis.axhline(0, color=IDEAL, linewidth=0.8)
-        for sign in (1, -1) if point.line_rate_mbit else ():
-            axis.axhline(sign * (point.line_rate_mbit or 0.0), color=IDEAL, linewidth=1, linestyle=":")
+        for sign in (1, -1) if rate_mbit else ():
+            axis.axhline(sign * rate_mbit, color=IDEAL, linewidth=1, linestyle=":")
         axis.set_title(_network_title(point, system, measured), fontsize=9, loc="left")
         axis.yaxis.set_major_locator(MaxNLocator(6, symmetric=True))
         axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{abs(y):g}"))
@@ -364,15 +365,22 @@ def _network(scenario: Scenario) -> Figure | None:
     panels[-1].set_xlabel("seconds")
     figure.supylabel("Mbit/s", fontsize=10)
     title = ", ".join(part for part in (scenario.title, _point_title(point)) if part)
-    dotted = "; dotted: the line rate" if point.line_rate_mbit else ""
+    dotted = "; dotted: the line rate" if rate_mbit else ""
     figure.suptitle(f"{title}: network use of host 0\nsent above the axis, received below{dotted}", fontsize=11)
     return figure
+
+
+def _first_link_mbit(point: Point) -> float:
+    """What the link of host 0 carries, or 0; it is the slowest link's rate that was measured."""
+    rate_mbit, slowest_mbit = point.rates_mbit[0], min((rate for rate in point.rates_mbit if rate), default=0.0)
+    return (point.line_rate_mbit or 0.0) * (rate_mbit / slowest_mbit if rate_mbit and slowest_mbit else 1.0)
 
 
 def _network_title(point: Point, system: str, measured: Measurement) -> str:
     title = f"{point.results[system].title}: a step in {_seconds(measured.step_s.median)} s"
     use = measured.network_use
-    if use is None or not point.line_rate_mbit:
+    rate_mbit = _first_link_mbit(point)
+    if use is None or not rate_mbit:
         return title
-    shares = [sum(mbit) / len(mbit) / point.line_rate_mbit for mbit in (use.sent_mbit, use.received_mbit)]
+    shares = [sum(mbit) / len(mbit) / rate_mbit for mbit in (use.sent_mbit, use.received_mbit)]
     return f"{title}, {shares[0]:.0%} of the line rate sent, {shares[1]:.0%} received"

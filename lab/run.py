@@ -93,6 +93,7 @@ class Run:
         """
         scenario = self._scenario
         pythons = self._pythons()
+        self._progress.update(scenario.repetitions * len(self.missing))
         rates = scenario.rates_mbit()
         with Cluster(scenario.hosts, rates) as cluster, Counters(cluster) as counters:
             slowest = min(range(scenario.hosts), key=lambda host: rates[host] or float("inf"))
@@ -143,6 +144,7 @@ class Run:
             for repetition in range(scenario.repetitions):
                 for system, python in pythons.items():
                     if system in self.missing:
+                        self._progress.update()
                         continue
                     self._progress.set_postfix_str(f"{scenario.name}: {system}, turn {repetition + 1}")
                     try:

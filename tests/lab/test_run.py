@@ -18,7 +18,7 @@ from lab.networks import NETWORKS
 from lab.peers import Missing
 from lab.run import Run, _overridden
 from lab.scenario import Scenario
-from lab.session import Turn
+from lab.session import SystemFailed, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 900  # a minute where nothing else runs
@@ -37,6 +37,18 @@ ideal_ratio = 1.5
 [options]
 ddp-bf16 = { hook = "none such" }
 """
+
+
+class Progress:
+    """Counts turns."""
+
+    turns = 0
+
+    def set_postfix_str(self, text):
+        pass
+
+    def update(self, turns=1):
+        self.turns += turns
 
 
 @pytest.fixture
@@ -140,7 +152,7 @@ def test_the_limit_is_that_of_what_the_layers_chose_to_send_by_the_end(monkeypat
             self.turns = {"ddp": [turn(layers)], "penstock": [turn(layers, facts=facts) for facts in penstock_facts]}
 
         monkeypatch.setattr(Run, "_take_turns", take_turns)
-        run = Run(Scenario("s", "s", "vgg19", ("penstock", "ddp"), hosts=4, compute_s=2.0), progress=None)
+        run = Run(Scenario("s", "s", "vgg19", ("penstock", "ddp"), hosts=4, compute_s=2.0), Progress())
         run.measure()
         return run
 
@@ -210,21 +222,13 @@ class FakeSession:
         self.log.append(f"-{self.system}")
 
 
-class NoProgress:
-    def set_postfix_str(self, text):
-        pass
-
-    def update(self):
-        pass
-
-
 @pytest.mark.parametrize("resident", [True, False])
 def test_turns_are_interleaved_and_restless_systems_end_with_theirs(resident, monkeypatch, tmp_path):
     log = []
     monkeypatch.setattr(lab.run, "Session", lambda cluster, scenario, system, *rest: FakeSession(log, system))
     monkeypatch.setattr(lab.run.Run, "_resident", lambda self, systems: resident)
     systems = ("alone", "ddp", "horovod")
-    run = lab.run.Run(Scenario("s", "s", "cifar10-quick", systems, repetitions=3), NoProgress())
+    run = lab.run.Run(Scenario("s", "s", "cifar10-quick", systems, repetitions=3), Progress())
     run._take_turns(None, None, dict.fromkeys(systems, "python"), tmp_path)
     assert [entry for entry in log if entry in systems] == list(systems) * 3
     alive = set()
@@ -239,6 +243,19 @@ def test_turns_are_interleaved_and_restless_systems_end_with_theirs(resident, mo
             (alive.add if entry[0] == "+" else alive.remove)(entry[1:])
     assert not alive
     assert log.count("+ddp") == (1 if resident else 3)
+
+
+def test_turns_of_a_system_that_failed_count_as_done(monkeypatch, tmp_path):
+    class Failing(FakeSession):
+        def turn(self, steps, counters):
+            if self.system == "ddp":
+                raise SystemFailed("ddp: it has ended")
+
+    monkeypatch.setattr(lab.run, "Session", lambda cluster, scenario, system, *rest: Failing([], system))
+    systems, progress = ("alone", "ddp"), Progress()
+    run = lab.run.Run(Scenario("s", "s", "cifar10-quick", systems, repetitions=3), progress)
+    run._take_turns(None, None, dict.fromkeys(systems, "python"), tmp_path)
+    assert (run.missing, progress.turns) == ({"ddp": "ddp: it has ended"}, 6)
 
 
 def test_the_bars_of_allreduce_are_for_calls_and_for_gradients():
