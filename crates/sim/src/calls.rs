@@ -26,7 +26,7 @@ mod lost;
 pub use lost::{Loss, run_with_a_loss};
 
 /// What a run was like.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Report {
     /// Calls, counted once for each rank.
     pub calls: u64,
@@ -36,6 +36,10 @@ pub struct Report {
     pub early: u64,
     /// Messages that were offered.
     pub offers: u64,
+    /// Bytes of messages sent, by rank.
+    pub sent: Vec<u64>,
+    /// Bytes of messages received, by rank.
+    pub received: Vec<u64>,
 }
 
 /// One rank's part in a call, and what must come out of it.
@@ -164,7 +168,11 @@ impl World {
             parts: Vec::new(),
             programs,
             lost: None,
-            report: Report::default(),
+            report: Report {
+                sent: vec![0; ranks as usize],
+                received: vec![0; ranks as usize],
+                ..Report::default()
+            },
         })
     }
 
@@ -357,7 +365,7 @@ impl World {
     fn play(&mut self) -> Result<Report, String> {
         self.go_on(u64::MAX)?;
         self.check_end()?;
-        Ok(self.report)
+        Ok(std::mem::take(&mut self.report))
     }
 
     /// Lets this much happen, or all there is.
@@ -515,6 +523,8 @@ impl World {
         match (&chunk, &bytes) {
             (Some(chunk), Some(bytes)) => {
                 chunk.write(|memory| memory.copy_from_slice(bytes));
+                self.report.sent[from.index()] += bytes.len() as u64;
+                self.report.received[to] += bytes.len() as u64;
                 self.report.early += u64::from(header.kind == Kind::Message && !chunk.is_shared());
             }
             (None, None) => {}

@@ -1,9 +1,12 @@
 //! Calls in random order. A failure prints its seed: `penstock_sim::calls::run(seed)` plays it again.
 
-use penstock_core::calls::slices;
+use penstock_core::calls::{Action, Plan, Shape, slices};
+use penstock_core::cost::Rates;
 use penstock_core::cost::dense::Algorithm;
 use penstock_core::layout::Dtype;
 use penstock_core::wire::Op;
+use penstock_sim::random::Random;
+use std::collections::BTreeMap;
 
 /// Jobs per test run.
 const JOBS: u64 = 300;
@@ -60,8 +63,9 @@ const DTYPES: [Dtype; 9] = [
     Dtype::I8,
     Dtype::U8,
 ];
-/// Elements: none, fewer than ranks, primes.
+/// Elements: none, fewer than ranks, primes; and any.
 const LENGTHS: [usize; 7] = [0, 1, 2, 7, 31, 257, 1009];
+const LENGTH_MAX: u64 = 1500;
 
 #[test]
 fn every_algorithm_operation_dtype_and_number_of_ranks_gives_the_bits_of_the_documented_order() {
@@ -71,13 +75,73 @@ fn every_algorithm_operation_dtype_and_number_of_ranks_gives_the_bits_of_the_doc
             for (op, dtype) in OPS.into_iter().flat_map(|op| DTYPES.map(|dtype| (op, dtype))) {
                 if op.refused(dtype).is_none() {
                     seed += 1;
-                    let elems = LENGTHS[(seed * 5 % 7) as usize];
+                    let any = Random::new(seed).below(LENGTH_MAX) as usize;
+                    let elems = *LENGTHS.get((seed * 5 % 14) as usize).unwrap_or(&any);
                     let outcome = penstock_sim::calls::allreduce(algorithm, (op, dtype), ranks, elems, seed);
                     outcome.unwrap_or_else(|error| panic!("{error}"));
                 }
             }
         }
     }
+}
+
+/// By docs/protocol.md a call moves what its slices move, and its steps are those of a slice.
+#[test]
+fn bytes_and_steps_of_calls_are_what_the_cost_functions_say() {
+    let mut seed = 0;
+    for algorithm in Algorithm::ALL {
+        for (ranks, elems) in
+            (1..=17).flat_map(|ranks| [0, 1, 7, 61, 1009, 40_009].map(|elems| (ranks, elems)))
+        {
+            seed += 1;
+            let case = format!("{algorithm:?}, {ranks} ranks, {elems} elements, seed {seed}");
+            let count = u64::from(slices(algorithm, elems, 4, ranks));
+            let (want, _) = algorithm.message(elems, 4, ranks, count, &Rates::default());
+            let outcome =
+                penstock_sim::calls::allreduce(algorithm, (Op::Min, Dtype::I32), ranks, elems as usize, seed);
+            let report = outcome.unwrap_or_else(|error| panic!("{error}"));
+            assert_eq!((report.sent, report.received), (want.sent, want.received), "{case}");
+            // Parts without elements are not sent, so a chain may be shorter where there are fewer than parts.
+            let steps = steps(algorithm, ranks, elems, count as u32);
+            assert!(
+                steps == want.steps || (elems / count < ranks.into() && steps < want.steps),
+                "{steps} steps: {case}"
+            );
+        }
+    }
+}
+
+/// The longest chain of messages that wait for each other, in any of a call's pieces.
+fn steps(algorithm: Algorithm, ranks: u32, elems: u64, pieces: u32) -> u32 {
+    let action = Action::Allreduce { algorithm };
+    let shape =
+        |me| Shape { action, ranks, me, elem_bytes: 4, inputs: vec![4 * elems], outputs: vec![4 * elems] };
+    let chain = |piece| {
+        let plans: Vec<Plan> = (0..ranks).map(|me| shape(me).plan(piece)).collect();
+        // By sender, receiver and stage: how many messages come before it, and itself.
+        let mut sent = BTreeMap::new();
+        let mut at = vec![(0, 0); ranks as usize];
+        let done =
+            |at: &[(usize, u32)]| at.iter().zip(&plans).all(|((round, _), plan)| *round == plan.rounds.len());
+        while !done(&at) {
+            for (me, plan) in (0..).zip(&plans) {
+                let (round, depth) = at[me as usize];
+                let Some(doing) = plan.rounds.get(round) else { continue };
+                for transfer in &doing.sends {
+                    sent.insert((me, transfer.peer, transfer.stage), depth + 1);
+                }
+                let came = doing
+                    .receives
+                    .iter()
+                    .map(|transfer| sent.get(&(transfer.peer, me, transfer.stage)).copied());
+                if let Some(came) = came.collect::<Option<Vec<u32>>>() {
+                    at[me as usize] = (round + 1, came.into_iter().fold(depth, u32::max));
+                }
+            }
+        }
+        sent.into_values().max().unwrap_or(0)
+    };
+    (0..pieces).map(chain).max().unwrap_or(0)
 }
 
 #[test]

@@ -1,5 +1,9 @@
 //! Ten thousand random schedules, all checkers on. A failure prints its seed and how to replay it.
 
+use penstock_core::Scheme;
+use penstock_core::cost::dense::Algorithm;
+use penstock_core::layout::Tensor;
+
 /// Scenarios per test run.
 const SCENARIOS: u64 = 12_000;
 
@@ -11,25 +15,43 @@ fn random_schedules_violate_nothing() {
         .map_or(0, |seed| seed.parse().expect("PENSTOCK_SIM_SEED is a number"));
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let parts = std::thread::scope(|scope| {
-        let explore = |first| (base + first..base + SCENARIOS).step_by(cores).map(counts).fold([0; 4], sum);
+        let explore =
+            |first| (base + first..base + SCENARIOS).step_by(cores).map(counts).fold([0; COUNTS], sum);
         let threads: Vec<_> = (0..cores as u64).map(|first| scope.spawn(move || explore(first))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
     });
-    let [slices, preempted, lost, through] = parts.into_iter().fold([0; 4], sum);
+    let [slices, preempted, lost, through, by_scheme @ ..] = parts.into_iter().fold([0; COUNTS], sum);
     // The scenarios would prove nothing if they never did what they are there for.
     assert!(slices > 10 * SCENARIOS, "{slices} slices");
     assert!(preempted > SCENARIOS / 10, "{preempted} runs with preemptions");
     assert!(lost > SCENARIOS / 50 && through > SCENARIOS / 2, "{lost} lost, {through} came through");
+    assert!(
+        by_scheme.iter().all(|lost| *lost > SCENARIOS / 400),
+        "lost in books with each of {:?}: {by_scheme:?}",
+        Algorithm::ALL
+    );
 }
 
-/// Slices, and whether there were preemptions, whether a rank was lost, whether all came through.
-fn counts(seed: u64) -> [u64; 4] {
+const COUNTS: usize = 4 + Algorithm::ALL.len();
+
+/// Slices, and whether there were preemptions, whether a rank was lost, whether all came through; and by algorithm whether
+/// a rank was lost where a tensor goes by it.
+fn counts(seed: u64) -> [u64; COUNTS] {
     let report = penstock_sim::run(seed).unwrap_or_else(|failure| panic!("{failure}"));
     let lost = report.lost.is_some();
-    [report.slices, u64::from(report.preemptions > 0), u64::from(lost), u64::from(!lost)]
+    let mut counts = [0; COUNTS];
+    let flags = [report.preemptions > 0, lost, !lost].map(u64::from);
+    counts[0] = report.slices;
+    counts[1..4].copy_from_slice(&flags);
+    let books = penstock_sim::scenario::draw(seed).books;
+    for (count, algorithm) in counts[4..].iter_mut().zip(Algorithm::ALL) {
+        let goes_by_it = |tensor: &Tensor| tensor.scheme == Scheme::Dense(algorithm);
+        *count = u64::from(lost && books.iter().flat_map(|book| &book.tensors).any(goes_by_it));
+    }
+    counts
 }
 
-fn sum(a: [u64; 4], b: [u64; 4]) -> [u64; 4] {
+fn sum(a: [u64; COUNTS], b: [u64; COUNTS]) -> [u64; COUNTS] {
     std::array::from_fn(|i| a[i] + b[i])
 }
 

@@ -3,6 +3,7 @@
 use crate::check::order;
 use crate::memory::{Chunk, RealMemory, SimMemory};
 use crate::random::Random;
+use half::{bf16, f16};
 use penstock_core::Scheme;
 use penstock_core::calls::slices;
 use penstock_core::cost::dense::Algorithm;
@@ -28,9 +29,8 @@ pub(super) fn numbers(random: &mut Random, dtype: Dtype, elems: usize) -> Vec<u8
     match dtype {
         Dtype::F32 => (0..elems).flat_map(|_| (number() as f32).to_le_bytes()).collect(),
         Dtype::F64 => (0..elems).flat_map(|_| number().to_le_bytes()).collect(),
-        // Small whole numbers, which have few bits in either half type.
-        Dtype::F16 => (0..elems).flat_map(|_| [0, 0x3c]).collect(),
-        Dtype::Bf16 => (0..elems).flat_map(|_| [0x80, 0x3f]).collect(),
+        Dtype::F16 => (0..elems).flat_map(|_| f16::from_f64(number()).to_le_bytes()).collect(),
+        Dtype::Bf16 => (0..elems).flat_map(|_| bf16::from_f64(number()).to_le_bytes()).collect(),
         _ => {
             let count = elems * dtype.size_bytes();
             (0..count.div_ceil(8)).flat_map(|_| random.bits().to_le_bytes()).take(count).collect()
@@ -44,10 +44,11 @@ pub(super) fn tensor(bytes: &[u8]) -> Chunk {
     chunk
 }
 
-/// Numbers whose sum depends on the order of additions, summed one by one: longer ones take the tests' time.
+/// So many numbers are summed one by one, as docs/summation.md says: longer ones take the tests' time.
 pub(super) const ORDERED_ELEMS_MAX: usize = 4096;
 
-/// Whether a sum is the same in any order, or made in the order of ranks.
+/// Whether a sum is the same in any order, or made in the order of ranks: of longer ones the accumulator itself tells, which
+/// then only has to have been given all ranks' numbers.
 pub(super) fn is_plain(algorithm: Algorithm, dtype: Dtype) -> bool {
     matches!(algorithm, Algorithm::Store | Algorithm::Central)
         || matches!(dtype, Dtype::I64 | Dtype::I32 | Dtype::I16 | Dtype::I8 | Dtype::U8)
@@ -56,7 +57,7 @@ pub(super) fn is_plain(algorithm: Algorithm, dtype: Dtype) -> bool {
 /// What an allreduce by this algorithm gives: docs/summation.md for each slice.
 pub(super) fn sum(algorithm: Algorithm, dtype: Dtype, op: Op, rows: &[Vec<u8>]) -> Vec<u8> {
     let (p, elem_bytes) = (rows.len() as u32, dtype.size_bytes());
-    if is_plain(algorithm, dtype) {
+    if is_plain(algorithm, dtype) && rows[0].len() > ORDERED_ELEMS_MAX * elem_bytes {
         let inputs: Vec<Chunk> = rows.iter().map(|row| tensor(row)).collect();
         let output = RealMemory::tensor(rows[0].len());
         RealMemory::default().reduce(dtype, op.reduction(p), &inputs, &output);
