@@ -2,6 +2,7 @@
 
     sudo .venv/bin/python -m benchmarks.collectives run --hosts 4 --json-lines docs/benchmarks/collectives/1000.jsonl
     sudo .venv/bin/python -m benchmarks.collectives slow-host     both measurements on hosts of which one is slow
+    sudo .venv/bin/python -m benchmarks.collectives even-hosts    by number of workers, 53 MB being the study's message
     .venv/bin/python -m benchmarks.collectives report       the table and the picture of docs/benchmarks/collectives/
 
 What runs on each host is the command that a user would type, `penstock measure allreduce`: it verifies every result,
@@ -33,10 +34,18 @@ FOLDER = ROOT / "docs" / "benchmarks" / "collectives"
 PORT = 29511  # of a network that nobody else is in
 LIMIT_S = 600.0
 GOAL = 0.15  # between prediction and median
-SLOW_HOSTS, SLOW_HOST = 4, 2
-SLOW_LINES = "slow-host.jsonl"
 RATE_MBIT, SLOW_MBIT = 1000.0, 250.0
-KINDS: dict[str, list[str]] = {"line-rate": [], "allreduce": ["--sizes", "4KB,1MB,8MB", "--seconds", "2"]}
+# By name, which their files begin with: each host's rate, and what is measured with which options.
+CLUSTERS: dict[str, tuple[list[float], dict[str, list[str]]]] = {
+    "slow-host": (
+        [RATE_MBIT, RATE_MBIT, SLOW_MBIT, RATE_MBIT],
+        {"line-rate": [], "allreduce": ["--sizes", "4KB,1MB,8MB", "--seconds", "2"]},
+    ),
+    "even-hosts": (
+        [RATE_MBIT] * 8,
+        {"allreduce": ["--sizes", "4KB,1MB,53MB", "--workers", "2,4,8", "--seconds", "2"]},
+    ),
+}
 TABLES = {"line-rate": line_rate.table, "allreduce": allreduce.table}
 
 
@@ -69,7 +78,7 @@ def _as_a_user(cluster: Cluster, kind: str, options: Sequence[str]) -> str:
 def predicted_s(cell: dict[str, Any], group: dict[str, Any], rate_mbit: float) -> float:
     """The cost function's seconds on links that are token buckets."""
     burst_bytes = max(BURST_BYTES_MIN, rate_mbit * 1e6 / 8 * BURST_S)
-    at_one_rank = cell["slices"] == 1 and cell["algorithm"] in ("store", "central", "tree")
+    at_one_rank = cell["slices"] == 1 and cell["taken"] in ("store", "central", "tree")
     at_once_s = (2 if at_one_rank else 1) * burst_bytes / group["bytes_per_s"]
     return float(cell["predicted_s"] - min(cell["predicted_wire_s"], at_once_s))
 
@@ -77,18 +86,26 @@ def predicted_s(cell: dict[str, Any], group: dict[str, Any], rate_mbit: float) -
 def shown(result: dict[str, Any], rate_mbit: float) -> str:
     """As a Markdown table, with what is off by more than the goal in bold."""
     lines = [
-        "| hosts | bytes | algorithm | median, ms (lowest to 95th percentile) | predicted, ms | off by | of best |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| hosts | bytes | algorithm | median, ms (lowest to 95th percentile) | predicted, ms | off by | of best | "
+        "/ fastest |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     groups = {group["workers"]: group for group in result["groups"]}
     for cell in result["cells"]:
+        fastest_s = min(
+            other["p50_s"]
+            for other in result["cells"]
+            if (other["workers"], other["bytes"]) == (cell["workers"], cell["bytes"])
+            if other["algorithm"] in ALGORITHMS
+        )
+        name = f"auto: {cell['taken']}" if cell["algorithm"] == allreduce.AUTOMATIC else cell["algorithm"]
         predicted = predicted_s(cell, groups[cell["workers"]], rate_mbit)
         off = cell["p50_s"] / predicted - 1
         text = f"{off:+.1%}" if abs(off) <= GOAL else f"**{off:+.1%}**"
         times = f"{_ms(cell['p50_s'])} ({_ms(cell['low_s'])} to {_ms(cell['p95_s'])})"
         lines.append(
-            f"| {cell['workers']} | {cell['bytes']:,} | {cell['algorithm']} | {times} | {_ms(predicted)} | "
-            f"{text} | {cell['of_best']:.0%} |"
+            f"| {cell['workers']} | {cell['bytes']:,} | {name} | {times} | {_ms(predicted)} | "
+            f"{text} | {cell['of_best']:.0%} | {cell['p50_s'] / fastest_s:.2f} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -148,11 +165,13 @@ def _report(arguments: argparse.Namespace) -> int:
     page = arguments.folder / "README.md"
     shown_text = page.read_text(encoding="utf-8")
     shown_text = _between(shown_text, "measured", "\n".join(text))
-    slow = arguments.folder / SLOW_LINES
-    for line in slow.read_text(encoding="utf-8").splitlines() if slow.exists() else ():
-        record = json.loads(line)  # the last of each kind stays
-        table = TABLES[record["kind"]](record)
-        shown_text = _between(shown_text, record["kind"], f"Commit `{record['commit']}`.\n\n```text\n{table}```\n")
+    for name in CLUSTERS:
+        lines = arguments.folder / f"{name}.jsonl"
+        for line in lines.read_text(encoding="utf-8").splitlines() if lines.exists() else ():
+            record = json.loads(line)  # the last of each kind stays
+            table = TABLES[record["kind"]](record)
+            text_now = f"Commit `{record['commit']}`.\n\n```text\n{table}```\n"
+            shown_text = _between(shown_text, f"{name} {record['kind']}", text_now)
     page.write_text(shown_text, encoding="utf-8")
     _draw(records, arguments.folder / "predicted.png")
     return 0
@@ -165,18 +184,19 @@ def _between(text: str, name: str, new: str) -> str:
     return before + begin + "\n\n" + new + "\n" + end + rest.partition(end)[2]
 
 
-def _slow_host(arguments: argparse.Namespace) -> int:
-    """Both measurements, of hosts of which one has a slow card."""
+def _as_users(arguments: argparse.Namespace) -> int:
+    """What is measured on one of `CLUSTERS`."""
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    rates = [SLOW_MBIT if host == SLOW_HOST else RATE_MBIT for host in range(SLOW_HOSTS)]
+    rates, kinds = CLUSTERS[arguments.name]
     try:
-        with Cluster(SLOW_HOSTS, rates) as cluster:
-            for kind, options in KINDS.items():
-                picture = ["--plot", str(arguments.folder / f"slow-host-{kind}.png")]
+        busy_cores = wait_for_quiet(arguments.wait_quiet)
+        with Cluster(len(rates), rates) as cluster:
+            for kind, options in kinds.items():
+                picture = ["--plot", str(arguments.folder / f"{arguments.name}-{kind}.png")]
                 result = json.loads(_as_a_user(cluster, kind, ["--json", *options, *picture]))
-                record = {"kind": kind, "rates_mbit": rates, **result}
-                lines = arguments.folder / SLOW_LINES
-                publish(record, benchmark="slow-host", seed=result.get("seed", 0), as_json=False, lines=lines)
+                record = {"kind": kind, "rates_mbit": rates, "busy_cores": busy_cores, **result}
+                lines = arguments.folder / f"{arguments.name}.jsonl"
+                publish(record, benchmark=arguments.name, seed=result.get("seed", 0), as_json=False, lines=lines)
                 print(TABLES[kind](result), flush=True)
     except Unavailable as error:
         note(f"collectives: {error}")
@@ -199,12 +219,12 @@ def _draw(records: list[dict[str, Any]], path: Path) -> None:
             places = [sizes.index(cell["bytes"]) + (number - 2) * width for cell in cells]
             ratios = [cell["p50_s"] / predicted_s(cell, group, record["rate_mbit"]) for cell in cells]
             axes.bar(places, ratios, width, color=COLOURS[algorithm], label=algorithm)
-        axes.axhspan(1 - GOAL, 1 + GOAL, color="grey", alpha=0.25)
+        axes.axhspan(1 - GOAL, 1 + GOAL, color="grey", alpha=0.25, zorder=0)
         axes.axhline(1.0, color="black", linewidth=1)
         axes.set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
         axes.set(xlabel="bytes", title=f"{record['hosts']} hosts, {record['rate_mbit']:g} Mbit/s")
     panels[0].set_ylabel("measured / predicted")
-    panels[0].legend(fontsize="small", ncols=2)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(ALGORITHMS))
     figure.savefig(path, dpi=130)
 
 
@@ -216,14 +236,16 @@ def main() -> int:
     run.add_argument("--hosts", type=int, default=4)
     run.add_argument("--mbit", type=float, default=1000.0, help="of each link in each direction")
     run.add_argument("--sizes", default="4KB,1MB,53MB")
-    run.add_argument("--algorithms", default=",".join(ALGORITHMS))
+    run.add_argument("--algorithms", default=",".join((*ALGORITHMS, allreduce.AUTOMATIC)))
     run.add_argument("--seconds", type=float, default=4.0, help="for each size")
     run.add_argument("--seed", type=int, default=0)
     result_arguments(run)
     run.set_defaults(command=_run)
-    slow_host = commands.add_parser("slow-host")
-    slow_host.add_argument("--folder", type=Path, default=FOLDER)
-    slow_host.set_defaults(command=_slow_host)
+    for name in CLUSTERS:
+        as_users = commands.add_parser(name)
+        as_users.add_argument("--folder", type=Path, default=FOLDER)
+        as_users.add_argument("--wait-quiet", type=float, default=0.0, help="seconds to wait for other programs to end")
+        as_users.set_defaults(command=_as_users, name=name)
     report = commands.add_parser("report")
     report.add_argument("--folder", type=Path, default=FOLDER)
     report.set_defaults(command=_report)

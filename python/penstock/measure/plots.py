@@ -62,13 +62,16 @@ def line_rate(result: dict[str, Any], path: str) -> None:
     figure = _figure(7, 4.5)
     axes = figure.add_subplot()
     slow = {tuple(verdict["ranks"]) for verdict in result["verdicts"]}
+    named: set[str] = set()
     for link in result["links"]:
         ends = (link["source"], link["target"])
-        stands_out = ends in slow or (ends[0],) in slow or (ends[1],) in slow
+        of = next((one for one in (ends, ends[:1], ends[1:]) if one in slow), None)
         sizes = [size for size in result["sizes"] if str(size) in link["seconds"]]
         rates = [size * 8 / 1e6 / link["seconds"][str(size)] for size in sizes]
-        label = f"{ends[0]} to {ends[1]}" if stands_out else None
-        axes.plot(sizes, rates, color="tab:red" if stands_out else "tab:blue", alpha=0.6, label=label)
+        label = "the others" if of is None else f"{of[0]} to {of[1]}" if len(of) > 1 else f"to and from {of[0]}"
+        shown = None if label in named else label
+        named.add(label)
+        axes.plot(sizes, rates, color="tab:blue" if of is None else "tab:red", alpha=0.6, label=shown)
     axes.set(
         xscale="log",
         yscale="log",
@@ -78,7 +81,7 @@ def line_rate(result: dict[str, Any], path: str) -> None:
     )
     axes.grid(visible=True, alpha=0.3)
     if slow:
-        axes.legend(title="stand out", fontsize="small")
+        axes.legend(title="links; red: stand out", fontsize="small")
     figure.savefig(path, dpi=150)
 
 
@@ -112,7 +115,9 @@ def allreduce(result: dict[str, Any], path: str) -> None:
     for axes in (by_workers, by_size):
         axes.grid(visible=True, axis="y", alpha=0.3)
         axes.set_axisbelow(True)
-    figure.suptitle("Allreduce: medians, thin lines to the 95th percentile; dashed: the best that the line rate allows")
+    figure.suptitle(
+        "Allreduce: medians, thin lines to the 95th percentile; dashed: best, 2 (p-1)/p of the bytes at line rate"
+    )
     figure.savefig(path, dpi=150)
 
 
