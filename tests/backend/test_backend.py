@@ -1,6 +1,5 @@
 """The torch.distributed backend: values as gloo's, DDP, FSDP, checkpoints, and PyTorch's own tests as listed."""
 
-import importlib.util
 import os
 import re
 import signal
@@ -65,7 +64,6 @@ def test_the_list_of_pytorchs_tests_is_of_the_torch_that_is_pinned():
     assert list(states) == sorted(states)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("expecttest") is None, reason="PyTorch's tests need expecttest")
 def test_pytorchs_own_tests_do_as_listed(tmp_path):
     version, states = pytorch_tests.read()
     same = pytorch_tests.installed() == version

@@ -239,6 +239,14 @@ def memories(rank, size):
     tensor = torch.full((100, 7), float(rank), dtype=torch.bfloat16)
     ps.allreduce(tensor, op="average")
     assert (tensor == (size - 1) / 2).all()
+    value = np.arange(5.0) + rank
+    ps.allreduce(Device(value))
+    assert (value == size * np.arange(5.0) + sum(range(size))).all()
+    if rank == 0:
+        ps.send(Device(value), 1)
+    elif rank == 1:
+        ps.recv(Device(received := np.zeros(5)), 0)
+        assert (received == value).all()
     flags = torch.tensor([True, rank == 0])
     outputs = [torch.empty(2, dtype=torch.bool) for _ in range(size)]
     ps.all_gather(flags, outputs)
