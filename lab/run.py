@@ -1,8 +1,8 @@
 """Runs a scenario: all systems in turns on one emulated cluster, and writes what was measured as JSON lines.
 
-Turns are interleaved (A B C A B C), so that a machine that drifts biases no system. A system's processes live through
-all turns if memory suffices and they are quiet in the turns of others, or else are started anew for each. The limit is
-computed from the line rate that iperf3 measures on the same links just before.
+Turns are interleaved (A B C A B C), so that a machine that drifts biases no system. A system's processes live on
+through the turns of others if they are quiet in them and leave room for one more system's, or else are started anew for
+each turn. The limit is computed from the line rate that iperf3 measures on the same links just before.
 """
 
 from __future__ import annotations
@@ -39,6 +39,12 @@ FIRST_PORT = 20000
 # Parameters, gradients, momentum, and what a system keeps besides: copies of gradients, buffers.
 COPIES_OF_MODEL = 5
 PROCESS_BYTES = 350 << 20
+
+
+def free_bytes() -> int:
+    """Memory of this machine that programs can have."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
 
 
 def line_rate_mbit(cluster: Cluster, host: int) -> float:
@@ -93,7 +99,7 @@ class Run:
         """
         scenario = self._scenario
         pythons = self._pythons()
-        self._progress.update(scenario.repetitions * len(self.missing))
+        self._progress.update(scenario.repetitions * (len(scenario.systems) - len(pythons)))
         rates = scenario.rates_mbit()
         with Cluster(scenario.hosts, rates) as cluster, Counters(cluster) as counters:
             slowest = min(range(scenario.hosts), key=lambda host: rates[host] or float("inf"))
@@ -126,19 +132,13 @@ class Run:
                 self.missing[system] = str(missing)
         return found
 
-    def _resident(self, systems: int) -> bool:
-        """Whether the processes of all systems fit into memory at once."""
+    def _room(self) -> bool:
+        """Whether the processes of one more system fit into the memory that is free now."""
         one = PROCESS_BYTES + COPIES_OF_MODEL * self._trace.nbytes
-        free = next(
-            int(line.split()[1]) << 10
-            for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-            if line.startswith("MemAvailable")
-        )
-        return one * self._scenario.hosts * systems < 0.8 * free
+        return one * self._scenario.hosts < 0.8 * free_bytes()
 
     def _take_turns(self, cluster: Cluster, counters: Counters, pythons: Mapping[str, str], folder: Path) -> None:
         scenario = self._scenario
-        resident = self._resident(len(pythons))
         alive: dict[str, Session] = {}
         try:
             for repetition in range(scenario.repetitions):
@@ -155,7 +155,7 @@ class Run:
                     except SystemFailed as failure:
                         self.missing[system] = str(failure)
                         note(f"{scenario.name}: {failure}")
-                    if not resident or SYSTEMS[system].restless or system in self.missing:
+                    if SYSTEMS[system].restless or system in self.missing or not self._room():
                         alive.pop(system).end()
                     self._progress.update()
         finally:

@@ -222,27 +222,30 @@ class FakeSession:
         self.log.append(f"-{self.system}")
 
 
-@pytest.mark.parametrize("resident", [True, False])
-def test_turns_are_interleaved_and_restless_systems_end_with_theirs(resident, monkeypatch, tmp_path):
-    log = []
-    monkeypatch.setattr(lab.run, "Session", lambda cluster, scenario, system, *rest: FakeSession(log, system))
-    monkeypatch.setattr(lab.run.Run, "_resident", lambda self, systems: resident)
-    systems = ("alone", "ddp", "horovod")
+@pytest.mark.parametrize("room_for", [1, 2, 4])
+def test_turns_are_interleaved_and_systems_live_on_if_they_are_quiet_and_leave_room(room_for, monkeypatch, tmp_path):
+    log, alive = [], set()
+    systems = ("alone", "ddp", "horovod", "mxnet-p3")
     run = lab.run.Run(Scenario("s", "s", "cifar10-quick", systems, repetitions=3), Progress())
+    each = run._scenario.hosts * (lab.run.PROCESS_BYTES + lab.run.COPIES_OF_MODEL * run._trace.nbytes)
+
+    class Living(FakeSession):
+        def __init__(self, system):
+            super().__init__(log, system)
+            alive.add(system)
+            assert len(alive) <= room_for
+
+        def end(self):
+            super().end()
+            alive.remove(self.system)
+
+    monkeypatch.setattr(lab.run, "Session", lambda cluster, scenario, system, *rest: Living(system))
+    monkeypatch.setattr(lab.run, "free_bytes", lambda: 1.3 * each * (room_for - len(alive)))
     run._take_turns(None, None, dict.fromkeys(systems, "python"), tmp_path)
     assert [entry for entry in log if entry in systems] == list(systems) * 3
-    alive = set()
-    for entry in log:
-        if entry in systems:
-            assert entry in alive
-            assert entry == "horovod" or "horovod" not in alive, (
-                "Horovod's processes work while they have nothing to do"
-            )
-            assert resident or alive == {entry}
-        else:
-            (alive.add if entry[0] == "+" else alive.remove)(entry[1:])
     assert not alive
-    assert log.count("+ddp") == (1 if resident else 3)
+    starts = [log.count(f"+{system}") for system in systems]
+    assert starts == {1: [3, 3, 3, 3], 2: [1, 3, 3, 3], 4: [1, 1, 3, 1]}[room_for], "Horovod's are restless"
 
 
 def test_turns_of_a_system_that_failed_count_as_done(monkeypatch, tmp_path):
