@@ -7,11 +7,12 @@ Emulated hosts without a limit on their links share this machine's cores, so the
 system calls cost. With ``--mbit`` the links are the limit: each host has to send 2 (p - 1) / p of the buffer at the
 rate that iperf3 finds on the same links, and no algorithm is faster (the measurement study's equation 4).
 
-All arms run in the same processes, in turns; each round begins at a barrier, and the slowest host's time counts. Arms
-are the calls' allreduce with the algorithm that it chooses itself (``call``), or with one that is named; the store's
-exchange of a book (``book``), which is how gradients travel; and gloo. The buffer is one tensor of fp32 for all: what
-suits gloo best. Small buffers are summed many times in a row, and the time is one sum's. Processor time is that of all
-hosts and threads.
+All arms run in the same processes, in turns; each round begins at a barrier, and the slowest host's time counts. The
+rounds are shared among several sets of processes, one after the other: where a process happens to have its memory is
+worth a tenth of its time. Arms are the calls' allreduce with the algorithm that it chooses itself (``call``), or with
+one that is named; the store's exchange of a book (``book``), which is how gradients travel; and gloo. The buffer is one
+tensor of fp32 for all: what suits gloo best. Small buffers are summed many times in a row, and the time is one sum's.
+Processor time is that of all hosts and threads.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from lab.cluster import Cluster, Unavailable
 from lab.records import note, publish, result_arguments, shown, spread, wait_for_quiet
 from lab.run import line_rate_mbit
 
-PORT = 29500
+PORT = 29500  # of the first set of processes
 JUDGED = ("call", "book")
 TARGET = 0.9  # of gloo's time
 LIMIT_TARGET = 1.05  # of the least time at the line rate
@@ -42,7 +43,9 @@ PROCESSORS = (30e-6, 4e9, 50e9, 200e-6)
 class Arms:
     """The processes, and every way to sum in them."""
 
-    def __init__(self, cluster: Cluster, megabytes: float, slice_kb: int, lanes: int, bytes_per_s: float) -> None:
+    def __init__(
+        self, cluster: Cluster, megabytes: float, slice_kb: int, lanes: int, bytes_per_s: float, port: int
+    ) -> None:
         hosts = [host.address for host in cluster.hosts]
         count = round(megabytes * 1e6 / 4)
         self.repeats = REPEATS if 4 * count <= SMALL_BYTES else 1
@@ -51,7 +54,7 @@ class Arms:
         together(self.ends, "book", wire="w", layers=[4 * count], places=[0], dtype="f32", seed=None)
         together(self.ends, "set_rates", wire="w", rates=(bytes_per_s, *PROCESSORS))
         each = [{"rank": rank, "interface": host.interface} for rank, host in enumerate(cluster.hosts)]
-        together(self.ends, "join_gloo", each, size=len(hosts), root=hosts[0], port=PORT)
+        together(self.ends, "join_gloo", each, size=len(hosts), root=hosts[0], port=port)
 
     def round(self, arm: str) -> tuple[float, float]:
         """Seconds of the slowest host, and processor seconds of all, for one sum; every result is checked."""
@@ -76,14 +79,15 @@ def measure(arguments: argparse.Namespace, hosts: int, megabytes: float) -> dict
     with Cluster(hosts, arguments.mbit) as cluster:
         line_mbit = None if arguments.mbit is None else line_rate_mbit(cluster, 0)
         bytes_per_s = LINE_BYTES_PER_S if line_mbit is None else line_mbit * 1e6 / 8
-        processes = Arms(cluster, megabytes, arguments.slice_kb, arguments.lanes, bytes_per_s)
-        for number in range(-arguments.warm, arguments.rounds):
-            for arm in arms:
-                taken = processes.round(arm)
-                if number >= 0:
-                    seconds[arm].append(taken[0])
-                    cpu_s[arm].append(taken[1])
-        processes.close()
+        for begun in range(arguments.sets):
+            processes = Arms(cluster, megabytes, arguments.slice_kb, arguments.lanes, bytes_per_s, PORT + begun)
+            for number in range(-arguments.warm, len(range(begun, arguments.rounds, arguments.sets))):
+                for arm in arms:
+                    taken = processes.round(arm)
+                    if number >= 0:
+                        seconds[arm].append(taken[0])
+                        cpu_s[arm].append(taken[1])
+            processes.close()
     gigabytes = hosts * megabytes / 1e3
     limit_s = None if line_mbit is None else 2 * (hosts - 1) / hosts * megabytes * 1e6 / bytes_per_s
     target = SMALL_TARGET if megabytes * 1e6 <= SMALL_BYTES else TARGET if limit_s is None else LIMIT_TARGET
@@ -92,6 +96,7 @@ def measure(arguments: argparse.Namespace, hosts: int, megabytes: float) -> dict
         "line_rate_mbit": line_mbit,
         "limit_ms": None if limit_s is None else 1e3 * limit_s,
         "hosts": hosts,
+        "sets": arguments.sets,
         "megabytes": megabytes,
         "slice_bytes": arguments.slice_kb << 10,
         "lanes": arguments.lanes,
@@ -117,7 +122,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--mbit", type=float, help="of each link in each direction (default: no limit)")
     parser.add_argument("--arms", nargs="+", default=["call", "book"], help="call, book, or algorithms; gloo is added")
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--warm", type=int, default=5, help="rounds before those that count")
+    parser.add_argument("--sets", type=int, default=4, help="of processes, among which the rounds are shared")
+    parser.add_argument("--warm", type=int, default=3, help="rounds of each set before those that count")
     parser.add_argument("--slice-kb", type=int, default=512, help="of the book's exchange")
     parser.add_argument("--lanes", type=int, default=1)
     result_arguments(parser)
