@@ -20,7 +20,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,7 @@ def _report(arguments: argparse.Namespace) -> int:
     for record in records:
         (group,) = record["groups"]
         text += [
-            f"{record['hosts']} hosts, {record['rate_mbit']:g} Mbit/s, commit `{record['commit']}`, seed "
+            f"{record['hosts']} hosts, {record['rate_mbit']:g} Mbit/s, {_origin(record)}, seed "
             f"{record['seed']}; measured in this run: {group['bytes_per_s'] * 8e-6:.0f} Mbit/s, latency "
             f"{group['latency_s'] * 1e6:.0f} us, a call {group['call_s'] * 1e6:.0f} us, sums "
             f"{group['summed_bytes_per_s'] / 1e9:.1f} GB/s.",
@@ -170,11 +170,15 @@ def _report(arguments: argparse.Namespace) -> int:
         for line in lines.read_text(encoding="utf-8").splitlines() if lines.exists() else ():
             record = json.loads(line)  # the last of each kind stays
             table = TABLES[record["kind"]](record)
-            text_now = f"Commit `{record['commit']}`.\n\n```text\n{table}```\n"
+            text_now = f"By {_origin(record)}.\n\n```text\n{table}```\n"
             shown_text = _between(shown_text, f"{name} {record['kind']}", text_now)
     page.write_text(shown_text, encoding="utf-8")
     _draw(records, arguments.folder / "predicted.png")
     return 0
+
+
+def _origin(record: Mapping[str, Any]) -> str:
+    return f"commit `{record['commit']}` on {record['host']['cores']} cores of {record['host']['cpu']}"
 
 
 def _between(text: str, name: str, new: str) -> str:
