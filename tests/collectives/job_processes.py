@@ -9,6 +9,9 @@ from dataclasses import dataclass
 PATIENCE_S = 120.0
 """For a whole test on a busy machine; no limit under test."""
 
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["numpy", "penstock", "pytest", "torch"])  # once, not by each of hundreds of ranks
+
 OPTIONS = {"operation_timeout_s": 60.0, "peer_timeout_s": 10.0, "secret": "correct horse battery staple"}
 
 
@@ -27,7 +30,7 @@ def barrier(count):
     A rank that has the result of a collective knows that all have begun it, not that they have come back from it; one
     that then fails may fail them in it.
     """
-    return multiprocessing.get_context("spawn").Barrier(count, timeout=PATIENCE_S)
+    return CONTEXT.Barrier(count, timeout=PATIENCE_S)
 
 
 def _main(pipe, function, rank, count, place, options, arguments):
@@ -48,11 +51,10 @@ def _main(pipe, function, rank, count, place, options, arguments):
 
 def run(count, function, place, *arguments, **options):
     """Run ``function(rank, count, *arguments)`` on each rank of a job and return the outcomes by rank."""
-    context = multiprocessing.get_context("spawn")
     ranks = []
     for rank in range(count):
-        here, there = context.Pipe(duplex=False)
-        process = context.Process(
+        here, there = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(
             target=_main, args=(there, function, rank, count, str(place / "meet"), options, arguments)
         )
         process.start()

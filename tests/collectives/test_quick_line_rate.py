@@ -1,12 +1,11 @@
 """The quick measurement when a job starts: what it tells and sends, what turns it off, and a rank lost in it."""
 
 import logging
-import multiprocessing
 import os
 import time
 
 import pytest
-from job_processes import OPTIONS, PATIENCE_S, run_well
+from job_processes import CONTEXT, OPTIONS, PATIENCE_S, run_well
 
 import penstock as ps
 from penstock import job
@@ -112,10 +111,9 @@ def start_and_lose_one(pipe, rank, place):
 
 
 def test_a_rank_lost_meanwhile_is_named_in_time(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe(duplex=False)
+    here, there = CONTEXT.Pipe(duplex=False)
     place = str(tmp_path / "meet")
-    ranks = [context.Process(target=start_and_lose_one, args=(there, rank, place)) for rank in range(2)]
+    ranks = [CONTEXT.Process(target=start_and_lose_one, args=(there, rank, place)) for rank in range(2)]
     try:
         for process in ranks:
             process.start()
