@@ -45,8 +45,9 @@ test: test-rust test-python ## Run the tests, Rust and Python, but for those mar
 test-rust:
 	cargo test --workspace --locked --quiet
 
+# Two files at a time, as tests mostly wait: for processes that start, or for a limit under test.
 test-python: build
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 test-long: build ## The combinations that `make test` leaves out
 	$(BIN)/python -m pytest -m long $(ARGS)
