@@ -45,7 +45,7 @@ test: test-rust test-python ## Run the tests, Rust and Python, but for those mar
 test-rust:
 	cargo test --workspace --locked --quiet
 
-# Two files at a time, as tests mostly wait: for processes that start, or for a limit under test.
+# Two files at a time: one at a time leaves half of two cores idle while processes meet or a limit under test passes.
 test-python: build
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 

@@ -103,7 +103,7 @@ def test_what_a_run_writes_also_of_a_system_that_fails(tmp_path):
     # The links need 0.11 s for what is computed in 0.03 s.
     stalls = {system: sum(found[system]["stall_by_layer_s"].values()) for system in ("alone", "penstock")}
     assert stalls["penstock"] > 0.02
-    assert stalls["alone"] < stalls["penstock"] / 2, "one worker alone waits for nothing but a busy machine"
+    assert stalls["alone"] < stalls["penstock"] / 10, "one worker alone waits for nothing but a busy machine"
     use = found["penstock"]["network_use"]
     assert len(use["sent_mbit"]) == len(use["received_mbit"]) >= 1
 
