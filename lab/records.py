@@ -20,6 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE_S = 2.0
 QUIET_CORES = 0.05
+PROCESSORS = Path("/proc/stat")
 CHANGED = "+changes"  # behind a commit: the tree was another
 
 
@@ -69,11 +70,25 @@ def host() -> dict[str, Any]:
     }
 
 
+def _processors_s() -> list[float]:
+    """Seconds of all processors since the start, by what they did, in the order of /proc/stat (see proc_stat(5))."""
+    line = PROCESSORS.read_text(encoding="ascii").splitlines()[0]
+    return [int(ticks) / os.sysconf("SC_CLK_TCK") for ticks in line.split()[1:]]
+
+
 def _busy_seconds() -> float:
     """Processor time that all programs of this machine have used so far."""
-    fields = [int(field) for field in Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]]
-    idle, waiting = fields[3:5]
-    return (sum(fields) - idle - waiting) / os.sysconf("SC_CLK_TCK")
+    spent_s = _processors_s()
+    idle, waiting = spent_s[3:5]
+    return sum(spent_s) - idle - waiting
+
+
+def stolen_seconds() -> float:
+    """Processor time that programs of this machine wanted and its hypervisor gave to others, so far.
+
+    0 on a machine that is not virtual.
+    """
+    return _processors_s()[7]
 
 
 def wait_for_quiet(wait_s: float) -> float:

@@ -81,6 +81,7 @@ class Measurement:
         received_bytes: Per step, by host.
         cpu_s_per_gb: Processor seconds of all hosts per synchronised GB.
         preemptions: Per step.
+        stolen_cores: How many cores the machine's hypervisor withheld in the repetition in which these were most.
         stall_by_layer_s: Seconds per step that each layer is waited for.
         network_use: Of host 0.
     """
@@ -97,6 +98,7 @@ class Measurement:
     received_bytes: tuple[float, ...]
     cpu_s_per_gb: float | None
     preemptions: float | None
+    stolen_cores: float | None
     stall_by_layer_s: Mapping[str, float]
     network_use: NetworkUse | None
 
@@ -341,6 +343,7 @@ def _network_use(fields: _Fields) -> NetworkUse:
 def _measurement(fields: _Fields) -> Measurement:
     bounds, counted = fields.object("limits"), fields.object("bytes_per_step")
     layers, use = fields.object_or_none("stall_by_layer_s"), fields.object_or_none("network_use")
+    stolen = fields.object_or_none("stolen_cores")
     return Measurement(
         step_s=_spread(fields.object("step_s")),
         ideal_s=bounds.number_or_none("ideal_s"),
@@ -354,6 +357,7 @@ def _measurement(fields: _Fields) -> Measurement:
         received_bytes=counted.numbers("received"),
         cpu_s_per_gb=fields.number_or_none("cpu_s_per_gb"),
         preemptions=fields.number_or_none("preemptions_per_step"),
+        stolen_cores=stolen.number("high") if stolen else None,
         stall_by_layer_s={name: layers.number(name) for name in layers.values} if layers else {},
         network_use=_network_use(use) if use else None,
     )

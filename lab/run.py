@@ -223,6 +223,8 @@ class Run:
             "cpu_s_per_gb": None
             if system == BASELINE
             else round((cpu_s - alone_cpu_s) / (hosts * trace.nbytes / 1e9), 4),
+            # What a machine shared with others did not have; a run that lost much says little.
+            "stolen_cores": spread([turn.stolen_cores for turn in turns], 3),
             "overrun_s": round(stats["overrun_s"] / all_steps, 5),
             "preemptions_per_step": None if preemptions is None else round(preemptions / all_steps, 2),
             "stall_by_layer_s": {

@@ -19,7 +19,7 @@ from typing import Any
 
 from lab.cluster import Cluster
 from lab.counters import Counters
-from lab.records import ROOT
+from lab.records import ROOT, stolen_seconds
 from lab.scenario import Scenario
 from lab.systems import SYSTEMS
 
@@ -44,6 +44,7 @@ class Turn:
         cpu_s: Processor time of all hosts, per step.
         sent: Bytes per step, by host.
         received: Bytes per step, by host.
+        stolen_cores: How many cores' time the machine's hypervisor withheld.
         stats: What rank 0's worker counted.
         use: Host 0's link over time.
         facts: What rank 0's worker had decided by its end.
@@ -53,6 +54,7 @@ class Turn:
     cpu_s: float
     sent: list[float]
     received: list[float]
+    stolen_cores: float
     stats: dict[str, Any]
     use: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -149,8 +151,10 @@ class Session:
         Raises:
             SystemFailed: As always.
         """
+        told_s, stolen_s = time.monotonic(), stolen_seconds()
         self._tell(json.dumps({"steps": steps}))
         answers = self._answers(TURN_SLACK_S + 60 * self._step_s * steps)
+        stolen_cores = (stolen_seconds() - stolen_s) / (time.monotonic() - told_s)
         stats = answers[0]["stats"]
         began = min(answer["stats"]["all_steps"][0] for answer in answers)
         ended = max(answer["stats"]["all_steps"][1] for answer in answers)
@@ -164,6 +168,7 @@ class Session:
             cpu_s=sum(answer["cpu_s"] for answer in answers) / steps,
             sent=[sent / all_steps for _, sent in moved],
             received=[received / all_steps for received, _ in moved],
+            stolen_cores=stolen_cores,
             stats=stats,
             use=_use(samples[0], walls[0][0], walls[0][1]),
             facts=answers[0]["facts"],

@@ -302,7 +302,14 @@ def _origin(scenario: Scenario, *, with_machine: bool) -> str:
     hosts = "" if point.swept and point.swept[0] == "hosts" else f"{_plural(point.hosts, 'host')}, "
     machine = f" on {_cell(scenario.machine)}" if with_machine else ""
     commits = "commit " + ", then ".join(f"`{_cell(commit)}`" for commit in scenario.commits)
-    return f"{hosts}{_plural(point.repetitions, 'repetition')}, {commits}, run of {_cell(scenario.run)}{machine}."
+    run = f"run of {_cell(scenario.run)}{machine}{_withheld(scenario)}"
+    return f"{hosts}{_plural(point.repetitions, 'repetition')}, {commits}, {run}."
+
+
+def _withheld(scenario: Scenario) -> str:
+    measured = [result.measured for point in scenario.points for result in point.results.values() if result.measured]
+    cores = [each.stolen_cores for each in measured if each.stolen_cores is not None]
+    return f"; its hypervisor withheld at most {max(cores):.2f} cores in a repetition" if cores else ""
 
 
 def _systems(scenario: Scenario) -> str:

@@ -365,6 +365,13 @@ class TestTables:
         assert "on a cpu, 2 cores" in text
         assert "on another cpu, 2 cores" in text
 
+    def test_what_the_hypervisor_withheld_is_that_of_the_worst_repetition(self, results):
+        taken = [{"median": 0.01, "high": high} for high in (0.02, 0.31, 0.0)]
+        systems = zip(("alone", "penstock", "ddp"), taken, strict=True)
+        text = all_measured(results(*(line(system, 1.0, stolen_cores=cores) for system, cores in systems)))
+        assert "; its hypervisor withheld at most 0.31 cores in a repetition." in text
+        assert "hypervisor" not in all_measured(results(line("penstock", 1.0)))
+
 
 def without(name):
     return lambda made: made.pop(name)

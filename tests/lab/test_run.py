@@ -83,7 +83,7 @@ def test_what_a_run_writes_also_of_a_system_that_fails(tmp_path):
         assert (line["benchmark"], line["seed"], line["scenario"]) == ("lab", 7, "small")
         assert line["commit"]
         assert line["host"]["cores"] >= 1
-        assert line["step_s"]["count"] == 2
+        assert line["step_s"]["count"] == line["stolen_cores"]["count"] == 2
         assert line["step_s"]["median"] >= 0.029
         assert line["targets"] == {"ideal_ratio": 1.5}
         sent, received = line["bytes_per_step"]["sent"], line["bytes_per_step"]["received"]
@@ -126,7 +126,7 @@ def turn(layers, *, step_s=1.0, stalls=None, facts=None):
     stats = {"lead_in": 1, "overrun_s": 0.0, "preemptions": 10}
     stats |= {"stall_forward_s": [forward for forward, _ in by_layer]}
     stats |= {"stall_backward_s": [backward for _, backward in by_layer]}
-    return Turn(step_s=step_s, cpu_s=0.1, sent=[1.0], received=[1.0], stats=stats, facts=facts or {})
+    return Turn(step_s=step_s, cpu_s=0.1, sent=[1.0], received=[1.0], stolen_cores=0.0, stats=stats, facts=facts or {})
 
 
 def test_stalls_are_by_layer_and_step_of_the_turn_in_the_middle():
