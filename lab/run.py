@@ -2,7 +2,7 @@
 
 Turns are interleaved (A B C A B C), so that a machine that drifts biases no system. A system's processes live on
 through the turns of others if they are quiet in them and leave room for one more system's, or else are started anew for
-each turn. The limit is computed from the line rate that iperf3 measures on the same links just before.
+each turn. The limit is computed from the line rate that iperf3 measures on the same links before and after.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ __all__ = ["main"]
 
 RESULTS = ROOT / "docs" / "benchmarks" / "lab"
 LINE_RATE_S = 2.0
+LINE_RATE_RUNS = 2  # before all turns, and as many after them
 FIRST_PORT = 20000
 # Parameters, gradients, momentum, and what a system keeps besides: copies of gradients, buffers.
 COPIES_OF_MODEL = 5
@@ -87,7 +88,7 @@ class Run:
         self._ports = iter(range(FIRST_PORT, FIRST_PORT + 10000, 50))
         self.missing: dict[str, str] = dict.fromkeys(scenario.left_out, "left out of this run (--systems)")
         self.turns: dict[str, list[Turn]] = {}
-        self.line_rate_mbit: float | None = None
+        self.line_rates_mbit: list[float] = []
         self.limits: Limits
         self.schemes: dict[str, str] = {}  # of our own layers that do not use the store
 
@@ -103,21 +104,26 @@ class Run:
         rates = scenario.rates_mbit()
         with Cluster(scenario.hosts, rates) as cluster, Counters(cluster) as counters:
             slowest = min(range(scenario.hosts), key=lambda host: rates[host] or float("inf"))
-            self.line_rate_mbit = line_rate_mbit(cluster, slowest)
-            wire_s = store_wire_s(self._trace, scenario.hosts, self.line_rate_mbit * 1e6 / 8)
-            self.limits = limits(self._trace.compute(scenario.compute_s), wire_s)
+            before = [line_rate_mbit(cluster, slowest) for _ in range(LINE_RATE_RUNS)]
             with tempfile.TemporaryDirectory(prefix="penstock-lab-") as folder:
                 self._take_turns(cluster, counters, pythons, Path(folder))
+            self.line_rates_mbit = [*before, *(line_rate_mbit(cluster, slowest) for _ in range(LINE_RATE_RUNS))]
+        wire_s = store_wire_s(self._trace, scenario.hosts, self._bytes_per_s())
+        self.limits = limits(self._trace.compute(scenario.compute_s), wire_s)
         self._limit_by_choice()
+
+    def _bytes_per_s(self) -> float:
+        """What a link carries: the most that was measured, as a disturbed machine lets less through and never more."""
+        return max(self.line_rates_mbit) * 1e6 / 8
 
     def _limit_by_choice(self) -> None:
         """If our own layers have chosen to send less, the limit is that of what they send."""
         facts = self.turns[OURS][-1].facts if self.turns.get(OURS) else {}
-        if not facts or self.line_rate_mbit is None:
+        if not facts:
             return
         self.schemes = {name: scheme for name, scheme in facts["schemes"].items() if scheme != "store"}
         wire_s = chosen_wire_s(
-            self._trace, self._scenario.hosts, self.line_rate_mbit * 1e6 / 8, self.schemes, facts["wire_bytes"]
+            self._trace, self._scenario.hosts, self._bytes_per_s(), self.schemes, facts["wire_bytes"]
         )
         self.limits = limits(self._trace.compute(self._scenario.compute_s), wire_s)
 
@@ -180,7 +186,8 @@ class Run:
             "batch": trace.batch,
             "repetitions": scenario.repetitions,
             "steps": scenario.steps,
-            "line_rate_mbit": self.line_rate_mbit and round(self.line_rate_mbit, 1),
+            "line_rate_mbit": round(max(self.line_rates_mbit), 1) if self.line_rates_mbit else None,
+            "line_rates_mbit": [round(rate, 1) for rate in self.line_rates_mbit],
             "limits": {name: round(value, 5) for name, value in asdict(self.limits).items()},
             "targets": dict(scenario.targets),
             "schemes": self.schemes,
