@@ -9,7 +9,7 @@ use crate::memory::{Chunk, Owner, Pool};
 use penstock_core::node::Counters;
 use penstock_core::{Book, BookId, Error, Header, Kind, Rank, Seq, TensorId};
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -46,8 +46,10 @@ pub(crate) struct TensorState {
     pub(crate) unreleased: AtomicU32,
     /// Threads that wait for this tensor now. Changed before they look under the lock, read under it: nobody is missed.
     pub(crate) awaited: AtomicU32,
-    /// Threads that wait for a part of it. Changed and read as `awaited`.
-    pub(crate) awaited_in_part: AtomicU32,
+    /// Threads that wait for a leading part of it. This and `part_bytes` are changed under the lock.
+    parts_awaited: AtomicU32,
+    /// Of these parts the shortest, or one that was shorter.
+    part_bytes: AtomicU64,
     /// Of a tensor that is gathered: what has come of the last submission. Held by one thread at a time: the lane before it
     /// is complete, after that the program's, or one that works beside it.
     pub(crate) gathered: Mutex<Gathered>,
@@ -116,7 +118,8 @@ impl OpenBook {
 
     /// A lane has brought a slice into memory.
     pub(crate) fn slice_complete(&self, slice: u32, present: bool) {
-        let tensor = &self.tensors[self.book.slices[slice as usize].tensor as usize];
+        let id = self.book.slices[slice as usize].tensor;
+        let tensor = &self.tensors[id as usize];
         if present {
             tensor.present.store(true, Ordering::Relaxed);
         }
@@ -125,8 +128,42 @@ impl OpenBook {
         // Release: who sees 0 sees the result. The decrements of other lanes are in the same release sequence.
         if tensor.remaining.fetch_sub(1, Ordering::AcqRel) == 1 {
             self.shared.tensor_complete(tensor);
-        } else if tensor.awaited_in_part.load(Ordering::Acquire) > 0 {
+            return;
+        }
+        // With the fence of `await_parts`: this lane sees who waits, or he sees the slice. And of two lanes that bring the
+        // last slices of a part, one sees both.
+        fence(Ordering::SeqCst);
+        if self.part_has_come(id) {
             self.shared.notify(&self.shared.lock());
+        }
+    }
+
+    /// Whether a thread may have what it waits for, as far as it waits for a part of this tensor.
+    fn part_has_come(&self, id: TensorId) -> bool {
+        let tensor = &self.tensors[id as usize];
+        tensor.parts_awaited.load(Ordering::Acquire) > 0
+            && self.arrived_bytes(id) >= tensor.part_bytes.load(Ordering::Acquire)
+    }
+
+    /// This thread is about to look whether so many leading bytes of any of these tensors are in memory, and to wait if not:
+    /// slices that bring none so far shall not wake it. Undone by `no_longer_await_parts`.
+    pub(crate) fn await_parts(&self, parts: &[(TensorId, u64)]) {
+        let _guard = self.shared.lock();
+        for &(tensor, bytes) in parts {
+            let tensor = &self.tensors[tensor as usize];
+            let others = tensor.parts_awaited.load(Ordering::Relaxed) > 0;
+            let shortest = if others { tensor.part_bytes.load(Ordering::Relaxed).min(bytes) } else { bytes };
+            tensor.part_bytes.store(shortest, Ordering::Relaxed);
+            tensor.parts_awaited.fetch_add(1, Ordering::Release);
+        }
+        fence(Ordering::SeqCst);
+    }
+
+    /// See `await_parts`.
+    pub(crate) fn no_longer_await_parts(&self, parts: &[(TensorId, u64)]) {
+        let _guard = self.shared.lock();
+        for (tensor, _) in parts {
+            self.tensors[*tensor as usize].parts_awaited.fetch_sub(1, Ordering::Relaxed);
         }
     }
 }
@@ -137,7 +174,9 @@ impl Owner for OpenBook {
         tensor.unreleased.fetch_sub(1, Ordering::AcqRel);
         let mut state = self.shared.lock();
         state.released.push(token);
-        self.shared.notify_of(tensor, &state);
+        if tensor.awaited.load(Ordering::Acquire) > 0 {
+            self.shared.notify(&state);
+        }
     }
 }
 
@@ -270,14 +309,10 @@ impl Shared {
         self.progressed();
         let mut state = self.lock();
         state.accounting.completed(Instant::now());
-        self.notify_of(tensor, &state);
-    }
-
-    /// Wakes whoever waits for this tensor. The many others that complete meanwhile wake nobody.
-    fn notify_of(&self, tensor: &TensorState, state: &State) {
-        let awaited = [&tensor.awaited, &tensor.awaited_in_part];
+        // The many others that complete meanwhile wake nobody.
+        let awaited = [&tensor.awaited, &tensor.parts_awaited];
         if awaited.iter().any(|waiting| waiting.load(Ordering::Acquire) > 0) {
-            self.notify(state);
+            self.notify(&state);
         }
     }
 
@@ -489,5 +524,38 @@ impl Shared {
                 deadline = deadline.and_then(|deadline| deadline.checked_add(overslept));
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use penstock_core::Dtype;
+    use penstock_core::layout::Tensor;
+
+    #[test]
+    fn a_slice_wakes_those_for_whose_part_it_was_the_last() {
+        let shared = Arc::new(Shared::new(Rank(0), 1, Pool::new(0), None));
+        let tensor = Tensor::new("w", 0, Dtype::F32, 1024);
+        let book = Book::new("gradients", vec!["a".into()], vec![tensor], 1, 1024, 1).unwrap();
+        let open = OpenBook::new(0, book, shared);
+        open.shared.lock().accounting.submitted(Instant::now());
+        open.tensors[0].remaining.store(4, Ordering::Relaxed);
+        let after_slice = |slice: u32| {
+            open.slice_complete(slice, true);
+            open.part_has_come(0)
+        };
+
+        assert!(!after_slice(0), "nobody waits");
+        open.await_parts(&[(0, 3072)]);
+        assert!(!after_slice(2), "slice 1 is late");
+        open.await_parts(&[(0, 2048)]);
+        assert!(after_slice(1), "both have their parts");
+        open.no_longer_await_parts(&[(0, 2048)]);
+        open.no_longer_await_parts(&[(0, 3072)]);
+        assert!(!open.part_has_come(0), "nobody waits any more");
+        open.await_parts(&[(0, 4096)]);
+        assert!(!open.part_has_come(0), "those who have gone wanted less");
+        assert!(after_slice(3));
     }
 }

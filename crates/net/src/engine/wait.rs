@@ -139,17 +139,11 @@ impl Engine {
         if stalls {
             shared.lock().accounting.wait_began(begin);
         }
-        // Before the first look, as in `wait_for_each`.
-        let awaited = |tensor: TensorId| &open.tensors[tensor as usize].awaited_in_part;
-        for (tensor, _) in parts {
-            awaited(*tensor).fetch_add(1, Ordering::AcqRel);
-        }
+        open.await_parts(parts);
         let outcome = shared.wait(begin.checked_add(patience), interrupted, |state| {
             if any() { Some(Some(true)) } else { state.has_failed().then_some(None) }
         });
-        for (tensor, _) in parts {
-            awaited(*tensor).fetch_sub(1, Ordering::AcqRel);
-        }
+        open.no_longer_await_parts(parts);
         if let (true, Some((tensor, _))) = (stalls, parts.first()) {
             let now = Instant::now();
             shared.lock().accounting.wait_ended(now);
