@@ -2,7 +2,8 @@
 
 Turns are interleaved (A B C A B C), so that a machine that drifts biases no system. A system's processes live on
 through the turns of others if they are quiet in them and leave room for one more system's, or else are started anew for
-each turn. The limit is computed from the line rate that iperf3 measures on the same links before and after.
+each turn. The limit is computed from the line rate of the same links: the highest of some that iperf3 measures before
+and after all turns.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ __all__ = ["main"]
 
 RESULTS = ROOT / "docs" / "benchmarks" / "lab"
 LINE_RATE_S = 2.0
+LINE_RATE_TIMEOUT_S = 30.0
 LINE_RATE_RUNS = 2  # before all turns, and as many after them
 FIRST_PORT = 20000
 # Parameters, gradients, momentum, and what a system keeps besides: copies of gradients, buffers.
@@ -52,7 +54,7 @@ def line_rate_mbit(cluster: Cluster, host: int) -> float:
     """What TCP from this host to another carries, by iperf3.
 
     Raises:
-        Unavailable: No iperf3.
+        Unavailable: No iperf3, or it fails.
     """
     iperf3 = need("iperf3", "install iperf3 (apt-get install iperf3)")
     sender, receiver = cluster.hosts[host], cluster.hosts[(host + 1) % len(cluster.hosts)]
@@ -63,7 +65,7 @@ def line_rate_mbit(cluster: Cluster, host: int) -> float:
     try:
         for _ in range(50):
             client = sender.start(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-            found = json.loads(client.communicate(timeout=30)[0] or "{}")
+            found = _answer(client)
             if "error" not in found:
                 return float(found["end"]["sum_received"]["bits_per_second"]) / 1e6
             time.sleep(0.1)  # the server does not listen yet
@@ -71,6 +73,25 @@ def line_rate_mbit(cluster: Cluster, host: int) -> float:
     finally:
         server.terminate()
         server.wait()
+
+
+def _answer(iperf3: subprocess.Popen[str]) -> dict[str, Any]:
+    """What it has measured, or the ``error`` that it met.
+
+    Raises:
+        Unavailable: It does not end.
+    """
+    try:
+        text, _ = iperf3.communicate(timeout=LINE_RATE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        iperf3.kill()
+        iperf3.wait()
+        raise Unavailable(f"iperf3 between two hosts took longer than {LINE_RATE_TIMEOUT_S:.0f} s") from None
+    try:
+        found: dict[str, Any] = json.loads(text)
+    except json.JSONDecodeError:
+        return {"error": f"it ended with status {iperf3.returncode} and no result"}
+    return found
 
 
 class Run:
@@ -104,13 +125,20 @@ class Run:
         rates = scenario.rates_mbit()
         with Cluster(scenario.hosts, rates) as cluster, Counters(cluster) as counters:
             slowest = min(range(scenario.hosts), key=lambda host: rates[host] or float("inf"))
-            before = [line_rate_mbit(cluster, slowest) for _ in range(LINE_RATE_RUNS)]
+            self._measure_line_rate(cluster, slowest)
             with tempfile.TemporaryDirectory(prefix="penstock-lab-") as folder:
                 self._take_turns(cluster, counters, pythons, Path(folder))
-            self.line_rates_mbit = [*before, *(line_rate_mbit(cluster, slowest) for _ in range(LINE_RATE_RUNS))]
+            try:
+                self._measure_line_rate(cluster, slowest)
+            except Unavailable as error:  # no reason to lose the turns
+                note(f"{scenario.name}: the line rate is that of before the turns: {error}")
         wire_s = store_wire_s(self._trace, scenario.hosts, self._bytes_per_s())
         self.limits = limits(self._trace.compute(scenario.compute_s), wire_s)
         self._limit_by_choice()
+
+    def _measure_line_rate(self, cluster: Cluster, host: int) -> None:
+        for _ in range(LINE_RATE_RUNS):
+            self.line_rates_mbit.append(line_rate_mbit(cluster, host))
 
     def _bytes_per_s(self) -> float:
         """What a link carries: the most that was measured, as a disturbed machine lets less through and never more."""
