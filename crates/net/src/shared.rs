@@ -528,34 +528,4 @@ impl Shared {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use penstock_core::Dtype;
-    use penstock_core::layout::Tensor;
-
-    #[test]
-    fn a_slice_wakes_those_for_whose_part_it_was_the_last() {
-        let shared = Arc::new(Shared::new(Rank(0), 1, Pool::new(0), None));
-        let tensor = Tensor::new("w", 0, Dtype::F32, 1024);
-        let book = Book::new("gradients", vec!["a".into()], vec![tensor], 1, 1024, 1).unwrap();
-        let open = OpenBook::new(0, book, shared);
-        open.shared.lock().accounting.submitted(Instant::now());
-        open.tensors[0].remaining.store(4, Ordering::Relaxed);
-        let after_slice = |slice: u32| {
-            open.slice_complete(slice, true);
-            open.part_has_come(0)
-        };
-
-        assert!(!after_slice(0), "nobody waits");
-        open.await_parts(&[(0, 3072)]);
-        assert!(!after_slice(2), "slice 1 is late");
-        open.await_parts(&[(0, 2048)]);
-        assert!(after_slice(1), "both have their parts");
-        open.no_longer_await_parts(&[(0, 2048)]);
-        open.no_longer_await_parts(&[(0, 3072)]);
-        assert!(!open.part_has_come(0), "nobody waits any more");
-        open.await_parts(&[(0, 4096)]);
-        assert!(!open.part_has_come(0), "those who have gone wanted less");
-        assert!(after_slice(3));
-    }
-}
+mod tests;

@@ -1,0 +1,82 @@
+//! Who is woken by which slice.
+
+use super::*;
+use penstock_core::Dtype;
+use penstock_core::layout::Tensor;
+
+/// One tensor of four slices, none of which is in memory.
+fn submitted() -> OpenBook {
+    let shared = Arc::new(Shared::new(Rank(0), 1, Pool::new(0), None));
+    let tensor = Tensor::new("w", 0, Dtype::F32, 1024);
+    let book = Book::new("gradients", vec!["a".into()], vec![tensor], 1, 1024, 1).unwrap();
+    let open = OpenBook::new(0, book, shared);
+    open.shared.lock().accounting.submitted(Instant::now());
+    open.tensors[0].remaining.store(4, Ordering::Relaxed);
+    open
+}
+
+#[test]
+fn a_part_has_come_for_those_whose_last_slice_it_was() {
+    let open = submitted();
+    let after_slice = |slice: u32| {
+        open.slice_complete(slice, true);
+        open.part_has_come(0)
+    };
+
+    assert!(!after_slice(0), "nobody waits");
+    open.await_parts(&[(0, 3072)]);
+    assert!(!after_slice(2), "slice 1 is late");
+    open.await_parts(&[(0, 2048)]);
+    assert!(after_slice(1), "both have their parts");
+    open.no_longer_await_parts(&[(0, 2048)]);
+    open.no_longer_await_parts(&[(0, 3072)]);
+    assert!(!open.part_has_come(0), "nobody waits any more");
+    open.await_parts(&[(0, 4096)]);
+    assert!(!open.part_has_come(0), "those who have gone wanted less");
+    assert!(after_slice(3));
+}
+
+#[test]
+fn a_slice_that_brings_no_part_wakes_nobody() {
+    let open = submitted();
+    open.await_parts(&[(0, 2048)]);
+    let guard = open.shared.lock(); // without which nobody is woken
+    let deadline = Instant::now() + Duration::from_secs(20);
+    std::thread::scope(|threads| {
+        let slices = threads.spawn(|| {
+            open.slice_complete(3, true);
+            open.slice_complete(1, true);
+        });
+        while !slices.is_finished() && Instant::now() < deadline {
+            std::thread::yield_now();
+        }
+        let finished = slices.is_finished();
+        drop(guard);
+        assert!(finished, "it waits for the lock");
+    });
+}
+
+#[test]
+fn the_slice_that_completes_a_part_wakes_who_waits_for_it() {
+    const ROUNDS: u32 = 20;
+    let mut late = 0; // a thread that nobody wakes looks again after INTERRUPT_CHECK
+    for _ in 0..ROUNDS {
+        let open = submitted();
+        let complete = std::thread::scope(|threads| {
+            threads.spawn(|| {
+                open.await_parts(&[(0, 2048)]);
+                let came = |_: &mut State| (open.arrived_bytes(0) >= 2048).then_some(());
+                assert_eq!(open.shared.wait(None, &mut || false, came).unwrap(), Some(()));
+            });
+            while open.shared.lock().waiters == 0 {
+                std::thread::yield_now();
+            }
+            open.slice_complete(0, true);
+            let complete = Instant::now();
+            open.slice_complete(1, true);
+            complete
+        });
+        late += u32::from(complete.elapsed() >= INTERRUPT_CHECK / 2);
+    }
+    assert!(late < ROUNDS / 2, "in {late} of {ROUNDS} rounds nobody woke it");
+}
