@@ -131,6 +131,70 @@ def test_attention_does_not_make_its_projection_wait_at_the_start():
     ]
 
 
+class Scaled(torch.autograd.Function):
+    """Is given the tensor behind the parameter object, so that no operation on the object shows that it is read."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(x, scale)
+        return x * scale.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, scale = ctx.saved_tensors
+        return grad * scale, (grad * x).sum(0)
+
+
+class ScaledByAlias(nn.Module):
+    """Reads the parameters of a list that is a module of its own through aliases made earlier."""
+
+    def __init__(self, width, alone):
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(width)), nn.Parameter(torch.ones(width))])
+        self.body = nn.Linear(width, width) if not alone else None
+        self.aliases = None
+
+    def forward(self, x):
+        if self.aliases is None:
+            self.aliases = [scale.data for scale in self.scales]
+        for scale, alias in zip(self.scales, self.aliases, strict=True):
+            x = Scaled.apply(x, scale) + alias
+        return x if self.body is None else self.body(x)
+
+
+def make_scaled(alone=False):
+    return seeded(
+        nn.Sequential(nn.Linear(4, 8), ScaledByAlias(8, alone), nn.Tanh(), ScaledByAlias(8, alone), nn.Linear(8, 2))
+    )
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["with parameters of its own", "without"])
+def test_aliases_read_in_a_submodule(alone):
+    check(lambda: make_scaled(alone))
+
+
+@pytest.mark.fake_only
+@pytest.mark.parametrize("alone", [False, True], ids=["with parameters of its own", "without"])
+def test_a_submodule_that_reads_through_aliases_waits_and_the_start_of_the_forward_does_not(alone):
+    def main(rank, engine):
+        model = make_scaled(alone)
+        model, optimizer = distribute(model, sgd(model))
+        for step in range(3):
+            one_step(model, optimizer, rank, step)
+        engine.waits.clear()
+        mse(model, rank, 3)
+        return engine.waits
+
+    def of(number):
+        return [f"{number}.scales.0", f"{number}.scales.1"], [] if alone else [
+            f"{number}.body.weight",
+            f"{number}.body.bias",
+        ]
+
+    expected = [["0.weight", "0.bias"], *of(1), *of(3), ["4.weight", "4.bias"]]
+    assert run(main, 2)[0] == [names for names in expected if names]
+
+
 def test_functional_call():
     def loss_of(model, rank, step):
         x, y = examples(rank, step)

@@ -130,11 +130,12 @@ class Distributed:
     def _attach(self) -> None:
         claim(self, self.slots)
         self.gradients.attach()
-        layers_of = self._layers_by_module()
+        self._needed = layers_of = self._layers_by_module()
         slots_of = {module: [slot for layer in layers for slot in layer.slots] for module, layers in layers_of.items()}
+        layers_of.setdefault(id(self.model), [])
         for module in self.model.modules():
-            if (id(module) in layers_of or module is self.model) and not isinstance(module, torch.jit.ScriptModule):
-                module.register_forward_pre_hook(self._make_before_forward(layers_of.get(id(module), [])), prepend=True)
+            if id(module) in layers_of and not isinstance(module, torch.jit.ScriptModule):
+                self._wait_before_forward(module, layers_of[id(module)])
         self._watch = Watch(self.model, self.layers, self.slots, slots_of) if self.synchronous is None else None
         self.observed = self._watch is None
         patches.patch(self)
@@ -280,7 +281,8 @@ class Distributed:
                 found[id(module)] = list(dict.fromkeys(own))
         return found
 
-    def _make_before_forward(self, layers: list[Layer]) -> Any:
+    def _wait_before_forward(self, module: nn.Module, layers: list[Layer]) -> None:
+        """From now on `module` waits for these layers, which may become more."""
         key, owner = self.key, self
 
         def before_forward(module: nn.Module, args: Any) -> None:
@@ -291,7 +293,7 @@ class Distributed:
                 owner.before_forward(layers)
 
         before_forward._penstock = True  # type: ignore[attr-defined]
-        return before_forward
+        module.register_forward_pre_hook(before_forward, prepend=True)
 
     # The life of a step
 
@@ -329,6 +331,11 @@ class Distributed:
         watch.remove()
         self.engine.set_priorities(self.gradients.id, watch.decide())
         self._eager = [layer for layer in self.layers if any(slot.eager for slot in layer.slots)]
+        for module, layers in watch.readers().items():
+            if id(module) not in self._needed:
+                self._needed[id(module)] = []
+                self._wait_before_forward(module, self._needed[id(module)])
+            self._needed[id(module)].extend(layer for layer in layers if layer not in self._needed[id(module)])
 
     def reading(self, slot: Slot) -> AbstractContextManager[bool]:
         """A call of torch is given this parameter during an observed forward; whether outside of its module's."""

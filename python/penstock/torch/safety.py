@@ -6,10 +6,11 @@ optimizer of someone else. It brings in what is needed and only then lets the op
 plain `torch.nn.Parameter` and costs nothing.
 
 What does not pass through the parameter object is invisible to that: tensors made earlier that share its memory, such
-as ``p.data``, a numpy array, C++ code. `Watch` finds such readers in the forward passes before the first step; what
-they read is *eager*, applied before the next forward begins. Aliases read only outside of forward passes, or only in a
-branch that no forward took before the first step, are not found: call ``penstock.synchronize`` before reading through
-them.
+as ``p.data``, a numpy array, C++ code, or what a custom ``autograd.Function`` is given. `Watch` finds such reads in the
+forward passes before the first step. From then on the innermost module that was running waits before its forward; what
+is read outside any submodule is *eager*, applied before the next forward begins. Aliases read only outside of forward
+passes, or only in a branch that no forward took before the first step, are not found: call ``penstock.synchronize``
+before reading through them.
 """
 
 from __future__ import annotations
@@ -211,8 +212,8 @@ class Watch(TorchDispatchMode):
     """Observes all forward passes until the first step: the order of layers, and readers that no wait would precede.
 
     A parameter's memory is read *openly* while its own module runs, or within a call of torch that was given the
-    parameter object; the same will wait in later steps. Any other reader holds an alias, and the
-    parameter becomes eager.
+    parameter object; the same will wait in later steps. Any other reader holds an alias: the innermost submodule that
+    is running becomes a `reader` of the layer, and waits for it in later steps; without one the parameter is eager.
     """
 
     def __init__(
@@ -228,6 +229,7 @@ class Watch(TorchDispatchMode):
         self._order: list[Layer] = []
         self._seen: set[Slot] = set()
         self._open: Counter[Slot] = Counter()
+        self._readers: dict[nn.Module, dict[Layer, None]] = {}
         self._by_storage: dict[int, list[Slot]] = {}
         self._handles: list[RemovableHandle] = []
         for module in model.modules():
@@ -293,6 +295,17 @@ class Watch(TorchDispatchMode):
 
     def _enter_read(self, slot: Slot) -> None:
         self._open[slot] += 1
+        self._note_read(slot)
+
+    def _note_hidden_read(self, slot: Slot) -> None:
+        """Nothing in later steps would tell of this read but the module that is running."""
+        if len(self._running) <= 1:  # the root, whose forward is the next forward
+            slot.eager = True
+            return
+        self._readers.setdefault(self._running[-1], {})[slot.layer] = None
+        self._note_read(slot)
+
+    def _note_read(self, slot: Slot) -> None:
         if slot not in self._seen:
             self._seen.add(slot)
             if slot.layer not in self._order:
@@ -307,7 +320,7 @@ class Watch(TorchDispatchMode):
                 if type(tensor) in (Tensor, nn.Parameter, DeferredParameter) and tensor.layout is torch.strided:
                     for slot in self._by_storage.get(tensor.untyped_storage().data_ptr(), ()):
                         if self._open[slot] <= 0:
-                            slot.eager = True
+                            self._note_hidden_read(slot)
         return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -326,6 +339,10 @@ class Watch(TorchDispatchMode):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def readers(self) -> dict[nn.Module, list[Layer]]:
+        """By module, the layers that were read while it was the innermost that ran, where nothing else would wait."""
+        return {module: list(layers) for module, layers in self._readers.items()}
 
     def decide(self) -> list[int]:
         """Mark what nobody was seen to read as eager, and return each layer's place in the forward pass."""
