@@ -126,7 +126,8 @@ class Choice:
         self._sent: Tensor | None = None  # facts on their way
         self._step = 0
         self.id = engine.open_book(name, [name], [("facts", 0, "f64", self._ranks * self._width)])
-        model.register_forward_pre_hook(self._count_samples, with_kwargs=True)
+        if not isinstance(model, torch.jit.ScriptModule):  # which takes no hooks: its samples stay unknown
+            model.register_forward_pre_hook(self._count_samples, with_kwargs=True)
         for layer, gather in gathers.items():
             gather.module.register_forward_pre_hook(self._make_count(layer, gather), with_kwargs=True)
 

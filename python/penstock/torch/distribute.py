@@ -173,7 +173,8 @@ class Distributed:
         One that cannot send rows on some rank uses the store on all.
         """
         names = [layer.name for layer in self.layers]
-        modules = [self.model if name == ROOT else self.model.get_submodule(name) for name in names]
+        named = {name or ROOT: module for name, module in self.model.named_modules()}  # scripted ones know no other way
+        modules = [named[name] for name in names]
         mine = survey(given, modules)
         described = {
             "why": mine,

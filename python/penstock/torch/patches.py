@@ -26,6 +26,10 @@ _PATCHED = ("no_sync", "zero_grad", "eval", "__reduce_ex__", "forward")
 def patch(owner: Distributed) -> None:
     """Patch the model so that whatever dumps or replaces its parameters finishes pending updates first."""
     model = owner.model
+    instance: Any = model
+    instance.no_sync = owner.gradients.no_sync
+    if isinstance(model, torch.jit.ScriptModule):
+        return  # it takes no hooks, and needs none: nothing of it is outstanding when backward or step has returned
 
     def finish_first(*_: Any) -> None:
         owner.finish()
@@ -45,9 +49,7 @@ def patch(owner: Distributed) -> None:
 
         zero_grads(model.parameters(), set_to_none)
 
-    instance: Any = model
     instance.eval = evaluate
-    instance.no_sync = owner.gradients.no_sync
     if type(model).zero_grad is nn.Module.zero_grad:
         instance.zero_grad = zero_grad
     for module in model.modules():
