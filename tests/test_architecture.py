@@ -24,10 +24,6 @@ CRATE_EDGES = {
     "python": {"core", "net", "sim"},
 }
 
-# A ratchet: these files may shrink, never grow; a new one asks to be split by concept instead.
-FILE_LINES_MAX = 600
-LONGER_FILES: dict[str, int] = {}
-
 CORE_NEVER = {
     "a clock": r"\b(Instant|SystemTime)\b",
     "a socket": r"\bstd::net\b|\b(mio|socket2|tokio|rustix|libc)::",
@@ -191,18 +187,6 @@ def test_files_that_documents_name_exist(document):
     named |= set(re.findall(r"\]\(([^)#:\s]+)\)", text))
     missing = sorted(name for name in named if not (ROOT / name).exists())
     assert not missing, f"{document} names what does not exist: {missing}"
-
-
-def test_no_file_outgrows_its_bound():
-    for path in tracked_files():
-        if path.suffix not in {".rs", ".py"}:
-            continue
-        name = path.relative_to(ROOT).as_posix()
-        lines = len(path.read_text(encoding="utf-8").splitlines())
-        bound = LONGER_FILES.get(name, FILE_LINES_MAX)
-        assert lines <= bound, f"{name} has {lines} lines, more than {bound}: split it by concept"
-        if name in LONGER_FILES:
-            assert lines > FILE_LINES_MAX, f"{name} fits now: take it out of LONGER_FILES"
 
 
 def test_requirements_are_pinned_and_name_no_index():
