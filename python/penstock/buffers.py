@@ -67,20 +67,25 @@ def _refuse(caller: str, what: str) -> ConfigError:
 def view(value: Any, caller: str, *, written: bool) -> Buffer:
     """The memory behind a tensor, an array or a buffer.
 
+    What is written must be the object's own memory, or the result would be lost without a word: values that only look
+    like arrays, such as ``numpy.float32(1)``, and copies are refused. They may be given where they are only read.
+
     Args:
         value: A torch tensor in main memory, a NumPy array, an object with the buffer protocol, or one with DLPack.
         caller: The public function, for messages.
         written: Whether the result goes there.
 
     Raises:
-        ConfigError: It is none of these, not contiguous, not in main memory, or read-only and to be written.
+        ConfigError: It is none of these, not contiguous, not in main memory, or to be written and read-only or a copy.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return _of_tensor(value, caller)
-    interface = getattr(value, "__array_interface__", None)
-    if interface is not None:
-        return _of_array(value, interface, caller, written)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return _of_array(value, caller, written)
+    if numpy is not None and isinstance(value, numpy.generic):
+        return _of_array(_constant(value, caller, written), caller, written)
     try:
         exported = memoryview(value)
     except TypeError:
@@ -89,6 +94,8 @@ def view(value: Any, caller: str, *, written: bool) -> Buffer:
         return _of_memory(value, exported, caller, written)
     if hasattr(value, "__dlpack__"):
         return _of_dlpack(value, caller, written)
+    if hasattr(value, "__array_interface__"):
+        return _of_array(_constant(value, caller, written), caller, written)
     raise _refuse(
         caller,
         f"a {type(value).__name__} is no memory; give a torch tensor, a NumPy array, or anything with the buffer "
@@ -101,22 +108,47 @@ def _of_tensor(tensor: Any, caller: str) -> Buffer:
         raise _refuse(caller, f"the tensor is on {tensor.device}; only main memory can be sent, call .cpu()")
     if str(tensor.layout) != "torch.strided" or not tensor.is_contiguous():
         raise _refuse(caller, "the tensor is not contiguous; call .contiguous()")
-    name = str(tensor.dtype)
-    return Buffer(
-        tensor.data_ptr(), tensor.numel() * tensor.element_size(), _TORCH_DTYPES.get(name, "bytes"), name, tensor
-    )
+    if tensor.is_conj() or tensor.is_neg():
+        raise _refuse(
+            caller,
+            "the tensor is a conjugated or negated view, whose memory holds other values; call "
+            ".resolve_conj().resolve_neg()",
+        )
+    name, nbytes = str(tensor.dtype), tensor.numel() * tensor.element_size()
+    address = tensor.data_ptr()
+    if nbytes and not address:
+        raise _refuse(caller, f"the {type(tensor).__name__} has no memory of its own; give the tensor that it wraps")
+    return Buffer(address, nbytes, _TORCH_DTYPES.get(name, "bytes"), name, tensor)
 
 
-def _of_array(value: Any, interface: dict[str, Any], caller: str, written: bool) -> Buffer:
-    if interface.get("strides") is not None:
+def _constant(value: Any, caller: str, written: bool) -> Any:
+    """A copy, to be read, of what has no memory that others can write: NumPy makes an array each time it is asked.
+
+    ``__array_interface__`` says where an array is and not whose: a result that is written there may be nobody's.
+    """
+    kind = type(value).__name__
+    if written:
+        raise _refuse(
+            caller,
+            f"the result is to be written, and a {kind} gives away a copy of its value, or memory of which nobody "
+            "knows whose it is; keep an array, array = numpy.asarray(value), and give that",
+        )
+    try:
+        import numpy
+    except ImportError as error:
+        raise _refuse(caller, f"reading the array of a {kind} takes NumPy, which is missing") from error
+    return numpy.array(value)
+
+
+def _of_array(array: Any, caller: str, written: bool) -> Buffer:
+    if not array.flags.c_contiguous:
         raise _refuse(caller, "the array is not contiguous; call numpy.ascontiguousarray")
-    address, read_only = interface["data"]
-    if read_only and written:
+    if written and not array.flags.writeable:
         raise _refuse(caller, "the array is read-only, and the result is to be written to it")
-    code = str(interface["typestr"])
-    if code[1] == "O":
+    code = str(array.dtype.str)
+    if array.dtype.hasobject:
         raise _refuse(caller, "the array holds Python objects, which cannot be sent")
-    return Buffer(int(address), int(value.nbytes), _TYPE_STRINGS.get(code, "bytes"), str(value.dtype), value)
+    return Buffer(int(array.ctypes.data), int(array.nbytes), _TYPE_STRINGS.get(code, "bytes"), str(array.dtype), array)
 
 
 def _of_memory(value: Any, exported: memoryview, caller: str, written: bool) -> Buffer:
@@ -143,9 +175,12 @@ def _of_dlpack(value: Any, caller: str, written: bool) -> Buffer:
             caller, f"reading the DLPack of a {type(value).__name__} takes NumPy, which is missing"
         ) from error
     try:
-        array = numpy.from_dlpack(value)
+        try:
+            array = numpy.from_dlpack(value, copy=False)  # a copy would keep the result for itself
+        except TypeError:  # NumPy or the object knows nothing of copies, and makes none
+            array = numpy.from_dlpack(value)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise _refuse(caller, f"the DLPack of a {type(value).__name__} cannot be used: {error}") from error
     if not array.flags.c_contiguous:
         raise _refuse(caller, "the memory is not contiguous")
-    return _of_array(array, array.__array_interface__, caller, written)
+    return _of_array(array, caller, written)

@@ -276,6 +276,83 @@ def test_memory_is_seen_through_dlpack():
     assert (seen.address, seen.nbytes, seen.dtype) == (value.ctypes.data, 40, "f64")
 
 
+class Exported:
+    """What says where an array is, and not whose: here it is a new one for whoever asks."""
+
+    def __init__(self, value):
+        self._value = value
+        self._given = []
+
+    @property
+    def __array_interface__(self):
+        self._given.append(np.array(self._value))
+        return self._given[-1].__array_interface__
+
+
+class Copied(Device):
+    """DLPack that hands out a copy."""
+
+    def __dlpack__(self, *, copy=None, **options):
+        if copy is False:
+            raise BufferError("this takes a copy")
+        return self._array.copy().__dlpack__(**options)
+
+
+def frozen(array):
+    array.flags.writeable = False
+    return array
+
+
+def lost_results(rank, size):
+    """Every call that writes, given what would keep the result for itself."""
+    import torch
+
+    fine, other = np.ones(1, np.float32), 1 - rank
+    calls = {
+        "allreduce": lambda lost: ps.allreduce(lost),
+        "reduce": lambda lost: ps.reduce(lost, root=rank),
+        "broadcast": lambda lost: ps.broadcast(lost, root=other),
+        "reduce_scatter": lambda lost: ps.reduce_scatter(np.ones(2, np.float32), lost),
+        "all_gather": lambda lost: ps.all_gather(fine, [fine.copy(), lost]),
+        "gather": lambda lost: ps.gather(fine, [fine.copy(), lost], root=rank),
+        "scatter": lambda lost: ps.scatter(lost, np.ones(2, np.float32) if rank == 0 else None, root=0),
+        "all_to_all": lambda lost: ps.all_to_all([fine, fine], [fine.copy(), lost]),
+        "recv": lambda lost: ps.recv(lost, other),
+    }
+    conjugated = torch.ones(4, dtype=torch.complex64).conj()
+    kept_for_itself = [
+        (np.float32(1.0), "a float32 gives away a copy"),
+        (np.ones(1, np.float32)[0], "a float32 gives away a copy"),
+        (np.ones(1, np.float32).sum(), "a float32 gives away a copy"),
+        (Exported(np.float32(1)), "a Exported gives away a copy"),
+        (frozen(np.ones(1, np.float32)), "read-only"),
+        (np.broadcast_to(np.float32(1), (1,)), "read-only"),
+        (memoryview(b"1234"), "read-only"),
+        (Copied(np.ones(1, np.float32)), "this takes a copy"),
+        (conjugated, "conjugated or negated view"),
+        (conjugated.imag, "conjugated or negated view|not contiguous"),
+        (torch._efficientzerotensor(1), "no memory of its own"),
+        (1.0, "a float is no memory"),
+    ]
+    for name, call in calls.items():
+        for lost, words in kept_for_itself:
+            with pytest.raises(ps.ConfigError, match=f"penstock.{name}: .*({words})"):
+                call(lost)
+    for kept in (np.array(1, np.float32), np.ones((), np.float32), torch.tensor(1.0)):
+        ps.allreduce(kept)
+        assert float(kept) == size
+    # Where it is only read, a value is as good as an array.
+    seen = np.zeros(size, np.float32)
+    ps.all_gather(np.float32(rank), seen)
+    assert seen.tolist() == list(range(size))
+    ps.all_gather(Exported(np.float32(rank + 1)), seen)
+    assert seen.tolist() == list(range(1, size + 1))
+
+
+def test_a_result_that_would_be_lost_is_refused_at_the_call(tmp_path):
+    run_well(2, lost_results, tmp_path)
+
+
 def bad_calls(rank, size):
     import torch
 
