@@ -32,7 +32,7 @@ def current(caller="this call"):
 class NativeHub:
     """As many native engines, in one process, with slices so small that every tensor has several owners."""
 
-    def __init__(self, size):
+    def __init__(self, size, operation_timeout_s):
         from penstock._native import Engine
 
         job_id, secret = os.urandom(16), os.urandom(32)
@@ -49,7 +49,7 @@ class NativeHub:
                 lanes=2,
                 window_bytes=0,
                 priority=True,
-                operation_timeout_s=WAIT_S,
+                operation_timeout_s=operation_timeout_s,
                 peer_timeout_s=WAIT_S,
                 handshake_timeout_s=WAIT_S,
             )
@@ -64,11 +64,11 @@ class NativeHub:
 
 
 @contextmanager
-def _hub(size, lazy, sending):
+def _hub(size, lazy, sending, operation_timeout_s):
     if arm == "threads":
         yield Hub(size, lazy=lazy, sending=sending)
         return
-    hub = NativeHub(size)
+    hub = NativeHub(size, operation_timeout_s)
     try:
         yield hub
     finally:
@@ -84,13 +84,23 @@ def _shutdown(engine):
         engine.shutdown()
 
 
-def run(function, size=2, *, lazy=True, sending=3, world_size=None, broadcast_buffers=False, shuffled=None):
+def run(
+    function,
+    size=2,
+    *,
+    lazy=True,
+    sending=3,
+    world_size=None,
+    broadcast_buffers=False,
+    shuffled=None,
+    operation_timeout_s=WAIT_S,
+):
     """Call ``function(rank, engine)`` as each rank and return the results by rank; the first error is raised.
 
     With ``size=1, world_size=2`` the code under test believes in another rank, which always agrees and never lags.
-    `shuffled` is a seed: arrivals are random, on the fake engine.
+    `shuffled` is a seed: arrivals are random, on the fake engine. `operation_timeout_s` is the native engine's.
     """
-    with _hub(size, lazy, sending) as hub:
+    with _hub(size, lazy, sending, operation_timeout_s) as hub:
         if shuffled is not None and arm == "threads":
             hub.shuffle(shuffled)
         results = _run(hub, function, size, world_size or size, broadcast_buffers)

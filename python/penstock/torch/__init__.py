@@ -6,7 +6,7 @@ layout     which tensors a model has         hooks      gradients in, averages b
 copies     one rank's tensors to all         optimizer  updates out, layer by layer
 safety     who reads which parameter         patches    what is changed on the user's objects
 memory     what is lent to the engine        separable  whether an optimizer can be split
-join       ranks with different numbers of batches
+join       uneven numbers of batches         batchnorm  statistics over the samples of all ranks
 gather, rows, factors, pairs       layers whose averages every rank makes from all ranks' contributions
 lossy, onebit, dgc, residuals      those that send less than their gradients, and what they keep
 choice     schemes chosen while training          description  a model as the coordinator sees it

@@ -19,6 +19,7 @@ from penstock.coordinator import Cluster, Coordinator, Rates, best_collectives
 from penstock.errors import ConfigError, ModelMismatch
 from penstock.lossy import LossyScheme
 from penstock.torch import patches, residuals
+from penstock.torch.batchnorm import SyncedNorms
 from penstock.torch.choice import Choice, measured_rates, network_of
 from penstock.torch.copies import BufferCopy, CopyBook
 from penstock.torch.factors import numerics
@@ -125,6 +126,7 @@ class Distributed:
         self.updates = [Updates(self, optimizer) for optimizer in optimizers]
         self._step_is_new = False  # no forward since the last step
         self._eager: list[Layer] = []
+        self.norms = SyncedNorms(self, name, rank)
         self._attach()
 
     def _attach(self) -> None:
@@ -326,6 +328,7 @@ class Distributed:
 
     def _end_observation(self) -> None:
         self.observed = True
+        self.norms.check()
         watch, self._watch = self._watch, None
         if watch is None or self.synchronous is not None:
             return
@@ -438,7 +441,7 @@ def distribute(
     ``optimizer.step`` and forward. ``step`` may return before the averages are in; a layer's update is applied when
     they are, at the latest before anything reads its parameters. Call this after the model is on its device and of its
     type, once per parameter. Hyperparameters and the optimizer's state are not copied: set or load them on every rank
-    alike.
+    alike. From here on `nn.SyncBatchNorm` layers normalise over the samples of all ranks.
 
     Gradients are final when ``.grad`` is read: clipping, `torch.amp.GradScaler` and logging work as always. Only
     references to gradients or to memory of parameters that were made earlier (``g = p.grad``, ``p.data``, numpy arrays,

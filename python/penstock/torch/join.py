@@ -71,6 +71,7 @@ def _agree(engine: Engine, owners: list[Distributed]) -> list[list[int]]:
     """Take up each book where the rank that went furthest left it; return the steps per model and rank."""
     books = [owner.gradients.id for owner in owners] + [owner.choice.id for owner in owners]
     books += [owner.buffers.id for owner in owners if owner.buffers is not None]
+    books += [owner.norms.book for owner in owners if owner.norms.book is not None]
     mine = {
         "steps": [owner.gradients.step for owner in owners],
         "measured": [owner.coordinator.measured for owner in owners],
