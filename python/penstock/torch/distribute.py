@@ -443,6 +443,11 @@ def distribute(
     type, once per parameter. Hyperparameters and the optimizer's state are not copied: set or load them on every rank
     alike. From here on `nn.SyncBatchNorm` layers normalise over the samples of all ranks.
 
+    ``step`` applies what ``.grad`` holds, whoever wrote it, as in torch. What backward computes is averaged over the
+    ranks; what the program sets by hand (``p.grad = g``, from `torch.autograd.grad` or a sum of its own) is applied as
+    it is. A rank that makes a step without a backward gets the average of those that had one; ``.grad`` must then be
+    empty or zero there.
+
     Gradients are final when ``.grad`` is read: clipping, `torch.amp.GradScaler` and logging work as always. Only
     references to gradients or to memory of parameters that were made earlier (``g = p.grad``, ``p.data``, numpy arrays,
     C++ extensions) cannot be watched: call `synchronize` before using them.

@@ -198,7 +198,7 @@ class Gather(ABC):
         """An earlier average is not mixed with what comes now: all ranks have it."""
         with torch._C.DisableTorchFunctionSubclass():
             grad = slot.param.grad
-            if _average_in(grad):
+            if _average_in(grad) and _accumulates(slot.param):
                 self._bases[self.slots.index(slot)] = grad
                 slot.param.grad = None
 
@@ -239,6 +239,23 @@ class Gather(ABC):
         # What was in ``.grad`` before is added when the program asks: until then it may change it.
         if self.rebuilt and all(slot.grad is None for slot in self.slots):
             gradients.rebuilds.expect(self)
+
+    def submit_accumulated(self) -> None:
+        """Take part without a backward: with what was accumulated under no_sync, and nothing else that ``.grad`` has.
+
+        An earlier average is named as always: it is the average once more, unless others add to it.
+        """
+        own: list[tuple[Slot, Tensor]] = []
+        with torch._C.DisableTorchFunctionSubclass():
+            for slot in self.slots:
+                grad = slot.param.grad
+                if grad is not None and not slot.dirty and _average_in(grad) is None:
+                    own.append((slot, grad))
+                    slot.param.grad = None
+            self.submit()
+            for slot, grad in own:
+                slot.param.grad = grad
+                slot.kept, slot.assigned = True, False
 
     def taken(self) -> tuple[Contribution, list[Tensor | None]]:
         """What ``.grad`` holds beyond an earlier average, which alone is left there, and a header that names that."""
@@ -494,6 +511,14 @@ def _average_in(grad: Tensor | None) -> tuple[int, int] | None:
     """Which average ``.grad`` holds, unless it was changed since."""
     marked: tuple[int, int] | None = getattr(grad, "_penstock_average", None)
     return marked if marked is not None and grad is not None and marked[1] == grad._version else None
+
+
+def _accumulates(param: Tensor) -> bool:
+    """In a hook of the parameter: whether autograd is about to add to ``.grad``, and not to return what it has."""
+    try:
+        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(param).node))
+    except RuntimeError:  # torch.autograd.grad of this parameter
+        return False
 
 
 @contextmanager

@@ -276,21 +276,37 @@ class Gradients:
         for slot in self.slots:
             if slot.round != current:
                 self._settle_untouched(slot, leftover=True)
-        if self.synchronous:
-            self.finish(self.slots)
-        elif self._unswapped:
-            self.finish(self._unswapped)
+        self._finish_unwatched()
         self.engine.phase("forward")
         self.lent.collect()
 
     def close_without_backward(self) -> None:
-        """A step without a backward on this rank; others may have had one, so this rank takes part all the same."""
+        """A step without a backward on this rank; others may have had one, so this rank takes part all the same.
+
+        It contributes what was accumulated under no_sync. Whatever else ``.grad`` holds, by the program's own hand or
+        from an earlier step, stays where it is, and is the step's gradient where no rank contributes.
+        """
+        for slot in self.slots:
+            if slot.update is not None:
+                slot.update.finish([slot.layer])
+        self.finish(self.slots)
         self.rounds += 1
         self.closed = self.rounds
-        self._submit_gathers()
+        for gather in self.gathers:
+            if gather.engaged:
+                gather.submit_accumulated()
+        self._contributed = self.rounds
         for slot in self.slots:
             if slot.round != self.rounds:
                 self._settle_untouched(slot, leftover=False)
+        self._finish_unwatched()
+
+    def _finish_unwatched(self) -> None:
+        """The round is over: what nobody could be made to wait for is waited for now."""
+        if self.synchronous:
+            self.finish(self.slots)
+        elif self._unswapped:
+            self.finish(self._unswapped)
 
     def _submit_gathers(self) -> None:
         """Layers that send rows, as far as this backward has not come to all of their parameters."""
@@ -303,7 +319,7 @@ class Gradients:
         """Take part for a parameter that this backward did not reach.
 
         What it still holds counts: gradients accumulated under no_sync, and after a backward also an earlier average,
-        onto which other ranks may have accumulated.
+        onto which other ranks may have accumulated. What does not count is kept; see `_instead_of_own`.
         """
         if slot.flying or slot.update is not None:
             self.clear_for_accumulation(slot)
@@ -312,7 +328,7 @@ class Gradients:
         grad = param.grad
         if grad is not None and param.requires_grad and (slot.dirty or leftover):
             grad, memory = self._private(slot, grad)
-            slot.absent = False
+            slot.absent = slot.kept = False
             slot.grad = grad
             slot.version = grad._version
             submit = self.engine.submit
@@ -321,6 +337,7 @@ class Gradients:
                 slot.spare = None
             memory = slot.buffer()
             slot.absent = True
+            slot.kept = grad is not None
             slot.grad = None
             submit = self.engine.submit_absent
         slot.dirty = False
@@ -329,7 +346,7 @@ class Gradients:
         if slot.absent:
             slot.spare_token = slot.token
         self.lent.tensors[slot.token] = memory
-        slot.flying = slot.assigned = True
+        slot.flying, slot.assigned = True, not slot.kept
         defer(slot)
 
     @contextmanager
@@ -384,18 +401,21 @@ class Gradients:
         """The average, which is in memory. ``None`` where no rank contributed.
 
         Raises:
-            ConfigError: The gradient was changed in place while it was in flight.
+            ConfigError: The gradient was changed in place while it was in flight, or this rank set one by hand where
+                another contributed.
         """
         slot.flying = False
         if slot.via is not None:
-            return slot.via.land(slot)
+            average = slot.via.land(slot)
+            return self._instead_of_own(slot, average) if slot.kept else average
         if slot.absent:
             slot.absent = False
             if not self.engine.present(self.id, slot.index):
+                slot.kept = False
                 return None
             slot.spare = None  # it is the gradient now
             slot.grad = slot.memory
-            return slot.grad
+            return self._instead_of_own(slot, slot.grad) if slot.kept else slot.grad
         grad, memory = slot.grad, slot.memory
         assert grad is not None and memory is not None
         if grad._version != slot.version:
@@ -408,6 +428,30 @@ class Gradients:
         if memory is not grad:
             grad.copy_(memory)
         return grad
+
+    def _instead_of_own(self, slot: Slot, average: Tensor | None) -> Tensor | None:
+        """The average of what others contributed, for ``.grad``, unless this rank keeps a gradient of its own there.
+
+        Raises:
+            ConfigError: It does. With its own this rank would go another way than the others; and without, what the
+                program has put there would be lost.
+        """
+        slot.kept = False
+        if average is None:
+            return None
+        own = slot.param.grad
+        if own is not None and bool(own.to_dense().any()):
+            raise ConfigError(
+                f"rank {self.rank} made step {self.step} without a backward that reached {slot.name}, with a gradient "
+                "in .grad that was set by hand or left from an earlier step, while another rank computed one by "
+                "backward. Call zero_grad() on the rank that has nothing to contribute, or compute gradients in the "
+                "same way on all ranks",
+                rank=self.rank,
+                layer=slot.layer.name,
+                step=self.step,
+            )
+        slot.assigned = True
+        return average
 
     def own(self, slot: Slot) -> None:
         """Let Python write ``.grad``: replace it by a copy where the engine may still be sending from it."""

@@ -82,6 +82,7 @@ class Slot:
         "held",
         "immediate",
         "index",
+        "kept",
         "layer",
         "memory",
         "name",
@@ -126,6 +127,7 @@ class Slot:
         self.absent = False
         self.assigned = False
         self.dirty = False  # accumulated under no_sync, not yet synchronised
+        self.kept = False  # .grad holds what this rank has not contributed: its own, unless another rank contributes
         self.fresh = True  # .grad was None before this accumulation
         self.token = -1
         self.round = -1  # the last synchronisation that this gradient took part in

@@ -133,12 +133,16 @@ class Updates:
         gradients.close()
         if gradients.closed == self._round_used:
             gradients.close_without_backward()
+            # Whether what this rank keeps is the gradient, the other ranks decide.
+            params = (param for group in self.optimizer.param_groups for param in group["params"])
+            gradients.finish([slot for param in params if (slot := slot_of(param)) is not None and slot.kept])
         self._round_used = gradients.closed
 
     def _take_gradients(self) -> None:
         gradients = self._gradients
         self._groups = [snapshot(group) for group in self.optimizer.param_groups]
         taken: list[Slot] = []
+        final: list[Slot] = []
         with torch._C.DisableTorchFunctionSubclass():
             for number, group in enumerate(self.optimizer.param_groups):
                 for place, param in enumerate(group["params"]):
@@ -158,6 +162,7 @@ class Updates:
                             gradients.finish([slot])
                         slot.grad, slot.version, slot.assigned = param.grad, param.grad._version, True
                         defer(slot)
+                        final.append(slot)
                     slot.group, slot.place, slot.update, slot.zero_after = number, place, self, False
                     taken.append(slot)
         taken.sort(key=_by_place_in_forward)
@@ -167,9 +172,13 @@ class Updates:
         _increment_versions([slot.param for slot in taken])
         gradients.step += 1
         self._partial.open(taken, self._groups, clone=self._writes_gradients)
-        immediate = [slot.layer for slot in taken if slot.immediate]
-        if immediate or len(self._arrived(())) == len(self._waiting):
-            self.finish(immediate)
+        now = [slot.layer for slot in taken if slot.immediate]
+        if final:
+            # There is nothing to wait for, and a program that sets gradients by hand may write them again at once.
+            in_flight = {slot.layer for slot in taken if slot.flying}
+            now += [slot.layer for slot in final if slot.layer not in in_flight]
+        if now or len(self._arrived(())) == len(self._waiting):
+            self.finish(now)
         self._partial.hand_over()
 
     # Applying
@@ -368,6 +377,8 @@ def zero_grads(params: Iterable[nn.Parameter], set_to_none: bool) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         for param in params:
             slot = slot_of(param)
+            if slot is not None and slot.dirty:
+                slot.dirty = False  # what was accumulated under no_sync is gone
             if slot is not None and slot.held and slot.gather is not None:
                 slot.gather.drop(slot)
             if slot is not None and (slot.flying or slot.update is not None):
@@ -390,6 +401,7 @@ def zero_grads(params: Iterable[nn.Parameter], set_to_none: bool) -> None:
 
 def _zero_deferred(slot: Slot, set_to_none: bool) -> None:
     if not slot.assigned:  # the caller's own
+        slot.kept = False
         if slot.param.grad is not None:
             slot.param.grad = None if set_to_none else torch.zeros_like(slot.param.grad)
     elif set_to_none:

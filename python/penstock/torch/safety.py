@@ -83,7 +83,7 @@ class DeferredParameter(nn.Parameter):
         elif func in _GRAD_SETTERS:
             slot = slot_of(args[0])
             if slot is not None:
-                slot.assigned = False  # from here on .grad is the caller's, whatever was in flight
+                slot.assigned = slot.kept = False  # from here on .grad is the caller's, whatever was in flight
                 slot.zero_after = False
                 if slot.held and slot.gather is not None:
                     slot.gather.drop(slot)
