@@ -19,16 +19,19 @@ from penstock.coordinator import Cluster, Coordinator, Rates, best_collectives
 from penstock.errors import ConfigError, ModelMismatch
 from penstock.lossy import LossyScheme
 from penstock.torch import patches, residuals
+from penstock.torch.alone import distribute_alone
+from penstock.torch.arguments import check_model, check_origins, check_parameters, optimizers_in, origin_of
 from penstock.torch.batchnorm import SyncedNorms
 from penstock.torch.choice import Choice, measured_rates, network_of
 from penstock.torch.copies import BufferCopy, CopyBook
 from penstock.torch.factors import numerics
 from penstock.torch.hooks import Gradients
 from penstock.torch.layout import ROOT, Layer, Slot, check_same_model, describe, fingerprint
+from penstock.torch.members import distributed_twice, enroll
 from penstock.torch.optimizer import Updates
 from penstock.torch.probe import exchange_cost
 from penstock.torch.safety import Watch, claim, compiled_outside, note_compiled, owner_of, restore
-from penstock.torch.schemes import WIRE_TYPES, Schemes, book_scheme, choose, gather_scheme, survey
+from penstock.torch.schemes import WIRE_TYPES, Schemes, book_scheme, choose, common_reason, gather_scheme, survey
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -90,10 +93,15 @@ class Distributed:
         self.layers, self.slots = describe(model)
         taken = next((slot for slot in self.slots if owner_of(slot.param) is not None), None)
         if taken is not None:
-            raise ConfigError(f"penstock.distribute: {taken.name} is distributed already; distribute a parameter once")
+            raise distributed_twice(taken.name)
+        self._known = {id(param): param for param in model.parameters()}
         for optimizer in optimizers:
             self.check_optimizer(optimizer)
-        check_same_model(engine.all_gather("penstock.distribute", fingerprint(model, optimizers, self.slots)))
+        self._tensors = fingerprint(model, optimizers, self.slots)
+        check_same_model(engine.all_gather("penstock.distribute", self._tensors))
+        origins = engine.all_gather("penstock.distribute", origin_of(model))
+        if any(other.engine is engine and other._tensors == self._tensors for other in _alive()):
+            check_origins(origins)
         name = f"model{sum(reference() is not None for reference in _distributed)}"
         everything = [*model.named_parameters(), *model.named_buffers()]
         self.copies = CopyBook(engine, f"{name}.parameters", everything)
@@ -194,7 +202,7 @@ class Distributed:
                 f"{everyone[different]['schemes']} on rank {different}. Pass the same on every rank",
                 rank=different,
             )
-        reasons = [_common(column) for column in zip(*(one["why"] for one in everyone), strict=True)]
+        reasons = [common_reason(column) for column in zip(*(one["why"] for one in everyone), strict=True)]
         strange = next(
             (other for other, one in enumerate(everyone) if one["numerics"] != everyone[0]["numerics"]), None
         )
@@ -377,27 +385,12 @@ class Distributed:
                 restore(slot)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse parameters that this model does not have.
+        """Refuse parameters that this model did not have at `distribute`.
 
         Raises:
             ConfigError: Naming the group.
         """
-        known = {id(param) for param in self.model.parameters()}
-        for number, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
-                if id(param) not in known:
-                    raise ConfigError(
-                        f"penstock.distribute: parameter group {number} of {type(optimizer).__name__} holds a tensor "
-                        f"of shape {list(param.shape)} that is not a parameter of the model; its gradient would not be "
-                        "synchronised"
-                    )
-
-
-def _common(reasons: Sequence[str | None]) -> str | None:
-    """One reason for all ranks: that of the first that has one."""
-    if len(set(reasons)) == 1:
-        return reasons[0]
-    return next((f"{why} (on rank {rank})" for rank, why in enumerate(reasons) if why), None)
+        check_parameters(optimizer, self._known)
 
 
 def _json(value: object) -> bytes:
@@ -443,10 +436,9 @@ def distribute(
     type, once per parameter. Hyperparameters and the optimizer's state are not copied: set or load them on every rank
     alike. From here on `nn.SyncBatchNorm` layers normalise over the samples of all ranks.
 
-    ``step`` applies what ``.grad`` holds, whoever wrote it, as in torch. What backward computes is averaged over the
-    ranks; what the program sets by hand (``p.grad = g``, from `torch.autograd.grad` or a sum of its own) is applied as
-    it is. A rank that makes a step without a backward gets the average of those that had one; ``.grad`` must then be
-    empty or zero there.
+    ``step`` applies what ``.grad`` holds, as in torch: averages of what backward computes, and as it is what the
+    program sets by hand (from `torch.autograd.grad`, or a sum of its own). A rank that makes a step without a backward
+    gets the average of those that had one; ``.grad`` must then be empty or zero there.
 
     Gradients are final when ``.grad`` is read: clipping, `torch.amp.GradScaler` and logging work as always. Only
     references to gradients or to memory of parameters that were made earlier (``g = p.grad``, ``p.data``, numpy arrays,
@@ -495,17 +487,14 @@ def distribute(
             f'penstock.distribute: schemes={schemes!r}: expected "auto", None, or a dictionary such as '
             '{"classifier.*": "factors"}'
         )
-    if optimizer is None:
-        optimizers: list[Optimizer] = []
-    else:
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    check_model(model)
+    optimizers = optimizers_in(optimizer)
+    inner = getattr(model, "_orig_mod", model)  # torch.compile's wrapper has no parameters of its own
     if running.world_size == 1:
-        residuals.refuse_momentum_of_nobody({} if schemes is None or isinstance(schemes, str) else schemes)
-        model.no_sync = nullcontext
+        distribute_alone(model, inner, optimizers, schemes, running.engine)
         return model, optimizer
     if broadcast_buffers is None:
         broadcast_buffers = running.options.broadcast_buffers
-    inner = getattr(model, "_orig_mod", model)  # torch.compile's wrapper has no parameters of its own
     patches.forget_compiled()
     owner = Distributed(
         running.engine,
@@ -519,14 +508,18 @@ def distribute(
         given=model,
     )
     _distributed.append(weakref.ref(owner))
+    enroll(inner, running.engine)
     return model, optimizer
+
+
+def _alive() -> list[Distributed]:
+    return [owner for reference in _distributed if (owner := reference()) is not None]
 
 
 def distributed_here() -> list[Distributed]:
     """What is distributed in this job, in order."""
     engine = job.current("synchronize").engine
-    alive = [owner for reference in _distributed if (owner := reference()) is not None]
-    return [owner for owner in alive if owner.engine is engine]
+    return [owner for owner in _alive() if owner.engine is engine]
 
 
 def lossy_here() -> dict[str, str]:

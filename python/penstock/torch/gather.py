@@ -26,7 +26,17 @@ from penstock.torch.safety import defer
 if TYPE_CHECKING:
     from penstock.torch.hooks import Gradients
 
-__all__ = ["DENSE", "OWN", "Contribution", "Gather", "Part", "computing_with", "mark_average", "sum_type"]
+__all__ = [
+    "DENSE",
+    "OWN",
+    "Contribution",
+    "Gather",
+    "Part",
+    "changed_in_flight",
+    "computing_with",
+    "mark_average",
+    "sum_type",
+]
 
 WORD_BYTES = 8
 COMMON_WORDS = 4  # of a header; two more for each parameter
@@ -374,12 +384,7 @@ class Gather(ABC):
     def _on_base(self, slot: Slot, average: Tensor | None, present: int) -> Tensor | None:
         base = slot.grad
         if base is not None and base._version != slot.version:
-            raise ConfigError(
-                f"the gradient of {slot.name} was changed in place while its average was still being computed. Call "
-                "penstock.synchronize(optimizer) before changing gradients through other references than .grad",
-                layer=self.layer.name,
-                step=self.gradients.step,
-            )
+            raise changed_in_flight(slot, self.gradients.step)
         if not present and base is None:
             return None
         if average is None or not present:
@@ -489,6 +494,18 @@ class Part:
                 dense = self.read(offset, torch.empty(slot.param.shape, dtype=slot.dtype))
                 offset += dense.numel() * dense.element_size()
                 yield place, dense.to(sum_type(slot.dtype))
+
+
+def changed_in_flight(slot: Slot, step: int) -> ConfigError:
+    """The error that says that somebody wrote a gradient before its average was there."""
+    return ConfigError(
+        f"the gradient of {slot.name} was changed in place while its average was still being computed. If the model is "
+        "wrapped in DistributedDataParallel, too (DDP(model), Accelerate's prepare, the Trainer of transformers), use "
+        "one of the two. Otherwise call penstock.synchronize(optimizer) before changing gradients through other "
+        "references than .grad",
+        layer=slot.layer.name,
+        step=step,
+    )
 
 
 def sum_type(dtype: torch.dtype) -> torch.dtype:

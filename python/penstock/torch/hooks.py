@@ -31,7 +31,7 @@ from penstock.lossy import DGC, LossyScheme
 from penstock.torch.adam import FactorsToOwner
 from penstock.torch.dgc import DGCGather
 from penstock.torch.factors import LinearFactors
-from penstock.torch.gather import Gather
+from penstock.torch.gather import Gather, changed_in_flight
 from penstock.torch.layout import Layer, Slot, same_order
 from penstock.torch.lossy import Lossy
 from penstock.torch.memory import lent_to
@@ -419,12 +419,7 @@ class Gradients:
         grad, memory = slot.grad, slot.memory
         assert grad is not None and memory is not None
         if grad._version != slot.version:
-            raise ConfigError(
-                f"the gradient of {slot.name} was changed in place while its average was still being computed. Call "
-                "penstock.synchronize(optimizer) before changing gradients through other references than .grad",
-                layer=slot.layer.name,
-                step=self.step,
-            )
+            raise changed_in_flight(slot, self.step)
         if memory is not grad:
             grad.copy_(memory)
         return grad

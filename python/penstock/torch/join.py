@@ -16,6 +16,7 @@ from penstock import job
 from penstock.errors import ConfigError
 from penstock.torch.copies import CopyBook
 from penstock.torch.distribute import Distributed, distributed_here
+from penstock.torch.separable import optimizers_within
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -94,8 +95,13 @@ def _agree(engine: Engine, owners: list[Distributed]) -> list[list[int]]:
 
 def _copy_all(owner: Distributed, *, is_source: bool, source: int) -> None:
     owner.copies.copy_from(is_source, owner.gradients.step)
-    for number, update in enumerate(owner.updates):
-        _copy_state(owner, update.optimizer, is_source=is_source, source=source, number=number)
+    optimizers = [one for update in owner.updates for one in optimizers_within(update.optimizer)]
+    copied: list[object] = []  # a wrapper may show the state of what it wraps
+    for number, optimizer in enumerate(optimizers):
+        state = getattr(optimizer, "state", None)
+        if state is not None and all(state is not other for other in copied):
+            copied.append(state)
+            _copy_state(owner, optimizer, is_source=is_source, source=source, number=number)
 
 
 @torch.no_grad()

@@ -55,7 +55,7 @@ class Updates:
         self._writes_gradients = True  # until a step has been seen not to
         self._warned = False
         self._separable = separable(optimizer)
-        self._class_step = unhooked_step(type(optimizer))
+        self._class_step = unhooked_step(type(optimizer)) if self._separable is None else None
         self._previous_step: Callable[..., Any] = _own_step(optimizer)
         self._partial = PartialUpdates(optimizer, self._gradients, separable=self._separable is None)
         self._patch()
@@ -115,9 +115,10 @@ class Updates:
         if closure is None:
             self._take_part()
         self._gradients.finish(self._gradients.slots)
-        grads = [
-            (p.grad, p.grad._version) for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None
-        ]
+        given = [(p, p.grad) for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
+        if any(slot_of(param) is None and param.numel() for param, _ in given):
+            self._owner.check_optimizer(self.optimizer)
+        grads = [(grad, grad._version) for _, grad in given]
         arguments = args if closure is None else (closure, *args)
         result = self._previous_step(*arguments, **kwargs)
         if closure is None and grads:
@@ -148,12 +149,9 @@ class Updates:
                 for place, param in enumerate(group["params"]):
                     slot = slot_of(param)
                     if slot is None:
-                        if param.grad is None or param.numel() == 0:
-                            continue  # nothing to update
-                        raise ConfigError(
-                            "an optimizer's parameter group holds a parameter that was not in the model at "
-                            "penstock.distribute"
-                        )
+                        if param.grad is not None and param.numel():
+                            self._owner.check_optimizer(self.optimizer)
+                        continue  # nothing to update
                     if not (slot.flying and slot.assigned):
                         # Final, changed or removed by the caller: the step uses what is there.
                         if param.grad is None:
@@ -287,6 +285,7 @@ class Updates:
         all_groups = optimizer.param_groups
         optimizer.param_groups = groups
         try:
+            assert self._class_step is not None  # it is separable
             with as_if_in_step():
                 self._class_step(optimizer)
         finally:
@@ -331,45 +330,47 @@ class Updates:
 
     def _patch(self) -> None:
         optimizer, owner = self.optimizer, self._owner
-        class_zero_grad, class_add, class_state = (
-            type(optimizer).zero_grad,
-            type(optimizer).add_param_group,
-            type(optimizer).__getstate__,
+        plain_zero_grad, plain_add, plain_getstate = (
+            _of_class(optimizer, name) for name in ("zero_grad", "add_param_group", "__getstate__")
         )
 
         def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             return self.step(*args, **kwargs)
 
-        def zero_grad(_: Optimizer, set_to_none: bool = True) -> None:
-            if class_zero_grad is Optimizer.zero_grad:
-                self.zero_grad(set_to_none)
+        def zero_grad(_: Optimizer, *args: Any, **kwargs: Any) -> None:
+            if getattr(type(optimizer), "zero_grad", None) is Optimizer.zero_grad:
+                self.zero_grad(*args, **kwargs)
             else:
-                self._owner.finish()
-                class_zero_grad(optimizer, set_to_none)
+                owner.finish()
+                plain_zero_grad(*args, **kwargs)
 
         def add_param_group(_: Optimizer, param_group: dict[str, Any]) -> None:
             self.finish_all()
-            class_add(optimizer, param_group)
+            plain_add(param_group)
             try:
                 owner.check_optimizer(optimizer)
             except ConfigError:
                 optimizer.param_groups.pop()
                 raise
 
-        def getstate(_: Optimizer) -> dict[str, Any]:
+        def getstate(_: Optimizer) -> Any:
             self.finish_all()
-            return class_state(optimizer)
+            state = dict(vars(optimizer)) if plain_getstate is None else plain_getstate()
+            if type(state) is not dict:
+                return state
+            return {key: value for key, value in state.items() if all(value is not method for method in patched)}
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # no scheduler need: it sets _opt_called
-        for name, function in (
-            ("step", _outside_of_dynamo(step)),
-            ("zero_grad", zero_grad),
-            ("add_param_group", add_param_group),
-            ("__getstate__", getstate),
-        ):
-            setattr(optimizer, name, types.MethodType(function, optimizer))
-        optimizer.register_state_dict_pre_hook(lambda _: self.finish_all())
-        optimizer.register_load_state_dict_pre_hook(lambda _, __: self.finish_all())
+        patched = [
+            types.MethodType(function, optimizer)
+            for function in (_outside_of_dynamo(step), zero_grad, add_param_group, getstate)
+        ]
+        for name, method in zip(("step", "zero_grad", "add_param_group", "__getstate__"), patched, strict=True):
+            if name == "__getstate__" or callable(getattr(optimizer, name, None)):
+                setattr(optimizer, name, method)
+        if self._separable is None:  # others, such as wrappers that know no hooks, have no update outstanding
+            optimizer.register_state_dict_pre_hook(lambda _: self.finish_all())
+            optimizer.register_load_state_dict_pre_hook(lambda _, __: self.finish_all())
 
 
 def zero_grads(params: Iterable[nn.Parameter], set_to_none: bool) -> None:
@@ -434,9 +435,15 @@ def _own_step(optimizer: Optimizer) -> Callable[..., Any]:
     """The step of before `distribute`, without a scheduler's wrapper, which the patched step makes unnecessary."""
     patched = optimizer.__dict__.get("step")
     if patched is None or getattr(patched, "_wrapped_by_lr_sched", False):
-        return types.MethodType(type(optimizer).step, optimizer)
+        patched = _of_class(optimizer, "step")
     step: Callable[..., Any] = patched
     return step
+
+
+def _of_class(optimizer: Optimizer, name: str) -> Any:
+    """A method without what was patched onto the object; of a wrapper that only passes calls on, what it passes to."""
+    function = getattr(type(optimizer), name, None)
+    return getattr(optimizer, name, None) if function is None else types.MethodType(function, optimizer)
 
 
 def _increment_one_by_one(tensors: Iterable[Tensor]) -> None:

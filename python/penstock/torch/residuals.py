@@ -20,6 +20,7 @@ from penstock.errors import ConfigError
 from penstock.lossy import DGC, parse
 from penstock.torch.gather import sum_type
 from penstock.torch.lossy import Lossy
+from penstock.torch.separable import optimizers_within
 
 __all__ = ["ENTRY", "attach", "check_optimizers", "refuse_momentum_of_nobody"]
 
@@ -38,7 +39,13 @@ def attach(optimizers: Sequence[Optimizer], gathers: Sequence[Lossy[Any]], rank:
     """
     if not gathers:
         return
-    for optimizer in optimizers:
+    for given in optimizers:
+        optimizer = optimizers_within(given)[-1]  # whose state_dict is that of what wraps it
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                f"penstock.distribute: lossy layers keep what is not sent yet in the optimizer's state_dict, and "
+                f"{type(given).__name__} is no torch.optim.Optimizer, nor wraps one. Leave its layers exact"
+            )
         carried = _Carried(optimizer, gathers, rank, ranks)
         optimizer.register_state_dict_post_hook(carried.save)
         optimizer.register_load_state_dict_pre_hook(carried.load)

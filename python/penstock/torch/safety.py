@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from penstock.torch.layout import Layer, Slot
+from penstock.torch.members import check_forward
 
 if TYPE_CHECKING:
     from penstock.torch.distribute import Distributed
@@ -240,6 +241,7 @@ class Watch(TorchDispatchMode):
     def _before(self, module: nn.Module, args: object) -> None:
         if torch.compiler.is_compiling() or not self._active:
             return
+        check_forward(module)
         if not self._running:
             self._begin()
         self._running.append(module)

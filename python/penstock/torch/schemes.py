@@ -31,6 +31,7 @@ __all__ = [
     "Schemes",
     "book_scheme",
     "choose",
+    "common_reason",
     "foreign_hooks",
     "gather_scheme",
     "survey",
@@ -154,6 +155,13 @@ def survey(model: nn.Module, modules: Sequence[nn.Module]) -> list[str | None]:
     """`why_dense` of many modules of one model."""
     whole = _Survey(model)
     return [why_dense(module) or whole.why_dense(module) for module in modules]
+
+
+def common_reason(reasons: Sequence[str | None]) -> str | None:
+    """One reason for all ranks: that of the first that has one."""
+    if len(set(reasons)) == 1:
+        return reasons[0]
+    return next((f"{why} (on rank {rank})" for rank, why in enumerate(reasons) if why), None)
 
 
 def why_exact(module: nn.Module, params: Sequence[Tensor], scheme: LossyScheme) -> str | None:

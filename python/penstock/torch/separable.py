@@ -18,7 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["Probe", "as_if_in_step", "kept_random_state", "not_copied", "separable", "snapshot", "unhooked_step"]
+__all__ = [
+    "Probe",
+    "as_if_in_step",
+    "kept_random_state",
+    "not_copied",
+    "optimizers_within",
+    "separable",
+    "snapshot",
+    "unhooked_step",
+]
 
 PROBE_STEPS = 3
 PROBE_PARAMETERS_MAX = 3  # per group
@@ -30,6 +39,11 @@ not_copied = frozenset({"state", "param_groups", "step", "zero_grad", "add_param
 
 def separable(optimizer: Optimizer) -> str | None:
     """Try on tiny copies whether steps parameter by parameter give the bits of whole steps; otherwise say why not."""
+    inner = optimizers_within(optimizer)[1:]
+    if inner:
+        return f"it wraps {type(inner[0]).__name__}"  # and a copy of it would step what that one has
+    if not isinstance(optimizer, Optimizer) or "param_groups" not in optimizer.__dict__:
+        return "its parameter groups are not its own"
     patched = optimizer.__dict__.get("step")
     if patched is not None and not getattr(patched, "_wrapped_by_lr_sched", False):
         return "its step has been replaced"
@@ -47,6 +61,18 @@ def separable(optimizer: Optimizer) -> str | None:
     if whole.changed or single.changed:
         return "it keeps state per call of step"
     return None if equal else "its result for one parameter depends on the others"
+
+
+def optimizers_within(optimizer: Any) -> list[Any]:
+    """The optimizer itself, those that it has in attributes or in lists there, those that these have, and so on."""
+    found = [optimizer]
+    for one in found:  # which grows
+        for value in getattr(one, "__dict__", {}).values():
+            for inner in value if isinstance(value, (list, tuple)) else (value,):
+                is_optimizer = hasattr(inner, "param_groups") and callable(getattr(inner, "step", None))
+                if is_optimizer and all(inner is not other for other in found):
+                    found.append(inner)
+    return found
 
 
 @contextmanager

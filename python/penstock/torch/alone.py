@@ -1,0 +1,55 @@
+"""A job of one process: nothing is sent or patched, and what several would refuse without asking each other is refused.
+
+So a program that is tried alone first runs on several ranks, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from penstock.torch import residuals
+from penstock.torch.arguments import check_parameters
+from penstock.torch.layout import ROOT, describe
+from penstock.torch.members import distributed_name, distributed_twice, enroll
+from penstock.torch.schemes import Schemes, choose, survey
+
+if TYPE_CHECKING:
+    from penstock._native import Engine
+
+__all__ = ["distribute_alone"]
+
+
+def distribute_alone(
+    given: Any, model: nn.Module, optimizers: Sequence[Optimizer], schemes: Schemes | str | None, engine: Engine
+) -> None:
+    """What `distribute` does in a job of one process.
+
+    Args:
+        given: The model or its wrapper, as the program has it.
+        model: The model, not a wrapper of torch.compile.
+        optimizers: Its optimizers.
+        schemes: As in `distribute`.
+        engine: That of the job.
+
+    Raises:
+        ConfigError: As for several ranks, as far as no other rank need be asked.
+    """
+    layers, slots = describe(model)
+    taken = next((slot.name for slot in slots if distributed_name(slot.param) is not None), None)
+    if taken is not None:
+        raise distributed_twice(taken)
+    known = {id(param): param for param in model.parameters()}
+    for optimizer in optimizers:
+        check_parameters(optimizer, known)
+    patterns: Schemes = {} if schemes is None or isinstance(schemes, str) else schemes
+    modules = [model if layer.name == ROOT else model.get_submodule(layer.name) for layer in layers]
+    params = [[slot.param for slot in layer.slots] for layer in layers]
+    choose([layer.name for layer in layers], modules, survey(given, modules), patterns, params)
+    residuals.refuse_momentum_of_nobody(patterns)
+    enroll(model, engine)
+    given.no_sync = nullcontext
