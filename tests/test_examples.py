@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -60,10 +61,15 @@ def pictures(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("launcher", "workers"), [(PLAIN, 1), (TORCHRUN, 2)])
-def test_minimal(launcher, workers):
-    said = run(launcher, "minimal.py").splitlines()
+def test_minimal(launcher, workers, tmp_path):
+    said = run(launcher, "minimal.py", tmp_path / "model.pt").splitlines()
     assert len(said) == 4
     assert said[-1].endswith(f"on {workers} worker(s)")
+    shares = [float(line.split("%")[0].split()[-1]) for line in said]
+    assert 50 < shares[0] < shares[-1] < 100  # it learns, and its metric is a share of all samples
+    torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4)).load_state_dict(
+        torch.load(tmp_path / "model.pt")
+    )
 
 
 def test_cifar10_has_the_network_of_the_paper():

@@ -7,11 +7,15 @@ needs first ahead of all others. The training loop stays as it is:
 
     ps.init()                                            # rank and size from torchrun, mpirun, Slurm or arguments
     model, optimizer = ps.distribute(model, optimizer)   # broadcasts rank 0's parameters and buffers
-    for x, y in loader:
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    sampler = ps.sampler(dataset)                        # every rank its own share of the samples
+    loader = DataLoader(dataset, batch_size=32, sampler=sampler)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)                         # another order in each
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 Importing this module imports no framework, starts no thread and reads no environment: names are fetched when
 first used.
@@ -52,6 +56,7 @@ if TYPE_CHECKING:
     )
     from penstock.job import init, rank, report, shutdown, world_size
     from penstock.lossy import DGC, OneBit
+    from penstock.torch.data import sampler
     from penstock.torch.distribute import distribute, no_sync, synchronize
     from penstock.torch.facts import coordinator_of, explain
     from penstock.torch.join import join
@@ -91,6 +96,7 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "report",
+    "sampler",
     "scatter",
     "send",
     "shutdown",
@@ -130,6 +136,7 @@ _HOME_OF = {
     "reduce": "collectives",
     "reduce_scatter": "collectives",
     "report": "job",
+    "sampler": "torch",
     "scatter": "collectives",
     "send": "collectives",
     "shutdown": "job",

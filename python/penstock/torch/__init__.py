@@ -10,11 +10,12 @@ join       uneven numbers of batches         batchnorm  statistics over the samp
 gather, rows, factors, pairs       layers whose averages every rank makes from all ranks' contributions
 lossy, onebit, dgc, residuals      those that send less than their gradients, and what they keep
 choice     schemes chosen while training          description  a model as the coordinator sees it
-facts      what a program may ask about all of this
+facts      what a program may ask about all of this       data         which samples are this rank's
 """
 
+from penstock.torch.data import sampler
 from penstock.torch.distribute import distribute, finish_all, no_sync, synchronize
 from penstock.torch.facts import coordinator_of, explain
 from penstock.torch.join import join
 
-__all__ = ["coordinator_of", "distribute", "explain", "finish_all", "join", "no_sync", "synchronize"]
+__all__ = ["coordinator_of", "distribute", "explain", "finish_all", "join", "no_sync", "sampler", "synchronize"]

@@ -1,0 +1,184 @@
+"""The listings of README's integration and of docs/from-ddp.md run as they stand, alone and by two ranks.
+
+Each is preceded by what it takes for granted, such as a model, and followed by checks.
+"""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+LIMIT_S = 240
+
+GIVEN = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+x = torch.randn(64, 6)
+dataset = TensorDataset(x, x[:, :4].argmax(dim=1))
+model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+loss_of = F.cross_entropy
+epochs = 2
+before = [param.detach().clone() for param in model.parameters()]
+"""
+SAME_EVERYWHERE = """
+values = torch.cat([param.detach().flatten() for param in model.parameters()])
+assert not torch.equal(values, torch.cat([param.flatten() for param in before]))
+everyone = torch.empty(ps.world_size(), len(values))
+ps.all_gather(values, everyone)
+assert all(torch.equal(values, one) for one in everyone)
+"""
+
+
+def listings(document, title, language="python"):
+    """The code blocks of a section, which goes on to the next title of its level."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    level = title.split()[0]
+    section = text.split(f"\n{title}\n", 1)[1]
+    section = re.split(rf"^#{{1,{len(level)}}} ", section, maxsplit=1, flags=re.M)[0]
+    found = re.findall(rf"^```{language}\n(.*?)^```$", section, flags=re.S | re.M)
+    assert found, f"{document}, {title}: no listing"
+    return found
+
+
+def environment(**more):
+    mine = {name: value for name, value in os.environ.items() if not name.startswith(("PENSTOCK_", "TORCHELASTIC_"))}
+    return {**mine, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{mine.get('PATH', '')}", **more}
+
+
+def run(launcher, directory, *parts):
+    program = directory / "program.py"
+    program.write_text("\n".join(parts), encoding="utf-8")
+    done = subprocess.run(
+        [*launcher, str(program)],
+        cwd=directory,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(params=[1, 2], ids=["alone", "two ranks"])
+def launcher(request):
+    return [sys.executable] if request.param == 1 else TORCHRUN
+
+
+def test_readme_s_integration(launcher, tmp_path):
+    training, metric, saving = listings("README.md", "## The whole integration")[:3]
+    checks = """
+restored = torch.load("checkpoint.pt") if ps.rank() == 0 else {"model": model.state_dict()}
+assert all(torch.equal(value, model.state_dict()[name]) for name, value in restored["model"].items())
+seen_by_all = torch.tensor([seen])
+ps.allreduce(seen_by_all)
+assert seen_by_all == 64 and 0.0 < accuracy < 1.0 and right[1] == 64
+"""
+    counted = "seen = len(sampler)\ncorrect = int((model(x).argmax(dim=1) == y).sum())\n"
+    run(launcher, tmp_path, GIVEN, training, counted, metric, saving, SAME_EVERYWHERE, checks)
+
+
+def test_readme_s_schemes(tmp_path):
+    model = """
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(64, 8)
+        self.classifier = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 4))
+
+    def forward(self, x):
+        return self.classifier(self.embedding(x.abs().long()).mean(dim=1))
+
+import penstock as ps
+
+ps.init()
+model = Words()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+"""
+    step = "before = [p.detach().clone() for p in model.parameters()]\nloss_of(model(x), dataset[:][1]).backward()\n"
+    (schemes,) = listings("README.md", "### Large layers, few rows")
+    run(TORCHRUN, tmp_path, GIVEN, model, schemes, step, "optimizer.step()", SAME_EVERYWHERE)
+
+
+def test_ddp_s_program_changed(launcher, tmp_path):
+    (program,) = listings("docs/from-ddp.md", "## A program, changed")
+    training, shutdown = program.split("ps.shutdown()")
+    said = run(launcher, tmp_path, GIVEN, training, SAME_EVERYWHERE, "ps.shutdown()" + shutdown)
+    assert [line.split(":")[0] for line in said.splitlines()] == ["epoch 0", "epoch 1"]
+    assert (tmp_path / "model.pt").exists()
+
+
+def test_ddp_s_checkpoints_accumulation_norms_and_join(tmp_path):
+    """In one program, in the order in which a program would do them."""
+    wrapped = """
+import os
+import penstock as ps
+
+of_ddp = {"module." + name: value + 1 for name, value in model.state_dict().items()}
+torch.save(of_ddp, f"{os.getpid()}.tmp")
+os.replace(f"{os.getpid()}.tmp", "ddp.pt")  # whole at any time: every rank writes it
+"""
+    loaded = """
+assert all(torch.equal(param, old + 1) for param, old in zip(model.parameters(), before))
+ps.init()
+"""
+    made = """
+assert isinstance(model[1], nn.SyncBatchNorm)
+loader = DataLoader(dataset, batch_size=8, sampler=ps.sampler(dataset))
+batches_of_this_rank = list(loader)[ps.rank():]
+"""
+    page = "docs/from-ddp.md"
+    (checkpoints,), (accumulation,), (norms,), (join,) = (
+        listings(page, f"## {title}")
+        for title in ("Checkpoints", "Accumulation", "SyncBatchNorm", "Uneven numbers of batches")
+    )
+    done = "assert int(model[1].num_batches_tracked) == 1 + 2 * len(loader)  # one is in the checkpoint\n"
+    parts = [GIVEN, wrapped, checkpoints, loaded, norms, made, accumulation, join, SAME_EVERYWHERE, done]
+    run(TORCHRUN, tmp_path, *parts)
+
+
+def test_readme_s_commands_for_several_hosts(tmp_path):
+    """Both launchers on this machine; each asks for the workers of its host."""
+    secret, launch = listings("README.md", "## The whole integration", "sh")
+    (tmp_path / "train.py").write_text((ROOT / "examples" / "minimal.py").read_text(encoding="utf-8"))
+    shell = ["bash", "-euo", "pipefail", "-c"]
+    subprocess.run([*shell, secret], cwd=tmp_path, env=environment(), timeout=LIMIT_S, check=True)
+    assert len((tmp_path / "secret").read_text().strip()) == 64
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    here = {"HOST0": "127.0.0.1", "29500": port, "--nproc-per-node 4": "--nproc-per-node 1"}
+    assert all(launch.count(word) == 1 for word in here)
+    for word, mine in here.items():
+        launch = launch.replace(word, mine)
+    launchers = [
+        subprocess.Popen(
+            [*shell, launch.replace("--node-rank 0", f"--node-rank {host}")],
+            cwd=tmp_path,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for host in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=LIMIT_S) for process in launchers]
+    finally:
+        for process in launchers:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in launchers] == [0, 0], said
+    assert said[0][0].splitlines()[-1].endswith("on 2 worker(s)")
