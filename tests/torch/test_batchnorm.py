@@ -322,13 +322,25 @@ def test_copies_are_plain():
             outs = []
             for plain in (copy.deepcopy(model), torch.load(file, weights_only=False)):
                 assert "forward" not in plain.first.__dict__
-                outs.append(plain(x))  # alone: nobody else takes part
+                outs.append(plain(x).detach())  # alone: nobody else takes part
             return outs
         return None
 
     model = seeded(Net())
-    alone = model(samples(0, 0, 4)[0])
+    alone = model(samples(0, 0, 4)[0]).detach()
     assert all(distance([out], [alone]) < 1e-12 for out in run(main, 2)[0])
+
+
+def test_after_the_job_a_layer_is_plain():
+    def main(rank, engine):
+        model = seeded(Net())
+        distribute(model, sgd(model))
+        return model
+
+    model = run(main, 2)[1]
+    with torch.no_grad():
+        x = samples(0, 0, 4)[0]
+        assert distance([model(x)], [seeded(Net())(x)]) < 1e-12
 
 
 def test_second_derivatives_are_refused():
@@ -373,12 +385,17 @@ class OwnForward(nn.SyncBatchNorm):
         return super().forward(x)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's, of tracing
 def test_what_cannot_be_synchronised_is_refused():
+    traced = torch.jit.trace(nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3)), torch.randn(4, 3))
+
     def main(rank, engine):
         with pytest.raises(ConfigError, match="SyncBatchNorm 0 has a process group of 1 of 2 ranks"):
             distribute(nn.Sequential(nn.SyncBatchNorm(3, process_group=Group(1))))
         with pytest.raises(ConfigError, match="OwnForward 0 is a SyncBatchNorm with a forward of its own"):
             distribute(nn.Sequential(OwnForward(3)))
+        with pytest.raises(ConfigError, match="SyncBatchNorm 1 was traced in training mode"):
+            distribute(traced)
         different = nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3) if rank else nn.BatchNorm1d(3))
         with pytest.raises(ModelMismatch, match="SyncBatchNorm layers of rank 0 and rank 1 differ, at 1"):
             distribute(different)

@@ -65,6 +65,7 @@ class SyncedNorms:
     def __init__(self, owner: Distributed, name: str, rank: int) -> None:
         self._owner = owner
         self._rank = rank
+        _refuse_traced(owner.model)
         self._ours = dict(_layers(owner.model))
         for layer, module in self._ours.items():
             _refuse_what_cannot_be_synchronised(layer, module, owner.engine.report()["size"])
@@ -199,6 +200,16 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.SyncBatchNorm]]:
     for path, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             yield path.replace(COMPILED_PREFIX, "") or ROOT, module
+
+
+def _refuse_traced(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and module.training and module.original_name == "SyncBatchNorm":
+            raise ConfigError(
+                f"penstock.distribute: SyncBatchNorm {path or ROOT} was traced in training mode, as a plain batch norm "
+                "of each rank; distribute the model that is not traced",
+                layer=path or ROOT,
+            )
 
 
 def _refuse_what_cannot_be_synchronised(layer: str, module: nn.SyncBatchNorm, size: int) -> None:
