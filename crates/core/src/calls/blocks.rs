@@ -191,45 +191,87 @@ pub fn lanes(shape: &Shape, lanes: u32) -> u32 {
     pieces(shape).div_ceil(u64::from(turn(shape))).min(u64::from(lanes)).max(1) as u32
 }
 
-/// Whether there are as many blocks as the action takes, of fitting lengths.
-pub(super) fn check_blocks(shape: &Shape, request: Request) -> Result<(), Error> {
+/// Whether a request is one that this rank can make in a group: whom it names is there, and there are as many blocks as it
+/// takes, of fitting lengths.
+///
+/// # Errors
+/// [`Error::Config`] if not.
+pub fn check(shape: &Shape, request: Request) -> Result<(), Error> {
     let Shape { action, ranks, me, inputs, outputs, elem_bytes } = shape;
-    let ranks = *ranks as usize;
-    let (given, wanted) = (inputs.len(), outputs.len());
+    match request {
+        Request::Send { to: peer, .. } | Request::Receive { from: peer, .. }
+            if peer >= *ranks || peer == *me =>
+        {
+            return Err(Error::Config(format!(
+                "a message between {me} and {peer} of a group of {ranks}; it takes two"
+            )));
+        }
+        Request::ReceiveAny { .. } if *ranks < 2 => {
+            return Err(Error::Config("nobody else is in the group to receive from".into()));
+        }
+        _ => {}
+    }
     let at_root = |count| if action.root() == Some(*me) { count } else { 0 };
+    let all = *ranks as usize;
+    let (given, wanted) = (inputs.len(), outputs.len());
     let expected = match action {
         Action::Message if matches!(request, Request::Send { .. }) => (1, 0),
         Action::Message => (0, 1),
         Action::Barrier => (0, 0),
         Action::Broadcast { .. } => (0, 1),
         Action::Reduce { .. } => (1, at_root(1)),
-        Action::Gather { .. } => (1, at_root(ranks)),
-        Action::Scatter { .. } => (at_root(ranks), 1),
+        Action::Gather { .. } => (1, at_root(all)),
+        Action::Scatter { .. } => (at_root(all), 1),
         Action::Allreduce { .. } => (1, 1),
-        Action::AllGather => (1, ranks),
-        Action::ReduceScatter => (ranks, 1),
-        Action::AllToAll => (ranks, ranks),
+        Action::AllGather => (1, all),
+        Action::ReduceScatter => (all, 1),
+        Action::AllToAll => (all, all),
     };
-    let root_fits = action.root().is_none_or(|root| (root as usize) < ranks);
+    let root_fits = action.root().is_none_or(|root| root < *ranks);
     let mut lens = inputs.iter().chain(outputs);
     let first = lens.clone().next().copied().unwrap_or(0);
     let equal = *action == Action::AllToAll || lens.all(|len| *len == first);
     let whole = !action.computes() || first.is_multiple_of(*elem_bytes as u64);
-    if (given, wanted) == expected && root_fits && equal && whole {
-        return Ok(());
+    if (given, wanted) != expected || !root_fits || !equal || !whole {
+        return Err(Error::Config(format!(
+            "{}: {given} blocks given and {wanted} to be filled, of {first} bytes and others, by {me} of {ranks} ranks; \
+             expected {} and {} blocks of equal length in whole elements, and a root in the group",
+            action.name(),
+            expected.0,
+            expected.1
+        )));
     }
-    Err(Error::Config(format!(
-        "{}: {given} blocks given and {wanted} to be filled, of {first} bytes and others, by {me} of {ranks} ranks; \
-         expected {} and {} blocks of equal length in whole elements, and a root in the group",
-        action.name(),
-        expected.0,
-        expected.1
-    )))
+    let own = |blocks: &[u64]| blocks[*me as usize];
+    if *action == Action::AllToAll && own(inputs) != own(outputs) {
+        return Err(Error::Config(format!(
+            "{}: rank {me} of {ranks} gives itself a block of {} bytes and expects one of {}",
+            action.name(),
+            own(inputs),
+            own(outputs)
+        )));
+    }
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_rank_that_expects_another_block_of_itself_than_it_gives_is_refused() {
+        let request = Request::Collective(Action::AllToAll);
+        let shape = |own: u64| Shape {
+            action: Action::AllToAll,
+            ranks: 2,
+            me: 1,
+            elem_bytes: 1,
+            inputs: vec![3, 8],
+            outputs: vec![5, own],
+        };
+        assert!(check(&shape(8), request).is_ok());
+        let text = check(&shape(12), request).unwrap_err().to_string();
+        assert!(text.contains("a block of 8 bytes and expects one of 12"), "{text}");
+    }
 
     #[test]
     fn the_store_is_chosen_unless_another_is_clearly_faster() {

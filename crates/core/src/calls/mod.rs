@@ -12,7 +12,7 @@ pub mod plan;
 mod signature;
 mod slice;
 
-pub use blocks::{Share, choose, lanes, slices};
+pub use blocks::{Share, check, choose, lanes, slices};
 pub use plan::{Buffer, Bytes, Local, Plan, Round, Shape, Transfer};
 pub use signature::{Action, Signature};
 
@@ -21,7 +21,7 @@ use crate::layout::{Dtype, Rank};
 use crate::limits;
 use crate::memory::Memory;
 use crate::wire::{Header, Op, Outgoing, Place};
-use blocks::{check_blocks, piece, under_way};
+use blocks::{piece, under_way};
 use mail::{COPY, Fault, Mail, Outcome, Token};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -74,6 +74,17 @@ pub enum Request {
     },
     /// What all members take part in.
     Collective(Action),
+}
+
+impl Request {
+    /// The kind of call.
+    #[must_use]
+    pub fn action(self) -> Action {
+        match self {
+            Self::Collective(action) => action,
+            Self::Send { .. } | Self::Receive { .. } | Self::ReceiveAny { .. } => Action::Message,
+        }
+    }
 }
 
 /// This rank's part in a call.
@@ -216,26 +227,11 @@ impl<M: Memory> Calls<M> {
             return Err(Error::Config(format!("group {} does not exist", call.group)));
         };
         let (me, ranks) = (group.me, group.members.len() as u32);
-        let action = match call.request {
-            Request::Send { to: peer, .. } | Request::Receive { from: peer, .. } => {
-                if peer >= ranks || peer == me {
-                    return Err(Error::Config(format!(
-                        "a message between {me} and {peer} of {ranks} members of group {}; it takes two",
-                        call.group
-                    )));
-                }
-                Action::Message
-            }
-            Request::ReceiveAny { .. } if ranks < 2 => {
-                return Err(Error::Config(format!("nobody else is in group {} to receive from", call.group)));
-            }
-            Request::ReceiveAny { .. } => Action::Message,
-            Request::Collective(action) => action,
-        };
+        let action = call.request.action();
         let lens = |blocks: &[(M::Chunk, u64)]| blocks.iter().map(|(_, len)| *len).collect();
         let (inputs, outputs) = (lens(&call.inputs), lens(&call.outputs));
         let shape = Shape { action, ranks, me, elem_bytes: call.dtype.size_bytes(), inputs, outputs };
-        check_blocks(&shape, call.request)?;
+        check(&shape, call.request)?;
         let number = if action == Action::Message {
             MESSAGES
         } else {

@@ -43,8 +43,8 @@ const CHOICES_MAX: usize = 1024;
 /// What calls are made of, as all ranks know it.
 #[derive(Default)]
 pub(super) struct Agreed {
-    /// How many members a group has.
-    sizes: BTreeMap<GroupId, u32>,
+    /// This rank's index in a group, and how many members it has.
+    places: BTreeMap<GroupId, (u32, u32)>,
     /// What a choice assumes.
     pub(super) rates: Rates,
     /// Choices that were made under these rates, by elements, bytes of an element and ranks.
@@ -52,9 +52,9 @@ pub(super) struct Agreed {
 }
 
 impl Agreed {
-    fn size(&self, group: GroupId) -> Result<u32, Failure> {
-        let size = self.sizes.get(&group).copied();
-        size.ok_or_else(|| {
+    fn place(&self, group: GroupId) -> Result<(u32, u32), Failure> {
+        let place = self.places.get(&group).copied();
+        place.ok_or_else(|| {
             Failure::config(format!("group {group} does not exist, or connect() was not called"))
         })
     }
@@ -99,6 +99,8 @@ impl Engine {
     /// The group of all ranks, and later ones.
     pub(super) fn tell_group(&self, id: GroupId, members: &[u32]) -> Result<(), Failure> {
         let size = members.len() as u32;
+        let me =
+            members.iter().position(|rank| *rank == self.inner.config.rank).unwrap_or(members.len()) as u32;
         let members: Vec<Rank> = members.iter().copied().map(Rank).collect();
         for mailbox in self.inner.shared.mailboxes() {
             mailbox.send(Command::Group { id, members: members.clone() });
@@ -106,7 +108,7 @@ impl Engine {
         if self.inner.shared.mailboxes().is_empty() {
             guard(&self.inner.alone).0.form(id, members)?;
         }
-        guard(&self.inner.agreed).sizes.insert(id, size);
+        guard(&self.inner.agreed).places.insert(id, (me, size));
         Ok(())
     }
 
@@ -135,7 +137,7 @@ impl Engine {
     pub fn choose(&self, group: GroupId, len_bytes: u64, dtype: Dtype) -> Result<Algorithm, Failure> {
         let elem_bytes = dtype.size_bytes() as u64;
         let mut agreed = guard(&self.inner.agreed);
-        let ranks = agreed.size(group)?;
+        let (_, ranks) = agreed.place(group)?;
         Ok(agreed.choose(len_bytes / elem_bytes, elem_bytes, ranks))
     }
 
@@ -162,27 +164,18 @@ impl Engine {
     }
 
     /// The lanes among which a call is dealt, the group's own first; none in a job of one rank.
-    fn call_lanes(&self, part: &CallPart, ranks: u32) -> Vec<&crate::mailbox::Mailbox> {
+    fn call_lanes(&self, group: GroupId, shape: &Shape) -> Vec<&crate::mailbox::Mailbox> {
         let mailboxes = self.inner.shared.mailboxes();
-        let count = match part.request {
-            Request::Collective(action) if mailboxes.len() > 1 => {
-                let lens = |blocks: &[Memory]| blocks.iter().map(|(_, len)| *len as u64).collect();
-                let (inputs, outputs) = (lens(&part.inputs), lens(&part.outputs));
-                let elem_bytes = part.dtype.size_bytes();
-                let shape = Shape { action, ranks, me: 0, elem_bytes, inputs, outputs };
-                calls::lanes(&shape, mailboxes.len() as u32) as usize
-            }
-            _ => mailboxes.len().min(1),
-        };
-        let first = usize::from(part.group);
+        let count = calls::lanes(shape, mailboxes.len() as u32).min(mailboxes.len() as u32) as usize;
+        let first = usize::from(group);
         (first..first + count).map(|lane| &*mailboxes[lane % mailboxes.len()]).collect()
     }
 
     /// Begins a call. It is done when its handle says so, or [`Engine::wait_call`] returns.
     ///
     /// # Errors
-    /// `Config` if memory is not aligned to its elements; the job's failure. What does not fit the group or the calls of
-    /// other ranks is noticed later and fails the job.
+    /// `Config` if memory is not aligned to its elements, or the call does not fit the group; the job's failure. What does
+    /// not fit the calls of other ranks is noticed later and fails the job.
     ///
     /// # Safety
     /// All memory must stay allocated until `keep` is dropped, which must not depend on this thread. Until then nobody
@@ -190,9 +183,20 @@ impl Engine {
     pub unsafe fn call(&self, part: CallPart) -> Result<Arc<Handle>, Failure> {
         self.alive("a call")?;
         self.inner.shared.check()?;
-        let ranks = guard(&self.inner.agreed).size(part.group)?;
-        let lanes = self.call_lanes(&part, ranks);
+        let (me, ranks) = guard(&self.inner.agreed).place(part.group)?;
         let CallPart { group, request, op, dtype, inputs, outputs, keep } = part;
+        let lens = |blocks: &[Memory]| blocks.iter().map(|(_, len)| *len as u64).collect();
+        let shape = Shape {
+            action: request.action(),
+            ranks,
+            me,
+            elem_bytes: dtype.size_bytes(),
+            inputs: lens(&inputs),
+            outputs: lens(&outputs),
+        };
+        // Here, so that a call that cannot be made harms neither the others nor the next call.
+        calls::check(&shape, request)?;
+        let lanes = self.call_lanes(group, &shape);
         let aligned = |(address, len): &Memory| *len == 0 || address.is_multiple_of(dtype.size_bytes());
         if !inputs.iter().chain(&outputs).all(aligned) {
             return Err(Failure::config("memory that is not aligned to its elements"));
