@@ -89,6 +89,35 @@ def check_works(rank, size):
     assert ps.world_size() == size and (value == size).all()
 
 
+def check_methods(rank, size):
+    """Of the process group itself, as programs and torch's own native code call them."""
+    group, value = dist.group.WORLD, torch.tensor([float(rank)])
+    rows = [torch.empty(1) for _ in range(size)]
+    group.allgather([rows], [value]).wait()
+    assert [row.item() for row in rows] == list(range(size))
+    gathered = group.gather([rows] if rank == 0 else [], [value]).get_future().wait()
+    assert [row.item() for row in gathered] == (list(range(size)) if rank == 0 else [])
+    twice = torch.ones(100_000)
+    dist.all_reduce_coalesced([twice, twice])
+    assert (twice == size).all(), "a tensor that is given twice is summed once"
+    outside = dist.BroadcastOptions()
+    outside.rootRank = -1
+    refused = {
+        "a list of one tensor": lambda: group.allreduce([value, value.clone()]),
+        "a list of one tensor, and": lambda: group.broadcast(value),
+        "rank -1 is not in the group": lambda: group.broadcast([value], outside),
+        f"rank {size} is not in the group": lambda: group.send([value], size, 0),
+        "the tag of a message is -1": lambda: group.recv([value], (rank + 1) % size, -1),
+    }
+    for words, call in refused.items():
+        try:
+            call()
+        except ps.ConfigError as error:
+            assert words in str(error), str(error)
+        else:
+            raise AssertionError(f"not refused: {words}")
+
+
 def model():
     torch.manual_seed(1)
     return nn.Sequential(
@@ -179,6 +208,7 @@ def main(rank, size, directory):
     assert dist.get_backend() == "penstock" and isinstance(dist.group.WORLD, penstock.torch.backend.ProcessGroup)
     check_values(rank, size, gloo)
     check_works(rank, size)
+    check_methods(rank, size)
     check_training(rank, size, gloo, directory)
     check_shards(rank, gloo, directory)
     dist.destroy_process_group(gloo)

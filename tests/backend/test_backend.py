@@ -17,13 +17,13 @@ LIMIT_S = 480
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def run(script, directory, killed=None):
+def run(script, directory, killed=None, **environment):
     """Run one script on every rank, all of it well, except for one that kills itself."""
     ranks = []
     for rank in range(SIZE):
         command = [sys.executable, str(HERE / script), str(rank), str(SIZE), str(directory)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        ranks.append(subprocess.Popen(command, env=ENVIRONMENT, **pipes))
+        ranks.append(subprocess.Popen(command, env=ENVIRONMENT | environment, **pipes))
     outputs = []
     try:
         for process in ranks:
@@ -40,6 +40,18 @@ def run(script, directory, killed=None):
 
 def test_values_training_and_checkpoints_as_with_gloo(tmp_path):
     run("backend_rank.py", tmp_path)
+
+
+def test_sparse_tensors_are_summed_as_with_gloo(tmp_path):
+    run("sparse_rank.py", tmp_path)
+
+
+def test_compiled_programs_compute_as_others(tmp_path):
+    run("compiled_rank.py", tmp_path)
+
+
+def test_a_rank_that_does_something_else_is_named_and_the_job_goes_on(tmp_path):
+    run("debug_rank.py", tmp_path, TORCH_DISTRIBUTED_DEBUG="DETAIL")
 
 
 def test_a_rank_that_dies_is_named_by_all(tmp_path):

@@ -24,13 +24,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions  # not in torch.distributed, which has the others
 from torch._C._distributed_c10d import Backend as C10dBackend
 
 from penstock import job
 from penstock.boards import TorchBoard
 from penstock.buffers import DTYPES, Buffer, view
 from penstock.errors import ConfigError
-from penstock.torch.works import Completer, Work
+from penstock.torch.debug import Comparison, compared, monitored_barrier
+from penstock.torch.sparse import SPARSE_TAGS, SparseSum, dense
+from penstock.torch.works import Completer, Work, methods_outside_of_dynamo
 
 if TYPE_CHECKING:
     from penstock._native import Call, Engine
@@ -52,10 +55,6 @@ _FLOATS = {"f32", "f64", "f16", "bf16"}
 
 def _local_reduction(op: Any, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
     """How two ranks' tensors are combined, for what the engine does not compute."""
-    if dtype == torch.bool and op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.BOR):
-        return torch.logical_or
-    if dtype == torch.bool and op in (dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.BAND):
-        return torch.logical_and
     known: list[tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = [
         (dist.ReduceOp.SUM, torch.add),
         (dist.ReduceOp.AVG, torch.add),
@@ -104,8 +103,8 @@ _engines = _Engines()
 
 def _staged(tensor: Tensor, copies: list[tuple[Tensor, Tensor]], written: bool) -> Tensor:
     """The tensor itself, or contiguous memory that is copied back if it is written."""
-    tensor = tensor.detach()
-    if tensor.is_contiguous() and not tensor.is_sparse:
+    tensor = dense(tensor).detach()
+    if tensor.is_contiguous():
         return tensor
     copy = tensor.contiguous()
     if written:
@@ -113,6 +112,22 @@ def _staged(tensor: Tensor, copies: list[tuple[Tensor, Tensor]], written: bool) 
     return copy
 
 
+def _one(tensors: Any) -> Any:
+    """The only one of a list: torch lists tensors by device, of which there is one."""
+    if isinstance(tensors, Tensor) or len(tensors) != 1:
+        raise ConfigError(
+            "the methods of a process group take a list of one tensor, and then torch's options; for several use "
+            "all_reduce_coalesced and so on"
+        )
+    return tensors[0]
+
+
+def _check_tag(tag: int) -> None:
+    if not 0 <= tag < SPARSE_TAGS:
+        raise ConfigError(f"the tag of a message is {tag}; give one from 0 to {SPARSE_TAGS - 1}")
+
+
+@methods_outside_of_dynamo
 class ProcessGroup(dist.ProcessGroup):
     """One process group of torch.distributed.
 
@@ -133,6 +148,9 @@ class ProcessGroup(dist.ProcessGroup):
         self._timeout = timeout
         self._completer = _engines.of(engine)
         self._count = 0
+        self._sparse_count = 0
+        detail = dist.get_debug_level() == dist.DebugLevel.DETAIL
+        self.comparison = Comparison(self._begin, size, timeout.total_seconds()) if detail else None
         self.device_backend: _DeviceBackend | None = None
 
     # What torch asks about a backend. The names are torch's.
@@ -166,6 +184,8 @@ class ProcessGroup(dist.ProcessGroup):
         tag: int = 0,
         op: str = "copy",
     ) -> Call:
+        if not 0 <= rank < self._size:
+            raise ConfigError(f"{request}: rank {rank} is not in the group of {self._size}; give one from 0 on")
         # Detached tensors are kept: they share memory with the program's and hold no graph.
         given = [view(tensor, request, written=False) for tensor in inputs]
         wanted = [view(tensor, request, written=True) for tensor in outputs]
@@ -190,6 +210,7 @@ class ProcessGroup(dist.ProcessGroup):
         result: Any,
         finish: Callable[[], None] | None = None,
         copies: Sequence[tuple[Tensor, Tensor]] = (),
+        follow: Callable[[], list[Call]] | None = None,
     ) -> Work:
         """What torch waits for."""
         self._count += 1
@@ -204,7 +225,8 @@ class ProcessGroup(dist.ProcessGroup):
                 for tensor, copy in copies:
                     tensor.copy_(copy)
 
-        return Work(self._completer, calls, result, finish_all, min(limit, self._timeout).total_seconds())
+        limit_s = min(limit, self._timeout).total_seconds()
+        return Work(self._completer, calls, result, finish_all, limit_s, follow)
 
     def _sum_name(self, op: Any, tensor: Tensor) -> str | None:
         """The engine's name for the operation, or None if torch has to compute it."""
@@ -214,11 +236,24 @@ class ProcessGroup(dist.ProcessGroup):
 
     # Sums.
 
+    @compared(0)
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """In place on every rank."""
         opts = dist.AllreduceOptions() if opts is None else opts
+        tensor = _one(tensors)
+        if tensor.layout is torch.sparse_coo:
+            return self._allreduce_sparse(tensor, opts)
+        return self._allreduce([tensor], opts)
+
+    @compared(0)
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        """Several at once."""
+        return self._allreduce(tensors, dist.AllreduceOptions() if opts is None else opts)
+
+    def _allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
         copies: list[tuple[Tensor, Tensor]] = []
-        staged = [_staged(tensor, copies, written=True) for tensor in tensors]
+        distinct = {id(tensor): tensor for tensor in tensors}.values()  # one that is given twice is summed once
+        staged = [_staged(tensor, copies, written=True) for tensor in distinct]
         gathered: list[tuple[Tensor, list[Tensor]]] = []
 
         calls = []
@@ -237,13 +272,17 @@ class ProcessGroup(dist.ProcessGroup):
 
         return self._work(opts, calls, list(tensors), finish, copies)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        """Several at once."""
-        return self.allreduce(tensors, opts)
+    def _allreduce_sparse(self, tensor: Tensor, opts: Any) -> Any:
+        total = SparseSum(tensor, opts.reduceOp, self._index, self._size, self._sparse_count)
+        self._sparse_count += 1
+        calls = [self._begin("all_gather", [total.header], total.headers)]
+        return self._work(opts, calls, [tensor], total.finish, follow=lambda: total.exchange(self._begin))
 
-    def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
+    @compared(0)
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """To the root's tensor; the others' stay as they are."""
-        (tensor,) = tensors
+        opts = dist.ReduceOptions() if opts is None else opts
+        tensor = _one(tensors)
         copies: list[tuple[Tensor, Tensor]] = []
         is_root = opts.rootRank == self._index
         staged = _staged(tensor, copies, written=is_root)
@@ -285,15 +324,17 @@ class ProcessGroup(dist.ProcessGroup):
 
         return self._work(opts, calls, [output for output, _ in pairs], finish, copies)
 
+    @compared(0)
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
         """Block r of the sum, to rank r."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
-        return self._reduce_scatter(list(zip(outputs, inputs, strict=True)), opts)
+        return self._reduce_scatter([(_one(outputs), _one(inputs))], opts)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
         """Likewise, of one tensor cut into equal blocks."""
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
+    @compared(0)
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         """Several at once."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
@@ -308,13 +349,14 @@ class ProcessGroup(dist.ProcessGroup):
 
     # Moves.
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
-        """The root's tensors, on every rank."""
+    @compared(0)
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        """The root's tensor, on every rank."""
+        opts = dist.BroadcastOptions() if opts is None else opts
         copies: list[tuple[Tensor, Tensor]] = []
-        is_root = opts.rootRank == self._index
-        staged = [_staged(tensor, copies, written=not is_root) for tensor in tensors]
+        staged = _staged(_one(tensors), copies, written=opts.rootRank != self._index)
 
-        calls = [self._begin("broadcast", [], [one], rank=opts.rootRank) for one in staged]
+        calls = [self._begin("broadcast", [], [staged], rank=opts.rootRank)]
         return self._work(opts, calls, list(tensors), None, copies)
 
     def _all_gather(self, pairs: list[tuple[list[Tensor], Tensor]], result: Any, opts: Any) -> Any:
@@ -327,14 +369,16 @@ class ProcessGroup(dist.ProcessGroup):
         calls = [self._begin("all_gather", [tensor], outputs) for outputs, tensor in staged]
         return self._work(opts, calls, result, None, copies)
 
+    @compared(1)
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         """Every rank's tensor, on all."""
-        opts = dist.AllgatherOptions() if opts is None else opts
-        return self._all_gather(list(zip(outputs, inputs, strict=True)), outputs, opts)
+        opts = AllgatherOptions() if opts is None else opts
+        return self._all_gather([(_one(outputs), _one(inputs))], outputs, opts)
 
+    @compared(1)
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         """Several at once; the outer list is by rank."""
-        opts = dist.AllgatherOptions() if opts is None else opts
+        opts = AllgatherOptions() if opts is None else opts
         pairs = [([row[at] for row in outputs], tensor) for at, tensor in enumerate(inputs)]
         return self._all_gather(pairs, outputs, opts)
 
@@ -342,9 +386,10 @@ class ProcessGroup(dist.ProcessGroup):
         """Likewise, one after the other in one tensor."""
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
+    @compared(1)
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         """Several at once."""
-        opts = dist.AllgatherOptions() if opts is None else opts
+        opts = AllgatherOptions() if opts is None else opts
         copies: list[tuple[Tensor, Tensor]] = []
         pairs = []
         for output, tensor in zip(outputs, inputs, strict=True):
@@ -353,26 +398,32 @@ class ProcessGroup(dist.ProcessGroup):
         calls = [self._begin("all_gather", [tensor], blocks) for blocks, tensor in pairs]
         return self._work(opts, calls, list(outputs), None, copies)
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
+    @compared(1)
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         """Every rank's tensor, on the root."""
+        opts = dist.GatherOptions() if opts is None else opts
         copies: list[tuple[Tensor, Tensor]] = []
         is_root = opts.rootRank == self._index
-        blocks = [_staged(output, copies, written=True) for output in outputs[0]] if is_root else []
-        tensor = _staged(inputs[0], copies, written=False)
+        rows = _one(outputs) if is_root else []
+        blocks = [_staged(output, copies, written=True) for output in rows]
+        tensor = _staged(_one(inputs), copies, written=False)
 
         calls = [self._begin("gather", [tensor], blocks, rank=opts.rootRank)]
-        return self._work(opts, calls, outputs, None, copies)
+        return self._work(opts, calls, rows, None, copies)
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
+    @compared(0)
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
         """The root's blocks, one to each."""
+        opts = dist.ScatterOptions() if opts is None else opts
         copies: list[tuple[Tensor, Tensor]] = []
         is_root = opts.rootRank == self._index
-        blocks = [_staged(block, copies, written=False) for block in inputs[0]] if is_root else []
-        output = _staged(outputs[0], copies, written=True)
+        blocks = [_staged(block, copies, written=False) for block in _one(inputs)] if is_root else []
+        output = _staged(_one(outputs), copies, written=True)
 
         calls = [self._begin("scatter", blocks, [output], rank=opts.rootRank)]
         return self._work(opts, calls, list(outputs), None, copies)
 
+    @compared(1, shapes=False)
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         """From everybody to everybody a tensor of their own."""
         opts = dist.AllToAllOptions() if opts is None else opts
@@ -383,6 +434,7 @@ class ProcessGroup(dist.ProcessGroup):
         calls = [self._begin("all_to_all", given, wanted)]
         return self._work(opts, calls, list(outputs), None, copies)
 
+    @compared(1, shapes=False)
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> Any:
@@ -400,38 +452,53 @@ class ProcessGroup(dist.ProcessGroup):
             if tensor.dim() == 0 or tensor.size(0) % self._size:
                 raise ConfigError(f"the first dimension of {tuple(tensor.shape)} cannot be cut into {self._size} parts")
             splits = [tensor.size(0) // self._size] * self._size
-        if len(splits) != self._size or sum(splits) != tensor.size(0):
-            raise ConfigError(f"splits {splits} do not cut {tensor.size(0)} rows into {self._size} parts")
+        if tensor.dim() == 0 or len(splits) != self._size or min(splits) < 0 or sum(splits) != tensor.size(0):
+            raise ConfigError(f"splits {splits} do not cut a tensor of {tuple(tensor.shape)} into {self._size} parts")
         return list(tensor.split(splits))
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Any:
         """A message."""
+        _check_tag(tag)
         copies: list[tuple[Tensor, Tensor]] = []
-        (tensor,) = (_staged(one, copies, written=False) for one in tensors)
+        tensor = _staged(_one(tensors), copies, written=False)
 
         calls = [self._begin("send", [tensor], [], rank=to, tag=tag)]
         return self._work(None, calls, list(tensors))
 
     def recv(self, tensors: list[Tensor], from_: int, tag: int) -> Any:
         """The next message of this sender and tag."""
+        _check_tag(tag)
         copies: list[tuple[Tensor, Tensor]] = []
-        (tensor,) = (_staged(one, copies, written=True) for one in tensors)
+        tensor = _staged(_one(tensors), copies, written=True)
 
         calls = [self._begin("recv", [], [tensor], rank=from_, tag=tag)]
         return self._work(None, calls, list(tensors), None, copies)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
         """The next message of anybody with this tag; the work knows its source."""
+        _check_tag(tag)
         copies: list[tuple[Tensor, Tensor]] = []
-        (tensor,) = (_staged(one, copies, written=True) for one in tensors)
+        tensor = _staged(_one(tensors), copies, written=True)
 
         calls = [self._begin("recv_any", [], [tensor], tag=tag)]
         return self._work(None, calls, list(tensors), None, copies)
 
+    @compared()
     def barrier(self, opts: Any = None) -> Any:
         """Returns when all have come."""
         opts = dist.BarrierOptions() if opts is None else opts
         return self._work(opts, [self._begin("barrier", [], [])], [])
+
+    def monitored_barrier(
+        self,
+        timeout: timedelta | None = None,
+        wait_all_ranks: bool = False,
+    ) -> None:
+        """Returns when all have come, or names on every rank all that have not; then the job goes on."""
+        del wait_all_ranks  # torch's option for naming more than the first
+        limited = timeout is not None and timeout > timedelta(0)
+        limit = timeout if timeout is not None and limited else self._timeout
+        monitored_barrier(self._begin, dist.get_process_group_ranks(self), self._index, limit.total_seconds())
 
     # Names of other versions of torch for the same calls.
     _allgather_base = all_gather_single
@@ -467,6 +534,7 @@ def _forwarded(name: str) -> Callable[..., Any]:
 for _name, _value in list(vars(ProcessGroup).items()):
     if callable(_value) and (not _name.startswith("_") or _name in ("_allgather_base", "_reduce_scatter_base")):
         setattr(_DeviceBackend, _name, _forwarded(_name))
+methods_outside_of_dynamo(_DeviceBackend)
 
 
 def _agree_on_number(store: Any, rank: int, size: int) -> int:

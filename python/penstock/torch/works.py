@@ -6,8 +6,10 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch.futures import Future
 
@@ -16,17 +18,59 @@ from penstock.errors import PenstockError
 if TYPE_CHECKING:
     from penstock._native import Call, Engine
 
-__all__ = ["Completer", "Work"]
+__all__ = ["Completer", "Work", "methods_outside_of_dynamo"]
 
 PATIENCE_S = 0.5
 """How often the thread that completes futures looks at the clock, in seconds."""
 
 
+def _outside_of_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep torch.compile away from a function, and from what it calls."""
+    try:
+        # What torch.compiler.disable comes to, without importing dynamo, which takes a second, into every program.
+        frames = torch._C._dynamo.eval_frame
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        frames.set_code_exec_strategy(function.__code__, skip)
+    except AttributeError:  # older versions of torch
+        return torch._disable_dynamo(function)
+    function._torchdynamo_disable = True
+    return function
+
+
+def methods_outside_of_dynamo(cls: type) -> type:
+    """A class whose methods torch.compile leaves alone, as it does those of torch's own backends, which are native.
+
+    A compiled program calls them through torch's native code, and dynamo looks into every Python function that is
+    entered while one runs. It would find process groups and works there, which it refuses to look into.
+    """
+    for name, value in list(vars(cls).items()):
+        if isinstance(value, FunctionType) and name != "__init__":
+            setattr(cls, name, _outside_of_dynamo(value))
+    return cls
+
+
+@methods_outside_of_dynamo
 class Work(dist.Work):
-    """Calls of one collective of torch, what is done when all are done, and the future that tells."""
+    """Calls of one collective of torch, what is done when all are done, and the future that tells.
+
+    Args:
+        completer: The engine's.
+        calls: What was begun.
+        result: The tensors.
+        finish: Called once, when all calls are done.
+        limit_s: How long to wait for them.
+        follow: Called once, when ``calls`` are done: begins those that need their results. They begin without anybody
+            who waits, as the other ranks do.
+    """
 
     def __init__(
-        self, completer: Completer, calls: list[Call], result: Any, finish: Callable[[], None], limit_s: float
+        self,
+        completer: Completer,
+        calls: list[Call],
+        result: Any,
+        finish: Callable[[], None],
+        limit_s: float,
+        follow: Callable[[], list[Call]] | None = None,
     ) -> None:
         super().__init__()
         self.calls = calls
@@ -35,10 +79,14 @@ class Work(dist.Work):
         self._completer = completer
         self._result = result
         self._finish: Callable[[], None] | None = finish
+        self._follow = follow
+        self._more = follow is not None  # the completer's: whether it has yet to come for the calls that follow
         self._limit_s = limit_s
         self._lock = threading.Lock()
         self._future: Any = None
         self._error: Exception | None = None
+        if follow is not None:
+            self.get_future()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the results are in the tensors, at most ``timeout`` or the group's."""
@@ -46,13 +94,15 @@ class Work(dist.Work):
         seconds = timeout.total_seconds() if timeout is not None and limited else self._limit_s
         for call in self.calls:
             call.wait(seconds)
+        for call in self._go_on():
+            call.wait(seconds)
         self._end()
         return True
 
     def is_completed(self) -> bool:
         """Whether the results are in the tensors, or never will be."""
         try:
-            completed = all(call.done() for call in self.calls)
+            completed = all(call.done() for call in self.calls) and all(call.done() for call in self._go_on())
             if completed:
                 self._end()
         except PenstockError as error:
@@ -94,6 +144,20 @@ class Work(dist.Work):
             self._completer.add(self)
         return self._future
 
+    def _go_on(self) -> list[Call]:
+        """Begin the calls that follow, once; those that are under way now."""
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._follow is not None:
+                follow, self._follow = self._follow, None
+                try:
+                    self.calls = follow()
+                except Exception as error:
+                    self._error = error
+                    raise
+            return self.calls
+
     def _end(self) -> None:
         """What comes after the calls, once."""
         with self._lock:
@@ -102,8 +166,13 @@ class Work(dist.Work):
                 self._finish = None
 
     def complete(self) -> None:
-        """All calls are done: tell the future."""
+        """All calls are done: go on with those that follow, or tell the future."""
         try:
+            if self._more:
+                self._more = False
+                self.missing = {call.id for call in self._go_on()}
+                self._completer.add(self)
+                return
             self._end()
             self._future.set_result(self._result)
         except Exception as error:  # noqa: BLE001 - whoever waits for the future gets it
