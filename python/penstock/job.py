@@ -48,6 +48,7 @@ class Job:
         launch: How the process was started.
         job_id: 16 bytes, the same on every rank and different for every start.
         address: What this rank advertises, ``host:port``.
+        single_host: Whether all ranks share this machine's loopback interface.
         aborted: Whether this rank has told the others that it failed.
         rates: What wire and processors do, the same on every rank.
     """
@@ -56,6 +57,7 @@ class Job:
     launch: Launch
     job_id: bytes
     address: str
+    single_host: bool = False
     aborted: bool = False
     rates: Rates = field(default_factory=Rates)
 
@@ -189,7 +191,7 @@ def report() -> dict[str, Any]:
 
     ``lossy`` names the layers that use a lossy scheme, and which. ``line_bytes_per_s`` is the line rate as
     measured at the start, or the most that one connection has carried since if that is more; ``None`` with
-    ``line_rate_mbit="off"``.
+    ``line_rate_mbit="off"``. ``line_rate_source`` says where it comes from, and whether it is in doubt.
 
     Raises:
         ConfigError: Before `init` or after `shutdown`, or in a forked child.
@@ -199,6 +201,7 @@ def report() -> dict[str, Any]:
     """
     found = dict(current("report").engine.report())
     front_end = sys.modules.get("penstock.torch.distribute")
+    found["line_rate_source"] = current("report").rates.source
     found["lossy"] = {} if front_end is None else front_end.lossy_here()
     return found
 
@@ -296,7 +299,7 @@ def _start(launch: Launch, board: Board | None = None) -> Job:
     engine, chosen, agreement = started[0]
     engine.connect(table)
     _announce(launch, chosen, agreement, engine.port)
-    job = Job(engine, launch, agreement.job_id, f"{chosen.host}:{engine.port}")
+    job = Job(engine, launch, agreement.job_id, f"{chosen.host}:{engine.port}", agreement.single_host)
     try:
         job.rates = _rates(job)
         if job.world_size > 1 and job.options.line_rate_mbit != 0.0:

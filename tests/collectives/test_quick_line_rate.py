@@ -42,25 +42,67 @@ def rates_of_the_start(rank, size):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_it_is_short_and_the_same_on_every_rank(size, tmp_path):
-    """Seconds are the machine's load; what is sent is not."""
+    """Seconds are the machine's load; what is sent has bounds."""
     results = run_well(size, rates_of_the_start, tmp_path)
     first = results[0][0]
-    assert first.source == "measured at the start"
+    assert first.source == quick.ONE_HOST
     # Wide enough for any load, and too narrow for a wrong unit.
     assert 0 < first.latency_s < 10 and first.bytes_per_s > 1e4 and first.summed_bytes_per_s > 1e6
-    # One that grows, and those without a pause, each with its plan; pings, and as many answers to the other's.
+    # Pings, and as many answers to the other's; bursts that grow and those that count, each with its plan.
     partners = 1 if size == 2 else 2
-    data = len(quick.SIZES) + quick.MESSAGES_MAX
-    plans, pings = len(quick.SIZES) + 2, quick.PINGS + 1
-    most = partners * (data + 2 * plans + 2 * pings)
-    most_bytes = partners * (sum(quick.SIZES) + quick.MESSAGES_MAX * quick.SIZES[-1]) + 8 * most
+    bursts = quick.GROW_TRIES * len(quick.SIZES) + quick.BURSTS_MAX
+    most_bytes = partners * bursts * (quick.SIZES[-1] + 64)
+    most = partners * (bursts * (quick.SIZES[-1] // quick.MESSAGE_BYTES + 2) + 4 * quick.PINGS)
     for rates, sent, sums, _ in results:
         assert rates == first
         assert 0 < len(sent) <= most and sum(sent) <= most_bytes, sent
+        assert max(sent) <= quick.MESSAGE_BYTES, "no message has to be asked for"
         assert set(sums) == {4 * size} and len(sums) <= 2 * (quick.CALLS + 1)
     (line,) = (line for *_, logged in results for line in logged)
     assert results[0][-1] == [line], "rank 0 says it for all"
-    assert line.startswith("line rate: ") and "interface lo " in line
+    assert line.startswith("line rate: ") and "interface lo " in line and "there is no line" in line
+
+
+def burst(rate, waited=0.0, size=1_000_000):
+    seconds = size / rate
+    return quick._Burst(size, seconds, waited * seconds, 0.001)
+
+
+def test_one_burst_is_enough_where_no_thread_waited_for_a_processor():
+    assert not quick._enough([])
+    assert quick._enough([burst(1e8)])
+    assert not quick._enough([burst(1e8, waited=0.2)])
+    assert quick._enough([burst(2e7, waited=3.0), burst(1e8, waited=0.3), burst(0.95e8, waited=0.8)]), "two are alike"
+    assert not quick._enough([burst(1e8, waited=0.3), burst(0.5e8, waited=0.3)])
+    slow = [burst(1e7, waited=2.0)] * (quick.BURSTS_MAX - 1)
+    assert not quick._enough(slow), "alike because processors were as busy in both"
+    assert quick._enough([*slow, slow[0]]), "there is an end"
+
+
+def test_the_fastest_burst_counts_and_is_in_doubt_if_threads_waited_for_most_of_it():
+    calm, busy = burst(1e8, waited=0.2), burst(1.2e7, waited=2.0)
+    assert quick._line_rate([busy, calm, busy], one_host=False) == (pytest.approx(1e8), False)
+    assert quick._line_rate([busy], one_host=False) == (pytest.approx(1.2e7), True)
+    # On one host a burst counts by its processor time, and nothing is slower than a burst was.
+    assert quick._line_rate([busy], one_host=True) == (pytest.approx(1e9), False)
+    assert quick._line_rate([burst(2e9, waited=2.0)], one_host=True) == (pytest.approx(2e9), False)
+
+
+def test_a_burst_is_longer_than_what_a_token_bucket_lets_pass():
+    for mbit, least in ((1000, 1_000_000), (100, 500_000), (10, 50_000)):
+        rate = mbit * 1e6 / 8
+        size = quick._burst_bytes(rate, quick.BURST_SECONDS)
+        assert size >= least and size / rate <= 0.05, mbit
+    assert quick._burst_bytes(1e11, quick.BURST_SECONDS) == quick.SIZES[-1]
+    assert quick._burst_bytes(1.0, quick.BURST_SECONDS) == quick.SIZES[0]
+
+
+def given_report(rank, size):
+    return ps.report()["line_rate_source"], job.current().rates.source
+
+
+def test_the_report_says_where_the_rate_comes_from(tmp_path):
+    assert run_well(2, given_report, tmp_path) == [(quick.ONE_HOST, quick.ONE_HOST)] * 2
 
 
 @pytest.mark.parametrize(

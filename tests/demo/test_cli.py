@@ -11,7 +11,7 @@ COMMANDS = ["demo", "info"]
 
 def penstock(*arguments, timeout=180):
     return subprocess.run(
-        [sys.executable, "-m", "penstock.cli", *arguments], capture_output=True, text=True, timeout=timeout, check=False
+        [sys.executable, "-m", "penstock", *arguments], capture_output=True, text=True, timeout=timeout, check=False
     )
 
 

@@ -98,7 +98,7 @@ def _local(
     """Start the other ranks as processes and be rank 0."""
     with tempfile.TemporaryDirectory(prefix="penstock-measure-") as directory:
         place = f"file://{Path(directory) / 'meet'}"
-        command = [sys.executable, "-m", "penstock.cli", "measure", *told]
+        command = [sys.executable, "-m", "penstock", "measure", *told]
         command += ["--world-size", str(options.local), "--rendezvous", place]
         others = [
             subprocess.Popen([*command, "--rank", str(rank)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)

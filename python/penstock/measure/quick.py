@@ -4,28 +4,35 @@ In a round every rank has at most one partner; two rounds are enough for everybo
 pair leads first, then the other:
 
 1. Some messages of one byte to and fro, of which the first only makes the connection.
-2. Messages that grow until one of them takes a moment. They also use up what a token bucket lets pass at once.
-3. Some of that size without a pause, until the peer says that all are there: the rate.
+2. Bursts that grow until one of them takes a moment. They also use up what a token bucket lets pass at once.
+3. Bursts of a size that suits what was seen, each until the peer says that all is there: the rate.
+
+Whatever else runs on the two hosts only makes a burst slower, so the fastest counts. The kernel tells how long threads
+waited for processors: if they did not in the first burst, it is the only one. Otherwise there are more, until the two
+fastest are alike or time is up. If threads waited for most of the fastest, too, the line may be faster than that, and
+who reads the rate is told. Between ranks of one host there is no line: what counts is the processor time of a burst,
+which is the same whoever else has the processors.
 
 Then all ranks add up one number each, some times by the store, which has two steps, and by the ring, which has 2 (p-1).
 What a step more takes is the latency: of a message between two engines while all ranks are at work. Half a trip to and
 fro, which begins and ends in the program, would be two to five times as much. The rest is the time of a call by itself.
 Both are of the ranks' mean, as a call's time is: a rank that begins it early waits for the others as much longer.
 
-All of it takes 20 ms where links are fast, a tenth of a second at 1 Gbit/s or 100 Mbit/s, half a second at 10 Mbit/s,
-and some 30 trips more where they are long.
+All of it takes 30 ms where links are fast, 0.1 to 0.15 s at 1 Gbit/s or 100 Mbit/s, half a second at 10 Mbit/s, up to a
+second where processors are busy, and some 30 trips more where links are long.
 `penstock measure line-rate`, which is `penstock.measure.line_rate`, takes longer and says more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import statistics
 import struct
 import time
-from collections import deque
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.collectives import Future, Group
 from penstock.coordinator import Rates
@@ -47,17 +54,57 @@ CALLS_SECONDS = 0.1
 """What rings of so many calls may take, as far as that leaves some."""
 LATENCY_MIN_S = 1e-6
 # Of several trips the lower quartile counts: what else a machine does only adds to them.
-SIZES = tuple(4096 * 4**exponent for exponent in range(5))
-"""Bytes of the messages that grow: 4 KiB to 1 MiB."""
-STREAM_SECONDS = 0.008
-"""What the messages without a pause shall take in one direction, or four latencies if that is longer."""
-MESSAGES_MIN, MESSAGES_MAX = 3, 8
-UNDER_WAY = 4
-"""Messages that the receiver has asked for."""
-AT_ONCE_BYTES_MAX = 64 << 10
-"""Longer messages wait for the receiver (crates/core/src/limits.rs)."""
+SIZES = tuple(4096 * 4**exponent for exponent in range(6))
+"""Bytes of the bursts that grow: 4 KiB to 4 MiB."""
+MESSAGE_BYTES = 64 << 10
+"""The longest message that goes without being offered first (crates/core/src/limits.rs)."""
+BURST_SECONDS = 0.008
+"""What a burst shall take, or four latencies if that is longer."""
+BURST_BYTES_LEAST, SLOW_SECONDS = 512 << 10, 0.04
+"""A burst has so many bytes, or takes so long: a token bucket that a pause has filled lets 128 KB pass at once."""
+BURST_BYTES_MAX = 16 << 20
+GROW_TRIES = 4
+BURSTS_MAX = 8
+ONE_HOST_BURSTS = 3
+BURSTS_SECONDS = 0.15
+"""After so long there are no more bursts in one direction."""
+CALM = 0.1
+"""A burst counts by itself if threads waited for processors for no more than this part of it."""
+SAME = 1.15
+"""Two bursts are alike if their rates differ by no more."""
+DOUBTFUL = 0.5
+"""Above this part of a burst it was the processors that were too slow, or may have been."""
+MEASURED = "measured at the start"
+AT_LEAST = "measured at the start while processors were busy: the line may be faster"
+ONE_HOST = "measured at the start, on one host: there is no line, processors set the rate"
 # The engine's tags of this measurement's messages.
 PLAN, DATA, ANSWER = 1, 2, 3
+_PLAN, _SPENT = struct.Struct("<I"), struct.Struct("<2d")
+
+
+class _Burst(NamedTuple):
+    """Bytes without a pause, as the sender saw them.
+
+    Attributes:
+        size: Bytes.
+        seconds: From handing them over until the peer says that all are there, without the latency of that.
+        waited_s: How long threads of the two ranks could have run meanwhile, and no processor was free.
+        busy_s: Processor time of the two ranks.
+    """
+
+    size: int
+    seconds: float
+    waited_s: float
+    busy_s: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What got through: the line carries that much at least."""
+        return self.size / self.seconds
+
+    def waited(self, part: float) -> bool:
+        """Whether processors were not free for more than this part of it."""
+        return self.waited_s > part * self.seconds
 
 
 class _Pair:
@@ -68,23 +115,43 @@ class _Pair:
         self._peer = peer
         self._seconds = seconds
         self._byte = bytearray(1)
-        self._memory = [bytearray() for _ in range(UNDER_WAY)]
+        self._memory = bytearray()
 
-    def lead(self) -> tuple[float, float]:
-        """Send; the latency in seconds and the rate in bytes per second."""
+    def lead(self, *, one_host: bool) -> tuple[float, list[_Burst]]:
+        """Send; the latency in seconds, and the bursts that count."""
         latency_s = self._ping()
+        bursts = self._of_processors(latency_s) if one_host else self._of_the_line(latency_s)
+        self._group.send(_PLAN.pack(0), self._peer, PLAN)
+        return latency_s, bursts
+
+    def _of_processors(self, latency_s: float) -> list[_Burst]:
+        """Long ones, beside which a burst's fixed costs are little; the first makes the pages."""
+        return [self._send(SIZES[-1], latency_s) for _ in range(ONE_HOST_BURSTS)]
+
+    def _of_the_line(self, latency_s: float) -> list[_Burst]:
+        """Of a size that suits the line, as many as it takes."""
         budget_s = max(self._seconds, 4 * latency_s)
-        size, seconds = 0, 0.0
+        rate = 0.0
         for size in SIZES:
-            seconds = self._send(1, size, latency_s)
-            if seconds > budget_s / 4:
+            burst = self._grow(size, latency_s, budget_s / 4)
+            rate = burst.bytes_per_s
+            if burst.seconds > budget_s / 4:
                 break
-        if seconds > budget_s:
-            size = max(SIZES[0], int(size * budget_s / seconds))
-        messages = min(max(int(budget_s / seconds), MESSAGES_MIN), MESSAGES_MAX)
-        seconds = self._send(messages, size, latency_s)
-        self._group.send(struct.pack("<II", 0, 0), self._peer, PLAN)
-        return latency_s, messages * size / seconds
+        bursts: list[_Burst] = []
+        began = time.perf_counter()
+        while not _enough(bursts) and time.perf_counter() - began < BURSTS_SECONDS:
+            bursts.append(self._send(_burst_bytes(rate, budget_s), latency_s))
+            rate = max(burst.bytes_per_s for burst in bursts)
+        return bursts
+
+    def _grow(self, size: int, latency_s: float, slow_s: float) -> _Burst:
+        """One that is to tell only how large those that count shall be; of short ones, which a pause hides, several."""
+        tried = [self._send(size, latency_s)]
+        while size <= MESSAGE_BYTES and tried[-1].seconds > slow_s and len(tried) < GROW_TRIES:
+            if len(tried) > 1 and not tried[-1].waited(CALM):
+                break
+            tried.append(self._send(size, latency_s))
+        return min(tried, key=lambda burst: burst.seconds)
 
     def _ping(self) -> float:
         times: list[float] = []
@@ -97,20 +164,27 @@ class _Pair:
             times.append(time.perf_counter() - began)
         return sorted(times[1:])[len(times[1:]) // 4] / 2
 
-    def _send(self, messages: int, size: int, latency_s: float) -> float:
-        """Seconds of so many messages of this size, without those in which nothing but a signal is on its way."""
-        began = time.perf_counter()
-        self._group.send(struct.pack("<II", messages, size), self._peer, PLAN)
-        memory = self._of(0, size)
-        under_way = [self._group.send(memory, self._peer, DATA, async_=True) for _ in range(messages)]
+    def _send(self, size: int, latency_s: float) -> _Burst:
+        """So many bytes to a peer that is ready for them."""
+        self._group.send(_PLAN.pack(size), self._peer, PLAN)
+        memory = self._of(size)
         self._group.recv(self._byte, self._peer, ANSWER)
+        answer = bytearray(_SPENT.size)
+        spent = _Spent.so_far()
+        began = time.perf_counter()
+        under_way = [
+            self._group.send(memory[at : at + MESSAGE_BYTES], self._peer, DATA, async_=True)
+            for at in range(0, size, MESSAGE_BYTES)
+        ]
+        self._group.recv(answer, self._peer, ANSWER)
         seconds = time.perf_counter() - began
+        mine, peers = _Spent.so_far().since(spent), _Spent(*_SPENT.unpack(answer))
         for future in under_way:
             assert future is not None
             future.wait()
-        # A long message is offered and asked for before it goes.
-        signals = 4 if size > AT_ONCE_BYTES_MAX else 2
-        return max(seconds - signals * latency_s, seconds / 2)
+        # What is left of a short one when a trip to and fro is taken off may be nothing.
+        seconds = max(seconds - 2 * latency_s, seconds / 2)
+        return _Burst(size, seconds, mine.waited_s + peers.waited_s, mine.busy_s + peers.busy_s)
 
     def follow(self) -> None:
         """Receive, until the leader has what it wants."""
@@ -119,32 +193,83 @@ class _Pair:
             self._group.send(self._byte, self._peer, ANSWER)
             if self._byte[0]:
                 break
-        plan = bytearray(8)
+        plan = bytearray(_PLAN.size)
         while True:
             self._group.recv(plan, self._peer, PLAN)
-            messages, size = struct.unpack("<II", plan)
-            if messages == 0:
+            (size,) = _PLAN.unpack(plan)
+            if size == 0:
                 return
-            self._receive(messages, size)
-            self._group.send(self._byte, self._peer, ANSWER)
+            self._receive(size)
 
-    def _receive(self, messages: int, size: int) -> None:
-        """Several at once, each with memory of its own, so that the next one is on its way while one is waited for."""
-        under_way: deque[Future] = deque()
-        for number in range(messages):
-            if len(under_way) == UNDER_WAY:
-                under_way.popleft().wait()
-            future = self._group.recv(self._of(number % UNDER_WAY, size), self._peer, DATA, async_=True)
+    def _receive(self, size: int) -> None:
+        """One burst. Every message is asked for before the first comes, so that nobody waits for this thread."""
+        memory = self._of(size)
+        under_way = [
+            self._group.recv(memory[at : at + MESSAGE_BYTES], self._peer, DATA, async_=True)
+            for at in range(0, size, MESSAGE_BYTES)
+        ]
+        spent = _Spent.so_far()
+        self._group.send(self._byte, self._peer, ANSWER)
+        for future in reversed(
+            under_way
+        ):  # from the last on: this thread is woken once, and leaves the processor alone
             assert isinstance(future, Future)
-            under_way.append(future)
-        for future in under_way:
             future.wait()
+        self._group.send(_SPENT.pack(*_Spent.so_far().since(spent)), self._peer, ANSWER)
 
-    def _of(self, number: int, size: int) -> memoryview:
+    def _of(self, size: int) -> memoryview:
         """So many bytes that stay the same memory: its pages are made only once."""
-        if len(self._memory[number]) < size:
-            self._memory[number] = bytearray(size)
-        return memoryview(self._memory[number])[:size]
+        if len(self._memory) < size:
+            self._memory = bytearray(size)
+        return memoryview(self._memory)[:size]
+
+
+class _Spent(NamedTuple):
+    """What the threads of this process had of its processors, in seconds, all of them together."""
+
+    busy_s: float
+    waited_s: float
+
+    @classmethod
+    def so_far(cls) -> _Spent:
+        """Since the process began. Where the kernel does not tell how long threads waited, that is 0."""
+        busy_ns = waited_ns = 0
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # it has ended, or the kernel does not count
+                ran, waited, _ = (task / "schedstat").read_bytes().split()
+                busy_ns += int(ran)
+                waited_ns += int(waited)
+        return cls(busy_ns / 1e9, waited_ns / 1e9)
+
+    def since(self, before: _Spent) -> _Spent:
+        """What came on top."""
+        return _Spent(max(self.busy_s - before.busy_s, 0.0), max(self.waited_s - before.waited_s, 0.0))
+
+
+def _burst_bytes(bytes_per_s: float, budget_s: float) -> int:
+    """How long a burst is, as far as the rate is known."""
+    least = min(BURST_BYTES_LEAST, bytes_per_s * SLOW_SECONDS)
+    most = min(SIZES[-1] * max(budget_s / BURST_SECONDS, 1.0), BURST_BYTES_MAX)
+    return int(min(max(bytes_per_s * budget_s, least, SIZES[0]), most))
+
+
+def _enough(bursts: Sequence[_Burst]) -> bool:
+    """Whether no more are needed: processors were free in one, or the two fastest are alike."""
+    if not bursts:
+        return False
+    if len(bursts) == BURSTS_MAX or not bursts[-1].waited(CALM):
+        return True
+    first, *others = sorted((burst.bytes_per_s for burst in bursts), reverse=True)
+    return bool(others) and first < SAME * others[0] and not max(bursts, key=lambda b: b.bytes_per_s).waited(DOUBTFUL)
+
+
+def _line_rate(bursts: Sequence[_Burst], *, one_host: bool) -> tuple[float, bool]:
+    """Bytes per second, and whether the line may well carry more. What else a machine does only slows bursts down."""
+    best = max(bursts, key=lambda burst: burst.bytes_per_s)
+    if one_host:
+        # There is no line. Alone on the machine, a burst would take the processor time that it took now.
+        return max(best.bytes_per_s, *(burst.size / burst.busy_s for burst in bursts)), False
+    return best.bytes_per_s, best.waited(DOUBTFUL)
 
 
 def _step_and_call(taken: Mapping[Algorithm, float], size: int, trip_s: float) -> tuple[float, float]:
@@ -189,14 +314,15 @@ def _tiny_sum(group: Group, algorithm: Algorithm, calls: int) -> float:
     return statistics.median(times[1:])
 
 
-def group_rates(group: Group, seconds: float = STREAM_SECONDS, calls: int = CALLS) -> Rates:
+def group_rates(group: Group, seconds: float = BURST_SECONDS, calls: int = CALLS, *, one_host: bool = False) -> Rates:
     """What the links of a group do, and how fast its ranks add. All of its ranks call it.
 
     Args:
         group: The ranks, two at least.
-        seconds: What the messages that tell the rate shall take in one direction; longer is more exact.
+        seconds: What a burst that tells the rate shall take; longer is more exact.
         calls: Tiny sums by each of two algorithms, which tell the latency and the time of a call; more are more exact.
             Where links are far there are fewer.
+        one_host: Whether there is no line between the ranks.
 
     Returns:
         The slowest of the links' and processors' rates; of latency and call, which are those of all ranks together, the
@@ -210,7 +336,8 @@ def group_rates(group: Group, seconds: float = STREAM_SECONDS, calls: int = CALL
 
     me, size = group.rank, group.size
     assert me is not None and size > 1, f"measured by a member of {group}, with others"
-    links: list[tuple[float, float]] = []
+    trips_s: list[float] = []
+    links: list[tuple[float, bool]] = []
     for matches in rounds(size, (size + 1) // 2):
         match = next((pair for pair in matches if me in pair), None)
         if match is None:
@@ -219,22 +346,26 @@ def group_rates(group: Group, seconds: float = STREAM_SECONDS, calls: int = CALL
         pair = _Pair(group, group.ranks[high if me == low else low], seconds)
         for leads in (me == low, me != low):
             if leads:
-                links.append(pair.lead())
+                trip_s, bursts = pair.lead(one_host=one_host)
+                trips_s.append(trip_s)
+                links.append(_line_rate(bursts, one_host=one_host))
             else:
                 pair.follow()
-    mine = (max(trip_s for trip_s, _ in links), min(rate for _, rate in links), summing_rate())
-    trips, rates, sums = _told_by_all(group, *mine)
+    rate, doubtful = min(links)
+    trips, rates, doubts, sums = _told_by_all(group, max(trips_s), rate, doubtful, summing_rate())
+    slowest = min(rates)
+    doubtful = all(doubt for rate, doubt in zip(rates, doubts, strict=True) if rate == slowest)
     calls = _affordable(calls, size, max(trips))
     algorithms: tuple[Algorithm, ...] = ("store", "ring")
     times = _told_by_all(group, *(_tiny_sum(group, algorithm, calls) for algorithm in algorithms))
     taken = dict(zip(algorithms, map(statistics.fmean, times), strict=True))
     latency_s, call_s = _step_and_call(taken, size, max(trips))
     return Rates(
-        bytes_per_s=min(rates),
+        bytes_per_s=slowest,
         latency_s=latency_s,
         summed_bytes_per_s=min(sums),
         call_s=call_s,
-        source="measured at the start",
+        source=ONE_HOST if one_host else AT_LEAST if doubtful else MEASURED,
     )
 
 
@@ -258,14 +389,15 @@ def quick_rates(job: Job) -> Rates:
     """
     if job.world_size < 2:
         return Rates()
-    found = group_rates(Group(job.engine, 0, range(job.world_size), job.rank))
+    found = group_rates(Group(job.engine, 0, range(job.world_size), job.rank), one_host=job.single_host)
     if job.rank == 0:
         _log.info(
-            "line rate: %.0f Mbit/s, latency %.0f us, interface %s (the slowest of the links that were measured); "
-            "sums: %.1f GB/s",
+            "line rate: %s%.0f Mbit/s, latency %.0f us, interface %s (%s); sums: %.1f GB/s",
+            "at least " if found.source == AT_LEAST else "",
             found.bytes_per_s * 8 / 1e6,
             found.latency_s * 1e6,
             interface_of(job.address),
+            "the slowest of the links that were measured" if found.source == MEASURED else found.source,
             found.summed_bytes_per_s / 1e9,
         )
     return found
