@@ -49,6 +49,20 @@ def test_bad_data_is_told_as_json_too():
     assert json.loads(done.stdout)["error"]["kind"] == "DataError"
 
 
+def test_without_numpy_the_demo_says_what_to_install(tmp_path):
+    """As from a bare wheel, whose requirements do not have it."""
+    program = "import sys; sys.modules['numpy'] = None; from penstock.cli import main; raise SystemExit(main(['demo']))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "pip install 'penstock[demo]'" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
 def test_info_as_json():
     assert {"penstock", "torch", "python"} <= set(json.loads(penstock("info", "--json").stdout))
 
@@ -61,7 +75,8 @@ def test_a_short_demo(workers):
     assert checks["distance_first"]["ok"], checks
     assert checks["different_ranks"]["ok"], checks
     assert checks["accuracy_difference"]["ok"], checks
-    assert done.returncode == (0 if result["ok"] else 1)  # one epoch is too few for the bound on accuracy
+    assert "accuracy" not in checks, "one epoch is too few for a bound on accuracy"
+    assert result["ok"] and done.returncode == 0
     assert len(result["communication"]["servers"]) == workers
     gradients = 4 * result["parameters"] * result["steps"]
     sent = result["communication"]["bytes_sent"]

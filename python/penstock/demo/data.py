@@ -11,6 +11,7 @@ This module imports no torch: the launcher reads the data once, and hands it to 
 
 from __future__ import annotations
 
+import importlib.util
 import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -83,6 +84,8 @@ def load(source: str) -> Dataset:
     Raises:
         DataError: nothing usable there, or a package that reads it is missing; the message says what to do.
     """
+    if importlib.util.find_spec("numpy") is None:
+        raise DataError("the demo needs NumPy, which the package itself does not: pip install 'penstock[demo]'")
     if source == "digits":
         return _digits()
     directory = Path(source)

@@ -26,7 +26,8 @@ EPOCHS_DIGITS = 20
 EPOCHS_DIRECTORY = 2
 
 ACCURACY_MIN = 0.97
-"""Held-out digits."""
+"""Held-out digits, after `EPOCHS_DIGITS` at least. After fewer it would say how long the training was, and nothing of
+how it was communicated, which is for the comparison with one process to say."""
 ACCURACY_DIFFERENCE_MAX = 0.005
 DISTANCE_FIRST_MAX = 1e-5
 """Relative L2 distance from one process, after the first steps. Later, rounding is amplified by training itself."""
@@ -90,7 +91,7 @@ def run(options: DemoOptions) -> dict[str, Any]:
         _check("distance_first", alone["distance_first"], at_most=DISTANCE_FIRST_MAX),
         _check("different_ranks", len({worker["fingerprint"] for worker in workers}) - 1, at_most=0),
     ]
-    if is_digits:
+    if is_digits and epochs >= EPOCHS_DIGITS:
         checks.insert(0, _check("accuracy", accuracy, at_least=ACCURACY_MIN))
     return {
         "ok": all(check["ok"] for check in checks),

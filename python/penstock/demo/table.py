@@ -43,6 +43,8 @@ def _checks(result: dict[str, Any]) -> list[str]:
         bound = f"<= {_number(high)}" if low is None else f">= {_number(low)}"
         verdict = "ok" if check["ok"] else "FAILED"
         lines.append(f"  {title:<40}{_number(check['value']):>12}{bound:>12}  {verdict}")
+    if all(check["name"] != "accuracy" for check in result["checks"]):
+        lines.append(f"  {CHECK_TITLES['accuracy']:<40}{_number(result['accuracy']):>12}")
     lines.append(f"  {'accuracy of one process':<40}{_number(result['accuracy_one_process']):>12}")
     lines.append(f"  {'parameters, distance at the end':<40}{_number(result['distance_end']):>12}")
     return lines

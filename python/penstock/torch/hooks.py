@@ -13,7 +13,6 @@ average has landed in it. Three rules follow, and all of this file serves them:
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,6 +38,7 @@ from penstock.torch.onebit import OneBitGather
 from penstock.torch.pairs import EmbeddingPairs
 from penstock.torch.rebuild import Rebuilds
 from penstock.torch.safety import defer, restore
+from penstock.warning import warn
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -229,7 +229,7 @@ class Gradients:
                 layer=slot.layer.name,
             )
         if grad.layout is not torch.strided:
-            _warn_sparse()
+            _warn_sparse(self.rank)
             grad = grad.to_dense()
             slot.fresh = False  # just made
         if grad.requires_grad:
@@ -498,14 +498,14 @@ def _nested(frame: FrameType | None) -> bool:
 _sparse_warned = False
 
 
-def _warn_sparse() -> None:
+def _warn_sparse(rank: int) -> None:
     global _sparse_warned
     if not _sparse_warned:
         _sparse_warned = True
-        warnings.warn(
+        warn(
             "penstock sends sparse gradients (nn.Embedding(sparse=True)) as dense ones, and the optimizer sees a dense "
             "gradient, unless the layer sends pairs: penstock.distribute(..., schemes={'NAME': 'pairs'}), or 'auto'",
-            stacklevel=3,
+            rank=rank,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from penstock.errors import ConfigError
 from penstock.torch.copies import CopyBook
 from penstock.torch.distribute import Distributed, distributed_here
 from penstock.torch.separable import optimizers_within
+from penstock.warning import warn
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -150,10 +150,9 @@ def _described(optimizer: Optimizer, params: list[Tensor]) -> list[dict[str, Any
             elif value is None or isinstance(value, (bool, int, float, str)):
                 entries[key] = {"value": value}
             else:
-                warnings.warn(
+                warn(
                     f"penstock.join: {type(optimizer).__name__} keeps {key!r} as {type(value).__name__}, which is not "
                     "copied to the other ranks",
-                    stacklevel=2,
                 )
         described.append(entries)
     return described

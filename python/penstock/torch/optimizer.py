@@ -10,7 +10,6 @@ their averages come in, by a thread beside the program's (partial.py, pieces.py,
 from __future__ import annotations
 
 import types
-import warnings
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from penstock.torch.layout import Layer, Slot
 from penstock.torch.partial import PartialUpdates
 from penstock.torch.safety import defer, restore, slot_of
 from penstock.torch.separable import as_if_in_step, separable, snapshot, unhooked_step
+from penstock.warning import warn
 
 if TYPE_CHECKING:
     from penstock.torch.distribute import Distributed
@@ -107,10 +107,10 @@ class Updates:
     def _step_whole(self, reason: str | None, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         if reason and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"penstock: every step of {type(self.optimizer).__name__} waits for all averages, because {reason}. "
                 "Communication overlaps the backward pass only",
-                stacklevel=4,
+                rank=self._gradients.rank,
             )
         if closure is None:
             self._take_part()

@@ -10,7 +10,6 @@ Here is also the rule for momentum: Deep Gradient Compression has its own, so th
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from penstock.lossy import DGC, parse
 from penstock.torch.gather import sum_type
 from penstock.torch.lossy import Lossy
 from penstock.torch.separable import optimizers_within
+from penstock.warning import warn
 
 __all__ = ["ENTRY", "attach", "check_optimizers", "refuse_momentum_of_nobody"]
 
@@ -159,11 +159,10 @@ class _Carried:
                 if problem is None and not _restore(gather, places, saved):
                     problem = f"what there is for {gather.layer.name} does not fit"
         if problem is not None:
-            warnings.warn(
+            warn(
                 f"penstock: rank {self._rank} of {self._ranks} starts without what lossy layers had not sent yet: in "
                 f"this checkpoint, {problem}. To go on where a training stopped, save optimizer.state_dict() on every "
                 "rank, and load each rank's own",
-                stacklevel=4,
             )
 
 
