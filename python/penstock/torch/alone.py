@@ -47,7 +47,8 @@ def distribute_alone(
     for optimizer in optimizers:
         check_parameters(optimizer, known)
     patterns: Schemes = {} if schemes is None or isinstance(schemes, str) else schemes
-    modules = [model if layer.name == ROOT else model.get_submodule(layer.name) for layer in layers]
+    named = {name or ROOT: module for name, module in model.named_modules()}  # scripted ones know no other way
+    modules = [named[layer.name] for layer in layers]
     params = [[slot.param for slot in layer.slots] for layer in layers]
     choose([layer.name for layer in layers], modules, survey(given, modules), patterns, params)
     residuals.refuse_momentum_of_nobody(patterns)
