@@ -50,10 +50,11 @@ class Options:
         world_size: The number of processes. Give both or neither of ``rank`` and ``world_size``.
         rendezvous: Where ranks find each other if the launcher offers nothing better: ``tcp://host:port`` (rank 0
             listens there) or ``file:///directory`` (private to one user, shared by all ranks, one job at a time).
-        secret: At least 16 bytes of text or bytes, the same on every rank; kept as its SHA-256. Without it rank 0 makes
-            one where the launcher's store, a private directory or the loopback interface can share it.
-        insecure: Allow a job over the network without a given secret: whoever reaches the port can then read the
-            secret that rank 0 makes.
+        secret: At least 16 bytes of text or bytes, the same on every rank; kept as its SHA-256. A job on one host needs
+            none: it shares one by itself, which only this user can read. A job on several hosts does, whatever way the
+            ranks meet; a private directory that all hosts share (``file://``) is the exception.
+        insecure: Start on several hosts without a secret all the same, on every rank alike: rank 0 makes one that
+            whoever reaches the meeting point can read.
         interface: Which local address to use: names or CIDR blocks separated by commas, ``!`` excludes
             (``"eth0"``, ``"10.0.0.0/8"``, ``"!docker0"``). By default the interface that routes to the meeting point.
         port: The port to listen on: ``0`` for any free one, a number, or a range ``"5000-5010"``.
@@ -447,12 +448,24 @@ def _slurm_meeting_point(environ: Mapping[str, str]) -> MeetingPoint | None:
     )
 
 
-def _from_rendezvous_option(text: str, source: str) -> MeetingPoint:
+def _launchers_scope(environ: Mapping[str, str], launcher: str) -> str:
+    """What all ranks of this start share and other jobs do not, if the launcher that gave the rank says so."""
+    if launcher == "torchrun":
+        return f"{environ.get('TORCHELASTIC_RUN_ID', 'run')}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if launcher == "OpenMPI" and "PMIX_NAMESPACE" in environ:
+        return f"mpi-{environ['PMIX_NAMESPACE']}"
+    job_id = environ.get("SLURM_JOB_ID", environ.get("SLURM_JOBID", ""))
+    if launcher == "Slurm" and job_id:
+        return f"slurm-{job_id}-{environ.get('SLURM_STEP_ID', environ.get('SLURM_STEPID', '0'))}"
+    return "job"
+
+
+def _from_rendezvous_option(text: str, source: str, scope: str) -> MeetingPoint:
     parts = urlsplit(text)
     if parts.scheme == "file":
-        return MeetingPoint("file", path=parts.path, found_in=source)
+        return MeetingPoint("file", path=parts.path, scope=scope, found_in=source)
     assert parts.hostname is not None and parts.port is not None  # parse_option saw to it
-    return MeetingPoint("tcp", parts.hostname, parts.port, found_in=source)
+    return MeetingPoint("tcp", parts.hostname, parts.port, scope=scope, found_in=source)
 
 
 def _from_master_variables(environ: Mapping[str, str], launcher: str) -> MeetingPoint | None:
@@ -468,11 +481,10 @@ def _from_master_variables(environ: Mapping[str, str], launcher: str) -> Meeting
         raise ConfigError(
             f"got {port!r} from environment variable MASTER_PORT; accepted: a port from 1 to 65535"
         ) from None
-    run = environ.get("TORCHELASTIC_RUN_ID", "run")
-    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     shared = launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    scope = _launchers_scope(environ, launcher)
     return MeetingPoint(
-        "launcher" if shared else "tcp", host, number, scope=f"{run}/{attempt}", found_in="MASTER_ADDR and MASTER_PORT"
+        "launcher" if shared else "tcp", host, number, scope=scope, found_in="MASTER_ADDR and MASTER_PORT"
     )
 
 
@@ -480,7 +492,8 @@ def _meeting_point(
     environ: Mapping[str, str], options: Options, launcher: str, sources: Mapping[str, str], parent_pid: int
 ) -> MeetingPoint:
     if options.rendezvous is not None:
-        return _from_rendezvous_option(options.rendezvous, sources["rendezvous"])
+        launchers = _launchers_scope(environ, launcher)
+        return _from_rendezvous_option(options.rendezvous, sources["rendezvous"], launchers)
     found = _from_master_variables(environ, launcher)
     if found is not None:
         return found
@@ -499,18 +512,6 @@ def _meeting_point(
     )
 
 
-def _refuse_without_secret(options: Options, point: MeetingPoint) -> None:
-    """A store that rank 0 runs is open to whoever reaches its port, so it cannot share a secret."""
-    if point.kind != "tcp" or point.loopback or options.secret is not None or options.insecure:
-        return
-    raise ConfigError(
-        f"this job meets at {point} ({point.found_in}), which others can reach, and has no secret. Make one and pass "
-        f"it to every rank:\n    {MAKE_A_SECRET}\n(with OpenMPI's mpirun add -x PENSTOCK_SECRET). On one machine, "
-        "meet at 127.0.0.1 instead. On a network where everybody is trusted, insecure=True (PENSTOCK_INSECURE=1) "
-        "starts without one"
-    )
-
-
 def discover(environ: Mapping[str, str], *, parent_pid: int = 0, **arguments: Any) -> Launch:
     """Find rank, size, meeting point and options, as a pure function of the environment and the arguments.
 
@@ -523,7 +524,7 @@ def discover(environ: Mapping[str, str], *, parent_pid: int = 0, **arguments: An
         The launch, complete and consistent.
 
     Raises:
-        ConfigError: A value is not accepted, a variable is unknown or missing, or a secret is needed.
+        ConfigError: A value is not accepted, or a variable is unknown or missing.
 
     Example:
         >>> discover({"RANK": "1", "WORLD_SIZE": "2"}, rendezvous="file:///tmp/meet").options.rank
@@ -557,7 +558,6 @@ def discover(environ: Mapping[str, str], *, parent_pid: int = 0, **arguments: An
     if options.world_size == 1:
         return Launch(options, launcher, None, sources)
     point = _meeting_point(environ, options, launcher, sources, parent_pid)
-    _refuse_without_secret(options, point)
     return Launch(options, launcher, point, sources)
 
 

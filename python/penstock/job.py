@@ -372,7 +372,9 @@ def _engine_class() -> type[Engine]:
 def _announce(launch: Launch, chosen: addresses.Chosen, agreement: Agreement, port: int) -> None:
     """One line that answers what a user asks first when something is odd: who, where, and by whose decision."""
     options, sources, point = launch.options, launch.sources, launch.meeting_point
-    secret = sources["secret"] if options.secret is not None else "made by rank 0"
+    secret = sources["secret"] if options.secret is not None else "made by rank 0, readable by this user alone"
+    if options.secret is None and options.insecure:
+        secret = "made by rank 0, readable by whoever reaches the meeting point (insecure)"
     _log.info(
         "rank %d of %d (%s) listens on %s:%d, interface %s (%s); met at %s (%s); lanes %d (%s), slice_bytes %s "
         "(%s), priority %s (%s), secret: %s",

@@ -1,28 +1,32 @@
 """How the ranks of a job find each other and agree before the first connection.
 
 Every rank gets the same job id and secret, and the table of addresses by rank. Rank 0 decides; the others read. They
-share a *board* (set, get, delete; nothing blocks), which is the launcher's own store, a store that rank 0 runs, or a
-private directory:
+share a *board* (set, get, delete; nothing blocks), which is the launcher's or the program's store, one that rank 0
+holds, or a private directory:
 
     rank 0                          board                               rank r
-    job id, fresh and random  ->    job
-                                    <job id>/arrival/r            <-    version, nonce, options; proof of the secret
-    all ranks checked         ->    <job id>/admission            ->    nonces, secret if shared, what was agreed
+    job id, fresh and random  ->    job                                 where the secret comes from
+                                    <job id>/arrival/r            <-    version, nonce, options
+    all ranks checked         ->    <job id>/admission            ->    nonces, what was agreed
                                     <job id>/address/r            <-    host and port, now bound
     complete                  ->    <job id>/table                ->    addresses by rank
     cleans up                       <job id>/done/r               <-    read
 
 That is 3n + 3 keys for n ranks and one connection per rank. Nothing stale is ever believed: rank 0 reads only keys
-under its own fresh job id, and the others accept only an admission that repeats their nonce. A failure anywhere is
-published in place of the expected message, so that every rank raises the same error at once, not at its limit.
+under its own fresh job id, and the others accept only an admission that repeats their nonce. A rank that fails says why
+under ``<job id>/trouble``, and rank 0 in place of its next message, so that every rank raises the same error at once,
+not at its limit.
+
+Every message proves that its sender holds the secret (`penstock.sharing` says where that comes from). Where strangers
+can write, what is not proved is left alone, put right by whoever it is about, and named as the probable cause if that
+rank never comes. What stays in doubt is who may be believed in a job that was given no secret: there a message that
+says why it cannot prove anything ends the start.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
-import json
+import logging
 import re
 import secrets
 import time
@@ -30,19 +34,26 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock import errors
+from penstock import errors, sharing
 from penstock.addresses import host_identity
 from penstock.boards import Board, first_line, open_board, polls
-from penstock.errors import AuthenticationError, ConfigError, PenstockError, ProtocolError, Timeout
+from penstock.errors import ConfigError, PenstockError, ProtocolError, Timeout
+from penstock.sealing import Message, peek, seal, unseal
 
 if TYPE_CHECKING:
     from penstock.config import Launch
 
 __all__ = ["Agreement", "exchange"]
 
+_log = logging.getLogger("penstock")
+
 # How long rank 0 stays to tell late ranks why the job does not start, in seconds; in vain for one that has died.
-LEADERS_WORD_S = 2.0  # how much longer than rank 0 the others wait for it to say who is missing
 ERROR_LINGER_S = 3.0
+LEADERS_WORD_S = 2.0  # how much longer than rank 0 the others wait for it to say who is missing
+INSISTENCE = 3
+"""So often must a message of rank 0 that this rank cannot believe come back after it was removed. What a stranger, or a
+job that died, has left does not come back; a rank 0 with another secret puts it right each time."""
+READ_S = 2.0  # after which a rank that has something under ``done``, even if unproven, counts as having read the table
 
 
 @dataclass(frozen=True)
@@ -64,54 +75,18 @@ class Agreement:
     all_lanes: bool
 
 
-def _seal(version: str, secret: bytes | None, label: str, body: Mapping[str, object]) -> bytes:
-    """A message: the version, readable whatever it is; the body; and proof that the sender has the secret."""
-    text = json.dumps(body)
-    proof = hmac.new(secret, f"{label}\0{text}".encode(), hashlib.sha256).hexdigest() if secret is not None else None
-    return json.dumps({"penstock": version, "body": text, "proof": proof}).encode()
-
-
-def _unseal(data: bytes, version: str, secret: bytes | None, label: str, sender: int, reader: int) -> dict[str, Any]:
-    """The body of a message, after its version and its proof were checked; then a published failure is raised."""
-    try:
-        envelope = json.loads(data)
-        their_version, text, proof = str(envelope["penstock"]), str(envelope["body"]), envelope["proof"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ProtocolError(
-            f"rank {reader} cannot read what rank {sender} left at the meeting point; is another program using it?",
-            rank=sender,
-        ) from error
-    if their_version != version:
-        raise ProtocolError(
-            f"rank {sender} runs penstock {their_version}, rank {reader} runs penstock {version}; install the same "
-            "version on every rank",
-            rank=sender,
-        )
-    failure = json.loads(text).get("error")
-    if failure is not None:
-        name = str(failure["type"])
-        kind = getattr(errors, name) if name in errors.__all__ else PenstockError
-        raise _Told(kind(str(failure["message"]), rank=failure["rank"]))
-    advice = "set the same PENSTOCK_SECRET on every rank"
-    if (proof is None) != (secret is None):
-        has, lacks = (reader, sender) if proof is None else (sender, reader)
-        raise AuthenticationError(f"rank {has} was given a secret, rank {lacks} was not; {advice}", rank=sender)
-    if secret is not None:
-        expected = hmac.new(secret, f"{label}\0{text}".encode(), hashlib.sha256).hexdigest()
-        if not hmac.compare_digest(expected, str(proof)):
-            raise AuthenticationError(
-                f"the secret of rank {sender} differs from that of rank {reader}; {advice}", rank=sender
-            )
-    body: dict[str, Any] = json.loads(text)
-    return body
-
-
 class _Told(Exception):
     """Carries an error that another rank published."""
 
     def __init__(self, error: PenstockError) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+def _told(failure: Mapping[str, Any]) -> _Told:
+    name = str(failure["type"])
+    kind = getattr(errors, name) if name in errors.__all__ else PenstockError
+    return _Told(kind(str(failure["message"]), rank=failure["rank"]))
 
 
 def _ranks(numbers: Collection[int]) -> str:
@@ -126,66 +101,220 @@ _AGREED = ("world_size", "slice_bytes", "broadcast_buffers", "line_rate_mbit", "
 
 
 class _Meeting:
-    """One rank's side of the exchange in the module's first comment."""
+    """One rank's side of the exchange in the module's first comment: what both sides share."""
 
-    def __init__(self, board: Board, launch: Launch, version: str, deadline: float, lanes: int) -> None:
+    def __init__(self, board: Board, launch: Launch, version: str, deadline: float) -> None:
         self.board = board
         self.options = launch.options
+        assert launch.meeting_point is not None, "a single process meets nobody"
         self.point = launch.meeting_point
         self.rank = launch.options.rank
         self.size = launch.options.world_size
         self.version = version
         self.deadline = deadline
-        self.lanes = lanes
-        self.nonce = secrets.token_hex(16)
         self.job = ""
-        self.proof_key = (
-            launch.options.secret
-        )  # what messages are proved with: only a secret that was given proves anything
-        self.displaced = False  # another process, or an older one, was admitted as this rank
-        self.nonces: dict[int, str] = {}  # of the ranks that have arrived; rank 0 only
+        self.secret: bytes | None = None
+        self.own: dict[str, bytes] = {}  # what this rank has put on the board and must stay there
+        self.doubts: dict[int, PenstockError] = {}  # by sender: what came in its name, and why it is not believed
 
-    def _put(self, stage: str, body: Mapping[str, object], *, rank: int | None = None) -> None:
-        key = f"{self.job}/{stage}" + ("" if rank is None else f"/{rank}")
-        self.board.set(key, _seal(self.version, self.proof_key, key, body))
+    @property
+    def given(self) -> bool:
+        """Whether this rank was given a secret."""
+        return self.options.secret is not None
+
+    def _key(self, stage: str, rank: int | None = None) -> str:
+        return f"{self.job}/{stage}" + ("" if rank is None else f"/{rank}")
+
+    def _put(self, stage: str, body: Mapping[str, object], *, rank: int | None = None, keep: bool = False) -> None:
+        key = self._key(stage, rank)
+        data = seal(self.version, self.secret, self.given, key, body)
+        self.board.set(key, data)
+        if keep:
+            self.own[key] = data
 
     def _take(self, stage: str, *, rank: int | None = None) -> dict[str, Any] | None:
-        key = f"{self.job}/{stage}" + ("" if rank is None else f"/{rank}")
+        """The body of a message that is there and proven; then a published failure is raised."""
+        key = self._key(stage, rank)
         data = self.board.get(key)
-        return None if data is None else _unseal(data, self.version, self.proof_key, key, rank or 0, self.rank)
+        if data is None:
+            return None
+        message, sender = unseal(data, self.secret, key), rank or 0
+        if message is None or not message.proven or message.version != self.version:
+            error = self._objection(message, sender)
+            known = message is not None and message.proven
+            # Without a secret that was given nobody can prove that it belongs to the job, and lacks only that.
+            if known or self.board.private or (message is not None and not self.given):
+                raise error
+            self._doubt(sender, error)
+            return None
+        if "error" in message.body:
+            raise _told(message.body["error"])
+        return message.body
 
-    def _late(self, missing: Collection[int], what: str) -> Timeout:
-        return Timeout(
+    def _objection(self, message: Message | None, sender: int) -> PenstockError:
+        """Why a message is not believed."""
+        if message is None:
+            return ProtocolError(
+                f"rank {self.rank} cannot read what rank {sender} left at the meeting point; is another program using "
+                "it?",
+                rank=sender,
+            )
+        if message.version != self.version:
+            return ProtocolError(
+                f"rank {sender} runs penstock {message.version}, rank {self.rank} runs penstock {self.version}; "
+                "install the same version on every rank",
+                rank=sender,
+            )
+        if message.given != self.given:
+            has, lacks = (sender, self.rank) if message.given else (self.rank, sender)
+            return sharing.one_was_given_a_secret(has, lacks)
+        if self.given:
+            return sharing.secrets_differ(max(sender, self.rank))
+        if message.body.get("host") in (None, host_identity()):
+            return sharing.made_secret_not_taken(max(sender, self.rank))
+        return sharing.needs_a_given_secret(sender, self.rank)
+
+    def _doubt(self, sender: int, error: PenstockError) -> None:
+        if sender not in self.doubts:
+            _log.warning(
+                "rank %d: a message in the name of rank %d is left alone, as it proves nothing: %s. It may be a "
+                "stranger's; waiting for another",
+                self.rank,
+                sender,
+                error,
+            )
+        self.doubts[sender] = error
+
+    def _heed(self) -> None:
+        """Raise what another rank says has gone wrong."""
+        if not self.job:
+            return
+        key = self._key("trouble")
+        data = self.board.get(key)
+        message = None if data is None else unseal(data, self.secret, key)
+        if message is not None and (message.proven or self.board.private) and "error" in message.body:
+            raise _told(message.body["error"])
+
+    def _keep(self) -> None:
+        """Put right what somebody has changed of this rank's; if that is another process of this rank, say so."""
+        for key, mine in self.own.items():
+            found = self.board.get(key)
+            if found == mine:
+                continue
+            if found is not None:
+                self._refuse_double(key, found)
+            self.board.set(key, mine)
+
+    def _refuse_double(self, key: str, found: bytes) -> None:
+        """Raise if this key holds what another process that calls itself this rank has left."""
+        raise NotImplementedError
+
+    def _doubled(self) -> ConfigError:
+        one_job = "; one job at a time can meet there" if self.rank == 0 else "; ranks must differ"
+        return ConfigError(f"two processes call themselves rank {self.rank} at {self.point}{one_job}", rank=self.rank)
+
+    def _late(self, missing: Collection[int], what: str) -> PenstockError:
+        text = (
             f"{_ranks(missing)} of {self.size} did not {what} within {self.options.rendezvous_timeout_s:g} s at "
             f"{self.point}. Check that every rank was started, with the same world size and meeting point, and see the "
-            "log of those named; rendezvous_timeout_s sets the limit",
-            rank=min(missing),
+            "log of those named; rendezvous_timeout_s sets the limit"
         )
+        for rank in sorted(missing):
+            doubt = self.doubts.get(rank)
+            if doubt is not None:
+                return type(doubt)(f"{text}. Something came in the name of rank {rank}: {doubt}", rank=rank)
+        return Timeout(text, rank=min(missing))
+
+    def _failure(self, error: BaseException) -> dict[str, object]:
+        """What the others are told of an error."""
+        told = isinstance(error, PenstockError)
+        what = str(error) if told else f"failed while the ranks were meeting: {_describe(error)}"
+        return {
+            "type": type(error).__name__ if told else "PeerLost",
+            "message": f"rank {self.rank}: {what}",
+            "rank": error.rank if isinstance(error, PenstockError) and error.rank is not None else self.rank,
+        }
+
+
+class _Leader(_Meeting):
+    """Rank 0's side."""
+
+    def __init__(self, board: Board, launch: Launch, version: str, deadline: float, lanes: int) -> None:
+        super().__init__(board, launch, version, deadline)
+        self.lanes = lanes
+        self.nonces: dict[int, str] = {}  # of the ranks that have arrived
+        self.shared = sharing.Shared(self.options, board.private)
+        self.secret = self.shared.secret
+
+    def meet(self) -> Agreement:
+        """The first half: open the job, check everybody, admit them."""
+        job_id = secrets.token_bytes(16)
+        self.job = job_id.hex()
+        self.board.guard(self.job, self._proven)
+        opening = {"id": self.job, "scope": self.point.scope, "secret": self.shared.announcement}
+        self.own["job"] = seal(self.version, self.secret, self.given, "job", opening)
+        self.board.set("job", self.own["job"])
+        hosts = {host_identity()}
+
+        def arrived(rank: int, body: dict[str, Any]) -> None:
+            self._admit(rank, body)
+            hosts.add(str(body["host"]))
+
+        self._collect("arrival", "arrive", arrived)
+        all_lanes = self.options.lanes is not None
+        agreement = Agreement(job_id, self.shared.secret, len(hosts) == 1, self.lanes, all_lanes)
+        agreed = {"single_host": agreement.single_host, "lanes": agreement.lanes, "all_lanes": agreement.all_lanes}
+        self._put("admission", {"nonces": self.nonces_by_rank(), **agreed}, keep=True)
+        return agreement
+
+    def _proven(self, key: str, data: bytes) -> bool:
+        message = unseal(data, self.secret, key)
+        return message is not None and message.proven
 
     def _collect(self, stage: str, what: str, accept: Callable[[int, dict[str, Any]], None]) -> None:
-        """Rank 0: take every other rank's message of a stage as it comes."""
+        """Take every other rank's message of a stage as it comes."""
         missing = set(range(1, self.size))
+        doubted_at: dict[int, float] = {}
         for _ in polls(self.deadline):
             for rank in sorted(missing):
                 body = self._take(stage, rank=rank)
+                if body is None and stage == "done" and rank in self.doubts and not self.board.keeps_proven:
+                    # It was there until a moment ago and may have gone on, so it cannot put this right any more.
+                    since_s = time.monotonic() - doubted_at.setdefault(rank, time.monotonic())
+                    body = {} if since_s > READ_S else None
                 if body is not None:
                     accept(rank, body)
                     missing.discard(rank)
+                    self.doubts.pop(rank, None)
             if not missing:
                 return
-            if self._job_on_board() != self.job:
-                self.job = ""  # nothing of this failure is published over the other's job
-                raise ConfigError(
-                    f"another process calls itself rank 0 at {self.point}; one job at a time can meet there", rank=0
-                )
+            self._keep()
+            self._heed()
         raise self._late(missing, what)
 
-    def _job_on_board(self) -> str:
-        data = self.board.get("job")
-        return data.decode() if data is not None and re.fullmatch(rb"[0-9a-f]{32}", data) else ""
+    def _refuse_double(self, key: str, found: bytes) -> None:
+        if key != "job":
+            return  # under this job's own id: nobody else who holds the secret writes there
+        claimed = peek(found)
+        if claimed is None:
+            return
+        try:
+            secret = sharing.take(claimed.body["secret"], self.options, self.board.confidential)
+            job = str(claimed.body["id"])
+        except (PenstockError, ValueError, TypeError, KeyError, AttributeError):
+            return
+        message = unseal(found, secret, key)
+        if message is None or not message.proven:
+            return
+        error = self._doubled()
+        # The other job is told; nothing is published under this one, as its ranks are about to join the other.
+        self.job, self.secret = job, secret
+        self._put("trouble", {"error": self._failure(error)})
+        self.job = ""
+        raise error
 
     def _admit(self, rank: int, body: dict[str, Any]) -> None:
-        """Rank 0: check what a rank brings. It counts as arrived even if it is refused: it is there to be told."""
+        """Check what a rank brings. It counts as arrived even if it is refused: it is there to be told."""
         self.nonces[rank] = str(body["nonce"])
         for name in _AGREED:
             mine = getattr(self.options, name)
@@ -200,165 +329,197 @@ class _Meeting:
                 rank=rank,
             )
 
-    def lead(self) -> Agreement:
-        """Rank 0's first half: open the job, check everybody, admit them."""
-        job_id = secrets.token_bytes(16)
-        self.job = job_id.hex()
-        self.board.set("job", self.job.encode())
-        hosts = {host_identity()}
-
-        def arrived(rank: int, body: dict[str, Any]) -> None:
-            self._admit(rank, body)
-            hosts.add(str(body["host"]))
-
-        self._collect("arrival", "arrive", arrived)
-        secret, all_lanes = self.proof_key or secrets.token_bytes(32), self.options.lanes is not None
-        agreement = Agreement(job_id, secret, len(hosts) == 1, self.lanes, all_lanes)
-        self._put(
-            "admission",
-            {
-                "nonces": self.nonces_by_rank(),
-                "secret": None if self.proof_key is not None else agreement.secret.hex(),
-                "single_host": agreement.single_host,
-                "lanes": agreement.lanes,
-                "all_lanes": agreement.all_lanes,
-            },
-        )
-        return agreement
-
     def nonces_by_rank(self) -> list[str | None]:
         """What tells each rank that rank 0 has read its own arrival and not an older one."""
         return [self.nonces.get(rank) for rank in range(self.size)]
 
-    def follow(self) -> Agreement:
-        """Another rank's first half: arrive, again if rank 0 opens a newer job, until rank 0 admits or refuses."""
-        for _ in polls(self.deadline):
-            job = self._job_on_board()
-            if job and job != self.job:
-                if self.job:
-                    self.board.delete(f"{self.job}/arrival/{self.rank}")  # came too late for rank 0 to clean it up
-                self.job, self.displaced = job, False
-                agreed = {name: getattr(self.options, name) for name in _AGREED}
-                brought = {"nonce": self.nonce, "host": host_identity(), "lanes": self.options.lanes, **agreed}
-                self._put("arrival", brought, rank=self.rank)
-            if not job and self.displaced:
-                raise self._doubled()  # the job started, and cleaned up, with another process in this one's place
-            if not job or not self._answered():
-                continue
-            body = self._take("admission")
-            if body is None:
-                continue
-            secret = self.proof_key if self.proof_key is not None else bytes.fromhex(str(body["secret"]))
-            lanes, all_lanes = int(body["lanes"]), bool(body["all_lanes"])
-            return Agreement(bytes.fromhex(self.job), secret, bool(body["single_host"]), lanes, all_lanes)
-        if not self.job:
-            raise self._late({0}, "arrive")
-        arrivals = {rank: self.board.get(f"{self.job}/arrival/{rank}") for rank in range(1, self.size)}
-        raise self._late({rank for rank, data in arrivals.items() if data is None} or {0}, "arrive")
-
-    def _answered(self) -> bool:
-        """Whether the admission is an answer to this very process and not left over from an older job."""
-        data = self.board.get(f"{self.job}/admission")
-        if data is None:
-            return False
-        # Read without proof: a rank with the wrong secret or version has to learn that it was refused.
-        nonces = _nonces(data)
-        admitted = nonces[self.rank] if len(nonces) > self.rank else None
-        if admitted == self.nonce:
-            return True
-        own = self.board.get(f"{self.job}/arrival/{self.rank}")
-        if own is not None and self.nonce.encode() not in own:
-            raise self._doubled()
-        self.displaced = admitted is not None
-        return False
-
-    def _doubled(self) -> ConfigError:
-        self.job = ""  # nothing of this failure is published: the job may well go on with the other process
-        return ConfigError(
-            f"two processes call themselves rank {self.rank} at {self.point}; ranks must differ", rank=self.rank
-        )
-
     def table(self, host: str, port: int) -> list[tuple[str, int]]:
-        """The second half: publish this rank's address, now bound, and get everybody's."""
-        if self.rank != 0:
-            self._put("address", {"host": host, "port": port}, rank=self.rank)
-            # If another rank is missing, rank 0 knows which, and says so when its own time is up, which is about now.
-            for _ in polls(self.deadline + LEADERS_WORD_S):
-                body = self._take("table")
-                if body is not None:
-                    self._put("done", {}, rank=self.rank)
-                    return [(str(host), int(port)) for host, port in body["addresses"]]
-            raise self._late({0}, "publish the addresses")
+        """The second half: get everybody's address, now bound, and publish all."""
         table = [(host, port)] * self.size
 
         def bound(rank: int, body: dict[str, Any]) -> None:
             table[rank] = (str(body["host"]), int(body["port"]))
 
         self._collect("address", "publish an address", bound)
-        self._put("table", {"addresses": table})
+        self._put("table", {"addresses": table}, keep=True)
         self._collect("done", "read the addresses", lambda rank, body: None)
         self.clean()
         return table
 
     def clean(self) -> None:
-        """Rank 0: leave nothing behind, least of all the secret."""
+        """Leave nothing behind."""
         for rank in range(1, self.size):
             for stage in ("arrival", "address", "done"):
-                self.board.delete(f"{self.job}/{stage}/{rank}")
-        for key in (f"{self.job}/admission", f"{self.job}/table", "job"):
+                self.board.delete(self._key(stage, rank))
+        for key in (self._key("admission"), self._key("table"), self._key("trouble"), "job"):
             self.board.delete(key)
 
     def publish_failure(self, error: BaseException) -> None:
-        """Tell the others why this rank gives up, in place of the message that they wait for."""
+        """Tell the others why the job does not start, in place of the message that they wait for."""
         if not self.job:
             return
-        told = isinstance(error, PenstockError)
-        what = str(error) if told else f"failed while the ranks were meeting: {_describe(error)}"
-        failure = {
-            "type": type(error).__name__ if told else "PeerLost",
-            "message": f"rank {self.rank}: {what}",
-            "rank": error.rank if isinstance(error, PenstockError) and error.rank is not None else self.rank,
-        }
-        if self.rank != 0:
-            for stage in ("address", "done"):  # whichever rank 0 reads next
-                self._put(stage, {"error": failure}, rank=self.rank)
-            return
-        waited_for = set(range(1, self.size)) if not isinstance(error, Timeout) else set(self.nonces)
+        in_time = time.monotonic() < self.deadline
+        waited_for = set(range(1, self.size)) if in_time else set(self.nonces)
+        if isinstance(error, PenstockError) and error.rank is not None and error.rank not in self.nonces:
+            waited_for.discard(error.rank)  # it has found out by itself
         for _ in polls(time.monotonic() + ERROR_LINGER_S):
             for rank in sorted(waited_for - self.nonces.keys()):
-                # Whoever comes late, or cannot be believed, is there all the same and waits for the reason.
-                data = self.board.get(f"{self.job}/arrival/{rank}")
-                nonce = None if data is None else _nonce(data)
-                if nonce is not None:
-                    self.nonces[rank] = nonce
-            refusal = {"error": failure, "nonces": self.nonces_by_rank()}
+                # Whoever comes late is there all the same and waits for the reason.
+                key = self._key("arrival", rank)
+                message = unseal(self.board.get(key) or b"", self.secret, key)
+                if message is not None and message.proven:
+                    self.nonces[rank] = str(message.body.get("nonce"))
+                elif message is not None and self.board.private:
+                    waited_for.discard(rank)  # it has found out by itself that it cannot take part
+            self.board.set("job", self.own["job"])  # who does not believe it removes it, to see whether it comes back
+            refusal = {"error": self._failure(error), "nonces": self.nonces_by_rank()}
             self._put("admission", refusal)
             self._put("table", refusal)
-            waited_for = {rank for rank in waited_for if self.board.get(f"{self.job}/done/{rank}") is None}
+            waited_for = {rank for rank in waited_for if self.board.get(self._key("done", rank)) is None}
             if not waited_for:
                 break
         self.clean()
 
     def pass_on(self, error: PenstockError) -> None:
-        """Rank 0 tells the others what one rank told it; another rank only says that it has read it."""
-        if self.rank == 0:
-            self.publish_failure(error)
-        else:
-            self._put("done", {}, rank=self.rank)
+        """Tell the others what one of them has told."""
+        self.publish_failure(error)
+
+    def close(self) -> None:
+        """Remove the secret that was left for ranks on this host."""
+        self.shared.close()
 
 
-def _nonces(data: bytes) -> list[object]:
-    try:
-        return list(json.loads(json.loads(data)["body"])["nonces"])
-    except (ValueError, TypeError, KeyError):
-        return []
+class _Follower(_Meeting):
+    """The side of every other rank."""
 
+    def __init__(self, board: Board, launch: Launch, version: str, deadline: float) -> None:
+        super().__init__(board, launch, version, deadline)
+        self.nonce = secrets.token_hex(16)
+        self.displaced = False  # another process, or an older one, was admitted as this rank
+        self.opening = b""  # the message under "job" that was believed
+        self.insisted = 0
 
-def _nonce(data: bytes) -> str | None:
-    try:
-        return str(json.loads(json.loads(data)["body"])["nonce"])
-    except (ValueError, TypeError, KeyError):
-        return None
+    def meet(self) -> Agreement:
+        """The first half: arrive, again if rank 0 opens a newer job, until rank 0 admits or refuses."""
+        # If another rank is missing, rank 0 knows which, and says so when its own time is up, which is about now.
+        for left in polls(self.deadline + LEADERS_WORD_S):
+            job = self._find_job()
+            if not self.job and left < LEADERS_WORD_S:
+                break
+            if not job and self.displaced:
+                self.job = ""  # nothing of this failure is published: the job has started with the other process
+                raise self._doubled()
+            if not job:
+                continue
+            admission = self._take("admission") if self._answered() else None
+            if admission is None:
+                if not self.displaced:
+                    self._keep()
+                self._heed()
+                continue
+            assert self.secret is not None
+            lanes, all_lanes = int(admission["lanes"]), bool(admission["all_lanes"])
+            return Agreement(bytes.fromhex(job), self.secret, bool(admission["single_host"]), lanes, all_lanes)
+        if not self.job:
+            raise self._late({0}, "arrive")
+        keys = {rank: self._key("arrival", rank) for rank in range(1, self.size)}
+        arrivals = {rank: unseal(self.board.get(key) or b"", self.secret, key) for rank, key in keys.items()}
+        missing = {rank for rank, message in arrivals.items() if message is None or not message.proven}
+        raise self._late(missing or {0}, "arrive")
+
+    def _find_job(self) -> str:
+        """The id of the job that rank 0 has opened, or nothing; arrives there the first time."""
+        data = self.board.get("job")
+        if data is None:
+            return ""
+        if data == self.opening:
+            return self.job
+        message = peek(data)
+        try:
+            if message is None:
+                raise self._objection(None, 0)
+            secret = sharing.take(message.body["secret"], self.options, self.board.confidential)
+            proven = unseal(data, secret, "job")
+            if proven is None or not proven.proven or proven.version != self.version:
+                raise self._objection(proven, 0)
+            job, scope = str(message.body["id"]), message.body["scope"]
+        except PenstockError as error:  # first, as one of them is a ValueError
+            return self._disbelieve(message, error)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return self._disbelieve(message, self._objection(None, 0))
+        if scope != self.point.scope:
+            raise ConfigError(
+                f"another job meets at {self.point}: {scope}, and rank {self.rank} belongs to {self.point.scope}; "
+                "choose another meeting point for one of them",
+                rank=self.rank,
+            )
+        if self.job:
+            self.board.delete(self._key("arrival", self.rank))  # came too late for rank 0 to clean it up
+        self.own.clear()
+        self.opening, self.job, self.secret, self.displaced = data, job, secret, False
+        self._arrive(keep=True)
+        return job
+
+    def _arrive(self, keep: bool) -> None:
+        agreed = {name: getattr(self.options, name) for name in _AGREED}
+        brought = {"nonce": self.nonce, "host": host_identity(), "lanes": self.options.lanes, **agreed}
+        self._put("arrival", brought, rank=self.rank, keep=keep)
+
+    def _disbelieve(self, message: Message | None, error: PenstockError) -> str:
+        """What to do about an opening that proves nothing: see whether it comes back."""
+        self.insisted += 1
+        if self.insisted < INSISTENCE:
+            if not self.board.private:
+                self._doubt(0, error)
+            self.board.delete("job")
+            return ""
+        job = "" if message is None else str(message.body.get("id"))
+        if re.fullmatch(r"[0-9a-f]{32}", job):
+            self.job, self.secret = job, self.options.secret
+            self._arrive(keep=False)  # so that rank 0 sees what is wrong, too
+        self.job = ""
+        raise error
+
+    def _answered(self) -> bool:
+        """Whether the admission is an answer to this very process and not left over from an older job."""
+        key = self._key("admission")
+        message = unseal(self.board.get(key) or b"", self.secret, key)
+        if message is None or not (message.proven or self.board.private):
+            return False
+        nonces = message.body.get("nonces")
+        admitted = nonces[self.rank] if isinstance(nonces, list) and len(nonces) > self.rank else None
+        self.displaced = admitted not in (None, self.nonce)
+        return admitted == self.nonce
+
+    def _refuse_double(self, key: str, found: bytes) -> None:
+        message = unseal(found, self.secret, key)
+        if message is not None and message.proven and message.body.get("nonce", self.nonce) != self.nonce:
+            raise self._doubled()
+
+    def table(self, host: str, port: int) -> list[tuple[str, int]]:
+        """The second half: publish this rank's address, now bound, and get everybody's."""
+        self.own.clear()
+        self._put("address", {"host": host, "port": port}, rank=self.rank, keep=True)
+        for _ in polls(self.deadline + LEADERS_WORD_S):  # as in `meet`
+            body = self._take("table")
+            if body is not None:
+                self._put("done", {}, rank=self.rank)
+                return [(str(host), int(port)) for host, port in body["addresses"]]
+            self._keep()
+        raise self._late({0}, "publish the addresses")
+
+    def publish_failure(self, error: BaseException) -> None:
+        """Tell rank 0, which tells the others."""
+        if self.job:
+            self._put("trouble", {"error": self._failure(error)})
+            self._put("done", {}, rank=self.rank)  # nobody need wait for this rank to hear of it
+
+    def pass_on(self, error: PenstockError) -> None:
+        """Say that this rank has read what went wrong."""
+        self._put("done", {}, rank=self.rank)
+
+    def close(self) -> None:
+        """Nothing is left."""
 
 
 def _describe(error: BaseException) -> str:
@@ -388,7 +549,8 @@ def exchange(
     Raises:
         AuthenticationError: A rank holds another secret; ``rank`` says which.
         ProtocolError: A rank runs another version.
-        ConfigError: Options differ between ranks, or the meeting point cannot be used.
+        ConfigError: Options differ between ranks, two processes call themselves one rank, ranks on several hosts have
+            no secret, or the meeting point cannot be used.
         Timeout: Ranks did not arrive within ``rendezvous_timeout_s``; the message names them.
         PeerLost: A rank failed while the ranks were meeting.
     """
@@ -397,19 +559,26 @@ def exchange(
     limit_s = launch.options.rendezvous_timeout_s
     deadline = time.monotonic() + limit_s
     if board is None:
-        board = open_board(point, launch.options.rank, deadline, limit_s)
-    meeting = _Meeting(board, launch, version, deadline, lanes)
+        board = open_board(point, launch.options.rank, launch.options.world_size, deadline, limit_s)
+    board.deadline = deadline
     try:
-        agreement = meeting.lead() if meeting.rank == 0 else meeting.follow()
-        return agreement, meeting.table(*listen(agreement))
-    except _Told as told:
-        with _quietly():
-            meeting.pass_on(told.error)
-        raise told.error from None
-    except BaseException as error:
-        with _quietly():
-            meeting.publish_failure(error)
-        raise
+        if launch.options.rank == 0:
+            meeting: _Leader | _Follower = _Leader(board, launch, version, deadline, lanes)
+        else:
+            meeting = _Follower(board, launch, version, deadline)
+        try:
+            agreement = meeting.meet()
+            return agreement, meeting.table(*listen(agreement))
+        except _Told as told:
+            with _quietly():
+                meeting.pass_on(told.error)
+            raise told.error from None
+        except BaseException as error:
+            with _quietly():
+                meeting.publish_failure(error)
+            raise
+        finally:
+            meeting.close()
     finally:
         board.close()
 

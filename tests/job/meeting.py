@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +17,12 @@ LIMIT_S = 60.0
 
 @dataclass
 class Outcome:
-    """What one rank got: the agreement and the table, or the error."""
+    """What one rank got: the agreement and the table, or the error; and when, by `time.monotonic`."""
 
     agreement: Agreement | None = None
     table: list[tuple[str, int]] | None = None
     error: BaseException | None = None
+    ended_at: float = 0.0
 
 
 def free_port() -> int:
@@ -61,6 +63,7 @@ def meet(
             outcomes[place].agreement, outcomes[place].table = exchange(launch, listen, version=version, lanes=2)
         except BaseException as error:  # noqa: BLE001 - handed to the test, which asserts on it
             outcomes[place].error = error
+        outcomes[place].ended_at = time.monotonic()
 
     threads = [threading.Thread(target=run, args=item, daemon=True) for item in enumerate(running)]
     for thread in threads:

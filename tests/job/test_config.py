@@ -111,9 +111,6 @@ def test_any_environment_gives_a_consistent_launch_or_config_error(environ):
         return
     assert 0 <= launch.options.rank < launch.options.world_size
     assert (launch.meeting_point is None) == (launch.options.world_size == 1)
-    point = launch.meeting_point
-    if point is not None and point.kind == "tcp" and not point.loopback:
-        assert launch.options.secret is not None or launch.options.insecure
 
 
 @settings(deadline=None)
@@ -208,15 +205,14 @@ def test_mpirun_inside_slurm_asks_mpirun():
     assert discover(environ, rendezvous="file:///tmp/meet").options.rank == 3
 
 
-def test_a_reachable_store_without_a_secret_is_refused_with_the_command_to_make_one():
-    arguments = {"rank": 0, "world_size": 2, "rendezvous": "tcp://10.0.0.1:5000"}
-    with pytest.raises(ps.ConfigError) as caught:
-        discover({}, **arguments)
-    assert config.MAKE_A_SECRET in str(caught.value) and "insecure=True" in str(caught.value)
-    discover({}, **arguments, secret=SECRET)
-    discover({}, **arguments, insecure=True)
-    for host in ("127.0.0.1", "localhost", "[::1]", "127.9.9.9"):
-        discover({}, **{**arguments, "rendezvous": f"tcp://{host}:5000"})
+def test_a_launchers_job_is_told_apart_wherever_it_meets():
+    environ = {**TORCHRUN, "TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "1"}
+    slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "123", "SLURM_STEP_ID": "4"}
+    for place in ("file:///tmp/meet", "tcp://127.0.0.1:5000"):
+        for variables, scope in ((environ, "abc/1"), (slurm, "slurm-123-4"), ({}, "job")):
+            given = {} if variables else {"rank": 0, "world_size": 2}
+            point = discover(variables, rendezvous=place, **given).meeting_point
+            assert point is not None and point.scope == scope
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The exchange: the same job id, secret and table everywhere, and the right error everywhere when something differs."""
 
 import hashlib
-import json
 import os
 import socket
 import threading
@@ -13,6 +12,7 @@ from meeting import LIMIT_S, assert_met, free_port, meet
 import penstock as ps
 from penstock import addresses, rendezvous
 from penstock.boards import FileBoard
+from penstock.sealing import seal
 
 SECRET, OTHER = "correct horse battery staple", "incorrect horse battery staple"
 
@@ -77,19 +77,36 @@ def test_one_key_per_rank_and_stage(tmp_path, monkeypatch):
 def test_ranks_on_several_machines_know_it(place, monkeypatch):
     names = iter(["a", "b", "a"])
     monkeypatch.setattr(rendezvous, "host_identity", lambda: next(names, "a"))
-    assert not assert_met(meet(3, rendezvous=place)).single_host
+    assert not assert_met(meet(3, rendezvous=place, secret=SECRET)).single_host
     assert addresses.host_identity()
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 2])
-def test_a_wrong_secret_is_told_to_every_rank_at_once(place, wrong):
+def test_a_wrong_secret_is_told_to_every_rank_at_once_where_no_stranger_can_write(tmp_path, wrong):
+    point = f"file://{tmp_path / 'meet'}"
     begin = time.monotonic()
-    outcomes = meet(3, rendezvous=place, secret=SECRET, each={wrong: {"secret": OTHER}})
+    outcomes = meet(3, rendezvous=point, secret=SECRET, each={wrong: {"secret": OTHER}})
     assert time.monotonic() - begin < LIMIT_S
     for outcome in outcomes:
         assert isinstance(outcome.error, ps.AuthenticationError), outcome
         assert "secret" in str(outcome.error) and "PENSTOCK_SECRET" in str(outcome.error)
         assert outcome.error.rank in ({wrong} if wrong else {1, 2})
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_a_wrong_secret_is_told_to_its_rank_at_once_and_to_the_others_at_the_limit(wrong, caplog):
+    """It may be a stranger's elsewhere, whom the others must not believe; the log says it meanwhile."""
+    point, limit_s = f"tcp://127.0.0.1:{free_port()}", 6.0
+    begin = time.monotonic()
+    outcomes = meet(3, rendezvous=point, secret=SECRET, each={wrong: {"secret": OTHER}}, rendezvous_timeout_s=limit_s)
+    mistaken = {wrong} if wrong else {1, 2}
+    for rank, outcome in enumerate(outcomes):
+        assert isinstance(outcome.error, ps.AuthenticationError), outcome
+        assert "secret" in str(outcome.error) and "PENSTOCK_SECRET" in str(outcome.error)
+        assert outcome.error.rank in mistaken
+        if rank in mistaken:
+            assert outcome.ended_at - begin < limit_s / 2
+    assert any("proves nothing" in record.getMessage() for record in caplog.records)
 
 
 def test_a_missing_secret_is_told_apart_from_a_wrong_one(place):
@@ -159,9 +176,9 @@ def test_a_rank_that_is_killed_between_is_named_also_by_those_who_wait_for_rank_
     def die(agreement):
         raise Killed
 
-    publish = rendezvous._Meeting.publish_failure
+    publish = rendezvous._Follower.publish_failure
     monkeypatch.setattr(
-        rendezvous._Meeting,
+        rendezvous._Follower,
         "publish_failure",
         lambda self, error: None if isinstance(error, Killed) else publish(self, error),  # the dead say nothing
     )
@@ -184,46 +201,20 @@ def test_an_unexpected_failure_reaches_the_others_as_peer_lost(place):
         assert outcome.error.rank == 1 and "KeyboardInterrupt" in str(outcome.error)
 
 
-def test_two_processes_of_one_rank_are_noticed_when_the_later_one_is_admitted(tmp_path, monkeypatch):
-    """Rank 0 reads only once both have arrived, so the earlier one finds the other's nonce in its own place."""
-    point = f"file://{tmp_path / 'meet'}"
-    written = []
-    both, noticed = threading.Event(), threading.Event()
-    set_original, get_original, doubled = FileBoard.set, FileBoard.get, rendezvous._Meeting._doubled
-
-    def set_(self, key, value):
-        set_original(self, key, value)
-        if "arrival" in key:
-            written.append(key)
-            if len(written) == 2:
-                both.set()
-
-    def get(self, key):
-        if "arrival" in key:
-            assert both.wait(30)
-        return get_original(self, key)
-
-    def noticing(self):
-        noticed.set()
-        return doubled(self)
-
-    def listen(agreement):
-        assert noticed.wait(30)  # before the job starts, and nothing of its meeting is left
-        return "127.0.0.1", 1000
-
-    monkeypatch.setattr(FileBoard, "set", set_)
-    monkeypatch.setattr(FileBoard, "get", get)
-    monkeypatch.setattr(rendezvous._Meeting, "_doubled", noticing)
-    outcomes = meet(2, rendezvous=point, ranks=[0, 1, 1], listens={0: listen})
-    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
-    assert len(errors) == 1
-    assert isinstance(errors[0], ps.ConfigError) and "two processes call themselves rank 1" in str(errors[0])
+def test_two_processes_of_one_rank_are_told_to_everybody_at_once(place):
+    """The later one writes over the earlier one's arrival, and rank 0 may have read it: it waits for rank 2."""
+    begin = time.monotonic()
+    outcomes = meet(3, rendezvous=place, ranks=[0, 1, 1], rendezvous_timeout_s=LIMIT_S / 2)
+    assert time.monotonic() - begin < LIMIT_S / 4
+    for outcome in outcomes:
+        assert isinstance(outcome.error, ps.ConfigError), outcome
+        assert outcome.error.rank == 1 and "two processes call themselves rank 1" in str(outcome.error)
 
 
 def test_two_processes_of_one_rank_are_noticed_when_the_earlier_one_is_admitted(tmp_path, monkeypatch):
     """The later one writes over an arrival that rank 0 has read, and the job starts without it."""
     point = f"file://{tmp_path / 'meet'}"
-    original = rendezvous._Meeting._answered
+    original = rendezvous._Follower._answered
     seen = threading.Event()
     late = []
 
@@ -240,16 +231,28 @@ def test_two_processes_of_one_rank_are_noticed_when_the_earlier_one_is_admitted(
         return "127.0.0.1", 1000
 
     outcomes = []
-    monkeypatch.setattr(rendezvous._Meeting, "_answered", answered)
+    monkeypatch.setattr(rendezvous._Follower, "_answered", answered)
     assert_met(meet(2, rendezvous=point, listens={0: listen}))
     late[0].join(30)
     assert isinstance(outcomes[0].error, ps.ConfigError)
     assert "two processes call themselves rank 1" in str(outcomes[0].error)
 
 
-def test_two_rank_zeros_are_noticed(tmp_path):
-    outcomes = meet(2, rendezvous=f"file://{tmp_path / 'meet'}", ranks=[0, 0], rendezvous_timeout_s=3)
-    assert any("calls itself rank 0" in str(outcome.error) for outcome in outcomes)
+def test_two_rank_zeros_are_told_to_everybody_at_once(place):
+    """In a directory the later one replaces the earlier one's job; a port the earlier one keeps."""
+    begin = time.monotonic()
+    outcomes = meet(3, rendezvous=place, ranks=[0, 0, 1], rendezvous_timeout_s=8)
+    assert time.monotonic() - begin < LIMIT_S
+    refused = [outcome for outcome in outcomes[:2] if isinstance(outcome.error, ps.ConfigError)]
+    if place.startswith("file"):
+        assert len(refused) == 2
+        for outcome in outcomes:
+            assert "two processes call themselves rank 0" in str(outcome.error)
+    else:
+        (later,) = refused
+        assert "rank 0 of another job" in str(later.error) and later.ended_at - begin < 4
+        for outcome in outcomes:
+            assert outcome is later or "rank 2 of 3 did not arrive" in str(outcome.error)
 
 
 def test_files_of_an_older_job_are_never_read(tmp_path):
@@ -258,17 +261,14 @@ def test_files_of_an_older_job_are_never_read(tmp_path):
     directory.mkdir(mode=0o700)
     stale = "ab" * 16
 
-    def message(body):
-        return json.dumps({"penstock": "1.0", "body": json.dumps(body), "proof": None})
-
-    admission = {"nonces": [None, "old"], "secret": "00" * 32, "single_host": True, "lanes": 7}
-    for name, text in {
-        "penstock.job": stale,
-        f"penstock.{stale}.arrival.1": message({"nonce": "old"}),
-        f"penstock.{stale}.admission": message(admission),
-        f"penstock.{stale}.table": message({"addresses": []}),
+    opening = {"id": stale, "scope": "job", "secret": {"open": "00" * 32}}
+    for key, body in {
+        "job": opening,
+        f"{stale}/arrival/1": {"nonce": "old"},
+        f"{stale}/admission": {"nonces": [None, "old"], "single_host": True, "lanes": 7, "all_lanes": False},
+        f"{stale}/table": {"addresses": []},
     }.items():
-        (directory / name).write_text(text)
+        (directory / f"penstock.{key.replace('/', '.')}").write_bytes(seal("1.0", bytes(32), False, key, body))
     (directory / "mine.txt").write_text("not ours to touch")
     agreement = assert_met(meet(2, rendezvous=f"file://{directory}"))
     assert agreement.job_id.hex() != stale and agreement.lanes == 2

@@ -5,8 +5,9 @@ Importing this module registers the backend ``penstock`` for tensors in main mem
     import penstock.torch.backend
     torch.distributed.init_process_group("penstock")
 
-The ranks meet in the store that `init_process_group` provides, and trust it as torch's own backends do. The job that
-starts is that of `penstock.init`: if it runs already, it is used, and `penstock.distribute` works beside the backend.
+The ranks meet in the store that `init_process_group` provides. No secret lies there: ranks on several hosts need
+``PENSTOCK_SECRET``, as with `penstock.init`. The job that starts is that of `penstock.init`: if it runs already, it is
+used, and `penstock.distribute` works beside the backend.
 It goes on after `destroy_process_group`, until `penstock.shutdown` or the end of the program.
 Sums are in rank order with the same bits on every rank; half types are summed in single precision.
 
@@ -564,7 +565,7 @@ def create(options: Any, _: object = None) -> ProcessGroup:
     members = list(options.global_ranks_in_group)
     rank, size = options.group_rank, options.group_size
     if not dist.is_initialized():  # the default group, of all ranks
-        board = TorchBoard(dist.PrefixStore("penstock/job", options.store), "the program's store", False)
+        board = TorchBoard(options.store, "the program's store", "job")
         running = job.init_at_store(board, rank, size)
         members = list(range(size))
     else:

@@ -1,0 +1,195 @@
+"""Where the secret comes from: on one host privately by itself, between hosts only from the user."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from meeting import assert_met, free_port, meet
+
+import penstock as ps
+from penstock import boards, config, rendezvous, sharing
+from penstock.config import Options, at_store
+from penstock.rendezvous import exchange
+
+SECRET = "correct horse battery staple"
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path, monkeypatch):
+    """Where rank 0 leaves what it shares."""
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    return place
+
+
+@pytest.fixture(params=["launcher", "tcp"])
+def way(request):
+    """What `meet` is given for ranks that meet in a launcher's store, or at rank 0's port."""
+    if request.param == "tcp":
+        yield {"rendezvous": f"tcp://127.0.0.1:{free_port()}"}
+        return
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield {
+        "environ": {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": "run",
+        }
+    }
+    del store
+
+
+def on_hosts(monkeypatch, *names):
+    """Each process that asks where it is gets the next name; a rank asks more than once, so they are by thread."""
+    import threading
+
+    given, seen = iter(names), {}
+    lock = threading.Lock()
+
+    def identity():
+        with lock:
+            name = threading.get_ident()
+            if name not in seen:
+                seen[name] = next(given, names[-1])
+            return seen[name]
+
+    monkeypatch.setattr(rendezvous, "host_identity", identity)
+    monkeypatch.setattr(sharing, "host_identity", identity)
+
+
+def test_no_other_reader_of_the_launchers_store_finds_the_secret(monkeypatch):
+    """Every key that is ever set there is read back by another client, as a stranger would."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stranger = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    found = {}
+    original = boards.TorchBoard.set
+
+    def set_and_read(self, key, value):
+        original(self, key, value)
+        name = f"penstock/run/0/{key}"
+        assert stranger.check([name])
+        found.setdefault(key, []).append(bytes(stranger.get(name)))
+
+    monkeypatch.setattr(boards.TorchBoard, "set", set_and_read)
+    environ = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "run",
+    }
+    agreement = assert_met(meet(3, environ=environ))
+    assert len(found) == 3 * 2 + 3 and agreement.single_host
+    for values in found.values():
+        for value in values:
+            assert agreement.secret not in value and agreement.secret.hex().encode() not in value
+
+
+def test_ranks_on_one_host_share_it_privately_and_leave_nothing(way, temporary, monkeypatch):
+    seen = []
+
+    def listen(agreement):
+        for place in temporary.iterdir():
+            files = list(place.iterdir())
+            seen.append((place.stat().st_mode & 0o777, [path.stat().st_mode & 0o777 for path in files]))
+            assert agreement.secret.hex().encode() in [path.read_bytes() for path in files]
+        return "127.0.0.1", 1000
+
+    assert_met(meet(3, listens={0: listen}, **way))
+    assert seen == [(0o700, [0o600])]
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failed_start_leaves_nothing(way, temporary, failing):
+    def listen(agreement):
+        raise ps.ConfigError("no such interface", rank=failing)
+
+    for outcome in meet(2, listens={failing: listen}, **way):
+        assert isinstance(outcome.error, ps.ConfigError)
+    assert not list(temporary.iterdir())
+
+
+def test_several_hosts_without_one_are_refused_on_every_rank(way, monkeypatch):
+    on_hosts(monkeypatch, "a", "a", "b")
+    for outcome in meet(3, **way):
+        assert isinstance(outcome.error, ps.ConfigError), outcome
+        text = str(outcome.error)
+        assert "different hosts" in text and config.MAKE_A_SECRET in text and "insecure=True" in text
+
+
+@pytest.mark.parametrize("options", [{"secret": SECRET}, {"insecure": True}])
+def test_several_hosts_start_with_a_secret_or_where_everybody_is_trusted(way, monkeypatch, options):
+    on_hosts(monkeypatch, "a", "a", "b")
+    variables = {f"PENSTOCK_{name.upper()}": str(value) for name, value in options.items()}
+    given = {"environ": {**way["environ"], **variables}} if "environ" in way else {**way, **options}
+    assert not assert_met(meet(3, **given)).single_host
+
+
+def test_only_some_ranks_trust_everybody(way):
+    each = {0: {"insecure": True}}
+    if "environ" in way:
+        pytest.skip("a launcher gives all ranks the same variables")
+    outcomes = meet(2, each=each, **way)
+    assert all(isinstance(outcome.error, ps.PenstockError) for outcome in outcomes)
+    assert "rank 0 was started with insecure=True, rank 1 was not" in str(outcomes[1].error)
+
+
+def test_the_store_of_a_program_follows_the_same_rule(monkeypatch):
+    """That of `init_process_group("penstock")`."""
+    import threading
+
+    from torch.distributed import HashStore
+
+    store = HashStore()
+    on_hosts(monkeypatch, "a", "b")
+    errors = []
+
+    def run(rank):
+        board = boards.TorchBoard(store, "the program's store", "job")
+        try:
+            exchange(at_store(rank, 2), lambda _: ("127.0.0.1", 1), version="1.0", lanes=1, board=board)
+        except ps.ConfigError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(errors) == 2 and all("different hosts" in error for error in errors)
+
+
+def test_a_directory_that_a_stranger_names_is_not_believed(temporary, monkeypatch):
+    """Only a private one of this user counts, and it is neither made nor changed."""
+    mine = sharing.Shared(Options(), confidential=False)
+    assert sharing.take(mine.announcement, Options(rank=1), confidential=False) == mine.secret
+    place = Path(str(mine.announcement["directory"]))
+    place.chmod(0o755)
+    with pytest.raises(ps.ConfigError, match="must be private"):
+        sharing.take(mine.announcement, Options(rank=1), confidential=False)
+    place.chmod(0o700)
+    missing = {**mine.announcement, "directory": str(temporary / "missing")}
+    with pytest.raises(ps.ConfigError, match="cannot read the secret"):
+        sharing.take(missing, Options(rank=1), confidential=False)
+    assert not (temporary / "missing").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(ps.ConfigError, match="must be private"):
+            sharing.take(mine.announcement, Options(rank=1), confidential=False)
+    mine.close()
+    assert not place.exists()
+
+
+def test_a_secret_for_everybody_to_read_is_taken_only_where_the_user_says_so():
+    public = {"open": "ab" * 32}
+    with pytest.raises(ps.ConfigError, match="insecure"):
+        sharing.take(public, Options(rank=1), confidential=False)
+    assert sharing.take(public, Options(rank=1, insecure=True), confidential=False) == b"\xab" * 32
+    assert sharing.take(public, Options(rank=1), confidential=True) == b"\xab" * 32
