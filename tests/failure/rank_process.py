@@ -11,6 +11,8 @@ from __future__ import annotations
 import array
 import itertools
 import json
+import os
+import resource
 import signal
 import sys
 import time
@@ -39,6 +41,8 @@ class Plan:
         options: Of `penstock.init`.
         waits_for_go: Whether it listens, but does nothing else, until there is a file `go`.
         scheme: How the gradients are synchronised.
+        open_files: How many files this process may have open; 0: as many as ever.
+        opens: How many files the program opens once there is a file `go`, by rank; -1: all it can.
     """
 
     rank: int
@@ -47,6 +51,8 @@ class Plan:
     options: dict[str, Any] = field(default_factory=dict)
     waits_for_go: bool = False
     scheme: str = "store"
+    open_files: int = 0
+    opens: list[int] = field(default_factory=list)
 
     @staticmethod
     def parse(text: str) -> Plan:
@@ -77,11 +83,27 @@ def fail_on_signal(number: int, frame: Any) -> None:
 def join_the_job(plan: Plan) -> None:
     """Meet the others and tell where this rank listens."""
     tell("alive")
+    if plan.open_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (plan.open_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     ps.init(rank=plan.rank, world_size=plan.size, rendezvous=f"file://{plan.directory}/meet", **plan.options)
     running = job.current()
     tell("listening", port=running.engine.port, job_id=running.job_id.hex())
     while plan.waits_for_go and not (Path(plan.directory) / "go").exists():
         time.sleep(POLL_S)
+
+
+def open_files(plan: Plan) -> list[int]:
+    """What a program does with its descriptors."""
+    opened: list[int] = []
+    wanted = plan.opens[plan.rank] if plan.opens else 0
+    while len(opened) != wanted:
+        try:
+            opened.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError:
+            if wanted < 0:
+                break
+            raise
+    return opened
 
 
 def stop_asked(plan: Plan) -> bool:
@@ -155,6 +177,8 @@ def main() -> None:
     signal.signal(signal.SIGUSR1, fail_on_signal)
     try:
         join_the_job(plan)
+        files = open_files(plan)
+        tell("opened", count=len(files))
         exchange = Exchange(plan)
         tell("training")
         for step in itertools.count():

@@ -120,6 +120,8 @@ class Ranks:
         program: str = "rank_process.py",
         waits_for_go: bool = False,
         scheme: str | None = None,
+        open_files: int = 0,
+        opens: list[int] | None = None,
         **options: Any,
     ) -> None:
         self.size = size
@@ -127,6 +129,8 @@ class Ranks:
         self._plan = {"size": size, "waits_for_go": waits_for_go, "options": {**OPTIONS, **options}}
         if scheme is not None:
             self._plan["scheme"] = scheme
+        if open_files:
+            self._plan.update(open_files=open_files, opens=opens)
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-failure-")
         self.directory = Path(self._folder.name)
         self.ranks: list[Rank] = []

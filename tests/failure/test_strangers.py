@@ -188,3 +188,36 @@ def test_a_crowd_that_is_there_first_only_delays_the_job():
             for connection in crowd:
                 connection.close()
         ranks.stop()
+
+
+def test_a_crowd_leaves_descriptors_for_the_program():
+    """Each rank may have 256, and opens 150 files of its own while all strangers are there that it has places for."""
+    with Ranks(2, waits_for_go=True, open_files=256, opens=[150, 150], **UNHURRIED) as ranks:
+        ports = [rank.wait_for("listening")["port"] for rank in ranks.ranks]
+        crowd = [knock(port) for port in ports for _ in range(256)]
+        try:
+            # Accepted in order: when the last one has had its answer, all before it have had their places.
+            shout(ports[0], b"GET / HTTP/1.1")
+            shout(ports[1], b"GET / HTTP/1.1")
+            ranks.go()
+            ranks.all_told("opened")
+            ranks.steps_from_now(STEPS)
+        finally:
+            for connection in crowd:
+                connection.close()
+        ranks.stop()
+
+
+@pytest.mark.parametrize("poor", [0, 1])
+def test_a_rank_without_descriptors_is_its_own_fault(poor):
+    """It has opened all that it may before its first connection. The other can only see that it does not answer."""
+    opens = [-1 if rank == poor else 0 for rank in range(2)]
+    options = {"peer_timeout_s": 3.0, "line_rate_mbit": "off"}  # measuring would connect them before
+    with Ranks(2, waits_for_go=True, open_files=256, opens=opens, **options) as ranks:
+        for rank in ranks.ranks:
+            rank.wait_for("listening")
+        ranks.go()
+        told = [rank.wait_for("error") for rank in ranks.ranks]
+        assert [error["rank"] for error in told] == [poor, poor], told
+        assert told[poor]["kind"] == "ConfigError" and "ulimit -n" in told[poor]["message"]
+        assert f"rank {poor} has no file descriptor left" in told[poor]["message"]

@@ -79,6 +79,8 @@ pub enum Delivery {
         lane: u32,
         /// Who was dialled.
         peer: Rank,
+        /// Whose fault it is: the peer's, or this rank's own.
+        culprit: Rank,
         /// Why.
         error: Error,
     },
@@ -328,7 +330,8 @@ impl Gate {
     fn fail_all(&mut self, error: &io::Error) {
         self.start_asked();
         for key in self.dials.keys().copied().collect::<Vec<_>>() {
-            self.fail(key, Error::Config(format!("connections cannot be awaited: {error}")));
+            let text = format!("connections cannot be awaited: {error}");
+            self.fail(key, self.member.rank, Error::Config(text));
         }
     }
 

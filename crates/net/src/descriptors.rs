@@ -68,6 +68,19 @@ pub fn close_all_in_forked_child() -> usize {
     closed_count
 }
 
+/// How many files this process may have open at a time (`ulimit -n`), or `None` if that cannot be told.
+pub(crate) fn limit() -> Option<usize> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: `limit` is valid for writing.
+    let known = unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) } == 0;
+    known.then(|| usize::try_from(limit.rlim_cur).unwrap_or(usize::MAX))
+}
+
+/// Whether an error says that this process, or the system, has no descriptors left.
+pub(crate) fn are_exhausted(error: &std::io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

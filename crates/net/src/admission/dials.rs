@@ -26,6 +26,8 @@ pub(super) struct Dial {
     attempt: Option<Attempt>,
     /// What went wrong last, for the message.
     problem: String,
+    /// What went wrong last is that this process has no descriptors left.
+    starved: bool,
     /// The peer may have taken a connection of this dial without this process knowing yet. Stays true if an attempt's
     /// deadline passed in that state.
     pub(super) proof_unanswered: bool,
@@ -74,6 +76,7 @@ impl Gate {
             pause: PAUSE_MIN,
             attempt: None,
             problem: "not tried yet".into(),
+            starved: false,
             proof_unanswered: false,
         };
         self.dials.insert(key, dial);
@@ -86,8 +89,8 @@ impl Gate {
         if dial.attempt.is_some() {
             self.try_later(key, "it did not answer in time".into());
         } else if Instant::now() >= dial.give_up {
-            let error = self.unreachable(key);
-            self.fail(key, error);
+            let (culprit, error) = self.unreachable(key);
+            self.fail(key, culprit, error);
         } else {
             self.attempt(key);
         }
@@ -103,7 +106,12 @@ impl Gate {
                 let due = deadline.min(dial.give_up);
                 self.set_due(key, due);
             }
-            Err(error) => self.try_later(key, error.to_string()),
+            Err(error) => {
+                self.try_later(key, error.to_string());
+                if let Some(dial) = self.dials.get_mut(&key) {
+                    dial.starved = descriptors::are_exhausted(&error);
+                }
+            }
         }
     }
 
@@ -129,7 +137,7 @@ impl Gate {
             Stop::Failed(failure) => {
                 self.proof_answered(key);
                 match failure.error(key.1) {
-                    Ok(error) => self.fail(key, error),
+                    Ok(error) => self.fail(key, key.1, error),
                     Err(problem) => self.try_later(key, problem.into()),
                 }
             }
@@ -194,6 +202,7 @@ impl Gate {
         self.end_attempt(key);
         let Some(dial) = self.dials.get_mut(&key) else { return };
         dial.problem = problem;
+        dial.starved = false;
         let pause = jittered(dial.pause);
         dial.pause = (dial.pause * 2).min(PAUSE_MAX);
         let due = (Instant::now() + pause).min(dial.give_up);
@@ -225,26 +234,35 @@ impl Gate {
         }
     }
 
-    pub(super) fn fail(&mut self, key: Key, error: Error) {
+    pub(super) fn fail(&mut self, key: Key, culprit: Rank, error: Error) {
         self.forget_dial(key);
         let (lane, peer) = key;
         self.shared.pairs.give_up(lane, peer);
-        (self.deliver)(super::Delivery::Failed { lane, peer, error });
+        (self.deliver)(super::Delivery::Failed { lane, peer, culprit, error });
     }
 
-    fn unreachable(&self, key: Key) -> Error {
+    /// Why a peer cannot be connected to after all that time, and whose fault it is.
+    fn unreachable(&self, key: Key) -> (Rank, Error) {
         let (peer, address) = (key.1, self.addresses[key.1.index()]);
         let (problem, waited_s) = match self.dials.get(&key) {
             Some(dial) => (dial.problem.as_str(), dial.started.elapsed().as_secs_f64()),
             None => ("", 0.0),
         };
-        Error::PeerLost {
-            rank: peer,
-            reason: format!(
-                "rank {peer} at {address} could not be connected to within {waited_s:.1} s: {problem}; check that its \
-                 process is running and that no firewall is between"
-            ),
+        if self.dials.get(&key).is_some_and(|dial| dial.starved) {
+            let me = self.member.rank;
+            let limit = descriptors::limit().map_or_else(|| "all".into(), |limit| limit.to_string());
+            let error = Error::Config(format!(
+                "rank {me} has no file descriptor left for its connection to rank {peer}, for {waited_s:.1} s now \
+                 ({problem}): its process may have {limit} files open; raise that limit (ulimit -n) where it is \
+                 started, or open fewer"
+            ));
+            return (me, error);
         }
+        let reason = format!(
+            "rank {peer} at {address} could not be connected to within {waited_s:.1} s: {problem}; check that its process \
+             is running and that no firewall is between"
+        );
+        (peer, Error::PeerLost { rank: peer, reason })
     }
 }
 

@@ -8,11 +8,18 @@ use mio::net::TcpStream;
 use penstock_core::Rank;
 use std::io::{self, ErrorKind, Read};
 use std::net::Shutdown;
+use std::os::fd::{AsRawFd, RawFd};
 use std::time::{Duration, Instant};
 
-/// Unauthenticated connections at a time. When one more comes, the oldest one is dropped that has not even said a
-/// correct hello, or else the oldest.
+/// Unauthenticated connections at a time, where the limit of open files allows. When one more comes, the oldest one is
+/// dropped that has not even said a correct hello, or else the oldest.
 pub const STRANGERS_MAX: usize = 256;
+
+/// As many of them there may be always: those that connect may be peers.
+const STRANGERS_MIN: usize = 8;
+
+/// Of the descriptors that this process may have, the part that strangers may hold.
+const STRANGERS_SHARE: usize = 8;
 
 /// Connections accepted before the others get their turn again.
 const ACCEPTS_PER_TURN: usize = 64;
@@ -47,6 +54,15 @@ impl Stranger {
     }
 }
 
+/// How many strangers may be here when the newest has been given this descriptor. The lowest free number is given, so
+/// one in the upper half says that the program has opened many files: what is left is for it and for peers.
+fn places(newest: RawFd) -> usize {
+    let Some(limit) = descriptors::limit() else { return STRANGERS_MAX };
+    let crowded = usize::try_from(newest).is_ok_and(|newest| newest >= limit / 2);
+    let share = if crowded { 0 } else { limit / STRANGERS_SHARE };
+    share.clamp(STRANGERS_MIN, STRANGERS_MAX)
+}
+
 impl Gate {
     pub(super) fn accept_some(&mut self) {
         if !self.may_accept {
@@ -63,6 +79,10 @@ impl Gate {
                     // One that has gone again, or a signal: the next may be there.
                     ErrorKind::ConnectionAborted | ErrorKind::ConnectionReset | ErrorKind::Interrupted => {}
                     _ => {
+                        // Who waits to be accepted may be a peer, and needs the descriptor more.
+                        if descriptors::are_exhausted(&error) {
+                            self.drop_oldest();
+                        }
                         self.may_accept = false;
                         self.timers.insert((Instant::now() + ACCEPT_REST, Timer::Accept));
                         return;
@@ -73,7 +93,8 @@ impl Gate {
     }
 
     fn admit_stranger(&mut self, mut stream: TcpStream) {
-        if self.strangers.len() >= STRANGERS_MAX {
+        let places = places(stream.as_raw_fd());
+        while self.strangers.len() >= places {
             self.drop_oldest();
         }
         // Any failure here is the stranger's loss; a peer dials again.

@@ -96,9 +96,9 @@ impl Engine {
             Delivery::Connected { lane, peer, stream } => {
                 mailboxes[lane as usize].send(Command::Connected { peer, stream });
             }
-            Delivery::Failed { peer, error, .. } => {
+            Delivery::Failed { culprit, error, .. } => {
                 let mut failure = Failure::from(error);
-                failure.rank.get_or_insert(peer);
+                failure.rank.get_or_insert(culprit);
                 shared.fail(failure);
             }
         })
