@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from penstock.errors import PeerLost, Timeout
+from penstock.errors import ModelMismatch, PeerLost, Timeout
 
 TYPES = {
     "f32": torch.float32,
     "f64": torch.float64,
     "f16": torch.float16,
     "bf16": torch.bfloat16,
+    "i64": torch.int64,
     "bytes": torch.uint8,
 }
 WAIT_S = 120.0  # what takes longer hangs; another rank may be compiling on a busy machine
@@ -32,13 +33,16 @@ WAIT_S = 120.0  # what takes longer hangs; another rank may be compiling on a bu
 
 @dataclass
 class Exchange:
+    layer: str
     op: str
     dtype: str
     wire: str | None = None  # the type to which numbers are rounded on their way
     given: dict[int, torch.Tensor | None] = field(default_factory=dict)  # by rank; None: absent
+    steps: dict[int, int] = field(default_factory=dict)  # by rank
     only_to: dict[int, int | None] = field(default_factory=dict)  # by rank, in a gather
     result: torch.Tensor | None = None
     done: bool = False
+    mismatch: ModelMismatch | None = None  # who waits for the result is told this instead
 
 
 class Hub:
@@ -86,8 +90,20 @@ class Hub:
                 present = [exchange.given[rank] for rank in sorted(exchange.given) if exchange.given[rank] is not None]
                 if exchange.op != "gather":
                     exchange.result = _combine(exchange, present, len(active | exchange.given.keys()))
+                exchange.mismatch = _out_of_step(exchange)
                 exchange.done = True
         self.changed.notify_all()
+
+
+def _out_of_step(exchange: Exchange) -> ModelMismatch | None:
+    steps = list(exchange.steps.values())
+    usual = max(set(steps), key=lambda step: (steps.count(step), step))
+    odd = sorted(rank for rank, step in exchange.steps.items() if step != usual)
+    if not odd:
+        return None
+    said = ", ".join(f"rank {rank} is at step {step}" for rank, step in sorted(exchange.steps.items()))
+    text = f"{said}: the ranks do not call backward() and step() equally often"
+    return ModelMismatch(text, rank=odd[0], layer=exchange.layer, step=usual)
 
 
 def _combine(exchange: Exchange, present: list[torch.Tensor], ranks: int) -> torch.Tensor | None:
@@ -96,6 +112,8 @@ def _combine(exchange: Exchange, present: list[torch.Tensor], ranks: int) -> tor
     if exchange.op == "copy":
         assert len(present) == 1, "exactly one rank contributes to a copy"
         return present[0]
+    if exchange.op == "max":
+        return torch.stack(present).amax(0)
     if exchange.wire is not None:  # here an owner's own contribution, too
         present = [given.to(TYPES[exchange.wire]) for given in present]
     accumulate = torch.float32 if present[0].dtype in (torch.float16, torch.bfloat16) else present[0].dtype
@@ -166,8 +184,8 @@ class FakeEngine:
         return self._submit(book, tensor, ptr, nbytes, op, step, present=False)
 
     def _submit(self, book, tensor, ptr, nbytes, op, step, *, present) -> int:
-        name, _, tensors = self.books[book]
-        label, _, dtype, elems, *scheme = tensors[tensor]
+        name, layers, tensors = self.books[book]
+        label, layer, dtype, elems, *scheme = tensors[tensor]
         assert scheme[:1] != ["gather"], f"{label} is gathered"
         assert nbytes == elems * TYPES[dtype].itemsize, (label, nbytes)
         assert (book, tensor) not in self.flights, f"{label} is in flight already"
@@ -183,8 +201,9 @@ class FakeEngine:
         with hub.changed:
             key = (book, tensor, self.seqs[book][tensor])
             self.seqs[book][tensor] += 1
-            exchange = hub.exchanges.setdefault(key, Exchange(op, dtype, *scheme[1:]))
+            exchange = hub.exchanges.setdefault(key, Exchange(layers[layer], op, dtype, *scheme[1:]))
             assert exchange.op == op
+            exchange.steps[self.rank] = step
             exchange.given[self.rank] = memory.clone().view(TYPES[dtype]) if present else None
             hub.submissions.append((self.rank, name, label, "present" if present else "absent"))
             hub.steps.append((self.rank, name, step))
@@ -196,7 +215,7 @@ class FakeEngine:
         return self.token
 
     def submit_gather(self, book, tensor, ptr, nbytes, step, more=False, only_to=None) -> int:
-        label, _, dtype, most, scheme = self.books[book][2][tensor]
+        label, layer, dtype, most, scheme = self.books[book][2][tensor]
         assert (dtype, scheme) == ("bytes", "gather") and nbytes <= most, (label, nbytes, most)
         assert (book, tensor) not in self.flights, f"{label} is in flight already"
         memory = torch.empty(0, dtype=torch.uint8)
@@ -206,7 +225,8 @@ class FakeEngine:
         with hub.changed:
             key = (book, tensor, self.seqs[book][tensor])
             self.seqs[book][tensor] += 1
-            exchange = hub.exchanges.setdefault(key, Exchange("gather", dtype))
+            exchange = hub.exchanges.setdefault(key, Exchange(self.books[book][1][layer], "gather", dtype))
+            exchange.steps[self.rank] = step
             exchange.given[self.rank], exchange.only_to[self.rank] = memory.clone(), only_to
             hub.submissions.append((self.rank, self.books[book][0], label, "present"))
             hub.gathered_bytes += nbytes
@@ -240,6 +260,10 @@ class FakeEngine:
 
     def _land(self, book, tensor) -> None:
         flight = self.flights.pop((book, tensor))
+        if (mismatch := self.hub.exchanges[flight.key].mismatch) is not None:
+            self.hub.failed = self.hub.failed or PeerLost(str(mismatch), rank=mismatch.rank)
+            self.hub.changed.notify_all()
+            raise ModelMismatch(str(mismatch), rank=mismatch.rank, layer=mismatch.layer, step=mismatch.step)
         result = self.hub.exchanges[flight.key].result
         if result is not None:
             flight.memory.copy_(result.view(torch.uint8))

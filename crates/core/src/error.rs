@@ -1,6 +1,6 @@
 //! Errors, typed by what the caller can do about them; the Python package raises one exception class for each.
 
-use crate::layout::Rank;
+use crate::layout::{Rank, Step};
 
 /// Anything that Penstock reports to its user.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -25,6 +25,18 @@ pub enum Error {
         /// Who sent it.
         peer: Rank,
         /// What was wrong with it.
+        reason: String,
+    },
+    /// The ranks do not train alike: this one is not where the others are.
+    #[error("{reason}")]
+    Mismatch {
+        /// The rank that differs from most others.
+        rank: Rank,
+        /// The layer in which that shows.
+        layer: String,
+        /// The step of most ranks.
+        step: Step,
+        /// Who is where, and what it means.
         reason: String,
     },
     /// A peer could not prove that it knows the job's secret.

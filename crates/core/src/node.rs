@@ -566,5 +566,6 @@ impl<M: Memory> Node<M> {
 fn site<'a>(config: &Config, left: &'a [bool], book: &'a Book, slice: SliceId) -> Site<'a> {
     let (rank, ranks, tensor) = (config.rank, config.ranks, book.tensor_of(slice));
     let (dtype, wire, tensor_bytes) = (tensor.dtype, tensor.wire, tensor.len_bytes());
-    Site { rank, ranks, left, slice: &book.slices[slice as usize], dtype, wire, tensor_bytes }
+    let layer = book.layers[tensor.layer as usize].as_str();
+    Site { rank, ranks, left, slice: &book.slices[slice as usize], layer, dtype, wire, tensor_bytes }
 }

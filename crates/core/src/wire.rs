@@ -187,7 +187,7 @@ pub struct Header {
     pub slice: SliceId,
     /// Which submission of the slice.
     pub seq: Seq,
-    /// The user's iteration, for messages.
+    /// The user's iteration: the same for all contributions to one round.
     pub step: Step,
     /// See [`Kind`], and [`wire_argument`]; 0 where unused.
     pub argument: u32,

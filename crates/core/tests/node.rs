@@ -15,6 +15,8 @@ use std::sync::Arc;
 
 #[path = "node/gathers.rs"]
 mod gathers;
+#[path = "node/steps.rs"]
+mod steps;
 #[path = "node/wire_types.rs"]
 mod wire_types;
 
@@ -177,7 +179,7 @@ impl Bench {
 
 fn exchange(kind: Kind, slice: u32, seq: Seq, op: Op) -> Header {
     let payload_bytes = if matches!(kind, Kind::Push | Kind::Answer) { 4096 } else { 0 };
-    Header { op, slice, seq, payload_bytes, ..Header::control(kind) }
+    Header { op, slice, seq, step: seq, payload_bytes, ..Header::control(kind) }
 }
 
 #[test]

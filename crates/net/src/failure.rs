@@ -23,6 +23,10 @@ impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         let rank = match &error {
             Error::PeerLost { rank, .. } | Error::Protocol { peer: rank, .. } => Some(*rank),
+            Error::Mismatch { rank, layer, step, .. } => {
+                let (rank, layer, step) = (Some(*rank), Some(layer.clone()), Some(*step));
+                return Self { error, rank, layer, step, peer: None };
+            }
             Error::Config(_) | Error::Timeout(_) | Error::Authentication(_) => None,
         };
         Self { error, rank, layer: None, step: None, peer: None }
@@ -45,6 +49,7 @@ impl Failure {
             | Error::Timeout(text)
             | Error::Authentication(text)
             | Error::PeerLost { reason: text, .. }
+            | Error::Mismatch { reason: text, .. }
             | Error::Protocol { reason: text, .. } => text.push_str(more),
         }
         self
@@ -53,7 +58,9 @@ impl Failure {
     /// Whom the other ranks should blame, and what they are told.
     pub(crate) fn verdict(&self, me: Rank) -> (Rank, String) {
         let (culprit, mut text) = match &self.error {
-            Error::PeerLost { rank, reason } => (*rank, reason.clone()),
+            Error::PeerLost { rank, reason } | Error::Mismatch { rank, reason, .. } => {
+                (*rank, reason.clone())
+            }
             Error::Protocol { peer, .. } => (*peer, format!("rank {me} ended the job: {}", self.error)),
             Error::Timeout(text) => (self.rank.unwrap_or(me), format!("rank {me} gave up waiting: {text}")),
             Error::Config(text) | Error::Authentication(text) => (me, format!("rank {me} failed: {text}")),

@@ -11,6 +11,7 @@ fn class_name(error: &Error) -> &'static str {
         Error::PeerLost { .. } => "PeerLost",
         Error::Timeout(_) => "Timeout",
         Error::Protocol { .. } => "ProtocolError",
+        Error::Mismatch { .. } => "ModelMismatch",
         Error::Authentication(_) => "AuthenticationError",
     }
 }

@@ -119,6 +119,8 @@ pub enum Sabotage {
     ChangeWhileWriting,
     /// The count of bytes on a link is wrong.
     Miscount,
+    /// A rank says another step than the others for one submission.
+    OtherStep,
     /// A lost rank is confused with another.
     BlameAnother,
     /// Nobody notices that a connection has ended.

@@ -7,7 +7,7 @@ use penstock_sim::program::Sabotage;
 const SEEDS: u64 = 400;
 
 /// What is broken, and who finds it first.
-const CANARIES: [(Sabotage, &[Checker]); 16] = [
+const CANARIES: [(Sabotage, &[Checker]); 17] = [
     (Sabotage::FlipBit, &[Checker::Exact]),
     (Sabotage::DropFrame, &[Checker::NoDeadlock, Checker::Protocol]),
     (Sabotage::CompleteTwice, &[Checker::ExactlyOnce]),
@@ -24,6 +24,7 @@ const CANARIES: [(Sabotage, &[Checker]); 16] = [
     (Sabotage::Idle, &[Checker::Window]),
     (Sabotage::ChangeWhileWriting, &[Checker::PayloadStays]),
     (Sabotage::Miscount, &[Checker::Bytes]),
+    (Sabotage::OtherStep, &[Checker::Protocol]),
 ];
 
 fn first_failure(sabotage: Sabotage) -> (u64, Checker, String) {

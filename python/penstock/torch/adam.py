@@ -49,6 +49,7 @@ class FactorsToOwner(LinearFactors):
         self.down = -1
         self._served: tuple[int, list[Tensor | None]] | None = None
         self._waits_for_me = False
+        self._step = 0  # of the round that is under way
         self._nothing = torch.empty(0, dtype=torch.uint8)
 
     def place(self, owner: int, down: int) -> None:
@@ -64,11 +65,12 @@ class FactorsToOwner(LinearFactors):
     def submit(self) -> None:
         """Factors to the owner; in the way down only the owner has something to say, when it has them all."""
         super().submit()
+        self._step = self.gradients.step
         if self.is_owned:
             self._waits_for_me = True
             return
         gradients = self.gradients
-        gradients.engine.submit_gather(gradients.id, self.down, self._nothing.data_ptr(), 0, gradients.step, True)
+        gradients.engine.submit_gather(gradients.id, self.down, self._nothing.data_ptr(), 0, self._step, True)
         for slot in self.slots:
             slot.number = self.down
 
@@ -87,9 +89,8 @@ class FactorsToOwner(LinearFactors):
             ]
             header = Contribution(DENSE, mask, 0, 1, (0,) * len(self.slots), (0,) * len(self.slots))
             blob = self.blob(header, [average for average in averages if average is not None])
-        token = gradients.engine.submit_gather(
-            gradients.id, self.down, blob.data_ptr(), blob.numel(), gradients.step, True
-        )
+        # Perhaps after this rank's step(), which counts on: the others have said theirs.
+        token = gradients.engine.submit_gather(gradients.id, self.down, blob.data_ptr(), blob.numel(), self._step, True)
         gradients.lent.tensors[token] = blob
         self._served = mask, averages
         self._waits_for_me = False

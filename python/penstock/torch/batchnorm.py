@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SyncedNorms"]
 
-HEADER = 2  # words: the step, and how many values of each channel this rank has
+HEADER = 1  # words: how many values of each channel this rank has
 WORD_BYTES = 8
 WIDEST = torch.float64
 FORWARD, BACKWARD = 0, 1
@@ -112,14 +112,14 @@ class SyncedNorms:
             numbers: Two numbers of each channel, shape (2, C), fp32 or fp64.
 
         Raises:
-            ConfigError: A rank is at another step: it skipped a forward of this layer, or made one more.
+            ModelMismatch: A rank is at another step: it skipped a forward of this layer, or made one more.
             PeerLost: A rank was lost.
             Timeout: A rank did not come; names it, the layer and the step.
         """
         gradients, engine, book = self._owner.gradients, self._owner.engine, self.book
         assert book is not None
         index, step = len(NAMES) * norm.place + direction, gradients.step
-        header = torch.tensor([step, values], dtype=torch.int64)
+        header = torch.tensor([values], dtype=torch.int64)
         mine = torch.cat([header.view(torch.uint8), numbers.contiguous().view(-1).view(torch.uint8)])
         gradients.lent.tensors[engine.submit_gather(book, index, mine.data_ptr(), mine.numel(), step)] = mine
         gradients.serve()
@@ -131,7 +131,7 @@ class SyncedNorms:
             theirs = mine if rank == self._rank else torch.empty(nbytes, dtype=torch.uint8)
             if rank != self._rank:
                 engine.read_gathered(book, index, rank, 0, theirs.data_ptr(), nbytes)
-            parts.append(norm.decoded(theirs, rank, step))
+            parts.append(norm.decoded(theirs, rank))
         engine.drop_gathered(book, index)
         gradients.lent.collect()
         return parts
@@ -153,17 +153,9 @@ class Norm:
         self.place = place
         self.channels = channels
 
-    def decoded(self, sent: Tensor, rank: int, step: int) -> Part:
-        """What a rank sent at this step."""
-        there, values = sent[: WORD_BYTES * HEADER].view(torch.int64).tolist()
-        if there != step:
-            raise ConfigError(
-                f"SyncBatchNorm {self.layer}: rank {rank} is at step {there}, this rank at step {step}. All ranks must "
-                "call the model's layers equally often in training mode, and step their optimizers together",
-                rank=rank,
-                layer=self.layer,
-                step=step,
-            )
+    def decoded(self, sent: Tensor, rank: int) -> Part:
+        """What a rank sent."""
+        (values,) = sent[: WORD_BYTES * HEADER].view(torch.int64).tolist()
         body = sent[WORD_BYTES * HEADER :].clone()  # aligned
         for dtype in (torch.float32, WIDEST):
             if body.numel() == 2 * self.channels * dtype.itemsize:

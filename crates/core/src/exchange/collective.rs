@@ -26,6 +26,7 @@
 //! forwarding. It is refused with an error.
 
 use super::plan::{Plan, Receive, Send, Then};
+use super::steps::out_of_step;
 use super::{Context, Effect, Flow, Site};
 use crate::error::Error;
 use crate::layout::{Rank, Seq};
@@ -296,6 +297,11 @@ impl<C: Clone> Collective<C> {
                 from,
                 format!("{what} is for {theirs:?}, but this rank's is {ours:?}"),
             ));
+        }
+        if header.step != round.header.step {
+            // Only neighbours in the plan hear each other's step.
+            let steps = [(context.site.rank, round.header.step), (from, header.step)];
+            return Err(out_of_step(&context.site, steps.into_iter()));
         }
         if then == Then::Replace {
             round.present = payload.is_some();

@@ -21,9 +21,10 @@
 //! s. So of each other rank there are contributions to at most two rounds here, each no longer than the tensor: together with
 //! the complete round that the program reads, 2 (n-1) times the tensor, and with rows of usual numbers far less.
 
+use super::steps::out_of_step;
 use super::{Context, Effect, Flow, Site};
 use crate::error::Error;
-use crate::layout::{Rank, Seq};
+use crate::layout::{Rank, Seq, Step};
 use crate::memory::Memory;
 use crate::wire::{Header, Kind, Outgoing, describe, unexpected};
 
@@ -33,6 +34,7 @@ const OPEN_ROUNDS_MAX: usize = 2;
 /// What has come from one rank.
 #[derive(Debug)]
 struct Contribution<C> {
+    step: Step,
     total_bytes: u32,
     filled_bytes: u32,
     /// The payloads, in order.
@@ -58,6 +60,8 @@ struct Round<C> {
 pub struct Gather<C> {
     /// The round this rank has last submitted.
     submitted: Seq,
+    /// Its step.
+    step: Step,
     /// The last one that was complete here.
     done: Seq,
     /// By seq.
@@ -66,7 +70,7 @@ pub struct Gather<C> {
 
 impl<C> Default for Gather<C> {
     fn default() -> Self {
-        Self { submitted: 0, done: 0, rounds: Vec::new() }
+        Self { submitted: 0, step: 0, done: 0, rounds: Vec::new() }
     }
 }
 
@@ -87,7 +91,7 @@ impl<C: Clone> Gather<C> {
                 header.slice, header.book
             )));
         }
-        self.submitted = header.seq;
+        (self.submitted, self.step) = (header.seq, header.step);
         // Each rank starts with another one, so that contributions do not all converge on the same receiver.
         for to in (1..ranks).map(|i| Rank((me + i) % ranks)).filter(|peer| !left[peer.index()]) {
             let total_bytes = if only_to.is_none_or(|one| one == to) { total_bytes } else { 0 };
@@ -105,8 +109,7 @@ impl<C: Clone> Gather<C> {
                 }
             }
         }
-        self.end_if_complete(context);
-        Ok(())
+        self.end_if_complete(context)
     }
 
     /// Whether a frame continues, or begins, its rank's contribution to a round that may be open here.
@@ -147,6 +150,7 @@ impl<C: Clone> Gather<C> {
             self.rounds.insert(at, Round { seq: header.seq, contributions });
         }
         let contribution = self.rounds[at].contributions[from.index()].get_or_insert_with(|| Contribution {
+            step: header.step,
             total_bytes: header.argument,
             filled_bytes: 0,
             chunks: Vec::with_capacity(header.argument.div_ceil(header.payload_bytes.max(1)) as usize),
@@ -160,13 +164,12 @@ impl<C: Clone> Gather<C> {
             let why = format!("{}: this rank is at round {}", describe(from, header), self.submitted);
             return Err(Error::protocol(from, why));
         }
-        self.end_if_complete(context);
-        Ok(())
+        self.end_if_complete(context)
     }
 
     /// A round that only waited for the rank that has left ends now. What others still send to this rank after it has left
     /// itself is none of its business.
-    pub(super) fn left<M: Memory<Chunk = C>>(&mut self, context: &mut Context<'_, M>) {
+    pub(super) fn left<M: Memory<Chunk = C>>(&mut self, context: &mut Context<'_, M>) -> Result<(), Error> {
         let Site { rank, left, .. } = context.site;
         if left[rank.index()] {
             for round in &mut self.rounds {
@@ -175,7 +178,7 @@ impl<C: Clone> Gather<C> {
             }
             self.rounds.retain(|round| round.contributions.iter().any(Option::is_some));
         }
-        self.end_if_complete(context);
+        self.end_if_complete(context)
     }
 
     pub(super) fn missing(&self, site: &Site<'_>, ranks: &mut Vec<Rank>) {
@@ -191,10 +194,10 @@ impl<C: Clone> Gather<C> {
         ranks.extend(late.map(|rank| Rank(rank as u32)));
     }
 
-    fn end_if_complete<M: Memory<Chunk = C>>(&mut self, context: &mut Context<'_, M>) {
+    fn end_if_complete<M: Memory<Chunk = C>>(&mut self, context: &mut Context<'_, M>) -> Result<(), Error> {
         let Site { rank, ranks, left, .. } = context.site;
         if self.submitted == self.done {
-            return;
+            return Ok(());
         }
         let at = self.rounds.iter().position(|round| round.seq == self.submitted);
         // A rank may have left since it contributed; its contribution counts all the same, as it does on ranks that were faster.
@@ -203,13 +206,19 @@ impl<C: Clone> Gather<C> {
             contribution.map_or(left[other], Contribution::is_whole)
         };
         if (0..ranks as usize).any(|other| other != rank.index() && !is_in(other)) {
-            return;
+            return Ok(());
         }
         self.done = self.submitted;
         let contributions = at.map(|at| self.rounds.remove(at).contributions).unwrap_or_default();
+        let others = (0..).map(Rank).zip(&contributions);
+        let steps = others.filter_map(|(other, contribution)| Some((other, contribution.as_ref()?.step)));
+        if steps.clone().any(|(_, step)| step != self.step) {
+            return Err(out_of_step(&context.site, steps.chain([(rank, self.step)])));
+        }
         let parts = contributions.into_iter().map(|contribution| contribution.map(|c| c.chunks)).collect();
         context.effects.push(Effect::Gathered { parts });
         context.effects.push(Effect::Complete { seq: self.done, present: true });
+        Ok(())
     }
 }
 

@@ -15,6 +15,7 @@ pub mod collective;
 pub mod gather;
 pub mod plan;
 mod ring;
+mod steps;
 pub mod store;
 mod tree;
 
@@ -80,6 +81,8 @@ pub struct Site<'a> {
     pub left: &'a [bool],
     /// The slice.
     pub slice: &'a Slice,
+    /// Its layer's name.
+    pub layer: &'a str,
     /// Its element type.
     pub dtype: Dtype,
     /// Its wire type; if it is another, the exchange rounds.
@@ -264,10 +267,7 @@ impl<C: Clone> Exchange<C> {
         match self {
             Self::Store(store) => store.left(header, context),
             Self::Collective(collective) => collective.left(header, context.site.left),
-            Self::Gather(gather) => {
-                gather.left(context);
-                Ok(())
-            }
+            Self::Gather(gather) => gather.left(context),
         }
     }
 

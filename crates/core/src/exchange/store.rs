@@ -10,6 +10,7 @@
 //! have the same bits; but they depend on which rank owns the slice. A payload cannot be read into the tensor: answers, too, go
 //! to scratch, and are expanded from there.
 
+use super::steps::out_of_step;
 use super::{Context, Effect, Flow, Site};
 use crate::error::Error;
 use crate::layout::{Rank, Seq, Step};
@@ -158,6 +159,9 @@ impl<C: Clone> Store<C> {
         context: &mut Context<'_, M>,
     ) -> Result<(), Error> {
         let Context { site, memory, inputs, .. } = context;
+        if self.gathering.steps_differ {
+            return Err(out_of_step(site, self.gathering.steps()));
+        }
         let outcome = self.gathering.outcome(site.left, inputs).map_err(|why| {
             Error::protocol(site.rank, format!("slice {} of book {}: {why}", header.slice, header.book))
         })?;
@@ -238,13 +242,16 @@ struct Gathering<C> {
     seq: Seq,
     op: Op,
     step: Step,
-    contributions: Vec<Option<Contribution<C>>>,
+    /// The contributions, and the step of each.
+    contributions: Vec<Option<(Contribution<C>, Step)>>,
+    /// Whether two of them differ.
+    steps_differ: bool,
     arrived: u32,
 }
 
 impl<C> Default for Gathering<C> {
     fn default() -> Self {
-        Self { seq: 0, op: Op::Average, step: 0, contributions: Vec::new(), arrived: 0 }
+        Self { seq: 0, op: Op::Average, step: 0, contributions: Vec::new(), steps_differ: false, arrived: 0 }
     }
 }
 
@@ -292,7 +299,9 @@ impl<C: Clone> Gathering<C> {
         if place.is_some() {
             return Err(format!("a second contribution to round {seq}"));
         }
-        *place = Some(what);
+        *place = Some((what, step));
+        // Who differs is said when all are in: most ranks are right.
+        self.steps_differ |= step != self.step;
         self.arrived += 1;
         Ok(())
     }
@@ -316,9 +325,16 @@ impl<C: Clone> Gathering<C> {
         self.arrived > 0 && self.contributions.iter().zip(left).all(|(c, left)| c.is_some() != *left)
     }
 
+    /// The step of each rank that has contributed.
+    fn steps(&self) -> impl Iterator<Item = (Rank, Step)> {
+        let steps =
+            self.contributions.iter().map(|contribution| contribution.as_ref().map(|(_, step)| *step));
+        (0..).map(Rank).zip(steps).filter_map(|(rank, step)| Some((rank, step?)))
+    }
+
     /// Which of the inputs of [`Gathering::outcome`] is this rank's own, if it has one.
     fn own_input(&self, rank: Rank) -> Option<usize> {
-        let has_data = |c: &Option<Contribution<C>>| matches!(c, Some(Contribution::Data(_)));
+        let has_data = |c: &Option<(Contribution<C>, Step)>| matches!(c, Some((Contribution::Data(_), _)));
         let before = self.contributions[..rank.index()].iter().filter(|c| has_data(c)).count();
         has_data(&self.contributions[rank.index()]).then_some(before)
     }
@@ -330,7 +346,7 @@ impl<C: Clone> Gathering<C> {
     fn outcome(&self, left: &[bool], inputs: &mut Vec<C>) -> Result<Outcome, String> {
         let mut last = None;
         for (rank, contribution) in self.contributions.iter().enumerate() {
-            if let Some(Contribution::Data(chunk)) = contribution {
+            if let Some((Contribution::Data(chunk), _)) = contribution {
                 inputs.push(chunk.clone());
                 last = Some(Rank(rank as u32));
             }
@@ -348,7 +364,7 @@ impl<C: Clone> Gathering<C> {
     /// Ends the round and drops its contributions.
     fn clear(&mut self) {
         self.contributions.iter_mut().for_each(|c| *c = None);
-        self.arrived = 0;
+        (self.arrived, self.steps_differ) = (0, false);
     }
 }
 

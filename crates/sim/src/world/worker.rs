@@ -241,12 +241,14 @@ impl<M: SimMemory> World<M> {
             let name = &layout.name;
             format!("rank {rank} submits {name} of book {book}, round {seq}, {op:?}, absent {absent}")
         });
+        let other = layout.slice_count > 0 && self.sabotage(Sabotage::OtherStep);
+        let step = seq + u32::from(other);
         for lane in 0..setup.lanes {
             if let Some(model) = self.model(rank, lane) {
                 model.submit(book, tensor, seq, absent);
             }
             let memory = memory.clone();
-            self.step(rank, lane, Event::Submit { book, tensor, seq, step: seq, op, memory, absent })?;
+            self.step(rank, lane, Event::Submit { book, tensor, seq, step, op, memory, absent })?;
         }
         let slices = setup.books[usize::from(book)].slices_of(tensor);
         if self.workers[rank.index()].tensor(book, tensor).is_some_and(|tensor| tensor.remaining > 0)
