@@ -18,6 +18,7 @@ __all__ = [
     "allreduce_cost",
     "best_algorithm",
     "best_scheme",
+    "digests",
     "step_times",
     "summing_rate",
 ]
@@ -156,6 +157,9 @@ def step_times(layers: list[tuple[float, float, float]]) -> StepTimes:
 
 def summing_rate() -> float:
     """Bytes of fp32 that one thread of this process adds to a sum per second; measured, in about a millisecond."""
+
+def digests(ranges: list[tuple[int, int]]) -> list[int]:
+    """64 bits of XXH3, as a signed number, of each range of memory, given as address and length in bytes."""
 
 @final
 class Engine:

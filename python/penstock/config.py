@@ -36,6 +36,7 @@ LANES_MAX = 64
 SLICE_BYTES_MIN = 1024
 SLICE_BYTES_MAX = 64 << 20
 SECONDS_MAX = 1e6
+STEPS_MAX = 1_000_000_000
 POLICIES = ("measured", "paper")
 
 
@@ -75,6 +76,8 @@ class Options:
             size of slices, and what connections hold in the kernel. ``None`` or ``"auto"``: measured at the start (20
             ms to 0.1 s from 100 Mbit/s on, half a second at 10 Mbit/s); ``"off"``: not measured, 1000 assumed, and
             connections left alone. What they hold is corrected while running by what gets through.
+        check_every: Steps between two comparisons of the ranks' parameters and hyperparameters (docs/errors.md), the
+            first two steps aside; ``0`` or ``"off"``: none.
         policy: How layers' schemes are chosen: ``measured`` by predicted seconds, ``paper`` by Poseidon's Algorithm 1.
         collective_schemes: Let ``schemes="auto"`` give layers a collective (``central``, ``tree``, ``ring``,
             ``butterfly``) that is predicted to take at least a tenth less time than the store, where ``policy`` is
@@ -103,6 +106,7 @@ class Options:
     rendezvous_timeout_s: float = 300.0
     broadcast_buffers: bool = False
     line_rate_mbit: float | None = None
+    check_every: int = 200
     policy: str = "measured"
     collective_schemes: bool = False
 
@@ -133,6 +137,7 @@ class OptionArguments(TypedDict, total=False):
     rendezvous_timeout_s: float | None
     broadcast_buffers: bool | None
     line_rate_mbit: float | str | None
+    check_every: int | str | None
     policy: str | None
     collective_schemes: bool | None
 
@@ -317,6 +322,10 @@ _FIELDS: dict[str, tuple[Callable[[object], object], str]] = {
     "rendezvous_timeout_s": _SECONDS,
     "broadcast_buffers": _SWITCH,
     "line_rate_mbit": (_line_rate, 'megabits per second, "auto" or "off"'),
+    "check_every": (
+        lambda raw: _integer(0 if raw == "off" else raw, 0, STEPS_MAX),
+        f'steps, from 1 to {STEPS_MAX}, or 0 or "off" for never',
+    ),
     "policy": (_policy, " or ".join(f'"{name}"' for name in POLICIES)),
     "collective_schemes": _SWITCH,
 }

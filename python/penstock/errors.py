@@ -69,7 +69,7 @@ class Timeout(PenstockError, TimeoutError):
 
 
 class ModelMismatch(PenstockError):
-    """The ranks were given different models; the message names the first tensor that differs and both ranks."""
+    """The ranks do not train the same model alike; the message names who differs, in what, and since when."""
 
 
 class ProtocolError(PenstockError):

@@ -97,7 +97,15 @@ def _ranks(numbers: Collection[int]) -> str:
 
 
 # Options that shape what is sent: every rank must have the same.
-_AGREED = ("world_size", "slice_bytes", "broadcast_buffers", "line_rate_mbit", "policy", "collective_schemes")
+_AGREED = (
+    "world_size",
+    "slice_bytes",
+    "broadcast_buffers",
+    "line_rate_mbit",
+    "check_every",
+    "policy",
+    "collective_schemes",
+)
 
 
 class _Meeting:

@@ -35,6 +35,7 @@ SAMPLES = {
     "rendezvous_timeout_s": ("4", 4.0, "inf"),
     "broadcast_buffers": ("true", True, ""),
     "line_rate_mbit": ("950", 950.0, "fast"),
+    "check_every": ("off", 0, "-1"),
     "policy": ("paper", "paper", "greedy"),
     "collective_schemes": ("yes", True, "ring"),
 }

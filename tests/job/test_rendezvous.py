@@ -128,6 +128,7 @@ def test_another_version_is_named_on_every_rank(place):
         ("slice_bytes", 4096, "4096"),
         ("broadcast_buffers", True, "True"),
         ("lanes", 4, "4"),
+        ("check_every", 10, "10"),
         ("policy", "paper", "paper"),
         ("collective_schemes", True, "True"),
     ],

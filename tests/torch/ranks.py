@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -92,6 +93,7 @@ def run(
     sending=3,
     world_size=None,
     broadcast_buffers=False,
+    check_every=200,
     shuffled=None,
     operation_timeout_s=WAIT_S,
 ):
@@ -103,19 +105,20 @@ def run(
     with _hub(size, lazy, sending, operation_timeout_s) as hub:
         if shuffled is not None and arm == "threads":
             hub.shuffle(shuffled)
-        results = _run(hub, function, size, world_size or size, broadcast_buffers)
+        options = Options(world_size=world_size or size, broadcast_buffers=broadcast_buffers, check_every=check_every)
+        results = _run(hub, function, size, options)
     assert not hub.violations, hub.violations
     return results
 
 
-def _run(hub, function, size, world_size, broadcast_buffers):
+def _run(hub, function, size, shared):
     results: list = [None] * size
     errors: list = []
 
     def rank_main(rank):
-        options = Options(rank=rank, world_size=world_size, broadcast_buffers=broadcast_buffers)
+        options = replace(shared, rank=rank)
         _local.job = SimpleNamespace(
-            engine=hub.engines[rank], rank=rank, world_size=world_size, options=options, rates=Rates()
+            engine=hub.engines[rank], rank=rank, world_size=shared.world_size, options=options, rates=Rates()
         )
         try:
             results[rank] = function(rank, hub.engines[rank])

@@ -2,6 +2,7 @@
 
 mod call;
 mod cost;
+mod digest;
 mod engine;
 mod errors;
 mod report;
@@ -26,6 +27,8 @@ mod _native {
     use super::call::Call;
     #[pymodule_export]
     use super::cost::{allreduce_cost, best_algorithm, best_scheme, step_times, summing_rate};
+    #[pymodule_export]
+    use super::digest::digests;
     #[pymodule_export]
     use super::engine::Engine;
 }

@@ -24,6 +24,7 @@ from penstock.torch.arguments import check_model, check_origins, check_parameter
 from penstock.torch.batchnorm import SyncedNorms
 from penstock.torch.choice import Choice, measured_rates, network_of
 from penstock.torch.copies import BufferCopy, CopyBook
+from penstock.torch.drift import Drift
 from penstock.torch.factors import numerics
 from penstock.torch.hooks import Gradients
 from penstock.torch.layout import ROOT, Layer, Slot, check_same_model, describe, fingerprint
@@ -97,7 +98,8 @@ class Distributed:
         self._known = {id(param): param for param in model.parameters()}
         for optimizer in optimizers:
             self.check_optimizer(optimizer)
-        self._tensors = fingerprint(model, optimizers, self.slots)
+        arguments = {"broadcast_buffers": broadcast_buffers, 'schemes="auto"': schemes == "auto"}
+        self._tensors = fingerprint(model, optimizers, self.slots, arguments)
         check_same_model(engine.all_gather("penstock.distribute", self._tensors))
         origins = engine.all_gather("penstock.distribute", origin_of(model))
         if any(other.engine is engine and other._tensors == self._tensors for other in _alive()):
@@ -132,6 +134,7 @@ class Distributed:
         self.coordinator, self.choice = self._coordinate(rank, name, options, rates)
         self.gradients.synchronous = self.synchronous is not None
         self.updates = [Updates(self, optimizer) for optimizer in optimizers]
+        self.drift = Drift(self, rank, ranks, name, options.check_every)
         self._step_is_new = False  # no forward since the last step
         self._eager: list[Layer] = []
         self.norms = SyncedNorms(self, name, rank)
@@ -323,6 +326,7 @@ class Distributed:
         """Nothing of the previous step may be outstanding when the next begins."""
         if self.buffers is not None:
             self.buffers.finish()
+        self.drift.before_step(self.gradients.step)
 
     def after_step(self) -> None:
         """The gradients of this step have been taken."""
@@ -571,6 +575,7 @@ def finish_all() -> None:
     """Apply all outstanding updates, before the job ends."""
     for owner in distributed_here():
         owner.finish()
+        owner.drift.conclude()
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:

@@ -60,11 +60,13 @@ def join() -> Iterator[None]:
             )
         owner.synchronize()
         owner.choice.settle()
+        owner.drift.settle()
     running.engine.leave()
     steps = _agree(running.engine, owners)
     for owner, steps_by_rank in zip(owners, steps, strict=True):
         source = steps_by_rank.index(max(steps_by_rank))
         owner.gradients.step = max(steps_by_rank)
+        owner.drift.adopt(owner.gradients.step)
         _copy_all(owner, is_source=source == running.rank, source=source)
 
 
@@ -73,6 +75,7 @@ def _agree(engine: Engine, owners: list[Distributed]) -> list[list[int]]:
     books = [owner.gradients.id for owner in owners] + [owner.choice.id for owner in owners]
     books += [owner.buffers.id for owner in owners if owner.buffers is not None]
     books += [owner.norms.book for owner in owners if owner.norms.book is not None]
+    books += [owner.drift.id for owner in owners if owner.drift.id is not None]
     mine = {
         "steps": [owner.gradients.step for owner in owners],
         "measured": [owner.coordinator.measured for owner in owners],

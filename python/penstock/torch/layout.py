@@ -7,13 +7,14 @@ here talks to the engine.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, ModelMismatch
+from penstock.torch.hyperparameters import differing, hyperparameters
 
 if TYPE_CHECKING:
     from penstock.torch.distribute import Distributed
@@ -249,8 +250,20 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
         raise ConfigError(f"penstock.distribute: {name} is {tensor.layout}; only dense tensors are supported")
 
 
-def fingerprint(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], slots: Sequence[Slot]) -> bytes:
-    """What must be equal on all ranks. Whether a parameter is frozen may differ."""
+def fingerprint(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    slots: Sequence[Slot],
+    arguments: Mapping[str, object],
+) -> bytes:
+    """What must be equal on all ranks. Whether a parameter is frozen may differ.
+
+    Args:
+        model: The model.
+        optimizers: Its optimizers.
+        slots: As from `describe`.
+        arguments: Of `penstock.distribute`, those on which it depends what is sent.
+    """
     tensors = [
         [kind, name.replace(COMPILED_PREFIX, ""), list(tensor.shape), str(tensor.dtype), _order(tensor)]
         for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers()))
@@ -261,14 +274,20 @@ def fingerprint(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], s
         [type(optimizer).__name__, [[index_of.get(id(p), -1) for p in g["params"]] for g in optimizer.param_groups]]
         for optimizer in optimizers
     ]
-    return json.dumps({"tensors": tensors, "optimizers": described}, separators=(",", ":")).encode()
+    facts = {
+        "arguments": arguments,
+        "tensors": tensors,
+        "optimizers": described,
+        "hyperparameters": [hyperparameters(optimizer) for optimizer in optimizers],
+    }
+    return json.dumps(facts, separators=(",", ":")).encode()
 
 
 def check_same_model(blobs: Sequence[bytes]) -> None:
     """Compare all ranks' fingerprints; every rank comes to the same conclusion.
 
     Raises:
-        ModelMismatch: Naming the first tensor that differs and both ranks.
+        ModelMismatch: Naming the first tensor, argument or hyperparameter that differs and both ranks.
     """
     other = next((rank for rank, blob in enumerate(blobs) if blob != blobs[0]), None)
     if other is None:
@@ -282,6 +301,24 @@ def check_same_model(blobs: Sequence[bytes]) -> None:
                 f"on rank {other}. Build the same model on every rank",
                 rank=other,
             )
+    for name, one in here["arguments"].items():
+        if one != there["arguments"][name]:
+            raise ModelMismatch(
+                f"penstock.distribute: {name} is {one} on rank 0 and {there['arguments'][name]} on rank {other}. Pass "
+                "the same on every rank",
+                rank=other,
+            )
+    if here["optimizers"] == there["optimizers"]:
+        columns = zip(here["optimizers"], here["hyperparameters"], there["hyperparameters"], strict=True)
+        for (optimizer, _), one, two in columns:
+            found = differing({0: one, other: two})
+            if found is not None:
+                what, values = found
+                raise ModelMismatch(
+                    f"penstock.distribute: {what} of {optimizer} is {values[0]} on rank 0 "
+                    f"and {values[other]} on rank {other}. Hyperparameters must be the same on every rank",
+                    rank=other,
+                )
     raise ModelMismatch(
         f"penstock.distribute: the optimizers of rank 0 and rank {other} differ in class, groups or order of "
         "parameters. Build the same optimizer on every rank",
