@@ -37,7 +37,8 @@ EXPLAIN_EXAMPLES = """\
 examples:
   penstock explain vgg19 --workers 8 --batch 32              a torchvision model, with torchvision installed
   penstock explain mycode.nets:make_model --workers 4        a function that returns a torch module, or a pair of it
-                                                             and an example of its input (batch first)
+                                                             and an example of its input, batch first: a tensor,
+                                                             a tuple of tensors, or a mapping as {"input_ids": ...}
   penstock explain lab:vgg19 --workers 8 --servers 8         a network of the lab, from the root of the repository
   penstock explain lab:vgg19 --workers 8 --policy paper      Poseidon's Algorithm 1 instead of predicted seconds
   penstock explain vgg19 --workers 8 --compute-s 0.9 --json  with a prediction of step times, for programs

@@ -9,10 +9,14 @@ with the same compute time and the same wire. Omitted are latencies, which a ste
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from penstock.account import shortened
 from penstock.coordinator import LOSSY
 
 if TYPE_CHECKING:
@@ -21,7 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["Explanation", "LayerPlan", "StepTimes", "predict"]
 
 GATHER_OF = {"linear": "factors", "embedding": "pairs"}
-NAME_WIDTH_MAX = 34
+WIDTH = 120
+SHAPE_WIDTH_MAX = 14
+_NUMBER = re.compile(r"\d+")
 EVEN_COMPUTE = "the arithmetic of the layers is not known: each is taken for as long as any other"
 
 
@@ -123,8 +129,6 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         """For programs: plain values only."""
-        from dataclasses import asdict
-
         return asdict(self)
 
     def render(self) -> str:
@@ -193,7 +197,8 @@ class _Text:
         self._it = explanation
 
     def text(self) -> str:
-        return "\n".join([*self._heading(), "", *self._table(), "", *self._totals(), ""])
+        parts = [self._heading(), self._summary(), self._table(), self._legend()]
+        return "\n".join("\n".join(line for part in lines for line in _wrapped(part)) + "\n" for lines in parts)
 
     def _heading(self) -> list[str]:
         it = self._it
@@ -213,27 +218,32 @@ class _Text:
         return lines
 
     def _table(self) -> list[str]:
-        header = ("layer", "shape", "rows", "gradient", "store", "factors/pairs", "adam", "bf16/fp16", "choice", "why")
-        rows = [header]
-        for plan in self._it.layers:
-            gather = GATHER_OF.get(plan.kind, "")
+        """A row for each layer; layers in succession that differ in nothing but their names share one."""
+        header = ("layer", "shape", "rows", "gradient", "store", "rows sent", "adam", "half", "choice")
+        folded = _folded(self._it.layers)
+        whys = [self._why(plans[0]) for plans in folded]
+        reasons = list(dict.fromkeys(whys))
+        rows: list[tuple[str, ...]] = [header]
+        for plans, why in zip(folded, whys, strict=True):
+            plan = plans[0]
             rows.append(
                 (
-                    _cut(plan.name),
-                    "x".join(map(str, plan.shape)),
+                    _names(plans),
+                    shortened("x".join(map(str, plan.shape)), SHAPE_WIDTH_MAX),
                     "-" if plan.rows is None else f"{plan.rows:,}",
                     _size(plan.gradient_bytes),
                     _size(plan.scheme_bytes["store"]),
-                    _size(plan.scheme_bytes.get(gather)),
+                    _size(plan.scheme_bytes.get(GATHER_OF.get(plan.kind, ""))),
                     _size(plan.scheme_bytes.get("adam")),
                     _size(plan.scheme_bytes.get("bf16")),
-                    plan.scheme,
-                    plan.reason if plan.code != "lossy" else f"{plan.reason} ({_size(plan.scheme_bytes[plan.scheme])})",
+                    f"{plan.scheme} [{reasons.index(why) + 1}]",
                 )
             )
-        rows.append(("all", "", "", _size(sum(p.gradient_bytes for p in self._it.layers)), *self._sums(), "", ""))
+        rows.append(("all", "", "", _size(sum(p.gradient_bytes for p in self._it.layers)), *self._sums(), ""))
         widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-        left = {0, 1, 8, 9}
+        widths[0] = min(widths[0], WIDTH - sum(width + 2 for width in widths[1:]))
+        rows = [(shortened(row[0], widths[0]), *row[1:]) for row in rows]
+        left = {0, 1, len(header) - 1}
         lines = [
             "  ".join(
                 cell.ljust(width) if column in left else cell.rjust(width)
@@ -242,7 +252,12 @@ class _Text:
             for row in rows
         ]
         rule = "-" * max(map(len, lines))
-        return [lines[0], rule, *lines[1:-1], rule, lines[-1]]
+        told = [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]
+        return [lines[0], rule, *lines[1:-1], rule, lines[-1], "", *told]
+
+    @staticmethod
+    def _why(plan: LayerPlan) -> str:
+        return plan.reason if plan.code != "lossy" else f"{plan.reason} ({_size(plan.scheme_bytes[plan.scheme])})"
 
     def _sums(self) -> tuple[str, str, str, str]:
         """Of a column: that scheme wherever it fits, and the store for the rest. Adam's bytes are of several owners."""
@@ -256,18 +271,25 @@ class _Text:
         gathers = total(lambda plan: GATHER_OF.get(plan.kind, ""))
         return _size(self._it.store_bytes), gathers, _size(None), total(lambda _: "bf16")
 
-    def _totals(self) -> list[str]:
+    def _legend(self) -> list[str]:
+        return [
+            "Sizes are per step, on the busier direction of the busiest node's interface. rows sent: of a linear layer",
+            "factors, K rows of its input and of its output's gradient, from all to all; of an embedding pairs (index,",
+            "row). adam: Project Adam's scheme (factors up, matrix down) at the layer's owner, to compare. half: the",
+            "store with gradients rounded to bf16 or fp16 on the wire, which is lossy and on request only. all: a",
+            "scheme wherever it fits, the store for the rest; adam has no sum, its layers' owners differ. --json has",
+            "every layer by itself, and collectives, too.",
+        ]
+
+    def _summary(self) -> list[str]:
         it = self._it
         share = it.chosen_bytes / it.store_bytes if it.store_bytes else 1.0
+        counts = Counter(plan.scheme for plan in it.layers)
+        chosen = ", ".join(f"{scheme} {count}" for scheme, count in counts.most_common())
         lines = [
-            "Sizes are per step, on the busier direction of the busiest node's interface. factors: K rows of a linear",
-            "layer's input and of its output's gradient, from all to all. pairs: (index, row) of an embedding. adam:",
-            "Project Adam's scheme (factors up, matrix down) at the layer's owner, for comparison only. bf16/fp16: the",
-            "store with gradients rounded on the wire, which is lossy and done on request only. all: a scheme wherever",
-            "it fits, the store for the rest; adam has no sum, its layers' owners differ. --json has collectives, too.",
+            f"{_count(len(it.layers), 'layer')}: {chosen}",
+            f"with these choices {_size(it.chosen_bytes)} per node and direction, {share:.0%} of the store alone",
             *self._lossy(),
-            "",
-            f"with these choices  {_size(it.chosen_bytes):>9} per node and direction, {share:.0%} of the store alone",
         ]
         if it.times is None:
             lines += [
@@ -325,5 +347,24 @@ def _time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
-def _cut(name: str) -> str:
-    return name if len(name) <= NAME_WIDTH_MAX else "..." + name[3 - NAME_WIDTH_MAX :]
+def _wrapped(line: str) -> list[str]:
+    """Lines of the terminal, the following ones a little to the right."""
+    return textwrap.wrap(line, WIDTH, subsequent_indent="    ") if len(line) > WIDTH else [line]
+
+
+def _folded(plans: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
+    """Plans that differ in nothing but their names, and in those in nothing but numbers: blocks of one network."""
+    groups: dict[tuple[object, ...], list[LayerPlan]] = {}
+    for plan in plans:
+        alike = asdict(replace(plan, name=_NUMBER.sub("#", plan.name)))
+        groups.setdefault(tuple(str(value) for value in alike.values()), []).append(plan)
+    return list(groups.values())
+
+
+def _names(plans: Sequence[LayerPlan]) -> str:
+    """The layer, or what the names have in common, as a pattern, and how many they are."""
+    if len(plans) == 1:
+        return plans[0].name
+    numbers = [_NUMBER.findall(plan.name) for plan in plans]
+    common = (values[0] if len(set(values)) == 1 else "*" for values in zip(*numbers, strict=True))
+    return f"{_NUMBER.sub(lambda _: next(common), plans[0].name)}: {len(plans)} equal layers"

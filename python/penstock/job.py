@@ -19,6 +19,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock import addresses, config, rendezvous
+from penstock.account import Report
 from penstock.coordinator import Rates
 from penstock.errors import ConfigError, PenstockError
 
@@ -186,7 +187,7 @@ def world_size() -> int:
     return current("world_size").world_size
 
 
-def report() -> dict[str, Any]:
+def report() -> Report:
     """What was moved and when, as counted by the engine since `init`: bytes, seconds, slices, preemptions by layer.
 
     ``lossy`` names the layers that use a lossy scheme, and which. ``line_bytes_per_s`` is the line rate as
@@ -198,8 +199,9 @@ def report() -> dict[str, Any]:
 
     Example:
         >>> print(ps.report()["bytes_sent"])
+        >>> print(ps.report().render())
     """
-    found = dict(current("report").engine.report())
+    found = Report(current("report").engine.report())
     front_end = sys.modules.get("penstock.torch.distribute")
     found["line_rate_source"] = current("report").rates.source
     found["lossy"] = {} if front_end is None else front_end.lossy_here()

@@ -104,11 +104,29 @@ def test_the_table_says_what_why_and_how_long():
     done = explain("lab:vgg19", "--workers", "8", "--batch", "32")
     assert done.returncode == 0, done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("fc7"))
-    for part in ("4096x4096", " 32 ", "67.1 MB", "117.5 MB", "7.3 MB", "469.9 MB", "factors", "through the store"):
+    for part in ("4096x4096", " 32 ", "67.1 MB", "117.5 MB", "7.3 MB", "469.9 MB", "factors"):
         assert part in line
+    number = line.rpartition("[")[2]
+    (why,) = (told for told in done.stdout.splitlines() if told.startswith(f"[{number}"))
+    assert "through the store" in why
     assert "its gradient has no smaller form" in done.stdout
     assert "plain DDP" in done.stdout
     assert "times as fast as DDP" in done.stdout
+
+
+def test_it_begins_with_the_summary_folds_equal_layers_and_fits_the_terminal():
+    done = explain("lab:resnet50", "--workers", "8")
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 120
+    table = next(at for at, line in enumerate(lines) if line.startswith("layer "))
+    assert any("with these choices" in line for line in lines[:table])
+    assert any("times as fast as DDP" in line for line in lines[:table])
+    (row,) = (line for line in lines if line.startswith("layer3_*_conv3: 6 equal layers "))
+    assert "1024x256x1x1" in row and "1.0 MB" in row
+    assert len(lines) < 80, "107 layers"
+    long = Network("net", tuple(layers_of(nn.ModuleDict({"very_" * 30 + "long": nn.Linear(8, 8)}), {})))
+    text = Coordinator(long, Cluster(4, 4)).explain().render()
+    assert max(map(len, text.splitlines())) <= 120 and "very_" in text and "long " in text
 
 
 def test_predictions_are_the_labs_limits():
@@ -125,7 +143,9 @@ def test_without_a_compute_time_it_follows_from_the_arithmetic():
     assert slow["times"]["compute_s"] == pytest.approx(4 * fast["times"]["compute_s"])
     flops = 3 * 32 * NETWORKS["resnet50"]().flops
     assert fast["times"]["compute_s"] == pytest.approx(flops / 2000e9)
-    assert "4,000 Gflop/s (products: assumed; compute: as the products imply)" in explain("lab:resnet50").stdout
+    assert "4,000 Gflop/s (products: assumed; compute: as the products imply)" in " ".join(
+        explain("lab:resnet50").stdout.split()
+    )
 
 
 def test_arithmetic_that_is_known_in_part_predicts_nothing():
@@ -133,6 +153,43 @@ def test_arithmetic_that_is_known_in_part_predicts_nothing():
     assert not describe(model, torch.zeros(4, 3, 8), name="net").arithmetic_is_known
     assert describe(model[0], torch.zeros(4, 8), name="net").arithmetic_is_known
     assert describe(nn.Embedding(9, 8), torch.zeros(4, dtype=torch.int64), name="net").arithmetic_is_known
+
+
+class TokenNet(nn.Module):
+    """Takes its input by name and gives it to its layers by name, as the models of Hugging Face do."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.c_fc = Conv1D(64, 16)
+        self.head = nn.Linear(64, 50)
+
+    def forward(self, *, input_ids, attention_mask=None):
+        hidden = self.c_fc(self.embed(input=input_ids)) * attention_mask["mask"][0].unsqueeze(-1)
+        return self.head(input=hidden)
+
+
+class Conv1D(nn.Module):
+    """That of Hugging Face, by what it holds: a linear layer whose weight is (inputs, outputs)."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = nn.Parameter(torch.ones(nx, nf)), nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
+
+
+def test_an_example_by_names_and_a_transposed_linear_layer():
+    example = {"input_ids": torch.zeros(3, 7, dtype=torch.int64), "attention_mask": {"mask": (torch.ones(3, 7),)}}
+    network = describe(TokenNet(), example, name="net")
+    embed, conv, head = network.layers
+    assert (embed.kind, conv.kind, head.kind) == ("embedding", "other", "linear")
+    assert (embed.rows, head.rows) == (7, 7), "tokens per sample"
+    assert conv.flops == 2 * 7 * 16 * 64 and head.flops == 2 * 7 * 64 * 50
+    choice = Coordinator(network, Cluster(4, 4), batchsize=8).decision("c_fc")
+    assert choice["scheme"] == "store" and "stored (inputs, outputs)" in choice["reason"]
 
 
 def test_without_arithmetic_nothing_is_predicted(folder, explain_here):

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.account import summary
 from penstock.demo import data as samples
-from penstock.demo.communication import summary
 from penstock.demo.errors import DataError
 from penstock.demo.exchange import REFERENCE, Directory, Job
 from penstock.demo.processes import Processes
@@ -113,7 +113,7 @@ def run(options: DemoOptions) -> dict[str, Any]:
         "train_s": max(worker["train_s"] for worker in workers),
         "train_one_process_s": alone["train_s"],
         "total_s": time.perf_counter() - began_s,
-        "communication": summary([worker["report"] for worker in workers], steps),
+        "communication": {"steps": steps, **summary([worker["report"] for worker in workers])},
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ IMAGES = {"inception_v3": (3, 299, 299)}
 """What torchvision's classifiers are made for."""
 
 
+TRANSPOSED = "its weight is stored (inputs, outputs), of which no factors are sent"
+
+
 class _Seen:
     """What one forward pass showed of a layer, all of its calls together."""
 
@@ -42,7 +45,8 @@ def describe(model: nn.Module, example: Any = None, *, name: str) -> Network:
 
     Args:
         model: The model; it is left as it is.
-        example: An input, or a tuple of inputs, the batch being the first dimension; on any device.
+        example: What its forward takes, the batch being the first dimension, on any device: an input, a tuple of
+            inputs, or a mapping of them by name, such as ``{"input_ids": ...}``.
         name: For the reader.
 
     Raises:
@@ -53,10 +57,9 @@ def describe(model: nn.Module, example: Any = None, *, name: str) -> Network:
             "no example input: every layer is taken to see one row per sample (give the function's result as a pair)"
         ]
         return Network(name, tuple(layers_of(model, {}, why_store=_why_store(model))), notes=tuple(notes))
-    inputs = example if isinstance(example, tuple) else (example,)
-    batch = next((given.shape[0] for given in inputs if isinstance(given, Tensor) and given.dim() > 0), 1)
+    batch = next((given.shape[0] for given in _tensors(example) if given.dim() > 0), 1)
     try:
-        seen = _look(model, inputs)
+        seen = _look(model, example)
     except Exception as error:
         raise ConfigError(
             f"{name}: its forward fails with the given example: {type(error).__name__}: {error}"
@@ -85,6 +88,16 @@ def describe_torchvision(models: Any, name: str) -> Network:
         model = models.get_model(name, weights=None)
         example = torch.empty((2, *IMAGES.get(name, IMAGE)))
     return describe(model, example, name=f"torchvision {name}")
+
+
+def is_transposed_linear(module: nn.Module) -> bool:
+    """Whether it is a linear layer whose weight is (inputs, outputs), as GPT-2's ``Conv1D`` of Hugging Face.
+
+    Told by what it holds, since that package need not be there.
+    """
+    weight, outputs = module._parameters.get("weight"), getattr(module, "nf", None)
+    is_matrix = weight is not None and weight.dim() == 2 and weight.shape[1] == outputs
+    return type(module).__name__ == "Conv1D" and is_matrix and not module._modules
 
 
 def _why_store(model: nn.Module) -> dict[str, str]:
@@ -134,39 +147,74 @@ def layers_of(
                 tensors=tuple(tensors),
                 rows=shown.rows / batch if shown is not None else 1.0,
                 flops=shown.flops / batch if shown is not None else 0.0,
-                why_store=None if kind == "other" or why_store is None else why_store.get(name),
+                why_store=_why_layer(module, kind, (why_store or {}).get(name)),
                 place=shown.place if shown is not None else len(seen),
             )
         )
     return layers
 
 
+def _why_layer(module: nn.Module, kind: str, why: str | None) -> str | None:
+    if is_transposed_linear(module):
+        return TRANSPOSED
+    return None if kind == "other" else why
+
+
 def _kind(module: nn.Module) -> Any:
     return {"factors": "linear", "pairs": "embedding"}.get(gather_scheme(module) or "", "other")
 
 
-def _look(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, _Seen]:
+def _tensors(given: Any) -> Iterator[Tensor]:
+    """Those in an example, however deep, in order."""
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, (list, tuple, Mapping)):
+        for one in given.values() if isinstance(given, Mapping) else given:
+            yield from _tensors(one)
+
+
+def _without_numbers(given: Any) -> Any:
+    """The same example on the meta device."""
+    if isinstance(given, Tensor):
+        return given.to("meta")
+    if isinstance(given, Mapping):
+        return {name: _without_numbers(one) for name, one in given.items()}
+    if isinstance(given, tuple) and hasattr(given, "_fields"):
+        return type(given)(*map(_without_numbers, given))
+    return type(given)(map(_without_numbers, given)) if isinstance(given, (list, tuple)) else given
+
+
+def _look(model: nn.Module, example: Any) -> dict[str, _Seen]:
     """One forward pass without numbers."""
+    inputs: tuple[Any, ...] = ()
+    named: Mapping[str, Any] = {}
+    if isinstance(example, Mapping):
+        named = example
+    else:
+        inputs = example if isinstance(example, tuple) else (example,)
     twin = copy.deepcopy(model).to("meta").eval()
     seen: dict[str, _Seen] = {}
     for path, module in twin.named_modules():
         if any(True for _ in module.parameters(recurse=False)):
-            module.register_forward_hook(_make_hook(seen, path or ROOT))
+            module.register_forward_hook(_make_hook(seen, path or ROOT), with_kwargs=True)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        twin(*(given.to("meta") if isinstance(given, Tensor) else given for given in inputs))
+        twin(*_without_numbers(inputs), **_without_numbers(named))
     return seen
 
 
 def _make_hook(everything: dict[str, _Seen], name: str) -> Any:
-    def after_forward(module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+    def after_forward(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         seen = everything.setdefault(name, _Seen(len(everything)))
-        first = next((tensor for tensor in given if isinstance(tensor, Tensor)), None)
+        first = next((tensor for tensor in (*given, *named.values()) if isinstance(tensor, Tensor)), None)
         if first is None or not isinstance(output, Tensor):
             return
         if isinstance(module, nn.Linear):
             seen.rows += first.numel() / module.in_features
             seen.flops += 2.0 * output.numel() * module.in_features
+        elif is_transposed_linear(module):
+            seen.rows += first.numel() / first.shape[-1]
+            seen.flops += 2.0 * output.numel() * first.shape[-1]
         elif isinstance(module, nn.Embedding):
             seen.rows += first.numel()
             seen.flops += output.numel()  # each number is moved once

@@ -1,0 +1,70 @@
+"""`penstock.report()`: a dictionary that can be read by people, too."""
+
+import json
+
+from penstock.account import Report, shortened, summary
+
+BOOKS = [
+    {
+        "name": "model0.gradients",
+        "layers": [{"name": "fc", "lossy": None, "bytes_sent": 2_500_000, "bytes_received": 1000, "stall_s": 0.25}],
+    }
+]
+
+
+def report(**more):
+    seconds = dict.fromkeys(("busy_backward_s", "busy_forward_s", "busy_stalled_s", "busy_other_s"), 1.0)
+    counts = dict.fromkeys(("slices", "preemptions", "frames_sent", "frames_received", "pool_bytes"), 7)
+    return Report(
+        {
+            **seconds,
+            **counts,
+            "rank": 1,
+            "size": 2,
+            "lanes": 1,
+            "bytes_sent": 2_500_000,
+            "bytes_received": 1000,
+            "stall_s": 0.25,
+            "owned_bytes": [4, 8],
+            "books": BOOKS,
+            "lossy": {},
+            "line_bytes_per_s": 125e6,
+            "line_rate_source": "as given",
+            **more,
+        }
+    )
+
+
+def test_it_renders_what_the_demo_shows_and_stays_a_dictionary():
+    found = report()
+    assert json.loads(json.dumps(found))["bytes_sent"] == 2_500_000
+    text = found.render()
+    (layer,) = (line.split() for line in text.splitlines() if line.strip().startswith("fc"))
+    assert layer == ["fc", "2.5", "MB", "1.0", "KB", "250.0", "ms"]
+    assert text.startswith("communication of rank 1 of 2 ") and "25.0%  was hidden under backward" in text
+    assert "line rate 1,000 Mbit/s (as given)" in text and "LOSSY" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "LOSSY: fc 1bit" in report(lossy={"fc": "1bit"}).render()
+    assert "not measured" in report(line_bytes_per_s=None).render()
+
+
+def test_a_job_of_one_rank_renders(tmp_path):
+    import penstock as ps
+
+    ps.init()
+    try:
+        text = ps.report().render()
+    finally:
+        ps.shutdown()
+    assert "rank 0 of 1" in text and "line rate" not in text
+
+
+def test_all_ranks_add_up():
+    assert summary([report(), report()])["bytes_sent"] == 5_000_000
+
+
+def test_long_names_lose_their_middle():
+    name = "transformer.encoder.layers.11.attention.self.query.weight"
+    assert len(shortened(name, 30)) == 30
+    assert shortened(name, 30).startswith("transformer.e") and shortened(name, 30).endswith("query.weight")
+    assert shortened("short", 30) == "short"
