@@ -131,7 +131,10 @@ def test_query_and_explain_at_run_time():
     assert facts == (3, 3, 4)
     assert rows == [2, 3, 4]
     line = next(line for line in text.splitlines() if line.startswith("0 "))
-    assert "256x512" in line and "factors" in line and "through the store" in line
+    assert "256x512" in line and "factors [" in line
+    number = line.rpartition("[")[2]
+    (why,) = (told for told in text.splitlines() if told.startswith(f"[{number}"))
+    assert "through the store" in why
     assert found[0][0][1] is None, "rows are not known in the first step"
 
 

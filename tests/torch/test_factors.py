@@ -402,8 +402,8 @@ def check_told(model, times, why):
     if gather is None or not gather.engaged:
         return  # the dense path, which there is to compare with; `both_paths` counts on the other
     assert (gather.dense_sent, gather.dense_reason) == (times, why)
-    line = next(line for line in ps.explain(model).render().splitlines() if line.startswith("0 "))
-    assert line.endswith(f"  as given; sent whole {times} time{'s' * (times != 1)} on this rank: {why}")
+    plan = next(plan for plan in ps.explain(model).layers if plan.name == "0")
+    assert plan.reason.endswith(f"as given; sent whole {times} time{'s' * (times != 1)} on this rank: {why}")
 
 
 def test_weights_that_are_read_elsewhere_too():
