@@ -56,8 +56,9 @@ if TYPE_CHECKING:
     )
     from penstock.job import init, rank, report, shutdown, world_size
     from penstock.lossy import DGC, OneBit
+    from penstock.torch.access import no_sync, synchronize
     from penstock.torch.data import sampler
-    from penstock.torch.distribute import distribute, no_sync, synchronize
+    from penstock.torch.distribute import distribute
     from penstock.torch.facts import coordinator_of, explain
     from penstock.torch.join import join
 

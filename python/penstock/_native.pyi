@@ -292,6 +292,19 @@ class Engine:
     def abort(self, reason: str) -> None:
         """End the job for all ranks because this one failed; returns when they are told, or after a second."""
 
+    def quiet(self) -> None:
+        """After a failure: return when nothing writes memory that was handed over any more."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the job is over, because a rank has failed or is lost, or after a shutdown."""
+
+    def shutdown_by_status(self, reason: str, lent: object = None) -> None:
+        """As the process exits: shut down in order if its status is 0, otherwise tell the other ranks the reason.
+
+        `lent` is never let go of: what keeps the memory that was handed over.
+        """
+
     def shutdown(self) -> None:
         """Wait for what is in flight, say goodbye, wait a bounded time for the others, and close everything.
 

@@ -82,6 +82,8 @@ class Options:
         collective_schemes: Let ``schemes="auto"`` give layers a collective (``central``, ``tree``, ``ring``,
             ``butterfly``) that is predicted to take at least a tenth less time than the store, where ``policy`` is
             ``measured``. Chosen once, in ``distribute``; then all ranks need equally many batches.
+        whole_steps: Keep copies of what a step overwrites until it is whole, so that a rank which loses another one
+            holds the last whole step (docs/errors.md says what it costs). This rank's own choice.
 
     Example:
         >>> import penstock as ps
@@ -109,6 +111,7 @@ class Options:
     check_every: int = 200
     policy: str = "measured"
     collective_schemes: bool = False
+    whole_steps: bool = False
 
     def ports(self) -> range:
         """The ports to try in turn; ``range(0, 1)`` stands for any free port."""
@@ -140,6 +143,7 @@ class OptionArguments(TypedDict, total=False):
     check_every: int | str | None
     policy: str | None
     collective_schemes: bool | None
+    whole_steps: bool | None
 
 
 @dataclass(frozen=True)
@@ -328,6 +332,7 @@ _FIELDS: dict[str, tuple[Callable[[object], object], str]] = {
     ),
     "policy": (_policy, " or ".join(f'"{name}"' for name in POLICIES)),
     "collective_schemes": _SWITCH,
+    "whole_steps": _SWITCH,
 }
 
 

@@ -33,7 +33,13 @@ class PenstockError(Exception):
         layer: The layer whose synchronisation failed, if one did.
         step: The optimizer step, counted from 0, if the failure belongs to one.
         peer: The ``host:port`` of the connection concerned, if there is one.
+        whole_step: After a loss, the last step that this rank's parameters and optimizer state hold in full, from 0;
+            -1: none. Ranks may differ.
+        torn: Layers that have all or part of the update of step ``whole_step + 1`` besides; see docs/errors.md.
     """
+
+    whole_step: int | None = None
+    torn: tuple[str, ...] = ()
 
     def __init__(
         self,

@@ -2,25 +2,24 @@
 
 One process takes part in one job at a time. This module owns the engine and the three ways out: an orderly shutdown, a
 failure whose reason the other ranks should learn, and a fork, whose child must not touch the parent's connections.
-It omits everything about tensors, which is `penstock.torch`.
+It omits everything about tensors, which is `penstock.torch`, and how an end is recognised, which is `penstock.ending`.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
-import opcode
 import os
 import sys
 import threading
+import weakref
 from dataclasses import dataclass, field
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
 from penstock import addresses, config, rendezvous
 from penstock.account import Report
 from penstock.coordinator import Rates
+from penstock.ending import Hooks, described
 from penstock.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
@@ -50,8 +49,9 @@ class Job:
         job_id: 16 bytes, the same on every rank and different for every start.
         address: What this rank advertises, ``host:port``.
         single_host: Whether all ranks share this machine's loopback interface.
-        aborted: Whether this rank has told the others that it failed.
+        failed: Why this rank has told the others that it failed, or is about to.
         rates: What wire and processors do, the same on every rank.
+        threads: Threads other than the main one that have made calls.
     """
 
     engine: Engine
@@ -59,8 +59,9 @@ class Job:
     job_id: bytes
     address: str
     single_host: bool = False
-    aborted: bool = False
+    failed: str | None = None
     rates: Rates = field(default_factory=Rates)
+    threads: weakref.WeakSet[threading.Thread] = field(default_factory=weakref.WeakSet)
 
     @property
     def rank(self) -> int:
@@ -79,11 +80,21 @@ class Job:
 
     def abort(self, reason: str) -> None:
         """Tell every other rank that this one failed and why; only the first reason is told."""
-        if self.aborted:
-            return
-        self.aborted = True
+        if self.failed is None:
+            self.failed = reason
+        # Again if need be: a handler of a signal may have raised in the middle of the first time.
         with contextlib.suppress(PenstockError):  # the engine may have failed already, and then the others know
-            self.engine.abort(" ".join(reason.split())[:REASON_CHARACTERS_MAX])
+            self.engine.abort(" ".join(self.failed.split())[:REASON_CHARACTERS_MAX])
+
+    def end(self, by_status: str | None) -> None:
+        """The process ends: leave the job, without raising; see `penstock.ending`."""
+        try:
+            _finish(self, by_status)
+        except PenstockError:
+            _log.exception("rank %d: the job did not end in order", self.rank)
+        finally:
+            # Not earlier: what is pending belongs to the current job.
+            _process.forget()
 
 
 class _Process:
@@ -95,7 +106,19 @@ class _Process:
         self.was_shut_down = False
         self.forked_from: int | None = None  # the rank of the parent, in a child
         self.hooked_fork = False
-        self.hooks: _Hooks | None = None
+        self.hooks: Hooks | None = None
+
+    def live(self) -> Job | None:
+        """The job, unless this is a forked child's copy of it."""
+        return self.job if self.forked_from is None else None
+
+    def forget(self) -> None:
+        """The job is over."""
+        self.job = None
+        self.was_shut_down = True
+        if self.hooks is not None:
+            self.hooks.remove()
+            self.hooks = None
 
 
 _process = _Process()
@@ -148,6 +171,8 @@ def init_at_store(board: Board, rank: int, world_size: int) -> Job:
     """
     _refuse_in_child("init")
     with _process.lock:
+        if _process.job is not None and _process.job.engine.has_failed:
+            shutdown()  # of programs that know torch.distributed alone, which have destroyed their groups by now
         job = _process.job
         if job is None:
             return _run(_start(config.at_store(rank, world_size), board))
@@ -162,7 +187,7 @@ def init_at_store(board: Board, rank: int, world_size: int) -> Job:
 
 def _run(job: Job) -> Job:
     _process.job = job
-    _process.hooks = _Hooks()
+    _process.hooks = Hooks(_process.live)
     if not _process.hooked_fork:
         _process.hooked_fork = True
         os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -202,7 +227,7 @@ def report() -> Report:
         >>> print(ps.report().render())
     """
     found = Report(current("report").engine.report())
-    front_end = sys.modules.get("penstock.torch.distribute")
+    front_end = sys.modules.get("penstock.torch.access")
     found["line_rate_source"] = current("report").rates.source
     found["lossy"] = {} if front_end is None else front_end.lossy_here()
     return found
@@ -226,15 +251,11 @@ def shutdown() -> None:
         if job is None:
             return
         if error is not None:
-            job.abort(_described(error))
+            job.abort(described(error))
         try:
             _finish(job)
         finally:
-            _process.job = None
-            _process.was_shut_down = True
-            if _process.hooks is not None:
-                _process.hooks.remove()
-                _process.hooks = None
+            _process.forget()
 
 
 def current(caller: str = "this call") -> Job:
@@ -251,6 +272,9 @@ def current(caller: str = "this call") -> Job:
     if job is None:
         when = "after penstock.shutdown()" if _process.was_shut_down else "before penstock.init()"
         raise ConfigError(f"penstock.{caller} was called {when}; call penstock.init() first")
+    thread = threading.current_thread()
+    if thread is not threading.main_thread():
+        job.threads.add(thread)
     return job
 
 
@@ -310,7 +334,7 @@ def _start(launch: Launch, board: Board | None = None) -> Job:
                 slice_bytes, _, slicing_lanes = engine.slicing()
                 _log.info("slices of up to %d KiB on %d of %d lanes", slice_bytes >> 10, slicing_lanes, agreement.lanes)
     except BaseException as error:  # an interrupt, too: the others wait for this rank
-        job.abort(_described(error))
+        job.abort(described(error))
         with contextlib.suppress(PenstockError):  # what failed is on its way up
             engine.shutdown()
         raise
@@ -402,106 +426,38 @@ def _announce(launch: Launch, chosen: addresses.Chosen, agreement: Agreement, po
 # Ending
 
 
-def _finish(job: Job) -> None:
-    """Bring in what is pending, unless this rank has failed, and close the engine in any case."""
+def _finish(job: Job, by_status: str | None = None) -> None:
+    """Bring in what is pending, unless this rank has failed, and close the engine in any case.
+
+    Args:
+        job: The job.
+        by_status: In order only if the exit status of the process will be 0; otherwise the reason that the others get.
+    """
     front_end = sys.modules.get("penstock.torch")
     try:
-        if front_end is not None and not job.aborted:
+        if front_end is not None and job.failed is None:
             front_end.finish_all()
     except BaseException as error:
-        job.abort(_described(error))
+        job.abort(described(error))
         raise
     finally:
-        if job.aborted:
-            with contextlib.suppress(PenstockError):  # the reason is already on its way up or told
-                job.engine.shutdown()
-        else:
-            job.engine.shutdown()
-
-
-def _described(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
-        return f"SystemExit: exit code {error.code}"
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-class _Hooks:
-    """What watches for the end of the process. In place from `init` to `shutdown`, then removed."""
-
-    def __init__(self) -> None:
-        # Only multiprocessing's own children skip atexit; importing it in every program costs milliseconds.
-        from multiprocessing import util
-
-        self._previous_excepthook = sys.excepthook
-        self._excepthook = self._on_uncaught
-        sys.excepthook = self._excepthook
-        self._previous_exit = sys.exit
-        self._exit = self._on_exit
-        sys.exit = self._exit
-        self._exit_reason: str | None = None
-        self._outermost = _outermost_frame() if threading.current_thread() is threading.main_thread() else None
-        atexit.register(self._at_exit)
-        self._finalizer = util.Finalize(None, self._at_exit, exitpriority=100)
-
-    def remove(self) -> None:
-        """Undo all of it, except where another library has hooked on top: then ours stays and does nothing."""
-        if sys.excepthook == self._excepthook:
-            sys.excepthook = self._previous_excepthook
-        if sys.exit == self._exit:
-            sys.exit = self._previous_exit
-        atexit.unregister(self._at_exit)
-        self._finalizer.cancel()
-        self._outermost = None
-
-    def _live_job(self) -> Job | None:
-        return _process.job if _process.hooks is self and _process.forked_from is None else None
-
-    def _on_uncaught(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        job = self._live_job()
-        # At an interactive prompt every slip comes through here, and the session goes on.
-        if job is not None and not hasattr(sys, "ps1"):
-            job.abort(_described(error))
-        self._previous_excepthook(kind, error, traceback)
-
-    def _on_exit(self, status: Any = None, /) -> NoReturn:
-        """Remembers the status: the interpreter tells neither sys.excepthook nor atexit of a SystemExit."""
-        if threading.current_thread() is threading.main_thread():
-            failed = status not in (None, 0, False)
-            self._exit_reason = f"SystemExit: exit code {status}" if failed else None
-        self._previous_exit(status)
-
-    def _at_exit(self) -> None:
-        job = self._live_job()
-        if job is None:
-            return
-        error = sys.exc_info()[1]  # multiprocessing runs finalizers while the target's exception is on its way
-        if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
-            job.abort(_described(error))
-        elif self._exit_reason is not None and not _returned(self._outermost):
-            job.abort(self._exit_reason)
         try:
-            _finish(job)
-        except PenstockError:
-            _log.exception("rank %d: the job did not end in order", job.rank)
+            if job.failed is not None:
+                job.abort(job.failed)
+                with contextlib.suppress(PenstockError):  # the reason is already on its way up or told
+                    job.engine.shutdown()
+            elif by_status is not None:
+                lent = None if front_end is None else front_end.lent_to(job.engine)
+                job.engine.shutdown_by_status(" ".join(by_status.split())[:REASON_CHARACTERS_MAX], lent)
+            else:
+                job.engine.shutdown()
+        except PenstockError as error:
+            if front_end is not None:
+                front_end.after_failure(job.engine, error)
+            raise
         finally:
-            # Not earlier: what is pending belongs to the current job.
-            _process.job = None
-            _process.was_shut_down = True
-
-
-def _outermost_frame() -> FrameType:
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-    return frame
-
-
-def _returned(frame: FrameType | None) -> bool:
-    """Whether this frame ran to its end: then an earlier sys.exit was caught and the program went on."""
-    if frame is None or frame.f_lasti < 0:
-        return False
-    return opcode.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN_")
+            if front_end is not None and by_status is None:
+                front_end.let_go(job.engine)
 
 
 def _after_fork_in_child() -> None:

@@ -24,7 +24,7 @@ from equality_cases import NETWORKS, Case
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock as ps
-from penstock.torch.distribute import owner_for
+from penstock.torch.access import owner_for
 
 # A case takes about a second. One that hangs prints every thread's stack and ends the process.
 CASE_LIMIT_S = 180

@@ -122,9 +122,13 @@ class Ranks:
         scheme: str | None = None,
         open_files: int = 0,
         opens: list[int] | None = None,
+        starts: bool = True,
+        listens: bool = False,
         **options: Any,
     ) -> None:
         self.size = size
+        self._starts = starts
+        self._listens = listens  # to its standard input
         self._program = program
         self._plan = {"size": size, "waits_for_go": waits_for_go, "options": {**OPTIONS, **options}}
         if scheme is not None:
@@ -136,13 +140,18 @@ class Ranks:
         self.ranks: list[Rank] = []
 
     def __enter__(self) -> Ranks:
+        if self._starts:
+            self.start()
+        return self
+
+    def start(self) -> None:
+        """Start all ranks, once the directory holds what they need."""
         try:
             for number in range(self.size):
                 self.ranks.append(self._start(number))
         except BaseException:
             self.close()
             raise
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -158,7 +167,7 @@ class Ranks:
             process = subprocess.Popen(
                 [sys.executable, str(HERE / self._program), json.dumps(plan)],
                 env={**clean, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if self._listens else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
@@ -197,6 +206,8 @@ class Ranks:
             rank.all_events()
             assert rank.process.stdout is not None
             rank.process.stdout.close()
+            if rank.process.stdin is not None:
+                rank.process.stdin.close()
         self._folder.cleanup()
 
 

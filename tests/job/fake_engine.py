@@ -48,6 +48,12 @@ class FakeEngine:
     def abort(self, reason: str) -> None:
         self._called("abort", reason)
 
+    has_failed = False
+
+    def shutdown_by_status(self, reason: str, lent: object = None) -> None:
+        self.listener.close()
+        self._called("shutdown_by_status", reason)
+
     def shutdown(self) -> None:
         self.listener.close()
         self._called("shutdown")

@@ -38,6 +38,7 @@ SAMPLES = {
     "check_every": ("off", 0, "-1"),
     "policy": ("paper", "paper", "greedy"),
     "collective_schemes": ("yes", True, "ring"),
+    "whole_steps": ("on", True, "41"),
 }
 
 

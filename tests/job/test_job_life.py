@@ -131,15 +131,26 @@ def test_hooks_are_removed_by_shutdown(engine):
     assert (sys.excepthook, sys.exit) == before
 
 
+def stand_in_for_torch(monkeypatch, finish_all):
+    front_end = type(sys)("penstock.torch")
+    front_end.finish_all, front_end.let_go = finish_all, lambda engine: None
+    front_end.after_failure = lambda engine, error: None
+    monkeypatch.setitem(sys.modules, "penstock.torch", front_end)
+    return front_end
+
+
 def test_shutdown_finishes_pending_updates_first(engine, monkeypatch):
     order = []
-    front_end = type(sys)("penstock.torch")
-    front_end.finish_all = lambda: order.append("finish_all")
-    monkeypatch.setitem(sys.modules, "penstock.torch", front_end)
+    front_end = stand_in_for_torch(monkeypatch, finish_all=lambda: order.append("finish_all"))
+    front_end.let_go = lambda engine: order.append(engine.calls[-1][0])
     ps.init()
     running = job.current().engine
     ps.shutdown()
-    assert order == ["finish_all"] and ["shutdown"] in running.calls and ["abort"] not in [c[:1] for c in running.calls]
+    assert (
+        order == ["finish_all", "shutdown"]
+        and ["shutdown"] in running.calls
+        and ["abort"] not in [c[:1] for c in running.calls]
+    )
 
 
 def test_shutdown_on_the_way_of_an_exception_is_an_abort(engine):
@@ -157,14 +168,15 @@ def test_a_failed_update_at_shutdown_is_raised_and_told(engine, monkeypatch):
     def finish_all():
         raise ps.PeerLost("rank 1 was lost", rank=1)
 
-    front_end = type(sys)("penstock.torch")
-    front_end.finish_all = finish_all
-    monkeypatch.setitem(sys.modules, "penstock.torch", front_end)
+    stand_in_for_torch(monkeypatch, finish_all=finish_all)
     ps.init()
     running = job.current().engine
     with pytest.raises(ps.PeerLost):
         ps.shutdown()
     assert running.calls[-2:] == [["abort", "PeerLost: rank 1 was lost"], ["shutdown"]]
+    monkeypatch.delitem(sys.modules, "penstock.torch")
+    ps.init()  # the job is over, and the next one may begin
+    assert job.current().engine is not running
 
 
 def test_init_from_two_threads_makes_one_job(engine):
@@ -176,50 +188,106 @@ def test_init_from_two_threads_makes_one_job(engine):
     assert job.current().engine.calls == [["connect"]]
 
 
-ENDINGS = {
-    "the last line": ("", 0, None),
-    "shutdown and the last line": ("ps.shutdown()", 0, None),
-    "an uncaught exception": ("raise ValueError('bad\\nbatch')", 1, "ValueError: bad batch"),
-    "sys.exit with a code": ("sys.exit(3)", 3, "SystemExit: exit code 3"),
-    "sys.exit with a text": ("sys.exit('no data')", 1, "SystemExit: exit code no data"),
+ENDINGS = {  # the program's last lines, its status, and its last word to the engine
+    "the last line": ("", 0, ["shutdown"]),
+    "shutdown and the last line": ("ps.shutdown()", 0, ["shutdown"]),
+    "an uncaught exception": ("raise ValueError('bad\\nbatch')", 1, ["abort", "ValueError: bad batch"]),
+    "sys.exit with a code": ("sys.exit(3)", 3, ["shutdown_by_status", "sys.exit in HERE"]),
+    "sys.exit with a text": ("sys.exit('no data')", 1, ["shutdown_by_status", "no data"]),
+    "sys.exit in a handler": (
+        "try:\n    raise ValueError('bad batch')\nexcept ValueError:\n    sys.exit(11)",
+        11,
+        ["shutdown_by_status", "ValueError: bad batch"],
+    ),
     "sys.exit in a function": (
         "def f():\n    with open('/dev/null'):\n        sys.exit(4)\nf()",
         4,
-        "SystemExit: exit code 4",
+        ["shutdown_by_status", "sys.exit in HERE"],
     ),
-    "sys.exit(0)": ("sys.exit(0)", 0, None),
-    "sys.exit()": ("sys.exit()", 0, None),
-    "Ctrl-C": ("raise KeyboardInterrupt", None, "KeyboardInterrupt"),
+    "SystemExit raised": (
+        "raise SystemExit('no data')",
+        1,
+        ["shutdown_by_status", "the program ended without penstock.shutdown() in HERE"],
+    ),
+    "SystemExit raised in order": (
+        "def main(): return 0\nraise SystemExit(main())",
+        0,
+        ["shutdown_by_status", "the program ended without penstock.shutdown() in HERE"],
+    ),
+    "sys.exit(0)": ("sys.exit(0)", 0, ["shutdown_by_status", "sys.exit in HERE"]),
+    "Ctrl-C": ("raise KeyboardInterrupt", None, ["abort", "KeyboardInterrupt"]),
     "a caught sys.exit and the last line": (
         "try:\n    sys.exit(2)\nexcept SystemExit:\n    pass\nprint('on')",
         0,
-        None,
+        ["shutdown"],
     ),
-    "a caught sys.exit and then sys.exit(0)": (
-        "try:\n    sys.exit(2)\nexcept SystemExit:\n    pass\nsys.exit(0)",
-        0,
-        None,
-    ),
+    "a caught exception and the last line": ("try:\n    1 / 0\nexcept ZeroDivisionError:\n    pass", 0, ["shutdown"]),
     "an exit code from a thread": (
         "import threading\nt = threading.Thread(target=sys.exit, args=(5,))\nt.start()\nt.join()",
         0,
-        None,
+        ["shutdown"],
+    ),
+    "an exception in a thread of the program's own": (
+        "import threading\nt = threading.Thread(target=lambda: 1 / 0)\nt.start()\nt.join()",
+        0,
+        ["shutdown"],
+    ),
+    "an exception in a thread that takes part": (
+        "import threading\ndef f():\n    ps.rank()\n    raise ValueError('bad batch')\n"
+        "t = threading.Thread(target=f, name='trainer')\nt.start()\nt.join()",
+        0,
+        ["abort", "ValueError: bad batch (in thread trainer)"],
+    ),
+    "an excepthook of the program's own": (
+        "sys.excepthook = lambda *a: print('mine')\nraise ValueError('bad batch')",
+        1,
+        ["abort", "ValueError: bad batch"],
+    ),
+    "an excepthook that exits": (
+        "sys.excepthook = lambda *a: sys.exit(0)\nraise ValueError('bad batch')",
+        0,
+        ["abort", "ValueError: bad batch"],
     ),
 }
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("way", ["-c", "file"])
-def test_every_ending_is_an_orderly_shutdown_or_an_abort_with_its_reason(ending, way, tmp_path):
-    program, code, reason = ENDINGS[ending]
+def test_goodbye_is_said_only_where_the_program_is_known_to_have_ended_well(ending, way, tmp_path):
+    program, code, last = ENDINGS[ending]
     calls = tmp_path / "calls"
     file = tmp_path / "train.py" if way == "file" else None
     returned, _, err = end(start("ps.init()\n" + program + "\n", calls, file=file))
-    expected = [["connect"], *([["abort", reason]] if reason else []), ["shutdown"]]
-    assert calls_of(calls) == expected, err
+    called = calls_of(calls)
+    assert called[0] == ["connect"], err
     assert returned == code if code is not None else returned != 0
-    if "exception" in ending:
-        assert "ValueError" in err  # the program's own traceback is still printed
+    if last[0] == "abort":
+        assert called[1:] in ([last, ["shutdown"]], [last, last, ["shutdown"]], [last, last, last, ["shutdown"]]), err
+        return
+    (word, *reason) = called[-1]
+    assert len(called) == 2 and word == last[0], err
+    if reason and "HERE" in last[1]:
+        expected = last[1].replace("HERE", str(file) if file is not None else "<string>")
+        assert reason[0].startswith(f"{expected}, line "), reason
+    else:
+        assert reason == last[1:]
+
+
+def test_an_abort_that_a_signal_handler_interrupts_is_made_whole_at_the_end(tmp_path):
+    """As where DataLoader's handler raises once for every worker that was killed."""
+    program = """
+def abort(self, reason, first=[]):
+    if not first:
+        first.append(1)
+        raise RuntimeError("DataLoader worker is killed by signal")
+    self._called("abort", reason)
+fake_engine.FakeEngine.abort = abort
+ps.init()
+raise ValueError("bad batch")
+"""
+    returned, _, err = end(start(program, tmp_path / "calls"))
+    assert returned == 1 and "in sys.excepthook" in err
+    assert ["abort", "ValueError: bad batch"] in calls_of(tmp_path / "calls")
 
 
 def test_an_earlier_excepthook_still_runs(tmp_path):
@@ -248,7 +316,7 @@ if __name__ == "__main__":
     called = calls_of(tmp_path / "calls")
     assert out.strip() == ("1" if fails else "0"), err
     assert called[0] == ["connect"] and called[-1] == ["shutdown"]
-    assert (len(called) == 3 and called[1][0] == "abort") if fails else len(called) == 2
+    assert called[1] == ["abort", "ValueError: in a worker"] if fails else len(called) == 2
 
 
 FORK = """

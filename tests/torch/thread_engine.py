@@ -188,6 +188,7 @@ class FakeEngine:
         label, layer, dtype, elems, *scheme = tensors[tensor]
         assert scheme[:1] != ["gather"], f"{label} is gathered"
         assert nbytes == elems * TYPES[dtype].itemsize, (label, nbytes)
+        self._check()
         assert (book, tensor) not in self.flights, f"{label} is in flight already"
         memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(ptr), dtype=torch.uint8)
         start, stop = ptr, ptr + nbytes
@@ -214,7 +215,12 @@ class FakeEngine:
             hub.settle()
         return self.token
 
+    def _check(self) -> None:
+        if self.hub.failed is not None:
+            raise PeerLost(str(self.hub.failed), rank=self.hub.failed.rank)
+
     def submit_gather(self, book, tensor, ptr, nbytes, step, more=False, only_to=None) -> int:
+        self._check()
         label, layer, dtype, most, scheme = self.books[book][2][tensor]
         assert (dtype, scheme) == ("bytes", "gather") and nbytes <= most, (label, nbytes, most)
         assert (book, tensor) not in self.flights, f"{label} is in flight already"
@@ -301,8 +307,7 @@ class FakeEngine:
         if self.chance is not None:
             time.sleep(self.chance.choice([0.0, 0.0, 1e-4]))
         with self.hub.changed:
-            if self.hub.failed is not None:
-                raise PeerLost(str(self.hub.failed), rank=self.hub.failed.rank)
+            self._check()
             for tensor in tensors:
                 arrives = not self.hub.lazy or self.books[book][2][tensor][0] in self.early
                 arrives = arrives or (self.chance is not None and self.chance.random() < 0.4)
@@ -370,6 +375,13 @@ class FakeEngine:
 
     def report(self) -> dict:
         return {"rank": self.rank, "size": self.hub.size, "lanes": 1}
+
+    @property
+    def has_failed(self) -> bool:
+        return self.hub.failed is not None
+
+    def quiet(self) -> None:
+        assert self.has_failed
 
     def abort(self, reason) -> None:
         self.hub.fail(self.rank, RuntimeError(reason))

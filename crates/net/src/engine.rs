@@ -106,6 +106,8 @@ struct Inner {
     port: u16,
     process_id: u32,
     forked: AtomicBool,
+    /// The end of the process closes it, not the last handle.
+    outlives_handles: AtomicBool,
     shared: Arc<Shared>,
     books: RwLock<Vec<Arc<OpenBook>>>,
     next_token: AtomicU64,
@@ -166,6 +168,7 @@ impl Engine {
                 port,
                 process_id: std::process::id(),
                 forked: AtomicBool::new(false),
+                outlives_handles: AtomicBool::new(false),
                 shared: Arc::new(shared),
                 config,
                 books: RwLock::default(),

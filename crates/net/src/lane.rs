@@ -141,6 +141,7 @@ impl Lane {
             state.final_counters.push(counters);
             state.lanes_done += u32::from(!self.done);
             state.lanes_told += u32::from(!self.told);
+            state.lanes_quiet += u32::from(self.failed.is_none());
         });
     }
 
@@ -452,6 +453,7 @@ impl Lane {
             }
         }
         self.failed = Some(abort);
+        self.shared.update(|state| state.lanes_quiet += 1);
         self.note_told();
     }
 

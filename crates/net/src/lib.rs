@@ -13,6 +13,7 @@ mod congestion;
 mod connection;
 pub mod descriptors;
 mod engine;
+mod exit;
 mod failure;
 mod flight;
 pub mod handshake;

@@ -9,7 +9,7 @@ use penstock_core::calls::{Call, GroupId};
 use penstock_core::node::Counters;
 use penstock_core::{BookId, Header, Op, Rank, Seq, Step, TensorId};
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 /// One thing for a lane to do.
 pub(crate) enum Command {
@@ -70,7 +70,8 @@ struct Contents {
 /// The commands that a lane has not taken yet.
 pub(crate) struct Mailbox {
     contents: Mutex<Contents>,
-    waker: Waker,
+    /// Until the lane has ended: whoever keeps the mailbox keeps no descriptor.
+    waker: RwLock<Option<Waker>>,
 }
 
 impl Mailbox {
@@ -82,7 +83,7 @@ impl Mailbox {
                 asleep: false,
                 closed: false,
             }),
-            waker,
+            waker: RwLock::new(Some(waker)),
         }
     }
 
@@ -127,7 +128,7 @@ impl Mailbox {
         drop(contents);
         if asleep {
             // Fails only if the event counter cannot be written; then the lane finds the command at its next tick.
-            let _ = self.waker.wake();
+            let _ = self.waker.read().unwrap_or_else(PoisonError::into_inner).as_ref().map(Waker::wake);
         }
     }
 
@@ -153,6 +154,7 @@ impl Mailbox {
         let commands = std::mem::take(&mut contents.commands);
         drop(contents);
         drop(commands);
+        drop(self.waker.write().unwrap_or_else(PoisonError::into_inner).take());
     }
 }
 

@@ -201,6 +201,8 @@ pub(crate) struct State {
     pub(crate) lanes_done: u32,
     /// Lanes that have told their peers of the failure.
     pub(crate) lanes_told: u32,
+    /// Lanes that know of the failure: they write no memory of the program any more.
+    pub(crate) lanes_quiet: u32,
     /// Final counts of lanes that have ended.
     pub(crate) final_counters: Vec<Counters>,
     /// When each rank said goodbye.
@@ -252,6 +254,7 @@ impl Shared {
             lanes_left: 0,
             lanes_done: 0,
             lanes_told: 0,
+            lanes_quiet: 0,
             final_counters: Vec::new(),
             departed: vec![None; ranks as usize],
             suspect: None,

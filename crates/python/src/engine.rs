@@ -332,6 +332,22 @@ impl Engine {
         py.detach(|| self.engine.abort(reason)).map_err(raise)
     }
 
+    fn quiet(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.engine.quiet()).map_err(raise)
+    }
+
+    #[getter]
+    fn has_failed(&self) -> bool {
+        self.engine.has_failed()
+    }
+
+    #[pyo3(signature = (reason, lent=None))]
+    fn shutdown_by_status(&self, reason: String, lent: Option<Py<PyAny>>) -> PyResult<()> {
+        // When the status is known there is no interpreter any more.
+        std::mem::forget(lent);
+        self.engine.shutdown_by_status(reason).map_err(raise)
+    }
+
     fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
         waiting(py, |interrupted| self.engine.shutdown(interrupted))
     }

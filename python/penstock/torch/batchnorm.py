@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from penstock.errors import ConfigError, ModelMismatch, ProtocolError
 from penstock.torch.layout import COMPILED_PREFIX, ROOT
+from penstock.torch.release import settled
 
 if TYPE_CHECKING:
     from penstock.torch.distribute import Distributed
@@ -63,6 +64,7 @@ class SyncedNorms:
     """
 
     def __init__(self, owner: Distributed, name: str, rank: int) -> None:
+        self.engine = owner.engine
         self._owner = owner
         self._rank = rank
         _refuse_traced(owner.model)
@@ -102,6 +104,7 @@ class SyncedNorms:
                     layer=layer,
                 )
 
+    @settled
     def exchange(self, norm: Norm, direction: int, values: int, numbers: Tensor) -> list[Part]:
         """Every rank's part, in rank order; of ranks that have left (`penstock.join`) none.
 

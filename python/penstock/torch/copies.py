@@ -107,6 +107,10 @@ class BufferCopy:
         token = submit(self.id, 0, staging.data_ptr(), self._nbytes, "copy", step)
         lent_to(self._engine).tensors[token] = self._staging = staging
 
+    def abandon(self) -> None:
+        """The job has failed: the local values stay."""
+        self._staging = None
+
     @torch.no_grad()
     def finish(self) -> None:
         """Put the values in place, if a copy was started. Where rank 0 has left the job, the local values stay."""

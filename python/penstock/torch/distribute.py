@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -31,7 +30,16 @@ from penstock.torch.layout import ROOT, Layer, Slot, check_same_model, describe,
 from penstock.torch.members import distributed_twice, enroll
 from penstock.torch.optimizer import Updates
 from penstock.torch.probe import exchange_cost
-from penstock.torch.safety import Watch, claim, compiled_outside, note_compiled, owner_of, restore
+from penstock.torch.release import Ending, settled
+from penstock.torch.safety import (
+    Watch,
+    claim,
+    compiled_outside,
+    note_compiled,
+    owner_of,
+    owners_of,
+    restore,
+)
 from penstock.torch.schemes import WIRE_TYPES, Schemes, book_scheme, choose, common_reason, gather_scheme, survey
 
 if TYPE_CHECKING:
@@ -41,18 +49,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Distributed",
     "distribute",
-    "distributed_here",
-    "finish_all",
-    "no_sync",
-    "owner_for",
-    "synchronize",
 ]
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 _keys = itertools.count()
-_distributed: list[weakref.ref[Distributed]] = []  # in the order of distribute, which is the same on all ranks
 
 
 class Distributed:
@@ -73,6 +75,7 @@ class Distributed:
         gathers: By name, the layers that can send what their gradients are made of, on every rank.
         why_store: By name, all other layers, and why they cannot.
         lossy: By name, the layers whose gradients are made short.
+        ending: What becomes of it when the job is over.
     """
 
     def __init__(
@@ -91,6 +94,8 @@ class Distributed:
         self.engine = engine
         self.model = model
         self.key = next(_keys)
+        self.whole_steps = options.whole_steps
+        self.ending = Ending(self, optimizers)
         self.layers, self.slots = describe(model)
         taken = next((slot for slot in self.slots if owner_of(slot.param) is not None), None)
         if taken is not None:
@@ -102,9 +107,9 @@ class Distributed:
         self._tensors = fingerprint(model, optimizers, self.slots, arguments)
         check_same_model(engine.all_gather("penstock.distribute", self._tensors))
         origins = engine.all_gather("penstock.distribute", origin_of(model))
-        if any(other.engine is engine and other._tensors == self._tensors for other in _alive()):
+        if any(other._tensors == self._tensors for other in owners_of(engine)):
             check_origins(origins)
-        name = f"model{sum(reference() is not None for reference in _distributed)}"
+        self.name = name = f"model{len(owners_of(engine))}"
         everything = [*model.named_parameters(), *model.named_buffers()]
         self.copies = CopyBook(engine, f"{name}.parameters", everything)
         self.copies.copy_from(rank == 0, 0)
@@ -149,8 +154,8 @@ class Distributed:
         for module in self.model.modules():
             if id(module) in layers_of and not isinstance(module, torch.jit.ScriptModule):
                 self._wait_before_forward(module, layers_of[id(module)])
-        self._watch = Watch(self.model, self.layers, self.slots, slots_of) if self.synchronous is None else None
-        self.observed = self._watch is None
+        self.watch = Watch(self.model, self.layers, self.slots, slots_of) if self.synchronous is None else None
+        self.observed = self.watch is None
         patches.patch(self)
 
     def _coordinate(self, rank: int, name: str, options: Options, rates: Rates) -> tuple[Coordinator, Choice]:
@@ -311,6 +316,7 @@ class Distributed:
 
     # The life of a step
 
+    @settled
     def before_forward(self, layers: list[Layer]) -> None:
         """Apply what this module needs; at the first forward after a step, also what has unknown readers."""
         needed = layers
@@ -341,7 +347,7 @@ class Distributed:
     def _end_observation(self) -> None:
         self.observed = True
         self.norms.check()
-        watch, self._watch = self._watch, None
+        watch, self.watch = self.watch, None
         if watch is None or self.synchronous is not None:
             return
         watch.remove()
@@ -355,15 +361,15 @@ class Distributed:
 
     def reading(self, slot: Slot) -> AbstractContextManager[bool]:
         """A call of torch is given this parameter during an observed forward; whether outside of its module's."""
-        return nullcontext(False) if self._watch is None else self._watch.reading(slot)
+        return nullcontext(False) if self.watch is None else self.watch.reading(slot)
 
     def be_synchronous(self, reason: str) -> None:
         """From now on no update is left outstanding when `step` returns, and no gradient when backward returns."""
         if self.synchronous is None:
             self.synchronous = reason
             self.gradients.synchronous = True
-            if self._watch is not None:
-                self._watch.stop()
+            if self.watch is not None:
+                self.watch.stop()
         self.synchronize()
 
     def is_live(self) -> bool:
@@ -373,15 +379,24 @@ class Distributed:
         except ConfigError:
             return False
 
+    @settled
     def finish(self) -> None:
-        """Apply all outstanding updates."""
+        """Apply all outstanding updates: somebody is about to read."""
+        self.ending.warn_if_torn()
         for update in self.updates:
             update.finish_all()
         if self.buffers is not None:
             self.buffers.finish()
 
+    def finish_everything(self) -> None:
+        """Apply the outstanding updates of all models of this job."""
+        for owner in owners_of(self.engine):
+            owner.finish()
+
+    @settled
     def synchronize(self) -> None:
         """Make parameters and gradients final."""
+        self.ending.raise_if_lost()
         self.finish()
         self.gradients.finish(self.slots)
         for slot in self.slots:
@@ -500,102 +515,22 @@ def distribute(
     if broadcast_buffers is None:
         broadcast_buffers = running.options.broadcast_buffers
     patches.forget_compiled()
-    owner = Distributed(
-        running.engine,
-        running.rank,
-        inner,
-        optimizers,
-        broadcast_buffers=broadcast_buffers,
-        schemes=schemes,
-        options=running.options,
-        rates=running.rates,
-        given=model,
-    )
-    _distributed.append(weakref.ref(owner))
+    try:
+        Distributed(
+            running.engine,
+            running.rank,
+            inner,
+            optimizers,
+            broadcast_buffers=broadcast_buffers,
+            schemes=schemes,
+            options=running.options,
+            rates=running.rates,
+            given=model,
+        )  # the hooks on the model keep it
+    except BaseException:
+        if not any(owner_of(param) is not None for param in inner.parameters()):
+            patches.unpatch(inner)
+            residuals.detach(optimizers)
+        raise
     enroll(inner, running.engine)
     return model, optimizer
-
-
-def _alive() -> list[Distributed]:
-    return [owner for reference in _distributed if (owner := reference()) is not None]
-
-
-def distributed_here() -> list[Distributed]:
-    """What is distributed in this job, in order."""
-    engine = job.current("synchronize").engine
-    return [owner for owner in _alive() if owner.engine is engine]
-
-
-def lossy_here() -> dict[str, str]:
-    """The lossy layers of this job, and their schemes."""
-    return {name: scheme for owner in distributed_here() for name, scheme in owner.lossy_layers().items()}
-
-
-def owner_for(target: nn.Module | Optimizer) -> Distributed | None:
-    """Who synchronises any of the parameters of a model or an optimizer."""
-    params = (
-        target.parameters() if isinstance(target, nn.Module) else (p for g in target.param_groups for p in g["params"])
-    )
-    return next((owner for param in params if (owner := owner_of(param)) is not None), None)
-
-
-def synchronize(target: nn.Module | Optimizer | None = None) -> None:
-    """Wait until all gradients are averages in ``.grad`` and all updates have been applied. Not collective.
-
-    Needed only before using gradients or parameters through references that were made earlier, and by models without
-    an optimizer before the update. After ``backward`` and before ``step`` it makes gradients final, so that they can be
-    clipped or edited; after ``step`` it also applies the updates.
-
-    Args:
-        target: A distributed model or its optimizer; by default everything.
-
-    Raises:
-        PeerLost: A rank was lost.
-        Timeout: The averages did not come in time.
-
-    Example:
-        >>> loss.backward()
-        >>> ps.synchronize(optimizer)
-        >>> for grad in gradients_kept_elsewhere:
-        ...     grad.clamp_(-1, 1)
-        >>> optimizer.step()
-    """
-    if job.current("synchronize").world_size == 1:
-        return
-    if target is None:
-        for owner in distributed_here():
-            owner.synchronize()
-        return
-    found = owner_for(target)
-    if found is not None:
-        found.synchronize()
-
-
-def finish_all() -> None:
-    """Apply all outstanding updates, before the job ends."""
-    for owner in distributed_here():
-        owner.finish()
-        owner.drift.conclude()
-
-
-def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Within, ``backward`` only accumulates; the first one after it sends what has accumulated. As in DDP.
-
-    Args:
-        model: A distributed model. Also there as ``model.no_sync()``.
-
-    Raises:
-        ConfigError: The model is not distributed.
-
-    Example:
-        >>> with ps.no_sync(model):
-        ...     loss(model(first_half)).backward()
-        >>> loss(model(second_half)).backward()
-        >>> optimizer.step()
-    """
-    if job.current("no_sync").world_size == 1:
-        return nullcontext()
-    owner = owner_for(model)
-    if owner is None:
-        raise ConfigError("penstock.no_sync: the model is not distributed; call penstock.distribute first")
-    return owner.gradients.no_sync()

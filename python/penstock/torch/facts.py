@@ -10,8 +10,8 @@ from torch import nn
 from penstock import job
 from penstock.coordinator import Cluster, Coordinator, Placed
 from penstock.errors import ConfigError
+from penstock.torch.access import owner_for
 from penstock.torch.choice import network_of
-from penstock.torch.distribute import owner_for
 
 if TYPE_CHECKING:
     from penstock.explanation import Explanation, LayerPlan

@@ -220,6 +220,12 @@ class Gather(ABC):
         if self.wanted() & ~self.pending == 0:
             self.submit()
 
+    def abandon(self) -> None:
+        """What is on its way will not come: what is held of backwards that were not sent stays."""
+        self.pending = 0
+        self._mine = self._averages = None
+        self._bases = [None] * len(self.slots)
+
     # Out
 
     def submit(self) -> None:

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd import graph as autograd_graph
+from torch.utils.hooks import RemovableHandle
 
 from penstock.coordinator import Placed
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.lossy import DGC, LossyScheme
 from penstock.torch.adam import FactorsToOwner
 from penstock.torch.dgc import DGCGather
@@ -37,6 +38,7 @@ from penstock.torch.memory import lent_to
 from penstock.torch.onebit import OneBitGather
 from penstock.torch.pairs import EmbeddingPairs
 from penstock.torch.rebuild import Rebuilds
+from penstock.torch.release import after_failure, settled
 from penstock.torch.safety import defer, restore
 from penstock.warning import warn
 
@@ -123,6 +125,7 @@ class Gradients:
         self.quiet = False  # under no_sync
         self.synchronous = False  # gradients are final when backward returns
         self._task = -1  # the autograd graph task seen last
+        self._handles: list[RemovableHandle] = []
         self._unswapped = [slot for slot in slots if not slot.swappable]
 
     def placements(self) -> dict[str, list[Placed]]:
@@ -138,9 +141,31 @@ class Gradients:
             slot.gradients = self
             wanted = slot.param.requires_grad
             slot.param.requires_grad_(True)  # a frozen parameter takes no hooks, and may be unfrozen later
-            slot.param.register_hook(self._make_before(slot))
-            slot.param.register_post_accumulate_grad_hook(self._make_after(slot))
+            self._handles.append(slot.param.register_hook(self._make_before(slot)))
+            self._handles.append(slot.param.register_post_accumulate_grad_hook(self._make_after(slot)))
             slot.param.requires_grad_(wanted)
+
+    def settle(self) -> None:
+        """The job is over: nothing is in flight any more, and nothing will be. What was reads as ``None``."""
+        self.closed, self._task = self.rounds, -1
+        for gather in self.gathers:
+            gather.abandon()
+        with torch._C.DisableTorchFunctionSubclass():
+            for slot in self.slots:
+                if slot.flying and slot.assigned:
+                    slot.param.grad = torch.zeros_like(slot.param) if slot.zero_after else None
+                slot.flying = slot.absent = slot.zero_after = False
+                slot.grad = slot.memory = slot.spare = slot.update = slot.via = None
+                slot.number = slot.index
+                restore(slot)
+
+    def detach(self) -> None:
+        """Remove the hooks of all parameters; rows that are held become local gradients."""
+        for gather in self.gathers:
+            gather.engage(False)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     # A parameter's hooks are invisible to the garbage collector. They refer to the slot, and with it to all else,
     # weakly, or no distributed model would ever be freed; the hooks of the modules keep it.
@@ -153,7 +178,11 @@ class Gradients:
             if slot is None:
                 return  # the model is gone
             if slot.gather is not None and slot.gather.engaged:
-                slot.gather.before(slot, grad)
+                try:
+                    slot.gather.before(slot, grad)
+                except PenstockError as error:
+                    after_failure(slot.gradients.engine, error)
+                    raise
                 return
             if slot.flying or slot.update is not None:
                 slot.gradients.clear_for_accumulation(slot)
@@ -181,7 +210,11 @@ class Gradients:
                 return
             gradients = slot.gradients
             if slot.gather is not None and slot.gather.engaged:
-                slot.gather.after(slot)
+                try:
+                    slot.gather.after(slot)
+                except PenstockError as error:
+                    after_failure(gradients.engine, error)
+                    raise
                 return
             if gradients.quiet:
                 slot.dirty = True
@@ -204,7 +237,11 @@ class Gradients:
                 memory = grad
             else:
                 grad, memory = gradients._private(slot, grad)
-            token = submit(book, index, memory.data_ptr(), nbytes, "average", gradients.step, True)
+            try:
+                token = submit(book, index, memory.data_ptr(), nbytes, "average", gradients.step, True)
+            except PenstockError as error:
+                after_failure(gradients.engine, error)
+                raise
             lent[token] = memory
             slot.token = token
             slot.grad = grad
@@ -265,6 +302,7 @@ class Gradients:
         if not _nested(sys._getframe(1)):
             Variable._execution_engine.queue_callback(self.close)
 
+    @settled
     def close(self) -> None:
         """The backward is over: what it did not touch is sent if it holds anything, or announced absent."""
         if self.rounds == self.closed:
@@ -374,6 +412,7 @@ class Gradients:
             if gather.round <= self._contributed:
                 gather.serve()
 
+    @settled
     def finish(self, slots: Iterable[Slot]) -> None:
         """Wait until these gradients are final, and give them to the caller to do with as it likes."""
         flying = [slot for slot in slots if slot.flying]

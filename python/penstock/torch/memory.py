@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from penstock._native import Engine
 
-__all__ = ["Lent", "Reused", "lent_to"]
+__all__ = ["Lent", "Reused", "forget_lent", "lent_to"]
 
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
@@ -44,6 +44,11 @@ _by_engine: dict[int, Lent] = {}
 def lent_to(engine: Engine) -> Lent:
     """The ledger of this engine."""
     return _by_engine.setdefault(id(engine), Lent(engine))
+
+
+def forget_lent(engine: Engine) -> None:
+    """The engine is shut down: it touches nothing any more."""
+    _by_engine.pop(id(engine), None)
 
 
 class Reused:

@@ -10,21 +10,24 @@ their averages come in, by a thread beside the program's (partial.py, pieces.py,
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
+from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ConfigError
 from penstock.torch.gather import mark_average
 from penstock.torch.hooks import Gradients
 from penstock.torch.layout import Layer, Slot
 from penstock.torch.partial import PartialUpdates
+from penstock.torch.release import settled
 from penstock.torch.safety import defer, restore, slot_of
 from penstock.torch.separable import as_if_in_step, separable, snapshot, unhooked_step
+from penstock.torch.whole import StepLog, open_steps
 from penstock.warning import warn
 
 if TYPE_CHECKING:
@@ -47,7 +50,11 @@ class Updates:
 
     def __init__(self, owner: Distributed, optimizer: Optimizer) -> None:
         self._owner = owner
+        self.engine = owner.engine
         self.optimizer = optimizer
+        self.log = StepLog(owner.engine, optimizer) if owner.whole_steps else None
+        self._taken: list[Layer] = []  # of the last step
+        self._released = False
         self._gradients: Gradients = owner.gradients
         self._waiting: dict[Layer, list[Slot]] = {}
         self._groups: list[dict[str, Any]] = []  # hyperparameters at the time of step
@@ -57,7 +64,10 @@ class Updates:
         self._separable = separable(optimizer)
         self._class_step = unhooked_step(type(optimizer)) if self._separable is None else None
         self._previous_step: Callable[..., Any] = _own_step(optimizer)
-        self._partial = PartialUpdates(optimizer, self._gradients, separable=self._separable is None)
+        self._partial = PartialUpdates(optimizer, self._gradients, separable=self._separable is None, log=self.log)
+        self._unpatched: dict[str, Any] = {}  # what the optimizer itself had where ours is now
+        self._patches: dict[str, Any] = {}
+        self._handles: list[RemovableHandle] = []
         self._patch()
 
     @property
@@ -67,8 +77,10 @@ class Updates:
 
     # step
 
+    @settled
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Take the gradients of this moment, and return; see the module."""
+        self._owner.ending.raise_if_lost()
         optimizer = self.optimizer
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
         self._owner.before_step()
@@ -115,6 +127,8 @@ class Updates:
         if closure is None:
             self._take_part()
         self._gradients.finish(self._gradients.slots)
+        if open_steps(self.engine):
+            self._owner.finish_everything()  # what is pending elsewhere began before: undone, it would take this along
         given = [(p, p.grad) for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
         if any(slot_of(param) is None and param.numel() for param, _ in given):
             self._owner.check_optimizer(self.optimizer)
@@ -166,6 +180,9 @@ class Updates:
         taken.sort(key=_by_place_in_forward)
         for slot in taken:
             self._waiting.setdefault(slot.layer, []).append(slot)
+        self._taken = list(self._waiting)
+        if self.log is not None and taken:
+            self.log.begin()
         # A graph made before this step must not be used after it: say so at the time the plain optimizer would.
         _increment_versions([slot.param for slot in taken])
         gradients.step += 1
@@ -181,6 +198,7 @@ class Updates:
 
     # Applying
 
+    @settled
     def finish(self, needed: Iterable[Layer]) -> None:
         """Apply the updates of these layers, waiting for their averages, and in the same call those of all that are in.
 
@@ -208,7 +226,9 @@ class Updates:
             ready = {}
         self._apply_layers(ready)
 
-    def _apply_layers(self, layers: Iterable[Layer]) -> None:
+    def _apply_layers(self, layers: Collection[Layer]) -> None:
+        if self.log is not None and len(layers) == len(self._waiting):
+            self.log.end()
         slots = [slot for layer in layers for slot in self._waiting.pop(layer)]
         if slots:
             self._apply(slots)
@@ -275,6 +295,8 @@ class Updates:
                 slot.memory = None
             slot.param.grad = grad
         if groups:
+            if self.log is not None:
+                self.log.keep([param for group in groups for param in group["params"]])
             self._call(groups)
         self._partial.close(slots, [(slot, grad) for slot, grad, _ in due])
         for slot, _, mine in due:
@@ -328,6 +350,36 @@ class Updates:
         """Reset gradients; one that is still in flight stays with its update."""
         zero_grads((p for group in self.optimizer.param_groups for p in group["params"]), set_to_none)
 
+    # The end
+
+    def stop(self) -> list[str] | None:
+        """Nothing that is outstanding will be applied any more.
+
+        Returns:
+            If the last step is not whole, the layers that have all or part of its update.
+        """
+        with self._partial.turn:
+            waiting, self._waiting = self._waiting, {}
+            begun = [layer.name for layer in self._taken if layer not in waiting or self._partial.has_begun(layer)]
+            self._partial.abandon()
+            for slots in waiting.values():
+                for slot in slots:
+                    slot.update = None
+            return begun if waiting else None
+
+    def release(self) -> None:
+        """Give the optimizer back as it was. Where another library has wrapped what is ours, that passes calls on."""
+        self._released = True
+        own = self.optimizer.__dict__
+        for name, function in self._patches.items():
+            if own.get(name) is function:
+                del own[name]
+                if name in self._unpatched:
+                    own[name] = self._unpatched[name]
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
     def _patch(self) -> None:
         optimizer, owner = self.optimizer, self._owner
         plain_zero_grad, plain_add, plain_getstate = (
@@ -335,10 +387,10 @@ class Updates:
         )
 
         def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            return self.step(*args, **kwargs)
+            return self._previous_step(*args, **kwargs) if self._released else self.step(*args, **kwargs)
 
         def zero_grad(_: Optimizer, *args: Any, **kwargs: Any) -> None:
-            if getattr(type(optimizer), "zero_grad", None) is Optimizer.zero_grad:
+            if not self._released and getattr(type(optimizer), "zero_grad", None) is Optimizer.zero_grad:
                 self.zero_grad(*args, **kwargs)
             else:
                 owner.finish()
@@ -347,6 +399,8 @@ class Updates:
         def add_param_group(_: Optimizer, param_group: dict[str, Any]) -> None:
             self.finish_all()
             plain_add(param_group)
+            if self._released:
+                return
             try:
                 owner.check_optimizer(optimizer)
             except ConfigError:
@@ -354,7 +408,7 @@ class Updates:
                 raise
 
         def getstate(_: Optimizer) -> Any:
-            self.finish_all()
+            self._before_reading()
             state = dict(vars(optimizer)) if plain_getstate is None else plain_getstate()
             if type(state) is not dict:
                 return state
@@ -367,10 +421,19 @@ class Updates:
         ]
         for name, method in zip(("step", "zero_grad", "add_param_group", "__getstate__"), patched, strict=True):
             if name == "__getstate__" or callable(getattr(optimizer, name, None)):
+                if name in optimizer.__dict__:
+                    self._unpatched[name] = optimizer.__dict__[name]
+                self._patches[name] = method
                 setattr(optimizer, name, method)
         if self._separable is None:  # others, such as wrappers that know no hooks, have no update outstanding
-            optimizer.register_state_dict_pre_hook(lambda _: self.finish_all())
-            optimizer.register_load_state_dict_pre_hook(lambda _, __: self.finish_all())
+            self._handles = [
+                optimizer.register_state_dict_pre_hook(lambda _: self._before_reading()),
+                optimizer.register_load_state_dict_pre_hook(lambda _, __: self.finish_all()),
+            ]
+
+    def _before_reading(self) -> None:
+        self.finish_all()
+        self._owner.ending.warn_if_torn()
 
 
 def zero_grads(params: Iterable[nn.Parameter], set_to_none: bool) -> None:

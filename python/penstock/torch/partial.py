@@ -21,6 +21,7 @@ from penstock.torch.hooks import Gradients
 from penstock.torch.layout import Layer, Slot, same_order
 from penstock.torch.pieces import PIECE_ELEMS, Cut, Pieces, elementwise
 from penstock.torch.separable import as_if_in_step
+from penstock.torch.whole import StepLog
 
 __all__ = ["PartialUpdates"]
 
@@ -41,12 +42,16 @@ class PartialUpdates:
         optimizer: Whose updates. If it does not treat every element by itself, none is ever opened here.
         gradients: Where averages come in.
         separable: Whether the optimizer's parameters can be updated one by one at all.
+        log: Keeps what updates overwrite, if that is wanted.
 
     Attributes:
         turn: Held by the program's thread for every call of the methods below, and by the background's for `work`.
     """
 
-    def __init__(self, optimizer: Optimizer, gradients: Gradients, *, separable: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, gradients: Gradients, *, separable: bool, log: StepLog | None = None
+    ) -> None:
+        self._log = log
         self.turn = background.Turn()
         self._optimizer = optimizer
         self._gradients = gradients
@@ -115,19 +120,27 @@ class PartialUpdates:
         self._coming = [slot for slot in self._coming if slot in self._open]
 
     def _apply_rest(self, due: Sequence[tuple[Slot, Tensor]]) -> None:
-        assert self._pieces is not None
         left = [(self._open[slot], _lying_like(slot, grad)) for slot, grad in due if not self._open[slot].is_done]
         state = self._optimizer.state
         with torch._C.DisableTorchFunctionSubclass(), as_if_in_step():
             if left:
-                numbers = [len(cut.bounds) - cut.done for cut, _ in left]
-                self._pieces.run(left, numbers, clone=self._clone)
+                self._advance(left, [len(cut.bounds) - cut.done for cut, _ in left])
             for slot, _ in due:
                 cut = self._open[slot]
                 if slot.param in state or cut.states[-1]:
                     cut.close(state[slot.param])
 
+    def abandon(self) -> None:
+        """What is not applied yet will never be."""
+        self._open.clear()
+        self._cuts.clear()
+        self._coming = []
+
     # Meanwhile
+
+    def has_begun(self, layer: Layer) -> bool:
+        """Whether a piece of this layer is applied."""
+        return any(cut.done > 0 for slot in layer.slots if (cut := self._open.get(slot)) is not None)
 
     def has_left(self, layer: Layer) -> bool:
         """Whether a piece of this layer is not applied yet."""
@@ -179,14 +192,20 @@ class PartialUpdates:
         if self._failure is not None:
             raise self._failure
 
+    def _advance(self, due: Sequence[tuple[Cut, Tensor]], numbers: Sequence[int]) -> None:
+        """Apply so many more pieces of each cut."""
+        assert self._pieces is not None
+        if self._log is not None:
+            for (cut, _), number in zip(due, numbers, strict=True):
+                self._log.keep_range(cut.param, cut.bounds[cut.done][0], cut.bounds[cut.done + number - 1][1])
+        self._pieces.run(due, numbers, clone=self._clone)
+
     def _run(self) -> bool:
         """Apply what is in memory of the next pieces, some `PIECE_ELEMS` of it; whether there was any."""
         ready = self._ready(PIECE_ELEMS)
         if ready:
-            assert self._pieces is not None
             with torch._C.DisableTorchFunctionSubclass(), as_if_in_step():
-                due = [(cut, grad) for cut, grad, _ in ready]
-                self._pieces.run(due, [number for *_, number in ready], clone=self._clone)
+                self._advance([(cut, grad) for cut, grad, _ in ready], [number for *_, number in ready])
             self._coming = [slot for slot in self._coming if not self._open[slot].is_done]
         return bool(ready)
 

@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +19,9 @@ from torch import nn
 if TYPE_CHECKING:
     from penstock.torch.distribute import Distributed
 
-__all__ = ["forget_compiled", "patch", "strip"]
+__all__ = ["forget_compiled", "patch", "strip", "unpatch"]
 
+_BY_HOOK = ("_forward_hooks_always_called", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 _PATCHED = ("no_sync", "zero_grad", "eval", "__reduce_ex__", "forward")
 
 
@@ -83,10 +85,31 @@ def strip(state: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict) and name.endswith("_hooks"):
             removed.update(key for key, hook in value.items() if _ours(hook))
             plain[name] = type(value)((key, hook) for key, hook in value.items() if not _ours(hook))
-    for name in ("_forward_hooks_always_called", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"):
+    for name in _BY_HOOK:
         if name in plain:
             plain[name] = OrderedDict((key, value) for key, value in plain[name].items() if key not in removed)
     return plain
+
+
+def unpatch(model: nn.Module) -> None:
+    """Remove what is ours from the model itself, except that `no_sync` stays, and does nothing."""
+    for module in model.modules():
+        own = module.__dict__
+        for name in _PATCHED:
+            if name in own and _ours(own[name]):
+                del own[name]
+        removed: set[int] = set()
+        for name, hooks in own.items():
+            if isinstance(hooks, dict) and name.endswith("_hooks"):
+                ours = [key for key, hook in hooks.items() if _ours(hook)]
+                removed.update(ours)
+                for key in ours:
+                    del hooks[key]
+        for name in _BY_HOOK:
+            for key in removed & own.get(name, {}).keys():
+                del own[name][key]
+    if not hasattr(model, "no_sync"):
+        model.no_sync = nullcontext  # type: ignore[assignment]
 
 
 def _ours(value: Any) -> bool:

@@ -63,6 +63,12 @@ class Rebuilds:
             with self.turn:
                 pass
 
+    def abandon(self) -> None:
+        """Nobody needs the averages any more: returns when none is being made."""
+        self._coming.clear()
+        with self.turn:
+            pass
+
     def _claim(self, gather: Gather) -> bool:
         try:
             self._coming.remove(gather)

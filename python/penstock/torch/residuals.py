@@ -10,10 +10,12 @@ Here is also the rule for momentum: Deep Gradient Compression has its own, so th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ConfigError
 from penstock.lossy import DGC, parse
@@ -22,7 +24,7 @@ from penstock.torch.lossy import Lossy
 from penstock.torch.separable import optimizers_within
 from penstock.warning import warn
 
-__all__ = ["ENTRY", "attach", "check_optimizers", "refuse_momentum_of_nobody"]
+__all__ = ["ENTRY", "attach", "check_optimizers", "detach", "forget", "refuse_momentum_of_nobody"]
 
 ENTRY = "penstock"
 VERSION = 1
@@ -37,6 +39,7 @@ def attach(optimizers: Sequence[Optimizer], gathers: Sequence[Lossy[Any]], rank:
         rank: This rank.
         ranks: How many there are.
     """
+    forget(optimizers)
     if not gathers:
         return
     for given in optimizers:
@@ -47,9 +50,29 @@ def attach(optimizers: Sequence[Optimizer], gathers: Sequence[Lossy[Any]], rank:
                 f"{type(given).__name__} is no torch.optim.Optimizer, nor wraps one. Leave its layers exact"
             )
         carried = _Carried(optimizer, gathers, rank, ranks)
-        optimizer.register_state_dict_post_hook(carried.save)
-        optimizer.register_load_state_dict_pre_hook(carried.load)
-        optimizer.register_step_pre_hook(carried.before_step)
+        _saving[optimizer] = optimizer.register_state_dict_post_hook(carried.save)
+        _in_job[optimizer] = [
+            optimizer.register_load_state_dict_pre_hook(carried.load),
+            optimizer.register_step_pre_hook(carried.before_step),
+        ]
+
+
+_saving: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
+_in_job: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+
+
+def detach(optimizers: Sequence[Optimizer]) -> None:
+    """The job is over. What is kept stays in the optimizers' state_dicts, until they are distributed anew."""
+    for optimizer in optimizers:
+        for handle in _in_job.pop(optimizer, ()):
+            handle.remove()
+
+
+def forget(optimizers: Sequence[Optimizer]) -> None:
+    """What is kept does not belong to what the parameters are: no state_dict carries it any more."""
+    for optimizer in optimizers:
+        if (handle := _saving.pop(optimizer, None)) is not None:
+            handle.remove()
 
 
 def refuse_momentum_of_nobody(schemes: Mapping[str, object]) -> None:

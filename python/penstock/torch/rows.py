@@ -214,6 +214,11 @@ class Rows(Gather):
         self._held = [call._replace(mask=call.mask & ~bit) for call in self._held if call.mask & ~bit]
         slot.held = False
 
+    def abandon(self) -> None:
+        """As for every gather; rows of a backward that was to be sent are lost with it."""
+        super().abandon()
+        self._fresh = []
+
     # Out
 
     def packed(self) -> Tensor:

@@ -30,9 +30,21 @@ from penstock.torch.layout import Layer, Slot
 from penstock.torch.members import check_forward
 
 if TYPE_CHECKING:
+    from penstock._native import Engine
     from penstock.torch.distribute import Distributed
 
-__all__ = ["DeferredParameter", "Watch", "claim", "compiled_outside", "defer", "note_compiled", "restore", "slot_of"]
+__all__ = [
+    "DeferredParameter",
+    "Watch",
+    "claim",
+    "compiled_outside",
+    "defer",
+    "note_compiled",
+    "owners_of",
+    "restore",
+    "slot_of",
+    "unclaim",
+]
 
 ANY_OWNER = -1  # where dynamo cannot tell which model a parameter belongs to
 
@@ -142,6 +154,21 @@ def claim(owner: Distributed, slots: Sequence[Slot]) -> None:
     for slot in slots:
         _slots[id(slot.param)] = weakref.ref(slot, _forget(id(slot.param)))
         slot.owner = owner
+
+
+def unclaim(owner: Distributed, slots: Sequence[Slot]) -> None:
+    """The model is not distributed any more: its parameters are plain ones."""
+    _owners.pop(owner.key, None)
+    for slot in slots:
+        reference = _slots.get(id(slot.param))
+        if reference is not None and reference() is slot:
+            del _slots[id(slot.param)]
+        slot.owner = None
+
+
+def owners_of(engine: Engine) -> list[Distributed]:
+    """The distributed models of this engine, in the order of `distribute`."""
+    return [owner for _, owner in sorted(_owners.items()) if owner.engine is engine]
 
 
 def _forget(key: int) -> Callable[[object], None]:

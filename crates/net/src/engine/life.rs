@@ -3,6 +3,7 @@
 use super::{Engine, EngineConfig, Threads, guard};
 use crate::admission::{Admission, AdmissionConfig, Deliver, Delivery};
 use crate::descriptors;
+use crate::exit;
 use crate::failure::{Failure, Stop};
 use crate::lane::{Lane, WAKER};
 use crate::mailbox::{Command, Mailbox};
@@ -16,6 +17,8 @@ use std::time::{Duration, Instant};
 
 /// How long `abort` waits for the peers to be told.
 const TELL: Duration = Duration::from_secs(1);
+/// How long `quiet` waits for the lanes' next turns before it ends them.
+const QUIET: Duration = Duration::from_secs(5);
 
 impl Engine {
     /// Starts the threads. `addresses` is every rank's host and port; connections come about when they are needed.
@@ -189,6 +192,59 @@ impl Engine {
         Ok(())
     }
 
+    /// Whether the job is over: it has failed, or this engine is shut down.
+    #[must_use]
+    pub fn has_failed(&self) -> bool {
+        self.inner.shared.has_failed()
+    }
+
+    /// After a failure: returns when nothing writes memory that was handed over any more. What is released only at
+    /// [`Engine::shutdown`] may still be read, where a frame is half sent.
+    ///
+    /// # Errors
+    /// `Config` if the job has not failed, or in a forked child.
+    pub fn quiet(&self) -> Result<(), Failure> {
+        self.alive("quiet")?;
+        let shared = &self.inner.shared;
+        if !shared.has_failed() {
+            return Err(Failure::config("quiet() was called while the job runs"));
+        }
+        let lanes = shared.mailboxes().len() as u32;
+        let deadline = Instant::now() + QUIET;
+        while shared.lock().lanes_quiet < lanes {
+            if Instant::now() >= deadline {
+                guard(&self.inner.threads).shut_down = true;
+                self.close();
+                return Ok(());
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
+    }
+
+    /// For a program that ends and of which only the exit status will tell how: shuts down when that is known, in order
+    /// if it is 0, and otherwise telling the other ranks the reason. The engine lives until then, whoever drops it.
+    ///
+    /// # Errors
+    /// `Config` in a forked child.
+    pub fn shutdown_by_status(&self, reason: String) -> Result<(), Failure> {
+        self.alive("shutdown_by_status")?;
+        let engine = Self { inner: Arc::clone(&self.inner) };
+        #[allow(clippy::print_stderr)] // There is nobody left who could raise it.
+        let end = move |status: i32| {
+            if status != 0 {
+                // Only a forked child is refused, which has left the job to its parent.
+                let _ = engine.abort(&format!("{reason} (exit status {status})"));
+            }
+            if let Err(Stop::Failed(failure)) = engine.shutdown(&mut || false) {
+                eprintln!("penstock: the job did not end in order: {failure}");
+            }
+        };
+        self.inner.outlives_handles.store(true, Ordering::Release);
+        exit::with_status(Box::new(end));
+        Ok(())
+    }
+
     /// Leaves the job in order: waits for what is in flight, says goodbye, waits a bounded time for the others' goodbyes,
     /// and closes everything. Again: does nothing. After a failure it only closes.
     ///
@@ -260,7 +316,9 @@ impl Drop for Engine {
             std::mem::forget(Arc::clone(&self.inner));
             return;
         }
-        self.close();
+        if !self.inner.outlives_handles.load(Ordering::Acquire) {
+            self.close();
+        }
     }
 }
 

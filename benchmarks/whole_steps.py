@@ -1,0 +1,170 @@
+"""What ``whole_steps`` costs: time of a step, and memory.
+
+    .venv/bin/python -m benchmarks.whole_steps [--json-lines docs/benchmarks/whole_steps.jsonl]
+
+Ranks on this machine train a model that takes next to no time itself, so that a step is communication and updates. The
+same job makes steps with and without copies in turn, in random order drawn from the seed, the same on all ranks; what
+is compared are medians of the steps' times on rank 0. Copies are made by the processors that move the data here, where
+hosts of a real cluster wait for their network: the share is an upper bound, and the processor time of the copies is
+given beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+import penstock as ps
+from benchmarks.overhead import Piece, resnet50_sized
+from lab.records import ROOT, publish, result_arguments, spread, wait_for_quiet
+from penstock.torch.safety import owner_of
+from penstock.torch.whole import StepLog
+
+WORKERS = (2, 4)
+WARM_STEPS = 4
+WORKER_S = 900.0
+SHARE_TARGET = 0.01
+
+
+def wide() -> nn.Module:
+    """10 million numbers in 20 layers."""
+    return nn.Sequential(*(Piece((500, 1000), (1000,)) for _ in range(20)))
+
+
+CASES: dict[str, Any] = {
+    "ResNet-50-sized, SGD with momentum": (
+        resnet50_sized,
+        lambda params: torch.optim.SGD(params, lr=1e-6, momentum=0.9),
+    ),
+    "10 M numbers, AdamW": (wide, lambda params: torch.optim.AdamW(params, lr=1e-6)),
+}
+
+
+class Timed(StepLog):
+    """Knows what it cost."""
+
+    cost_s = 0.0
+
+    def keep(self, params: Any) -> None:
+        """As it is, timed on the thread that does it."""
+        began = time.thread_time()
+        super().keep(params)
+        self.cost_s += time.thread_time() - began
+
+    def keep_range(self, param: nn.Parameter, begin: int, end: int) -> None:
+        """As it is, timed on the thread that does it."""
+        began = time.thread_time()
+        super().keep_range(param, begin, end)
+        self.cost_s += time.thread_time() - began
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the copies."""
+        return sum(kept.numel() * kept.element_size() for kept in self._kept.values())
+
+
+def work(case: str, rank: int, size: int, directory: str, steps: int, seed: int) -> None:
+    """One rank: prints one JSON object."""
+    torch.set_num_threads(1)
+    make, make_optimizer = CASES[case]
+    ps.init(rank=rank, world_size=size, rendezvous=f"file://{directory}/meet", whole_steps=True)
+    model = make()
+    optimizer = make_optimizer(model.parameters())
+    model, optimizer = ps.distribute(model, optimizer)
+    owner: Any = owner_of(next(iter(model.parameters())))
+    update = owner.updates[0]
+    log = Timed(owner.engine, optimizer)
+    chance = random.Random(seed)
+    times: dict[str, list[float]] = {"with": [], "without": []}
+    x = torch.zeros(1)
+    order = [way for _ in range(steps) for way in chance.sample(sorted(times), 2)]
+    for number, way in enumerate(["with"] * WARM_STEPS + order):
+        if number == WARM_STEPS:
+            log.cost_s = 0.0
+        ps.synchronize()
+        update.log = update._partial._log = log if way == "with" else None
+        began = time.perf_counter()
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model(x)  # the forward that needs the updates
+        if number >= WARM_STEPS:
+            times[way].append(1e3 * (time.perf_counter() - began))
+    ps.shutdown()
+    print(json.dumps({**times, "copy_ms": 1e3 * log.cost_s / steps, "copies_mb": log.nbytes / 1e6}))
+
+
+def measure(case: str, size: int, steps: int, seed: int) -> dict[str, Any]:
+    """All ranks of one job."""
+    with tempfile.TemporaryDirectory(prefix="penstock-whole-") as directory:
+        command = [sys.executable, "-m", __spec__.name, "--worker", case]
+        processes = [
+            subprocess.Popen(
+                [*command, str(rank), str(size), directory, str(steps), str(seed)],
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+            )
+            for rank in range(size)
+        ]
+        try:
+            outputs = [process.communicate(timeout=WORKER_S)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    found = json.loads(outputs[0].splitlines()[-1])
+    plain = statistics.median(found["without"])
+    share = statistics.median(found["with"]) / plain - 1
+    return {
+        "model": case,
+        "workers": size,
+        "without_ms": spread(found["without"]),
+        "with_ms": spread(found["with"]),
+        "share": round(share, 4),
+        "copy_thread_ms": round(found["copy_ms"], 2),
+        "copies_mb": round(found["copies_mb"], 1),
+        "target_share": SHARE_TARGET,
+        "met": share <= SHARE_TARGET,
+    }
+
+
+def main() -> int:
+    """0 if the target is met everywhere."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40, help="with and without, each")
+    parser.add_argument("--workers", type=int, nargs="*", default=WORKERS)
+    parser.add_argument("--seed", type=int, default=1)
+    result_arguments(parser)
+    parser.add_argument("--worker", nargs=6, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        case, rank, size, directory, steps, seed = arguments.worker
+        work(case, int(rank), int(size), directory, int(steps), int(seed))
+        return 0
+    busy = {"busy_cores": wait_for_quiet(arguments.wait_quiet)}
+    met = True
+    for case, size in itertools.product(CASES, arguments.workers):
+        record = {**busy, **measure(case, size, arguments.steps, arguments.seed)}
+        met = met and record["met"]
+        publish(
+            record, benchmark="whole_steps", seed=arguments.seed, as_json=arguments.json, lines=arguments.json_lines
+        )
+        if not arguments.json:
+            print(record, flush=True)
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""What a program asks of all that is distributed in its job, or of one model: to be final, or to accumulate only."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.optim import Optimizer
+
+from penstock import job
+from penstock.errors import ConfigError
+from penstock.torch.safety import owner_of, owners_of
+
+if TYPE_CHECKING:
+    from penstock.torch.distribute import Distributed
+
+__all__ = ["distributed_here", "finish_all", "lossy_here", "no_sync", "owner_for", "synchronize"]
+
+
+def distributed_here() -> list[Distributed]:
+    """What is distributed in this job, in order."""
+    return owners_of(job.current("synchronize").engine)
+
+
+def lossy_here() -> dict[str, str]:
+    """The lossy layers of this job, and their schemes."""
+    return {name: scheme for owner in distributed_here() for name, scheme in owner.lossy_layers().items()}
+
+
+def owner_for(target: nn.Module | Optimizer) -> Distributed | None:
+    """Who synchronises any of the parameters of a model or an optimizer."""
+    params = (
+        target.parameters() if isinstance(target, nn.Module) else (p for g in target.param_groups for p in g["params"])
+    )
+    return next((owner for param in params if (owner := owner_of(param)) is not None), None)
+
+
+def synchronize(target: nn.Module | Optimizer | None = None) -> None:
+    """Wait until all gradients are averages in ``.grad`` and all updates have been applied. Not collective.
+
+    Needed only before using gradients or parameters through references that were made earlier, and by models without
+    an optimizer before the update. After ``backward`` and before ``step`` it makes gradients final, so that they can be
+    clipped or edited; after ``step`` it also applies the updates.
+
+    Args:
+        target: A distributed model or its optimizer; by default everything.
+
+    Raises:
+        PeerLost: A rank was lost.
+        Timeout: The averages did not come in time.
+
+    Example:
+        >>> loss.backward()
+        >>> ps.synchronize(optimizer)
+        >>> for grad in gradients_kept_elsewhere:
+        ...     grad.clamp_(-1, 1)
+        >>> optimizer.step()
+    """
+    if job.current("synchronize").world_size == 1:
+        return
+    if target is None:
+        for owner in distributed_here():
+            owner.synchronize()
+        return
+    found = owner_for(target)
+    if found is not None:
+        found.synchronize()
+
+
+def finish_all() -> None:
+    """Make everything final, before the job ends."""
+    for owner in distributed_here():
+        if owner.ending.lost is None:
+            owner.synchronize()
+            owner.drift.conclude()
+
+
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """Within, ``backward`` only accumulates; the first one after it sends what has accumulated. As in DDP.
+
+    Args:
+        model: A distributed model. Also there as ``model.no_sync()``.
+
+    Raises:
+        ConfigError: The model is not distributed.
+
+    Example:
+        >>> with ps.no_sync(model):
+        ...     loss(model(first_half)).backward()
+        >>> loss(model(second_half)).backward()
+        >>> optimizer.step()
+    """
+    if job.current("no_sync").world_size == 1:
+        return nullcontext()
+    owner = owner_for(model)
+    if owner is None:
+        raise ConfigError("penstock.no_sync: the model is not distributed; call penstock.distribute first")
+    return owner.gradients.no_sync()
