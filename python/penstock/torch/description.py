@@ -95,9 +95,10 @@ def is_transposed_linear(module: nn.Module) -> bool:
 
     Told by what it holds, since that package need not be there.
     """
-    weight, outputs = module._parameters.get("weight"), getattr(module, "nf", None)
-    is_matrix = weight is not None and weight.dim() == 2 and weight.shape[1] == outputs
-    return type(module).__name__ == "Conv1D" and is_matrix and not module._modules
+    if type(module).__name__ != "Conv1D" or module._modules:
+        return False
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() == 2 and weight.shape[1] == getattr(module, "nf", None)
 
 
 def _why_store(model: nn.Module) -> dict[str, str]:
