@@ -275,7 +275,10 @@ class Engine:
         """Whether any rank contributed to the last exchange, which must be complete."""
 
     def leave(self) -> None:
-        """Contribute no more; returns when every rank has left, and then all take part again."""
+        """Contribute no more; returns when every rank has left, and then all take part again.
+
+        Raises `Timeout` when data has moved at no rank for the operation timeout.
+        """
 
     def sequence(self, book: int) -> list[int]:
         """How often each tensor was submitted."""

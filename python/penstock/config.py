@@ -67,7 +67,7 @@ class Options:
         congestion_control: TCP's, on our connections: a name that the kernel allows, ``"system"``, or ``"auto"``: the
             system's unless that is ``bbr``, whose pauses stall all ranks; then ``cubic`` or ``reno``.
         priority: Send what the next forward pass needs first. Off only for comparisons.
-        operation_timeout_s: Longest wait for one synchronisation, in seconds; one more to hear who is late.
+        operation_timeout_s: Longest wait for one synchronisation, in seconds; up to four more to agree on who is late.
         peer_timeout_s: Longest silence of a peer before it counts as lost, in seconds.
         handshake_timeout_s: Longest time for a new connection to prove itself, in seconds.
         rendezvous_timeout_s: Longest wait for all ranks at the start, in seconds; two more to hear who is missing.

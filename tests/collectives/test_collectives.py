@@ -426,21 +426,18 @@ def wait_for_nobody(rank, size, outside):
     value = np.ones(10, np.float32)
     ps.allreduce(value)
     outside.wait()  # rank 0's time runs only when nobody has a call of before to come back from
-    if rank == 1:
-        with pytest.raises(ps.PeerLost):
-            ps.recv(value, 2)
-        return None
-    if rank == 2:
-        with pytest.raises(ps.PeerLost):
-            ps.recv(value, 1)
-        return None
+    if rank > 0:
+        with pytest.raises(ps.Timeout, match="ranks 1, 2 wait for each other") as raised:
+            ps.recv(value, 3 - rank)
+        return raised.value.rank
     with pytest.raises(ps.Timeout, match=r"recv from rank 1 of group 0, tag 5.*waits for rank 1") as raised:
         ps.recv(value, 1, tag=5, async_=True).wait(timeout_s=0.5)
     return raised.value.rank
 
 
 def test_who_does_not_come_is_named_when_time_is_up(tmp_path):
-    assert run_well(3, wait_for_nobody, tmp_path, barrier(3))[0] == 1
+    # Ranks 1 and 2 wait for each other, rank 0 for rank 1.
+    assert run_well(3, wait_for_nobody, tmp_path, barrier(3)) == [1, 1, 1]
 
 
 def die(rank, size, algorithm, members):

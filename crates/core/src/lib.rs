@@ -9,7 +9,7 @@
 //!
 //! A slice's journey through the modules: [`layout`] (which slices exist, who owns them) → [`exchange`] (what a slice
 //! does next) → [`queue`] (which frame goes first) → [`wire`] (its bytes) and, on the other side, back up to
-//! [`reduce`] (the sum in the scheme's order).
+//! [`reduce`] (the sum in the scheme's order). Who is alive, and whose fault it is if the job fails: [`life`].
 
 pub mod bits;
 pub mod calls;
@@ -17,6 +17,7 @@ pub mod cost;
 pub mod error;
 pub mod exchange;
 pub mod layout;
+pub mod life;
 pub mod limits;
 pub mod memory;
 pub mod node;

@@ -549,18 +549,41 @@ impl<M: Memory> Node<M> {
         self.outboxes[peer.index()].has_frame()
     }
 
-    /// Of the slices of `tensor` that this node owns and that wait: the ranks they wait for.
+    /// Of the slices of `tensor` that wait here: the ranks they wait for.
     pub fn missing(&self, book: BookId, tensor: TensorId) -> Vec<Rank> {
         let Some(Some(state)) = self.books.get(usize::from(book)) else { return Vec::new() };
+        if tensor as usize >= state.book.tensors.len() {
+            return Vec::new();
+        }
+        self.missing_of(state, state.book.slices_of(tensor))
+    }
+
+    /// Of all slices of all books that wait here: the ranks they wait for.
+    pub fn missing_anywhere(&self) -> Vec<Rank> {
+        let of_book = |state| self.missing_of(state, 0..state.slices.len() as SliceId);
+        distinct(self.books.iter().flatten().flat_map(of_book).collect())
+    }
+
+    fn missing_of(&self, state: &BookState<M::Chunk>, slices: impl Iterator<Item = SliceId>) -> Vec<Rank> {
         let mut ranks = Vec::new();
-        for slice in state.book.slices_of(tensor) {
+        for slice in slices {
             let site = site(&self.config, &self.left, &state.book, slice);
             state.slices[slice as usize].missing(&site, &mut ranks);
         }
-        ranks.sort_unstable();
-        ranks.dedup();
-        ranks
+        distinct(ranks)
     }
+
+    /// If this rank has left: the ranks that have not.
+    pub fn late_to_leave(&self) -> Vec<Rank> {
+        let ranks = (0..self.config.ranks).map(Rank);
+        ranks.filter(|rank| self.left[self.config.rank.index()] && !self.left[rank.index()]).collect()
+    }
+}
+
+fn distinct(mut ranks: Vec<Rank>) -> Vec<Rank> {
+    ranks.sort_unstable();
+    ranks.dedup();
+    ranks
 }
 
 fn site<'a>(config: &Config, left: &'a [bool], book: &'a Book, slice: SliceId) -> Site<'a> {

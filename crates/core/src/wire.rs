@@ -12,7 +12,7 @@ use crate::limits;
 use crate::reduce::Reduction;
 
 /// Version of frames and handshake; peers with another version are refused at the handshake.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 /// Length of a header.
 pub const HEADER_BYTES: usize = 24;
 
@@ -33,9 +33,9 @@ pub enum Kind {
     Leave = 6,
     /// To all: this rank's part of an all-gather of small blobs; `seq` counts the all-gathers.
     Blob = 7,
-    /// To all: this process is alive.
+    /// To all: this process is alive; `argument` changes whenever data has moved there.
     Heartbeat = 8,
-    /// To all: the job has failed; `argument` is the rank at fault, the payload says why.
+    /// To all: the job has failed; the payload is a [`crate::life::Verdict`].
     Abort = 9,
     /// To all, after everything else: this rank is done, needs nobody any more, and owes this peer nothing.
     Goodbye = 10,
@@ -43,6 +43,10 @@ pub enum Kind {
     Part = 11,
     /// Collectives: a part of the result; `argument` is the step. Without payload: nobody had a contribution.
     Result = 12,
+    /// To all: whom do you wait for? See [`crate::life::Question`].
+    Ask = 13,
+    /// The answer of one lane, a [`crate::life::Answer`]; `seq` is the question's.
+    Word = 14,
     /// To all: a piece of this rank's contribution to a gather; `argument` is the length of the whole contribution.
     Gather = 16,
     /// A whole message of a call; `book`, `slice` and `step` are group, call and stage, `seq` is the call's signature.
@@ -58,7 +62,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    const ALL: [Self; 18] = [
+    const ALL: [Self; 20] = [
         Self::Push,
         Self::PushAbsent,
         Self::Answer,
@@ -71,6 +75,8 @@ impl Kind {
         Self::Goodbye,
         Self::Part,
         Self::Result,
+        Self::Ask,
+        Self::Word,
         Self::Gather,
         Self::Message,
         Self::Offer,
@@ -113,7 +119,8 @@ impl Kind {
             Self::Message => limits::EAGER_BYTES_MAX,
             Self::MessagePart => limits::PART_BYTES_MAX,
             Self::Blob => limits::BLOB_BYTES_MAX,
-            Self::Abort => limits::REASON_BYTES_MAX,
+            Self::Abort => limits::ABORT_BYTES_MAX,
+            Self::Word => limits::WORD_BYTES_MAX,
             _ => 0,
         }
     }

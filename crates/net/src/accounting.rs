@@ -93,9 +93,9 @@ impl Accounting {
         self.waiting -= 1;
     }
 
-    /// Tensors submitted and not complete.
-    pub(crate) fn in_flight(&self) -> u64 {
-        self.in_flight
+    /// Whether the program waits for a result.
+    pub(crate) fn is_waiting(&self) -> bool {
+        self.waiting > 0
     }
 
     pub(crate) fn busy(&mut self, now: Instant) -> Busy {
@@ -123,6 +123,6 @@ mod tests {
         accounting.wait_ended(at(20));
         let busy = accounting.busy(at(30));
         let seconds = [busy.backward, busy.forward, busy.stalled, busy.other].map(|d| d.as_secs());
-        assert_eq!((seconds, accounting.in_flight()), ([3, 4, 5, 0], 0));
+        assert_eq!((seconds, accounting.is_waiting()), ([3, 4, 5, 0], false));
     }
 }

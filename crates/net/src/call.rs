@@ -123,6 +123,11 @@ impl Handle {
         }
     }
 
+    /// Whether a thread waits for it now.
+    pub(crate) fn is_awaited(&self) -> bool {
+        self.awaited.load(Ordering::SeqCst) > 0
+    }
+
     /// Counts this thread among those that wait, for as long as `wait` runs.
     pub(crate) fn awaited<T>(&self, wait: impl FnOnce() -> T) -> T {
         self.awaited.fetch_add(1, Ordering::SeqCst);

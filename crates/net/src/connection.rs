@@ -14,7 +14,7 @@ use crate::memory::{Chunk, RealMemory};
 use mio::net::TcpStream;
 use penstock_core::node::{Action, Event, Node};
 use penstock_core::wire::{HEADER_BYTES, Outgoing, Place};
-use penstock_core::{Error, Header, Rank};
+use penstock_core::{Error, Header, Kind, Rank};
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read};
 use std::os::fd::{AsFd, AsRawFd};
@@ -82,6 +82,9 @@ pub(crate) struct Connection {
     /// The part of `staging` that is read and not understood yet.
     staged: std::ops::Range<usize>,
     arriving: Option<Arriving>,
+    /// After a failure: bytes of payload that are to come, and an abort to which they belong.
+    skip: usize,
+    abort: Option<Vec<u8>>,
     departing: VecDeque<Departing>,
     /// Bytes in `departing` that are not written yet.
     departing_bytes: usize,
@@ -125,6 +128,8 @@ impl Connection {
             staging: Box::new([0; STAGING_BYTES]),
             staged: 0..0,
             arriving: None,
+            skip: 0,
+            abort: None,
             departing: VecDeque::new(),
             departing_bytes: 0,
             written: 0,
@@ -237,19 +242,28 @@ impl Connection {
             };
             let header = Header::decode(head).map_err(|why| Error::protocol(from, why))?;
             self.staged.start += HEADER_BYTES;
-            match node.place(from, &header)? {
+            // If it does not fit, its payload is still to be passed over.
+            let place =
+                node.place(from, &header).inspect_err(|_| self.skip = header.payload_bytes as usize)?;
+            match place {
                 Place::Chunk(chunk) => self.arriving = Some(Arriving { header, chunk, filled: 0 }),
                 Place::None => node.step(Event::Frame { from, header, payload: None }, actions)?,
             }
         }
     }
 
-    /// Reads and drops for one turn: nothing that still comes matters, but a socket that is closed with unread bytes
-    /// would take back what was sent last.
-    pub(crate) fn discard(&mut self) -> Turn {
-        self.arriving = None;
+    /// Reads for one turn and drops everything but aborts, whose payloads it appends. Nothing else that still comes matters, but a
+    /// socket that is closed with unread bytes would take back what was sent last.
+    pub(crate) fn heed(&mut self, aborts: &mut Vec<Vec<u8>>) -> Turn {
+        if let Some(Arriving { header, chunk, filled }) = self.arriving.take() {
+            self.skip = chunk.len() - filled;
+            if header.kind == Kind::Abort {
+                self.abort = Some(chunk.to_vec()[..filled].to_vec());
+            }
+        }
         for _ in 0..TURN_BYTES / STAGING_BYTES {
-            match self.stream.read(&mut self.staging[..]) {
+            self.pick_aborts(aborts);
+            match self.receive() {
                 Ok(0) => return Turn::Closed("its connection was closed".into()),
                 Ok(_) => {}
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
@@ -259,8 +273,37 @@ impl Connection {
                 }
                 Err(error) => return Turn::Closed(format!("its connection broke: {error}")),
             }
+            self.pick_aborts(aborts);
+            if !self.may_read {
+                return Turn::Idle;
+            }
         }
         Turn::Again
+    }
+
+    /// Takes aborts from what is staged, and drops the rest, until only part of a header is left.
+    fn pick_aborts(&mut self, aborts: &mut Vec<Vec<u8>>) {
+        loop {
+            let count = self.skip.min(self.staged.len());
+            if let Some(abort) = &mut self.abort {
+                abort.extend(&self.staging[self.staged.start..][..count]);
+            }
+            self.staged.start += count;
+            self.skip -= count;
+            if self.skip > 0 {
+                return;
+            }
+            aborts.extend(self.abort.take());
+            let Some(head) = self.staging[self.staged.clone()].first_chunk::<HEADER_BYTES>() else { return };
+            // What makes no sense ends all understanding.
+            let Ok(header) = Header::decode(head) else {
+                self.skip = usize::MAX;
+                continue;
+            };
+            self.staged.start += HEADER_BYTES;
+            self.skip = header.payload_bytes as usize;
+            self.abort = (header.kind == Kind::Abort).then(Vec::new);
+        }
     }
 
     /// Writes for one turn, asking `next` for frames at the last moment.

@@ -162,7 +162,7 @@ impl Engine {
         let congestion_control = congestion::choose(&config.congestion_control)?;
         let pool = Pool::new(POOL_KEEP_BYTES);
         let alone = Mutex::new((call::alone(), RealMemory::new(Arc::clone(&pool))));
-        let shared = Shared::new(Rank(config.rank), config.size, pool, congestion_control);
+        let shared = Shared::new(Rank(config.rank), config.size, config.lanes, pool, congestion_control);
         Ok(Self {
             inner: Arc::new(Inner {
                 port,

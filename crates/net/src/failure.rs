@@ -1,6 +1,6 @@
 //! Why a call, or the whole job, has failed: an error and what it was about.
 
-use penstock_core::limits::REASON_BYTES_MAX;
+use penstock_core::life::{Evidence, Verdict};
 use penstock_core::{Error, Rank, Step};
 
 /// An error of the engine with its circumstances.
@@ -55,20 +55,38 @@ impl Failure {
         self
     }
 
-    /// Whom the other ranks should blame, and what they are told.
-    pub(crate) fn verdict(&self, me: Rank) -> (Rank, String) {
-        let (culprit, mut text) = match &self.error {
-            Error::PeerLost { rank, reason } | Error::Mismatch { rank, reason, .. } => {
-                (*rank, reason.clone())
+    /// What the other ranks are told of a failure that rank `me` has found.
+    pub(crate) fn verdict(&self, me: Rank) -> Verdict {
+        let (evidence, culprit, text) = match &self.error {
+            Error::PeerLost { rank, reason } if *rank == me => (Evidence::Own, me, reason.clone()),
+            Error::PeerLost { rank, reason } => (Evidence::Silent, *rank, reason.clone()),
+            Error::Mismatch { rank, reason, .. } => (Evidence::Frame, *rank, reason.clone()),
+            Error::Protocol { peer, .. } => {
+                (Evidence::Frame, *peer, format!("rank {me} ended the job: {}", self.error))
             }
-            Error::Protocol { peer, .. } => (*peer, format!("rank {me} ended the job: {}", self.error)),
-            Error::Timeout(text) => (self.rank.unwrap_or(me), format!("rank {me} gave up waiting: {text}")),
-            Error::Config(text) | Error::Authentication(text) => (me, format!("rank {me} failed: {text}")),
+            Error::Timeout(text) => {
+                (Evidence::Unanswered, self.rank.unwrap_or(me), format!("rank {me} gave up waiting: {text}"))
+            }
+            Error::Config(text) | Error::Authentication(text) => {
+                (Evidence::Own, me, format!("rank {me} failed: {text}"))
+            }
         };
-        let end =
-            (0..=text.len().min(REASON_BYTES_MAX)).rev().find(|&end| text.is_char_boundary(end)).unwrap_or(0);
-        text.truncate(end);
-        (culprit, text)
+        Verdict::new(evidence, self.step, me, vec![culprit], text)
+    }
+
+    /// What calls of rank `me` raise for a verdict.
+    pub(crate) fn of(verdict: &Verdict, me: Rank) -> Self {
+        let Verdict { evidence, accuser, culprits, reason, .. } = verdict;
+        let reason = if culprits.contains(&me) && *accuser != me {
+            format!("rank {accuser} ended the job and blames this rank, {me}: {reason}")
+        } else {
+            reason.clone()
+        };
+        let rank = verdict.culprit();
+        if evidence.is_timeout() {
+            return Self { rank: Some(rank), ..Error::Timeout(reason).into() };
+        }
+        Self::lost(rank, reason)
     }
 }
 
@@ -92,10 +110,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_verdict_names_the_culprit_and_fits_into_a_frame() {
-        let long = "ä".repeat(REASON_BYTES_MAX);
-        let (culprit, text) = Failure::lost(Rank(3), long).verdict(Rank(1));
-        assert!(culprit == Rank(3) && text.len() <= REASON_BYTES_MAX && text.starts_with('ä'));
-        assert_eq!(Failure::config("no").verdict(Rank(1)).0, Rank(1));
+    fn a_verdict_names_the_culprit_and_reads_the_same_wherever_it_is_raised() {
+        let lost = Failure::lost(Rank(3), "it is gone").verdict(Rank(1));
+        assert_eq!((lost.culprit(), lost.evidence), (Rank(3), Evidence::Silent));
+        assert_eq!(Failure::config("no").verdict(Rank(1)).culprit(), Rank(1));
+        assert_eq!(Failure::lost(Rank(1), "mine").verdict(Rank(1)).evidence, Evidence::Own);
+        let late = Verdict::new(Evidence::Absent, Some(7), Rank(1), vec![Rank(2)], "late".into());
+        for me in 0..4 {
+            let failure = Failure::of(&late, Rank(me));
+            assert!(matches!(&failure.error, Error::Timeout(text) if text.contains("late")), "{failure}");
+            assert_eq!(failure.rank, Some(Rank(2)));
+        }
     }
 }

@@ -2,11 +2,12 @@
 //!
 //! Every turn: take commands, read where something may be read, write where something may be written, and now and then
 //! look at the clock. All decisions about slices are the node's; all knowledge about sockets is the connection's. What is
-//! here is the life of connections: how they are asked for, found silent, ended in order, or found to be gone.
+//! here is how connections are asked for and served; `life.rs` has what the lane does for the life of the job.
 //!
-//! After a failure the node is not used any more: the lane tells its peers why, drops what still comes, and waits for
-//! the end.
+//! After a failure the node is not used any more: the lane tells its peers why, hears what they say of it, drops all else that
+//! still comes, and waits for the end.
 
+mod life;
 mod line;
 
 use crate::admission::Admission;
@@ -16,11 +17,12 @@ use crate::descriptors::{self, Registration};
 use crate::failure::Failure;
 use crate::mailbox::{Command, Mailbox};
 use crate::memory::{Chunk, RealMemory};
-use crate::shared::{DEPARTURE_GRACE, OpenBook, Shared};
+use crate::shared::{OpenBook, Shared};
 use mio::{Events, Interest, Poll, Token};
+use penstock_core::life::{Pulse, Sign};
 use penstock_core::node::{self, Action, Event, Node};
-use penstock_core::wire::Outgoing;
-use penstock_core::{Error, Header, Kind, Rank};
+use penstock_core::wire::{HEADER_BYTES, Outgoing};
+use penstock_core::{Error, Rank};
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::sync::{Arc, OnceLock};
@@ -31,10 +33,6 @@ pub(crate) const WAKER: Token = Token(usize::MAX);
 const TICK_MAX: Duration = Duration::from_millis(100);
 /// How long the end of a lane waits for its last frames to reach the peers.
 const FLUSH: Duration = Duration::from_secs(1);
-/// A connected peer hears something this many times within the time after which silence means loss.
-const HEARTBEATS_PER_TIMEOUT: u32 = 5;
-/// A turn that reads no more than this may have read only heartbeats: no progress.
-const HEARTBEAT_BYTES: u64 = 64;
 /// Readiness events per turn; the rest waits in the kernel.
 const EVENTS: usize = 256;
 
@@ -45,10 +43,6 @@ struct Peer {
     queued: bool,
     /// The node may have a frame for it.
     wanted: bool,
-    /// We have said goodbye to it.
-    goodbye_said: bool,
-    /// It has said goodbye.
-    goodbye_heard: bool,
     /// Its connection has ended. There is no second one.
     gone: bool,
 }
@@ -76,6 +70,10 @@ pub(crate) struct Lane {
     work: VecDeque<usize>,
     /// Reused from turn to turn.
     actions: Vec<Action<Chunk>>,
+    pulse: Pulse,
+    signs: Vec<Sign>,
+    /// Heartbeats, questions and answers that have arrived: no progress.
+    idle_frames: u64,
     leaving: bool,
     done: bool,
     failed: Option<Outgoing<Chunk>>,
@@ -88,7 +86,7 @@ pub(crate) struct Lane {
 impl Lane {
     pub(crate) fn new(
         config: node::Config,
-        peer_timeout: Duration,
+        (peer_timeout, operation_timeout): (Duration, Duration),
         shared: Arc<Shared>,
         poll: Poll,
         mailbox: Arc<Mailbox>,
@@ -105,6 +103,14 @@ impl Lane {
             poll,
             books: Vec::new(),
             calls: BTreeMap::new(),
+            pulse: Pulse::new(
+                config.ranks,
+                nanoseconds(peer_timeout),
+                nanoseconds(operation_timeout),
+                shared.ns_of(now),
+            ),
+            signs: Vec::new(),
+            idle_frames: 0,
             peers: (0..config.ranks).map(|_| Peer::default()).collect(),
             node: Node::new(config, RealMemory::new(Arc::clone(&shared.pool))),
             shared,
@@ -201,15 +207,17 @@ impl Lane {
                 Event::Gather { book, tensor, seq, step, memory, len_bytes, only_to }
             }
             Command::Control { header, payload } => Event::Control { to: None, header, payload },
+            Command::Ask(question) => {
+                let answer = self.answer(question);
+                let me = self.me;
+                self.shared.live(|life, now_ns| life.answered(now_ns, me, question.round, answer));
+                Event::Control { to: None, header: question.header(), payload: None }
+            }
             Command::Leave => Event::Leave,
             Command::Group { id, members } => Event::Group(id, members),
             Command::Call { call, handle } => {
                 self.calls.insert(call.id, handle);
                 Event::Call(call)
-            }
-            Command::CallMissing { id, reply } => {
-                let _ = reply.send(self.node.call_missing(id));
-                return;
             }
             Command::Open(book) => return self.open(&book),
             Command::Places { book, places } => return self.node.set_priorities(book, &places),
@@ -220,11 +228,6 @@ impl Lane {
                 return;
             }
             Command::Failed { header, reason } => return self.fail_all(header, reason),
-            Command::Missing { book, tensor, reply } => {
-                // The receiver may have given up.
-                let _ = reply.send(self.node.missing(book, tensor));
-                return;
-            }
             Command::Count { reply } => {
                 let _ = reply.send(self.node.counters().clone());
                 return;
@@ -241,6 +244,7 @@ impl Lane {
     fn command_after_failure(&mut self, command: Command) {
         match command {
             Command::Connected { peer, stream } => self.connected(peer, stream),
+            Command::Failed { header, reason } => self.fail_all(header, reason),
             Command::Count { reply } => {
                 let _ = reply.send(self.node.counters().clone());
             }
@@ -282,6 +286,7 @@ impl Lane {
                     connection.bind_flight(bytes_per_s);
                 }
                 self.peers[peer.index()].connection = Some(connection);
+                self.shared.live(|life, _| life.connected(peer));
                 self.enqueue(peer.index());
             }
             Err(error) => {
@@ -338,24 +343,6 @@ impl Lane {
         }
     }
 
-    fn control(&mut self, from: Rank, header: &Header, payload: Option<&Chunk>) {
-        let bytes = payload.map(Chunk::to_vec).unwrap_or_default();
-        match header.kind {
-            Kind::Blob => {
-                if let Err(error) = self.shared.blob(from, header.seq, bytes) {
-                    self.shared.fail(error);
-                }
-            }
-            Kind::Abort => self.shared.aborted(from, header.argument, &String::from_utf8_lossy(&bytes)),
-            Kind::Goodbye => {
-                self.peers[from.index()].goodbye_heard = true;
-                self.shared.goodbye(from, self.now);
-            }
-            // To be heard is all that a heartbeat is for; the others never come here.
-            _ => {}
-        }
-    }
-
     /// One turn for every connection that may have something to do.
     fn serve_all(&mut self) {
         for _ in 0..self.work.len() {
@@ -369,11 +356,12 @@ impl Lane {
         let rank = Rank(peer as u32);
         let Some(connection) = &mut self.peers[peer].connection else { return };
         if connection.may_read {
-            let before = connection.received_bytes;
+            let (bytes, frames) = (connection.received_bytes, self.node.counters().frames_received);
             let turn = connection.read(rank, &mut self.node, &mut self.actions, self.now);
-            if connection.received_bytes - before > HEARTBEAT_BYTES {
-                self.shared.progressed();
-            }
+            let frames = self.node.counters().frames_received - frames;
+            // More than frames without payload hold: part of a payload has come, if not all of it.
+            let part = connection.received_bytes - bytes > (frames + 1) * HEADER_BYTES as u64;
+            let idle = self.idle_frames;
             match turn {
                 Ok(Turn::Idle) => self.act(Ok(())),
                 Ok(Turn::Again) => {
@@ -386,6 +374,9 @@ impl Lane {
                     return self.closed(peer, why);
                 }
                 Err(error) => return self.act(Err(error)),
+            }
+            if part || frames > self.idle_frames - idle {
+                self.shared.progressed();
             }
         }
         let Peer { connection: Some(connection), wanted, .. } = &mut self.peers[peer] else { return };
@@ -408,10 +399,14 @@ impl Lane {
 
     fn serve_after_failure(&mut self, peer: usize) {
         let Some(connection) = &mut self.peers[peer].connection else { return };
-        let read = if connection.may_read { connection.discard() } else { Turn::Idle };
+        let mut aborts = Vec::new();
+        let read = if connection.may_read { connection.heed(&mut aborts) } else { Turn::Idle };
         let written = connection.write(|| None, self.now);
+        for abort in aborts {
+            self.shared.live(|life, now_ns| life.aborted(now_ns, Rank(peer as u32), &abort));
+        }
         match (read, written) {
-            (Turn::Closed(_), _) | (_, Turn::Closed(_)) => self.drop_connection(peer),
+            (Turn::Closed(_), _) | (_, Turn::Closed(_)) => self.drop_connection(peer, None),
             (Turn::Idle, Turn::Idle) => {}
             _ => self.enqueue(peer),
         }
@@ -424,123 +419,6 @@ impl Lane {
         if !self.told && connections.all(Connection::all_written) {
             self.told = true;
             self.shared.update(|state| state.lanes_told += 1);
-        }
-    }
-
-    fn drop_connection(&mut self, peer: usize) {
-        let place = &mut self.peers[peer];
-        place.gone = true;
-        if let Some(mut connection) = place.connection.take() {
-            // Fails only if it is not registered, which is what is wanted.
-            let _ = self.poll.registry().deregister(connection.stream());
-        }
-    }
-
-    fn closed(&mut self, peer: usize, why: String) {
-        self.drop_connection(peer);
-        if !self.peers[peer].goodbye_heard && self.failed.is_none() {
-            self.shared.suspect(Rank(peer as u32), why, self.now);
-        }
-    }
-
-    fn fail_all(&mut self, header: Header, reason: Chunk) {
-        let abort = Outgoing { header, payload: Some(reason).filter(|chunk| !chunk.is_empty()) };
-        for peer in 0..self.peers.len() {
-            if let Some(connection) = &mut self.peers[peer].connection {
-                connection.cancel_unstarted();
-                connection.depart(abort.clone());
-                self.enqueue(peer);
-            }
-        }
-        self.failed = Some(abort);
-        self.shared.update(|state| state.lanes_quiet += 1);
-        self.note_told();
-    }
-
-    /// What only the clock tells.
-    fn tick(&mut self) {
-        let gap = self.now.saturating_duration_since(self.ticked);
-        self.ticked = self.now;
-        if self.failed.is_some() {
-            return;
-        }
-        self.look_at_line();
-        // This process itself was stopped (a signal, a suspended laptop): the silence was ours.
-        let was_away = gap > self.peer_timeout / 2;
-        let every = self.peer_timeout / HEARTBEATS_PER_TIMEOUT;
-        let mut silent = None;
-        for peer in 0..self.peers.len() {
-            let Peer { connection: Some(connection), goodbye_said, goodbye_heard, .. } =
-                &mut self.peers[peer]
-            else {
-                continue;
-            };
-            if was_away {
-                connection.heard = self.now;
-            }
-            let silence = self.now.saturating_duration_since(connection.heard);
-            if silence >= self.peer_timeout && !*goodbye_heard {
-                silent.get_or_insert((Rank(peer as u32), silence));
-            }
-            let quiet = self.now.saturating_duration_since(connection.spoke) >= every;
-            if quiet && connection.all_written() && !*goodbye_said {
-                connection.depart(Outgoing { header: Header::control(Kind::Heartbeat), payload: None });
-                self.enqueue(peer);
-            }
-        }
-        // A goodbye comes after everything else, so what a call still waits for will never come.
-        let left = |peer: &usize| self.peers[*peer].goodbye_heard && self.node.waits_for(Rank(*peer as u32));
-        if let Some(rank) = (0..self.peers.len()).find(left) {
-            let text = format!(
-                "rank {rank} has left the job by shutdown() (or the end of its program), but a call of this rank needs it"
-            );
-            self.shared.fail(Failure::lost(Rank(rank as u32), text));
-        }
-        if let Some((rank, silence)) = silent {
-            let seconds = silence.as_secs_f64();
-            let text = format!(
-                "rank {rank} is lost: no sign of life from it for {seconds:.1} s (peer_timeout_s); its process is stopped, or \
-                 the network between is cut"
-            );
-            self.shared.fail(Failure::lost(rank, text));
-        } else if was_away || gap > DEPARTURE_GRACE / 2 {
-            // What others sent meanwhile waits in the sockets.
-            self.shared.progressed();
-        } else {
-            self.shared.judge(self.now);
-        }
-    }
-
-    /// While leaving: says goodbye to each peer that has everything, and finds out when all is said.
-    fn say_goodbyes(&mut self) {
-        if !self.leaving || self.failed.is_some() || self.done {
-            return;
-        }
-        let mut done = true;
-        for peer in 0..self.peers.len() {
-            let rank = Rank(peer as u32);
-            if rank == self.me {
-                continue;
-            }
-            let owed = self.node.has_frame(rank);
-            let place = &mut self.peers[peer];
-            let Some(connection) = &mut place.connection else {
-                // Gone without a goodbye: whether it was lost is about to be known.
-                done &= if place.gone { place.goodbye_heard } else { !owed };
-                continue;
-            };
-            if !place.goodbye_said && !owed && connection.all_written() {
-                place.goodbye_said = true;
-                connection.depart(Outgoing { header: Header::control(Kind::Goodbye), payload: None });
-                done = false;
-                self.enqueue(peer);
-            } else {
-                done &= place.goodbye_said && place.goodbye_heard && connection.all_written();
-            }
-        }
-        if done {
-            self.done = true;
-            self.shared.update(|state| state.lanes_done += 1);
         }
     }
 
@@ -559,4 +437,8 @@ impl Lane {
             self.poll_once(events, Duration::from_millis(5))?;
         }
     }
+}
+
+fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }

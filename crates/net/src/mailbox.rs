@@ -6,6 +6,7 @@ use crate::memory::Chunk;
 use crate::shared::OpenBook;
 use mio::Waker;
 use penstock_core::calls::{Call, GroupId};
+use penstock_core::life::Question;
 use penstock_core::node::Counters;
 use penstock_core::{BookId, Header, Op, Rank, Seq, Step, TensorId};
 use std::sync::mpsc::Sender;
@@ -39,18 +40,16 @@ pub(crate) enum Command {
     LineRate,
     /// Say goodbye to each peer once it has everything.
     Goodbye,
-    /// The job has failed: tell the peers, and do nothing else any more.
+    /// Ask all other ranks, and say what this lane has to say itself.
+    Ask(Question),
+    /// The job has failed: tell the peers, and do nothing else any more. Again, if there is a better verdict.
     Failed { header: Header, reason: Chunk },
-    /// Who has not contributed to the slices of a tensor that this rank owns?
-    Missing { book: BookId, tensor: TensorId, reply: Sender<Vec<Rank>> },
     /// What was counted?
     Count { reply: Sender<Counters> },
     /// A group for calls.
     Group { id: GroupId, members: Vec<Rank> },
     /// This rank's part in a call.
     Call { call: Box<Call<Chunk>>, handle: Arc<Handle> },
-    /// Whom does a call wait for?
-    CallMissing { id: u64, reply: Sender<Vec<Rank>> },
     /// Flush for a bounded time and end.
     Stop,
 }
@@ -229,7 +228,7 @@ mod tests {
         const PATIENCE: Duration = Duration::from_secs(30);
         let (mailbox, _poll) = asleep();
         let mailbox = Arc::new(mailbox);
-        let shared = Arc::new(Shared::new(Rank(0), 2, Pool::new(0), None));
+        let shared = Arc::new(Shared::new(Rank(0), 2, 1, Pool::new(0), None));
         shared.start(vec![Arc::clone(&mailbox)], vec!["a:1".into(), "b:2".into()]).unwrap();
         // Whoever fails the job gets no further than to this mailbox.
         let held = mailbox.lock();
@@ -238,7 +237,7 @@ mod tests {
             move || shared.fail(Failure::config("broken"))
         });
         let end = Instant::now() + PATIENCE;
-        while !shared.has_failed() {
+        while !shared.is_failing() {
             assert!(Instant::now() < end, "the job never fails");
             std::thread::yield_now();
         }

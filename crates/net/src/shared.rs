@@ -2,12 +2,16 @@
 //!
 //! Completion is counted per tensor with one atomic decrement per slice; the lock is taken per tensor.
 
+mod life;
+
 use crate::accounting::Accounting;
 use crate::failure::{Failure, Stop};
 use crate::mailbox::{Command, Mailbox};
 use crate::memory::{Chunk, Owner, Pool};
+use life::Fate;
+use penstock_core::life::Life;
 use penstock_core::node::Counters;
-use penstock_core::{Book, BookId, Error, Header, Kind, Rank, Seq, TensorId};
+use penstock_core::{Book, BookId, Error, Rank, Seq, TensorId};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -17,10 +21,6 @@ use std::time::{Duration, Instant};
 const INTERRUPT_CHECK: Duration = Duration::from_millis(100);
 /// A sleep that lasts this much longer than asked for was a stop of the whole process.
 const STOPPED_MIN: Duration = Duration::from_secs(1);
-/// How long the end of a connection without a goodbye is held back, in case another rank knows the reason.
-pub(crate) const SUSPICION: Duration = Duration::from_millis(300);
-/// How long nothing may move for a rank that has said goodbye before that counts as its fault.
-pub(crate) const DEPARTURE_GRACE: Duration = Duration::from_secs(2);
 
 /// Bytes per second.
 #[derive(Default)]
@@ -110,6 +110,13 @@ impl OpenBook {
         )
     }
 
+    /// The owners of a lane's slices of a tensor whose results are not in memory.
+    pub(crate) fn owners_that_owe(&self, tensor: TensorId, lane: u32) -> impl Iterator<Item = Rank> {
+        let slices = self.book.slices_of(tensor).map(|slice| (slice, &self.book.slices[slice as usize]));
+        let owes = move |slice: u32| !self.in_memory[slice as usize].load(Ordering::Acquire);
+        slices.filter(move |(id, slice)| slice.lane == lane && owes(*id)).map(|(_, slice)| slice.owner)
+    }
+
     /// A lane has all contributions to a gather.
     pub(crate) fn gathered(&self, slice: u32, parts: Vec<Option<Vec<Chunk>>>) {
         let tensor = &self.tensors[self.book.slices[slice as usize].tensor as usize];
@@ -180,8 +187,17 @@ impl Owner for OpenBook {
     }
 }
 
+/// What a rank waits for together with all others.
+pub(crate) enum Collective {
+    /// An all-gather of blobs, and what for.
+    Gather(String),
+    /// That all have left.
+    Leave,
+}
+
 /// Everything under the one lock.
 pub(crate) struct State {
+    /// Once it is settled.
     pub(crate) failure: Option<Failure>,
     /// The failure has reached the program.
     pub(crate) failure_raised: bool,
@@ -193,8 +209,8 @@ pub(crate) struct State {
     pub(crate) blobs: BTreeMap<Seq, Vec<Option<Vec<u8>>>>,
     /// The all-gather that this rank is in, or would be in next.
     pub(crate) gathering: Seq,
-    /// A collective is being waited for, besides tensors.
-    pub(crate) in_collective: bool,
+    /// What is being waited for besides tensors and calls.
+    pub(crate) collective: Option<Collective>,
     /// Lanes on which every rank has left.
     pub(crate) lanes_left: u32,
     /// Lanes on which all goodbyes are said and heard.
@@ -205,10 +221,6 @@ pub(crate) struct State {
     pub(crate) lanes_quiet: u32,
     /// Final counts of lanes that have ended.
     pub(crate) final_counters: Vec<Counters>,
-    /// When each rank said goodbye.
-    departed: Vec<Option<Instant>>,
-    /// The first rank whose connection ended without a goodbye.
-    suspect: Option<(Instant, Rank, String)>,
     waiters: u32,
 }
 
@@ -226,8 +238,11 @@ pub(crate) struct Shared {
     /// What connections use, if not the system's; see [`crate::congestion`].
     pub(crate) congestion_control: Option<String>,
     line: Mutex<Line>,
+    /// Taken before `state`, if both are.
+    fate: Mutex<Fate>,
     state: Mutex<State>,
     changed: Condvar,
+    /// A verdict is held, settled or not.
     failed: AtomicBool,
     /// Calls of this rank that are not done.
     pub(crate) calls_open: AtomicU64,
@@ -240,7 +255,13 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    pub(crate) fn new(me: Rank, ranks: u32, pool: Arc<Pool>, congestion_control: Option<String>) -> Self {
+    pub(crate) fn new(
+        me: Rank,
+        ranks: u32,
+        lanes: u32,
+        pool: Arc<Pool>,
+        congestion_control: Option<String>,
+    ) -> Self {
         let now = Instant::now();
         let state = State {
             failure: None,
@@ -250,14 +271,12 @@ impl Shared {
             done_calls: Vec::new(),
             blobs: BTreeMap::new(),
             gathering: 1,
-            in_collective: false,
+            collective: None,
             lanes_left: 0,
             lanes_done: 0,
             lanes_told: 0,
             lanes_quiet: 0,
             final_counters: Vec::new(),
-            departed: vec![None; ranks as usize],
-            suspect: None,
             waiters: 0,
         };
         Self {
@@ -266,6 +285,7 @@ impl Shared {
             pool,
             congestion_control,
             line: Mutex::new(Line::default()),
+            fate: Mutex::new(Fate::new(Life::new(me, ranks, lanes))),
             state: Mutex::new(state),
             changed: Condvar::new(),
             failed: AtomicBool::new(false),
@@ -353,62 +373,8 @@ impl Shared {
         self.progress_ms.store(ms, Ordering::Relaxed);
     }
 
-    pub(crate) fn has_failed(&self) -> bool {
-        self.failed.load(Ordering::Acquire)
-    }
-
-    /// The job's failure, if there is one. It counts as raised from now on.
-    pub(crate) fn check(&self) -> Result<(), Failure> {
-        if !self.has_failed() {
-            return Ok(());
-        }
-        let mut state = self.lock();
-        state.failure_raised = true;
-        state.failure.clone().map_or(Ok(()), Err)
-    }
-
-    /// Ends the job, unless it has failed already: every call raises from now on, and the peers are told.
-    pub(crate) fn fail(&self, failure: impl Into<Failure>) {
-        let mut failure = failure.into();
-        failure.peer = failure.peer.or_else(|| self.address_of(failure.rank?));
-        let (culprit, reason) = failure.verdict(self.me);
-        let reason = self.pool.copy_of(reason.as_bytes());
-        let payload_bytes = u32::try_from(reason.len()).unwrap_or(0);
-        let header = Header { argument: culprit.0, payload_bytes, ..Header::control(Kind::Abort) };
-        self.update(|state| {
-            if state.failure.is_some() {
-                return;
-            }
-            state.failure = Some(failure);
-            self.failed.store(true, Ordering::Release);
-            // Under the lock: whoever sees the failure may stop the lanes, which must have been told of it before that.
-            for mailbox in self.mailboxes() {
-                mailbox.send(Command::Failed { header, reason: reason.clone() });
-            }
-        });
-    }
-
     fn address_of(&self, rank: Rank) -> Option<String> {
         self.addresses.get()?.get(rank.index()).cloned()
-    }
-
-    /// Another rank ended the job.
-    pub(crate) fn aborted(&self, from: Rank, culprit: u32, reason: &str) {
-        let culprit = Rank(culprit);
-        let reason = if reason.is_empty() { "it gave no reason" } else { reason };
-        if culprit == self.me {
-            self.fail(Failure::lost(
-                from,
-                format!("rank {from} ended the job and blames this rank: {reason}"),
-            ));
-        } else if culprit.0 < self.ranks {
-            self.fail(Failure::lost(culprit, reason));
-        } else {
-            self.fail(Error::protocol(
-                from,
-                format!("an abort that blames rank {culprit}, which does not exist"),
-            ));
-        }
     }
 
     /// A blob of an all-gather has arrived.
@@ -431,53 +397,6 @@ impl Shared {
             *place = Some(blob);
             Ok(())
         })
-    }
-
-    pub(crate) fn goodbye(&self, from: Rank, now: Instant) {
-        self.update(|state| state.departed[from.index()].get_or_insert(now).elapsed());
-    }
-
-    /// A connection has ended without a goodbye. The first such rank is blamed if nobody knows better in time.
-    pub(crate) fn suspect(&self, rank: Rank, why: String, now: Instant) {
-        self.lock().suspect.get_or_insert((now, rank, why));
-    }
-
-    /// What only time shows. Called by the lanes every now and then.
-    pub(crate) fn judge(&self, now: Instant) {
-        if self.has_failed() {
-            return;
-        }
-        let state = self.lock();
-        let verdict = match &state.suspect {
-            Some((since, rank, why)) if now.saturating_duration_since(*since) >= SUSPICION => {
-                Some(Failure::lost(*rank, format!("rank {rank} is lost: {why}")))
-            }
-            _ => self.missed_departed(&state, now),
-        };
-        drop(state);
-        if let Some(failure) = verdict {
-            self.fail(failure);
-        }
-    }
-
-    /// A rank that has said goodbye has answered everything by then. So if nothing moves any more, this rank has begun
-    /// something that the other will never take part in.
-    fn missed_departed(&self, state: &State, now: Instant) -> Option<Failure> {
-        if state.accounting.in_flight() == 0 && !state.in_collective {
-            return None;
-        }
-        let moved = self.started + Duration::from_millis(self.progress_ms.load(Ordering::Relaxed));
-        let gone = |since: Instant| now.saturating_duration_since(since.max(moved)) >= DEPARTURE_GRACE;
-        let rank = state.departed.iter().position(|since| since.is_some_and(gone))?;
-        let gathered = state.blobs.get(&state.gathering).is_some_and(|blobs| blobs[rank].is_some());
-        if state.accounting.in_flight() == 0 && gathered {
-            return None;
-        }
-        let reason = format!(
-            "rank {rank} has left the job by shutdown() (or the end of its program) while this rank goes on; if the ranks \
-             have different numbers of batches, wrap the loop in ps.join()"
-        );
-        Some(Failure::lost(Rank(rank as u32), reason))
     }
 
     /// Waits until `done` gives something, the job fails, the deadline passes (`None`), or `interrupted` says so. Time in
@@ -508,6 +427,7 @@ impl Shared {
                 if interrupted() {
                     return Err(Stop::Interrupted);
                 }
+                self.settle();
                 checked = Instant::now();
                 patience = INTERRUPT_CHECK;
                 state = self.lock();

@@ -439,7 +439,7 @@ fn who_goes_on_alone_is_told_of_the_goodbye() {
         if rank == 0 {
             // The job did not end in order, and the other says why.
             let (culprit, reason) = lost(&engine.shutdown(&mut never).unwrap_err());
-            return assert!(culprit == Rank(1) && reason.contains("blames this rank"), "{reason}");
+            return assert!(culprit == Rank(0) && reason.contains("blames this rank"), "{reason}");
         }
         let (culprit, reason) =
             lost(&exchange(engine, book, 1, vec![1.0; 3].leak(), Op::Sum, false).unwrap_err());

@@ -37,7 +37,7 @@ def join() -> Iterator[None]:
     Raises:
         ConfigError: Layers use ``adam``, whose owners are needed to the end.
         PeerLost: A rank was lost.
-        Timeout: A rank did not leave in time.
+        Timeout: A rank has not left, and for ``operation_timeout_s`` data has moved at no rank.
 
     Example:
         >>> with ps.join():

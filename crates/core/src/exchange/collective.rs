@@ -217,18 +217,14 @@ impl<C: Clone> Collective<C> {
         )))
     }
 
-    /// The ranks that have certainly not submitted: those whose part is missing though it waits for no other.
+    /// The rank whose part comes next and is not here: it has not submitted, or waits itself.
     pub(super) fn missing(&self, site: &Site<'_>, ranks: &mut Vec<Rank>) {
         let Some(round) = &self.round else { return };
         let places = Places::new(self.plan, site);
-        for number in round.number..places.reduce_steps() {
-            let Some(Receive { from, .. }) = places.step(number).receive else { continue };
-            let sender = Places { position: from, ..places };
-            let waits = (0..number).any(|earlier| sender.step(earlier).receive.is_some());
-            if !waits && self.position_of(round.header.seq, number).is_none() {
-                ranks.push(places.rank(from));
-            }
-        }
+        let late = |number: &u32| self.position_of(round.header.seq, *number).is_none();
+        let mut senders =
+            (round.number..places.steps()).filter(late).filter_map(|number| places.step(number).receive);
+        ranks.extend(senders.next().map(|Receive { from, .. }| places.rank(from)));
     }
 
     fn position_of(&self, seq: Seq, number: u32) -> Option<usize> {

@@ -1,6 +1,6 @@
 //! Messages and collectives: begun by any thread, waited for by any.
 
-use super::{Engine, guard, wait};
+use super::{Engine, guard};
 use crate::call::Handle;
 use crate::failure::{Failure, Stop};
 use crate::mailbox::Command;
@@ -8,7 +8,8 @@ use crate::memory::{Chunk, Owner, RealMemory};
 use penstock_core::calls::{self, Call, Calls, GroupId, Request, Shape, Share};
 use penstock_core::cost::Rates;
 use penstock_core::cost::dense::Algorithm;
-use penstock_core::{Dtype, Error, Op, Rank, limits};
+use penstock_core::life::Expired;
+use penstock_core::{Dtype, Op, Rank, limits};
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
@@ -258,10 +259,15 @@ impl Engine {
         let timeout = timeout.unwrap_or(self.inner.config.operation_timeout);
         let deadline = Instant::now().checked_add(timeout);
         let shared = &self.inner.shared;
-        let done = handle.awaited(|| shared.wait(deadline, interrupted, |_| handle.is_done().then_some(())));
-        match done {
-            Ok(Some(())) => Ok(()),
-            Ok(None) => Err(self.call_timed_out(handle, timeout).into()),
+        // Still awaited while the ranks find out who is late.
+        let outcome = handle.awaited(|| {
+            match shared.wait(deadline, interrupted, |_| handle.is_done().then_some(()))? {
+                Some(()) => Ok(()),
+                None => Err(self.call_timed_out(handle, timeout, interrupted)?.into()),
+            }
+        });
+        match outcome {
+            Ok(()) => Ok(()),
             Err(Stop::Failed(failure)) => {
                 Err(failure.add(&format!(" (noticed by rank {} in {handle})", shared.me)).into())
             }
@@ -302,21 +308,17 @@ impl Engine {
         }
     }
 
-    fn call_timed_out(&self, handle: &Handle, timeout: Duration) -> Failure {
-        let id = handle.id;
-        let mut late: Vec<Rank> = self.ask(|reply| Command::CallMissing { id, reply }).concat();
-        late.sort_unstable();
-        late.dedup();
+    fn call_timed_out(
+        &self,
+        handle: &Handle,
+        timeout: Duration,
+        interrupted: &mut dyn FnMut() -> bool,
+    ) -> Result<Failure, Stop> {
         let (me, seconds) = (self.inner.shared.me, timeout.as_secs_f64());
-        let whom = match late.len() {
-            0 => "its own messages are not written yet".into(),
-            _ => format!("it waits for {}", wait::listed(&late)),
-        };
-        let text = format!(
-            "timeout: rank {me}, {handle}: not done within {seconds:.1} s (operation_timeout_s, or the timeout of the call): \
-             {whom}. Every rank of the group must make the same calls in the same order; if one is only slow, raise the limit"
+        let what = format!(
+            "timeout: rank {me}, {handle}: not done within {seconds:.1} s (operation_timeout_s, or the timeout of the call)"
         );
-        let rank = late.first().copied();
-        self.end_with(Failure { error: Error::Timeout(text), rank, layer: None, step: None, peer: None })
+        let hint = "Every rank of the group must make the same calls in the same order; if one is only slow, raise the limit";
+        self.expire(Expired { about: None, step: None, what, hint: hint.into() }, interrupted)
     }
 }

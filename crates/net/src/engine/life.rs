@@ -7,7 +7,9 @@ use crate::exit;
 use crate::failure::{Failure, Stop};
 use crate::lane::{Lane, WAKER};
 use crate::mailbox::{Command, Mailbox};
+use crate::shared::Collective;
 use mio::{Poll, Waker};
+use penstock_core::life::Expired;
 use penstock_core::{Error, Rank, node};
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -63,11 +65,11 @@ impl Engine {
         // Set once: `connect` runs only once.
         let _ = admission.set(gate);
         for (lane, (poll, mailbox)) in (0..lanes).zip(polls.into_iter().zip(mailboxes)) {
-            let peer_timeout = self.inner.config.peer_timeout;
+            let EngineConfig { peer_timeout, operation_timeout, .. } = self.inner.config;
+            let timeouts = (peer_timeout, operation_timeout);
             let shared = Arc::clone(&self.inner.shared);
             let lane_config = self.lane_config(lane);
-            let lane_thread =
-                Lane::new(lane_config, peer_timeout, shared, poll, mailbox, Arc::clone(&admission));
+            let lane_thread = Lane::new(lane_config, timeouts, shared, poll, mailbox, Arc::clone(&admission));
             let builder = std::thread::Builder::new().name(format!("penstock-lane-{lane}"));
             threads.lanes.push(builder.spawn(move || lane_thread.run()).map_err(broken)?);
         }
@@ -108,10 +110,11 @@ impl Engine {
     }
 
     /// Join: this rank contributes no more until every rank has called this; returns when all have, and then all take
-    /// part again. Waits for the others as long as they live.
+    /// part again. Waits for the others as long as data moves at any rank.
     ///
     /// # Errors
-    /// The job's failure, [`Stop::Interrupted`].
+    /// The job's failure; `Timeout` if nothing has moved anywhere for the operation timeout, which ends the job;
+    /// [`Stop::Interrupted`].
     pub fn leave(&self, interrupted: &mut dyn FnMut() -> bool) -> Result<(), Stop> {
         self.alive("leave")?;
         // Released, too: what is not written yet must not come after the word that this rank has left.
@@ -122,20 +125,44 @@ impl Engine {
         }
         self.check_that_ranks_may_leave()?;
         let _one_at_a_time = guard(&self.inner.collective);
-        let lanes = self.inner.config.lanes;
-        shared.update(|state| (state.lanes_left, state.in_collective) = (0, true));
+        shared.update(|state| (state.lanes_left, state.collective) = (0, Some(Collective::Leave)));
         shared.progressed();
         for mailbox in shared.mailboxes() {
             mailbox.send(Command::Leave);
         }
-        let outcome = shared.wait(None, interrupted, |state| (state.lanes_left == lanes).then_some(()));
-        shared.update(|state| state.in_collective = false);
-        outcome.map(|_| ()).map_err(|stop| match stop {
+        let outcome = self.wait_for_all_to_leave(interrupted);
+        shared.update(|state| state.collective = None);
+        outcome.map_err(|stop| match stop {
             Stop::Failed(failure) => {
                 failure.add(" (this rank was waiting for the others to finish: join)").into()
             }
             Stop::Interrupted => Stop::Interrupted,
         })
+    }
+
+    /// The others may rightly train for hours; but not stand still.
+    fn wait_for_all_to_leave(&self, interrupted: &mut dyn FnMut() -> bool) -> Result<(), Stop> {
+        let shared = &self.inner.shared;
+        let lanes = self.inner.config.lanes;
+        let timeout = self.inner.config.operation_timeout;
+        loop {
+            let deadline = shared.patience(timeout);
+            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                let (me, seconds) = (shared.me, timeout.as_secs_f64());
+                let what = format!(
+                    "timeout: rank {me} has left (join) and waits for the others, but nothing has moved at any rank for \
+                     {seconds:.1} s (operation_timeout_s)"
+                );
+                let hint = "If a rank only computes for so long, raise operation_timeout_s".into();
+                let expired = Expired { about: None, step: None, what, hint };
+                return Err(self.expire(expired, interrupted)?.into());
+            }
+            let left =
+                shared.wait(deadline, interrupted, |state| (state.lanes_left == lanes).then_some(()))?;
+            if left.is_some() {
+                return Ok(());
+            }
+        }
     }
 
     /// Before anybody is told: collectives need every rank.
@@ -195,7 +222,7 @@ impl Engine {
     /// Whether the job is over: it has failed, or this engine is shut down.
     #[must_use]
     pub fn has_failed(&self) -> bool {
-        self.inner.shared.has_failed()
+        self.inner.shared.is_failing()
     }
 
     /// After a failure: returns when nothing writes memory that was handed over any more. What is released only at
@@ -206,7 +233,7 @@ impl Engine {
     pub fn quiet(&self) -> Result<(), Failure> {
         self.alive("quiet")?;
         let shared = &self.inner.shared;
-        if !shared.has_failed() {
+        if !shared.is_failing() {
             return Err(Failure::config("quiet() was called while the job runs"));
         }
         let lanes = shared.mailboxes().len() as u32;
@@ -298,7 +325,7 @@ impl Engine {
         drop(admission);
         drop(guard(&self.inner.listener).take());
         // The lanes are gone, so this is told to nobody; calls from now on raise it.
-        self.inner.shared.fail(Failure::config("the engine was shut down"));
+        self.inner.shared.shut();
         self.inner.shared.pool.close();
     }
 

@@ -3,13 +3,14 @@
 use super::{Engine, guard};
 use crate::failure::{Failure, Stop};
 use crate::mailbox::Command;
-use crate::shared::OpenBook;
-use penstock_core::{Book, BookId, Error, Header, Kind, Rank, Scheme, Step, TensorId};
+use crate::shared::{Collective, OpenBook};
+use penstock_core::life::{Expired, INQUIRY_NS, SETTLE_NS};
+use penstock_core::{BookId, Error, Header, Kind, Step, TensorId};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// How long a rank whose time is up waits for the word of the ranks that own what it waits for.
-const OWNERS_WORD: Duration = Duration::from_secs(1);
+/// How long a verdict on a wait that took too long may take at most; see [`penstock_core::life`].
+const VERDICT: Duration = Duration::from_nanos(INQUIRY_NS + SETTLE_NS + 10_000_000_000);
 
 impl Engine {
     /// Waits until the results of the last submissions are in memory; with `released`, until the memory may be changed,
@@ -71,7 +72,9 @@ impl Engine {
             let step = open.tensors[tensor as usize].step.load(Ordering::Relaxed);
             match done {
                 Ok(Some(())) => {}
-                Ok(None) => return Err(self.timed_out(open, tensor, step).into()),
+                Ok(None) => {
+                    return Err(self.timed_out(open, tensor, step, interrupted)?.into());
+                }
                 Err(Stop::Failed(failure)) => {
                     return Err(blame(*failure, "waiting for", open, tensor, step).into());
                 }
@@ -155,40 +158,42 @@ impl Engine {
     }
 
     /// Ends the job: a result did not come in time.
-    fn timed_out(&self, open: &OpenBook, tensor: TensorId, step: Step) -> Failure {
-        let book = &open.book;
-        let (id, name, layer) = (open.id, &book.tensors[tensor as usize].name, book.layer_name(tensor));
-        let mut late: Vec<Rank> = self.ask(|reply| Command::Missing { book: id, tensor, reply }).concat();
-        late.sort_unstable();
-        late.dedup();
-        let shared = &self.inner.shared;
-        let me = shared.me;
-        let why = if late.is_empty() {
-            // This rank only sees that the owner does not answer. Whom the owner waits for, the owner knows: its own time
-            // is up about now, too, and what it says is better.
-            let patience = Instant::now().checked_add(OWNERS_WORD);
-            if let Err(Stop::Failed(failure)) = shared.wait(patience, &mut || false, |_| None::<()>) {
-                return blame(*failure, "waiting for", open, tensor, step);
-            }
-            unanswered(book, tensor, me)
-        } else {
-            format!("{} did not contribute", listed(&late))
-        };
+    fn timed_out(
+        &self,
+        open: &OpenBook,
+        tensor: TensorId,
+        step: Step,
+        interrupted: &mut dyn FnMut() -> bool,
+    ) -> Result<Failure, Stop> {
+        let (book, me) = (&open.book, self.inner.shared.me);
+        let (name, layer) = (&book.tensors[tensor as usize].name, book.layer_name(tensor));
         let seconds = self.inner.config.operation_timeout.as_secs_f64();
-        let text = format!(
-            "timeout: layer {layer} (tensor {name} of {}) of step {step} was not synchronised within {seconds:.1} s \
-             (operation_timeout_s): {why}. If that is slow and not stuck, raise operation_timeout_s",
+        let what = format!(
+            "timeout: rank {me}: layer {layer} (tensor {name} of {}) of step {step} was not synchronised within {seconds:.1} s \
+             (operation_timeout_s)",
             book.name
         );
-        let rank = late.first().copied();
-        let failure = Failure {
-            error: Error::Timeout(text),
-            rank,
-            layer: Some(layer.into()),
-            step: Some(step),
-            peer: None,
-        };
-        self.end_with(failure)
+        let hint = "If that is slow and not stuck, raise operation_timeout_s".into();
+        let expired = Expired { about: Some((open.id, tensor)), step: Some(step), what, hint };
+        let failure = self.expire(expired, interrupted)?;
+        Ok(blame(failure, "waiting for", open, tensor, step))
+    }
+
+    /// A wait took too long: the ranks find out together who is late, which ends the job.
+    pub(super) fn expire(
+        &self,
+        expired: Expired,
+        interrupted: &mut dyn FnMut() -> bool,
+    ) -> Result<Failure, Stop> {
+        let shared = &self.inner.shared;
+        let text = expired.what.clone();
+        shared.expired(expired);
+        match shared.wait(Instant::now().checked_add(VERDICT), interrupted, |_| None::<()>) {
+            Err(Stop::Failed(failure)) => Ok(*failure),
+            Err(Stop::Interrupted) => Err(Stop::Interrupted),
+            // The lanes have ended.
+            Ok(_) => Ok(self.end_with(Error::Timeout(text).into())),
+        }
     }
 
     /// Fails the job, unless it has failed already, and gives its failure.
@@ -229,7 +234,7 @@ impl Engine {
         let _one_at_a_time = guard(&self.inner.collective);
         let payload = (!blob.is_empty()).then(|| shared.pool.copy_of(blob));
         let seq = shared.update(|state| {
-            state.in_collective = true;
+            state.collective = Some(Collective::Gather(what.into()));
             state.gathering
         });
         shared.progressed();
@@ -247,36 +252,31 @@ impl Engine {
                 shared.update(|state| {
                     state.blobs.remove(&seq);
                     state.gathering += 1;
-                    state.in_collective = false;
+                    state.collective = None;
                 });
                 blobs[me] = Some(blob.to_vec());
                 Ok(blobs.into_iter().flatten().collect())
             }
-            Ok(None) => Err(self.gather_timed_out(what, seq).into()),
+            Ok(None) => {
+                let failure = self.gather_timed_out(what, interrupted);
+                shared.update(|state| state.collective = None);
+                Err(failure?.into())
+            }
             Err(Stop::Failed(failure)) => {
-                shared.update(|state| state.in_collective = false);
+                shared.update(|state| state.collective = None);
                 Err(failure.add(&format!(" (this rank was waiting for the others: {what})")).into())
             }
             Err(Stop::Interrupted) => Err(Stop::Interrupted),
         }
     }
 
-    fn gather_timed_out(&self, what: &str, seq: u32) -> Failure {
-        let shared = &self.inner.shared;
-        let late: Vec<Rank> = shared.update(|state| {
-            state.in_collective = false;
-            let blobs = state.blobs.get(&seq).map_or(&[][..], Vec::as_slice);
-            (0..blobs.len()).filter(|rank| blobs[*rank].is_none()).map(|rank| Rank(rank as u32)).collect()
-        });
-        let late: Vec<Rank> = late.into_iter().filter(|rank| *rank != shared.me).collect();
+    fn gather_timed_out(&self, what: &str, interrupted: &mut dyn FnMut() -> bool) -> Result<Failure, Stop> {
+        let me = self.inner.shared.me;
         let seconds = self.inner.config.operation_timeout.as_secs_f64();
-        let text = format!(
-            "timeout: {what}: {} did not take part within {seconds:.1} s (operation_timeout_s). Every rank must come \
-             here; if one is only slow, raise operation_timeout_s",
-            listed(&late)
-        );
-        let rank = late.first().copied();
-        self.end_with(Failure { error: Error::Timeout(text), rank, layer: None, step: None, peer: None })
+        let what =
+            format!("timeout: rank {me}: {what}: not done within {seconds:.1} s (operation_timeout_s)");
+        let hint = "Every rank must come here; if one is only slow, raise operation_timeout_s".into();
+        self.expire(Expired { about: None, step: None, what, hint }, interrupted)
     }
 }
 
@@ -310,32 +310,4 @@ fn blame_first(failure: Failure, open: &OpenBook, tensors: &[TensorId]) -> Failu
     let Some(&late) = late else { return failure };
     let step = open.tensors[late as usize].step.load(Ordering::Relaxed);
     blame(failure, "waiting for", open, late, step)
-}
-
-/// What a rank lacks that does not know who is late.
-fn unanswered(book: &Book, tensor: TensorId, me: Rank) -> String {
-    let scheme = book.tensors[tensor as usize].scheme;
-    if scheme == Scheme::Gather {
-        return "what this rank contributes is not written to every rank".into();
-    }
-    if scheme != Scheme::STORE {
-        let name = scheme.name();
-        return format!(
-            "a part is missing ({name}), held up by a rank that this rank does not hear directly"
-        );
-    }
-    let slices = book.slices_of(tensor).map(|slice| book.slices[slice as usize].owner);
-    let mut owners: Vec<Rank> = slices.filter(|owner| *owner != me).collect();
-    owners.sort_unstable();
-    owners.dedup();
-    format!("no answer from {}, which {} parts of it", listed(&owners), own(&owners))
-}
-
-pub(super) fn listed(ranks: &[Rank]) -> String {
-    let names: Vec<String> = ranks.iter().map(Rank::to_string).collect();
-    format!("{} {}", if ranks.len() == 1 { "rank" } else { "ranks" }, names.join(", "))
-}
-
-fn own(ranks: &[Rank]) -> &'static str {
-    if ranks.len() == 1 { "owns" } else { "own" }
 }

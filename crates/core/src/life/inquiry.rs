@@ -1,0 +1,381 @@
+//! Who is late: the question that a rank asks all others when its time is up, and what follows from the answers.
+//!
+//! A rank that waits sees only whom it waits for, and that one may wait itself. So everybody is asked whom he waits for, and the
+//! edges are followed: a rank that is waited for and waits for nobody has not come to where the others are. If there is none,
+//! some ranks wait for each other.
+
+use super::verdict::Evidence;
+use crate::layout::{BookId, Rank, Step, TensorId};
+use crate::limits::{RANKS_MAX, WORD_BYTES_MAX};
+use crate::wire::{Header, Kind};
+use std::collections::BTreeSet;
+
+/// Longest description of what a rank is in, in bytes.
+const WHAT_BYTES_MAX: usize = 200;
+
+/// Whom do you wait for?
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Question {
+    /// Counts the questions of a rank.
+    pub round: u32,
+    /// The tensor that the asking rank waits for, if it is one: owners say who lacks.
+    pub about: Option<(BookId, TensorId)>,
+}
+
+impl Question {
+    /// The frame that asks it.
+    #[must_use]
+    pub fn header(&self) -> Header {
+        let (book, slice) = self.about.unwrap_or_default();
+        let argument = u32::from(self.about.is_some());
+        Header { book, slice, seq: self.round, argument, ..Header::control(Kind::Ask) }
+    }
+
+    /// What such a frame asks.
+    #[must_use]
+    pub fn of(header: &Header) -> Self {
+        let about = (header.argument == 1).then_some((header.book, header.slice));
+        Self { round: header.seq, about }
+    }
+}
+
+/// What one lane of a rank says to a [`Question`].
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Answer {
+    /// A thread of its program stands in a call.
+    pub blocked: bool,
+    /// The ranks that have not come to what this rank takes part in.
+    pub late: Vec<Rank>,
+    /// The ranks that owe it an answer, and know better who is late.
+    pub owners: Vec<Rank>,
+    /// Of the tensor that was asked about: who has not contributed here.
+    pub missing: Vec<Rank>,
+    /// The same of everything that is open here: what others than the asking rank wait for may be anything.
+    pub lacking: Vec<Rank>,
+    /// What it takes part in, for messages; empty if in nothing.
+    pub what: String,
+}
+
+impl Answer {
+    /// Adds what another lane of the same rank says.
+    fn merge(&mut self, other: Self) {
+        self.blocked |= other.blocked;
+        self.late.extend(other.late);
+        self.owners.extend(other.owners);
+        self.missing.extend(other.missing);
+        self.lacking.extend(other.lacking);
+        if self.what.is_empty() {
+            self.what = other.what;
+        }
+    }
+
+    /// The payload.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let mut bytes = vec![u8::from(self.blocked)];
+        for list in [&self.late, &self.owners, &self.missing, &self.lacking] {
+            bytes.extend((list.len() as u16).to_le_bytes());
+            list.iter().for_each(|rank| bytes.extend((rank.0 as u16).to_le_bytes()));
+        }
+        let end =
+            (0..=self.what.len().min(WHAT_BYTES_MAX)).rev().find(|&end| self.what.is_char_boundary(end));
+        bytes.extend(&self.what.as_bytes()[..end.unwrap_or(0)]);
+        debug_assert!(bytes.len() <= WORD_BYTES_MAX);
+        bytes
+    }
+
+    /// Reads what [`Answer::encode`] wrote, in a job of `ranks`.
+    ///
+    /// # Errors
+    /// A sentence that says what is wrong with it.
+    pub fn decode(bytes: &[u8], ranks: u32) -> Result<Self, String> {
+        let wrong = || format!("a word of {} bytes on whom it waits for that makes no sense", bytes.len());
+        let (blocked, mut rest) = bytes.split_first().ok_or_else(wrong)?;
+        let mut next = |limit: u16| {
+            let (pair, after) = rest.split_first_chunk::<2>().ok_or_else(wrong)?;
+            rest = after;
+            Ok(u16::from_le_bytes(*pair)).and_then(|n| if n < limit { Ok(n) } else { Err(wrong()) })
+        };
+        let mut list = || {
+            let count = next(RANKS_MAX as u16 + 1)?;
+            (0..count)
+                .map(|_| next(ranks as u16).map(|rank| Rank(u32::from(rank))))
+                .collect::<Result<Vec<_>, _>>()
+        };
+        let (late, owners, missing, lacking) = (list()?, list()?, list()?, list()?);
+        let what = String::from_utf8_lossy(rest).into_owned();
+        Ok(Self { blocked: *blocked == 1, late, owners, missing, lacking, what })
+    }
+}
+
+/// Whose time is up, and with what.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Expired {
+    /// The tensor that is waited for, if it is one.
+    pub about: Option<(BookId, TensorId)>,
+    /// The user's iteration, if the wait belongs to one.
+    pub step: Option<Step>,
+    /// What was waited for and for how long: the beginning of the message.
+    pub what: String,
+    /// What to do if it is only slow: its end.
+    pub hint: String,
+}
+
+/// A question that is being answered.
+#[derive(Debug)]
+pub(super) struct Inquiry {
+    me: Rank,
+    pub(super) expired: Expired,
+    pub(super) round: u32,
+    pub(super) since_ns: u64,
+    /// By rank: lanes that have answered, and what they say together.
+    told: Vec<(u32, Answer)>,
+}
+
+/// What the answers show.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Finding {
+    pub(super) evidence: Evidence,
+    pub(super) culprits: Vec<Rank>,
+    /// Who is waited for, and whom they wait for.
+    pub(super) text: String,
+}
+
+impl Inquiry {
+    pub(super) fn new(me: Rank, expired: Expired, round: u32, since_ns: u64, ranks: u32) -> Self {
+        Self { me, expired, round, since_ns, told: vec![(0, Answer::default()); ranks as usize] }
+    }
+
+    pub(super) fn answered(&mut self, from: Rank, answer: Answer) {
+        let (lanes, told) = &mut self.told[from.index()];
+        *lanes += 1;
+        told.merge(answer);
+    }
+
+    pub(super) fn has_answered(&self, rank: Rank, lanes: u32) -> bool {
+        self.told[rank.index()].0 >= lanes
+    }
+
+    fn answer(&self, rank: Rank) -> Option<&Answer> {
+        let (lanes, answer) = &self.told[rank.index()];
+        (*lanes > 0).then_some(answer)
+    }
+
+    /// Whom a rank waits for, as far as anybody has said.
+    fn waits_for(&self, rank: Rank) -> BTreeSet<Rank> {
+        let Some(answer) = self.answer(rank) else { return BTreeSet::new() };
+        let mut ranks: BTreeSet<Rank> = answer.late.iter().copied().collect();
+        for &owner in &answer.owners {
+            let lacking = self.answer(owner).map(|answer| match &answer.missing[..] {
+                [] => &answer.lacking[..],
+                missing if rank == self.me => missing,
+                _ => &answer.lacking[..],
+            });
+            let others: Vec<Rank> =
+                lacking.unwrap_or_default().iter().copied().filter(|late| *late != rank).collect();
+            // It lacks nobody: then what it has to send itself has not come.
+            ranks.extend(if others.is_empty() { vec![owner] } else { others });
+        }
+        ranks.remove(&rank);
+        ranks
+    }
+
+    /// All ranks that these wait for, directly or through others, themselves included.
+    fn reached(&self, from: &BTreeSet<Rank>) -> BTreeSet<Rank> {
+        let mut reached = from.clone();
+        let mut next: Vec<Rank> = from.iter().copied().collect();
+        while let Some(rank) = next.pop() {
+            next.extend(self.waits_for(rank).into_iter().filter(|late| reached.insert(*late)));
+        }
+        reached
+    }
+
+    /// Who is at fault, as the asking rank must see it.
+    pub(super) fn finding(&self) -> Finding {
+        let me = self.me;
+        let direct = self.waits_for(me);
+        let reached = self.reached(&direct);
+        let those =
+            |which: &dyn Fn(Rank) -> bool| reached.iter().copied().filter(|rank| which(*rank)).collect();
+        let absent: Vec<Rank> =
+            those(&|rank| rank != me && self.answer(rank).is_some() && self.waits_for(rank).is_empty());
+        let unanswered: Vec<Rank> = those(&|rank| rank != me && self.answer(rank).is_none());
+        let (evidence, culprits) = if !absent.is_empty() {
+            (Evidence::Absent, absent)
+        } else if !unanswered.is_empty() {
+            (Evidence::Unanswered, unanswered)
+        } else if reached.is_empty() {
+            (Evidence::Unanswered, vec![me])
+        } else {
+            self.circle(&reached)
+        };
+        let text = self.text(&direct, &reached, evidence, &culprits);
+        Finding { evidence, culprits, text }
+    }
+
+    /// Everybody waits: of those from whom there is no way out, the ones whose programs do not stand in a call, or all.
+    fn circle(&self, reached: &BTreeSet<Rank>) -> (Evidence, Vec<Rank>) {
+        let ways: Vec<(Rank, BTreeSet<Rank>)> =
+            reached.iter().map(|rank| (*rank, self.reached(&self.waits_for(*rank)))).collect();
+        let way = |rank: Rank| ways.iter().find(|(of, _)| *of == rank).map(|(_, way)| way);
+        let comes_back = |(rank, onward): &&(Rank, BTreeSet<Rank>)| {
+            onward.iter().all(|next| way(*next).is_some_and(|way| way.contains(rank)))
+        };
+        let circle: Vec<Rank> = ways.iter().filter(comes_back).map(|(rank, _)| *rank).collect();
+        let away: Vec<Rank> = circle
+            .iter()
+            .copied()
+            .filter(|rank| self.answer(*rank).is_some_and(|answer| !answer.blocked))
+            .collect();
+        if away.is_empty() { (Evidence::Circle, circle) } else { (Evidence::Absent, away) }
+    }
+
+    fn text(
+        &self,
+        direct: &BTreeSet<Rank>,
+        reached: &BTreeSet<Rank>,
+        evidence: Evidence,
+        culprits: &[Rank],
+    ) -> String {
+        if direct.is_empty() {
+            let me = self.me;
+            return format!("what rank {me} has to send is not written yet, and nobody is known to be late");
+        }
+        let mut parts = vec![format!("it waits for {}", listed(direct.iter()))];
+        for rank in reached.iter().filter(|rank| !culprits.contains(rank) || evidence == Evidence::Circle) {
+            let (onward, answer) = (self.waits_for(*rank), self.answer(*rank));
+            let what = answer.map(|answer| &answer.what[..]).filter(|what| !what.is_empty());
+            if !onward.is_empty() {
+                let what = what.map_or_else(String::new, |what| format!(" in {what}"));
+                parts.push(format!("rank {rank} itself waits for {}{what}", listed(onward.iter())));
+            }
+        }
+        let (listed, one) = (listed(culprits.iter()), culprits.len() == 1);
+        parts.push(match evidence {
+            Evidence::Circle => {
+                format!("so {listed} wait for each other: they make different calls, or in another order")
+            }
+            Evidence::Unanswered if one => format!("{listed} did not answer when asked whom it waits for"),
+            Evidence::Unanswered => format!("{listed} did not answer when asked whom they wait for"),
+            _ if one => {
+                format!("{listed} did not contribute and waits for nobody: its program computes, or hangs, elsewhere")
+            }
+            _ => format!("{listed} did not contribute and wait for nobody: their programs compute, or hang, elsewhere"),
+        });
+        parts.join("; ")
+    }
+}
+
+fn listed<'a>(ranks: impl ExactSizeIterator<Item = &'a Rank>) -> String {
+    let word = if ranks.len() == 1 { "rank" } else { "ranks" };
+    format!("{word} {}", ranks.map(Rank::to_string).collect::<Vec<_>>().join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ranks(numbers: &[u32]) -> Vec<Rank> {
+        numbers.iter().copied().map(Rank).collect()
+    }
+
+    /// Whom it waits for directly, of which owners it waits for answers, and who lacks there; `None`: no answer.
+    type Said<'a> = Option<(&'a [u32], &'a [u32], &'a [u32])>;
+
+    /// What each rank has said.
+    fn inquiry(answers: &[Said], me: u32) -> Inquiry {
+        let expired = Expired { about: None, step: None, what: String::new(), hint: String::new() };
+        let mut inquiry = Inquiry::new(Rank(me), expired, 1, 0, answers.len() as u32);
+        for (rank, answer) in answers.iter().enumerate() {
+            if let Some((late, owners, missing)) = answer {
+                let (late, owners, missing) = (ranks(late), ranks(owners), ranks(missing));
+                let answer = Answer {
+                    blocked: true,
+                    late,
+                    owners,
+                    lacking: missing.clone(),
+                    missing,
+                    what: "a call".into(),
+                };
+                inquiry.answered(Rank(rank as u32), Answer::decode(&answer.encode(), 9).unwrap());
+            }
+        }
+        inquiry
+    }
+
+    fn found(answers: &[Said], me: u32) -> (Evidence, Vec<u32>) {
+        let Finding { evidence, culprits, .. } = inquiry(answers, me).finding();
+        (evidence, culprits.iter().map(|rank| rank.0).collect())
+    }
+
+    #[test]
+    fn who_waits_for_nobody_is_found_behind_those_who_wait() {
+        let chain = [Some((&[1][..], &[][..], &[][..])), Some((&[2], &[], &[])), Some((&[], &[], &[]))];
+        assert_eq!(found(&chain, 0), (Evidence::Absent, vec![2]));
+        let text = inquiry(&chain, 0).finding().text;
+        assert!(text.contains("rank 1 itself waits for rank 2 in a call"), "{text}");
+    }
+
+    #[test]
+    fn an_owner_knows_who_lacks_and_is_not_at_fault_for_computing_itself() {
+        // Rank 1 owns what rank 0 waits for, and waits for nobody itself; rank 2 has not contributed there.
+        let answers = [Some((&[][..], &[1][..], &[][..])), Some((&[], &[], &[2])), Some((&[], &[], &[]))];
+        assert_eq!(found(&answers, 0), (Evidence::Absent, vec![2]));
+        // It lacks nobody but the asking rank: then it is what it has not sent.
+        let answers = [Some((&[][..], &[1][..], &[][..])), Some((&[], &[], &[0]))];
+        assert_eq!(found(&answers, 0), (Evidence::Absent, vec![1]));
+    }
+
+    #[test]
+    fn what_an_owner_lacks_counts_by_tensor_for_the_asking_rank_alone() {
+        // Rank 0 is ahead of the others, who wait for what it has left out and owns.
+        let mut inquiry = inquiry(&[None, Some((&[], &[0], &[])), Some((&[], &[0], &[]))], 0);
+        let (late, lacking) = (ranks(&[1, 2]), ranks(&[0, 1, 2]));
+        let answer =
+            Answer { blocked: true, late: late.clone(), missing: late, lacking, ..Answer::default() };
+        inquiry.answered(Rank(0), answer);
+        assert_eq!(inquiry.finding().culprits, ranks(&[0, 1, 2]));
+    }
+
+    #[test]
+    fn who_does_not_answer_is_named_if_nobody_explains_more() {
+        let answers = [Some((&[1, 2][..], &[][..], &[][..])), Some((&[2], &[], &[])), None];
+        assert_eq!(found(&answers, 0), (Evidence::Unanswered, vec![2]));
+        let answers = [Some((&[1, 2][..], &[][..], &[][..])), Some((&[], &[], &[])), None];
+        assert_eq!(found(&answers, 0), (Evidence::Absent, vec![1]));
+    }
+
+    #[test]
+    fn those_who_wait_for_each_other_are_all_named() {
+        let circle = [Some((&[1][..], &[][..], &[][..])), Some((&[2], &[], &[])), Some((&[1], &[], &[]))];
+        assert_eq!(found(&circle, 0), (Evidence::Circle, vec![1, 2]), "rank 0 only waits for them");
+        let everybody =
+            [Some((&[1, 2][..], &[][..], &[][..])), Some((&[0, 2], &[], &[])), Some((&[0, 1], &[], &[]))];
+        assert_eq!(found(&everybody, 0), (Evidence::Circle, vec![0, 1, 2]));
+    }
+
+    #[test]
+    fn of_those_who_wait_for_each_other_the_one_is_named_that_does_not_stand_in_a_call() {
+        let mut inquiry = inquiry(&[Some((&[1], &[], &[])), None], 0);
+        let late = ranks(&[0]);
+        inquiry.answered(Rank(1), Answer { blocked: false, late, ..Answer::default() });
+        assert_eq!(inquiry.finding().culprits, ranks(&[1]));
+    }
+
+    #[test]
+    fn lanes_speak_for_their_rank_together() {
+        let mut inquiry = inquiry(&[Some((&[1], &[], &[])), None, Some((&[], &[], &[]))], 0);
+        inquiry.answered(Rank(1), Answer::default());
+        assert!(!inquiry.has_answered(Rank(1), 2));
+        inquiry.answered(Rank(1), Answer { late: ranks(&[2]), ..Answer::default() });
+        assert!(inquiry.has_answered(Rank(1), 2));
+        assert_eq!(inquiry.finding().culprits, ranks(&[2]));
+    }
+
+    #[test]
+    fn ranks_that_do_not_exist_are_refused() {
+        let answer = Answer { late: ranks(&[3]), ..Answer::default() };
+        assert!(Answer::decode(&answer.encode(), 3).is_err());
+        assert!(Answer::decode(&[], 3).is_err() && Answer::decode(&[1, 255, 255], 3).is_err());
+    }
+}

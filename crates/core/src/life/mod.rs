@@ -1,0 +1,366 @@
+//! Who is alive, who has gone, and whose fault it is: decided purely, with time as a number.
+//!
+//! A driver tells one [`Life`] per process what its connections show, asks it now and then what follows, and carries that out.
+//! What belongs to a lane alone (heartbeats, silence, goodbyes) is a [`Pulse`].
+//!
+//! **One verdict.** Whoever finds something wrong makes a [`Verdict`] and tells all peers; whoever hears of one makes none of his
+//! own any more. Of two that cross, the one with the stronger [`Evidence`] holds, then the one of the earlier step, then that of
+//! the lower accuser. A rank passes the one that it holds on to all peers, unchanged, whenever it takes up a better one. So
+//! once every living peer has told this rank the verdict that it holds itself, no better one can come, and the verdict is
+//! settled: only then do calls raise it. That takes a round trip, half a second where a rank has no connection (it is
+//! dead, or others speak for it), and [`SETTLE_NS`] at most.
+//!
+//! **Where the evidence is.** The end of a connection is held back for [`SUSPICION_NS`], because the rank itself, or who ended the
+//! job, may say more. A rank whose wait takes too long knows only whom it waits for; it asks everybody ([`Question`]) and follows
+//! the answers to those who wait for nobody.
+
+mod inquiry;
+mod pulse;
+mod verdict;
+
+pub use inquiry::{Answer, Expired, Question};
+pub use pulse::{Contact, Farewell, Link, Pulse, Sign};
+pub use verdict::{Evidence, Verdict};
+
+use crate::layout::Rank;
+use inquiry::Inquiry;
+use verdict::Standing;
+
+const MS: u64 = 1_000_000;
+/// How long the end of a connection without a goodbye is held back, in case another rank knows the reason.
+pub const SUSPICION_NS: u64 = 300 * MS;
+/// How long nothing may move for a rank that has said goodbye before that counts as its fault.
+pub const DEPARTURE_GRACE_NS: u64 = 2000 * MS;
+/// How long a question may take: ample for a busy machine's lanes, and a small part of any timeout.
+pub const INQUIRY_NS: u64 = 2000 * MS;
+/// How long a verdict may take to settle.
+pub const SETTLE_NS: u64 = 2000 * MS;
+/// How long it takes at least if a rank does not tell its own here: word of a better one may come through others.
+pub const SETTLE_INDIRECT_NS: u64 = 500 * MS;
+
+/// What the driver must do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Effect {
+    /// Ask every rank, this one included, on every lane; answers go to [`Life::answered`].
+    Ask(Question),
+    /// Send this verdict to every peer, on every lane; to those that connect later, too. Nothing else is sent any more.
+    Tell(Verdict),
+    /// The verdict that every call raises from now on.
+    Settled(Verdict),
+}
+
+#[derive(Debug, Clone, Default)]
+struct Peer {
+    /// Connections that are open.
+    links: u32,
+    /// One has ended.
+    ended: bool,
+    departed_ns: Option<u64>,
+    /// The verdict that it last told.
+    standing: Option<Standing>,
+    /// Its progress, as its heartbeats say.
+    progress: u32,
+}
+
+#[derive(Debug)]
+struct Suspect {
+    since_ns: u64,
+    rank: Rank,
+    why: String,
+}
+
+#[derive(Debug)]
+struct Case {
+    verdict: Verdict,
+    since_ns: u64,
+    settled: bool,
+}
+
+/// The life of a job as one rank sees it. See the module's documentation.
+#[derive(Debug)]
+pub struct Life {
+    me: Rank,
+    lanes: u32,
+    peers: Vec<Peer>,
+    suspect: Option<Suspect>,
+    inquiry: Option<Inquiry>,
+    rounds: u32,
+    case: Option<Case>,
+    /// When a peer's heartbeat last said that data has moved there.
+    others_moved_ns: u64,
+    /// This process was away until then: what has not come before that is nobody's fault.
+    back_ns: u64,
+    effects: Vec<Effect>,
+}
+
+impl Life {
+    /// Of a rank whose peers are connected by up to `lanes` connections each.
+    #[must_use]
+    pub fn new(me: Rank, ranks: u32, lanes: u32) -> Self {
+        Self {
+            me,
+            lanes,
+            peers: vec![Peer::default(); ranks as usize],
+            suspect: None,
+            inquiry: None,
+            rounds: 0,
+            case: None,
+            others_moved_ns: 0,
+            back_ns: 0,
+            effects: Vec::new(),
+        }
+    }
+
+    /// What is to be done, in this order. To be called after every other call.
+    pub fn take_effects(&mut self) -> Vec<Effect> {
+        std::mem::take(&mut self.effects)
+    }
+
+    /// The verdict that this rank holds, settled or not.
+    #[must_use]
+    pub fn verdict(&self) -> Option<&Verdict> {
+        self.case.as_ref().map(|case| &case.verdict)
+    }
+
+    /// Whether calls raise the verdict.
+    #[must_use]
+    pub fn is_settled(&self) -> bool {
+        self.case.as_ref().is_some_and(|case| case.settled)
+    }
+
+    fn ranks(&self) -> u32 {
+        self.peers.len() as u32
+    }
+
+    /// A connection to this peer is open.
+    pub fn connected(&mut self, peer: Rank) {
+        self.peers[peer.index()].links += 1;
+    }
+
+    /// A connection has ended, and without a goodbye if `why` says how. The first such rank is blamed if nobody knows better in
+    /// time.
+    pub fn ended(&mut self, now_ns: u64, peer: Rank, why: Option<String>) {
+        let place = &mut self.peers[peer.index()];
+        place.links = place.links.saturating_sub(1);
+        place.ended = true;
+        if let Some(why) = why.filter(|_| self.case.is_none() && self.suspect.is_none()) {
+            self.suspect = Some(Suspect { since_ns: now_ns, rank: peer, why });
+        }
+        self.settle(now_ns);
+    }
+
+    /// A peer has said goodbye, on any lane.
+    pub fn departed(&mut self, now_ns: u64, peer: Rank) {
+        self.peers[peer.index()].departed_ns.get_or_insert(now_ns);
+        self.settle(now_ns);
+    }
+
+    /// A heartbeat: `progress` changes whenever data has moved at that peer.
+    pub fn heartbeat(&mut self, now_ns: u64, peer: Rank, progress: u32) {
+        let known = &mut self.peers[peer.index()].progress;
+        // Lanes overtake each other: an older number is no news.
+        if progress.wrapping_sub(*known) as i32 > 0 {
+            *known = progress;
+            self.others_moved_ns = now_ns;
+        }
+    }
+
+    /// Until when a rank that has left (join) waits for the others: they may rightly train for hours, but not stand still for
+    /// `timeout_ns`. `moved_ns` is when data last moved here.
+    #[must_use]
+    pub fn patience_ns(&self, moved_ns: u64, timeout_ns: u64) -> u64 {
+        self.others_moved_ns.max(moved_ns).max(self.back_ns).saturating_add(timeout_ns)
+    }
+
+    /// This process was away (stopped by a signal): it has read nothing of what others sent meanwhile.
+    pub fn was_away(&mut self, now_ns: u64) {
+        self.back_ns = now_ns;
+        self.suspect.iter_mut().for_each(|suspect| suspect.since_ns = now_ns);
+        self.inquiry.iter_mut().for_each(|inquiry| inquiry.since_ns = now_ns);
+        if let Some(case) = self.case.as_mut().filter(|case| !case.settled) {
+            case.since_ns = now_ns;
+        }
+    }
+
+    /// Nothing was heard from a peer for so long.
+    pub fn silent(&mut self, now_ns: u64, peer: Rank, silence_ns: u64) {
+        let seconds = silence_ns as f64 / 1e9;
+        let text = format!(
+            "rank {peer} is lost: rank {} had no sign of life from it for {seconds:.1} s (peer_timeout_s); its process is stopped, \
+             or the network between is cut",
+            self.me
+        );
+        self.found(now_ns, Evidence::Silent, peer, text);
+    }
+
+    /// A call of this rank takes the part of a peer that has said goodbye: a goodbye comes after everything else.
+    pub fn needed(&mut self, now_ns: u64, peer: Rank) {
+        let text = format!(
+            "rank {peer} has left the job by shutdown() (or the end of its program), but a call of rank {} needs it",
+            self.me
+        );
+        self.found(now_ns, Evidence::Departed, peer, text);
+    }
+
+    fn found(&mut self, now_ns: u64, evidence: Evidence, culprit: Rank, reason: String) {
+        self.accuse(now_ns, Verdict::new(evidence, None, self.me, vec![culprit], reason));
+    }
+
+    /// This rank has found something out, its own failure for instance. Nothing, if there is a verdict already. Its own failure
+    /// is settled at once here: its program knows it.
+    pub fn accuse(&mut self, now_ns: u64, verdict: Verdict) {
+        if self.case.is_some() {
+            return;
+        }
+        let own = verdict.evidence == Evidence::Own && verdict.culprits == [self.me];
+        self.hold(now_ns, verdict);
+        if own {
+            self.end_case();
+        }
+        self.settle(now_ns);
+    }
+
+    /// Takes up a verdict and passes it on.
+    fn hold(&mut self, now_ns: u64, verdict: Verdict) {
+        self.inquiry = None;
+        self.effects.push(Effect::Tell(verdict.clone()));
+        let since_ns = self.case.as_ref().map_or(now_ns, |case| case.since_ns);
+        self.case = Some(Case { verdict, since_ns, settled: false });
+    }
+
+    /// A peer has told its verdict, as the payload of an abort.
+    pub fn aborted(&mut self, now_ns: u64, from: Rank, payload: &[u8]) {
+        let verdict = match Verdict::decode(payload, self.ranks()) {
+            Ok(verdict) => verdict,
+            Err(why) => return self.found(now_ns, Evidence::Frame, from, format!("rank {from} sent {why}")),
+        };
+        self.peers[from.index()].standing = Some(verdict.standing());
+        let better = self
+            .case
+            .as_ref()
+            .is_none_or(|case| !case.settled && verdict.standing() < case.verdict.standing());
+        if better {
+            self.hold(now_ns, verdict);
+        }
+        self.settle(now_ns);
+    }
+
+    /// The time of a wait of this rank is up. Either it, or another verdict, is settled in bounded time.
+    pub fn expired(&mut self, now_ns: u64, expired: Expired) {
+        if self.case.is_some() || self.inquiry.is_some() {
+            return;
+        }
+        self.rounds += 1;
+        let question = Question { round: self.rounds, about: expired.about };
+        self.inquiry = Some(Inquiry::new(self.me, expired, self.rounds, now_ns, self.ranks()));
+        self.effects.push(Effect::Ask(question));
+    }
+
+    /// One lane of a rank, perhaps of this one, has answered.
+    pub fn answered(&mut self, now_ns: u64, from: Rank, round: u32, answer: Answer) {
+        if let Some(inquiry) = self.inquiry.as_mut().filter(|inquiry| inquiry.round == round) {
+            inquiry.answered(from, answer);
+            self.conclude(now_ns);
+        }
+    }
+
+    /// Ends the inquiry when everybody has answered, or time is up.
+    fn conclude(&mut self, now_ns: u64) {
+        let Some(inquiry) = &self.inquiry else { return };
+        let lost = |rank: Rank| {
+            let Peer { links, ended, .. } = self.peers[rank.index()];
+            ended && links == 0
+        };
+        let mut ranks = (0..self.ranks()).map(Rank);
+        let all = ranks.all(|rank| lost(rank) || inquiry.has_answered(rank, self.lanes));
+        if !all && now_ns.saturating_sub(inquiry.since_ns) < INQUIRY_NS {
+            return;
+        }
+        let finding = inquiry.finding();
+        let reason = format!("{}: {}. {}", inquiry.expired.what, finding.text, inquiry.expired.hint);
+        let step = inquiry.expired.step;
+        self.accuse(now_ns, Verdict::new(finding.evidence, step, self.me, finding.culprits, reason));
+    }
+
+    /// What time alone shows. `moved_ns` is when data last moved here; `needs` says whether something that this rank takes part
+    /// in needs the part of a rank.
+    pub fn look(&mut self, now_ns: u64, moved_ns: u64, needs: impl Fn(Rank) -> bool) {
+        if self.case.is_some() {
+            return self.settle(now_ns);
+        }
+        if let Some(Suspect { rank, why, .. }) =
+            self.suspect.take_if(|suspect| now_ns.saturating_sub(suspect.since_ns) >= SUSPICION_NS)
+        {
+            let text = format!("rank {rank} is lost: {why} (found by rank {})", self.me);
+            return self.found(now_ns, Evidence::Ended, rank, text);
+        }
+        if let Some(rank) = self.missed(now_ns, moved_ns, needs) {
+            let text = format!(
+                "rank {rank} has left the job by shutdown() (or the end of its program) while rank {} goes on; if the ranks have \
+                 different numbers of batches, wrap the loop in ps.join()",
+                self.me
+            );
+            return self.found(now_ns, Evidence::Departed, rank, text);
+        }
+        self.conclude(now_ns);
+    }
+
+    /// A rank that has said goodbye has answered everything by then. So if nothing moves any more, this rank has begun something
+    /// that the other will never take part in.
+    fn missed(&self, now_ns: u64, moved_ns: u64, needs: impl Fn(Rank) -> bool) -> Option<Rank> {
+        let moved_ns = moved_ns.max(self.back_ns);
+        let gone = |since_ns: u64| now_ns.saturating_sub(since_ns.max(moved_ns)) >= DEPARTURE_GRACE_NS;
+        let mut ranks = (0..self.ranks()).map(Rank);
+        ranks.find(|rank| self.peers[rank.index()].departed_ns.is_some_and(gone) && needs(*rank))
+    }
+
+    /// Settles the verdict once no better one can come, or it has taken too long.
+    fn settle(&mut self, now_ns: u64) {
+        let Some(Case { verdict, since_ns, settled: false }) = &self.case else { return };
+        let age_ns = now_ns.saturating_sub(*since_ns);
+        // Who is silent, or has no connection any more, tells nothing; but it may live, and tell others.
+        let silent = matches!(verdict.evidence, Evidence::Silent | Evidence::Unanswered);
+        let mut indirect = false;
+        let mut agreed = true;
+        for rank in (0..self.ranks()).map(Rank) {
+            let peer = &self.peers[rank.index()];
+            if rank == self.me || (peer.departed_ns.is_some() && peer.links == 0) {
+                continue;
+            }
+            let told = peer.standing == Some(verdict.standing());
+            if peer.links > 0 && !(silent && verdict.culprits.contains(&rank)) {
+                agreed &= told;
+            } else {
+                indirect |= !told;
+            }
+        }
+        if agreed && (!indirect || age_ns >= SETTLE_INDIRECT_NS) || age_ns >= SETTLE_NS {
+            self.end_case();
+        }
+    }
+
+    fn end_case(&mut self) {
+        if let Some(case) = self.case.as_mut().filter(|case| !case.settled) {
+            case.settled = true;
+            self.effects.push(Effect::Settled(case.verdict.clone()));
+        }
+    }
+
+    /// When [`Life::look`] may have something to say next, if nothing happens before.
+    #[must_use]
+    pub fn deadline_ns(&self, moved_ns: u64) -> Option<u64> {
+        if let Some(case) = &self.case {
+            let marks = [SETTLE_INDIRECT_NS, SETTLE_NS].map(|wait_ns| case.since_ns + wait_ns);
+            return marks.into_iter().find(|_| !case.settled);
+        }
+        let moved_ns = moved_ns.max(self.back_ns);
+        let departed = self.peers.iter().filter_map(|peer| peer.departed_ns);
+        let departed = departed.map(|since_ns| since_ns.max(moved_ns) + DEPARTURE_GRACE_NS);
+        let suspect = self.suspect.as_ref().map(|suspect| suspect.since_ns + SUSPICION_NS);
+        let inquiry = self.inquiry.as_ref().map(|inquiry| inquiry.since_ns + INQUIRY_NS);
+        departed.chain(suspect).chain(inquiry).min()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,188 @@
+//! One lane's side of life: heartbeats, silence, whether this process itself was away, and goodbyes.
+
+use super::DEPARTURE_GRACE_NS;
+use crate::layout::Rank;
+
+/// A connected peer hears something this many times within the shortest time after which silence, or that nothing moves, means
+/// something.
+const HEARTBEATS_PER_TIMEOUT: u64 = 5;
+
+/// A peer as its connection sees it, at a look.
+#[derive(Debug, Clone, Copy)]
+pub struct Link {
+    /// The peer.
+    pub peer: Rank,
+    /// When something was last read.
+    pub heard_ns: u64,
+    /// When something was last written.
+    pub spoke_ns: u64,
+    /// Everything that was given out is written.
+    pub written: bool,
+}
+
+/// What follows from a look.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Sign {
+    /// Send this peer a heartbeat.
+    Heartbeat(Rank),
+    /// Nothing was heard from this peer for so long, in nanoseconds: it counts as lost.
+    Silent(Rank, u64),
+}
+
+/// What is to be done about a peer while leaving.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Farewell {
+    /// Say goodbye now.
+    Say,
+    /// Wait: something is owed, unwritten, or unheard.
+    Wait,
+    /// All is said and heard.
+    Done,
+}
+
+/// A peer's connection, for [`Pulse::farewell`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Contact {
+    /// There has been none.
+    Never,
+    /// It is open; `written` as in [`Link`].
+    Open {
+        /// Everything that was given out is written.
+        written: bool,
+    },
+    /// It has ended. There is no second one.
+    Gone,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Goodbyes {
+    said: bool,
+    heard: bool,
+}
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub struct Pulse {
+    timeout_ns: u64,
+    /// Between two heartbeats.
+    beat_ns: u64,
+    looked_ns: u64,
+    /// Silence before this was this process's own.
+    back_ns: u64,
+    peers: Vec<Goodbyes>,
+}
+
+impl Pulse {
+    /// Of a lane that begins now. `timeout_ns` of silence mean loss; heartbeats also say whether data moves, for peers that wait
+    /// at most `operation_ns` for that.
+    #[must_use]
+    pub fn new(ranks: u32, timeout_ns: u64, operation_ns: u64, now_ns: u64) -> Self {
+        let peers = vec![Goodbyes::default(); ranks as usize];
+        let beat_ns = timeout_ns.min(operation_ns) / HEARTBEATS_PER_TIMEOUT;
+        Self { timeout_ns, beat_ns, looked_ns: now_ns, back_ns: now_ns, peers }
+    }
+
+    /// Looks at the clock; appends what follows to `signs`. Says whether this process was away since the last look (a signal
+    /// stopped it, the machine slept): what others sent meanwhile waits to be read, and nobody was silent but this rank.
+    pub fn look(&mut self, now_ns: u64, links: impl Iterator<Item = Link>, signs: &mut Vec<Sign>) -> bool {
+        let gap_ns = now_ns.saturating_sub(self.looked_ns);
+        self.looked_ns = now_ns;
+        if gap_ns > self.timeout_ns / 2 {
+            self.back_ns = now_ns;
+        }
+        for Link { peer, heard_ns, spoke_ns, written } in links {
+            let Goodbyes { said, heard } = self.peers[peer.index()];
+            let silence_ns = now_ns.saturating_sub(heard_ns.max(self.back_ns));
+            if silence_ns >= self.timeout_ns && !heard {
+                signs.push(Sign::Silent(peer, silence_ns));
+            }
+            let quiet = now_ns.saturating_sub(spoke_ns) >= self.beat_ns;
+            if quiet && written && !said {
+                signs.push(Sign::Heartbeat(peer));
+            }
+        }
+        gap_ns > (self.timeout_ns / 2).min(DEPARTURE_GRACE_NS / 2)
+    }
+
+    /// This peer has said goodbye on this lane.
+    pub fn goodbye_heard(&mut self, peer: Rank) {
+        self.peers[peer.index()].heard = true;
+    }
+
+    /// Whether this peer has said goodbye on this lane: then its connection may end.
+    #[must_use]
+    pub fn has_heard_goodbye(&self, peer: Rank) -> bool {
+        self.peers[peer.index()].heard
+    }
+
+    /// While leaving: what is to be done about this peer, to which something may be `owed`.
+    pub fn farewell(&mut self, peer: Rank, contact: Contact, owed: bool) -> Farewell {
+        let goodbyes = &mut self.peers[peer.index()];
+        let done = match contact {
+            Contact::Never => !owed,
+            // Gone without a goodbye: whether it was lost is about to be known.
+            Contact::Gone => goodbyes.heard,
+            Contact::Open { written: true } if !goodbyes.said && !owed => {
+                goodbyes.said = true;
+                return Farewell::Say;
+            }
+            Contact::Open { written } => goodbyes.said && goodbyes.heard && written,
+        };
+        if done { Farewell::Done } else { Farewell::Wait }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn look(pulse: &mut Pulse, now_ns: u64, heard_ns: u64, spoke_ns: u64) -> (bool, Vec<Sign>) {
+        let mut signs = Vec::new();
+        let link = Link { peer: Rank(1), heard_ns, spoke_ns, written: true };
+        (pulse.look(now_ns, [link].into_iter(), &mut signs), signs)
+    }
+
+    #[test]
+    fn silence_counts_from_the_limit_on_and_heartbeats_come_five_times_as_often() {
+        let mut pulse = Pulse::new(2, 1000, 5000, 0);
+        assert_eq!(look(&mut pulse, 199, 199, 0).1, []);
+        assert_eq!(look(&mut pulse, 200, 0, 0).1, [Sign::Heartbeat(Rank(1))]);
+        assert_eq!(look(&mut pulse, 600, 0, 600).1, []);
+        assert_eq!(look(&mut pulse, 999, 0, 999).1, []);
+        assert_eq!(look(&mut pulse, 1000, 0, 1000).1, [Sign::Silent(Rank(1), 1000)]);
+        pulse.goodbye_heard(Rank(1));
+        assert_eq!(look(&mut pulse, 1001, 0, 1001).1, []);
+    }
+
+    #[test]
+    fn heartbeats_come_more_often_where_waits_are_short() {
+        let mut pulse = Pulse::new(2, 1000, 500, 0);
+        assert_eq!(look(&mut pulse, 99, 0, 0).1, []);
+        assert_eq!(look(&mut pulse, 100, 0, 0).1, [Sign::Heartbeat(Rank(1))]);
+    }
+
+    #[test]
+    fn a_process_that_was_away_blames_nobody_for_the_silence() {
+        let mut pulse = Pulse::new(2, 1000, 5000, 0);
+        assert_eq!(look(&mut pulse, 400, 0, 400), (false, vec![]));
+        assert_eq!(look(&mut pulse, 1500, 0, 1500), (true, vec![]));
+        assert_eq!(look(&mut pulse, 2000, 0, 2000), (false, vec![]));
+        assert_eq!(look(&mut pulse, 2499, 0, 2499), (false, vec![]));
+        assert_eq!(look(&mut pulse, 2500, 0, 2500), (false, vec![Sign::Silent(Rank(1), 1000)]));
+    }
+
+    #[test]
+    fn goodbyes_come_last_and_are_said_once() {
+        let mut pulse = Pulse::new(2, 1000, 5000, 0);
+        let open = Contact::Open { written: true };
+        assert_eq!(pulse.farewell(Rank(1), open, true), Farewell::Wait);
+        assert_eq!(pulse.farewell(Rank(1), Contact::Open { written: false }, false), Farewell::Wait);
+        assert_eq!(pulse.farewell(Rank(1), open, false), Farewell::Say);
+        assert_eq!(pulse.farewell(Rank(1), open, false), Farewell::Wait);
+        assert_eq!(pulse.farewell(Rank(1), Contact::Gone, false), Farewell::Wait);
+        pulse.goodbye_heard(Rank(1));
+        assert_eq!(pulse.farewell(Rank(1), open, false), Farewell::Done);
+        assert_eq!(pulse.farewell(Rank(1), Contact::Gone, false), Farewell::Done);
+        assert_eq!(Pulse::new(2, 1, 1, 0).farewell(Rank(1), Contact::Never, false), Farewell::Done);
+    }
+}

@@ -1,0 +1,174 @@
+//! One rank's view at a time; whole jobs are in the simulator.
+
+use super::*;
+
+/// Rank 0 of so many, connected to all others by one lane.
+fn life(ranks: u32) -> Life {
+    let mut life = Life::new(Rank(0), ranks, 1);
+    (1..ranks).for_each(|peer| life.connected(Rank(peer)));
+    life
+}
+
+fn verdict(evidence: Evidence, accuser: u32, culprit: u32) -> Verdict {
+    Verdict::new(evidence, None, Rank(accuser), vec![Rank(culprit)], format!("as rank {accuser} says"))
+}
+
+fn quiet(life: &mut Life, now_ns: u64) {
+    life.look(now_ns, 0, |_| false);
+}
+
+#[test]
+fn the_end_of_a_connection_becomes_a_verdict_that_all_tell() {
+    let mut life = life(4);
+    let ended = verdict(Evidence::Ended, 0, 3);
+    life.ended(5, Rank(3), Some("its connection was closed".into()));
+    quiet(&mut life, 5 + SUSPICION_NS - 1);
+    assert_eq!(life.take_effects(), []);
+    assert_eq!(life.deadline_ns(0), Some(5 + SUSPICION_NS));
+    quiet(&mut life, 5 + SUSPICION_NS);
+    let effects = life.take_effects();
+    let [Effect::Tell(told)] = &effects[..] else { panic!("{effects:?}") };
+    assert_eq!((told.evidence, told.culprit()), (Evidence::Ended, Rank(3)));
+    let now_ns = 5 + SUSPICION_NS + 1;
+    life.aborted(now_ns, Rank(1), &told.encode());
+    assert!(!life.is_settled(), "rank 2 may know better");
+    // It has found the same at the same time, and will hear that rank 0 has.
+    life.aborted(now_ns, Rank(2), &Verdict { accuser: Rank(2), ..ended }.encode());
+    assert!(!life.is_settled());
+    life.aborted(now_ns, Rank(2), &told.encode());
+    assert!(!life.is_settled(), "rank 3 may live, and tell others");
+    quiet(&mut life, 5 + SUSPICION_NS + SETTLE_INDIRECT_NS);
+    assert_eq!(life.take_effects(), [Effect::Settled(told.clone())]);
+}
+
+#[test]
+fn a_verdict_settles_at_once_when_everybody_has_told_the_same() {
+    let mut life = life(3);
+    let own = verdict(Evidence::Own, 1, 1);
+    life.aborted(0, Rank(1), &own.encode());
+    assert!(!life.is_settled());
+    life.aborted(0, Rank(2), &own.encode());
+    assert_eq!(life.take_effects(), [Effect::Tell(own.clone()), Effect::Settled(own)]);
+}
+
+#[test]
+fn the_stronger_evidence_holds_then_the_earlier_step_then_the_lower_accuser() {
+    let at = |step| Verdict { step, ..verdict(Evidence::Absent, 2, 1) };
+    let order = [
+        verdict(Evidence::Own, 2, 2),
+        verdict(Evidence::Ended, 1, 2),
+        verdict(Evidence::Ended, 2, 1),
+        at(4),
+        Verdict { accuser: Rank(0), ..at(5) },
+        at(5),
+    ];
+    for (better, worse) in order.iter().zip(&order[1..]) {
+        let mut life = life(5);
+        life.aborted(0, Rank(1), &worse.encode());
+        life.aborted(0, Rank(1), &better.encode());
+        assert_eq!(life.verdict(), Some(better));
+        life.aborted(0, Rank(1), &worse.encode());
+        assert_eq!(life.verdict(), Some(better));
+    }
+}
+
+#[test]
+fn a_verdict_settles_in_bounded_time_whoever_is_silent() {
+    let mut life = life(3);
+    life.accuse(7, verdict(Evidence::Ended, 0, 2));
+    quiet(&mut life, 7 + SETTLE_NS - 1);
+    assert!(!life.is_settled());
+    quiet(&mut life, 7 + SETTLE_NS);
+    assert!(life.is_settled());
+}
+
+#[test]
+fn where_some_are_not_connected_a_verdict_waits_for_word_through_others() {
+    let mut life = Life::new(Rank(0), 3, 1);
+    life.connected(Rank(1));
+    life.aborted(7, Rank(1), &verdict(Evidence::Absent, 1, 1).encode());
+    assert!(!life.is_settled());
+    life.aborted(8, Rank(1), &verdict(Evidence::Ended, 2, 1).encode());
+    quiet(&mut life, 7 + SETTLE_INDIRECT_NS);
+    assert_eq!(life.verdict().map(|verdict| verdict.evidence), Some(Evidence::Ended));
+    assert!(life.is_settled());
+}
+
+#[test]
+fn its_own_failure_is_settled_at_once_and_nothing_comes_after_it() {
+    let mut life = life(3);
+    let own = verdict(Evidence::Own, 0, 0);
+    life.accuse(0, own.clone());
+    life.accuse(0, verdict(Evidence::Frame, 0, 1));
+    life.aborted(0, Rank(1), &verdict(Evidence::Ended, 1, 0).encode());
+    assert_eq!(life.take_effects(), [Effect::Tell(own.clone()), Effect::Settled(own)]);
+}
+
+#[test]
+fn an_abort_that_makes_no_sense_is_the_senders_fault() {
+    let mut life = life(2);
+    life.aborted(0, Rank(1), &verdict(Evidence::Own, 1, 5).encode());
+    let verdict = life.verdict().unwrap();
+    assert_eq!((verdict.evidence, verdict.culprit()), (Evidence::Frame, Rank(1)));
+}
+
+#[test]
+fn who_has_left_is_blamed_when_nothing_moves_and_it_is_needed() {
+    let mut life = life(3);
+    life.departed(10, Rank(2));
+    let look = |life: &mut Life, now_ns, moved_ns, needed: bool| {
+        life.look(now_ns, moved_ns, |_| needed);
+        life.verdict().map(Verdict::culprit)
+    };
+    assert_eq!(look(&mut life, 10 + DEPARTURE_GRACE_NS, 0, false), None);
+    assert_eq!(look(&mut life, 10 + DEPARTURE_GRACE_NS, 11, true), None);
+    life.was_away(12);
+    assert_eq!(look(&mut life, 11 + DEPARTURE_GRACE_NS, 11, true), None);
+    assert_eq!(life.deadline_ns(11), Some(12 + DEPARTURE_GRACE_NS));
+    assert_eq!(look(&mut life, 12 + DEPARTURE_GRACE_NS, 11, true), Some(Rank(2)));
+}
+
+#[test]
+fn a_question_ends_with_its_last_answer_or_its_time() {
+    let expired =
+        Expired { about: Some((1, 2)), step: Some(3), what: "timeout: a wait".into(), hint: "Look.".into() };
+    let answer =
+        |late: &[u32]| Answer { late: late.iter().copied().map(Rank).collect(), ..Answer::default() };
+    for all_answer in [true, false] {
+        let mut life = life(3);
+        life.expired(0, expired.clone());
+        life.expired(1, expired.clone());
+        let question = Question { round: 1, about: Some((1, 2)) };
+        assert_eq!(Question::of(&question.header()), question);
+        assert_eq!(life.take_effects(), [Effect::Ask(question)], "one at a time");
+        life.answered(1, Rank(0), 1, answer(&[1]));
+        life.answered(1, Rank(1), 1, answer(&[2]));
+        life.answered(1, Rank(2), 9, Answer::default());
+        assert_eq!(life.verdict(), None);
+        if all_answer {
+            life.answered(2, Rank(2), 1, Answer::default());
+        } else {
+            quiet(&mut life, INQUIRY_NS);
+        }
+        let verdict = life.verdict().unwrap();
+        let evidence = if all_answer { Evidence::Absent } else { Evidence::Unanswered };
+        assert_eq!((verdict.evidence, verdict.step, verdict.culprit()), (evidence, 3, Rank(2)));
+        assert!(
+            verdict
+                .reason
+                .starts_with("timeout: a wait: it waits for rank 1; rank 1 itself waits for rank 2")
+        );
+    }
+}
+
+#[test]
+fn progress_of_others_comes_with_heartbeats_and_an_older_one_is_no_news() {
+    let mut life = life(2);
+    life.heartbeat(5, Rank(1), 2);
+    life.heartbeat(6, Rank(1), 2);
+    life.heartbeat(7, Rank(1), 1);
+    assert_eq!(life.patience_ns(4, 100), 105);
+    life.heartbeat(8, Rank(1), 3);
+    assert_eq!(life.patience_ns(4, 100), 108);
+    assert_eq!(life.patience_ns(9, 100), 109);
+}

@@ -1,0 +1,166 @@
+//! Why a job has failed, and who is at fault: one value, the same on every rank once they have agreed.
+
+use crate::layout::{Rank, Step};
+use crate::limits::{CULPRITS_MAX, REASON_BYTES_MAX};
+
+/// What shows that a rank is at fault. The strongest first: of two verdicts the one with the stronger evidence holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Evidence {
+    /// The rank says so itself.
+    Own = 0,
+    /// It sent what the protocol does not allow.
+    Frame = 1,
+    /// Its connection ended without a goodbye.
+    Ended = 2,
+    /// Nothing is heard from it, or it cannot be reached.
+    Silent = 3,
+    /// It has left the job, and is needed.
+    Departed = 4,
+    /// A wait took too long, and everybody who waits does so for it; it waits for nobody.
+    Absent = 5,
+    /// A wait took too long, and these ranks wait for each other.
+    Circle = 6,
+    /// A wait took too long, and the rank that is waited for did not answer when it was asked.
+    Unanswered = 7,
+}
+
+impl Evidence {
+    const ALL: [Self; 8] = [
+        Self::Own,
+        Self::Frame,
+        Self::Ended,
+        Self::Silent,
+        Self::Departed,
+        Self::Absent,
+        Self::Circle,
+        Self::Unanswered,
+    ];
+
+    /// Whether it is that somebody's time was up.
+    #[must_use]
+    pub fn is_timeout(self) -> bool {
+        matches!(self, Self::Absent | Self::Circle | Self::Unanswered)
+    }
+}
+
+/// Length of a verdict's fields before the culprits.
+const FIXED_BYTES: usize = 12;
+
+/// Who is at fault, who says so, and why. Passed on unchanged, so that it is the same wherever it is read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Verdict {
+    /// What it rests on.
+    pub evidence: Evidence,
+    /// The user's iteration that was waited for; the largest number if the evidence belongs to none.
+    pub step: Step,
+    /// Who has found it.
+    pub accuser: Rank,
+    /// The ranks at fault, at least one, in order, of very many the first [`CULPRITS_MAX`].
+    pub culprits: Vec<Rank>,
+    /// What happened, for whoever reads the error.
+    pub reason: String,
+}
+
+/// What decides between verdicts: the lower holds.
+pub(super) type Standing = (Evidence, Step, Rank);
+
+impl Verdict {
+    /// A verdict whose text and list of culprits fit into a frame.
+    #[must_use]
+    pub fn new(
+        evidence: Evidence,
+        step: Option<Step>,
+        accuser: Rank,
+        mut culprits: Vec<Rank>,
+        mut reason: String,
+    ) -> Self {
+        culprits.truncate(CULPRITS_MAX);
+        let end = (0..=reason.len().min(REASON_BYTES_MAX))
+            .rev()
+            .find(|&end| reason.is_char_boundary(end))
+            .unwrap_or(0);
+        reason.truncate(end);
+        Self { evidence, step: step.unwrap_or(Step::MAX), accuser, culprits, reason }
+    }
+
+    pub(super) fn standing(&self) -> Standing {
+        (self.evidence, self.step, self.accuser)
+    }
+
+    /// The rank that errors name: the first of those at fault.
+    #[must_use]
+    pub fn culprit(&self) -> Rank {
+        self.culprits.first().copied().unwrap_or(self.accuser)
+    }
+
+    /// The payload of an abort.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let mut bytes = vec![self.evidence as u8, 0];
+        bytes.extend((self.culprits.len() as u16).to_le_bytes());
+        bytes.extend(self.step.to_le_bytes());
+        bytes.extend(self.accuser.0.to_le_bytes());
+        self.culprits.iter().for_each(|rank| bytes.extend(rank.0.to_le_bytes()));
+        bytes.extend(self.reason.as_bytes());
+        bytes
+    }
+
+    /// Reads what [`Verdict::encode`] wrote, in a job of `ranks`.
+    ///
+    /// # Errors
+    /// A sentence that says what is wrong with it.
+    pub fn decode(bytes: &[u8], ranks: u32) -> Result<Self, String> {
+        let short = || format!("an abort of {} bytes", bytes.len());
+        let (fixed, rest) = bytes.split_first_chunk::<FIXED_BYTES>().ok_or_else(short)?;
+        let u32_at = |bytes: &[u8], at: usize| {
+            u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+        };
+        let evidence = *Evidence::ALL
+            .get(usize::from(fixed[0]))
+            .ok_or_else(|| format!("an abort with unknown evidence {}", fixed[0]))?;
+        let count = usize::from(u16::from_le_bytes([fixed[2], fixed[3]]));
+        if count == 0 || count > CULPRITS_MAX || rest.len() < 4 * count {
+            return Err(format!("an abort that blames {count} ranks"));
+        }
+        let culprits: Vec<Rank> = (0..count).map(|at| Rank(u32_at(rest, 4 * at))).collect();
+        let (step, accuser) = (u32_at(fixed, 4), Rank(u32_at(fixed, 8)));
+        if let Some(rank) = culprits.iter().chain([&accuser]).find(|rank| rank.0 >= ranks) {
+            return Err(format!("an abort that names rank {rank}, which does not exist"));
+        }
+        let reason = String::from_utf8_lossy(&rest[4 * count..]).into_owned();
+        Ok(Self { evidence, step, accuser, culprits, reason })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn decode_inverts_encode(
+            evidence in 0..8usize, step: u32, accuser in 0..9u32,
+            culprits in proptest::collection::vec(0..9u32, 1..5), reason: String,
+        ) {
+            let culprits = culprits.into_iter().map(Rank).collect();
+            let verdict = Verdict::new(Evidence::ALL[evidence], Some(step), Rank(accuser), culprits, reason);
+            prop_assert_eq!(Verdict::decode(&verdict.encode(), 9), Ok(verdict));
+        }
+
+        #[test]
+        fn any_bytes_decode_or_are_refused(bytes: Vec<u8>) {
+            if let Ok(verdict) = Verdict::decode(&bytes, 4) {
+                prop_assert!(!verdict.culprits.is_empty() && verdict.culprits.iter().all(|rank| rank.0 < 4));
+            }
+        }
+    }
+
+    #[test]
+    fn a_verdict_fits_into_a_frame() {
+        let everybody = (0..4096).map(Rank).collect();
+        let verdict = Verdict::new(Evidence::Circle, None, Rank(1), everybody, "ä".repeat(REASON_BYTES_MAX));
+        assert!(verdict.encode().len() <= crate::limits::ABORT_BYTES_MAX && verdict.reason.starts_with('ä'));
+        assert_eq!(verdict.culprits.len(), CULPRITS_MAX);
+    }
+}

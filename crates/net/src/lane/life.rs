@@ -1,0 +1,210 @@
+//! What a lane does for the life of the job: it shows the state machine what its connections show, and sends what that wants.
+
+use super::{Lane, Peer};
+use crate::memory::Chunk;
+use penstock_core::life::{Answer, Contact, Farewell, Link, Question, Sign};
+use penstock_core::wire::Outgoing;
+use penstock_core::{Error, Header, Kind, Rank, Scheme};
+use std::collections::BTreeSet;
+use std::sync::atomic::Ordering;
+
+impl Lane {
+    /// A control frame has arrived.
+    pub(super) fn control(&mut self, from: Rank, header: &Header, payload: Option<&Chunk>) {
+        let bytes = payload.map(Chunk::to_vec).unwrap_or_default();
+        self.idle_frames += u64::from(matches!(header.kind, Kind::Heartbeat | Kind::Ask | Kind::Word));
+        match header.kind {
+            Kind::Blob => {
+                if let Err(error) = self.shared.blob(from, header.seq, bytes) {
+                    self.shared.fail(error);
+                }
+            }
+            Kind::Abort => self.shared.live(|life, now_ns| life.aborted(now_ns, from, &bytes)),
+            Kind::Heartbeat => self.shared.live(|life, now_ns| life.heartbeat(now_ns, from, header.argument)),
+            Kind::Goodbye => {
+                self.pulse.goodbye_heard(from);
+                self.shared.live(|life, now_ns| life.departed(now_ns, from));
+            }
+            Kind::Ask => {
+                let question = Question::of(header);
+                let word = self.answer(question).encode();
+                let payload_bytes = word.len() as u32;
+                let header = Header { seq: question.round, payload_bytes, ..Header::control(Kind::Word) };
+                self.say(from, Outgoing { header, payload: Some(self.shared.pool.copy_of(&word)) });
+            }
+            Kind::Word => match Answer::decode(&bytes, self.peers.len() as u32) {
+                Ok(answer) => {
+                    self.shared.live(|life, now_ns| life.answered(now_ns, from, header.seq, answer));
+                }
+                Err(why) => self.shared.fail(Error::protocol(from, why)),
+            },
+            // The others never come here.
+            _ => {}
+        }
+    }
+
+    /// Sends what is not the node's, behind what that has given out.
+    fn say(&mut self, to: Rank, frame: Outgoing<Chunk>) {
+        if let Some(connection) = &mut self.peers[to.index()].connection {
+            connection.depart(frame);
+            self.enqueue(to.index());
+        }
+    }
+
+    /// A connection is gone; `why` if it ended without a goodbye.
+    pub(super) fn drop_connection(&mut self, peer: usize, why: Option<String>) {
+        let place = &mut self.peers[peer];
+        place.gone = true;
+        if let Some(mut connection) = place.connection.take() {
+            // Fails only if it is not registered, which is what is wanted.
+            let _ = self.poll.registry().deregister(connection.stream());
+            self.shared.live(|life, now_ns| life.ended(now_ns, Rank(peer as u32), why));
+        }
+    }
+
+    pub(super) fn closed(&mut self, peer: usize, why: String) {
+        let parted = self.pulse.has_heard_goodbye(Rank(peer as u32));
+        self.drop_connection(peer, (!parted).then_some(why));
+    }
+
+    /// Tells every peer of the verdict that is held now.
+    pub(super) fn fail_all(&mut self, header: Header, reason: Chunk) {
+        let abort = Outgoing { header, payload: Some(reason) };
+        let first = self.failed.replace(abort.clone()).is_none();
+        for peer in 0..self.peers.len() {
+            if let Some(connection) = &mut self.peers[peer].connection {
+                if first {
+                    connection.cancel_unstarted();
+                }
+                connection.depart(abort.clone());
+                self.enqueue(peer);
+            }
+        }
+        if first {
+            self.shared.update(|state| state.lanes_quiet += 1);
+        }
+        self.note_told();
+    }
+
+    /// What only the clock tells.
+    pub(super) fn tick(&mut self) {
+        self.ticked = self.now;
+        if self.failed.is_none() {
+            self.look_at_line();
+            self.look_at_peers();
+        }
+        self.shared.look(|rank| {
+            let Answer { late, owners, .. } = self.waits_for();
+            late.contains(&rank) || owners.contains(&rank)
+        });
+    }
+
+    fn look_at_peers(&mut self) {
+        let now_ns = self.shared.ns_of(self.now);
+        let mut signs = std::mem::take(&mut self.signs);
+        let links = self.peers.iter().enumerate().filter_map(|(peer, Peer { connection, .. })| {
+            let connection = connection.as_ref()?;
+            let (heard_ns, spoke_ns) =
+                (self.shared.ns_of(connection.heard), self.shared.ns_of(connection.spoke));
+            Some(Link { peer: Rank(peer as u32), heard_ns, spoke_ns, written: connection.all_written() })
+        });
+        if self.pulse.look(now_ns, links, &mut signs) {
+            self.shared.live(|life, now_ns| life.was_away(now_ns));
+        }
+        for sign in signs.drain(..) {
+            match sign {
+                Sign::Heartbeat(peer) => {
+                    let header =
+                        Header { argument: self.shared.progress(), ..Header::control(Kind::Heartbeat) };
+                    self.say(peer, Outgoing { header, payload: None });
+                }
+                Sign::Silent(peer, silence_ns) => {
+                    self.shared.live(|life, now_ns| life.silent(now_ns, peer, silence_ns));
+                }
+            }
+        }
+        self.signs = signs;
+        let ranks = (0..self.peers.len() as u32).map(Rank);
+        let parted = |rank: &Rank| self.pulse.has_heard_goodbye(*rank) && self.node.waits_for(*rank);
+        if let Some(rank) = ranks.into_iter().find(parted) {
+            self.shared.live(|life, now_ns| life.needed(now_ns, rank));
+        }
+    }
+
+    /// What this lane says to a question.
+    pub(super) fn answer(&self, question: Question) -> Answer {
+        let mut answer = self.waits_for();
+        if let Some((book, tensor)) = question.about {
+            answer.missing = self.node.missing(book, tensor);
+        }
+        answer.lacking = self.node.missing_anywhere();
+        let Answer { blocked, late, what, .. } = self.shared.answer();
+        answer.blocked |= blocked;
+        if self.index == 0 {
+            answer.late.extend(late);
+        }
+        if !what.is_empty() {
+            answer.what = what;
+        }
+        answer
+    }
+
+    /// Whom what is under way in this lane waits for.
+    fn waits_for(&self) -> Answer {
+        let (mut late, mut owners, mut what) = (BTreeSet::new(), BTreeSet::new(), String::new());
+        let lane = 1 << self.index;
+        for open in self.books.iter().flatten() {
+            for (tensor, state) in (0u32..).zip(&open.tensors) {
+                if state.remaining.load(Ordering::Acquire) == 0 || open.lanes[tensor as usize] & lane == 0 {
+                    continue;
+                }
+                late.extend(self.node.missing(open.id, tensor));
+                if open.book.tensors[tensor as usize].scheme == Scheme::STORE {
+                    owners.extend(open.owners_that_owe(tensor, self.index));
+                }
+                if what.is_empty() {
+                    what = format!("layer {} of {}", open.book.layer_name(tensor), open.book.name);
+                }
+            }
+        }
+        for (id, handle) in &self.calls {
+            late.extend(self.node.call_missing(*id));
+            what = handle.to_string();
+        }
+        late.extend(self.node.late_to_leave());
+        late.remove(&self.me);
+        owners.remove(&self.me);
+        let blocked = self.calls.values().any(|handle| handle.is_awaited());
+        let (late, owners) = (late.into_iter().collect(), owners.into_iter().collect());
+        Answer { blocked, late, owners, what, ..Answer::default() }
+    }
+
+    /// While leaving: says goodbye to each peer that has everything, and finds out when all is said.
+    pub(super) fn say_goodbyes(&mut self) {
+        if !self.leaving || self.failed.is_some() || self.done {
+            return;
+        }
+        let mut done = true;
+        let me = self.me;
+        for rank in (0..self.peers.len() as u32).map(Rank).filter(|rank| *rank != me) {
+            let place = &self.peers[rank.index()];
+            let contact = match &place.connection {
+                Some(connection) => Contact::Open { written: connection.all_written() },
+                None if place.gone => Contact::Gone,
+                None => Contact::Never,
+            };
+            match self.pulse.farewell(rank, contact, self.node.has_frame(rank)) {
+                Farewell::Done => {}
+                Farewell::Wait => done = false,
+                Farewell::Say => {
+                    self.say(rank, Outgoing { header: Header::control(Kind::Goodbye), payload: None });
+                    done = false;
+                }
+            }
+        }
+        if done {
+            self.done = true;
+            self.shared.update(|state| state.lanes_done += 1);
+        }
+    }
+}

@@ -1,0 +1,170 @@
+//! Carries out what the state machine of life decides ([`penstock_core::life`]): tells the lanes, and lets calls raise what is
+//! settled. No decision is made here.
+
+use super::{Collective, Shared};
+use crate::failure::Failure;
+use crate::mailbox::Command;
+use penstock_core::life::{Answer, Effect, Expired, Life, Verdict};
+use penstock_core::{Header, Kind, Rank};
+use std::sync::atomic::Ordering;
+use std::sync::{MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Under a lock of its own, which is taken before that of the state.
+pub(super) struct Fate {
+    life: Life,
+    /// What this rank has found itself, as its own calls raise it if it becomes the verdict.
+    own: Option<Failure>,
+}
+
+impl Fate {
+    pub(super) fn new(life: Life) -> Self {
+        Self { life, own: None }
+    }
+}
+
+impl Shared {
+    fn fate(&self) -> MutexGuard<'_, Fate> {
+        self.fate.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A time as the state machine knows it.
+    pub(crate) fn ns_of(&self, time: Instant) -> u64 {
+        u64::try_from(time.saturating_duration_since(self.started).as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    /// When data last moved here, as the state machine knows it.
+    pub(crate) fn moved_ns(&self) -> u64 {
+        self.progress_ms.load(Ordering::Relaxed) * 1_000_000
+    }
+
+    /// What heartbeats say of it: it changes whenever data has moved.
+    pub(crate) fn progress(&self) -> u32 {
+        self.progress_ms.load(Ordering::Relaxed) as u32
+    }
+
+    /// Tells the state machine something, and does what it wants.
+    pub(crate) fn live<T>(&self, tell: impl FnOnce(&mut Life, u64) -> T) -> T {
+        let mut fate = self.fate();
+        let result = tell(&mut fate.life, self.ns_of(Instant::now()));
+        self.carry_out(&mut fate);
+        result
+    }
+
+    /// Under the lock, so that lanes are told of verdicts in the order in which they were held, and of each before any call
+    /// raises it: whoever sees a failure may stop the lanes.
+    fn carry_out(&self, fate: &mut Fate) {
+        for effect in fate.life.take_effects() {
+            match effect {
+                Effect::Ask(question) => {
+                    self.mailboxes().iter().for_each(|mailbox| mailbox.send(Command::Ask(question)));
+                }
+                Effect::Tell(verdict) => {
+                    self.failed.store(true, Ordering::Release);
+                    let reason = self.pool.copy_of(&verdict.encode());
+                    let (argument, payload_bytes) = (verdict.culprit().0, reason.len() as u32);
+                    let header = Header { argument, payload_bytes, ..Header::control(Kind::Abort) };
+                    for mailbox in self.mailboxes() {
+                        mailbox.send(Command::Failed { header, reason: reason.clone() });
+                    }
+                }
+                Effect::Settled(verdict) => {
+                    let failure = self.failure_of(&verdict, fate.own.take());
+                    self.update(|state| _ = state.failure.get_or_insert(failure));
+                }
+            }
+        }
+    }
+
+    fn failure_of(&self, verdict: &Verdict, own: Option<Failure>) -> Failure {
+        let own = own.filter(|_| verdict.accuser == self.me);
+        let mut failure = own.unwrap_or_else(|| Failure::of(verdict, self.me));
+        failure.peer = failure.peer.or_else(|| self.address_of(failure.rank?));
+        failure
+    }
+
+    /// Ends the job, unless it has failed already: the peers are told, and once the verdict is settled every call raises it.
+    pub(crate) fn fail(&self, failure: impl Into<Failure>) {
+        let failure = failure.into();
+        let verdict = failure.verdict(self.me);
+        let mut fate = self.fate();
+        if fate.life.verdict().is_none() {
+            fate.own = Some(failure);
+        }
+        fate.life.accuse(self.ns_of(Instant::now()), verdict);
+        self.carry_out(&mut fate);
+    }
+
+    /// Every call raises from now on. The lanes are gone: nobody is told.
+    pub(crate) fn shut(&self) {
+        self.update(|state| _ = state.failure.get_or_insert(Failure::config("the engine was shut down")));
+        self.failed.store(true, Ordering::Release);
+    }
+
+    /// Whether a verdict is held, settled or not.
+    pub(crate) fn is_failing(&self) -> bool {
+        self.failed.load(Ordering::Acquire)
+    }
+
+    /// The job's failure, once it is settled. It counts as raised from now on.
+    pub(crate) fn check(&self) -> Result<(), Failure> {
+        if !self.is_failing() {
+            return Ok(());
+        }
+        self.settle();
+        let mut state = self.lock();
+        state.failure_raised |= state.failure.is_some();
+        state.failure.clone().map_or(Ok(()), Err)
+    }
+
+    /// Whether a verdict that is held is settled by now: whoever waits looks, too, for lanes may have ended.
+    pub(super) fn settle(&self) {
+        if self.is_failing() {
+            self.live(|life, now_ns| life.look(now_ns, 0, |_| false));
+        }
+    }
+
+    /// What only time shows. Called by the lanes every now and then; `needs`: whether what is under way in the lane takes the
+    /// part of a rank.
+    pub(crate) fn look(&self, needs: impl Fn(Rank) -> bool) {
+        let gathers = |rank: Rank| self.late_in_gather().contains(&rank);
+        self.live(|life, now_ns| life.look(now_ns, self.moved_ns(), |rank| needs(rank) || gathers(rank)));
+    }
+
+    /// Of the all-gather that this rank is in: who has not come.
+    fn late_in_gather(&self) -> Vec<Rank> {
+        let state = self.lock();
+        if !matches!(state.collective, Some(Collective::Gather(_))) {
+            return Vec::new();
+        }
+        let blobs = state.blobs.get(&state.gathering);
+        let late =
+            |rank: &u32| *rank != self.me.0 && blobs.is_none_or(|blobs| blobs[*rank as usize].is_none());
+        (0..self.ranks).filter(late).map(Rank).collect()
+    }
+
+    /// What this process as a whole says to a question, to which each lane adds its own.
+    pub(crate) fn answer(&self) -> Answer {
+        let late = self.late_in_gather();
+        let state = self.lock();
+        let what = match &state.collective {
+            Some(Collective::Gather(what)) => what.clone(),
+            Some(Collective::Leave) => "the wait for all to leave (join)".into(),
+            None => String::new(),
+        };
+        let blocked = state.collective.is_some() || state.accounting.is_waiting();
+        Answer { blocked, late, what, ..Answer::default() }
+    }
+
+    /// Until when a rank that has left waits for the others, if nothing moves at any rank; `None` for ever.
+    pub(crate) fn patience(&self, timeout: Duration) -> Option<Instant> {
+        let timeout_ns = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
+        let until_ns = self.live(|life, _| life.patience_ns(self.moved_ns(), timeout_ns));
+        self.started.checked_add(Duration::from_nanos(until_ns))
+    }
+
+    /// A wait took too long: asks who is late. A verdict follows in bounded time.
+    pub(crate) fn expired(&self, expired: Expired) {
+        self.live(|life, now_ns| life.expired(now_ns, expired));
+    }
+}
