@@ -11,6 +11,7 @@ pub mod agenda;
 pub mod calls;
 pub mod chain;
 pub mod check;
+pub mod life;
 pub mod memory;
 pub mod network;
 pub mod program;

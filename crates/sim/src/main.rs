@@ -8,9 +8,11 @@ use std::process::ExitCode;
 
 const USAGE: &str = "usage: penstock-sim explore [--count N] [--from SEED]
        penstock-sim replay SEED
+       penstock-sim life SEED
 
 explore plays N scenarios (10000), with the seeds from SEED (0) on, and prints the first violation that each checker finds.
-replay plays one and prints what happens.";
+replay plays one and prints what happens.
+life plays a job in which something goes wrong, and prints what does not hold.";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -18,6 +20,7 @@ fn main() -> ExitCode {
     let done = match words.split_first() {
         Some((&"explore", options)) => parse_options(options).map(|(count, from)| explore(count, from)),
         Some((&"replay", [seed])) => seed.parse().map(replay).map_err(|_| format!("{seed:?} is not a seed")),
+        Some((&"life", [seed])) => seed.parse().map(life).map_err(|_| format!("{seed:?} is not a seed")),
         _ => Err(USAGE.into()),
     };
     done.unwrap_or_else(|message| {
@@ -75,6 +78,19 @@ fn replay(seed: u64) -> ExitCode {
         Err(failure) => {
             failure.trace.iter().for_each(|line| println!("{line}"));
             println!("{failure}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn life(seed: u64) -> ExitCode {
+    match penstock_sim::life::run(seed, None) {
+        Ok((fault, evidence)) => {
+            println!("seed {seed}: {fault:?}; errors rest on {evidence:?}; no violation");
+            ExitCode::SUCCESS
+        }
+        Err(violation) => {
+            println!("{violation}");
             ExitCode::FAILURE
         }
     }

@@ -1,0 +1,428 @@
+//! One rank of a job: its program, what it waits for, and how it reads.
+
+use super::check::End;
+use super::scenario::{Fault, MS, OPERATION_TIMEOUT_NS, PEER_TIMEOUT_NS, Scenario, Style};
+use super::{Frame, Happening, Omission, World};
+use penstock_core::Rank;
+use penstock_core::life::{Answer, Expired, Life, Link, Pulse, Question, Sign, Verdict};
+use std::collections::{BTreeMap, BTreeSet};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Phase {
+    Computing,
+    /// In the round of this number, or, after the last, in the wait for all to leave.
+    Waiting,
+    Hung,
+    /// Its program is through; it says goodbye.
+    Leaving,
+    Through,
+    Dead,
+}
+
+#[derive(Debug)]
+pub(super) struct Process {
+    me: u32,
+    ranks: u32,
+    pub(super) life: Life,
+    pub(super) pulses: Vec<Pulse>,
+    pub(super) phase: Phase,
+    pub(super) stopped: bool,
+    pub(super) was_stopped: bool,
+    pub(super) postponed: Vec<Happening>,
+    pub(super) failed: Option<(Verdict, u64)>,
+    pub(super) looked_ns: u64,
+    pub(super) progress: u32,
+    /// By peer and lane.
+    pub(super) parted: Vec<bool>,
+    heard_ns: Vec<u64>,
+    spoke_ns: Vec<u64>,
+    moved_ns: u64,
+    style: Style,
+    lanes: u32,
+    round: u32,
+    rounds: u32,
+    waits: u32,
+    /// Who has contributed, by round.
+    parts: BTreeMap<u32, BTreeSet<u32>>,
+    results: BTreeSet<u32>,
+    left: BTreeSet<u32>,
+}
+
+impl Process {
+    pub(super) fn new(me: u32, scenario: &Scenario) -> Self {
+        let Scenario { ranks, lanes, style, .. } = *scenario;
+        let connections = (ranks * lanes) as usize;
+        let mut parted = vec![false; connections];
+        parted[(me * lanes) as usize..((me + 1) * lanes) as usize].fill(true);
+        Self {
+            me,
+            ranks,
+            life: Life::new(Rank(me), ranks, lanes),
+            pulses: (0..lanes).map(|_| Pulse::new(ranks, PEER_TIMEOUT_NS, OPERATION_TIMEOUT_NS, 0)).collect(),
+            phase: Phase::Computing,
+            stopped: false,
+            was_stopped: false,
+            postponed: Vec::new(),
+            failed: None,
+            looked_ns: 0,
+            progress: 0,
+            parted,
+            heard_ns: vec![0; connections],
+            spoke_ns: vec![0; connections],
+            moved_ns: 0,
+            style,
+            lanes,
+            round: 0,
+            rounds: scenario.compute_ns[me as usize].len() as u32,
+            waits: 0,
+            parts: BTreeMap::new(),
+            results: BTreeSet::new(),
+            left: BTreeSet::new(),
+        }
+    }
+
+    fn at(&self, peer: u32, lane: u32) -> usize {
+        (peer * self.lanes + lane) as usize
+    }
+
+    pub(super) fn lives(&self) -> bool {
+        !matches!(self.phase, Phase::Dead | Phase::Through)
+    }
+
+    pub(super) fn has_failed(&self) -> bool {
+        self.failed.is_some()
+    }
+
+    /// Its program runs, and can raise.
+    pub(super) fn is_in_program(&self) -> bool {
+        matches!(self.phase, Phase::Computing | Phase::Waiting) && self.life.verdict().is_none()
+    }
+
+    pub(super) fn is_leaving(&self) -> bool {
+        self.phase == Phase::Leaving && self.life.verdict().is_none()
+    }
+
+    pub(super) fn has_parted(&self) -> bool {
+        self.parted.iter().all(|parted| *parted)
+    }
+
+    pub(super) fn end(&self) -> End {
+        match (&self.failed, self.phase) {
+            (_, Phase::Dead) => End::Dead,
+            (_, Phase::Through) => End::Through,
+            (Some((verdict, at_ns)), _) => End::Failed(verdict.clone(), *at_ns),
+            (None, phase) => End::Stuck(format!("{phase:?} in round {}, {:?}", self.round, self.life)),
+        }
+    }
+
+    pub(super) fn opened(&mut self, peer: u32, lane: u32, now_ns: u64) {
+        let at = self.at(peer, lane);
+        (self.heard_ns[at], self.spoke_ns[at]) = (now_ns, now_ns);
+        self.life.connected(Rank(peer));
+    }
+
+    pub(super) fn spoke(&mut self, peer: u32, lane: u32, now_ns: u64) {
+        let at = self.at(peer, lane);
+        self.spoke_ns[at] = now_ns;
+    }
+
+    fn owner(&self, round: u32) -> u32 {
+        if self.style == Style::Hub { 0 } else { round % self.ranks }
+    }
+
+    fn others(&self) -> impl Iterator<Item = u32> + use<> {
+        let me = self.me;
+        (0..self.ranks).filter(move |rank| *rank != me)
+    }
+
+    /// Who has not come to a round, as far as this rank can know.
+    fn missing(&self, round: u32) -> Vec<Rank> {
+        let came = self.parts.get(&round);
+        let lacks = |rank: &u32| !came.is_some_and(|came| came.contains(rank));
+        (0..self.ranks).filter(lacks).map(Rank).collect()
+    }
+
+    /// Whom it waits for directly, and which owners owe it an answer.
+    fn waits_for(&self) -> (Vec<Rank>, Vec<Rank>) {
+        if self.phase != Phase::Waiting {
+            return (vec![], vec![]);
+        }
+        match self.style {
+            Style::Join => {
+                (self.others().filter(|rank| !self.left.contains(rank)).map(Rank).collect(), vec![])
+            }
+            Style::Direct => (self.missing(self.round), vec![]),
+            Style::Owners | Style::Hub if self.owner(self.round) == self.me => {
+                (self.missing(self.round), vec![])
+            }
+            Style::Owners | Style::Hub => (vec![], vec![Rank(self.owner(self.round))]),
+        }
+    }
+
+    pub(super) fn answer(&self, lane: u32, question: Question) -> Answer {
+        let blocked = self.phase == Phase::Waiting;
+        if lane > 0 {
+            return Answer { blocked, ..Answer::default() };
+        }
+        let (late, owners) = self.waits_for();
+        let owned = |round: &u32| {
+            let begun = self.parts.get(round).is_some_and(|came| !came.is_empty());
+            begun && matches!(self.style, Style::Owners | Style::Hub) && self.owner(*round) == self.me
+        };
+        let open = |round: &u32| self.missing(*round);
+        let missing = question
+            .about
+            .iter()
+            .map(|(_, round)| round)
+            .filter(|round| owned(round))
+            .flat_map(open)
+            .collect();
+        let lacking = self.parts.keys().filter(|round| owned(round)).flat_map(open).collect();
+        let what = if blocked { format!("round {}", self.round) } else { String::new() };
+        Answer { blocked, late, owners, missing, lacking, what }
+    }
+
+    pub(super) fn look(
+        &mut self,
+        lane: u32,
+        now_ns: u64,
+        links: &[bool],
+        needs_everybody: bool,
+    ) -> Vec<Sign> {
+        let mut signs = Vec::new();
+        if self.life.verdict().is_none() {
+            let facts = |peer: u32| {
+                let at = self.at(peer, lane);
+                Link {
+                    peer: Rank(peer),
+                    heard_ns: self.heard_ns[at],
+                    spoke_ns: self.spoke_ns[at],
+                    written: true,
+                }
+            };
+            let links: Vec<Link> = (0..self.ranks).filter(|peer| links[*peer as usize]).map(facts).collect();
+            if self.pulses[lane as usize].look(now_ns, links.into_iter(), &mut signs) {
+                self.life.was_away(now_ns);
+            }
+        }
+        self.looked_ns = now_ns;
+        let (late, owners) = self.waits_for();
+        let needs = |rank: Rank| needs_everybody || late.contains(&rank) || owners.contains(&rank);
+        self.life.look(now_ns, self.moved_ns, needs);
+        signs
+    }
+
+    fn progressed(&mut self, now_ns: u64) {
+        self.moved_ns = now_ns;
+        self.progress += 1;
+    }
+}
+
+impl World {
+    /// Begins to compute before the next round, or leaves.
+    pub(super) fn compute(&mut self, rank: u32) {
+        let process = &mut self.ranks[rank as usize];
+        let round = process.round;
+        process.phase = Phase::Computing;
+        match self.scenario.fault {
+            Fault::Hang(who, before) if (who, before) == (rank, round) => {
+                process.phase = Phase::Hung;
+                self.fault_ns = Some(self.agenda.now_ns());
+                return self.note(&format!("rank {rank} hangs before round {round}"));
+            }
+            Fault::Skip(who, which) if (who, which) == (rank, round) => {
+                process.round += 1;
+                self.fault_ns = Some(self.agenda.now_ns());
+            }
+            Fault::Depart(who, before)
+                if (who, before) == (rank, round) && self.scenario.style != Style::Join =>
+            {
+                process.round = process.rounds;
+                self.fault_ns = Some(self.agenda.now_ns());
+            }
+            _ => {}
+        }
+        let process = &self.ranks[rank as usize];
+        if process.round < process.rounds {
+            let compute_ns = self.scenario.compute_ns[rank as usize][process.round as usize];
+            self.agenda.after(compute_ns, Happening::Computed(rank));
+        } else if self.scenario.style == Style::Join {
+            self.wait(rank);
+            self.others(rank).for_each(|other| self.give(rank, other, 0, Frame::Left));
+            self.came(rank);
+        } else {
+            self.leave(rank);
+        }
+    }
+
+    fn leave(&mut self, rank: u32) {
+        self.ranks[rank as usize].phase = Phase::Leaving;
+        let wait = self.ranks[rank as usize].waits;
+        self.agenda.after(OPERATION_TIMEOUT_NS, Happening::Expire(rank, wait));
+    }
+
+    fn wait(&mut self, rank: u32) {
+        let process = &mut self.ranks[rank as usize];
+        process.phase = Phase::Waiting;
+        process.waits += 1;
+        process.progressed(self.agenda.now_ns());
+        self.agenda.after(OPERATION_TIMEOUT_NS, Happening::Expire(rank, process.waits));
+    }
+
+    /// Takes part in a round.
+    pub(super) fn enter(&mut self, rank: u32) {
+        let process = &mut self.ranks[rank as usize];
+        if process.life.verdict().is_some() || process.phase != Phase::Computing {
+            return;
+        }
+        let (round, owner) = (process.round, process.owner(process.round));
+        match process.style {
+            Style::Join => {
+                process.progressed(self.agenda.now_ns());
+                process.round += 1;
+                return self.compute(rank);
+            }
+            Style::Direct => {
+                process.parts.entry(round).or_default().insert(rank);
+                self.others(rank).for_each(|other| self.give(rank, other, round, Frame::Part(round)));
+            }
+            Style::Owners | Style::Hub if owner == rank => self.contributed(rank, rank, round),
+            Style::Owners | Style::Hub => self.give(rank, owner, round, Frame::Part(round)),
+        }
+        self.wait(rank);
+        self.came(rank);
+    }
+
+    /// At `rank`, a contribution is here.
+    fn contributed(&mut self, rank: u32, from: u32, round: u32) {
+        let process = &mut self.ranks[rank as usize];
+        process.parts.entry(round).or_default().insert(from);
+        if process.style != Style::Direct && process.missing(round).is_empty() {
+            process.parts.remove(&round);
+            process.results.insert(round);
+            self.others(rank).for_each(|other| self.give(rank, other, round, Frame::Result(round)));
+        }
+    }
+
+    /// Whether what it waits for has come: then it goes on.
+    fn came(&mut self, rank: u32) {
+        let process = &mut self.ranks[rank as usize];
+        if process.phase != Phase::Waiting || process.life.verdict().is_some() {
+            return;
+        }
+        let here = match process.style {
+            Style::Direct => process.missing(process.round).is_empty(),
+            Style::Owners | Style::Hub => process.results.contains(&process.round),
+            Style::Join => process.left.len() as u32 == process.ranks - 1,
+        };
+        if !here {
+            return;
+        }
+        process.progressed(self.agenda.now_ns());
+        process.parts.remove(&process.round);
+        process.waits += 1;
+        if process.style == Style::Join {
+            return self.leave(rank);
+        }
+        process.round += 1;
+        self.compute(rank);
+    }
+
+    pub(super) fn expire(&mut self, rank: u32, wait: u32) {
+        let now_ns = self.agenda.now_ns();
+        let process = &mut self.ranks[rank as usize];
+        if process.waits != wait || process.life.verdict().is_some() {
+            return;
+        }
+        if std::mem::take(&mut process.was_stopped) {
+            // Time in which the process was stopped does not count.
+            return self.agenda.after(OPERATION_TIMEOUT_NS, Happening::Expire(rank, wait));
+        }
+        match process.phase {
+            Phase::Leaving => {
+                // Who has not said goodbye by now is busy with something that does not need this rank.
+                process.phase = Phase::Through;
+                return self.exit(rank);
+            }
+            Phase::Waiting => {}
+            _ => return,
+        }
+        let until_ns = process.life.patience_ns(process.moved_ns, OPERATION_TIMEOUT_NS);
+        if process.style == Style::Join && now_ns < until_ns {
+            return self.agenda.at(until_ns, Happening::Expire(rank, wait));
+        }
+        let owned = matches!(process.style, Style::Owners | Style::Hub);
+        let what = format!("timeout: rank {rank}, round {}, after {} ms", process.round, now_ns / MS);
+        let about = owned.then_some((0, process.round));
+        let expired = Expired { about, step: Some(process.round), what, hint: String::new() };
+        process.life.expired(now_ns, expired);
+        self.follow(rank);
+    }
+
+    /// A frame is at its receiver.
+    pub(super) fn arrive(&mut self, link: usize) {
+        let now_ns = self.agenda.now_ns();
+        let (from, to, lane) = self.ends_of(link);
+        let Some(frame) = self.links[link].transit.pop_front() else { return };
+        if !self.ranks[to as usize].lives() {
+            return;
+        }
+        let at = self.ranks[to as usize].at(from, lane);
+        self.ranks[to as usize].heard_ns[at] = now_ns;
+        let holds = self.ranks[to as usize].life.verdict().is_some();
+        match frame {
+            Frame::Abort(_) if holds && self.omits(Omission::KeepTheFirst) => {}
+            Frame::Abort(payload) => self.ranks[to as usize].life.aborted(now_ns, Rank(from), &payload),
+            Frame::End => self.link_ended(from, to, lane),
+            // Whoever holds a verdict takes nothing else in.
+            _ if holds => {}
+            Frame::Part(_) | Frame::Result(_) | Frame::Left => self.data(from, to, &frame),
+            Frame::Heartbeat(_) if self.omits(Omission::DeafToProgress) => {}
+            Frame::Heartbeat(progress) => {
+                self.ranks[to as usize].life.heartbeat(now_ns, Rank(from), progress);
+            }
+            Frame::Goodbye if self.omits(Omission::DeafToGoodbyes) => {}
+            Frame::Goodbye => {
+                self.ranks[to as usize].pulses[lane as usize].goodbye_heard(Rank(from));
+                self.ranks[to as usize].life.departed(now_ns, Rank(from));
+            }
+            Frame::Ask(question) => {
+                let answer = self.ranks[to as usize].answer(lane, question);
+                self.send(to, from, lane, Frame::Word(question.round, answer.encode()));
+            }
+            Frame::Word(round, payload) => {
+                if let Ok(answer) = Answer::decode(&payload, self.scenario.ranks) {
+                    self.ranks[to as usize].life.answered(now_ns, Rank(from), round, answer);
+                }
+            }
+        }
+        self.follow(to);
+    }
+
+    fn data(&mut self, from: u32, to: u32, frame: &Frame) {
+        let now_ns = self.agenda.now_ns();
+        self.ranks[to as usize].progressed(now_ns);
+        match frame {
+            Frame::Part(round) => self.contributed(to, from, *round),
+            Frame::Result(round) => {
+                self.ranks[to as usize].results.insert(*round);
+            }
+            Frame::Left => {
+                self.ranks[to as usize].left.insert(from);
+            }
+            _ => {}
+        }
+        self.came(to);
+    }
+
+    fn link_ended(&mut self, from: u32, to: u32, lane: u32) {
+        let back = self.link(to, from, lane);
+        self.links[back].open = false;
+        let process = &mut self.ranks[to as usize];
+        let parted = process.pulses[lane as usize].has_heard_goodbye(Rank(from));
+        let why = (!parted).then(|| "its connection was closed".to_owned());
+        if !self.omits(Omission::DeafToEnds) {
+            self.ranks[to as usize].life.ended(self.agenda.now_ns(), Rank(from), why);
+        }
+    }
+}

@@ -1,0 +1,163 @@
+//! Jobs drawn from a seed in which ranks hang, die, stop, leave and fail, over links that are slow, cut or reset.
+
+use crate::random::Random;
+
+pub(super) const MS: u64 = 1_000_000;
+pub(super) const SECOND: u64 = 1000 * MS;
+/// Silence after which a peer counts as lost.
+pub(super) const PEER_TIMEOUT_NS: u64 = 5 * SECOND;
+/// Longest wait: longer than a rank may compute, and be stopped besides.
+pub(super) const OPERATION_TIMEOUT_NS: u64 = 14 * SECOND;
+
+/// What goes wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    /// Nothing.
+    None,
+    /// This rank's process ends without a word.
+    Kill(u32, u64),
+    /// This rank's program raises, and says so.
+    Raise(u32, u64),
+    /// This rank's process is stopped at a time, for so long.
+    Stop(u32, u64, u64),
+    /// This rank's program hangs before its round of this number; its lanes live.
+    Hang(u32, u32),
+    /// This rank's program leaves this round out.
+    Skip(u32, u32),
+    /// This rank's program ends in order before this round.
+    Depart(u32, u32),
+    /// From a time on nothing gets through between these two ranks.
+    Cut(u32, u32, u64),
+    /// The connections between these two ranks end.
+    Reset(u32, u32, u64),
+}
+
+/// A rule of life that is left out on purpose, so that tests can show that the checkers find it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Omission {
+    /// The first verdict that a rank holds is raised, without waiting for the others'.
+    SettleAtOnce,
+    /// A rank that holds a verdict takes up no better one.
+    KeepTheFirst,
+    /// Verdicts of others are not passed on.
+    PassNothingOn,
+    /// The answers of others are ignored: whoever is waited for is blamed.
+    AskNobody,
+    /// The end of a connection means nothing.
+    DeafToEnds,
+    /// So does a goodbye.
+    DeafToGoodbyes,
+    /// There are no heartbeats.
+    NoHeartbeats,
+    /// Silence counts though this process itself was stopped.
+    NeverAway,
+    /// A rank that has left is blamed though nobody needs it.
+    NeedEverybody,
+    /// Those who have left do not hear of the progress of others.
+    DeafToProgress,
+}
+
+/// How the ranks wait for each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Style {
+    /// Everybody sends to everybody.
+    Direct,
+    /// Everybody sends to an owner, another one in each round, who answers when all have come.
+    Owners,
+    /// As `Owners`, but one rank owns everything, and nobody else has a connection.
+    Hub,
+    /// Ranks go on alone, with different numbers of rounds, and wait at the end until all have left.
+    Join,
+}
+
+/// A whole job.
+#[derive(Debug, Clone)]
+pub(super) struct Scenario {
+    pub(super) ranks: u32,
+    pub(super) lanes: u32,
+    pub(super) style: Style,
+    /// By rank, how long it computes before each round.
+    pub(super) compute_ns: Vec<Vec<u64>>,
+    /// By sender and receiver.
+    pub(super) delay_ns: Vec<Vec<u64>>,
+    pub(super) jitter_ns: u64,
+    /// How long a frame of an exchange may wait to be written.
+    pub(super) owed_ns: u64,
+    /// How long a process takes to end after its error.
+    pub(super) exit_ns: u64,
+    pub(super) fault: Fault,
+}
+
+/// Draws a job.
+pub(super) fn draw(seed: u64) -> Scenario {
+    let mut random = Random::new(seed);
+    let random = &mut random;
+    let ranks = random.between(2, 6) as u32;
+    let style =
+        random.pick(&[Style::Direct, Style::Direct, Style::Owners, Style::Owners, Style::Hub, Style::Join]);
+    let rounds = random.between(2, 5);
+    let longest_ns = random.pick(&[20 * MS, 500 * MS, 6 * SECOND]);
+    let compute_ns: Vec<Vec<u64>> = (0..ranks)
+        .map(|_| {
+            let rounds = if style == Style::Join { random.between(1, 4 * rounds) } else { rounds };
+            (0..rounds).map(|_| random.magnitude(1000, longest_ns)).collect()
+        })
+        .collect();
+    let most_ns = random.magnitude(10_000, 5 * MS);
+    let mut delay_ns: Vec<Vec<u64>> =
+        (0..ranks).map(|_| (0..ranks).map(|_| random.magnitude(1000, most_ns)).collect()).collect();
+    let (one, other) = two(random, ranks);
+    if random.chance(400) {
+        delay_ns[one as usize][other as usize] = 50 * MS;
+        delay_ns[other as usize][one as usize] = 50 * MS;
+    }
+    let fault = draw_fault(random, ranks, style, &compute_ns);
+    Scenario {
+        ranks,
+        lanes: random.pick(&[1, 1, 2]),
+        style,
+        compute_ns,
+        delay_ns,
+        jitter_ns: random.magnitude(1000, 10 * MS),
+        owed_ns: random.magnitude(1000, 20 * MS),
+        exit_ns: random.magnitude(1000, SECOND),
+        fault,
+    }
+}
+
+fn two(random: &mut Random, ranks: u32) -> (u32, u32) {
+    let one = random.below(u64::from(ranks)) as u32;
+    let other = (one + 1 + random.below(u64::from(ranks) - 1) as u32) % ranks;
+    (one, other)
+}
+
+fn draw_fault(random: &mut Random, ranks: u32, style: Style, compute_ns: &[Vec<u64>]) -> Fault {
+    let (rank, other) = two(random, ranks);
+    let rounds = compute_ns[rank as usize].len() as u64;
+    let round = random.below(rounds) as u32;
+    let at_ns = random.magnitude(1000, compute_ns[rank as usize].iter().sum::<u64>() + 1001);
+    // Around the limit, and well below.
+    let stop_ns = match random.below(3) {
+        0 => random.magnitude(MS, PEER_TIMEOUT_NS / 2),
+        _ => random.between(PEER_TIMEOUT_NS * 7 / 10, PEER_TIMEOUT_NS * 14 / 10),
+    };
+    // Between two ranks alone nobody can say which of them is at fault, and a hub's silence is not told from its spokes'.
+    let pairs = ranks > 2 && matches!(style, Style::Direct | Style::Owners);
+    match random.below(if style == Style::Join {
+        5
+    } else if pairs {
+        9
+    } else {
+        7
+    }) {
+        0 => Fault::None,
+        1 => Fault::Kill(rank, at_ns),
+        2 => Fault::Raise(rank, at_ns),
+        3 => Fault::Stop(rank, at_ns, stop_ns),
+        4 => Fault::Hang(rank, round),
+        5 => Fault::Skip(rank, round),
+        6 => Fault::Depart(rank, round),
+        7 => Fault::Cut(rank, other, at_ns),
+        _ => Fault::Reset(rank, other, at_ns),
+    }
+}
