@@ -11,7 +11,9 @@ from typing import Any
 
 from scene import GRACE_S, PEER_TIMEOUT_S, Rank, Ranks, processes_of_session
 
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": signal.SIGUSR1}
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": signal.SIGUSR1, "hang": signal.SIGUSR2}
+HANG_LIMIT_S = 10.0
+"""operation_timeout_s where a rank hangs: longer than a busy machine needs for a step."""
 MOMENT_S_MAX = 0.8
 MOMENT_AT_START_S_MAX = 0.12
 START_LIMIT_S = 6.0
@@ -23,7 +25,8 @@ class Fault:
     """What happens to whom, and when.
 
     Attributes:
-        kind: ``kill`` (SIGKILL), ``stop`` (SIGSTOP) or ``raise`` (an exception that nobody catches).
+        kind: ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``raise`` (an exception that nobody catches) or
+            ``hang`` (its program stands still, its process lives).
         size: The number of ranks.
         victim: Who is hit.
         delay_s: This long after every rank has begun to train, or, `at_start`, after all have been started.
@@ -31,6 +34,7 @@ class Fault:
         at_start: Whether it hits while the ranks are still meeting.
         seed: What it was drawn from.
         scheme: How the gradients of a model, or what stands for them, are synchronised.
+        slow: Two ranks with a slow link between them.
     """
 
     kind: str
@@ -41,16 +45,25 @@ class Fault:
     at_start: bool = False
     seed: int = 0
     scheme: str = "store"
+    slow: tuple[int, int] | None = None
 
     @staticmethod
     def draw(
-        seed: int, kind: str, *, size: int = 3, torch: bool = False, at_start: bool = False, scheme: str = "store"
+        seed: int,
+        kind: str,
+        *,
+        size: int = 3,
+        torch: bool = False,
+        at_start: bool = False,
+        scheme: str = "store",
+        slow: bool = False,
     ) -> Fault:
         """A random victim at a random moment."""
         generator = random.Random(seed)
         latest_s = MOMENT_AT_START_S_MAX if at_start else MOMENT_S_MAX
         victim, delay_s = generator.randrange(size), generator.uniform(0, latest_s)
-        return Fault(kind, size, victim, delay_s, torch, at_start, seed, scheme)
+        one, other = generator.sample(range(size), 2)
+        return Fault(kind, size, victim, delay_s, torch, at_start, seed, scheme, (one, other) if slow else None)
 
 
 @dataclass
@@ -77,8 +90,10 @@ def run(fault: Fault) -> Verdict:
     verdict = Verdict(fault)
     limit_s = START_LIMIT_S if fault.at_start else PEER_TIMEOUT_S
     options = {"rendezvous_timeout_s": START_LIMIT_S} if fault.at_start else {}
+    if fault.kind == "hang":
+        limit_s = options["operation_timeout_s"] = HANG_LIMIT_S
     program = "torch_process.py" if fault.torch else "rank_process.py"
-    with Ranks(fault.size, program, scheme=fault.scheme, **options) as ranks:
+    with Ranks(fault.size, program, scheme=fault.scheme, slow=fault.slow, **options) as ranks:
         ranks.all_told("alive" if fault.at_start else "training")
         time.sleep(fault.delay_s)
         victim = ranks.ranks[fault.victim]
@@ -123,6 +138,7 @@ def _judge(rank: Rank, fault: Fault, hit_at: float, verdict: Verdict) -> None:
 
     check(rank.process.returncode == 1, f"status {rank.process.returncode}")
     check(error["kind"] in ("PeerLost", "Timeout"), "another kind of error")
+    check(fault.kind != "hang" or error["kind"] == "Timeout", "another kind of error")
     check(error["rank"] == fault.victim, "names another rank")
     check(re.search(rf"\branks? {fault.victim}\b", error["message"]) is not None, "the message does not name the rank")
     if rank.told("training") is None:
@@ -134,15 +150,15 @@ def _judge(rank: Rank, fault: Fault, hit_at: float, verdict: Verdict) -> None:
 
 
 def _judge_victim(victim: Rank, fault: Fault, deadline: float, verdict: Verdict) -> None:
-    """A rank that raises ends by itself, with its own error; a stopped one is still there, and is ended by its id."""
+    """A rank that raises ends by itself, with its own error; one that stands still is ended here, by its id."""
     if fault.kind == "raise":
         if not victim.end_by(deadline):
             verdict.complaints.append("the rank that raised hangs")
         elif victim.process.returncode != 1 or "a bad batch" not in victim.log.read_text():
             verdict.complaints.append(f"the rank that raised ended oddly; {victim.last_words()}")
-    elif fault.kind == "stop":
+    elif fault.kind in ("stop", "hang"):
         if victim.process.poll() is not None:
-            verdict.complaints.append("the stopped rank has ended")
+            verdict.complaints.append(f"the rank that was to {fault.kind} has ended")
         victim.process.kill()
     if victim.process.poll() is None and not victim.end_by(deadline + GRACE_S):
         verdict.complaints.append("the victim cannot be ended")

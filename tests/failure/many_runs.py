@@ -11,10 +11,11 @@ import time
 from faults import Fault, Verdict, run
 from scene import GRACE_S, PEER_TIMEOUT_S
 
-KINDS = ("kill", "stop", "raise")
+KINDS = ("kill", "stop", "raise", "hang")
 TORCH_EVERY = 8
 TORCH_SCHEMES = ("store", "factors", "adam", "1bit")
 START_EVERY = 10
+SLOW_EVERY = 3
 COLUMNS = "{:>4}  {:<6} {:<22} {:>6} {:>8}  {:<28} {:>9} {:>8}  {}"
 HEADINGS = ("run", "fault", "ranks, torch scheme", "victim", "after s", "the others raised", "noticed s", "ended s", "")
 
@@ -28,17 +29,21 @@ def plan(runs: int, seed: int) -> list[Fault]:
         torch = number % TORCH_EVERY == TORCH_EVERY - 1
         at_start = number % START_EVERY == START_EVERY - 1 and not torch
         # Divided, or every run with PyTorch, and every one while meeting, would be of one kind.
-        kind = KINDS[(number // TORCH_EVERY if torch else number // START_EVERY if at_start else number) % len(KINDS)]
+        turn = number // TORCH_EVERY if torch else number // START_EVERY if at_start else number
+        kinds = KINDS[:-1] if at_start else KINDS  # a rank that hangs while it starts is a late one
+        kind = kinds[turn % len(kinds)]
+        slow = number % SLOW_EVERY == SLOW_EVERY - 1
         scheme = TORCH_SCHEMES[number // TORCH_EVERY % len(TORCH_SCHEMES)] if torch else "store"
         fault_seed = generator.randrange(2**32)
-        faults.append(Fault.draw(fault_seed, kind, size=size, torch=torch, at_start=at_start, scheme=scheme))
+        faults.append(Fault.draw(fault_seed, kind, size=size, torch=torch, at_start=at_start, scheme=scheme, slow=slow))
     return faults
 
 
 def described(verdict: Verdict) -> str:
     """One row of the table."""
     fault = verdict.fault
-    ranks = f"{fault.size}{f', {fault.scheme}' if fault.torch else ''}{', at start' if fault.at_start else ''}"
+    circumstances = {fault.scheme: fault.torch, "at start": fault.at_start, "slow": fault.slow is not None}
+    ranks = ", ".join([str(fault.size), *(name for name, holds in circumstances.items() if holds)])
     places = sorted({f"{error['kind']} {error['layer']}/{error['step']}" for error in verdict.errors.values()})
     kinds = ", ".join(sorted({error["kind"] for error in verdict.errors.values()})) or "nothing"
     where = places[0].partition(" ")[2] if places and not fault.at_start else "-"

@@ -3,7 +3,7 @@
     python rank_process.py '{"rank": 0, "size": 3, "directory": "/tmp/x", ...}'
 
 Every step it contributes numbers that the other ranks can predict and checks the averages bit by bit. It tells what
-happens in JSON lines on standard output. SIGUSR1 makes it raise, wherever it is.
+happens in JSON lines on standard output. SIGUSR1 makes it raise, wherever it is, and SIGUSR2 makes it hang there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from slow_link import slow_down
 
 import penstock as ps
 from penstock import job
@@ -43,6 +45,7 @@ class Plan:
         scheme: How the gradients are synchronised.
         open_files: How many files this process may have open; 0: as many as ever.
         opens: How many files the program opens once there is a file `go`, by rank; -1: all it can.
+        slow: Two ranks with a slow link between them.
     """
 
     rank: int
@@ -53,6 +56,7 @@ class Plan:
     scheme: str = "store"
     open_files: int = 0
     opens: list[int] = field(default_factory=list)
+    slow: tuple[int, int] | None = None
 
     @staticmethod
     def parse(text: str) -> Plan:
@@ -80,8 +84,16 @@ def fail_on_signal(number: int, frame: Any) -> None:
     raise BadBatch("a bad batch")
 
 
+def hang_on_signal(number: int, frame: Any) -> None:
+    """A deadlock in the user's program; its process lives, and all threads beside this one."""
+    while True:
+        time.sleep(3600)
+
+
 def join_the_job(plan: Plan) -> None:
     """Meet the others and tell where this rank listens."""
+    if plan.slow is not None and plan.rank in plan.slow:
+        slow_down(sum(plan.slow) - plan.rank)
     tell("alive")
     if plan.open_files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (plan.open_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
@@ -175,6 +187,7 @@ def main() -> None:
     """Run until told to stop, or until something fails."""
     plan = Plan.parse(sys.argv[1])
     signal.signal(signal.SIGUSR1, fail_on_signal)
+    signal.signal(signal.SIGUSR2, hang_on_signal)
     try:
         join_the_job(plan)
         files = open_files(plan)

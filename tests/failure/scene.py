@@ -124,6 +124,7 @@ class Ranks:
         opens: list[int] | None = None,
         starts: bool = True,
         listens: bool = False,
+        slow: tuple[int, int] | None = None,
         **options: Any,
     ) -> None:
         self.size = size
@@ -135,6 +136,8 @@ class Ranks:
             self._plan["scheme"] = scheme
         if open_files:
             self._plan.update(open_files=open_files, opens=opens)
+        if slow is not None:
+            self._plan["slow"] = slow
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-failure-")
         self.directory = Path(self._folder.name)
         self.ranks: list[Rank] = []

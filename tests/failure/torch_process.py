@@ -10,7 +10,7 @@ import signal
 import sys
 
 import torch
-from rank_process import Plan, fail_on_signal, join_the_job, stop_asked, tell, tell_error
+from rank_process import Plan, fail_on_signal, hang_on_signal, join_the_job, stop_asked, tell, tell_error
 from torch import nn
 
 import penstock as ps
@@ -55,6 +55,7 @@ def main() -> None:
     plan = Plan.parse(sys.argv[1])
     torch.set_num_threads(1)
     signal.signal(signal.SIGUSR1, fail_on_signal)
+    signal.signal(signal.SIGUSR2, hang_on_signal)
     try:
         join_the_job(plan)
         different_models(plan)
