@@ -52,7 +52,7 @@ test-python: build
 test-long: build ## The combinations that `make test` leaves out
 	$(BIN)/python -m pytest -m long $(ARGS)
 
-test-failures: build ## Kill, freeze, hang or break a rank in 50 seeded runs, and print what became of each
+test-failures: build ## Kill, freeze, hang or break a rank in 50 seeded runs; the others meet again; a table of it all
 	$(BIN)/python tests/failure/many_runs.py $(ARGS)
 
 SEEDS ?= 60

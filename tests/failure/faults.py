@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import shutil
 import signal
 import time
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ class Fault:
         seed: What it was drawn from.
         scheme: How the gradients of a model, or what stands for them, are synchronised.
         slow: Two ranks with a slow link between them.
+        again: Whether the others meet again in the same processes afterwards, and go on from a checkpoint.
     """
 
     kind: str
@@ -46,6 +48,7 @@ class Fault:
     seed: int = 0
     scheme: str = "store"
     slow: tuple[int, int] | None = None
+    again: bool = False
 
     @staticmethod
     def draw(
@@ -57,13 +60,14 @@ class Fault:
         at_start: bool = False,
         scheme: str = "store",
         slow: bool = False,
+        again: bool = False,
     ) -> Fault:
         """A random victim at a random moment."""
         generator = random.Random(seed)
         latest_s = MOMENT_AT_START_S_MAX if at_start else MOMENT_S_MAX
         victim, delay_s = generator.randrange(size), generator.uniform(0, latest_s)
         one, other = generator.sample(range(size), 2)
-        return Fault(kind, size, victim, delay_s, torch, at_start, seed, scheme, (one, other) if slow else None)
+        return Fault(kind, size, victim, delay_s, torch, at_start, seed, scheme, (one, other) if slow else None, again)
 
 
 @dataclass
@@ -93,7 +97,7 @@ def run(fault: Fault) -> Verdict:
     if fault.kind == "hang":
         limit_s = options["operation_timeout_s"] = HANG_LIMIT_S
     program = "torch_process.py" if fault.torch else "rank_process.py"
-    with Ranks(fault.size, program, scheme=fault.scheme, slow=fault.slow, **options) as ranks:
+    with Ranks(fault.size, program, scheme=fault.scheme, slow=fault.slow, again=fault.again, **options) as ranks:
         ranks.all_told("alive" if fault.at_start else "training")
         time.sleep(fault.delay_s)
         victim = ranks.ranks[fault.victim]
@@ -108,6 +112,8 @@ def run(fault: Fault) -> Verdict:
         verdict.ended_s = time.monotonic() - hit_at
         for rank in others:
             _judge(rank, fault, hit_at, verdict)
+        if fault.again:
+            _judge_what_follows(ranks, others, fault, verdict)
         _judge_victim(victim, fault, hit_at + limit_s + GRACE_S, verdict)
     for rank in ranks.ranks:
         if left := _left_behind(rank):
@@ -147,6 +153,23 @@ def _judge(rank: Rank, fault: Fault, hit_at: float, verdict: Verdict) -> None:
     check(error["layer"] is not None and error["layer"] in error["message"], "does not name the layer")
     check(error["step"] in (last, last + 1), f"does not name the step, which is {last + 1}")
     check(f"step {error['step']}" in error["message"], "the message does not name the step")
+
+
+def _judge_what_follows(ranks: Ranks, others: list[Rank], fault: Fault, verdict: Verdict) -> None:
+    """The others have gone on together; those with a model to the bits of processes that nobody was lost to."""
+    told = [rank.told("again") for rank in others]
+    for rank, again in zip(others, told, strict=True):
+        if again is None:
+            verdict.complaints.append(f"rank {rank.number} did not go on with the others; {rank.last_words()}")
+    if not fault.torch or None in told:
+        return
+    digests = [again["digest"] for again in told if again is not None]
+    with Ranks(len(others), "torch_process.py", scheme=fault.scheme, starts=False) as undisturbed:
+        shutil.copy(ranks.directory / f"checkpoint{others[0].number}", undisturbed.directory / "checkpoint")
+        undisturbed.start()
+        expected = [rank.wait_for("again")["digest"] for rank in undisturbed.ranks]
+    if digests != expected or len(set(expected)) != 1:
+        verdict.complaints.append(f"the survivors end with {digests}, an undisturbed run with {expected}")
 
 
 def _judge_victim(victim: Rank, fault: Fault, deadline: float, verdict: Verdict) -> None:

@@ -1,4 +1,8 @@
-"""`make test-failures`: many seeded runs of every kind of fault, and a table of what became of each."""
+"""`make test-failures`: many seeded runs of every kind of fault, and a table of what became of each.
+
+In every run those that are left meet again in the same processes and go on: with a model from a checkpoint, to the bits
+of an undisturbed run.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,11 @@ def plan(runs: int, seed: int) -> list[Fault]:
         slow = number % SLOW_EVERY == SLOW_EVERY - 1
         scheme = TORCH_SCHEMES[number // TORCH_EVERY % len(TORCH_SCHEMES)] if torch else "store"
         fault_seed = generator.randrange(2**32)
-        faults.append(Fault.draw(fault_seed, kind, size=size, torch=torch, at_start=at_start, scheme=scheme, slow=slow))
+        faults.append(
+            Fault.draw(
+                fault_seed, kind, size=size, torch=torch, at_start=at_start, scheme=scheme, slow=slow, again=True
+            )
+        )
     return faults
 
 

@@ -3,7 +3,8 @@
     python rank_process.py '{"rank": 0, "size": 3, "directory": "/tmp/x", ...}'
 
 Every step it contributes numbers that the other ranks can predict and checks the averages bit by bit. It tells what
-happens in JSON lines on standard output. SIGUSR1 makes it raise, wherever it is, and SIGUSR2 makes it hang there.
+happens in JSON lines on standard output. SIGUSR1 makes it raise, wherever it is, and SIGUSR2 makes it hang there. When
+another rank is lost it may meet those that are left again, in the same process, and go on with them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import resource
 import signal
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ LAYERS = ["stem", "block1", "block2", "block3", "head"]
 ELEMS = 128 * 1024
 SLICE_BYTES = 64 * 1024
 PAUSE_S = 0.001  # computing one layer
+STEPS_AGAIN = 3  # with those that are left
 POLL_S = 0.01
 
 
@@ -46,6 +48,7 @@ class Plan:
         open_files: How many files this process may have open; 0: as many as ever.
         opens: How many files the program opens once there is a file `go`, by rank; -1: all it can.
         slow: Two ranks with a slow link between them.
+        again: How long, in seconds, it waits for those that are left when a rank is lost; 0: it ends then.
     """
 
     rank: int
@@ -57,6 +60,7 @@ class Plan:
     open_files: int = 0
     opens: list[int] = field(default_factory=list)
     slow: tuple[int, int] | None = None
+    again: float = 0.0
 
     @staticmethod
     def parse(text: str) -> Plan:
@@ -122,6 +126,19 @@ def open_files(plan: Plan) -> list[int]:
     while not all(mark.exists() for mark in marks):
         time.sleep(POLL_S)
     return opened
+
+
+def meet_again(plan: Plan, error: ps.PenstockError) -> Plan:
+    """Leave the job that has lost a rank and meet those that are left; what this process is to do among them."""
+    ps.shutdown()
+    left = [rank for rank in range(plan.size) if rank != error.rank]
+    directory = Path(plan.directory) / "again"
+    directory.mkdir(exist_ok=True)
+    options = {**plan.options, "rendezvous_timeout_s": plan.again}
+    again = replace(plan, rank=left.index(plan.rank), size=len(left), directory=str(directory), options=options)
+    again = replace(again, waits_for_go=False, slow=None, opens=[])
+    join_the_job(again)
+    return again
 
 
 def stop_asked(plan: Plan) -> bool:
@@ -209,6 +226,12 @@ def main() -> None:
         tell("done")
     except ps.PenstockError as error:
         tell_error(error)
+        if plan.again:
+            exchange = Exchange(meet_again(plan, error))
+            for step in range(STEPS_AGAIN):
+                exchange.step(step)  # which checks every bit
+            ps.shutdown()
+            tell("again")
         raise  # the way out is part of the test: excepthook, atexit, an abort that finds the job already over
 
 

@@ -125,6 +125,7 @@ class Ranks:
         starts: bool = True,
         listens: bool = False,
         slow: tuple[int, int] | None = None,
+        again: bool = False,
         **options: Any,
     ) -> None:
         self.size = size
@@ -138,6 +139,8 @@ class Ranks:
             self._plan.update(open_files=open_files, opens=opens)
         if slow is not None:
             self._plan["slow"] = slow
+        if again:
+            self._plan["again"] = PATIENCE_S
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-failure-")
         self.directory = Path(self._folder.name)
         self.ranks: list[Rank] = []

@@ -64,10 +64,11 @@ def _relay(address: tuple[str, int]) -> tuple[str, int]:
 
 
 def slow_down(peer: int) -> None:
-    """From the next `penstock.init` on, what this process dials to reach `peer` is a relay."""
+    """In the job of the next `penstock.init`, what this process dials to reach `peer` is a relay."""
     exchange = rendezvous.exchange
 
     def with_a_relay(*args, **options):  # type: ignore[no-untyped-def]
+        rendezvous.exchange = exchange
         agreement, table = exchange(*args, **options)
         table[peer] = _relay(table[peer])
         return agreement, table

@@ -1,6 +1,7 @@
 """A rank is killed, frozen, hangs, or raises, at a random moment: all others end with the right error in time.
 
-A failure prints its seed; FAULT_SEED=... repeats it. `make test-failures` does fifty runs and prints a table.
+In each run the others meet again. A failure prints its seed; FAULT_SEED=... repeats it. `make test-failures` does fifty
+runs and prints a table.
 """
 
 import os
@@ -27,6 +28,8 @@ RUNS = [
 @pytest.mark.parametrize(("kind", "size", "torch", "at_start", "scheme"), RUNS)
 def test_all_others_end_in_time_and_name_rank_layer_and_step(kind, size, torch, at_start, scheme):
     seed = int(os.environ.get("FAULT_SEED") or random.SystemRandom().randrange(2**32))
-    fault = Fault.draw(seed, kind, size=size, torch=torch, at_start=at_start, scheme=scheme, slow=not at_start)
+    fault = Fault.draw(
+        seed, kind, size=size, torch=torch, at_start=at_start, scheme=scheme, slow=not at_start, again=True
+    )
     verdict = run(fault)
     assert not verdict.complaints, f"FAULT_SEED={seed}\n{described(verdict)}\n{fault}\n" + "\n".join(verdict.complaints)
