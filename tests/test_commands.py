@@ -1,77 +1,399 @@
-"""Every `penstock` command in the README, docs and help texts is one that the command line takes, and short ones run.
+"""Every command of README, CONTRIBUTING, docs, help texts, docstrings and messages is run, or the table says why not.
 
-Commands are collected from the texts: a new one is checked, too. One that cannot be run here is in `NOT_RUN` with why.
+Commands are collected from the texts. Each has an entry in `TABLE`, and each entry a command, but for those of `make`:
+whether a target exists is asked of `make` itself. What runs does so in a copy of the repository, as it stands but for
+what its entry puts in and appends: placeholders, and options that make it short. CHANGELOG and decisions are history.
 """
 
-import contextlib
-import io
+import ast
+import importlib.util
+import os
 import re
-import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from penstock import cli
-
 ROOT = Path(__file__).resolve().parents[1]
-COMMAND = re.compile(
-    r"(?:^|\s|`|/)(?:python -m )?penstock((?: +(?:demo|explain|measure|info)\b)[^`\n#]*)", re.MULTILINE
-)
-NOT_RUN = {
-    "measure": "takes ranks on several hosts, or seconds with files in the working directory",
-    "explain vgg19": "needs torchvision",
-    "explain mycode": "the user's module",
-    "explain MODEL": "a placeholder",
-    "demo": "trains for seconds to minutes",
+LIMIT_S = 600
+PAGES = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "docs/*.md", "docs/benchmarks/**/*.md")
+MODULES = ("python/penstock/**/*.py", "examples/*.py", "benchmarks/*.py", "lab/**/*.py")
+COPIED = ("README.md", "pyproject.toml", "benchmarks", "docs", "examples", "lab", "tests")
+
+# The first word of a command, behind what is left out of the table: how a program is found, and by whom it is run.
+PREFIX = r"(?:sudo |\.venv/bin/)*"
+COMMAND = rf"{PREFIX}(?:(?:penstock|python3?|torchrun|mpirun|srun|make|cargo|pytest|pip|uv|apt-get|lab) [^=]|\.ci/run)"
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+QUOTED = re.compile(r"(?<!`)(`{1,2})(?!`)((?:[^`\n]|\n(?!\n))+?)\1(?!`)")
+WRITTEN = re.compile(r"(?:--plot|--json-lines|>) (\S+)")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A command that runs here, in well under a minute."""
+
+    more: str = ""  # appended
+    put: dict[str, str] = field(default_factory=dict)  # instead of words of it
+    long: bool = False
+    hosts: int = 1  # started as often at the same time; {host} is the number, {port} a free one
+    clusters: bool = False  # makes network namespaces
+    needs: tuple[str, ...] = ()  # programs
+    status: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
+class By:
+    """A command that another test runs, with less work."""
+
+    test: str
+
+
+@dataclass(frozen=True)
+class Not:
+    """A command that cannot be run here."""
+
+    why: str
+
+
+NAMED = Run("--help")  # a program is named, and not how it is called
+JUDGED = (0, 1)  # 1: measured, and a bar was missed, as on a busy machine or with so little work
+ALONE = {"torchrun ": "torchrun --standalone "}  # the default port is taken once on a machine
+AS_HOSTS = {"--nnodes 4": "--nnodes 2", "--nnodes 8": "--nnodes 2"} | {
+    " ... ": " --node-rank {host} --master-addr 127.0.0.1 --master-port {port} "
 }
-PLACEHOLDERS = {"MODEL": "lab:vgg19", "DIR": "digits", "N": "4", "SCENARIO": "x"}
+BY_HAND = {"--world-size 4": "--world-size 2", "--world-size 8": "--world-size 2"} | {
+    "--rank 0": "--rank {host}",
+    "HOST:PORT": "127.0.0.1:{port}",
+}
+LINKS = "--largest 65536"
+SUMS = "--sizes 4KB --seconds 0.1"
+FEW_SUMS = "--hosts 2 --megabytes 0.1 --rounds 2 --sets 1"
+MODEL = {"MODEL": "lab:vgg19"}
+NO_TORCHVISION = {"vgg19": "lab:vgg19"}  # tests/cost/test_explain.py has a torchvision
+IMAGES = {"DIR": "../shared/data/cifar10"}
+
+TABLE = {
+    # README and the several hosts
+    'python -c "import secrets; print(secrets.token_hex(32))" > secret': By(
+        "tests/test_listings.py::test_readme_s_commands_for_several_hosts"
+    ),
+    'export PENSTOCK_SECRET="$(cat secret)"': By("tests/test_listings.py::test_readme_s_commands_for_several_hosts"),
+    "torchrun --nnodes 2 --nproc-per-node 4 --node-rank 0 --master-addr HOST0 --master-port 29500 train.py": By(
+        "tests/test_listings.py::test_readme_s_commands_for_several_hosts"
+    ),
+    "torchrun --nproc-per-node 4 train.py": Run(put=ALONE, long=True),
+    "python train.py": By("tests/test_listings.py::test_readme_s_integration"),
+    "torchrun --nproc-per-node N": By("tests/test_examples.py::test_minimal"),
+    "pip install torchvision": Not("changes the environment"),
+    "mpirun -x PENSTOCK_SECRET": Not("takes OpenMPI"),
+    # CONTRIBUTING
+    "python -m pytest FILE": Run(put={"FILE": "tests/measure/test_links.py"}),
+    ".ci/run": Not("runs all tests, of which this is one"),
+    # penstock
+    "python -m penstock": NAMED,
+    "penstock demo": Run(long=True),
+    "penstock demo --help": Run(),
+    "penstock demo --workers 2 --epochs 5": Run(long=True),
+    "penstock demo --data DIR --epochs 1": Run("--workers 2", put=IMAGES, long=True),
+    "penstock demo --json > result.json": Run("--workers 2 --epochs 1", long=True),
+    "python -m penstock.demo.worker DIRECTORY RANK": By("tests/demo/test_cli.py::test_a_short_demo"),
+    "penstock info": Run(),
+    "penstock info --json": Run(),
+    "penstock explain": NAMED,
+    "penstock explain MODEL --workers 8 --batch 32": Run(put=MODEL),
+    "penstock explain MODEL --workers 8 --servers 8 --batch 32": Run(put=MODEL),
+    "penstock explain MODEL --collective-schemes": Run(put=MODEL),
+    "penstock explain MODEL --policy paper": Run(put=MODEL),
+    "penstock explain lab:vgg19": Run(),
+    "penstock explain lab:vgg19 --workers 8 --servers 8": Run(),
+    "penstock explain lab:vgg19 --workers 8 --policy paper": Run(),
+    "penstock explain vgg19 --workers 8 --batch 32": Run(put=NO_TORCHVISION),
+    "penstock explain vgg19 --workers 8 --compute-s 0.9 --json": Run(put=NO_TORCHVISION),
+    "penstock explain vgg19 --lossy 'classifier*=1bit' --lossy '*=dgc:0.001'": Run(
+        put=NO_TORCHVISION | {"classifier*": "fc*"}
+    ),
+    "penstock explain mycode.nets:make_model --workers 4": Run(),
+    "penstock measure": NAMED,
+    "penstock measure line-rate": NAMED,
+    "penstock measure line-rate --local 4": Run(long=True),
+    "penstock measure line-rate --plot rates.png --json > rates.json": Run(f"--local 2 {LINKS}"),
+    "penstock measure line-rate --rank 0 --world-size 4 --rendezvous tcp://HOST:PORT": Run(LINKS, put=BY_HAND, hosts=2),
+    "torchrun --nnodes 4 --nproc-per-node 1 ... -m penstock measure line-rate": Run(
+        LINKS, put=AS_HOSTS, hosts=2, long=True
+    ),
+    "torchrun --nnodes 4 --nproc-per-node 1 ... -m penstock measure line-rate --plot rates.png": Run(
+        LINKS, put=AS_HOSTS, hosts=2, long=True
+    ),
+    "penstock measure allreduce": NAMED,
+    "penstock measure allreduce --local 4 --sizes 64KB,8MB": Run(long=True),
+    "penstock measure allreduce --rank 0 --world-size 8 --rendezvous tcp://HOST:PORT": Run(SUMS, put=BY_HAND, hosts=2),
+    "penstock measure allreduce --workers 2,4,8 --plot allreduce.png --json-lines allreduce.jsonl": Run(
+        f"--local 8 {SUMS}", long=True
+    ),
+    "penstock measure allreduce --workers 2,4,8 --sizes 4KB,1MB,53MB --plot FILE": Run(
+        f"--local 8 {SUMS}", put={"FILE": "file.png"}, long=True
+    ),
+    "torchrun --nnodes 8 --nproc-per-node 1 ... -m penstock measure allreduce": Run(
+        SUMS, put=AS_HOSTS, hosts=2, long=True
+    ),
+    "torchrun --nnodes 4 --nproc-per-node 1 ... -m penstock measure allreduce --plot allreduce.png "
+    "--json-lines allreduce.jsonl": Run(SUMS, put=AS_HOSTS, hosts=2, long=True),
+    # docs/algorithms.md: the program that follows it
+    "torchrun --nproc-per-node 4": By("tests/test_listings.py::test_what_the_coordinator_answers"),
+    # examples
+    "torchrun --nproc-per-node 4 examples/minimal.py": Run(put=ALONE, long=True),
+    "python examples/minimal.py": Run(),
+    "torchrun --nproc-per-node 4 examples/char_lm.py --batch 8": Run("--steps 2 --every 1", put=ALONE, long=True),
+    "python examples/char_lm.py --batch 32": Run("--steps 2 --every 1", long=True),
+    "torchrun --nproc-per-node 4 examples/cifar10.py --batch 100": Run("--epochs 1", put=ALONE, long=True),
+    "python examples/cifar10.py --batch 400": Run("--epochs 1", long=True),
+    # benchmarks
+    "python -m benchmarks.allreduce [--json-lines docs/benchmarks/allreduce.jsonl]": Run(
+        FEW_SUMS, clusters=True, long=True, status=JUDGED
+    ),
+    "python -m benchmarks.allreduce --mbit 1000 --hosts 4 --megabytes 53": Run(
+        FEW_SUMS, clusters=True, long=True, status=JUDGED
+    ),
+    "python -m benchmarks.cifar10_curve": Run("--epochs 1 --runs 2 1", long=True),
+    "python -m benchmarks.cifar10_curve --data DIR": Run("--epochs 1 --runs 2 1", put=IMAGES, long=True),
+    "python -m benchmarks.cifar10_curve --draw": Run(),
+    "python -m benchmarks.collectives": NAMED,
+    "python -m benchmarks.collectives run": Run(
+        "--hosts 2 --sizes 4KB --algorithms store --seconds 0.1", clusters=True, long=True
+    ),
+    "python -m benchmarks.collectives run --hosts 4 --json-lines docs/benchmarks/collectives/1000.jsonl": Run(
+        "--sizes 4KB --seconds 0.1", clusters=True, long=True
+    ),
+    "python -m benchmarks.collectives slow-host": Run(clusters=True, long=True),
+    "python -m benchmarks.collectives even-hosts": Run(clusters=True, long=True),
+    "python -m benchmarks.collectives report": Run(),
+    "python -m benchmarks.convergence": Run("--steps 2 --kinds exact dgc 1bit", long=True),
+    "python -m benchmarks.convergence --data DIR": Run(
+        '--steps 2 --kinds exact "one process"', put=IMAGES, long=True, status=JUDGED
+    ),
+    "python -m benchmarks.convergence --draw": Run(),
+    "python -m benchmarks.drift": Run("--workers 2 --models perceptron", long=True, status=JUDGED),
+    "python -m benchmarks.drift [--json-lines docs/benchmarks/drift.jsonl]": Run(
+        "--workers 2 --models perceptron", long=True, status=JUDGED
+    ),
+    "python -m benchmarks.load_balance": Run(
+        "--hosts 2 --width 0.1 --steps 1", clusters=True, long=True, status=JUDGED
+    ),
+    "python -m benchmarks.load_balance --draw": Run(),
+    "python -m benchmarks.overhead [--json-lines docs/benchmarks/overhead.jsonl]": Run(
+        "--pairs 2 --workers 2", long=True, status=JUDGED
+    ),
+    "python -m benchmarks.priority [--json-lines docs/benchmarks/priority.jsonl]": Run(
+        "--trials 1 --megabytes 20", clusters=True, long=True, status=JUDGED
+    ),
+    "python -m benchmarks.wire": NAMED,
+    "python -m benchmarks.wire [--json-lines docs/benchmarks/wire.jsonl]": Run(
+        "--pairs 1 --seconds 0.5", clusters=True, needs=("iperf3",), long=True, status=JUDGED
+    ),
+    "python -m benchmarks.wire_types": Run("--workers 2", long=True),
+    "python -m benchmarks.wire_types [--json-lines docs/benchmarks/wire_types.jsonl]": Run("--workers 2", long=True),
+    # the lab
+    "python -m lab": NAMED,
+    "python -m lab list": Run(),
+    "python -m lab run": NAMED,
+    "python -m lab run SCENARIO": NAMED,
+    "python -m lab run SCENARIO ...": NAMED,
+    "python -m lab run my.toml --output FOLDER": By(
+        "tests/lab/test_run.py::test_what_a_run_writes_also_of_a_system_that_fails"
+    ),
+    "python -m lab run resnet50-1000": Run(
+        "--repetitions 1 --systems penstock", clusters=True, needs=("iperf3",), long=True
+    ),
+    "python -m lab report": Run(long=True, status=JUDGED),
+    "python -m lab report --json FILES...": Run(
+        put={"FILES...": "docs/benchmarks/lab/resnet50-1000.jsonl"}, status=JUDGED
+    ),
+    "python -m lab.peers install": Not("installs 3 GB: tests/lab/test_peers.py installs a small one"),
+    "python -m lab.peers install [NAME ...]": Not("installs 3 GB: tests/lab/test_peers.py installs a small one"),
+    "python -m lab.peers list [--json]": Run(),
+    "python -m lab.systems.NAME SPEC.json": Not("the lab starts it with a pipe: tests/lab/test_worker.py"),
+    "python -m MODULE SPEC.json": Not("the lab starts it with a pipe: tests/lab/test_worker.py"),
+    "apt-get install iproute2 util-linux iperf3": Not("changes the machine"),
+}
 
 
-def texts():
-    pages = [ROOT / "README.md", ROOT / "docs" / "measuring.md", ROOT / "docs" / "algorithms.md"]
-    pages += [ROOT / "docs" / "collectives.md", ROOT / "docs" / "lossy.md", ROOT / "docs" / "errors.md"]
-    for page in pages:
-        # What is run stands in a code block or between backquotes; prose around it does not.
-        body = page.read_text(encoding="utf-8")
-        yield page.name, "\n".join(re.findall(r"^    .+$|^```sh\n(?:.*?)```|`[^`\n]+`", body, re.MULTILINE | re.DOTALL))
-    for name, text in vars(cli).items():
-        if name.endswith("_EXAMPLES"):
-            yield name, text.partition("\n\n")[0]
+def quoted(text):
+    """The commands between backquotes, also those that go on in the next line."""
+    spans = (" ".join(span.split()) for _, span in QUOTED.findall(text))
+    yield from (span for span in spans if re.match(COMMAND, span))
 
 
-def commands():
-    for source, text in texts():
-        for match in COMMAND.finditer(text):
-            words = re.split(r" {2,}| > ", match[1].strip())[0]
-            if words.strip() not in ("demo", "explain", "measure", "measure line-rate", "measure allreduce"):
-                yield pytest.param(shlex.split(words), id=f"{source}: {words}")
+def of_a_page(text):
+    """What is in its code blocks for a shell, in indented ones, and between backquotes."""
+    for language, body in FENCED.findall(text):
+        if language == "sh":
+            yield from (line for line in body.splitlines() if line.strip())
+    text = FENCED.sub("", text)
+    yield from re.findall(rf"^    ({COMMAND}.*)$", text, re.MULTILINE)
+    yield from quoted(text)
 
 
-def parsed(words):
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        try:
-            return cli.parser().parse_args([PLACEHOLDERS.get(word, word) for word in words])
-        except SystemExit as end:
-            if end.code == 0:  # --help
-                return None
-            raise AssertionError(f"penstock {' '.join(words)}: {said.getvalue()}") from end
+def of_a_module(source):
+    """What its strings (docstrings, help, messages) have between backquotes, indented, or with words beside it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from re.findall(rf"^( {{2,}}{COMMAND}.*|{COMMAND}.* {{2,}}\S.*)$", node.value, re.MULTILINE)
+            yield from quoted(node.value)
 
 
-def test_the_texts_hold_commands():
-    assert len(list(commands())) >= 15
+def collected():
+    """Where each command is given."""
+    found = {}
+    for patterns, commands_of in ((PAGES, of_a_page), (MODULES, of_a_module)):
+        for path in sorted(path for pattern in patterns for path in ROOT.glob(pattern)):
+            for line in commands_of(path.read_text(encoding="utf-8")):
+                command = re.split(r"\s+# | {2,}", line.strip())[0]
+                found.setdefault(re.sub(PREFIX, "", command), set()).add(str(path.relative_to(ROOT)))
+    return found
 
 
-@pytest.mark.parametrize("words", list(commands()))
-def test_the_command_line_takes_it_and_it_runs(words, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    options = parsed(words)
-    if options is None or any(" ".join(words).startswith(start) for start in NOT_RUN):
-        return
-    assert options.command(options) == 0
-    assert capsys.readouterr().out
+FOUND = collected()
+RUNS = [
+    pytest.param(command, entry, id=command, marks=[pytest.mark.long] if entry.long else [])
+    for command, entry in TABLE.items()
+    if isinstance(entry, Run)
+]
 
 
-@pytest.mark.long
-def test_the_shorter_demo_of_the_help_text_passes(capsys):
-    assert "penstock demo --workers 2 --epochs 5 " in cli.DEMO_EXAMPLES
-    assert cli.main(["demo", "--workers", "2", "--epochs", "5"]) == 0
+def test_every_command_is_in_the_table_and_every_entry_is_given_somewhere():
+    given = {command: sorted(where) for command, where in FOUND.items() if not command.startswith("make ")}
+    assert {command: where for command, where in given.items() if command not in TABLE} == {}
+    assert sorted(command for command in TABLE if command not in given) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "command"),
+    [
+        (of_a_page, "```sh\nanything --new   # why\n```\n", "anything --new   # why"),
+        (of_a_page, "text\n\n    torchrun new.py\n", "torchrun new.py"),
+        (of_a_page, "says `sudo penstock\nnew --all` so\n", "sudo penstock new --all"),
+        (of_a_module, '"""Title.\n\n    python examples/new.py\n"""\n', "    python examples/new.py"),
+        (of_a_module, '"""Title.\n\npython examples/new.py   # alone\n"""\n', "python examples/new.py   # alone"),
+        (of_a_module, 'raise ValueError(f"run `make new` for {x}")\n', "make new"),
+    ],
+)
+def test_a_new_command_is_noticed(kind, text, command):
+    assert list(kind(text)) == [command]
+
+
+def test_values_and_other_languages_are_no_commands():
+    text = "```toml\nmake new\n```\n\n`penstock = { lanes = 1 }`, `lab` and\nmake no mistake\n"
+    assert list(of_a_page(text)) == []
+
+
+@pytest.mark.parametrize("command", sorted(command for command in FOUND if command.startswith("make ")))
+def test_make_has_the_target(command):
+    done = subprocess.run(
+        ["bash", "-c", command.replace("make ", "make --dry-run ", 1)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("entry", sorted({entry.test for entry in TABLE.values() if isinstance(entry, By)}))
+def test_the_other_test_exists(entry):
+    path, name = entry.split("::")
+    assert re.search(rf"^(def {name}\(|{name} = )", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of the repository, in which commands may write, with what their texts take for granted beside it."""
+    place = tmp_path_factory.mktemp("commands") / "penstock"
+    place.mkdir()
+    for name in COPIED:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, place / name)
+    shutil.copy(place / "examples" / "minimal.py", place / "train.py")
+    (place / "mycode").mkdir()
+    (place / "mycode" / "nets.py").write_text(
+        "from torch import nn, zeros\n\n\ndef make_model():\n    return nn.Linear(8, 4), zeros(1, 8)\n"
+    )
+    return place
+
+
+@pytest.fixture(scope="module")
+def data(checkout):
+    """Small data sets where programs look for the large ones."""
+    folder = checkout.parent / "shared" / "data"
+    (folder / "tinyshakespeare").mkdir(parents=True)
+    (folder / "tinyshakespeare" / "input.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    (folder / "cifar10").mkdir()
+    pytest.importorskip("pyarrow")
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "tests" / "demo" / "test_data.py")
+    pictures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pictures)
+    for split, count in (("train", 800), ("test", 100)):
+        labels = [index % 10 for index in range(count)]
+        pictures.write_parquet(folder / "cifar10" / f"{split}-00000-of-00001.parquet", labels, edge=32)
+
+
+def environment(checkout, hosts):
+    mine = {name: value for name, value in os.environ.items() if not name.startswith(("PENSTOCK_", "TORCHELASTIC_"))}
+    path = f"{Path(sys.executable).parent}:{mine.get('PATH', '')}"
+    secret = {"PENSTOCK_SECRET": "what several hosts are given"} if hosts > 1 else {}
+    return {**mine, "PATH": path, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", **secret}
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def ran(commands, checkout):
+    """Run them at the same time: status and output of each."""
+    started = [
+        subprocess.Popen(
+            ["bash", "-euo", "pipefail", "-c", command],
+            cwd=checkout,
+            env=environment(checkout, len(commands)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        for command in commands
+    ]
+    try:
+        said = [process.communicate(timeout=LIMIT_S)[0] for process in started]
+    finally:
+        for process in started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # with what it started
+                process.communicate()
+    return [(process.returncode, text) for process, text in zip(started, said, strict=True)]
+
+
+@pytest.mark.parametrize(("command", "entry"), RUNS)
+def test_it_runs(command, entry, checkout, request):
+    from lab.cluster import Cluster, Unavailable, need
+
+    try:
+        for program in entry.needs:
+            need(program, f"install {program}")
+        if entry.clusters:
+            Cluster(2).close()
+    except Unavailable as error:
+        pytest.skip(str(error))
+    if entry.long:
+        request.getfixturevalue("data")
+    command = re.sub(r"[][]", "", command)  # optional words are given
+    for word, mine in entry.put.items():
+        command = command.replace(word, mine)
+    command = f"{command} {entry.more}".replace("{port}", str(free_port()))
+    done = ran([command.replace("{host}", str(host)) for host in range(entry.hosts)], checkout)
+    for status, said in done:
+        assert status in entry.status, said
+        assert "Traceback" not in said, said
+    for file in WRITTEN.findall(command):
+        assert (checkout / file).stat().st_size > 0, file

@@ -182,3 +182,16 @@ def test_readme_s_commands_for_several_hosts(tmp_path):
             process.wait()
     assert [process.returncode for process in launchers] == [0, 0], said
     assert said[0][0].splitlines()[-1].endswith("on 2 worker(s)")
+
+
+@pytest.mark.long
+def test_what_the_coordinator_answers(tmp_path):
+    """The program prints what stands below it; how its slices lie follows from the line rate."""
+    (program,) = listings("docs/algorithms.md", "## Choice")
+    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    printed = page.split(program, 1)[1].split("```\n")[2].splitlines()
+    said = run([*TORCHRUN[:-1], "4"], tmp_path, program).splitlines()
+    assert len(printed) == len(said) == 4
+    owners = "[Placed(offset_bytes=0, len_bytes="
+    assert printed[1].startswith(owners) and said[1].startswith(owners)
+    assert [said[0], *said[2:]] == [printed[0], *printed[2:]]

@@ -1,6 +1,6 @@
 """What would be sent for each layer, how, why, and how long a step would take: as an object, a table, JSON.
 
-    penstock explain torchvision-name|module:function --workers 8 --servers 8 --batch 32
+    penstock explain MODEL --workers 8 --servers 8 --batch 32
 
 Bytes are those of one step on the busiest direction of one node's interface: a worker that also holds a shard sends and
 receives as much. Times are limits (crates/core/src/cost/overlap.rs): what plain DDP and Penstock could attain at best,

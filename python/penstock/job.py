@@ -389,7 +389,8 @@ def _engine_class() -> type[Engine]:
         from penstock._native import Engine
     except ImportError as error:
         raise ConfigError(
-            f"the native part of penstock does not load: {error}. Install the wheel, or run `make` in a source tree"
+            f"the native part of penstock does not load: {error}. Install the wheel, or run `make build` in "
+            "a source tree"
         ) from error
     engine: type[Engine] = Engine
     return engine
