@@ -197,7 +197,8 @@ def _as_users(arguments: argparse.Namespace) -> int:
         with Cluster(len(rates), rates) as cluster:
             for kind, options in kinds.items():
                 picture = ["--plot", str(arguments.folder / f"{arguments.name}-{kind}.png")]
-                result = json.loads(_as_a_user(cluster, kind, ["--json", *options, *picture]))
+                others = ["--sizes", arguments.sizes] if arguments.sizes and kind == "allreduce" else []
+                result = json.loads(_as_a_user(cluster, kind, ["--json", *options, *others, *picture]))
                 record = {"kind": kind, "rates_mbit": rates, "busy_cores": busy_cores, **result}
                 lines = arguments.folder / f"{arguments.name}.jsonl"
                 publish(record, benchmark=arguments.name, seed=result.get("seed", 0), as_json=False, lines=lines)
@@ -248,6 +249,7 @@ def main() -> int:
     for name in CLUSTERS:
         as_users = commands.add_parser(name)
         as_users.add_argument("--folder", type=Path, default=FOLDER)
+        as_users.add_argument("--sizes", help="of the sums (default: the recorded ones)")
         as_users.add_argument("--wait-quiet", type=float, default=0.0, help="seconds to wait for other programs to end")
         as_users.set_defaults(command=_as_users, name=name)
     report = commands.add_parser("report")

@@ -157,7 +157,7 @@ TABLE = {
         FEW_SUMS, clusters=True, long=True, status=JUDGED
     ),
     "python -m benchmarks.allreduce --mbit 1000 --hosts 4 --megabytes 53": Run(
-        FEW_SUMS, clusters=True, long=True, status=JUDGED
+        FEW_SUMS, clusters=True, needs=("iperf3",), long=True, status=JUDGED
     ),
     "python -m benchmarks.cifar10_curve": Run("--epochs 1 --runs 2 1", long=True),
     "python -m benchmarks.cifar10_curve --data DIR": Run("--epochs 1 --runs 2 1", put=IMAGES, long=True),
@@ -169,8 +169,8 @@ TABLE = {
     "python -m benchmarks.collectives run --hosts 4 --json-lines docs/benchmarks/collectives/1000.jsonl": Run(
         "--sizes 4KB --seconds 0.1", clusters=True, long=True
     ),
-    "python -m benchmarks.collectives slow-host": Run(clusters=True, long=True),
-    "python -m benchmarks.collectives even-hosts": Run(clusters=True, long=True),
+    "python -m benchmarks.collectives slow-host": Run("--sizes 4KB", clusters=True, long=True),
+    "python -m benchmarks.collectives even-hosts": Run("--sizes 4KB", clusters=True, long=True),
     "python -m benchmarks.collectives report": Run(),
     "python -m benchmarks.convergence": Run("--steps 2 --kinds exact dgc 1bit", long=True),
     "python -m benchmarks.convergence --data DIR": Run(
