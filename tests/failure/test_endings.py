@@ -21,7 +21,8 @@ TOLD = {  # how the last rank ends: its status, and what the other is told
     "Ctrl-C": (-2, "rank 1 failed: KeyboardInterrupt"),
     "os._exit": (0, "rank 1 is lost: its connection"),
     "thread": (0, r"rank 1 failed: ValueError: bad batch \(in thread trainer\)"),
-    "loader": (1, "rank 1 failed: RuntimeError: DataLoader worker"),
+    # Which of them depends on whether the loader was reading from the worker when that was killed.
+    "loader": (1, "rank 1 failed: (RuntimeError: DataLoader worker|ConnectionResetError|EOFError)"),
     "return": (0, r"rank 1 has left the job by shutdown\(\) \(or the end of its program\)"),
 }
 

@@ -132,7 +132,7 @@ HEAVY = {"name": "heavy", "kind": "linear", "tensors": [["heavy.weight", [600, 1
 
 def test_what_sets_the_modes_apart(tmp_path):
     network = {**NETWORK, "layers": [NETWORK["layers"][0], HEAVY]}
-    asked = {**SPEC, "network": network, "options": {"init": {"window_bytes": 1 << 17}}}
+    asked = {**SPEC, "network": network, "options": {"init": {"window_bytes": 1 << 17, "check_every": 0}}}
     names = ("penstock", "penstock-slicing", "penstock-wait-free", "penstock-vanilla")
     turns = tmp_path / "turns.json"
     turns.write_text(json.dumps([(SYSTEMS[name].spec(asked), free_port()) for name in names]))

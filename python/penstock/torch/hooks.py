@@ -539,7 +539,7 @@ _sparse_warned = False
 
 def _warn_sparse(rank: int) -> None:
     global _sparse_warned
-    if not _sparse_warned:
+    if rank == 0 and not _sparse_warned:
         _sparse_warned = True
         warn(
             "penstock sends sparse gradients (nn.Embedding(sparse=True)) as dense ones, and the optimizer sees a dense "
