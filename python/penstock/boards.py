@@ -18,6 +18,7 @@ import stat
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,7 +40,7 @@ T = TypeVar("T")
 _NOTHING = "penstock: nothing is here"
 
 
-class Board:
+class Board(ABC):
     """What the ranks share while they meet. No call waits for another rank.
 
     Attributes:
@@ -55,22 +56,22 @@ class Board:
     keeps_proven = False
     deadline = 0.0
 
-    def guard(self, job: str, proven: Callable[[str, bytes], bool]) -> None:
+    def guard(self, job: str, proven: Callable[[str, bytes], bool]) -> None:  # noqa: B027 - most need not know
         """Rank 0 says which job this is, and how to tell whether a member has left a value under a key."""
 
+    @abstractmethod
     def set(self, key: str, value: bytes) -> None:
         """Put a value, at once and as a whole; an older one is replaced."""
-        raise NotImplementedError
 
+    @abstractmethod
     def get(self, key: str) -> bytes | None:
         """The value, or None if there is none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def delete(self, key: str) -> None:
         """Remove a value if there is one."""
-        raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - some hold nothing
         """Let go of it; what the others still need has been read."""
 
 

@@ -30,6 +30,7 @@ import logging
 import re
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -108,7 +109,7 @@ _AGREED = (
 )
 
 
-class _Meeting:
+class _Meeting(ABC):
     """One rank's side of the exchange in the module's first comment: what both sides share."""
 
     def __init__(self, board: Board, launch: Launch, version: str, deadline: float) -> None:
@@ -213,9 +214,9 @@ class _Meeting:
                 self._refuse_double(key, found)
             self.board.set(key, mine)
 
+    @abstractmethod
     def _refuse_double(self, key: str, found: bytes) -> None:
         """Raise if this key holds what another process that calls itself this rank has left."""
-        raise NotImplementedError
 
     def _doubled(self) -> ConfigError:
         one_job = "; one job at a time can meet there" if self.rank == 0 else "; ranks must differ"
