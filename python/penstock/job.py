@@ -52,6 +52,7 @@ class Job:
         failed: Why this rank has told the others that it failed, or is about to.
         rates: What wire and processors do, the same on every rank.
         threads: Threads other than the main one that have made calls.
+        handled: The exception that the program was handling when it joined, the loss of an earlier job for instance.
     """
 
     engine: Engine
@@ -62,6 +63,7 @@ class Job:
     failed: str | None = None
     rates: Rates = field(default_factory=Rates)
     threads: weakref.WeakSet[threading.Thread] = field(default_factory=weakref.WeakSet)
+    handled: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])
 
     @property
     def rank(self) -> int:
@@ -237,7 +239,8 @@ def shutdown() -> None:
     """Leave the job: finish pending updates, say goodbye, wait a bounded time for the others. Again: does nothing.
 
     It runs by itself when the program ends. Called while an exception is on its way (``finally: ps.shutdown()``) it
-    tells the others that this rank failed, instead of waiting for them.
+    tells the others that this rank failed, instead of waiting for them. An exception that the program was handling
+    already when it joined the job does not count: in ``except ps.PeerLost:`` another job may begin and end.
 
     Raises:
         PeerLost: A rank was lost before the last updates were in.
@@ -250,7 +253,7 @@ def shutdown() -> None:
         job = _process.job
         if job is None:
             return
-        if error is not None:
+        if error is not None and error is not job.handled:
             job.abort(described(error))
         try:
             _finish(job)

@@ -75,6 +75,29 @@ def test_before_init_and_after_shutdown_say_what_to_do(engine):
     assert ps.rank() == 0
 
 
+def test_a_job_that_begins_and_ends_while_an_earlier_loss_is_handled_ends_in_order(engine):
+    try:
+        raise ps.PeerLost("rank 1 is lost", rank=1)
+    except ps.PeerLost:
+        ps.init()
+        running = job.current()
+        ps.shutdown()
+    assert running.engine.calls == [["connect"], ["shutdown"]]
+
+
+def test_an_exception_of_the_job_that_is_handled_at_its_end_counts(engine):
+    try:
+        raise ps.PeerLost("rank 1 is lost", rank=1)
+    except ps.PeerLost:
+        ps.init()
+        running = job.current()
+        try:
+            raise ValueError("bad batch")
+        except ValueError:
+            ps.shutdown()
+    assert ["abort", "ValueError: bad batch"] in running.engine.calls
+
+
 def test_a_single_process_uses_no_network(engine):
     ps.init()
     running = job.current()
