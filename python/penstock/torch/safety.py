@@ -168,7 +168,9 @@ def unclaim(owner: Distributed, slots: Sequence[Slot]) -> None:
 
 def owners_of(engine: Engine) -> list[Distributed]:
     """The distributed models of this engine, in the order of `distribute`."""
-    return [owner for _, owner in sorted(_owners.items()) if owner.engine is engine]
+    # Taken at once: another thread may be distributing a model of its own job.
+    alive = [owner for reference in _owners.valuerefs() if (owner := reference()) is not None]
+    return sorted((owner for owner in alive if owner.engine is engine), key=lambda owner: owner.key)
 
 
 def _forget(key: int) -> Callable[[object], None]:
@@ -211,7 +213,7 @@ def _noted_compiled(key: int) -> bool:
 
     Compiled code contains no hook, so nothing in it would wait. From now on this model's `step` waits for all averages.
     """
-    for owner in list(_owners.values()) if key == ANY_OWNER else [_owners.get(key)]:
+    for owner in [one() for one in _owners.valuerefs()] if key == ANY_OWNER else [_owners.get(key)]:
         if owner is not None and owner.is_live():
             owner.be_synchronous("its forward pass is compiled")
     return True
