@@ -33,6 +33,8 @@ pub(crate) const WAKER: Token = Token(usize::MAX);
 const TICK_MAX: Duration = Duration::from_millis(100);
 /// How long the end of a lane waits for its last frames to reach the peers.
 const FLUSH: Duration = Duration::from_secs(1);
+/// How long after a failure it waits for connections to peers that have none yet: they may still be starting.
+const REACH: Duration = Duration::from_secs(2);
 /// Readiness events per turn; the rest waits in the kernel.
 const EVENTS: usize = 256;
 
@@ -416,22 +418,28 @@ impl Lane {
     /// Once the peers are told of the failure, whoever called `abort` may go on.
     fn note_told(&mut self) {
         let mut connections = self.peers.iter().filter_map(|peer| peer.connection.as_ref());
-        if !self.told && connections.all(Connection::all_written) {
+        if !self.told && connections.all(Connection::all_written) && self.unreached().next().is_none() {
             self.told = true;
             self.shared.update(|state| state.lanes_told += 1);
         }
     }
 
-    /// Gives what was written a bounded time to arrive: closing a socket may take back what the peer has not got.
+    /// Gives what was written a bounded time to arrive: closing a socket may take back what the peer has not got. After a failure
+    /// also peers that are only just being connected.
     fn flush(&mut self, events: &mut Events) -> io::Result<()> {
-        let deadline = self.now + FLUSH;
+        let started = self.now;
+        let mut commands = Vec::new();
         loop {
+            self.mailbox.take(&mut commands);
+            commands.drain(..).for_each(|command| self.command_after_failure(command));
             for peer in 0..self.peers.len() {
                 self.serve_after_failure(peer);
             }
             let mut connections = self.peers.iter().filter_map(|peer| peer.connection.as_ref());
             let arrived = connections.all(|c| c.all_written() && c.unacknowledged_bytes() == 0);
-            if arrived || self.now >= deadline {
+            let reached = self.failed.is_none() || self.unreached().next().is_none();
+            let bound = if reached { FLUSH } else { REACH };
+            if arrived && reached || self.now.saturating_duration_since(started) >= bound {
                 return Ok(());
             }
             self.poll_once(events, Duration::from_millis(5))?;

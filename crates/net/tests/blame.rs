@@ -11,7 +11,7 @@ use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
-use support::{Meeting, config, on_all};
+use support::{Meeting, config, job_with, on_all};
 
 /// One way.
 const SLOW: Duration = Duration::from_millis(50);
@@ -88,17 +88,10 @@ fn give_up() -> impl FnMut() -> bool {
 fn call(engine: &Engine, request: Request) -> Result<(), Stop> {
     let values = vec![1.0_f32; 3000].leak();
     let block = (values.as_ptr() as usize, std::mem::size_of_val(values));
-    let message = !matches!(request, Request::Collective(_));
-    let inputs = if message { vec![] } else { vec![block] };
-    let part = CallPart {
-        group: 0,
-        request,
-        op: Op::Sum,
-        dtype: Dtype::F32,
-        inputs,
-        outputs: vec![block],
-        keep: Box::new(()),
-    };
+    let inputs = if matches!(request, Request::Receive { .. }) { vec![] } else { vec![block] };
+    let outputs = if matches!(request, Request::Send { .. }) { vec![] } else { vec![block] };
+    let part =
+        CallPart { group: 0, request, op: Op::Sum, dtype: Dtype::F32, inputs, outputs, keep: Box::new(()) };
     // SAFETY: leaked.
     let handle = unsafe { engine.call(part) }?;
     engine.wait_call(&handle, None, &mut give_up())
@@ -209,5 +202,42 @@ fn who_has_left_waits_for_a_rank_that_trains_on_for_longer_than_any_wait_may_tak
         }
         engine.leave(&mut give_up()).unwrap();
         engine.shutdown(&mut give_up()).unwrap();
+    });
+}
+
+#[test]
+fn who_fails_before_anybody_is_connected_is_heard_with_its_reason() {
+    let gone = Meeting::of(3);
+    on_all(job_with(3, |_| {}), |engine, rank| {
+        if rank == 2 {
+            engine.abort("ValueError: no such file").unwrap();
+            engine.shutdown(&mut give_up()).unwrap();
+        }
+        gone.wait();
+        if rank != 2 {
+            let failure = failed(call(engine, Request::Send { to: 1 - rank, tag: 0 }));
+            assert_eq!(failure.rank, Some(Rank(2)), "{failure}");
+            assert!(failure.to_string().contains("no such file"), "{failure}");
+        }
+    });
+}
+
+#[test]
+fn who_has_given_up_is_not_blamed_by_who_starts_late() {
+    let mut engines = job_with(3, |config| config.peer_timeout = Duration::from_millis(500));
+    drop(engines.pop());
+    let gone = Meeting::of(2);
+    on_all(engines, |engine, rank| {
+        // Rank 0 has to do with rank 2 alone, and rank 1 with rank 0.
+        if rank == 1 {
+            gone.wait();
+        }
+        let to = if rank == 0 { 2 } else { 0 };
+        let failure = failed(call(engine, Request::Send { to, tag: 0 }));
+        assert_eq!(failure.rank, Some(Rank(2)), "{failure}");
+        engine.shutdown(&mut give_up()).unwrap();
+        if rank == 0 {
+            gone.wait();
+        }
     });
 }

@@ -311,7 +311,7 @@ impl Engine {
         shared.wait(deadline, interrupted, |state| (state.lanes_done >= lanes).then_some(())).map(|_| ())
     }
 
-    /// Stops the threads and closes everything. Bounded: lanes flush for at most a second.
+    /// Stops the threads and closes everything. Bounded: lanes flush for at most a second or two.
     fn close(&self) {
         let Threads { lanes, admission, .. } = std::mem::take(&mut *guard(&self.inner.threads));
         guard(&self.inner.threads).shut_down = true;

@@ -81,9 +81,24 @@ impl Lane {
             }
         }
         if first {
+            self.reach_all();
             self.shared.update(|state| state.lanes_quiet += 1);
         }
         self.note_told();
+    }
+
+    /// Connects to the peers that this rank has no connection to yet: who is still starting must hear the verdict, too, and would
+    /// otherwise find this rank gone and blame it. One lane is enough.
+    fn reach_all(&self) {
+        let Some(admission) = self.admission.get().filter(|_| self.index == 0) else { return };
+        self.unreached().for_each(|rank| admission.dial(self.index, rank));
+    }
+
+    /// Peers that are still to be connected, to be told of the verdict.
+    pub(super) fn unreached(&self) -> impl Iterator<Item = Rank> {
+        let unreached = |(_, peer): &(u32, &Peer)| self.index == 0 && peer.connection.is_none() && !peer.gone;
+        let ranks = (0..).zip(&self.peers).filter(unreached).map(|(rank, _)| Rank(rank));
+        ranks.filter(|rank| *rank != self.me)
     }
 
     /// What only the clock tells.
