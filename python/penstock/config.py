@@ -108,7 +108,7 @@ class Options:
     rendezvous_timeout_s: float = 300.0
     broadcast_buffers: bool = False
     line_rate_mbit: float | None = None
-    check_every: int = 200
+    check_every: int = 500
     policy: str = "measured"
     collective_schemes: bool = False
     whole_steps: bool = False

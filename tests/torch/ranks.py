@@ -93,7 +93,7 @@ def run(
     sending=3,
     world_size=None,
     broadcast_buffers=False,
-    check_every=200,
+    check_every=500,
     shuffled=None,
     operation_timeout_s=WAIT_S,
 ):

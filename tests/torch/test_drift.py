@@ -289,6 +289,44 @@ def test_what_was_compared_last_is_judged_at_the_end():
     assert all(run(main, 3, check_every=10))
 
 
+def train_by_hand(model, rank, steps, drift_at=None):
+    """A model without an optimizer: plain gradient descent by the program."""
+    for step in range(steps):
+        if step == drift_at:
+            flip_bit(model[2].weight, random.Random(step))
+        mse(model, rank, step).backward()
+        pt.synchronize()
+        with torch.no_grad():
+            for param in model.parameters():
+                param -= 0.1 * param.grad
+        model.zero_grad()
+
+
+class TestWithoutAnOptimizer:
+    def test_every_backward_is_a_step(self):
+        def main(rank, engine):
+            model, _ = distribute(make())
+            with pytest.raises(ModelMismatch) as raised:
+                train_by_hand(model, rank, 40, drift_at=12 if rank == 1 else None)
+            return str(raised.value), raised.value.rank, raised.value.layer, raised.value.step
+
+        (found,) = set(run(main, 3, check_every=EVERY))
+        assert found[1:] == (1, "2", 20) and "the same at the beginning of step 10" in found[0], found
+
+    def test_ranks_that_stay_together_and_have_fewer_batches(self):
+        def main(rank, engine):
+            model, _ = distribute(make())
+            for _ in range(2):
+                train_by_hand(model, rank, 7)
+                with pt.join():
+                    for step in range(3 + rank):
+                        mse(model, rank, step).backward()
+                        model.zero_grad()
+            return values(model)
+
+        assert same_everywhere(run(main, 3, check_every=2))
+
+
 def test_two_optimizers_of_one_model():
     def main(rank, engine):
         model = make()

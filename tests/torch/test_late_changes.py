@@ -195,3 +195,28 @@ def test_an_optimizer_of_what_is_not_distributed_is_left_alone():
         return values(model)
 
     assert same_everywhere(run(main, 2))
+
+
+def insert(model, optimizer):
+    model[1].blocks.insert(0, nn.Linear(8, 8))
+
+
+def write(model, optimizer):
+    model[0]._parameters["scale"] = nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.parametrize("late", [insert, write])
+def test_what_passes_registration_is_found_when_ranks_compare(late):
+    def main(rank, engine):
+        model = make_mlp()
+        model[1].blocks = nn.ModuleList([nn.Identity()])
+        model, optimizer = distribute(model, sgd(model))
+        for step in range(3):
+            one_step(model, optimizer, rank, step)
+        late(model, optimizer)
+        with pytest.raises(ConfigError, match="a part of a model that is distributed already"):
+            for step in range(3, 7):
+                one_step(model, optimizer, rank, step)
+        return step
+
+    assert run(main, 2, check_every=5) == [5, 5]

@@ -140,6 +140,8 @@ class Distributed:
         self.gradients.synchronous = self.synchronous is not None
         self.updates = [Updates(self, optimizer) for optimizer in optimizers]
         self.drift = Drift(self, rank, ranks, name, options.check_every)
+        if not self.updates:
+            self.gradients.begin_step = self.drift.before_step
         self._step_is_new = False  # no forward since the last step
         self._eager: list[Layer] = []
         self.norms = SyncedNorms(self, name, rank)

@@ -31,6 +31,7 @@ from penstock._native import digests
 from penstock.errors import ModelMismatch, PenstockError
 from penstock.torch.hyperparameters import differing, hyperparameters
 from penstock.torch.layout import ROOT, is_dense, without_repeats
+from penstock.torch.members import refuse_late_parameters
 from penstock.torch.memory import lent_to
 
 if TYPE_CHECKING:
@@ -155,10 +156,11 @@ class Drift:
         """Judge what was sent a step ago, and send this step's if it is due.
 
         Args:
-            step: Steps taken so far; the same on all ranks.
+            step: Steps taken so far; the same on all ranks. Without an optimizer every backward is a step.
 
         Raises:
             ModelMismatch: The ranks have drifted apart; the same on every rank, in the same step.
+            ConfigError: A parameter came into the model behind the back of the hooks on registration.
             PeerLost: A rank was lost.
             Timeout: A rank did not come to this step in time.
         """
@@ -166,6 +168,7 @@ class Drift:
             return
         self.conclude()
         if self.id is not None and next_due(step, self._every) == step:
+            refuse_late_parameters(self._owner.model)
             self._owner.finish()
             self._send(self.id, step)
         self._next = step + 1 if self._sent is not None else next_due(step + 1, self._every)

@@ -123,6 +123,8 @@ class Gradients:
         self.closed = 0  # those of them whose absences have been announced
         self._contributed = 0  # those of them for which all rows of this rank are on their way
         self.quiet = False  # under no_sync
+        # Without an optimizer nobody says when a step begins: then each backward is one, and this is told its number.
+        self.begin_step: Callable[[int], None] | None = None
         self.synchronous = False  # gradients are final when backward returns
         self._task = -1  # the autograd graph task seen last
         self._handles: list[RemovableHandle] = []
@@ -294,6 +296,8 @@ class Gradients:
     def _begin(self, task: int) -> None:
         self._task = task
         if self.rounds == self.closed:
+            if self.begin_step is not None:
+                self.begin_step(self.step)
             self.rounds += 1
             self.engine.phase("backward")
             self.lent.collect()
@@ -315,6 +319,8 @@ class Gradients:
             if slot.round != current:
                 self._settle_untouched(slot, leftover=True)
         self._finish_unwatched()
+        if self.begin_step is not None:
+            self.step += 1
         self.engine.phase("forward")
         self.lent.collect()
 

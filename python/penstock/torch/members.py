@@ -2,7 +2,8 @@
 
 The ranks agree on a model's parameters once, at `distribute`. A parameter that is registered later would be trained by
 each rank for itself, so torch's hooks on registration refuse it at the line that adds it: new modules, replaced ones,
-and whatever makes parameters anew (``weight_norm``, ``load_state_dict(assign=True)``). An optimizer that has such a
+and whatever makes parameters anew (``weight_norm``, ``load_state_dict(assign=True)``). What passes these hooks is found
+when ranks compare what they have (drift.py). An optimizer that has such a
 parameter beside the model's is refused at its first step, however the parameter came there. So is a wrapper that would
 average the same gradients once more.
 
@@ -28,7 +29,7 @@ from penstock.torch.arguments import averages_by_itself
 if TYPE_CHECKING:
     from penstock._native import Engine
 
-__all__ = ["check_forward", "distributed_name", "distributed_twice", "enroll"]
+__all__ = ["check_forward", "distributed_name", "distributed_twice", "enroll", "refuse_late_parameters"]
 
 
 class Members:
@@ -122,6 +123,17 @@ def _refuse(module: nn.Module, name: str, param: nn.Parameter) -> None:
             "load_state_dict(assign=True)) before penstock.distribute; what is frozen (requires_grad=False) may come "
             "later"
         )
+
+
+def refuse_late_parameters(model: nn.Module) -> None:
+    """Look at a whole distributed model, for what was put into it past registration (``ModuleList.insert`` does that).
+
+    Raises:
+        ConfigError: It has a parameter that is to be trained and that was not there at `distribute`.
+    """
+    for path, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            _refuse(module, f"{path}.{name}" if path else name, param)
 
 
 def _on_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
