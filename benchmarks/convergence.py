@@ -1,12 +1,14 @@
-"""Error against iteration and against bytes: exact, 1-bit and DGC, 4 workers, CIFAR-10 quick (Poseidon figure 11).
+"""Error against iteration and against bytes: exact, 1-bit and DGC, 4 workers, CIFAR-10 quick.
 
     .venv/bin/python -m benchmarks.convergence --data DIR      # writes docs/benchmarks/convergence.jsonl and .png
     .venv/bin/python -m benchmarks.convergence --draw          # only draws what is there
 
-All train on the same samples in the same steps (see examples/cifar10.py), with the same learning rates; the exact run
-is compared with one process of 4 times the batch. `1bit` quantises the two linear layers, as CNTK and the paper do, and
-leaves the convolutions exact. `dgc` makes every layer short; its momentum is its own, and weight decay is divided by
-1 - momentum, so that it weighs the same. Nothing is tuned for the lossy ones: they are shown as they are.
+Poseidon's figure 11 shows loss and error against iteration, of exact and 1-bit training; bytes and DGC are new here,
+and the loss is left out. All train on the same samples in the same steps (see examples/cifar10.py), with the same
+learning rates; the exact run is compared with one process of 4 times the batch. `1bit` quantises the two linear layers,
+as CNTK and the paper do, and leaves the convolutions exact. `dgc` makes every layer short; its momentum is its own, and
+weight decay is divided by 1 - momentum, so that it weighs the same. Nothing is tuned for the lossy ones: they are shown
+as they are.
 
 Test errors between the first and the last step are those of the first 2,000 test images. Bytes are payload that one
 worker sent, as its engine counted. Runs are appended to the file; the last of each kind is drawn.

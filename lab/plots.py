@@ -1,9 +1,11 @@
-"""Pictures of measured scenarios, in the manner of the figures that Poseidon and P3 are known by.
+"""Pictures of measured scenarios, of the kinds that Poseidon and P3 are known by.
 
-    stall-NAME.png       compute and stall of each system, T* as a line          Poseidon, figure 7
-    speed-up-NAME.png    against bandwidth or hosts, the ideal as a line         Poseidon, figures 5, 6, 8; P3, 7, 10
-    slices-NAME.png      throughput against the size of slices                   P3, figure 12
-    network-NAME.png     what host 0 sends and receives over time                P3, figures 8, 9
+    stall-NAME.png       compute and stall of each system, T* as a line          kind: Poseidon, figure 7
+    speed-up-NAME.png    against bandwidth or hosts, the ideal as a line         kind: Poseidon, figure 8; P3, figure 7
+    slices-NAME.png      throughput against the size of slices                   kind: P3, figure 12
+    network-NAME.png     what host 0 sends and receives over time                kind: P3, figures 8, 9
+
+Which systems are in a picture is said by the scenario's file; none of the papers' own systems but MXNet's P3 is there.
 
 A system has the same colour and marker in all of them. Colours are Okabe's and Ito's, which all kinds of colour vision
 tell apart; the variants of a system are a tone of its colour and have their own marker and dashes.

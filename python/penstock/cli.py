@@ -39,7 +39,7 @@ examples:
   penstock explain mycode.nets:make_model --workers 4        a function that returns a torch module, or a pair of it
                                                              and an example of its input, batch first: a tensor,
                                                              a tuple of tensors, or a mapping as {"input_ids": ...}
-  penstock explain lab:vgg19 --workers 8 --servers 8         a network of the lab, from the root of the repository
+  penstock explain lab:vgg19 --workers 8                     a network of the lab, from the root of the repository
   penstock explain lab:vgg19 --workers 8 --policy paper      Poseidon's Algorithm 1 instead of predicted seconds
   penstock explain vgg19 --workers 8 --compute-s 0.9 --json  with a prediction of step times, for programs
 
@@ -165,7 +165,8 @@ def _add_explain(commands: Any) -> None:
         "--servers",
         type=_whole_number(1, RANKS_MAX),
         metavar="N",
-        help="workers that hold a shard of the store, at most all of them (default: all)",
+        help="what if only so many of the workers held a shard of the store (default: all, as in every job that can be "
+        "started today)",
     )
     explain.add_argument(
         "--batch",

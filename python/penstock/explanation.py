@@ -1,6 +1,6 @@
 """What would be sent for each layer, how, why, and how long a step would take: as an object, a table, JSON.
 
-    penstock explain MODEL --workers 8 --servers 8 --batch 32
+    penstock explain MODEL --workers 8 --batch 32
 
 Bytes are those of one step on the busiest direction of one node's interface: a worker that also holds a shard sends and
 receives as much. Times are limits (crates/core/src/cost/overlap.rs): what plain DDP and Penstock could attain at best,
@@ -204,7 +204,7 @@ class _Text:
         it = self._it
         batch = f", {it.batchsize} samples per worker" if it.batchsize is not None else ""
         lines = [
-            f"{it.network} on {_count(it.n_worker, 'worker')}{batch}; the store is sharded over {it.n_server} of them",
+            f"{it.network} on {_count(it.n_worker, 'worker')}{batch}; the store is sharded over {self._servers()}",
             f"policy {it.policy}: " + _POLICY[it.policy],
         ]
         if it.policy == "measured" or it.times is not None:
@@ -216,6 +216,10 @@ class _Text:
             )
         lines += [f"note: {note}" for note in it.notes]
         return lines
+
+    def _servers(self) -> str:
+        servers, workers = self._it.n_server, self._it.n_worker
+        return "all of them" if servers == workers else f"{servers} of them (no such job can be started yet)"
 
     def _table(self) -> list[str]:
         """A row for each layer; layers in succession that differ in nothing but their names share one."""

@@ -14,7 +14,7 @@ from lab.verdicts import REPETITIONS_MIN, fastest_exact_peer, judge
 TITLES = {
     "alone": "one worker",
     "penstock": "Penstock",
-    "penstock-slicing": "Penstock, slices without priority",
+    "penstock-slicing": "Penstock, slices alone",
     "penstock-store": "Penstock, the store alone",
     "penstock-bf16": "Penstock, bf16",
     "ddp": "DDP (gloo)",
