@@ -44,7 +44,7 @@ def listings(document, title, language="python"):
     """The code blocks of a section, which goes on to the next title of its level."""
     text = (ROOT / document).read_text(encoding="utf-8")
     level = title.split()[0]
-    section = text.split(f"\n{title}\n", 1)[1]
+    section = f"\n{text}".split(f"\n{title}\n", 1)[1]
     section = re.split(rf"^#{{1,{len(level)}}} ", section, maxsplit=1, flags=re.M)[0]
     found = re.findall(rf"^```{language}\n(.*?)^```$", section, flags=re.S | re.M)
     assert found, f"{document}, {title}: no listing"
@@ -78,7 +78,7 @@ def launcher(request):
 
 
 def test_readme_s_integration(launcher, tmp_path):
-    training, metric, saving = listings("README.md", "## The whole integration")[:3]
+    training, metric, saving = listings("README.md", "# Penstock")[:3]
     checks = """
 restored = torch.load("checkpoint.pt") if ps.rank() == 0 else {"model": model.state_dict()}
 assert all(torch.equal(value, model.state_dict()[name]) for name, value in restored["model"].items())
