@@ -1,11 +1,12 @@
 """Tables and pictures of what the lab measured, into `docs/benchmarks/`.
 
-    python -m lab report                       every docs/benchmarks/lab/*.jsonl into README.md, lab/README.md and
-                                               lab/*.png there
+    python -m lab report                       every docs/benchmarks/lab/*.jsonl into README.md, lab/README.md, and
+                                               a page and pictures for each scenario in lab/ there
     python -m lab report --json FILES...       the verdicts as one JSON object, and nothing written
 
-README.md has the verdicts, lab/README.md all that was measured. Everything between the two marker lines of each is made
-here; the rest of these files is left as it is. The same lines give the same text and the same pictures.
+README.md has the verdicts, lab/README.md an index of the scenarios. Everything between the two marker lines of each is
+made here, and the rest is left as it is; a scenario's page is made here as a whole. The same lines give the same text
+and the same pictures.
 
 Omitted: words about why something is slow. They belong outside of the markers, written by who looked.
 """
@@ -22,7 +23,7 @@ from typing import Any
 from lab.results import BrokenLine, Result, Scenario, read
 from lab.scenario import all_names, load
 from lab.systems import SYSTEMS
-from lab.tables import all_measured, bars
+from lab.tables import bars, index, scenario_page
 from lab.verdicts import Judgement, judge, missing_exact_peers, tally
 
 __all__ = ["main", "planned", "read", "write"]
@@ -54,7 +55,11 @@ def write(folder: Path = FOLDER, scenarios: Sequence[Scenario] | None = None) ->
     around = {page: _split(page.read_bytes().decode() if page.exists() else "", page) for page in (first, second)}
     written = plots.draw(scenarios, folder / "lab")
     pictures = {picture.name for picture in written}
-    texts = {first: bars(scenarios, pictures, all_names()), second: all_measured(scenarios, pictures)}
+    for scenario in scenarios:
+        page = folder / "lab" / f"{scenario.name}.md"
+        page.write_text(scenario_page(scenario, pictures), encoding="utf-8", newline="\n")
+        written.append(page)
+    texts = {first: bars(scenarios, pictures, all_names()), second: index(scenarios)}
     for page, (before, after) in around.items():
         page.write_bytes(f"{before}{BEGIN}\n\n{texts[page]}\n{END}\n{after}".encode())
     return [*written, first, second]

@@ -1,7 +1,8 @@
-"""Tables of measured scenarios, as Markdown, on two pages.
+"""Tables of measured scenarios, as Markdown.
 
-The first is to be read in two minutes: the bars, where something is faster, the sweeps' pictures. The second has all
-that is known of every scenario. Bold is what is not met, and what is faster than ours.
+The first page is to be read in two minutes: the bars, where something is faster, the sweeps' pictures. Each scenario
+has a page of its own with all that is known of it, and an index leads there. Bold is what is not met, and what is
+faster than ours.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lab.verdicts import (
     tally,
 )
 
-__all__ = ["all_measured", "bars"]
+__all__ = ["bars", "index", "scenario_page"]
 
 NOTHING = "-"
 LAYERS_SHOWN = 3
@@ -55,27 +56,32 @@ def bars(scenarios: Sequence[Scenario], pictures: Collection[str] = (), names: I
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def all_measured(scenarios: Sequence[Scenario], pictures: Collection[str] = ()) -> str:
-    """The second page: every scenario under its name, and the networks.
+def scenario_page(scenario: Scenario, pictures: Collection[str] = ()) -> str:
+    """All that is known of one scenario.
+
+    Args:
+        scenario: As `read` gives it.
+        pictures: Names of pictures that exist beside the page, named by `lab.plots`.
+    """
+    parts = [f"# {scenario.name}", _in_short(scenario), _origin(scenario)]
+    parts += _sweep(scenario) if scenario.points[0].swept else [_systems(scenario), _limits(scenario.points[0])]
+    parts += [_schemes(scenario), _waits(scenario), _missing(scenario)]
+    parts += [_picture(scenario, kind) for kind in PICTURES if _file(scenario, kind) in pictures]
+    parts += ["`python -m lab report` writes this page. [All scenarios](README.md)"]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def index(scenarios: Sequence[Scenario]) -> str:
+    """Which scenarios there are, each with a link to its page, and the networks.
 
     Args:
         scenarios: As `read` gives them.
-        pictures: Names of pictures that exist beside the page, named by `lab.plots`.
     """
-    several = len({scenario.machine for scenario in scenarios}) > 1
     # Sweeps first: they tell most.
     ordered = sorted(scenarios, key=lambda scenario: scenario.points[0].swept is None)
-    parts = [f"## {one.name}\n\n{_in_short(one)}\n\n{_section(one, pictures, several)}" for one in ordered]
-    return "\n\n".join([*parts, "## The networks, exactly", _networks()]) + "\n"
-
-
-def _section(scenario: Scenario, drawn: Collection[str], several_machines: bool) -> str:
-    """All that is known of one scenario, without a heading."""
-    parts = [_origin(scenario, with_machine=several_machines)]
-    parts += _sweep(scenario) if scenario.points[0].swept else [_systems(scenario), _limits(scenario.points[0])]
-    parts += [_schemes(scenario), _waits(scenario), _missing(scenario)]
-    parts += [_picture(scenario, kind) for kind in PICTURES if _file(scenario, kind) in drawn]
-    return "\n\n".join(part for part in parts if part)
+    rows = [(f"[{one.name}]({one.name}.md)", _cell(one.title), *_ours(one)) for one in ordered]
+    table = _table(("scenario", "what", "ours, s", "ours / T*"), rows)
+    return f"## Every scenario\n\n{table}\n\n## The networks, exactly\n\n{_networks()}\n"
 
 
 def _file(scenario: Scenario, kind: str) -> str:
@@ -138,7 +144,7 @@ def _at(point: Point) -> str:
 def _name(point: Point) -> str:
     """With a link to where all of it is told."""
     title = _cell(", ".join(part for part in (point.title, _swept(point)) if part))
-    return f"[{title}](lab/README.md#{point.scenario})"
+    return f"[{title}](lab/{point.scenario}.md)"
 
 
 def _verdict(judgement: Judgement) -> str:
@@ -289,20 +295,25 @@ def _median(result: Result) -> str:
 # Scenarios
 
 
-def _in_short(scenario: Scenario) -> str:
-    """The title; and what came out, if that is one number."""
+def _ours(scenario: Scenario) -> tuple[str, str]:
+    """Our step and what it is of T*, if that is one number."""
     ours = None if scenario.points[0].swept else scenario.points[0].measured(OURS)
     ratio = ours.to_ideal(ours.step_s.median) if ours else None
-    step = f": ours {ours.step_s.median:.3f} s" if ours else ""
-    return f"**{_cell(scenario.title)}**{step}{f', {ratio:.3f} of T*' if ratio else ''}."
+    return _number(ours.step_s.median if ours else None, 3), _number(ratio, 3)
 
 
-def _origin(scenario: Scenario, *, with_machine: bool) -> str:
+def _in_short(scenario: Scenario) -> str:
+    """The title; and what came out, if that is one number."""
+    step, ratio = _ours(scenario)
+    found = (f": ours {step} s" if step != NOTHING else "") + (f", {ratio} of T*" if ratio != NOTHING else "")
+    return f"**{_cell(scenario.title)}**{found}."
+
+
+def _origin(scenario: Scenario) -> str:
     point = scenario.points[0]
     hosts = "" if point.swept and point.swept[0] == "hosts" else f"{_plural(point.hosts, 'host')}, "
-    machine = f" on {_cell(scenario.machine)}" if with_machine else ""
     commits = "commit " + ", then ".join(f"`{_cell(commit)}`" for commit in scenario.commits)
-    run = f"run of {_cell(scenario.run)}{machine}{_withheld(scenario)}"
+    run = f"run of {_cell(scenario.run)} on {_cell(scenario.machine)}{_withheld(scenario)}"
     return f"{hosts}{_plural(point.repetitions, 'repetition')}, {commits}, {run}."
 
 

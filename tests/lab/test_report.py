@@ -8,7 +8,7 @@ import pytest
 from lab.report import BEGIN, END, main, planned, write
 from lab.results import BrokenLine, Result, read
 from lab.systems import SYSTEMS
-from lab.tables import all_measured, bars
+from lab.tables import bars, index, scenario_page
 from lab.verdicts import REPETITIONS_MIN, fastest_exact_peer, judge
 
 TITLES = {
@@ -60,6 +60,10 @@ def verdicts(scenarios):
     return {judgement.bar: judgement.verdict for judgement in judge(scenarios)}
 
 
+def all_pages(scenarios):
+    return "".join(map(scenario_page, scenarios))
+
+
 def row(text, start):
     found = [one for one in text.splitlines() if one.replace("[", "", 1).startswith(f"| {start}")]
     assert len(found) == 1, found
@@ -93,7 +97,7 @@ class TestRuns:
         (found,) = results(line("alone", 1.0, commit="01d"), line("penstock", 1.2), line("ddp", 1.5))
         assert found.commits == ("01d", "c0ffee")
         assert list(found.points[0].results) == ["alone", "penstock", "ddp"]
-        assert "commit `01d`, then `c0ffee`" in all_measured([found])
+        assert "commit `01d`, then `c0ffee`" in all_pages([found])
 
     @pytest.mark.parametrize("fields", [{"hosts": 8}, {"targets": {}}, {"repetitions": 3}])
     def test_lines_of_a_point_agree_on_what_it_is(self, results, fields):
@@ -285,7 +289,7 @@ class TestTables:
         for hosts, ours_s in {2: 1.2, 8: 1.32}.items():
             fields = {"sweep": {"hosts": hosts}, "hosts": hosts, "targets": {}}
             lines += [line("alone", 1.0, **fields), line("penstock", ours_s, **fields)]
-        text = all_measured(results(*lines)).split("<details>")[0]
+        text = all_pages(results(*lines)).split("<details>")[0]
         assert row(text, "step, s")[1:] == ["2 hosts", "8 hosts"]
         assert row(text, "one worker")[1:] == ["1.000", "1.000"]
         assert row(text, "Penstock")[1:] == ["1.200 (1.00)", "1.320 (1.10)"]
@@ -295,23 +299,23 @@ class TestTables:
 
     def test_schemes_other_than_the_store_are_named(self, results):
         chosen = {"schemes": {"fc6": "factors", "embed": "pairs", "fc7": "factors"}}
-        text = all_measured(results(line("penstock", 1.2, **chosen)))
+        text = all_pages(results(line("penstock", 1.2, **chosen)))
         assert "Schemes other than the store: factors for `fc6`, `fc7`; pairs for `embed`." in text
-        assert "Schemes other" not in all_measured(results(line("penstock", 1.2)))
+        assert "Schemes other" not in all_pages(results(line("penstock", 1.2)))
 
     def test_what_ours_waits_for_is_named_longest_first(self, results):
         stalls = {"layer1": 0.002, "fc": 0.0131, "conv1": 0.0405, "layer2": 0.001, "layer3": 0.0}
         waits = {"preemptions_per_step": 12.5, "stall_by_layer_s": stalls}
         others = {"stall_by_layer_s": {"last": 9.0}}
-        text = all_measured(results(line("penstock", 1.3, **waits), line("ddp", 1.4, **others)))
+        text = all_pages(results(line("penstock", 1.3, **waits), line("ddp", 1.4, **others)))
         longest = "`conv1` 40 ms, `fc` 13 ms, `layer1` 2 ms"
         assert f"Ours: 12.5 preemptions a step, waits longest for {longest}." in text
-        assert "waits longest" not in all_measured(results(line("penstock", 1.3)))
+        assert "waits longest" not in all_pages(results(line("penstock", 1.3)))
         sweep = [line("penstock", 1.3, sweep={"hosts": hosts}, hosts=hosts, **waits) for hosts in (2, 8)]
-        assert f"- 8 hosts: 12.5 preemptions a step, waits longest for {longest}" in all_measured(results(*sweep))
+        assert f"- 8 hosts: 12.5 preemptions a step, waits longest for {longest}" in all_pages(results(*sweep))
 
     def test_the_networks_are_listed_with_their_exact_size(self, results):
-        text = all_measured(results(line("penstock", 1.2)))
+        text = index(results(line("penstock", 1.2)))
         assert row(text, "`googlenet`")[1:5] == ["6,998,552", "116", "128", "257.0"]
         assert row(text, "`vgg19-22k`")[1] == "229,052,817"
 
@@ -335,24 +339,24 @@ class TestTables:
 
     def test_what_is_faster_is_listed_and_bold(self, results):
         found = results(line("penstock", 1.26), line("ddp-bf16", 1.1), line("horovod", 1.2), line("ddp", 1.3))
-        text = all_measured(found)
+        text = all_pages(found)
         (listed,) = (one for one in bars(found).splitlines() if one.startswith("- A small network"))
         assert "ours 1.260 s, DDP (gloo), bf16 hook (not exact) 1.100 s, **Horovod 1.200 s**" in listed
         assert row(text, "Horovod")[1].startswith("**1.200")
         assert row(text, "DDP (gloo) |")[1].startswith("1.300")
 
     def test_a_system_shows_all_that_was_measured(self, results):
-        text = all_measured(results(line("alone", 1.0), line("penstock", 1.25, ideal_s=1.0)))
+        text = all_pages(results(line("alone", 1.0), line("penstock", 1.25, ideal_s=1.0)))
         assert row(text, "Penstock")[1:][:5] == ["1.250 (1.238 to 1.275)", "1.250", "3.20", "102.4", "0.250"]
         assert row(text, "Penstock")[6:] == ["3.25", "60.0, 50.0"]
         assert "Limits: T*: 1.000 s; T_wfbp, a barrier before forward: 1.500 s; T_serial, no overlap: 2.000 s" in text
         assert row(text, "one worker")[2] == "-"
 
     def test_a_missing_peer_is_named_with_its_reason_and_points(self, results):
-        text = all_measured(results(line("penstock", 1.0), line("mxnet-p3", missing="no | compiler")))
+        text = all_pages(results(line("penstock", 1.0), line("mxnet-p3", missing="no | compiler")))
         assert "- **missing**: MXNet, P3: no \\| compiler" in text
         sweep = [line("mxnet-p3", time, sweep={"hosts": n}, hosts=n) for n, time in ((2, 1.0), (8, None))]
-        assert "- **missing** at 8 hosts: MXNet, P3: it does not start" in all_measured(results(*sweep))
+        assert "- **missing** at 8 hosts: MXNet, P3: it does not start" in all_pages(results(*sweep))
 
     def test_scenarios_without_a_measurement_are_listed(self, results):
         found = results(line("penstock", 1.0))
@@ -361,16 +365,16 @@ class TestTables:
 
     def test_several_machines_are_told_apart(self, results):
         other = {"scenario": "other", "host": HOST | {"cpu": "another cpu"}}
-        text = all_measured(results(line("penstock", 1.0), line("penstock", 1.0, **other)))
+        text = all_pages(results(line("penstock", 1.0), line("penstock", 1.0, **other)))
         assert "on a cpu, 2 cores" in text
         assert "on another cpu, 2 cores" in text
 
     def test_what_the_hypervisor_withheld_is_that_of_the_worst_repetition(self, results):
         taken = [{"median": 0.01, "high": high} for high in (0.02, 0.31, 0.0)]
         systems = zip(("alone", "penstock", "ddp"), taken, strict=True)
-        text = all_measured(results(*(line(system, 1.0, stolen_cores=cores) for system, cores in systems)))
+        text = all_pages(results(*(line(system, 1.0, stolen_cores=cores) for system, cores in systems)))
         assert "; its hypervisor withheld at most 0.31 cores in a repetition." in text
-        assert "hypervisor" not in all_measured(results(line("penstock", 1.0)))
+        assert "hypervisor" not in all_pages(results(line("penstock", 1.0)))
 
 
 def without(name):
@@ -459,16 +463,19 @@ class TestWrite:
         drawn = {path.stem for path in written if path.suffix == ".png"}
         kinds = {"stall-small", "network-small", "speed-up-sweep", "stall-sweep", "slices-sizes", "stall-sizes"}
         assert drawn == kinds
-        assert written[-2:] == [page, folder / "lab" / "README.md"]
-        assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size < 150_000 for path in written[:-2])
-        text, all_of_it = (path.read_bytes().decode() for path in written[-2:])
+        pages = {path.name: path.read_text() for path in written if path.parent.name == "lab" and path.suffix == ".md"}
+        assert list(pages) == ["small.md", "sweep.md", "sizes.md", "README.md"] and written[-2] == page
+        pictures = [path for path in written if path.suffix == ".png"]
+        assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size < 150_000 for path in pictures)
+        text = page.read_bytes().decode()
         assert text.startswith(f"# Before\r\n{BEGIN}\n")
         assert text.endswith(f"\n{END}\n\nafter\r\n")
         assert "old" not in text
         assert {name for name in kinds if f"(lab/{name}.png)" in text} == {"speed-up-sweep", "slices-sizes"}
-        assert all(f"({name}.png)" in all_of_it for name in kinds)
-        assert "(lab/README.md#small)" in text
-        assert "## small\n\n**A small network**: ours 1.250 s, 1.042 of T*.\n" in all_of_it
+        assert all(f"({name}.png)" in pages[name.split("-")[-1] + ".md"] for name in kinds)
+        assert "(lab/small.md)" in text
+        assert pages["small.md"].startswith("# small\n\n**A small network**: ours 1.250 s, 1.042 of T*.\n")
+        assert row(pages["README.md"], "small](small.md)")[1:] == ["A small network", "1.250", "1.042"]
         first = {path: path.read_bytes() for path in written}
         assert write(folder) == written
         assert {path: path.read_bytes() for path in written} == first
