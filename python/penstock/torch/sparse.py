@@ -54,6 +54,17 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _given(tensor: Tensor) -> Tensor:
+    """The tensor that the program gave.
+
+    Of a complex one torch hands over a real view, and what is written there does not reach the complex one.
+    """
+    base = tensor._base
+    if base is None or not base.is_complex() or base.layout is not torch.sparse_coo:
+        return tensor
+    return base if tensor.shape == (*base.shape, 2) else tensor
+
+
 def _described(header: Sequence[int]) -> str:
     _, sparse_dim, dtype, dims, *shape = header
     return f"{_DTYPES[dtype]} {shape[:dims]} with {sparse_dim} sparse dimensions"
@@ -63,7 +74,7 @@ class SparseSum:
     """One sparse tensor and its sum over all ranks.
 
     Args:
-        tensor: This rank's; the sum replaces it, coalesced.
+        tensor: This rank's; the sum replaces it, coalesced. A complex one travels as a real one with a dimension more.
         op: SUM or AVG of torch; AVG of whole numbers rounds down.
         rank: This rank's index in the group.
         size: The number of members.
@@ -81,19 +92,22 @@ class SparseSum:
         # Not `op in (...)`, which asks the constant on the left: it knows only itself.
         if not (op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG):
             raise ConfigError("all_reduce of sparse tensors computes SUM and AVG; for others give tensor.to_dense()")
-        if tensor.dtype not in _DTYPES:
+        self._tensor = _given(tensor)
+        if self._tensor.dtype.to_real() not in _DTYPES:
             raise ConfigError(f"all_reduce cannot add sparse tensors of {tensor.dtype}; give tensor.to_dense()")
-        if tensor.dim() > DIMENSIONS_MAX:
+        dims = self._tensor.dim() + self._tensor.is_complex()
+        if dims > DIMENSIONS_MAX:
             raise ConfigError(f"all_reduce takes sparse tensors of up to {DIMENSIONS_MAX} dimensions")
-        self._tensor = tensor
+        mine = self._tensor.detach().coalesce()
+        values = torch.view_as_real(mine.values()) if mine.is_complex() else mine.values()
         self._average = op == dist.ReduceOp.AVG
         self._rank, self._size, self._tag = rank, size, SPARSE_TAGS + number % TAGS
-        mine = tensor.detach().coalesce()
-        part = (mine.indices().contiguous(), mine.values().contiguous())
+        part = (mine.indices().contiguous(), values.contiguous())
         # Of each rank, in rank order: indices (sparse dimensions x elements), values (elements x dense dimensions).
         self._parts = [part] * size
-        self._shape, self._dense_shape = tensor.shape, part[1].shape[1:]
-        facts = [part[1].size(0), mine.sparse_dim(), _DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+        self._shape, self._dense_shape = mine.shape[: mine.sparse_dim()], values.shape[1:]
+        shape = (*self._shape, *self._dense_shape)
+        facts = [values.size(0), mine.sparse_dim(), _DTYPES.index(values.dtype), dims, *shape]
         self.header = torch.tensor(facts + [0] * (4 + DIMENSIONS_MAX - len(facts)))
         self.headers = [torch.empty_like(self.header) for _ in range(size)]
 
@@ -145,7 +159,9 @@ class SparseSum:
         if self._average:
             whole = not exact.is_floating_point
             total = torch.div(total, self._size, rounding_mode="floor" if whole else None)
+        total = total.to(values.dtype)
+        total = torch.view_as_complex(total) if self._tensor.is_complex() else total
         summed = torch.sparse_coo_tensor(
-            indices[:, first], total.to(values.dtype), self._shape, is_coalesced=True, check_invariants=False
+            indices[:, first], total, self._tensor.shape, is_coalesced=True, check_invariants=False
         )
         self._tensor.copy_(summed)
