@@ -197,6 +197,7 @@ class Completer:
 
     def add(self, work: Work) -> None:
         """Complete this one's future when all of its calls are done."""
+        calls = work.calls  # as soon as the last of them is watched, the thread may go on to those that follow
         with self._lock:
             error = self._error
             if error is None:
@@ -204,9 +205,9 @@ class Completer:
         if error is not None:
             work.fail(error)
             return
-        for call in work.calls:
+        for call in calls:
             call.watch()
-        if not work.calls:
+        if not calls:
             work.complete()
 
     def _run(self) -> None:
