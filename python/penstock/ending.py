@@ -124,7 +124,8 @@ def described(error: BaseException) -> str:
     """The exception as a reason; of a SystemExit what brought it about."""
     if isinstance(error, SystemExit):
         last = error.__traceback__
-        while last is not None and last.tb_next is not None:
+        # The program's own frame, and not that of the hook which it called as sys.exit.
+        while last is not None and last.tb_next and last.tb_next.tb_frame.f_code is not Hooks._on_exit.__code__:
             last = last.tb_next
         reason = _exit_described(error.code, error.__cause__ or error.__context__, last and last.tb_frame)
         return reason if isinstance(error.code, str) else f"{reason} (exit status {error.code})"

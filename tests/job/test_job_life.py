@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -319,27 +320,39 @@ def test_an_earlier_excepthook_still_runs(tmp_path):
     assert "mine" in out and ["abort", "ValueError: x"] in calls_of(tmp_path / "calls")
 
 
-@pytest.mark.parametrize(("method", "fails"), [("fork", False), ("fork", True), ("spawn", False), ("spawn", True)])
-def test_workers_of_multiprocessing_end_in_order_too(method, fails, tmp_path):
+WORKERS = {  # a worker's last line, its status, and what it says before the end; HERE is the file
+    "its last line": ("pass", 0, None),
+    "an error": ("raise ValueError('in a worker')", 1, "ValueError: in a worker"),
+    "sys.exit with a code": ("sys.exit(81)", 81, r"sys.exit in HERE, line \d+ \(exit status 81\)"),
+}
+
+
+@pytest.mark.parametrize("ending", WORKERS)
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_of_multiprocessing_end_in_order_too(method, ending, tmp_path):
     """Their processes skip atexit (fork) or the exception hook (both)."""
+    last, code, reason = WORKERS[ending]
+    file = tmp_path / "train.py"
     program = f"""
 import multiprocessing
 def work(path):
     fake_engine.install(pathlib.Path(path))
     ps.init()
-    if {fails}:
-        raise ValueError("in a worker")
+    {last}
 if __name__ == "__main__":
     process = multiprocessing.get_context({method!r}).Process(target=work, args=(sys.argv[1],))
     process.start()
     process.join(60)
     print(process.exitcode)
 """
-    _, out, err = end(start(program, tmp_path / "calls", file=tmp_path / "train.py"))
+    _, out, err = end(start(program, tmp_path / "calls", file=file))
     called = calls_of(tmp_path / "calls")
-    assert out.strip() == ("1" if fails else "0"), err
+    assert out.strip() == str(code), err
     assert called[0] == ["connect"] and called[-1] == ["shutdown"]
-    assert called[1] == ["abort", "ValueError: in a worker"] if fails else len(called) == 2
+    said = called[1:-1]
+    assert bool(said) == (reason is not None), called
+    for word, given in said:
+        assert word == "abort" and re.fullmatch(reason.replace("HERE", re.escape(str(file))), given), called
 
 
 FORK = """
