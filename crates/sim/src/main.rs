@@ -8,11 +8,12 @@ use std::process::ExitCode;
 
 const USAGE: &str = "usage: penstock-sim explore [--count N] [--from SEED]
        penstock-sim replay SEED
+       penstock-sim lives [--count N] [--from SEED]
        penstock-sim life SEED
 
 explore plays N scenarios (10000), with the seeds from SEED (0) on, and prints the first violation that each checker finds.
 replay plays one and prints what happens.
-life plays a job in which something goes wrong, and prints what does not hold.";
+lives plays N jobs in which something goes wrong, and prints what does not hold; life plays one.";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -20,6 +21,7 @@ fn main() -> ExitCode {
     let done = match words.split_first() {
         Some((&"explore", options)) => parse_options(options).map(|(count, from)| explore(count, from)),
         Some((&"replay", [seed])) => seed.parse().map(replay).map_err(|_| format!("{seed:?} is not a seed")),
+        Some((&"lives", options)) => parse_options(options).map(|(count, from)| lives(count, from)),
         Some((&"life", [seed])) => seed.parse().map(life).map_err(|_| format!("{seed:?} is not a seed")),
         _ => Err(USAGE.into()),
     };
@@ -81,6 +83,18 @@ fn replay(seed: u64) -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+fn lives(count: u64, from: u64) -> ExitCode {
+    let mut violations = 0;
+    for seed in from..from.saturating_add(count) {
+        if let Err(violation) = penstock_sim::life::run(seed, None) {
+            violations += 1;
+            println!("{}", violation.lines().take(2).collect::<Vec<_>>().join(" "));
+        }
+    }
+    println!("{count} jobs from seed {from}: {violations} violations");
+    if violations == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 fn life(seed: u64) -> ExitCode {

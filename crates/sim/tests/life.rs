@@ -10,7 +10,7 @@ const JOBS: u64 = 20_000;
 const SEEDS: u64 = 20_000;
 
 /// How many jobs had each fault, and ended for each kind of evidence.
-type Counts = ([u64; 9], [u64; 8]);
+type Counts = ([u64; 10], [u64; 8]);
 
 fn number(fault: Fault) -> usize {
     match fault {
@@ -23,6 +23,7 @@ fn number(fault: Fault) -> usize {
         Fault::Depart(..) => 6,
         Fault::Cut(..) => 7,
         Fault::Reset(..) => 8,
+        Fault::Garble(..) => 9,
     }
 }
 
@@ -48,17 +49,19 @@ fn all_ranks_end_in_time_and_name_the_same_rank_and_the_right_one() {
         let threads: Vec<_> = (0..cores as u64).map(|first| scope.spawn(move || explore(first))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
-    for fault in 0..9 {
+    for fault in 0..10 {
         let jobs: u64 = parts.iter().map(|counts| counts.0[fault]).sum();
         assert!(jobs > count / 50, "{jobs} jobs with fault {fault}");
     }
     for evidence in [
         Evidence::Own,
+        Evidence::Frame,
         Evidence::Ended,
         Evidence::Silent,
         Evidence::Departed,
         Evidence::Absent,
         Evidence::Circle,
+        Evidence::Unanswered,
     ] {
         let jobs: u64 = parts.iter().map(|counts| counts.1[evidence as usize]).sum();
         assert!(jobs > count / 100, "{jobs} jobs ended for {evidence:?}");
@@ -78,6 +81,18 @@ fn every_rule_is_missed() {
         Omission::NeverAway,
         Omission::NeedEverybody,
         Omission::DeafToProgress,
+        Omission::AnythingIsProgress,
+        Omission::SlowHeartbeats,
+        Omission::BlameAtOnce,
+        Omission::WaitForEverybody,
+        Omission::AskWhetherItFailed,
+        Omission::DeafToNonsense,
+        Omission::OneLaneAnswers,
+        Omission::HastyGoodbye,
+        Omission::NeverItself,
+        Omission::DialNobody,
+        Omission::DeafFlush,
+        Omission::ReachNobody,
     ] {
         let violation = (0..SEEDS).find_map(|seed| run(seed, Some(omission)).err());
         let violation = violation.unwrap_or_else(|| panic!("{omission:?} goes unnoticed in {SEEDS} jobs"));

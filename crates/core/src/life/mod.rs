@@ -11,15 +11,18 @@
 //! dead, or others speak for it), and [`SETTLE_NS`] at most.
 //!
 //! **Where the evidence is.** The end of a connection is held back for [`SUSPICION_NS`], because the rank itself, or who ended the
-//! job, may say more. A rank whose wait takes too long knows only whom it waits for; it asks everybody ([`Question`]) and follows
-//! the answers to those who wait for nobody.
+//! job, may say more. So is that a peer cannot be connected to. A rank whose wait takes too long knows only whom it waits for; it
+//! asks everybody ([`Question`]) and follows the answers to those who wait for nobody.
+//!
+//! **Who was away.** A process that was stopped for so long that others may have given it up, and that then finds them gone
+//! without a word, is itself the reason: their word may not have reached it.
 
 mod inquiry;
 mod pulse;
 mod verdict;
 
 pub use inquiry::{Answer, Expired, Question};
-pub use pulse::{Contact, Farewell, Link, Pulse, Sign};
+pub use pulse::{Absence, Contact, Farewell, Link, Pulse, Sign};
 pub use verdict::{Evidence, Verdict};
 
 use crate::layout::Rank;
@@ -65,8 +68,9 @@ struct Peer {
 #[derive(Debug)]
 struct Suspect {
     since_ns: u64,
+    evidence: Evidence,
     rank: Rank,
-    why: String,
+    text: String,
 }
 
 #[derive(Debug)]
@@ -90,6 +94,8 @@ pub struct Life {
     others_moved_ns: u64,
     /// This process was away until then: what has not come before that is nobody's fault.
     back_ns: u64,
+    /// How long it was away, if others may have given it up for that; until it hears that they have not.
+    absent_ns: Option<u64>,
     effects: Vec<Effect>,
 }
 
@@ -107,6 +113,7 @@ impl Life {
             case: None,
             others_moved_ns: 0,
             back_ns: 0,
+            absent_ns: None,
             effects: Vec::new(),
         }
     }
@@ -143,10 +150,22 @@ impl Life {
         let place = &mut self.peers[peer.index()];
         place.links = place.links.saturating_sub(1);
         place.ended = true;
-        if let Some(why) = why.filter(|_| self.case.is_none() && self.suspect.is_none()) {
-            self.suspect = Some(Suspect { since_ns: now_ns, rank: peer, why });
+        if let Some(why) = why {
+            let text = format!("rank {peer} is lost: {why} (found by rank {})", self.me);
+            self.suspect(now_ns, Evidence::Ended, peer, text);
         }
         self.settle(now_ns);
+    }
+
+    /// A peer could not be connected to in all the time there is. The first such rank is blamed if nobody knows better in time.
+    pub fn unreachable(&mut self, now_ns: u64, peer: Rank, why: String) {
+        self.suspect(now_ns, Evidence::Silent, peer, why);
+    }
+
+    fn suspect(&mut self, since_ns: u64, evidence: Evidence, rank: Rank, text: String) {
+        if self.case.is_none() && self.suspect.is_none() {
+            self.suspect = Some(Suspect { since_ns, evidence, rank, text });
+        }
     }
 
     /// A peer has said goodbye, on any lane.
@@ -163,6 +182,10 @@ impl Life {
             *known = progress;
             self.others_moved_ns = now_ns;
         }
+        // What was said while it was away has been read by then.
+        if now_ns > self.back_ns + SUSPICION_NS {
+            self.absent_ns = None;
+        }
     }
 
     /// Until when a rank that has left (join) waits for the others: they may rightly train for hours, but not stand still for
@@ -172,9 +195,10 @@ impl Life {
         self.others_moved_ns.max(moved_ns).max(self.back_ns).saturating_add(timeout_ns)
     }
 
-    /// This process was away (stopped by a signal): it has read nothing of what others sent meanwhile.
-    pub fn was_away(&mut self, now_ns: u64) {
+    /// This process was away: it has read nothing of what others sent meanwhile.
+    pub fn was_away(&mut self, now_ns: u64, absence: Absence) {
         self.back_ns = now_ns;
+        self.absent_ns = self.absent_ns.max(absence.noticed.then_some(absence.ns));
         self.suspect.iter_mut().for_each(|suspect| suspect.since_ns = now_ns);
         self.inquiry.iter_mut().for_each(|inquiry| inquiry.since_ns = now_ns);
         if let Some(case) = self.case.as_mut().filter(|case| !case.settled) {
@@ -200,6 +224,16 @@ impl Life {
             self.me
         );
         self.found(now_ns, Evidence::Departed, peer, text);
+    }
+
+    /// Peers are gone without a word. If they may have given this rank up, that is why.
+    fn gone(&mut self, now_ns: u64, otherwise: Verdict) {
+        let Some(absent_ns) = self.absent_ns else { return self.accuse(now_ns, otherwise) };
+        let (me, seconds) = (self.me, absent_ns as f64 / 1e9);
+        let text = format!(
+            "rank {me} was stopped, or its machine slept, for {seconds:.1} s, and the others have gone on without it or ended the job"
+        );
+        self.found(now_ns, Evidence::Silent, me, text);
     }
 
     fn found(&mut self, now_ns: u64, evidence: Evidence, culprit: Rank, reason: String) {
@@ -279,7 +313,12 @@ impl Life {
         let finding = inquiry.finding();
         let reason = format!("{}: {}. {}", inquiry.expired.what, finding.text, inquiry.expired.hint);
         let step = inquiry.expired.step;
-        self.accuse(now_ns, Verdict::new(finding.evidence, step, self.me, finding.culprits, reason));
+        let verdict = Verdict::new(finding.evidence, step, self.me, finding.culprits, reason);
+        if finding.evidence == Evidence::Unanswered {
+            self.gone(now_ns, verdict);
+        } else {
+            self.accuse(now_ns, verdict);
+        }
     }
 
     /// What time alone shows. `moved_ns` is when data last moved here; `needs` says whether something that this rank takes part
@@ -288,11 +327,10 @@ impl Life {
         if self.case.is_some() {
             return self.settle(now_ns);
         }
-        if let Some(Suspect { rank, why, .. }) =
+        if let Some(Suspect { evidence, rank, text, .. }) =
             self.suspect.take_if(|suspect| now_ns.saturating_sub(suspect.since_ns) >= SUSPICION_NS)
         {
-            let text = format!("rank {rank} is lost: {why} (found by rank {})", self.me);
-            return self.found(now_ns, Evidence::Ended, rank, text);
+            return self.gone(now_ns, Verdict::new(evidence, None, self.me, vec![rank], text));
         }
         if let Some(rank) = self.missed(now_ns, moved_ns, needs) {
             let text = format!(

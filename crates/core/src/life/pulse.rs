@@ -29,6 +29,15 @@ pub enum Sign {
     Silent(Rank, u64),
 }
 
+/// This process was not there: a signal stopped it, or the machine slept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Absence {
+    /// For how long, in nanoseconds.
+    pub ns: u64,
+    /// So long that others may rightly have given it up.
+    pub noticed: bool,
+}
+
 /// What is to be done about a peer while leaving.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Farewell {
@@ -82,9 +91,14 @@ impl Pulse {
         Self { timeout_ns, beat_ns, looked_ns: now_ns, back_ns: now_ns, peers }
     }
 
-    /// Looks at the clock; appends what follows to `signs`. Says whether this process was away since the last look (a signal
-    /// stopped it, the machine slept): what others sent meanwhile waits to be read, and nobody was silent but this rank.
-    pub fn look(&mut self, now_ns: u64, links: impl Iterator<Item = Link>, signs: &mut Vec<Sign>) -> bool {
+    /// Looks at the clock; appends what follows to `signs`. Says if this process was away since the last look: what others
+    /// sent meanwhile waits to be read, and nobody was silent but this rank.
+    pub fn look(
+        &mut self,
+        now_ns: u64,
+        links: impl Iterator<Item = Link>,
+        signs: &mut Vec<Sign>,
+    ) -> Option<Absence> {
         let gap_ns = now_ns.saturating_sub(self.looked_ns);
         self.looked_ns = now_ns;
         if gap_ns > self.timeout_ns / 2 {
@@ -101,7 +115,10 @@ impl Pulse {
                 signs.push(Sign::Heartbeat(peer));
             }
         }
-        gap_ns > (self.timeout_ns / 2).min(DEPARTURE_GRACE_NS / 2)
+        // A peer may have heard the last heartbeat one interval before.
+        let noticed = gap_ns >= self.beat_ns * (HEARTBEATS_PER_TIMEOUT - 1);
+        let away = noticed || gap_ns > (self.timeout_ns / 2).min(DEPARTURE_GRACE_NS / 2);
+        away.then_some(Absence { ns: gap_ns, noticed })
     }
 
     /// This peer has said goodbye on this lane.
@@ -136,7 +153,7 @@ impl Pulse {
 mod tests {
     use super::*;
 
-    fn look(pulse: &mut Pulse, now_ns: u64, heard_ns: u64, spoke_ns: u64) -> (bool, Vec<Sign>) {
+    fn look(pulse: &mut Pulse, now_ns: u64, heard_ns: u64, spoke_ns: u64) -> (Option<Absence>, Vec<Sign>) {
         let mut signs = Vec::new();
         let link = Link { peer: Rank(1), heard_ns, spoke_ns, written: true };
         (pulse.look(now_ns, [link].into_iter(), &mut signs), signs)
@@ -164,11 +181,18 @@ mod tests {
     #[test]
     fn a_process_that_was_away_blames_nobody_for_the_silence() {
         let mut pulse = Pulse::new(2, 1000, 5000, 0);
-        assert_eq!(look(&mut pulse, 400, 0, 400), (false, vec![]));
-        assert_eq!(look(&mut pulse, 1500, 0, 1500), (true, vec![]));
-        assert_eq!(look(&mut pulse, 2000, 0, 2000), (false, vec![]));
-        assert_eq!(look(&mut pulse, 2499, 0, 2499), (false, vec![]));
-        assert_eq!(look(&mut pulse, 2500, 0, 2500), (false, vec![Sign::Silent(Rank(1), 1000)]));
+        assert_eq!(look(&mut pulse, 400, 0, 400), (None, vec![]));
+        assert_eq!(look(&mut pulse, 1500, 0, 1500), (Some(Absence { ns: 1100, noticed: true }), vec![]));
+        assert_eq!(look(&mut pulse, 2000, 0, 2000), (None, vec![]));
+        assert_eq!(look(&mut pulse, 2499, 0, 2499), (None, vec![]));
+        assert_eq!(look(&mut pulse, 2500, 0, 2500), (None, vec![Sign::Silent(Rank(1), 1000)]));
+    }
+
+    #[test]
+    fn an_absence_may_be_noticed_from_four_heartbeats_on() {
+        let mut pulse = Pulse::new(2, 1000, 5000, 0);
+        assert_eq!(look(&mut pulse, 799, 0, 799).0, Some(Absence { ns: 799, noticed: false }));
+        assert_eq!(look(&mut pulse, 1599, 0, 1599).0, Some(Absence { ns: 800, noticed: true }));
     }
 
     #[test]

@@ -122,7 +122,7 @@ fn who_has_left_is_blamed_when_nothing_moves_and_it_is_needed() {
     };
     assert_eq!(look(&mut life, 10 + DEPARTURE_GRACE_NS, 0, false), None);
     assert_eq!(look(&mut life, 10 + DEPARTURE_GRACE_NS, 11, true), None);
-    life.was_away(12);
+    life.was_away(12, Absence { ns: 1, noticed: false });
     assert_eq!(look(&mut life, 11 + DEPARTURE_GRACE_NS, 11, true), None);
     assert_eq!(life.deadline_ns(11), Some(12 + DEPARTURE_GRACE_NS));
     assert_eq!(look(&mut life, 12 + DEPARTURE_GRACE_NS, 11, true), Some(Rank(2)));
@@ -171,4 +171,45 @@ fn progress_of_others_comes_with_heartbeats_and_an_older_one_is_no_news() {
     life.heartbeat(8, Rank(1), 3);
     assert_eq!(life.patience_ns(4, 100), 108);
     assert_eq!(life.patience_ns(9, 100), 109);
+}
+
+#[test]
+fn who_was_away_for_too_long_and_finds_the_others_gone_blames_itself() {
+    for noticed in [true, false] {
+        let (itself, another) = ((Evidence::Silent, Rank(0)), |evidence| (evidence, Rank(1)));
+        let found = |life: &mut Life| {
+            quiet(life, 9 + SUSPICION_NS + INQUIRY_NS);
+            life.verdict().map(|verdict| (verdict.evidence, verdict.culprit())).unwrap()
+        };
+        let back = || {
+            let mut life = life(2);
+            life.was_away(9, Absence { ns: 7, noticed });
+            life
+        };
+        let mut life = back();
+        life.ended(9, Rank(1), Some("it was closed".into()));
+        assert_eq!(found(&mut life), if noticed { itself } else { another(Evidence::Ended) });
+        let mut life = back();
+        life.unreachable(9, Rank(1), "it refuses".into());
+        assert_eq!(found(&mut life), if noticed { itself } else { another(Evidence::Silent) });
+        let mut life = back();
+        life.expired(9, Expired { about: None, step: None, what: String::new(), hint: String::new() });
+        life.answered(9, Rank(0), 1, Answer { late: vec![Rank(1)], ..Answer::default() });
+        assert_eq!(found(&mut life), if noticed { itself } else { another(Evidence::Unanswered) });
+        // Somebody goes on: it was not given up.
+        let mut life = back();
+        life.heartbeat(10 + SUSPICION_NS, Rank(1), 1);
+        life.ended(10 + SUSPICION_NS, Rank(1), Some("it was closed".into()));
+        assert_eq!(found(&mut life), another(Evidence::Ended));
+    }
+}
+
+#[test]
+fn that_a_peer_cannot_be_connected_to_is_held_back() {
+    let mut life = life(3);
+    life.unreachable(5, Rank(2), "it refuses".into());
+    assert_eq!(life.deadline_ns(0), Some(5 + SUSPICION_NS));
+    life.aborted(6, Rank(1), &verdict(Evidence::Ended, 1, 1).encode());
+    quiet(&mut life, 5 + SUSPICION_NS);
+    assert_eq!(life.verdict().map(Verdict::culprit), Some(Rank(1)), "who it was after all");
 }

@@ -101,6 +101,9 @@ impl Engine {
             Delivery::Connected { lane, peer, stream } => {
                 mailboxes[lane as usize].send(Command::Connected { peer, stream });
             }
+            Delivery::Failed { error: Error::PeerLost { rank, reason }, .. } => {
+                shared.live(|life, now_ns| life.unreachable(now_ns, rank, reason));
+            }
             Delivery::Failed { culprit, error, .. } => {
                 let mut failure = Failure::from(error);
                 failure.rank.get_or_insert(culprit);

@@ -1,7 +1,7 @@
 //! What must hold at the end of a job: everybody has ended in time, and all who ended with an error name the same rank, the
 //! right one, for the right reason.
 
-use super::scenario::{Fault, MS, OPERATION_TIMEOUT_NS, PEER_TIMEOUT_NS, SECOND, Scenario, Style};
+use super::scenario::{Fault, MS, PEER_TIMEOUT_NS, SECOND, Scenario, Style};
 use penstock_core::life::{Evidence, INQUIRY_NS, SETTLE_NS, SUSPICION_NS, Verdict};
 
 /// How a rank ended.
@@ -29,9 +29,12 @@ pub(super) fn check(scenario: &Scenario, ends: &[End], fault_ns: Option<u64>) ->
         return Err(format!("rank {rank} never ends: {where_}"));
     }
     let failed: Vec<(usize, &Verdict, u64)> = ends.iter().enumerate().filter_map(failure).collect();
-    let Some((first, verdict, _)) = failed.first().copied() else { return check_nobody(scenario, ends) };
-    // Of two who are left alone and do not hear each other, each can only blame the other.
-    let pair = matches!(scenario.fault, Fault::Cut(..) | Fault::Reset(..)) && failed.len() <= 2;
+    let Some((first, verdict, _)) = failed.first().copied() else {
+        return check_nobody(scenario, ends, fault_ns);
+    };
+    // Of two who are alone, or before the others begin, and do not hear each other, each can only blame the other.
+    let alone = failed.len() <= 2 || !scenario.meshed;
+    let pair = matches!(scenario.fault, Fault::Cut(..) | Fault::Reset(..)) && alone;
     if let Some((rank, other, _)) =
         failed.iter().find(|(_, other, _)| !pair && other.culprits != verdict.culprits)
     {
@@ -41,7 +44,10 @@ pub(super) fn check(scenario: &Scenario, ends: &[End], fault_ns: Option<u64>) ->
     let named: Vec<u32> = verdict.culprits.iter().map(|rank| rank.0).collect();
     let right = match scenario.fault {
         Fault::Skip(..) => may.iter().all(|rank| named.contains(rank)),
-        Fault::Cut(..) | Fault::Reset(..) => named.len() == 1 && may.contains(&named[0]),
+        // A wait that ends before the silence is noticed names them both, or the one that is waited for.
+        Fault::Cut(..) | Fault::Reset(..) => named.iter().all(|rank| may.contains(rank)),
+        // Who comes back, and lets all go on, just while everybody is asked: answers of different moments make a circle.
+        Fault::Stop(..) if verdict.evidence == Evidence::Circle => scenario.operation_ns < PEER_TIMEOUT_NS,
         _ => named == may,
     };
     if !right {
@@ -59,6 +65,12 @@ pub(super) fn check(scenario: &Scenario, ends: &[End], fault_ns: Option<u64>) ->
     if let Some((rank, _, at_ns)) = failed.iter().find(|(_, _, at_ns)| *at_ns > by_ns) {
         return Err(format!("rank {rank} ends at {} ms, and should by {} ms", at_ns / MS, by_ns / MS));
     }
+    if let Fault::Raise(rank, _) = scenario.fault
+        && let Some((_, _, at_ns)) = failed.iter().find(|(who, _, _)| *who == rank as usize)
+        && fault_ns != Some(*at_ns)
+    {
+        return Err(format!("rank {rank} has failed itself, and hears of that only at {} ms", at_ns / MS));
+    }
     // With a rank that hangs before it has left, nobody can be through.
     let through = ends.iter().filter(|end| **end == End::Through).count();
     if through > 0 && scenario.style == Style::Join && matches!(scenario.fault, Fault::Hang(..)) {
@@ -72,7 +84,10 @@ fn failure((rank, end): (usize, &End)) -> Option<(usize, &Verdict, u64)> {
 }
 
 /// Nobody has raised anything: was there anything to raise?
-fn check_nobody(scenario: &Scenario, ends: &[End]) -> Result<(), String> {
+fn check_nobody(scenario: &Scenario, ends: &[End], fault_ns: Option<u64>) -> Result<(), String> {
+    if matches!(scenario.fault, Fault::Garble(..)) && fault_ns.is_some() {
+        return Err(format!("{:?}, and nobody minds", scenario.fault));
+    }
     let must = match scenario.fault {
         // A stop this long is silence, whenever the last heartbeat came.
         Fault::Stop(_, _, for_ns) => for_ns > PEER_TIMEOUT_NS + SLACK_NS,
@@ -87,26 +102,38 @@ fn check_nobody(scenario: &Scenario, ends: &[End]) -> Result<(), String> {
 }
 
 /// Whom errors may name, on what evidence, and how long after the fault they come.
-fn expected(scenario: &Scenario) -> (Vec<u32>, &'static [Evidence], u64) {
-    let waited_ns = OPERATION_TIMEOUT_NS + INQUIRY_NS;
+fn expected(scenario: &Scenario) -> (Vec<u32>, Vec<Evidence>, u64) {
+    let operation_ns = scenario.operation_ns;
+    let waited_ns = operation_ns + INQUIRY_NS;
     // A rank may compute before it comes to where it waits for the one at fault.
     let longest_ns = scenario.compute_ns.iter().map(|rounds| rounds.iter().sum::<u64>()).max().unwrap_or(0);
     let begun_ns = if scenario.style == Style::Join { longest_ns } else { 7 * SECOND };
-    match scenario.fault {
-        Fault::None => (vec![], &[], 0),
-        Fault::Kill(rank, _) => (vec![rank], &[Evidence::Ended], SUSPICION_NS),
-        Fault::Raise(rank, _) => (vec![rank], &[Evidence::Own], 0),
+    let (may, mut evidence, mut limit_ns) = match scenario.fault {
+        Fault::None => (vec![], vec![], 0),
+        Fault::Kill(rank, _) => (vec![rank], vec![Evidence::Ended], SUSPICION_NS),
+        Fault::Raise(rank, _) => (vec![rank], vec![Evidence::Own], 0),
         Fault::Stop(rank, _, for_ns) => {
-            // Shorter than the limit by more than the heartbeats' distance: nobody may notice.
-            let short = for_ns < PEER_TIMEOUT_NS * 4 / 5 - SLACK_NS / 2;
-            (if short { vec![] } else { vec![rank] }, &[Evidence::Silent], PEER_TIMEOUT_NS)
+            // Shorter than the limits by more than the heartbeats' distance: nobody may notice.
+            let short = for_ns < (PEER_TIMEOUT_NS * 4 / 5 - SLACK_NS / 2).min(operation_ns - SECOND);
+            (if short { vec![] } else { vec![rank] }, vec![Evidence::Silent], PEER_TIMEOUT_NS)
         }
-        Fault::Hang(rank, _) => (vec![rank], &[Evidence::Absent], waited_ns + begun_ns),
+        Fault::Hang(rank, _) => (vec![rank], vec![Evidence::Absent], waited_ns + begun_ns),
+        Fault::Garble(rank, ..) => (vec![rank], vec![Evidence::Frame], 0),
         Fault::Skip(rank, _) => {
-            (vec![rank], &[Evidence::Circle, Evidence::Absent, Evidence::Departed], 6 * waited_ns)
+            (vec![rank], vec![Evidence::Circle, Evidence::Absent, Evidence::Departed], 6 * waited_ns)
         }
-        Fault::Depart(rank, _) => (vec![rank], &[Evidence::Departed], 6 * waited_ns),
-        Fault::Cut(one, other, _) => (vec![one, other], &[Evidence::Silent], PEER_TIMEOUT_NS),
-        Fault::Reset(one, other, _) => (vec![one, other], &[Evidence::Ended], SUSPICION_NS),
+        Fault::Depart(rank, _) => (vec![rank], vec![Evidence::Departed], 6 * waited_ns),
+        Fault::Cut(one, other, _) => (vec![one, other], vec![Evidence::Silent], PEER_TIMEOUT_NS),
+        Fault::Reset(one, other, _) => (vec![one, other], vec![Evidence::Ended], SUSPICION_NS),
+    };
+    if !scenario.meshed {
+        // Who has no connection to it learns only that it cannot be reached, or that it does not answer.
+        evidence.extend([Evidence::Silent, Evidence::Unanswered, Evidence::Absent, Evidence::Ended]);
+        limit_ns += longest_ns + 2 * waited_ns + PEER_TIMEOUT_NS;
     }
+    let waits = matches!(scenario.fault, Fault::Skip(..) | Fault::Depart(..));
+    if operation_ns < PEER_TIMEOUT_NS && (waits || evidence.contains(&Evidence::Silent)) {
+        evidence.extend([Evidence::Unanswered, Evidence::Absent, Evidence::Circle]);
+    }
+    (may, evidence, limit_ns)
 }

@@ -1,21 +1,23 @@
 //! The life of jobs in virtual time: the state machine that ships ([`penstock_core::life`]), and nothing else of the protocol.
 //!
-//! Ranks compute, wait for each other and part; one of them hangs, dies, is stopped, fails or leaves, or a link between two
-//! breaks. All must end in time and blame the right one, all the same.
+//! Ranks begin, one later than the other, connect to those whom they need, compute, wait for each other and part; one of them
+//! hangs, dies, is stopped, fails, leaves or talks nonsense, or a link between two breaks. All must end in time and blame the
+//! right one, all the same.
 
 mod check;
+mod links;
 mod rank;
 mod scenario;
 
 use crate::agenda::Agenda;
 use crate::random::Random;
 use check::End;
+use links::{Frame, Line, Link};
 use penstock_core::Rank;
 use penstock_core::life::{Contact, Effect, Evidence, Farewell, Question, Sign, Verdict};
 use rank::{Phase, Process};
 pub use scenario::{Fault, Omission};
 use scenario::{MS, Scenario, Style};
-use std::collections::VecDeque;
 
 /// How often a lane looks at the clock.
 const TICK_NS: u64 = 100 * MS;
@@ -24,49 +26,26 @@ const EVENTS_MAX: u64 = 1_000_000;
 /// Virtual time after which nobody who has not ended ever will.
 const END_NS: u64 = 1_000_000 * MS;
 
-/// What is on a link.
-#[derive(Debug, Clone)]
-enum Frame {
-    /// A contribution to a round.
-    Part(u32),
-    /// Its result.
-    Result(u32),
-    Left,
-    Heartbeat(u32),
-    Goodbye,
-    Abort(Vec<u8>),
-    Ask(Question),
-    Word(u32, Vec<u8>),
-    /// The connection has ended.
-    End,
-}
-
-/// One direction of a lane's connection.
-#[derive(Debug, Default)]
-struct Link {
-    open: bool,
-    /// It has been open: there is no second one.
-    used: bool,
-    /// Under way, in order.
-    transit: VecDeque<Frame>,
-    /// Given out and not written.
-    owed: VecDeque<Frame>,
-    last_ns: u64,
-    cut: bool,
-}
-
 #[derive(Debug, Clone, Copy)]
 enum Happening {
     Tick(u32, u32),
     Arrive(usize),
     Write(usize),
+    /// A dial comes to the peer's listener, is tried again, or has taken too long.
+    Knock(usize, u32),
+    Redial(usize, u32),
+    GiveUp(usize, u32),
+    /// A rank's lanes begin.
+    Begin(u32),
     /// A rank has computed.
     Computed(u32),
     /// A rank's wait of this number has taken too long.
     Expire(u32, u32),
     Fault,
     Resume(u32),
+    /// A rank's process begins to end, and looks whether it can.
     Exit(u32),
+    Flush(u32),
 }
 
 struct World {
@@ -76,6 +55,8 @@ struct World {
     random: Random,
     ranks: Vec<Process>,
     links: Vec<Link>,
+    /// How many there were.
+    dials: u32,
     fault_ns: Option<u64>,
     trace: Vec<String>,
 }
@@ -105,8 +86,9 @@ impl World {
         let mut random = Random::new(seed ^ 0x11FE);
         let mut world = Self {
             agenda: Agenda::default(),
-            ranks: (0..ranks).map(|rank| Process::new(rank, &scenario)).collect(),
+            ranks: (0..ranks).map(|rank| Process::new(rank, &scenario, omission)).collect(),
             links: (0..ranks * ranks * lanes).map(|_| Link::default()).collect(),
+            dials: 0,
             fault_ns: None,
             trace: Vec::new(),
             random: random.fork(),
@@ -115,17 +97,15 @@ impl World {
         };
         for rank in 0..ranks {
             let hub = world.scenario.style == Style::Hub;
-            for other in (0..rank).filter(|other| !hub || *other == 0) {
+            let meshed = world.scenario.meshed;
+            for other in (0..rank).filter(|other| meshed && (!hub || *other == 0)) {
                 world.connect(rank, other);
             }
-            for lane in 0..lanes {
-                world.agenda.at(random.below(TICK_NS), Happening::Tick(rank, lane));
-            }
-            world.compute(rank);
+            world.agenda.at(world.scenario.begin_ns[rank as usize], Happening::Begin(rank));
         }
         let at_ns = match world.scenario.fault {
             Fault::Kill(_, at) | Fault::Raise(_, at) | Fault::Stop(_, at, _) => Some(at),
-            Fault::Cut(_, _, at) | Fault::Reset(_, _, at) => Some(at),
+            Fault::Cut(_, _, at) | Fault::Reset(_, _, at) | Fault::Garble(_, _, at) => Some(at),
             _ => None,
         };
         if let Some(at_ns) = at_ns {
@@ -164,36 +144,15 @@ impl World {
         (link / ranks, link % ranks, lane)
     }
 
+    /// Connects two ranks before anything happens.
     fn connect(&mut self, one: u32, other: u32) {
         for (from, to) in [(one, other), (other, one)] {
             for lane in 0..self.scenario.lanes {
                 let link = self.link(from, to, lane);
-                (self.links[link].open, self.links[link].used) = (true, true);
-                self.ranks[from as usize].opened(to, lane, self.agenda.now_ns());
-                if let Some(verdict) = self.ranks[from as usize].life.verdict() {
-                    let told = Frame::Abort(verdict.encode());
-                    self.send(from, to, lane, told);
-                }
+                self.links[link].line = Line::Open;
+                self.ranks[from as usize].opened(to, lane, 0);
             }
         }
-    }
-
-    /// Sends at once, over a new connection if there is none.
-    fn send(&mut self, from: u32, to: u32, lane: u32, frame: Frame) {
-        let link = self.link(from, to, lane);
-        if !self.links[link].used && self.ranks[to as usize].lives() {
-            self.connect(from, to);
-        }
-        if !self.links[link].open || self.links[link].cut {
-            return;
-        }
-        self.ranks[from as usize].spoke(to, lane, self.agenda.now_ns());
-        let jitter_ns = self.random.below(self.scenario.jitter_ns + 1);
-        let at_ns = self.agenda.now_ns() + self.scenario.delay_ns[from as usize][to as usize] + jitter_ns;
-        let place = &mut self.links[link];
-        place.last_ns = place.last_ns.max(at_ns);
-        place.transit.push_back(frame);
-        self.agenda.at(place.last_ns, Happening::Arrive(link));
     }
 
     /// Gives out a frame of an exchange, which may wait to be written.
@@ -211,10 +170,12 @@ impl World {
     fn happen(&mut self, happening: Happening) {
         let whose = match happening {
             Happening::Tick(rank, _) | Happening::Computed(rank) | Happening::Expire(rank, _) => Some(rank),
-            Happening::Arrive(link) => Some(self.ends_of(link).1),
-            Happening::Write(link) => Some(self.ends_of(link).0),
-            Happening::Exit(rank) => Some(rank),
-            Happening::Fault | Happening::Resume(_) => None,
+            Happening::Arrive(link) | Happening::Knock(link, _) => Some(self.ends_of(link).1),
+            Happening::Write(link) | Happening::Redial(link, _) | Happening::GiveUp(link, _) => {
+                Some(self.ends_of(link).0)
+            }
+            Happening::Exit(rank) | Happening::Flush(rank) => Some(rank),
+            Happening::Fault | Happening::Resume(_) | Happening::Begin(_) => None,
         };
         if let Some(stopped) = whose.map(|rank| &mut self.ranks[rank as usize]).filter(|rank| rank.stopped) {
             return stopped.postponed.push(happening);
@@ -229,28 +190,40 @@ impl World {
                     self.send(from, to, lane, frame);
                 }
             }
+            Happening::Knock(link, dial) => self.knock(link, dial),
+            Happening::Redial(link, dial) => self.attempt(link, dial),
+            Happening::GiveUp(link, dial) => self.give_up(link, dial),
+            Happening::Begin(rank) => self.begin(rank),
             Happening::Computed(rank) => self.enter(rank),
             Happening::Expire(rank, wait) => self.expire(rank, wait),
             Happening::Fault => self.fault(),
             Happening::Resume(rank) => self.resume(rank),
             Happening::Exit(rank) => self.exit(rank),
+            Happening::Flush(rank) => self.flush(rank),
         }
     }
 
     fn fault(&mut self) {
-        self.fault_ns = Some(self.agenda.now_ns());
+        if !matches!(self.scenario.fault, Fault::Garble(..)) {
+            self.fault_ns = Some(self.agenda.now_ns());
+        }
         match self.scenario.fault {
             Fault::Kill(rank, _) if self.ranks[rank as usize].lives() => {
                 self.note(&format!("rank {rank} is killed"));
                 self.ranks[rank as usize].phase = Phase::Dead;
-                self.exit(rank);
+                self.close(rank);
             }
             Fault::Raise(rank, _) if self.ranks[rank as usize].is_in_program() => {
                 self.note(&format!("rank {rank} raises"));
                 let own =
                     Verdict::new(Evidence::Own, None, Rank(rank), vec![Rank(rank)], "a bad batch".into());
                 let now_ns = self.agenda.now_ns();
-                self.ranks[rank as usize].life.accuse(now_ns, own);
+                let life = &mut self.ranks[rank as usize].life;
+                if self.omission == Some(Omission::AskWhetherItFailed) {
+                    life.aborted(now_ns, Rank(rank), &own.encode());
+                } else {
+                    life.accuse(now_ns, own);
+                }
                 self.follow(rank);
             }
             Fault::Stop(rank, _, for_ns) if self.ranks[rank as usize].lives() => {
@@ -259,6 +232,10 @@ impl World {
                 self.agenda.after(for_ns, Happening::Resume(rank));
             }
             Fault::Cut(one, other, _) | Fault::Reset(one, other, _) => self.break_links(one, other),
+            Fault::Garble(rank, to, _) if self.ranks[rank as usize].is_in_program() => {
+                self.note(&format!("rank {rank} sends rank {to} what makes no sense"));
+                self.send(rank, to, 0, Frame::Abort(vec![u8::MAX; 20]));
+            }
             _ => {}
         }
     }
@@ -267,13 +244,31 @@ impl World {
         self.note(&format!("{:?}", self.scenario.fault));
         for (from, to) in [(one, other), (other, one)] {
             for lane in 0..self.scenario.lanes {
-                if matches!(self.scenario.fault, Fault::Reset(..)) {
-                    self.send(from, to, lane, Frame::End);
-                }
                 let link = self.link(from, to, lane);
+                if matches!(self.scenario.fault, Fault::Reset(..)) {
+                    if !self.links[link].is_open() {
+                        continue;
+                    }
+                    self.transmit(link, Frame::End);
+                }
                 self.links[link].cut = true;
             }
         }
+    }
+
+    /// Its lanes begin, and its program. What has come before waits in the kernel.
+    fn begin(&mut self, rank: u32) {
+        let (operation_ns, now_ns) = (self.scenario.operation_ns, self.agenda.now_ns());
+        let process = &mut self.ranks[rank as usize];
+        let slow = self.omission == Some(Omission::SlowHeartbeats);
+        process.begin(if slow { u64::MAX } else { operation_ns }, now_ns);
+        let postponed = std::mem::take(&mut process.postponed);
+        for lane in 0..self.scenario.lanes {
+            let first_ns = self.agenda.now_ns() + self.random.below(TICK_NS);
+            self.agenda.at(first_ns, Happening::Tick(rank, lane));
+        }
+        self.compute(rank);
+        postponed.into_iter().for_each(|what| self.agenda.at(self.agenda.now_ns(), what));
     }
 
     /// What it has not done meanwhile, in order; but whether it reads or looks at the clock first is open.
@@ -290,21 +285,6 @@ impl World {
             self.look_late(rank);
         }
         postponed.into_iter().for_each(|what| self.agenda.at(self.agenda.now_ns(), what));
-    }
-
-    /// Ends the process: its connections end.
-    fn exit(&mut self, rank: u32) {
-        for other in self.others(rank) {
-            for lane in 0..self.scenario.lanes {
-                if self.links[self.link(rank, other, lane)].used {
-                    self.send(rank, other, lane, Frame::End);
-                }
-                for link in [self.link(rank, other, lane), self.link(other, rank, lane)] {
-                    self.links[link].open = false;
-                    self.links[link].owed.clear();
-                }
-            }
-        }
     }
 
     fn tick(&mut self, rank: u32, lane: u32) {
@@ -328,11 +308,10 @@ impl World {
     }
 
     fn look(&mut self, rank: u32, lane: u32, now_ns: u64) {
-        let links: Vec<bool> =
-            (0..self.scenario.ranks).map(|peer| self.links[self.link(rank, peer, lane)].open).collect();
-        let everybody = self.omits(Omission::NeedEverybody);
+        let links: Vec<Contact> =
+            (0..self.scenario.ranks).map(|peer| self.links[self.link(rank, peer, lane)].contact()).collect();
         let process = &mut self.ranks[rank as usize];
-        let signs = process.look(lane, now_ns, &links, everybody);
+        let signs = process.look(lane, now_ns, &links, self.omission);
         let progress = process.progress;
         for sign in signs {
             match sign {
@@ -350,12 +329,10 @@ impl World {
     fn part(&mut self, rank: u32, lane: u32) {
         for other in self.others(rank) {
             let link = &self.links[self.link(rank, other, lane)];
-            let owed = !link.owed.is_empty();
-            let contact = match link {
-                Link { used: false, .. } => Contact::Never,
-                Link { open: true, .. } => Contact::Open { written: true },
-                _ => Contact::Gone,
-            };
+            let (mut owed, mut contact) = (link.owes(), link.contact());
+            if let (true, Contact::Open { .. }) = (self.omits(Omission::HastyGoodbye), contact) {
+                (owed, contact) = (false, Contact::Open { written: true });
+            }
             let farewell =
                 self.ranks[rank as usize].pulses[lane as usize].farewell(Rank(other), contact, owed);
             if farewell == Farewell::Say {
@@ -367,7 +344,7 @@ impl World {
         if self.ranks[rank as usize].has_parted() {
             self.note(&format!("rank {rank} is through"));
             self.ranks[rank as usize].phase = Phase::Through;
-            self.exit(rank);
+            self.close(rank);
         }
     }
 
@@ -397,15 +374,23 @@ impl World {
 
     fn tell(&mut self, rank: u32, verdict: &Verdict) {
         self.note(&format!("rank {rank} holds {verdict:?}"));
+        let first = !std::mem::replace(&mut self.ranks[rank as usize].tells, true);
         if verdict.accuser.0 != rank && self.omits(Omission::PassNothingOn) {
             return;
         }
         for other in self.others(rank) {
             for lane in 0..self.scenario.lanes {
-                if self.links[self.link(rank, other, lane)].used {
+                let link = self.link(rank, other, lane);
+                if self.links[link].is_open() {
+                    if first {
+                        self.links[link].cancel();
+                    }
                     self.send(rank, other, lane, Frame::Abort(verdict.encode()));
                 }
             }
+        }
+        if first {
+            self.dial_strangers(rank);
         }
         if self.omits(Omission::SettleAtOnce) {
             self.settled(rank, verdict.clone());

@@ -1,10 +1,13 @@
 //! One rank of a job: its program, what it waits for, and how it reads.
 
 use super::check::End;
-use super::scenario::{Fault, MS, OPERATION_TIMEOUT_NS, PEER_TIMEOUT_NS, Scenario, Style};
-use super::{Frame, Happening, Omission, World};
+use super::links::{Frame, Line};
+use super::scenario::{Fault, MS, PEER_TIMEOUT_NS, Scenario, Style};
+use super::{Happening, Omission, World};
 use penstock_core::Rank;
-use penstock_core::life::{Answer, Expired, Life, Link, Pulse, Question, Sign, Verdict};
+use penstock_core::life::{
+    Absence, Answer, Contact, Evidence, Expired, Life, Link, Pulse, Question, Sign, Verdict,
+};
 use std::collections::{BTreeMap, BTreeSet};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,10 +29,17 @@ pub(super) struct Process {
     pub(super) life: Life,
     pub(super) pulses: Vec<Pulse>,
     pub(super) phase: Phase,
+    /// It does not run, or not yet.
     pub(super) stopped: bool,
     pub(super) was_stopped: bool,
     pub(super) postponed: Vec<Happening>,
     pub(super) failed: Option<(Verdict, u64)>,
+    /// It has held a verdict.
+    pub(super) tells: bool,
+    /// Since when it only waits for its last frames to be written.
+    pub(super) flushes: Option<u64>,
+    /// Its process has ended.
+    pub(super) gone: bool,
     pub(super) looked_ns: u64,
     pub(super) progress: u32,
     /// By peer and lane.
@@ -49,21 +59,25 @@ pub(super) struct Process {
 }
 
 impl Process {
-    pub(super) fn new(me: u32, scenario: &Scenario) -> Self {
+    pub(super) fn new(me: u32, scenario: &Scenario, omission: Option<Omission>) -> Self {
         let Scenario { ranks, lanes, style, .. } = *scenario;
         let connections = (ranks * lanes) as usize;
+        let answering = if omission == Some(Omission::OneLaneAnswers) { 1 } else { lanes };
         let mut parted = vec![false; connections];
         parted[(me * lanes) as usize..((me + 1) * lanes) as usize].fill(true);
         Self {
             me,
             ranks,
-            life: Life::new(Rank(me), ranks, lanes),
-            pulses: (0..lanes).map(|_| Pulse::new(ranks, PEER_TIMEOUT_NS, OPERATION_TIMEOUT_NS, 0)).collect(),
+            life: Life::new(Rank(me), ranks, answering),
+            pulses: Vec::new(),
             phase: Phase::Computing,
-            stopped: false,
+            stopped: true,
             was_stopped: false,
             postponed: Vec::new(),
             failed: None,
+            tells: false,
+            flushes: None,
+            gone: false,
             looked_ns: 0,
             progress: 0,
             parted,
@@ -81,12 +95,19 @@ impl Process {
         }
     }
 
+    /// Its lanes begin.
+    pub(super) fn begin(&mut self, operation_ns: u64, now_ns: u64) {
+        let pulse = |_| Pulse::new(self.ranks, PEER_TIMEOUT_NS, operation_ns, now_ns);
+        self.pulses = (0..self.lanes).map(pulse).collect();
+        self.stopped = false;
+    }
+
     fn at(&self, peer: u32, lane: u32) -> usize {
         (peer * self.lanes + lane) as usize
     }
 
     pub(super) fn lives(&self) -> bool {
-        !matches!(self.phase, Phase::Dead | Phase::Through)
+        !self.gone && !matches!(self.phase, Phase::Dead | Phase::Through)
     }
 
     pub(super) fn has_failed(&self) -> bool {
@@ -186,30 +207,44 @@ impl Process {
         &mut self,
         lane: u32,
         now_ns: u64,
-        links: &[bool],
-        needs_everybody: bool,
+        links: &[Contact],
+        omission: Option<Omission>,
     ) -> Vec<Sign> {
         let mut signs = Vec::new();
         if self.life.verdict().is_none() {
-            let facts = |peer: u32| {
+            let facts = |(peer, contact): (u32, &Contact)| {
                 let at = self.at(peer, lane);
-                Link {
-                    peer: Rank(peer),
-                    heard_ns: self.heard_ns[at],
-                    spoke_ns: self.spoke_ns[at],
-                    written: true,
+                let (heard_ns, spoke_ns) = (self.heard_ns[at], self.spoke_ns[at]);
+                match *contact {
+                    Contact::Open { written } => Some(Link { peer: Rank(peer), heard_ns, spoke_ns, written }),
+                    _ => None,
                 }
             };
-            let links: Vec<Link> = (0..self.ranks).filter(|peer| links[*peer as usize]).map(facts).collect();
-            if self.pulses[lane as usize].look(now_ns, links.into_iter(), &mut signs) {
-                self.life.was_away(now_ns);
+            let links: Vec<Link> = (0..).zip(links).filter_map(facts).collect();
+            if let Some(absence) = self.pulses[lane as usize].look(now_ns, links.into_iter(), &mut signs) {
+                let noticed = absence.noticed && omission != Some(Omission::NeverItself);
+                self.life.was_away(now_ns, Absence { noticed, ..absence });
+            }
+            if let Some(peer) = self.parted_with(lane) {
+                self.life.needed(now_ns, peer);
             }
         }
         self.looked_ns = now_ns;
+        if self.life.verdict().is_some() && omission == Some(Omission::WaitForEverybody) {
+            return signs;
+        }
         let (late, owners) = self.waits_for();
-        let needs = |rank: Rank| needs_everybody || late.contains(&rank) || owners.contains(&rank);
+        let everybody = omission == Some(Omission::NeedEverybody);
+        let needs = |rank: Rank| everybody || late.contains(&rank) || owners.contains(&rank);
         self.life.look(now_ns, self.moved_ns, needs);
         signs
+    }
+
+    /// A rank that has said goodbye on the lane on which its part is waited for.
+    fn parted_with(&self, lane: u32) -> Option<Rank> {
+        let direct = self.style == Style::Direct && self.phase == Phase::Waiting;
+        let late = if direct && self.round % self.lanes == lane { self.missing(self.round) } else { vec![] };
+        late.into_iter().find(|rank| self.pulses[lane as usize].has_heard_goodbye(*rank))
     }
 
     fn progressed(&mut self, now_ns: u64) {
@@ -258,7 +293,7 @@ impl World {
     fn leave(&mut self, rank: u32) {
         self.ranks[rank as usize].phase = Phase::Leaving;
         let wait = self.ranks[rank as usize].waits;
-        self.agenda.after(OPERATION_TIMEOUT_NS, Happening::Expire(rank, wait));
+        self.agenda.after(self.scenario.operation_ns, Happening::Expire(rank, wait));
     }
 
     fn wait(&mut self, rank: u32) {
@@ -266,7 +301,7 @@ impl World {
         process.phase = Phase::Waiting;
         process.waits += 1;
         process.progressed(self.agenda.now_ns());
-        self.agenda.after(OPERATION_TIMEOUT_NS, Happening::Expire(rank, process.waits));
+        self.agenda.after(self.scenario.operation_ns, Happening::Expire(rank, process.waits));
     }
 
     /// Takes part in a round.
@@ -336,18 +371,18 @@ impl World {
         }
         if std::mem::take(&mut process.was_stopped) {
             // Time in which the process was stopped does not count.
-            return self.agenda.after(OPERATION_TIMEOUT_NS, Happening::Expire(rank, wait));
+            return self.agenda.after(self.scenario.operation_ns, Happening::Expire(rank, wait));
         }
         match process.phase {
             Phase::Leaving => {
                 // Who has not said goodbye by now is busy with something that does not need this rank.
                 process.phase = Phase::Through;
-                return self.exit(rank);
+                return self.close(rank);
             }
             Phase::Waiting => {}
             _ => return,
         }
-        let until_ns = process.life.patience_ns(process.moved_ns, OPERATION_TIMEOUT_NS);
+        let until_ns = process.life.patience_ns(process.moved_ns, self.scenario.operation_ns);
         if process.style == Style::Join && now_ns < until_ns {
             return self.agenda.at(until_ns, Happening::Expire(rank, wait));
         }
@@ -363,8 +398,11 @@ impl World {
     pub(super) fn arrive(&mut self, link: usize) {
         let now_ns = self.agenda.now_ns();
         let (from, to, lane) = self.ends_of(link);
-        let Some(frame) = self.links[link].transit.pop_front() else { return };
+        let Some(frame) = self.read(link) else { return };
         if !self.ranks[to as usize].lives() {
+            if matches!(frame, Frame::Accepted) {
+                self.transmit(self.link(to, from, lane), Frame::End);
+            }
             return;
         }
         let at = self.ranks[to as usize].at(from, lane);
@@ -372,13 +410,17 @@ impl World {
         let holds = self.ranks[to as usize].life.verdict().is_some();
         match frame {
             Frame::Abort(_) if holds && self.omits(Omission::KeepTheFirst) => {}
-            Frame::Abort(payload) => self.ranks[to as usize].life.aborted(now_ns, Rank(from), &payload),
+            Frame::Abort(payload) => self.aborted(to, from, &payload),
+            Frame::Accepted => self.accepted(self.link(to, from, lane)),
             Frame::End => self.link_ended(from, to, lane),
             // Whoever holds a verdict takes nothing else in.
             _ if holds => {}
             Frame::Part(_) | Frame::Result(_) | Frame::Left => self.data(from, to, &frame),
             Frame::Heartbeat(_) if self.omits(Omission::DeafToProgress) => {}
-            Frame::Heartbeat(progress) => {
+            Frame::Heartbeat(mut progress) => {
+                if self.omits(Omission::AnythingIsProgress) {
+                    progress = (now_ns / MS) as u32;
+                }
                 self.ranks[to as usize].life.heartbeat(now_ns, Rank(from), progress);
             }
             Frame::Goodbye if self.omits(Omission::DeafToGoodbyes) => {}
@@ -399,6 +441,19 @@ impl World {
         self.follow(to);
     }
 
+    fn aborted(&mut self, rank: u32, from: u32, payload: &[u8]) {
+        let now_ns = self.agenda.now_ns();
+        let nonsense = Verdict::decode(payload, self.scenario.ranks).is_err();
+        let deaf = nonsense && self.omits(Omission::DeafToNonsense);
+        let life = &mut self.ranks[rank as usize].life;
+        if nonsense && life.verdict().is_none() {
+            self.fault_ns = Some(now_ns);
+        }
+        if !deaf {
+            life.aborted(now_ns, Rank(from), payload);
+        }
+    }
+
     fn data(&mut self, from: u32, to: u32, frame: &Frame) {
         let now_ns = self.agenda.now_ns();
         self.ranks[to as usize].progressed(now_ns);
@@ -417,12 +472,20 @@ impl World {
 
     fn link_ended(&mut self, from: u32, to: u32, lane: u32) {
         let back = self.link(to, from, lane);
-        self.links[back].open = false;
+        self.links[back].line = Line::Gone;
         let process = &mut self.ranks[to as usize];
         let parted = process.pulses[lane as usize].has_heard_goodbye(Rank(from));
         let why = (!parted).then(|| "its connection was closed".to_owned());
-        if !self.omits(Omission::DeafToEnds) {
-            self.ranks[to as usize].life.ended(self.agenda.now_ns(), Rank(from), why);
+        if self.omits(Omission::DeafToEnds) {
+            return;
+        }
+        let now_ns = self.agenda.now_ns();
+        let at_once = self.omission == Some(Omission::BlameAtOnce) && why.is_some();
+        let life = &mut self.ranks[to as usize].life;
+        life.ended(now_ns, Rank(from), why);
+        if at_once {
+            let lost = format!("rank {from} is lost");
+            life.accuse(now_ns, Verdict::new(Evidence::Ended, None, Rank(to), vec![Rank(from)], lost));
         }
     }
 }

@@ -1,13 +1,17 @@
 //! Jobs drawn from a seed in which ranks hang, die, stop, leave and fail, over links that are slow, cut or reset.
 
+use super::links::REACH_NS;
 use crate::random::Random;
 
 pub(super) const MS: u64 = 1_000_000;
 pub(super) const SECOND: u64 = 1000 * MS;
 /// Silence after which a peer counts as lost.
 pub(super) const PEER_TIMEOUT_NS: u64 = 5 * SECOND;
-/// Longest wait: longer than a rank may compute, and be stopped besides.
-pub(super) const OPERATION_TIMEOUT_NS: u64 = 14 * SECOND;
+/// Longest waits: longer than a rank may compute, and be stopped besides; and, where ranks compute for less, shorter than that
+/// silence.
+const OPERATION_TIMEOUTS_NS: [u64; 2] = [14 * SECOND, SECOND];
+/// By how much ranks begin apart at most, where waits are long and where they are short.
+const APART_NS: [u64; 2] = [REACH_NS - 100 * MS, 200 * MS];
 
 /// What goes wrong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,6 +34,8 @@ pub enum Fault {
     Cut(u32, u32, u64),
     /// The connections between these two ranks end.
     Reset(u32, u32, u64),
+    /// This rank sends the other an abort that makes no sense.
+    Garble(u32, u32, u64),
 }
 
 /// A rule of life that is left out on purpose, so that tests can show that the checkers find it.
@@ -51,10 +57,34 @@ pub enum Omission {
     NoHeartbeats,
     /// Silence counts though this process itself was stopped.
     NeverAway,
+    /// A process that was stopped for too long blames those whom it finds gone.
+    NeverItself,
     /// A rank that has left is blamed though nobody needs it.
     NeedEverybody,
     /// Those who have left do not hear of the progress of others.
     DeafToProgress,
+    /// Whatever a heartbeat says counts as progress.
+    AnythingIsProgress,
+    /// Heartbeats are as rare where waits are short as elsewhere.
+    SlowHeartbeats,
+    /// The end of a connection is not held back.
+    BlameAtOnce,
+    /// A verdict settles only when all have told it, however long that takes.
+    WaitForEverybody,
+    /// A rank's own failure settles as any other.
+    AskWhetherItFailed,
+    /// An abort that makes no sense is nobody's fault.
+    DeafToNonsense,
+    /// The first lane that answers a question speaks for its rank.
+    OneLaneAnswers,
+    /// Goodbyes do not wait for what is owed.
+    HastyGoodbye,
+    /// Who takes up its first verdict does not connect to those with whom it has no connection.
+    DialNobody,
+    /// A process that ends takes connections and tells nothing.
+    DeafFlush,
+    /// It does not wait for connections that are being made.
+    ReachNobody,
 }
 
 /// How the ranks wait for each other.
@@ -76,11 +106,19 @@ pub(super) struct Scenario {
     pub(super) ranks: u32,
     pub(super) lanes: u32,
     pub(super) style: Style,
+    /// Connections exist when the ranks begin; or else they are made when they are needed.
+    pub(super) meshed: bool,
+    /// By rank, when its lanes begin.
+    pub(super) begin_ns: Vec<u64>,
+    /// Longest wait.
+    pub(super) operation_ns: u64,
     /// By rank, how long it computes before each round.
     pub(super) compute_ns: Vec<Vec<u64>>,
     /// By sender and receiver.
     pub(super) delay_ns: Vec<Vec<u64>>,
     pub(super) jitter_ns: u64,
+    /// Frames that fit into a link until they are read.
+    pub(super) room: usize,
     /// How long a frame of an exchange may wait to be written.
     pub(super) owed_ns: u64,
     /// How long a process takes to end after its error.
@@ -96,7 +134,7 @@ pub(super) fn draw(seed: u64) -> Scenario {
     let style =
         random.pick(&[Style::Direct, Style::Direct, Style::Owners, Style::Owners, Style::Hub, Style::Join]);
     let rounds = random.between(2, 5);
-    let longest_ns = random.pick(&[20 * MS, 500 * MS, 6 * SECOND]);
+    let longest_ns = random.pick(&[20 * MS, 300 * MS, 6 * SECOND]);
     let compute_ns: Vec<Vec<u64>> = (0..ranks)
         .map(|_| {
             let rounds = if style == Style::Join { random.between(1, 4 * rounds) } else { rounds };
@@ -111,15 +149,24 @@ pub(super) fn draw(seed: u64) -> Scenario {
         delay_ns[one as usize][other as usize] = 50 * MS;
         delay_ns[other as usize][one as usize] = 50 * MS;
     }
-    let fault = draw_fault(random, ranks, style, &compute_ns);
+    let meshed = random.chance(500);
+    let short = longest_ns <= OPERATION_TIMEOUTS_NS[1] / 3 && random.chance(400);
+    let apart_ns = APART_NS[usize::from(short)];
+    let begin_ns: Vec<u64> =
+        (0..ranks).map(|_| if meshed { 0 } else { random.magnitude(1000, apart_ns) }).collect();
+    let fault = draw_fault(random, ranks, style, &compute_ns, &begin_ns);
     Scenario {
+        meshed,
+        begin_ns,
+        operation_ns: OPERATION_TIMEOUTS_NS[usize::from(short)],
+        room: random.pick(&[usize::MAX, usize::MAX, 1, 2, 5]),
         ranks,
         lanes: random.pick(&[1, 1, 2]),
         style,
         compute_ns,
         delay_ns,
         jitter_ns: random.magnitude(1000, 10 * MS),
-        owed_ns: random.magnitude(1000, 20 * MS),
+        owed_ns: random.magnitude(1000, 100 * MS),
         exit_ns: random.magnitude(1000, SECOND),
         fault,
     }
@@ -131,11 +178,18 @@ fn two(random: &mut Random, ranks: u32) -> (u32, u32) {
     (one, other)
 }
 
-fn draw_fault(random: &mut Random, ranks: u32, style: Style, compute_ns: &[Vec<u64>]) -> Fault {
+fn draw_fault(
+    random: &mut Random,
+    ranks: u32,
+    style: Style,
+    compute_ns: &[Vec<u64>],
+    begin_ns: &[u64],
+) -> Fault {
     let (rank, other) = two(random, ranks);
     let rounds = compute_ns[rank as usize].len() as u64;
     let round = random.below(rounds) as u32;
     let at_ns = random.magnitude(1000, compute_ns[rank as usize].iter().sum::<u64>() + 1001);
+    let at_ns = begin_ns[rank as usize] + at_ns;
     // Around the limit, and well below.
     let stop_ns = match random.below(3) {
         0 => random.magnitude(MS, PEER_TIMEOUT_NS / 2),
@@ -143,21 +197,21 @@ fn draw_fault(random: &mut Random, ranks: u32, style: Style, compute_ns: &[Vec<u
     };
     // Between two ranks alone nobody can say which of them is at fault, and a hub's silence is not told from its spokes'.
     let pairs = ranks > 2 && matches!(style, Style::Direct | Style::Owners);
-    match random.below(if style == Style::Join {
-        5
-    } else if pairs {
-        9
-    } else {
-        7
-    }) {
+    let kinds = match style {
+        Style::Join => 6,
+        _ if pairs => 10,
+        _ => 8,
+    };
+    match random.below(kinds) {
         0 => Fault::None,
         1 => Fault::Kill(rank, at_ns),
         2 => Fault::Raise(rank, at_ns),
         3 => Fault::Stop(rank, at_ns, stop_ns),
         4 => Fault::Hang(rank, round),
-        5 => Fault::Skip(rank, round),
-        6 => Fault::Depart(rank, round),
-        7 => Fault::Cut(rank, other, at_ns),
+        5 => Fault::Garble(rank, other, at_ns),
+        6 => Fault::Skip(rank, round),
+        7 => Fault::Depart(rank, round),
+        8 => Fault::Cut(rank, other, at_ns),
         _ => Fault::Reset(rank, other, at_ns),
     }
 }
