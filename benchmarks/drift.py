@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import penstock as ps
 from benchmarks.overhead import WORKER_S, cifar10_quick, resnet50_sized, training
 from lab.records import ROOT, note, publish, result_arguments, shown, spread, wait_for_quiet
-from penstock.torch import drift
+from penstock.torch.agreement import drift
 
 SHARE_TARGET = 0.001
 EVERY = 5

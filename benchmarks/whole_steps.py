@@ -28,8 +28,8 @@ from torch import nn
 import penstock as ps
 from benchmarks.overhead import Piece, resnet50_sized
 from lab.records import ROOT, publish, result_arguments, spread, wait_for_quiet
-from penstock.torch.safety import owner_of
-from penstock.torch.whole import StepLog
+from penstock.torch.reads.safety import owner_of
+from penstock.torch.updates.whole import StepLog
 
 WORKERS = (2, 4)
 WARM_STEPS = 4

@@ -1,7 +1,7 @@
 """What the choice of schemes needs to know of a network: layers, what their gradients are made of, rows, arithmetic.
 
-Framework-free. `penstock.torch.description` makes one from a torch model; anything else that knows a network's shapes
-can be read, too, by `read`.
+Framework-free. `penstock.torch.choice.network` makes one from a torch model; anything else that knows a network's
+shapes can be read, too, by `read`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The lossy schemes as a user asks for them: their options, and how many bytes they send. Imports no framework.
 
 Both are for those who want them, or want to compare; nothing ever chooses one by itself. How a gradient is made short,
-and what is left out of it kept, is in `penstock.torch.onebit` and `penstock.torch.dgc`.
+and what is left out of it kept, is in `penstock.torch.schemes.onebit` and `penstock.torch.schemes.dgc`.
 """
 
 from __future__ import annotations

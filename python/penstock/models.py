@@ -73,7 +73,7 @@ def _described(found: Any, model: str) -> Network:
     if isinstance(found, tuple) and len(found) == 2 and _is_module(found[0]):
         found, example = found
     if _is_module(found):
-        from penstock.torch.description import describe
+        from penstock.torch.choice.network import describe
 
         return describe(found, example, name=model)
     return description.read(found, model)
@@ -88,6 +88,6 @@ def _torchvision(name: str) -> Network:
             "`pip install torchvision`; or give a module:function of yours, such as mycode.nets:make_model; or, in the "
             "root of the repository, a network of the lab, such as lab:vgg19, which needs no torchvision"
         ) from error
-    from penstock.torch.description import describe_torchvision
+    from penstock.torch.choice.network import describe_torchvision
 
     return describe_torchvision(models, name)

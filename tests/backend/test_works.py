@@ -4,7 +4,7 @@ import queue
 import threading
 
 from penstock.errors import PenstockError
-from penstock.torch.works import Completer, Work
+from penstock.torch.backend.works import Completer, Work
 
 LIMIT_S = 60
 

@@ -19,7 +19,7 @@ from penstock.coordinator import Cluster, Coordinator
 from penstock.description import Network
 from penstock.errors import ConfigError
 from penstock.lossy import of_layers
-from penstock.torch.description import describe, layers_of
+from penstock.torch.choice.network import describe, layers_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -248,7 +248,7 @@ class Case:
         """What every layer is told to send."""
         if self.send == "store":
             return None
-        from penstock.torch.schemes import gather_scheme, why_dense
+        from penstock.torch.schemes.survey import gather_scheme, why_dense
 
         named = model.named_modules()
         return {name: gather_scheme(module) for name, module in named if why_dense(module, model) is None}

@@ -12,21 +12,21 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.torch import choice
-from penstock.torch.probe import exchange_cost
+from penstock.torch.choice import measuring
+from penstock.torch.choice.probe import exchange_cost
 
 
 def main(directory, rank, size, line_rate_mbit):
     torch.set_num_threads(1)
     ps.init(rank=rank, world_size=size, rendezvous=f"file://{directory}/penstock", line_rate_mbit=line_rate_mbit)
     products = []
-    product_rate = choice._product_rate
+    product_rate = measuring._product_rate
 
     def kept():
         products.append(product_rate())
         return products[-1]
 
-    choice._product_rate = kept
+    measuring._product_rate = kept
     model = nn.Sequential(nn.Linear(32, 16))
     model, optimizer = ps.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01), schemes="auto")
     engine = ps.job.current().engine

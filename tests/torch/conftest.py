@@ -6,7 +6,7 @@ import pytest
 import ranks
 import torch._dynamo  # noqa: F401 - the first optimizer imports it: not from several rank threads at once
 
-from penstock.torch import partial
+from penstock.torch.updates import partial
 
 
 def pytest_configure(config):

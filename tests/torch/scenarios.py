@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock.torch import distribute
-from penstock.torch.safety import DeferredParameter
+from penstock.torch.reads.safety import DeferredParameter
 
 
 def make_mlp():

@@ -13,8 +13,9 @@ from torch import nn
 
 from penstock import job
 from penstock.errors import PeerLost
-from penstock.torch import distribute, finish_all, let_go, partial, synchronize
-from penstock.torch.safety import DeferredParameter
+from penstock.torch import distribute, finish_all, let_go, synchronize
+from penstock.torch.reads.safety import DeferredParameter
+from penstock.torch.updates import partial
 
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),

@@ -13,8 +13,10 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock.errors import ConfigError
-from penstock.torch import choice, distribute, partial
-from penstock.torch.safety import owner_of as owner_of_param
+from penstock.torch import distribute
+from penstock.torch.choice import measuring
+from penstock.torch.reads.safety import owner_of as owner_of_param
+from penstock.torch.updates import partial
 
 INPUTS, OUTPUTS = 512, 256
 
@@ -217,7 +219,7 @@ def loss_with_penalty(in_step):
 
 
 def test_what_turns_out_to_be_sent_whole_goes_back_to_the_store_and_stays(monkeypatch):
-    monkeypatch.setattr(choice, "is_due", lambda step: step in (1, 5, 8, 11))
+    monkeypatch.setattr(measuring, "is_due", lambda step: step in (1, 5, 8, 11))
     found = chosen_for(
         lambda: nn.Sequential(nn.Linear(INPUTS, OUTPUTS)), FEW, "0", steps=13, loss_of=loss_with_penalty(lambda _: True)
     )
@@ -228,7 +230,7 @@ def test_what_turns_out_to_be_sent_whole_goes_back_to_the_store_and_stays(monkey
 
 
 def test_what_is_seldom_sent_whole_stays_with_rows(monkeypatch):
-    monkeypatch.setattr(choice, "is_due", lambda step: step in (1, 9))
+    monkeypatch.setattr(measuring, "is_due", lambda step: step in (1, 9))
     found = chosen_for(
         lambda: nn.Sequential(nn.Linear(INPUTS, OUTPUTS)),
         FEW,
@@ -240,7 +242,7 @@ def test_what_is_seldom_sent_whole_stays_with_rows(monkeypatch):
 
 
 def test_one_rank_that_sends_whole_takes_all_back_to_the_store(monkeypatch):
-    monkeypatch.setattr(choice, "is_due", lambda step: step in (1, 5, 8))
+    monkeypatch.setattr(measuring, "is_due", lambda step: step in (1, 5, 8))
 
     def loss_of(model, x, step):
         penalized = owner_of(model).gradients.rank == 2
@@ -292,4 +294,4 @@ def test_a_word_that_is_no_scheme():
 
 
 def test_due_steps():
-    assert [step for step in range(1, 301) if choice.is_due(step)] == [1, 10, 100, 200, 300]
+    assert [step for step in range(1, 301) if measuring.is_due(step)] == [1, 10, 100, 200, 300]

@@ -13,7 +13,8 @@ from torch import nn
 
 import penstock as ps
 from penstock.coordinator import Rates
-from penstock.torch import choice, distribute
+from penstock.torch import distribute
+from penstock.torch.choice import measuring
 
 LINE_RATE_MBIT = 80
 FAST, SLOW = 1e12, 1e4
@@ -41,7 +42,7 @@ def test_what_a_job_is_given_and_what_its_ranks_measure_reaches_the_coordinator(
 def test_the_paper_counts_numbers_where_the_default_counts_what_rebuilding_costs(
     policy, product_flops_per_s, scheme, code, monkeypatch
 ):
-    monkeypatch.setattr(choice, "_product_rate", lambda: product_flops_per_s)
+    monkeypatch.setattr(measuring, "_product_rate", lambda: product_flops_per_s)
 
     def main(rank, engine):
         running = current()

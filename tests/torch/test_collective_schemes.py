@@ -13,7 +13,7 @@ from penstock.coordinator import Rates
 from penstock.errors import ConfigError
 from penstock.torch import distribute
 from penstock.torch.facts import coordinator_of, explain
-from penstock.torch.safety import owner_of
+from penstock.torch.reads.safety import owner_of
 
 SLOW_WIRE = Rates(bytes_per_s=1e3, latency_s=1e-6)
 

@@ -12,7 +12,7 @@ from torch import nn
 import penstock.torch as pt
 from penstock.errors import ModelMismatch
 from penstock.torch import distribute
-from penstock.torch.drift import next_due
+from penstock.torch.agreement.drift import next_due
 
 EVERY = 10
 

@@ -56,7 +56,7 @@ def check(loss_of=wide_loss, make=make_wide, make_optimizer=sgd, schemes=FACTORS
 
 
 def owner_of(model):
-    from penstock.torch import safety
+    from penstock.torch.reads import safety
 
     return safety.owner_of(next(model.parameters()))
 

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from penstock.errors import ConfigError
-from penstock.torch import distribute, members
+from penstock.torch import distribute
+from penstock.torch.model import enrolment
 
 pytestmark = pytest.mark.fake_only  # nothing of this reaches an engine
 
@@ -117,7 +118,7 @@ def test_members_are_forgotten_with_their_model():
     def main(rank, engine):
         model = make_mlp()
         distribute(model)
-        return weakref.ref(model), weakref.ref(members._of_module[model])
+        return weakref.ref(model), weakref.ref(enrolment._of_module[model])
 
     (references,) = run(main, 1)
     gc.collect()

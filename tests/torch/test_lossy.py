@@ -13,9 +13,9 @@ from torch.nn import functional as F
 import penstock as ps
 from penstock.errors import ConfigError, ProtocolError
 from penstock.torch import distribute
-from penstock.torch.dgc import SAMPLED_ABOVE, largest
-from penstock.torch.onebit import pack_bits, unpack_bits
-from penstock.torch.safety import owner_of as owner_of_param
+from penstock.torch.reads.safety import owner_of as owner_of_param
+from penstock.torch.schemes.dgc import SAMPLED_ABOVE, largest
+from penstock.torch.schemes.onebit import pack_bits, unpack_bits
 
 ONE_BIT = {"*": "1bit"}
 SHARP = ps.DGC(density=0.1, momentum=0.9)

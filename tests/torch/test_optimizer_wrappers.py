@@ -14,7 +14,7 @@ from torch import nn
 from penstock.errors import ConfigError
 from penstock.lossy import OneBit
 from penstock.torch import distribute, join
-from penstock.torch.separable import optimizers_within, separable
+from penstock.torch.updates.separable import optimizers_within, separable
 
 
 class Averaged:

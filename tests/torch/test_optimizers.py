@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock.torch import distribute
-from penstock.torch.optimizer import LAYERS_PER_LOOK, separable
+from penstock.torch.updates.optimizer import LAYERS_PER_LOOK, separable
 
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
@@ -163,7 +163,7 @@ def test_ranks_agree_and_equal_one_process(size, lazy):
 
 @pytest.mark.fake_only
 def test_a_late_network_costs_no_more_than_one_call_per_layer_and_an_early_one_a_single_call(monkeypatch):
-    monkeypatch.setattr("penstock.torch.partial.CUT_MIN_BYTES", 1 << 30)
+    monkeypatch.setattr("penstock.torch.updates.partial.CUT_MIN_BYTES", 1 << 30)
     calls = []
     plain = torch.optim.SGD.step.__wrapped__
 

@@ -46,7 +46,7 @@ def loss_of(model, rank, step):
 
 
 def gather_of(model):
-    from penstock.torch import safety
+    from penstock.torch.reads import safety
 
     return safety.owner_of(model.embedding.weight).gathers["embedding"]
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.torch import distribute
-from penstock.torch.pieces import elementwise
+from penstock.torch.updates.pieces import elementwise
 
 
 def two_layers():

@@ -12,8 +12,9 @@ from scenarios import sgd
 from test_factors import FACTORS, make_wide, owner_of, wide_loss
 
 from penstock.errors import PeerLost
-from penstock.torch import background, distribute
-from penstock.torch.rebuild import Rebuilds
+from penstock.torch import distribute
+from penstock.torch.runtime import background
+from penstock.torch.schemes.rebuild import Rebuilds
 
 PATIENCE_S = 60.0
 
@@ -141,7 +142,7 @@ def test_the_background_computes_as_the_program_does(thread, flushes):
 
 LEAVING = """
 import threading, torch
-from penstock.torch import background
+from penstock.torch.runtime import background
 
 class Product:
     def __init__(self):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from penstock.errors import ConfigError, ModelMismatch
 from penstock.torch import distribute
-from penstock.torch.schemes import why_dense
+from penstock.torch.schemes.survey import why_dense
 
 
 def test_switching_at_run_time():

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock.torch import distribute
-from penstock.torch.safety import owner_of
+from penstock.torch.reads.safety import owner_of
 
 # torch.compile
 

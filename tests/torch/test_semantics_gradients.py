@@ -25,7 +25,7 @@ from torch.nn import functional as F
 import penstock.torch as pt
 from penstock.errors import ConfigError
 from penstock.torch import distribute
-from penstock.torch.safety import DeferredParameter
+from penstock.torch.reads.safety import DeferredParameter
 
 # Gradients are final when user code sees them
 

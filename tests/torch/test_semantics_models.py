@@ -202,9 +202,9 @@ def test_sparse_gradients_become_dense_with_one_warning():
         "make_optimizer": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
         "loss_of": token_loss,
     }
-    import penstock.torch.hooks
+    import penstock.torch.gradients.hooks
 
-    penstock.torch.hooks._sparse_warned = False
+    penstock.torch.gradients.hooks._sparse_warned = False
     with pytest.warns(UserWarning, match="sparse gradients") as caught:
         results = train(**settings)
     assert sum("sparse gradients" in str(warning.message) for warning in caught) == 1

@@ -16,8 +16,9 @@ from torch import nn
 
 import penstock as ps
 from penstock.coordinator import Rates
-from penstock.torch import choice, distribute
-from penstock.torch.safety import owner_of
+from penstock.torch import distribute
+from penstock.torch.choice import measuring
+from penstock.torch.reads.safety import owner_of
 
 WORDS, WIDTH = 40, 16
 STEPS = 12
@@ -51,7 +52,7 @@ def often(monkeypatch):
     distribute_module = sys.modules["penstock.torch.distribute"]
     monkeypatch.setattr(distribute_module, "measured_rates", measured)
     monkeypatch.setattr(distribute_module, "exchange_cost", lambda engine, rank: 1e-5 * rank)
-    monkeypatch.setattr(choice, "is_due", lambda step: step % 3 != 2)
+    monkeypatch.setattr(measuring, "is_due", lambda step: step % 3 != 2)
 
 
 def loss_of(model, seed, rank, step, kept):

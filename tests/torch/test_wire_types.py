@@ -16,8 +16,8 @@ from penstock.coordinator import LOSSY
 from penstock.errors import ConfigError, ModelMismatch
 from penstock.torch import distribute
 from penstock.torch.facts import coordinator_of, explain
-from penstock.torch.safety import owner_of
-from penstock.torch.schemes import WIRE_TYPES
+from penstock.torch.reads.safety import owner_of
+from penstock.torch.schemes.survey import WIRE_TYPES
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -2,16 +2,14 @@
 
 The code map:
 
-layout     which tensors a model has         hooks      gradients in, averages back
-copies     one rank's tensors to all         optimizer  updates out, layer by layer
-safety     who reads which parameter         patches    what is changed on the user's objects
-memory     what is lent to the engine        separable  whether an optimizer can be split
-join       uneven numbers of batches         batchnorm  statistics over the samples of all ranks
-whole      what a step has overwritten       release    what becomes of models when the job is over
-gather, rows, factors, pairs       layers whose averages every rank makes from all ranks' contributions
-lossy, onebit, dgc, residuals      those that send less than their gradients, and what they keep
-choice     schemes chosen while training          description  a model as the coordinator sees it
-facts      what a program may ask about all of this       data         which samples are this rank's
+distribute  the entry                              alone      a job of one process
+access      what a program calls on all models     facts      what it may ask of one
+join        uneven numbers of batches              data       which samples are this rank's
+model       layers and parameters, patches         reads      who reads which parameter
+gradients   gradients in, averages back            updates    updates out, layer by layer
+schemes     averages that every rank makes         choice     schemes chosen while training
+agreement   what is the same on all ranks          release    what becomes of models when the job is over
+runtime     memory lent to the engine, threads     backend    for torch.distributed
 """
 
 from penstock.torch.access import finish_all, no_sync, synchronize
@@ -19,8 +17,8 @@ from penstock.torch.data import sampler
 from penstock.torch.distribute import distribute
 from penstock.torch.facts import coordinator_of, explain
 from penstock.torch.join import join
-from penstock.torch.memory import lent_to
 from penstock.torch.release import after_failure, let_go
+from penstock.torch.runtime.memory import lent_to
 
 __all__ = [
     "after_failure",

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from penstock import job
 from penstock.errors import ConfigError
-from penstock.torch.safety import owner_of, owners_of
+from penstock.torch.reads.safety import owner_of, owners_of
 
 if TYPE_CHECKING:
     from penstock.torch.distribute import Distributed

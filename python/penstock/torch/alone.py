@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from penstock.torch import residuals
-from penstock.torch.arguments import check_parameters
-from penstock.torch.layout import ROOT, describe
-from penstock.torch.members import distributed_name, distributed_twice, enroll
-from penstock.torch.schemes import Schemes, choose, survey
+from penstock.torch.agreement.arguments import check_parameters
+from penstock.torch.model.enrolment import distributed_name, distributed_twice, enroll
+from penstock.torch.model.layout import ROOT, describe
+from penstock.torch.schemes import residuals
+from penstock.torch.schemes.survey import Schemes, choose, survey
 
 if TYPE_CHECKING:
     from penstock._native import Engine

@@ -17,21 +17,18 @@ from penstock import job
 from penstock.coordinator import Cluster, Coordinator, Rates, best_collectives
 from penstock.errors import ConfigError, ModelMismatch
 from penstock.lossy import LossyScheme
-from penstock.torch import patches, residuals
+from penstock.torch.agreement.arguments import check_model, check_origins, check_parameters, optimizers_in, origin_of
+from penstock.torch.agreement.batchnorm import SyncedNorms
+from penstock.torch.agreement.copies import BufferCopy, CopyBook
+from penstock.torch.agreement.drift import Drift
 from penstock.torch.alone import distribute_alone
-from penstock.torch.arguments import check_model, check_origins, check_parameters, optimizers_in, origin_of
-from penstock.torch.batchnorm import SyncedNorms
-from penstock.torch.choice import Choice, measured_rates, network_of
-from penstock.torch.copies import BufferCopy, CopyBook
-from penstock.torch.drift import Drift
-from penstock.torch.factors import numerics
-from penstock.torch.hooks import Gradients
-from penstock.torch.layout import ROOT, Layer, Slot, check_same_model, describe, fingerprint
-from penstock.torch.members import distributed_twice, enroll
-from penstock.torch.optimizer import Updates
-from penstock.torch.probe import exchange_cost
-from penstock.torch.release import Ending, settled
-from penstock.torch.safety import (
+from penstock.torch.choice.measuring import Choice, measured_rates, network_of
+from penstock.torch.choice.probe import exchange_cost
+from penstock.torch.gradients.hooks import Gradients
+from penstock.torch.model import patches
+from penstock.torch.model.enrolment import distributed_twice, enroll
+from penstock.torch.model.layout import ROOT, Layer, Slot, check_same_model, describe, fingerprint
+from penstock.torch.reads.safety import (
     Watch,
     claim,
     compiled_outside,
@@ -40,7 +37,11 @@ from penstock.torch.safety import (
     owners_of,
     restore,
 )
-from penstock.torch.schemes import WIRE_TYPES, Schemes, book_scheme, choose, common_reason, gather_scheme, survey
+from penstock.torch.release import Ending, settled
+from penstock.torch.schemes import residuals
+from penstock.torch.schemes.factors import numerics
+from penstock.torch.schemes.survey import WIRE_TYPES, Schemes, book_scheme, choose, common_reason, gather_scheme, survey
+from penstock.torch.updates.optimizer import Updates
 
 if TYPE_CHECKING:
     from penstock._native import Engine

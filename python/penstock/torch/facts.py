@@ -11,7 +11,7 @@ from penstock import job
 from penstock.coordinator import Cluster, Coordinator, Placed
 from penstock.errors import ConfigError
 from penstock.torch.access import owner_for
-from penstock.torch.choice import network_of
+from penstock.torch.choice.measuring import network_of
 
 if TYPE_CHECKING:
     from penstock.explanation import Explanation, LayerPlan

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from penstock import job
 from penstock.errors import ConfigError
 from penstock.torch.access import distributed_here
-from penstock.torch.copies import CopyBook
+from penstock.torch.agreement.copies import CopyBook
 from penstock.torch.distribute import Distributed
-from penstock.torch.separable import optimizers_within
+from penstock.torch.updates.separable import optimizers_within
 from penstock.warning import warn
 
 if TYPE_CHECKING:

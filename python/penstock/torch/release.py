@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.optim import Optimizer
 
 from penstock.errors import PenstockError
-from penstock.torch import patches, residuals
-from penstock.torch.memory import forget_lent
-from penstock.torch.safety import owners_of, unclaim
-from penstock.torch.whole import StepLog, forget_steps, undo_steps
+from penstock.torch.model import patches
+from penstock.torch.reads.safety import owners_of, unclaim
+from penstock.torch.runtime.memory import forget_lent
+from penstock.torch.schemes import residuals
+from penstock.torch.updates.whole import StepLog, forget_steps, undo_steps
 from penstock.warning import warn
 
 if TYPE_CHECKING:

@@ -1,0 +1,129 @@
+"""One rank's tensors, copied to all others.
+
+Parameters and buffers at the start, buffers each step, everything at a join. Bit-exact for any type.
+Omits averages, which are hooks.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from penstock.torch.model.layout import is_dense, without_repeats
+from penstock.torch.runtime.memory import lent_to
+
+if TYPE_CHECKING:
+    from penstock._native import Engine
+
+__all__ = ["BufferCopy", "CopyBook"]
+
+
+class CopyBook:
+    """Tensors that are the same on all ranks once one rank's values have been copied.
+
+    Args:
+        engine: The engine.
+        name: The book's name, for messages.
+        named: Names and tensors, in the same order and with the same memory order on all ranks.
+
+    Attributes:
+        nbytes: Their bytes.
+    """
+
+    def __init__(self, engine: Engine, name: str, named: Sequence[tuple[str, Tensor]]) -> None:
+        self._engine = engine
+        filled = [(label, without_repeats(tensor.detach())) for label, tensor in named if tensor.numel()]
+        self._tensors = [tensor for _, tensor in filled]
+        entries = [(label, 0, "bytes", tensor.numel() * tensor.element_size()) for label, tensor in filled]
+        self.nbytes = sum(nbytes for *_, nbytes in entries)
+        self.id = engine.open_book(name, [name], entries)
+
+    @torch.no_grad()
+    def copy_from(self, source: bool, step: int) -> None:
+        """Write the source's values into every rank's tensors. Collective; exactly one rank is the source."""
+        engine, lent = self._engine, lent_to(self._engine)
+        submit = engine.submit if source else engine.submit_absent
+        taken = _Taken()
+        memories = [
+            tensor
+            if is_dense(tensor) and not taken.overlap(tensor)
+            else tensor.clone(memory_format=torch.contiguous_format)
+            for tensor in self._tensors
+        ]
+        for index, memory in enumerate(memories):
+            nbytes = memory.numel() * memory.element_size()
+            lent.tensors[submit(self.id, index, memory.data_ptr(), nbytes, "copy", step)] = memory
+        engine.wait(self.id, list(range(len(memories))), released=True)
+        if not source:
+            for tensor, memory in zip(self._tensors, memories, strict=True):
+                if memory.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(memory)
+        lent.collect()
+
+
+class _Taken:
+    """Memory that is in flight: where two tensors of a model overlap, the second travels as a copy."""
+
+    def __init__(self) -> None:
+        self._by_storage: dict[int, list[tuple[int, int]]] = {}
+
+    def overlap(self, tensor: Tensor) -> bool:
+        """Whether this dense tensor overlaps an earlier one."""
+        start = tensor.data_ptr()
+        stop = start + tensor.numel() * tensor.element_size()
+        taken = self._by_storage.setdefault(tensor.untyped_storage().data_ptr(), [])
+        found = any(start < other_stop and other_start < stop for other_start, other_stop in taken)
+        taken.append((start, stop))
+        return found
+
+
+class BufferCopy:
+    """Rank 0's buffers to all others, once per step, on its way while the step ends and until the next forward.
+
+    The values are rank 0's at the time of `start`. They travel as one staged copy, because a forward of batch norm may
+    change the buffers while the engine still sends.
+    """
+
+    def __init__(self, engine: Engine, name: str, buffers: Sequence[Tensor], *, source: bool) -> None:
+        self._engine = engine
+        self._buffers = [buffer for buffer in buffers if buffer.numel()]
+        self._source = source
+        self._nbytes = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers)
+        self._staging: Tensor | None = None
+        self.id = engine.open_book(name, [name], [("buffers", 0, "bytes", self._nbytes)])
+
+    @torch.no_grad()
+    def start(self, step: int) -> None:
+        """Send, or make ready to receive."""
+        if self._source:
+            staging = torch.cat([buffer.contiguous().view(-1).view(torch.uint8) for buffer in self._buffers])
+            submit = self._engine.submit
+        else:
+            staging = torch.empty(self._nbytes, dtype=torch.uint8)
+            submit = self._engine.submit_absent
+        token = submit(self.id, 0, staging.data_ptr(), self._nbytes, "copy", step)
+        lent_to(self._engine).tensors[token] = self._staging = staging
+
+    def abandon(self) -> None:
+        """The job has failed: the local values stay."""
+        self._staging = None
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Put the values in place, if a copy was started. Where rank 0 has left the job, the local values stay."""
+        staging, self._staging = self._staging, None
+        if staging is None:
+            return
+        self._engine.wait(self.id, [0])
+        if self._source or not self._engine.present(self.id, 0):
+            return
+        start = 0
+        for buffer in self._buffers:
+            nbytes = buffer.numel() * buffer.element_size()
+            # A copy of the range, because a view as another type needs an aligned start.
+            values = staging[start : start + nbytes].clone().view(buffer.dtype).view(buffer.shape)
+            buffer.copy_(values)
+            start += nbytes

@@ -1,0 +1,1 @@
+"""Gradients in, averages back: see `penstock.torch.gradients.hooks`."""

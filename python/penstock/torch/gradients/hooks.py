@@ -1,0 +1,571 @@
+"""Gradients in: from the autograd hooks to the engine, and averages back into ``.grad``.
+
+A gradient is submitted the moment it is accumulated, in its own memory, which then belongs to the engine until the
+average has landed in it. Three rules follow, and all of this file serves them:
+
+- nothing else may use that memory meanwhile: an aliased gradient is copied first (`_private`), and before a second
+  accumulation the first average is waited for;
+- every rank takes part in every exchange once per synchronising backward: what was not touched is announced absent at
+  its end, so that no rank waits for a gradient that will never come;
+- memory that the engine may still be sending is read, but not written: `own` gives ``.grad`` a copy if need be.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd import graph as autograd_graph
+from torch.utils.hooks import RemovableHandle
+
+from penstock.coordinator import Placed
+from penstock.errors import ConfigError, PenstockError
+from penstock.lossy import DGC, LossyScheme
+from penstock.torch.model.layout import Layer, Slot, same_order
+from penstock.torch.reads.safety import defer, restore
+from penstock.torch.release import after_failure, settled
+from penstock.torch.runtime.memory import lent_to
+from penstock.torch.schemes.adam import FactorsToOwner
+from penstock.torch.schemes.dgc import DGCGather
+from penstock.torch.schemes.error_feedback import Lossy
+from penstock.torch.schemes.factors import LinearFactors
+from penstock.torch.schemes.gather import Gather, changed_in_flight
+from penstock.torch.schemes.onebit import OneBitGather
+from penstock.torch.schemes.pairs import EmbeddingPairs
+from penstock.torch.schemes.rebuild import Rebuilds
+from penstock.warning import warn
+
+if TYPE_CHECKING:
+    from penstock._native import Engine
+
+__all__ = ["Gradients"]
+
+GATHERS: dict[str, type[LinearFactors] | type[EmbeddingPairs]] = {
+    "factors": LinearFactors,
+    "pairs": EmbeddingPairs,
+    "adam": FactorsToOwner,
+}
+
+_current_task: Callable[[], int] = torch._C._current_graph_task_id
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+_BACKWARD_CODE = autograd_graph._engine_run_backward.__code__
+
+
+class Gradients:
+    """The gradients of one model: one book, one exchange per parameter and synchronising backward.
+
+    Args:
+        engine: The engine.
+        rank: This rank.
+        name: The book's name.
+        layers: The model's layers.
+        slots: The model's parameters.
+        rows: The layers that could send rows, in the order of `layers`: each with its module and its scheme.
+        lossy: The layers whose gradients are made short, each with its module and its scheme's options.
+        ranks: How many there are.
+        fixed: By name of the layer, how its gradients travel where that is not the store as it is; see `book_scheme`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        rank: int,
+        name: str,
+        layers: Sequence[Layer],
+        slots: Sequence[Slot],
+        rows: Sequence[tuple[Layer, nn.Module, str]] = (),
+        lossy: Sequence[tuple[Layer, nn.Module, LossyScheme]] = (),
+        ranks: int = 0,
+        fixed: Mapping[str, tuple[str, str | None]] | None = None,
+    ) -> None:
+        self.engine = engine
+        self.rank = rank
+        self.slots = slots
+        self.rows = [
+            GATHERS[scheme](self, index, layer, module, own_slots(layer, module))
+            for index, (layer, module, scheme) in enumerate(rows, len(slots))
+        ]
+        self.lossy = [
+            make_lossy(self, index, layer, module, options, ranks)
+            for index, (layer, module, options) in enumerate(lossy, len(slots) + len(rows))
+        ]
+        self.gathers: list[Gather] = [*self.rows, *self.lossy]
+        self._owned = [gather for gather in self.gathers if isinstance(gather, FactorsToOwner)]
+        for number, owned in enumerate(self._owned):
+            owned.place(number % engine.report()["size"], len(slots) + len(self.gathers) + number)
+        for gather in self.gathers:
+            for slot in gather.slots:
+                slot.gather = gather
+        self.id = engine.open_book(
+            name,
+            [layer.name for layer in layers],
+            [_entry(slot, *(fixed or {}).get(slot.layer.name, ("store", None))) for slot in slots]
+            + [
+                (f"{gather.scheme} of {gather.layer.name}", gather.layer.index, "bytes", gather.most_bytes, "gather")
+                for gather in self.gathers
+            ]
+            + [
+                (f"average of {owned.layer.name}", owned.layer.index, "bytes", owned.most_bytes, "gather")
+                for owned in self._owned
+            ],
+        )
+        self.lent = lent_to(engine)
+        self.rebuilds = Rebuilds(self)
+        self.step = 0
+        self.rounds = 0  # synchronising backwards so far; the running one included
+        self.closed = 0  # those of them whose absences have been announced
+        self._contributed = 0  # those of them for which all rows of this rank are on their way
+        self.quiet = False  # under no_sync
+        # Without an optimizer nobody says when a step begins: then each backward is one, and this is told its number.
+        self.begin_step: Callable[[int], None] | None = None
+        self.synchronous = False  # gradients are final when backward returns
+        self._task = -1  # the autograd graph task seen last
+        self._handles: list[RemovableHandle] = []
+        self._unswapped = [slot for slot in slots if not slot.swappable]
+
+    def placements(self) -> dict[str, list[Placed]]:
+        """By parameter, where the slices of its gradient live, as the engine's book says."""
+        placed = self.engine.placement(self.id)
+        return {slot.name: [Placed(*slice_) for slice_ in placed[slot.index]] for slot in self.slots}
+
+    # In
+
+    def attach(self) -> None:
+        """Register the hooks of all parameters."""
+        for slot in self.slots:
+            slot.gradients = self
+            wanted = slot.param.requires_grad
+            slot.param.requires_grad_(True)  # a frozen parameter takes no hooks, and may be unfrozen later
+            self._handles.append(slot.param.register_hook(self._make_before(slot)))
+            self._handles.append(slot.param.register_post_accumulate_grad_hook(self._make_after(slot)))
+            slot.param.requires_grad_(wanted)
+
+    def settle(self) -> None:
+        """The job is over: nothing is in flight any more, and nothing will be. What was reads as ``None``."""
+        self.closed, self._task = self.rounds, -1
+        for gather in self.gathers:
+            gather.abandon()
+        with torch._C.DisableTorchFunctionSubclass():
+            for slot in self.slots:
+                if slot.flying and slot.assigned:
+                    slot.param.grad = torch.zeros_like(slot.param) if slot.zero_after else None
+                slot.flying = slot.absent = slot.zero_after = False
+                slot.grad = slot.memory = slot.spare = slot.update = slot.via = None
+                slot.number = slot.index
+                restore(slot)
+
+    def detach(self) -> None:
+        """Remove the hooks of all parameters; rows that are held become local gradients."""
+        for gather in self.gathers:
+            gather.engage(False)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # A parameter's hooks are invisible to the garbage collector. They refer to the slot, and with it to all else,
+    # weakly, or no distributed model would ever be freed; the hooks of the modules keep it.
+
+    def _make_before(self, kept: Slot) -> Callable[[Tensor], None]:
+        find_slot = weakref.ref(kept)
+
+        def before_accumulation(grad: Tensor | None) -> None:
+            slot = find_slot()
+            if slot is None:
+                return  # the model is gone
+            if slot.gather is not None and slot.gather.engaged:
+                try:
+                    slot.gather.before(slot, grad)
+                except PenstockError as error:
+                    after_failure(slot.gradients.engine, error)
+                    raise
+                return
+            if slot.flying or slot.update is not None:
+                slot.gradients.clear_for_accumulation(slot)
+            slot.fresh = slot.param.grad is None
+
+        before_accumulation._penstock = True  # type: ignore[attr-defined]
+        return before_accumulation
+
+    def clear_for_accumulation(self, slot: Slot) -> None:
+        """A gradient arrives on top of one in flight: it is added to the final average, as DDP does."""
+        if slot.update is not None:
+            slot.update.finish([slot.layer])
+        self.finish([slot])
+
+    def _make_after(self, kept: Slot) -> Callable[[Tensor], None]:
+        # Everything that is looked up once per tensor and step is local here; this function is the cost per tensor.
+        find_slot, dtype, stride = weakref.ref(kept), kept.dtype, kept.stride
+        index, nbytes = kept.index, _nbytes(kept)
+        submit, book, lent = self.engine.submit, self.id, self.lent.tensors
+        strided, ordinary = torch.strided, not kept.staged
+
+        def after_accumulation(param: Tensor) -> None:
+            slot = find_slot()
+            if slot is None:
+                return
+            gradients = slot.gradients
+            if slot.gather is not None and slot.gather.engaged:
+                try:
+                    slot.gather.after(slot)
+                except PenstockError as error:
+                    after_failure(gradients.engine, error)
+                    raise
+                return
+            if gradients.quiet:
+                slot.dirty = True
+                return
+            grad = param.grad
+            if grad is None:
+                return  # a function of the program's own gave no gradient; newer versions of torch call all the same
+            task = _current_task()
+            if task != gradients._task:
+                gradients._begin(task)
+            if (
+                ordinary
+                and grad.layout is strided
+                and grad.dtype is dtype
+                and grad.stride() == stride
+                and grad.is_cpu
+                and not grad.requires_grad
+                and not (slot.fresh and _use_count(grad.untyped_storage()._cdata) > _UNSHARED)
+            ):
+                memory = grad
+            else:
+                grad, memory = gradients._private(slot, grad)
+            try:
+                token = submit(book, index, memory.data_ptr(), nbytes, "average", gradients.step, True)
+            except PenstockError as error:
+                after_failure(gradients.engine, error)
+                raise
+            lent[token] = memory
+            slot.token = token
+            slot.grad = grad
+            slot.memory = memory
+            slot.version = grad._version
+            slot.flying = slot.assigned = True
+            slot.absent = slot.dirty = False
+            slot.round = gradients.rounds
+            defer(slot)
+
+        after_accumulation._penstock = True  # type: ignore[attr-defined]
+        return after_accumulation
+
+    def _private(self, slot: Slot, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """A gradient that lies like the parameter and that nothing else uses, and the memory to send."""
+        param = slot.param
+        if grad.device.type != "cpu" or grad.dtype is not slot.dtype or grad.shape != param.shape:
+            raise ConfigError(
+                f"the gradient of {slot.name} is {grad.dtype} {list(grad.shape)} on {grad.device}, but at "
+                f"penstock.distribute the parameter was {slot.dtype}, {slot.elems} elements, on the CPU. Convert the "
+                "model before",
+                layer=slot.layer.name,
+            )
+        if grad.layout is not torch.strided:
+            _warn_sparse(self.rank)
+            grad = grad.to_dense()
+            slot.fresh = False  # just made
+        if grad.requires_grad:
+            grad = grad.detach().clone()  # backward(create_graph=True): the graph must not see the average
+            slot.fresh = False
+        if slot.staged:
+            param.grad = grad
+            return grad, grad.contiguous().clone()
+        shared = slot.fresh and _use_count(grad.untyped_storage()._cdata) > _UNSHARED
+        if shared or not same_order(grad, slot.stride):
+            # Autograd may hand over a view of what it still needs to compute other gradients.
+            own = torch.empty_strided(grad.shape, slot.stride, dtype=grad.dtype)
+            grad = own.copy_(grad)
+        param.grad = grad
+        return grad, grad
+
+    # The end of a backward
+
+    def enter_task(self) -> None:
+        """Called within a backward whose gradients are to be synchronised: see to it that its end is noticed."""
+        task = _current_task()
+        if task != self._task:
+            self._begin(task)
+
+    def _begin(self, task: int) -> None:
+        self._task = task
+        if self.rounds == self.closed:
+            if self.begin_step is not None:
+                self.begin_step(self.step)
+            self.rounds += 1
+            self.engine.phase("backward")
+            self.lent.collect()
+        # A backward inside a backward (reentrant checkpointing) ends too early: its callback would announce gradients
+        # absent that are yet to come. If no hook of ours runs in the outer one, `close` at the next step announces.
+        if not _nested(sys._getframe(1)):
+            Variable._execution_engine.queue_callback(self.close)
+
+    @settled
+    def close(self) -> None:
+        """The backward is over: what it did not touch is sent if it holds anything, or announced absent."""
+        if self.rounds == self.closed:
+            return
+        self.closed = self.rounds
+        self._task = -1
+        current = self.rounds
+        self._submit_gathers()
+        for slot in self.slots:
+            if slot.round != current:
+                self._settle_untouched(slot, leftover=True)
+        self._finish_unwatched()
+        if self.begin_step is not None:
+            self.step += 1
+        self.engine.phase("forward")
+        self.lent.collect()
+
+    def close_without_backward(self) -> None:
+        """A step without a backward on this rank; others may have had one, so this rank takes part all the same.
+
+        It contributes what was accumulated under no_sync. Whatever else ``.grad`` holds, by the program's own hand or
+        from an earlier step, stays where it is, and is the step's gradient where no rank contributes.
+        """
+        for slot in self.slots:
+            if slot.update is not None:
+                slot.update.finish([slot.layer])
+        self.finish(self.slots)
+        self.rounds += 1
+        self.closed = self.rounds
+        for gather in self.gathers:
+            if gather.engaged:
+                gather.submit_accumulated()
+        self._contributed = self.rounds
+        for slot in self.slots:
+            if slot.round != self.rounds:
+                self._settle_untouched(slot, leftover=False)
+        self._finish_unwatched()
+
+    def _finish_unwatched(self) -> None:
+        """The round is over: what nobody could be made to wait for is waited for now."""
+        if self.synchronous:
+            self.finish(self.slots)
+        elif self._unswapped:
+            self.finish(self._unswapped)
+
+    def _submit_gathers(self) -> None:
+        """Layers that send rows, as far as this backward has not come to all of their parameters."""
+        for gather in self.gathers:
+            if gather.engaged and (gather.round != self.rounds or gather.pending):
+                gather.submit()
+        self._contributed = self.rounds
+
+    def _settle_untouched(self, slot: Slot, *, leftover: bool) -> None:
+        """Take part for a parameter that this backward did not reach.
+
+        What it still holds counts: gradients accumulated under no_sync, and after a backward also an earlier average,
+        onto which other ranks may have accumulated. What does not count is kept; see `_instead_of_own`.
+        """
+        if slot.flying or slot.update is not None:
+            self.clear_for_accumulation(slot)
+        param = slot.param
+        slot.round = self.rounds
+        grad = param.grad
+        if grad is not None and param.requires_grad and (slot.dirty or leftover):
+            grad, memory = self._private(slot, grad)
+            slot.absent = slot.kept = False
+            slot.grad = grad
+            slot.version = grad._version
+            submit = self.engine.submit
+        else:
+            if self.lent.holds(slot.spare_token):
+                slot.spare = None
+            memory = slot.buffer()
+            slot.absent = True
+            slot.kept = grad is not None
+            slot.grad = None
+            submit = self.engine.submit_absent
+        slot.dirty = False
+        slot.memory = memory
+        slot.token = submit(self.id, slot.index, memory.data_ptr(), _nbytes(slot), "average", self.step, True)
+        if slot.absent:
+            slot.spare_token = slot.token
+        self.lent.tensors[slot.token] = memory
+        slot.flying, slot.assigned = True, not slot.kept
+        defer(slot)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, gradients are accumulated and not sent; see `penstock.no_sync`."""
+        before, self.quiet = self.quiet, True
+        try:
+            yield
+        finally:
+            self.quiet = before
+
+    @property
+    def needs_all(self) -> str | None:
+        """A layer whose exchanges need every rank until the job ends, if there is one."""
+        return next((gather.layer.name for gather in self._owned if gather.engaged), None)
+
+    # Back
+
+    def serve(self) -> None:
+        """Before this rank waits for others: answer those who wait for it, of backwards that are over.
+
+        Not of the one that is under way: the others may have to wait for an answer of the one before to get on with it.
+        """
+        for gather in sorted(self._owned, key=_round):
+            if gather.round <= self._contributed:
+                gather.serve()
+
+    @settled
+    def finish(self, slots: Iterable[Slot]) -> None:
+        """Wait until these gradients are final, and give them to the caller to do with as it likes."""
+        flying = [slot for slot in slots if slot.flying]
+        if not flying:
+            return
+        self.serve()
+        self.engine.wait(self.id, [slot.index for slot in flying if slot.via is None], released=True)
+        if self.gathers:
+            # Contributions are copies: nobody need wait until they are sent. A layer's parameters travel together.
+            self.engine.wait(self.id, list({slot.number: None for slot in flying if slot.via is not None}))
+        for slot in flying:
+            restore(slot)
+            average = self.land(slot)
+            if average is not None and slot.assigned:
+                slot.param.grad = average
+            slot.grad = slot.memory = None
+        self.lent.collect()
+
+    def wait(self, slots: Sequence[Slot]) -> None:
+        """Wait for the averages of these, all of which are in flight. The engine may still be sending from them."""
+        self.serve()
+        self.engine.wait(self.id, list({slot.number: None for slot in slots}))
+
+    def land(self, slot: Slot) -> Tensor | None:
+        """The average, which is in memory. ``None`` where no rank contributed.
+
+        Raises:
+            ConfigError: The gradient was changed in place while it was in flight, or this rank set one by hand where
+                another contributed.
+        """
+        slot.flying = False
+        if slot.via is not None:
+            average = slot.via.land(slot)
+            return self._instead_of_own(slot, average) if slot.kept else average
+        if slot.absent:
+            slot.absent = False
+            if not self.engine.present(self.id, slot.index):
+                slot.kept = False
+                return None
+            slot.spare = None  # it is the gradient now
+            slot.grad = slot.memory
+            return self._instead_of_own(slot, slot.grad) if slot.kept else slot.grad
+        grad, memory = slot.grad, slot.memory
+        assert grad is not None and memory is not None
+        if grad._version != slot.version:
+            raise changed_in_flight(slot, self.step)
+        if memory is not grad:
+            grad.copy_(memory)
+        return grad
+
+    def _instead_of_own(self, slot: Slot, average: Tensor | None) -> Tensor | None:
+        """The average of what others contributed, for ``.grad``, unless this rank keeps a gradient of its own there.
+
+        Raises:
+            ConfigError: It does. With its own this rank would go another way than the others; and without, what the
+                program has put there would be lost.
+        """
+        slot.kept = False
+        if average is None:
+            return None
+        own = slot.param.grad
+        if own is not None and bool(own.to_dense().any()):
+            raise ConfigError(
+                f"rank {self.rank} made step {self.step} without a backward that reached {slot.name}, with a gradient "
+                "in .grad that was set by hand or left from an earlier step, while another rank computed one by "
+                "backward. Call zero_grad() on the rank that has nothing to contribute, or compute gradients in the "
+                "same way on all ranks",
+                rank=self.rank,
+                layer=slot.layer.name,
+                step=self.step,
+            )
+        slot.assigned = True
+        return average
+
+    def own(self, slot: Slot) -> None:
+        """Let Python write ``.grad``: replace it by a copy where the engine may still be sending from it."""
+        grad = slot.param.grad
+        if grad is not None and grad is slot.memory and self.lent.holds(slot.token):
+            slot.param.grad = grad.clone()
+        slot.grad = slot.memory = None
+
+
+def _entry(slot: Slot, scheme: str, wire: str | None) -> Any:
+    """What the book says of a parameter's gradient."""
+    entry = (slot.name, slot.layer.index, slot.code, slot.elems, scheme)
+    return (*entry, wire) if wire is not None and slot.code == "f32" else entry
+
+
+def make_lossy(
+    gradients: Gradients, index: int, layer: Layer, module: nn.Module, options: LossyScheme, ranks: int
+) -> Lossy[Any]:
+    """The exchange of a layer whose gradients are made short."""
+    if isinstance(options, DGC):
+        return DGCGather(gradients, index, layer, module, layer.slots, options, ranks)
+    return OneBitGather(gradients, index, layer, module, layer.slots, options, ranks)
+
+
+def own_slots(layer: Layer, module: nn.Module) -> list[Slot]:
+    """The slots of a module's weight and, if it has one, its bias."""
+    by_param = {id(slot.param): slot for slot in layer.slots}
+    params = [module._parameters.get("weight"), module._parameters.get("bias")]
+    return [by_param[id(param)] for param in params if param is not None]
+
+
+def _round(gather: FactorsToOwner) -> int:
+    return gather.round
+
+
+def _nbytes(slot: Slot) -> int:
+    return slot.param.numel() * slot.dtype.itemsize
+
+
+def _nested(frame: FrameType | None) -> bool:
+    """Whether this backward was started within another one, on the same thread."""
+    count = 0
+    while frame is not None:
+        count += frame.f_code is _BACKWARD_CODE
+        frame = frame.f_back
+    return count > 1
+
+
+_sparse_warned = False
+
+
+def _warn_sparse(rank: int) -> None:
+    global _sparse_warned
+    if rank == 0 and not _sparse_warned:
+        _sparse_warned = True
+        warn(
+            "penstock sends sparse gradients (nn.Embedding(sparse=True)) as dense ones, and the optimizer sees a dense "
+            "gradient, unless the layer sends pairs: penstock.distribute(..., schemes={'NAME': 'pairs'}), or 'auto'",
+            rank=rank,
+        )
+
+
+def _unshared_count() -> int:
+    """How often the storage of an unshared gradient is referred to, seen in a hook. It depends on torch's version."""
+    counts: list[int] = []
+    weight = torch.zeros(2, 2, requires_grad=True)
+
+    def count(param: Any) -> None:
+        counts.append(_use_count(param.grad.untyped_storage()._cdata))
+
+    weight.register_post_accumulate_grad_hook(count)
+    with torch.enable_grad(), torch.inference_mode(False):
+        torch.mm(torch.ones(2, 2), weight).sum().backward()
+    return counts[0]
+
+
+_UNSHARED = _unshared_count()

@@ -1,0 +1,1 @@
+"""Who reads which parameter, and how a read waits: see `penstock.torch.reads.safety`."""

@@ -1,0 +1,407 @@
+"""Nobody may see a parameter before its update, or a gradient before its average.
+
+While either is outstanding the parameter's class is `DeferredParameter`, whose ``__torch_function__`` is called by
+every torch operation and attribute that is given it, from wherever: another module, a list kept by the user, an
+optimizer of someone else. It brings in what is needed and only then lets the operation through. An idle parameter is a
+plain `torch.nn.Parameter` and costs nothing.
+
+What does not pass through the parameter object is invisible to that: tensors made earlier that share its memory, such
+as ``p.data``, a numpy array, C++ code, or what a custom ``autograd.Function`` is given. `Watch` finds such reads in the
+forward passes before the first step. From then on the innermost module that was running waits before its forward; what
+is read outside any submodule is *eager*, applied before the next forward begins. Aliases read only outside of forward
+passes, or only in a branch that no forward took before the first step, are not found: call ``penstock.synchronize``
+before reading through them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from penstock.torch.model.enrolment import check_forward
+from penstock.torch.model.layout import Layer, Slot
+
+if TYPE_CHECKING:
+    from penstock._native import Engine
+    from penstock.torch.distribute import Distributed
+
+__all__ = [
+    "DeferredParameter",
+    "Watch",
+    "claim",
+    "compiled_outside",
+    "defer",
+    "note_compiled",
+    "owners_of",
+    "restore",
+    "slot_of",
+    "unclaim",
+]
+
+ANY_OWNER = -1  # where dynamo cannot tell which model a parameter belongs to
+
+_owners: weakref.WeakValueDictionary[int, Distributed] = weakref.WeakValueDictionary()
+# By id of the parameter. A slot holds its parameter, so an id stays unique while its slot is here. A plain dictionary:
+# every parameter of every step is looked up here, and a WeakValueDictionary is Python code.
+_slots: dict[int, weakref.ref[Slot]] = {}
+
+_TENSOR: Any = Tensor  # its attributes are descriptors, which torch's stubs hide
+_GRAD_GETTERS = frozenset({_TENSOR.grad.__get__, _TENSOR._grad.__get__})
+_GRAD_SETTERS = frozenset({_TENSOR.grad.__set__, _TENSOR.grad.__delete__, _TENSOR._grad.__set__})
+_METADATA_ATTRIBUTES = """
+    shape dtype device layout requires_grad is_leaf grad_fn ndim names is_cuda is_cpu is_sparse is_meta is_mkldnn
+    is_nested is_quantized retains_grad output_nr _version _backward_hooks _base name itemsize nbytes
+"""
+_METADATA_METHODS = """
+    size dim ndimension numel nelement stride storage_offset element_size is_floating_point is_complex is_contiguous
+    get_device __len__ __hash__ _is_view register_hook register_post_accumulate_grad_hook requires_grad_
+"""
+# What neither reads nor writes values.
+_METADATA = frozenset(
+    [
+        *(attribute.__get__ for name in _METADATA_ATTRIBUTES.split() if (attribute := getattr(_TENSOR, name, None))),
+        *(getattr(_TENSOR, name) for name in _METADATA_METHODS.split()),
+        _TENSOR.requires_grad.__set__,
+        _TENSOR._backward_hooks.__set__,
+    ]
+)
+
+
+class DeferredParameter(nn.Parameter):
+    """What a parameter is while its gradient or its update is outstanding. Never made, only put on and taken off."""
+
+    def __new__(cls, data: Tensor | None = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
+        """A plain parameter: code that copies by ``type(p)(data)``, such as deepcopy, gets what it means."""
+        return nn.Parameter(torch.empty(0) if data is None else data, requires_grad)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Bring in what `func` is about to see, then call it as if the parameter were a plain one."""
+        if torch.compiler.is_compiling():
+            note_compiled(ANY_OWNER)
+        elif func in _GRAD_SETTERS:
+            slot = slot_of(args[0])
+            if slot is not None:
+                slot.assigned = slot.kept = False  # from here on .grad is the caller's, whatever was in flight
+                slot.zero_after = False
+                if slot.held and slot.gather is not None:
+                    slot.gather.drop(slot)
+        elif func not in _METADATA:
+            reads_grad = func in _GRAD_GETTERS
+            used = [_settle(param, reads_grad=reads_grad) for param in _deferred_in((args, kwargs))]
+            watched = [] if reads_grad else [slot for slot in used if slot is not None and slot.watched]
+            if watched:
+                return _observed_call(watched, func, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _deferred_in(value: Any) -> Iterable[DeferredParameter]:
+    if isinstance(value, DeferredParameter):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _deferred_in(item)
+    elif isinstance(value, dict):
+        yield from _deferred_in(list(value.values()))
+
+
+def _settle(param: nn.Parameter, *, reads_grad: bool) -> Slot | None:
+    slot = slot_of(param)
+    owner = None if slot is None else slot.owner
+    if slot is None or owner is None:
+        param.__class__ = nn.Parameter  # its model is gone
+        return None
+    if slot.update is not None:
+        slot.update.finish([slot.layer])
+    elif reads_grad and slot.flying:
+        owner.gradients.finish([slot])
+    if reads_grad and slot.held and slot.gather is not None:
+        slot.gather.fold()
+    return slot
+
+
+def _observed_call(
+    slots: Sequence[Slot], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    with contextlib.ExitStack() as stack:
+        outside = [slot for slot in slots if slot.owner and stack.enter_context(slot.owner.reading(slot))]
+        stack.enter_context(torch._C.DisableTorchFunctionSubclass())
+        result = func(*args, **kwargs)
+        if outside and any(tensor.requires_grad for tensor in _tensors_in(result)):
+            for slot in outside:
+                slot.elsewhere = True
+        return result
+
+
+def claim(owner: Distributed, slots: Sequence[Slot]) -> None:
+    """Register the parameters of a distributed model, so that they can be found from a bare parameter."""
+    _owners[owner.key] = owner
+    for slot in slots:
+        _slots[id(slot.param)] = weakref.ref(slot, _forget(id(slot.param)))
+        slot.owner = owner
+
+
+def unclaim(owner: Distributed, slots: Sequence[Slot]) -> None:
+    """The model is not distributed any more: its parameters are plain ones."""
+    _owners.pop(owner.key, None)
+    for slot in slots:
+        reference = _slots.get(id(slot.param))
+        if reference is not None and reference() is slot:
+            del _slots[id(slot.param)]
+        slot.owner = None
+
+
+def owners_of(engine: Engine) -> list[Distributed]:
+    """The distributed models of this engine, in the order of `distribute`."""
+    # Taken at once: another thread may be distributing a model of its own job.
+    alive = [owner for reference in _owners.valuerefs() if (owner := reference()) is not None]
+    return sorted((owner for owner in alive if owner.engine is engine), key=lambda owner: owner.key)
+
+
+def _forget(key: int) -> Callable[[object], None]:
+    def gone(reference: object) -> None:
+        if _slots.get(key) is reference:  # the id may be another parameter's by now
+            del _slots[key]
+
+    return gone
+
+
+def slot_of(param: object) -> Slot | None:
+    """The slot of a parameter of a distributed model."""
+    reference = _slots.get(id(param))
+    return None if reference is None else reference()
+
+
+def owner_of(param: object) -> Distributed | None:
+    """The distributed model that a parameter belongs to."""
+    slot = slot_of(param)
+    return None if slot is None else slot.owner
+
+
+def defer(slot: Slot) -> None:
+    """From now on whoever uses this parameter waits for what is outstanding."""
+    if slot.swappable:
+        slot.param.__class__ = DeferredParameter
+
+
+def restore(slot: Slot) -> None:
+    """Nothing is outstanding any more, unless rows are held that ``.grad`` does not show."""
+    if slot.swappable and not slot.held:
+        slot.param.__class__ = nn.Parameter
+
+
+# Compiled code
+
+
+def _noted_compiled(key: int) -> bool:
+    """Called by dynamo while it traces a forward hook; the result becomes a constant of the compiled code.
+
+    Compiled code contains no hook, so nothing in it would wait. From now on this model's `step` waits for all averages.
+    """
+    for owner in [one() for one in _owners.valuerefs()] if key == ANY_OWNER else [_owners.get(key)]:
+        if owner is not None and owner.is_live():
+            owner.be_synchronous("its forward pass is compiled")
+    return True
+
+
+# As torch.compiler.assume_constant_result does, which would import dynamo, taking a second, into every program.
+_noted_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# torch 2.4 keeps the result in a global variable of the caller, by the name in the function's code. Not ours.
+note_compiled = _noted_compiled
+
+
+def compiled_outside(model: nn.Module) -> str | None:
+    """Why hooks on this model would not be called in Python, if so."""
+    for module in model.modules():
+        if getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule":
+            return "its forward pass is compiled"
+        if isinstance(module, torch.jit.ScriptModule):
+            return "a module of it is scripted"
+    return None
+
+
+# Who reads what, before the first step
+
+
+class Watch(TorchDispatchMode):
+    """Observes all forward passes until the first step: the order of layers, and readers that no wait would precede.
+
+    A parameter's memory is read *openly* while its own module runs, or within a call of torch that was given the
+    parameter object; the same will wait in later steps. Any other reader holds an alias: the innermost submodule that
+    is running becomes a `reader` of the layer, and waits for it in later steps; without one the parameter is eager.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Sequence[Layer], slots: Sequence[Slot], own: dict[int, list[Slot]]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._slots = slots
+        self._layers = layers
+        self._own = own  # by id of the module
+        self._running: list[nn.Module] = []
+        self._entered = False
+        self._active = True
+        self._order: list[Layer] = []
+        self._seen: set[Slot] = set()
+        self._open: Counter[Slot] = Counter()
+        self._readers: dict[nn.Module, dict[Layer, None]] = {}
+        self._by_storage: dict[int, list[Slot]] = {}
+        self._handles: list[RemovableHandle] = []
+        for module in model.modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                self._handles.append(module.register_forward_pre_hook(_marked(self._before), prepend=True))
+                self._handles.append(module.register_forward_hook(_marked(self._after), always_call=True))
+
+    def _before(self, module: nn.Module, args: object) -> None:
+        if torch.compiler.is_compiling() or not self._active:
+            return
+        check_forward(module)
+        if not self._running:
+            self._begin()
+        self._running.append(module)
+        for slot in self._own.get(id(module), ()):
+            self._enter_read(slot)
+
+    def _after(self, module: nn.Module, args: object, output: object) -> None:
+        if torch.compiler.is_compiling() or not self._running:
+            return
+        # An exception that is no Exception (Ctrl-C) skips these hooks on its way out.
+        while self._running.pop() is not module and self._running:
+            pass
+        for slot in self._own.get(id(module), ()):
+            self._open[slot] -= 1
+        if not self._running:
+            self._end()
+
+    def _begin(self) -> None:
+        self._open.clear()
+        self._by_storage.clear()
+        for slot in self._slots:
+            self._by_storage.setdefault(slot.param.untyped_storage().data_ptr(), []).append(slot)
+            slot.watched = True
+            defer(slot)
+        self._entered = True
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def _end(self) -> None:
+        if self._entered:
+            self._entered = False
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._unwatch()
+
+    def _unwatch(self) -> None:
+        for slot in self._slots:
+            slot.watched = False
+            if not slot.flying and slot.update is None:
+                restore(slot)
+
+    @contextlib.contextmanager
+    def reading(self, slot: Slot) -> Iterator[bool]:
+        """The duration of a call that was given the parameter object: the same call would wait in later steps.
+
+        Yields:
+            Whether the parameter's own module is not running.
+        """
+        outside = self._open[slot] <= 0
+        self._enter_read(slot)
+        try:
+            yield outside
+        finally:
+            self._open[slot] -= 1
+
+    def _enter_read(self, slot: Slot) -> None:
+        self._open[slot] += 1
+        self._note_read(slot)
+
+    def _note_hidden_read(self, slot: Slot) -> None:
+        """Nothing in later steps would tell of this read but the module that is running."""
+        if len(self._running) <= 1:  # the root, whose forward is the next forward
+            slot.eager = True
+            return
+        self._readers.setdefault(self._running[-1], {})[slot.layer] = None
+        self._note_read(slot)
+
+    def _note_read(self, slot: Slot) -> None:
+        if slot not in self._seen:
+            self._seen.add(slot)
+            if slot.layer not in self._order:
+                self._order.append(slot.layer)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Find parameters among the operands by their memory."""
+        if self._active:
+            for tensor in _tensors_in((args, kwargs)):
+                if type(tensor) in (Tensor, nn.Parameter, DeferredParameter) and tensor.layout is torch.strided:
+                    for slot in self._by_storage.get(tensor.untyped_storage().data_ptr(), ()):
+                        if self._open[slot] <= 0:
+                            self._note_hidden_read(slot)
+        return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Tells dynamo that compiled functions within the forward may run as usual: this mode only looks."""
+        return True
+
+    def stop(self) -> None:
+        """End the observation: the model turns out to be compiled. Hooks stay, because dynamo may be tracing them."""
+        self._active = False
+        self._unwatch()
+
+    def remove(self) -> None:
+        """End the observation at the first step."""
+        self.stop()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def readers(self) -> dict[nn.Module, list[Layer]]:
+        """By module, the layers that were read while it was the innermost that ran, where nothing else would wait."""
+        return {module: list(layers) for module, layers in self._readers.items()}
+
+    def decide(self) -> list[int]:
+        """Mark what nobody was seen to read as eager, and return each layer's place in the forward pass."""
+        for slot in self._slots:
+            # Nobody knows when it will be read, so it counts as needed first.
+            slot.eager = slot.eager or slot not in self._seen
+        first = {slot.layer.index for slot in self._slots if slot.eager and not slot.immediate}
+        places = {layer.index: place for place, layer in enumerate(self._order)}
+        for layer in self._layers:
+            layer.place = 0 if layer.index in first else places.get(layer.index, len(places))
+        return [layer.place for layer in self._layers]
+
+
+def _tensors_in(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))
+
+
+def _marked(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that patches.strip recognises as ours. A plain function, because dynamo inlines those."""
+
+    def penstock_hook(*arguments: Any) -> Any:
+        return hook(*arguments)
+
+    penstock_hook._penstock = True  # type: ignore[attr-defined]
+    return penstock_hook

@@ -1,0 +1,558 @@
+"""Layers whose averages every rank makes by itself: what each rank contributes, and the average of all contributions.
+
+The dense path (hooks.py) has the owners sum; here every rank gets every rank's contribution and sums by itself, in
+rank order, so that all come to the same bits. A contribution describes itself, and that is what makes this safe: it is
+in the scheme's own form (rows.py, error_feedback.py), or *dense*, the gradient itself, whenever this rank has one that
+does not fit that form. Both may meet in one exchange.
+
+Whatever this rank's ``.grad`` held before the backward counts as in DDP, but an earlier average, which all ranks hold,
+is not sent again: a contribution names it, and each rank adds its own copy.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError, ProtocolError
+from penstock.torch.model.layout import Layer, Slot
+from penstock.torch.reads.safety import defer
+
+if TYPE_CHECKING:
+    from penstock.torch.gradients.hooks import Gradients
+
+__all__ = [
+    "DENSE",
+    "OWN",
+    "Contribution",
+    "Gather",
+    "Part",
+    "changed_in_flight",
+    "computing_with",
+    "mark_average",
+    "sum_type",
+]
+
+WORD_BYTES = 8
+COMMON_WORDS = 4  # of a header; two more for each parameter
+OWN, DENSE = 1, 2
+
+
+class Contribution(NamedTuple):
+    """The header of one rank's part as it is on the wire; a body follows, which is read when needed.
+
+    Attributes:
+        form: `OWN`: as the scheme has it, `DENSE`, or 0: nothing.
+        mask: For which of the layer's parameters there is something, as bits.
+        rows: K, where rows are sent.
+        threads: With how many threads this rank computes.
+        bases: By parameter, the average that ``.grad`` held before and that is to be added, or 0.
+        sizes: By parameter, a count that the scheme's own form needs.
+    """
+
+    form: int
+    mask: int
+    rows: int
+    threads: int
+    bases: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def encode(self) -> list[int]:
+        """As words of the header."""
+        return [self.form, self.mask, self.rows, self.threads, *self.bases, *self.sizes]
+
+    @classmethod
+    def decode(cls, words: Sequence[int]) -> Contribution:
+        """From a header's words."""
+        form, mask, rows, threads, *others = words
+        half = len(others) // 2
+        return cls(form, mask, rows, threads, tuple(others[:half]), tuple(others[half:]))
+
+    def has(self, place: int) -> bool:
+        """Whether there is something for this parameter."""
+        return bool(self.mask >> place & 1)
+
+
+class Gather(ABC):
+    """One layer's exchange.
+
+    Attributes:
+        scheme: Its name.
+        slots: The layer's parameters that travel by it.
+        index: The number of its tensor in the book.
+        engaged: Whether the layer's gradients travel like this now; otherwise they go through the store.
+        rebuilt: Whether its averages are worth making in the background (rebuild.py).
+        rows: Rows of this rank's last contribution, where the scheme sends rows.
+        dense_sent: How often this rank had to send the gradient itself.
+        dense_reason: Why, the last time.
+    """
+
+    scheme: str
+    rebuilt = False
+
+    def __init__(
+        self, gradients: Gradients, index: int, layer: Layer, module: nn.Module, slots: Sequence[Slot]
+    ) -> None:
+        self.gradients = gradients
+        self.index = index
+        self.layer = layer
+        self.module = module
+        self.slots = slots
+        self.engaged = False
+        self.rows = 0
+        self.dense_sent = 0
+        self.dense_reason = ""
+        self.only_to: int | None = None  # the one rank that gets this rank's contributions, if not all do
+        self.seq = 0  # submissions
+        self.round = -1  # of the last one
+        self.pending = 0  # parameters that this backward has come to and that are not submitted, as bits
+        self._mine: Tensor | None = None  # the contribution in flight
+        self._threads = 0  # with which this rank computed when it contributed
+        self._averages: dict[Slot, Tensor | None] | None = None
+        self._bases: list[Tensor | None] = [None] * len(slots)  # set aside while autograd accumulates
+        self._why = ""
+
+    # What the schemes differ in
+
+    @property
+    @abstractmethod
+    def most_bytes(self) -> int:
+        """No contribution is longer than this."""
+
+    @abstractmethod
+    def packed(self) -> Tensor:
+        """This rank's contribution as bytes, and ``.grad`` left with nothing but an earlier average; see `taken`."""
+
+    @abstractmethod
+    def body_bytes(self, header: Contribution) -> int | None:
+        """Bytes behind a header of the scheme's own form; `None` if there can be no such header."""
+
+    @abstractmethod
+    def averages(self, parts: Sequence[Part], ranks: int) -> list[Tensor | None]:
+        """Of contributions of the scheme's own form, by rank, the sum divided by `ranks`, in the type of sums."""
+
+    @abstractmethod
+    def nothing_dense(self, slot: Slot) -> None:
+        """Autograd has come to the end of a parameter's uses, and there is no gradient for it to accumulate."""
+
+    # Most of what follows concerns schemes that keep something outside of ``.grad``.
+
+    def install(self) -> None:  # noqa: B027
+        """Prepare the module, when the scheme comes into use."""
+
+    def fold(self) -> None:  # noqa: B027
+        """Turn what is held outside of ``.grad`` into what would be in it."""
+
+    def drop(self, slot: Slot) -> None:  # noqa: B027
+        """``.grad`` was set or cleared: what is held for this parameter counts no more."""
+
+    def keep(self) -> None:  # noqa: B027
+        """A backward under no_sync has come to a parameter's end."""
+
+    def finished(self, average: Tensor) -> Tensor:
+        """An average as the module's gradients are: of its type and layout."""
+        return average
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether averages are sparse tensors."""
+        return False
+
+    # Bytes
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the gradients themselves."""
+        return sum(slot.param.numel() * slot.dtype.itemsize for slot in self.slots)
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes before a contribution's body."""
+        return WORD_BYTES * (COMMON_WORDS + 2 * len(self.slots))
+
+    # In
+
+    def wanted(self) -> int:
+        """The parameters that take a gradient at present, as bits."""
+        return sum(1 << place for place, slot in enumerate(self.slots) if slot.param.requires_grad)
+
+    def before(self, slot: Slot, grad: Tensor | None) -> None:
+        """Autograd has come to the end of a parameter's uses, with a dense gradient or without."""
+        slot.defined = grad is not None
+        if grad is None:
+            self.nothing_dense(slot)
+            return
+        if slot.flying or slot.update is not None:
+            self.gradients.clear_for_accumulation(slot)
+        if not self.gradients.quiet:
+            self._set_aside(slot)
+
+    def after(self, slot: Slot) -> None:
+        """A dense gradient has been accumulated."""
+        if not slot.defined:
+            return  # nothing was: `before` has done everything
+        slot.defined = False
+        if self.gradients.quiet:
+            slot.dirty = True
+            self.keep()
+        else:
+            self._why = self._why or "the parameter was used in another way than by its module's forward"
+            self.reached(slot)
+
+    def _set_aside(self, slot: Slot) -> None:
+        """An earlier average is not mixed with what comes now: all ranks have it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = slot.param.grad
+            if _average_in(grad) and _accumulates(slot.param):
+                self._bases[self.slots.index(slot)] = grad
+                slot.param.grad = None
+
+    def reached(self, slot: Slot) -> None:
+        """All that this backward has for a parameter is there."""
+        gradients = self.gradients
+        gradients.enter_task()
+        self.pending |= 1 << self.slots.index(slot)
+        if self.wanted() & ~self.pending == 0:
+            self.submit()
+
+    def abandon(self) -> None:
+        """What is on its way will not come: what is held of backwards that were not sent stays."""
+        self.pending = 0
+        self._mine = self._averages = None
+        self._bases = [None] * len(self.slots)
+
+    # Out
+
+    def submit(self) -> None:
+        """Take part in the layer's next exchange with all that there is."""
+        gradients = self.gradients
+        for slot in self.slots:
+            if slot.flying or slot.update is not None:
+                gradients.clear_for_accumulation(slot)
+        self.pending = 0
+        self.round = gradients.rounds
+        self.seq += 1
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            blob = self.packed()
+        token = gradients.engine.submit_gather(
+            gradients.id, self.index, blob.data_ptr(), blob.numel(), gradients.step, True, self.only_to
+        )
+        gradients.lent.tensors[token] = blob
+        self._mine, self._averages, self._threads = blob, None, torch.get_num_threads()
+        for slot in self.slots:
+            slot.token, slot.number = token, self.index
+            slot.flying = slot.assigned = True
+            slot.absent = slot.dirty = slot.held = False
+            slot.round = gradients.rounds
+            slot.memory = None
+            slot.via = self
+            defer(slot)
+        # What was in ``.grad`` before is added when the program asks: until then it may change it.
+        if self.rebuilt and all(slot.grad is None for slot in self.slots):
+            gradients.rebuilds.expect(self)
+
+    def submit_accumulated(self) -> None:
+        """Take part without a backward: with what was accumulated under no_sync, and nothing else that ``.grad`` has.
+
+        An earlier average is named as always: it is the average once more, unless others add to it.
+        """
+        own: list[tuple[Slot, Tensor]] = []
+        with torch._C.DisableTorchFunctionSubclass():
+            for slot in self.slots:
+                grad = slot.param.grad
+                if grad is not None and not slot.dirty and _average_in(grad) is None:
+                    own.append((slot, grad))
+                    slot.param.grad = None
+            self.submit()
+            for slot, grad in own:
+                slot.param.grad = grad
+                slot.kept, slot.assigned = True, False
+
+    def taken(self) -> tuple[Contribution, list[Tensor | None]]:
+        """What ``.grad`` holds beyond an earlier average, which alone is left there, and a header that names that."""
+        local: list[Tensor | None] = []
+        bases = [0] * len(self.slots)
+        mask = 0
+        for place, slot in enumerate(self.slots):
+            grad, base = slot.param.grad, self._bases[place]
+            self._bases[place] = None
+            if base is None and _average_in(grad):
+                grad, base = None, grad
+            if base is not None:
+                bases[place] = base._penstock_average[0]  # type: ignore[attr-defined]
+                if bases[place] == 0:
+                    base = None
+                    mask |= 1 << place  # zeros are a gradient, though nothing to add to
+            if grad is not None:
+                self._check(slot, grad)
+            local.append(grad)
+            slot.param.grad = slot.grad = base
+            slot.version = 0 if base is None else base._version
+        header = Contribution(0, mask, 0, torch.get_num_threads(), tuple(bases), (0,) * len(self.slots))
+        return header, local
+
+    def dense(self, header: Contribution, local: Sequence[Tensor | None], why: str) -> Tensor:
+        """A contribution of the gradients themselves; zeros where the header says that there is something.
+
+        Args:
+            header: As from `taken`.
+            local: By parameter.
+            why: For `dense_reason`.
+        """
+        self.dense_sent += 1
+        self.dense_reason = why
+        mask = header.mask
+        parts = []
+        for place, grad in enumerate(local):
+            if grad is not None:
+                mask |= 1 << place
+                parts.append(grad.to_dense().contiguous())
+            elif mask & 1 << place:
+                parts.append(torch.zeros_like(self.slots[place].param, memory_format=torch.contiguous_format))
+        return self.blob(header._replace(form=DENSE, mask=mask), parts)
+
+    def _check(self, slot: Slot, grad: Tensor) -> None:
+        if grad.dtype is not slot.dtype or grad.shape != slot.param.shape or grad.device.type != "cpu":
+            raise ConfigError(
+                f"the gradient of {slot.name} is {grad.dtype} {list(grad.shape)} on {grad.device}, but at "
+                f"penstock.distribute the parameter was {slot.dtype}, {slot.elems} elements, on the CPU. Convert the "
+                "model before",
+                layer=self.layer.name,
+            )
+
+    def blob(self, header: Contribution, parts: Sequence[Tensor]) -> Tensor:
+        """Header and body as bytes, in fresh memory."""
+        flat = [part.reshape(-1).view(torch.uint8) for part in parts if part.numel()]
+        head = torch.tensor(header.encode(), dtype=torch.int64).view(torch.uint8)
+        return torch.cat([head, *flat])
+
+    # Back
+
+    def land(self, slot: Slot) -> Tensor | None:
+        """The average of a parameter's gradient, all contributions being in. ``None`` where nobody had any.
+
+        Raises:
+            ConfigError: The ranks' ``.grad`` held different averages, or one was changed in flight.
+            ProtocolError: A contribution does not fit the layer.
+        """
+        slot.via = None
+        slot.number = slot.index
+        if self.rebuilt:
+            self.gradients.rebuilds.settle(self)
+        if self._averages is None:
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                self._averages = self._combined()
+        return self._averages.pop(slot)
+
+    def make_averages(self) -> None:
+        """In the background, all contributions being in, what `land` would do."""
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
+        self._averages = self._combined()
+
+    def made(self, slot: Slot) -> Tensor | None:
+        """The average of a parameter's gradient, if it is made, there is one, and it lies in memory as others do."""
+        average = None if self._averages is None else self._averages.get(slot)
+        return average if average is not None and average.layout is torch.strided else None
+
+    def _combined(self) -> dict[Slot, Tensor | None]:
+        mask, averages = self.summed()
+        self._mine = None
+        return {slot: self._on_base(slot, averages[place], mask >> place & 1) for place, slot in enumerate(self.slots)}
+
+    def summed(self) -> tuple[int, list[Tensor | None]]:
+        """Of all contributions: for which parameters there is something, as bits, and the averages."""
+        engine, book = self.gradients.engine, self.gradients.id
+        lengths = engine.gathered(book, self.index)
+        parts = [Part(self, rank, length) for rank, length in enumerate(lengths) if length is not None]
+        self._check_bases(parts)
+        mask = 0
+        for part in parts:
+            mask |= part.header.mask
+        with computing_with(min(part.header.threads for part in parts)):
+            own = [part for part in parts if part.header.form == OWN]
+            averages: list[Tensor | None] = [None] * len(self.slots)
+            if own:
+                averages = self.averages(own, len(parts))
+            for part in parts:
+                for place, dense in part.dense():
+                    before = averages[place]
+                    dense.div_(len(parts))
+                    averages[place] = dense if before is None else dense.add_(before)  # which may be sparse
+        engine.drop_gathered(book, self.index)
+        return mask, averages
+
+    def _on_base(self, slot: Slot, average: Tensor | None, present: int) -> Tensor | None:
+        base = slot.grad
+        if base is not None and base._version != slot.version:
+            raise changed_in_flight(slot, self.gradients.step)
+        if not present and base is None:
+            return None
+        if average is None or not present:
+            if base is None:
+                average = torch.zeros(slot.param.shape, dtype=slot.dtype)
+                return mark_average(self.finished(average), self.seq)
+            return mark_average(base.clone(), self.seq)
+        if base is not None:
+            average = base + average.to(slot.dtype) if base.layout is not torch.strided else average.add_(base)
+        return mark_average(self.finished(average.to(slot.dtype)), self.seq)
+
+    def _check_bases(self, parts: Sequence[Part]) -> None:
+        first = parts[0]
+        for part in parts:
+            if part.header.bases != first.header.bases:
+                raise ConfigError(
+                    f"{self.layer.name} sends {self.scheme}, and before this backward .grad held another average on "
+                    f"rank {part.rank} than on rank {first.rank}. Call zero_grad on all ranks alike, or let this layer "
+                    "use the store: penstock.distribute(..., schemes={" + repr(self.layer.name) + ": 'store'})",
+                    rank=part.rank,
+                    layer=self.layer.name,
+                    step=self.gradients.step,
+                )
+
+    # Switching
+
+    def engage(self, engaged: bool) -> None:
+        """Use this scheme from the next backward on, or the store. All ranks do it between the same two backwards."""
+        if engaged and not self.engaged:
+            self.install()
+        elif self.engaged and not engaged:
+            self.fold()
+        self.engaged = engaged
+
+    def resume(self, seq: int) -> None:
+        """After a join: go on at the seq that the ranks have agreed on. Averages of before are not known to all."""
+        self.seq = seq
+        with torch._C.DisableTorchFunctionSubclass():
+            for slot in self.slots:
+                if _average_in(slot.param.grad):
+                    del slot.param.grad._penstock_average  # type: ignore[union-attr]
+
+
+class Part:
+    """One rank's contribution, read from the engine or, this rank's own, from where it was packed.
+
+    Attributes:
+        rank: Whose.
+        header: What it says of itself.
+    """
+
+    def __init__(self, gather: Gather, rank: int, len_bytes: int, index: int | None = None) -> None:
+        self._gather = gather
+        self._index = gather.index if index is None else index
+        self.rank = rank
+        self._own = rank == gather.gradients.rank
+        self._len_bytes = len_bytes
+        if len_bytes < gather.header_bytes:
+            raise self.wrong()
+        words = self.read(0, torch.empty(gather.header_bytes // WORD_BYTES, dtype=torch.int64))
+        self.header = Contribution.decode(words.tolist())
+        header, count = self.header, len(gather.slots)
+        if header.form not in (0, OWN, DENSE) or header.threads < 1 or not 0 <= header.mask < 1 << count:
+            raise self.wrong()
+        body: int | None = 0
+        if header.form == DENSE:
+            body = sum(
+                slot.param.numel() * slot.dtype.itemsize for place, slot in enumerate(gather.slots) if header.has(place)
+            )
+        elif header.form == OWN:
+            body = gather.body_bytes(header)
+        if body is None or len_bytes != gather.header_bytes + body:
+            raise self.wrong()
+
+    def wrong(self) -> ProtocolError:
+        """The error that says that this contribution does not fit the layer."""
+        layer, step = self._gather.layer.name, self._gather.gradients.step
+        return ProtocolError(
+            f"rank {self.rank} sent {self._len_bytes} bytes for {layer} in step {step} that are no "
+            f"{self._gather.scheme} of it; do all ranks run the same version of the program and of Penstock?",
+            rank=self.rank,
+            layer=layer,
+            step=step,
+        )
+
+    def read(self, offset: int, into: Tensor) -> Tensor:
+        """Fill a tensor from the contribution's bytes."""
+        len_bytes = into.numel() * into.element_size()
+        if len_bytes == 0:
+            return into
+        gather = self._gather
+        if self._own:
+            assert gather._mine is not None  # kept since the submission
+            into.view(-1).view(torch.uint8).copy_(gather._mine[offset : offset + len_bytes])
+        else:
+            gradients = gather.gradients
+            gradients.engine.read_gathered(gradients.id, self._index, self.rank, offset, into.data_ptr(), len_bytes)
+        return into
+
+    def dense(self) -> Iterator[tuple[int, Tensor]]:
+        """Its gradients, if it sent those, by parameter, in the type of sums."""
+        offset = self._gather.header_bytes
+        if self.header.form != DENSE:
+            return
+        for place, slot in enumerate(self._gather.slots):
+            if self.header.has(place):
+                dense = self.read(offset, torch.empty(slot.param.shape, dtype=slot.dtype))
+                offset += dense.numel() * dense.element_size()
+                yield place, dense.to(sum_type(slot.dtype))
+
+
+def changed_in_flight(slot: Slot, step: int) -> ConfigError:
+    """The error that says that somebody wrote a gradient before its average was there."""
+    return ConfigError(
+        f"the gradient of {slot.name} was changed in place while its average was still being computed. If the model is "
+        "wrapped in DistributedDataParallel, too (DDP(model), Accelerate's prepare, the Trainer of transformers), use "
+        "one of the two. Otherwise call penstock.synchronize(optimizer) before changing gradients through other "
+        "references than .grad",
+        layer=slot.layer.name,
+        step=step,
+    )
+
+
+def sum_type(dtype: torch.dtype) -> torch.dtype:
+    """Half types are summed in single precision, as by the engine."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def mark_average(grad: Tensor, seq: int) -> Tensor:
+    """Remember in the gradient itself which average it is: all ranks hold it. 0: it is zero."""
+    grad._penstock_average = (seq, grad._version)  # type: ignore[attr-defined]
+    return grad
+
+
+def is_cleared(grad: Tensor | None) -> bool:
+    """Whether ``.grad`` is as `zero_grad` leaves it, and not an average, nor what a backward accumulated."""
+    return grad is None or (_average_in(grad) or (-1,))[0] == 0
+
+
+def _average_in(grad: Tensor | None) -> tuple[int, int] | None:
+    """Which average ``.grad`` holds, unless it was changed since."""
+    marked: tuple[int, int] | None = getattr(grad, "_penstock_average", None)
+    return marked if marked is not None and grad is not None and marked[1] == grad._version else None
+
+
+def _accumulates(param: Tensor) -> bool:
+    """In a hook of the parameter: whether autograd is about to add to ``.grad``, and not to return what it has."""
+    try:
+        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(param).node))
+    except RuntimeError:  # torch.autograd.grad of this parameter
+        return False
+
+
+@contextmanager
+def computing_with(threads: int) -> Iterator[None]:
+    """A product's bits may depend on the number of threads that share it: all ranks take the smallest."""
+    mine = torch.get_num_threads()
+    if threads == mine:
+        yield
+        return
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(mine)

@@ -1,0 +1,116 @@
+"""Averages that every rank makes by itself, made while the program computes.
+
+A layer that sends rows has its averages rebuilt on every rank, in a product as large as the layer's own (factors.py) or
+a sum of rows (pairs.py). The contributions are all in long before the next forward pass needs the layer, as fully
+connected layers come first in backward: so a thread beside the program's makes the averages then. Which thread it was
+shows in no bit: the number of compute threads is what the ranks agreed on, as for the program's own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.torch.runtime import background
+
+if TYPE_CHECKING:
+    from penstock.torch.gradients.hooks import Gradients
+    from penstock.torch.schemes.gather import Gather
+
+__all__ = ["Rebuilds"]
+
+ROWS_WAIT_S = 0.1
+"""How long the background waits for contributions before it looks whether they are still wanted."""
+
+
+class Rebuilds:
+    """The averages of one model that are to be made in the background.
+
+    Args:
+        gradients: Where the contributions come in.
+
+    Attributes:
+        turn: Held by the background's thread while it makes averages, and by the program's to wait for that.
+        made: Set whenever an average has been made; whoever waits for that clears it before it looks.
+    """
+
+    def __init__(self, gradients: Gradients) -> None:
+        self.turn = background.Turn()
+        self.made = threading.Event()
+        self._gradients = gradients
+        # Both threads remove from it; whoever succeeds makes that layer's averages.
+        self._coming: list[Gather] = []
+        self._making: Gather | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether more averages may be made without the program."""
+        return bool(self._coming) or self._making is not None
+
+    def expect(self, gather: Gather) -> None:
+        """This rank has contributed to a layer's exchange: make its averages once all others have."""
+        # Without the turn, or backward would wait for averages.
+        self._coming.append(gather)
+        if len(self._coming) == 1:
+            background.REBUILDS.give(self)
+
+    def settle(self, gather: Gather) -> None:
+        """The program needs the averages now: either they are made when this returns, or the background will not."""
+        if not self._claim(gather) and self._making is gather:
+            with self.turn:
+                pass
+
+    def abandon(self) -> None:
+        """Nobody needs the averages any more: returns when none is being made."""
+        self._coming.clear()
+        with self.turn:
+            pass
+
+    def _claim(self, gather: Gather) -> bool:
+        try:
+            self._coming.remove(gather)
+        except ValueError:
+            return False
+        return True
+
+    def work(self) -> bool | Callable[[], bool]:
+        """For the background: the averages of the layer that the next forward pass needs first."""
+        engine, book, coming = self._gradients.engine, self._gradients.id, self._coming
+        gathers = list(coming)
+        if not gathers:
+            return False
+        parts = [(gather.index, gather.most_bytes) for gather in gathers]
+        try:
+            arrived = engine.arrived(book, [index for index, _ in parts])
+            ready = [gather for gather, (_, whole), have in zip(gathers, parts, arrived, strict=True) if have >= whole]
+            if ready:
+                self._make(min(ready, key=_by_place_in_forward))
+                return True
+        except Exception:  # noqa: BLE001  the program comes to the same error where it needs the averages
+            coming.clear()
+            return False
+
+        def wait() -> bool:
+            if engine.wait_arrived(book, parts, ROWS_WAIT_S) is None:
+                coming.clear()  # the job has failed, or ended: the program's own calls will tell
+                return False
+            return True
+
+        return wait
+
+    def _make(self, gather: Gather) -> None:
+        self._making = gather  # before it is claimed: the program finds it in one place or the other
+        try:
+            if self._claim(gather):
+                with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                    gather.make_averages()
+        finally:
+            self._making = None
+            self.made.set()
+
+
+def _by_place_in_forward(gather: Gather) -> int:
+    return gather.layer.place

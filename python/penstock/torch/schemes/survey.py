@@ -1,0 +1,259 @@
+"""Which layers may send what their gradients are made of, and which of them are told to.
+
+The gradient of `nn.Linear` is dY^T X: K rows of X and dY are its *sufficient factors* (Poseidon section 3.2, after
+Xie et al.'s SFB). That of `nn.Embedding` is zero but for the rows that were looked up: *pairs* of an index and a
+row. Both are exact where the module's own forward is all that reads the weight, and where nobody wants to see the local
+gradient on its way; for all other layers `why_dense` says why not.
+
+Lossy, and so for users to ask for, are halves on the wire (`WIRE_TYPES`): they fit every layer with gradients in fp32.
+Every layer can also travel by one of the collectives (docs/summation.md), which the coordinator chooses only if it may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from penstock._native import COLLECTIVES
+from penstock.errors import ConfigError
+from penstock.lossy import BY_NAME, DGC, LossyScheme, OneBit, parse
+from penstock.torch.model.layout import CODES
+from penstock.torch.reads.safety import DeferredParameter
+
+__all__ = [
+    "SCHEMES",
+    "WIRE_TYPES",
+    "Schemes",
+    "book_scheme",
+    "choose",
+    "common_reason",
+    "foreign_hooks",
+    "gather_scheme",
+    "survey",
+    "why_dense",
+    "why_exact",
+]
+
+WIRE_TYPES = {"bf16": "bf16", "fp16": "f16"}
+"""Lossy schemes: the store, and fp32 gradients that are rounded on the wire; with the engine's name of that type."""
+SCHEMES = ("store", "factors", "pairs", "adam", *COLLECTIVES, *WIRE_TYPES, *BY_NAME)
+"""Collectives are exact and for the asking. They beat the store where few ranks would own all there is to send, as in a
+call or a layer of few slices. A model has many layers, whose owners take turns: where these are on the wire together,
+the store's bytes are spread as well."""
+
+Schemes: TypeAlias = Mapping[str, "str | LossyScheme"]
+"""Patterns of layer names, and for each what these layers use, by name or, if it has options, as an object."""
+
+_PLAIN: dict[str, type[nn.Module]] = {"factors": nn.Linear, "pairs": nn.Embedding}
+_FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def gather_scheme(module: nn.Module) -> str | None:
+    """``factors`` for `nn.Linear`, ``pairs`` for `nn.Embedding`, subclasses included, and ``None`` for all else."""
+    return next((scheme for scheme, plain in _PLAIN.items() if isinstance(module, plain)), None)
+
+
+def book_scheme(scheme: str) -> tuple[str, str | None] | None:
+    """For schemes that a book fixes: the engine's scheme, and the type on the wire if it is not the gradient's."""
+    if scheme in WIRE_TYPES:
+        return "store", WIRE_TYPES[scheme]
+    return (scheme, None) if scheme in COLLECTIVES else None
+
+
+def why_dense(module: nn.Module, model: nn.Module | None = None) -> str | None:
+    """Why the gradients of a module's own parameters must travel as they are, in the store.
+
+    Args:
+        module: The module.
+        model: The model it is in, as it was given to `penstock.distribute`. Without it, what only the whole model shows
+            (a shared weight, compiled surroundings) is not looked at.
+
+    Returns:
+        A clause such as ``its weight is also that of head``, or ``None`` if the module's `gather_scheme` is exact.
+
+    Example:
+        >>> why_dense(nn.Conv2d(3, 8, 3))
+        'it is a Conv2d; only nn.Linear and nn.Embedding have a shorter form'
+    """
+    scheme = gather_scheme(module)
+    if scheme is None:
+        return f"it is a {type(module).__name__}; only nn.Linear and nn.Embedding have a shorter form"
+    reason = _why_module(module, _PLAIN[scheme]) or _why_parameters(module)
+    return reason if reason is not None or model is None else _Survey(model).why_dense(module)
+
+
+def _why_module(module: nn.Module, plain: type[nn.Module]) -> str | None:
+    if parametrize.is_parametrized(module):
+        return "its weight is computed by a parametrization"
+    if module._parameters.get("weight") is None:
+        return "its weight is computed from other parameters (weight norm, spectral norm)"
+    if type(module) is not plain and not hasattr(type(module), "send_rows_to"):
+        return f"it is a {type(module).__name__}, whose forward may read the weight otherwise than nn.{plain.__name__}"
+    if "forward" in module.__dict__ and not getattr(module.__dict__["forward"], "_penstock", False):
+        return "its forward has been replaced"
+    if isinstance(module, nn.Embedding):
+        if module.max_norm is not None:
+            return "max_norm changes its weight during the forward pass"
+        if module.scale_grad_by_freq:
+            return "scale_grad_by_freq divides by how often an index occurs in the local batch"
+    return None
+
+
+def _why_parameters(module: nn.Module) -> str | None:
+    for name, param in module.named_parameters(recurse=False):
+        if name not in ("weight", "bias"):
+            return f"it has another parameter, {name}"
+        if not param.requires_grad:
+            return f"its {name} is frozen"
+        if param.dtype not in _FLOATING:
+            return f"its {name} has type {param.dtype}"
+        if type(param) not in (nn.Parameter, DeferredParameter):
+            return f"its {name} is a {type(param).__name__}"
+        if not param.is_contiguous() or param.numel() == 0:
+            return f"its {name} is empty or not contiguous"
+        if param.untyped_storage().nbytes() != param.numel() * param.element_size():
+            return f"its {name} is a part of a larger tensor"
+        if foreign_hooks(param):
+            return f"a hook on its {name} wants to see the local gradient"
+    return None
+
+
+def foreign_hooks(param: Tensor) -> bool:
+    """Whether somebody else than Penstock has put a hook on a parameter's gradient."""
+    tables = (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None))
+    return any(not getattr(hook, "_penstock", False) for table in tables if table for hook in table.values())
+
+
+class _Survey:
+    """What only a whole model shows, looked up once for all of its modules."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._users: dict[int, list[tuple[nn.Module, str]]] = {}  # by address of a tensor's storage
+        self._unwatched: dict[int, str] = {}  # by id of the module: why its forward is not called in Python
+        for path, module in model.named_modules():
+            for _, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                self._users.setdefault(tensor.untyped_storage().data_ptr(), []).append((module, path or "the model"))
+            if getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule":
+                self._unwatched.update((id(part), "its forward pass is compiled") for part in module.modules())
+            elif isinstance(module, torch.jit.ScriptModule):
+                self._unwatched.update((id(part), "its forward pass is scripted") for part in module.modules())
+
+    def why_dense(self, module: nn.Module) -> str | None:
+        for name, param in module.named_parameters(recurse=False):
+            for other, path in self._users.get(param.untyped_storage().data_ptr(), ()):
+                if other is not module:
+                    return f"its {name} is also that of {path}"
+        return self._unwatched.get(id(module))
+
+
+def survey(model: nn.Module, modules: Sequence[nn.Module]) -> list[str | None]:
+    """`why_dense` of many modules of one model."""
+    whole = _Survey(model)
+    return [why_dense(module) or whole.why_dense(module) for module in modules]
+
+
+def common_reason(reasons: Sequence[str | None]) -> str | None:
+    """One reason for all ranks: that of the first that has one."""
+    if len(set(reasons)) == 1:
+        return reasons[0]
+    return next((f"{why} (on rank {rank})" for rank, why in enumerate(reasons) if why), None)
+
+
+def why_exact(module: nn.Module, params: Sequence[Tensor], scheme: LossyScheme) -> str | None:
+    """Why a layer cannot use a lossy scheme, or `None` if it can.
+
+    Args:
+        module: The module.
+        params: Those of its parameters that count for it: a tied one counts where it is registered first.
+        scheme: The scheme.
+    """
+    strange = next((param.dtype for param in params if param.dtype not in _FLOATING), None)
+    if strange is not None:
+        return f"it has a parameter of type {strange}"
+    if isinstance(scheme, OneBit):
+        if not isinstance(module, nn.Linear):
+            return f"it is a {type(module).__name__}, and 1bit is for nn.Linear"
+        weight = module._parameters.get("weight")
+        if weight is None:
+            return "its weight is computed from other parameters"
+        if all(param is not weight for param in params):
+            return "its weight is that of another layer, too, and counts there"
+    elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+        return "its gradients are sparse; pairs sends them exactly"
+    return None
+
+
+def choose(
+    names: Sequence[str],
+    modules: Sequence[nn.Module],
+    reasons: Sequence[str | None],
+    schemes: Schemes,
+    params: Sequence[Sequence[Tensor]] | None = None,
+) -> list[str | LossyScheme]:
+    """What a user's patterns say of each layer.
+
+    Args:
+        names: The layers' names, which are paths in the model.
+        modules: The modules they are.
+        reasons: What `why_dense` says of each.
+        schemes: Patterns as in `fnmatch`, and what the layers they match shall use. The first that matches decides.
+        params: The parameters that count for each layer. By default all of the module's own.
+
+    Returns:
+        A scheme for each layer, lossy ones with their options. A layer that cannot use what its pattern says, but was
+        matched together with one that can, uses the store.
+
+    Raises:
+        ConfigError: There is no such scheme, no layer matches a pattern, or none that matches can use the scheme.
+    """
+    chosen: list[str | LossyScheme] = ["store"] * len(names)
+    open_layers = set(range(len(names)))
+    owned = [list(module.parameters(recurse=False)) for module in modules] if params is None else params
+    for pattern, given in schemes.items():
+        scheme = parse(given) or given
+        if not isinstance(pattern, str) or not (
+            scheme in SCHEMES if isinstance(scheme, str) else isinstance(scheme, (OneBit, DGC))
+        ):
+            raise ConfigError(
+                f"penstock.distribute: schemes={{{pattern!r}: {given!r}}}: a pattern of layer names and one of "
+                f"{', '.join(SCHEMES)} is expected, or an object such as ps.DGC(density=0.01)"
+            )
+        matched = [index for index, name in enumerate(names) if fnmatchcase(name, pattern)]
+        if not matched:
+            raise ConfigError(
+                f"penstock.distribute: schemes: no layer matches {pattern!r}; the layers are {_shortened(names)}"
+            )
+        refused = {index: _why_not(modules[index], reasons[index], scheme, owned[index]) for index in matched}
+        if all(refused.values()):
+            why = "; ".join(f"{names[index]}: {reason}" for index, reason in list(refused.items())[:3])
+            name = scheme if isinstance(scheme, str) else scheme.name
+            raise ConfigError(f"penstock.distribute: schemes: no layer of {pattern!r} can use {name}: {why}")
+        for index in matched:
+            if index in open_layers and refused[index] is None:
+                chosen[index] = scheme
+        open_layers.difference_update(matched)
+    return chosen
+
+
+def _why_not(module: nn.Module, reason: str | None, scheme: str | LossyScheme, params: Sequence[Tensor]) -> str | None:
+    if scheme == "store" or scheme in COLLECTIVES:
+        return None
+    if scheme in WIRE_TYPES:
+        types = {param.dtype: CODES.get(param.dtype, ("",))[0] for param in module.parameters(recurse=False)}
+        return None if "f32" in types.values() else f"{scheme} is for fp32 gradients, and these are {_shortened(types)}"
+    if not isinstance(scheme, str):
+        return why_exact(module, params, scheme)
+    rows = "factors" if scheme == "adam" else scheme
+    if gather_scheme(module) != rows:
+        return f"it is a {type(module).__name__}, and {scheme} is for nn.{_PLAIN[rows].__name__}"
+    return reason
+
+
+def _shortened(names: Iterable[object], most: int = 12) -> str:
+    texts = [str(name) for name in names]
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")

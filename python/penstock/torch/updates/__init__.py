@@ -1,0 +1,6 @@
+"""Updates out, layer by layer as averages arrive.
+
+optimizer  `step` takes the gradients and returns      separable  whether an optimizer can be split
+partial    large updates as their averages come in     pieces     calls of an optimizer for pieces
+whole      what a step has overwritten, until it is whole
+"""

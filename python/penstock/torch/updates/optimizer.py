@@ -1,0 +1,526 @@
+"""Updates out: `step` takes the gradients and returns; each layer's update is applied when its averages are in.
+
+Any optimizer that treats its parameters one by one can be applied layer by layer: for one call its ``param_groups``
+hold only these layers' parameters, with the hyperparameters of the time of `step`, and the class's own ``step`` is
+called. Whether an optimizer is of that kind is tried on a few tiny tensors (separable.py); the others get all
+gradients at once. Large parameters of optimizers that treat even every element by itself are updated in pieces, as
+their averages come in, by a thread beside the program's (partial.py, pieces.py, background.py).
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.hooks import RemovableHandle
+
+from penstock.errors import ConfigError
+from penstock.torch.gradients.hooks import Gradients
+from penstock.torch.model.layout import Layer, Slot
+from penstock.torch.reads.safety import defer, restore, slot_of
+from penstock.torch.release import settled
+from penstock.torch.schemes.gather import mark_average
+from penstock.torch.updates.partial import PartialUpdates
+from penstock.torch.updates.separable import as_if_in_step, separable, snapshot, unhooked_step
+from penstock.torch.updates.whole import StepLog, open_steps
+from penstock.warning import warn
+
+if TYPE_CHECKING:
+    from penstock.torch.distribute import Distributed
+
+__all__ = ["Updates", "zero_grads"]
+
+LAYERS_PER_LOOK = 16
+
+_outside_of_dynamo: Callable[..., Any] = torch._disable_dynamo  # type: ignore[attr-defined]
+
+
+class Updates:
+    """The pending updates of one optimizer.
+
+    Args:
+        owner: The distributed model.
+        optimizer: Its optimizer, which is patched: `step`, `zero_grad` and whatever reads its state.
+    """
+
+    def __init__(self, owner: Distributed, optimizer: Optimizer) -> None:
+        self._owner = owner
+        self.engine = owner.engine
+        self.optimizer = optimizer
+        self.log = StepLog(owner.engine, optimizer) if owner.whole_steps else None
+        self._taken: list[Layer] = []  # of the last step
+        self._released = False
+        self._gradients: Gradients = owner.gradients
+        self._waiting: dict[Layer, list[Slot]] = {}
+        self._groups: list[dict[str, Any]] = []  # hyperparameters at the time of step
+        self._round_used = 0  # the last synchronisation that a step has used
+        self._writes_gradients = True  # until a step has been seen not to
+        self._warned = False
+        self._separable = separable(optimizer)
+        self._class_step = unhooked_step(type(optimizer)) if self._separable is None else None
+        self._previous_step: Callable[..., Any] = _own_step(optimizer)
+        self._partial = PartialUpdates(optimizer, self._gradients, separable=self._separable is None, log=self.log)
+        self._unpatched: dict[str, Any] = {}  # what the optimizer itself had where ours is now
+        self._patches: dict[str, Any] = {}
+        self._handles: list[RemovableHandle] = []
+        self._patch()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an update is outstanding."""
+        return bool(self._waiting)
+
+    # step
+
+    @settled
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Take the gradients of this moment, and return; see the module."""
+        self._owner.ending.raise_if_lost()
+        optimizer = self.optimizer
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
+        self._owner.before_step()
+        self.finish_all()
+        whole = self._reason_for_whole(closure)
+        if whole is not None or args or kwargs:
+            return self._step_whole(whole, closure, *args, **kwargs)
+        with torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
+            for pre_hook in _hooks(torch_optimizer._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks):
+                if pre_hook(optimizer, (), {}) is not None:
+                    raise ConfigError(
+                        "an optimizer step pre-hook that changes the arguments of step cannot be used with penstock"
+                    )
+            self._take_part()
+            with self._partial.turn:
+                self._take_gradients()
+            optimizer._optimizer_step_code()
+            for post_hook in _hooks(optimizer._optimizer_step_post_hooks, torch_optimizer._global_optimizer_post_hooks):
+                post_hook(optimizer, (), {})
+        self._owner.after_step()
+        return None
+
+    def _reason_for_whole(self, closure: object) -> str | None:
+        """Why this step needs all gradients at once; empty if that is nothing to warn of."""
+        if closure is not None:
+            return "step is given a closure"
+        if self._separable is not None:
+            return self._separable
+        if self._owner.synchronous is not None:
+            return self._owner.synchronous
+        if not self._owner.observed:
+            return ""  # the first step: who reads what is decided now
+        # What surrounds this call would not surround a later one.
+        return "" if torch.is_autocast_enabled("cpu") or torch.is_inference_mode_enabled() else None
+
+    def _step_whole(self, reason: str | None, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
+        if reason and not self._warned:
+            self._warned = True
+            warn(
+                f"penstock: every step of {type(self.optimizer).__name__} waits for all averages, because {reason}. "
+                "Communication overlaps the backward pass only",
+                rank=self._gradients.rank,
+            )
+        if closure is None:
+            self._take_part()
+        self._gradients.finish(self._gradients.slots)
+        if open_steps(self.engine):
+            self._owner.finish_everything()  # what is pending elsewhere began before: undone, it would take this along
+        given = [(p, p.grad) for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
+        if any(slot_of(param) is None and param.numel() for param, _ in given):
+            self._owner.check_optimizer(self.optimizer)
+        grads = [(grad, grad._version) for _, grad in given]
+        arguments = args if closure is None else (closure, *args)
+        result = self._previous_step(*arguments, **kwargs)
+        if closure is None and grads:
+            self._writes_gradients = any(grad._version != version for grad, version in grads)
+        self._round_used = self._gradients.closed
+        self._gradients.step += 1
+        self._owner.after_step()
+        return result
+
+    def _take_part(self) -> None:
+        """Make sure that this rank has taken part in a synchronisation since the last step."""
+        gradients = self._gradients
+        gradients.close()
+        if gradients.closed == self._round_used:
+            gradients.close_without_backward()
+            # Whether what this rank keeps is the gradient, the other ranks decide.
+            params = (param for group in self.optimizer.param_groups for param in group["params"])
+            gradients.finish([slot for param in params if (slot := slot_of(param)) is not None and slot.kept])
+        self._round_used = gradients.closed
+
+    def _take_gradients(self) -> None:
+        gradients = self._gradients
+        self._groups = [snapshot(group) for group in self.optimizer.param_groups]
+        taken: list[Slot] = []
+        final: list[Slot] = []
+        with torch._C.DisableTorchFunctionSubclass():
+            for number, group in enumerate(self.optimizer.param_groups):
+                for place, param in enumerate(group["params"]):
+                    slot = slot_of(param)
+                    if slot is None:
+                        if param.grad is not None and param.numel():
+                            self._owner.check_optimizer(self.optimizer)
+                        continue  # nothing to update
+                    if not (slot.flying and slot.assigned):
+                        # Final, changed or removed by the caller: the step uses what is there.
+                        if param.grad is None:
+                            continue
+                        if slot.flying:
+                            gradients.finish([slot])
+                        slot.grad, slot.version, slot.assigned = param.grad, param.grad._version, True
+                        defer(slot)
+                        final.append(slot)
+                    slot.group, slot.place, slot.update, slot.zero_after = number, place, self, False
+                    taken.append(slot)
+        taken.sort(key=_by_place_in_forward)
+        for slot in taken:
+            self._waiting.setdefault(slot.layer, []).append(slot)
+        self._taken = list(self._waiting)
+        if self.log is not None and taken:
+            self.log.begin()
+        # A graph made before this step must not be used after it: say so at the time the plain optimizer would.
+        _increment_versions([slot.param for slot in taken])
+        gradients.step += 1
+        self._partial.open(taken, self._groups, clone=self._writes_gradients)
+        now = [slot.layer for slot in taken if slot.immediate]
+        if final:
+            # There is nothing to wait for, and a program that sets gradients by hand may write them again at once.
+            in_flight = {slot.layer for slot in taken if slot.flying}
+            now += [slot.layer for slot in final if slot.layer not in in_flight]
+        if now or len(self._arrived(())) == len(self._waiting):
+            self.finish(now)
+        self._partial.hand_over()
+
+    # Applying
+
+    @settled
+    def finish(self, needed: Iterable[Layer]) -> None:
+        """Apply the updates of these layers, waiting for their averages, and in the same call those of all that are in.
+
+        Raises:
+            PeerLost: A rank was lost; the update stays outstanding.
+            Timeout: The averages did not come in time.
+        """
+        with self._partial.turn:
+            self._partial.raise_failure()
+            self._finish(dict.fromkeys(layer for layer in needed if layer in self._waiting))
+
+    def _finish(self, wanted: dict[Layer, None]) -> None:
+        # Parameters of the same memory are updated in one call, in the optimizer's order: in the order in which their
+        # averages happen to come, the ranks' bits would differ.
+        together = any(slot.immediate for layer in wanted for slot in layer.slots)
+        ready = self._arrived(wanted)
+        while late := [layer for layer in wanted if layer in self._waiting and layer not in ready]:
+            # This thread would only wait; and whatever is in by now has to be applied before the pass is over.
+            ready = ready or ({} if together else self._arrived(wanted, everywhere=True))
+            if together or not (ready or self._partial.advance(late)):
+                self._gradients.wait([slot for layer in late for slot in self._waiting[layer] if slot.flying])
+                ready = {**ready, **self._arrived(wanted), **dict.fromkeys(late)}
+                break
+            self._apply_layers(ready)
+            ready = {}
+        self._apply_layers(ready)
+
+    def _apply_layers(self, layers: Collection[Layer]) -> None:
+        if self.log is not None and len(layers) == len(self._waiting):
+            self.log.end()
+        slots = [slot for layer in layers for slot in self._waiting.pop(layer)]
+        if slots:
+            self._apply(slots)
+            self._gradients.lent.collect()
+
+    def finish_if_waiting(self, needed: Iterable[Layer]) -> None:
+        """As `finish`, but only if one of these layers is outstanding."""
+        if self._waiting and any(layer in self._waiting for layer in needed):
+            self.finish(needed)
+
+    def finish_all(self) -> None:
+        """Apply everything."""
+        if self._waiting:
+            self.finish(list(self._waiting))
+
+    def _arrived(self, wanted: Container[Layer], *, everywhere: bool = False) -> dict[Layer, None]:
+        """Layers whose averages are in, without waiting, in the order of the forward pass.
+
+        Of layers that are not wanted now only those without pieces left, which the background sees to.
+
+        Looks ahead in strides and, unless it shall look everywhere, ends at the first stride with a layer that is not
+        in: what comes later in the forward pass mostly arrives later, and a look at everything before every layer would
+        cost the square of their number.
+        """
+        gradients = self._gradients
+        arrived: dict[Layer, None] = {}
+        layers = list(self._waiting)
+        for start in range(0, len(layers), LAYERS_PER_LOOK):
+            stride = layers[start : start + LAYERS_PER_LOOK]
+            flying = [slot.number for layer in stride for slot in self._waiting[layer] if slot.flying]
+            done = set(gradients.engine.poll(gradients.id, flying)) if flying else ()
+            for layer in stride:
+                if all(not slot.flying or slot.number in done for slot in self._waiting[layer]):
+                    arrived[layer] = None
+            if not everywhere and len(arrived) < start + len(stride):
+                break
+        return {layer: None for layer in arrived if layer in wanted or not self._partial.has_left(layer)}
+
+    def _apply(self, slots: list[Slot]) -> None:
+        """One call of the optimizer for these parameters, whose averages are in memory."""
+        gradients = self._gradients
+        due: list[tuple[Slot, Tensor, Tensor | None]] = []
+        for slot in slots:
+            slot.update = None
+            restore(slot)
+        for slot in slots:
+            grad = gradients.land(slot) if slot.flying else self._unchanged(slot)
+            if grad is None:
+                continue  # no rank contributed
+            due.append((slot, grad, None if slot.assigned else slot.param.grad))
+        due.sort(key=_by_group)
+        groups: list[dict[str, Any]] = []
+        number = -1
+        for slot, grad, _ in due:
+            if slot in self._partial:
+                slot.param.grad = grad
+                continue
+            if slot.group != number:
+                number = slot.group
+                groups.append({**self._groups[number], "params": []})
+            groups[-1]["params"].append(slot.param)
+            if self._writes_gradients and grad is slot.memory and gradients.lent.holds(slot.token):
+                grad = grad.clone()
+                slot.memory = None
+            slot.param.grad = grad
+        if groups:
+            if self.log is not None:
+                self.log.keep([param for group in groups for param in group["params"]])
+            self._call(groups)
+        self._partial.close(slots, [(slot, grad) for slot, grad, _ in due])
+        for slot, _, mine in due:
+            self._give_back(slot, mine)
+
+    def _call(self, groups: list[dict[str, Any]]) -> None:
+        optimizer = self.optimizer
+        all_groups = optimizer.param_groups
+        optimizer.param_groups = groups
+        try:
+            assert self._class_step is not None  # it is separable
+            with as_if_in_step():
+                self._class_step(optimizer)
+        finally:
+            optimizer.param_groups = all_groups
+
+    def _give_back(self, slot: Slot, mine: Tensor | None) -> None:
+        """Leave ``.grad`` as the caller has it by now."""
+        if not slot.assigned:
+            slot.param.grad = mine
+            slot.grad = slot.memory = None
+            return
+        if not slot.zero_after:
+            self._gradients.own(slot)
+            return
+        slot.zero_after = False
+        grad = slot.param.grad
+        assert grad is not None  # set by _apply
+        if grad is slot.memory and self._gradients.lent.holds(slot.token):
+            slot.param.grad = grad = torch.zeros_like(grad)
+        else:
+            grad.zero_()
+        if slot.gather is not None:
+            mark_average(grad, 0)
+        slot.grad = slot.memory = None
+
+    def _unchanged(self, slot: Slot) -> Tensor | None:
+        grad = slot.grad
+        if grad is not None and grad._version != slot.version:
+            raise ConfigError(
+                f"the gradient of {slot.name} was changed in place between step() and its update. Call "
+                "penstock.synchronize(optimizer) after step() before changing gradients other than through .grad",
+                layer=slot.layer.name,
+                step=self._gradients.step,
+            )
+        return grad
+
+    # What else users call on an optimizer
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients; one that is still in flight stays with its update."""
+        zero_grads((p for group in self.optimizer.param_groups for p in group["params"]), set_to_none)
+
+    # The end
+
+    def stop(self) -> list[str] | None:
+        """Nothing that is outstanding will be applied any more.
+
+        Returns:
+            If the last step is not whole, the layers that have all or part of its update.
+        """
+        with self._partial.turn:
+            waiting, self._waiting = self._waiting, {}
+            begun = [layer.name for layer in self._taken if layer not in waiting or self._partial.has_begun(layer)]
+            self._partial.abandon()
+            for slots in waiting.values():
+                for slot in slots:
+                    slot.update = None
+            return begun if waiting else None
+
+    def release(self) -> None:
+        """Give the optimizer back as it was. Where another library has wrapped what is ours, that passes calls on."""
+        self._released = True
+        own = self.optimizer.__dict__
+        for name, function in self._patches.items():
+            if own.get(name) is function:
+                del own[name]
+                if name in self._unpatched:
+                    own[name] = self._unpatched[name]
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _patch(self) -> None:
+        optimizer, owner = self.optimizer, self._owner
+        plain_zero_grad, plain_add, plain_getstate = (
+            _of_class(optimizer, name) for name in ("zero_grad", "add_param_group", "__getstate__")
+        )
+
+        def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return self._previous_step(*args, **kwargs) if self._released else self.step(*args, **kwargs)
+
+        def zero_grad(_: Optimizer, *args: Any, **kwargs: Any) -> None:
+            if not self._released and getattr(type(optimizer), "zero_grad", None) is Optimizer.zero_grad:
+                self.zero_grad(*args, **kwargs)
+            else:
+                owner.finish()
+                plain_zero_grad(*args, **kwargs)
+
+        def add_param_group(_: Optimizer, param_group: dict[str, Any]) -> None:
+            self.finish_all()
+            plain_add(param_group)
+            if self._released:
+                return
+            try:
+                owner.check_optimizer(optimizer)
+            except ConfigError:
+                optimizer.param_groups.pop()
+                raise
+
+        def getstate(_: Optimizer) -> Any:
+            self._before_reading()
+            state = dict(vars(optimizer)) if plain_getstate is None else plain_getstate()
+            if type(state) is not dict:
+                return state
+            return {key: value for key, value in state.items() if all(value is not method for method in patched)}
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # no scheduler need: it sets _opt_called
+        patched = [
+            types.MethodType(function, optimizer)
+            for function in (_outside_of_dynamo(step), zero_grad, add_param_group, getstate)
+        ]
+        for name, method in zip(("step", "zero_grad", "add_param_group", "__getstate__"), patched, strict=True):
+            if name == "__getstate__" or callable(getattr(optimizer, name, None)):
+                if name in optimizer.__dict__:
+                    self._unpatched[name] = optimizer.__dict__[name]
+                self._patches[name] = method
+                setattr(optimizer, name, method)
+        if self._separable is None:  # others, such as wrappers that know no hooks, have no update outstanding
+            self._handles = [
+                optimizer.register_state_dict_pre_hook(lambda _: self._before_reading()),
+                optimizer.register_load_state_dict_pre_hook(lambda _, __: self.finish_all()),
+            ]
+
+    def _before_reading(self) -> None:
+        self.finish_all()
+        self._owner.ending.warn_if_torn()
+
+
+def zero_grads(params: Iterable[nn.Parameter], set_to_none: bool) -> None:
+    """``zero_grad`` for parameters of which some may be in flight."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for param in params:
+            slot = slot_of(param)
+            if slot is not None and slot.dirty:
+                slot.dirty = False  # what was accumulated under no_sync is gone
+            if slot is not None and slot.held and slot.gather is not None:
+                slot.gather.drop(slot)
+            if slot is not None and (slot.flying or slot.update is not None):
+                _zero_deferred(slot, set_to_none)
+                continue
+            grad = param.grad
+            if grad is None:
+                continue
+            if set_to_none:
+                param.grad = None
+                continue
+            if grad.grad_fn is not None:
+                grad.detach_()
+            else:
+                grad.requires_grad_(False)
+            grad.zero_()
+            if slot is not None and slot.gather is not None:
+                mark_average(grad, 0)
+
+
+def _zero_deferred(slot: Slot, set_to_none: bool) -> None:
+    if not slot.assigned:  # the caller's own
+        slot.kept = False
+        if slot.param.grad is not None:
+            slot.param.grad = None if set_to_none else torch.zeros_like(slot.param.grad)
+    elif set_to_none:
+        slot.assigned = False
+        slot.param.grad = None
+    elif slot.update is not None:
+        slot.zero_after = True  # no second gradient in memory: it is zeroed once its update has used it
+    elif slot.via is not None:
+        slot.gradients.finish([slot])  # whether there is a gradient at all is not known before
+        if slot.param.grad is not None:
+            slot.param.grad = mark_average(torch.zeros_like(slot.param.grad), 0)
+    else:
+        slot.assigned = False
+        slot.param.grad = None if slot.param.grad is None else torch.zeros_like(slot.param.grad)
+
+
+def _by_place_in_forward(slot: Slot) -> int:
+    return slot.layer.place
+
+
+def _by_group(entry: tuple[Slot, Tensor, Tensor | None]) -> tuple[int, int]:
+    return entry[0].group, entry[0].place
+
+
+def _hooks(*tables: Mapping[int, Any]) -> list[Callable[..., Any]]:
+    return [hook for table in tables for hook in table.values()]
+
+
+def _own_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """The step of before `distribute`, without a scheduler's wrapper, which the patched step makes unnecessary."""
+    patched = optimizer.__dict__.get("step")
+    if patched is None or getattr(patched, "_wrapped_by_lr_sched", False):
+        patched = _of_class(optimizer, "step")
+    step: Callable[..., Any] = patched
+    return step
+
+
+def _of_class(optimizer: Optimizer, name: str) -> Any:
+    """A method without what was patched onto the object; of a wrapper that only passes calls on, what it passes to."""
+    function = getattr(type(optimizer), name, None)
+    return getattr(optimizer, name, None) if function is None else types.MethodType(function, optimizer)
+
+
+def _increment_one_by_one(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        torch.autograd.graph.increment_version(tensor)
+
+
+def _increment_function() -> Callable[[Iterable[Tensor]], None]:
+    """The function of torch, where it takes many at once: torch 2.4 and some later ones take one."""
+    try:
+        torch.autograd.graph.increment_version([torch.zeros(1)])
+    except (RuntimeError, TypeError):
+        return _increment_one_by_one
+    return torch.autograd.graph.increment_version
+
+
+_increment_versions = _increment_function()
