@@ -35,6 +35,13 @@ CORE_NEVER = {
 CORE_DEPENDENCIES = {"bytemuck", "half", "thiserror"}
 """Plain computation only. A new one is a rare decision: write it into docs/decisions/."""
 
+CIRCLE_MAX = 3
+"""Files that import each other in a circle, counting what is imported for types only."""
+
+# Which file writes the parts of a parameter's slot. A flight writes itself: others call its methods.
+WRITERS = {"flight": "model/flight.py", "pending": "updates/optimizer.py", "reads": "reads/safety.py"}
+SLOT_WRITERS = {"gradients/hooks.py": {"gather"}, "reads/safety.py": {"owner"}}
+
 # Everything else imports torch inside the functions that need it.
 MODULES_ON_TORCH = ("torch/", "demo/recipe.py", "demo/worker.py")
 
@@ -144,6 +151,100 @@ def imported(path):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             yield node.module or ""
+
+
+def modules_by_name():
+    """Every module of the package, by its dotted name."""
+    found = {}
+    for path in python_modules():
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def is_for_types_only(node):
+    return isinstance(node, ast.If) and getattr(node.test, "id", getattr(node.test, "attr", "")) == "TYPE_CHECKING"
+
+
+def imports_of(path, modules, *, types):
+    """The modules of the package that a file imports, wherever in it; with or without those for types only."""
+    found, left = set(), [ast.parse(path.read_text(encoding="utf-8"))]
+    while left:
+        node = left.pop()
+        if is_for_types_only(node) and not types:
+            left += node.orelse
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= inner if inner & modules.keys() else {node.module}
+        left += ast.iter_child_nodes(node)
+    return found & modules.keys()
+
+
+def circles(graph):
+    """The sets of modules that reach each other, but for those of one."""
+    reached = {name: set() for name in graph}
+    for name in graph:
+        left = [name]
+        while left:
+            new = graph[left.pop()] - reached[name]
+            reached[name] |= new
+            left += new
+    found = {frozenset(other for other in reached[name] if name in reached[other]) for name in graph}
+    return [sorted(circle) for circle in found if len(circle) > 1]
+
+
+def package_circles(*, types):
+    modules = modules_by_name()
+    return circles({name: imports_of(path, modules, types=types) - {name} for name, path in modules.items()})
+
+
+def test_a_circle_of_imports_is_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
+
+
+def test_the_front_end_imports_in_one_direction():
+    for circle in package_circles(types=False):
+        assert not any(name.startswith("penstock.torch") for name in circle), circle
+
+
+def test_no_circle_of_imports_has_more_than_three_files_even_for_types():
+    for circle in package_circles(types=True):
+        assert len(circle) <= CIRCLE_MAX, circle
+
+
+def test_no_two_modules_have_one_name():
+    by_name = {}
+    for name in modules_by_name():
+        by_name.setdefault(name.rpartition(".")[2], []).append(name)
+    double = [names for names in by_name.values() if len(names) > 1]
+    assert not double, double
+
+
+def written_attributes(path):
+    """What a file assigns to, as (holder, attribute): `slot.flight.token = 1` is (flight, token)."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            holder = node.value
+            yield getattr(holder, "attr", getattr(holder, "id", "")), node.attr
+
+
+@pytest.mark.parametrize("part", WRITERS)
+def test_each_part_of_a_slot_is_written_by_one_file(part):
+    writers = {
+        path.relative_to(PACKAGE / "torch").as_posix()
+        for path in (PACKAGE / "torch").rglob("*.py")
+        if any(holder == part for holder, _ in written_attributes(path))
+    }
+    assert writers <= {WRITERS[part]}
+
+
+def test_a_slots_identity_is_written_where_it_is_made():
+    for path in (PACKAGE / "torch").rglob("*.py"):
+        written = {attribute for holder, attribute in written_attributes(path) if holder == "slot"}
+        assert written <= SLOT_WRITERS.get(path.relative_to(PACKAGE / "torch").as_posix(), set()), path
 
 
 def test_the_package_knows_nothing_of_those_who_measure_it():

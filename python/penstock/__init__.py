@@ -57,10 +57,10 @@ if TYPE_CHECKING:
     from penstock.job import init, rank, report, shutdown, world_size
     from penstock.lossy import DGC, OneBit
     from penstock.torch.access import no_sync, synchronize
-    from penstock.torch.data import sampler
     from penstock.torch.distribute import distribute
     from penstock.torch.facts import coordinator_of, explain
     from penstock.torch.join import join
+    from penstock.torch.sampling import sampler
 
     __version__: str
 
@@ -146,19 +146,11 @@ _HOME_OF = {
 }
 
 
-def _installed_version() -> str:
-    """The version of the installed distribution; its source is Cargo.toml, which the wheel's metadata repeats."""
-    from importlib import metadata
-
-    try:
-        return metadata.version("penstock")
-    except metadata.PackageNotFoundError:
-        return "0+unknown"  # run from a source tree that was never installed
-
-
 def __getattr__(name: str) -> object:
     if name == "__version__":
-        value: object = _installed_version()
+        from penstock.version import installed_version
+
+        value: object = installed_version()
     elif name in _HOME_OF:
         value = getattr(importlib.import_module(f"penstock.{_HOME_OF[name]}"), name)
     else:

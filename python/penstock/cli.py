@@ -324,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _demo(options: argparse.Namespace) -> int:
     from penstock.demo import run as job
     from penstock.demo import table
-    from penstock.demo.errors import DataError, WorkerFailed
+    from penstock.demo.failures import DataError, WorkerFailed
 
     choice = job.DemoOptions(
         workers=options.workers,

@@ -21,6 +21,7 @@ from penstock.account import Report
 from penstock.coordinator import Rates
 from penstock.ending import Hooks, described
 from penstock.errors import ConfigError, PenstockError
+from penstock.version import installed_version
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -306,8 +307,6 @@ def _check_same(job: Job, given: dict[str, object]) -> None:
 
 
 def _start(launch: Launch, board: Board | None = None) -> Job:
-    from penstock import __version__
-
     lanes = launch.options.lanes or max(1, min(2, len(os.sched_getaffinity(0)) // CORES_PER_LANE))
     started: list[tuple[Engine, addresses.Chosen, Agreement]] = []
 
@@ -324,7 +323,7 @@ def _start(launch: Launch, board: Board | None = None) -> Job:
         started.append((_bind(launch.options, alone, "127.0.0.1"), addresses.Chosen("127.0.0.1", "lo", "alone"), alone))
         table = [("127.0.0.1", started[0][0].port)]
     else:
-        _, table = rendezvous.exchange(launch, listen, version=__version__, lanes=lanes, board=board)
+        _, table = rendezvous.exchange(launch, listen, version=installed_version(), lanes=lanes, board=board)
     engine, chosen, agreement = started[0]
     engine.connect(table)
     _announce(launch, chosen, agreement, engine.port)

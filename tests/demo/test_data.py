@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.demo import data
-from penstock.demo.errors import DataError
+from penstock.demo.failures import DataError
 
 Image = pytest.importorskip("PIL.Image")
 

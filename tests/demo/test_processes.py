@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.demo.errors import WorkerFailed
 from penstock.demo.exchange import Directory
+from penstock.demo.failures import WorkerFailed
 from penstock.demo.processes import Processes
 
 LONG_S = 300

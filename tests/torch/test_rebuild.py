@@ -75,7 +75,7 @@ def test_what_is_added_to_an_earlier_average_is_left_to_the_program(monkeypatch)
     expected: dict[int, int] = {}
 
     def note(self, gather):
-        rank = self._gradients.rank
+        rank = gather.submitter.rank
         expected[rank] = expected.get(rank, 0) + 1
 
     monkeypatch.setattr(Rebuilds, "expect", note)

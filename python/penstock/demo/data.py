@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from penstock.demo.errors import DataError
+from penstock.demo.failures import DataError
 
 if TYPE_CHECKING:
     import numpy as np

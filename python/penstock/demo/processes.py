@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
-from penstock.demo.errors import WorkerFailed
 from penstock.demo.exchange import REFERENCE, Directory
+from penstock.demo.failures import WorkerFailed
 
 POLL_S = 0.03
 SETTLE_S = 0.3

@@ -15,8 +15,8 @@ from typing import Any
 
 from penstock.account import summary
 from penstock.demo import data as samples
-from penstock.demo.errors import DataError
 from penstock.demo.exchange import REFERENCE, Directory, Job
+from penstock.demo.failures import DataError
 from penstock.demo.processes import Processes
 
 FIRST_STEPS = 20

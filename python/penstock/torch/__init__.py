@@ -4,7 +4,7 @@ The code map:
 
 distribute  the entry                              alone      a job of one process
 access      what a program calls on all models     facts      what it may ask of one
-join        uneven numbers of batches              data       which samples are this rank's
+join        uneven numbers of batches              sampling   which samples are this rank's
 model       layers and parameters, patches         reads      who reads which parameter
 gradients   gradients in, averages back            updates    updates out, layer by layer
 schemes     averages that every rank makes         choice     schemes chosen while training
@@ -13,12 +13,12 @@ runtime     memory lent to the engine, threads     backend    for torch.distribu
 """
 
 from penstock.torch.access import finish_all, no_sync, synchronize
-from penstock.torch.data import sampler
 from penstock.torch.distribute import distribute
 from penstock.torch.facts import coordinator_of, explain
 from penstock.torch.join import join
-from penstock.torch.release import after_failure, let_go
+from penstock.torch.release.failure import after_failure, let_go
 from penstock.torch.runtime.memory import lent_to
+from penstock.torch.sampling import sampler
 
 __all__ = [
     "after_failure",

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.optim import Optimizer
 
 from penstock import job
 from penstock.errors import ConfigError
-from penstock.torch.reads.safety import owner_of, owners_of
-
-if TYPE_CHECKING:
-    from penstock.torch.distribute import Distributed
+from penstock.torch.distribute import Distributed, model_of, models_of
 
 __all__ = ["distributed_here", "finish_all", "lossy_here", "no_sync", "owner_for", "synchronize"]
 
 
 def distributed_here() -> list[Distributed]:
     """What is distributed in this job, in order."""
-    return owners_of(job.current("synchronize").engine)
+    return models_of(job.current("synchronize").engine)
 
 
 def lossy_here() -> dict[str, str]:
@@ -33,7 +29,7 @@ def owner_for(target: nn.Module | Optimizer) -> Distributed | None:
     params = (
         target.parameters() if isinstance(target, nn.Module) else (p for g in target.param_groups for p in g["params"])
     )
-    return next((owner for param in params if (owner := owner_of(param)) is not None), None)
+    return next((owner for param in params if (owner := model_of(param)) is not None), None)
 
 
 def synchronize(target: nn.Module | Optimizer | None = None) -> None:

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from penstock.torch.agreement.arguments import check_parameters
 from penstock.torch.model.enrolment import distributed_name, distributed_twice, enroll
-from penstock.torch.model.layout import ROOT, describe
+from penstock.torch.model.layers import describe
+from penstock.torch.model.layout import ROOT
 from penstock.torch.schemes import residuals
 from penstock.torch.schemes.survey import Schemes, choose, survey
 

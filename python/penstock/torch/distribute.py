@@ -21,13 +21,15 @@ from penstock.torch.agreement.arguments import check_model, check_origins, check
 from penstock.torch.agreement.batchnorm import SyncedNorms
 from penstock.torch.agreement.copies import BufferCopy, CopyBook
 from penstock.torch.agreement.drift import Drift
+from penstock.torch.agreement.fingerprint import check_same_model, fingerprint
 from penstock.torch.alone import distribute_alone
 from penstock.torch.choice.measuring import Choice, measured_rates, network_of
 from penstock.torch.choice.probe import exchange_cost
 from penstock.torch.gradients.hooks import Gradients
 from penstock.torch.model import patches
 from penstock.torch.model.enrolment import distributed_twice, enroll
-from penstock.torch.model.layout import ROOT, Layer, Slot, check_same_model, describe, fingerprint
+from penstock.torch.model.layers import Layer, Slot, describe
+from penstock.torch.model.layout import ROOT
 from penstock.torch.reads.safety import (
     Watch,
     claim,
@@ -37,7 +39,8 @@ from penstock.torch.reads.safety import (
     owners_of,
     restore,
 )
-from penstock.torch.release import Ending, settled
+from penstock.torch.release.failure import settled
+from penstock.torch.release.one_model import ModelEnding
 from penstock.torch.schemes import residuals
 from penstock.torch.schemes.factors import numerics
 from penstock.torch.schemes.survey import WIRE_TYPES, Schemes, book_scheme, choose, common_reason, gather_scheme, survey
@@ -50,6 +53,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Distributed",
     "distribute",
+    "model_of",
+    "models_of",
 ]
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -96,7 +101,7 @@ class Distributed:
         self.model = model
         self.key = next(_keys)
         self.whole_steps = options.whole_steps
-        self.ending = Ending(self, optimizers)
+        self.ending = ModelEnding(self, optimizers)
         self.layers, self.slots = describe(model)
         taken = next((slot for slot in self.slots if owner_of(slot.param) is not None), None)
         if taken is not None:
@@ -108,7 +113,7 @@ class Distributed:
         self._tensors = fingerprint(model, optimizers, self.slots, arguments)
         check_same_model(engine.all_gather("penstock.distribute", self._tensors))
         origins = engine.all_gather("penstock.distribute", origin_of(model))
-        if any(other._tensors == self._tensors for other in owners_of(engine)):
+        if any(other._tensors == self._tensors for other in models_of(engine)):
             check_origins(origins)
         self.name = name = f"model{len(owners_of(engine))}"
         everything = [*model.named_parameters(), *model.named_buffers()]
@@ -119,6 +124,8 @@ class Distributed:
         if broadcast_buffers and buffers:
             self.buffers = BufferCopy(engine, f"{name}.buffers", buffers, source=rank == 0)
         self.synchronous: str | None = compiled_outside(model)
+        self.why_store: dict[str, str] = {}
+        self._forced: dict[str, str] = {}
         patterns: Schemes = {} if schemes is None or isinstance(schemes, str) else schemes
         rows, lossy = self._agree_on_schemes(model if given is None else given, patterns, automatic=schemes == "auto")
         ranks = options.world_size
@@ -140,12 +147,14 @@ class Distributed:
         self.coordinator, self.choice = self._coordinate(rank, name, options, rates)
         self.gradients.synchronous = self.synchronous is not None
         self.updates = [Updates(self, optimizer) for optimizer in optimizers]
-        self.drift = Drift(self, rank, ranks, name, options.check_every)
+        self.drift = Drift(
+            engine, model, optimizers, self.finish, rank=rank, ranks=ranks, name=name, every=options.check_every
+        )
         if not self.updates:
             self.gradients.begin_step = self.drift.before_step
         self._step_is_new = False  # no forward since the last step
         self._eager: list[Layer] = []
-        self.norms = SyncedNorms(self, name, rank)
+        self.norms = SyncedNorms(self.gradients, model, name, self.is_live)
         self._attach()
 
     def _attach(self) -> None:
@@ -159,7 +168,7 @@ class Distributed:
                 self._wait_before_forward(module, layers_of[id(module)])
         self.watch = Watch(self.model, self.layers, self.slots, slots_of) if self.synchronous is None else None
         self.observed = self.watch is None
-        patches.patch(self)
+        patches.patch(self.model, self.gradients.no_sync, self.finish)
 
     def _coordinate(self, rank: int, name: str, options: Options, rates: Rates) -> tuple[Coordinator, Choice]:
         """The information book, and what keeps it in step on all ranks. Collective."""
@@ -355,7 +364,7 @@ class Distributed:
             return
         watch.remove()
         self.engine.set_priorities(self.gradients.id, watch.decide())
-        self._eager = [layer for layer in self.layers if any(slot.eager for slot in layer.slots)]
+        self._eager = [layer for layer in self.layers if any(slot.reads.eager for slot in layer.slots)]
         for module, layers in watch.readers().items():
             if id(module) not in self._needed:
                 self._needed[id(module)] = []
@@ -393,7 +402,7 @@ class Distributed:
 
     def finish_everything(self) -> None:
         """Apply the outstanding updates of all models of this job."""
-        for owner in owners_of(self.engine):
+        for owner in models_of(self.engine):
             owner.finish()
 
     @settled
@@ -403,8 +412,12 @@ class Distributed:
         self.finish()
         self.gradients.finish(self.slots)
         for slot in self.slots:
-            if not slot.watched and not slot.flying:
+            if not slot.reads.watched and not slot.flight.flying:
                 restore(slot)
+
+    def finish_gradient(self, slot: Slot) -> None:
+        """Make the gradient of a parameter final."""
+        self.gradients.finish([slot])
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse parameters that this model did not have at `distribute`.
@@ -413,6 +426,17 @@ class Distributed:
             ConfigError: Naming the group.
         """
         check_parameters(optimizer, self._known)
+
+
+def models_of(engine: Engine) -> list[Distributed]:
+    """What is distributed in the job of this engine, in order."""
+    return [owner for owner in owners_of(engine) if isinstance(owner, Distributed)]
+
+
+def model_of(param: object) -> Distributed | None:
+    """The distributed model that a parameter belongs to."""
+    owner = owner_of(param)
+    return owner if isinstance(owner, Distributed) else None
 
 
 def _json(value: object) -> bytes:

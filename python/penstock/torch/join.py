@@ -52,7 +52,7 @@ def join() -> Iterator[None]:
         return
     owners = distributed_here()
     for owner in owners:
-        layer = owner.gradients.needs_all
+        layer = owner.gradients.duties.needs_all
         if layer is not None:
             raise ConfigError(
                 f"penstock.join: the owners of layers that use adam, such as {layer}, cannot leave before the others. "

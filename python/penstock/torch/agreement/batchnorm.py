@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,11 +23,12 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from penstock.errors import ConfigError, ModelMismatch, ProtocolError
+from penstock.torch.gradients.hooks import Gradients
 from penstock.torch.model.layout import COMPILED_PREFIX, ROOT
-from penstock.torch.release import settled
+from penstock.torch.release.failure import settled
 
 if TYPE_CHECKING:
-    from penstock.torch.distribute import Distributed
+    from penstock._native import Engine
 
 __all__ = ["SyncedNorms"]
 
@@ -51,9 +52,10 @@ class SyncedNorms:
     Collective; opens the book and replaces the forward of each instance.
 
     Args:
-        owner: The model.
-        name: What the model is called in messages.
-        rank: This rank.
+        gradients: The model's gradients.
+        model: The model.
+        name: What it is called in messages.
+        is_live: Says whether its job still runs; without it there is nobody to synchronise with.
 
     Attributes:
         book: The number of the book, or `None` if there is no such layer.
@@ -63,15 +65,16 @@ class SyncedNorms:
         ModelMismatch: Ranks have different layers of this kind.
     """
 
-    def __init__(self, owner: Distributed, name: str, rank: int) -> None:
-        self.engine = owner.engine
-        self._owner = owner
-        self._rank = rank
-        _refuse_traced(owner.model)
-        self._ours = dict(_layers(owner.model))
+    def __init__(self, gradients: Gradients, model: nn.Module, name: str, is_live: Callable[[], bool]) -> None:
+        self.engine = engine = gradients.engine
+        self.is_live = is_live
+        self._gradients = gradients
+        self._model = model
+        _refuse_traced(model)
+        self._ours = dict(_layers(model))
         for layer, module in self._ours.items():
-            _refuse_what_cannot_be_synchronised(layer, module, owner.engine.report()["size"])
-        _check_same(owner, self._ours)
+            _refuse_what_cannot_be_synchronised(layer, module, engine.report()["size"])
+        _check_same(engine, self._ours)
         self.book: int | None = None
         if not self._ours:
             return
@@ -80,15 +83,11 @@ class SyncedNorms:
             for place, module in enumerate(self._ours.values())
             for what in NAMES
         ]
-        self.book = owner.engine.open_book(f"{name}.batchnorm", list(self._ours), tensors)  # type: ignore[arg-type]
-        owner.engine.set_priorities(self.book, [0] * len(self._ours))  # somebody waits for each of them
+        self.book = engine.open_book(f"{name}.batchnorm", list(self._ours), tensors)  # type: ignore[arg-type]
+        engine.set_priorities(self.book, [0] * len(self._ours))  # somebody waits for each of them
         for place, (layer, module) in enumerate(self._ours.items()):
             instance: Any = module
             instance.forward = types.MethodType(_make_forward(Norm(self, layer, place, module.num_features)), module)
-
-    def is_live(self) -> bool:
-        """Whether the job that this belongs to still runs; without it there is nobody to synchronise with."""
-        return self._owner.is_live()
 
     def check(self) -> None:
         """Refuse what became a SyncBatchNorm after `penstock.distribute`.
@@ -96,7 +95,7 @@ class SyncedNorms:
         Raises:
             ConfigError: Naming the layer.
         """
-        for layer, module in _layers(self._owner.model):
+        for layer, module in _layers(self._model):
             if self._ours.get(layer) is not module:
                 raise ConfigError(
                     f"layer {layer} became a SyncBatchNorm after penstock.distribute, and is not synchronised; call "
@@ -119,7 +118,7 @@ class SyncedNorms:
             PeerLost: A rank was lost.
             Timeout: A rank did not come; names it, the layer and the step.
         """
-        gradients, engine, book = self._owner.gradients, self._owner.engine, self.book
+        gradients, engine, book = self._gradients, self.engine, self.book
         assert book is not None
         index, step = len(NAMES) * norm.place + direction, gradients.step
         header = torch.tensor([values], dtype=torch.int64)
@@ -131,8 +130,8 @@ class SyncedNorms:
         for rank, nbytes in enumerate(engine.gathered(book, index)):
             if nbytes is None:
                 continue
-            theirs = mine if rank == self._rank else torch.empty(nbytes, dtype=torch.uint8)
-            if rank != self._rank:
+            theirs = mine if rank == gradients.rank else torch.empty(nbytes, dtype=torch.uint8)
+            if rank != gradients.rank:
                 engine.read_gathered(book, index, rank, 0, theirs.data_ptr(), nbytes)
             parts.append(norm.decoded(theirs, rank))
         engine.drop_gathered(book, index)
@@ -229,10 +228,10 @@ def _is_ours(forward: Any) -> bool:
     return getattr(getattr(forward, "__func__", forward), "_penstock", False)
 
 
-def _check_same(owner: Distributed, ours: dict[str, nn.SyncBatchNorm]) -> None:
+def _check_same(engine: Engine, ours: dict[str, nn.SyncBatchNorm]) -> None:
     """All ranks have the same layers of this kind; parameters and buffers do not tell them from a plain batch norm."""
     described = [[layer, module.num_features] for layer, module in ours.items()]
-    blobs = owner.engine.all_gather("penstock.distribute", json.dumps(described).encode())
+    blobs = engine.all_gather("penstock.distribute", json.dumps(described).encode())
     for rank, blob in enumerate(blobs):
         if blob != blobs[0]:
             here, there = ({layer for layer, _ in json.loads(one)} for one in (blobs[0], blob))

@@ -20,12 +20,13 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
 
 from penstock._native import digests
 from penstock.errors import ModelMismatch, PenstockError
@@ -35,7 +36,7 @@ from penstock.torch.model.layout import ROOT, is_dense, without_repeats
 from penstock.torch.runtime.memory import lent_to
 
 if TYPE_CHECKING:
-    from penstock.torch.distribute import Distributed
+    from penstock._native import Engine
 
 __all__ = ["Drift", "next_due"]
 
@@ -120,7 +121,10 @@ class Drift:
     """The comparison of one distributed model's ranks.
 
     Args:
-        owner: The distributed model, complete but for this.
+        engine: The engine.
+        model: The distributed model.
+        optimizers: Its optimizers.
+        finish: Applies what is outstanding.
         rank: This rank.
         ranks: How many there are.
         name: The model's, in the names of books.
@@ -130,9 +134,22 @@ class Drift:
         id: Its book, if there is one.
     """
 
-    def __init__(self, owner: Distributed, rank: int, ranks: int, name: str, every: int) -> None:
-        self._owner = owner
-        self._engine = owner.engine
+    def __init__(
+        self,
+        engine: Engine,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        finish: Callable[[], None],
+        *,
+        rank: int,
+        ranks: int,
+        name: str,
+        every: int,
+    ) -> None:
+        self._engine = engine
+        self._model = model
+        self._optimizers = optimizers
+        self._finish = finish
         self._rank, self._ranks, self._every = rank, ranks, every
         self._next: float = 0 if every else math.inf  # the step in which there is something to do
         self._equal_at: int | None = None  # the last step at whose beginning all were the same
@@ -141,8 +158,8 @@ class Drift:
         self.id: int | None = None
         if every == 0:
             return
-        self._parameters = [_Watched.of(*named) for named in owner.model.named_parameters() if named[1].numel()]
-        self._buffers = [_Watched.of(*named) for named in _constant_buffers(owner.model)]
+        self._parameters = [_Watched.of(*named) for named in model.named_parameters() if named[1].numel()]
+        self._buffers = [_Watched.of(*named) for named in _constant_buffers(model)]
         self._first = _digests(self._buffers)
         self.id = self._engine.open_book(
             f"{name}.drift",
@@ -168,14 +185,14 @@ class Drift:
             return
         self.conclude()
         if self.id is not None and next_due(step, self._every) == step:
-            refuse_late_parameters(self._owner.model)
-            self._owner.finish()
+            refuse_late_parameters(self._model)
+            self._finish()
             self._send(self.id, step)
         self._next = step + 1 if self._sent is not None else next_due(step + 1, self._every)
 
     def _send(self, book: int, step: int) -> None:
         changed = [now != then for now, then in zip(_digests(self._buffers), self._first, strict=True)]
-        groups = [hyperparameters(update.optimizer) for update in self._owner.updates]
+        groups = [hyperparameters(optimizer) for optimizer in self._optimizers]
         self._mine = _Report(step, _digests(self._parameters), changed, groups)
         number = self._mine.digest()
         self._sent = torch.tensor([number, ~number], dtype=torch.int64)
@@ -259,12 +276,12 @@ class Drift:
         reports = by_rank.values()
         parameters = _first_odd(self._parameters, [report.parameters for report in reports])
         layer = None if parameters is None else parameters[0].layer
-        for number, update in enumerate(self._owner.updates):
+        for number, optimizer in enumerate(self._optimizers):
             found = differing({rank: report.optimizers[number] for rank, report in by_rank.items()})
             if found is not None:
                 what, values = found
                 usual, odd = _sides(values)
-                said = f"{what} of {type(update.optimizer).__name__} is {values[odd[0]]} on {_ranks(odd)} and "
+                said = f"{what} of {type(optimizer).__name__} is {values[odd[0]]} on {_ranks(odd)} and "
                 said += f"{values[usual[0]]} on {_ranks(usual)}"
                 return _Difference(said, values, layer, HYPERPARAMETER_ADVICE)
         if parameters is not None:

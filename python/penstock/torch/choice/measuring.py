@@ -166,7 +166,7 @@ class Choice:
     def _expected_rows(self, layer: str, gather: Rows) -> int:
         """Rows of a contribution, on average; as a negative number where most are no rows."""
         rows, share = self._rows[layer], gather.whole_share()
-        if any(slot.elsewhere for slot in gather.slots):
+        if any(slot.reads.elsewhere for slot in gather.slots):
             self._seen_whole[layer] = "another forward than its module's reads its parameters"
         if layer in self._seen_whole or share > WHOLE_SHARE:
             return -1 - rows

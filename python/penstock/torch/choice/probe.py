@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from penstock.torch.gradients.hooks import Gradients
-from penstock.torch.model.layout import describe
+from penstock.torch.model.layers import describe
 
 if TYPE_CHECKING:
     from penstock._native import Engine

@@ -27,18 +27,15 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.coordinator import Placed
 from penstock.errors import ConfigError, PenstockError
-from penstock.lossy import DGC, LossyScheme
-from penstock.torch.model.layout import Layer, Slot, same_order
-from penstock.torch.reads.safety import defer, restore
-from penstock.torch.release import after_failure, settled
+from penstock.lossy import LossyScheme
+from penstock.torch.model.layers import Layer, Slot
+from penstock.torch.model.layout import same_order
+from penstock.torch.reads.safety import DeferredParameter, defer, restore
+from penstock.torch.release.failure import after_failure, settled
 from penstock.torch.runtime.memory import lent_to
-from penstock.torch.schemes.adam import FactorsToOwner
-from penstock.torch.schemes.dgc import DGCGather
-from penstock.torch.schemes.error_feedback import Lossy
-from penstock.torch.schemes.factors import LinearFactors
+from penstock.torch.schemes.adam import OwnerDuties
 from penstock.torch.schemes.gather import Gather, changed_in_flight
-from penstock.torch.schemes.onebit import OneBitGather
-from penstock.torch.schemes.pairs import EmbeddingPairs
+from penstock.torch.schemes.making import make_lossy, make_rows
 from penstock.torch.schemes.rebuild import Rebuilds
 from penstock.warning import warn
 
@@ -46,12 +43,6 @@ if TYPE_CHECKING:
     from penstock._native import Engine
 
 __all__ = ["Gradients"]
-
-GATHERS: dict[str, type[LinearFactors] | type[EmbeddingPairs]] = {
-    "factors": LinearFactors,
-    "pairs": EmbeddingPairs,
-    "adam": FactorsToOwner,
-}
 
 _current_task: Callable[[], int] = torch._C._current_graph_task_id
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
@@ -89,7 +80,7 @@ class Gradients:
         self.rank = rank
         self.slots = slots
         self.rows = [
-            GATHERS[scheme](self, index, layer, module, own_slots(layer, module))
+            make_rows(self, index, layer, module, scheme)
             for index, (layer, module, scheme) in enumerate(rows, len(slots))
         ]
         self.lossy = [
@@ -97,9 +88,7 @@ class Gradients:
             for index, (layer, module, options) in enumerate(lossy, len(slots) + len(rows))
         ]
         self.gathers: list[Gather] = [*self.rows, *self.lossy]
-        self._owned = [gather for gather in self.gathers if isinstance(gather, FactorsToOwner)]
-        for number, owned in enumerate(self._owned):
-            owned.place(number % engine.report()["size"], len(slots) + len(self.gathers) + number)
+        self.duties = OwnerDuties(self.gathers, engine.report()["size"], len(slots) + len(self.gathers))
         for gather in self.gathers:
             for slot in gather.slots:
                 slot.gather = gather
@@ -111,13 +100,10 @@ class Gradients:
                 (f"{gather.scheme} of {gather.layer.name}", gather.layer.index, "bytes", gather.most_bytes, "gather")
                 for gather in self.gathers
             ]
-            + [
-                (f"average of {owned.layer.name}", owned.layer.index, "bytes", owned.most_bytes, "gather")
-                for owned in self._owned
-            ],
+            + self.duties.entries(),
         )
         self.lent = lent_to(engine)
-        self.rebuilds = Rebuilds(self)
+        self.rebuilds = Rebuilds(engine, self.id)
         self.step = 0
         self.rounds = 0  # synchronising backwards so far; the running one included
         self.closed = 0  # those of them whose absences have been announced
@@ -140,11 +126,14 @@ class Gradients:
     def attach(self) -> None:
         """Register the hooks of all parameters."""
         for slot in self.slots:
-            slot.gradients = self
+            before, after = self._make_before(slot), self._make_after(slot)
+            if slot.gather is not None:
+                before, after = self._make_gathered(slot, before, after)
             wanted = slot.param.requires_grad
             slot.param.requires_grad_(True)  # a frozen parameter takes no hooks, and may be unfrozen later
-            self._handles.append(slot.param.register_hook(self._make_before(slot)))
-            self._handles.append(slot.param.register_post_accumulate_grad_hook(self._make_after(slot)))
+            before._penstock = after._penstock = True
+            self._handles.append(slot.param.register_hook(before))
+            self._handles.append(slot.param.register_post_accumulate_grad_hook(after))
             slot.param.requires_grad_(wanted)
 
     def settle(self) -> None:
@@ -154,11 +143,9 @@ class Gradients:
             gather.abandon()
         with torch._C.DisableTorchFunctionSubclass():
             for slot in self.slots:
-                if slot.flying and slot.assigned:
-                    slot.param.grad = torch.zeros_like(slot.param) if slot.zero_after else None
-                slot.flying = slot.absent = slot.zero_after = False
-                slot.grad = slot.memory = slot.spare = slot.update = slot.via = None
-                slot.number = slot.index
+                if slot.flight.flying and slot.flight.assigned:
+                    slot.param.grad = torch.zeros_like(slot.param) if slot.pending.zero_after else None
+                slot.flight.abandon()
                 restore(slot)
 
     def detach(self) -> None:
@@ -172,54 +159,40 @@ class Gradients:
     # A parameter's hooks are invisible to the garbage collector. They refer to the slot, and with it to all else,
     # weakly, or no distributed model would ever be freed; the hooks of the modules keep it.
 
-    def _make_before(self, kept: Slot) -> Callable[[Tensor], None]:
-        find_slot = weakref.ref(kept)
+    def _make_before(self, kept: Slot) -> Any:
+        find_slot, find_gradients, flight = weakref.ref(kept), weakref.ref(self), kept.flight
 
-        def before_accumulation(grad: Tensor | None) -> None:
+        def before_accumulation(_: Tensor | None) -> None:
             slot = find_slot()
             if slot is None:
                 return  # the model is gone
-            if slot.gather is not None and slot.gather.engaged:
-                try:
-                    slot.gather.before(slot, grad)
-                except PenstockError as error:
-                    after_failure(slot.gradients.engine, error)
-                    raise
-                return
-            if slot.flying or slot.update is not None:
-                slot.gradients.clear_for_accumulation(slot)
-            slot.fresh = slot.param.grad is None
+            if flight.flying or slot.pending.by is not None:
+                gradients = find_gradients()
+                assert gradients is not None  # as the slot
+                gradients.clear_for_accumulation(slot)
+            flight.accumulates(slot.param.grad is None)
 
-        before_accumulation._penstock = True  # type: ignore[attr-defined]
         return before_accumulation
 
     def clear_for_accumulation(self, slot: Slot) -> None:
         """A gradient arrives on top of one in flight: it is added to the final average, as DDP does."""
-        if slot.update is not None:
-            slot.update.finish([slot.layer])
+        if slot.pending.by is not None:
+            slot.pending.by.finish([slot.layer])
         self.finish([slot])
 
-    def _make_after(self, kept: Slot) -> Callable[[Tensor], None]:
+    def _make_after(self, kept: Slot) -> Any:
         # Everything that is looked up once per tensor and step is local here; this function is the cost per tensor.
-        find_slot, dtype, stride = weakref.ref(kept), kept.dtype, kept.stride
-        index, nbytes = kept.index, _nbytes(kept)
-        submit, book, lent = self.engine.submit, self.id, self.lent.tensors
+        find_gradients, flight, swappable = weakref.ref(self), kept.flight, kept.swappable
+        dtype, stride, index, nbytes = kept.dtype, kept.stride, kept.index, kept.nbytes
+        take_off, submit, book, lent = flight.take_off, self.engine.submit, self.id, self.lent.tensors
         strided, ordinary = torch.strided, not kept.staged
 
         def after_accumulation(param: Tensor) -> None:
-            slot = find_slot()
-            if slot is None:
-                return
-            gradients = slot.gradients
-            if slot.gather is not None and slot.gather.engaged:
-                try:
-                    slot.gather.after(slot)
-                except PenstockError as error:
-                    after_failure(gradients.engine, error)
-                    raise
+            gradients = find_gradients()
+            if gradients is None:
                 return
             if gradients.quiet:
-                slot.dirty = True
+                flight.accumulated()
                 return
             grad = param.grad
             if grad is None:
@@ -234,28 +207,50 @@ class Gradients:
                 and grad.stride() == stride
                 and grad.is_cpu
                 and not grad.requires_grad
-                and not (slot.fresh and _use_count(grad.untyped_storage()._cdata) > _UNSHARED)
+                and not (flight.fresh and _use_count(grad.untyped_storage()._cdata) > _UNSHARED)
             ):
                 memory = grad
             else:
-                grad, memory = gradients._private(slot, grad)
+                grad, memory = gradients._private(gradients.slots[index], grad)
             try:
                 token = submit(book, index, memory.data_ptr(), nbytes, "average", gradients.step, True)
             except PenstockError as error:
                 after_failure(gradients.engine, error)
                 raise
             lent[token] = memory
-            slot.token = token
-            slot.grad = grad
-            slot.memory = memory
-            slot.version = grad._version
-            slot.flying = slot.assigned = True
-            slot.absent = slot.dirty = False
-            slot.round = gradients.rounds
-            defer(slot)
+            take_off(token, grad, memory, gradients.rounds)
+            if swappable:
+                param.__class__ = DeferredParameter  # `defer`
 
-        after_accumulation._penstock = True  # type: ignore[attr-defined]
         return after_accumulation
+
+    def _make_gathered(self, kept: Slot, before: Any, after: Any) -> tuple[Any, Any]:
+        """The hooks of a parameter whose layer has a gather, which is asked while it is in use."""
+        find_slot, engine = weakref.ref(kept), self.engine
+
+        def before_gathered(grad: Tensor | None) -> None:
+            slot = find_slot()
+            if slot is None or slot.gather is None or not slot.gather.engaged:
+                before(grad)
+                return
+            try:
+                slot.gather.before(slot, grad)
+            except PenstockError as error:
+                after_failure(engine, error)
+                raise
+
+        def after_gathered(param: Tensor) -> None:
+            slot = find_slot()
+            if slot is None or slot.gather is None or not slot.gather.engaged:
+                after(param)
+                return
+            try:
+                slot.gather.after(slot)
+            except PenstockError as error:
+                after_failure(engine, error)
+                raise
+
+        return before_gathered, after_gathered
 
     def _private(self, slot: Slot, grad: Tensor) -> tuple[Tensor, Tensor]:
         """A gradient that lies like the parameter and that nothing else uses, and the memory to send."""
@@ -270,14 +265,14 @@ class Gradients:
         if grad.layout is not torch.strided:
             _warn_sparse(self.rank)
             grad = grad.to_dense()
-            slot.fresh = False  # just made
+            slot.flight.just_made()
         if grad.requires_grad:
             grad = grad.detach().clone()  # backward(create_graph=True): the graph must not see the average
-            slot.fresh = False
+            slot.flight.just_made()
         if slot.staged:
             param.grad = grad
             return grad, grad.contiguous().clone()
-        shared = slot.fresh and _use_count(grad.untyped_storage()._cdata) > _UNSHARED
+        shared = slot.flight.fresh and _use_count(grad.untyped_storage()._cdata) > _UNSHARED
         if shared or not same_order(grad, slot.stride):
             # Autograd may hand over a view of what it still needs to compute other gradients.
             own = torch.empty_strided(grad.shape, slot.stride, dtype=grad.dtype)
@@ -316,7 +311,7 @@ class Gradients:
         current = self.rounds
         self._submit_gathers()
         for slot in self.slots:
-            if slot.round != current:
+            if slot.flight.round != current:
                 self._settle_untouched(slot, leftover=True)
         self._finish_unwatched()
         if self.begin_step is not None:
@@ -331,8 +326,8 @@ class Gradients:
         from an earlier step, stays where it is, and is the step's gradient where no rank contributes.
         """
         for slot in self.slots:
-            if slot.update is not None:
-                slot.update.finish([slot.layer])
+            if slot.pending.by is not None:
+                slot.pending.by.finish([slot.layer])
         self.finish(self.slots)
         self.rounds += 1
         self.closed = self.rounds
@@ -341,7 +336,7 @@ class Gradients:
                 gather.submit_accumulated()
         self._contributed = self.rounds
         for slot in self.slots:
-            if slot.round != self.rounds:
+            if slot.flight.round != self.rounds:
                 self._settle_untouched(slot, leftover=False)
         self._finish_unwatched()
 
@@ -365,32 +360,25 @@ class Gradients:
         What it still holds counts: gradients accumulated under no_sync, and after a backward also an earlier average,
         onto which other ranks may have accumulated. What does not count is kept; see `_instead_of_own`.
         """
-        if slot.flying or slot.update is not None:
+        if slot.is_busy:
             self.clear_for_accumulation(slot)
-        param = slot.param
-        slot.round = self.rounds
+        param, flight = slot.param, slot.flight
         grad = param.grad
-        if grad is not None and param.requires_grad and (slot.dirty or leftover):
+        contributes = grad is not None and param.requires_grad and (flight.dirty or leftover)
+        if contributes:
+            assert grad is not None
             grad, memory = self._private(slot, grad)
-            slot.absent = slot.kept = False
-            slot.grad = grad
-            slot.version = grad._version
             submit = self.engine.submit
         else:
-            if self.lent.holds(slot.spare_token):
-                slot.spare = None
-            memory = slot.buffer()
-            slot.absent = True
-            slot.kept = grad is not None
-            slot.grad = None
+            memory = flight.memory_for_others(self.lent.holds, slot.empty)
             submit = self.engine.submit_absent
-        slot.dirty = False
-        slot.memory = memory
-        slot.token = submit(self.id, slot.index, memory.data_ptr(), _nbytes(slot), "average", self.step, True)
-        if slot.absent:
-            slot.spare_token = slot.token
-        self.lent.tensors[slot.token] = memory
-        slot.flying, slot.assigned = True, not slot.kept
+        token = submit(self.id, slot.index, memory.data_ptr(), slot.nbytes, "average", self.step, True)
+        self.lent.tensors[token] = memory
+        if contributes:
+            assert grad is not None
+            flight.take_off(token, grad, memory, self.rounds)
+        else:
+            flight.take_off_absent(token, memory, self.rounds, keeps=grad is not None)
         defer(slot)
 
     @contextmanager
@@ -402,10 +390,11 @@ class Gradients:
         finally:
             self.quiet = before
 
-    @property
-    def needs_all(self) -> str | None:
-        """A layer whose exchanges need every rank until the job ends, if there is one."""
-        return next((gather.layer.name for gather in self._owned if gather.engaged), None)
+    def submit_gather(self, index: int, blob: Tensor, step: int, only_to: int | None = None) -> int:
+        """Send these bytes to every rank, or to one; returns the token by which they are lent."""
+        token = self.engine.submit_gather(self.id, index, blob.data_ptr(), blob.numel(), step, True, only_to)
+        self.lent.tensors[token] = blob
+        return token
 
     # Back
 
@@ -414,33 +403,31 @@ class Gradients:
 
         Not of the one that is under way: the others may have to wait for an answer of the one before to get on with it.
         """
-        for gather in sorted(self._owned, key=_round):
-            if gather.round <= self._contributed:
-                gather.serve()
+        self.duties.serve(self._contributed)
 
     @settled
     def finish(self, slots: Iterable[Slot]) -> None:
         """Wait until these gradients are final, and give them to the caller to do with as it likes."""
-        flying = [slot for slot in slots if slot.flying]
+        flying = [slot for slot in slots if slot.flight.flying]
         if not flying:
             return
         self.serve()
-        self.engine.wait(self.id, [slot.index for slot in flying if slot.via is None], released=True)
+        self.engine.wait(self.id, [slot.index for slot in flying if not slot.flight.gathered], released=True)
         if self.gathers:
             # Contributions are copies: nobody need wait until they are sent. A layer's parameters travel together.
-            self.engine.wait(self.id, list({slot.number: None for slot in flying if slot.via is not None}))
+            self.engine.wait(self.id, list({slot.flight.number: None for slot in flying if slot.flight.gathered}))
         for slot in flying:
             restore(slot)
             average = self.land(slot)
-            if average is not None and slot.assigned:
+            if average is not None and slot.flight.assigned:
                 slot.param.grad = average
-            slot.grad = slot.memory = None
+            slot.flight.forget()
         self.lent.collect()
 
     def wait(self, slots: Sequence[Slot]) -> None:
         """Wait for the averages of these, all of which are in flight. The engine may still be sending from them."""
         self.serve()
-        self.engine.wait(self.id, list({slot.number: None for slot in slots}))
+        self.engine.wait(self.id, list({slot.flight.number: None for slot in slots}))
 
     def land(self, slot: Slot) -> Tensor | None:
         """The average, which is in memory. ``None`` where no rank contributed.
@@ -449,21 +436,17 @@ class Gradients:
             ConfigError: The gradient was changed in place while it was in flight, or this rank set one by hand where
                 another contributed.
         """
-        slot.flying = False
-        if slot.via is not None:
-            average = slot.via.land(slot)
-            return self._instead_of_own(slot, average) if slot.kept else average
-        if slot.absent:
-            slot.absent = False
-            if not self.engine.present(self.id, slot.index):
-                slot.kept = False
-                return None
-            slot.spare = None  # it is the gradient now
-            slot.grad = slot.memory
-            return self._instead_of_own(slot, slot.grad) if slot.kept else slot.grad
-        grad, memory = slot.grad, slot.memory
+        flight, gather = slot.flight, slot.gather if slot.flight.gathered else None
+        flight.land()
+        if gather is not None:
+            average = gather.land(slot)
+            return self._instead_of_own(slot, average) if flight.kept else average
+        if flight.absent:
+            flight.land_absent(self.engine.present(self.id, slot.index))
+            return self._instead_of_own(slot, flight.grad) if flight.kept else flight.grad
+        grad, memory = flight.grad, flight.memory
         assert grad is not None and memory is not None
-        if grad._version != slot.version:
+        if grad._version != flight.version:
             raise changed_in_flight(slot, self.step)
         if memory is not grad:
             grad.copy_(memory)
@@ -476,7 +459,7 @@ class Gradients:
             ConfigError: It does. With its own this rank would go another way than the others; and without, what the
                 program has put there would be lost.
         """
-        slot.kept = False
+        slot.flight.keep_no_more()
         if average is None:
             return None
         own = slot.param.grad
@@ -490,45 +473,21 @@ class Gradients:
                 layer=slot.layer.name,
                 step=self.step,
             )
-        slot.assigned = True
+        slot.flight.give_way()
         return average
 
     def own(self, slot: Slot) -> None:
         """Let Python write ``.grad``: replace it by a copy where the engine may still be sending from it."""
         grad = slot.param.grad
-        if grad is not None and grad is slot.memory and self.lent.holds(slot.token):
+        if grad is not None and grad is slot.flight.memory and self.lent.holds(slot.flight.token):
             slot.param.grad = grad.clone()
-        slot.grad = slot.memory = None
+        slot.flight.forget()
 
 
 def _entry(slot: Slot, scheme: str, wire: str | None) -> Any:
     """What the book says of a parameter's gradient."""
     entry = (slot.name, slot.layer.index, slot.code, slot.elems, scheme)
     return (*entry, wire) if wire is not None and slot.code == "f32" else entry
-
-
-def make_lossy(
-    gradients: Gradients, index: int, layer: Layer, module: nn.Module, options: LossyScheme, ranks: int
-) -> Lossy[Any]:
-    """The exchange of a layer whose gradients are made short."""
-    if isinstance(options, DGC):
-        return DGCGather(gradients, index, layer, module, layer.slots, options, ranks)
-    return OneBitGather(gradients, index, layer, module, layer.slots, options, ranks)
-
-
-def own_slots(layer: Layer, module: nn.Module) -> list[Slot]:
-    """The slots of a module's weight and, if it has one, its bias."""
-    by_param = {id(slot.param): slot for slot in layer.slots}
-    params = [module._parameters.get("weight"), module._parameters.get("bias")]
-    return [by_param[id(param)] for param in params if param is not None]
-
-
-def _round(gather: FactorsToOwner) -> int:
-    return gather.round
-
-
-def _nbytes(slot: Slot) -> int:
-    return slot.param.numel() * slot.dtype.itemsize
 
 
 def _nested(frame: FrameType | None) -> bool:

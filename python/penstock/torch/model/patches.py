@@ -11,13 +11,12 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from penstock.torch.distribute import Distributed
+from penstock.torch.updates.optimizer import zero_grads
 
 __all__ = ["forget_compiled", "patch", "strip", "unpatch"]
 
@@ -25,16 +24,21 @@ _BY_HOOK = ("_forward_hooks_always_called", "_forward_hooks_with_kwargs", "_forw
 _PATCHED = ("no_sync", "zero_grad", "eval", "__reduce_ex__", "forward")
 
 
-def patch(owner: Distributed) -> None:
-    """Patch the model so that whatever dumps or replaces its parameters finishes pending updates first."""
-    model = owner.model
+def patch(model: nn.Module, no_sync: Callable[[], object], finish: Callable[[], None]) -> None:
+    """Patch the model so that whatever dumps or replaces its parameters finishes pending updates first.
+
+    Args:
+        model: The model.
+        no_sync: What its method of this name does.
+        finish: Applies pending updates.
+    """
     instance: Any = model
-    instance.no_sync = owner.gradients.no_sync
+    instance.no_sync = no_sync
     if isinstance(model, torch.jit.ScriptModule):
         return  # it takes no hooks, and needs none: nothing of it is outstanding when backward or step has returned
 
     def finish_first(*_: Any) -> None:
-        owner.finish()
+        finish()
 
     finish_first._penstock = True  # type: ignore[attr-defined]
     model.register_state_dict_pre_hook(finish_first)
@@ -43,12 +47,10 @@ def patch(owner: Distributed) -> None:
     plain_eval = model.eval
 
     def evaluate() -> nn.Module:
-        owner.finish()
+        finish()
         return plain_eval()
 
     def zero_grad(set_to_none: bool = True) -> None:
-        from penstock.torch.updates.optimizer import zero_grads
-
         zero_grads(model.parameters(), set_to_none)
 
     instance.eval = evaluate
@@ -56,12 +58,12 @@ def patch(owner: Distributed) -> None:
         instance.zero_grad = zero_grad
     for module in model.modules():
         if not isinstance(module, torch.jit.ScriptModule):
-            module.__dict__["__reduce_ex__"] = _make_reduce(weakref.ref(module), owner)
+            module.__dict__["__reduce_ex__"] = _make_reduce(weakref.ref(module), finish)
 
 
-def _make_reduce(reference: weakref.ref[nn.Module], owner: Distributed) -> Callable[[Any], Any]:
+def _make_reduce(reference: weakref.ref[nn.Module], finish: Callable[[], None]) -> Callable[[Any], Any]:
     def reduce_plain(protocol: Any) -> Any:
-        owner.finish()
+        finish()
         module = reference()
         assert module is not None  # it is being pickled
         reduced = type(module).__reduce_ex__(module, protocol)

@@ -27,11 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from penstock.torch.model.enrolment import check_forward
-from penstock.torch.model.layout import Layer, Slot
+from penstock.torch.model.layers import Layer, Owner, Slot
 
 if TYPE_CHECKING:
     from penstock._native import Engine
-    from penstock.torch.distribute import Distributed
 
 __all__ = [
     "DeferredParameter",
@@ -48,7 +47,7 @@ __all__ = [
 
 ANY_OWNER = -1  # where dynamo cannot tell which model a parameter belongs to
 
-_owners: weakref.WeakValueDictionary[int, Distributed] = weakref.WeakValueDictionary()
+_owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
 # By id of the parameter. A slot holds its parameter, so an id stays unique while its slot is here. A plain dictionary:
 # every parameter of every step is looked up here, and a WeakValueDictionary is Python code.
 _slots: dict[int, weakref.ref[Slot]] = {}
@@ -96,14 +95,15 @@ class DeferredParameter(nn.Parameter):
         elif func in _GRAD_SETTERS:
             slot = slot_of(args[0])
             if slot is not None:
-                slot.assigned = slot.kept = False  # from here on .grad is the caller's, whatever was in flight
-                slot.zero_after = False
-                if slot.held and slot.gather is not None:
+                slot.flight.leave_to_caller()
+                if slot.pending.by is not None:
+                    slot.pending.by.keep_gradient(slot)
+                if slot.gather is not None and slot.gather.holds(slot):
                     slot.gather.drop(slot)
         elif func not in _METADATA:
             reads_grad = func in _GRAD_GETTERS
             used = [_settle(param, reads_grad=reads_grad) for param in _deferred_in((args, kwargs))]
-            watched = [] if reads_grad else [slot for slot in used if slot is not None and slot.watched]
+            watched = [] if reads_grad else [slot for slot in used if slot is not None and slot.reads.watched]
             if watched:
                 return _observed_call(watched, func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
@@ -126,11 +126,11 @@ def _settle(param: nn.Parameter, *, reads_grad: bool) -> Slot | None:
     if slot is None or owner is None:
         param.__class__ = nn.Parameter  # its model is gone
         return None
-    if slot.update is not None:
-        slot.update.finish([slot.layer])
-    elif reads_grad and slot.flying:
-        owner.gradients.finish([slot])
-    if reads_grad and slot.held and slot.gather is not None:
+    if slot.pending.by is not None:
+        slot.pending.by.finish([slot.layer])
+    elif reads_grad and slot.flight.flying:
+        owner.finish_gradient(slot)
+    if reads_grad and slot.gather is not None and slot.gather.holds(slot):
         slot.gather.fold()
     return slot
 
@@ -144,11 +144,11 @@ def _observed_call(
         result = func(*args, **kwargs)
         if outside and any(tensor.requires_grad for tensor in _tensors_in(result)):
             for slot in outside:
-                slot.elsewhere = True
+                slot.reads.elsewhere = True
         return result
 
 
-def claim(owner: Distributed, slots: Sequence[Slot]) -> None:
+def claim(owner: Owner, slots: Sequence[Slot]) -> None:
     """Register the parameters of a distributed model, so that they can be found from a bare parameter."""
     _owners[owner.key] = owner
     for slot in slots:
@@ -156,7 +156,7 @@ def claim(owner: Distributed, slots: Sequence[Slot]) -> None:
         slot.owner = owner
 
 
-def unclaim(owner: Distributed, slots: Sequence[Slot]) -> None:
+def unclaim(owner: Owner, slots: Sequence[Slot]) -> None:
     """The model is not distributed any more: its parameters are plain ones."""
     _owners.pop(owner.key, None)
     for slot in slots:
@@ -166,7 +166,7 @@ def unclaim(owner: Distributed, slots: Sequence[Slot]) -> None:
         slot.owner = None
 
 
-def owners_of(engine: Engine) -> list[Distributed]:
+def owners_of(engine: Engine) -> list[Owner]:
     """The distributed models of this engine, in the order of `distribute`."""
     # Taken at once: another thread may be distributing a model of its own job.
     alive = [owner for reference in _owners.valuerefs() if (owner := reference()) is not None]
@@ -187,7 +187,7 @@ def slot_of(param: object) -> Slot | None:
     return None if reference is None else reference()
 
 
-def owner_of(param: object) -> Distributed | None:
+def owner_of(param: object) -> Owner | None:
     """The distributed model that a parameter belongs to."""
     slot = slot_of(param)
     return None if slot is None else slot.owner
@@ -201,7 +201,7 @@ def defer(slot: Slot) -> None:
 
 def restore(slot: Slot) -> None:
     """Nothing is outstanding any more, unless rows are held that ``.grad`` does not show."""
-    if slot.swappable and not slot.held:
+    if slot.swappable and (slot.gather is None or not slot.gather.holds(slot)):
         slot.param.__class__ = nn.Parameter
 
 
@@ -293,7 +293,7 @@ class Watch(TorchDispatchMode):
         self._by_storage.clear()
         for slot in self._slots:
             self._by_storage.setdefault(slot.param.untyped_storage().data_ptr(), []).append(slot)
-            slot.watched = True
+            slot.reads.watched = True
             defer(slot)
         self._entered = True
         self.__enter__()  # type: ignore[no-untyped-call]
@@ -306,8 +306,8 @@ class Watch(TorchDispatchMode):
 
     def _unwatch(self) -> None:
         for slot in self._slots:
-            slot.watched = False
-            if not slot.flying and slot.update is None:
+            slot.reads.watched = False
+            if not slot.is_busy:
                 restore(slot)
 
     @contextlib.contextmanager
@@ -331,7 +331,7 @@ class Watch(TorchDispatchMode):
     def _note_hidden_read(self, slot: Slot) -> None:
         """Nothing in later steps would tell of this read but the module that is running."""
         if len(self._running) <= 1:  # the root, whose forward is the next forward
-            slot.eager = True
+            slot.reads.eager = True
             return
         self._readers.setdefault(self._running[-1], {})[slot.layer] = None
         self._note_read(slot)
@@ -379,8 +379,8 @@ class Watch(TorchDispatchMode):
         """Mark what nobody was seen to read as eager, and return each layer's place in the forward pass."""
         for slot in self._slots:
             # Nobody knows when it will be read, so it counts as needed first.
-            slot.eager = slot.eager or slot not in self._seen
-        first = {slot.layer.index for slot in self._slots if slot.eager and not slot.immediate}
+            slot.reads.eager = slot.reads.eager or slot not in self._seen
+        first = {slot.layer.index for slot in self._slots if slot.reads.eager and not slot.immediate}
         places = {layer.index: place for place, layer in enumerate(self._order)}
         for layer in self._layers:
             layer.place = 0 if layer.index in first else places.get(layer.index, len(places))

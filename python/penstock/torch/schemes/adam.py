@@ -8,26 +8,22 @@ Both ways are gathers of the book, so they are cut, and ordered by layer, like e
 meant for the owner alone; down, the owner's is the only one that is not empty.
 
 **Why nothing waits for ever.** The answer is the work of the owner's own thread, so whoever is to wait for anything
-first answers for the layers it owns (`Gradients.serve`): those of backwards that are over, for the contributions to
+first answers for the layers it owns (`OwnerDuties`): those of backwards that are over, for the contributions to
 these come from every rank, whatever it waits for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from penstock.torch.model.layout import Layer, Slot
+from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.schemes.factors import LinearFactors
-from penstock.torch.schemes.gather import DENSE, Contribution, Part
+from penstock.torch.schemes.gather import DENSE, Contribution, Gather, Part, Submitter
 
-if TYPE_CHECKING:
-    from penstock.torch.gradients.hooks import Gradients
-
-__all__ = ["FactorsToOwner"]
+__all__ = ["FactorsToOwner", "OwnerDuties"]
 
 
 class FactorsToOwner(LinearFactors):
@@ -42,9 +38,9 @@ class FactorsToOwner(LinearFactors):
     rebuilt = False  # the owner does it before it waits
 
     def __init__(
-        self, gradients: Gradients, index: int, layer: Layer, module: nn.Module, slots: Sequence[Slot]
+        self, submitter: Submitter, index: int, layer: Layer, module: nn.Module, slots: Sequence[Slot]
     ) -> None:
-        super().__init__(gradients, index, layer, module, slots)
+        super().__init__(submitter, index, layer, module, slots)
         self.owner = 0
         self.down = -1
         self._served: tuple[int, list[Tensor | None]] | None = None
@@ -60,26 +56,25 @@ class FactorsToOwner(LinearFactors):
     @property
     def is_owned(self) -> bool:
         """Whether this rank is the owner."""
-        return self.gradients.rank == self.owner
+        return self.submitter.rank == self.owner
 
     def submit(self) -> None:
         """Factors to the owner; in the way down only the owner has something to say, when it has them all."""
         super().submit()
-        self._step = self.gradients.step
+        self._step = self.submitter.step
         if self.is_owned:
             self._waits_for_me = True
             return
-        gradients = self.gradients
-        gradients.engine.submit_gather(gradients.id, self.down, self._nothing.data_ptr(), 0, self._step, True)
+        self.submitter.submit_gather(self.down, self._nothing, self._step)
         for slot in self.slots:
-            slot.number = self.down
+            slot.flight.comes_as(self.down)
 
     def serve(self) -> None:
         """As the owner: wait for all factors, rebuild, and answer, unless that is done."""
         if not self._waits_for_me:
             return
-        gradients = self.gradients
-        gradients.engine.wait(gradients.id, [self.index])
+        submitter = self.submitter
+        submitter.engine.wait(submitter.id, [self.index])
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             mask, averages = super().summed()
             # Rounded first, for all get what can be sent; zeros where there is something, but nobody had rows.
@@ -90,8 +85,7 @@ class FactorsToOwner(LinearFactors):
             header = Contribution(DENSE, mask, 0, 1, (0,) * len(self.slots), (0,) * len(self.slots))
             blob = self.blob(header, [average for average in averages if average is not None])
         # Perhaps after this rank's step(), which counts on: the others have said theirs.
-        token = gradients.engine.submit_gather(gradients.id, self.down, blob.data_ptr(), blob.numel(), self._step, True)
-        gradients.lent.tensors[token] = blob
+        submitter.submit_gather(self.down, blob, self._step)
         self._served = mask, averages
         self._waits_for_me = False
 
@@ -100,21 +94,58 @@ class FactorsToOwner(LinearFactors):
 
     def summed(self) -> tuple[int, list[Tensor | None]]:
         """At the owner its own result, elsewhere what it has sent."""
-        gradients, engine = self.gradients, self.gradients.engine
+        engine, book = self.submitter.engine, self.submitter.id
         # Both rounds end here: the next may begin at once.
         if self.is_owned:
             self.serve()
-            engine.wait(gradients.id, [self.down])
+            engine.wait(book, [self.down])
             assert self._served is not None
             served, self._served = self._served, None
             return served
-        engine.wait(gradients.id, [self.index, self.down])
-        length = engine.gathered(gradients.id, self.down)[self.owner]
+        engine.wait(book, [self.index, self.down])
+        length = engine.gathered(book, self.down)[self.owner]
         assert length is not None  # nobody leaves a job with such layers
         part = Part(self, self.owner, length, self.down)
         averages: list[Tensor | None] = [None] * len(self.slots)
         for place, dense in part.dense():
             averages[place] = dense.to(self.slots[place].dtype)
-        engine.drop_gathered(gradients.id, self.index)
-        engine.drop_gathered(gradients.id, self.down)
+        engine.drop_gathered(book, self.index)
+        engine.drop_gathered(book, self.down)
         return part.header.mask, averages
+
+
+class OwnerDuties:
+    """What the ranks owe each other as owners of one model's layers. They take turns.
+
+    Args:
+        gathers: The model's.
+        ranks: How many ranks there are.
+        down: The number in the book of the first tensor that brings a result.
+    """
+
+    def __init__(self, gathers: Iterable[Gather], ranks: int, down: int) -> None:
+        self._owned = [gather for gather in gathers if isinstance(gather, FactorsToOwner)]
+        for number, owned in enumerate(self._owned):
+            owned.place(number % ranks, down + number)
+
+    def entries(self) -> list[tuple[str, int, str, int, str]]:
+        """What the book says of the tensors that bring results."""
+        return [
+            (f"average of {owned.layer.name}", owned.layer.index, "bytes", owned.most_bytes, "gather")
+            for owned in self._owned
+        ]
+
+    def serve(self, until: int) -> None:
+        """Answer those who wait for this rank, up to a round for which all of its own factors are on their way."""
+        for owned in sorted(self._owned, key=_round):
+            if owned.round <= until:
+                owned.serve()
+
+    @property
+    def needs_all(self) -> str | None:
+        """A layer whose exchanges need every rank until the job ends, if there is one."""
+        return next((owned.layer.name for owned in self._owned if owned.engaged), None)
+
+
+def _round(owned: FactorsToOwner) -> int:
+    return owned.round

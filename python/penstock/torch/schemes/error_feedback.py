@@ -19,18 +19,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from penstock import description
 from penstock.lossy import LossyScheme
-from penstock.torch.model.layout import Layer, Slot
-from penstock.torch.schemes.gather import OWN, Contribution, Gather, Part, is_cleared, sum_type
-
-if TYPE_CHECKING:
-    from penstock.torch.gradients.hooks import Gradients
+from penstock.torch.model.layers import Layer, Slot
+from penstock.torch.schemes.gather import OWN, Contribution, Gather, Part, Submitter, is_cleared, sum_type
 
 __all__ = ["EXACT", "Lossy"]
 
@@ -51,7 +48,7 @@ class Lossy(Gather, Generic[OptionsT]):
 
     def __init__(
         self,
-        gradients: Gradients,
+        submitter: Submitter,
         index: int,
         layer: Layer,
         module: nn.Module,
@@ -59,7 +56,7 @@ class Lossy(Gather, Generic[OptionsT]):
         options: OptionsT,
         ranks: int,
     ) -> None:
-        super().__init__(gradients, index, layer, module, slots)
+        super().__init__(submitter, index, layer, module, slots)
         self.scheme = options.name
         self.options = options
         self.ranks = ranks
@@ -134,8 +131,8 @@ class Lossy(Gather, Generic[OptionsT]):
     def before(self, slot: Slot, grad: Tensor | None) -> None:
         """What was sent since the last optimizer step counts no more if it was cleared."""
         if grad is not None:
-            if slot.flying or slot.update is not None:
-                self.gradients.clear_for_accumulation(slot)
+            if slot.is_busy:
+                self.submitter.clear_for_accumulation(slot)
             with torch._C.DisableTorchFunctionSubclass():
                 if is_cleared(slot.param.grad):
                     self._step_of[self.slots.index(slot)] = -1
@@ -143,7 +140,7 @@ class Lossy(Gather, Generic[OptionsT]):
 
     def is_new_step(self, place: int) -> bool:
         """Whether nothing that was sent for this parameter since the last optimizer step is in its gradient."""
-        return self._step_of[place] != self.gradients.step
+        return self._step_of[place] != self.submitter.step
 
     def packed(self) -> Tensor:
         """All parameters, short or exact."""
@@ -168,7 +165,7 @@ class Lossy(Gather, Generic[OptionsT]):
                 pieces = [piece.to(self.slots[place].dtype) for piece in pieces]
             body += pieces
         for place, _ in given:
-            self._step_of[place] = self.gradients.step
+            self._step_of[place] = self.submitter.step
         self.steps += starts_step
         return self.blob(header._replace(form=OWN if mask else 0, mask=mask, sizes=tuple(sizes)), body)
 

@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.torch.model.layout import Layer, Slot
+from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.runtime.memory import Reused
-from penstock.torch.schemes.gather import Part, computing_with, sum_type
+from penstock.torch.schemes.gather import Part, Submitter, computing_with, sum_type
 from penstock.torch.schemes.rows import Call, Rows, capturing
-
-if TYPE_CHECKING:
-    from penstock.torch.gradients.hooks import Gradients
 
 __all__ = ["LinearFactors", "numerics"]
 
@@ -39,9 +36,9 @@ class LinearFactors(Rows):
     rebuilt = True
 
     def __init__(
-        self, gradients: Gradients, index: int, layer: Layer, module: nn.Module, slots: Sequence[Slot]
+        self, submitter: Submitter, index: int, layer: Layer, module: nn.Module, slots: Sequence[Slot]
     ) -> None:
-        super().__init__(gradients, index, layer, module, slots)
+        super().__init__(submitter, index, layer, module, slots)
         self._memory = Reused()
 
     def row_bytes(self) -> int:

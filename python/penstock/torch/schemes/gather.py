@@ -14,17 +14,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, ProtocolError
-from penstock.torch.model.layout import Layer, Slot
+from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.reads.safety import defer
+from penstock.torch.schemes.rebuild import Rebuilds
 
 if TYPE_CHECKING:
-    from penstock.torch.gradients.hooks import Gradients
+    from penstock._native import Engine
 
 __all__ = [
     "DENSE",
@@ -32,6 +33,7 @@ __all__ = [
     "Contribution",
     "Gather",
     "Part",
+    "Submitter",
     "changed_in_flight",
     "computing_with",
     "mark_average",
@@ -78,6 +80,40 @@ class Contribution(NamedTuple):
         return bool(self.mask >> place & 1)
 
 
+class Submitter(Protocol):
+    """What a gather needs of those who see to the gradients of its model (gradients/hooks.py).
+
+    Attributes:
+        engine: The engine.
+        id: The model's book.
+        rank: This rank.
+        step: Steps taken so far.
+        rounds: Synchronising backwards so far, the running one included.
+        quiet: Gradients are only accumulated at present.
+        rebuilds: Who makes averages in the background.
+    """
+
+    engine: Engine
+    id: int
+    rank: int
+    step: int
+    rounds: int
+    quiet: bool
+    rebuilds: Rebuilds
+
+    def enter_task(self) -> None:
+        """A backward that is to be synchronised is under way: see to it that its end is noticed."""
+        ...
+
+    def clear_for_accumulation(self, slot: Slot) -> None:
+        """A gradient arrives on top of one in flight, which is waited for first."""
+        ...
+
+    def submit_gather(self, index: int, blob: Tensor, step: int, only_to: int | None = None) -> int:
+        """Send these bytes to every rank, or to one; returns the token by which they are lent."""
+        ...
+
+
 class Gather(ABC):
     """One layer's exchange.
 
@@ -96,9 +132,9 @@ class Gather(ABC):
     rebuilt = False
 
     def __init__(
-        self, gradients: Gradients, index: int, layer: Layer, module: nn.Module, slots: Sequence[Slot]
+        self, submitter: Submitter, index: int, layer: Layer, module: nn.Module, slots: Sequence[Slot]
     ) -> None:
-        self.gradients = gradients
+        self.submitter = submitter
         self.index = index
         self.layer = layer
         self.module = module
@@ -115,6 +151,7 @@ class Gather(ABC):
         self._threads = 0  # with which this rank computed when it contributed
         self._averages: dict[Slot, Tensor | None] | None = None
         self._bases: list[Tensor | None] = [None] * len(slots)  # set aside while autograd accumulates
+        self._defined: set[Slot] = set()  # autograd is about to accumulate a dense gradient
         self._why = ""
 
     # What the schemes differ in
@@ -147,6 +184,10 @@ class Gather(ABC):
 
     def fold(self) -> None:  # noqa: B027
         """Turn what is held outside of ``.grad`` into what would be in it."""
+
+    def holds(self, slot: Slot) -> bool:
+        """Whether something is held outside of ``.grad`` that counts for this parameter."""
+        return False
 
     def drop(self, slot: Slot) -> None:  # noqa: B027
         """``.grad`` was set or cleared: what is held for this parameter counts no more."""
@@ -183,22 +224,23 @@ class Gather(ABC):
 
     def before(self, slot: Slot, grad: Tensor | None) -> None:
         """Autograd has come to the end of a parameter's uses, with a dense gradient or without."""
-        slot.defined = grad is not None
         if grad is None:
+            self._defined.discard(slot)
             self.nothing_dense(slot)
             return
-        if slot.flying or slot.update is not None:
-            self.gradients.clear_for_accumulation(slot)
-        if not self.gradients.quiet:
+        self._defined.add(slot)
+        if slot.is_busy:
+            self.submitter.clear_for_accumulation(slot)
+        if not self.submitter.quiet:
             self._set_aside(slot)
 
     def after(self, slot: Slot) -> None:
         """A dense gradient has been accumulated."""
-        if not slot.defined:
+        if slot not in self._defined:
             return  # nothing was: `before` has done everything
-        slot.defined = False
-        if self.gradients.quiet:
-            slot.dirty = True
+        self._defined.remove(slot)
+        if self.submitter.quiet:
+            slot.flight.accumulated()
             self.keep()
         else:
             self._why = self._why or "the parameter was used in another way than by its module's forward"
@@ -214,8 +256,7 @@ class Gather(ABC):
 
     def reached(self, slot: Slot) -> None:
         """All that this backward has for a parameter is there."""
-        gradients = self.gradients
-        gradients.enter_task()
+        self.submitter.enter_task()
         self.pending |= 1 << self.slots.index(slot)
         if self.wanted() & ~self.pending == 0:
             self.submit()
@@ -230,31 +271,23 @@ class Gather(ABC):
 
     def submit(self) -> None:
         """Take part in the layer's next exchange with all that there is."""
-        gradients = self.gradients
+        submitter = self.submitter
         for slot in self.slots:
-            if slot.flying or slot.update is not None:
-                gradients.clear_for_accumulation(slot)
+            if slot.is_busy:
+                submitter.clear_for_accumulation(slot)
         self.pending = 0
-        self.round = gradients.rounds
+        self.round = submitter.rounds
         self.seq += 1
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             blob = self.packed()
-        token = gradients.engine.submit_gather(
-            gradients.id, self.index, blob.data_ptr(), blob.numel(), gradients.step, True, self.only_to
-        )
-        gradients.lent.tensors[token] = blob
+        token = submitter.submit_gather(self.index, blob, submitter.step, self.only_to)
         self._mine, self._averages, self._threads = blob, None, torch.get_num_threads()
         for slot in self.slots:
-            slot.token, slot.number = token, self.index
-            slot.flying = slot.assigned = True
-            slot.absent = slot.dirty = slot.held = False
-            slot.round = gradients.rounds
-            slot.memory = None
-            slot.via = self
+            slot.flight.take_off_gathered(token, self.index, self.round)
             defer(slot)
         # What was in ``.grad`` before is added when the program asks: until then it may change it.
-        if self.rebuilt and all(slot.grad is None for slot in self.slots):
-            gradients.rebuilds.expect(self)
+        if self.rebuilt and all(slot.flight.grad is None for slot in self.slots):
+            submitter.rebuilds.expect(self)
 
     def submit_accumulated(self) -> None:
         """Take part without a backward: with what was accumulated under no_sync, and nothing else that ``.grad`` has.
@@ -265,13 +298,13 @@ class Gather(ABC):
         with torch._C.DisableTorchFunctionSubclass():
             for slot in self.slots:
                 grad = slot.param.grad
-                if grad is not None and not slot.dirty and _average_in(grad) is None:
+                if grad is not None and not slot.flight.dirty and _average_in(grad) is None:
                     own.append((slot, grad))
                     slot.param.grad = None
             self.submit()
             for slot, grad in own:
                 slot.param.grad = grad
-                slot.kept, slot.assigned = True, False
+                slot.flight.keep_own()
 
     def taken(self) -> tuple[Contribution, list[Tensor | None]]:
         """What ``.grad`` holds beyond an earlier average, which alone is left there, and a header that names that."""
@@ -291,8 +324,8 @@ class Gather(ABC):
             if grad is not None:
                 self._check(slot, grad)
             local.append(grad)
-            slot.param.grad = slot.grad = base
-            slot.version = 0 if base is None else base._version
+            slot.param.grad = base
+            slot.flight.adds_to(base)
         header = Contribution(0, mask, 0, torch.get_num_threads(), tuple(bases), (0,) * len(self.slots))
         return header, local
 
@@ -340,10 +373,8 @@ class Gather(ABC):
             ConfigError: The ranks' ``.grad`` held different averages, or one was changed in flight.
             ProtocolError: A contribution does not fit the layer.
         """
-        slot.via = None
-        slot.number = slot.index
         if self.rebuilt:
-            self.gradients.rebuilds.settle(self)
+            self.submitter.rebuilds.settle(self)
         if self._averages is None:
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 self._averages = self._combined()
@@ -367,7 +398,7 @@ class Gather(ABC):
 
     def summed(self) -> tuple[int, list[Tensor | None]]:
         """Of all contributions: for which parameters there is something, as bits, and the averages."""
-        engine, book = self.gradients.engine, self.gradients.id
+        engine, book = self.submitter.engine, self.submitter.id
         lengths = engine.gathered(book, self.index)
         parts = [Part(self, rank, length) for rank, length in enumerate(lengths) if length is not None]
         self._check_bases(parts)
@@ -388,9 +419,9 @@ class Gather(ABC):
         return mask, averages
 
     def _on_base(self, slot: Slot, average: Tensor | None, present: int) -> Tensor | None:
-        base = slot.grad
-        if base is not None and base._version != slot.version:
-            raise changed_in_flight(slot, self.gradients.step)
+        base = slot.flight.grad
+        if base is not None and base._version != slot.flight.version:
+            raise changed_in_flight(slot, self.submitter.step)
         if not present and base is None:
             return None
         if average is None or not present:
@@ -412,7 +443,7 @@ class Gather(ABC):
                     "use the store: penstock.distribute(..., schemes={" + repr(self.layer.name) + ": 'store'})",
                     rank=part.rank,
                     layer=self.layer.name,
-                    step=self.gradients.step,
+                    step=self.submitter.step,
                 )
 
     # Switching
@@ -446,7 +477,7 @@ class Part:
         self._gather = gather
         self._index = gather.index if index is None else index
         self.rank = rank
-        self._own = rank == gather.gradients.rank
+        self._own = rank == gather.submitter.rank
         self._len_bytes = len_bytes
         if len_bytes < gather.header_bytes:
             raise self.wrong()
@@ -467,7 +498,7 @@ class Part:
 
     def wrong(self) -> ProtocolError:
         """The error that says that this contribution does not fit the layer."""
-        layer, step = self._gather.layer.name, self._gather.gradients.step
+        layer, step = self._gather.layer.name, self._gather.submitter.step
         return ProtocolError(
             f"rank {self.rank} sent {self._len_bytes} bytes for {layer} in step {step} that are no "
             f"{self._gather.scheme} of it; do all ranks run the same version of the program and of Penstock?",
@@ -486,8 +517,8 @@ class Part:
             assert gather._mine is not None  # kept since the submission
             into.view(-1).view(torch.uint8).copy_(gather._mine[offset : offset + len_bytes])
         else:
-            gradients = gather.gradients
-            gradients.engine.read_gathered(gradients.id, self._index, self.rank, offset, into.data_ptr(), len_bytes)
+            submitter = gather.submitter
+            submitter.engine.read_gathered(submitter.id, self._index, self.rank, offset, into.data_ptr(), len_bytes)
         return into
 
     def dense(self) -> Iterator[tuple[int, Tensor]]:

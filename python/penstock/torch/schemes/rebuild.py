@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from penstock.torch.runtime import background
 
 if TYPE_CHECKING:
-    from penstock.torch.gradients.hooks import Gradients
-    from penstock.torch.schemes.gather import Gather
+    from penstock._native import Engine
+    from penstock.torch.model.layers import Layer
 
 __all__ = ["Rebuilds"]
 
@@ -26,38 +26,56 @@ ROWS_WAIT_S = 0.1
 """How long the background waits for contributions before it looks whether they are still wanted."""
 
 
+class Rebuilt(Protocol):
+    """A layer's averages, as `penstock.torch.schemes.gather` makes them."""
+
+    index: int
+    layer: Layer
+
+    @property
+    def most_bytes(self) -> int:
+        """No contribution is longer than this."""
+        ...
+
+    def make_averages(self) -> None:
+        """Make them: all contributions are in."""
+        ...
+
+
 class Rebuilds:
     """The averages of one model that are to be made in the background.
 
     Args:
-        gradients: Where the contributions come in.
+        engine: The engine.
+        book: The book of the contributions.
 
     Attributes:
         turn: Held by the background's thread while it makes averages, and by the program's to wait for that.
         made: Set whenever an average has been made; whoever waits for that clears it before it looks.
     """
 
-    def __init__(self, gradients: Gradients) -> None:
+    def __init__(self, engine: Engine, book: int) -> None:
         self.turn = background.Turn()
         self.made = threading.Event()
-        self._gradients = gradients
+        self._engine = engine
+        self._book = book
         # Both threads remove from it; whoever succeeds makes that layer's averages.
-        self._coming: list[Gather] = []
-        self._making: Gather | None = None
+        self._coming: list[Rebuilt] = []
+        self._making: Rebuilt | None = None
 
     @property
     def is_busy(self) -> bool:
         """Whether more averages may be made without the program."""
         return bool(self._coming) or self._making is not None
 
-    def expect(self, gather: Gather) -> None:
+    def expect(self, gather: Rebuilt) -> None:
         """This rank has contributed to a layer's exchange: make its averages once all others have."""
         # Without the turn, or backward would wait for averages.
         self._coming.append(gather)
         if len(self._coming) == 1:
             background.REBUILDS.give(self)
 
-    def settle(self, gather: Gather) -> None:
+    def settle(self, gather: Rebuilt) -> None:
         """The program needs the averages now: either they are made when this returns, or the background will not."""
         if not self._claim(gather) and self._making is gather:
             with self.turn:
@@ -69,7 +87,7 @@ class Rebuilds:
         with self.turn:
             pass
 
-    def _claim(self, gather: Gather) -> bool:
+    def _claim(self, gather: Rebuilt) -> bool:
         try:
             self._coming.remove(gather)
         except ValueError:
@@ -78,7 +96,7 @@ class Rebuilds:
 
     def work(self) -> bool | Callable[[], bool]:
         """For the background: the averages of the layer that the next forward pass needs first."""
-        engine, book, coming = self._gradients.engine, self._gradients.id, self._coming
+        engine, book, coming = self._engine, self._book, self._coming
         gathers = list(coming)
         if not gathers:
             return False
@@ -101,7 +119,7 @@ class Rebuilds:
 
         return wait
 
-    def _make(self, gather: Gather) -> None:
+    def _make(self, gather: Rebuilt) -> None:
         self._making = gather  # before it is claimed: the program finds it in one place or the other
         try:
             if self._claim(gather):
@@ -112,5 +130,5 @@ class Rebuilds:
             self.made.set()
 
 
-def _by_place_in_forward(gather: Gather) -> int:
+def _by_place_in_forward(gather: Rebuilt) -> int:
     return gather.layer.place

@@ -16,18 +16,15 @@ from __future__ import annotations
 import types
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from penstock.torch.model.layout import Layer, Slot
+from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.reads.safety import defer, restore
-from penstock.torch.schemes.gather import OWN, Contribution, Gather, Part
+from penstock.torch.schemes.gather import OWN, Contribution, Gather, Part, Submitter
 from penstock.torch.schemes.survey import foreign_hooks
-
-if TYPE_CHECKING:
-    from penstock.torch.gradients.hooks import Gradients
 
 __all__ = ["Call", "Rows", "capturing"]
 
@@ -53,9 +50,9 @@ class Rows(Gather):
     """One layer's exchange of rows; its slots are those of the weight and, if there is one, the bias."""
 
     def __init__(
-        self, gradients: Gradients, index: int, layer: Layer, module: nn.Module, slots: Sequence[Slot]
+        self, submitter: Submitter, index: int, layer: Layer, module: nn.Module, slots: Sequence[Slot]
     ) -> None:
-        super().__init__(gradients, index, layer, module, slots)
+        super().__init__(submitter, index, layer, module, slots)
         self.weight = slots[0]
         self._task = -1  # the autograd graph task whose calls are in `_fresh`
         self._fresh: list[Call] = []  # of this backward
@@ -169,7 +166,7 @@ class Rows(Gather):
 
     def nothing_dense(self, slot: Slot) -> None:
         """What there is was recorded as rows."""
-        if self.gradients.quiet:
+        if self.submitter.quiet:
             self.keep()
         else:
             self.reached(slot)
@@ -180,10 +177,9 @@ class Rows(Gather):
             given, upstream = self.merged([call])
             self._held.append(Call(given.clone(), upstream.clone(), call.mask))
         self._fresh.clear()
-        for place, slot in enumerate(self.slots):
-            slot.held = any(call.mask & 1 << place for call in self._held)
-            if slot.held:
-                slot.dirty = True
+        for slot in self.slots:
+            if self.holds(slot):
+                slot.flight.accumulated()
                 defer(slot)
         if sum(call.given.shape[0] for call in self._held) * self.row_bytes() >= self.dense_bytes:
             self.fold()
@@ -191,13 +187,11 @@ class Rows(Gather):
     def fold(self) -> None:
         """Turn rows that are held into the local gradient in ``.grad``, as it would be without this scheme."""
         calls, self._held = self._held, []
-        for slot in self.slots:
-            slot.held = False
         if not calls:
             return
         for slot in self.slots:
-            if slot.flying or slot.update is not None:
-                self.gradients.clear_for_accumulation(slot)
+            if slot.is_busy:
+                self.submitter.clear_for_accumulation(slot)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for call in calls:
                 for place, product in enumerate(self.products(call.given, call.upstream)):
@@ -205,14 +199,18 @@ class Rows(Gather):
                     if call.mask & 1 << place:
                         param.grad = product if param.grad is None else param.grad.add_(product)
         for slot in self.slots:
-            if not slot.flying and slot.update is None:
+            if not slot.is_busy:
                 restore(slot)
+
+    def holds(self, slot: Slot) -> bool:
+        """Whether rows of backwards under no_sync count for this parameter."""
+        bit = 1 << self.slots.index(slot)
+        return any(call.mask & bit for call in self._held)
 
     def drop(self, slot: Slot) -> None:
         """``.grad`` was set or cleared: what is held for this parameter counts no more."""
         bit = 1 << self.slots.index(slot)
         self._held = [call._replace(mask=call.mask & ~bit) for call in self._held if call.mask & ~bit]
-        slot.held = False
 
     def abandon(self) -> None:
         """As for every gather; rows of a backward that was to be sent are lost with it."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,23 +21,56 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ConfigError
 from penstock.torch.gradients.hooks import Gradients
-from penstock.torch.model.layout import Layer, Slot
+from penstock.torch.model.layers import Layer, Owner, Slot
 from penstock.torch.reads.safety import defer, restore, slot_of
-from penstock.torch.release import settled
+from penstock.torch.release.failure import settled
 from penstock.torch.schemes.gather import mark_average
 from penstock.torch.updates.partial import PartialUpdates
 from penstock.torch.updates.separable import as_if_in_step, separable, snapshot, unhooked_step
 from penstock.torch.updates.whole import StepLog, open_steps
 from penstock.warning import warn
 
-if TYPE_CHECKING:
-    from penstock.torch.distribute import Distributed
-
 __all__ = ["Updates", "zero_grads"]
 
 LAYERS_PER_LOOK = 16
 
 _outside_of_dynamo: Callable[..., Any] = torch._disable_dynamo  # type: ignore[attr-defined]
+
+
+class Trained(Owner, Protocol):
+    """The model that an optimizer trains (distribute.py).
+
+    Attributes:
+        gradients: Its gradients.
+        whole_steps: Whether a step can be undone until it is whole.
+        synchronous: Why nothing may be left outstanding, if so.
+        observed: Whether it is known who reads which parameter.
+    """
+
+    gradients: Gradients
+    whole_steps: bool
+    synchronous: str | None
+    observed: bool
+
+    def before_step(self) -> None:
+        """Nothing of the previous step may be outstanding when the next begins."""
+        ...
+
+    def after_step(self) -> None:
+        """The gradients of this step have been taken."""
+        ...
+
+    def finish(self) -> None:
+        """Apply all outstanding updates of the model."""
+        ...
+
+    def finish_everything(self) -> None:
+        """Apply the outstanding updates of all models of this job."""
+        ...
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse parameters that the model does not have."""
+        ...
 
 
 class Updates:
@@ -48,14 +81,14 @@ class Updates:
         optimizer: Its optimizer, which is patched: `step`, `zero_grad` and whatever reads its state.
     """
 
-    def __init__(self, owner: Distributed, optimizer: Optimizer) -> None:
+    def __init__(self, owner: Trained, optimizer: Optimizer) -> None:
         self._owner = owner
         self.engine = owner.engine
         self.optimizer = optimizer
         self.log = StepLog(owner.engine, optimizer) if owner.whole_steps else None
         self._taken: list[Layer] = []  # of the last step
         self._released = False
-        self._gradients: Gradients = owner.gradients
+        self._gradients = owner.gradients
         self._waiting: dict[Layer, list[Slot]] = {}
         self._groups: list[dict[str, Any]] = []  # hyperparameters at the time of step
         self._round_used = 0  # the last synchronisation that a step has used
@@ -150,7 +183,7 @@ class Updates:
             gradients.close_without_backward()
             # Whether what this rank keeps is the gradient, the other ranks decide.
             params = (param for group in self.optimizer.param_groups for param in group["params"])
-            gradients.finish([slot for param in params if (slot := slot_of(param)) is not None and slot.kept])
+            gradients.finish([slot for param in params if (slot := slot_of(param)) is not None and slot.flight.kept])
         self._round_used = gradients.closed
 
     def _take_gradients(self) -> None:
@@ -166,16 +199,18 @@ class Updates:
                         if param.grad is not None and param.numel():
                             self._owner.check_optimizer(self.optimizer)
                         continue  # nothing to update
-                    if not (slot.flying and slot.assigned):
+                    flight = slot.flight
+                    if not (flight.flying and flight.assigned):
                         # Final, changed or removed by the caller: the step uses what is there.
                         if param.grad is None:
                             continue
-                        if slot.flying:
+                        if flight.flying:
                             gradients.finish([slot])
-                        slot.grad, slot.version, slot.assigned = param.grad, param.grad._version, True
+                        flight.is_final(param.grad)
                         defer(slot)
                         final.append(slot)
-                    slot.group, slot.place, slot.update, slot.zero_after = number, place, self, False
+                    pending = slot.pending
+                    pending.group, pending.place, pending.by, pending.zero_after = number, place, self, False
                     taken.append(slot)
         taken.sort(key=_by_place_in_forward)
         for slot in taken:
@@ -190,7 +225,7 @@ class Updates:
         now = [slot.layer for slot in taken if slot.immediate]
         if final:
             # There is nothing to wait for, and a program that sets gradients by hand may write them again at once.
-            in_flight = {slot.layer for slot in taken if slot.flying}
+            in_flight = {slot.layer for slot in taken if slot.flight.flying}
             now += [slot.layer for slot in final if slot.layer not in in_flight]
         if now or len(self._arrived(())) == len(self._waiting):
             self.finish(now)
@@ -219,7 +254,7 @@ class Updates:
             # This thread would only wait; and whatever is in by now has to be applied before the pass is over.
             ready = ready or ({} if together else self._arrived(wanted, everywhere=True))
             if together or not (ready or self._partial.advance(late)):
-                self._gradients.wait([slot for layer in late for slot in self._waiting[layer] if slot.flying])
+                self._gradients.wait([slot for layer in late for slot in self._waiting[layer] if slot.flight.flying])
                 ready = {**ready, **self._arrived(wanted), **dict.fromkeys(late)}
                 break
             self._apply_layers(ready)
@@ -258,10 +293,10 @@ class Updates:
         layers = list(self._waiting)
         for start in range(0, len(layers), LAYERS_PER_LOOK):
             stride = layers[start : start + LAYERS_PER_LOOK]
-            flying = [slot.number for layer in stride for slot in self._waiting[layer] if slot.flying]
-            done = set(gradients.engine.poll(gradients.id, flying)) if flying else ()
+            flights = [slot.flight for layer in stride for slot in self._waiting[layer] if slot.flight.flying]
+            done = set(gradients.engine.poll(gradients.id, [flight.number for flight in flights])) if flights else ()
             for layer in stride:
-                if all(not slot.flying or slot.number in done for slot in self._waiting[layer]):
+                if all(not slot.flight.flying or slot.flight.number in done for slot in self._waiting[layer]):
                     arrived[layer] = None
             if not everywhere and len(arrived) < start + len(stride):
                 break
@@ -272,13 +307,13 @@ class Updates:
         gradients = self._gradients
         due: list[tuple[Slot, Tensor, Tensor | None]] = []
         for slot in slots:
-            slot.update = None
+            slot.pending.by = None
             restore(slot)
         for slot in slots:
-            grad = gradients.land(slot) if slot.flying else self._unchanged(slot)
+            grad = gradients.land(slot) if slot.flight.flying else self._unchanged(slot)
             if grad is None:
                 continue  # no rank contributed
-            due.append((slot, grad, None if slot.assigned else slot.param.grad))
+            due.append((slot, grad, None if slot.flight.assigned else slot.param.grad))
         due.sort(key=_by_group)
         groups: list[dict[str, Any]] = []
         number = -1
@@ -286,13 +321,13 @@ class Updates:
             if slot in self._partial:
                 slot.param.grad = grad
                 continue
-            if slot.group != number:
-                number = slot.group
+            if slot.pending.group != number:
+                number = slot.pending.group
                 groups.append({**self._groups[number], "params": []})
             groups[-1]["params"].append(slot.param)
-            if self._writes_gradients and grad is slot.memory and gradients.lent.holds(slot.token):
+            if self._writes_gradients and grad is slot.flight.memory and gradients.lent.holds(slot.flight.token):
                 grad = grad.clone()
-                slot.memory = None
+                slot.flight.forget_memory()
             slot.param.grad = grad
         if groups:
             if self.log is not None:
@@ -315,27 +350,27 @@ class Updates:
 
     def _give_back(self, slot: Slot, mine: Tensor | None) -> None:
         """Leave ``.grad`` as the caller has it by now."""
-        if not slot.assigned:
+        if not slot.flight.assigned:
             slot.param.grad = mine
-            slot.grad = slot.memory = None
+            slot.flight.forget()
             return
-        if not slot.zero_after:
+        if not slot.pending.zero_after:
             self._gradients.own(slot)
             return
-        slot.zero_after = False
+        slot.pending.zero_after = False
         grad = slot.param.grad
         assert grad is not None  # set by _apply
-        if grad is slot.memory and self._gradients.lent.holds(slot.token):
+        if grad is slot.flight.memory and self._gradients.lent.holds(slot.flight.token):
             slot.param.grad = grad = torch.zeros_like(grad)
         else:
             grad.zero_()
         if slot.gather is not None:
             mark_average(grad, 0)
-        slot.grad = slot.memory = None
+        slot.flight.forget()
 
     def _unchanged(self, slot: Slot) -> Tensor | None:
-        grad = slot.grad
-        if grad is not None and grad._version != slot.version:
+        grad = slot.flight.grad
+        if grad is not None and grad._version != slot.flight.version:
             raise ConfigError(
                 f"the gradient of {slot.name} was changed in place between step() and its update. Call "
                 "penstock.synchronize(optimizer) after step() before changing gradients other than through .grad",
@@ -345,6 +380,10 @@ class Updates:
         return grad
 
     # What else users call on an optimizer
+
+    def keep_gradient(self, slot: Slot) -> None:
+        """``.grad`` is the caller's by now: it is not zeroed after the update."""
+        slot.pending.zero_after = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients; one that is still in flight stays with its update."""
@@ -364,7 +403,7 @@ class Updates:
             self._partial.abandon()
             for slots in waiting.values():
                 for slot in slots:
-                    slot.update = None
+                    slot.pending.by = None
             return begun if waiting else None
 
     def release(self) -> None:
@@ -441,13 +480,14 @@ def zero_grads(params: Iterable[nn.Parameter], set_to_none: bool) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         for param in params:
             slot = slot_of(param)
-            if slot is not None and slot.dirty:
-                slot.dirty = False  # what was accumulated under no_sync is gone
-            if slot is not None and slot.held and slot.gather is not None:
-                slot.gather.drop(slot)
-            if slot is not None and (slot.flying or slot.update is not None):
-                _zero_deferred(slot, set_to_none)
-                continue
+            if slot is not None:
+                if slot.flight.dirty:
+                    slot.flight.cleared()
+                if slot.gather is not None and slot.gather.holds(slot):
+                    slot.gather.drop(slot)
+                if slot.flight.flying or slot.pending.by is not None:
+                    _zero_deferred(slot, set_to_none)
+                    continue
             grad = param.grad
             if grad is None:
                 continue
@@ -464,22 +504,24 @@ def zero_grads(params: Iterable[nn.Parameter], set_to_none: bool) -> None:
 
 
 def _zero_deferred(slot: Slot, set_to_none: bool) -> None:
-    if not slot.assigned:  # the caller's own
-        slot.kept = False
-        if slot.param.grad is not None:
-            slot.param.grad = None if set_to_none else torch.zeros_like(slot.param.grad)
+    flight, param = slot.flight, slot.param
+    if not flight.assigned:  # the caller's own
+        flight.keep_no_more()
+        if param.grad is not None:
+            param.grad = None if set_to_none else torch.zeros_like(param.grad)
     elif set_to_none:
-        slot.assigned = False
-        slot.param.grad = None
-    elif slot.update is not None:
-        slot.zero_after = True  # no second gradient in memory: it is zeroed once its update has used it
-    elif slot.via is not None:
-        slot.gradients.finish([slot])  # whether there is a gradient at all is not known before
-        if slot.param.grad is not None:
-            slot.param.grad = mark_average(torch.zeros_like(slot.param.grad), 0)
+        flight.leave_to_caller()
+        param.grad = None
+    elif slot.pending.by is not None:
+        slot.pending.zero_after = True  # no second gradient in memory: it is zeroed once its update has used it
+    elif flight.gathered:
+        assert slot.owner is not None  # or it would not be in flight
+        slot.owner.finish_gradient(slot)  # whether there is a gradient at all is not known before
+        if param.grad is not None:
+            param.grad = mark_average(torch.zeros_like(param.grad), 0)
     else:
-        slot.assigned = False
-        slot.param.grad = None if slot.param.grad is None else torch.zeros_like(slot.param.grad)
+        flight.leave_to_caller()
+        param.grad = None if param.grad is None else torch.zeros_like(param.grad)
 
 
 def _by_place_in_forward(slot: Slot) -> int:
@@ -487,7 +529,7 @@ def _by_place_in_forward(slot: Slot) -> int:
 
 
 def _by_group(entry: tuple[Slot, Tensor, Tensor | None]) -> tuple[int, int]:
-    return entry[0].group, entry[0].place
+    return entry[0].pending.group, entry[0].pending.place
 
 
 def _hooks(*tables: Mapping[int, Any]) -> list[Callable[..., Any]]:

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from penstock.torch.gradients.hooks import Gradients
-from penstock.torch.model.layout import Layer, Slot, same_order
+from penstock.torch.model.layers import Layer, LayerGather, Slot
+from penstock.torch.model.layout import same_order
 from penstock.torch.runtime import background
 from penstock.torch.updates.pieces import PIECE_ELEMS, Cut, Pieces, elementwise
 from penstock.torch.updates.separable import as_if_in_step
@@ -93,9 +94,10 @@ class PartialUpdates:
                 cut = self._cuts.get(slot)
                 if cut is None:
                     cut = self._cuts[slot] = self._pieces.cut(slot.param)
-                if cut.open(state.get(slot.param, {}), groups[slot.group]):
+                if cut.open(state.get(slot.param, {}), groups[slot.pending.group]):
                     self._open[slot] = cut
-                    if slot.flying and not slot.absent and (slot.via is None or slot.via.rebuilt):
+                    flight, gather = slot.flight, _gather_under_way(slot)
+                    if flight.flying and not flight.absent and (gather is None or gather.rebuilt):
                         self._coming.append(slot)
 
     def hand_over(self) -> None:
@@ -185,7 +187,7 @@ class PartialUpdates:
 
     def _next_parts(self, slots: Iterable[Slot]) -> list[tuple[int, int]]:
         """Of averages that the engine writes: how much of each the next piece needs."""
-        return [(slot.number, self._open[slot].next_bytes()) for slot in slots if slot.via is None]
+        return [(slot.flight.number, self._open[slot].next_bytes()) for slot in slots if not slot.flight.gathered]
 
     def raise_failure(self) -> None:
         """Raise what the optimizer raised in the background, if it did: its parameters are updated in part."""
@@ -229,22 +231,30 @@ class PartialUpdates:
     def _arrived(self) -> Iterator[tuple[Slot, Tensor, int]]:
         """Of each that is coming in: its average, and how many leading bytes of it are there."""
         gradients = self._gradients
-        written = [slot for slot in self._coming if slot.via is None]
-        lengths = gradients.engine.arrived(gradients.id, [slot.number for slot in written]) if written else ()
+        written = [slot for slot in self._coming if not slot.flight.gathered]
+        lengths = gradients.engine.arrived(gradients.id, [slot.flight.number for slot in written]) if written else ()
         arrived = dict(zip(written, lengths, strict=True))
         for slot in self._coming:
-            if slot.via is None:
-                assert slot.memory is not None  # it is being written
-                yield slot, slot.memory, arrived[slot]
-            elif (made := slot.via.made(slot)) is not None:
+            gather = _gather_under_way(slot)
+            if gather is None:
+                assert slot.flight.memory is not None  # it is being written
+                yield slot, slot.flight.memory, arrived[slot]
+            elif (made := gather.made(slot)) is not None:
                 yield slot, made, made.numel() * made.element_size()
 
 
 def _becomes_sparse(slot: Slot) -> bool:
     """Whether the gradient that the update is given may be sparse."""
-    if slot.flying:
-        return slot.via is not None and slot.via.is_sparse
-    return slot.grad is not None and slot.grad.layout is not torch.strided
+    grad = slot.flight.grad
+    if slot.flight.flying:
+        gather = _gather_under_way(slot)
+        return gather is not None and gather.is_sparse
+    return grad is not None and grad.layout is not torch.strided
+
+
+def _gather_under_way(slot: Slot) -> LayerGather | None:
+    """The gather that brings the average, unless the engine writes it."""
+    return slot.gather if slot.flight.gathered else None
 
 
 def _lying_like(slot: Slot, grad: Tensor) -> Tensor:

@@ -1,0 +1,121 @@
+"""What becomes of one distributed model, and of its optimizers, when the job is over."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+from penstock.errors import PenstockError
+from penstock.torch.agreement.copies import BufferCopy
+from penstock.torch.gradients.hooks import Gradients
+from penstock.torch.model import patches
+from penstock.torch.model.layers import Owner, Slot
+from penstock.torch.reads.safety import Watch, unclaim
+from penstock.torch.schemes import residuals
+from penstock.torch.updates.optimizer import Updates
+from penstock.torch.updates.whole import StepLog
+from penstock.warning import warn
+
+__all__ = ["ModelEnding"]
+
+
+class Released(Owner, Protocol):
+    """The model whose end it is (distribute.py).
+
+    Attributes:
+        model: As the program has it.
+        slots: Its parameters.
+        gradients: Their gradients.
+        updates: Those of its optimizers.
+        buffers: The copies of rank 0's buffers, if they are made.
+        watch: Observes who reads what, before the first step.
+    """
+
+    model: nn.Module
+    slots: list[Slot]
+    gradients: Gradients
+    updates: list[Updates]
+    buffers: BufferCopy | None
+    watch: Watch | None
+
+
+class ModelEnding:
+    """The end of one distributed model.
+
+    Args:
+        owner: The model.
+        optimizers: Its optimizers.
+
+    Attributes:
+        lost: Why the job has failed, and what the models hold since.
+        torn: Layers that have all or part of an update that others will never have.
+    """
+
+    def __init__(self, owner: Released, optimizers: Sequence[Optimizer]) -> None:
+        self.lost: tuple[PenstockError, str] | None = None
+        self.torn: tuple[str, ...] = ()
+        self._owner = owner
+        self._optimizers = list(optimizers)
+        self._begun: list[list[str] | None] = [None] * len(optimizers)
+        self._warned_of_torn = False
+
+    def raise_if_lost(self) -> None:
+        """What needs the other ranks is not possible any more.
+
+        Raises:
+            PenstockError: What ended the job.
+        """
+        if self.lost is not None:
+            raise copy.copy(self.lost[0])
+
+    def warn_if_torn(self) -> None:
+        """Somebody is about to read what is not one step's."""
+        if self.torn and self.lost is not None and not self._warned_of_torn:
+            self._warned_of_torn = True
+            warn(f"penstock: {self.lost[1]}")
+
+    @property
+    def whole_step(self) -> int:
+        """The last step that parameters and optimizer state have in full, from 0; -1: none."""
+        return self._owner.gradients.step - 1
+
+    def stop_work(self) -> None:
+        """The job is over: whatever works on this model beside the program ends, with what is half done."""
+        self._owner.gradients.rebuilds.abandon()
+        self._begun = [update.stop() for update in self._owner.updates]
+
+    def settle(self, undone: Sequence[StepLog]) -> None:
+        """After `stop_work` on all models: make everything readable.
+
+        Args:
+            undone: The steps whose updates were taken back.
+        """
+        owner = self._owner
+        was_in_flight = any(slot.flight.flying for slot in owner.slots)
+        owner.gradients.settle()
+        if owner.buffers is not None:
+            owner.buffers.abandon()
+        for update, begun in zip(owner.updates, self._begun, strict=True):
+            if update.log is None:
+                owner.gradients.step -= begun is not None
+                self.torn += tuple(begun or ())
+            else:
+                owner.gradients.step -= update.log in undone
+        if was_in_flight or undone or any(begun is not None for begun in self._begun):
+            residuals.forget(self._optimizers)  # what lossy layers keep has gone a step ahead
+
+    def release(self) -> None:
+        """Give model and optimizers back to the program as they were. Nothing of ours is called for them any more."""
+        owner = self._owner
+        if owner.watch is not None:
+            owner.watch.remove()
+        owner.gradients.detach()
+        for update in owner.updates:
+            update.release()
+        residuals.detach(self._optimizers)
+        patches.unpatch(owner.model)
+        unclaim(owner, owner.slots)
