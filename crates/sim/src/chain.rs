@@ -90,7 +90,7 @@ impl Chain {
             priority: self.priority,
             links: self.links.clone(),
             programs: vec![program; self.ranks as usize],
-            loss: None,
+            fault: None,
             sabotage: None,
             demands: Demands { full_rounds: Some(u64::from(steps)), exceptions: 1, links: false },
         })

@@ -1,7 +1,7 @@
 //! Penstock's nodes in virtual time.
 //!
 //! [`run`] draws a scenario from a seed and plays it: ranks with programs, the nodes that ship, links with bandwidth, delay and
-//! stalls, perhaps a lost rank. Checkers watch all along ([`check::Checker`]). The same seed is the same run, event by event, so a
+//! stalls, perhaps a rank that is killed, stopped, fails or hangs. Checkers watch all along ([`check::Checker`]). The same seed is the same run, event by event, so a
 //! failure's message is all that is needed to replay it.
 //!
 //! What is simulated: the scheduler, the wire's headers, the sums, the windows. What is not: authentication, system calls, the
@@ -21,6 +21,7 @@ pub mod world;
 
 use check::Violation;
 use memory::{RealMemory, SimMemory};
+use penstock_core::life::Evidence;
 use program::{Sabotage, Setup};
 use world::World;
 
@@ -41,8 +42,8 @@ pub struct Report {
     pub sent_bytes: Vec<u64>,
     /// When each rank's program came to its marks.
     pub marks_ns: Vec<Vec<u64>>,
-    /// The rank that was lost, if one was and anybody noticed.
-    pub lost: Option<u32>,
+    /// The rank that errors named, if there were any, and on what evidence.
+    pub lost: Option<(u32, Evidence)>,
     /// What happened, line by line, if a trace was asked for.
     pub trace: Vec<String>,
 }

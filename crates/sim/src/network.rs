@@ -78,8 +78,14 @@ pub struct Connection {
     pub placed: Option<Option<Chunk>>,
     /// Whether a look for frames is planned.
     pub woken: bool,
-    /// Whether the sender has written [`Item::End`], or died.
+    /// Whether the sender has written [`Item::End`], died, or seen the other direction end.
     pub closed: bool,
+    /// Whether the receiver has seen its end.
+    pub ended: bool,
+    /// When something was last written.
+    pub spoke_ns: u64,
+    /// When something was last read.
+    pub heard_ns: u64,
     writing: Option<Writing>,
     /// Written, not yet sent by the card.
     buffered_bytes: u64,
@@ -178,6 +184,9 @@ impl Network {
         writing.remaining_bytes -= bytes;
         connection.buffered_bytes += bytes;
         connection.committed_bytes += bytes;
+        if bytes > 0 {
+            connection.spoke_ns = agenda.now_ns();
+        }
         let done = if writing.remaining_bytes == 0 { self.connections[id].writing.take() } else { None };
         self.send(self.connections[id].from, agenda);
         done
@@ -206,7 +215,7 @@ impl Network {
         (bytes * 1_000_000_000).div_ceil(self.links.bytes_per_s) + stall_ns
     }
 
-    /// Goes on after something has moved; returns the connection and bytes that are now in the receiver's hands.
+    /// Goes on after something has moved; returns the connection and bytes that the receiver may read.
     pub fn moved<E: From<Moved>>(
         &mut self,
         moved: Moved,
@@ -235,13 +244,28 @@ impl Network {
                 let to = self.connections[id].to;
                 self.cards[to.index()].receiving = false;
                 self.receive(to, agenda);
-                if self.cards[to.index()].dead {
-                    return None;
-                }
-                self.connections[id].committed_bytes -= bytes;
-                Some((id, bytes))
+                (!self.cards[to.index()].dead).then_some((id, bytes))
             }
         }
+    }
+
+    /// The receiver reads: there is room again.
+    pub fn read(&mut self, id: ConnectionId, bytes: u64, now_ns: u64) {
+        let connection = &mut self.connections[id];
+        connection.committed_bytes -= bytes;
+        connection.heard_ns = now_ns;
+    }
+
+    /// Whether all that was begun is written.
+    #[must_use]
+    pub fn is_written(&self, id: ConnectionId) -> bool {
+        self.connections[id].writing.is_none()
+    }
+
+    /// Nothing more is written: what is half written stays so.
+    pub fn sever(&mut self, id: ConnectionId) {
+        let connection = &mut self.connections[id];
+        (connection.closed, connection.writing) = (true, None);
     }
 
     /// The card takes in the next segment, if it is idle and there is one.
@@ -290,6 +314,9 @@ impl Connection {
             placed: None,
             woken: false,
             closed: false,
+            ended: false,
+            spoke_ns: 0,
+            heard_ns: 0,
             writing: None,
             buffered_bytes: 0,
             committed_bytes: 0,
@@ -328,6 +355,7 @@ mod tests {
         }
         while let Some(moved) = agenda.advance() {
             if let Some((id, bytes)) = network.moved(moved, &mut agenda) {
+                network.read(id, bytes, agenda.now_ns());
                 network.connection(id).received_bytes += bytes;
                 network.write(id, &mut agenda);
                 assert!(network.connection(id).committed_bytes <= 500);

@@ -67,19 +67,34 @@ pub struct Links {
     pub wake_ns_max: u64,
 }
 
-/// A rank is lost.
+/// Something goes wrong with a rank.
 #[derive(Debug, Clone, Copy)]
-pub struct Loss {
+pub struct Fault {
     /// Which.
     pub rank: Rank,
     /// When.
     pub at_ns: u64,
-    /// Its connections stay open but nothing comes any more (a stopped process), so only time tells.
-    pub silent: bool,
+    /// What.
+    pub what: Mishap,
 }
 
-/// How long the drivers hear nothing before they give a peer up, in scenarios with a silent loss.
+/// What may go wrong with a rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mishap {
+    /// Its process ends without a word.
+    Kill,
+    /// Its process is stopped for so long: its connections stay open, and only time tells.
+    Stop(u64),
+    /// Its program raises.
+    Raise,
+    /// Its program hangs; its lanes live.
+    Hang,
+}
+
+/// How long the drivers hear nothing before they give a peer up.
 pub const PEER_TIMEOUT_NS: u64 = 5_000_000_000;
+/// How long a program waits.
+pub const OPERATION_TIMEOUT_NS: u64 = 20_000_000_000;
 
 /// A fault that is built in on purpose, so that tests can show that a checker finds it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -125,6 +140,8 @@ pub enum Sabotage {
     BlameAnother,
     /// Nobody notices that a connection has ended.
     Deaf,
+    /// Nobody listens to what others say of a failure.
+    DropAborts,
 }
 
 /// What the checkers may demand of this setup beyond what always holds.
@@ -159,8 +176,8 @@ pub struct Setup {
     pub links: Links,
     /// By rank.
     pub programs: Vec<Vec<Instruction>>,
-    /// A rank that is lost.
-    pub loss: Option<Loss>,
+    /// What goes wrong.
+    pub fault: Option<Fault>,
     /// A fault built in on purpose.
     pub sabotage: Option<Sabotage>,
     /// What else must hold.

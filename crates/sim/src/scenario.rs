@@ -1,6 +1,6 @@
 //! Scenarios drawn from a seed: everything that users, models and networks may do to the nodes, kept small.
 
-use crate::program::{Demands, Instruction, Links, Loss, Setup, Submission};
+use crate::program::{Demands, Fault, Instruction, Links, Mishap, PEER_TIMEOUT_NS, Setup, Submission};
 use crate::random::Random;
 use penstock_core::Scheme;
 use penstock_core::cost::dense::Algorithm;
@@ -122,11 +122,7 @@ pub fn draw(seed: u64) -> Setup {
     // Who takes part in fewer rounds must leave; the others may just end.
     plan.epochs[last].leave &= plan.epochs[last].is_uneven() || random.chance(300);
     plan.keep_agreement_where_needed();
-    let loss = (ranks > 1 && random.chance(80)).then(|| Loss {
-        rank: Rank(random.below(u64::from(ranks)) as u32),
-        at_ns: random.magnitude(1, 20_000_000),
-        silent: random.chance(500),
-    });
+    let fault = (ranks > 1 && random.chance(120)).then(|| draw_fault(random, ranks));
     let links = draw_links(random);
     let programs = (0..ranks).map(|rank| plan.program(rank, &mut random.fork())).collect();
     Setup {
@@ -137,12 +133,26 @@ pub fn draw(seed: u64) -> Setup {
         priority: random.chance(850),
         links,
         programs,
-        loss,
+        fault,
         sabotage: None,
         demands: plan.demands(),
         places: plan.places,
         books: plan.books,
     }
+}
+
+fn draw_fault(random: &mut Random, ranks: u32) -> Fault {
+    let what = match random.below(7) {
+        0 | 1 => Mishap::Kill,
+        2 => Mishap::Raise,
+        3 => Mishap::Hang,
+        4 => Mishap::Stop(random.magnitude(1_000_000, PEER_TIMEOUT_NS / 2)),
+        // Just before the limit, and just after; and as good as for ever.
+        5 => Mishap::Stop(random.between(PEER_TIMEOUT_NS * 7 / 10, PEER_TIMEOUT_NS * 14 / 10)),
+        _ => Mishap::Stop(random.between(2 * PEER_TIMEOUT_NS, 20 * PEER_TIMEOUT_NS)),
+    };
+    let rank = Rank(random.below(u64::from(ranks)) as u32);
+    Fault { rank, at_ns: random.magnitude(1, 20_000_000), what }
 }
 
 /// The schemes that tensors are drawn from: often the store alone, or one collective, or all together.
@@ -406,8 +416,9 @@ fn merged<T>(lists: Vec<Vec<T>>, mixed: bool, random: &mut Random) -> Vec<T> {
 /// A scenario in one line.
 #[must_use]
 pub fn describe(setup: &Setup) -> String {
-    let Setup { ranks, lanes, books, places, window_bytes, priority, links, loss, sabotage, demands, .. } =
-        setup;
+    let Setup {
+        ranks, lanes, books, places, window_bytes, priority, links, fault, sabotage, demands, ..
+    } = setup;
     let books = books.iter().map(|book| {
         let (tensors, slices) = (book.tensors.len(), book.slices.len());
         let bytes: u64 = book.tensors.iter().map(Tensor::len_bytes).sum();
@@ -420,6 +431,6 @@ pub fn describe(setup: &Setup) -> String {
     let submissions = setup.programs.iter().flatten().filter(|i| matches!(i, Instruction::Submit(_))).count();
     format!(
         "{ranks} ranks x {lanes} lanes, window {window_bytes} bytes, priority {priority}, places {places:?}, \
-         books {books:?}, {submissions} submissions, {links:?}, loss {loss:?}, sabotage {sabotage:?}, {demands:?}"
+         books {books:?}, {submissions} submissions, {links:?}, {fault:?}, sabotage {sabotage:?}, {demands:?}"
     )
 }

@@ -49,6 +49,7 @@ fn every_fault_is_found_by_its_checker() {
 fn a_lost_rank_must_be_named_and_noticed() {
     assert_eq!(first_failure(Sabotage::BlameAnother).1, Checker::LossNamed);
     assert_eq!(first_failure(Sabotage::Deaf).1, Checker::NoDeadlock);
+    assert_eq!(first_failure(Sabotage::DropAborts).1, Checker::LossNamed);
 }
 
 #[test]

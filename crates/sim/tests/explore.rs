@@ -3,6 +3,8 @@
 use penstock_core::Scheme;
 use penstock_core::cost::dense::Algorithm;
 use penstock_core::layout::Tensor;
+use penstock_core::life::Evidence;
+use penstock_sim::program::Mishap;
 
 /// Scenarios per test run.
 const SCENARIOS: u64 = 12_000;
@@ -20,7 +22,9 @@ fn random_schedules_violate_nothing() {
         let threads: Vec<_> = (0..cores as u64).map(|first| scope.spawn(move || explore(first))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
     });
-    let [slices, preempted, lost, through, by_scheme @ ..] = parts.into_iter().fold([0; COUNTS], sum);
+    let all = parts.into_iter().fold([0; COUNTS], sum);
+    let [slices, preempted, lost, through] = [0, 1, 2, 3].map(|at| all[at]);
+    let (by_scheme, by_fault) = all[4..].split_at(Algorithm::ALL.len());
     // The scenarios would prove nothing if they never did what they are there for.
     assert!(slices > 10 * SCENARIOS, "{slices} slices");
     assert!(preempted > SCENARIOS / 10, "{preempted} runs with preemptions");
@@ -30,12 +34,18 @@ fn random_schedules_violate_nothing() {
         "lost in books with each of {:?}: {by_scheme:?}",
         Algorithm::ALL
     );
+    assert!(
+        by_fault.iter().all(|count| *count > SCENARIOS / 400),
+        "ended on {EVIDENCE:?}, or not in spite of a stop: {by_fault:?}"
+    );
 }
 
-const COUNTS: usize = 4 + Algorithm::ALL.len();
+/// What the verdicts on killed, failed, stopped and hanging ranks rest on.
+const EVIDENCE: [Evidence; 4] = [Evidence::Ended, Evidence::Own, Evidence::Silent, Evidence::Absent];
+const COUNTS: usize = 4 + Algorithm::ALL.len() + EVIDENCE.len() + 1;
 
-/// Slices, and whether there were preemptions, whether a rank was lost, whether all came through; and by algorithm whether
-/// a rank was lost where a tensor goes by it.
+/// Slices, and whether there were preemptions, whether a rank was lost, whether all came through; by algorithm whether a rank
+/// was lost where a tensor goes by it; by evidence whether it was; and whether all came through though a rank was stopped.
 fn counts(seed: u64) -> [u64; COUNTS] {
     let report = penstock_sim::run(seed).unwrap_or_else(|failure| panic!("{failure}"));
     let lost = report.lost.is_some();
@@ -43,10 +53,16 @@ fn counts(seed: u64) -> [u64; COUNTS] {
     let flags = [report.preemptions > 0, lost, !lost].map(u64::from);
     counts[0] = report.slices;
     counts[1..4].copy_from_slice(&flags);
-    let books = penstock_sim::scenario::draw(seed).books;
-    for (count, algorithm) in counts[4..].iter_mut().zip(Algorithm::ALL) {
+    let (by_scheme, by_fault) = counts[4..].split_at_mut(Algorithm::ALL.len());
+    for (count, evidence) in by_fault.iter_mut().zip(EVIDENCE) {
+        *count = u64::from(report.lost.is_some_and(|(_, on)| on == evidence));
+    }
+    let setup = penstock_sim::scenario::draw(seed);
+    let stopped = setup.fault.is_some_and(|fault| matches!(fault.what, Mishap::Stop(_)));
+    by_fault[EVIDENCE.len()] = u64::from(stopped && !lost);
+    for (count, algorithm) in by_scheme.iter_mut().zip(Algorithm::ALL) {
         let goes_by_it = |tensor: &Tensor| tensor.scheme == Scheme::Dense(algorithm);
-        *count = u64::from(lost && books.iter().flat_map(|book| &book.tensors).any(goes_by_it));
+        *count = u64::from(lost && setup.books.iter().flat_map(|book| &book.tensors).any(goes_by_it));
     }
     counts
 }

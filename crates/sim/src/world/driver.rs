@@ -1,5 +1,6 @@
 //! Between a node and the network: what a lane of the real library does with a socket.
 
+use super::worker::Phase;
 use super::{Happening, World};
 use crate::check::rest::check_owner_memory;
 use crate::check::{Checker, Violation, check};
@@ -9,8 +10,6 @@ use crate::program::Sabotage;
 use penstock_core::layout::Rank;
 use penstock_core::node::{Action, Event};
 use penstock_core::wire::{HEADER_BYTES, Header, Kind, Outgoing, Place};
-
-use super::worker::Phase;
 
 fn protocol(rank: Rank, error: impl std::fmt::Display) -> Violation {
     Violation::new(Checker::Protocol, format!("rank {rank}: {error}"))
@@ -64,8 +63,12 @@ impl<M: SimMemory> World<M> {
                 Action::AllLeft => self.workers[rank.index()].lanes_left += 1,
                 // Calls have a world of their own: `crate::calls`.
                 Action::CallComplete(_) | Action::CallSource { .. } => {}
+                Action::Control { from, header, payload } if header.kind == Kind::Blob => {
+                    self.blob(rank, from, &header, payload.as_ref())?;
+                }
                 Action::Control { from, header, payload } => {
-                    self.control_arrived(rank, from, &header, payload.as_ref())?;
+                    let payload = payload.as_ref().and_then(Chunk::to_bytes).unwrap_or_default();
+                    self.heed(rank, lane, from, &header, &payload)?;
                 }
             }
         }
@@ -73,30 +76,19 @@ impl<M: SimMemory> World<M> {
         Ok(())
     }
 
-    fn control_arrived(
+    fn blob(
         &mut self,
         rank: Rank,
         from: Rank,
         header: &Header,
         payload: Option<&Chunk>,
     ) -> Result<(), Violation> {
-        let worker = &mut self.workers[rank.index()];
-        match header.kind {
-            Kind::Blob => {
-                let bytes = payload.and_then(Chunk::to_bytes).unwrap_or_default().into_vec();
-                let again = worker.blobs.insert((header.seq, from), bytes).is_some();
-                check(!again, Checker::ExactlyOnce, || format!("rank {rank}: a second blob from {from}"))
-            }
-            Kind::Goodbye => {
-                worker.goodbyes[from.index()] += 1;
-                Ok(())
-            }
-            Kind::Abort => self.lose(rank, Rank(header.argument)),
-            _ => Ok(()),
-        }
+        let bytes = payload.and_then(Chunk::to_bytes).unwrap_or_default().into_vec();
+        let again = self.workers[rank.index()].blobs.insert((header.seq, from), bytes).is_some();
+        check(!again, Checker::ExactlyOnce, || format!("rank {rank}: a second blob from {from}"))
     }
 
-    /// Takes frames from the node, decided now, until the connection has no room or there is nothing to send.
+    /// Takes frames, decided now, until the connection has no room or there is nothing to send.
     pub(super) fn fill(&mut self, id: ConnectionId) -> Result<(), Violation> {
         self.network.connection(id).woken = false;
         let (from, to, lane) = {
@@ -110,19 +102,34 @@ impl<M: SimMemory> World<M> {
             if !self.network.has_room(id) {
                 return Ok(());
             }
-            let at = self.at(from, lane);
-            let idle = self.nodes[at].has_frame(to) && self.sabotage(Sabotage::Idle);
-            let frame = if idle { None } else { self.nodes[at].next_frame(to) };
-            if let Some(model) = self.model(from, lane) {
-                model.chosen(to, frame.as_ref().map(|frame| &frame.header))?;
-            }
-            let Some(frame) = frame else { return Ok(()) };
-            let last = frame.header.kind == Kind::Abort;
-            self.begin(id, from, to, frame);
-            if last {
+            // What lanes say themselves goes behind what the node has given out.
+            let frame = match self.said[id].pop_front() {
+                None if self.fates[from.index()].fails() || self.workers[from.index()].exits => None,
+                None => self.next_frame(from, lane, to)?,
+                said => {
+                    self.said_frames += 1;
+                    said
+                }
+            };
+            if let Some(frame) = frame {
+                self.begin(id, from, to, frame);
+            } else if self.workers[from.index()].exits {
                 self.network.close(id);
+            } else {
+                return Ok(());
             }
         }
+    }
+
+    /// What the node would send next.
+    fn next_frame(&mut self, from: Rank, lane: u32, to: Rank) -> Result<Option<Outgoing<Chunk>>, Violation> {
+        let at = self.at(from, lane);
+        let idle = self.nodes[at].has_frame(to) && self.sabotage(Sabotage::Idle);
+        let frame = if idle { None } else { self.nodes[at].next_frame(to) };
+        if let Some(model) = self.model(from, lane) {
+            model.chosen(to, frame.as_ref().map(|frame| &frame.header))?;
+        }
+        Ok(frame)
     }
 
     /// Begins to write a frame: its header is encoded, and its payload is what the memory holds now.
@@ -164,7 +171,9 @@ impl<M: SimMemory> World<M> {
         let connection = self.network.connection(id);
         connection.received_bytes += bytes;
         let (from, to, lane) = (connection.from, connection.to, connection.lane);
-        self.workers[to.index()].heard_ns[from.index()] = self.agenda.now_ns();
+        if connection.ended {
+            return Ok(());
+        }
         loop {
             let connection = self.network.connection(id);
             let Some(item) = connection.transit.front() else { return Ok(()) };
@@ -173,21 +182,19 @@ impl<M: SimMemory> World<M> {
                 if received >= total {
                     connection.transit.pop_front();
                     connection.received_bytes = 0;
-                    self.ended(from, to)?;
+                    self.ended(id)?;
                 }
                 return Ok(());
             };
             let (bytes, to_place) = (*header, connection.placed.is_none());
-            // Those who ended with an error take nothing in any more.
-            let listens = matches!(
-                self.workers[to.index()].phase,
-                Phase::Running | Phase::Left { .. } | Phase::Agreeing | Phase::Finishing | Phase::Done
-            );
-            if received < HEADER_BYTES as u64 || !listens {
+            if received < HEADER_BYTES as u64 {
                 return Ok(());
             }
             let header = Header::decode(&bytes).map_err(|error| protocol(to, error))?;
-            if to_place {
+            if !matches!(header.kind, Kind::Heartbeat | Kind::Ask | Kind::Word) {
+                self.fates[to.index()].moved_ns = self.agenda.now_ns();
+            }
+            if to_place && !self.fates[to.index()].fails() {
                 let placed = self.place(from, to, lane, &header)?;
                 self.network.connection(id).placed = Some(placed);
             }
@@ -238,6 +245,12 @@ impl<M: SimMemory> World<M> {
         let placed = connection.placed.take().flatten();
         let Some(item) = connection.transit.pop_front() else { return Ok(()) };
         connection.received_bytes -= item.len_bytes();
+        if self.fates[to.index()].fails() {
+            // Only what others say of the failure is heard any more.
+            let Item::Frame { payload: Some(bytes), .. } = item else { return Ok(()) };
+            let over = self.workers[to.index()].is_over() || header.kind != Kind::Abort;
+            return if over { Ok(()) } else { self.heed(to, lane, from, &header, &bytes) };
+        }
         if let (Item::Frame { payload: Some(bytes), .. }, Some(chunk)) = (item, &placed) {
             chunk.write(|memory| memory.copy_from_slice(&bytes));
         }

@@ -1,120 +1,141 @@
-//! Lost ranks: who notices, who is told, and how everybody ends.
+//! What goes wrong with a rank: it is killed, stopped, fails or hangs; and how everybody must end then.
 
-use super::worker::{Phase, Worker};
+use super::worker::Phase;
 use super::{Happening, World};
 use crate::check::{Checker, Violation, check};
 use crate::memory::SimMemory;
-use crate::program::{Loss, PEER_TIMEOUT_NS, Sabotage};
+use crate::program::{Fault, Mishap, OPERATION_TIMEOUT_NS, PEER_TIMEOUT_NS};
 use penstock_core::layout::Rank;
-use penstock_core::wire::{Header, Kind};
+use penstock_core::life::{Evidence, INQUIRY_NS, SETTLE_NS, SUSPICION_NS, Verdict};
 
-/// Between two heartbeats.
-const HEARTBEAT_NS: u64 = PEER_TIMEOUT_NS / 5;
+/// How long anything takes that depends on links and programs alone.
+const SLACK_NS: u64 = 5_000_000_000;
 
 impl<M: SimMemory> World<M> {
-    pub(super) fn plan_loss(&mut self) {
-        let Some(Loss { at_ns, silent, .. }) = self.setup.loss else { return };
-        self.agenda.at(at_ns, Happening::Die);
-        if silent {
-            for rank in 0..self.setup.ranks {
-                self.agenda.at(HEARTBEAT_NS, Happening::Tick(Rank(rank)));
+    /// Whether the process that this happens to is stopped: then it happens later.
+    pub(super) fn postpone(&mut self, happening: Happening) -> bool {
+        let whose = match happening {
+            Happening::Resume(rank) | Happening::Tick(rank, _) | Happening::Look(rank) => rank,
+            Happening::Exit(rank) | Happening::Close(rank) => rank,
+            Happening::Fill(id) => self.network.connection(id).from,
+            Happening::Read(id, _) | Happening::Cut(id) => self.network.connection(id).to,
+            Happening::Moved(_) | Happening::Fault | Happening::GoOn(_) => return false,
+        };
+        let fate = &mut self.fates[whose.index()];
+        if fate.stopped {
+            fate.postponed.push(happening);
+        }
+        fate.stopped
+    }
+
+    /// Something goes wrong.
+    pub(super) fn befall(&mut self) -> Result<(), Violation> {
+        let Some(Fault { rank, what, .. }) = self.setup.fault else { return Ok(()) };
+        let phase = self.workers[rank.index()].phase;
+        let in_program = !matches!(phase, Phase::Finishing | Phase::Done);
+        if phase == Phase::Done || (!in_program && matches!(what, Mishap::Raise | Mishap::Hang)) {
+            return Ok(());
+        }
+        self.trace(|| format!("rank {rank}: {what:?}"));
+        self.struck_in = Some(phase);
+        match what {
+            Mishap::Kill => {
+                self.workers[rank.index()].phase = Phase::Dead;
+                self.network.kill(rank);
+                for id in self.network.from(rank) {
+                    // The others learn it one after the other, some of them first from each other.
+                    let delay_ns = self.setup.links.delay_ns + self.random.below(1_000_000);
+                    self.agenda.after(delay_ns, Happening::Cut(id));
+                }
+                Ok(())
+            }
+            Mishap::Stop(for_ns) => {
+                self.fates[rank.index()].stopped = true;
+                self.agenda.after(for_ns, Happening::GoOn(rank));
+                Ok(())
+            }
+            Mishap::Hang => {
+                self.workers[rank.index()].hangs = true;
+                self.fates[rank.index()].waiting_ns = None;
+                Ok(())
+            }
+            Mishap::Raise => {
+                let own = Verdict::new(Evidence::Own, None, rank, vec![rank], "a bad batch".into());
+                self.fates[rank.index()].life.accuse(self.agenda.now_ns(), own);
+                self.follow(rank)
             }
         }
     }
 
-    /// The lost rank is gone. If it was not through, everybody must notice.
-    pub(super) fn die(&mut self) {
-        let Some(Loss { rank, silent, .. }) = self.setup.loss else { return };
-        self.trace(|| format!("rank {rank} is lost"));
-        let worker = &mut self.workers[rank.index()];
-        if worker.has_ended() {
-            return;
+    /// A stopped rank goes on with what it has not done, in order; but whether it reads or looks at the clock first is open.
+    pub(super) fn go_on(&mut self, rank: Rank) {
+        self.trace(|| format!("rank {rank} goes on"));
+        let fate = &mut self.fates[rank.index()];
+        fate.stopped = false;
+        let mut postponed = std::mem::take(&mut fate.postponed);
+        if self.random.chance(500) {
+            postponed.sort_by_key(|what| !matches!(what, Happening::Tick(..)));
         }
-        self.lost_in = Some(worker.phase);
-        worker.phase = Phase::Dead;
-        self.network.kill(rank);
-        if !silent {
-            for id in self.network.from(rank) {
-                // The others learn it one after the other, some of them first from each other.
-                let delay_ns = self.setup.links.delay_ns + self.random.below(1_000_000);
-                self.agenda.after(delay_ns, Happening::Cut(id));
-            }
-        }
+        postponed.into_iter().for_each(|what| self.agenda.at(self.agenda.now_ns(), what));
     }
 
-    /// A connection has ended: unless the peer has said goodbye, it is lost.
-    pub(super) fn ended(&mut self, from: Rank, to: Rank) -> Result<(), Violation> {
-        let goodbyes = self.workers[to.index()].goodbyes[from.index()];
-        if goodbyes == self.setup.lanes || self.setup.sabotaged(Sabotage::Deaf) {
-            return Ok(());
-        }
-        self.lose(to, from)
-    }
-
-    /// A rank ends with an error that names `lost`, and tells the others before it closes its connections.
-    pub(super) fn lose(&mut self, rank: Rank, lost: Rank) -> Result<(), Violation> {
-        check(self.setup.loss.is_some(), Checker::LossNamed, || {
-            format!("rank {rank} believes rank {lost} lost, but nobody is")
-        })?;
-        if self.workers[rank.index()].has_ended() {
-            return Ok(());
-        }
-        let lost = if self.sabotage(Sabotage::BlameAnother) { rank } else { lost };
-        self.trace(|| format!("rank {rank} ends: rank {lost} is lost"));
-        self.workers[rank.index()].phase = Phase::Lost(lost);
-        for lane in 0..self.setup.lanes {
-            let header = Header { argument: lost.0, ..Header::control(Kind::Abort) };
-            self.control(rank, lane, header, None)?;
-        }
-        Ok(())
-    }
-
-    pub(super) fn tick(&mut self, rank: Rank) -> Result<(), Violation> {
-        let worker = &self.workers[rank.index()];
-        if worker.has_ended() {
-            return Ok(());
-        }
-        let silent_since = |worker: &Worker, peer: usize| worker.heard_ns[peer] + PEER_TIMEOUT_NS;
-        let silent = (0..self.setup.ranks).find(|&peer| {
-            peer != rank.0
-                && worker.goodbyes[peer as usize] < self.setup.lanes
-                && silent_since(worker, peer as usize) < self.agenda.now_ns()
-        });
-        if let Some(peer) = silent.filter(|_| !self.setup.sabotaged(Sabotage::Deaf)) {
-            return self.lose(rank, Rank(peer));
-        }
-        if self.agenda.now_ns() > 20 * PEER_TIMEOUT_NS {
-            // Nobody ends any more; let time run out, so that the checker says so.
-            return Ok(());
-        }
-        for lane in 0..self.setup.lanes {
-            self.control(rank, lane, Header::control(Kind::Heartbeat), None)?;
-        }
-        self.agenda.after(HEARTBEAT_NS, Happening::Tick(rank));
-        Ok(())
-    }
-
-    /// At the end: every rank has ended, and those that could not have come through without the lost one name it.
+    /// At the end: every rank has ended in time, and those that could not have come through name the right one, for the right
+    /// reason.
     pub(super) fn check_ends(&self) -> Result<(), Violation> {
+        let fault = self.setup.fault.filter(|_| self.struck_in.is_some());
+        let survivors = |rank: usize| fault.is_none_or(|fault| fault.rank.index() != rank);
         for (rank, worker) in self.workers.iter().enumerate() {
-            check(worker.has_ended(), Checker::NoDeadlock, || {
+            let ended = worker.is_over() || (worker.hangs && !self.fates[rank].fails());
+            check(ended, Checker::NoDeadlock, || {
                 format!("nothing more happens, but rank {rank} has not ended: {}", self.standing())
             })?;
-            let lost = self.setup.loss.map(|loss| loss.rank);
-            // Before its goodbye nobody can be through without it.
-            let needed = !matches!(self.lost_in, None | Some(Phase::Finishing | Phase::Done));
-            let holds = match worker.phase {
-                Phase::Lost(named) => Some(named) == lost,
-                Phase::Dead => Some(Rank(rank as u32)) == lost,
-                _ => !needed,
-            };
-            check(holds, Checker::LossNamed, || {
-                format!(
-                    "rank {rank} ended as {:?}, but {lost:?} was lost in {:?}",
-                    worker.phase, self.lost_in
-                )
-            })?;
+            if let Some(failed) = &self.fates[rank].failed {
+                self.check_failure(rank, failed)?;
+            }
         }
-        Ok(())
+        let Some(Fault { what, .. }) = fault else { return Ok(()) };
+        // Before its goodbye nobody can be through without it.
+        let needed = self.struck_in != Some(Phase::Finishing);
+        let others = || self.workers.iter().enumerate().filter(|(rank, _)| survivors(*rank));
+        let failed = others().filter(|(_, worker)| worker.phase == Phase::Failed).count();
+        let must = match what {
+            Mishap::Kill | Mishap::Raise => needed,
+            Mishap::Stop(for_ns) => needed && for_ns > PEER_TIMEOUT_NS + 1_000_000_000,
+            // Perhaps it has done all that anybody needs.
+            Mishap::Hang => false,
+        };
+        let some = failed > 0 && failed < others().count();
+        let holds = if must { failed == others().count() } else { !(needed && some) };
+        check(holds, Checker::LossNamed, || {
+            let ends: Vec<Phase> = self.workers.iter().map(|worker| worker.phase).collect();
+            format!("{what:?} in {:?}, but they end as {ends:?}", self.struck_in)
+        })
+    }
+
+    fn check_failure(&self, rank: usize, (verdict, at_ns): &(Verdict, u64)) -> Result<(), Violation> {
+        let Some(Fault { rank: struck, at_ns: struck_ns, what }) = self.setup.fault else { return Ok(()) };
+        let (evidence, limit_ns) = match what {
+            Mishap::Kill => (Evidence::Ended, SUSPICION_NS),
+            Mishap::Stop(_) => (Evidence::Silent, PEER_TIMEOUT_NS),
+            Mishap::Raise => (Evidence::Own, 0),
+            Mishap::Hang => (Evidence::Absent, OPERATION_TIMEOUT_NS + INQUIRY_NS),
+        };
+        let stopped_ns = match what {
+            Mishap::Stop(for_ns) if rank == struck.index() => for_ns,
+            _ => 0,
+        };
+        let by_ns = struck_ns + stopped_ns + limit_ns + SETTLE_NS + SLACK_NS;
+        let right = verdict.culprits == [struck] && verdict.evidence == evidence && *at_ns <= by_ns;
+        check(right, Checker::LossNamed, || {
+            format!(
+                "rank {struck}: {what:?}; rank {rank} ends at {at_ns} ns, and should by {by_ns} ns, with {verdict:?}"
+            )
+        })
+    }
+
+    /// The rank that errors name, and on what evidence.
+    pub(super) fn named(&self) -> Option<(u32, Evidence)> {
+        let failed = self.fates.iter().find_map(|fate| fate.failed.as_ref());
+        failed.map(|(verdict, _)| (verdict.culprit().0, verdict.evidence))
     }
 }

@@ -2,6 +2,7 @@
 
 mod driver;
 mod faults;
+mod life;
 mod worker;
 
 use crate::Report;
@@ -14,8 +15,11 @@ use crate::memory::{Chunk, SimMemory};
 use crate::network::{ConnectionId, Moved, Network};
 use crate::program::{Sabotage, Setup};
 use crate::random::Random;
+use life::Fate;
 use penstock_core::layout::Rank;
 use penstock_core::node::{Action, Config, Node};
+use penstock_core::wire::Outgoing;
+use std::collections::VecDeque;
 use std::rc::Rc;
 use worker::{Phase, Worker};
 
@@ -30,12 +34,21 @@ enum Happening {
     /// A lane looks for frames for a connection.
     Fill(ConnectionId),
     Moved(Moved),
-    /// The rank that the scenario loses is lost.
-    Die,
-    /// A connection of a dead rank ends.
+    /// A rank reads what has come.
+    Read(ConnectionId, u64),
+    /// What goes wrong in the scenario does.
+    Fault,
+    /// A stopped rank goes on.
+    GoOn(Rank),
+    /// A connection ends, behind all that has come.
     Cut(ConnectionId),
-    /// A rank's heartbeat, and its look at who was silent for too long.
-    Tick(Rank),
+    /// A lane looks at the clock.
+    Tick(Rank, u32),
+    /// A rank's life may have something to say.
+    Look(Rank),
+    /// A rank's process begins to end; what is not written by then is lost.
+    Exit(Rank),
+    Close(Rank),
 }
 
 impl From<Moved> for Happening {
@@ -53,6 +66,9 @@ pub struct World<M: SimMemory> {
     nodes: Vec<Node<M>>,
     models: Vec<LinkModel>,
     workers: Vec<Worker>,
+    fates: Vec<Fate>,
+    /// By connection: frames that are not the node's, given out and not begun.
+    said: Vec<VecDeque<Outgoing<Chunk>>>,
     ledger: Ledger,
     random: Random,
     /// Reused from step to step.
@@ -61,8 +77,10 @@ pub struct World<M: SimMemory> {
     sabotaged: bool,
     /// What the built-in faults keep.
     hoard: Vec<Chunk>,
-    /// Where the lost rank was when it was lost.
-    lost_in: Option<Phase>,
+    /// Where the rank was with which something went wrong.
+    struck_in: Option<Phase>,
+    /// Frames sent that are not the nodes'.
+    said_frames: u64,
     report: Report,
     tracing: bool,
 }
@@ -79,12 +97,15 @@ impl<M: SimMemory> World<M> {
             nodes: Vec::new(),
             models: Vec::new(),
             workers: (0..setup.ranks).map(|_| Worker::new(&setup)).collect(),
+            fates: (0..setup.ranks).map(|rank| Fate::new(&setup, Rank(rank))).collect(),
+            said: (0..setup.ranks * setup.ranks * setup.lanes).map(|_| VecDeque::new()).collect(),
             ledger: Ledger::new(setup.books.clone(), setup.ranks),
             random,
             actions: Vec::new(),
             sabotaged: false,
             hoard: Vec::new(),
-            lost_in: None,
+            struck_in: None,
+            said_frames: 0,
             report: Report { sent_bytes: vec![0; setup.ranks as usize], ..Report::default() },
             tracing,
             setup: Rc::new(setup),
@@ -95,7 +116,7 @@ impl<M: SimMemory> World<M> {
             }
             world.agenda.at(0, Happening::Resume(Rank(rank)));
         }
-        world.plan_loss();
+        world.plan_life();
         world
     }
 
@@ -160,13 +181,16 @@ impl<M: SimMemory> World<M> {
             self.happen(happening)?;
         }
         self.check_ends()?;
-        if self.setup.loss.is_none() {
+        if self.setup.fault.is_none() {
             self.check_nothing_left()?;
         }
         Ok(())
     }
 
     fn happen(&mut self, happening: Happening) -> Result<(), Violation> {
+        if self.postpone(happening) {
+            return Ok(());
+        }
         match happening {
             Happening::Resume(rank) => {
                 self.workers[rank.index()].computing = false;
@@ -177,29 +201,40 @@ impl<M: SimMemory> World<M> {
                 let from = self.network.connection(id).from;
                 self.advance(from)
             }
-            Happening::Moved(moved) => {
-                let Some((id, bytes)) = self.network.moved(moved, &mut self.agenda) else { return Ok(()) };
+            Happening::Moved(moved) => match self.network.moved(moved, &mut self.agenda) {
+                Some((id, bytes)) => self.happen(Happening::Read(id, bytes)),
+                None => Ok(()),
+            },
+            Happening::Read(id, bytes) => {
+                self.network.read(id, bytes, self.agenda.now_ns());
                 self.wake(id);
                 let to = self.network.connection(id).to;
                 self.received(id, bytes)?;
                 self.advance(to)
             }
-            Happening::Die => {
-                self.die();
+            Happening::Fault => self.befall(),
+            Happening::GoOn(rank) => {
+                self.go_on(rank);
                 Ok(())
             }
-            Happening::Cut(id) => {
-                let (from, to) = (self.network.connection(id).from, self.network.connection(id).to);
-                self.ended(from, to)
+            Happening::Cut(id) => self.ended(id),
+            Happening::Tick(rank, lane) => self.tick(rank, lane),
+            Happening::Look(rank) => self.look(rank),
+            Happening::Exit(rank) => {
+                self.exit(rank);
+                Ok(())
             }
-            Happening::Tick(rank) => self.tick(rank),
+            Happening::Close(rank) => {
+                self.close(rank);
+                Ok(())
+            }
         }
     }
 
     /// Who is where, for messages.
     fn standing(&self) -> String {
         let mut text = String::new();
-        for (rank, worker) in self.workers.iter().enumerate().filter(|(_, w)| !w.has_ended()) {
+        for (rank, worker) in self.workers.iter().enumerate().filter(|(_, w)| !w.is_over()) {
             let instruction = self.setup.programs[rank].get(worker.instruction);
             text +=
                 &format!("rank {rank} is {:?} at {} ({instruction:?}); ", worker.phase, worker.instruction);
@@ -264,6 +299,7 @@ impl<M: SimMemory> World<M> {
         }
         let frames = |of: fn(&Node<M>) -> u64| self.nodes.iter().map(of).sum::<u64>();
         let (out, into) = (frames(|n| n.counters().frames_sent), frames(|n| n.counters().frames_received));
+        let out = out + self.said_frames;
         check((sent, out) == (received, into), Checker::Bytes, || {
             format!("{out} frames with {sent} bytes were sent, {into} with {received} received")
         })
@@ -278,10 +314,7 @@ impl<M: SimMemory> World<M> {
         report.frames = self.nodes.iter().map(|node| node.counters().frames_sent).sum();
         report.marks_ns =
             self.workers.iter_mut().map(|worker| std::mem::take(&mut worker.marks_ns)).collect();
-        report.lost = self.workers.iter().find_map(|worker| match worker.phase {
-            Phase::Lost(rank) => Some(rank.0),
-            _ => None,
-        });
+        report.lost = self.named();
         report
     }
 }

@@ -10,7 +10,7 @@ use penstock_core::Scheme;
 use penstock_core::layout::{BookId, Dtype, Rank, Seq, SliceId, TensorId};
 use penstock_core::node::Event;
 use penstock_core::wire::{Header, Kind};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Where a rank is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,9 +25,9 @@ pub(super) enum Phase {
     /// It is through and waits for the others' goodbyes.
     Finishing,
     Done,
-    /// It ended with an error that names this rank.
-    Lost(Rank),
-    /// It is the rank that was lost.
+    /// It ended with an error.
+    Failed,
+    /// Its process was killed.
     Dead,
 }
 
@@ -35,9 +35,11 @@ pub(super) enum Phase {
 #[derive(Debug)]
 pub(super) struct Tensor {
     memory: Chunk,
-    seq: Seq,
+    pub(super) seq: Seq,
     /// Slices whose result is not there yet.
-    remaining: u32,
+    pub(super) remaining: u32,
+    /// And those whose result is there.
+    pub(super) complete: BTreeSet<SliceId>,
     /// What the slices said about whether anybody contributed.
     present: Option<bool>,
     /// Of a tensor that is gathered: what came, by rank, until the next submission.
@@ -68,17 +70,17 @@ pub(super) struct Worker {
     pub(super) instruction: usize,
     pub(super) computing: bool,
     pub(super) phase: Phase,
+    /// Its program hangs.
+    pub(super) hangs: bool,
+    /// Its process ends.
+    pub(super) exits: bool,
     /// By book, once open.
-    tensors: Vec<Option<Vec<Tensor>>>,
+    pub(super) tensors: Vec<Option<Vec<Tensor>>>,
     /// Lanes on which all ranks have left.
     pub(super) lanes_left: u32,
     /// How often this rank has agreed on sequence numbers, and what the others said, by time and rank.
-    gathers: u32,
+    pub(super) gathers: u32,
     pub(super) blobs: BTreeMap<(u32, Rank), Vec<u8>>,
-    /// Lanes on which each rank has said goodbye.
-    pub(super) goodbyes: Vec<u32>,
-    /// When each rank was last heard.
-    pub(super) heard_ns: Vec<u64>,
     pub(super) marks_ns: Vec<u64>,
 }
 
@@ -88,18 +90,18 @@ impl Worker {
             instruction: 0,
             computing: true,
             phase: Phase::Running,
+            hangs: false,
+            exits: false,
             tensors: setup.books.iter().map(|_| None).collect(),
             lanes_left: 0,
             gathers: 0,
             blobs: BTreeMap::new(),
-            goodbyes: vec![0; setup.ranks as usize],
-            heard_ns: vec![0; setup.ranks as usize],
             marks_ns: Vec::new(),
         }
     }
 
-    pub(super) fn has_ended(&self) -> bool {
-        matches!(self.phase, Phase::Done | Phase::Lost(_) | Phase::Dead)
+    pub(super) fn is_over(&self) -> bool {
+        matches!(self.phase, Phase::Done | Phase::Failed | Phase::Dead)
     }
 
     pub(super) fn has_shared_memory(&self) -> bool {
@@ -126,7 +128,8 @@ impl<M: SimMemory> World<M> {
         let setup = self.setup.clone();
         loop {
             let worker = &self.workers[rank.index()];
-            if worker.computing || worker.has_ended() {
+            let fate = &self.fates[rank.index()];
+            if worker.computing || worker.hangs || worker.is_over() || fate.fails() {
                 return Ok(());
             }
             let went_on = match worker.phase {
@@ -136,12 +139,21 @@ impl<M: SimMemory> World<M> {
                 },
                 Phase::Left { agree } => self.all_left(rank, agree)?,
                 Phase::Agreeing => self.agreed(rank),
-                Phase::Finishing => self.farewell(rank),
-                Phase::Done | Phase::Lost(_) | Phase::Dead => false,
+                Phase::Finishing => {
+                    let parted = self.farewell(rank);
+                    if parted {
+                        self.done(rank);
+                    }
+                    parted
+                }
+                Phase::Done | Phase::Failed | Phase::Dead => false,
             };
+            let (fate, now_ns) = (&mut self.fates[rank.index()], self.agenda.now_ns());
             if !went_on {
+                fate.waiting_ns.get_or_insert(now_ns);
                 return Ok(());
             }
+            fate.waiting_ns = None;
         }
     }
 
@@ -201,6 +213,7 @@ impl<M: SimMemory> World<M> {
             memory: M::tensor(tensor.len_bytes() as usize),
             seq: 0,
             remaining: 0,
+            complete: BTreeSet::new(),
             present: None,
             parts: Vec::new(),
             lent: Vec::new(),
@@ -233,6 +246,8 @@ impl<M: SimMemory> World<M> {
         let Some(mine) = self.workers[rank.index()].tensor(book, tensor) else { return Ok(()) };
         mine.seq += 1;
         (mine.remaining, mine.present) = (layout.slice_count, None);
+        mine.complete.clear();
+        self.fates[rank.index()].moved_ns = self.agenda.now_ns();
         let (seq, memory) = (mine.seq, mine.memory.clone());
         let mut random = numbers_of(setup.seed, rank, submission, seq);
         memory.write(|bytes| fill(layout.dtype, &mut random, bytes));
@@ -267,6 +282,8 @@ impl<M: SimMemory> World<M> {
         let Some(mine) = self.workers[rank.index()].tensor(book, tensor) else { return Ok(()) };
         mine.seq += 1;
         (mine.remaining, mine.present) = (layout.slice_count, None);
+        mine.complete.clear();
+        self.fates[rank.index()].moved_ns = self.agenda.now_ns();
         mine.parts.clear();
         if mine.memory.is_shared() {
             let memory = M::tensor(layout.len_bytes() as usize);
@@ -321,6 +338,7 @@ impl<M: SimMemory> World<M> {
         let touch = !present && self.sabotage(Sabotage::TouchAbsent);
         let Some(tensor) = self.workers[rank.index()].tensor(book, layout.tensor) else { return Ok(()) };
         tensor.remaining = tensor.remaining.saturating_sub(1);
+        tensor.complete.insert(slice);
         if setup.books[usize::from(book)].tensors[layout.tensor as usize].scheme == Scheme::Gather {
             tensor.present = Some(present);
             self.trace(|| format!("rank {rank}: gather {slice} of book {book}, round {seq}, is complete"));
@@ -430,20 +448,7 @@ impl<M: SimMemory> World<M> {
         }
         self.workers[rank.index()].phase = Phase::Finishing;
         self.trace(|| format!("rank {rank} is through"));
-        for lane in 0..self.setup.lanes {
-            self.control(rank, lane, Header::control(Kind::Goodbye), None)?;
-        }
         Ok(true)
-    }
-
-    fn farewell(&mut self, rank: Rank) -> bool {
-        let lanes = self.setup.lanes;
-        let worker = &mut self.workers[rank.index()];
-        let all = worker.goodbyes.iter().enumerate().all(|(peer, n)| peer == rank.index() || *n == lanes);
-        if all {
-            worker.phase = Phase::Done;
-        }
-        all
     }
 }
 

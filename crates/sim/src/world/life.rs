@@ -1,0 +1,452 @@
+//! The life of the job over real traffic: carries out the state machine that ships ([`penstock_core::life`]), as a lane of the
+//! real library does. No decision is made here.
+
+use super::worker::{Phase, Worker};
+use super::{Happening, World};
+use crate::check::{Checker, Violation, check};
+use crate::memory::{Chunk, RealMemory, SimMemory};
+use crate::network::ConnectionId;
+use crate::program::{Mishap, OPERATION_TIMEOUT_NS, PEER_TIMEOUT_NS, Sabotage, Setup};
+use penstock_core::Scheme;
+use penstock_core::layout::{BookId, Rank, Seq, TensorId};
+use penstock_core::life::{
+    Answer, Contact, Effect, Expired, Farewell, Life, Link, Pulse, Question, Sign, Verdict,
+};
+use penstock_core::wire::{Header, Kind, Outgoing};
+use std::collections::BTreeSet;
+
+const SECOND: u64 = 1_000_000_000;
+/// How often a lane looks at the clock.
+const TICK_NS: u64 = SECOND / 10;
+/// How long a process takes to end after its error, at most; and how long it waits for its last frames to be written.
+const EXIT_NS: u64 = SECOND / 2;
+const FLUSH_NS: u64 = SECOND;
+/// Nobody who has not ended by then ever will; time runs out, so that the checker says so.
+const END_NS: u64 = 1000 * SECOND;
+
+/// One rank's life, and what only its driver knows.
+#[derive(Debug)]
+pub(super) struct Fate {
+    pub(super) life: Life,
+    /// By lane.
+    pulses: Vec<Pulse>,
+    /// When data last moved here.
+    pub(super) moved_ns: u64,
+    /// Since when the program stands in a call.
+    pub(super) waiting_ns: Option<u64>,
+    /// The next look that is planned.
+    look_ns: Option<u64>,
+    /// Its process is stopped; what happens to it meanwhile.
+    pub(super) stopped: bool,
+    pub(super) postponed: Vec<Happening>,
+    /// What calls raise, and since when.
+    pub(super) failed: Option<(Verdict, u64)>,
+}
+
+impl Fate {
+    pub(super) fn new(setup: &Setup, rank: Rank) -> Self {
+        let Setup { ranks, lanes, .. } = *setup;
+        let mut life = Life::new(rank, ranks, lanes);
+        for peer in (0..ranks).map(Rank).filter(|peer| *peer != rank) {
+            (0..lanes).for_each(|_| life.connected(peer));
+        }
+        let pulse = |_| Pulse::new(ranks, PEER_TIMEOUT_NS, OPERATION_TIMEOUT_NS, 0);
+        Self {
+            life,
+            pulses: (0..lanes).map(pulse).collect(),
+            moved_ns: 0,
+            waiting_ns: None,
+            look_ns: None,
+            stopped: false,
+            postponed: Vec::new(),
+            failed: None,
+        }
+    }
+
+    /// It holds a verdict: its node is not used any more.
+    pub(super) fn fails(&self) -> bool {
+        self.life.verdict().is_some()
+    }
+}
+
+impl<M: SimMemory> World<M> {
+    pub(super) fn plan_life(&mut self) {
+        for rank in (0..self.setup.ranks).map(Rank).filter(|_| self.setup.ranks > 1) {
+            for lane in 0..self.setup.lanes {
+                let first_ns = self.random.below(TICK_NS);
+                self.agenda.at(first_ns, Happening::Tick(rank, lane));
+            }
+        }
+        if let Some(fault) = self.setup.fault {
+            self.agenda.at(fault.at_ns, Happening::Fault);
+        }
+    }
+
+    /// A connection has ended, in this lane's eyes: also in the other direction.
+    pub(super) fn ended(&mut self, id: ConnectionId) -> Result<(), Violation> {
+        let connection = self.network.connection(id);
+        if std::mem::replace(&mut connection.ended, true) {
+            return Ok(());
+        }
+        let (from, to, lane) = (connection.from, connection.to, connection.lane);
+        let back = self.network.id(to, from, lane);
+        self.network.sever(back);
+        self.said[back].clear();
+        if self.workers[to.index()].is_over() || self.setup.sabotaged(Sabotage::Deaf) {
+            return Ok(());
+        }
+        let fate = &mut self.fates[to.index()];
+        let parted = fate.pulses[lane as usize].has_heard_goodbye(from);
+        let why = (!parted).then(|| "its connection was closed".to_owned());
+        fate.life.ended(self.agenda.now_ns(), from, why);
+        self.follow(to)
+    }
+
+    /// Gives out a frame that is not the node's.
+    fn say(&mut self, id: ConnectionId, frame: Outgoing<Chunk>) {
+        self.said[id].push_back(frame);
+        self.wake(id);
+    }
+
+    fn connections(&self, rank: Rank, lane: u32) -> impl Iterator<Item = (Rank, ConnectionId)> + use<M> {
+        let peers = (0..self.setup.ranks).map(Rank).filter(move |peer| *peer != rank);
+        let ids: Vec<_> = peers.map(|peer| (peer, self.network.id(rank, peer, lane))).collect();
+        ids.into_iter()
+    }
+
+    /// A control frame has arrived.
+    pub(super) fn heed(
+        &mut self,
+        rank: Rank,
+        lane: u32,
+        from: Rank,
+        header: &Header,
+        payload: &[u8],
+    ) -> Result<(), Violation> {
+        let now_ns = self.agenda.now_ns();
+        let fate = &mut self.fates[rank.index()];
+        match header.kind {
+            Kind::Abort if self.setup.sabotaged(Sabotage::DropAborts) => {}
+            Kind::Abort => fate.life.aborted(now_ns, from, payload),
+            Kind::Heartbeat => fate.life.heartbeat(now_ns, from, header.argument),
+            Kind::Goodbye => {
+                fate.pulses[lane as usize].goodbye_heard(from);
+                fate.life.departed(now_ns, from);
+            }
+            Kind::Ask => {
+                let question = Question::of(header);
+                let word = self.answer(rank, lane, question).encode();
+                let frame = said(Header { seq: question.round, ..Header::control(Kind::Word) }, &word);
+                self.say(self.network.id(rank, from, lane), frame);
+            }
+            Kind::Word => {
+                let answer = Answer::decode(payload, self.setup.ranks)
+                    .map_err(|why| Violation::new(Checker::Protocol, format!("rank {from} sent {why}")))?;
+                fate.life.answered(now_ns, from, header.seq, answer);
+            }
+            _ => {}
+        }
+        self.follow(rank)
+    }
+
+    /// Does what the state machine wants, and plans its next look.
+    pub(super) fn follow(&mut self, rank: Rank) -> Result<(), Violation> {
+        loop {
+            let effects = self.fates[rank.index()].life.take_effects();
+            if effects.is_empty() {
+                break;
+            }
+            for effect in effects {
+                match effect {
+                    Effect::Ask(question) => self.ask(rank, question)?,
+                    Effect::Tell(verdict) => self.tell(rank, &verdict),
+                    Effect::Settled(verdict) => self.settled(rank, verdict)?,
+                }
+            }
+        }
+        let rests = self.rests(rank);
+        let fate = &mut self.fates[rank.index()];
+        let now_ns = self.agenda.now_ns();
+        if let Some(at_ns) = fate.life.deadline_ns(fate.moved_ns)
+            && !rests
+        {
+            // What has been looked at and is still open may change with every tick.
+            let at_ns = if at_ns > now_ns { at_ns } else { now_ns + TICK_NS };
+            if fate.look_ns.is_none_or(|planned_ns| planned_ns <= now_ns || at_ns < planned_ns) {
+                fate.look_ns = Some(at_ns);
+                self.agenda.at(at_ns, Happening::Look(rank));
+            }
+        }
+        Ok(())
+    }
+
+    fn ask(&mut self, rank: Rank, question: Question) -> Result<(), Violation> {
+        self.trace(|| format!("rank {rank} asks: {question:?}"));
+        for lane in 0..self.setup.lanes {
+            let answer = self.answer(rank, lane, question);
+            let now_ns = self.agenda.now_ns();
+            self.fates[rank.index()].life.answered(now_ns, rank, question.round, answer);
+            self.control(rank, lane, question.header(), None)?;
+        }
+        Ok(())
+    }
+
+    /// Tells every peer of the verdict. The node is not used any more.
+    fn tell(&mut self, rank: Rank, verdict: &Verdict) {
+        self.trace(|| format!("rank {rank} holds {verdict:?}"));
+        for lane in 0..self.setup.lanes {
+            for (_, id) in self.connections(rank, lane) {
+                if !self.network.connection(id).closed {
+                    self.said[id].clear();
+                    let header = Header { argument: verdict.culprit().0, ..Header::control(Kind::Abort) };
+                    self.say(id, said(header, &verdict.encode()));
+                }
+            }
+        }
+    }
+
+    /// Calls raise it: the program ends.
+    fn settled(&mut self, rank: Rank, mut verdict: Verdict) -> Result<(), Violation> {
+        check(self.setup.fault.is_some(), Checker::LossNamed, || {
+            format!("rank {rank} ends with {verdict:?}, but nothing is wrong")
+        })?;
+        if self.sabotage(Sabotage::BlameAnother) {
+            verdict.culprits = vec![Rank((verdict.culprit().0 + 1) % self.setup.ranks)];
+        }
+        self.trace(|| format!("rank {rank} raises what rank {} found", verdict.accuser));
+        self.workers[rank.index()].phase = Phase::Failed;
+        self.fates[rank.index()].failed = Some((verdict, self.agenda.now_ns()));
+        let delay_ns = self.random.below(EXIT_NS);
+        self.agenda.after(delay_ns, Happening::Exit(rank));
+        Ok(())
+    }
+
+    /// A process ends: its connections close once everything is written, or after a bounded time.
+    pub(super) fn exit(&mut self, rank: Rank) {
+        self.workers[rank.index()].exits = true;
+        self.network.from(rank).for_each(|id| self.wake(id));
+        self.agenda.after(FLUSH_NS, Happening::Close(rank));
+    }
+
+    /// What is not written by now is lost.
+    pub(super) fn close(&mut self, rank: Rank) {
+        for id in self.network.from(rank) {
+            if !self.network.connection(id).closed {
+                self.network.sever(id);
+                self.agenda.after(self.setup.links.delay_ns, Happening::Cut(id));
+            }
+        }
+    }
+
+    /// Whether there is nothing to look at any more.
+    fn rests(&self, rank: Rank) -> bool {
+        let through = |worker: &Worker| worker.is_over() || worker.hangs;
+        self.workers[rank.index()].is_over()
+            || self.workers.iter().all(through)
+            || self.agenda.now_ns() > END_NS
+    }
+
+    pub(super) fn tick(&mut self, rank: Rank, lane: u32) -> Result<(), Violation> {
+        if self.rests(rank) {
+            return Ok(());
+        }
+        if !self.fates[rank.index()].fails() {
+            self.look_at_peers(rank, lane);
+            if lane == 0 {
+                self.expire(rank)?;
+            }
+        }
+        self.follow(rank)?;
+        self.agenda.after(TICK_NS, Happening::Tick(rank, lane));
+        self.advance(rank)
+    }
+
+    fn look_at_peers(&mut self, rank: Rank, lane: u32) {
+        let now_ns = self.agenda.now_ns();
+        let mut links = Vec::new();
+        for (peer, id) in self.connections(rank, lane) {
+            let (there, back) = (id, self.network.id(peer, rank, lane));
+            let heard_ns = self.network.connection(back).heard_ns;
+            let written = self.is_written(there);
+            let there = self.network.connection(there);
+            if !there.closed {
+                links.push(Link { peer, heard_ns, spoke_ns: there.spoke_ns, written });
+            }
+        }
+        let mut signs = Vec::new();
+        let fate = &mut self.fates[rank.index()];
+        if let Some(absence) = fate.pulses[lane as usize].look(now_ns, links.into_iter(), &mut signs) {
+            fate.life.was_away(now_ns, absence);
+            // Time in which the process was stopped does not count.
+            fate.waiting_ns = fate.waiting_ns.map(|_| now_ns);
+        }
+        for sign in signs {
+            match sign {
+                Sign::Heartbeat(peer) => {
+                    let argument = (self.fates[rank.index()].moved_ns / 1_000_000) as u32;
+                    let header = Header { argument, ..Header::control(Kind::Heartbeat) };
+                    self.say(self.network.id(rank, peer, lane), Outgoing { header, payload: None });
+                }
+                Sign::Silent(..) if self.setup.sabotaged(Sabotage::Deaf) => {}
+                Sign::Silent(peer, silence_ns) => {
+                    self.fates[rank.index()].life.silent(now_ns, peer, silence_ns);
+                }
+            }
+        }
+    }
+
+    /// What only time shows.
+    pub(super) fn look(&mut self, rank: Rank) -> Result<(), Violation> {
+        if self.rests(rank) {
+            return Ok(());
+        }
+        let mut needed = BTreeSet::new();
+        for lane in 0..self.setup.lanes {
+            let (late, owners) = self.waits_for(rank, lane);
+            needed.extend(late.into_iter().chain(owners));
+        }
+        let now_ns = self.agenda.now_ns();
+        let fate = &mut self.fates[rank.index()];
+        fate.life.look(now_ns, fate.moved_ns, |rank| needed.contains(&rank));
+        self.follow(rank)
+    }
+
+    /// Whether the program waits for too long: then everybody is asked, or who has only goodbyes to hear goes without.
+    fn expire(&mut self, rank: Rank) -> Result<(), Violation> {
+        let now_ns = self.agenda.now_ns();
+        let fate = &self.fates[rank.index()];
+        let Some(since_ns) = fate.waiting_ns else { return Ok(()) };
+        let worker = &self.workers[rank.index()];
+        let until_ns = match worker.phase {
+            Phase::Left { .. } => fate.life.patience_ns(fate.moved_ns, OPERATION_TIMEOUT_NS),
+            _ => since_ns + OPERATION_TIMEOUT_NS,
+        };
+        if now_ns < until_ns {
+            return Ok(());
+        }
+        // All else is noticed earlier.
+        let hangs = self.setup.fault.is_some_and(|fault| fault.what == Mishap::Hang);
+        check(hangs, Checker::NoDeadlock, || format!("rank {rank} waits for ever: {}", self.standing()))?;
+        if worker.phase == Phase::Finishing {
+            self.done(rank);
+            return Ok(());
+        }
+        let about = worker.first_open();
+        let what = format!("timeout: rank {rank}, instruction {}", worker.instruction);
+        let (about, step) = (about.map(|(book, tensor, _)| (book, tensor)), about.map(|(.., seq)| seq));
+        let expired = Expired { about, step, what, hint: String::new() };
+        self.fates[rank.index()].life.expired(now_ns, expired);
+        Ok(())
+    }
+
+    /// What a lane says to a question.
+    fn answer(&self, rank: Rank, lane: u32, question: Question) -> Answer {
+        let node = &self.nodes[self.at(rank, lane)];
+        let (late, owners) = self.waits_for(rank, lane);
+        let blocked = self.fates[rank.index()].waiting_ns.is_some();
+        let missing = question.about.map_or_else(Vec::new, |(book, tensor)| node.missing(book, tensor));
+        let what = format!("instruction {}", self.workers[rank.index()].instruction);
+        Answer { blocked, late, owners, missing, lacking: node.missing_anywhere(), what }
+    }
+
+    /// Whom what is under way in this lane waits for: ranks that are late, and owners that owe an answer.
+    fn waits_for(&self, rank: Rank, lane: u32) -> (Vec<Rank>, Vec<Rank>) {
+        let (mut late, mut owners) = (BTreeSet::new(), BTreeSet::new());
+        let (node, worker) = (&self.nodes[self.at(rank, lane)], &self.workers[rank.index()]);
+        for (id, tensor) in worker.open_tensors() {
+            let book = &self.setup.books[usize::from(id)];
+            late.extend(node.missing(id, tensor));
+            if book.tensors[tensor as usize].scheme == Scheme::STORE {
+                let mine = |slice: &u32| book.slices[*slice as usize].lane == lane;
+                let slices = worker.open_slices(id, tensor, book.slices_of(tensor)).filter(mine);
+                owners.extend(slices.map(|slice| book.slices[slice as usize].owner));
+            }
+        }
+        late.extend(node.late_to_leave());
+        if lane == 0 {
+            late.extend(worker.late_to_agree(self.setup.ranks));
+        }
+        late.remove(&rank);
+        owners.remove(&rank);
+        (late.into_iter().collect(), owners.into_iter().collect())
+    }
+
+    fn is_written(&mut self, id: ConnectionId) -> bool {
+        self.said[id].is_empty() && self.network.is_written(id)
+    }
+
+    /// Says goodbye where it can; true when all is said and heard.
+    pub(super) fn farewell(&mut self, rank: Rank) -> bool {
+        let mut parted = true;
+        for lane in 0..self.setup.lanes {
+            for (peer, id) in self.connections(rank, lane) {
+                let written = self.is_written(id);
+                let contact = match self.network.connection(id).closed {
+                    true => Contact::Gone,
+                    false => Contact::Open { written },
+                };
+                let owed = self.nodes[self.at(rank, lane)].has_frame(peer);
+                let pulse = &mut self.fates[rank.index()].pulses[lane as usize];
+                match pulse.farewell(peer, contact, owed) {
+                    Farewell::Done => {}
+                    Farewell::Wait => parted = false,
+                    Farewell::Say => {
+                        let header = Header::control(Kind::Goodbye);
+                        self.say(id, Outgoing { header, payload: None });
+                        parted = false;
+                    }
+                }
+            }
+        }
+        parted
+    }
+
+    /// A rank is through, and its process ends.
+    pub(super) fn done(&mut self, rank: Rank) {
+        self.trace(|| format!("rank {rank} is done"));
+        self.workers[rank.index()].phase = Phase::Done;
+        self.exit(rank);
+    }
+}
+
+/// A frame that is not the node's, with its payload.
+fn said(header: Header, payload: &[u8]) -> Outgoing<Chunk> {
+    let chunk = RealMemory::tensor(payload.len());
+    chunk.write(|bytes| bytes.copy_from_slice(payload));
+    let header = Header { payload_bytes: payload.len() as u32, ..header };
+    Outgoing { header, payload: Some(chunk) }
+}
+
+impl Worker {
+    /// Tensors whose results are not all in memory.
+    fn open_tensors(&self) -> impl Iterator<Item = (BookId, TensorId)> + '_ {
+        let books = (0..).zip(&self.tensors);
+        books.flat_map(|(book, tensors)| {
+            let tensors = (0..).zip(tensors.iter().flatten());
+            tensors.filter(|(_, tensor)| tensor.remaining > 0).map(move |(id, _)| (book, id))
+        })
+    }
+
+    fn first_open(&self) -> Option<(BookId, TensorId, Seq)> {
+        let (book, id) = self.open_tensors().next()?;
+        let tensor = self.tensors[usize::from(book)].as_ref()?.get(id as usize)?;
+        Some((book, id, tensor.seq))
+    }
+
+    fn open_slices(
+        &self,
+        book: BookId,
+        tensor: TensorId,
+        slices: impl Iterator<Item = u32>,
+    ) -> impl Iterator<Item = u32> {
+        let tensor = self.tensors[usize::from(book)].as_ref().map(|tensors| &tensors[tensor as usize]);
+        slices.filter(move |slice| tensor.is_some_and(|tensor| !tensor.complete.contains(slice)))
+    }
+
+    /// Of the agreement that it waits for: who has not said.
+    fn late_to_agree(&self, ranks: u32) -> Vec<Rank> {
+        let agreeing = self.phase == Phase::Agreeing;
+        let late = |rank: &Rank| agreeing && !self.blobs.contains_key(&(self.gathers, *rank));
+        (0..ranks).map(Rank).filter(late).collect()
+    }
+}
