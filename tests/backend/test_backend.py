@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 import pytorch_tests
 
@@ -17,13 +18,12 @@ LIMIT_S = 480
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def run(script, directory, killed=None, **environment):
+def run(script, directory, killed=None, start=programs.start, **environment):
     """Run one script on every rank, all of it well, except for one that kills itself."""
     ranks = []
     for rank in range(SIZE):
-        command = [sys.executable, str(HERE / script), str(rank), str(SIZE), str(directory)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        ranks.append(subprocess.Popen(command, env=ENVIRONMENT | environment, **pipes))
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        ranks.append(start(HERE / script, rank, SIZE, directory, env=ENVIRONMENT | environment, **pipes))
     outputs = []
     try:
         for process in ranks:
@@ -47,11 +47,12 @@ def test_sparse_tensors_are_summed_as_with_gloo(tmp_path):
 
 
 def test_compiled_programs_compute_as_others(tmp_path):
-    run("compiled_rank.py", tmp_path)
+    run("compiled_rank.py", tmp_path, start=programs.start_afresh)  # it looks at what is imported
 
 
 def test_a_rank_that_does_something_else_is_named_and_the_job_goes_on(tmp_path):
-    run("debug_rank.py", tmp_path, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    # torch reads it when it is imported
+    run("debug_rank.py", tmp_path, start=programs.start_afresh, TORCH_DISTRIBUTED_DEBUG="DETAIL")
 
 
 def test_a_rank_that_dies_is_named_by_all(tmp_path):

@@ -3,11 +3,11 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 from torch import nn
@@ -27,15 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def explain(*arguments, folder=ROOT, path=()):
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join([*map(str, path), str(ROOT / "python")])
-    return subprocess.run(
-        [sys.executable, "-m", "penstock.cli", "explain", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=folder,
-        env=environment,
-    )
+    return programs.run("-m", "penstock.cli", "explain", *arguments, timeout=120, cwd=folder, env=environment)
 
 
 @dataclass

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import programs
+
 HERE = Path(__file__).parent
 PEER_TIMEOUT_S = 5.0
 """A frozen rank is noticed after it. Longer than a busy machine keeps a process from running at all."""
@@ -42,7 +44,7 @@ LAUNCHERS_VARIABLES = ("PENSTOCK_", "SLURM_", "PMI", "OMPI_", "RANK", "WORLD_SIZ
 class Rank:
     """One process and what it has told."""
 
-    def __init__(self, number: int, process: subprocess.Popen[str], log: Path) -> None:
+    def __init__(self, number: int, process: programs.Program | subprocess.Popen[str], log: Path) -> None:
         self.number = number
         self.process = process
         self.log = log
@@ -169,14 +171,16 @@ class Ranks:
         clean = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS_VARIABLES)}
         paths = os.pathsep.join([str(HERE), *(path for path in sys.path if path)])
         log = self.directory / f"rank{number}.log"
+        # What imports no PyTorch starts as fast by itself.
+        start = programs.start_afresh if self._program == "rank_process.py" else programs.start
         with log.open("wb") as stderr:
-            process = subprocess.Popen(
-                [sys.executable, str(HERE / self._program), json.dumps(plan)],
-                env={**clean, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            process = start(
+                HERE / self._program,
+                json.dumps(plan),
+                env={**clean, "PYTHONPATH": paths},
                 stdin=subprocess.PIPE if self._listens else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                text=True,
                 start_new_session=True,
             )
         return Rank(number, process, log)

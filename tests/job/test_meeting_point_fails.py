@@ -12,6 +12,7 @@ import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import programs
 import pytest
 from meeting import assert_met, free_port, meet
 
@@ -26,16 +27,16 @@ SECRET = "correct horse battery staple"
 
 
 @contextmanager
-def started(*arguments, program=(str(PROGRAM),)):
+def started(*arguments, program=(str(PROGRAM),), start=programs.start_afresh):
     """A process that tells what happens on its standard output; ended by its id whatever it does."""
     paths = os.pathsep.join(path for path in sys.path if path)
-    process = subprocess.Popen(
-        [sys.executable, *program, *arguments],
+    process = start(
+        *program,
+        *arguments,
         env={**os.environ, "PYTHONPATH": paths},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
     )
     # A test that waits for a line is bounded by the end of the process.
     doom = threading.Timer(PATIENCE_S, process.kill)
@@ -234,7 +235,7 @@ def test_rank_0_that_is_killed_is_lost_at_once():
 @pytest.fixture(params=["libuv", "plain"])
 def launcher(request):
     """A process that runs a store as torchrun's agent does; the variables of its workers."""
-    with started("store", *([request.param] if request.param == "libuv" else [])) as process:
+    with started("store", *["libuv"] * (request.param == "libuv"), start=programs.start) as process:
         port = json.loads(process.stdout.readline())["port"]
         environ = {
             "WORLD_SIZE": "2",
@@ -246,8 +247,9 @@ def launcher(request):
         yield process, environ
 
 
-def worker(environ, rank):
-    return started(json.dumps({"rendezvous_timeout_s": LIMIT_S}), json.dumps({**environ, "RANK": str(rank)}))
+def worker(environ, rank, limit_s=LIMIT_S):
+    options = {"rendezvous_timeout_s": limit_s}
+    return started(json.dumps(options), json.dumps({**environ, "RANK": str(rank)}), start=programs.start)
 
 
 @pytest.mark.parametrize("when", ["before", "while meeting"])
@@ -290,8 +292,7 @@ def test_ctrl_c_ends_a_rank_that_waits_at_a_port(rank):
 def test_ctrl_c_ends_a_rank_that_waits_for_a_stopped_launcher(launcher):
     process, environ = launcher
     process.send_signal(signal.SIGSTOP)
-    limit = json.dumps({"rendezvous_timeout_s": PATIENCE_S})
-    with started(limit, json.dumps({**environ, "RANK": "1"})) as rank:
+    with worker(environ, 1, PATIENCE_S) as rank:
         heard(rank, "begin")
         wait_for_a_connection(int(environ["MASTER_PORT"]))
         assert interrupt(rank) < 15
@@ -331,13 +332,7 @@ dist.destroy_process_group()
 def test_torch_distributed_may_use_the_same_address(order):
     port = free_port()
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", BOTH_AT_ONE_PORT, str(rank), str(port), order],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        programs.start("-c", BOTH_AT_ONE_PORT, rank, port, order, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for rank in range(2)
     ]
     try:

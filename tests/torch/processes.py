@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+import programs
 
 SECONDS_MAX = 120
 
@@ -16,14 +15,8 @@ def run_program(name, directory, *arguments, size=2):
     Returns what they have written to ``DIRECTORY/result-RANK``, by rank. They may meet at ``DIRECTORY/penstock``.
     """
     (directory / "penstock").mkdir(mode=0o700)
-    program = str(Path(__file__).with_name(name))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, program, str(directory), str(rank), str(size), *arguments],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(size)
-    ]
+    program = Path(__file__).with_name(name)
+    processes = [programs.start(program, directory, rank, size, *arguments) for rank in range(size)]
     try:
         assert [process.wait(SECONDS_MAX) for process in processes] == [0] * size
     finally:

@@ -1,0 +1,125 @@
+"""The server of `programs`: imports once what programs import, forks for each, and tells when one has ended.
+
+    python program_server.py SOCKET
+
+A request is one message with three descriptors, the program's streams; the answer has one, of the process. When the
+socket is closed, all that are left are killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# Nothing here compiles for a GPU, and what is frozen would be reported as leaked by each program that ends.
+sys.modules["triton"] = None  # type: ignore[assignment]
+
+import numpy  # noqa: E402, F401
+import torch._dynamo  # noqa: E402 - the first optimizer imports it
+import torch.distributed  # noqa: E402, F401
+
+import penstock._native  # noqa: E402
+import penstock.torch.distribute  # noqa: E402, F401
+
+
+def alone() -> None:
+    """Of several threads a fork would keep one, and perhaps the locks of all."""
+    threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
+    assert threads == 1, f"{threads} threads"
+
+
+def tell(place: socket.socket, descriptors: list[int], **facts: Any) -> None:
+    """One message to the tests."""
+    socket.send_fds(place, [json.dumps(facts).encode()], descriptors)
+
+
+def reap(place: socket.socket, running: dict[int, int]) -> None:
+    """Tell of all that have ended."""
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        os.close(running.pop(pid))
+        tell(place, [], ended=pid, status=os.waitstatus_to_exitcode(status))
+
+
+def serve(place: socket.socket) -> dict[str, Any] | None:
+    """Fork on request. In a child: what it shall run. None when nobody is left to ask."""
+    running: dict[int, int] = {}
+    woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(waker)
+    tell(place, [], ready=True)
+    while True:
+        ready, _, _ = select.select([place, woken], [], [])
+        if woken in ready:
+            os.read(woken, 4096)
+            reap(place, running)
+        if place not in ready:
+            continue
+        message, streams, _, _ = socket.recv_fds(place, 2**20, 3)
+        if not message:
+            break
+        alone()
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for descriptor in (place.detach(), woken, waker, *running.values()):
+                os.close(descriptor)
+            for number, stream in enumerate(streams):
+                os.dup2(stream, number)
+            for stream in streams:
+                os.close(stream)
+            return dict(json.loads(message))
+        for stream in streams:
+            os.close(stream)
+        running[pid] = os.pidfd_open(pid)
+        tell(place, [running[pid]], started=pid)
+    for pid in running.values():
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pid, signal.SIGKILL)
+    return None
+
+
+def become(request: dict[str, Any]) -> None:
+    """Take over everything that a new process would have been given."""
+    if request["new_session"]:
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(request["directory"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.argv = request["arguments"]
+    folder = str(Path(sys.argv[0]).resolve().parent)
+    if sys.argv[0] in ("-c", "-m"):
+        folder = request["directory"]
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = dict.fromkeys([folder, *paths, *PATH_OF_PYTHON])
+
+
+# Without this file's folder, and without what each program has of its own.
+PATH_OF_PYTHON = [path for path in sys.path[1:] if path not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+gc.collect()
+gc.freeze()  # no child walks, and so copies, what is here already
+request = serve(socket.socket(fileno=int(sys.argv[1])))
+if request is not None:
+    become(request)
+    if sys.argv[0] == "-m":
+        del sys.argv[0]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    elif sys.argv[0] == "-c":
+        sys.modules["__main__"] = main = ModuleType("__main__")
+        exec(compile(sys.argv.pop(1), "<string>", "exec"), vars(main))
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")

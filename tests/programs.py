@@ -1,0 +1,233 @@
+"""Python programs whose interpreter has imported PyTorch already: a server imports it once and forks for each of them.
+
+An interpreter with PyTorch takes seconds of processor time to start, as much to end, and tests start hundreds. What
+`start` runs is for all else the process that ``python PROGRAM ARGUMENTS`` would be: of its own environment, streams
+and session, with the interpreter's own end. Who tests how an interpreter starts, or what is imported, or environment
+that libraries read when they are loaded, starts one. So does everybody under PENSTOCK_TESTS_FRESH=1.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+SERVER = Path(__file__).with_name("program_server.py")
+START_LIMIT_S = 300.0
+"""For importing PyTorch, on a busy machine."""
+
+
+class Program:
+    """A running program; as much of `subprocess.Popen` as tests use."""
+
+    def __init__(self, arguments: list[str], pid: int, pidfd: int, pipes: dict[str, IO[str] | None]) -> None:
+        self.args = arguments
+        self.pid = pid
+        self.returncode: int | None = None
+        self.stdin, self.stdout, self.stderr = (pipes[name] for name in ("stdin", "stdout", "stderr"))
+        self._pidfd = pidfd
+        self._ended = threading.Event()
+
+    def _end(self, status: int) -> None:
+        self.returncode = status
+        self._ended.set()
+
+    def __del__(self) -> None:
+        os.close(self._pidfd)
+
+    def poll(self) -> int | None:
+        """The exit status, negative for a signal; None while it runs."""
+        return self.returncode if self._ended.is_set() else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status, once it has one."""
+        if not self._ended.wait(timeout):
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """To this process and no other that may have its number by now."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def kill(self) -> None:
+        """End it."""
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str | None, str | None]:
+        """Close its input, and return all that it has written, once it has ended."""
+        if self.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.stdin.close()
+        pipes = (self.stdout, self.stderr)
+        said: list[str | None] = [None, None]
+
+        def read(place: int, pipe: IO[str]) -> None:
+            with pipe:
+                said[place] = pipe.read()
+
+        readers = [
+            threading.Thread(target=read, args=(place, pipe), daemon=True)
+            for place, pipe in enumerate(pipes)
+            if pipe is not None and not pipe.closed
+        ]
+        for reader in readers:
+            reader.start()
+        self.wait(timeout)
+        for reader in readers:
+            reader.join(timeout)
+        return said[0], said[1]
+
+
+class _Server:
+    """The process that forks, and who hears of its children's ends."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Of one thread, or it could not fork. Libraries read how many theirs are when they are loaded.
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, str(SERVER), str(theirs.fileno())],
+                env=environ,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C ends the tests, which end the server
+            )
+        self._socket = ours
+        self._socket.settimeout(START_LIMIT_S)
+        assert json.loads(self._socket.recv(4096)) == {"ready": True}, "the server of programs did not start"
+        self._socket.settimeout(None)
+        self._lock = threading.Lock()
+        self._started: dict[int, Program] = {}
+        self._answers: list[tuple[int, int]] = []
+        self._answered = threading.Condition()
+        threading.Thread(target=self._listen, daemon=True).start()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Nobody outlives the tests: it ends all of its children when its socket is closed."""
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._process.wait()
+
+    def _listen(self) -> None:
+        """Ends of children, and answers to requests."""
+        while True:
+            message, descriptors, _, _ = socket.recv_fds(self._socket, 4096, 1)
+            if not message:
+                break
+            told = json.loads(message)
+            with self._answered:
+                if "started" in told:
+                    self._answers.append((told["started"], descriptors[0]))
+                    self._answered.notify_all()
+                    # Its end may be told before whoever has started it has looked.
+                    self._answered.wait_for(lambda: not self._answers)
+                else:
+                    self._started.pop(told["ended"])._end(told["status"])
+
+    def start(self, request: dict[str, Any], descriptors: Sequence[int], pipes: dict[str, IO[str] | None]) -> Program:
+        """Have it forked."""
+        with self._lock:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], list(descriptors))
+            with self._answered:
+                assert self._answered.wait_for(lambda: self._answers, START_LIMIT_S), "the server of programs is gone"
+                [(pid, pidfd)] = self._answers
+                program = Program(request["arguments"], pid, pidfd, pipes)
+                self._started[pid] = program
+                self._answers.clear()
+                self._answered.notify_all()
+        return program
+
+
+_server: _Server | None = None
+_server_lock = threading.Lock()
+
+
+def _the_server() -> _Server:
+    global _server
+    with _server_lock:
+        if _server is None:
+            _server = _Server()
+        return _server
+
+
+def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
+    return {**(os.environ if env is None else env), "OMP_NUM_THREADS": "1"}
+
+
+def start_afresh(*arguments: object, **options: Any) -> subprocess.Popen[str]:
+    """As `start`, in an interpreter of its own: for what imports no PyTorch, or looks at what is imported."""
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        **{"stdin": subprocess.DEVNULL, **options, "env": _environment(options.get("env"))},
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def start(
+    *arguments: object,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    stdin: Any = subprocess.DEVNULL,
+    stdout: Any = None,
+    stderr: Any = None,
+    start_new_session: bool = False,
+) -> Program | subprocess.Popen[str]:
+    """Start ``python ARGUMENTS``: a file, ``-m MODULE`` or ``-c TEXT``, and its arguments; the rest as for `Popen`.
+
+    Streams are of text. Ctrl-C ends the program, also where whoever runs the tests is deaf to it.
+    """
+    streams = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
+    if os.environ.get("PENSTOCK_TESTS_FRESH"):
+        return start_afresh(*arguments, env=env, cwd=cwd, start_new_session=start_new_session, **streams)
+    request = {
+        "arguments": list(map(str, arguments)),
+        "environment": _environment(env),
+        "directory": str(cwd or Path.cwd()),
+        "new_session": start_new_session,
+    }
+    given: list[int] = []
+    pipes: dict[str, IO[str] | None] = {}
+    with contextlib.ExitStack() as opened:
+        for number, (name, stream) in enumerate(streams.items()):
+            pipes[name] = None
+            if stream is None:
+                given.append(number)
+            elif stream == subprocess.DEVNULL:
+                given.append(opened.enter_context(Path(os.devnull).open("r+b")).fileno())
+            elif stream == subprocess.STDOUT:
+                given.append(given[1])
+            elif stream == subprocess.PIPE:
+                reads, writes = os.pipe()
+                ours, theirs = (writes, reads) if name == "stdin" else (reads, writes)
+                opened.callback(os.close, theirs)
+                given.append(theirs)
+                pipes[name] = os.fdopen(ours, "w" if name == "stdin" else "r")
+            else:
+                given.append(stream.fileno())
+        return _the_server().start(request, given, pipes)
+
+
+def run(*arguments: object, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run one to its end, as `subprocess.run` with its output captured."""
+    program = start(*arguments, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options})
+    try:
+        out, err = program.communicate(timeout=timeout)
+    except BaseException:
+        program.kill()
+        program.communicate()
+        raise
+    return subprocess.CompletedProcess(list(map(str, arguments)), program.wait(), out, err)

@@ -1,0 +1,77 @@
+"""What `programs.start` runs is as the process that an interpreter of its own would be."""
+
+import os
+import signal
+import subprocess
+
+import programs
+import pytest
+
+SAYS = "import os, sys; print(sys.argv, __name__, os.getcwd(), os.environ.get('OURS'), os.getsid(0) == os.getpid())\n"
+
+
+@pytest.fixture(params=["file", "-c", "-m"])
+def arguments(request, tmp_path):
+    (tmp_path / "beside.py").write_text("word = 'found'\n")
+    text = SAYS + "import beside; print(beside.word, sys.stdin.read(), file=sys.stderr)\n"
+    (tmp_path / "says.py").write_text(text)
+    return {"file": [tmp_path / "says.py"], "-c": ["-c", text], "-m": ["-m", "says"]}[request.param]
+
+
+@pytest.mark.parametrize("session", [False, True])
+def test_arguments_streams_directory_environment_and_session_are_its_own(arguments, session, tmp_path):
+    said = []
+    for start in (programs.start_afresh, programs.start):
+        program = start(
+            *arguments,
+            "more",
+            env={**os.environ, "OURS": "yes"},
+            cwd=tmp_path,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=session,
+        )
+        program.stdin.write("typed")
+        said.append((*program.communicate(timeout=programs.START_LIMIT_S), program.wait()))
+    fresh, ours = said
+    assert ours[1:] == fresh[1:] == ("found typed\n", 0)
+    # A module's first argument is where it was found.
+    assert ours[0].replace("says.py", "says").endswith(f"'more'] __main__ {tmp_path} yes {session}\n"), said
+    assert ours[0].split("'more'")[1] == fresh[0].split("'more'")[1]
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "last"),
+    [
+        ("raise SystemExit(7)", 7, ""),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero"),
+        ("os.kill(os.getpid(), 9)", -9, ""),
+        ("os.kill(os.getpid(), 2)", -2, "KeyboardInterrupt"),
+        ("sys.excepthook = lambda *_: print('mine', file=sys.stderr); 1 / 0", 1, "mine"),
+    ],
+)
+def test_it_ends_as_a_process_does(ending, status, last):
+    text = f"import atexit, os, sys\natexit.register(lambda: print('at exit'))\n{ending}"
+    ended = programs.run("-c", text, timeout=programs.START_LIMIT_S)
+    assert ended.returncode == status
+    assert ended.stdout == ("at exit\n" if status != -9 else "")
+    assert [*ended.stderr.splitlines(), ""][-2 if last else 0] == last, ended.stderr
+
+
+def test_signals_reach_it_and_nobody_once_it_has_ended():
+    program = programs.start("-c", "print('here', flush=True); input()", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert program.stdout.readline() == "here\n" and program.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        program.wait(0.01)
+    program.send_signal(signal.SIGTERM)
+    assert program.wait(programs.START_LIMIT_S) == program.poll() == -signal.SIGTERM
+    program.kill()
+    program.communicate()
+
+
+def test_each_finds_pytorch_imported_in_one_thread_and_leaves_nothing_to_the_next():
+    text = "import os, sys\nprint('torch' in sys.modules, len(os.listdir('/proc/self/task')), hasattr(os, 'mark'))\n"
+    for _ in range(2):
+        ended = programs.run("-c", text + "os.mark = 1", timeout=programs.START_LIMIT_S)
+        assert ended.stdout == "True 1 False\n", ended
