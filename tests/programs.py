@@ -231,3 +231,34 @@ def run(*arguments: object, timeout: float, **options: Any) -> subprocess.Comple
         program.communicate()
         raise
     return subprocess.CompletedProcess(list(map(str, arguments)), program.wait(), out, err)
+
+
+def run_ranks(size: int, *arguments: object, timeout: float, **options: Any) -> str:
+    """Run one on every rank, with the variables that torchrun gives to its workers; what all have printed.
+
+    All must end well. That torchrun itself starts programs others test: it costs a process more, and all are fresh.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environ = _environment(options.pop("env", None))
+    ranks = [
+        start(
+            *arguments,
+            env={**environ, **{name: str(value) for name, value in {**job, "RANK": rank, "LOCAL_RANK": rank}.items()}},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            **options,
+        )
+        for rank in range(size)
+    ]
+    try:
+        said = [rank.communicate(timeout=timeout) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    for number, rank in enumerate(ranks):
+        assert rank.returncode == 0, f"rank {number} ended with status {rank.returncode}:\n{said[number][1]}"
+    return "".join(out or "" for out, _ in said)

@@ -1,4 +1,4 @@
-"""Every example runs under torchrun and plainly, and learns the same from the same samples either way."""
+"""Every example runs plainly and by two ranks, one also under torchrun itself, and learns the same either way."""
 
 import importlib.util
 import io
@@ -8,20 +8,31 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import programs
 import pytest
 import torch
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-PLAIN = [sys.executable]
+LIMIT_S = 180
 
 
-def run(launcher, name, *arguments):
+def run_plainly(name, *arguments):
+    done = programs.run(EXAMPLES / name, *arguments, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_by_two(name, *arguments):
+    return programs.run_ranks(2, EXAMPLES / name, *arguments, timeout=LIMIT_S)
+
+
+def run_by_torchrun(name, *arguments):
     done = subprocess.run(
-        [*launcher, str(EXAMPLES / name), *map(str, arguments)],
+        [*TORCHRUN, str(EXAMPLES / name), *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -60,9 +71,9 @@ def pictures(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize(("launcher", "workers"), [(PLAIN, 1), (TORCHRUN, 2)])
-def test_minimal(launcher, workers, tmp_path):
-    said = run(launcher, "minimal.py", tmp_path / "model.pt").splitlines()
+@pytest.mark.parametrize(("run", "workers"), [(run_plainly, 1), (run_by_torchrun, 2)])
+def test_minimal(run, workers, tmp_path):
+    said = run("minimal.py", tmp_path / "model.pt").splitlines()
     assert len(said) == 4
     assert said[-1].endswith(f"on {workers} worker(s)")
     shares = [float(line.split("%")[0].split()[-1]) for line in said]
@@ -78,8 +89,8 @@ def test_cifar10_has_the_network_of_the_paper():
 
 def test_cifar10_gives_the_same_curve_with_two_workers(pictures, tmp_path):
     common = ["--data", pictures, "--epochs", 2, "--threads", 1, "--json-lines"]
-    run(PLAIN, "cifar10.py", *common, tmp_path / "one.jsonl", "--batch", 16)
-    run(TORCHRUN, "cifar10.py", *common, tmp_path / "two.jsonl", "--batch", 8)
+    run_plainly("cifar10.py", *common, tmp_path / "one.jsonl", "--batch", 16)
+    run_by_two("cifar10.py", *common, tmp_path / "two.jsonl", "--batch", 8)
     one, two = lines(tmp_path / "one.jsonl"), lines(tmp_path / "two.jsonl")
     assert [line["step"] for line in one] == [line["step"] for line in two] == [4, 8]
     assert [line["workers"] for line in one + two] == [1, 1, 2, 2]
@@ -88,9 +99,7 @@ def test_cifar10_gives_the_same_curve_with_two_workers(pictures, tmp_path):
 
 
 def test_cifar10_says_where_it_looked_for_data(tmp_path):
-    done = subprocess.run(
-        [*PLAIN, str(EXAMPLES / "cifar10.py"), "--data", str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    done = programs.run(EXAMPLES / "cifar10.py", "--data", tmp_path, timeout=LIMIT_S)
     assert done.returncode == 1
     assert done.stderr == f"cifar10: no train-*.parquet in {tmp_path}; give the directory with --data\n"
 
@@ -99,8 +108,8 @@ def test_char_lm_gives_the_same_curve_with_two_workers(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 100)
     common = ["--data", text, "--steps", 4, "--every", 4, "--json-lines"]
-    run(PLAIN, "char_lm.py", *common, tmp_path / "one.jsonl", "--batch", 4)
-    run(TORCHRUN, "char_lm.py", *common, tmp_path / "two.jsonl", "--batch", 2)
+    run_plainly("char_lm.py", *common, tmp_path / "one.jsonl", "--batch", 4)
+    run_by_two("char_lm.py", *common, tmp_path / "two.jsonl", "--batch", 2)
     one, two = lines(tmp_path / "one.jsonl"), lines(tmp_path / "two.jsonl")
     assert [line["step"] for line in one] == [line["step"] for line in two] == [4]
     for alone, together in zip(one, two, strict=True):

@@ -10,10 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 LIMIT_S = 240
 
 GIVEN = """
@@ -56,28 +56,24 @@ def environment(**more):
     return {**mine, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{mine.get('PATH', '')}", **more}
 
 
-def run(launcher, directory, *parts):
+def run(size, directory, *parts):
+    """With torchrun's variables if there are several ranks; tests/test_examples.py and others run torchrun."""
     program = directory / "program.py"
     program.write_text("\n".join(parts), encoding="utf-8")
-    done = subprocess.run(
-        [*launcher, str(program)],
-        cwd=directory,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    options = {"cwd": directory, "env": environment(), "timeout": LIMIT_S}
+    if size > 1:
+        return programs.run_ranks(size, program, **options)
+    done = programs.run(program, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.fixture(params=[1, 2], ids=["alone", "two ranks"])
-def launcher(request):
-    return [sys.executable] if request.param == 1 else TORCHRUN
+def size(request):
+    return request.param
 
 
-def test_readme_s_integration(launcher, tmp_path):
+def test_readme_s_integration(size, tmp_path):
     training, metric, saving = listings("README.md", "# Penstock")[:3]
     checks = """
 restored = torch.load("checkpoint.pt") if ps.rank() == 0 else {"model": model.state_dict()}
@@ -87,7 +83,7 @@ ps.allreduce(seen_by_all)
 assert seen_by_all == 64 and 0.0 < accuracy < 1.0 and right[1] == 64
 """
     counted = "seen = len(sampler)\ncorrect = int((model(x).argmax(dim=1) == y).sum())\n"
-    run(launcher, tmp_path, GIVEN, training, counted, metric, saving, SAME_EVERYWHERE, checks)
+    run(size, tmp_path, GIVEN, training, counted, metric, saving, SAME_EVERYWHERE, checks)
 
 
 def test_readme_s_schemes(tmp_path):
@@ -109,13 +105,13 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 """
     step = "before = [p.detach().clone() for p in model.parameters()]\nloss_of(model(x), dataset[:][1]).backward()\n"
     (schemes,) = listings("README.md", "### Large layers, few rows")
-    run(TORCHRUN, tmp_path, GIVEN, model, schemes, step, "optimizer.step()", SAME_EVERYWHERE)
+    run(2, tmp_path, GIVEN, model, schemes, step, "optimizer.step()", SAME_EVERYWHERE)
 
 
-def test_ddp_s_program_changed(launcher, tmp_path):
+def test_ddp_s_program_changed(size, tmp_path):
     (program,) = listings("docs/from-ddp.md", "## A program, changed")
     training, shutdown = program.split("ps.shutdown()")
-    said = run(launcher, tmp_path, GIVEN, training, SAME_EVERYWHERE, "ps.shutdown()" + shutdown)
+    said = run(size, tmp_path, GIVEN, training, SAME_EVERYWHERE, "ps.shutdown()" + shutdown)
     assert [line.split(":")[0] for line in said.splitlines()] == ["epoch 0", "epoch 1"]
     assert (tmp_path / "model.pt").exists()
 
@@ -146,7 +142,7 @@ batches_of_this_rank = list(loader)[ps.rank():]
     )
     done = "assert int(model[1].num_batches_tracked) == 1 + 2 * len(loader)  # one is in the checkpoint\n"
     parts = [GIVEN, wrapped, checkpoints, loaded, norms, made, accumulation, join, SAME_EVERYWHERE, done]
-    run(TORCHRUN, tmp_path, *parts)
+    run(2, tmp_path, *parts)
 
 
 def test_readme_s_commands_for_several_hosts(tmp_path):
@@ -190,7 +186,7 @@ def test_what_the_coordinator_answers(tmp_path):
     (program,) = listings("docs/algorithms.md", "## Choice")
     page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
     printed = page.split(program, 1)[1].split("```\n")[2].splitlines()
-    said = run([*TORCHRUN[:-1], "4"], tmp_path, program).splitlines()
+    said = run(4, tmp_path, program).splitlines()
     assert len(printed) == len(said) == 4
     owners = "[Placed(offset_bytes=0, len_bytes="
     assert printed[1].startswith(owners) and said[1].startswith(owners)

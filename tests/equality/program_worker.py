@@ -128,6 +128,8 @@ def main():
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     plan = [Case.parse(text) for text in json.loads((directory / "plan.json").read_text())]
+    gc.collect()
+    gc.freeze()  # so that collecting the models takes no time
     for size in sorted({case.size for case in plan if case.size > rank}, reverse=True):
         run_all(directory, rank, size, [case for case in plan if case.size == size])
 

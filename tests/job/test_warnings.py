@@ -2,7 +2,8 @@
 
 import re
 import subprocess
-import sys
+
+import programs
 
 PROGRAM = """
 import sys, torch
@@ -29,12 +30,7 @@ def stderr_of_ranks(tmp_path, *arguments):
     program = tmp_path / "train.py"
     program.write_text(PROGRAM, encoding="utf-8")
     place = f"file://{tmp_path / 'meet'}"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(rank), place, *arguments], stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
+    ranks = [programs.start(program, rank, place, *arguments, stderr=subprocess.PIPE) for rank in range(2)]
     try:
         said = [rank.communicate(timeout=LIMIT_S)[1] for rank in ranks]
     finally:

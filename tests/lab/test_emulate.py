@@ -1,12 +1,12 @@
 """The emulated model: its time line on a clock of the test's own, its gradients, and real systems on it."""
 
 import os
-import subprocess
 import sys
 import time
 from itertools import pairwise
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 from hypothesis import given, settings
@@ -541,17 +541,9 @@ def test_forward_alone_does_no_backward_work():
 def test_ddp_and_penstock_train_it_to_the_same_bits(tmp_path):
     """Two real processes, five steps of plain SGD: parameters are where the expected averages lead."""
     network, width, systems = "sockeye", 0.125, ("penstock", "ddp")
-    root = Path(__file__).resolve().parents[2]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, str(WORKER), ",".join(systems), network, str(width), "0.05", "5", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    paths = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *sys.path])
+    environ = {**os.environ, "PYTHONPATH": paths}
+    programs.run_ranks(2, WORKER, ",".join(systems), network, width, 0.05, 5, tmp_path, timeout=LIMIT_S, env=environ)
     model = small(network, width, seed=5)
     for system in systems:
         ranks = [torch.load(tmp_path / f"{system}{rank}.pt") for rank in range(2)]

@@ -8,7 +8,10 @@ import socket
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
+
+import programs
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 120.0
@@ -33,7 +36,12 @@ class Scene:
     """Workers 0 to size-1. A context: afterwards none of them is left."""
 
     def __init__(self, command, size, folder):
-        self.command, self.size, self.folder = command, size, folder
+        python, *arguments = command
+        if python == sys.executable:
+            self.start = partial(programs.start, *arguments)
+        else:  # a peer's
+            self.start = partial(subprocess.Popen, command, text=True)
+        self.size, self.folder = size, folder
         self.processes = []
         self.inboxes = []
 
@@ -41,15 +49,8 @@ class Scene:
         port = free_port()
         for rank in range(self.size):
             with (self.folder / f"rank{rank}.log").open("wb") as log:
-                process = subprocess.Popen(
-                    self.command,
-                    env=environ(rank, self.size, port),
-                    cwd=ROOT,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    text=True,
-                )
+                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+                process = self.start(env=environ(rank, self.size, port), cwd=ROOT, **pipes)
             inbox = queue.SimpleQueue()
             threading.Thread(target=self._read, args=(process, inbox), daemon=True).start()
             self.processes.append(process)
