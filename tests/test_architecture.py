@@ -113,6 +113,132 @@ def test_only_the_binding_knows_python():
             assert "pyo3" not in dependencies(crate, "dependencies", "dev-dependencies", "build-dependencies")
 
 
+class Crate:
+    """Which file of a crate uses which, read off its `use` lines and the paths in its code; tests count for nothing.
+
+    The rule for parents. `mod child;` and `pub use child::Name;` make no edge: a parent gives its children a place, and
+    their names to others. Whoever takes a name from a parent uses the file where that name is written. So a parent may
+    stand on its children, or children on their parent, but never both. Methods are not followed: a file that goes on
+    with an `impl` of its parent stands on it.
+    """
+
+    TOP = "lib"
+
+    def __init__(self, root):
+        self.files = {}
+        for path in sorted(root.rglob("*.rs")):
+            parts = path.relative_to(root).with_suffix("").parts
+            name = "::".join(parts[:-1] if parts[-1] == "mod" else parts)
+            text = without_comments(path.read_text(encoding="utf-8"))
+            self.files[name] = re.split(r"#\[cfg\(test\)\]", text)[0]
+        tests = {f"{name}::tests" for name in self.files}
+        self.files = {name: text for name, text in self.files.items() if name not in tests}
+        self.renamed = {name: dict(self._re_exports(name)) for name in self.files}
+
+    def _re_exports(self, name):
+        for tree in re.findall(r"\bpub use ([^;]+);", self.files[name]):
+            for path in flattened(tree):
+                yield path[-1], self._absolute(name, path)
+
+    def _absolute(self, name, path):
+        """A path as written in a file, from the crate's root; `None` for what is of another crate or no module."""
+        here = [] if name == self.TOP else name.split("::")
+        if path[0] == "crate":
+            return path[1:]
+        if path[0] in {"self", "super"}:
+            while path and path[0] in {"self", "super"}:
+                here = here[:-1] if path[0] == "super" else here
+                path = path[1:]
+            return [*here, *path]
+        child = "::".join([*here, path[0]])
+        return [*here, *path] if child in self.files else None
+
+    def written(self, path):
+        """The file where the name at an absolute path is written."""
+        for length in range(len(path), -1, -1):
+            name = "::".join(path[:length]) or self.TOP
+            if name in self.files:
+                onward = self.renamed[name].get(path[length]) if length < len(path) else None
+                return self.written(onward + path[length + 1 :]) if onward else name
+        raise AssertionError(path)
+
+    def used(self, name):
+        text = self.files[name]
+        paths = [path for tree in re.findall(r"(?<!pub )\buse ([^;]+);", text) for path in flattened(tree)]
+        code = re.sub(r"\b(pub )?(use|mod) [^;{]+(\{[^;]*\})?;", "", text)
+        paths += [path.split("::") for path in re.findall(r"(?<![\w:])[a-z_]\w*(?:::\w+)+", code)]
+        found = {self.written(absolute) for path in paths if (absolute := self._absolute(name, path)) is not None}
+        return found - {name}
+
+    def cycle(self):
+        """Files that use each other in a circle, if any."""
+        done, below = set(), []
+
+        def visit(name):
+            if name in below:
+                return [*below[below.index(name) :], name]
+            if name in done:
+                return None
+            below.append(name)
+            circle = next((found for other in sorted(self.used(name)) if (found := visit(other))), None)
+            below.pop()
+            done.add(name)
+            return circle
+
+        return next((found for name in sorted(self.files) if (found := visit(name))), None)
+
+
+def flattened(tree):
+    """The paths of a `use` line's tree, without what they are renamed to."""
+    tree = re.sub(r"\s+", " ", tree.strip())
+    head, brace, rest = tree.partition("{")
+    if not brace:
+        return [re.sub(r" as \w+$", "", tree).split("::")]
+    parts, depth, start = [], 0, 0
+    for at, sign in enumerate(rest):
+        depth += {"{": 1, "}": -1}.get(sign, 0)
+        if (sign == "," and depth == 0) or depth < 0:
+            parts.append(rest[start:at].strip())
+            start = at + 1
+    prefix = head.rstrip(":").split("::")
+    paths = [path for part in parts if part for path in flattened(part)]
+    return [prefix if path == ["self"] else [*prefix, *path] for path in paths]
+
+
+def test_no_files_of_core_use_each_other_in_a_circle():
+    circle = Crate(CRATES / "core" / "src").cycle()
+    assert circle is None, " uses ".join(circle)
+
+
+def test_what_all_of_core_stands_on_stands_on_nothing():
+    core = Crate(CRATES / "core" / "src")
+    assert not core.used("types")
+    assert core.used("steps::ring") == {"steps::step"}
+    assert core.used("way") == {"types"}
+
+
+def test_circles_of_files_are_found(tmp_path):
+    files = {
+        "lib.rs": "mod a;\nmod b;\npub use b::Two;\n",
+        "a.rs": "use crate::{b::{self, Two as Second}, limits::MAX};\nfn f() {}\n",
+        "b/mod.rs": "mod c;\npub use c::Three;\npub struct Two;\n",
+        "b/c.rs": "// use crate::a;\npub struct Three;\n#[cfg(test)]\nmod tests { use crate::a; }\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert Crate(tmp_path).cycle() is None
+    for more in ("use super::Two;", "use crate::Two;", "fn f() -> super::super::b::Two;", "use crate::a::f;"):
+        extra = "use c::Three as Third;" if "Two" in more else "use crate::Three;"
+        (tmp_path / "b/c.rs").write_text(f"{more}\n{files['b/c.rs']}", encoding="utf-8")
+        (tmp_path / "b/mod.rs").write_text(f"{extra}\n{files['b/mod.rs']}", encoding="utf-8")
+        if "Two" in more:
+            assert sorted({*Crate(tmp_path).cycle()}) == ["b", "b::c"], more
+    (tmp_path / "b/mod.rs").write_text(files["b/mod.rs"], encoding="utf-8")
+    (tmp_path / "a.rs").write_text("fn f() { crate::b::Three::new(); }\n", encoding="utf-8")
+    assert sorted({*Crate(tmp_path).cycle()}) == ["a", "b::c"]
+
+
 def test_importing_the_package_imports_no_framework():
     check = (
         "import sys, threading, penstock\n"

@@ -1,6 +1,6 @@
 //! Errors, typed by what the caller can do about them; the Python package raises one exception class for each.
 
-use crate::layout::{Rank, Step};
+use crate::types::{Rank, Step, Unknown};
 
 /// Anything that Penstock reports to its user.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -42,6 +42,12 @@ pub enum Error {
     /// A peer could not prove that it knows the job's secret.
     #[error("{0}")]
     Authentication(String),
+}
+
+impl From<Unknown> for Error {
+    fn from(unknown: Unknown) -> Self {
+        Self::Config(unknown.to_string())
+    }
 }
 
 impl Error {

@@ -1,127 +1,10 @@
 //! The information book: which layers, tensors and slices exist, and who owns each slice. The same on every rank.
 
-use crate::cost::dense::Algorithm;
 use crate::error::Error;
-use crate::exchange::Scheme;
 use crate::limits;
 use crate::slicing::Slicing;
-
-/// A worker's number, `0..ranks`. Every worker process also holds one shard of the store under the same number.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Rank(pub u32);
-
-impl Rank {
-    /// As an index into per-rank tables.
-    #[must_use]
-    pub fn index(self) -> usize {
-        self.0 as usize
-    }
-}
-
-impl std::fmt::Display for Rank {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        self.0.fmt(f)
-    }
-}
-
-/// The number of a book, in the order in which books were opened.
-pub type BookId = u16;
-/// The number of a layer in its book, in registration order.
-pub type LayerId = u32;
-/// The number of a tensor in its book.
-pub type TensorId = u32;
-/// The number of a slice in its book.
-pub type SliceId = u32;
-/// Counts the submissions of one tensor: the exchange of a slice is named by (book, slice, seq).
-pub type Seq = u32;
-/// The user's iteration: for reports and messages, and to send first what peers need for an older one. Exchanges are told apart
-/// by [`Seq`].
-pub type Step = u32;
-
-/// Element types that can be summed, and `Bytes`, which can only be copied.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Dtype {
-    /// IEEE single precision.
-    F32,
-    /// IEEE double precision.
-    F64,
-    /// IEEE half precision.
-    F16,
-    /// bfloat16.
-    Bf16,
-    /// Signed 64-bit integer.
-    I64,
-    /// Signed 32-bit integer.
-    I32,
-    /// Signed 16-bit integer.
-    I16,
-    /// Signed 8-bit integer.
-    I8,
-    /// Unsigned 8-bit integer.
-    U8,
-    /// Anything else; one element is one byte.
-    Bytes,
-}
-
-impl Dtype {
-    const ALL: [Self; 10] = [
-        Self::F32,
-        Self::F64,
-        Self::F16,
-        Self::Bf16,
-        Self::I64,
-        Self::I32,
-        Self::I16,
-        Self::I8,
-        Self::U8,
-        Self::Bytes,
-    ];
-
-    /// Bytes per element.
-    #[must_use]
-    pub fn size_bytes(self) -> usize {
-        match self {
-            Self::F32 | Self::I32 => 4,
-            Self::F64 | Self::I64 => 8,
-            Self::F16 | Self::Bf16 | Self::I16 => 2,
-            Self::I8 | Self::U8 | Self::Bytes => 1,
-        }
-    }
-
-    /// Its name, as it is parsed.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::F32 => "f32",
-            Self::F64 => "f64",
-            Self::F16 => "f16",
-            Self::Bf16 => "bf16",
-            Self::I64 => "i64",
-            Self::I32 => "i32",
-            Self::I16 => "i16",
-            Self::I8 => "i8",
-            Self::U8 => "u8",
-            Self::Bytes => "bytes",
-        }
-    }
-
-    /// Whether it is an integer type: sums wrap, and there is no average.
-    #[must_use]
-    pub fn is_integer(self) -> bool {
-        matches!(self, Self::I64 | Self::I32 | Self::I16 | Self::I8 | Self::U8)
-    }
-}
-
-impl std::str::FromStr for Dtype {
-    type Err = Error;
-
-    fn from_str(name: &str) -> Result<Self, Error> {
-        Self::ALL.into_iter().find(|dtype| dtype.name() == name).ok_or_else(|| {
-            let names = Self::ALL.map(Self::name).join(", ");
-            Error::Config(format!("unknown dtype {name:?}: expected one of {names}"))
-        })
-    }
-}
+use crate::types::{Dtype, LayerId, Rank, SliceId, TensorId};
+use crate::way::{Algorithm, Route};
 
 /// One parameter's gradient or value.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -138,7 +21,7 @@ pub struct Tensor {
     /// Number of elements.
     pub elems: u64,
     /// How its slices are synchronised.
-    pub scheme: Scheme,
+    pub route: Route,
     /// The slices of this tensor are `first_slice..first_slice + slice_count`. Filled in by [`Book::new`].
     pub first_slice: SliceId,
     /// See `first_slice`; 0 for an empty tensor.
@@ -149,14 +32,14 @@ impl Tensor {
     /// A tensor before slicing, synchronised by the store.
     #[must_use]
     pub fn new(name: impl Into<String>, layer: LayerId, dtype: Dtype, elems: u64) -> Self {
-        let scheme = Scheme::STORE;
-        Self { name: name.into(), layer, dtype, wire: dtype, elems, scheme, first_slice: 0, slice_count: 0 }
+        let route = Route::STORE;
+        Self { name: name.into(), layer, dtype, wire: dtype, elems, route, first_slice: 0, slice_count: 0 }
     }
 
-    /// The same tensor with another scheme.
+    /// The same tensor by another route.
     #[must_use]
-    pub fn with_scheme(self, scheme: Scheme) -> Self {
-        Self { scheme, ..self }
+    pub fn with_route(self, route: Route) -> Self {
+        Self { route, ..self }
     }
 
     /// The same tensor with another wire type.
@@ -186,7 +69,7 @@ pub struct Slice {
     /// The rank whose shard sums it; of a collective the rank that counts as the first. A gathered tensor has no owner, and this
     /// says nothing.
     pub owner: Rank,
-    /// Its number among the store's slices of this owner, in book order; for other schemes its number among all such slices.
+    /// Its number among the store's slices of this owner, in book order; for other routes its number among all such slices.
     pub at_owner: u32,
     /// The lane that carries it.
     pub lane: u32,
@@ -207,7 +90,7 @@ pub struct Book {
     pub owned_bytes: Vec<u64>,
     /// Slices of the store that each rank owns.
     pub owned_slices: Vec<u32>,
-    /// Slices of other schemes than the store.
+    /// Slices of other algorithms than the store.
     pub collective_slices: u32,
     /// How tensors were cut that are not gathered: slices of the store are at most `store_bytes` long in this book, those of
     /// collectives at most `collective_bytes`.
@@ -267,7 +150,7 @@ impl Book {
         };
         let mut gathered = 0;
         for (id, tensor) in tensors.iter_mut().enumerate() {
-            if tensor.scheme == Scheme::Gather {
+            if tensor.route == Route::Gather {
                 tensor.first_slice = book.slices.len() as u32;
                 tensor.slice_count = 1;
                 let (tensor, len_bytes, lane) = (id as u32, frame_bytes as u32, gathered % lanes);
@@ -286,7 +169,7 @@ impl Book {
                 continue;
             }
             let slice_bytes =
-                if tensor.scheme == Scheme::STORE { slicing.store_bytes } else { slicing.collective_bytes };
+                if tensor.route == Route::STORE { slicing.store_bytes } else { slicing.collective_bytes };
             let elem_bytes = tensor.dtype.size_bytes() as u64;
             let pieces = pieces(tensor.len_bytes(), slice_bytes, ranks);
             if book.slices.len() as u64 + pieces > limits::SLICES_MAX {
@@ -312,14 +195,14 @@ impl Book {
     fn push_slice(
         &mut self,
         tensor: TensorId,
-        Tensor { dtype, wire, scheme, .. }: &Tensor,
+        Tensor { dtype, wire, route, .. }: &Tensor,
         offset_bytes: u64,
         elems: u32,
         lanes: u32,
     ) {
         let ranks = self.owned_bytes.len();
         let [len_bytes, wire_bytes] = [dtype, wire].map(|of| elems * of.size_bytes() as u32);
-        let (owner, at_owner) = if *scheme == Scheme::STORE {
+        let (owner, at_owner) = if *route == Route::STORE {
             let owner = (0..ranks).min_by_key(|&r| self.owned_bytes[r]).unwrap_or(0);
             self.owned_bytes[owner] += u64::from(wire_bytes);
             self.owned_slices[owner] += 1;
@@ -328,7 +211,7 @@ impl Book {
             let number = self.collective_slices;
             self.collective_slices += 1;
             // All but the central server take turns, so that roots and folds load all ranks alike.
-            (if *scheme == Scheme::Dense(Algorithm::Central) { 0 } else { number as usize % ranks }, number)
+            (if *route == Route::Sum(Algorithm::Central) { 0 } else { number as usize % ranks }, number)
         };
         // Dealt within each owner's slices, so that every lane talks to every owner.
         let lane = at_owner % lanes;
@@ -418,7 +301,7 @@ fn check(
         let (layers_max, tensors_max) = (limits::LAYERS_MAX, limits::TENSORS_MAX);
         return fail(format!("more than {layers_max} layers or {tensors_max} tensors"));
     }
-    let gathered = |t: &&Tensor| t.scheme == Scheme::Gather;
+    let gathered = |t: &&Tensor| t.route == Route::Gather;
     let unfit = |t: &&Tensor| t.dtype != Dtype::Bytes || t.elems > limits::GATHER_BYTES_MAX;
     if let Some(tensor) = tensors.iter().filter(gathered).find(unfit) {
         let (name, max) = (&tensor.name, limits::GATHER_BYTES_MAX);
@@ -426,13 +309,13 @@ fn check(
     }
     let rounded = |t: &&Tensor| t.wire != t.dtype;
     let unfit = |t: &&Tensor| {
-        t.dtype != Dtype::F32 || !matches!(t.wire, Dtype::F16 | Dtype::Bf16) || t.scheme != Scheme::STORE
+        t.dtype != Dtype::F32 || !matches!(t.wire, Dtype::F16 | Dtype::Bf16) || t.route != Route::STORE
     };
     if let Some(tensor) = tensors.iter().filter(rounded).find(unfit) {
-        let Tensor { name, dtype, wire, scheme, .. } = tensor;
-        let (dtype, wire, scheme) = (dtype.name(), wire.name(), scheme.name());
+        let Tensor { name, dtype, wire, route, .. } = tensor;
+        let (dtype, wire, route) = (dtype.name(), wire.name(), route.name());
         return fail(format!(
-            "tensor {name:?} is {dtype} synchronised by {scheme} and cannot travel as {wire}; f32 in the store can, as f16 or bf16"
+            "tensor {name:?} is {dtype} synchronised by {route} and cannot travel as {wire}; f32 in the store can, as f16 or bf16"
         ));
     }
     match tensors.iter().find(|t| t.layer as usize >= layers.len()) {
@@ -525,7 +408,7 @@ mod tests {
             let longest = (0..count).map(|tensor| of(tensor).unwrap()).collect::<Vec<_>>();
             (longest, [book.slicing.store_bytes, book.slicing.collective_bytes].map(|bytes| bytes >> 10))
         };
-        let ring = tensor("ring").with_scheme(Scheme::Dense(Algorithm::Ring));
+        let ring = tensor("ring").with_route(Route::Sum(Algorithm::Ring));
         assert_eq!(longest(vec![tensor("exact"), ring]), (vec![64, 512], [64, 512]));
         assert_eq!(
             longest(vec![tensor("exact"), tensor("half").with_wire(Dtype::Bf16)]),
@@ -535,21 +418,21 @@ mod tests {
 
     #[test]
     fn only_fp32_in_the_store_travels_as_another_type() {
-        let book = |dtype, wire, scheme| {
-            let tensor = Tensor::new("w", 0, dtype, 10).with_wire(wire).with_scheme(scheme);
+        let book = |dtype, wire, route| {
+            let tensor = Tensor::new("w", 0, dtype, 10).with_wire(wire).with_route(route);
             Book::new("model", vec!["fc".into()], vec![tensor], 2, 4096, 1).map_err(|error| error.to_string())
         };
-        assert!(book(Dtype::F32, Dtype::Bf16, Scheme::STORE).is_ok());
-        assert!(book(Dtype::F32, Dtype::F16, Scheme::STORE).is_ok());
-        for (dtype, wire, scheme) in [
-            (Dtype::F64, Dtype::Bf16, Scheme::STORE),
-            (Dtype::F32, Dtype::F64, Scheme::STORE),
-            (Dtype::F32, Dtype::I16, Scheme::STORE),
-            (Dtype::Bf16, Dtype::F16, Scheme::STORE),
-            (Dtype::F32, Dtype::Bf16, Scheme::Dense(Algorithm::Ring)),
+        assert!(book(Dtype::F32, Dtype::Bf16, Route::STORE).is_ok());
+        assert!(book(Dtype::F32, Dtype::F16, Route::STORE).is_ok());
+        for (dtype, wire, route) in [
+            (Dtype::F64, Dtype::Bf16, Route::STORE),
+            (Dtype::F32, Dtype::F64, Route::STORE),
+            (Dtype::F32, Dtype::I16, Route::STORE),
+            (Dtype::Bf16, Dtype::F16, Route::STORE),
+            (Dtype::F32, Dtype::Bf16, Route::Sum(Algorithm::Ring)),
         ] {
-            let message = book(dtype, wire, scheme).unwrap_err();
-            for word in ["\"w\"", dtype.name(), wire.name(), scheme.name()] {
+            let message = book(dtype, wire, route).unwrap_err();
+            for word in ["\"w\"", dtype.name(), wire.name(), route.name()] {
                 assert!(message.contains(word), "{message}");
             }
         }

@@ -9,7 +9,7 @@
 //!
 //! A slice's journey through the modules: [`layout`] (which slices exist, who owns them) → [`exchange`] (what a slice
 //! does next) → [`queue`] (which frame goes first) → [`wire`] (its bytes) and, on the other side, back up to
-//! [`reduce`] (the sum in the scheme's order). Who is alive, and whose fault it is if the job fails: [`life`].
+//! [`reduce`] (the sum in the algorithm's order). Who is alive, and whose fault it is if the job fails: [`life`].
 
 pub mod bits;
 pub mod calls;
@@ -21,14 +21,19 @@ pub mod life;
 pub mod limits;
 pub mod memory;
 pub mod node;
+pub mod parts;
 pub mod queue;
 pub mod reduce;
 pub mod scheme;
 pub mod slicing;
+pub mod steps;
+pub mod types;
+pub mod way;
 pub mod wire;
 
 pub use error::Error;
-pub use exchange::Scheme;
-pub use layout::{Book, BookId, Dtype, LayerId, Rank, Seq, SliceId, Step, TensorId};
+pub use layout::Book;
 pub use slicing::Slicing;
+pub use types::{BookId, Dtype, LayerId, Rank, Seq, SliceId, Step, TensorId};
+pub use way::{Algorithm, Route};
 pub use wire::{Header, Kind, Op};

@@ -1,7 +1,7 @@
 //! What a node needs from memory, so that it can run over real numbers or over lengths alone.
 
-use crate::layout::Dtype;
 use crate::reduce::Reduction;
+use crate::types::Dtype;
 
 /// Memory of one lane: the gradients that workers handed over, and pooled scratch buffers.
 pub trait Memory {

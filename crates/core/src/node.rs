@@ -3,12 +3,13 @@
 mod calls;
 mod outbox;
 
-use crate::calls::{Call, Calls, GroupId};
+use crate::calls::{Call, Calls};
 use crate::error::Error;
 use crate::exchange::{Context, Effect, Exchange, Flow, Site};
-use crate::layout::{Book, BookId, Rank, Seq, SliceId, Step, Tensor, TensorId};
+use crate::layout::{Book, Tensor};
 use crate::limits;
 use crate::memory::Memory;
+use crate::types::{BookId, GroupId, Rank, Seq, SliceId, Step, TensorId};
 use crate::wire::{Header, Kind, Op, Outgoing, Place, other_wire_type, unexpected, wire_argument};
 use outbox::Outbox;
 use std::collections::BTreeMap;
@@ -256,7 +257,7 @@ impl<M: Memory> Node<M> {
             outbox.open_book(id, &book, Rank(peer as u32));
         }
         let slices =
-            (0..book.slices.len() as u32).map(|slice| Exchange::new(book.tensor_of(slice).scheme)).collect();
+            (0..book.slices.len() as u32).map(|slice| Exchange::new(book.tensor_of(slice).route)).collect();
         let places = (0..book.layers.len() as u32).collect();
         self.books[at] = Some(BookState { book, slices, places });
         for EarlyFrame { from, header, payload } in self.early.remove(&id).unwrap_or_default() {

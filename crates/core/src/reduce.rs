@@ -5,7 +5,7 @@
 //! accumulate modulo 2^64, so sums wrap as their type does. Smallest and largest are exact in every type. The order is the
 //! caller's, so the bits do not depend on arrival order.
 
-use crate::layout::Dtype;
+use crate::types::Dtype;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 

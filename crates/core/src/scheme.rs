@@ -9,8 +9,8 @@ mod facts;
 mod reason;
 
 use crate::cost::Rates;
-use crate::cost::dense::Algorithm;
 use crate::error::Error;
+use crate::way::Algorithm;
 pub use facts::{Estimate, Facts, INDEX_BYTES, Kind};
 pub use reason::Reason;
 use std::fmt;

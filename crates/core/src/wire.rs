@@ -7,9 +7,9 @@
 //! The sender is known from the connection; tensor and offset follow from the slice.
 
 use crate::error::Error;
-use crate::layout::{BookId, Dtype, Rank, Seq, SliceId, Step};
 use crate::limits;
 use crate::reduce::Reduction;
+use crate::types::{BookId, Dtype, Rank, Seq, SliceId, Step};
 
 /// Version of frames and handshake; peers with another version are refused at the handshake.
 pub const VERSION: u16 = 3;

@@ -1,10 +1,10 @@
 //! Calls that do not fit each other: both ranks' names and what differs, instead of a wait without end.
 
 use penstock_core::calls::{Action, Call, Calls, Request, Share};
-use penstock_core::cost::dense::Algorithm;
-use penstock_core::layout::{Dtype, Rank};
 use penstock_core::memory::Memory;
 use penstock_core::reduce::Reduction;
+use penstock_core::types::{Dtype, Rank};
+use penstock_core::way::Algorithm;
 use penstock_core::wire::{Kind, Op, Place};
 use penstock_core::{Error, Header, limits};
 

@@ -1,12 +1,13 @@
 //! The node, event by event: what the simulator has found, each as its smallest story, and events drawn at random.
 
-use penstock_core::Scheme;
+use penstock_core::Route;
 use penstock_core::calls::{Action as What, Call, Request, Share, Signature};
-use penstock_core::cost::dense::Algorithm;
-use penstock_core::layout::{Book, Dtype, Rank, Seq, Tensor};
+use penstock_core::layout::{Book, Tensor};
 use penstock_core::memory::Memory;
 use penstock_core::node::{Action, Config, Event, Node};
 use penstock_core::reduce::Reduction;
+use penstock_core::types::{Dtype, Rank, Seq};
+use penstock_core::way::Algorithm;
 use penstock_core::wire::{Header, Kind, Op, Outgoing, Place};
 use proptest::prelude::*;
 use std::cell::Cell;
@@ -85,18 +86,18 @@ const GATHER_BYTES: u32 = 10_000;
 
 /// `tensors` tensors of one slice of 4 KiB each; slice i belongs to rank i modulo the ranks. One more is gathered.
 fn book(tensors: u32, ranks: u32) -> Arc<Book> {
-    book_of(tensors, ranks, &[(Scheme::STORE, Dtype::F32)])
+    book_of(tensors, ranks, &[(Route::STORE, Dtype::F32)])
 }
 
 /// The same with these schemes in turn; the store's slices travel as the type beside it. Collective slices have their first ranks
 /// in turn, but those of a central server.
-fn book_of(tensors: u32, ranks: u32, schemes: &[(Scheme, Dtype)]) -> Arc<Book> {
+fn book_of(tensors: u32, ranks: u32, schemes: &[(Route, Dtype)]) -> Arc<Book> {
     let reduced = (0..tensors).map(|i| {
         let (scheme, wire) = schemes[i as usize % schemes.len()];
-        let wire = if scheme == Scheme::STORE { wire } else { Dtype::F32 };
-        Tensor::new(format!("t{i}"), i, Dtype::F32, 1024).with_scheme(scheme).with_wire(wire)
+        let wire = if scheme == Route::STORE { wire } else { Dtype::F32 };
+        Tensor::new(format!("t{i}"), i, Dtype::F32, 1024).with_route(scheme).with_wire(wire)
     });
-    let gathered = Tensor::new("rows", 0, Dtype::Bytes, GATHER_BYTES.into()).with_scheme(Scheme::Gather);
+    let gathered = Tensor::new("rows", 0, Dtype::Bytes, GATHER_BYTES.into()).with_route(Route::Gather);
     let tensors = reduced.chain([gathered]).collect();
     let layers = (0..64).map(|i| format!("layer{i}")).collect();
     Arc::new(Book::new("model", layers, tensors, ranks, 4096, 1).unwrap())
@@ -314,7 +315,7 @@ fn slices_that_are_forwarded_one_after_the_other_are_no_exceptions_to_the_window
     let mut bench = Bench::new(2, 4, 4096);
     bench
         .node
-        .open_book(0, book_of(16, 4, &[(Scheme::Dense(Algorithm::Tree), Dtype::F32)]), &mut bench.actions)
+        .open_book(0, book_of(16, 4, &[(Route::Sum(Algorithm::Tree), Dtype::F32)]), &mut bench.actions)
         .unwrap();
     for tensor in (0..16).rev() {
         bench.submit(tensor, 1, Op::Average, false);
@@ -333,7 +334,7 @@ fn a_result_is_read_straight_into_the_ranks_memory() {
     let mut bench = Bench::new(1, 2, 1 << 20);
     bench
         .node
-        .open_book(0, book_of(8, 2, &[(Scheme::Dense(Algorithm::Ring), Dtype::F32)]), &mut bench.actions)
+        .open_book(0, book_of(8, 2, &[(Route::Sum(Algorithm::Ring), Dtype::F32)]), &mut bench.actions)
         .unwrap();
     bench.submit(0, 1, Op::Average, false);
     // Two ranks: the partial sum of half a slice comes in step 0, the other half of the result in step 1.
@@ -509,7 +510,7 @@ proptest! {
         draws in prop::collection::vec(draw(), 1..60),
         schemes in prop::collection::vec(
             (
-                prop::sample::select(Algorithm::ALL.map(Scheme::Dense).to_vec()),
+                prop::sample::select(Algorithm::ALL.map(Route::Sum).to_vec()),
                 prop::sample::select(vec![Dtype::F32, Dtype::F32, Dtype::Bf16, Dtype::F16]),
             ),
             1..9,

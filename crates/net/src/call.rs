@@ -2,7 +2,8 @@
 
 use crate::memory::Owner;
 use crate::shared::Shared;
-use penstock_core::calls::{GroupId, Request};
+use penstock_core::calls::Request;
+use penstock_core::types::GroupId;
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};

@@ -19,7 +19,7 @@ pub use gather::Bytes;
 use penstock_core::calls::Calls;
 use penstock_core::cost::Rates;
 use penstock_core::layout::Tensor;
-use penstock_core::{Book, BookId, Op, Rank, Scheme, Seq, Slicing, Step, TensorId, slicing};
+use penstock_core::{Book, BookId, Op, Rank, Route, Seq, Slicing, Step, TensorId, slicing};
 use std::net::{TcpListener, ToSocketAddrs};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -312,7 +312,7 @@ impl Engine {
     fn check_part<'a>(&self, open: &'a OpenBook, part: &Part) -> Result<&'a Tensor, Failure> {
         let tensor = self.tensor(open, part.tensor)?;
         let (book, name, dtype) = (&open.book.name, &tensor.name, tensor.dtype);
-        if tensor.scheme == Scheme::Gather {
+        if tensor.route == Route::Gather {
             return Err(Failure::config(format!(
                 "{book}: {name} is gathered, not summed; use submit_gather()"
             )));

@@ -1,9 +1,9 @@
 //! How fast this machine adds up contributions, measured on the code that does it while training.
 
 use crate::memory::{Chunk, Pool, RealMemory};
-use penstock_core::layout::Dtype;
 use penstock_core::memory::Memory;
 use penstock_core::reduce::Reduction;
+use penstock_core::types::Dtype;
 use std::time::{Duration, Instant};
 
 /// Contributions of a small job, and a slice as long as slices are by default.

@@ -2,9 +2,9 @@
 
 mod support;
 
-use penstock_core::cost::dense::Algorithm;
 use penstock_core::layout::Tensor;
-use penstock_core::{Dtype, Op, Scheme};
+use penstock_core::way::Algorithm;
+use penstock_core::{Dtype, Op, Route};
 use penstock_net::{Engine, EngineConfig, Part};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -47,20 +47,20 @@ fn configure(config: &mut EngineConfig) {
 #[test]
 fn nothing_is_allocated_per_slice() {
     // One after the other: the count is of the whole process.
-    for scheme in Algorithm::ALL.map(Scheme::Dense) {
-        allocate_nothing_per_slice(scheme, Dtype::F32);
+    for route in Algorithm::ALL.map(Route::Sum) {
+        allocate_nothing_per_slice(route, Dtype::F32);
     }
-    allocate_nothing_per_slice(Scheme::STORE, Dtype::Bf16);
+    allocate_nothing_per_slice(Route::STORE, Dtype::Bf16);
 }
 
-fn allocate_nothing_per_slice(scheme: Scheme, wire: Dtype) {
+fn allocate_nothing_per_slice(route: Route, wire: Dtype) {
     let engines = support::job_with(RANKS, configure);
     let meeting = support::Meeting::of(engines.len());
     let counts: Vec<usize> = std::thread::scope(|scope| {
         let run = |engine: &Engine| {
             let mut values = vec![1f32; SLICES * SLICE_BYTES / 4];
             let tensor =
-                Tensor::new("tensor", 0, Dtype::F32, values.len() as u64).with_scheme(scheme).with_wire(wire);
+                Tensor::new("tensor", 0, Dtype::F32, values.len() as u64).with_route(route).with_wire(wire);
             let book = engine.open_book("book", vec!["layer".into()], vec![tensor]).unwrap();
             let mut fewest = usize::MAX;
             for round in 0..WARM_UP_ROUNDS + 3 {
@@ -90,7 +90,7 @@ fn allocate_nothing_per_slice(scheme: Scheme, wire: Dtype) {
             // An overtaking slice may use a second window per peer.
             assert!(
                 pool_bytes <= 2 * u64::from(RANKS - 1) * (WINDOW_BYTES + 2 * SLICE_BYTES as u64),
-                "{scheme:?} {wire:?}: {pool_bytes}"
+                "{route:?} {wire:?}: {pool_bytes}"
             );
             engine.shutdown(&mut || false).unwrap();
             fewest
@@ -100,6 +100,6 @@ fn allocate_nothing_per_slice(scheme: Scheme, wire: Dtype) {
     });
     assert!(
         counts.iter().all(|count| *count <= ALLOCATIONS_MAX),
-        "{scheme:?} {wire:?}: {counts:?} allocations for {SLICES} slices"
+        "{route:?} {wire:?}: {counts:?} allocations for {SLICES} slices"
     );
 }

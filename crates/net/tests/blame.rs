@@ -3,8 +3,8 @@
 mod support;
 
 use penstock_core::calls::{Action, Request};
-use penstock_core::cost::dense::Algorithm;
 use penstock_core::layout::Tensor;
+use penstock_core::way::Algorithm;
 use penstock_core::{BookId, Dtype, Error, Op, Rank};
 use penstock_net::{CallPart, Engine, Failure, Part, Stop};
 use std::io::{Read, Write};

@@ -3,7 +3,7 @@
 mod support;
 
 use penstock_core::calls::{Action, Request};
-use penstock_core::cost::dense::Algorithm;
+use penstock_core::way::Algorithm;
 use penstock_core::{Dtype, Error, Op, Rank};
 use penstock_net::{CallPart, Engine, Stop};
 use std::time::{Duration, Instant};

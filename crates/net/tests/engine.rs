@@ -3,9 +3,9 @@
 mod support;
 
 use penstock_core::cost::Rates;
-use penstock_core::cost::dense::Algorithm;
 use penstock_core::layout::{Book, Tensor};
-use penstock_core::{BookId, Dtype, Error, Op, Rank, Scheme, TensorId};
+use penstock_core::way::Algorithm;
+use penstock_core::{BookId, Dtype, Error, Op, Rank, Route, TensorId};
 use penstock_net::{Bytes, Engine, EngineConfig, Failure, Part, Phase, Stop};
 use std::time::{Duration, Instant};
 use support::{Meeting, config, job, job_with, never, on_all};
@@ -190,7 +190,7 @@ fn who_vanishes_in_the_middle_of_a_gather_is_named_by_all_with_layer_and_step() 
     let engines = job_with(4, |config| config.slice_bytes = 512 << 10);
     let all_have_returned = Meeting::of(4);
     on_all(engines, |engine, rank| {
-        let rows = Tensor::new("rows", 1, Dtype::Bytes, LEN_BYTES as u64).with_scheme(Scheme::Gather);
+        let rows = Tensor::new("rows", 1, Dtype::Bytes, LEN_BYTES as u64).with_route(Route::Gather);
         let book = engine.open_book("gradients", vec!["a".into(), "b".into()], vec![rows]).unwrap();
         engine.all_gather("all are connected", b"", &mut never).unwrap();
         all_have_returned.wait();
@@ -401,12 +401,12 @@ fn assert_rank_2_is_named(failures: &[Failure], what: &str) {
 #[test]
 fn who_does_not_come_to_a_collective_is_named_by_all() {
     std::thread::scope(|scope| {
-        for scheme in Algorithm::COLLECTIVES.map(Scheme::Dense) {
+        for scheme in Algorithm::COLLECTIVES.map(Route::Sum) {
             scope.spawn(move || {
                 let come = Meeting::of(2);
                 // Rank 1 does not hear rank 2 directly; rank 0 does.
                 let failures = on_all_but_the_last(3, in_turn, move |engine, _| {
-                    let tensor = Tensor::new("t", 0, Dtype::F32, 3).with_scheme(scheme);
+                    let tensor = Tensor::new("t", 0, Dtype::F32, 3).with_route(scheme);
                     let book = engine.open_book("late", vec!["a".into()], vec![tensor]).unwrap();
                     waited(engine, book, 0, &come)
                 });
@@ -480,7 +480,7 @@ fn what_does_not_fit_is_refused_and_harms_nothing() {
 fn a_contribution_for_one_rank_reaches_that_one_alone() {
     let engines = job(3);
     on_all(engines, |engine, rank| {
-        let rows = Tensor::new("rows", 0, Dtype::Bytes, 20_000).with_scheme(Scheme::Gather);
+        let rows = Tensor::new("rows", 0, Dtype::Bytes, 20_000).with_route(Route::Gather);
         let book = engine.open_book("gradients", vec!["a".into()], vec![rows]).unwrap();
         for round in 0..5u32 {
             let owner = round % 3;
@@ -504,7 +504,7 @@ fn gathers_bring_every_ranks_bytes_and_refuse_what_does_not_fit() {
     for size in 1..=4u32 {
         let engines = job(size);
         let reports = on_all(engines, move |engine, rank| {
-            let rows = Tensor::new("rows", 0, Dtype::Bytes, 20_000).with_scheme(Scheme::Gather);
+            let rows = Tensor::new("rows", 0, Dtype::Bytes, 20_000).with_route(Route::Gather);
             let tensors = vec![Tensor::new("a.weight", 0, Dtype::F32, 10_000), rows];
             let book = engine.open_book("gradients", vec!["a".into()], tensors).unwrap();
             let length = |other: u32, round: u32| ((other * 7919 + round * 5003) % 20_001) as usize;

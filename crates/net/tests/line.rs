@@ -6,8 +6,8 @@ mod support;
 
 use penstock_core::calls::{Action, Request};
 use penstock_core::cost::Rates;
-use penstock_core::cost::dense::Algorithm;
 use penstock_core::layout::Tensor;
+use penstock_core::way::Algorithm;
 use penstock_core::{BookId, Dtype, Op};
 use penstock_net::{CallPart, Engine, Part};
 use std::os::fd::{BorrowedFd, RawFd};

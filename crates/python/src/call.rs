@@ -1,9 +1,10 @@
 //! The class `Call`, and how calls are begun: see `_native.pyi`.
 
 use crate::engine::{Engine, parse_op, waiting};
-use crate::errors::{bad_argument, raise};
-use penstock_core::calls::{Action, GroupId, Request};
-use penstock_core::cost::dense::Algorithm;
+use crate::errors::{bad_argument, named, raise};
+use penstock_core::calls::{Action, Request};
+use penstock_core::types::GroupId;
+use penstock_core::way::Algorithm;
 use penstock_net::{CallPart, Handle};
 use pyo3::prelude::*;
 use std::sync::Arc;
@@ -79,7 +80,7 @@ pub(crate) fn begin(
     (inputs, outputs): (Vec<Memory>, Vec<Memory>),
     keep: Py<PyAny>,
 ) -> PyResult<Call> {
-    let dtype = dtype.parse().map_err(|error: penstock_core::Error| bad_argument(error.to_string()))?;
+    let dtype = named(dtype)?;
     let native = &engine.get().engine;
     let request = match request {
         "allreduce" => {

@@ -3,9 +3,9 @@
 
 use crate::errors::bad_argument;
 use penstock_core::cost::Rates;
-use penstock_core::cost::dense::Algorithm;
 use penstock_core::cost::overlap::{LayerTime, step_times as limits_of};
 use penstock_core::scheme::{self, Estimate, Facts, Kind, Policy, Scheme};
+use penstock_core::way::Algorithm;
 use penstock_core::{Error, limits};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};

@@ -2,11 +2,11 @@
 
 use crate::call::{self, Call, Memory};
 use crate::cost::{RatesTuple, algorithm_of, rates_of};
-use crate::errors::{bad_argument, raise, raise_stop};
+use crate::errors::{bad_argument, named, raise, raise_stop};
 use crate::report;
-use penstock_core::calls::GroupId;
 use penstock_core::layout::Tensor;
-use penstock_core::{BookId, Op, Rank, Scheme, Seq, Slicing, Step, TensorId};
+use penstock_core::types::GroupId;
+use penstock_core::{BookId, Op, Rank, Route, Seq, Slicing, Step, TensorId};
 use penstock_net::{Bytes, EngineConfig, Part, Phase, Stop};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
@@ -56,11 +56,10 @@ fn parse_tensor(entry: Entry) -> PyResult<Tensor> {
             (name, layer, dtype, elems, Some(scheme), Some(wire))
         }
     };
-    let wrong = |error: penstock_core::Error| bad_argument(error.to_string());
-    let scheme = scheme.map_or(Ok(Scheme::STORE), |scheme| scheme.parse().map_err(wrong))?;
-    let dtype = dtype.parse().map_err(wrong)?;
-    let wire = wire.map_or(Ok(dtype), |wire| wire.parse().map_err(wrong))?;
-    Ok(Tensor::new(name, layer, dtype, elems).with_scheme(scheme).with_wire(wire))
+    let route = scheme.map_or(Ok(Route::STORE), |scheme| named(&scheme))?;
+    let dtype = named(&dtype)?;
+    let wire = wire.map_or(Ok(dtype), |wire| named(&wire))?;
+    Ok(Tensor::new(name, layer, dtype, elems).with_route(route).with_wire(wire))
 }
 
 /// Runs a call that waits, without the GIL. Its argument tells it whether a signal handler has raised.
@@ -369,7 +368,7 @@ impl Engine {
         ranks: u32,
         algorithm: Option<&str>,
     ) -> PyResult<(&'static str, u32)> {
-        let dtype = dtype.parse().map_err(|error: penstock_core::Error| bad_argument(error.to_string()))?;
+        let dtype = named(dtype)?;
         let algorithm = algorithm.map(algorithm_of).transpose()?;
         let (algorithm, slices) =
             self.engine.allreduce_plan(elems, dtype, ranks, algorithm).map_err(raise)?;

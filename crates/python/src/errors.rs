@@ -1,5 +1,6 @@
 //! Failures of the engine become the classes of `penstock.errors`, so that Python code catches one hierarchy.
 
+use penstock_core::types::Unknown;
 use penstock_core::{Error, Rank};
 use penstock_net::{Failure, Stop};
 use pyo3::prelude::*;
@@ -47,4 +48,9 @@ pub(crate) fn raise_stop(stop: Stop, interrupt: Option<PyErr>) -> PyErr {
 /// A `ConfigError` about an argument.
 pub(crate) fn bad_argument(text: impl Into<String>) -> PyErr {
     raise(Failure::from(Error::Config(text.into())))
+}
+
+/// What a name stands for.
+pub(crate) fn named<T: std::str::FromStr<Err = Unknown>>(name: &str) -> PyResult<T> {
+    name.parse().map_err(|unknown: Unknown| bad_argument(unknown.to_string()))
 }

@@ -11,7 +11,7 @@ mod report;
 /// `penstock.coordinator` and `penstock.torch`.
 #[pyo3::pymodule]
 mod _native {
-    use penstock_core::cost::dense::Algorithm;
+    use penstock_core::way::Algorithm;
     use pyo3::prelude::*;
     use pyo3::types::PyTuple;
 

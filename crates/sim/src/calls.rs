@@ -11,10 +11,10 @@
 use crate::memory::{Chunk, RealMemory, SimMemory};
 use crate::random::Random;
 use bits::{ORDERED_ELEMS_MAX, draw_elems, is_plain, numbers, sum, tensor};
-use penstock_core::calls::{Action as What, Call, GroupId, Request, Shape, Share, lanes};
-use penstock_core::cost::dense::Algorithm;
-use penstock_core::layout::{Dtype, Rank};
+use penstock_core::calls::{Action as What, Call, Request, Shape, Share, lanes};
 use penstock_core::node::{Action, Config, Event, Node};
+use penstock_core::types::{Dtype, GroupId, Rank};
+use penstock_core::way::Algorithm;
 use penstock_core::wire::{Header, Kind, Op, Outgoing, Place};
 use std::cell::Cell;
 use std::collections::VecDeque;

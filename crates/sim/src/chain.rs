@@ -5,7 +5,8 @@
 
 use crate::program::{Demands, Instruction, Links, Setup, Submission};
 use penstock_core::Error;
-use penstock_core::layout::{Book, Dtype, Tensor};
+use penstock_core::layout::{Book, Tensor};
+use penstock_core::types::Dtype;
 use penstock_core::wire::Op;
 use std::sync::Arc;
 

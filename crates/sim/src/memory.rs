@@ -3,9 +3,9 @@
 //! Both count the scratch bytes they hold, and both tell whether a piece is still shared: that is how the simulated front end
 //! learns that a submission's memory was released. Scratch buffers are not pooled here; the lanes do that.
 
-use penstock_core::layout::Dtype;
 use penstock_core::memory::Memory;
 use penstock_core::reduce::{self, Accumulator, Reduction, blocks, in_f32};
+use penstock_core::types::Dtype;
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 

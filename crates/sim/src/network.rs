@@ -8,7 +8,7 @@ use crate::agenda::Agenda;
 use crate::memory::Chunk;
 use crate::program::Links;
 use crate::random::Random;
-use penstock_core::layout::Rank;
+use penstock_core::types::Rank;
 use penstock_core::wire::HEADER_BYTES;
 use std::collections::VecDeque;
 

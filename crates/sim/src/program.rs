@@ -1,6 +1,7 @@
 //! What the simulated ranks do, and over which links: all that a simulation is given.
 
-use penstock_core::layout::{Book, BookId, Rank, TensorId};
+use penstock_core::layout::Book;
+use penstock_core::types::{BookId, Rank, TensorId};
 use penstock_core::wire::Op;
 use std::sync::Arc;
 

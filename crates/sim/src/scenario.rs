@@ -2,9 +2,10 @@
 
 use crate::program::{Demands, Fault, Instruction, Links, Mishap, PEER_TIMEOUT_NS, Setup, Submission};
 use crate::random::Random;
-use penstock_core::Scheme;
-use penstock_core::cost::dense::Algorithm;
-use penstock_core::layout::{Book, BookId, Dtype, Rank, Tensor, TensorId};
+use penstock_core::Route;
+use penstock_core::layout::{Book, Tensor};
+use penstock_core::types::{BookId, Dtype, Rank, TensorId};
+use penstock_core::way::Algorithm;
 use penstock_core::wire::Op;
 use std::sync::Arc;
 
@@ -93,9 +94,9 @@ pub fn draw(seed: u64) -> Setup {
     let (ranks, lanes) = (random.pick(&[1, 2, 2, 2, 3, 3, 3, 4, 4, 5, 6]), random.pick(&[1, 1, 1, 2, 3]));
     let slice_bytes = random.between(1024, 3000) as usize;
     let book_count = random.pick(&[1, 1, 2]);
-    let schemes = draw_schemes(random);
+    let routes = draw_routes(random);
     let books: Vec<Arc<Book>> = (0..book_count)
-        .map(|id| Arc::new(draw_book(random, id, ranks, slice_bytes, lanes, &schemes)))
+        .map(|id| Arc::new(draw_book(random, id, ranks, slice_bytes, lanes, &routes)))
         .collect();
     let places = books.iter().map(|book| draw_places(random, book.layers.len())).collect();
     let order = random.pick(&[Order::Reverse, Order::Reverse, Order::Shuffled, Order::ShuffledPerRank]);
@@ -156,11 +157,11 @@ fn draw_fault(random: &mut Random, ranks: u32) -> Fault {
 }
 
 /// The schemes that tensors are drawn from: often the store alone, or one collective, or all together.
-fn draw_schemes(random: &mut Random) -> Vec<Scheme> {
+fn draw_routes(random: &mut Random) -> Vec<Route> {
     match random.below(8) as usize {
-        0..=2 => vec![Scheme::STORE],
-        drawn @ 3..=6 => vec![Scheme::Dense(Algorithm::COLLECTIVES[drawn - 3])],
-        _ => Algorithm::ALL.map(Scheme::Dense).to_vec(),
+        0..=2 => vec![Route::STORE],
+        drawn @ 3..=6 => vec![Route::Sum(Algorithm::COLLECTIVES[drawn - 3])],
+        _ => Algorithm::ALL.map(Route::Sum).to_vec(),
     }
 }
 
@@ -170,7 +171,7 @@ fn draw_book(
     ranks: u32,
     slice_bytes: usize,
     lanes: u32,
-    schemes: &[Scheme],
+    routes: &[Route],
 ) -> Book {
     let layers = random.between(1, LAYERS_MAX);
     let mut layer = 0;
@@ -186,8 +187,8 @@ fn draw_book(
             _ => random.between(700, 2500),
         };
         let tensor = Tensor::new(format!("b{id}.t{i}"), layer as u32, random.pick(&DTYPES), elems);
-        let tensor = tensor.with_scheme(random.pick(schemes));
-        if tensor.dtype == Dtype::F32 && tensor.scheme == Scheme::STORE && random.chance(300) {
+        let tensor = tensor.with_route(random.pick(routes));
+        if tensor.dtype == Dtype::F32 && tensor.route == Route::STORE && random.chance(300) {
             return tensor.with_wire(random.pick(&[Dtype::Bf16, Dtype::F16]));
         }
         tensor
@@ -198,7 +199,7 @@ fn draw_book(
             let (layer, most) = (random.below(layers) as u32, random.magnitude(1, 12_000));
             let tensor = Tensor::new(format!("b{id}.gather{i}"), layer, Dtype::Bytes, most);
             let at = random.below(tensors.len() as u64 + 1) as usize;
-            tensors.insert(at, tensor.with_scheme(Scheme::Gather));
+            tensors.insert(at, tensor.with_route(Route::Gather));
         }
     }
     let layers = (0..layers).map(|layer| format!("b{id}.layer{layer}")).collect();
@@ -349,7 +350,7 @@ impl Plan {
             // Another length on every rank and in every round; often none, or the most there may be.
             let lengths =
                 [0, slow.random.below(layout.elems + 1), slow.random.below(layout.elems + 1), layout.elems];
-            let gathered = layout.scheme == Scheme::Gather;
+            let gathered = layout.route == Route::Gather;
             let gather_bytes = gathered.then(|| slow.random.pick(&lengths) as u32);
             let (book, op, absent) = (book as BookId, plan.op, absent && !gathered);
             let submission = Submission { book, tensor, op, absent, gather_bytes, active };
@@ -422,10 +423,10 @@ pub fn describe(setup: &Setup) -> String {
     let books = books.iter().map(|book| {
         let (tensors, slices) = (book.tensors.len(), book.slices.len());
         let bytes: u64 = book.tensors.iter().map(Tensor::len_bytes).sum();
-        let mut schemes: Vec<&str> = book.tensors.iter().map(|tensor| tensor.scheme.name()).collect();
-        schemes.dedup();
+        let mut routes: Vec<&str> = book.tensors.iter().map(|tensor| tensor.route.name()).collect();
+        routes.dedup();
         let layers = book.layers.len();
-        format!("{tensors} tensors in {layers} layers, {slices} slices, {bytes} bytes, schemes {schemes:?}")
+        format!("{tensors} tensors in {layers} layers, {slices} slices, {bytes} bytes, routes {routes:?}")
     });
     let books: Vec<String> = books.collect();
     let submissions = setup.programs.iter().flatten().filter(|i| matches!(i, Instruction::Submit(_))).count();

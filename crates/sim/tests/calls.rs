@@ -2,8 +2,8 @@
 
 use penstock_core::calls::{Action, Plan, Shape, slices};
 use penstock_core::cost::Rates;
-use penstock_core::cost::dense::Algorithm;
-use penstock_core::layout::Dtype;
+use penstock_core::types::Dtype;
+use penstock_core::way::Algorithm;
 use penstock_core::wire::Op;
 use penstock_sim::random::Random;
 use std::collections::BTreeMap;

@@ -1,14 +1,15 @@
-//! Every scheme, operation, element type and number of ranks against independent references: results bit by bit, and bytes and
+//! Every route, operation, element type and number of ranks against independent references: results bit by bit, and bytes and
 //! steps against the cost functions, exactly.
 //!
 //! A small harness over nodes alone: frames are delivered in rounds, all that were sent in one round in the next, so that the
 //! number of rounds is the longest chain of frames that wait for each other; or in an order drawn at random.
 
-use penstock_core::cost::dense::Algorithm;
-use penstock_core::layout::{Book, Dtype, Rank, Tensor};
+use penstock_core::layout::{Book, Tensor};
 use penstock_core::node::{Action, Config, Event, Node};
+use penstock_core::types::{Dtype, Rank};
+use penstock_core::way::Algorithm;
 use penstock_core::wire::{Kind, Op, Outgoing, Place};
-use penstock_core::{Error, Scheme};
+use penstock_core::{Error, Route};
 use penstock_sim::check::order::{self, Round};
 use penstock_sim::memory::{Chunk, RealMemory, SimMemory};
 use penstock_sim::random::Random;
@@ -140,8 +141,8 @@ impl Bench {
     }
 }
 
-fn book(scheme: Scheme, dtype: Dtype, elems: u64, ranks: u32, slice_bytes: usize) -> Arc<Book> {
-    let tensor = Tensor::new("w", 0, dtype, elems).with_scheme(scheme);
+fn book(route: Route, dtype: Dtype, elems: u64, ranks: u32, slice_bytes: usize) -> Arc<Book> {
+    let tensor = Tensor::new("w", 0, dtype, elems).with_route(route);
     Arc::new(Book::new("model", vec!["layer".into()], vec![tensor], ranks, slice_bytes, 1).unwrap())
 }
 
@@ -173,10 +174,10 @@ fn lengths(random: &mut Random, ranks: u32) -> u64 {
 }
 
 /// Two rounds of one tensor, some ranks perhaps absent, in a random schedule; all ranks must have the reference's bits.
-fn check_results(scheme: Scheme, (dtype, wire): (Dtype, Dtype), op: Op, ranks: u32, seed: u64) {
+fn check_results(algorithm: Algorithm, (dtype, wire): (Dtype, Dtype), op: Op, ranks: u32, seed: u64) {
     let random = &mut Random::new(seed);
     let elems = lengths(random, ranks);
-    let tensor = Tensor::new("w", 0, dtype, elems).with_scheme(scheme).with_wire(wire);
+    let tensor = Tensor::new("w", 0, dtype, elems).with_route(Route::Sum(algorithm)).with_wire(wire);
     let book = Arc::new(Book::new("model", vec!["layer".into()], vec![tensor], ranks, 1024, 1).unwrap());
     let mut bench = Bench::new(&book, ranks);
     for seq in 1..=2 {
@@ -199,7 +200,9 @@ fn check_results(scheme: Scheme, (dtype, wire): (Dtype, Dtype), op: Op, ranks: u
         }
         bench.run_at_random(random);
         let name = || {
-            format!("{scheme:?} {op:?} {dtype:?} as {wire:?}, {ranks} ranks, {elems} elements, seed {seed}")
+            format!(
+                "{algorithm:?} {op:?} {dtype:?} as {wire:?}, {ranks} ranks, {elems} elements, seed {seed}"
+            )
         };
         let present = rows.iter().any(Option::is_some);
         for rank in 0..ranks as usize {
@@ -213,7 +216,7 @@ fn check_results(scheme: Scheme, (dtype, wire): (Dtype, Dtype), op: Op, ranks: u
                 let parts: Vec<Option<&[u8]>> =
                     rows.iter().map(|row| row.as_deref().map(|row| &row[range.clone()])).collect();
                 let want =
-                    order::reduce(Round { scheme, dtype, wire, op, active: ranks }, slice.owner, &parts);
+                    order::reduce(Round { algorithm, dtype, wire, op, active: ranks }, slice.owner, &parts);
                 let want = want.unwrap_or_else(|| vec![0x5A; range.len()]);
                 assert_eq!(got[range], want[..], "{}, rank {rank}", name());
             }
@@ -224,22 +227,22 @@ fn check_results(scheme: Scheme, (dtype, wire): (Dtype, Dtype), op: Op, ranks: u
 }
 
 #[test]
-fn every_scheme_operation_and_type_gives_the_references_bits() {
-    // A thread for each scheme.
+fn every_algorithm_operation_and_type_gives_the_references_bits() {
+    // A thread for each algorithm.
     std::thread::scope(|scope| {
-        for scheme in Algorithm::ALL.map(Scheme::Dense) {
-            scope.spawn(move || RANKS.for_each(|ranks| check_all_results(scheme, ranks)));
+        for algorithm in Algorithm::ALL {
+            scope.spawn(move || RANKS.for_each(|ranks| check_all_results(algorithm, ranks)));
         }
     });
 }
 
-fn check_all_results(scheme: Scheme, ranks: u32) {
+fn check_all_results(algorithm: Algorithm, ranks: u32) {
     for op in OPS {
         let dtypes = FLOATS.iter().chain(INTEGERS.iter().filter(|_| op != Op::Average));
         for (i, dtype) in dtypes.enumerate() {
             for draw in 0..3 {
                 let seed = u64::from(ranks) << 32 | (op as u64) << 16 | (i as u64) << 8 | draw;
-                check_results(scheme, (*dtype, *dtype), op, ranks, seed);
+                check_results(algorithm, (*dtype, *dtype), op, ranks, seed);
             }
         }
     }
@@ -253,7 +256,7 @@ fn what_is_rounded_on_the_wire_has_the_references_bits_on_all_ranks() {
                 for draw in 0..3 {
                     let seed =
                         1 << 40 | u64::from(ranks) << 32 | (op as u64) << 16 | (wire as u64) << 8 | draw;
-                    check_results(Scheme::STORE, (Dtype::F32, wire), op, ranks, seed);
+                    check_results(Algorithm::Store, (Dtype::F32, wire), op, ranks, seed);
                 }
             }
         }
@@ -262,7 +265,7 @@ fn what_is_rounded_on_the_wire_has_the_references_bits_on_all_ranks() {
 
 /// For integers, smallest and largest, the order does not matter: the reference is a fold over the ranks.
 #[test]
-fn exact_operations_do_not_depend_on_the_scheme() {
+fn exact_operations_do_not_depend_on_the_algorithm() {
     let random = &mut Random::new(7);
     for ranks in RANKS {
         let elems = 53;
@@ -276,8 +279,8 @@ fn exact_operations_do_not_depend_on_the_scheme() {
             let want: Vec<i32> = (0..elems as usize)
                 .map(|i| rows.iter().map(|row| number(row, i)).reduce(fold).unwrap())
                 .collect();
-            for scheme in Algorithm::ALL.map(Scheme::Dense) {
-                let mut bench = Bench::new(&book(scheme, Dtype::I32, elems, ranks, 1024), ranks);
+            for route in Algorithm::ALL.map(Route::Sum) {
+                let mut bench = Bench::new(&book(route, Dtype::I32, elems, ranks, 1024), ranks);
                 for rank in 0..ranks {
                     bench.submit(rank, 1, op, Some(&rows[rank as usize])).unwrap();
                 }
@@ -285,7 +288,7 @@ fn exact_operations_do_not_depend_on_the_scheme() {
                 for memory in &bench.memories {
                     let got = memory.to_bytes().unwrap();
                     let got: Vec<i32> = (0..elems as usize).map(|i| number(&got, i)).collect();
-                    assert_eq!(got, want, "{scheme:?} {op:?}, {ranks} ranks");
+                    assert_eq!(got, want, "{route:?} {op:?}, {ranks} ranks");
                 }
             }
         }
@@ -294,10 +297,10 @@ fn exact_operations_do_not_depend_on_the_scheme() {
 
 #[test]
 fn a_rank_that_has_not_submitted_holds_no_more_than_the_windows_of_its_peers() {
-    for scheme in Algorithm::COLLECTIVES.map(Scheme::Dense) {
+    for route in Algorithm::COLLECTIVES.map(Route::Sum) {
         for ranks in 2..=9 {
             let window_bytes = 5000;
-            let book = book(scheme, Dtype::F32, 256 * 64, ranks, 1024);
+            let book = book(route, Dtype::F32, 256 * 64, ranks, 1024);
             let mut bench = Bench::new(&book, ranks);
             for rank in 0..ranks {
                 let config =
@@ -312,11 +315,11 @@ fn a_rank_that_has_not_submitted_holds_no_more_than_the_windows_of_its_peers() {
             bench.run_in_rounds();
             let held = bench.nodes[0].memory().held_bytes();
             // A window each, and the slice whose turn it is.
-            assert!(held <= u64::from(ranks - 1) * (window_bytes + 1024), "{scheme:?} {ranks}: {held}");
-            assert!(held > 0, "{scheme:?} {ranks}: nothing is sent ahead");
+            assert!(held <= u64::from(ranks - 1) * (window_bytes + 1024), "{route:?} {ranks}: {held}");
+            assert!(held > 0, "{route:?} {ranks}: nothing is sent ahead");
             bench.submit(0, 1, Op::Sum, Some(&row)).unwrap();
             bench.run_in_rounds();
-            assert!(bench.complete.iter().all(|complete| complete.len() == 64), "{scheme:?} {ranks}");
+            assert!(bench.complete.iter().all(|complete| complete.len() == 64), "{route:?} {ranks}");
         }
     }
 }
@@ -325,12 +328,12 @@ fn a_rank_that_has_not_submitted_holds_no_more_than_the_windows_of_its_peers() {
 fn what_a_collective_cannot_do_is_refused_with_the_reason() {
     let error = |outcome: Result<(), Error>| outcome.unwrap_err().to_string();
     let row = [0; 4 * 8];
-    for scheme in Algorithm::COLLECTIVES.map(Scheme::Dense) {
-        let mut bench = Bench::new(&book(scheme, Dtype::I32, 8, 3, 1024), 3);
+    for route in Algorithm::COLLECTIVES.map(Route::Sum) {
+        let mut bench = Bench::new(&book(route, Dtype::I32, 8, 3, 1024), 3);
         assert!(error(bench.submit(0, 1, Op::Average, Some(&row))).contains("integers"));
-        let mut bench = Bench::new(&book(scheme, Dtype::Bytes, 32, 3, 1024), 3);
+        let mut bench = Bench::new(&book(route, Dtype::Bytes, 32, 3, 1024), 3);
         assert!(error(bench.submit(0, 1, Op::Max, Some(&row))).contains("copied"));
-        let mut bench = Bench::new(&book(scheme, Dtype::F32, 8, 3, 1024), 3);
+        let mut bench = Bench::new(&book(route, Dtype::F32, 8, 3, 1024), 3);
         assert!(error(bench.step(1, Event::Leave)).contains("join"));
         assert!(
             (0..bench.under_way.len())
@@ -339,7 +342,7 @@ fn what_a_collective_cannot_do_is_refused_with_the_reason() {
         );
         // Two ranks contribute to a copy, two ranks want different things.
         for (ops, word) in [([Op::Copy, Op::Copy], "copy"), ([Op::Sum, Op::Max], "Max")] {
-            let mut bench = Bench::new(&book(scheme, Dtype::F32, 8, 2, 1024), 2);
+            let mut bench = Bench::new(&book(route, Dtype::F32, 8, 2, 1024), 2);
             for rank in 0..2 {
                 bench.submit(rank, 1, ops[rank as usize], Some(&row)).unwrap();
             }
@@ -347,7 +350,7 @@ fn what_a_collective_cannot_do_is_refused_with_the_reason() {
             let refused: Vec<Error> = refused.filter_map(Result::err).collect();
             assert!(
                 refused.iter().any(|e| matches!(e, Error::Protocol { .. }) && e.to_string().contains(word)),
-                "{scheme:?} {ops:?}: {refused:?}"
+                "{route:?} {ops:?}: {refused:?}"
             );
         }
     }
@@ -356,9 +359,9 @@ fn what_a_collective_cannot_do_is_refused_with_the_reason() {
 #[test]
 fn who_is_late_is_found_behind_those_who_wait() {
     let row = [0; 4 * 8];
-    for scheme in Algorithm::COLLECTIVES.map(Scheme::Dense) {
+    for route in Algorithm::COLLECTIVES.map(Route::Sum) {
         for late in 0..4 {
-            let mut bench = Bench::new(&book(scheme, Dtype::F32, 8, 4, 1024), 4);
+            let mut bench = Bench::new(&book(route, Dtype::F32, 8, 4, 1024), 4);
             for rank in (0..4).filter(|rank| *rank != late) {
                 bench.submit(rank, 1, Op::Sum, Some(&row)).unwrap();
             }
@@ -368,7 +371,7 @@ fn who_is_late_is_found_behind_those_who_wait() {
             for rank in (0..4).filter(|rank| *rank != late) {
                 let way: Vec<u32> =
                     std::iter::successors(waits_for(rank), |at| waits_for(*at)).take(5).collect();
-                assert_eq!(way.last(), Some(&late), "{scheme:?}, {late} is late: {rank} waits for {way:?}");
+                assert_eq!(way.last(), Some(&late), "{route:?}, {late} is late: {rank} waits for {way:?}");
             }
         }
     }
@@ -377,8 +380,8 @@ fn who_is_late_is_found_behind_those_who_wait() {
 #[test]
 fn a_part_twice_or_from_nowhere_is_a_protocol_error() {
     let row = [0; 4 * 8];
-    for scheme in Algorithm::COLLECTIVES.map(Scheme::Dense) {
-        let mut bench = Bench::new(&book(scheme, Dtype::F32, 8, 4, 1024), 4);
+    for route in Algorithm::COLLECTIVES.map(Route::Sum) {
+        let mut bench = Bench::new(&book(route, Dtype::F32, 8, 4, 1024), 4);
         for rank in 1..4 {
             bench.submit(rank, 1, Op::Sum, Some(&row)).unwrap();
         }

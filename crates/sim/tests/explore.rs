@@ -1,9 +1,9 @@
 //! Ten thousand random schedules, all checkers on. A failure prints its seed and how to replay it.
 
-use penstock_core::Scheme;
-use penstock_core::cost::dense::Algorithm;
+use penstock_core::Route;
 use penstock_core::layout::Tensor;
 use penstock_core::life::Evidence;
+use penstock_core::way::Algorithm;
 use penstock_sim::program::Mishap;
 
 /// Scenarios per test run.
@@ -61,7 +61,7 @@ fn counts(seed: u64) -> [u64; COUNTS] {
     let stopped = setup.fault.is_some_and(|fault| matches!(fault.what, Mishap::Stop(_)));
     by_fault[EVIDENCE.len()] = u64::from(stopped && !lost);
     for (count, algorithm) in by_scheme.iter_mut().zip(Algorithm::ALL) {
-        let goes_by_it = |tensor: &Tensor| tensor.scheme == Scheme::Dense(algorithm);
+        let goes_by_it = |tensor: &Tensor| tensor.route == Route::Sum(algorithm);
         *count = u64::from(lost && setup.books.iter().flat_map(|book| &book.tensors).any(goes_by_it));
     }
     counts

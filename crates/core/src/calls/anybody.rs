@@ -3,10 +3,11 @@
 //! Of messages that are there already the member that comes first in the group is served first. Once a sender is found, all of
 //! its message, which may travel in several parts, is received from it.
 
-use super::{Calls, GroupId, Key, MESSAGES, Request, Running};
+use super::request::{Key, MESSAGES, Request};
+use super::{Calls, Running};
 use crate::error::Error;
-use crate::layout::Rank;
 use crate::memory::Memory;
+use crate::types::{GroupId, Rank};
 use crate::wire::Header;
 
 impl<M: Memory> Calls<M> {

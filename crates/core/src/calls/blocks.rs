@@ -1,11 +1,14 @@
 //! How many blocks a call takes, into which pieces it is cut, and by which algorithm an allreduce goes.
 
-use super::{Action, Request, Shape};
-use crate::cost::dense::Algorithm;
-use crate::cost::{Rates, floor_log2, part_start};
+use super::request::Request;
+use super::shape::Shape;
+use super::signature::Action;
+use crate::cost::Rates;
 use crate::error::Error;
 use crate::limits;
+use crate::parts::{floor_log2, part_start};
 use crate::scheme::{MARGIN, best_algorithm};
+use crate::way::Algorithm;
 use std::ops::Range;
 
 /// Longest slice, where one rank sums the whole of it.
@@ -39,7 +42,7 @@ const UNDER_WAY_BYTES: u64 = 64 << 20;
 /// 1 MB from each of 7 hosts takes 80 ms at 1 Gbit/s, and 66 ms so.
 const CENTRAL_UNDER_WAY_BYTES: u64 = 3 << 20;
 
-/// The number of slices of an allreduce, which are near-equal ([`crate::cost::part_start`]); 1 at least. Slice i has the
+/// The number of slices of an allreduce, which are near-equal ([`part_start`]); 1 at least. Slice i has the
 /// owner i mod `ranks`, but all slices of `central` have 0.
 #[must_use]
 pub fn slices(algorithm: Algorithm, elems: u64, elem_bytes: u64, ranks: u32) -> u32 {

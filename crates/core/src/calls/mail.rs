@@ -13,12 +13,12 @@
 //! Bounds: [`limits::EAGER_WINDOW_BYTES`] of payload that nobody has asked for, and [`limits::OFFERS_MAX`] offers, per peer
 //! and lane. A sender beyond the first offers; beyond the second its messages wait here until older ones are asked for.
 
+use super::request::Key;
 use super::signature::Signature;
-use super::{GroupId, Key};
-use crate::layout::Dtype;
 use crate::limits;
 use crate::memory::Memory;
 use crate::reduce::Reduction;
+use crate::types::{Dtype, GroupId};
 use crate::wire::{Header, Kind, Outgoing, Place};
 use std::collections::{BTreeMap, VecDeque};
 

@@ -8,84 +8,29 @@
 mod anybody;
 mod blocks;
 mod mail;
-pub mod plan;
+mod plan;
+mod request;
+mod round;
+mod shape;
 mod signature;
 mod slice;
 
 pub use blocks::{Share, check, choose, lanes, slices};
-pub use plan::{Buffer, Bytes, Local, Plan, Round, Shape, Transfer};
+pub use plan::CHAIN_BYTES_MIN;
+pub use request::Request;
+pub use round::{Buffer, Bytes, Local, Plan, Round, Transfer};
+pub use shape::Shape;
 pub use signature::{Action, Signature};
 
 use crate::error::Error;
-use crate::layout::{Dtype, Rank};
 use crate::limits;
 use crate::memory::Memory;
+use crate::types::{Dtype, GroupId, Rank};
 use crate::wire::{Header, Op, Outgoing, Place};
 use blocks::{piece, under_way};
 use mail::{COPY, Fault, Mail, Outcome, Token};
+use request::{Key, MESSAGES};
 use std::collections::{BTreeMap, BTreeSet};
-
-/// The number of a group; 0 is all ranks.
-pub type GroupId = u16;
-
-/// The call number of messages, whose stage is the tag. Others count from 1.
-const MESSAGES: u32 = 0;
-
-/// What a message belongs to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct Key {
-    group: GroupId,
-    call: u32,
-    stage: u32,
-}
-
-impl Key {
-    fn describe(self) -> String {
-        let Self { group, call, stage } = self;
-        if call == MESSAGES {
-            return format!("message with tag {stage} in group {group}");
-        }
-        let (piece, stage) = (stage / limits::CALL_STAGES_MAX, stage % limits::CALL_STAGES_MAX);
-        format!("call {call} of group {group} (piece {piece}, stage {stage})")
-    }
-}
-
-/// What is to be done. Ranks are indexes in the group.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Request {
-    /// A message, matched with the receive of the same group and tag that was posted in the same order.
-    Send {
-        /// The receiver.
-        to: u32,
-        /// Told apart from messages with other tags.
-        tag: u32,
-    },
-    /// The next message of this sender and tag.
-    Receive {
-        /// The sender.
-        from: u32,
-        /// See `Send`.
-        tag: u32,
-    },
-    /// The next message of any sender with this tag; [`Effects::sources`] says whose it is.
-    ReceiveAny {
-        /// See `Send`.
-        tag: u32,
-    },
-    /// What all members take part in.
-    Collective(Action),
-}
-
-impl Request {
-    /// The kind of call.
-    #[must_use]
-    pub fn action(self) -> Action {
-        match self {
-            Self::Collective(action) => action,
-            Self::Send { .. } | Self::Receive { .. } | Self::ReceiveAny { .. } => Action::Message,
-        }
-    }
-}
 
 /// This rank's part in a call.
 #[derive(Debug, Clone)]

@@ -1,7 +1,7 @@
 //! What one rank does in a call, as data: rounds of messages, and what is computed between them.
 //!
 //! A call cuts its tensor into pieces, each with a plan of its own, so that one piece is on the wire while another is
-//! summed. Sums follow the steps of [`crate::exchange::plan`], in the orders of `docs/summation.md`, the pieces of an allreduce
+//! summed. Sums follow the steps of [`crate::steps`], in the orders of `docs/summation.md`, the pieces of an allreduce
 //! being slices; half types accumulate in single precision ([`crate::reduce`]).
 //!
 //! Cost for p ranks, without the time to sum, S bytes being received by the busiest rank:
@@ -22,106 +22,17 @@
 //! rank's contribution in it. For the same reason a receive of any round may be posted, and filled, from the beginning.
 
 use super::blocks::{piece, pieces};
+use super::round::{Buffer, Bytes, Local, Plan, Round, Transfer};
+use super::shape::Shape;
 use super::signature::Action;
 use super::slice::{Half, Slice};
-use crate::cost::dense::Algorithm;
-use crate::exchange::plan::Plan as Steps;
+use crate::way::Algorithm;
 use std::ops::Range;
 
 /// From this size on a broadcast goes from rank to rank.
 pub const CHAIN_BYTES_MIN: u64 = 256 << 10;
 
-/// Memory that a plan speaks of.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Buffer {
-    /// A block of what the caller gave.
-    Input(u32),
-    /// A block of where the result goes.
-    Output(u32),
-    /// A buffer of the plan.
-    Scratch(u32),
-}
-
-/// Bytes of a buffer.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Bytes {
-    /// The buffer.
-    pub of: Buffer,
-    /// Which bytes.
-    pub range: Range<usize>,
-}
-
-/// One message.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Transfer {
-    /// The other rank, as an index in the group.
-    pub peer: u32,
-    /// Tells messages of one piece between the same two ranks apart.
-    pub stage: u32,
-    /// From or to where.
-    pub bytes: Bytes,
-}
-
-/// What is computed once a round's messages are there.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Local {
-    /// Byte for byte.
-    Copy(Bytes, Bytes),
-    /// The call's operation.
-    Reduce {
-        /// Over these, in this order.
-        inputs: Vec<Bytes>,
-        /// The outcome, which may be one of the inputs.
-        output: Bytes,
-        /// Nothing is added any more, so that an average is divided.
-        last: bool,
-    },
-}
-
-/// Messages that need not wait for each other.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Round {
-    /// To be sent.
-    pub sends: Vec<Transfer>,
-    /// To be received; the round ends when all are there.
-    pub receives: Vec<Transfer>,
-    /// To be done then, in order.
-    pub then: Vec<Local>,
-}
-
-/// One piece of one rank's part in a call.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Plan {
-    /// Lengths of scratch buffers in bytes.
-    pub scratch: Vec<usize>,
-    /// One after the other.
-    pub rounds: Vec<Round>,
-}
-
-/// A call as one rank sees it, in lengths alone.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Shape {
-    /// What is done.
-    pub action: Action,
-    /// Ranks of the group.
-    pub ranks: u32,
-    /// This rank's index in it.
-    pub me: u32,
-    /// Bytes of an element.
-    pub elem_bytes: usize,
-    /// Lengths of the blocks that are given.
-    pub inputs: Vec<u64>,
-    /// Lengths of the blocks that are to be filled.
-    pub outputs: Vec<u64>,
-}
-
 impl Shape {
-    /// Bytes that the call cuts into pieces: of the whole tensor, or of the largest block.
-    #[must_use]
-    pub fn len_bytes(&self) -> u64 {
-        self.inputs.iter().chain(&self.outputs).copied().max().unwrap_or(0)
-    }
-
     fn others(&self) -> impl Iterator<Item = u32> + use<> {
         // Each rank begins with another one, so that not all send to the same at once.
         let (me, ranks) = (self.me, self.ranks);
@@ -142,9 +53,7 @@ impl Shape {
             Action::Scatter { root } => self.scatter(root, &range),
             Action::Allreduce { algorithm } => {
                 let owner = if algorithm == Algorithm::Central { 0 } else { number % self.ranks };
-                let by_rank = algorithm == Algorithm::Store;
-                let slice = Slice { half: Half::Both, ..self.slice(owner, range) };
-                Slice { steps: Steps::of(algorithm), by_rank, ..slice }.plan(Vec::new())
+                Slice { algorithm, half: Half::Both, ..self.slice(owner, range) }.plan(Vec::new())
             }
             Action::AllGather => self.all_gather(&range),
             Action::ReduceScatter => self.reduce_scatter(&range),
@@ -156,10 +65,10 @@ impl Shape {
         plan
     }
 
-    /// Everybody's part of the first input, summed in the order of ranks at this owner.
+    /// Everybody's part of the first input, summed as in the store at this owner.
     fn slice(&self, owner: u32, range: Range<u64>) -> Slice {
         Slice {
-            steps: Steps::Central,
+            algorithm: Algorithm::Store,
             half: Half::Reduce,
             ranks: self.ranks,
             me: self.me,
@@ -168,7 +77,6 @@ impl Shape {
             elem_bytes: self.elem_bytes as u64,
             own: Buffer::Input(0),
             result: Buffer::Output(0),
-            by_rank: true,
         }
     }
 
@@ -210,7 +118,7 @@ impl Shape {
     /// In place, in output block 0.
     fn broadcast(&self, root: u32, range: Range<u64>) -> Plan {
         if self.len_bytes() < CHAIN_BYTES_MIN {
-            let slice = Slice { steps: Steps::Tree, half: Half::Spread, ..self.slice(root, range) };
+            let slice = Slice { algorithm: Algorithm::Tree, half: Half::Spread, ..self.slice(root, range) };
             return slice.plan(Vec::new());
         }
         let place = (self.me + self.ranks - root) % self.ranks;
@@ -230,7 +138,7 @@ impl Shape {
         if owner == root {
             return slice.plan(Vec::new());
         }
-        let stage = Steps::Central.reduce_steps(self.ranks);
+        let stage = Algorithm::Central.reduce_steps(self.ranks);
         if self.me == owner {
             let of = Buffer::Scratch(0);
             let mut plan = Slice { result: of, ..slice }.plan(vec![len]);

@@ -8,8 +8,8 @@
 //! `root` is the algorithm of an allreduce. `length` is a hash: two lengths may share it, and then the messages' own
 //! lengths tell.
 
-use crate::cost::dense::Algorithm;
-use crate::layout::Dtype;
+use crate::types::Dtype;
+use crate::way::Algorithm;
 use crate::wire::Op;
 
 /// What a call does. `root` is an index in the group.

@@ -1,11 +1,12 @@
-//! A slice of a sum as rounds: the steps that [`crate::exchange::plan`] lists for one position, on a call's buffers.
+//! A slice of a sum as rounds: the steps that [`crate::steps`] lists for one position, on a call's buffers.
 //!
 //! Contributions are read where the caller has them; partial sums, and in the end the result, are made in the result's
 //! memory, which may be the same. What comes to be added goes to scratch, and what is the result goes into place. A round
 //! ends where a send needs what was received before it; what needs nothing of a round is part of it.
 
-use super::plan::{Buffer, Bytes, Local, Plan, Round, Transfer};
-use crate::exchange::plan::{Plan as Steps, Receive, Send, Then};
+use super::round::{Buffer, Bytes, Local, Plan, Round, Transfer};
+use crate::steps::{Receive, Send, Then};
+use crate::way::Algorithm;
 use std::ops::Range;
 
 /// Which of the steps.
@@ -22,7 +23,7 @@ pub(super) enum Half {
 /// One slice as one rank sees it.
 #[derive(Debug, Clone)]
 pub(super) struct Slice {
-    pub(super) steps: Steps,
+    pub(super) algorithm: Algorithm,
     pub(super) half: Half,
     /// Ranks of the group.
     pub(super) ranks: u32,
@@ -37,8 +38,6 @@ pub(super) struct Slice {
     pub(super) own: Buffer,
     /// Where sums are made and results go, on ranks where there are any.
     pub(super) result: Buffer,
-    /// Contributions are added in the order of ranks, as the store does, instead of positions.
-    pub(super) by_rank: bool,
 }
 
 /// What waits to be added: ranks and their parts, the first of which is this rank's own.
@@ -62,7 +61,7 @@ impl Slice {
         let whole = 0..(self.range.end - self.range.start) / self.elem_bytes;
         let plan = Plan { scratch, rounds: Vec::new() };
         let mut draft = Draft { plan, round: Round::default(), adding: None, summed: 0..0 };
-        let (half, all) = (self.steps.reduce_steps(self.ranks), self.steps.steps(self.ranks));
+        let (half, all) = (self.algorithm.reduce_steps(self.ranks), self.algorithm.steps(self.ranks));
         let numbers = match self.half {
             Half::Reduce => 0..half,
             Half::Spread => half..all,
@@ -74,7 +73,7 @@ impl Slice {
         }
         let position = (self.me + self.ranks - self.owner) % self.ranks;
         for number in numbers {
-            let step = self.steps.step(self.ranks, position, whole.end, number);
+            let step = self.algorithm.step(self.ranks, position, whole.end, number);
             if let Some(Send { to, elems }) = step.send {
                 if !draft.round.receives.is_empty() {
                     self.end_round(&mut draft, number >= half);
@@ -117,7 +116,8 @@ impl Slice {
     /// Ends the round with the addition that is due, which is the `last` for its elements if nothing is added after it.
     fn end_round(&self, draft: &mut Draft, last: bool) {
         if let Some(Adding { elems, mut inputs }) = draft.adding.take() {
-            if self.by_rank {
+            // All others add in the order of positions.
+            if self.algorithm == Algorithm::Store {
                 inputs.sort_by_key(|(rank, _)| *rank);
             }
             let inputs = inputs.into_iter().map(|(_, bytes)| bytes).collect();

@@ -1,43 +1,12 @@
 //! Allreduce of one message that every rank holds whole: exact traffic of each algorithm, for any number of ranks.
 //!
-//! `elems` elements of `elem_bytes` each, `p` ranks. Where a message is cut, [`super::part_start`] says where.
+//! `elems` elements of `elem_bytes` each, `p` ranks. Where a message is cut, [`part_start`] says where.
 
-use super::{Rates, Traffic, ceil_log2, floor_log2, part_start};
-
-/// An exact allreduce.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Algorithm {
-    /// The sharded store: the owner of each slice sums it and answers all; owners take turns.
-    Store,
-    /// The store with one shard: one rank sums everything.
-    Central,
-    /// Up a binomial tree and down again; each slice's owner is its root.
-    Tree,
-    /// Around a ring, twice.
-    Ring,
-    /// Recursive halving and doubling.
-    Butterfly,
-}
+use super::{Rates, Traffic};
+use crate::parts::{ceil_log2, floor_log2, part_start};
+use crate::way::Algorithm;
 
 impl Algorithm {
-    /// All, the store first.
-    pub const ALL: [Self; 5] = [Self::Store, Self::Central, Self::Tree, Self::Ring, Self::Butterfly];
-
-    /// Those that are collectives among all ranks: all but the store.
-    pub const COLLECTIVES: [Self; 4] = [Self::Central, Self::Tree, Self::Ring, Self::Butterfly];
-
-    /// Its word in the glossary.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Store => "store",
-            Self::Central => "central",
-            Self::Tree => "tree",
-            Self::Ring => "ring",
-            Self::Butterfly => "butterfly",
-        }
-    }
-
     /// Traffic of one slice; its root or owner is at position 0.
     #[must_use]
     pub fn slice(self, elems: u64, elem_bytes: u64, p: u32) -> Traffic {

@@ -1,4 +1,4 @@
-//! A collective among all ranks, step by step as its [`Plan`] says: one state machine for all plans.
+//! A collective among all ranks, step by step as its [`Algorithm`] says: one state machine for all of them.
 //!
 //! A rank goes through its steps in order. It sends a step's part as soon as the steps before are through, and then waits
 //! for the part that the step receives; a part that comes before its step is kept. So each rank needs to hear nothing but
@@ -22,22 +22,23 @@
 //! At most two rounds of a slice are under way at a rank: a peer that has completed round k may begin the next one, which
 //! cannot end without this rank.
 //!
-//! What is left out: ranks that leave (join). A plan needs every rank; a rank that has left would have to go on
+//! What is left out: ranks that leave (join). An algorithm needs every rank; a rank that has left would have to go on
 //! forwarding. It is refused with an error.
 
-use super::plan::{Plan, Receive, Send, Then};
-use super::steps::out_of_step;
-use super::{Context, Effect, Flow, Site};
+use super::context::{Context, Effect, Flow, Site};
+use super::out_of_step::out_of_step;
 use crate::error::Error;
-use crate::layout::{Rank, Seq};
 use crate::memory::Memory;
+use crate::steps::{Receive, Send, Step, Then};
+use crate::types::{Rank, Seq};
+use crate::way::Algorithm;
 use crate::wire::{Header, Kind, Op, Outgoing, describe, unexpected};
 use std::ops::Range;
 
 /// One slice of a collective on one rank.
 #[derive(Debug)]
 pub struct Collective<C> {
-    plan: Plan,
+    algorithm: Algorithm,
     /// The last round that this rank has submitted.
     seq: Seq,
     /// The open round.
@@ -74,10 +75,10 @@ struct Arrived<C> {
     payload: Option<C>,
 }
 
-/// Both numberings of the ranks, and the plan.
+/// Both numberings of the ranks, and the algorithm.
 #[derive(Clone, Copy)]
 struct Places {
-    plan: Plan,
+    algorithm: Algorithm,
     ranks: u32,
     owner: u32,
     position: u32,
@@ -86,22 +87,29 @@ struct Places {
 }
 
 impl Places {
-    fn new(plan: Plan, site: &Site<'_>) -> Self {
+    fn new(algorithm: Algorithm, site: &Site<'_>) -> Self {
         let (ranks, owner, elem_bytes) = (site.ranks, site.slice.owner.0, site.dtype.size_bytes() as u64);
         let position = (site.rank.0 + ranks - owner) % ranks;
-        Self { plan, ranks, owner, position, elems: u64::from(site.slice.len_bytes) / elem_bytes, elem_bytes }
+        Self {
+            algorithm,
+            ranks,
+            owner,
+            position,
+            elems: u64::from(site.slice.len_bytes) / elem_bytes,
+            elem_bytes,
+        }
     }
 
-    fn step(&self, number: u32) -> super::plan::Step {
-        self.plan.step(self.ranks, self.position, self.elems, number)
+    fn step(&self, number: u32) -> Step {
+        self.algorithm.step(self.ranks, self.position, self.elems, number)
     }
 
     fn steps(&self) -> u32 {
-        self.plan.steps(self.ranks)
+        self.algorithm.steps(self.ranks)
     }
 
     fn reduce_steps(&self) -> u32 {
-        self.plan.reduce_steps(self.ranks)
+        self.algorithm.reduce_steps(self.ranks)
     }
 
     fn rank(&self, position: u32) -> Rank {
@@ -115,8 +123,8 @@ impl Places {
 }
 
 impl<C: Clone> Collective<C> {
-    pub(super) fn new(plan: Plan) -> Self {
-        Self { plan, seq: 0, round: None, arrived: Vec::new(), parts: Vec::new() }
+    pub(super) fn new(algorithm: Algorithm) -> Self {
+        Self { algorithm, seq: 0, round: None, arrived: Vec::new(), parts: Vec::new() }
     }
 
     pub(super) fn submit<M: Memory<Chunk = C>>(
@@ -139,7 +147,7 @@ impl<C: Clone> Collective<C> {
         }
         self.seq = seq;
         let effects = &mut *context.effects;
-        each_receiver(&Places::new(self.plan, &context.site), |to| effects.push(Effect::Opens { to }));
+        each_receiver(&Places::new(self.algorithm, &context.site), |to| effects.push(Effect::Opens { to }));
         self.round = Some(Round {
             header: *header,
             memory,
@@ -154,7 +162,7 @@ impl<C: Clone> Collective<C> {
 
     /// A frame of a step that receives it, from the right side, for the first time, and of a round that may be under way.
     pub(super) fn expects(&self, from: Rank, header: &Header, site: &Site<'_>) -> bool {
-        let places = Places::new(self.plan, site);
+        let places = Places::new(self.algorithm, site);
         let Some(Receive { from: sender, elems, then }) = places.step(header.argument).receive else {
             return false;
         };
@@ -185,7 +193,7 @@ impl<C: Clone> Collective<C> {
     ) -> Option<C> {
         let round =
             self.round.as_ref().filter(|_| header.kind == Kind::Result && header.payload_bytes > 0)?;
-        let places = Places::new(self.plan, site);
+        let places = Places::new(self.algorithm, site);
         let range = places.bytes(&places.step(header.argument).receive?.elems);
         Some(memory.part(&round.memory, range.start, range.len()))
     }
@@ -213,14 +221,14 @@ impl<C: Clone> Collective<C> {
             ranks.join(" and "),
             header.slice,
             header.book,
-            self.plan
+            self.algorithm
         )))
     }
 
     /// The rank whose part comes next and is not here: it has not submitted, or waits itself.
     pub(super) fn missing(&self, site: &Site<'_>, ranks: &mut Vec<Rank>) {
         let Some(round) = &self.round else { return };
-        let places = Places::new(self.plan, site);
+        let places = Places::new(self.algorithm, site);
         let late = |number: &u32| self.position_of(round.header.seq, *number).is_none();
         let mut senders =
             (round.number..places.steps()).filter(late).filter_map(|number| places.step(number).receive);
@@ -233,7 +241,7 @@ impl<C: Clone> Collective<C> {
 
     /// Goes on as far as what has come allows.
     fn advance<M: Memory<Chunk = C>>(&mut self, context: &mut Context<'_, M>) -> Result<(), Error> {
-        let places = Places::new(self.plan, &context.site);
+        let places = Places::new(self.algorithm, &context.site);
         while let Some(round) = &self.round
             && round.number < places.steps()
         {

@@ -21,11 +21,11 @@
 //! s. So of each other rank there are contributions to at most two rounds here, each no longer than the tensor: together with
 //! the complete round that the program reads, 2 (n-1) times the tensor, and with rows of usual numbers far less.
 
-use super::steps::out_of_step;
-use super::{Context, Effect, Flow, Site};
+use super::context::{Context, Effect, Flow, Site};
+use super::out_of_step::out_of_step;
 use crate::error::Error;
-use crate::layout::{Rank, Seq, Step};
 use crate::memory::Memory;
+use crate::types::{Rank, Seq, Step};
 use crate::wire::{Header, Kind, Outgoing, describe, unexpected};
 
 /// A peer is at most one round ahead.

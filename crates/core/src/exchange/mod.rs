@@ -1,161 +1,27 @@
 //! Exchanges: how the contributions to one slice become one result on every rank.
 //!
 //! Each slice is its own exchange, named by (book, slice, seq), so ranks need not agree on an order and a slice may
-//! overtake any other. One file per scheme. An exchange decides and sums, and no more: it is told what was submitted, what
+//! overtake any other. One file per route. An exchange decides and sums, and no more: it is told what was submitted, what
 //! arrived and who left, and says what to send to whom and when the slice is complete ([`Effect`]). Queues, windows,
 //! priorities and counts are the node's.
 //!
-//! To add a scheme: a file with a state machine that has the methods of [`Exchange`], a variant of [`Scheme`] and of
+//! To add a route: a file with a state machine that has the methods of [`Exchange`], a variant of [`Route`] and of
 //! [`Exchange`], and an arm in each `match` below. A collective whose steps are known beforehand needs less: a file with
-//! its steps, a variant of [`Plan`] and one of [`Algorithm`].
+//! its steps in [`crate::steps`], and a variant of [`crate::way::Algorithm`].
 
-mod butterfly;
-mod central;
 pub mod collective;
+mod context;
 pub mod gather;
-pub mod plan;
-mod ring;
-mod steps;
+mod out_of_step;
 pub mod store;
-mod tree;
 
-use crate::cost::dense::Algorithm;
+pub use context::{Context, Effect, Flow, Site};
+
 use crate::error::Error;
-use crate::layout::{Dtype, Rank, Seq, Slice};
 use crate::memory::Memory;
-use crate::wire::{Header, Outgoing};
-use plan::Plan;
-
-/// What becomes of the contributions to a tensor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Scheme {
-    /// They become one result, by this algorithm.
-    Dense(Algorithm),
-    /// Every rank's bytes, of any length up to the tensor's, to every other rank; nothing is summed.
-    Gather,
-}
-
-impl Scheme {
-    /// The sharded store.
-    pub const STORE: Self = Self::Dense(Algorithm::Store);
-
-    /// Its word in the glossary.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Dense(algorithm) => algorithm.name(),
-            Self::Gather => "gather",
-        }
-    }
-
-    /// The steps of the schemes that are collectives among all ranks.
-    #[must_use]
-    pub fn plan(self) -> Option<Plan> {
-        match self {
-            Self::STORE | Self::Gather => None,
-            Self::Dense(algorithm) => Some(Plan::of(algorithm)),
-        }
-    }
-}
-
-impl std::str::FromStr for Scheme {
-    type Err = Error;
-
-    fn from_str(name: &str) -> Result<Self, Error> {
-        let all = || Algorithm::ALL.map(Self::Dense).into_iter().chain([Self::Gather]);
-        all().find(|scheme| scheme.name() == name).ok_or_else(|| {
-            let names: Vec<&str> = all().map(Self::name).collect();
-            Error::Config(format!("unknown scheme {name:?}: expected one of {}", names.join(", ")))
-        })
-    }
-}
-
-/// What is known about a slice on this rank, the same in every round.
-#[derive(Debug, Clone, Copy)]
-pub struct Site<'a> {
-    /// This rank.
-    pub rank: Rank,
-    /// Ranks in the job.
-    pub ranks: u32,
-    /// By rank: whether it has left (join).
-    pub left: &'a [bool],
-    /// The slice.
-    pub slice: &'a Slice,
-    /// Its layer's name.
-    pub layer: &'a str,
-    /// Its element type.
-    pub dtype: Dtype,
-    /// Its wire type; if it is another, the exchange rounds.
-    pub wire: Dtype,
-    /// Length of the whole tensor, in bytes.
-    pub tensor_bytes: u64,
-}
-
-impl Site<'_> {
-    /// Whether contributions and results are rounded to the wire type.
-    #[must_use]
-    pub fn rounds(&self) -> bool {
-        self.wire != self.dtype
-    }
-}
-
-/// What an exchange works with while it handles an event.
-pub struct Context<'a, M: Memory> {
-    /// Where it is.
-    pub site: Site<'a>,
-    /// The node's memory.
-    pub memory: &'a mut M,
-    /// Empty, and left empty: for the inputs of a sum, reused so that a sum allocates nothing.
-    pub inputs: &'a mut Vec<M::Chunk>,
-    /// What is to be done, in this order.
-    pub effects: &'a mut Vec<Effect<M::Chunk>>,
-}
-
-/// What an exchange wants done.
-#[derive(Debug)]
-pub enum Effect<C> {
-    /// Queue a frame, at the place of the slice's layer.
-    Send {
-        /// The receiver.
-        to: Rank,
-        /// The frame: the event's header with another kind, argument and length, and a view of the payload.
-        frame: Outgoing<C>,
-        /// What may hold it back.
-        flow: Flow,
-    },
-    /// Something will be sent to this rank under the window in this round, when it can be.
-    Opens {
-        /// The rank.
-        to: Rank,
-    },
-    /// What was sent to this rank under the window in this round occupies no scratch there any more.
-    Consumed {
-        /// The rank.
-        by: Rank,
-    },
-    /// All contributions are here; goes before [`Effect::Complete`].
-    Gathered {
-        /// By rank the payloads of its contribution, in order; `None` for this rank and those that took no part. Empty if there
-        /// are no other ranks.
-        parts: Vec<Option<Vec<C>>>,
-    },
-    /// The result is in this rank's memory.
-    Complete {
-        /// The round.
-        seq: Seq,
-        /// Whether anybody contributed; if not, the memory is as it was.
-        present: bool,
-    },
-}
-
-/// What may hold a frame back besides its priority.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Flow {
-    /// The window: the receiver may have to keep the payload in scratch until its own contribution exists.
-    Window,
-    /// Nothing: the receiver waits for it with its memory ready, or there is no payload.
-    Free,
-}
+use crate::types::Rank;
+use crate::way::Route;
+use crate::wire::Header;
 
 /// The state machine of one slice on one rank.
 #[derive(Debug)]
@@ -171,11 +37,11 @@ pub enum Exchange<C> {
 impl<C: Clone> Exchange<C> {
     /// The state before the first round.
     #[must_use]
-    pub fn new(scheme: Scheme) -> Self {
-        match scheme.plan() {
-            Some(plan) => Self::Collective(collective::Collective::new(plan)),
-            None if scheme == Scheme::Gather => Self::Gather(gather::Gather::default()),
-            None => Self::Store(store::Store::default()),
+    pub fn new(route: Route) -> Self {
+        match route {
+            Route::STORE => Self::Store(store::Store::default()),
+            Route::Sum(algorithm) => Self::Collective(collective::Collective::new(algorithm)),
+            Route::Gather => Self::Gather(gather::Gather::default()),
         }
     }
 
@@ -258,7 +124,7 @@ impl<C: Clone> Exchange<C> {
     /// A rank has left, as `context.site.left` says; `header` names the slice.
     ///
     /// # Errors
-    /// [`Error::Protocol`] as for a frame that ends the round; [`Error::Config`] if the scheme needs every rank.
+    /// [`Error::Protocol`] as for a frame that ends the round; [`Error::Config`] if the algorithm needs every rank.
     pub fn left<M: Memory<Chunk = C>>(
         &mut self,
         header: &Header,

@@ -10,12 +10,12 @@
 //! have the same bits; but they depend on which rank owns the slice. A payload cannot be read into the tensor: answers, too, go
 //! to scratch, and are expanded from there.
 
-use super::steps::out_of_step;
-use super::{Context, Effect, Flow, Site};
+use super::context::{Context, Effect, Flow, Site};
+use super::out_of_step::out_of_step;
 use crate::error::Error;
-use crate::layout::{Rank, Seq, Step};
 use crate::memory::Memory;
 use crate::reduce::Reduction;
+use crate::types::{Rank, Seq, Step};
 use crate::wire::{Header, Kind, Op, Outgoing, describe, unexpected, wire_argument};
 
 /// This rank's own part in a slice, from submission to completion.

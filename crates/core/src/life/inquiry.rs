@@ -5,8 +5,8 @@
 //! some ranks wait for each other.
 
 use super::verdict::Evidence;
-use crate::layout::{BookId, Rank, Step, TensorId};
 use crate::limits::{RANKS_MAX, WORD_BYTES_MAX};
+use crate::types::{BookId, Rank, Step, TensorId};
 use crate::wire::{Header, Kind};
 use std::collections::BTreeSet;
 

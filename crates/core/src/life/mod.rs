@@ -25,7 +25,7 @@ pub use inquiry::{Answer, Expired, Question};
 pub use pulse::{Absence, Contact, Farewell, Link, Pulse, Sign};
 pub use verdict::{Evidence, Verdict};
 
-use crate::layout::Rank;
+use crate::types::Rank;
 use inquiry::Inquiry;
 use verdict::Standing;
 

@@ -1,7 +1,7 @@
 //! One lane's side of life: heartbeats, silence, whether this process itself was away, and goodbyes.
 
 use super::DEPARTURE_GRACE_NS;
-use crate::layout::Rank;
+use crate::types::Rank;
 
 /// A connected peer hears something this many times within the shortest time after which silence, or that nothing moves, means
 /// something.

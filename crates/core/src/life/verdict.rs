@@ -1,7 +1,7 @@
 //! Why a job has failed, and who is at fault: one value, the same on every rank once they have agreed.
 
-use crate::layout::{Rank, Step};
 use crate::limits::{CULPRITS_MAX, REASON_BYTES_MAX};
+use crate::types::{Rank, Step};
 
 /// What shows that a rank is at fault. The strongest first: of two verdicts the one with the stronger evidence holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -3,8 +3,8 @@
 use super::{Action, Node};
 use crate::calls::Call;
 use crate::error::Error;
-use crate::layout::Rank;
 use crate::memory::Memory;
+use crate::types::Rank;
 use crate::wire::Header;
 
 /// Calls count as most urgent: somebody waits for them.

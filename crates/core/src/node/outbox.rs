@@ -18,8 +18,9 @@
 //! Slices are known here by [`Book::number_at_peer`].
 
 use crate::bits::Bits;
-use crate::layout::{Book, BookId, Rank, Seq, Step};
+use crate::layout::Book;
 use crate::queue::PriorityQueue;
+use crate::types::{BookId, Rank, Seq, Step};
 use crate::wire::{Header, Kind, Outgoing};
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};

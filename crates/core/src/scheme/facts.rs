@@ -1,10 +1,11 @@
 //! What a choice depends on, and what each scheme costs by it.
 
 use super::Scheme;
-use crate::cost::dense::{self, Algorithm};
+use crate::cost::dense;
 use crate::cost::paper::FullyConnected;
 use crate::cost::{Rates, Traffic, sparse};
 use crate::error::Error;
+use crate::way::Algorithm;
 use crate::{layout, limits};
 
 /// Bytes of a row's index in an (index, row) pair; as many as an element's where those are more.

@@ -4,7 +4,7 @@ use super::*;
 use penstock_core::Error;
 
 /// Submits tensor 0 at step 7 on rank 0, its owner or first, and lets the others come with these steps.
-fn mismatch(scheme: Scheme, others: &[(u32, u32)]) -> Option<Error> {
+fn mismatch(scheme: Route, others: &[(u32, u32)]) -> Option<Error> {
     let ranks = others.len() as u32 + 1;
     let mut bench = Bench::new(0, ranks, 1 << 20);
     bench.node.open_book(0, book_of(8, ranks, &[(scheme, Dtype::F32)]), &mut bench.actions).unwrap();
@@ -15,7 +15,7 @@ fn mismatch(scheme: Scheme, others: &[(u32, u32)]) -> Option<Error> {
         // The first of a central server hears rank r in step r - 1 of the plan.
         let central = Header { argument: from - 1, ..exchange(Kind::Part, 0, 1, Op::Average) };
         let store = exchange(Kind::PushAbsent, 0, 1, Op::Average);
-        bench.frame(from, Header { step, ..if scheme == Scheme::STORE { store } else { central } }).err()
+        bench.frame(from, Header { step, ..if scheme == Route::STORE { store } else { central } }).err()
     };
     others.iter().find_map(come)
 }
@@ -27,7 +27,7 @@ fn named(error: Option<Error>) -> (u32, String, u32, String) {
 
 #[test]
 fn the_store_names_the_rank_that_differs_from_most() {
-    assert_eq!(mismatch(Scheme::STORE, &[(1, 7), (2, 7), (3, 7)]), None);
+    assert_eq!(mismatch(Route::STORE, &[(1, 7), (2, 7), (3, 7)]), None);
     for (others, odd, usual, said) in [
         ([(1, 7), (2, 6), (3, 7)], 2, 7, "rank 2 is at step 6, ranks 0, 1, 3 are at step 7"),
         ([(3, 8), (1, 8), (2, 8)], 0, 8, "rank 0 is at step 7, ranks 1, 2, 3 are at step 8"),
@@ -38,7 +38,7 @@ fn the_store_names_the_rank_that_differs_from_most() {
             "ranks 0, 1 are at step 7, rank 2 is at step 8, rank 3 is at step 9",
         ),
     ] {
-        let (rank, layer, step, reason) = named(mismatch(Scheme::STORE, &others));
+        let (rank, layer, step, reason) = named(mismatch(Route::STORE, &others));
         assert_eq!((rank, layer.as_str(), step), (odd, "layer0", usual), "{reason}");
         assert!(reason.contains(said), "{reason}");
     }
@@ -47,7 +47,7 @@ fn the_store_names_the_rank_that_differs_from_most() {
 #[test]
 fn of_two_ranks_the_one_behind_is_named_and_both_are_told() {
     for (other, behind) in [(6, 1), (8, 0)] {
-        let (rank, _, _, reason) = named(mismatch(Scheme::STORE, &[(1, other)]));
+        let (rank, _, _, reason) = named(mismatch(Route::STORE, &[(1, other)]));
         assert_eq!(rank, behind);
         assert!(
             reason.contains("rank 0 is at step 7") && reason.contains(&format!("rank 1 is at step {other}"))
@@ -57,10 +57,10 @@ fn of_two_ranks_the_one_behind_is_named_and_both_are_told() {
 
 #[test]
 fn a_collective_compares_with_whom_it_hears() {
-    let (rank, layer, _, reason) = named(mismatch(Scheme::Dense(Algorithm::Central), &[(1, 6), (2, 7)]));
+    let (rank, layer, _, reason) = named(mismatch(Route::Sum(Algorithm::Central), &[(1, 6), (2, 7)]));
     assert_eq!((rank, layer.as_str()), (1, "layer0"));
     assert!(reason.contains("rank 1 is at step 6, rank 0 is at step 7"), "{reason}");
-    assert_eq!(mismatch(Scheme::Dense(Algorithm::Central), &[(1, 7), (2, 7)]), None);
+    assert_eq!(mismatch(Route::Sum(Algorithm::Central), &[(1, 7), (2, 7)]), None);
 }
 
 #[test]

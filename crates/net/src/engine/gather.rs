@@ -5,7 +5,7 @@ use crate::failure::Failure;
 use crate::mailbox::Command;
 use crate::memory::{Chunk, Owner};
 use crate::shared::{Gathered, OpenBook};
-use penstock_core::exchange::Scheme;
+use penstock_core::way::Route;
 use penstock_core::{BookId, Rank, Step, TensorId};
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
@@ -165,7 +165,7 @@ impl Engine {
     fn gathered_book(&self, book: BookId, tensor: TensorId) -> Result<Arc<OpenBook>, Failure> {
         let open = self.book(book)?;
         let entry = self.tensor(&open, tensor)?;
-        if entry.scheme == Scheme::Gather {
+        if entry.route == Route::Gather {
             return Ok(open);
         }
         let (book, name) = (&open.book.name, &entry.name);

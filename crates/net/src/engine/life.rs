@@ -173,11 +173,11 @@ impl Engine {
         let books = self.inner.books.read().unwrap_or_else(std::sync::PoisonError::into_inner);
         let tensors =
             books.iter().flat_map(|open| open.book.tensors.iter().map(move |tensor| (open, tensor)));
-        let collective = tensors.into_iter().find(|(_, tensor)| tensor.scheme.plan().is_some());
+        let collective = tensors.into_iter().find(|(_, tensor)| tensor.route.collective().is_some());
         collective.map_or(Ok(()), |(open, tensor)| {
-            let (book, name, scheme) = (&open.book.name, &tensor.name, tensor.scheme.name());
+            let (book, name, route) = (&open.book.name, &tensor.name, tensor.route.name());
             Err(Failure::config(format!(
-                "join: {name} of {book} is synchronised by {scheme}, which needs every rank in every step; use the store for \
+                "join: {name} of {book} is synchronised by {route}, which needs every rank in every step; use the store for \
                  what is trained with different numbers of batches"
             )))
         })

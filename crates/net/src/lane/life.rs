@@ -4,7 +4,7 @@ use super::{Lane, Peer};
 use crate::memory::Chunk;
 use penstock_core::life::{Answer, Contact, Farewell, Link, Question, Sign};
 use penstock_core::wire::Outgoing;
-use penstock_core::{Error, Header, Kind, Rank, Scheme};
+use penstock_core::{Error, Header, Kind, Rank, Route};
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
 
@@ -174,7 +174,7 @@ impl Lane {
                     continue;
                 }
                 late.extend(self.node.missing(open.id, tensor));
-                if open.book.tensors[tensor as usize].scheme == Scheme::STORE {
+                if open.book.tensors[tensor as usize].route == Route::STORE {
                     owners.extend(open.owners_that_owe(tensor, self.index));
                 }
                 if what.is_empty() {

@@ -4,13 +4,12 @@ use crate::check::order;
 use crate::memory::{Chunk, RealMemory, SimMemory};
 use crate::random::Random;
 use half::{bf16, f16};
-use penstock_core::Scheme;
 use penstock_core::calls::slices;
-use penstock_core::cost::dense::Algorithm;
-use penstock_core::cost::part_start;
-use penstock_core::layout::{Dtype, Rank};
 use penstock_core::limits;
 use penstock_core::memory::Memory;
+use penstock_core::parts::part_start;
+use penstock_core::types::{Dtype, Rank};
+use penstock_core::way::Algorithm;
 use penstock_core::wire::Op;
 
 /// A length in elements: often one where something changes.
@@ -65,7 +64,7 @@ pub(super) fn sum(algorithm: Algorithm, dtype: Dtype, op: Op, rows: &[Vec<u8>]) 
     }
     let elems = (rows[0].len() / elem_bytes) as u64;
     let count = slices(algorithm, elems, elem_bytes as u64, p);
-    let round = order::Round { scheme: Scheme::Dense(algorithm), dtype, wire: dtype, op, active: p };
+    let round = order::Round { algorithm, dtype, wire: dtype, op, active: p };
     let start = |slice| part_start(elems, u64::from(count), u64::from(slice)) as usize * elem_bytes;
     let slice = |number: u32| {
         let parts: Vec<Option<&[u8]>> =

@@ -7,7 +7,7 @@
 
 use super::{Link, World};
 use crate::random::Random;
-use penstock_core::layout::Rank;
+use penstock_core::types::Rank;
 use std::collections::BTreeSet;
 
 /// What became of the calls of the ranks that are left.

@@ -1,8 +1,9 @@
 //! Results: who contributed what to which round, and what must come out of it.
 
 use super::{Checker, Violation, check, order};
-use penstock_core::Scheme;
-use penstock_core::layout::{Book, BookId, Rank, Seq, SliceId, Tensor, TensorId};
+use penstock_core::Route;
+use penstock_core::layout::{Book, Tensor};
+use penstock_core::types::{BookId, Rank, Seq, SliceId, TensorId};
 use penstock_core::wire::Op;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -231,13 +232,13 @@ fn expected(book: &Book, tensor: TensorId, round: &Round) -> Expected {
         return Expected::Absent;
     }
     // A gather has no result in the ranks' own memory; what came is checked by [`Ledger::gathered`].
-    let gathered = layout.scheme == Scheme::Gather;
-    if gathered || contributions().flatten().any(|part| part.bytes.is_none()) {
+    let Route::Sum(algorithm) = layout.route else { return Expected::Present(None) };
+    if contributions().flatten().any(|part| part.bytes.is_none()) {
         return Expected::Present(None);
     }
     let active = round.parts.iter().flatten().count() as u32;
-    let Tensor { scheme, dtype, wire, .. } = *layout;
-    let what = order::Round { scheme, dtype, wire, op: round.op, active };
+    let Tensor { dtype, wire, .. } = *layout;
+    let what = order::Round { algorithm, dtype, wire, op: round.op, active };
     let mut result = Vec::with_capacity(layout.len_bytes() as usize);
     for slice in &book.slices[layout.first_slice as usize..][..layout.slice_count as usize] {
         let range = slice.offset_bytes as usize..(slice.offset_bytes + u64::from(slice.len_bytes)) as usize;
@@ -252,7 +253,7 @@ fn expected(book: &Book, tensor: TensorId, round: &Round) -> Expected {
 mod tests {
     use super::*;
     use crate::program::Submission;
-    use penstock_core::layout::Dtype;
+    use penstock_core::types::Dtype;
 
     fn ledger() -> Ledger {
         let tensors = vec![Tensor::new("w", 0, Dtype::F32, 2)];

@@ -6,8 +6,9 @@
 //! checked by the ledger.
 
 use super::{Checker, Violation, check};
-use penstock_core::Scheme;
-use penstock_core::layout::{Book, BookId, Rank, Seq, SliceId, TensorId};
+use penstock_core::Route;
+use penstock_core::layout::Book;
+use penstock_core::types::{BookId, Rank, Seq, SliceId, TensorId};
 use penstock_core::wire::{Header, Kind};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -158,7 +159,7 @@ impl LinkModel {
             if slice.lane != self.me.lane {
                 continue;
             }
-            if book.tensors[tensor as usize].scheme != Scheme::STORE {
+            if book.tensors[tensor as usize].route != Route::STORE {
                 let collective = self.collective(id, slice_id);
                 (collective.open, collective.next) = (Some((seq, !absent)), 0);
                 self.open_collective(&book, id, slice_id, seq);
@@ -192,12 +193,12 @@ impl LinkModel {
     /// From its submission on a slice has its turn at every peer to which partial sums of it will go.
     fn open_collective(&mut self, book: &Book, id: BookId, slice_id: SliceId, seq: Seq) {
         let (slice, tensor) = (&book.slices[slice_id as usize], book.tensor_of(slice_id));
-        let Some(plan) = tensor.scheme.plan() else { return };
+        let Some(algorithm) = tensor.route.collective() else { return };
         let ranks = self.me.ranks;
         let position = (self.me.rank.0 + ranks - slice.owner.0) % ranks;
         let elems = u64::from(slice.len_bytes) / tensor.dtype.size_bytes() as u64;
-        for number in 0..plan.reduce_steps(ranks) {
-            if let Some(send) = plan.step(ranks, position, elems, number).send {
+        for number in 0..algorithm.reduce_steps(ranks) {
+            if let Some(send) = algorithm.step(ranks, position, elems, number).send {
                 let peer = ((send.to + slice.owner.0) % ranks) as usize;
                 self.queues[peer].open(id, book.number_at_peer(slice_id), seq);
             }
@@ -214,11 +215,11 @@ impl LinkModel {
         let Some((seq, contributes)) = self.collective(id, slice_id).open else { return };
         let book = self.books[&id].book.clone();
         let (slice, tensor) = (&book.slices[slice_id as usize], book.tensor_of(slice_id));
-        let Some(plan) = tensor.scheme.plan() else { return };
+        let Some(algorithm) = tensor.route.collective() else { return };
         let (ranks, elem_bytes) = (self.me.ranks, tensor.dtype.size_bytes() as u64);
         let position = (self.me.rank.0 + ranks - slice.owner.0) % ranks;
-        let step = |number| plan.step(ranks, position, u64::from(slice.len_bytes) / elem_bytes, number);
-        let (half, all) = (plan.reduce_steps(ranks), plan.steps(ranks));
+        let step = |number| algorithm.step(ranks, position, u64::from(slice.len_bytes) / elem_bytes, number);
+        let (half, all) = (algorithm.reduce_steps(ranks), algorithm.steps(ranks));
         loop {
             let collective = self.collective(id, slice_id);
             let number = collective.next;

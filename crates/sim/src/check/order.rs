@@ -4,9 +4,8 @@
 //! accumulator's precision, and rounded once to the element type.
 
 use half::{bf16, f16};
-use penstock_core::Scheme;
-use penstock_core::exchange::plan::Plan;
-use penstock_core::layout::{Dtype, Rank};
+use penstock_core::types::{Dtype, Rank};
+use penstock_core::way::Algorithm;
 use penstock_core::wire::Op;
 
 /// How one part of a slice is summed.
@@ -19,23 +18,23 @@ enum Sum {
 }
 
 /// Into how many near-equal parts a slice is cut, each with a sum of its own.
-fn part_count(scheme: Scheme, p: u32) -> u32 {
-    match scheme.plan() {
-        Some(Plan::Ring) => p,
-        Some(Plan::Butterfly) => 1 << p.ilog2(),
-        Some(Plan::Central | Plan::Tree) | None => 1,
+fn part_count(algorithm: Algorithm, p: u32) -> u32 {
+    match algorithm {
+        Algorithm::Ring => p,
+        Algorithm::Butterfly => 1 << p.ilog2(),
+        Algorithm::Store | Algorithm::Central | Algorithm::Tree => 1,
     }
 }
 
-fn sum_of(scheme: Scheme, p: u32, part: u32) -> Sum {
-    match scheme.plan() {
-        Some(Plan::Central) | None => Sum::Of((0..p).map(Sum::Own).collect()),
-        Some(Plan::Tree) => tree(0, p),
+fn sum_of(algorithm: Algorithm, p: u32, part: u32) -> Sum {
+    match algorithm {
+        Algorithm::Store | Algorithm::Central => Sum::Of((0..p).map(Sum::Own).collect()),
+        Algorithm::Tree => tree(0, p),
         // From the position after the part's own once around, each adding what came to its own.
-        Some(Plan::Ring) => {
+        Algorithm::Ring => {
             (2..=p).fold(Sum::Own((part + 1) % p), |came, i| Sum::Of(vec![Sum::Own((part + i) % p), came]))
         }
-        Some(Plan::Butterfly) => butterfly(part, p, p.ilog2()),
+        Algorithm::Butterfly => butterfly(part, p, p.ilog2()),
     }
 }
 
@@ -182,8 +181,8 @@ fn value<E: Element>(
 /// What a round is about.
 #[derive(Debug, Clone, Copy)]
 pub struct Round {
-    /// The tensor's scheme.
-    pub scheme: Scheme,
+    /// How the sum is made.
+    pub algorithm: Algorithm,
     /// Its element type.
     pub dtype: Dtype,
     /// Its wire type: if it is another, all but the owner's contribution are rounded to it, and so is the result.
@@ -239,13 +238,13 @@ fn reduce_as<E: Element>(round: Round, owner: Rank, rows: &[Option<&[u8]>]) -> O
     let elems = rows.iter().flatten().next()?.len() / E::BYTES;
     let p = rows.len() as u32;
     // The store sums in rank order, whoever owns the slice; collectives count from its first rank.
-    let first = if round.scheme == Scheme::STORE { 0 } else { owner.index() };
+    let first = if round.algorithm == Algorithm::Store { 0 } else { owner.index() };
     let by_position: Vec<Option<&[u8]>> = (0..rows.len()).map(|i| rows[(i + first) % rows.len()]).collect();
     let divisor = (round.op == Op::Average && round.active > 1).then_some(round.active);
-    let parts = part_count(round.scheme, p);
+    let parts = part_count(round.algorithm, p);
     let mut result = Vec::with_capacity(elems * E::BYTES);
     for part in 0..parts {
-        let sum = sum_of(round.scheme, p, part);
+        let sum = sum_of(round.algorithm, p, part);
         // The first parts have one element more if there is a remainder.
         let (even, more) = (elems / parts as usize, elems % parts as usize);
         let len = even + usize::from((part as usize) < more);

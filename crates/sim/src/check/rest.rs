@@ -1,8 +1,9 @@
 //! What must hold at the end of a run, and what a rank may hold for its peers during it.
 
 use super::{Checker, Violation, check};
-use penstock_core::Scheme;
-use penstock_core::layout::{Book, Rank};
+use penstock_core::Route;
+use penstock_core::layout::Book;
+use penstock_core::types::Rank;
 
 /// An owner's scratch buffers: of each other rank and each book at most its window, that of what overtakes, and the slices that
 /// go out of turn; of what is gathered, contributions to two rounds; and of what is rounded on the wire, a frame that is being
@@ -18,13 +19,13 @@ pub fn check_owner_memory(
     window_bytes: u64,
     exceptions: u64,
 ) -> Result<(), Violation> {
-    let summed = |book: &Book, tensor| book.tensors[tensor as usize].scheme != Scheme::Gather;
+    let summed = |book: &Book, tensor| book.tensors[tensor as usize].route != Route::Gather;
     let largest = |book: &Book| {
         let slices = book.slices.iter().filter(|slice| summed(book, slice.tensor));
         slices.map(|slice| u64::from(slice.len_bytes)).max().unwrap_or(0)
     };
     let gathered = |book: &Book| {
-        let tensors = book.tensors.iter().filter(|tensor| tensor.scheme == Scheme::Gather);
+        let tensors = book.tensors.iter().filter(|tensor| tensor.route == Route::Gather);
         2 * tensors.map(penstock_core::layout::Tensor::len_bytes).sum::<u64>()
     };
     let rounded = |book: &Book| {
@@ -53,9 +54,9 @@ pub fn round_bytes(book: &Book, rank: Rank, ranks: u32) -> u64 {
     let (total, owned) = (book.owned_bytes.iter().sum::<u64>(), book.owned_bytes[rank.index()]);
     let collective = book.slices.iter().map(|slice| {
         let tensor = &book.tensors[slice.tensor as usize];
-        let algorithm = match tensor.scheme {
-            Scheme::STORE | Scheme::Gather => return 0,
-            Scheme::Dense(algorithm) => algorithm,
+        let algorithm = match tensor.route {
+            Route::STORE | Route::Gather => return 0,
+            Route::Sum(algorithm) => algorithm,
         };
         let elem_bytes = tensor.dtype.size_bytes() as u64;
         let position = (rank.0 + ranks - slice.owner.0) % ranks;
@@ -84,7 +85,8 @@ pub fn check_bytes(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use penstock_core::layout::{Dtype, Tensor};
+    use penstock_core::layout::Tensor;
+    use penstock_core::types::Dtype;
     use std::sync::Arc;
 
     fn book() -> Arc<Book> {

@@ -7,8 +7,8 @@ use crate::check::{Checker, Violation, check};
 use crate::memory::{Chunk, SimMemory};
 use crate::network::{ConnectionId, Item, Writing};
 use crate::program::Sabotage;
-use penstock_core::layout::Rank;
 use penstock_core::node::{Action, Event};
+use penstock_core::types::Rank;
 use penstock_core::wire::{HEADER_BYTES, Header, Kind, Outgoing, Place};
 
 fn protocol(rank: Rank, error: impl std::fmt::Display) -> Violation {

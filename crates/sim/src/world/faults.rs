@@ -5,8 +5,8 @@ use super::{Happening, World};
 use crate::check::{Checker, Violation, check};
 use crate::memory::SimMemory;
 use crate::program::{Fault, Mishap, OPERATION_TIMEOUT_NS, PEER_TIMEOUT_NS};
-use penstock_core::layout::Rank;
 use penstock_core::life::{Evidence, INQUIRY_NS, SETTLE_NS, SUSPICION_NS, Verdict};
+use penstock_core::types::Rank;
 
 /// How long anything takes that depends on links and programs alone.
 const SLACK_NS: u64 = 5_000_000_000;

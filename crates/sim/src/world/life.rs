@@ -7,11 +7,11 @@ use crate::check::{Checker, Violation, check};
 use crate::memory::{Chunk, RealMemory, SimMemory};
 use crate::network::ConnectionId;
 use crate::program::{Mishap, OPERATION_TIMEOUT_NS, PEER_TIMEOUT_NS, Sabotage, Setup};
-use penstock_core::Scheme;
-use penstock_core::layout::{BookId, Rank, Seq, TensorId};
+use penstock_core::Route;
 use penstock_core::life::{
     Answer, Contact, Effect, Expired, Farewell, Life, Link, Pulse, Question, Sign, Verdict,
 };
+use penstock_core::types::{BookId, Rank, Seq, TensorId};
 use penstock_core::wire::{Header, Kind, Outgoing};
 use std::collections::BTreeSet;
 
@@ -356,7 +356,7 @@ impl<M: SimMemory> World<M> {
         for (id, tensor) in worker.open_tensors() {
             let book = &self.setup.books[usize::from(id)];
             late.extend(node.missing(id, tensor));
-            if book.tensors[tensor as usize].scheme == Scheme::STORE {
+            if book.tensors[tensor as usize].route == Route::STORE {
                 let mine = |slice: &u32| book.slices[*slice as usize].lane == lane;
                 let slices = worker.open_slices(id, tensor, book.slices_of(tensor)).filter(mine);
                 owners.extend(slices.map(|slice| book.slices[slice as usize].owner));

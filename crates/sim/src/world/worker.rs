@@ -6,9 +6,9 @@ use crate::check::{Checker, Violation, check};
 use crate::memory::{Chunk, SimMemory};
 use crate::program::{Instruction, Sabotage, Setup, Submission};
 use crate::random::Random;
-use penstock_core::Scheme;
-use penstock_core::layout::{BookId, Dtype, Rank, Seq, SliceId, TensorId};
+use penstock_core::Route;
 use penstock_core::node::Event;
+use penstock_core::types::{BookId, Dtype, Rank, Seq, SliceId, TensorId};
 use penstock_core::wire::{Header, Kind};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -339,7 +339,7 @@ impl<M: SimMemory> World<M> {
         let Some(tensor) = self.workers[rank.index()].tensor(book, layout.tensor) else { return Ok(()) };
         tensor.remaining = tensor.remaining.saturating_sub(1);
         tensor.complete.insert(slice);
-        if setup.books[usize::from(book)].tensors[layout.tensor as usize].scheme == Scheme::Gather {
+        if setup.books[usize::from(book)].tensors[layout.tensor as usize].route == Route::Gather {
             tensor.present = Some(present);
             self.trace(|| format!("rank {rank}: gather {slice} of book {book}, round {seq}, is complete"));
             return self.ledger.complete(&Completion { rank, book, slice, seq, present, bytes: None });
@@ -369,7 +369,7 @@ impl<M: SimMemory> World<M> {
         for &id in tensors {
             let ledger = &self.ledger;
             let Some(tensor) = self.workers[rank.index()].tensor(book, id) else { continue };
-            if layout.tensors[id as usize].scheme == Scheme::Gather {
+            if layout.tensors[id as usize].route == Route::Gather {
                 if tensor.present.is_some() {
                     let key = (book, id, tensor.seq);
                     ledger.gathered(rank, key, &tensor.bytes_by_rank(), Checker::ResultStays)?;

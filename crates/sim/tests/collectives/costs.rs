@@ -4,7 +4,8 @@
 //! the exchanges that it is made of.
 
 use super::*;
-use penstock_core::cost::{Rates, Traffic, dense, part_start, sparse};
+use penstock_core::cost::{Rates, Traffic, dense, sparse};
+use penstock_core::parts::part_start;
 
 /// Algorithms that cut a slice into a part for each rank.
 const CUTS: [Algorithm; 2] = [Algorithm::Ring, Algorithm::Butterfly];
@@ -52,10 +53,10 @@ fn count(book: &Arc<Book>, ranks: u32) -> Counted {
 #[test]
 fn bytes_and_steps_of_a_slice_are_what_the_cost_functions_say() {
     for algorithm in Algorithm::ALL {
-        let scheme = Scheme::Dense(algorithm);
+        let route = Route::Sum(algorithm);
         for ranks in RANKS {
             for elems in [0, 1, 2, 3, 7, 16, 17, 61, 97, 256] {
-                let book = book(scheme, Dtype::F32, elems, ranks, 1024);
+                let book = book(route, Dtype::F32, elems, ranks, 1024);
                 assert!(book.slices.len() <= 1);
                 let counted = count(&book, ranks);
                 let want = algorithm.slice(elems, 4, ranks);
@@ -64,14 +65,14 @@ fn bytes_and_steps_of_a_slice_are_what_the_cost_functions_say() {
                 assert_eq!(
                     (counted.sent, counted.received),
                     bytes,
-                    "{scheme:?}, {ranks} ranks, {elems} elements"
+                    "{route:?}, {ranks} ranks, {elems} elements"
                 );
                 // Parts without elements are not sent, so a chain may be shorter where there are fewer than parts.
                 let parts = if CUTS.contains(&algorithm) { u64::from(ranks) } else { 1 };
                 let steps = if elems < parts { 0..=want.steps } else { want.steps..=want.steps };
                 assert!(
                     steps.contains(&counted.steps),
-                    "{} steps: {scheme:?}, {ranks} ranks, {elems} elements",
+                    "{} steps: {route:?}, {ranks} ranks, {elems} elements",
                     counted.steps
                 );
             }
@@ -82,24 +83,21 @@ fn bytes_and_steps_of_a_slice_are_what_the_cost_functions_say() {
 #[test]
 fn owners_take_turns_and_the_bytes_of_a_message_are_the_sum_of_its_slices() {
     for algorithm in Algorithm::ALL {
-        let scheme = Scheme::Dense(algorithm);
+        let route = Route::Sum(algorithm);
         for ranks in RANKS {
             // Nineteen slices of 256 elements and one of 100.
-            let book = book(scheme, Dtype::F32, 256 * 19 + 100, ranks, 1024);
+            let book = book(route, Dtype::F32, 256 * 19 + 100, ranks, 1024);
             let counted = count(&book, ranks);
             let mut want = Traffic::none(ranks as usize);
             for slice in &book.slices {
                 let traffic = algorithm.slice(u64::from(slice.len_bytes) / 4, 4, ranks);
                 want.join(&traffic, slice.owner.index());
             }
-            assert_eq!((counted.sent, counted.received), (want.sent, want.received), "{scheme:?}, {ranks}");
-            assert_eq!(
-                counted.steps, want.steps,
-                "{scheme:?}, {ranks} ranks: slices travel at the same time"
-            );
+            assert_eq!((counted.sent, counted.received), (want.sent, want.received), "{route:?}, {ranks}");
+            assert_eq!(counted.steps, want.steps, "{route:?}, {ranks} ranks: slices travel at the same time");
             let owners = book.slices.iter().map(|slice| slice.owner.0).max();
-            let turns = if scheme == Scheme::Dense(Algorithm::Central) { 0 } else { (ranks - 1).min(19) };
-            assert_eq!(owners, Some(turns), "{scheme:?}, {ranks} ranks");
+            let turns = if route == Route::Sum(Algorithm::Central) { 0 } else { (ranks - 1).min(19) };
+            assert_eq!(owners, Some(turns), "{route:?}, {ranks} ranks");
         }
     }
 }
@@ -109,7 +107,7 @@ fn a_message_in_even_slices_is_what_the_cost_functions_say_as_a_whole() {
     for algorithm in Algorithm::ALL {
         for ranks in RANKS {
             let elems = 256 * u64::from(ranks);
-            let book = book(Scheme::Dense(algorithm), Dtype::F32, elems, ranks, 1024);
+            let book = book(Route::Sum(algorithm), Dtype::F32, elems, ranks, 1024);
             assert!(book.slices.len() == ranks as usize && book.slices.iter().all(|s| s.len_bytes == 1024));
             let (want, _) = algorithm.message(elems, 4, ranks, u64::from(ranks), &Rates::default());
             assert_eq!(count(&book, ranks), expected(want), "{algorithm:?}, {ranks} ranks");
@@ -182,7 +180,7 @@ fn count_groups(elems: u64, ranks: u32, groups: u32) -> Counted {
     let mut all = Counted { steps: 0, sent: vec![0; ranks as usize], received: vec![0; ranks as usize] };
     for group in 0..groups {
         let size = (start(group + 1) - start(group)) as u32;
-        let tree = book(Scheme::Dense(Algorithm::Tree), Dtype::F32, elems, size, 1024);
+        let tree = book(Route::Sum(Algorithm::Tree), Dtype::F32, elems, size, 1024);
         assert_eq!(tree.slices.len(), 1);
         let members = count(&tree, size);
         // The store begins when the slowest group has its sum, and the slowest group is the last to have the result.
@@ -212,7 +210,7 @@ fn groups_in_front_of_a_store_move_what_their_trees_and_their_store_do() {
 
 /// Tensors that are gathered, in frames of at most 1 KiB.
 fn gathers(longest_bytes: &[u64], ranks: u32) -> Arc<Book> {
-    let tensor = |bytes: &u64| Tensor::new("rows", 0, Dtype::Bytes, *bytes).with_scheme(Scheme::Gather);
+    let tensor = |bytes: &u64| Tensor::new("rows", 0, Dtype::Bytes, *bytes).with_route(Route::Gather);
     let tensors = longest_bytes.iter().map(tensor).collect();
     Arc::new(Book::new("model", vec!["layer".into()], tensors, ranks, 1024, 1).unwrap())
 }

@@ -7,8 +7,8 @@
 //! Cost for p ranks and n bytes: 2 floor(lg p) steps that wait for each other; ceil(lg p) n bytes per direction at the root
 //! ([`crate::cost::dense::tree`]).
 
-use super::plan::{Step, Then};
-use crate::cost::ceil_log2;
+use super::step::{Step, Then};
+use crate::parts::ceil_log2;
 
 pub(super) fn reduce_steps(positions: u32) -> u32 {
     ceil_log2(positions)

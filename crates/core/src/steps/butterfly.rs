@@ -12,8 +12,8 @@
 //! Cost for p ranks and n bytes: 2 lg q steps, 2 more with a fold; 2 (q-1)/q n bytes per direction, n more where a fold
 //! ends ([`crate::cost::dense::butterfly`]).
 
-use super::plan::{Receive, Send, Step, Then, parts};
-use crate::cost::floor_log2;
+use super::step::{Receive, Send, Step, Then, parts};
+use crate::parts::floor_log2;
 
 fn core(positions: u32) -> u32 {
     1 << floor_log2(positions)

@@ -7,7 +7,7 @@
 //! Cost for p ranks and n bytes: 2 steps that wait for each other; (p-1) n bytes per direction at the server, n elsewhere
 //! ([`crate::cost::dense::rooted`]).
 
-use super::plan::{Step, Then};
+use super::step::{Step, Then};
 
 pub(super) fn reduce_steps(positions: u32) -> u32 {
     positions.saturating_sub(1)

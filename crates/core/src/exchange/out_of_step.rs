@@ -4,9 +4,9 @@
 //! a `step()`, still meets them in every round, and gradients of different steps would be averaged. Frames carry the step, which
 //! tells.
 
-use super::Site;
+use super::context::Site;
 use crate::error::Error;
-use crate::layout::{Rank, Step};
+use crate::types::{Rank, Step};
 
 /// The error that names the ranks at each step.
 ///

@@ -6,8 +6,8 @@
 //!
 //! Cost for p ranks and n bytes: 2 (p-1) steps; 2 (p-1)/p n bytes per direction ([`crate::cost::dense::ring`]).
 
-use super::plan::{Receive, Send};
-use super::plan::{Step, Then, parts};
+use super::step::{Receive, Send};
+use super::step::{Step, Then, parts};
 use std::ops::Range;
 
 pub(super) fn reduce_steps(positions: u32) -> u32 {

@@ -1,0 +1,64 @@
+//! What a rank asks for, and the names of its messages.
+
+use super::signature::Action;
+use crate::limits;
+use crate::types::GroupId;
+
+/// The call number of messages, whose stage is the tag. Others count from 1.
+pub(super) const MESSAGES: u32 = 0;
+
+/// What a message belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Key {
+    pub(super) group: GroupId,
+    pub(super) call: u32,
+    pub(super) stage: u32,
+}
+
+impl Key {
+    pub(super) fn describe(self) -> String {
+        let Self { group, call, stage } = self;
+        if call == MESSAGES {
+            return format!("message with tag {stage} in group {group}");
+        }
+        let (piece, stage) = (stage / limits::CALL_STAGES_MAX, stage % limits::CALL_STAGES_MAX);
+        format!("call {call} of group {group} (piece {piece}, stage {stage})")
+    }
+}
+
+/// What is to be done. Ranks are indexes in the group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Request {
+    /// A message, matched with the receive of the same group and tag that was posted in the same order.
+    Send {
+        /// The receiver.
+        to: u32,
+        /// Told apart from messages with other tags.
+        tag: u32,
+    },
+    /// The next message of this sender and tag.
+    Receive {
+        /// The sender.
+        from: u32,
+        /// See `Send`.
+        tag: u32,
+    },
+    /// The next message of any sender with this tag; [`super::Effects::sources`] says whose it is.
+    ReceiveAny {
+        /// See `Send`.
+        tag: u32,
+    },
+    /// What all members take part in.
+    Collective(Action),
+}
+
+impl Request {
+    /// The kind of call.
+    #[must_use]
+    pub fn action(self) -> Action {
+        match self {
+            Self::Collective(action) => action,
+            Self::Send { .. } | Self::Receive { .. } | Self::ReceiveAny { .. } => Action::Message,
+        }
+    }
+}

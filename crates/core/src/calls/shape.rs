@@ -1,0 +1,28 @@
+//! A call in lengths alone.
+
+use super::signature::Action;
+
+/// A call as one rank sees it, in lengths alone.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Shape {
+    /// What is done.
+    pub action: Action,
+    /// Ranks of the group.
+    pub ranks: u32,
+    /// This rank's index in it.
+    pub me: u32,
+    /// Bytes of an element.
+    pub elem_bytes: usize,
+    /// Lengths of the blocks that are given.
+    pub inputs: Vec<u64>,
+    /// Lengths of the blocks that are to be filled.
+    pub outputs: Vec<u64>,
+}
+
+impl Shape {
+    /// Bytes that the call cuts into pieces: of the whole tensor, or of the largest block.
+    #[must_use]
+    pub fn len_bytes(&self) -> u64 {
+        self.inputs.iter().chain(&self.outputs).copied().max().unwrap_or(0)
+    }
+}
