@@ -9,8 +9,9 @@ use crate::exchange::{Context, Effect, Exchange, Flow, Site};
 use crate::layout::{Book, Tensor};
 use crate::limits;
 use crate::memory::Memory;
-use crate::types::{BookId, GroupId, Rank, Seq, SliceId, Step, TensorId};
-use crate::wire::{Header, Kind, Op, Outgoing, Place, other_wire_type, unexpected, wire_argument};
+use crate::submission::{Gives, Submission};
+use crate::types::{BookId, GroupId, Rank, Seq, SliceId, TensorId};
+use crate::wire::{Header, Kind, Outgoing, Place, other_wire_type, unexpected, wire_argument};
 use outbox::Outbox;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -37,39 +38,7 @@ pub struct Config {
 #[derive(Debug)]
 pub enum Event<C> {
     /// This rank takes part in the next exchange of a tensor.
-    Submit {
-        /// The book.
-        book: BookId,
-        /// The tensor.
-        tensor: TensorId,
-        /// The submission's number, one more than the last.
-        seq: Seq,
-        /// The user's iteration.
-        step: Step,
-        /// What to do with the contributions.
-        op: Op,
-        /// The whole tensor: the contribution, and where the result goes.
-        memory: C,
-        /// Nothing to contribute; `memory` only receives.
-        absent: bool,
-    },
-    /// This rank takes part in the next exchange of a tensor that is gathered.
-    Gather {
-        /// The book.
-        book: BookId,
-        /// The tensor.
-        tensor: TensorId,
-        /// The submission's number, one more than the last.
-        seq: Seq,
-        /// The user's iteration.
-        step: Step,
-        /// The contribution.
-        memory: C,
-        /// Its length, 0 for none.
-        len_bytes: u32,
-        /// The only rank that gets it; to all others it is an empty one.
-        only_to: Option<Rank>,
-    },
+    Submit(Submission<C>),
     /// A frame arrived; its payload lies where [`Node::place`] said.
     Frame {
         /// The sender.
@@ -286,43 +255,7 @@ impl<M: Memory> Node<M> {
     /// [`Error::Protocol`] if a peer broke the protocol, [`Error::Config`] if the caller did. The node must not be used after.
     pub fn step(&mut self, event: Event<M::Chunk>, actions: &mut Vec<Action<M::Chunk>>) -> Result<(), Error> {
         match event {
-            Event::Submit { book, tensor, seq, step, op, memory, absent } => {
-                let Some(Some(state)) = self.books.get(usize::from(book)) else {
-                    return Err(Error::Config(format!("book {book} is not open")));
-                };
-                let ids = state.book.clone();
-                let Tensor { name, dtype, wire, .. } = &ids.tensors[tensor as usize];
-                if let Some(why) = op.refused_on_wire(*dtype, *wire) {
-                    return Err(Error::Config(format!("{}: {op:?} of {name} ({dtype:?}): {why}", ids.name)));
-                }
-                for id in ids.slices_of(tensor) {
-                    let slice = &ids.slices[id as usize];
-                    if slice.lane == self.config.lane {
-                        let chunk =
-                            self.memory.part(&memory, slice.offset_bytes as usize, slice.len_bytes as usize);
-                        let header = Header { op, book, slice: id, seq, step, ..Header::control(Kind::Push) };
-                        self.exchange(
-                            &header,
-                            |exchange, context| exchange.submit(&header, chunk, absent, context),
-                            actions,
-                        )?;
-                    }
-                }
-                Ok(())
-            }
-            Event::Gather { book, tensor, seq, step, memory, len_bytes, only_to } => {
-                let Some(Some(state)) = self.books.get(usize::from(book)) else {
-                    return Err(Error::Config(format!("book {book} is not open")));
-                };
-                let slice = state.book.tensors[tensor as usize].first_slice;
-                let kind = Header::control(Kind::Gather);
-                let header = Header { book, slice, seq, step, argument: len_bytes, ..kind };
-                self.exchange(
-                    &header,
-                    |exchange, context| exchange.gather(&header, &memory, only_to, context),
-                    actions,
-                )
-            }
+            Event::Submit(submission) => self.submit(&submission, actions),
             Event::Frame { from, header, payload } => self.arrived(from, &header, payload, actions),
             Event::Control { to, header, payload } => {
                 self.control(to, header, payload.as_ref(), actions);
@@ -335,6 +268,42 @@ impl<M: Memory> Node<M> {
                 self.leave(self.config.rank, actions)
             }
         }
+    }
+
+    fn submit(
+        &mut self,
+        submission: &Submission<M::Chunk>,
+        actions: &mut Vec<Action<M::Chunk>>,
+    ) -> Result<(), Error> {
+        let Submission { book, tensor, ref memory, gives, .. } = *submission;
+        let Some(Some(state)) = self.books.get(usize::from(book)) else {
+            return Err(Error::Config(format!("book {book} is not open")));
+        };
+        let ids = state.book.clone();
+        let Tensor { name, dtype, wire, .. } = &ids.tensors[tensor as usize];
+        if let Some((op, why)) = gives.op().and_then(|op| Some((op, op.refused_on_wire(*dtype, *wire)?))) {
+            return Err(Error::Config(format!("{}: {op:?} of {name} ({dtype:?}): {why}", ids.name)));
+        }
+        for id in ids.slices_of(tensor) {
+            let slice = &ids.slices[id as usize];
+            if slice.lane == self.config.lane {
+                let (start, len) = match gives {
+                    // A gather has one slice, which says how long frames are, and not the contribution.
+                    Gives::Bytes { len_bytes, .. } => (0, len_bytes as usize),
+                    Gives::Whole(_) | Gives::Nothing(_) => {
+                        (slice.offset_bytes as usize, slice.len_bytes as usize)
+                    }
+                };
+                let chunk = self.memory.part(memory, start, len);
+                let header = submission.header(id);
+                self.exchange(
+                    &header,
+                    |exchange, context| exchange.submit(&header, chunk, gives, context),
+                    actions,
+                )?;
+            }
+        }
+        Ok(())
     }
 
     /// Lets the exchange of the slice that `header` names (and that exists) handle an event, and does what it wants.

@@ -1,6 +1,5 @@
 //! The node, event by event: what the simulator has found, each as its smallest story, and events drawn at random.
 
-use penstock_core::Route;
 use penstock_core::calls::{Action as What, Call, Request, Share, Signature};
 use penstock_core::layout::{Book, Tensor};
 use penstock_core::memory::Memory;
@@ -9,6 +8,7 @@ use penstock_core::reduce::Reduction;
 use penstock_core::types::{Dtype, Rank, Seq};
 use penstock_core::way::Algorithm;
 use penstock_core::wire::{Header, Kind, Op, Outgoing, Place};
+use penstock_core::{Gives, Route, Submission};
 use proptest::prelude::*;
 use std::cell::Cell;
 use std::rc::Rc;
@@ -127,7 +127,14 @@ impl Bench {
 
     fn submit(&mut self, tensor: u32, seq: Seq, op: Op, absent: bool) {
         let memory = user_memory(4096);
-        let event = Event::Submit { book: 0, tensor, seq, step: seq, op, memory, absent };
+        let event = Event::Submit(Submission {
+            book: 0,
+            tensor,
+            seq,
+            step: seq,
+            memory,
+            gives: Gives::unless_absent(op, absent),
+        });
         self.node.step(event, &mut self.actions).unwrap();
     }
 
@@ -142,7 +149,14 @@ impl Bench {
         len_bytes: u32,
     ) -> Result<(), penstock_core::Error> {
         let memory = user_memory(len_bytes as usize);
-        let event = Event::Gather { book: 0, tensor: GATHERED, seq, step: seq, memory, len_bytes, only_to };
+        let event = Event::Submit(Submission {
+            book: 0,
+            tensor: GATHERED,
+            seq,
+            step: seq,
+            memory,
+            gives: Gives::Bytes { len_bytes, only_to },
+        });
         self.node.step(event, &mut self.actions)
     }
 
@@ -526,7 +540,7 @@ proptest! {
                 Draw::Open => bench.node.open_book(0, book_of(8, 3, &schemes), &mut bench.actions),
                 Draw::Submit { tensor, seq, op, absent } => {
                     let memory = user_memory(4096);
-                    let event = Event::Submit { book: 0, tensor, seq, step: seq, op, memory, absent };
+                    let event = Event::Submit(Submission { book: 0, tensor, seq, step: seq, memory, gives: Gives::unless_absent(op, absent) });
                     bench.node.step(event, &mut bench.actions)
                 }
                 Draw::Gather { seq, len_bytes } => bench.gather(seq, len_bytes),

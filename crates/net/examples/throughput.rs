@@ -7,8 +7,8 @@
 //! CPUs spent per byte. `copy` moves MIB from rank 0 to the others; `average` moves 2 (n-1)/n MIB out of and into each rank.
 
 use penstock_core::layout::Tensor;
-use penstock_core::{Dtype, Op};
-use penstock_net::{Engine, EngineConfig, Part};
+use penstock_core::{Dtype, Gives, Op, Submission};
+use penstock_net::{Engine, EngineConfig, Lent};
 use std::time::{Duration, Instant};
 
 const ROUNDS: u32 = 8;
@@ -66,7 +66,17 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let (begin, cpu) = (Instant::now(), cpu_seconds());
         // SAFETY: `values` lives until the end of `main` and is not touched before the exchange is released.
         unsafe {
-            engine.submit(Part { book, tensor: 0, address, len_bytes, op, step: round, absent, more: false })
+            engine.submit(
+                Submission {
+                    book,
+                    tensor: 0,
+                    seq: 0,
+                    step: round,
+                    memory: Lent { address, len_bytes },
+                    gives: Gives::unless_absent(op, absent),
+                },
+                false,
+            )
         }?;
         engine.wait(book, &[0], true, &mut || false).map_err(stop)?;
         let cpus =

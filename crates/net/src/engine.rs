@@ -15,11 +15,10 @@ use crate::memory::{Chunk, Owner, Pool, RealMemory};
 use crate::report::{self, Report};
 use crate::shared::{OpenBook, Shared};
 pub use call::CallPart;
-pub use gather::Bytes;
 use penstock_core::calls::Calls;
 use penstock_core::cost::Rates;
 use penstock_core::layout::Tensor;
-use penstock_core::{Book, BookId, Op, Rank, Route, Seq, Slicing, Step, TensorId, slicing};
+use penstock_core::{Book, BookId, Gives, Op, Rank, Route, Seq, Slicing, Submission, TensorId, slicing};
 use std::net::{TcpListener, ToSocketAddrs};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -73,26 +72,13 @@ pub struct EngineConfig {
     pub handshake_timeout: Duration,
 }
 
-/// This rank's part in an exchange of one tensor.
+/// Memory of the program, as it hands it over with a [`Submission`].
 #[derive(Debug, Clone, Copy)]
-pub struct Part {
-    /// The book.
-    pub book: BookId,
-    /// The tensor.
-    pub tensor: TensorId,
-    /// Where its memory starts; the result is written there, and the contribution read from there.
+pub struct Lent {
+    /// Where it starts.
     pub address: usize,
-    /// Length of the memory.
+    /// Its length.
     pub len_bytes: usize,
-    /// What is done with the contributions.
-    pub op: Op,
-    /// The user's iteration.
-    pub step: Step,
-    /// Nothing to contribute.
-    pub absent: bool,
-    /// More parts follow at once, or a call that waits, or [`Engine::phase`]: a small one may be held back until then and
-    /// travel with its neighbours.
-    pub more: bool,
 }
 
 /// One process's end of a job. All calls may be made from any thread.
@@ -253,23 +239,25 @@ impl Engine {
     }
 
     /// Takes part in the next exchange of a tensor. Returns a token: once [`Engine::take_released`] gives it back, the
-    /// memory is not touched any more.
+    /// memory is not touched any more. Of a gather what came of the last one is dropped.
+    ///
+    /// * `more`: others follow at once, or a call that waits, or [`Engine::phase`]: a small submission may be held back until
+    ///   then and travel with its neighbours.
     ///
     /// # Errors
-    /// `Config` if the part does not fit the book or the tensor's last exchange is not complete; the job's failure.
+    /// `Config` if it does not fit the book or the tensor's last exchange is not complete; the job's failure.
     ///
     /// # Safety
     /// The memory must stay allocated until the token is released. Until the exchange is complete nobody else may read
-    /// or write it, and from then until the token is released nobody may write it.
-    pub unsafe fn submit(&self, part: Part) -> Result<u64, Failure> {
+    /// or write it, and from then until the token is released nobody may write it. What is gathered may be read all the time.
+    pub unsafe fn submit(&self, submission: Submission<Lent>, more: bool) -> Result<u64, Failure> {
         self.alive("submit")?;
-        let open = self.book(part.book)?;
-        let tensor = self.check_part(&open, &part)?;
-        let state = &open.tensors[part.tensor as usize];
-        self.inner
-            .shared
-            .check()
-            .map_err(|failure| wait::blame(failure, "submitting", &open, part.tensor, part.step))?;
+        let Submission { book, tensor: id, step, memory: Lent { address, len_bytes }, gives, .. } =
+            submission;
+        let open = self.book(book)?;
+        let tensor = self.check_submission(&open, &submission)?;
+        let state = &open.tensors[id as usize];
+        self.inner.shared.check().map_err(|failure| wait::blame(failure, "submitting", &open, id, step))?;
         let lanes = self.inner.shared.mailboxes();
         let alone = self.inner.config.size == 1 || tensor.slice_count == 0;
         if !alone && lanes.is_empty() {
@@ -282,56 +270,51 @@ impl Engine {
                 "{book}: {name} was submitted again before its result was in"
             )));
         }
-        open.submitted(part.tensor);
+        open.submitted(id);
+        let present = match gives {
+            Gives::Whole(_) => alone,
+            Gives::Nothing(_) => false,
+            Gives::Bytes { .. } => {
+                gather::begin(&open, id, len_bytes);
+                true
+            }
+        };
         let seq = state.seq.fetch_add(1, Ordering::AcqRel).wrapping_add(1);
-        state.step.store(part.step, Ordering::Relaxed);
-        state.present.store(alone && !part.absent, Ordering::Relaxed);
+        state.step.store(step, Ordering::Relaxed);
+        state.present.store(present, Ordering::Relaxed);
         let token = self.inner.next_token.fetch_add(1, Ordering::Relaxed);
         state.unreleased.fetch_add(1, Ordering::AcqRel);
         if alone {
-            self.inner.own_slices.fetch_add(u64::from(tensor.slice_count), Ordering::Relaxed);
-            open.released(part.tensor, token);
+            let summed = if gives.op().is_some() { tensor.slice_count } else { 0 };
+            self.inner.own_slices.fetch_add(u64::from(summed), Ordering::Relaxed);
+            open.released(id, token);
             return Ok(token);
         }
         self.inner.shared.progressed();
         self.inner.shared.lock().accounting.submitted(Instant::now());
-        let start = NonNull::new(part.address as *mut u8).unwrap_or(NonNull::dangling());
+        let start = NonNull::new(address as *mut u8).unwrap_or(NonNull::dangling());
         // SAFETY: the caller vouches for the memory; its length was checked against the book.
-        let memory =
-            unsafe { Chunk::handed(start, part.len_bytes, Arc::clone(&open) as _, part.tensor, token) };
-        let Part { book, tensor, len_bytes, op, step, absent, more, .. } = part;
+        let memory = unsafe { Chunk::handed(start, len_bytes, Arc::clone(&open) as _, id, token) };
         for (lane, mailbox) in lanes.iter().enumerate() {
-            if open.lanes[tensor as usize] & (1 << lane) != 0 {
-                let command = Command::Submit { book, tensor, seq, step, op, memory: memory.clone(), absent };
+            if open.lanes[id as usize] & (1 << lane) != 0 {
+                let command = Command::Submit(submission.with(seq, memory.clone()));
                 if more { mailbox.send_held(command, len_bytes) } else { mailbox.send(command) }
             }
         }
         Ok(token)
     }
 
-    fn check_part<'a>(&self, open: &'a OpenBook, part: &Part) -> Result<&'a Tensor, Failure> {
-        let tensor = self.tensor(open, part.tensor)?;
-        let (book, name, dtype) = (&open.book.name, &tensor.name, tensor.dtype);
-        if tensor.route == Route::Gather {
-            return Err(Failure::config(format!(
-                "{book}: {name} is gathered, not summed; use submit_gather()"
-            )));
-        }
-        if part.len_bytes as u64 != tensor.len_bytes() {
-            let (given, expected) = (part.len_bytes, tensor.len_bytes());
-            return Err(Failure::config(format!(
-                "{book}: {name} has {expected} bytes, but {given} were submitted"
-            )));
-        }
-        if part.len_bytes > 0 && (part.address == 0 || !part.address.is_multiple_of(dtype.size_bytes())) {
-            return Err(Failure::config(format!(
-                "{book}: the memory of {name} is not aligned to its elements"
-            )));
-        }
-        if let Some(why) = part.op.refused_on_wire(dtype, tensor.wire) {
-            return Err(Failure::config(format!("{book}: {:?} of {name} ({dtype:?}): {why}", part.op)));
-        }
-        Ok(tensor)
+    fn check_submission<'a>(
+        &self,
+        open: &'a OpenBook,
+        submission: &Submission<Lent>,
+    ) -> Result<&'a Tensor, Failure> {
+        let tensor = self.tensor(open, submission.tensor)?;
+        let fits = match submission.gives.op() {
+            Some(op) => check_whole(tensor, submission.memory, op),
+            None => self.check_bytes(tensor, submission),
+        };
+        fits.map_err(|why| Failure::config(format!("{}: {why}", open.book.name))).map(|()| tensor)
     }
 
     /// Tokens whose memory will never be touched again, since the last call.
@@ -465,6 +448,23 @@ fn window_bytes(config: &EngineConfig) -> u64 {
     let share = (WINDOWS_BYTES / windows).clamp(*WINDOW_BYTES.start(), *WINDOW_BYTES.end());
     let slice_bytes = if config.slice_bytes == 0 { slicing::SLICE_BYTES } else { config.slice_bytes };
     share.max(2 * slice_bytes as u64)
+}
+
+/// Whether this memory may be a tensor to be combined; if not, why.
+fn check_whole(tensor: &Tensor, Lent { address, len_bytes }: Lent, op: Op) -> Result<(), String> {
+    let (name, dtype) = (&tensor.name, tensor.dtype);
+    if tensor.route == Route::Gather {
+        return Err(format!("{name} is gathered, not summed; use submit_gather()"));
+    }
+    if len_bytes as u64 != tensor.len_bytes() {
+        let expected = tensor.len_bytes();
+        return Err(format!("{name} has {expected} bytes, but {len_bytes} were submitted"));
+    }
+    if len_bytes > 0 && (address == 0 || !address.is_multiple_of(dtype.size_bytes())) {
+        return Err(format!("the memory of {name} is not aligned to its elements"));
+    }
+    let refused = op.refused_on_wire(dtype, tensor.wire);
+    refused.map_or(Ok(()), |why| Err(format!("{op:?} of {name} ({dtype:?}): {why}")))
 }
 
 fn chosen_slicing(config: &EngineConfig, rates: &Rates) -> Slicing {

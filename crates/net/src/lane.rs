@@ -202,12 +202,7 @@ impl Lane {
             return self.command_after_failure(command);
         }
         let event = match command {
-            Command::Submit { book, tensor, seq, step, op, memory, absent } => {
-                Event::Submit { book, tensor, seq, step, op, memory, absent }
-            }
-            Command::Gather { book, tensor, seq, step, memory, len_bytes, only_to } => {
-                Event::Gather { book, tensor, seq, step, memory, len_bytes, only_to }
-            }
+            Command::Submit(submission) => Event::Submit(submission),
             Command::Control { header, payload } => Event::Control { to: None, header, payload },
             Command::Ask(question) => {
                 let answer = self.answer(question);

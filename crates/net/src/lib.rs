@@ -27,7 +27,7 @@ mod summing;
 
 pub use accounting::{Busy, Phase};
 pub use call::Handle;
-pub use engine::{Bytes, CallPart, Engine, EngineConfig, Part};
+pub use engine::{CallPart, Engine, EngineConfig, Lent};
 pub use failure::{Failure, Stop};
 pub use report::{BookReport, LayerReport, Report};
 pub use summing::summing_rate;

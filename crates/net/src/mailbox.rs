@@ -9,7 +9,7 @@ use penstock_core::calls::Call;
 use penstock_core::life::Question;
 use penstock_core::node::Counters;
 use penstock_core::types::GroupId;
-use penstock_core::{BookId, Header, Op, Rank, Seq, Step, TensorId};
+use penstock_core::{BookId, Header, Rank, Submission};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
@@ -20,17 +20,7 @@ pub(crate) enum Command {
     /// Each layer's place in the forward pass.
     Places { book: BookId, places: Arc<[u32]> },
     /// This rank's part in the next exchange of a tensor.
-    Submit { book: BookId, tensor: TensorId, seq: Seq, step: Step, op: Op, memory: Chunk, absent: bool },
-    /// This rank's part in the next exchange of a tensor that is gathered.
-    Gather {
-        book: BookId,
-        tensor: TensorId,
-        seq: Seq,
-        step: Step,
-        memory: Chunk,
-        len_bytes: u32,
-        only_to: Option<Rank>,
-    },
+    Submit(Submission<Chunk>),
     /// A control frame to all other ranks.
     Control { header: Header, payload: Option<Chunk> },
     /// This rank contributes no more until all have left.

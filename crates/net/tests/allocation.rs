@@ -4,8 +4,8 @@ mod support;
 
 use penstock_core::layout::Tensor;
 use penstock_core::way::Algorithm;
-use penstock_core::{Dtype, Op, Route};
-use penstock_net::{Engine, EngineConfig, Part};
+use penstock_core::{Dtype, Gives, Op, Route, Submission};
+use penstock_net::{Engine, EngineConfig, Lent};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -68,18 +68,16 @@ fn allocate_nothing_per_slice(route: Route, wire: Dtype) {
                 let before = ALLOCATIONS.load(Ordering::Relaxed);
                 meeting.wait();
                 let (address, len_bytes) = (values.as_mut_ptr() as usize, SLICES * SLICE_BYTES);
-                let part = Part {
+                let part = Submission {
                     book,
                     tensor: 0,
-                    address,
-                    len_bytes,
-                    op: Op::Average,
+                    seq: 0,
                     step: round,
-                    absent: false,
-                    more: false,
+                    memory: Lent { address, len_bytes },
+                    gives: Gives::Whole(Op::Average),
                 };
                 // SAFETY: `values` stays until the exchange is released.
-                unsafe { engine.submit(part) }.unwrap();
+                unsafe { engine.submit(part, false) }.unwrap();
                 engine.wait(book, &[0], true, &mut || false).unwrap();
                 meeting.wait();
                 if round >= WARM_UP_ROUNDS {

@@ -5,8 +5,8 @@ mod support;
 use penstock_core::calls::{Action, Request};
 use penstock_core::layout::Tensor;
 use penstock_core::way::Algorithm;
-use penstock_core::{BookId, Dtype, Error, Op, Rank};
-use penstock_net::{CallPart, Engine, Failure, Part, Stop};
+use penstock_core::{BookId, Dtype, Error, Gives, Op, Rank, Submission};
+use penstock_net::{CallPart, Engine, Failure, Lent, Stop};
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::mpsc;
@@ -165,9 +165,16 @@ fn open(engine: &Engine) -> BookId {
 fn step(engine: &Engine, book: BookId) {
     let values = vec![1.0_f32; 3].leak();
     let (address, len_bytes) = (values.as_ptr() as usize, 12);
-    let part = Part { book, tensor: 0, address, len_bytes, op: Op::Sum, step: 5, absent: false, more: false };
+    let part = Submission {
+        book,
+        tensor: 0,
+        seq: 0,
+        step: 5,
+        memory: Lent { address, len_bytes },
+        gives: Gives::Whole(Op::Sum),
+    };
     // SAFETY: leaked.
-    unsafe { engine.submit(part) }.unwrap();
+    unsafe { engine.submit(part, false) }.unwrap();
     engine.wait(book, &[0], true, &mut give_up()).unwrap();
 }
 

@@ -5,8 +5,8 @@ mod support;
 use penstock_core::cost::Rates;
 use penstock_core::layout::{Book, Tensor};
 use penstock_core::way::Algorithm;
-use penstock_core::{BookId, Dtype, Error, Op, Rank, Route, TensorId};
-use penstock_net::{Bytes, Engine, EngineConfig, Failure, Part, Phase, Stop};
+use penstock_core::{BookId, Dtype, Error, Gives, Op, Rank, Route, Submission, TensorId};
+use penstock_net::{Engine, EngineConfig, Failure, Lent, Phase, Stop};
 use std::time::{Duration, Instant};
 use support::{Meeting, config, job, job_with, never, on_all};
 
@@ -27,7 +27,19 @@ fn submit(
 ) -> Result<u64, Failure> {
     let (address, len_bytes) = (values.as_mut_ptr() as usize, std::mem::size_of_val(values));
     // SAFETY: the callers below keep `values` until the exchange is released, or leak it.
-    unsafe { engine.submit(Part { book, tensor, address, len_bytes, op, step: 5, absent, more: false }) }
+    unsafe {
+        engine.submit(
+            Submission {
+                book,
+                tensor,
+                seq: 0,
+                step: 5,
+                memory: Lent { address, len_bytes },
+                gives: Gives::unless_absent(op, absent),
+            },
+            false,
+        )
+    }
 }
 
 /// One exchange of a tensor from start to release.
@@ -196,9 +208,16 @@ fn who_vanishes_in_the_middle_of_a_gather_is_named_by_all_with_layer_and_step() 
         all_have_returned.wait();
         let len_bytes = if rank == 2 { LEN_BYTES } else { 1000 };
         let address = vec![rank as u8; len_bytes].leak().as_ptr() as usize;
-        let bytes = Bytes { book, tensor: 0, address, len_bytes, step: 5, more: false, only_to: None };
+        let bytes = Submission {
+            book,
+            tensor: 0,
+            seq: 0,
+            step: 5,
+            memory: Lent { address, len_bytes },
+            gives: Gives::Bytes { len_bytes: len_bytes as u32, only_to: None },
+        };
         // SAFETY: leaked.
-        let submit = || unsafe { engine.submit_gather(bytes) };
+        let submit = || unsafe { engine.submit(bytes, false) };
         if rank == 2 {
             submit().unwrap();
             return; // Dropped without a goodbye.
@@ -486,9 +505,16 @@ fn a_contribution_for_one_rank_reaches_that_one_alone() {
             let owner = round % 3;
             let mine = vec![rank as u8; 9000 + rank as usize];
             let (address, len_bytes, only_to) = (mine.as_ptr() as usize, mine.len(), Some(Rank(owner)));
-            let bytes = Bytes { book, tensor: 0, address, len_bytes, step: round, more: false, only_to };
+            let bytes = Submission {
+                book,
+                tensor: 0,
+                seq: 0,
+                step: round,
+                memory: Lent { address, len_bytes },
+                gives: Gives::Bytes { len_bytes: len_bytes as u32, only_to },
+            };
             // SAFETY: `mine` stays until the wait for its release.
-            unsafe { engine.submit_gather(bytes) }.unwrap();
+            unsafe { engine.submit(bytes, false) }.unwrap();
             engine.wait(book, &[0], true, &mut never).unwrap();
             let length =
                 |other: u32| if rank == owner || other == rank { 9000 + u64::from(other) } else { 0 };
@@ -510,17 +536,11 @@ fn gathers_bring_every_ranks_bytes_and_refuse_what_does_not_fit() {
             let length = |other: u32, round: u32| ((other * 7919 + round * 5003) % 20_001) as usize;
             for round in 0..4 {
                 let mine = vec![rank as u8 + round as u8; length(rank, round)];
-                let bytes = Bytes {
-                    book,
-                    tensor: 1,
-                    address: mine.as_ptr() as usize,
-                    len_bytes: mine.len(),
-                    step: round,
-                    more: true,
-                    only_to: None,
-                };
+                let gives = Gives::Bytes { len_bytes: mine.len() as u32, only_to: None };
+                let memory = Lent { address: mine.as_ptr() as usize, len_bytes: mine.len() };
+                let bytes = Submission { book, tensor: 1, seq: 0, step: round, memory, gives };
                 // SAFETY: `mine` stays until the wait for its release.
-                unsafe { engine.submit_gather(bytes) }.unwrap();
+                unsafe { engine.submit(bytes, true) }.unwrap();
                 engine.wait(book, &[1], true, &mut never).unwrap();
                 let lengths: Vec<_> = (0..size).map(|other| Some(length(other, round) as u64)).collect();
                 assert_eq!(engine.gathered(book, 1).unwrap(), lengths);
@@ -534,31 +554,39 @@ fn gathers_bring_every_ranks_bytes_and_refuse_what_does_not_fit() {
                 }
             }
             engine.drop_gathered(book, 1).unwrap();
-            let too_long =
-                Bytes { book, tensor: 1, address: 8, len_bytes: 20_001, step: 0, more: false, only_to: None };
-            // SAFETY: refused before the memory is looked at, all three times.
-            let refused = unsafe { engine.submit_gather(too_long) }.unwrap_err().to_string();
-            assert!(refused.contains("rows has at most 20000 bytes"), "{refused}");
-            let nobody = Bytes { len_bytes: 1, only_to: Some(Rank(size)), ..too_long };
-            // SAFETY: as above.
-            let refused = unsafe { engine.submit_gather(nobody) }.unwrap_err().to_string();
-            assert!(refused.contains(&format!("for rank {size}")), "{refused}");
-            let summed = Bytes { tensor: 0, len_bytes: 0, ..too_long };
-            // SAFETY: as above.
-            let refused = unsafe { engine.submit_gather(summed) }.unwrap_err().to_string();
-            assert!(refused.contains("summed, not gathered"), "{refused}");
-            let part = Part {
+            let too_long = Submission {
                 book,
                 tensor: 1,
-                address: 8,
-                len_bytes: 20_000,
-                op: Op::Copy,
+                seq: 0,
                 step: 0,
-                absent: false,
-                more: false,
+                memory: Lent { address: 8, len_bytes: 20_001 },
+                gives: Gives::Bytes { len_bytes: 20_001, only_to: None },
+            };
+            // SAFETY: refused before the memory is looked at, all three times.
+            let refused = unsafe { engine.submit(too_long, false) }.unwrap_err().to_string();
+            assert!(refused.contains("rows has at most 20000 bytes"), "{refused}");
+            let nobody = Submission {
+                memory: Lent { address: 8, len_bytes: 1 },
+                gives: Gives::Bytes { len_bytes: 1, only_to: Some(Rank(size)) },
+                ..too_long
             };
             // SAFETY: as above.
-            let refused = unsafe { engine.submit(part) }.unwrap_err().to_string();
+            let refused = unsafe { engine.submit(nobody, false) }.unwrap_err().to_string();
+            assert!(refused.contains(&format!("for rank {size}")), "{refused}");
+            let summed = Submission { tensor: 0, ..too_long };
+            // SAFETY: as above.
+            let refused = unsafe { engine.submit(summed, false) }.unwrap_err().to_string();
+            assert!(refused.contains("summed, not gathered"), "{refused}");
+            let part = Submission {
+                book,
+                tensor: 1,
+                seq: 0,
+                step: 0,
+                memory: Lent { address: 8, len_bytes: 20_000 },
+                gives: Gives::Whole(Op::Copy),
+            };
+            // SAFETY: as above.
+            let refused = unsafe { engine.submit(part, false) }.unwrap_err().to_string();
             assert!(refused.contains("gathered, not summed"), "{refused}");
             let report = engine.report().unwrap();
             engine.shutdown(&mut never).unwrap();

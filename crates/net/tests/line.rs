@@ -8,8 +8,8 @@ use penstock_core::calls::{Action, Request};
 use penstock_core::cost::Rates;
 use penstock_core::layout::Tensor;
 use penstock_core::way::Algorithm;
-use penstock_core::{BookId, Dtype, Op};
-use penstock_net::{CallPart, Engine, Part};
+use penstock_core::{BookId, Dtype, Gives, Op, Submission};
+use penstock_net::{CallPart, Engine, Lent};
 use std::os::fd::{BorrowedFd, RawFd};
 use std::time::{Duration, Instant};
 use support::{job_with, never, on_all};
@@ -30,10 +30,17 @@ fn open(engine: &Engine) -> BookId {
 fn exchange(engine: &Engine, book: BookId) {
     let values = vec![1.0f32; 10_000];
     let (address, len_bytes) = (values.as_ptr() as usize, 40_000);
-    let part = Part { book, tensor: 0, address, len_bytes, op: Op::Sum, step: 0, absent: false, more: false };
+    let part = Submission {
+        book,
+        tensor: 0,
+        seq: 0,
+        step: 0,
+        memory: Lent { address, len_bytes },
+        gives: Gives::Whole(Op::Sum),
+    };
     let values = std::mem::ManuallyDrop::new(values);
     // SAFETY: released below, or leaked if that fails.
-    unsafe { engine.submit(part) }.unwrap();
+    unsafe { engine.submit(part, false) }.unwrap();
     engine.wait(book, &[0], true, &mut never).unwrap();
     drop(std::mem::ManuallyDrop::into_inner(values));
 }

@@ -6,8 +6,8 @@ use crate::errors::{bad_argument, named, raise, raise_stop};
 use crate::report;
 use penstock_core::layout::Tensor;
 use penstock_core::types::GroupId;
-use penstock_core::{BookId, Op, Rank, Route, Seq, Slicing, Step, TensorId};
-use penstock_net::{Bytes, EngineConfig, Part, Phase, Stop};
+use penstock_core::{BookId, Gives, Op, Rank, Route, Seq, Slicing, Step, Submission, TensorId};
+use penstock_net::{EngineConfig, Lent, Phase, Stop};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use std::ptr::NonNull;
@@ -184,16 +184,7 @@ impl Engine {
         step: Step,
         more: bool,
     ) -> PyResult<u64> {
-        self.take_part(Part {
-            book,
-            tensor,
-            address: ptr,
-            len_bytes: nbytes,
-            op: parse_op(op)?,
-            step,
-            absent: false,
-            more,
-        })
+        self.give((book, tensor, step), (ptr, nbytes), Gives::Whole(parse_op(op)?), more)
     }
 
     #[pyo3(signature = (book, tensor, ptr, nbytes, op, step, more=false))]
@@ -208,16 +199,7 @@ impl Engine {
         step: Step,
         more: bool,
     ) -> PyResult<u64> {
-        self.take_part(Part {
-            book,
-            tensor,
-            address: ptr,
-            len_bytes: nbytes,
-            op: parse_op(op)?,
-            step,
-            absent: true,
-            more,
-        })
+        self.give((book, tensor, step), (ptr, nbytes), Gives::Nothing(parse_op(op)?), more)
     }
 
     #[pyo3(signature = (book, tensor, ptr, nbytes, step, more=false, only_to=None))]
@@ -232,10 +214,10 @@ impl Engine {
         more: bool,
         only_to: Option<u32>,
     ) -> PyResult<u64> {
-        let only_to = only_to.map(Rank);
-        let bytes = Bytes { book, tensor, address: ptr, len_bytes: nbytes, step, more, only_to };
-        // SAFETY: as in `take_part`.
-        unsafe { self.engine.submit_gather(bytes) }.map_err(raise)
+        let len_bytes =
+            u32::try_from(nbytes).map_err(|_| bad_argument(format!("{nbytes} bytes are too many")))?;
+        let gives = Gives::Bytes { len_bytes, only_to: only_to.map(Rank) };
+        self.give((book, tensor, step), (ptr, nbytes), gives, more)
     }
 
     fn gathered(&self, book: BookId, tensor: TensorId) -> PyResult<Vec<Option<u64>>> {
@@ -405,9 +387,17 @@ impl Engine {
 }
 
 impl Engine {
-    fn take_part(&self, part: Part) -> PyResult<u64> {
+    fn give(
+        &self,
+        (book, tensor, step): (BookId, TensorId, Step),
+        (address, len_bytes): (usize, usize),
+        gives: Gives,
+        more: bool,
+    ) -> PyResult<u64> {
+        let submission =
+            Submission { book, tensor, seq: 0, step, memory: Lent { address, len_bytes }, gives };
         // SAFETY: `penstock.torch` keeps the tensor alive and leaves it alone until the token comes back, as
         // `_native.pyi` asks.
-        unsafe { self.engine.submit(part) }.map_err(raise)
+        unsafe { self.engine.submit(submission, more) }.map_err(raise)
     }
 }

@@ -9,7 +9,7 @@ use penstock_core::node::{Action, Config, Event, Node};
 use penstock_core::types::{Dtype, Rank};
 use penstock_core::way::Algorithm;
 use penstock_core::wire::{Kind, Op, Outgoing, Place};
-use penstock_core::{Error, Route};
+use penstock_core::{Error, Gives, Route, Submission};
 use penstock_sim::check::order::{self, Round};
 use penstock_sim::memory::{Chunk, RealMemory, SimMemory};
 use penstock_sim::random::Random;
@@ -83,7 +83,14 @@ impl Bench {
             None => bytes.fill(0x5A),
         });
         let absent = contribution.is_none();
-        let event = Event::Submit { book: 0, tensor: 0, seq, step: seq, op, memory, absent };
+        let event = Event::Submit(Submission {
+            book: 0,
+            tensor: 0,
+            seq,
+            step: seq,
+            memory,
+            gives: Gives::unless_absent(op, absent),
+        });
         self.step(rank, event)
     }
 

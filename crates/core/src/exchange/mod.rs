@@ -19,6 +19,7 @@ pub use context::{Context, Effect, Flow, Site};
 
 use crate::error::Error;
 use crate::memory::Memory;
+use crate::submission::Gives;
 use crate::types::Rank;
 use crate::way::Route;
 use crate::wire::Header;
@@ -45,39 +46,33 @@ impl<C: Clone> Exchange<C> {
         }
     }
 
-    /// This rank takes part in round `header.seq`: `memory` holds its contribution, unless that is `absent`, and gets the result.
-    /// In a gather it holds `header.argument` bytes, and gets nothing.
+    /// This rank takes part in round `header.seq`: `memory` holds what it gives, and of a sum gets the result.
     ///
     /// # Errors
-    /// [`Error::Config`] if the last round is not complete here; [`Error::Protocol`] if others are at another round.
+    /// [`Error::Config`] if this is not what the slice's route takes, or the last round is not complete here;
+    /// [`Error::Protocol`] if others are at another round.
     pub fn submit<M: Memory<Chunk = C>>(
         &mut self,
         header: &Header,
         memory: C,
-        absent: bool,
+        gives: Gives,
         context: &mut Context<'_, M>,
     ) -> Result<(), Error> {
-        match self {
-            Self::Store(store) => store.submit(header, memory, absent, context),
-            Self::Collective(collective) => collective.submit(header, memory, absent, context),
-            Self::Gather(gather) => gather.submit(header, &memory, None, context),
-        }
-    }
-
-    /// This rank takes part in a gather: `memory` holds `header.argument` bytes, for all others or only for one.
-    ///
-    /// # Errors
-    /// [`Error::Config`] if this is no gather, or the last round is not complete here.
-    pub fn gather<M: Memory<Chunk = C>>(
-        &mut self,
-        header: &Header,
-        memory: &C,
-        only_to: Option<Rank>,
-        context: &mut Context<'_, M>,
-    ) -> Result<(), Error> {
-        match self {
-            Self::Gather(gather) => gather.submit(header, memory, only_to, context),
-            Self::Store(_) | Self::Collective(_) => {
+        let absent = matches!(gives, Gives::Nothing(_));
+        match (self, gives) {
+            (Self::Store(store), Gives::Whole(_) | Gives::Nothing(_)) => {
+                store.submit(header, memory, absent, context)
+            }
+            (Self::Collective(collective), Gives::Whole(_) | Gives::Nothing(_)) => {
+                collective.submit(header, memory, absent, context)
+            }
+            (Self::Gather(gather), Gives::Bytes { only_to, .. }) => {
+                gather.submit(header, &memory, only_to, context)
+            }
+            (Self::Gather(_), _) => {
+                Err(Error::Config(format!("slice {} of book {} is gathered", header.slice, header.book)))
+            }
+            (_, Gives::Bytes { .. }) => {
                 Err(Error::Config(format!("slice {} of book {} is not gathered", header.slice, header.book)))
             }
         }

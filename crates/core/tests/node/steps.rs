@@ -9,7 +9,14 @@ fn mismatch(scheme: Route, others: &[(u32, u32)]) -> Option<Error> {
     let mut bench = Bench::new(0, ranks, 1 << 20);
     bench.node.open_book(0, book_of(8, ranks, &[(scheme, Dtype::F32)]), &mut bench.actions).unwrap();
     let memory = user_memory(4096);
-    let event = Event::Submit { book: 0, tensor: 0, seq: 1, step: 7, op: Op::Average, memory, absent: false };
+    let event = Event::Submit(Submission {
+        book: 0,
+        tensor: 0,
+        seq: 1,
+        step: 7,
+        memory,
+        gives: Gives::Whole(Op::Average),
+    });
     bench.node.step(event, &mut bench.actions).unwrap();
     let come = |&(from, step): &(u32, u32)| {
         // The first of a central server hears rank r in step r - 1 of the plan.
@@ -79,7 +86,14 @@ fn ranks_that_have_left_may_have_been_anywhere() {
     let mut bench = Bench::with_book(0, 3, 1 << 20);
     for (seq, step) in [(1, 1), (2, 2)] {
         let memory = user_memory(4096);
-        let event = Event::Submit { book: 0, tensor: 0, seq, step, op: Op::Average, memory, absent: false };
+        let event = Event::Submit(Submission {
+            book: 0,
+            tensor: 0,
+            seq,
+            step,
+            memory,
+            gives: Gives::Whole(Op::Average),
+        });
         bench.node.step(event, &mut bench.actions).unwrap();
         bench.frame(2, Header { step, ..exchange(Kind::PushAbsent, 0, seq, Op::Average) }).unwrap();
         if seq == 1 {

@@ -6,10 +6,10 @@ use crate::check::{Checker, Violation, check};
 use crate::memory::{Chunk, SimMemory};
 use crate::program::{Instruction, Sabotage, Setup, Submission};
 use crate::random::Random;
-use penstock_core::Route;
 use penstock_core::node::Event;
 use penstock_core::types::{BookId, Dtype, Rank, Seq, SliceId, TensorId};
 use penstock_core::wire::{Header, Kind};
+use penstock_core::{Gives, Route, Submission as Part};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Where a rank is.
@@ -263,7 +263,9 @@ impl<M: SimMemory> World<M> {
                 model.submit(book, tensor, seq, absent);
             }
             let memory = memory.clone();
-            self.step(rank, lane, Event::Submit { book, tensor, seq, step, op, memory, absent })?;
+            let gives = Gives::unless_absent(op, absent);
+            let part = Part { book, tensor, seq, step, memory, gives };
+            self.step(rank, lane, Event::Submit(part))?;
         }
         let slices = setup.books[usize::from(book)].slices_of(tensor);
         if self.workers[rank.index()].tensor(book, tensor).is_some_and(|tensor| tensor.remaining > 0)
@@ -300,11 +302,9 @@ impl<M: SimMemory> World<M> {
         if let Some(model) = self.model(rank, lane) {
             model.gather(book, tensor, seq, len_bytes);
         }
-        self.step(
-            rank,
-            lane,
-            Event::Gather { book, tensor, seq, step: seq, memory, len_bytes, only_to: None },
-        )
+        let gives = Gives::Bytes { len_bytes, only_to: None };
+        let part = Part { book, tensor, seq, step: seq, memory, gives };
+        self.step(rank, lane, Event::Submit(part))
     }
 
     /// All contributions to a gather are here. They stay until the next submission.

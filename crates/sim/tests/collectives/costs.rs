@@ -21,8 +21,14 @@ impl Bench {
     fn contribute(&mut self, book: &Book, rank: u32) {
         for (tensor, layout) in (0..).zip(&book.tensors) {
             let memory = RealMemory::tensor(layout.len_bytes() as usize);
-            let event =
-                Event::Submit { book: 0, tensor, seq: 1, step: 1, op: Op::Sum, memory, absent: false };
+            let event = Event::Submit(Submission {
+                book: 0,
+                tensor,
+                seq: 1,
+                step: 1,
+                memory,
+                gives: Gives::Whole(Op::Sum),
+            });
             self.step(rank, event).unwrap();
         }
     }
@@ -30,7 +36,14 @@ impl Bench {
     /// A rank contributes so many bytes to a tensor that is gathered.
     fn gather(&mut self, rank: u32, tensor: u32, len_bytes: u64, only_to: Option<Rank>) {
         let (memory, len_bytes) = (RealMemory::tensor(len_bytes as usize), len_bytes as u32);
-        let event = Event::Gather { book: 0, tensor, seq: 1, step: 1, memory, len_bytes, only_to };
+        let event = Event::Submit(Submission {
+            book: 0,
+            tensor,
+            seq: 1,
+            step: 1,
+            memory,
+            gives: Gives::Bytes { len_bytes, only_to },
+        });
         self.step(rank, event).unwrap();
     }
 
