@@ -13,6 +13,8 @@ from typing import Literal, TypedDict, final, type_check_only
 __all__ = [
     "ALGORITHMS",
     "COLLECTIVES",
+    "SCHEMES",
+    "WIRE_TYPES",
     "Call",
     "Engine",
     "allreduce_cost",
@@ -32,6 +34,12 @@ ALGORITHMS: tuple[_Algorithm, ...]
 
 COLLECTIVES: tuple[_Algorithm, ...]
 """Those of them that are not the store."""
+
+SCHEMES: tuple[str, ...]
+"""The ways in which a layer can be synchronised; see crates/core/src/way.rs."""
+
+WIRE_TYPES: dict[str, str]
+"""Of schemes that are the store with fp32 gradients rounded on the wire: the dtype to which they are."""
 
 _Tensor = (
     tuple[str, int, str, int] | tuple[str, int, str, int, _Scheme] | tuple[str, int, str, int, Literal["store"], str]
@@ -99,6 +107,7 @@ class Choice(TypedDict):
     scheme: str
     code: str
     reason: str
+    lossy: bool
     estimates: list[Estimate]
 
 @type_check_only
@@ -134,6 +143,10 @@ def best_scheme(
     rates: _Rates,
     allowed: list[str],
     current: str | None = None,
+    given: str | None = None,
+    shortened: tuple[str, int] | None = None,
+    collective: str | None = None,
+    why_whole: str | None = None,
 ) -> Choice:
     """The best scheme for a layer by policy ``paper`` or ``measured``.
 
@@ -142,6 +155,10 @@ def best_scheme(
     of collectives. ``rates`` are bytes per second, latency in
     seconds, bytes summed per second, floating point operations of a matrix product per second, seconds of work for an
     exchange of rows.
+
+    ``given`` is what the user has asked for; if that sends less than the gradient, ``shortened`` is what it leaves out,
+    and how many bytes a rank sends to each other. ``collective`` takes the store's place in the book. ``why_whole`` is
+    why the gradient must travel whole, if it must.
     """
 
 def allreduce_cost(algorithm: str, elems: int, elem_bytes: int, workers: int, slices: int, rates: _Rates) -> Allreduce:

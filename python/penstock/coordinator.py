@@ -25,16 +25,10 @@ if TYPE_CHECKING:
     from penstock._native import Choice
     from penstock.explanation import Explanation
 
-__all__ = ["EXACT_GATHERS", "LOSSY", "POLICIES", "Cluster", "Coordinator", "Placed", "Rates", "best_collectives"]
+__all__ = ["EXACT_GATHERS", "POLICIES", "Cluster", "Coordinator", "Placed", "Rates", "best_collectives"]
 
 EXACT_GATHERS = ("factors", "pairs")
 """What may be chosen while training, besides what whole gradients travel by."""
-
-LOSSY = {
-    "bf16": "rounded to bf16 on the wire, summed in fp32",
-    "fp16": "rounded to fp16 on the wire, summed in fp32",
-}
-"""What is never chosen, only given, and what is lost."""
 
 
 @dataclass(frozen=True)
@@ -272,53 +266,25 @@ class Coordinator:
             layer: The layer.
             current: The scheme in use, if there is one.
         """
-        rows, why_store = self._rows.get(layer.name, []), layer.why_store
-        if why_store is None and layer.name in self._whole:
-            why_store = f"rank {self._whole[layer.name]} would send its gradient whole"
+        name, rows = layer.name, self._rows.get(layer.name, [])
+        why_whole = layer.why_store
+        if why_whole is None and name in self._whole:
+            why_whole = f"rank {self._whole[name]} would send its gradient whole"
         if layer.kind == "embedding":  # pairs of one row are merged, so there are no more than rows
             rows = [min(count, layer.shape[0]) for count in rows]
-        collective = self.collectives.get(layer.name)
-        allowed = list(self.allowed) if why_store is None else []
-        choice = _best(
+        lossy = self.lossy.get(name)
+        return _best(
             layer,
             self.cluster,
             self.policy,
             self.rates,
             rows=rows,
-            allowed=allowed if collective is None else [*allowed, collective],
-            current=None if layer.name in self.lossy else current,  # which it would not know
-        )
-        if layer.name in self.lossy:
-            self._add_lossy(choice, layer, self.lossy[layer.name])
-        elif layer.name in self.fixed:
-            given = self.fixed[layer.name]
-            reason = f"LOSSY, as given: {LOSSY[given]}" if given in LOSSY else "as given"
-            choice["scheme"], choice["code"], choice["reason"] = given, "given", reason
-        elif collective is not None and choice["scheme"] == "store":  # which the engine's book does not allow
-            choice["scheme"], choice["code"] = collective, "kept"
-            choice["reason"] = f"as chosen before training; now through the store {choice['reason']}"
-        elif choice["code"] == "dense" and why_store is not None:
-            choice["code"], choice["reason"] = "store-only", why_store
-        return choice
-
-    def _add_lossy(self, choice: Choice, layer: Layer, scheme: LossyScheme) -> None:
-        """Every rank sends its contribution to all others. What packing and summing take is not estimated."""
-        nbytes = scheme.contribution_bytes(layer.tensors) * (self.cluster.n_worker - 1)
-        choice["scheme"], choice["code"] = scheme.name, "lossy"
-        choice["reason"] = f"LOSSY, as given: {scheme.describe()}"
-        seconds = self.rates.latency_s + nbytes / self.rates.bytes_per_s
-        store = next(one for one in choice["estimates"] if one["scheme"] == "store")
-        choice["estimates"].append(
-            {
-                **store,
-                "scheme": scheme.name,
-                "steps": 1,
-                "direction_bytes": nbytes,
-                "node_bytes": 2 * nbytes,
-                "total_bytes": nbytes * self.cluster.n_worker,
-                "wire_s": seconds,
-                "rebuild_s": 0.0,
-            }
+            allowed=self.allowed,
+            current=current,
+            given=self.fixed.get(name) if lossy is None else lossy.name,
+            shortened=None if lossy is None else (lossy.describe(), lossy.contribution_bytes(layer.tensors)),
+            collective=self.collectives.get(name),
+            why_whole=why_whole,
         )
 
     # Asked by anybody
@@ -440,6 +406,7 @@ def _best(
     rows: Sequence[int] = (),
     allowed: Sequence[str],
     current: str | None,
+    **terms: Any,
 ) -> Choice:
     from penstock._native import best_scheme
 
@@ -458,6 +425,7 @@ def _best(
         rates=rates.native(),
         allowed=list(allowed),
         current=current,
+        **terms,
     )
 
 

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.account import shortened
-from penstock.coordinator import LOSSY
 
 if TYPE_CHECKING:
     from penstock.coordinator import Coordinator, Rates
@@ -156,7 +155,7 @@ def _plan(coordinator: Coordinator, name: str) -> LayerPlan:
         reason=choice["reason"],
         wire_s=chosen["direction_bytes"] / coordinator.rates.bytes_per_s,
         rebuild_s=chosen["rebuild_s"],
-        lossy=choice["scheme"] in LOSSY or choice["code"] == "lossy",
+        lossy=choice["lossy"],
     )
 
 

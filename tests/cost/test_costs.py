@@ -117,7 +117,7 @@ def test_step_times_are_in_order():
         (lambda: choose("paper", 10, 10, [1], 2), "rows of 1 workers"),
         (lambda: choose("paper", 10, 10, 1 << 60, 2), "rows"),
         (lambda: choose("paper", 10, 10, 1, 2, rates=(0.0, 0.0, 1.0, 1.0, 0.0)), "bytes_per_s"),
-        (lambda: _native.allreduce_cost("factors", 1, 4, 2, 1, GIGABIT), "no allreduce"),
+        (lambda: _native.allreduce_cost("factors", 1, 4, 2, 1, GIGABIT), "unknown algorithm"),
         (lambda: _native.allreduce_cost("ring", 1, 4, 0, 1, GIGABIT), "bounds"),
         (lambda: _native.step_times([(-1.0, 0.0, 0.0)]), "negative"),
     ],

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import penstock as ps
-from penstock.coordinator import LOSSY
 from penstock.errors import ConfigError, ModelMismatch
+from penstock.lossy import BY_NAME
 from penstock.torch import distribute
 from penstock.torch.facts import coordinator_of, explain
 from penstock.torch.reads.safety import owner_of
@@ -130,7 +130,7 @@ def test_the_book_says_so_and_explain_too(arm):
         coordinator, explanation = coordinator_of(model), explain(model)
         assert [coordinator.best_scheme(str(layer)) for layer in range(4)] == ["bf16", "bf16", "fp16", "store"]
         plan = explanation.layers[0]
-        assert (plan.lossy, plan.reason) == (True, f"LOSSY, as given: {LOSSY['bf16']}")
+        assert (plan.lossy, plan.reason) == (True, "LOSSY, as given: rounded to bf16 on the wire, summed in fp32")
         assert 2 * plan.scheme_bytes["bf16"] == plan.scheme_bytes["store"]
         assert explanation.chosen_bytes < explanation.store_bytes
         assert "3 layers of 4 LOSSY (bf16 and fp16)" in explanation.render()
@@ -157,11 +157,11 @@ def test_the_book_says_so_and_explain_too(arm):
 def test_automatic_schemes_are_never_lossy():
     def main(rank, engine):
         model, _ = distribute(network(), None, schemes="auto")
-        assert not set(coordinator_of(model).allowed) & set(LOSSY)
+        assert not set(coordinator_of(model).allowed) & {*WIRE_TYPES, *BY_NAME}
         assert not any(plan.lossy for plan in explain(model).layers)
 
     run(main)
-    assert set(LOSSY) >= set(WIRE_TYPES)
+    assert set(WIRE_TYPES) == set(TYPES)
 
 
 def test_ranks_that_differ_are_refused():

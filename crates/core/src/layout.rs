@@ -301,6 +301,9 @@ fn check(
         let (layers_max, tensors_max) = (limits::LAYERS_MAX, limits::TENSORS_MAX);
         return fail(format!("more than {layers_max} layers or {tensors_max} tensors"));
     }
+    if let Some(Tensor { name, .. }) = tensors.iter().find(|t| t.route == Route::Owner) {
+        return fail(format!("tensor {name:?} cannot travel by its owner: gather it for one rank"));
+    }
     let gathered = |t: &&Tensor| t.route == Route::Gather;
     let unfit = |t: &&Tensor| t.dtype != Dtype::Bytes || t.elems > limits::GATHER_BYTES_MAX;
     if let Some(tensor) = tensors.iter().filter(gathered).find(unfit) {

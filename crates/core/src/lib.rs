@@ -37,5 +37,5 @@ pub use layout::Book;
 pub use slicing::Slicing;
 pub use submission::{Gives, Submission};
 pub use types::{BookId, Dtype, LayerId, Rank, Seq, SliceId, Step, TensorId};
-pub use way::{Algorithm, Route};
+pub use way::{Algorithm, Payload, Route, Way};
 pub use wire::{Header, Kind, Op};

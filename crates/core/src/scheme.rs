@@ -9,94 +9,11 @@ mod facts;
 mod reason;
 
 use crate::cost::Rates;
-use crate::error::Error;
-use crate::way::Algorithm;
+use crate::types::Unknown;
+use crate::way::{Algorithm, Way};
 pub use facts::{Estimate, Facts, INDEX_BYTES, Kind};
-pub use reason::Reason;
-use std::fmt;
+pub use reason::{MARGIN, Reason};
 use std::str::FromStr;
-
-/// The part of the present scheme's time that another must save before it takes over.
-pub const MARGIN: f64 = 0.1;
-
-/// How a layer is synchronised.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Scheme {
-    /// The gradient itself, by an allreduce.
-    Dense(Algorithm),
-    /// Sufficient factors of a linear layer, from every rank to every other.
-    Factors,
-    /// (index, row) pairs of an embedding, from every rank to every other.
-    Pairs,
-    /// Project Adam's: factors to the layer's owner, the full matrix back. For comparison; chosen only if asked for.
-    Adam,
-    /// The store with fp32 gradients rounded to bf16 on the wire. Lossy, and so never chosen.
-    Bf16,
-    /// The same with IEEE half precision.
-    Fp16,
-}
-
-impl Scheme {
-    /// The sharded store.
-    pub const STORE: Self = Self::Dense(Algorithm::Store);
-    /// All, in the order in which ties are decided.
-    pub const ALL: [Self; 10] = [
-        Self::STORE,
-        Self::Dense(Algorithm::Central),
-        Self::Dense(Algorithm::Tree),
-        Self::Dense(Algorithm::Ring),
-        Self::Dense(Algorithm::Butterfly),
-        Self::Factors,
-        Self::Pairs,
-        Self::Adam,
-        Self::Bf16,
-        Self::Fp16,
-    ];
-
-    /// Its word in the glossary.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Dense(algorithm) => algorithm.name(),
-            Self::Factors => "factors",
-            Self::Pairs => "pairs",
-            Self::Adam => "adam",
-            Self::Bf16 => "bf16",
-            Self::Fp16 => "fp16",
-        }
-    }
-
-    /// Whether results differ from the exact ones by more than the rounding of fp32 sums. Such a scheme is for users to ask for.
-    #[must_use]
-    pub fn is_lossy(self) -> bool {
-        matches!(self, Self::Bf16 | Self::Fp16)
-    }
-
-    fn fits(self, kind: Kind) -> bool {
-        match self {
-            Self::Dense(_) | Self::Bf16 | Self::Fp16 => true,
-            Self::Factors | Self::Adam => matches!(kind, Kind::Linear { .. }),
-            Self::Pairs => matches!(kind, Kind::Embedding { .. }),
-        }
-    }
-}
-
-impl fmt::Display for Scheme {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for Scheme {
-    type Err = Error;
-
-    fn from_str(name: &str) -> Result<Self, Error> {
-        Self::ALL.into_iter().find(|scheme| scheme.name() == name).ok_or_else(|| {
-            let names = Self::ALL.map(Self::name).join(", ");
-            Error::Config(format!("unknown scheme {name:?}: expected one of {names}"))
-        })
-    }
-}
 
 /// How schemes are chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -108,37 +25,76 @@ pub enum Policy {
 }
 
 impl FromStr for Policy {
-    type Err = Error;
+    type Err = Unknown;
 
-    fn from_str(name: &str) -> Result<Self, Error> {
-        match name {
-            "paper" => Ok(Self::Paper),
-            "measured" => Ok(Self::Measured),
-            _ => Err(Error::Config(format!("unknown policy {name:?}: expected paper or measured"))),
-        }
+    fn from_str(name: &str) -> Result<Self, Unknown> {
+        let name_of = |policy| if policy == Self::Paper { "paper" } else { "measured" };
+        Unknown::unless_among("policy", name, [Self::Paper, Self::Measured], name_of)
     }
+}
+
+/// What may be decided for a layer, and what is decided already.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Terms<'a> {
+    /// Ways that may be chosen besides the store; those that do not fit the layer, or are lossy, are passed over.
+    pub allowed: &'a [Way],
+    /// The way in use, if the layer has been synchronised before.
+    pub current: Option<Way>,
+    /// What the user has asked for.
+    pub given: Option<Given<'a>>,
+    /// The collective that takes the store's place in the book, if one does; chosen before training.
+    pub collective: Option<Algorithm>,
+    /// Why the layer's gradient must travel whole, if it must.
+    pub why_whole: Option<&'a str>,
+}
+
+/// A way that is given and not chosen.
+#[derive(Debug, Clone, Copy)]
+pub struct Given<'a> {
+    /// The way.
+    pub way: Way,
+    /// If it shortens gradients: what is left out, in words.
+    pub what: &'a str,
 }
 
 /// A choice.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Decision {
     /// What to do.
-    pub scheme: Scheme,
+    pub way: Way,
     /// Why.
     pub reason: Reason,
 }
 
-/// The best scheme for a layer.
-///
-/// * `allowed`: schemes that may be chosen besides the store; those that do not fit the layer, or are lossy, are passed over.
-/// * `current`: the scheme in use, if the layer has been synchronised before.
+/// How a layer is synchronised: as given, or the best way that is allowed.
 #[must_use]
-pub fn best_scheme(
-    policy: Policy,
-    facts: &Facts<'_>,
-    allowed: &[Scheme],
-    current: Option<Scheme>,
-) -> Decision {
+pub fn decide(policy: Policy, facts: &Facts<'_>, terms: &Terms<'_>) -> Decision {
+    if let Some(Given { way, what }) = terms.given {
+        let reason = match (way.shortens(), way.wire) {
+            (true, _) => Reason::Shortened(what.into()),
+            (false, Some(wire)) => Reason::Rounded(wire),
+            (false, None) => Reason::Given,
+        };
+        return Decision { way, reason };
+    }
+    let mut allowed = if terms.why_whole.is_none() { terms.allowed.to_vec() } else { Vec::new() };
+    allowed.extend(terms.collective.map(Way::sum));
+    let best = best_way(policy, facts, &allowed, terms.current);
+    match (terms.collective, terms.why_whole) {
+        // The book does not have the store for this layer.
+        (Some(algorithm), _) if best.way == Way::STORE => {
+            Decision { way: Way::sum(algorithm), reason: Reason::KeptCollective(Box::new(best.reason)) }
+        }
+        (_, Some(why)) if best.reason == Reason::Dense => {
+            Decision { reason: Reason::StoreOnly(why.into()), ..best }
+        }
+        _ => best,
+    }
+}
+
+/// The best way for a layer, of the store and those that are allowed; `current` is the one in use, if there is one.
+#[must_use]
+pub fn best_way(policy: Policy, facts: &Facts<'_>, allowed: &[Way], current: Option<Way>) -> Decision {
     match policy {
         Policy::Paper => paper(facts, allowed),
         Policy::Measured => measured(facts, allowed, current),
@@ -146,31 +102,31 @@ pub fn best_scheme(
 }
 
 /// Poseidon's Algorithm 1, BESTSCHEME.
-fn paper(facts: &Facts<'_>, allowed: &[Scheme]) -> Decision {
-    let store = |reason| Decision { scheme: Scheme::STORE, reason };
-    if !matches!(facts.kind, Kind::Linear { .. }) || !allowed.contains(&Scheme::Factors) {
+fn paper(facts: &Facts<'_>, allowed: &[Way]) -> Decision {
+    let store = |reason| Decision { way: Way::STORE, reason };
+    if !matches!(facts.kind, Kind::Linear { .. }) || !allowed.contains(&Way::FACTORS) {
         return store(Reason::Dense);
     }
     let Some(layer) = facts.fully_connected() else { return store(Reason::RowsUnknown) };
     let (factors, both) = (layer.factors_worker(), layer.store_both());
     if layer.factors_are_best() {
-        Decision { scheme: Scheme::Factors, reason: Reason::FewerNumbers { factors, store: both } }
+        Decision { way: Way::FACTORS, reason: Reason::FewerNumbers { factors, store: both } }
     } else {
         store(Reason::MoreNumbers { factors, store: both })
     }
 }
 
-fn measured(facts: &Facts<'_>, allowed: &[Scheme], current: Option<Scheme>) -> Decision {
-    let decide = |scheme, reason| Decision { scheme, reason };
+fn measured(facts: &Facts<'_>, allowed: &[Way], current: Option<Way>) -> Decision {
+    let decide = |way, reason| Decision { way, reason };
     if facts.workers < 2 {
-        return decide(Scheme::STORE, Reason::OneWorker);
+        return decide(Way::STORE, Reason::OneWorker);
     }
-    let candidates: Vec<Estimate> = Scheme::ALL
+    let candidates: Vec<Estimate> = Way::ALL
         .into_iter()
-        .filter(|scheme| *scheme != Scheme::STORE && !scheme.is_lossy() && allowed.contains(scheme))
-        .filter_map(|scheme| facts.estimate(scheme))
+        .filter(|way| *way != Way::STORE && !way.is_lossy() && allowed.contains(way))
+        .filter_map(|way| facts.estimate(way))
         .collect();
-    let store_s = facts.estimate(Scheme::STORE).map_or(0.0, |store| store.seconds());
+    let store_s = facts.estimate(Way::STORE).map_or(0.0, |store| store.seconds());
     let mut best: Option<&Estimate> = None;
     for candidate in &candidates {
         if best.is_none_or(|best| candidate.seconds() < best.seconds()) {
@@ -178,25 +134,24 @@ fn measured(facts: &Facts<'_>, allowed: &[Scheme], current: Option<Scheme>) -> D
         }
     }
     let Some(best) = best else {
-        let sends_rows = |scheme: &Scheme| !scheme.is_lossy() && !matches!(scheme, Scheme::Dense(_));
-        let gathers = allowed.iter().any(|scheme| sends_rows(scheme) && scheme.fits(facts.kind));
-        return decide(Scheme::STORE, if gathers { Reason::RowsUnknown } else { Reason::Dense });
+        let gathers = allowed.iter().any(|way| way.sends_rows() && facts.fit(*way));
+        return decide(Way::STORE, if gathers { Reason::RowsUnknown } else { Reason::Dense });
     };
     let best_s = best.seconds();
-    let (winner, winner_s) = if best_s < store_s { (best.scheme, best_s) } else { (Scheme::STORE, store_s) };
+    let (winner, winner_s) = if best_s < store_s { (best.way, best_s) } else { (Way::STORE, store_s) };
     // A scheme that has become slower than the store is no incumbent: it goes at once.
-    let seconds_of = |scheme: Scheme| match scheme {
-        Scheme::STORE => Some(store_s),
-        _ => candidates.iter().find(|candidate| candidate.scheme == scheme).map(Estimate::seconds),
+    let seconds_of = |way: Way| match way {
+        Way::STORE => Some(store_s),
+        _ => candidates.iter().find(|candidate| candidate.way == way).map(Estimate::seconds),
     };
-    match current.and_then(|scheme| Some((scheme, seconds_of(scheme)?))) {
-        Some((scheme, seconds))
-            if scheme != winner && seconds <= store_s && winner_s > seconds * (1.0 - MARGIN) =>
+    match current.and_then(|way| Some((way, seconds_of(way)?))) {
+        Some((way, seconds))
+            if way != winner && seconds <= store_s && winner_s > seconds * (1.0 - MARGIN) =>
         {
-            decide(scheme, Reason::Kept { other: winner, other_s: winner_s, seconds })
+            decide(way, Reason::Kept { other: winner, other_s: winner_s, seconds })
         }
-        _ if winner == Scheme::STORE => {
-            decide(winner, Reason::StoreFastest { other: best.scheme, other_s: best_s, store_s })
+        _ if winner == Way::STORE => {
+            decide(winner, Reason::StoreFastest { other: best.way, other_s: best_s, store_s })
         }
         _ => decide(winner, Reason::Faster { seconds: winner_s, store_s }),
     }
@@ -236,16 +191,16 @@ mod tests {
         product_flops_per_s: 1e30,
         gather_s: 0.0,
     };
-    const EVERYTHING: [Scheme; 7] = [
-        Scheme::STORE,
-        Scheme::Dense(Algorithm::Central),
-        Scheme::Dense(Algorithm::Tree),
-        Scheme::Dense(Algorithm::Ring),
-        Scheme::Dense(Algorithm::Butterfly),
-        Scheme::Factors,
-        Scheme::Pairs,
+    const EVERYTHING: [Way; 7] = [
+        Way::STORE,
+        Way::sum(Algorithm::Central),
+        Way::sum(Algorithm::Tree),
+        Way::sum(Algorithm::Ring),
+        Way::sum(Algorithm::Butterfly),
+        Way::FACTORS,
+        Way::PAIRS,
     ];
-    const GATHERS: [Scheme; 3] = [Scheme::STORE, Scheme::Factors, Scheme::Pairs];
+    const GATHERS: [Way; 3] = [Way::STORE, Way::FACTORS, Way::PAIRS];
 
     fn linear(outputs: u64, inputs: u64, rows: &[u64], rates: Rates) -> Facts<'_> {
         let workers = rows.len() as u32;
@@ -254,6 +209,7 @@ mod tests {
             elems: outputs * inputs,
             elem_bytes: 4,
             rows,
+            short_bytes: 0,
             workers,
             servers: workers,
             slice_bytes: 512 << 10,
@@ -266,8 +222,8 @@ mod tests {
         Facts { kind: Kind::Embedding { width }, elems: vocabulary * width, ..linear(1, 1, rows, rates) }
     }
 
-    fn choice(policy: Policy, facts: &Facts<'_>) -> Scheme {
-        best_scheme(policy, facts, &GATHERS, None).scheme
+    fn choice(policy: Policy, facts: &Facts<'_>) -> Way {
+        best_way(policy, facts, &GATHERS, None).way
     }
 
     #[test]
@@ -277,24 +233,19 @@ mod tests {
                 let rows = vec![32; nodes];
                 for (outputs, inputs) in [(4096, 25088), (4096, 4096), (1000, 4096)] {
                     let facts = linear(outputs, inputs, &rows, BYTES_ALONE);
-                    assert_eq!(
-                        choice(policy, &facts),
-                        Scheme::Factors,
-                        "{outputs} x {inputs}, {nodes} nodes"
-                    );
+                    assert_eq!(choice(policy, &facts), Way::FACTORS, "{outputs} x {inputs}, {nodes} nodes");
                 }
             }
-            assert_eq!(choice(policy, &linear(1000, 1024, &[128; 16], BYTES_ALONE)), Scheme::STORE);
+            assert_eq!(choice(policy, &linear(1000, 1024, &[128; 16], BYTES_ALONE)), Way::STORE);
         }
     }
 
     #[test]
     fn the_paper_says_why_in_numbers() {
-        let decision = best_scheme(Policy::Paper, &linear(4096, 4096, &[32; 8], BYTES_ALONE), &GATHERS, None);
+        let decision = best_way(Policy::Paper, &linear(4096, 4096, &[32; 8], BYTES_ALONE), &GATHERS, None);
         assert_eq!(decision.reason, Reason::FewerNumbers { factors: 3_670_016.0, store: 58_720_256.0 });
         assert_eq!(decision.reason.to_string(), "3.7 M numbers instead of 58.7 M through the store");
-        let decision =
-            best_scheme(Policy::Paper, &linear(1000, 1024, &[128; 16], BYTES_ALONE), &GATHERS, None);
+        let decision = best_way(Policy::Paper, &linear(1000, 1024, &[128; 16], BYTES_ALONE), &GATHERS, None);
         assert_eq!(decision.reason.code(), "more-numbers");
         assert_eq!(decision.reason.to_string(), "3.8 M numbers; factors would be 7.8 M");
     }
@@ -306,11 +257,11 @@ mod tests {
         let facts = |rows| linear(256, 256, rows, BYTES_ALONE);
         assert_eq!(
             [&below, &at, &above].map(|r| choice(Policy::Paper, &facts(r))),
-            [Scheme::Factors, Scheme::Factors, Scheme::STORE]
+            [Way::FACTORS, Way::FACTORS, Way::STORE]
         );
         assert_eq!(
             [&below, &at, &above].map(|r| choice(Policy::Measured, &facts(r))),
-            [Scheme::Factors, Scheme::STORE, Scheme::STORE]
+            [Way::FACTORS, Way::STORE, Way::STORE]
         );
     }
 
@@ -320,27 +271,24 @@ mod tests {
         let rows = [32; 8];
         let rates = |flops| Rates { product_flops_per_s: flops, ..BYTES_ALONE };
         let facts = linear(4096, 4096, &rows, rates(1e12));
-        let factors = facts.estimate(Scheme::Factors).unwrap();
+        let factors = facts.estimate(Way::FACTORS).unwrap();
         assert_eq!(factors.rebuild_s, 2.0 * 224.0 * 4096.0 * 4096.0 / 1e12);
         assert_eq!(factors.direction_bytes, 7 * 32 * 8192 * 4);
-        assert_eq!(choice(Policy::Measured, &facts), Scheme::Factors);
+        assert_eq!(choice(Policy::Measured, &facts), Way::FACTORS);
         let slow = linear(4096, 4096, &rows, rates(1e10));
-        let decision = best_scheme(Policy::Measured, &slow, &GATHERS, None);
-        assert!(
-            matches!(decision.reason, Reason::StoreFastest { other: Scheme::Factors, .. }),
-            "{decision:?}"
-        );
-        assert_eq!(choice(Policy::Paper, &slow), Scheme::Factors, "the paper does not count it");
+        let decision = best_way(Policy::Measured, &slow, &GATHERS, None);
+        assert!(matches!(decision.reason, Reason::StoreFastest { other: Way::FACTORS, .. }), "{decision:?}");
+        assert_eq!(choice(Policy::Paper, &slow), Way::FACTORS, "the paper does not count it");
     }
 
     #[test]
     fn pairs_win_while_few_rows_are_looked_up() {
         // n U (1 + index / row) < 2V.
         let (few, many) = ([400; 4], [6000; 4]);
-        assert_eq!(choice(Policy::Measured, &embedding(10_000, 512, &few, BYTES_ALONE)), Scheme::Pairs);
-        assert_eq!(choice(Policy::Measured, &embedding(10_000, 512, &many, BYTES_ALONE)), Scheme::STORE);
-        assert_eq!(choice(Policy::Paper, &embedding(10_000, 512, &few, BYTES_ALONE)), Scheme::STORE);
-        let pairs = embedding(10_000, 512, &few, BYTES_ALONE).estimate(Scheme::Pairs).unwrap();
+        assert_eq!(choice(Policy::Measured, &embedding(10_000, 512, &few, BYTES_ALONE)), Way::PAIRS);
+        assert_eq!(choice(Policy::Measured, &embedding(10_000, 512, &many, BYTES_ALONE)), Way::STORE);
+        assert_eq!(choice(Policy::Paper, &embedding(10_000, 512, &few, BYTES_ALONE)), Way::STORE);
+        let pairs = embedding(10_000, 512, &few, BYTES_ALONE).estimate(Way::PAIRS).unwrap();
         assert_eq!(pairs.direction_bytes, 3 * 400 * (4 + 2048));
     }
 
@@ -348,38 +296,32 @@ mod tests {
     fn what_cannot_be_or_is_not_known_stays_with_the_store() {
         let other = Facts { kind: Kind::Other, ..linear(100, 100, &[1; 4], BYTES_ALONE) };
         for policy in [Policy::Paper, Policy::Measured] {
-            let decision = best_scheme(policy, &other, &GATHERS, None);
-            assert_eq!(decision, Decision { scheme: Scheme::STORE, reason: Reason::Dense });
-            let forbidden =
-                best_scheme(policy, &linear(4096, 4096, &[1; 4], BYTES_ALONE), &[Scheme::STORE], None);
-            assert_eq!(forbidden, Decision { scheme: Scheme::STORE, reason: Reason::Dense });
+            let decision = best_way(policy, &other, &GATHERS, None);
+            assert_eq!(decision, Decision { way: Way::STORE, reason: Reason::Dense });
+            let forbidden = best_way(policy, &linear(4096, 4096, &[1; 4], BYTES_ALONE), &[Way::STORE], None);
+            assert_eq!(forbidden, Decision { way: Way::STORE, reason: Reason::Dense });
             let unknown = Facts { rows: &[], ..linear(4096, 4096, &[1; 4], BYTES_ALONE) };
-            let decision = best_scheme(policy, &unknown, &GATHERS, None);
-            assert_eq!(decision, Decision { scheme: Scheme::STORE, reason: Reason::RowsUnknown });
+            let decision = best_way(policy, &unknown, &GATHERS, None);
+            assert_eq!(decision, Decision { way: Way::STORE, reason: Reason::RowsUnknown });
         }
-        let alone = best_scheme(Policy::Measured, &linear(4096, 4096, &[1], BYTES_ALONE), &EVERYTHING, None);
-        assert_eq!(alone, Decision { scheme: Scheme::STORE, reason: Reason::OneWorker });
+        let alone = best_way(Policy::Measured, &linear(4096, 4096, &[1], BYTES_ALONE), &EVERYTHING, None);
+        assert_eq!(alone, Decision { way: Way::STORE, reason: Reason::OneWorker });
     }
 
     #[test]
     fn a_change_must_gain_a_tenth() {
         let decide = |rows: u64, current| {
-            best_scheme(
-                Policy::Measured,
-                &linear(2560, 2560, &[rows; 8], BYTES_ALONE),
-                &GATHERS,
-                Some(current),
-            )
+            best_way(Policy::Measured, &linear(2560, 2560, &[rows; 8], BYTES_ALONE), &GATHERS, Some(current))
         };
         // Equal at 320 rows. At 300 factors gain 6 %, at 288 exactly a tenth, at 280 more.
-        assert_eq!(decide(300, Scheme::STORE).scheme, Scheme::STORE);
-        assert_eq!(decide(300, Scheme::STORE).reason.code(), "kept");
-        assert_eq!(decide(280, Scheme::STORE).scheme, Scheme::Factors);
-        assert_eq!(decide(280, Scheme::STORE).reason.code(), "faster");
+        assert_eq!(decide(300, Way::STORE).way, Way::STORE);
+        assert_eq!(decide(300, Way::STORE).reason.code(), "kept");
+        assert_eq!(decide(280, Way::STORE).way, Way::FACTORS);
+        assert_eq!(decide(280, Way::STORE).reason.code(), "faster");
         // Factors in use stay until they are slower than the store, and then go at once.
-        assert_eq!(decide(319, Scheme::Factors).scheme, Scheme::Factors);
-        assert_eq!(decide(321, Scheme::Factors).scheme, Scheme::STORE);
-        assert_eq!(decide(321, Scheme::Factors).reason.code(), "store-fastest");
+        assert_eq!(decide(319, Way::FACTORS).way, Way::FACTORS);
+        assert_eq!(decide(321, Way::FACTORS).way, Way::STORE);
+        assert_eq!(decide(321, Way::FACTORS).reason.code(), "store-fastest");
     }
 
     #[test]
@@ -405,39 +347,72 @@ mod tests {
     fn each_kind_of_slice_has_its_own_size() {
         let rows = [32; 4];
         let both = linear(4096, 4096, &rows, Rates::default());
-        let seconds = |facts: &Facts<'_>, scheme| facts.estimate(scheme).unwrap().wire_s;
+        let seconds = |facts: &Facts<'_>, way| facts.estimate(way).unwrap().wire_s;
         let store = Facts { slice_bytes: 64 << 10, ..both.clone() };
         let collective = Facts { collective_slice_bytes: 64 << 10, ..both.clone() };
-        let tree = Scheme::Dense(Algorithm::Tree);
-        assert!(seconds(&store, Scheme::STORE) < seconds(&both, Scheme::STORE));
+        let tree = Way::sum(Algorithm::Tree);
+        assert!(seconds(&store, Way::STORE) < seconds(&both, Way::STORE));
         assert_eq!(seconds(&store, tree), seconds(&both, tree));
         assert!(seconds(&collective, tree) < seconds(&both, tree));
-        assert_eq!(seconds(&collective, Scheme::STORE), seconds(&both, Scheme::STORE));
+        assert_eq!(seconds(&collective, Way::STORE), seconds(&both, Way::STORE));
     }
 
     #[test]
     fn halves_on_the_wire_are_half_the_bytes_and_never_chosen() {
         let rows = [600; 4];
         let facts = linear(1024, 512, &rows, BYTES_ALONE);
-        let store = facts.estimate(Scheme::STORE).unwrap();
-        for scheme in [Scheme::Bf16, Scheme::Fp16] {
-            let rounded = facts.estimate(scheme).unwrap();
+        let store = facts.estimate(Way::STORE).unwrap();
+        for way in [Way::BF16, Way::FP16] {
+            let rounded = facts.estimate(way).unwrap();
             assert_eq!(2 * rounded.direction_bytes, store.direction_bytes);
             assert_eq!((2.0 * rounded.wire_s, rounded.steps), (store.wire_s, store.steps));
             for policy in [Policy::Paper, Policy::Measured] {
-                let decision = best_scheme(policy, &facts, &[scheme], None);
-                assert_eq!(decision, Decision { scheme: Scheme::STORE, reason: Reason::Dense });
+                let decision = best_way(policy, &facts, &[way], None);
+                assert_eq!(decision, Decision { way: Way::STORE, reason: Reason::Dense });
             }
-            assert!(Facts { elem_bytes: 8, ..facts.clone() }.estimate(scheme).is_none(), "fp32 alone");
+            assert!(Facts { elem_bytes: 8, ..facts.clone() }.estimate(way).is_none(), "fp32 alone");
         }
     }
 
     #[test]
+    fn what_is_given_or_fixed_is_not_chosen() {
+        let rows = [32; 8];
+        let facts = Facts { short_bytes: 1000, ..linear(4096, 4096, &rows, BYTES_ALONE) };
+        let said = |terms: Terms<'_>| {
+            let Decision { way, reason } = decide(Policy::Measured, &facts, &terms);
+            (way.name(), reason.code(), reason.to_string())
+        };
+        let free = Terms { allowed: &GATHERS, ..Terms::default() };
+        assert_eq!(said(free).1, "faster");
+        let given = |way, what| Terms { given: Some(Given { way, what }), ..free };
+        assert_eq!(said(given(Way::STORE, "")), ("store", "given", "as given".into()));
+        let rounded = "LOSSY, as given: rounded to fp16 on the wire, summed in fp32";
+        assert_eq!(said(given(Way::FP16, "")), ("fp16", "given", rounded.into()));
+        let shortened = ("1bit", "lossy", "LOSSY, as given: signs alone".to_string());
+        assert_eq!(said(given(Way::ONE_BIT, "signs alone")), shortened);
+        let whole = Terms { why_whole: Some("its weight is tied"), ..free };
+        assert_eq!(said(whole), ("store", "store-only", "its weight is tied".into()));
+        let ring = Terms { collective: Some(Algorithm::Ring), ..whole };
+        let (way, code, reason) = said(ring);
+        assert_eq!((way, code), ("ring", "kept"), "the book does not have the store for it");
+        assert!(reason.starts_with("as chosen before training; now through the store "), "{reason}");
+        assert_eq!(said(Terms { why_whole: None, ..ring }).0, "factors", "rows may still take its place");
+    }
+
+    #[test]
+    fn what_shortens_a_gradient_costs_what_it_sends() {
+        let rows = [32; 8];
+        let facts = linear(100, 100, &rows, BYTES_ALONE);
+        assert_eq!(facts.estimate(Way::DGC), None, "its bytes are not known");
+        let short = Facts { short_bytes: 1000, ..facts }.estimate(Way::DGC).unwrap();
+        assert_eq!((short.steps, short.direction_bytes, short.node_bytes), (1, 7000, 14_000));
+        assert_eq!((short.total_bytes, short.wire_s, short.rebuild_s), (56_000, 7e-6, 0.0));
+        assert!(Facts { short_bytes: 1 << 60, ..linear(1, 1, &rows, BYTES_ALONE) }.check().is_err());
+    }
+
+    #[test]
     fn names_are_read_back() {
-        for scheme in Scheme::ALL {
-            assert_eq!(scheme.name().parse::<Scheme>(), Ok(scheme));
-        }
-        assert!("fastest".parse::<Scheme>().unwrap_err().to_string().contains("butterfly"));
+        assert!("fastest".parse::<Way>().unwrap_err().to_string().contains("butterfly"));
         assert!("poseidon".parse::<Policy>().unwrap_err().to_string().contains("measured"));
     }
 
@@ -484,16 +459,16 @@ mod tests {
             };
             let facts = Facts { servers: servers.min(base.workers), ..base };
             prop_assert_eq!(facts.check(), Ok(()));
-            let allowed: Vec<Scheme> =
+            let allowed: Vec<Way> =
                 EVERYTHING.into_iter().enumerate().filter(|(i, _)| allowed >> i & 1 == 1).map(|(_, s)| s).collect();
-            let decision = best_scheme(Policy::Measured, &facts, &allowed, Some(Scheme::ALL[current]));
-            let store_s = facts.estimate(Scheme::STORE).unwrap().seconds();
-            let seconds = facts.estimate(decision.scheme).unwrap().seconds();
+            let decision = best_way(Policy::Measured, &facts, &allowed, Some(Way::ALL[current]));
+            let store_s = facts.estimate(Way::STORE).unwrap().seconds();
+            let seconds = facts.estimate(decision.way).unwrap().seconds();
             prop_assert!(seconds <= store_s, "{:?}: {} > {}", decision, seconds, store_s);
-            prop_assert!(decision.scheme == Scheme::STORE || allowed.contains(&decision.scheme));
+            prop_assert!(decision.way == Way::STORE || allowed.contains(&decision.way));
             // The choice stands: the same facts do not change it again.
-            let again = best_scheme(Policy::Measured, &facts, &allowed, Some(decision.scheme));
-            prop_assert_eq!(again.scheme, decision.scheme);
+            let again = best_way(Policy::Measured, &facts, &allowed, Some(decision.way));
+            prop_assert_eq!(again.way, decision.way);
         }
     }
 }

@@ -1,11 +1,11 @@
 //! Cost and choice of schemes, for the coordinator and `penstock explain`: see `_native.pyi`. Pure but for
 //! `summing_rate`, which measures; nothing here waits.
 
-use crate::errors::bad_argument;
+use crate::errors::{bad_argument, named};
 use penstock_core::cost::Rates;
 use penstock_core::cost::overlap::{LayerTime, step_times as limits_of};
-use penstock_core::scheme::{self, Estimate, Facts, Kind, Policy, Scheme};
-use penstock_core::way::Algorithm;
+use penstock_core::scheme::{self, Estimate, Facts, Given, Kind, Policy, Terms};
+use penstock_core::way::{Algorithm, Way};
 use penstock_core::{Error, limits};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -37,16 +37,6 @@ fn kind_of(kind: &str, (height, width): (u64, u64)) -> PyResult<Kind> {
     }
 }
 
-pub(crate) fn algorithm_of(name: &str) -> PyResult<Algorithm> {
-    match name.parse::<Scheme>().map_err(config)? {
-        Scheme::Dense(algorithm) => Ok(algorithm),
-        _ => Err(bad_argument(format!(
-            "{name} is no allreduce; the algorithms are {}",
-            Algorithm::ALL.map(Algorithm::name).join(", ")
-        ))),
-    }
-}
-
 /// A message within the bounds that cost functions count in.
 fn check_message(elems: u64, elem_bytes: u64, workers: u32, slices: u64) -> PyResult<()> {
     let fits = elems <= limits::COST_ELEMS_MAX
@@ -63,7 +53,8 @@ fn check_message(elems: u64, elem_bytes: u64, workers: u32, slices: u64) -> PyRe
 
 #[pyfunction]
 #[pyo3(signature = (policy, *, kind, shape, elems, elem_bytes, rows, workers, servers, slice_bytes,
-                    collective_slice_bytes, rates, allowed, current=None))]
+                    collective_slice_bytes, rates, allowed, current=None, given=None, shortened=None,
+                    collective=None, why_whole=None))]
 #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)] // Keywords in Python.
 pub(crate) fn best_scheme<'py>(
     py: Python<'py>,
@@ -80,12 +71,18 @@ pub(crate) fn best_scheme<'py>(
     rates: RatesTuple,
     allowed: Vec<String>,
     current: Option<String>,
+    given: Option<String>,
+    shortened: Option<(String, u64)>,
+    collective: Option<String>,
+    why_whole: Option<String>,
 ) -> PyResult<Bound<'py, PyDict>> {
+    let (what, short_bytes) = shortened.unwrap_or_default();
     let facts = Facts {
         kind: kind_of(kind, shape)?,
         elems,
         elem_bytes,
         rows: &rows,
+        short_bytes,
         workers,
         servers,
         slice_bytes,
@@ -93,24 +90,33 @@ pub(crate) fn best_scheme<'py>(
         rates: rates_of(rates)?,
     };
     facts.check().map_err(config)?;
-    let policy = policy.parse::<Policy>().map_err(config)?;
-    let allowed: Vec<Scheme> =
-        allowed.iter().map(|name| name.parse()).collect::<Result<_, _>>().map_err(config)?;
-    let current = current.map(|name| name.parse()).transpose().map_err(config)?;
-    let decision = scheme::best_scheme(policy, &facts, &allowed, current);
-    let estimates: Vec<Estimate> = Scheme::ALL.into_iter().filter_map(|s| facts.estimate(s)).collect();
+    let policy = named::<Policy>(policy)?;
+    let allowed = allowed.iter().map(|name| named(name)).collect::<PyResult<Vec<Way>>>()?;
+    let given = given.as_deref().map(named).transpose()?.map(|way| Given { way, what: &what });
+    let terms = Terms {
+        allowed: &allowed,
+        current: current.as_deref().map(named).transpose()?,
+        given,
+        collective: collective.as_deref().map(named).transpose()?,
+        why_whole: why_whole.as_deref(),
+    };
+    let decision = scheme::decide(policy, &facts, &terms);
+    // Of ways that shorten a gradient the one that is given, whose bytes are known.
+    let known = |way: &Way| !way.shortens() || given.is_some_and(|given| given.way == *way);
+    let estimates = Way::ALL.into_iter().filter(known).filter_map(|way| facts.estimate(way));
+    let estimates = estimates.map(|e| estimate_to_python(py, &e)).collect::<PyResult<Vec<_>>>()?;
     let dict = PyDict::new(py);
-    dict.set_item("scheme", decision.scheme.name())?;
+    dict.set_item("scheme", decision.way.name())?;
     dict.set_item("code", decision.reason.code())?;
     dict.set_item("reason", decision.reason.to_string())?;
-    let estimates = estimates.iter().map(|e| estimate_to_python(py, e)).collect::<PyResult<Vec<_>>>()?;
+    dict.set_item("lossy", decision.way.is_lossy())?;
     dict.set_item("estimates", PyList::new(py, estimates)?)?;
     Ok(dict)
 }
 
 fn estimate_to_python<'py>(py: Python<'py>, estimate: &Estimate) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
-    dict.set_item("scheme", estimate.scheme.name())?;
+    dict.set_item("scheme", estimate.way.name())?;
     dict.set_item("steps", estimate.steps)?;
     dict.set_item("direction_bytes", estimate.direction_bytes)?;
     dict.set_item("node_bytes", estimate.node_bytes)?;
@@ -132,7 +138,7 @@ pub(crate) fn allreduce_cost<'py>(
 ) -> PyResult<Bound<'py, PyDict>> {
     check_message(elems, elem_bytes, workers, slices)?;
     let (traffic, seconds) =
-        algorithm_of(algorithm)?.message(elems, elem_bytes, workers, slices, &rates_of(rates)?);
+        named::<Algorithm>(algorithm)?.message(elems, elem_bytes, workers, slices, &rates_of(rates)?);
     let dict = PyDict::new(py);
     dict.set_item("steps", traffic.steps)?;
     dict.set_item("sent", traffic.sent)?;
@@ -152,7 +158,7 @@ pub(crate) fn best_algorithm(
     allowed: Vec<String>,
 ) -> PyResult<(&'static str, f64)> {
     check_message(elems, elem_bytes, workers, slices)?;
-    let allowed = allowed.iter().map(|name| algorithm_of(name)).collect::<PyResult<Vec<_>>>()?;
+    let allowed = allowed.iter().map(|name| named(name)).collect::<PyResult<Vec<_>>>()?;
     let (algorithm, seconds) =
         scheme::best_algorithm(elems, elem_bytes, workers, slices, &rates_of(rates)?, &allowed);
     Ok((algorithm.name(), seconds))

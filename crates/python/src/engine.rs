@@ -1,7 +1,7 @@
 //! The class `Engine`. Calls that may block run without the GIL; while they wait, signals are looked at.
 
 use crate::call::{self, Call, Memory};
-use crate::cost::{RatesTuple, algorithm_of, rates_of};
+use crate::cost::{RatesTuple, rates_of};
 use crate::errors::{bad_argument, named, raise, raise_stop};
 use crate::report;
 use penstock_core::layout::Tensor;
@@ -351,7 +351,7 @@ impl Engine {
         algorithm: Option<&str>,
     ) -> PyResult<(&'static str, u32)> {
         let dtype = named(dtype)?;
-        let algorithm = algorithm.map(algorithm_of).transpose()?;
+        let algorithm = algorithm.map(named).transpose()?;
         let (algorithm, slices) =
             self.engine.allreduce_plan(elems, dtype, ranks, algorithm).map_err(raise)?;
         Ok((algorithm.name(), slices))
@@ -372,7 +372,7 @@ impl Engine {
         keep: Py<PyAny>,
         algorithm: Option<&str>,
     ) -> PyResult<Call> {
-        let algorithm = algorithm.map(algorithm_of).transpose()?;
+        let algorithm = algorithm.map(named).transpose()?;
         call::begin(slf, group, (request, rank, tag), algorithm, (op, dtype), (inputs, outputs), keep)
     }
 

@@ -11,16 +11,24 @@ mod report;
 /// `penstock.coordinator` and `penstock.torch`.
 #[pyo3::pymodule]
 mod _native {
-    use penstock_core::way::Algorithm;
+    use penstock_core::way::{Algorithm, Way};
     use pyo3::prelude::*;
-    use pyo3::types::PyTuple;
+    use pyo3::types::{PyDict, PyTuple};
 
-    /// The names of algorithms have one list, which is the core's.
+    /// The names of algorithms, and of ways, have one list, which is the core's.
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         let names = |of: &[Algorithm]| PyTuple::new(module.py(), of.iter().map(|one| one.name()));
         module.add("ALGORITHMS", names(&Algorithm::ALL)?)?;
-        module.add("COLLECTIVES", names(&Algorithm::COLLECTIVES)?)
+        module.add("COLLECTIVES", names(&Algorithm::COLLECTIVES)?)?;
+        let wire_types = PyDict::new(module.py());
+        for way in Way::ALL {
+            if let Some(wire) = way.wire {
+                wire_types.set_item(way.name(), wire.name())?;
+            }
+        }
+        module.add("WIRE_TYPES", wire_types)?;
+        module.add("SCHEMES", PyTuple::new(module.py(), Way::ALL.map(Way::name))?)
     }
 
     #[pymodule_export]

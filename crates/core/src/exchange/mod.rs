@@ -42,7 +42,8 @@ impl<C: Clone> Exchange<C> {
         match route {
             Route::STORE => Self::Store(store::Store::default()),
             Route::Sum(algorithm) => Self::Collective(collective::Collective::new(algorithm)),
-            Route::Gather => Self::Gather(gather::Gather::default()),
+            // What goes to an owner is gathered, for one rank.
+            Route::Gather | Route::Owner => Self::Gather(gather::Gather::default()),
         }
     }
 

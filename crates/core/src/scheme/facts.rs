@@ -1,11 +1,10 @@
-//! What a choice depends on, and what each scheme costs by it.
+//! What a choice depends on, and what each way costs by it.
 
-use super::Scheme;
 use crate::cost::dense;
 use crate::cost::paper::FullyConnected;
 use crate::cost::{Rates, Traffic, sparse};
 use crate::error::Error;
-use crate::way::Algorithm;
+use crate::way::{Algorithm, Payload, Route, Way};
 use crate::{layout, limits};
 
 /// Bytes of a row's index in an (index, row) pair; as many as an element's where those are more.
@@ -45,6 +44,8 @@ pub struct Facts<'a> {
     pub elem_bytes: u64,
     /// K of each worker: rows of activation of a linear layer, merged rows of an embedding. Empty: not known yet.
     pub rows: &'a [u64],
+    /// What a rank sends to each other where its gradient is shortened, in bytes; 0 where nothing shortens it.
+    pub short_bytes: u64,
     /// P1.
     pub workers: u32,
     /// P2: the first so many workers hold a shard each.
@@ -91,8 +92,10 @@ impl Facts<'_> {
         };
         let rows: u128 = self.rows.iter().copied().map(u128::from).sum();
         let numbers = rows * row_numbers;
+        let short_bytes = u128::from(self.short_bytes) * u128::from(self.workers) * u128::from(self.workers);
         if row_numbers.max(rows) > u128::from(limits::COST_ELEMS_MAX)
-            || numbers * u128::from(self.elem_bytes) * u128::from(self.workers) > limits::COST_BYTES_MAX
+            || numbers * u128::from(self.elem_bytes) * u128::from(self.workers) + short_bytes
+                > limits::COST_BYTES_MAX
         {
             return fail(format!(
                 "{rows} rows of {row_numbers} numbers on {} workers are too many",
@@ -117,50 +120,53 @@ impl Facts<'_> {
         }
     }
 
-    /// What a scheme would cost; none if it does not fit the layer, or needs rows that are not known.
+    /// Whether the layer has what this way sends.
+    pub(super) fn fit(&self, way: Way) -> bool {
+        match way.payload {
+            // Of wire types there are those of fp32.
+            Payload::Whole => way.wire.is_none() || self.elem_bytes == FP32_BYTES,
+            Payload::Factors => matches!(self.kind, Kind::Linear { .. }),
+            Payload::Pairs => matches!(self.kind, Kind::Embedding { .. }),
+            Payload::OneBit | Payload::Dgc => self.short_bytes > 0,
+        }
+    }
+
+    /// What a way would cost; none if it does not fit the layer, or needs rows that are not known.
     #[must_use]
-    pub fn estimate(&self, scheme: Scheme) -> Option<Estimate> {
-        // Of wire types there are those of fp32.
-        if !scheme.fits(self.kind) || scheme.is_lossy() && self.elem_bytes != FP32_BYTES {
+    pub fn estimate(&self, way: Way) -> Option<Estimate> {
+        if !self.fit(way) || way.sends_rows() && self.rows.is_empty() {
             return None;
         }
-        let (traffic, wire_s, rebuild_s) = match scheme {
-            Scheme::Dense(Algorithm::Store) => (
+        let alone = |traffic: Traffic| (self.rates.seconds(&traffic), traffic);
+        let (wire_s, traffic) = match (way.payload, way.route) {
+            (Payload::Whole, Route::Sum(Algorithm::Store)) => {
+                // Rounding is left out: one core rounds 9 GB of fp32 per second or more, which a wire of 36 Gbit/s carries.
+                let wire_bytes = if way.wire.is_some() { HALF_BYTES } else { self.elem_bytes };
                 // The book evens out over the model what each owner has, whatever a layer's own slices are.
-                dense::store(self.elems, self.elem_bytes, self.workers, self.servers),
-                self.store_s(self.elem_bytes),
-                0.0,
-            ),
-            // Rounding is left out: one core rounds 9 GB of fp32 per second or more, which a wire of 36 Gbit/s carries.
-            Scheme::Bf16 | Scheme::Fp16 => (
-                dense::store(self.elems, HALF_BYTES, self.workers, self.servers),
-                self.store_s(HALF_BYTES),
-                0.0,
-            ),
-            Scheme::Dense(algorithm) => {
+                let traffic = dense::store(self.elems, wire_bytes, self.workers, self.servers);
+                (self.store_s(wire_bytes), traffic)
+            }
+            (Payload::Whole, Route::Sum(algorithm)) => {
                 let (traffic, seconds) = self.in_slices(algorithm, self.elem_bytes);
-                (traffic, seconds, 0.0)
+                (seconds, traffic)
             }
-            Scheme::Factors | Scheme::Pairs | Scheme::Adam if self.rows.is_empty() => return None,
-            Scheme::Factors | Scheme::Pairs => {
-                let traffic = sparse::broadcast(self.rows, self.row_bytes());
-                let seconds = self.rates.seconds(&traffic);
-                (traffic, seconds, self.rebuild_s())
+            (_, Route::Owner) => {
+                alone(sparse::adam(self.rows, self.row_bytes(), self.elems * self.elem_bytes))
             }
-            Scheme::Adam => {
-                let traffic = sparse::adam(self.rows, self.row_bytes(), self.elems * self.elem_bytes);
-                let seconds = self.rates.seconds(&traffic);
-                (traffic, seconds, self.rebuild_s())
+            // What packing and summing take is not estimated.
+            (Payload::OneBit | Payload::Dgc, _) => {
+                alone(sparse::broadcast(&vec![1; self.workers as usize], self.short_bytes))
             }
+            _ => alone(sparse::broadcast(self.rows, self.row_bytes())),
         };
         Some(Estimate {
-            scheme,
+            way,
             steps: traffic.steps,
             direction_bytes: traffic.busiest_direction_bytes(),
             node_bytes: traffic.busiest_node_bytes(),
             total_bytes: traffic.total_bytes(),
             wire_s,
-            rebuild_s,
+            rebuild_s: if way.sends_rows() { self.rebuild_s() } else { 0.0 },
         })
     }
 
@@ -205,11 +211,11 @@ impl Facts<'_> {
     }
 }
 
-/// What one scheme costs for one layer.
+/// What one way costs for one layer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Estimate {
-    /// The scheme.
-    pub scheme: Scheme,
+    /// The way.
+    pub way: Way,
     /// Messages that wait for each other.
     pub steps: u32,
     /// Bytes on the busiest direction of an interface.

@@ -1,10 +1,14 @@
 //! Why a scheme was chosen, for tests and for people.
 
-use super::{MARGIN, Scheme};
+use crate::types::Dtype;
+use crate::way::Way;
 use std::fmt;
 
+/// The part of the present way's time that another must save before it takes over.
+pub const MARGIN: f64 = 0.1;
+
 /// Why a scheme was chosen. `Display` says it to the user.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum Reason {
     /// Nothing is sent at all.
     OneWorker,
@@ -36,7 +40,7 @@ pub enum Reason {
     /// The store is the fastest.
     StoreFastest {
         /// The next best.
-        other: Scheme,
+        other: Way,
         /// Its seconds.
         other_s: f64,
         /// The store's seconds.
@@ -45,12 +49,22 @@ pub enum Reason {
     /// Another would be faster, but by less than [`MARGIN`].
     Kept {
         /// The faster one.
-        other: Scheme,
+        other: Way,
         /// Its seconds.
         other_s: f64,
         /// The present one's seconds.
         seconds: f64,
     },
+    /// The user has asked for it.
+    Given,
+    /// The user has asked for this type on the wire.
+    Rounded(Dtype),
+    /// The user has asked for a way that sends less; what it leaves out, in words.
+    Shortened(String),
+    /// Decided before training, as the book is; why the store would be best now.
+    KeptCollective(Box<Reason>),
+    /// The gradient must travel whole, and why.
+    StoreOnly(String),
 }
 
 impl Reason {
@@ -65,40 +79,51 @@ impl Reason {
             Self::MoreNumbers { .. } => "more-numbers",
             Self::Faster { .. } => "faster",
             Self::StoreFastest { .. } => "store-fastest",
-            Self::Kept { .. } => "kept",
+            Self::Kept { .. } | Self::KeptCollective(_) => "kept",
+            Self::Given | Self::Rounded(_) => "given",
+            Self::Shortened(_) => "lossy",
+            Self::StoreOnly(_) => "store-only",
         }
     }
 }
 
 impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match *self {
+        match self {
             Self::OneWorker => f.write_str("one worker: nothing is sent"),
             Self::Dense => f.write_str("its gradient has no smaller form"),
             Self::RowsUnknown => {
                 f.write_str("no rows of it were seen: it has had no step, or its forward pass is compiled")
             }
             Self::FewerNumbers { factors, store } => {
-                write!(f, "{} numbers instead of {} through the store", Numbers(factors), Numbers(store))
+                write!(f, "{} numbers instead of {} through the store", Numbers(*factors), Numbers(*store))
             }
             Self::MoreNumbers { factors, store } => {
-                write!(f, "{} numbers; factors would be {}", Numbers(store), Numbers(factors))
+                write!(f, "{} numbers; factors would be {}", Numbers(*store), Numbers(*factors))
             }
             Self::Faster { seconds, store_s } => {
-                write!(f, "{} instead of {} through the store", Seconds(seconds), Seconds(store_s))
+                write!(f, "{} instead of {} through the store", Seconds(*seconds), Seconds(*store_s))
             }
             Self::StoreFastest { other, other_s, store_s } => {
-                write!(f, "{}; {other} would take {}", Seconds(store_s), Seconds(other_s))
+                write!(f, "{}; {other} would take {}", Seconds(*store_s), Seconds(*other_s))
             }
             Self::Kept { other, other_s, seconds } => {
                 write!(
                     f,
                     "kept at {}: {other} would take {}, and a change must gain {} %",
-                    Seconds(seconds),
-                    Seconds(other_s),
+                    Seconds(*seconds),
+                    Seconds(*other_s),
                     MARGIN * 100.0
                 )
             }
+            Self::Given => f.write_str("as given"),
+            Self::Rounded(wire) => {
+                let name = if *wire == Dtype::F16 { "fp16" } else { wire.name() };
+                write!(f, "LOSSY, as given: rounded to {name} on the wire, summed in fp32")
+            }
+            Self::Shortened(what) => write!(f, "LOSSY, as given: {what}"),
+            Self::KeptCollective(now) => write!(f, "as chosen before training; now through the store {now}"),
+            Self::StoreOnly(why) => f.write_str(why),
         }
     }
 }

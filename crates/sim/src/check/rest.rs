@@ -54,10 +54,7 @@ pub fn round_bytes(book: &Book, rank: Rank, ranks: u32) -> u64 {
     let (total, owned) = (book.owned_bytes.iter().sum::<u64>(), book.owned_bytes[rank.index()]);
     let collective = book.slices.iter().map(|slice| {
         let tensor = &book.tensors[slice.tensor as usize];
-        let algorithm = match tensor.route {
-            Route::STORE | Route::Gather => return 0,
-            Route::Sum(algorithm) => algorithm,
-        };
+        let Some(algorithm) = tensor.route.collective() else { return 0 };
         let elem_bytes = tensor.dtype.size_bytes() as u64;
         let position = (rank.0 + ranks - slice.owner.0) % ranks;
         algorithm.slice(u64::from(slice.len_bytes) / elem_bytes, elem_bytes, ranks).sent[position as usize]

@@ -7,6 +7,9 @@ gradient on its way; for all other layers `why_dense` says why not.
 
 Lossy, and so for users to ask for, are halves on the wire (`WIRE_TYPES`): they fit every layer with gradients in fp32.
 Every layer can also travel by one of the collectives (docs/summation.md), which the coordinator chooses only if it may.
+These are exact. They beat the store where few ranks would own all there is to send, as in a call or a layer of few
+slices. A model has many layers, whose owners take turns: where these are on the wire together, the store's bytes are
+spread as well.
 """
 
 from __future__ import annotations
@@ -19,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from penstock._native import COLLECTIVES
+from penstock._native import COLLECTIVES, SCHEMES, WIRE_TYPES
 from penstock.errors import ConfigError
-from penstock.lossy import BY_NAME, DGC, LossyScheme, OneBit, parse
+from penstock.lossy import DGC, LossyScheme, OneBit, parse
 from penstock.torch.model.layout import CODES
 from penstock.torch.reads.safety import DeferredParameter
 
@@ -38,13 +41,6 @@ __all__ = [
     "why_dense",
     "why_exact",
 ]
-
-WIRE_TYPES = {"bf16": "bf16", "fp16": "f16"}
-"""Lossy schemes: the store, and fp32 gradients that are rounded on the wire; with the engine's name of that type."""
-SCHEMES = ("store", "factors", "pairs", "adam", *COLLECTIVES, *WIRE_TYPES, *BY_NAME)
-"""Collectives are exact and for the asking. They beat the store where few ranks would own all there is to send, as in a
-call or a layer of few slices. A model has many layers, whose owners take turns: where these are on the wire together,
-the store's bytes are spread as well."""
 
 Schemes: TypeAlias = Mapping[str, "str | LossyScheme"]
 """Patterns of layer names, and for each what these layers use, by name or, if it has options, as an object."""
