@@ -48,7 +48,7 @@ pub enum Event<C> {
         /// Its payload, if it has one.
         payload: Option<C>,
     },
-    /// A control frame (blob, heartbeat, abort, goodbye) is to be sent, before all data; a goodbye after all data.
+    /// A control frame (a blob, a question) is to be sent, before all data.
     Control {
         /// The receiver; all other ranks if `None`.
         to: Option<Rank>,

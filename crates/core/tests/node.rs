@@ -374,19 +374,6 @@ fn a_copy_is_answered_from_the_owners_own_memory() {
     assert_eq!(bench.frames(2)[0].header.kind, Kind::Answer);
 }
 
-#[test]
-fn a_goodbye_goes_after_the_answers_that_are_owed() {
-    let mut bench = Bench::with_book(0, 2, 1 << 20);
-    bench.frame(1, exchange(Kind::Push, 0, 1, Op::Average)).unwrap();
-    bench.submit(0, 1, Op::Average, false);
-    for kind in [Kind::Goodbye, Kind::Heartbeat] {
-        let event = Event::Control { to: None, header: Header::control(kind), payload: None };
-        bench.node.step(event, &mut bench.actions).unwrap();
-    }
-    let kinds: Vec<Kind> = bench.frames(1).iter().map(|frame| frame.header.kind).collect();
-    assert_eq!(kinds, [Kind::Heartbeat, Kind::Answer, Kind::Goodbye]);
-}
-
 #[derive(Debug, Clone)]
 enum Draw {
     Open,

@@ -21,7 +21,7 @@ use crate::bits::Bits;
 use crate::layout::Book;
 use crate::queue::PriorityQueue;
 use crate::types::{BookId, Rank, Seq, Step};
-use crate::wire::{Header, Kind, Outgoing};
+use crate::wire::{Header, Outgoing};
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
@@ -58,8 +58,6 @@ struct SliceWindow {
 /// The frames for one peer.
 pub(super) struct Outbox<C> {
     control: VecDeque<Outgoing<C>>,
-    /// Goes last: when it arrives, the peer needs nothing more from this rank.
-    goodbye: Option<Outgoing<C>>,
     /// Answers and absences, which no window holds back.
     ready: PriorityQueue<Outgoing<C>>,
     pushes: Vec<Option<Pushes<C>>>,
@@ -74,7 +72,6 @@ enum Next {
     Ready,
     /// The head of a book's queue.
     Push(usize),
-    Goodbye,
     /// The slice of a book whose turn it is, whatever the window says.
     Turn(usize, u32),
 }
@@ -159,7 +156,7 @@ impl<C> Outbox<C> {
     pub(super) fn new(window_bytes: u64) -> Self {
         let mut ready = PriorityQueue::default();
         ready.grow(1);
-        Self { control: VecDeque::new(), goodbye: None, ready, pushes: Vec::new(), window_bytes }
+        Self { control: VecDeque::new(), ready, pushes: Vec::new(), window_bytes }
     }
 
     pub(super) fn open_book(&mut self, id: BookId, book: &Book, peer: Rank) {
@@ -185,11 +182,7 @@ impl<C> Outbox<C> {
     }
 
     pub(super) fn queue_control(&mut self, frame: Outgoing<C>) {
-        if frame.header.kind == Kind::Goodbye {
-            self.goodbye = Some(frame);
-        } else {
-            self.control.push_back(frame);
-        }
+        self.control.push_back(frame);
     }
 
     pub(super) fn queue_ready(&mut self, place: usize, order: u64, frame: Outgoing<C>) -> bool {
@@ -238,10 +231,7 @@ impl<C> Outbox<C> {
         let pushes = pushes.filter_map(|(book, pushes)| pushes.as_ref()?.next(book, self.window_bytes));
         let first =
             ready.into_iter().chain(overdue).chain(pushes).min_by_key(|(place, order, _)| (*place, *order));
-        first.map(|(_, _, next)| next).or_else(|| {
-            let waits = self.pushes.iter().flatten().any(|pushes| !pushes.queue.is_empty());
-            (self.goodbye.is_some() && !waits).then_some(Next::Goodbye)
-        })
+        first.map(|(_, _, next)| next)
     }
 
     pub(super) fn has_frame(&self) -> bool {
@@ -253,7 +243,6 @@ impl<C> Outbox<C> {
             Next::Control => return self.control.pop_front(),
             Next::Overdue(book) => return self.pushes[book].as_mut()?.overdue.pop(),
             Next::Ready => return self.ready.pop(),
-            Next::Goodbye => return self.goodbye.take(),
             Next::Push(book) => {
                 let pushes = self.pushes[book].as_mut()?;
                 let head = pushes.queue.pop()?;

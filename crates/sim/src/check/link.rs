@@ -467,7 +467,7 @@ impl Queue {
         }
     }
 
-    /// The frames that may go now: a goodbye if nothing else waits; the first other control frame; of what no window holds
+    /// The frames that may go now: the first control frame; of what no window holds
     /// back the first, and the first of each book that is overdue; of each book's pushes the first if the window allows it, and otherwise
     /// the exception. With each, whether it is an exception.
     fn candidates(&self, window_bytes: u64) -> Vec<(bool, Waiting)> {
@@ -475,11 +475,7 @@ impl Queue {
             self.waiting.iter().filter(|w| wanted(&w.what)).min_by_key(|w| (w.place, w.order)).copied()
         };
         let mut candidates = Vec::new();
-        let goodbye = |what: &What| *what == What::Control(Kind::Goodbye);
-        if self.waiting.iter().all(|w| goodbye(&w.what)) {
-            candidates.extend(self.waiting.first().map(|w| (false, *w)));
-        }
-        let control = |what: &What| matches!(what, What::Control(_)) && !goodbye(what);
+        let control = |what: &What| matches!(what, What::Control(_));
         candidates.extend(first(&control).map(|w| (false, w)));
         let ready = |of: Option<BookId>| {
             let is =
