@@ -62,6 +62,13 @@ def check_works(rank, size):
     (result,) = work.get_future().wait()
     assert result is value or torch.equal(result, value)
     assert work.is_completed() and work.wait(timedelta(seconds=5))
+    for early in (True, False):
+        for number in range(50):
+            work = dist.all_reduce(torch.ones(2), async_op=True)
+            future = work.get_future() if early else None
+            work.wait()
+            future = work.get_future() if future is None else future
+            assert future.done() and future.value()[0][0] == size, f"the future after the {number}th wait"
     peer = (rank + 1) % size, (rank - 1) % size
     got = torch.empty(300_000)
     # Nobody sends before the barrier is through, for which everybody must have looked.

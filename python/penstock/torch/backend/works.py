@@ -84,6 +84,7 @@ class Work(dist.Work):
         self._limit_s = limit_s
         self._lock = threading.Lock()
         self._future: Any = None
+        self._pending: Any = None  # the future until somebody completes it
         self._error: Exception | None = None
         if follow is not None:
             self.get_future()
@@ -97,6 +98,8 @@ class Work(dist.Work):
         for call in self._go_on():
             call.wait(seconds)
         self._end()
+        if self._future is not None:
+            self._future.wait()  # the thread may have taken it, to complete it this moment
         return True
 
     def is_completed(self) -> bool:
@@ -135,12 +138,15 @@ class Work(dist.Work):
         """Nothing: there is no device."""
 
     def get_future(self) -> Any:
-        """A torch future of the tensors, completed by a thread."""
+        """A torch future of the tensors, completed by a thread or by whoever has waited for the work."""
         with self._lock:
             first = self._future is None
             if first:
-                self._future = Future()
-        if first:
+                self._future = self._pending = Future()
+            ended = self._finish is None
+        if first and ended:
+            self._end()
+        elif first:
             self._completer.add(self)
         return self._future
 
@@ -159,14 +165,17 @@ class Work(dist.Work):
             return self.calls
 
     def _end(self) -> None:
-        """What comes after the calls, once."""
+        """What comes after the calls, once: results into the tensors, and then into the future."""
         with self._lock:
             if self._finish is not None:
                 self._finish()
                 self._finish = None
+            future, self._pending = self._pending, None
+        if future is not None:
+            future.set_result(self._result)
 
     def complete(self) -> None:
-        """All calls are done: go on with those that follow, or tell the future."""
+        """All calls are done: go on with those that follow, or end."""
         try:
             if self._more:
                 self._more = False
@@ -174,14 +183,16 @@ class Work(dist.Work):
                 self._completer.add(self)
                 return
             self._end()
-            self._future.set_result(self._result)
         except Exception as error:  # noqa: BLE001 - whoever waits for the future gets it
-            self._future.set_exception(error)
+            self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """The calls will never be done."""
-        self._error = error
-        self._future.set_exception(error)
+        """The results will never be in the tensors."""
+        with self._lock:
+            self._error = error
+            future, self._pending = self._pending, None
+        if future is not None:
+            future.set_exception(error)
 
 
 class Completer:
