@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -48,12 +49,26 @@ def check_values(rank, size, gloo):
                 value.copy_(tensors(rank, length * size, torch.float32))
                 dist.reduce(value, root, group=group)
             assert rank != root or torch.equal(ours, theirs), f"reduce to {root}"
+    for op in (*OPS, dist.ReduceOp.AVG):
+        check_uneven(rank, size, gloo, op)
     average = torch.tensor([float(rank)])
     dist.all_reduce(average, dist.ReduceOp.AVG)
     assert average.item() == (size - 1) / 2
     transposed = torch.arange(12.0).reshape(3, 4).t()  # gloo refuses what is not contiguous
     dist.all_reduce(transposed)
     assert torch.equal(transposed, size * torch.arange(12.0).reshape(3, 4).t())
+
+
+def check_uneven(rank, size, gloo, op):
+    """reduce_scatter where each rank gets another number of elements, the first none."""
+    mine, theirs = torch.full((1000 * rank,), -1.0), torch.full((1000 * rank,), -1.0)
+    blocks = [tensors(10 * rank + to, 1000 * to, torch.float32) for to in range(size)]
+    dist.reduce_scatter(mine, blocks, op)
+    for to, block in enumerate(blocks):  # gloo computes no averages
+        dist.reduce(block, to, dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op, group=gloo)
+        if to == rank:
+            theirs = block / size if op == dist.ReduceOp.AVG else block
+    torch.testing.assert_close(mine, theirs, msg=f"reduce_scatter of uneven blocks by {op}")
 
 
 def check_works(rank, size):
@@ -104,6 +119,11 @@ def check_methods(rank, size):
     assert [row.item() for row in rows] == list(range(size))
     gathered = group.gather([rows] if rank == 0 else [], [value]).get_future().wait()
     assert [row.item() for row in gathered] == (list(range(size)) if rank == 0 else [])
+    backend = group._get_backend(torch.device("cpu"))
+    count = backend._get_sequence_number_for_group()
+    backend.allreduce([torch.ones(2)]).wait()
+    assert backend._get_sequence_number_for_group() == count + 1 == group._get_sequence_number_for_group()
+    assert backend.options._timeout == default_pg_timeout and not backend._supports_time_estimate
     twice = torch.ones(100_000)
     dist.all_reduce_coalesced([twice, twice])
     assert (twice == size).all(), "a tensor that is given twice is summed once"
@@ -114,6 +134,7 @@ def check_methods(rank, size):
         "a list of one tensor, and": lambda: group.broadcast(value),
         "rank -1 is not in the group": lambda: group.broadcast([value], outside),
         f"rank {size} is not in the group": lambda: group.send([value], size, 0),
+        "reduce_scatter: blocks of": lambda: dist.reduce_scatter(value, [torch.ones(2)] * size),
         "the tag of a message is -1": lambda: group.recv([value], (rank + 1) % size, -1),
     }
     for words, call in refused.items():

@@ -11,6 +11,9 @@ import programs
 import pytest
 import pytorch_tests
 
+import penstock as ps
+import penstock.torch.backend
+
 HERE = Path(__file__).parent
 LOCK = HERE.parents[1] / "requirements" / "dev.lock"
 SIZE = 3
@@ -40,6 +43,16 @@ def run(script, directory, killed=None, start=programs.start, **environment):
 
 def test_values_training_and_checkpoints_as_with_gloo(tmp_path):
     run("backend_rank.py", tmp_path)
+
+
+def test_a_torch_in_which_nobody_can_make_a_backend_is_refused(monkeypatch):
+    class Older:
+        def __init__(self, *_):
+            raise TypeError("Backend: No constructor defined!")
+
+    monkeypatch.setattr(penstock.torch.backend, "C10dBackend", Older)
+    with pytest.raises(ps.ConfigError, match="Take a newer one"):
+        penstock.torch.backend.create(None)
 
 
 def test_sparse_tensors_are_summed_as_with_gloo(tmp_path):

@@ -297,11 +297,23 @@ class ProcessGroup(dist.ProcessGroup):
             for output, blocks in pairs
         ]
 
+        for output, blocks in staged:
+            if len(blocks) != self._size or blocks[self._index].numel() != output.numel():
+                raise ConfigError(
+                    f"reduce_scatter: blocks of {[block.numel() for block in blocks]} elements; expected {self._size}, "
+                    f"of which rank {self._index} of the group gets one of {output.numel()}"
+                )
         calls = []
         for output, blocks in staged:
             op = self._sum_name(opts.reduceOp, output)
-            if op is not None:
+            if op is not None and len({block.numel() for block in blocks}) == 1:
                 calls.append(self._begin("reduce_scatter", blocks, [output], op=op))
+                continue
+            if op is not None:
+                for rank, block in enumerate(blocks):
+                    calls.append(
+                        self._begin("reduce", [block], [output] if rank == self._index else [], rank=rank, op=op)
+                    )
                 continue
             rows = [torch.empty_like(output) for _ in range(self._size)]
             local.append((output, rows))
@@ -313,9 +325,9 @@ class ProcessGroup(dist.ProcessGroup):
 
         return self._work(opts, calls, [output for output, _ in pairs], finish, copies)
 
-    @compared(0)
+    @compared(1)
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
-        """Block r of the sum, to rank r."""
+        """Block r of the sum, to rank r; blocks may have different lengths."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
         return self._reduce_scatter([(_one(outputs), _one(inputs))], opts)
 
@@ -501,6 +513,7 @@ class _DeviceBackend(C10dBackend):
     """The same group as torch's dispatcher sees it, which asks for a backend by device."""
 
     # Their defaults ask the Python object, which asks its defaults.
+    _supports_time_estimate = False
     supports_coalescing = False
     supports_splitting = False
     supports_shrinking = False
@@ -512,6 +525,11 @@ class _DeviceBackend(C10dBackend):
         super().__init__(group._index, group._size)
         self._group = weakref.ref(group)
 
+    @property
+    def options(self) -> Any:
+        """What every backend has: its name, and how long calls may take."""
+        return C10dBackend.Options("penstock", self._group()._timeout)  # type: ignore[union-attr]
+
 
 def _forwarded(name: str) -> Callable[..., Any]:
     def forward(self: _DeviceBackend, *arguments: Any, **options: Any) -> Any:
@@ -520,8 +538,16 @@ def _forwarded(name: str) -> Callable[..., Any]:
     return forward
 
 
+_FORWARDED = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "_get_sequence_number_for_group",
+    "_set_sequence_number_for_group",
+    "_set_default_timeout",
+)
+"""Beside the public ones."""
 for _name, _value in list(vars(ProcessGroup).items()):
-    if callable(_value) and (not _name.startswith("_") or _name in ("_allgather_base", "_reduce_scatter_base")):
+    if callable(_value) and (not _name.startswith("_") or _name in _FORWARDED):
         setattr(_DeviceBackend, _name, _forwarded(_name))
 methods_outside_of_dynamo(_DeviceBackend)
 
@@ -540,6 +566,17 @@ def _agree_on_number(store: Any, rank: int, size: int) -> int:
     return number
 
 
+def _check_torch() -> None:
+    """Older versions call a group of Python's from native code, as DDP does, but forget its works: their waits hang."""
+    try:
+        C10dBackend(0, 1)
+    except TypeError as error:
+        raise ConfigError(
+            f"torch {torch.__version__} is too old for the backend penstock, as it lets no program make a backend in "
+            "Python. Take a newer one; penstock.init and penstock.distribute work with this one"
+        ) from error
+
+
 def create(options: Any, _: object = None) -> ProcessGroup:
     """Make the backend of a process group; torch.distributed calls it.
 
@@ -547,9 +584,10 @@ def create(options: Any, _: object = None) -> ProcessGroup:
         options: torch's ``DistributedBackendOptions``: store, rank and size in the group, timeout, members.
 
     Raises:
-        ConfigError: The job runs already with another rank or size.
+        ConfigError: The job runs already with another rank or size; or torch is too old.
         PenstockError: The job could not be started, as `penstock.init`.
     """
+    _check_torch()
     members = list(options.global_ranks_in_group)
     rank, size = options.group_rank, options.group_size
     if not dist.is_initialized():  # the default group, of all ranks
