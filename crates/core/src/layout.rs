@@ -2,6 +2,7 @@
 
 use crate::error::Error;
 use crate::limits;
+use crate::members::Members;
 use crate::slicing::Slicing;
 use crate::types::{Dtype, LayerId, Rank, SliceId, TensorId};
 use crate::way::{Algorithm, Route};
@@ -80,15 +81,17 @@ pub struct Slice {
 pub struct Book {
     /// What is synchronised, for messages and reports.
     pub name: String,
+    /// By whom. Owners follow from them.
+    pub members: Members,
     /// Names of the layers in registration order.
     pub layers: Vec<String>,
     /// Tensors, in the order given.
     pub tensors: Vec<Tensor>,
     /// Slices, grouped by tensor.
     pub slices: Vec<Slice>,
-    /// Bytes of the store that each rank owns, as they travel.
+    /// By rank, bytes of the store that it owns, as they travel.
     pub owned_bytes: Vec<u64>,
-    /// Slices of the store that each rank owns.
+    /// By rank, slices of the store that it owns.
     pub owned_slices: Vec<u32>,
     /// Slices of other algorithms than the store.
     pub collective_slices: u32,
@@ -103,7 +106,7 @@ const ALIGN_ELEMS: u64 = 64;
 const SPREAD_BYTES_MIN: u64 = 32 << 10;
 
 impl Book {
-    /// As [`Book::cut`], with slices of one size.
+    /// As [`Book::cut`], for a whole job of so many ranks and with slices of one size.
     ///
     /// # Errors
     /// As there.
@@ -115,11 +118,11 @@ impl Book {
         slice_bytes: usize,
         lanes: u32,
     ) -> Result<Self, Error> {
-        Self::cut(name, layers, tensors, ranks, Slicing::fixed(slice_bytes, lanes))
+        Self::cut(name, layers, tensors, &Members::all(ranks), Slicing::fixed(slice_bytes, lanes))
     }
 
-    /// Cuts `tensors` into slices of about the size given and gives each to the rank that owns least so far, so that the
-    /// shards differ by at most one slice and each layer is spread over all ranks.
+    /// Cuts `tensors` into slices of about the size given and gives each to the member that owns least so far, so that the
+    /// shards differ by at most one slice and each layer is spread over all members.
     ///
     /// # Errors
     /// [`Error::Config`] if a bound of [`limits`] is exceeded or a tensor names a layer that does not exist.
@@ -127,11 +130,12 @@ impl Book {
         name: impl Into<String>,
         layers: Vec<String>,
         mut tensors: Vec<Tensor>,
-        ranks: u32,
+        members: &Members,
         slicing: Slicing,
     ) -> Result<Self, Error> {
-        let name = name.into();
-        check(&name, &layers, &tensors, ranks, slicing)?;
+        let (name, ranks) = (name.into(), members.count());
+        check(&name, &layers, &tensors, members, slicing)?;
+        let highest = members.iter().last().map_or(0, Rank::index);
         let (frame_bytes, lanes) = (slicing.store_bytes, slicing.lanes);
         // An owner does not round its own contribution, so with a wire type it shows in the bits where a slice lives, and
         // with that how all others before it were cut.
@@ -141,10 +145,11 @@ impl Book {
         let mut book = Self {
             name,
             layers,
+            members: members.clone(),
             tensors: Vec::new(),
             slices: Vec::new(),
-            owned_bytes: vec![0; ranks as usize],
-            owned_slices: vec![0; ranks as usize],
+            owned_bytes: vec![0; highest + 1],
+            owned_slices: vec![0; highest + 1],
             collective_slices: 0,
             slicing,
         };
@@ -154,7 +159,7 @@ impl Book {
                 tensor.first_slice = book.slices.len() as u32;
                 tensor.slice_count = 1;
                 let (tensor, len_bytes, lane) = (id as u32, frame_bytes as u32, gathered % lanes);
-                let (owner, at_owner, offset_bytes) = (Rank(0), 0, 0);
+                let (owner, at_owner, offset_bytes) = (members.at(0), 0, 0);
                 let wire_bytes = len_bytes;
                 book.slices.push(Slice {
                     tensor,
@@ -200,30 +205,23 @@ impl Book {
         elems: u32,
         lanes: u32,
     ) {
-        let ranks = self.owned_bytes.len();
         let [len_bytes, wire_bytes] = [dtype, wire].map(|of| elems * of.size_bytes() as u32);
         let (owner, at_owner) = if *route == Route::STORE {
-            let owner = (0..ranks).min_by_key(|&r| self.owned_bytes[r]).unwrap_or(0);
-            self.owned_bytes[owner] += u64::from(wire_bytes);
-            self.owned_slices[owner] += 1;
-            (owner, self.owned_slices[owner] - 1)
+            let least = self.members.iter().min_by_key(|rank| self.owned_bytes[rank.index()]);
+            let owner = least.unwrap_or(Rank(0));
+            self.owned_bytes[owner.index()] += u64::from(wire_bytes);
+            self.owned_slices[owner.index()] += 1;
+            (owner, self.owned_slices[owner.index()] - 1)
         } else {
             let number = self.collective_slices;
             self.collective_slices += 1;
-            // All but the central server take turns, so that roots and folds load all ranks alike.
-            (if *route == Route::Sum(Algorithm::Central) { 0 } else { number as usize % ranks }, number)
+            // All but the central server take turns, so that roots and folds load all members alike.
+            let turn = if *route == Route::Sum(Algorithm::Central) { 0 } else { number as usize };
+            (self.members.at(turn), number)
         };
         // Dealt within each owner's slices, so that every lane talks to every owner.
         let lane = at_owner % lanes;
-        self.slices.push(Slice {
-            tensor,
-            offset_bytes,
-            len_bytes,
-            wire_bytes,
-            owner: Rank(owner as u32),
-            at_owner,
-            lane,
-        });
+        self.slices.push(Slice { tensor, offset_bytes, len_bytes, wire_bytes, owner, at_owner, lane });
     }
 
     /// The slices of a tensor.
@@ -243,7 +241,11 @@ impl Book {
     /// How many such numbers there are.
     #[must_use]
     pub fn numbers_at_peer(&self, peer: Rank) -> u32 {
-        if self.collective_slices == 0 { self.owned_slices[peer.index()] } else { self.slices.len() as u32 }
+        if self.collective_slices == 0 {
+            self.owned_slices.get(peer.index()).copied().unwrap_or(0)
+        } else {
+            self.slices.len() as u32
+        }
     }
 
     /// The tensor that a slice is part of.
@@ -280,11 +282,12 @@ fn check(
     name: &str,
     layers: &[String],
     tensors: &[Tensor],
-    ranks: u32,
+    members: &Members,
     Slicing { store_bytes, collective_bytes, lanes }: Slicing,
 ) -> Result<(), Error> {
     let fail = |what: String| Err(Error::Config(format!("{name}: {what}")));
-    if ranks == 0 || ranks > limits::RANKS_MAX {
+    let ranks = members.count();
+    if ranks == 0 || members.iter().any(|rank| rank.0 >= limits::RANKS_MAX) {
         return fail(format!("{ranks} ranks; 1 to {} are possible", limits::RANKS_MAX));
     }
     if lanes == 0 || lanes > limits::LANES_MAX {
@@ -377,6 +380,39 @@ mod tests {
         }
     }
 
+    proptest! {
+        #[test]
+        fn owners_follow_from_the_members_whoever_they_are(
+            ranks in proptest::collection::btree_set(0u32..50, 1..12),
+            sizes in proptest::collection::vec(1u64..100_000, 1..6),
+            collective in 0usize..=Algorithm::COLLECTIVES.len(),
+        ) {
+            let routes = [Route::STORE, Algorithm::COLLECTIVES.get(collective).map_or(Route::Gather, |a| Route::Sum(*a))];
+            let tensor = |(i, &elems): (usize, &u64)| {
+                let route = routes[i % 2];
+                let dtype = if route == Route::Gather { Dtype::Bytes } else { Dtype::F32 };
+                Tensor::new(format!("t{i}"), 0, dtype, elems).with_route(route)
+            };
+            let tensors: Vec<Tensor> = sizes.iter().enumerate().map(tensor).collect();
+            let members: Members = ranks.iter().copied().map(Rank).collect();
+            let cut = |members| {
+                Book::cut("test", vec!["layer".into()], tensors.clone(), members, Slicing::fixed(4096, 2)).unwrap()
+            };
+            // A job of as many ranks, each renumbered to the member that has its place.
+            let (book, alike) = (cut(&members), cut(&Members::all(members.count())));
+            prop_assert_eq!(book.slices.len(), alike.slices.len());
+            for (slice, other) in book.slices.iter().zip(&alike.slices) {
+                let owner = members.at(other.owner.index());
+                prop_assert_eq!(slice, &Slice { owner, ..other.clone() });
+            }
+            for rank in (0..book.owned_bytes.len() as u32).map(Rank) {
+                let of = members.position(rank).map_or((0, 0), |at| (alike.owned_bytes[at], alike.owned_slices[at]));
+                prop_assert_eq!((book.owned_bytes[rank.index()], book.owned_slices[rank.index()]), of);
+                prop_assert!(book.collective_slices > 0 || book.numbers_at_peer(rank) == of.1);
+            }
+        }
+    }
+
     #[test]
     fn a_tensor_smaller_than_a_slice_is_spread_over_all_shards() {
         let tensors = vec![Tensor::new("w", 0, Dtype::F32, 64 << 10), Tensor::new("b", 0, Dtype::F32, 100)];
@@ -404,7 +440,7 @@ mod tests {
         let tensor = |name: &str| Tensor::new(name, 0, Dtype::F32, 1 << 20);
         let longest = |tensors: Vec<Tensor>| {
             let count = tensors.len() as u32;
-            let book = Book::cut("model", vec!["fc".into()], tensors, 2, slicing).unwrap();
+            let book = Book::cut("model", vec!["fc".into()], tensors, &Members::all(2), slicing).unwrap();
             let of = |tensor| {
                 book.slices_of(tensor).map(|slice| book.slices[slice as usize].len_bytes >> 10).max()
             };

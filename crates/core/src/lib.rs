@@ -19,6 +19,7 @@ pub mod exchange;
 pub mod layout;
 pub mod life;
 pub mod limits;
+pub mod members;
 pub mod memory;
 pub mod node;
 pub mod parts;
@@ -34,6 +35,7 @@ pub mod wire;
 
 pub use error::Error;
 pub use layout::Book;
+pub use members::Members;
 pub use slicing::Slicing;
 pub use submission::{Gives, Submission};
 pub use types::{BookId, Dtype, LayerId, Rank, Seq, SliceId, Step, TensorId};

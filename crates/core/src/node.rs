@@ -8,6 +8,7 @@ use crate::error::Error;
 use crate::exchange::{Context, Effect, Exchange, Flow, Site};
 use crate::layout::{Book, Tensor};
 use crate::limits;
+use crate::members::Members;
 use crate::memory::Memory;
 use crate::submission::{Gives, Submission};
 use crate::types::{BookId, GroupId, Rank, Seq, SliceId, TensorId};
@@ -142,6 +143,8 @@ struct BookState<C> {
     slices: Vec<Exchange<C>>,
     /// Place in the forward pass by layer.
     places: Vec<u32>,
+    /// Those of the book's members that have not left.
+    active: Members,
 }
 
 struct EarlyFrame<C> {
@@ -156,7 +159,8 @@ pub struct Node<M: Memory> {
     memory: M,
     books: Vec<Option<BookState<M::Chunk>>>,
     outboxes: Vec<Outbox<M::Chunk>>,
-    left: Vec<bool>,
+    /// Those of the job that have not left.
+    active: Members,
     /// Frames for books that peers have opened before this rank did.
     early: BTreeMap<BookId, Vec<EarlyFrame<M::Chunk>>>,
     early_bytes: usize,
@@ -179,7 +183,7 @@ impl<M: Memory> Node<M> {
             config,
             memory,
             books: Vec::new(),
-            left: vec![false; ranks],
+            active: Members::all(ranks as u32),
             early: BTreeMap::new(),
             early_bytes: 0,
             order: 0,
@@ -228,7 +232,8 @@ impl<M: Memory> Node<M> {
         let slices =
             (0..book.slices.len() as u32).map(|slice| Exchange::new(book.tensor_of(slice).route)).collect();
         let places = (0..book.layers.len() as u32).collect();
-        self.books[at] = Some(BookState { book, slices, places });
+        let active = book.members.iter().filter(|rank| self.active.contains(*rank)).collect();
+        self.books[at] = Some(BookState { book, slices, places, active });
         for EarlyFrame { from, header, payload } in self.early.remove(&id).unwrap_or_default() {
             self.early_bytes -= header.payload_bytes as usize;
             if let Some(Some(state)) = self.books.get(at) {
@@ -280,6 +285,10 @@ impl<M: Memory> Node<M> {
             return Err(Error::Config(format!("book {book} is not open")));
         };
         let ids = state.book.clone();
+        if !ids.members.contains(self.config.rank) {
+            let (rank, name) = (self.config.rank, &ids.name);
+            return Err(Error::Config(format!("{name}: rank {rank} is none of those that the book is for")));
+        }
         let Tensor { name, dtype, wire, .. } = &ids.tensors[tensor as usize];
         if let Some((op, why)) = gives.op().and_then(|op| Some((op, op.refused_on_wire(*dtype, *wire)?))) {
             return Err(Error::Config(format!("{}: {op:?} of {name} ({dtype:?}): {why}", ids.name)));
@@ -315,7 +324,7 @@ impl<M: Memory> Node<M> {
     ) -> Result<(), Error> {
         let Some(Some(state)) = self.books.get_mut(usize::from(header.book)) else { return Ok(()) };
         let mut context = Context {
-            site: site(&self.config, &self.left, &state.book, header.slice),
+            site: site(self.config.rank, &state.book, &state.active, header.slice),
             memory: &mut self.memory,
             inputs: &mut self.inputs,
             effects: &mut self.effects,
@@ -376,7 +385,7 @@ impl<M: Memory> Node<M> {
             self.books.get(usize::from(header.book)).filter(|_| header.kind.is_exchange())
         {
             self.check(state, from, header)?;
-            let site = site(&self.config, &self.left, &state.book, header.slice);
+            let site = site(self.config.rank, &state.book, &state.active, header.slice);
             if let Some(chunk) = state.slices[header.slice as usize].place(header, &site, &self.memory) {
                 return Ok(Place::Chunk(chunk));
             }
@@ -394,10 +403,11 @@ impl<M: Memory> Node<M> {
     /// Checks that `header` names a slice of this lane, and a frame that its exchange expects.
     fn check(&self, state: &BookState<M::Chunk>, from: Rank, header: &Header) -> Result<(), Error> {
         let slice = state.book.slices.get(header.slice as usize);
-        if slice.is_none_or(|slice| slice.lane != self.config.lane) {
+        let between_members = [from, self.config.rank].iter().all(|rank| state.book.members.contains(*rank));
+        if slice.is_none_or(|slice| slice.lane != self.config.lane) || !between_members {
             return Err(unexpected(from, header));
         }
-        let site = site(&self.config, &self.left, &state.book, header.slice);
+        let site = site(self.config.rank, &state.book, &state.active, header.slice);
         let carries_slice = matches!(header.kind, Kind::Push | Kind::Answer);
         if carries_slice && header.argument != wire_argument(site.dtype, site.wire) {
             let tensor = state.book.tensor_of(header.slice);
@@ -473,18 +483,22 @@ impl<M: Memory> Node<M> {
 
     /// A rank has left: rounds that only waited for it end now.
     fn leave(&mut self, rank: Rank, actions: &mut Vec<Action<M::Chunk>>) -> Result<(), Error> {
-        if std::mem::replace(&mut self.left[rank.index()], true) {
+        if !self.active.remove(rank) {
             return Err(Error::protocol(rank, "it left twice"));
         }
-        if self.left.iter().all(|left| *left) {
+        if self.active.is_empty() {
             // At once, in the same event: a peer that has seen all leave may push again before this rank's user knows.
             // No round can end here: what is open was pushed by such peers, and this rank has not submitted yet.
-            self.left.iter_mut().for_each(|left| *left = false);
+            self.active.become_those(&Members::all(self.config.ranks));
+            for state in self.books.iter_mut().flatten() {
+                state.active.become_those(&state.book.members);
+            }
             actions.push(Action::AllLeft);
             return Ok(());
         }
         for id in 0..self.books.len() {
-            let slices = self.books[id].as_ref().map_or(0, |state| state.slices.len());
+            let Some(state) = &mut self.books[id] else { continue };
+            let slices = if state.active.remove(rank) { state.slices.len() } else { 0 };
             for slice in 0..slices as u32 {
                 let header = Header { book: id as BookId, slice, ..Header::control(Kind::Push) };
                 self.exchange(&header, |exchange, context| exchange.left(&header, context), actions)?;
@@ -537,7 +551,7 @@ impl<M: Memory> Node<M> {
     fn missing_of(&self, state: &BookState<M::Chunk>, slices: impl Iterator<Item = SliceId>) -> Vec<Rank> {
         let mut ranks = Vec::new();
         for slice in slices {
-            let site = site(&self.config, &self.left, &state.book, slice);
+            let site = site(self.config.rank, &state.book, &state.active, slice);
             state.slices[slice as usize].missing(&site, &mut ranks);
         }
         distinct(ranks)
@@ -545,8 +559,7 @@ impl<M: Memory> Node<M> {
 
     /// If this rank has left: the ranks that have not.
     pub fn late_to_leave(&self) -> Vec<Rank> {
-        let ranks = (0..self.config.ranks).map(Rank);
-        ranks.filter(|rank| self.left[self.config.rank.index()] && !self.left[rank.index()]).collect()
+        if self.active.contains(self.config.rank) { Vec::new() } else { self.active.iter().collect() }
     }
 }
 
@@ -556,9 +569,9 @@ fn distinct(mut ranks: Vec<Rank>) -> Vec<Rank> {
     ranks
 }
 
-fn site<'a>(config: &Config, left: &'a [bool], book: &'a Book, slice: SliceId) -> Site<'a> {
-    let (rank, ranks, tensor) = (config.rank, config.ranks, book.tensor_of(slice));
+fn site<'a>(rank: Rank, book: &'a Book, active: &'a Members, slice: SliceId) -> Site<'a> {
+    let (members, tensor) = (&book.members, book.tensor_of(slice));
     let (dtype, wire, tensor_bytes) = (tensor.dtype, tensor.wire, tensor.len_bytes());
     let layer = book.layers[tensor.layer as usize].as_str();
-    Site { rank, ranks, left, slice: &book.slices[slice as usize], layer, dtype, wire, tensor_bytes }
+    Site { rank, members, active, slice: &book.slices[slice as usize], layer, dtype, wire, tensor_bytes }
 }

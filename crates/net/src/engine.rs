@@ -18,7 +18,9 @@ pub use call::CallPart;
 use penstock_core::calls::Calls;
 use penstock_core::cost::Rates;
 use penstock_core::layout::Tensor;
-use penstock_core::{Book, BookId, Gives, Op, Rank, Route, Seq, Slicing, Submission, TensorId, slicing};
+use penstock_core::{
+    Book, BookId, Gives, Members, Op, Rank, Route, Seq, Slicing, Submission, TensorId, slicing,
+};
 use std::net::{TcpListener, ToSocketAddrs};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -135,7 +137,7 @@ impl Engine {
         }
         // Checks the bounds of slices, lanes and ranks once, for every book to come.
         let slicing = chosen_slicing(&config, &Rates::default());
-        Book::cut("options", Vec::new(), Vec::new(), config.size, slicing)?;
+        Book::cut("options", Vec::new(), Vec::new(), &Members::all(config.size), slicing)?;
         if config.window_bytes == 0 {
             config.window_bytes = window_bytes(&config);
         }
@@ -187,7 +189,8 @@ impl Engine {
     ) -> Result<BookId, Failure> {
         self.alive("open_book")?;
         self.inner.shared.check()?;
-        let book = Book::cut(name, layers, tensors, self.inner.config.size, self.slicing())?;
+        let members = Members::all(self.inner.config.size);
+        let book = Book::cut(name, layers, tensors, &members, self.slicing())?;
         let mut books = self.inner.books.write().unwrap_or_else(PoisonError::into_inner);
         let id = BookId::try_from(books.len())
             .ok()

@@ -9,7 +9,7 @@ use penstock_core::node::{Action, Config, Event, Node};
 use penstock_core::types::{Dtype, Rank};
 use penstock_core::way::Algorithm;
 use penstock_core::wire::{Kind, Op, Outgoing, Place};
-use penstock_core::{Error, Gives, Route, Submission};
+use penstock_core::{Error, Gives, Header, Members, Route, Slicing, Submission};
 use penstock_sim::check::order::{self, Round};
 use penstock_sim::memory::{Chunk, RealMemory, SimMemory};
 use penstock_sim::random::Random;
@@ -180,13 +180,23 @@ fn lengths(random: &mut Random, ranks: u32) -> u64 {
     }
 }
 
-/// Two rounds of one tensor, some ranks perhaps absent, in a random schedule; all ranks must have the reference's bits.
-fn check_results(algorithm: Algorithm, (dtype, wire): (Dtype, Dtype), op: Op, ranks: u32, seed: u64) {
+/// As [`check_members`], by all of a job.
+fn check_results(algorithm: Algorithm, types: (Dtype, Dtype), op: Op, ranks: u32, seed: u64) {
+    check_members(algorithm, types, op, &Members::all(ranks), seed);
+}
+
+/// Two rounds of one tensor by some ranks of a job, some of them perhaps absent, in a random schedule; all members must have the
+/// reference's bits, which are those of a job of that many ranks.
+fn check_members(algorithm: Algorithm, (dtype, wire): (Dtype, Dtype), op: Op, members: &Members, seed: u64) {
     let random = &mut Random::new(seed);
+    let ranks = members.count();
     let elems = lengths(random, ranks);
     let tensor = Tensor::new("w", 0, dtype, elems).with_route(Route::Sum(algorithm)).with_wire(wire);
-    let book = Arc::new(Book::new("model", vec!["layer".into()], vec![tensor], ranks, 1024, 1).unwrap());
-    let mut bench = Bench::new(&book, ranks);
+    let slicing = Slicing::fixed(1024, 1);
+    let book = Arc::new(Book::cut("model", vec!["layer".into()], vec![tensor], members, slicing).unwrap());
+    let job = members.iter().last().map_or(0, |rank| rank.0 + 1);
+    let mut bench = Bench::new(&book, job);
+    let place = |rank| members.position(rank).unwrap();
     for seq in 1..=2 {
         let nobody = random.chance(50);
         let root = random.below(u64::from(ranks)) as u32;
@@ -197,22 +207,20 @@ fn check_results(algorithm: Algorithm, (dtype, wire): (Dtype, Dtype), op: Op, ra
                 (!absent && !nobody).then(|| draw(dtype, elems, random))
             })
             .collect();
-        let mut order: Vec<u32> = (0..ranks).collect();
+        let mut order: Vec<Rank> = members.iter().collect();
         random.shuffle(&mut order);
         for rank in order {
-            bench.submit(rank, seq, op, rows[rank as usize].as_deref()).unwrap();
+            bench.submit(rank.0, seq, op, rows[place(rank)].as_deref()).unwrap();
             if random.chance(500) && !bench.under_way.is_empty() {
                 bench.deliver(0).unwrap();
             }
         }
         bench.run_at_random(random);
         let name = || {
-            format!(
-                "{algorithm:?} {op:?} {dtype:?} as {wire:?}, {ranks} ranks, {elems} elements, seed {seed}"
-            )
+            format!("{algorithm:?} {op:?} {dtype:?} as {wire:?}, {members:?}, {elems} elements, seed {seed}")
         };
         let present = rows.iter().any(Option::is_some);
-        for rank in 0..ranks as usize {
+        for rank in members.iter().map(Rank::index) {
             assert!(bench.complete[rank].iter().all(|told| *told == present), "{}", name());
             assert_eq!(bench.complete[rank].len(), book.slices.len(), "{}", name());
             bench.complete[rank].clear();
@@ -222,8 +230,8 @@ fn check_results(algorithm: Algorithm, (dtype, wire): (Dtype, Dtype), op: Op, ra
                     slice.offset_bytes as usize..(slice.offset_bytes as usize + slice.len_bytes as usize);
                 let parts: Vec<Option<&[u8]>> =
                     rows.iter().map(|row| row.as_deref().map(|row| &row[range.clone()])).collect();
-                let want =
-                    order::reduce(Round { algorithm, dtype, wire, op, active: ranks }, slice.owner, &parts);
+                let owner = Rank(place(slice.owner) as u32);
+                let want = order::reduce(Round { algorithm, dtype, wire, op, active: ranks }, owner, &parts);
                 let want = want.unwrap_or_else(|| vec![0x5A; range.len()]);
                 assert_eq!(got[range], want[..], "{}, rank {rank}", name());
             }
@@ -241,6 +249,38 @@ fn every_algorithm_operation_and_type_gives_the_references_bits() {
             scope.spawn(move || RANKS.for_each(|ranks| check_all_results(algorithm, ranks)));
         }
     });
+}
+
+#[test]
+fn any_members_of_a_job_get_the_bits_of_a_job_of_that_many() {
+    for seed in 0..400 {
+        let random = &mut Random::new(seed);
+        let most = random.between(1, 12);
+        let members: Members = (0..most).map(|_| Rank(random.below(20) as u32)).collect();
+        let algorithm = random.pick(&Algorithm::ALL);
+        let op = random.pick(&OPS);
+        let halves = algorithm == Algorithm::Store && op != Op::Copy && random.chance(300);
+        let wire = if halves { Dtype::Bf16 } else { Dtype::F32 };
+        check_members(algorithm, (Dtype::F32, wire), op, &members, seed);
+    }
+}
+
+#[test]
+fn who_is_no_member_of_a_book_takes_no_part_in_it() {
+    let members: Members = [1, 3].into_iter().map(Rank).collect();
+    let tensor = Tensor::new("w", 0, Dtype::F32, 100);
+    let slicing = Slicing::fixed(1024, 1);
+    let book = Arc::new(Book::cut("model", vec!["layer".into()], vec![tensor], &members, slicing).unwrap());
+    let mut bench = Bench::new(&book, 4);
+    let error = bench.submit(2, 1, Op::Sum, None).unwrap_err().to_string();
+    assert!(error.contains("rank 2 is none of those that the book is for"), "{error}");
+    // Rank 1 owns the slice; a push from rank 2 is none of its business.
+    let owner = book.slices[0].owner;
+    let push = |from| (Rank(from), Header { seq: 1, step: 1, ..Header::control(Kind::PushAbsent) });
+    let (from, header) = push(2);
+    assert!(bench.nodes[owner.index()].place(from, &header).is_err());
+    let (from, header) = push(4 - owner.0);
+    assert!(bench.nodes[owner.index()].place(from, &header).is_ok());
 }
 
 fn check_all_results(algorithm: Algorithm, ranks: u32) {

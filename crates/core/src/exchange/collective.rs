@@ -28,6 +28,7 @@
 use super::context::{Context, Effect, Flow, Site};
 use super::out_of_step::out_of_step;
 use crate::error::Error;
+use crate::members::Members;
 use crate::memory::Memory;
 use crate::steps::{Receive, Send, Step, Then};
 use crate::types::{Rank, Seq};
@@ -77,27 +78,25 @@ struct Arrived<C> {
 
 /// Both numberings of the ranks, and the algorithm.
 #[derive(Clone, Copy)]
-struct Places {
+struct Places<'a> {
     algorithm: Algorithm,
+    members: &'a Members,
     ranks: u32,
+    /// The place of position 0 among the members.
     owner: u32,
     position: u32,
     elems: u64,
     elem_bytes: u64,
 }
 
-impl Places {
-    fn new(algorithm: Algorithm, site: &Site<'_>) -> Self {
-        let (ranks, owner, elem_bytes) = (site.ranks, site.slice.owner.0, site.dtype.size_bytes() as u64);
-        let position = (site.rank.0 + ranks - owner) % ranks;
-        Self {
-            algorithm,
-            ranks,
-            owner,
-            position,
-            elems: u64::from(site.slice.len_bytes) / elem_bytes,
-            elem_bytes,
-        }
+impl<'a> Places<'a> {
+    fn new(algorithm: Algorithm, site: &Site<'a>) -> Self {
+        let Site { members, slice, .. } = *site;
+        let (ranks, elem_bytes) = (members.count(), site.dtype.size_bytes() as u64);
+        let place = |rank| members.position(rank).unwrap_or(0) as u32;
+        let (owner, elems) = (place(slice.owner), u64::from(slice.len_bytes) / elem_bytes);
+        let position = (place(site.rank) + ranks - owner) % ranks;
+        Self { algorithm, members, ranks, owner, position, elems, elem_bytes }
     }
 
     fn step(&self, number: u32) -> Step {
@@ -113,7 +112,7 @@ impl Places {
     }
 
     fn rank(&self, position: u32) -> Rank {
-        Rank((position + self.owner) % self.ranks)
+        self.members.at((position + self.owner) as usize)
     }
 
     /// Bytes from the start of the slice.
@@ -212,9 +211,9 @@ impl<C: Clone> Collective<C> {
         self.advance(context)
     }
 
-    pub(super) fn left(&self, header: &Header, left: &[bool]) -> Result<(), Error> {
-        let ranks: Vec<String> =
-            (0..left.len()).filter(|rank| left[*rank]).map(|rank| rank.to_string()).collect();
+    pub(super) fn left(&self, header: &Header, site: &Site<'_>) -> Result<(), Error> {
+        let gone = site.members.iter().filter(|rank| !site.active.contains(*rank));
+        let ranks: Vec<String> = gone.map(|rank| rank.to_string()).collect();
         Err(Error::Config(format!(
             "rank {} has left (join), but slice {} of book {} is synchronised by {:?}, which needs every rank: use the \
              store for what is trained with different numbers of batches",
@@ -270,7 +269,7 @@ impl<C: Clone> Collective<C> {
         Ok(())
     }
 
-    fn send<M: Memory<Chunk = C>>(&self, places: &Places, send: &Send, context: &mut Context<'_, M>) {
+    fn send<M: Memory<Chunk = C>>(&self, places: &Places<'_>, send: &Send, context: &mut Context<'_, M>) {
         let Some(round) = &self.round else { return };
         let Send { to, elems } = send;
         let range = places.bytes(elems);
@@ -286,7 +285,7 @@ impl<C: Clone> Collective<C> {
     /// The step's part is here.
     fn take_in<M: Memory<Chunk = C>>(
         &mut self,
-        places: &Places,
+        places: &Places<'_>,
         receive: Receive,
         arrived: Arrived<C>,
         context: &mut Context<'_, M>,
@@ -324,7 +323,7 @@ impl<C: Clone> Collective<C> {
     /// Adds what has come, in one pass: what this rank has first, then the parts in the order of their steps.
     fn add_up<M: Memory<Chunk = C>>(
         &mut self,
-        places: &Places,
+        places: &Places<'_>,
         context: &mut Context<'_, M>,
     ) -> Result<(), Error> {
         let Some(round) = &mut self.round else { return Ok(()) };
@@ -350,7 +349,7 @@ impl<C: Clone> Collective<C> {
         Ok(())
     }
 
-    fn complete<M: Memory<Chunk = C>>(&mut self, places: &Places, context: &mut Context<'_, M>) {
+    fn complete<M: Memory<Chunk = C>>(&mut self, places: &Places<'_>, context: &mut Context<'_, M>) {
         let Some(round) = self.round.take() else { return };
         let effects = &mut *context.effects;
         each_receiver(places, |by| effects.push(Effect::Consumed { by }));
@@ -359,7 +358,7 @@ impl<C: Clone> Collective<C> {
 }
 
 /// The ranks to which this one sends partial sums, some perhaps more than once.
-fn each_receiver(places: &Places, mut tell: impl FnMut(Rank)) {
+fn each_receiver(places: &Places<'_>, mut tell: impl FnMut(Rank)) {
     let mut before = None;
     for number in 0..places.reduce_steps() {
         let to = places.step(number).send.map(|send| places.rank(send.to));

@@ -1,6 +1,7 @@
 //! What an exchange is told and what it answers: where it is, what it works with, what it wants done.
 
 use crate::layout::Slice;
+use crate::members::Members;
 use crate::memory::Memory;
 use crate::types::{Dtype, Rank, Seq};
 use crate::wire::Outgoing;
@@ -10,10 +11,10 @@ use crate::wire::Outgoing;
 pub struct Site<'a> {
     /// This rank.
     pub rank: Rank,
-    /// Ranks in the job.
-    pub ranks: u32,
-    /// By rank: whether it has left (join).
-    pub left: &'a [bool],
+    /// Whom the book is for.
+    pub members: &'a Members,
+    /// Those of them that have not left (join).
+    pub active: &'a Members,
     /// The slice.
     pub slice: &'a Slice,
     /// Its layer's name.
@@ -70,8 +71,8 @@ pub enum Effect<C> {
     },
     /// All contributions are here; goes before [`Effect::Complete`].
     Gathered {
-        /// By rank the payloads of its contribution, in order; `None` for this rank and those that took no part. Empty if there
-        /// are no other ranks.
+        /// By member the payloads of its contribution, in order; `None` for this rank and those that took no part. Empty if
+        /// there are no other ranks.
         parts: Vec<Option<Vec<C>>>,
     },
     /// The result is in this rank's memory.

@@ -51,7 +51,7 @@ impl<C> Contribution<C> {
 #[derive(Debug)]
 struct Round<C> {
     seq: Seq,
-    /// By rank; this one's own is never here.
+    /// By member; this one's own is never here.
     contributions: Vec<Option<Contribution<C>>>,
 }
 
@@ -83,7 +83,7 @@ impl<C: Clone> Gather<C> {
         only_to: Option<Rank>,
         context: &mut Context<'_, M>,
     ) -> Result<(), Error> {
-        let Site { rank: Rank(me), ranks, left, slice, tensor_bytes, .. } = context.site;
+        let Site { rank, active, slice, tensor_bytes, .. } = context.site;
         let total_bytes = header.argument;
         if self.submitted > self.done || header.seq <= self.done || u64::from(total_bytes) > tensor_bytes {
             return Err(Error::Config(format!(
@@ -92,8 +92,7 @@ impl<C: Clone> Gather<C> {
             )));
         }
         (self.submitted, self.step) = (header.seq, header.step);
-        // Each rank starts with another one, so that contributions do not all converge on the same receiver.
-        for to in (1..ranks).map(|i| Rank((me + i) % ranks)).filter(|peer| !left[peer.index()]) {
+        for to in active.after(rank) {
             let total_bytes = if only_to.is_none_or(|one| one == to) { total_bytes } else { 0 };
             let mut start = 0;
             loop {
@@ -122,8 +121,9 @@ impl<C: Clone> Gather<C> {
         if !fits || is_for_others(from, site) {
             return fits && len_bytes <= site.slice.len_bytes;
         }
+        let Some(place) = site.members.position(from) else { return false };
         let round = self.rounds.iter().find(|round| round.seq == header.seq);
-        let (known_bytes, filled_bytes) = match round.map(|round| &round.contributions[from.index()]) {
+        let (known_bytes, filled_bytes) = match round.map(|round| &round.contributions[place]) {
             Some(Some(contribution)) if contribution.is_whole() => return false,
             Some(Some(contribution)) => (contribution.total_bytes, contribution.filled_bytes),
             Some(None) => (total_bytes, 0),
@@ -143,13 +143,14 @@ impl<C: Clone> Gather<C> {
         if is_for_others(from, &context.site) {
             return Ok(());
         }
-        let ranks = context.site.ranks as usize;
+        let members = context.site.members;
+        let Some(place) = members.position(from) else { return Err(unexpected(from, header)) };
         let at = self.rounds.partition_point(|round| round.seq < header.seq);
         if self.rounds.get(at).is_none_or(|round| round.seq != header.seq) {
-            let contributions = std::iter::repeat_with(|| None).take(ranks).collect();
+            let contributions = members.iter().map(|_| None).collect();
             self.rounds.insert(at, Round { seq: header.seq, contributions });
         }
-        let contribution = self.rounds[at].contributions[from.index()].get_or_insert_with(|| Contribution {
+        let contribution = self.rounds[at].contributions[place].get_or_insert_with(|| Contribution {
             step: header.step,
             total_bytes: header.argument,
             filled_bytes: 0,
@@ -170,11 +171,12 @@ impl<C: Clone> Gather<C> {
     /// A round that only waited for the rank that has left ends now. What others still send to this rank after it has left
     /// itself is none of its business.
     pub(super) fn left<M: Memory<Chunk = C>>(&mut self, context: &mut Context<'_, M>) -> Result<(), Error> {
-        let Site { rank, left, .. } = context.site;
-        if left[rank.index()] {
+        let Site { rank, members, active, .. } = context.site;
+        if !active.contains(rank) {
             for round in &mut self.rounds {
-                let contributions = round.contributions.iter_mut().zip(left);
-                contributions.filter(|(_, left)| !**left).for_each(|(contribution, _)| *contribution = None);
+                let contributions = round.contributions.iter_mut().zip(members.iter());
+                let others = contributions.filter(|(_, member)| active.contains(*member));
+                others.for_each(|(contribution, _)| *contribution = None);
             }
             self.rounds.retain(|round| round.contributions.iter().any(Option::is_some));
         }
@@ -182,35 +184,38 @@ impl<C: Clone> Gather<C> {
     }
 
     pub(super) fn missing(&self, site: &Site<'_>, ranks: &mut Vec<Rank>) {
-        let Site { rank: me, left, .. } = *site;
+        let Site { rank: me, members, active, .. } = *site;
         if self.submitted == self.done {
             return;
         }
         let round = self.rounds.iter().find(|round| round.seq == self.submitted);
-        let is_whole = |rank: usize| {
-            round.and_then(|round| round.contributions[rank].as_ref()).is_some_and(Contribution::is_whole)
+        let is_whole = |place: usize| {
+            round.and_then(|round| round.contributions[place].as_ref()).is_some_and(Contribution::is_whole)
         };
-        let late = (0..left.len()).filter(|&rank| rank != me.index() && !left[rank] && !is_whole(rank));
-        ranks.extend(late.map(|rank| Rank(rank as u32)));
+        let late = members
+            .iter()
+            .enumerate()
+            .filter(|&(place, rank)| rank != me && active.contains(rank) && !is_whole(place));
+        ranks.extend(late.map(|(_, rank)| rank));
     }
 
     fn end_if_complete<M: Memory<Chunk = C>>(&mut self, context: &mut Context<'_, M>) -> Result<(), Error> {
-        let Site { rank, ranks, left, .. } = context.site;
+        let Site { rank, members, active, .. } = context.site;
         if self.submitted == self.done {
             return Ok(());
         }
         let at = self.rounds.iter().position(|round| round.seq == self.submitted);
         // A rank may have left since it contributed; its contribution counts all the same, as it does on ranks that were faster.
-        let is_in = |other: usize| {
-            let contribution = at.and_then(|at| self.rounds[at].contributions[other].as_ref());
-            contribution.map_or(left[other], Contribution::is_whole)
+        let is_in = |place: usize, other| {
+            let contribution = at.and_then(|at| self.rounds[at].contributions[place].as_ref());
+            contribution.map_or(!active.contains(other), Contribution::is_whole)
         };
-        if (0..ranks as usize).any(|other| other != rank.index() && !is_in(other)) {
+        if members.iter().enumerate().any(|(place, other)| other != rank && !is_in(place, other)) {
             return Ok(());
         }
         self.done = self.submitted;
         let contributions = at.map(|at| self.rounds.remove(at).contributions).unwrap_or_default();
-        let others = (0..).map(Rank).zip(&contributions);
+        let others = members.iter().zip(&contributions);
         let steps = others.filter_map(|(other, contribution)| Some((other, contribution.as_ref()?.step)));
         if steps.clone().any(|(_, step)| step != self.step) {
             return Err(out_of_step(&context.site, steps.chain([(rank, self.step)])));
@@ -224,5 +229,5 @@ impl<C: Clone> Gather<C> {
 
 /// Whether this rank has left and `from` has not: it goes on with the others, and did not know yet when it sent this.
 fn is_for_others(from: Rank, site: &Site<'_>) -> bool {
-    site.left[site.rank.index()] && !site.left[from.index()]
+    !site.active.contains(site.rank) && site.active.contains(from)
 }

@@ -117,7 +117,7 @@ impl<C: Clone> Exchange<C> {
         }
     }
 
-    /// A rank has left, as `context.site.left` says; `header` names the slice.
+    /// A rank has left, as `context.site.active` says; `header` names the slice.
     ///
     /// # Errors
     /// [`Error::Protocol`] as for a frame that ends the round; [`Error::Config`] if the algorithm needs every rank.
@@ -128,7 +128,7 @@ impl<C: Clone> Exchange<C> {
     ) -> Result<(), Error> {
         match self {
             Self::Store(store) => store.left(header, context),
-            Self::Collective(collective) => collective.left(header, context.site.left),
+            Self::Collective(collective) => collective.left(header, &context.site),
             Self::Gather(gather) => gather.left(context),
         }
     }
@@ -136,7 +136,7 @@ impl<C: Clone> Exchange<C> {
     /// The ranks that have not contributed to the round that waits here.
     pub fn missing(&self, site: &Site<'_>, ranks: &mut Vec<Rank>) {
         match self {
-            Self::Store(store) => store.missing(site.left, ranks),
+            Self::Store(store) => store.missing(site, ranks),
             Self::Collective(collective) => collective.missing(site, ranks),
             Self::Gather(gather) => gather.missing(site, ranks),
         }

@@ -13,6 +13,7 @@
 use super::context::{Context, Effect, Flow, Site};
 use super::out_of_step::out_of_step;
 use crate::error::Error;
+use crate::members::Members;
 use crate::memory::Memory;
 use crate::reduce::Reduction;
 use crate::types::{Rank, Seq, Step};
@@ -124,16 +125,16 @@ impl<C: Clone> Store<C> {
         header: &Header,
         context: &mut Context<'_, M>,
     ) -> Result<(), Error> {
-        let complete = self.gathering.complete(context.site.left);
+        let complete = self.gathering.complete(Rules::of(&context.site).must_be_in, context.site.members);
         match self.gathering.open().filter(|_| complete) {
             Some((seq, step)) => self.finish(&Header { seq, step, ..*header }, context),
             None => Ok(()),
         }
     }
 
-    pub(super) fn missing(&self, left: &[bool], ranks: &mut Vec<Rank>) {
+    pub(super) fn missing(&self, site: &Site<'_>, ranks: &mut Vec<Rank>) {
         if self.gathering.open().is_some() {
-            ranks.extend(self.gathering.missing(left));
+            ranks.extend(self.gathering.missing(Rules::of(site).must_be_in, site.members));
         }
     }
 
@@ -145,11 +146,13 @@ impl<C: Clone> Store<C> {
         what: Contribution<C>,
         context: &mut Context<'_, M>,
     ) -> Result<(), Error> {
-        let Site { ranks, left, .. } = context.site;
+        let members = context.site.members;
+        let Some(place) = members.position(from) else { return Err(unexpected(from, header)) };
         self.gathering
-            .add(from, ranks, header.seq, header.op, header.step, what)
+            .add(place, members.count(), header, what)
             .map_err(|why| Error::protocol(from, format!("{}: {why}", describe(from, header))))?;
-        if self.gathering.complete(left) { self.finish(header, context) } else { Ok(()) }
+        let must_be_in = Rules::of(&context.site).must_be_in;
+        if self.gathering.complete(must_be_in, members) { self.finish(header, context) } else { Ok(()) }
     }
 
     /// Owner: sums in rank order and answers everybody at once.
@@ -160,9 +163,10 @@ impl<C: Clone> Store<C> {
     ) -> Result<(), Error> {
         let Context { site, memory, inputs, .. } = context;
         if self.gathering.steps_differ {
-            return Err(out_of_step(site, self.gathering.steps()));
+            return Err(out_of_step(site, self.gathering.steps(site.members)));
         }
-        let outcome = self.gathering.outcome(site.left, inputs).map_err(|why| {
+        let rules = Rules::of(site);
+        let outcome = self.gathering.outcome(site.members, rules.divisor, inputs).map_err(|why| {
             Error::protocol(site.rank, format!("slice {} of book {}: {why}", header.slice, header.book))
         })?;
         let mine = self.mine.as_ref().map(|mine| mine.memory.clone());
@@ -179,7 +183,7 @@ impl<C: Clone> Store<C> {
             Outcome::Reduced(how) => {
                 let output = mine.unwrap_or_else(|| memory.scratch(site.slice.len_bytes as usize));
                 if site.rounds() {
-                    let own = self.gathering.own_input(site.rank);
+                    let own = site.members.position(site.rank).and_then(|me| self.gathering.own_input(me));
                     memory.reduce_rounded(site.wire, how, inputs, own, &output);
                 } else {
                     memory.reduce(site.dtype, how, inputs, &output);
@@ -189,7 +193,7 @@ impl<C: Clone> Store<C> {
         };
         self.gathering.clear();
         inputs.clear();
-        answer(header, &outcome, result.as_ref(), context);
+        answer(rules.answered, header, &outcome, result.as_ref(), context);
         self.complete(header, outcome != Outcome::Absent, context);
         Ok(())
     }
@@ -206,15 +210,31 @@ impl<C: Clone> Store<C> {
     }
 }
 
+/// The rules of a round at its owner, each of which may be replaced by itself. All follow from who takes part.
+struct Rules<'a> {
+    /// When they are all in, and nobody else, the round ends.
+    must_be_in: &'a Members,
+    /// How the contributions become one: an average is over so many.
+    divisor: u32,
+    /// Who gets the result.
+    answered: &'a Members,
+}
+
+impl<'a> Rules<'a> {
+    fn of(site: &Site<'a>) -> Self {
+        Self { must_be_in: site.active, divisor: site.active.count(), answered: site.active }
+    }
+}
+
 fn answer<M: Memory>(
+    answered: &Members,
     header: &Header,
     outcome: &Outcome,
     result: Option<&M::Chunk>,
     context: &mut Context<'_, M>,
 ) {
-    let Site { rank: Rank(me), ranks, left, slice, dtype, wire, .. } = context.site;
-    // Each owner starts with another rank, so that answers do not all converge on the same receiver.
-    for to in (1..ranks).map(|i| Rank((me + i) % ranks)).filter(|peer| !left[peer.index()]) {
+    let Site { rank, slice, dtype, wire, .. } = context.site;
+    for to in answered.after(rank) {
         let (kind, payload) = match (outcome, result) {
             (Outcome::Copy(source), _) if *source == to => (Kind::AnswerSame, None),
             (_, Some(chunk)) => (Kind::Answer, Some(chunk.clone())),
@@ -242,7 +262,7 @@ struct Gathering<C> {
     seq: Seq,
     op: Op,
     step: Step,
-    /// The contributions, and the step of each.
+    /// By member its contribution, and the step of it.
     contributions: Vec<Option<(Contribution<C>, Step)>>,
     /// Whether two of them differ.
     steps_differ: bool,
@@ -273,15 +293,13 @@ impl<C: Clone> Gathering<C> {
     /// A sentence, if it belongs to another round or operation than those already here, or is the second of its rank.
     fn add(
         &mut self,
-        from: Rank,
-        ranks: u32,
-        seq: Seq,
-        op: Op,
-        step: Step,
+        place: usize,
+        members: u32,
+        &Header { seq, op, step, .. }: &Header,
         what: Contribution<C>,
     ) -> Result<(), String> {
         if self.contributions.is_empty() {
-            self.contributions.resize_with(ranks as usize, || None);
+            self.contributions.resize_with(members as usize, || None);
         }
         if self.arrived == 0 {
             if seq <= self.seq {
@@ -295,11 +313,11 @@ impl<C: Clone> Gathering<C> {
                 self.seq, self.op, self.step
             ));
         }
-        let place = &mut self.contributions[from.index()];
-        if place.is_some() {
+        let contribution = &mut self.contributions[place];
+        if contribution.is_some() {
             return Err(format!("a second contribution to round {seq}"));
         }
-        *place = Some((what, step));
+        *contribution = Some((what, step));
         // Who differs is said when all are in: most ranks are right.
         self.steps_differ |= step != self.step;
         self.arrived += 1;
@@ -311,44 +329,50 @@ impl<C: Clone> Gathering<C> {
         (self.arrived > 0).then_some((self.seq, self.step))
     }
 
-    /// The active ranks that have not contributed to the open round.
-    fn missing<'a>(&'a self, left: &'a [bool]) -> impl Iterator<Item = Rank> + 'a {
-        (0..self.contributions.len())
-            .filter(|&r| !left[r] && self.contributions[r].is_none())
-            .map(|r| Rank(r as u32))
+    /// Of those that must be in, who has not contributed to the open round.
+    fn missing<'a>(
+        &'a self,
+        must_be_in: &'a Members,
+        members: &'a Members,
+    ) -> impl Iterator<Item = Rank> + 'a {
+        let by_member = members.iter().zip(&self.contributions);
+        by_member.filter(|(rank, c)| c.is_none() && must_be_in.contains(*rank)).map(|(rank, _)| rank)
     }
 
-    /// Whether every active rank has contributed to an open round.
-    fn complete(&self, left: &[bool]) -> bool {
+    /// Whether all that must be in have contributed to an open round.
+    fn complete(&self, must_be_in: &Members, members: &Members) -> bool {
         // A rank leaves only after all its exchanges are answered. So the contribution of one that has left is for the time
         // after all have left: it knows already that they have, this rank does not, and the round waits for everybody.
-        self.arrived > 0 && self.contributions.iter().zip(left).all(|(c, left)| c.is_some() != *left)
+        let expected = |(c, rank): (&Option<_>, Rank)| c.is_some() == must_be_in.contains(rank);
+        self.arrived > 0
+            && self.arrived == must_be_in.count()
+            && self.contributions.iter().zip(members.iter()).all(expected)
     }
 
     /// The step of each rank that has contributed.
-    fn steps(&self) -> impl Iterator<Item = (Rank, Step)> {
+    fn steps(&self, members: &Members) -> impl Iterator<Item = (Rank, Step)> {
         let steps =
             self.contributions.iter().map(|contribution| contribution.as_ref().map(|(_, step)| *step));
-        (0..).map(Rank).zip(steps).filter_map(|(rank, step)| Some((rank, step?)))
+        members.iter().zip(steps).filter_map(|(rank, step)| Some((rank, step?)))
     }
 
     /// Which of the inputs of [`Gathering::outcome`] is this rank's own, if it has one.
-    fn own_input(&self, rank: Rank) -> Option<usize> {
+    fn own_input(&self, me: usize) -> Option<usize> {
         let has_data = |c: &Option<(Contribution<C>, Step)>| matches!(c, Some((Contribution::Data(_), _)));
-        let before = self.contributions[..rank.index()].iter().filter(|c| has_data(c)).count();
-        has_data(&self.contributions[rank.index()]).then_some(before)
+        let before = self.contributions[..me].iter().filter(|c| has_data(c)).count();
+        has_data(&self.contributions[me]).then_some(before)
     }
 
     /// How the round ends; the data in rank order goes to `inputs`.
     ///
     /// # Errors
     /// A sentence, if two ranks contributed to a copy.
-    fn outcome(&self, left: &[bool], inputs: &mut Vec<C>) -> Result<Outcome, String> {
+    fn outcome(&self, members: &Members, divisor: u32, inputs: &mut Vec<C>) -> Result<Outcome, String> {
         let mut last = None;
-        for (rank, contribution) in self.contributions.iter().enumerate() {
+        for (rank, contribution) in members.iter().zip(&self.contributions) {
             if let Some((Contribution::Data(chunk), _)) = contribution {
                 inputs.push(chunk.clone());
-                last = Some(Rank(rank as u32));
+                last = Some(rank);
             }
         }
         match (last, self.op) {
@@ -357,7 +381,7 @@ impl<C: Clone> Gathering<C> {
             (Some(rank), Op::Copy) => {
                 Err(format!("{} ranks contribute to a copy, one of them rank {rank}", inputs.len()))
             }
-            (Some(_), op) => Ok(Outcome::Reduced(op.reduction(left.iter().filter(|l| !**l).count() as u32))),
+            (Some(_), op) => Ok(Outcome::Reduced(op.reduction(divisor))),
         }
     }
 
@@ -371,51 +395,86 @@ impl<C: Clone> Gathering<C> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
+
+    fn header(seq: Seq, op: Op) -> Header {
+        Header { seq, op, step: 1, ..Header::control(Kind::Push) }
+    }
+
+    fn some(ranks: &[u32]) -> Members {
+        ranks.iter().copied().map(Rank).collect()
+    }
 
     #[test]
     fn ends_when_the_last_active_rank_is_in_and_keeps_rank_order() {
         let mut gathering = Gathering::default();
-        let left = [false, true, false, false];
+        let (members, active) = (Members::all(4), some(&[0, 2, 3]));
         for (rank, data) in [(3, Some("d")), (0, None), (2, Some("c"))] {
-            assert!(!gathering.complete(&left));
+            assert!(!gathering.complete(&active, &members));
             let what = data.map_or(Contribution::Absent, Contribution::Data);
-            gathering.add(Rank(rank), 4, 1, Op::Average, 1, what).unwrap();
+            gathering.add(rank, 4, &header(1, Op::Average), what).unwrap();
         }
-        assert!(gathering.complete(&left));
+        assert!(gathering.complete(&active, &members));
         let mut inputs = Vec::new();
-        assert_eq!(
-            gathering.outcome(&left, &mut inputs),
-            Ok(Outcome::Reduced(Reduction::Sum { divisor: 3 }))
-        );
+        let outcome = gathering.outcome(&members, active.count(), &mut inputs);
+        assert_eq!(outcome, Ok(Outcome::Reduced(Reduction::Sum { divisor: 3 })));
         assert_eq!(inputs, ["c", "d"]);
-        assert_eq!([0, 2, 3].map(|rank| gathering.own_input(Rank(rank))), [None, Some(0), Some(1)]);
+        assert_eq!([0, 2, 3].map(|rank| gathering.own_input(rank)), [None, Some(0), Some(1)]);
         gathering.clear();
         assert!(gathering.open().is_none());
-        assert!(
-            gathering.add(Rank(0), 4, 1, Op::Average, 1, Contribution::Absent).is_err(),
-            "round 1 has ended"
-        );
+        let again = gathering.add(0, 4, &header(1, Op::Average), Contribution::Absent);
+        assert!(again.is_err(), "round 1 has ended");
     }
 
     #[test]
     fn who_knows_first_that_all_have_left_does_not_end_a_round_alone() {
         let mut gathering = Gathering::default();
+        let everybody = Members::all(3);
         // Rank 2's leave has reached rank 0 but not this rank, which believes that rank 2 goes on.
-        gathering.add(Rank(0), 3, 1, Op::Average, 1, Contribution::Data("a")).unwrap();
-        assert!(!gathering.complete(&[true, true, false]));
-        assert!(!gathering.complete(&[false; 3]), "nor when this rank knows too");
+        gathering.add(0, 3, &header(1, Op::Average), Contribution::Data("a")).unwrap();
+        assert!(!gathering.complete(&some(&[2]), &everybody));
+        assert!(!gathering.complete(&everybody, &everybody), "nor when this rank knows too");
     }
 
     #[test]
     fn refuses_what_does_not_fit_the_open_round() {
         let mut gathering = Gathering::default();
-        gathering.add(Rank(0), 2, 5, Op::Copy, 1, Contribution::Data("a")).unwrap();
-        assert!(
-            gathering.add(Rank(0), 2, 5, Op::Copy, 1, Contribution::Absent).unwrap_err().contains("second")
-        );
-        assert!(gathering.add(Rank(1), 2, 6, Op::Copy, 1, Contribution::Absent).is_err());
-        assert!(gathering.add(Rank(1), 2, 5, Op::Sum, 1, Contribution::Absent).is_err());
-        gathering.add(Rank(1), 2, 5, Op::Copy, 1, Contribution::Data("b")).unwrap();
-        assert!(gathering.outcome(&[false; 2], &mut Vec::new()).unwrap_err().contains("copy"));
+        let mut add = |place, seq, op, what| gathering.add(place, 2, &header(seq, op), what);
+        add(0, 5, Op::Copy, Contribution::Data("a")).unwrap();
+        assert!(add(0, 5, Op::Copy, Contribution::Absent).unwrap_err().contains("second"));
+        assert!(add(1, 6, Op::Copy, Contribution::Absent).is_err());
+        assert!(add(1, 5, Op::Sum, Contribution::Absent).is_err());
+        add(1, 5, Op::Copy, Contribution::Data("b")).unwrap();
+        assert!(gathering.outcome(&Members::all(2), 2, &mut Vec::new()).unwrap_err().contains("copy"));
+    }
+
+    proptest! {
+        /// Each of the three rules by itself: any members, any of them that must be in, in any order.
+        #[test]
+        fn any_subset_may_have_to_be_in(
+            places in proptest::collection::btree_map(0u32..40, any::<bool>(), 1..12), rotation in 0usize..12
+        ) {
+            let members: Members = places.keys().copied().map(Rank).collect();
+            let must_be_in: Members = places.iter().filter(|(_, must)| **must).map(|(rank, _)| Rank(*rank)).collect();
+            let mut gathering = Gathering::default();
+            let mut order: Vec<Rank> = must_be_in.iter().collect();
+            let len = order.len().max(1);
+            order.rotate_left(rotation % len);
+            for (i, rank) in order.iter().enumerate() {
+                prop_assert!(!gathering.complete(&must_be_in, &members));
+                if i > 0 {
+                    let missing: Members = gathering.missing(&must_be_in, &members).collect();
+                    let late: Members = order[i..].iter().copied().collect();
+                    prop_assert_eq!(missing, late);
+                }
+                let place = members.position(*rank).unwrap();
+                gathering.add(place, members.count(), &header(1, Op::Sum), Contribution::Data(*rank)).unwrap();
+            }
+            prop_assert_eq!(gathering.complete(&must_be_in, &members), !order.is_empty());
+            let mut inputs = Vec::new();
+            let outcome = gathering.outcome(&members, 1, &mut inputs);
+            prop_assert!(inputs.iter().copied().eq(must_be_in.iter()), "in rank order");
+            prop_assert_eq!(outcome == Ok(Outcome::Absent), order.is_empty());
+        }
     }
 }
