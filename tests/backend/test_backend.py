@@ -50,7 +50,7 @@ def test_a_torch_in_which_nobody_can_make_a_backend_is_refused(monkeypatch):
         def __init__(self, *_):
             raise TypeError("Backend: No constructor defined!")
 
-    monkeypatch.setattr(penstock.torch.backend, "C10dBackend", Older)
+    monkeypatch.setattr(penstock.torch.backend.group, "C10dBackend", Older)
     with pytest.raises(ps.ConfigError, match="Take a newer one"):
         penstock.torch.backend.create(None)
 
