@@ -170,7 +170,9 @@ class Gradients:
                 gradients = find_gradients()
                 assert gradients is not None  # as the slot
                 gradients.clear_for_accumulation(slot)
-            flight.accumulates(slot.param.grad is None)
+            fresh = slot.param.grad is None
+            if fresh is not flight.fresh:
+                flight.accumulates(fresh)
 
         return before_accumulation
 

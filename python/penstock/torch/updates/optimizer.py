@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from operator import attrgetter, itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +34,8 @@ from penstock.warning import warn
 __all__ = ["Updates", "zero_grads"]
 
 LAYERS_PER_LOOK = 16
+_PLACE_IN_FORWARD = attrgetter("layer.place")
+_GROUP_AND_PLACE: Callable[[tuple[Any, ...]], Any] = itemgetter(0, 1)
 
 _outside_of_dynamo: Callable[..., Any] = torch._disable_dynamo  # type: ignore[attr-defined]
 
@@ -212,7 +215,7 @@ class Updates:
                     pending = slot.pending
                     pending.group, pending.place, pending.by, pending.zero_after = number, place, self, False
                     taken.append(slot)
-        taken.sort(key=_by_place_in_forward)
+        taken.sort(key=_PLACE_IN_FORWARD)
         for slot in taken:
             self._waiting.setdefault(slot.layer, []).append(slot)
         self._taken = list(self._waiting)
@@ -305,7 +308,7 @@ class Updates:
     def _apply(self, slots: list[Slot]) -> None:
         """One call of the optimizer for these parameters, whose averages are in memory."""
         gradients = self._gradients
-        due: list[tuple[Slot, Tensor, Tensor | None]] = []
+        due: list[tuple[int, int, Slot, Tensor, Tensor | None]] = []  # by group and place in it
         for slot in slots:
             slot.pending.by = None
             restore(slot)
@@ -313,16 +316,17 @@ class Updates:
             grad = gradients.land(slot) if slot.flight.flying else self._unchanged(slot)
             if grad is None:
                 continue  # no rank contributed
-            due.append((slot, grad, None if slot.flight.assigned else slot.param.grad))
-        due.sort(key=_by_group)
+            pending = slot.pending
+            due.append((pending.group, pending.place, slot, grad, None if slot.flight.assigned else slot.param.grad))
+        due.sort(key=_GROUP_AND_PLACE)
         groups: list[dict[str, Any]] = []
         number = -1
-        for slot, grad, _ in due:
+        for group, _, slot, grad, _ in due:
             if slot in self._partial:
                 slot.param.grad = grad
                 continue
-            if slot.pending.group != number:
-                number = slot.pending.group
+            if group != number:
+                number = group
                 groups.append({**self._groups[number], "params": []})
             groups[-1]["params"].append(slot.param)
             if self._writes_gradients and grad is slot.flight.memory and gradients.lent.holds(slot.flight.token):
@@ -333,8 +337,8 @@ class Updates:
             if self.log is not None:
                 self.log.keep([param for group in groups for param in group["params"]])
             self._call(groups)
-        self._partial.close(slots, [(slot, grad) for slot, grad, _ in due])
-        for slot, _, mine in due:
+        self._partial.close(slots, [(slot, grad) for _, _, slot, grad, _ in due])
+        for _, _, slot, _, mine in due:
             self._give_back(slot, mine)
 
     def _call(self, groups: list[dict[str, Any]]) -> None:
@@ -522,14 +526,6 @@ def _zero_deferred(slot: Slot, set_to_none: bool) -> None:
     else:
         flight.leave_to_caller()
         param.grad = None if param.grad is None else torch.zeros_like(param.grad)
-
-
-def _by_place_in_forward(slot: Slot) -> int:
-    return slot.layer.place
-
-
-def _by_group(entry: tuple[Slot, Tensor, Tensor | None]) -> tuple[int, int]:
-    return entry[0].pending.group, entry[0].pending.place
 
 
 def _hooks(*tables: Mapping[int, Any]) -> list[Callable[..., Any]]:
