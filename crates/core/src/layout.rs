@@ -216,7 +216,7 @@ impl Book {
             let number = self.collective_slices;
             self.collective_slices += 1;
             // All but the central server take turns, so that roots and folds load all members alike.
-            let turn = if *route == Route::Sum(Algorithm::Central) { 0 } else { number as usize };
+            let turn = if *route == Route::Sum(Algorithm::Central) { 0 } else { number };
             (self.members.at(turn), number)
         };
         // Dealt within each owner's slices, so that every lane talks to every owner.
@@ -402,7 +402,7 @@ mod tests {
             let (book, alike) = (cut(&members), cut(&Members::all(members.count())));
             prop_assert_eq!(book.slices.len(), alike.slices.len());
             for (slice, other) in book.slices.iter().zip(&alike.slices) {
-                let owner = members.at(other.owner.index());
+                let owner = members.at(other.owner.0);
                 prop_assert_eq!(slice, &Slice { owner, ..other.clone() });
             }
             for rank in (0..book.owned_bytes.len() as u32).map(Rank) {

@@ -58,8 +58,8 @@ impl Members {
     /// # Panics
     /// If there is nobody.
     #[must_use]
-    pub fn at(&self, position: usize) -> Rank {
-        self.ranks[position % self.ranks.len()]
+    pub fn at(&self, position: u32) -> Rank {
+        self.ranks[(position % self.count()) as usize]
     }
 
     /// All but `rank`, which need not be one of them: those above it, and then those below. So each rank begins with another
@@ -112,7 +112,7 @@ mod tests {
                 prop_assert_eq!(members.position(rank), model.iter().position(|one| *one == rank));
             }
             for at in 0..2 * model.len() {
-                prop_assert_eq!(members.at(at), model[at % model.len()]);
+                prop_assert_eq!(members.at(at as u32), model[at % model.len()]);
             }
             // After a rank: each other member once, cyclically ascending.
             let rank = Rank(probe);

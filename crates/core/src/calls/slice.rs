@@ -5,7 +5,7 @@
 //! ends where a send needs what was received before it; what needs nothing of a round is part of it.
 
 use super::round::{Buffer, Bytes, Local, Plan, Round, Transfer};
-use crate::steps::{Receive, Send, Then};
+use crate::steps::{Adding, Move, Post, Receive, Send, Then, Walk};
 use crate::way::Algorithm;
 use std::ops::Range;
 
@@ -40,19 +40,23 @@ pub(super) struct Slice {
     pub(super) result: Buffer,
 }
 
-/// What waits to be added: ranks and their parts, the first of which is this rank's own.
-struct Adding {
-    elems: Range<u64>,
-    inputs: Vec<(u32, Bytes)>,
-}
-
 /// A plan in the making.
 struct Draft {
     plan: Plan,
     round: Round,
-    adding: Option<Adding>,
+    /// What has come to be added: ranks and their parts.
+    came: Vec<(u32, Bytes)>,
     /// Elements that are summed to some extent, and so are in the result's memory.
     summed: Range<u64>,
+}
+
+impl Draft {
+    fn end_round(&mut self) {
+        let round = std::mem::take(&mut self.round);
+        if round != Round::default() {
+            self.plan.rounds.push(round);
+        }
+    }
 }
 
 impl Slice {
@@ -60,75 +64,68 @@ impl Slice {
     pub(super) fn plan(&self, scratch: Vec<usize>) -> Plan {
         let whole = 0..(self.range.end - self.range.start) / self.elem_bytes;
         let plan = Plan { scratch, rounds: Vec::new() };
-        let mut draft = Draft { plan, round: Round::default(), adding: None, summed: 0..0 };
-        let (half, all) = (self.algorithm.reduce_steps(self.ranks), self.algorithm.steps(self.ranks));
-        let numbers = match self.half {
+        let mut draft = Draft { plan, round: Round::default(), came: Vec::new(), summed: 0..0 };
+        let position = (self.me + self.ranks - self.owner) % self.ranks;
+        let post = Post { algorithm: self.algorithm, positions: self.ranks, position, elems: whole.end };
+        let (half, all) = (post.reduce_steps(), post.steps());
+        let mut walk = Walk::through(match self.half {
             Half::Reduce => 0..half,
             Half::Spread => half..all,
             Half::Both => 0..all,
-        };
+        });
         if self.ranks == 1 && self.half != Half::Spread {
             let copy = Local::Copy(self.bytes(self.own, &whole), self.bytes(self.result, &whole));
             draft.round.then.push(copy);
         }
-        let position = (self.me + self.ranks - self.owner) % self.ranks;
-        for number in numbers {
-            let step = self.algorithm.step(self.ranks, position, whole.end, number);
-            if let Some(Send { to, elems }) = step.send {
-                if !draft.round.receives.is_empty() {
-                    self.end_round(&mut draft, number >= half);
+        while let Some(what) = walk.next(&post) {
+            match &what {
+                Move::Send(stage, Send { to, elems }) => {
+                    if !draft.round.receives.is_empty() {
+                        draft.end_round();
+                    }
+                    let has_result = *stage >= half;
+                    let bytes = if has_result {
+                        self.bytes(self.result, elems)
+                    } else {
+                        self.held(&draft.summed, elems)
+                    };
+                    draft.round.sends.push(Transfer { peer: self.rank(*to), stage: *stage, bytes });
                 }
-                let bytes = if number < half {
-                    self.held(&draft.summed, &elems)
-                } else {
-                    self.bytes(self.result, &elems)
-                };
-                draft.round.sends.push(Transfer { peer: self.rank(to), stage: number, bytes });
+                Move::Receive(stage, Receive { from, elems, then }) => {
+                    let peer = self.rank(*from);
+                    let bytes = if *then == Then::Replace {
+                        self.bytes(self.result, elems)
+                    } else {
+                        let of = Buffer::Scratch(draft.plan.scratch.len() as u32);
+                        let len = ((elems.end - elems.start) * self.elem_bytes) as usize;
+                        draft.plan.scratch.push(len);
+                        let bytes = Bytes { of, range: 0..len };
+                        draft.came.push((peer, bytes.clone()));
+                        bytes
+                    };
+                    draft.round.receives.push(Transfer { peer, stage: *stage, bytes });
+                }
+                Move::Add(adding) => self.add(&mut draft, adding),
             }
-            if let Some(receive) = step.receive {
-                self.receive(&mut draft, number, receive);
-            }
+            walk.done(what);
         }
-        self.end_round(&mut draft, true);
+        draft.end_round();
         draft.plan
     }
 
-    fn receive(&self, draft: &mut Draft, number: u32, receive: Receive) {
-        let Receive { from, elems, then } = receive;
-        let peer = self.rank(from);
-        let bytes = if then == Then::Replace {
-            self.bytes(self.result, &elems)
-        } else {
-            if then != Then::AddTogether && draft.adding.is_some() {
-                self.end_round(draft, false);
-            }
-            let of = Buffer::Scratch(draft.plan.scratch.len() as u32);
-            let bytes = Bytes { of, range: 0..((elems.end - elems.start) * self.elem_bytes) as usize };
-            draft.plan.scratch.push(bytes.range.len());
-            let own = self.held(&draft.summed, &elems);
-            let adding = draft.adding.get_or_insert(Adding { elems, inputs: vec![(self.me, own)] });
-            adding.inputs.push((peer, bytes.clone()));
-            bytes
-        };
-        draft.round.receives.push(Transfer { peer, stage: number, bytes });
-    }
-
-    /// Ends the round with the addition that is due, which is the `last` for its elements if nothing is added after it.
-    fn end_round(&self, draft: &mut Draft, last: bool) {
-        if let Some(Adding { elems, mut inputs }) = draft.adding.take() {
-            // All others add in the order of positions.
-            if self.algorithm == Algorithm::Store {
-                inputs.sort_by_key(|(rank, _)| *rank);
-            }
-            let inputs = inputs.into_iter().map(|(_, bytes)| bytes).collect();
-            let output = self.bytes(self.result, &elems);
-            draft.round.then.push(Local::Reduce { inputs, output, last });
-            draft.summed = elems;
+    /// Ends the round with an addition: to what this rank has come the parts of others.
+    fn add(&self, draft: &mut Draft, Adding { elems, last, .. }: &Adding) {
+        let mut inputs = vec![(self.me, self.held(&draft.summed, elems))];
+        inputs.append(&mut draft.came);
+        // All others add in the order of positions.
+        if self.algorithm == Algorithm::Store {
+            inputs.sort_by_key(|(rank, _)| *rank);
         }
-        let round = std::mem::take(&mut draft.round);
-        if round != Round::default() {
-            draft.plan.rounds.push(round);
-        }
+        let inputs = inputs.into_iter().map(|(_, bytes)| bytes).collect();
+        let output = self.bytes(self.result, elems);
+        draft.round.then.push(Local::Reduce { inputs, output, last: *last });
+        draft.summed = elems.clone();
+        draft.end_round();
     }
 
     /// Where this rank has what it has of these elements, which lie within `summed` or beside it: a step adds to all that

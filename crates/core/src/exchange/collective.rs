@@ -1,4 +1,4 @@
-//! A collective among all ranks, step by step as its [`Algorithm`] says: one state machine for all of them.
+//! A collective among all ranks, step by step as its [`Algorithm`] says: one state machine for all of them, which walks ([`Walk`]) as parts come in.
 //!
 //! A rank goes through its steps in order. It sends a step's part as soon as the steps before are through, and then waits
 //! for the part that the step receives; a part that comes before its step is kept. So each rank needs to hear nothing but
@@ -30,7 +30,7 @@ use super::out_of_step::out_of_step;
 use crate::error::Error;
 use crate::members::Members;
 use crate::memory::Memory;
-use crate::steps::{Receive, Send, Step, Then};
+use crate::steps::{Adding, Move, Post, Receive, Send, Step, Then, Walk};
 use crate::types::{Rank, Seq};
 use crate::way::Algorithm;
 use crate::wire::{Header, Kind, Op, Outgoing, describe, unexpected};
@@ -46,7 +46,7 @@ pub struct Collective<C> {
     round: Option<Round<C>>,
     /// What has come and whose step has not, of this round and the next. No more than the steps that receive, twice.
     arrived: Vec<Arrived<C>>,
-    /// What has come to be added to the elements of [`Round::adding`].
+    /// What has come to be added, when its addition is due.
     parts: Vec<C>,
 }
 
@@ -61,12 +61,8 @@ struct Round<C> {
     contributes: bool,
     /// Whether anybody has contributed to the elements that this rank last worked on.
     present: bool,
-    /// The step that this rank is in.
-    number: u32,
-    /// Whether it has sent what that step sends.
-    sent: bool,
-    /// Elements whose addition is due, and whether memory holds something to be added to.
-    adding: Option<(Range<u64>, bool)>,
+    /// How far this rank has come.
+    walk: Walk,
 }
 
 #[derive(Debug)]
@@ -76,43 +72,32 @@ struct Arrived<C> {
     payload: Option<C>,
 }
 
-/// Both numberings of the ranks, and the algorithm.
+/// Both numberings of the ranks, and this one's post.
 #[derive(Clone, Copy)]
 struct Places<'a> {
-    algorithm: Algorithm,
+    post: Post,
     members: &'a Members,
-    ranks: u32,
     /// The place of position 0 among the members.
     owner: u32,
-    position: u32,
-    elems: u64,
     elem_bytes: u64,
 }
 
 impl<'a> Places<'a> {
     fn new(algorithm: Algorithm, site: &Site<'a>) -> Self {
         let Site { members, slice, .. } = *site;
-        let (ranks, elem_bytes) = (members.count(), site.dtype.size_bytes() as u64);
+        let (positions, elem_bytes) = (members.count(), site.dtype.size_bytes() as u64);
         let place = |rank| members.position(rank).unwrap_or(0) as u32;
         let (owner, elems) = (place(slice.owner), u64::from(slice.len_bytes) / elem_bytes);
-        let position = (place(site.rank) + ranks - owner) % ranks;
-        Self { algorithm, members, ranks, owner, position, elems, elem_bytes }
+        let position = (place(site.rank) + positions - owner) % positions;
+        Self { post: Post { algorithm, positions, position, elems }, members, owner, elem_bytes }
     }
 
     fn step(&self, number: u32) -> Step {
-        self.algorithm.step(self.ranks, self.position, self.elems, number)
-    }
-
-    fn steps(&self) -> u32 {
-        self.algorithm.steps(self.ranks)
-    }
-
-    fn reduce_steps(&self) -> u32 {
-        self.algorithm.reduce_steps(self.ranks)
+        self.post.step(number)
     }
 
     fn rank(&self, position: u32) -> Rank {
-        self.members.at((position + self.owner) as usize)
+        self.members.at(position + self.owner)
     }
 
     /// Bytes from the start of the slice.
@@ -146,15 +131,14 @@ impl<C: Clone> Collective<C> {
         }
         self.seq = seq;
         let effects = &mut *context.effects;
-        each_receiver(&Places::new(self.algorithm, &context.site), |to| effects.push(Effect::Opens { to }));
+        let places = Places::new(self.algorithm, &context.site);
+        each_receiver(&places, |to| effects.push(Effect::Opens { to }));
         self.round = Some(Round {
             header: *header,
             memory,
             contributes: !absent,
             present: !absent,
-            number: 0,
-            sent: false,
-            adding: None,
+            walk: Walk::through(0..places.post.steps()),
         });
         self.advance(context)
     }
@@ -169,7 +153,7 @@ impl<C: Clone> Collective<C> {
         let len = places.bytes(&elems).len();
         let open = self.round.as_ref().filter(|round| round.header.seq == header.seq);
         let in_time = match open {
-            Some(round) => header.argument >= round.number,
+            Some(round) => header.argument >= round.walk.number(),
             None => kind == Kind::Part && header.seq > self.seq,
         };
         // Of rounds that this rank has not begun there is one.
@@ -229,8 +213,9 @@ impl<C: Clone> Collective<C> {
         let Some(round) = &self.round else { return };
         let places = Places::new(self.algorithm, site);
         let late = |number: &u32| self.position_of(round.header.seq, *number).is_none();
-        let mut senders =
-            (round.number..places.steps()).filter(late).filter_map(|number| places.step(number).receive);
+        let mut senders = (round.walk.number()..places.post.steps())
+            .filter(late)
+            .filter_map(|number| places.step(number).receive);
         ranks.extend(senders.next().map(|Receive { from, .. }| places.rank(from)));
     }
 
@@ -241,111 +226,23 @@ impl<C: Clone> Collective<C> {
     /// Goes on as far as what has come allows.
     fn advance<M: Memory<Chunk = C>>(&mut self, context: &mut Context<'_, M>) -> Result<(), Error> {
         let places = Places::new(self.algorithm, &context.site);
-        while let Some(round) = &self.round
-            && round.number < places.steps()
+        while let Some(round) = &mut self.round
+            && let Some(what) = round.walk.next(&places.post)
         {
-            let (seq, number, sent) = (round.header.seq, round.number, round.sent);
-            let step = places.step(number);
-            if let Some(send) = step.send.filter(|_| !sent) {
-                self.add_up(&places, context)?;
-                self.send(&places, &send, context);
+            match &what {
+                Move::Send(number, send) => send_part(round, &places, *number, send, context),
+                Move::Add(adding) => add_up(round, &mut self.parts, &places, adding, context)?,
+                Move::Receive(number, receive) => {
+                    let seq = round.header.seq;
+                    let is_it = |a: &Arrived<C>| (a.header.seq, a.header.argument) == (seq, *number);
+                    let Some(at) = self.arrived.iter().position(is_it) else { return Ok(()) };
+                    let arrived = self.arrived.swap_remove(at);
+                    take_in(round, &mut self.parts, receive.then, arrived, &context.site)?;
+                }
             }
-            if let Some(receive) = step.receive {
-                let Some(at) = self.position_of(seq, number) else {
-                    if let Some(round) = &mut self.round {
-                        round.sent = true;
-                    }
-                    return Ok(());
-                };
-                let arrived = self.arrived.swap_remove(at);
-                self.take_in(&places, receive, arrived, context)?;
-            }
-            if let Some(round) = &mut self.round {
-                (round.number, round.sent) = (number + 1, false);
-            }
+            round.walk.done(what);
         }
-        self.add_up(&places, context)?;
         self.complete(&places, context);
-        Ok(())
-    }
-
-    fn send<M: Memory<Chunk = C>>(&self, places: &Places<'_>, send: &Send, context: &mut Context<'_, M>) {
-        let Some(round) = &self.round else { return };
-        let Send { to, elems } = send;
-        let range = places.bytes(elems);
-        let kind = if round.number < places.reduce_steps() { Kind::Part } else { Kind::Result };
-        let payload = round.present.then(|| context.memory.part(&round.memory, range.start, range.len()));
-        let payload_bytes = if round.present { range.len() as u32 } else { 0 };
-        let flow = if kind == Kind::Part && round.present { Flow::Window } else { Flow::Free };
-        let header = Header { kind, argument: round.number, payload_bytes, ..round.header };
-        let frame = Outgoing { header, payload };
-        context.effects.push(Effect::Send { to: places.rank(*to), frame, flow });
-    }
-
-    /// The step's part is here.
-    fn take_in<M: Memory<Chunk = C>>(
-        &mut self,
-        places: &Places<'_>,
-        receive: Receive,
-        arrived: Arrived<C>,
-        context: &mut Context<'_, M>,
-    ) -> Result<(), Error> {
-        let Receive { elems, then, .. } = receive;
-        let Arrived { from, header, payload } = arrived;
-        let Some(round) = &mut self.round else { return Ok(()) };
-        if header.op != round.header.op {
-            let what = describe(from, &header);
-            let (theirs, ours) = (header.op, round.header.op);
-            return Err(Error::protocol(
-                from,
-                format!("{what} is for {theirs:?}, but this rank's is {ours:?}"),
-            ));
-        }
-        if header.step != round.header.step {
-            // Only neighbours in the plan hear each other's step.
-            let steps = [(context.site.rank, round.header.step), (from, header.step)];
-            return Err(out_of_step(&context.site, steps.into_iter()));
-        }
-        if then == Then::Replace {
-            round.present = payload.is_some();
-            return Ok(());
-        }
-        if then != Then::AddTogether {
-            self.add_up(places, context)?;
-        }
-        let Some(round) = &mut self.round else { return Ok(()) };
-        let own = if then == Then::AddToOwn { round.contributes } else { round.present };
-        round.adding.get_or_insert((elems, own));
-        self.parts.extend(payload);
-        Ok(())
-    }
-
-    /// Adds what has come, in one pass: what this rank has first, then the parts in the order of their steps.
-    fn add_up<M: Memory<Chunk = C>>(
-        &mut self,
-        places: &Places<'_>,
-        context: &mut Context<'_, M>,
-    ) -> Result<(), Error> {
-        let Some(round) = &mut self.round else { return Ok(()) };
-        let Some((elems, own)) = round.adding.take() else { return Ok(()) };
-        let Context { site, memory, inputs, .. } = context;
-        let range = places.bytes(&elems);
-        let output = memory.part(&round.memory, range.start, range.len());
-        inputs.extend(own.then(|| output.clone()));
-        inputs.append(&mut self.parts);
-        round.present = !inputs.is_empty();
-        if round.header.op == Op::Copy && inputs.len() > 1 {
-            let what = describe(site.rank, &Header { kind: Kind::Part, ..round.header });
-            inputs.clear();
-            return Err(Error::protocol(site.rank, format!("{what}: several ranks contribute to a copy")));
-        }
-        // Divided once, where the last contribution is added.
-        let last = round.number >= places.reduce_steps();
-        let how = round.header.op.reduction(if last { places.ranks } else { 1 });
-        if !inputs.is_empty() {
-            memory.reduce(site.dtype, how, inputs, &output);
-        }
-        inputs.clear();
         Ok(())
     }
 
@@ -357,10 +254,83 @@ impl<C: Clone> Collective<C> {
     }
 }
 
+fn send_part<M: Memory>(
+    round: &Round<M::Chunk>,
+    places: &Places<'_>,
+    number: u32,
+    Send { to, elems }: &Send,
+    context: &mut Context<'_, M>,
+) {
+    let range = places.bytes(elems);
+    let kind = if number < places.post.reduce_steps() { Kind::Part } else { Kind::Result };
+    let payload = round.present.then(|| context.memory.part(&round.memory, range.start, range.len()));
+    let payload_bytes = if round.present { range.len() as u32 } else { 0 };
+    let flow = if kind == Kind::Part && round.present { Flow::Window } else { Flow::Free };
+    let header = Header { kind, argument: number, payload_bytes, ..round.header };
+    let frame = Outgoing { header, payload };
+    context.effects.push(Effect::Send { to: places.rank(*to), frame, flow });
+}
+
+/// The step's part is here.
+fn take_in<C>(
+    round: &mut Round<C>,
+    parts: &mut Vec<C>,
+    then: Then,
+    Arrived { from, header, payload }: Arrived<C>,
+    site: &Site<'_>,
+) -> Result<(), Error> {
+    if header.op != round.header.op {
+        let what = describe(from, &header);
+        let (theirs, ours) = (header.op, round.header.op);
+        let why = format!("{what} is for {theirs:?}, but this rank's is {ours:?}");
+        return Err(Error::protocol(from, why));
+    }
+    if header.step != round.header.step {
+        // Only neighbours in the plan hear each other's step.
+        let steps = [(site.rank, round.header.step), (from, header.step)];
+        return Err(out_of_step(site, steps.into_iter()));
+    }
+    if then == Then::Replace {
+        round.present = payload.is_some();
+    } else {
+        parts.extend(payload);
+    }
+    Ok(())
+}
+
+/// Adds what has come, in one pass: what this rank has first, then the parts in the order of their steps.
+fn add_up<M: Memory>(
+    round: &mut Round<M::Chunk>,
+    parts: &mut Vec<M::Chunk>,
+    places: &Places<'_>,
+    Adding { elems, to_own, last }: &Adding,
+    context: &mut Context<'_, M>,
+) -> Result<(), Error> {
+    let Context { site, memory, inputs, .. } = context;
+    let range = places.bytes(elems);
+    let output = memory.part(&round.memory, range.start, range.len());
+    let has_some = if *to_own { round.contributes } else { round.present };
+    inputs.extend(has_some.then(|| output.clone()));
+    inputs.append(parts);
+    round.present = !inputs.is_empty();
+    if round.header.op == Op::Copy && inputs.len() > 1 {
+        let what = describe(site.rank, &Header { kind: Kind::Part, ..round.header });
+        inputs.clear();
+        return Err(Error::protocol(site.rank, format!("{what}: several ranks contribute to a copy")));
+    }
+    // Divided once, where the last contribution is added.
+    let how = round.header.op.reduction(if *last { places.post.positions } else { 1 });
+    if !inputs.is_empty() {
+        memory.reduce(site.dtype, how, inputs, &output);
+    }
+    inputs.clear();
+    Ok(())
+}
+
 /// The ranks to which this one sends partial sums, some perhaps more than once.
 fn each_receiver(places: &Places<'_>, mut tell: impl FnMut(Rank)) {
     let mut before = None;
-    for number in 0..places.reduce_steps() {
+    for number in 0..places.post.reduce_steps() {
         let to = places.step(number).send.map(|send| places.rank(send.to));
         if let Some(rank) = to.filter(|_| to != before) {
             tell(rank);

@@ -10,8 +10,10 @@ mod central;
 mod ring;
 mod step;
 mod tree;
+mod walk;
 
 pub use step::{Receive, Send, Step, Then};
+pub use walk::{Adding, Move, Post, Walk};
 
 use crate::way::Algorithm;
 
