@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements/dev.lock
 
+LONG := test-long test-failures test-delays fuzz
+
 ENVIRONMENT := $(VENV)/.requirements-installed
 NATIVE := $(VENV)/.native-installed
 NATIVE_SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find crates -name '*.rs' -o -name Cargo.toml)
@@ -14,7 +16,7 @@ export CARGO_TARGET_DIR := $(CURDIR)/target
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test test-rust test-python test-long test-failures test-delays fuzz bench-wire bench-priority bench-overhead bench-allreduce lab-peers lint format lock clean
+.PHONY: help venv build demo check test test-rust test-python long test-long test-failures test-delays fuzz bench-wire bench-priority bench-overhead bench-allreduce lab-peers lint format lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,20 +42,27 @@ $(NATIVE): $(ENVIRONMENT) $(NATIVE_SOURCES)
 demo: build ## Train a CNN on handwritten digits with 4 workers on this machine
 	$(BIN)/penstock demo $(ARGS)
 
+check: lint ## Check formats, lints, types, the architecture, and run the fast tests: before each commit
+	cargo test --workspace --locked --quiet --lib
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow and not long" $(ARGS)
+
 test: test-rust test-python ## Run the tests, Rust and Python, but for those marked long
 
 test-rust:
 	cargo test --workspace --locked --quiet
 
-# Two files at a time: one at a time leaves half of two cores idle while processes meet or a limit under test passes.
+# Three files at a time: tests wait, for processes to meet or a limit under test to pass, and two cores shall not.
 test-python: build
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile $(ARGS)
+
+long: ## Run what takes too long for each change, all of it also if some fails; a line for each part at the end
+	.ci/long $(LONG)
 
 test-long: build ## The combinations that `make test` leaves out
 	$(BIN)/python -m pytest -m long $(ARGS)
 
 test-failures: build ## Kill, freeze, hang or break a rank in 50 seeded runs; the others meet again; a table of it all
-	$(BIN)/python tests/failure/many_runs.py $(ARGS)
+	PYTHONPATH=tests $(BIN)/python tests/failure/many_runs.py $(ARGS)
 
 SEEDS ?= 60
 test-delays: ## Run the Rust tests of threads and sockets with threads delayed at random, SEEDS runs of each

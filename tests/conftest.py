@@ -1,1 +1,50 @@
-"""Puts this folder on the path of every test, for what they share."""
+"""Puts this folder on the path of every test, for what they share, and says which tests `make check` leaves out."""
+
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+# They start processes or make networks, wait for limits, or compile. Single tests are marked where they are.
+SLOW = (
+    "backend",
+    "collectives",
+    "cost/test_explain.py",
+    "demo/test_cli.py",
+    "demo/test_processes.py",
+    "equality",
+    "failure",
+    "job/test_job_life.py",
+    "job/test_meeting_point_fails.py",
+    "job/test_poisoned_store.py",
+    "job/test_rendezvous.py",
+    "job/test_warnings.py",
+    "lab/test_cluster.py",
+    "lab/test_emulate.py",
+    "lab/test_measure.py",
+    "lab/test_peers.py",
+    "lab/test_systems.py",
+    "lab/test_worker.py",
+    "measure/test_allreduce.py",
+    "measure/test_busy_processors.py",
+    "measure/test_line_rate.py",
+    "test_examples.py",
+    "test_listings.py",
+    "test_programs_started.py",
+    "torch/test_again.py",
+    "torch/test_choice_inputs.py",
+    "torch/test_fork.py",
+    "torch/test_semantics_compile.py",
+)
+
+
+def pytest_itemcollected(item):
+    if any(item.path.is_relative_to(HERE / name) for name in SLOW):
+        item.add_marker(pytest.mark.slow)
+
+
+def pytest_sessionstart():
+    missing = [name for name in SLOW if not (HERE / name).exists()]
+    if missing:
+        raise pytest.UsageError(f"tests/conftest.py names what does not exist: {missing}")

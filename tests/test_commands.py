@@ -376,6 +376,14 @@ def ran(commands, checkout):
     return [(process.returncode, text) for process, text in zip(started, said, strict=True)]
 
 
+def test_what_is_long_goes_on_when_a_part_has_failed():
+    done = subprocess.run([ROOT / ".ci" / "long", "no-such-part", "help"], capture_output=True, text=True, check=False)
+    *_, title, failed, good = done.stdout.splitlines()
+    assert (title, done.returncode) == ("== summary", 1)
+    assert failed.split()[:2] == ["no-such-part", "FAILED"] and good.split()[:2] == ["help", "ok"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "entry"), RUNS)
 def test_it_runs(command, entry, checkout, request):
     from lab.cluster import Cluster, Unavailable, need

@@ -17,7 +17,9 @@ def pytest_generate_tests(metafunc):
     if "arm" in metafunc.fixturenames:
         native = importlib.util.find_spec("penstock._native") is not None
         fake_only = metafunc.definition.get_closest_marker("fake_only") is not None
-        metafunc.parametrize("arm", ["threads", "native"] if native and not fake_only else ["threads"], indirect=True)
+        # The fake engine, of the worse temper, is that of `make check`.
+        of_native = [pytest.param("native", marks=pytest.mark.slow)] if native and not fake_only else []
+        metafunc.parametrize("arm", ["threads", *of_native], indirect=True)
 
 
 @pytest.fixture(autouse=True)

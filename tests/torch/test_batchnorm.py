@@ -467,6 +467,7 @@ def test_a_rank_that_does_not_come_is_named_with_the_layer(direction):
     run(main, 2, operation_timeout_s=2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:penstock. every step of SGD waits:UserWarning")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled(backend):

@@ -162,6 +162,7 @@ assert product.begun.wait(60)
 
 
 @pytest.mark.fake_only
+@pytest.mark.slow
 def test_a_program_may_end_in_the_middle_of_a_product():
     ended = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -149,6 +149,7 @@ def test_two_steps_after_one_backward(scheme, how):
     assert same_everywhere([result for pair in results for result in pair])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer_s", [lambda p: torch.optim.AdamW(p, lr=0.1), lambda p: torch.optim.Rprop(p, lr=0.1)]
 )
