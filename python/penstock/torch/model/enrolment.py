@@ -132,6 +132,8 @@ def refuse_late_parameters(model: nn.Module) -> None:
         ConfigError: It has a parameter that is to be trained and that was not there at `distribute`.
     """
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # nothing can be put into it, and it makes its parameters' objects anew
         for name, param in module.named_parameters(recurse=False):
             _refuse(module, f"{path}.{name}" if path else name, param)
 
