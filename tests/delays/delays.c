@@ -4,8 +4,8 @@
  *
  * What a loaded machine does to a program once in a thousand runs, that a thread stands still between two steps while
  * all the others go on, happens here in most runs. Delayed are reads, writes, sends, receives, connect and accept, the
- * return from poll, and futexes taken through syscall(), which are the locks, conditions and parked threads of Rust's
- * standard library. Nothing else is changed: not what a call does, nor what it returns, nor errno.
+ * return from poll, and futexes taken through syscall(), which are parking_lot's locks and conditions, and the parked
+ * threads of Rust's standard library. Nothing else is changed: not what a call does, nor what it returns, nor errno.
  *
  * Every thread draws how often it is delayed: never, or 2, 20 or 120 of 1,000 calls. With all alike, nobody would ever
  * be overtaken by much. One delay in 40 is up to 6 times as long as the others.

@@ -20,13 +20,14 @@ use dials::{Dial, Key};
 use mio::net::TcpStream;
 use mio::{Events, Interest, Poll, Token, Waker};
 use pairs::Pairs;
+use parking_lot::Mutex;
 use penstock_core::{Error, Rank};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Write};
 use std::mem;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use strangers::Stranger;
@@ -153,7 +154,7 @@ impl Admission {
     /// If `peer` is this rank or not a rank of the job.
     pub fn dial(&self, lane: u32, peer: Rank) {
         if self.shared.pairs.ask(lane, peer) && !self.is_forked() {
-            self.shared.asked.lock().unwrap_or_else(PoisonError::into_inner).push((lane, peer));
+            self.shared.asked.lock().push((lane, peer));
             self.shared.wake();
         }
     }
@@ -301,7 +302,7 @@ impl Gate {
     }
 
     fn start_asked(&mut self) {
-        let asked = mem::take(&mut *self.shared.asked.lock().unwrap_or_else(PoisonError::into_inner));
+        let asked = mem::take(&mut *self.shared.asked.lock());
         for key in asked {
             self.start_dial(key);
         }

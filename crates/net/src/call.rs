@@ -2,11 +2,12 @@
 
 use crate::memory::Owner;
 use crate::shared::Shared;
+use parking_lot::Mutex;
 use penstock_core::calls::Request;
 use penstock_core::types::GroupId;
 use std::any::Any;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 /// One call of this rank: done when its results are in memory and all of its memory is the program's again.
 pub struct Handle {
@@ -92,7 +93,7 @@ impl Handle {
 
     /// Once: what is kept is there once.
     fn let_go(&self) {
-        let kept = self.keep.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let kept = self.keep.lock().take();
         if kept.is_some() {
             self.shared.calls_open.fetch_sub(1, Ordering::AcqRel);
         }

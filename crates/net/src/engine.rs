@@ -15,6 +15,7 @@ use crate::memory::{Chunk, Owner, Pool, RealMemory};
 use crate::report::{self, Report};
 use crate::shared::{OpenBook, Shared};
 pub use call::CallPart;
+use parking_lot::{Mutex, RwLock};
 use penstock_core::calls::Calls;
 use penstock_core::cost::Rates;
 use penstock_core::layout::Tensor;
@@ -24,7 +25,7 @@ use penstock_core::{
 use std::net::{TcpListener, ToSocketAddrs};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, mpsc};
+use std::sync::{Arc, OnceLock, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -119,10 +120,6 @@ struct Threads {
     shut_down: bool,
 }
 
-fn guard<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Engine {
     /// Binds the listener. Nothing runs yet.
     ///
@@ -191,7 +188,7 @@ impl Engine {
         self.inner.shared.check()?;
         let members = Members::all(self.inner.config.size);
         let book = Book::cut(name, layers, tensors, &members, self.slicing())?;
-        let mut books = self.inner.books.write().unwrap_or_else(PoisonError::into_inner);
+        let mut books = self.inner.books.write();
         let id = BookId::try_from(books.len())
             .ok()
             .filter(|id| usize::from(*id) < penstock_core::limits::BOOKS_MAX);
@@ -207,7 +204,7 @@ impl Engine {
     /// How tensors of the next book are cut: as configured, and where that leaves it open as the rates suggest.
     #[must_use]
     pub fn slicing(&self) -> Slicing {
-        chosen_slicing(&self.inner.config, &guard(&self.inner.agreed).rates)
+        chosen_slicing(&self.inner.config, &self.inner.agreed.lock().rates)
     }
 
     /// How the tensors of an open book are cut, and who owns which slice: what all exchanges of that book follow.
@@ -394,7 +391,7 @@ impl Engine {
         if finals.len() == shared.mailboxes().len() {
             counters = finals;
         }
-        let books = self.inner.books.read().unwrap_or_else(PoisonError::into_inner);
+        let books = self.inner.books.read();
         let EngineConfig { size, lanes, .. } = self.inner.config;
         let counted = report::count(shared.me, size, lanes, &counters, &books);
         let slices = counted.slices + self.inner.own_slices.load(Ordering::Relaxed);
@@ -421,7 +418,7 @@ impl Engine {
     }
 
     fn book(&self, id: BookId) -> Result<Arc<OpenBook>, Failure> {
-        let books = self.inner.books.read().unwrap_or_else(PoisonError::into_inner);
+        let books = self.inner.books.read();
         books.get(usize::from(id)).cloned().ok_or_else(|| Failure::config(format!("book {id} is not open")))
     }
 

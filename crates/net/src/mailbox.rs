@@ -5,13 +5,14 @@ use crate::call::Handle;
 use crate::memory::Chunk;
 use crate::shared::OpenBook;
 use mio::Waker;
+use parking_lot::{Mutex, MutexGuard, RwLock};
 use penstock_core::calls::Call;
 use penstock_core::life::Question;
 use penstock_core::node::Counters;
 use penstock_core::types::GroupId;
 use penstock_core::{BookId, Header, Rank, Submission};
+use std::sync::Arc;
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 /// One thing for a lane to do.
 pub(crate) enum Command {
@@ -78,7 +79,7 @@ impl Mailbox {
     }
 
     fn lock(&self) -> MutexGuard<'_, Contents> {
-        self.contents.lock().unwrap_or_else(PoisonError::into_inner)
+        self.contents.lock()
     }
 
     /// Leaves a command. Once the lane has ended, nothing happens.
@@ -118,7 +119,7 @@ impl Mailbox {
         drop(contents);
         if asleep {
             // Fails only if the event counter cannot be written; then the lane finds the command at its next tick.
-            let _ = self.waker.read().unwrap_or_else(PoisonError::into_inner).as_ref().map(Waker::wake);
+            let _ = self.waker.read().as_ref().map(Waker::wake);
         }
     }
 
@@ -144,7 +145,7 @@ impl Mailbox {
         let commands = std::mem::take(&mut contents.commands);
         drop(contents);
         drop(commands);
-        drop(self.waker.write().unwrap_or_else(PoisonError::into_inner).take());
+        drop(self.waker.write().take());
     }
 }
 

@@ -9,6 +9,7 @@
 //! lane, a lane is one thread, and the program promises not to touch the memory between its submission and the moment
 //! it is told otherwise. So for every byte there is one thread at a time that may touch it.
 
+use parking_lot::Mutex;
 use penstock_core::Dtype;
 use penstock_core::memory::Memory;
 use penstock_core::reduce::{self, Accumulator, Reduction, blocks, in_f32};
@@ -16,8 +17,8 @@ use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::io::{IoSlice, IoSliceMut};
 use std::mem;
 use std::ptr::{self, NonNull};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 /// Whoever handed over memory.
 pub trait Owner: Send + Sync {
@@ -200,7 +201,7 @@ impl Pool {
     /// A buffer with undefined (but initialised) contents.
     pub fn take(self: &Arc<Self>, len: usize) -> Chunk {
         let (class, capacity) = class_of(len);
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut free = self.free.lock();
         let kept = free.get_mut(class).and_then(Vec::pop);
         drop(free);
         let region = kept.unwrap_or_else(|| self.allocate(capacity));
@@ -228,7 +229,7 @@ impl Pool {
             return;
         }
         let (class, _) = class_of(region.len);
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut free = self.free.lock();
         if class >= free.len() {
             free.resize_with(class + 1, Vec::new);
         }
@@ -239,7 +240,7 @@ impl Pool {
     /// would keep itself alive.
     pub fn close(&self) {
         self.keep_bytes.store(0, Ordering::Relaxed);
-        let kept = mem::take(&mut *self.free.lock().unwrap_or_else(PoisonError::into_inner));
+        let kept = mem::take(&mut *self.free.lock());
         drop(kept);
     }
 }
@@ -369,7 +370,7 @@ mod tests {
 
     impl Owner for Noted {
         fn released(&self, tensor: u32, token: u64) {
-            self.0.lock().unwrap().push((tensor, token));
+            self.0.lock().push((tensor, token));
         }
     }
 
@@ -408,9 +409,9 @@ mod tests {
         let (low, high) = (memory.part(&chunk, 0, 8), memory.part(&chunk, 8, 8));
         drop(chunk);
         drop(low);
-        assert!(noted.0.lock().unwrap().is_empty());
+        assert!(noted.0.lock().is_empty());
         drop(high);
-        assert_eq!(*noted.0.lock().unwrap(), [(7, 42)]);
+        assert_eq!(*noted.0.lock(), [(7, 42)]);
     }
 
     #[test]

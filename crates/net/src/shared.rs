@@ -9,12 +9,13 @@ use crate::failure::{Failure, Stop};
 use crate::mailbox::{Command, Mailbox};
 use crate::memory::{Chunk, Owner, Pool};
 use life::Fate;
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use penstock_core::life::Life;
 use penstock_core::node::Counters;
 use penstock_core::{Book, BookId, Error, Rank, Seq, TensorId};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 /// How often a call that waits asks whether the program was interrupted.
@@ -120,7 +121,7 @@ impl OpenBook {
     /// A lane has all contributions to a gather.
     pub(crate) fn gathered(&self, slice: u32, parts: Vec<Option<Vec<Chunk>>>) {
         let tensor = &self.tensors[self.book.slices[slice as usize].tensor as usize];
-        tensor.gathered.lock().unwrap_or_else(PoisonError::into_inner).parts = parts;
+        tensor.gathered.lock().parts = parts;
     }
 
     /// A lane has brought a slice into memory.
@@ -310,7 +311,7 @@ impl Shared {
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Wakes whoever waits. `_state` shows that the lock is held.
@@ -340,7 +341,7 @@ impl Shared {
     }
 
     fn line(&self) -> MutexGuard<'_, Line> {
-        self.line.lock().unwrap_or_else(PoisonError::into_inner)
+        self.line.lock()
     }
 
     /// What the line does in each direction, in bytes per second, as measured or given; `None` before that.
@@ -440,7 +441,7 @@ impl Shared {
             }
             let slept = Instant::now();
             state.waiters += 1;
-            (state, _) = self.changed.wait_timeout(state, patience).unwrap_or_else(PoisonError::into_inner);
+            self.changed.wait_for(&mut state, patience);
             state.waiters -= 1;
             let overslept = slept.elapsed().saturating_sub(patience);
             if overslept >= STOPPED_MIN {

@@ -1,6 +1,6 @@
 //! Messages and collectives: begun by any thread, waited for by any.
 
-use super::{Engine, guard};
+use super::Engine;
 use crate::call::Handle;
 use crate::failure::{Failure, Stop};
 use crate::mailbox::Command;
@@ -108,9 +108,9 @@ impl Engine {
             mailbox.send(Command::Group { id, members: members.clone() });
         }
         if self.inner.shared.mailboxes().is_empty() {
-            guard(&self.inner.alone).0.form(id, members)?;
+            self.inner.alone.lock().0.form(id, members)?;
         }
-        guard(&self.inner.agreed).places.insert(id, (me, size));
+        self.inner.agreed.lock().places.insert(id, (me, size));
         Ok(())
     }
 
@@ -124,7 +124,7 @@ impl Engine {
         if let Some(name) = rates.wrong() {
             return Err(Failure::config(format!("set_rates: {name} must be a positive number")));
         }
-        let mut agreed = guard(&self.inner.agreed);
+        let mut agreed = self.inner.agreed.lock();
         agreed.choices.clear();
         agreed.rates = rates;
         drop(agreed);
@@ -138,7 +138,7 @@ impl Engine {
     /// `Config` if there is no such group.
     pub fn choose(&self, group: GroupId, len_bytes: u64, dtype: Dtype) -> Result<Algorithm, Failure> {
         let elem_bytes = dtype.size_bytes() as u64;
-        let mut agreed = guard(&self.inner.agreed);
+        let mut agreed = self.inner.agreed.lock();
         let (_, ranks) = agreed.place(group)?;
         Ok(agreed.choose(len_bytes / elem_bytes, elem_bytes, ranks))
     }
@@ -160,7 +160,7 @@ impl Engine {
                 "allreduce_plan: {elems} elements on {ranks} ranks is out of bounds"
             )));
         }
-        let mut choose = || guard(&self.inner.agreed).choose(elems, elem_bytes, ranks);
+        let mut choose = || self.inner.agreed.lock().choose(elems, elem_bytes, ranks);
         let algorithm = algorithm.unwrap_or_else(&mut choose);
         Ok((algorithm, calls::slices(algorithm, elems, elem_bytes, ranks)))
     }
@@ -185,7 +185,7 @@ impl Engine {
     pub unsafe fn call(&self, part: CallPart) -> Result<Arc<Handle>, Failure> {
         self.alive("a call")?;
         self.inner.shared.check()?;
-        let (me, ranks) = guard(&self.inner.agreed).place(part.group)?;
+        let (me, ranks) = self.inner.agreed.lock().place(part.group)?;
         let CallPart { group, request, op, dtype, inputs, outputs, keep } = part;
         let lens = |blocks: &[Memory]| blocks.iter().map(|(_, len)| *len as u64).collect();
         let shape = Shape {
@@ -235,7 +235,7 @@ impl Engine {
     }
 
     fn call_alone(&self, call: Call<Chunk>, handle: &Handle) -> Result<(), Failure> {
-        let mut alone = guard(&self.inner.alone);
+        let mut alone = self.inner.alone.lock();
         let (calls, memory) = &mut *alone;
         calls.begin(call, memory)?;
         calls.effects.complete.clear();

@@ -3,10 +3,11 @@
 use super::{Engine, Lent};
 use crate::failure::Failure;
 use crate::shared::{Gathered, OpenBook};
+use parking_lot::MutexGuard;
 use penstock_core::layout::Tensor;
 use penstock_core::{BookId, Gives, Rank, Route, Submission, TensorId};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, MutexGuard, PoisonError};
 
 /// What came of the tensor's last gather is dropped, and this rank gives so many bytes to the next.
 pub(super) fn begin(open: &OpenBook, tensor: TensorId, own_bytes: usize) {
@@ -120,5 +121,5 @@ fn not_gathered(name: &str) -> String {
 }
 
 fn lock(open: &OpenBook, tensor: TensorId) -> MutexGuard<'_, Gathered> {
-    open.tensors[tensor as usize].gathered.lock().unwrap_or_else(PoisonError::into_inner)
+    open.tensors[tensor as usize].gathered.lock()
 }

@@ -1,6 +1,6 @@
 //! From `connect` to the end: in order, after a failure, and in a forked child.
 
-use super::{Engine, EngineConfig, Threads, guard};
+use super::{Engine, EngineConfig, Threads};
 use crate::admission::{Admission, AdmissionConfig, Deliver, Delivery};
 use crate::descriptors;
 use crate::exit;
@@ -33,7 +33,7 @@ impl Engine {
         if addresses.len() != size as usize {
             return Err(Failure::config(format!("{} addresses for {size} ranks", addresses.len())));
         }
-        let Some((registration, listener)) = guard(&self.inner.listener).take() else {
+        let Some((registration, listener)) = self.inner.listener.lock().take() else {
             return Err(Failure::config("connect() was called twice, or after shutdown()"));
         };
         let names = addresses.iter().map(|(host, port)| format!("{host}:{port}")).collect();
@@ -51,14 +51,14 @@ impl Engine {
             polls.push(poll);
         }
         self.inner.shared.start(mailboxes.clone(), names)?;
-        for book in self.inner.books.read().unwrap_or_else(std::sync::PoisonError::into_inner).iter() {
+        for book in self.inner.books.read().iter() {
             mailboxes.iter().for_each(|mailbox| mailbox.send(Command::Open(Arc::clone(book))));
         }
         self.tell_group(0, &(0..size).collect::<Vec<_>>())?;
         // The admission thread notes the listener anew.
         drop(registration);
         let admission = Arc::new(OnceLock::new());
-        let mut threads = guard(&self.inner.threads);
+        let mut threads = self.inner.threads.lock();
         threads.admission = Some(Arc::clone(&admission));
         let gate =
             Admission::start(listener, addresses, self.admission_config(), self.deliver(mailboxes.clone()))?;
@@ -127,7 +127,7 @@ impl Engine {
             return Ok(());
         }
         self.check_that_ranks_may_leave()?;
-        let _one_at_a_time = guard(&self.inner.collective);
+        let _one_at_a_time = self.inner.collective.lock();
         shared.update(|state| (state.lanes_left, state.collective) = (0, Some(Collective::Leave)));
         shared.progressed();
         for mailbox in shared.mailboxes() {
@@ -170,7 +170,7 @@ impl Engine {
 
     /// Before anybody is told: collectives need every rank.
     fn check_that_ranks_may_leave(&self) -> Result<(), Failure> {
-        let books = self.inner.books.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let books = self.inner.books.read();
         let tensors =
             books.iter().flat_map(|open| open.book.tensors.iter().map(move |tensor| (open, tensor)));
         let collective = tensors.into_iter().find(|(_, tensor)| tensor.route.collective().is_some());
@@ -190,7 +190,7 @@ impl Engine {
         released: bool,
         interrupted: &mut dyn FnMut() -> bool,
     ) -> Result<(), Stop> {
-        let books = self.inner.books.read().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
+        let books = self.inner.books.read().clone();
         for book in books {
             let tensors: Vec<u32> = (0..book.tensors.len() as u32).collect();
             self.wait(book.id, &tensors, released, interrupted)?;
@@ -243,7 +243,7 @@ impl Engine {
         let deadline = Instant::now() + QUIET;
         while shared.lock().lanes_quiet < lanes {
             if Instant::now() >= deadline {
-                guard(&self.inner.threads).shut_down = true;
+                self.inner.threads.lock().shut_down = true;
                 self.close();
                 return Ok(());
             }
@@ -283,7 +283,7 @@ impl Engine {
     /// [`Stop::Interrupted`]. Everything is closed in any case.
     pub fn shutdown(&self, interrupted: &mut dyn FnMut() -> bool) -> Result<(), Stop> {
         self.alive("shutdown")?;
-        if std::mem::replace(&mut guard(&self.inner.threads).shut_down, true) {
+        if std::mem::replace(&mut self.inner.threads.lock().shut_down, true) {
             return Ok(());
         }
         let raised = self.inner.shared.lock().failure_raised;
@@ -316,8 +316,8 @@ impl Engine {
 
     /// Stops the threads and closes everything. Bounded: lanes flush for at most a second or two.
     fn close(&self) {
-        let Threads { lanes, admission, .. } = std::mem::take(&mut *guard(&self.inner.threads));
-        guard(&self.inner.threads).shut_down = true;
+        let Threads { lanes, admission, .. } = std::mem::take(&mut *self.inner.threads.lock());
+        self.inner.threads.lock().shut_down = true;
         for mailbox in self.inner.shared.mailboxes() {
             mailbox.send(Command::Stop);
         }
@@ -326,7 +326,7 @@ impl Engine {
             let _ = lane.join();
         }
         drop(admission);
-        drop(guard(&self.inner.listener).take());
+        drop(self.inner.listener.lock().take());
         // The lanes are gone, so this is told to nobody; calls from now on raise it.
         self.inner.shared.shut();
         self.inner.shared.pool.close();

@@ -1,6 +1,6 @@
 //! Waiting for results, and what is said when they do not come.
 
-use super::{Engine, guard};
+use super::Engine;
 use crate::failure::{Failure, Stop};
 use crate::mailbox::Command;
 use crate::shared::{Collective, OpenBook};
@@ -231,7 +231,7 @@ impl Engine {
         let Some(lane) = shared.mailboxes().first() else {
             return Err(Failure::config(format!("{what}: all_gather() was called before connect()")).into());
         };
-        let _one_at_a_time = guard(&self.inner.collective);
+        let _one_at_a_time = self.inner.collective.lock();
         let payload = (!blob.is_empty()).then(|| shared.pool.copy_of(blob));
         let seq = shared.update(|state| {
             state.collective = Some(Collective::Gather(what.into()));

@@ -4,10 +4,11 @@
 use super::{Collective, Shared};
 use crate::failure::Failure;
 use crate::mailbox::Command;
+use parking_lot::MutexGuard;
 use penstock_core::life::{Answer, Effect, Expired, Life, Verdict};
 use penstock_core::{Header, Kind, Rank};
 use std::sync::atomic::Ordering;
-use std::sync::{MutexGuard, PoisonError};
+
 use std::time::{Duration, Instant};
 
 /// Under a lock of its own, which is taken before that of the state.
@@ -25,7 +26,7 @@ impl Fate {
 
 impl Shared {
     fn fate(&self) -> MutexGuard<'_, Fate> {
-        self.fate.lock().unwrap_or_else(PoisonError::into_inner)
+        self.fate.lock()
     }
 
     /// A time as the state machine knows it.

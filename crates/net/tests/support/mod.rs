@@ -3,8 +3,8 @@
 // Every test program uses a part of it.
 #![allow(dead_code)]
 
+use parking_lot::{Condvar, Mutex};
 use penstock_net::{Engine, EngineConfig};
-use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 /// How long ranks wait for one another outside the job: longer than anything here takes on a busy machine.
@@ -33,7 +33,7 @@ impl Meeting {
     /// # Panics
     /// If one does not come, because it has panicked for instance: a test must not hang.
     pub(crate) fn wait(&self) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.lock();
         state.0 += 1;
         let round = state.1;
         if state.0 == self.size {
@@ -41,10 +41,7 @@ impl Meeting {
             self.all_here.notify_all();
             return;
         }
-        let (state, late) = self
-            .all_here
-            .wait_timeout_while(state, MEETING_MAX, |state| state.1 == round)
-            .unwrap_or_else(PoisonError::into_inner);
+        let late = self.all_here.wait_while_for(&mut state, |state| state.1 == round, MEETING_MAX);
         let here = state.0;
         drop(state);
         assert!(!late.timed_out(), "only {here} of {} ranks came within {MEETING_MAX:?}", self.size);
