@@ -28,7 +28,7 @@ from penstock.errors import ConfigError, PeerLost, Timeout
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch does not list what it exports
 
-    from penstock.config import MeetingPoint
+    from penstock.launchers import MeetingPoint
 
 __all__ = ["Board", "FileBoard", "TorchBoard", "first_line", "open_board", "polls"]
 

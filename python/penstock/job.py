@@ -16,7 +16,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from penstock import addresses, config, rendezvous
+from penstock import addresses, config, launchers, rendezvous
 from penstock.account import Report
 from penstock.coordinator import Rates
 from penstock.ending import Hooks, described
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from penstock._native import Engine
     from penstock.boards import Board
-    from penstock.config import Launch, OptionArguments, Options
+    from penstock.config import OptionArguments, Options
+    from penstock.launchers import Launch
     from penstock.rendezvous import Agreement
 
 __all__ = ["Job", "current", "init", "rank", "report", "shutdown", "world_size"]
@@ -154,7 +155,7 @@ def init(**options: Unpack[OptionArguments]) -> None:
         if _process.job is not None:
             _check_same(_process.job, config.parse_arguments(**options))
             return
-        _run(_start(config.discover_here(**options)))
+        _run(_start(launchers.discover_here(**options)))
 
 
 def init_at_store(board: Board, rank: int, world_size: int) -> Job:
@@ -178,7 +179,7 @@ def init_at_store(board: Board, rank: int, world_size: int) -> Job:
             shutdown()  # of programs that know torch.distributed alone, which have destroyed their groups by now
         job = _process.job
         if job is None:
-            return _run(_start(config.at_store(rank, world_size), board))
+            return _run(_start(launchers.at_store(rank, world_size), board))
         if (job.rank, job.world_size) != (rank, world_size):
             raise ConfigError(
                 f"this process is rank {job.rank} of {job.world_size} in the running job, and shall be rank {rank} of "

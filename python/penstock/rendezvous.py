@@ -42,7 +42,7 @@ from penstock.errors import ConfigError, PenstockError, ProtocolError, Timeout
 from penstock.sealing import Message, peek, seal, unseal
 
 if TYPE_CHECKING:
-    from penstock.config import Launch
+    from penstock.launchers import Launch
 
 __all__ = ["Agreement", "exchange"]
 

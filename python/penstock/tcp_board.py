@@ -30,7 +30,7 @@ from penstock.boards import MESSAGE_BYTES_MAX, Board, first_line, polls
 from penstock.errors import ConfigError, PeerLost, PenstockError, Timeout
 
 if TYPE_CHECKING:
-    from penstock.config import MeetingPoint
+    from penstock.launchers import MeetingPoint
 
 __all__ = ["HostedBoard", "RemoteBoard"]
 

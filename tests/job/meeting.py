@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.config import discover
+from penstock.launchers import discover
 from penstock.rendezvous import Agreement, exchange
 
 LIMIT_S = 60.0

@@ -8,7 +8,7 @@ import json
 import sys
 import time
 
-from penstock.config import discover
+from penstock.launchers import discover
 from penstock.rendezvous import exchange
 
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock import config
-from penstock.config import discover
+from penstock import config, launchers
+from penstock.launchers import discover
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 SECRET = "correct horse battery staple"
@@ -99,7 +99,7 @@ def test_any_value_is_parsed_or_refused_with_config_error(name, raw):
 @given(
     environ=st.dictionaries(
         st.sampled_from(
-            [variable for _, rank, sizes in config._LAUNCHERS for variable in (rank, *sizes)]
+            [variable for _, rank, sizes in launchers._LAUNCHERS for variable in (rank, *sizes)]
             + ["MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_NNODES", "SLURM_STEP_NODELIST", "MPI_LOCALNRANKS"]
             + ["PENSTOCK_RANK", "PENSTOCK_WORLD_SIZE", "PENSTOCK_SECRET", "PENSTOCK_INSECURE"]
         ),
@@ -118,7 +118,7 @@ def test_any_environment_gives_a_consistent_launch_or_config_error(environ):
 @settings(deadline=None)
 @given(st.integers(0, 4095), st.integers(1, 4096))
 def test_each_launcher_gives_its_rank_and_size(rank, size):
-    for launcher, rank_variable, size_variables in config._LAUNCHERS:
+    for launcher, rank_variable, size_variables in launchers._LAUNCHERS:
         for size_variable in size_variables:
             environ = {rank_variable: str(rank), size_variable: str(size)}
             if rank >= size:

@@ -154,7 +154,7 @@ def test_a_crowd_that_never_ends_delays_nobody_for_long():
 
 CROWDED = """
 import json, resource, sys, threading
-from penstock.config import discover
+from penstock.launchers import discover
 from penstock.rendezvous import exchange
 
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -309,7 +309,7 @@ def test_a_meeting_at_a_port_needs_no_framework():
 BOTH_AT_ONE_PORT = """
 import json, sys
 import torch.distributed as dist
-from penstock.config import discover
+from penstock.launchers import discover
 from penstock.rendezvous import exchange
 
 rank, port, order = int(sys.argv[1]), sys.argv[2], sys.argv[3]

@@ -9,7 +9,8 @@ from meeting import assert_met, free_port, meet
 
 import penstock as ps
 from penstock import boards, config, rendezvous, sharing
-from penstock.config import Options, at_store
+from penstock.config import Options
+from penstock.launchers import at_store
 from penstock.rendezvous import exchange
 
 SECRET = "correct horse battery staple"
