@@ -96,7 +96,7 @@ lint: build ## Check formats, lints, types and the architecture
 	cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --cache-dir .mypy_cache/project # stubtest, of other options, would empty the usual one each time
 	$(BIN)/python -m mypy.stubtest penstock._native --mypy-config-file pyproject.toml
 	$(BIN)/python -m pytest tests/test_architecture.py
 
