@@ -19,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch._dynamo  # the first optimizer imports it
 import torch.distributed
 from equality_cases import NETWORKS, Case
 from torch.nn.parallel import DistributedDataParallel

@@ -20,6 +20,7 @@ import programs_loops
 import programs_models
 import programs_optimizers
 import torch
+import torch._dynamo  # the first optimizer imports it
 import torch.distributed
 from program_world import DDP, PROGRAMS, Average, Case, Distributed
 from torch import nn
