@@ -9,14 +9,13 @@ Omitted: how the lines are measured, and any judgement of them (`lab.verdicts`).
 
 from __future__ import annotations
 
-import json
-import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from lab.records import CHANGED, QUIET_CORES
 
@@ -43,25 +42,39 @@ class BrokenLine(Exception):
     """A line is not what a run of the lab writes; the text names file and line."""
 
 
-@dataclass(frozen=True)
-class Spread:
+Text = Annotated[str, msgspec.Meta(min_length=1)]
+Number = Annotated[float, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Spread(msgspec.Struct, frozen=True):
     """Seconds per step over all turns."""
 
-    median: float
-    low: float
-    quarter: float
-    three_quarters: float
-    high: float
-    count: int
+    median: Positive
+    low: Positive
+    quarter: Positive
+    three_quarters: Positive
+    high: Positive
+    count: Count
+
+    def __post_init__(self) -> None:
+        names = ("low", "quarter", "median", "three_quarters", "high")
+        for lower, higher in pairwise(names):
+            if getattr(self, lower) > getattr(self, higher):
+                raise ValueError(f"{lower} is {getattr(self, lower):g}, above {higher} with {getattr(self, higher):g}")
 
 
-@dataclass(frozen=True)
-class NetworkUse:
+class NetworkUse(msgspec.Struct, frozen=True):
     """Mbit/s of host 0 over one turn, one value per bin of `bin_s` seconds."""
 
-    bin_s: float
-    sent_mbit: tuple[float, ...]
-    received_mbit: tuple[float, ...]
+    bin_s: Positive
+    sent_mbit: tuple[Number, ...]
+    received_mbit: tuple[Number, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.sent_mbit) != len(self.received_mbit):
+            raise ValueError(f"received_mbit has {len(self.received_mbit)} bins, sent_mbit {len(self.sent_mbit)}")
 
 
 @dataclass(frozen=True)
@@ -137,17 +150,15 @@ class Result:
         return self.exact and not self.is_ours and self.system != ALONE
 
 
-@dataclass(frozen=True)
-class Between:
+class Between(msgspec.Struct, frozen=True):
     """A bar between two systems of a point: the median step of the one over that of the other, at most."""
 
-    system: str
-    against: str
-    at_most: float
+    system: Text
+    against: Text
+    at_most: Positive
 
 
-@dataclass(frozen=True)
-class Targets:
+class Targets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bars of a point.
 
     Attributes:
@@ -156,8 +167,8 @@ class Targets:
         between: One per pair of systems that has a bar.
     """
 
-    ideal_ratio: float | None
-    peer_ratio: float | None
+    ideal_ratio: Number | None = None
+    peer_ratio: Number | None = None
     between: tuple[Between, ...] = ()
 
 
@@ -228,87 +239,115 @@ class Scenario:
     points: tuple[Point, ...]
 
 
-class _Fields:
-    """Typed access to a JSON object; complains with the place of the line."""
+# What a run writes: a line is read twice, for its point and, unless its system is missing, for what was measured.
 
-    def __init__(self, values: Mapping[str, Any], place: str, within: str = "") -> None:
-        self.values = values
-        self.place = place
-        self.within = within
 
-    def fail(self, name: str, what: str) -> NoReturn:
-        raise BrokenLine(f"{self.place}: {self.within}{name} {what}")
+class _Host(msgspec.Struct):
+    cpu: Text
+    cores: Count
+    memory_gb: Number
+    kernel: Text
+    congestion_control: Text
+    python: Text
 
-    def _value(self, name: str) -> Any:
-        if name not in self.values:
-            self.fail(name, "is missing")
-        return self.values[name]
+    def __str__(self) -> str:
+        return (
+            f"{self.cpu}, {self.cores} cores, {self.memory_gb:g} GB, Linux {self.kernel}, {self.congestion_control}, "
+            f"Python {self.python}"
+        )
 
-    def text(self, name: str) -> str:
-        value = self._value(name)
-        if not isinstance(value, str) or not value:
-            self.fail(name, f"must be a text, not {value!r}")
-        return value
 
-    def flag(self, name: str) -> bool:
-        value = self._value(name)
-        if not isinstance(value, bool):
-            self.fail(name, f"must be true or false, not {value!r}")
-        return value
+class _Written(msgspec.Struct):
+    benchmark: Literal["lab"]
+    commit: Text
+    host: _Host
+    run: Text
+    scenario: Annotated[str, msgspec.Meta(pattern=r"^\w[\w.-]*\Z")]  # it names files
+    title: Text
+    network: Text
+    width: Positive
+    compute_s: Number
+    hosts: Count
+    rates_mbit: tuple[Number | None, ...]
+    repetitions: Count
+    targets: Targets
+    system: Text
+    system_title: Text
+    exact: bool
+    missing: Text | None = None
+    sweep: Annotated[dict[str, Number], msgspec.Meta(min_length=1, max_length=1)] | None = None
+    line_rate_mbit: Number | None = None
+    batch: Number | None = None
+    schemes: dict[str, Text] | None = None
+    busy_cores: Number | None = None
 
-    def number(self, name: str, *, positive: bool = False) -> float:
-        return self._number(name, self._value(name), positive=positive)
+    def point(self) -> Point:
+        return Point(
+            scenario=self.scenario,
+            title=self.title,
+            swept=next(iter(self.sweep.items())) if self.sweep else None,
+            network=self.network,
+            width=self.width,
+            compute_s=self.compute_s,
+            hosts=self.hosts,
+            rates_mbit=self.rates_mbit,
+            line_rate_mbit=self.line_rate_mbit,
+            batch=self.batch,
+            repetitions=self.repetitions,
+            targets=self.targets,
+            schemes=tuple((self.schemes or {}).items()),
+            results={},
+        )
 
-    def number_or_none(self, name: str) -> float | None:
-        """A number of at least 0, or null."""
-        value = self._value(name)
-        return None if value is None else self._number(name, value)
 
-    def number_if_there(self, name: str) -> float | None:
-        return self.number_or_none(name) if name in self.values else None
+class _Limits(msgspec.Struct):
+    ideal_s: Number | None
+    wfbp_s: Number | None
+    serial_s: Number | None
+    compute_s: Number | None
 
-    def count(self, name: str) -> int:
-        value = self.number(name, positive=True)
-        if value != int(value):
-            self.fail(name, f"must be a whole number, not {value!r}")
-        return int(value)
 
-    def numbers(self, name: str) -> tuple[float, ...]:
-        return tuple(self._number(name, value) for value in self._list(name))
+class _Bytes(msgspec.Struct):
+    sent: tuple[Number, ...]
+    received: tuple[Number, ...]
 
-    def numbers_or_none(self, name: str) -> tuple[float | None, ...]:
-        return tuple(None if value is None else self._number(name, value) for value in self._list(name))
 
-    def object(self, name: str) -> _Fields:
-        return _Fields(self._object(name), self.place, f"{self.within}{name}.")
+class _Stolen(msgspec.Struct):
+    high: Number
 
-    def object_or_none(self, name: str) -> _Fields | None:
-        return None if self.values.get(name) is None else self.object(name)
 
-    def objects(self, name: str) -> list[_Fields]:
-        values = self._list(name)
-        if not all(isinstance(value, dict) for value in values):
-            self.fail(name, f"must be a list of objects, not {values!r}")
-        return [_Fields(value, self.place, f"{self.within}{name}.") for value in values]
+class _Measured(msgspec.Struct):
+    step_s: Spread
+    limits: _Limits
+    bytes_per_step: _Bytes
+    throughput: Number | None
+    speedup: Number | None
+    stall_s: float | None
+    cpu_s_per_gb: Number | None
+    preemptions_per_step: Number | None
+    stolen_cores: _Stolen | None = None
+    stall_by_layer_s: dict[str, Number] | None = None
+    network_use: NetworkUse | None = None
 
-    def _object(self, name: str) -> dict[str, Any]:
-        value = self._value(name)
-        if not isinstance(value, dict):
-            self.fail(name, f"must be an object, not {value!r}")
-        return value
-
-    def _list(self, name: str) -> list[Any]:
-        value = self._value(name)
-        if not isinstance(value, list):
-            self.fail(name, f"must be a list, not {value!r}")
-        return value
-
-    def _number(self, name: str, value: Any, *, positive: bool = False) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            self.fail(name, f"must be a number, not {value!r}")
-        if value < 0 or (positive and value == 0):
-            self.fail(name, f"must {'be positive' if positive else 'not be negative'}, not {value!r}")
-        return float(value)
+    def measurement(self) -> Measurement:
+        return Measurement(
+            step_s=self.step_s,
+            ideal_s=self.limits.ideal_s,
+            wfbp_s=self.limits.wfbp_s,
+            serial_s=self.limits.serial_s,
+            compute_s=self.limits.compute_s,
+            throughput=self.throughput,
+            speedup=self.speedup,
+            # A difference of two medians, so noise may push it a little below 0: no stall.
+            stall_s=None if self.stall_s is None else max(0.0, self.stall_s),
+            sent_bytes=self.bytes_per_step.sent,
+            received_bytes=self.bytes_per_step.received,
+            cpu_s_per_gb=self.cpu_s_per_gb,
+            preemptions=self.preemptions_per_step,
+            stolen_cores=self.stolen_cores.high if self.stolen_cores else None,
+            stall_by_layer_s=self.stall_by_layer_s or {},
+            network_use=self.network_use,
+        )
 
 
 @dataclass(frozen=True)
@@ -324,124 +363,15 @@ class _Line:
     result: Result
 
 
-def _spread(fields: _Fields) -> Spread:
-    names = ("low", "quarter", "median", "three_quarters", "high")
-    values = {name: fields.number(name, positive=True) for name in names}
-    for lower, higher in pairwise(names):
-        if values[lower] > values[higher]:
-            fields.fail(lower, f"is {values[lower]:g}, above {higher} with {values[higher]:g}")
-    return Spread(**values, count=fields.count("count"))
-
-
-def _network_use(fields: _Fields) -> NetworkUse:
-    sent, received = fields.numbers("sent_mbit"), fields.numbers("received_mbit")
-    if len(sent) != len(received):
-        fields.fail("received_mbit", f"has {len(received)} bins, sent_mbit {len(sent)}")
-    return NetworkUse(fields.number("bin_s", positive=True), sent, received)
-
-
-def _measurement(fields: _Fields) -> Measurement:
-    bounds, counted = fields.object("limits"), fields.object("bytes_per_step")
-    layers, use = fields.object_or_none("stall_by_layer_s"), fields.object_or_none("network_use")
-    stolen = fields.object_or_none("stolen_cores")
-    return Measurement(
-        step_s=_spread(fields.object("step_s")),
-        ideal_s=bounds.number_or_none("ideal_s"),
-        wfbp_s=bounds.number_or_none("wfbp_s"),
-        serial_s=bounds.number_or_none("serial_s"),
-        compute_s=bounds.number_or_none("compute_s"),
-        throughput=fields.number_or_none("throughput"),
-        speedup=fields.number_or_none("speedup"),
-        stall_s=_stall_s(fields),
-        sent_bytes=counted.numbers("sent"),
-        received_bytes=counted.numbers("received"),
-        cpu_s_per_gb=fields.number_or_none("cpu_s_per_gb"),
-        preemptions=fields.number_or_none("preemptions_per_step"),
-        stolen_cores=stolen.number("high") if stolen else None,
-        stall_by_layer_s={name: layers.number(name) for name in layers.values} if layers else {},
-        network_use=_network_use(use) if use else None,
-    )
-
-
-def _stall_s(fields: _Fields) -> float | None:
-    """A difference of two medians, so noise may push it a little below 0: no stall."""
-    stall_s = fields.values.get("stall_s")
-    if isinstance(stall_s, int | float) and not isinstance(stall_s, bool) and stall_s < 0:
-        return 0.0
-    return fields.number_or_none("stall_s")
-
-
-def _point(fields: _Fields) -> Point:
-    sweep, targets, schemes = fields.object_or_none("sweep"), fields.object("targets"), fields.object_or_none("schemes")
-    if sweep and len(sweep.values) != 1:
-        fields.fail("sweep", f"must vary one quantity, not {sorted(sweep.values)}")
-    scenario = fields.text("scenario")
-    if not re.fullmatch(r"\w[\w.-]*", scenario):
-        fields.fail("scenario", f"names files, so it must be of letters, digits, '-', '_' and '.', not {scenario!r}")
-    return Point(
-        scenario=scenario,
-        title=fields.text("title"),
-        swept=next(((name, sweep.number(name)) for name in sweep.values), None) if sweep else None,
-        network=fields.text("network"),
-        width=fields.number("width", positive=True),
-        compute_s=fields.number("compute_s"),
-        hosts=fields.count("hosts"),
-        rates_mbit=fields.numbers_or_none("rates_mbit"),
-        line_rate_mbit=fields.number_if_there("line_rate_mbit"),
-        batch=fields.number_if_there("batch"),
-        repetitions=fields.count("repetitions"),
-        targets=_targets(targets),
-        schemes=tuple((layer, schemes.text(layer)) for layer in schemes.values) if schemes else (),
-        results={},
-    )
-
-
-def _between(fields: _Fields) -> Between:
-    return Between(fields.text("system"), fields.text("against"), fields.number("at_most", positive=True))
-
-
-def _targets(fields: _Fields) -> Targets:
-    unknown = sorted(set(fields.values) - {"ideal_ratio", "peer_ratio", "between"})
-    if unknown:
-        fields.fail(unknown[0], "is no bar that is known here")
-    between = fields.objects("between") if "between" in fields.values else ()
-    return Targets(
-        fields.number_if_there("ideal_ratio"),
-        fields.number_if_there("peer_ratio"),
-        tuple(_between(each) for each in between),
-    )
-
-
-def _result(fields: _Fields) -> Result:
-    missing = None if fields.values.get("missing") is None else fields.text("missing")
-    measured = _measurement(fields) if missing is None else None
-    return Result(fields.text("system"), fields.text("system_title"), fields.flag("exact"), missing, measured)
-
-
-def _machine(fields: _Fields) -> str:
-    return (
-        f"{fields.text('cpu')}, {fields.count('cores')} cores, {fields.number('memory_gb'):g} GB, "
-        f"Linux {fields.text('kernel')}, {fields.text('congestion_control')}, Python {fields.text('python')}"
-    )
-
-
 def _line(text: str, place: str) -> _Line:
-    def no_constant(name: str) -> NoReturn:
-        raise BrokenLine(f"{place}: {name} is no number of JSON")
-
     try:
-        values = json.loads(text, parse_constant=no_constant)
-    except json.JSONDecodeError as error:
-        raise BrokenLine(f"{place}: no JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise BrokenLine(f"{place}: must be an object, not {values!r}")
-    fields = _Fields(values, place)
-    if fields.text("benchmark") != "lab":
-        fields.fail("benchmark", f"must be 'lab', not {values['benchmark']!r}")
-    machine = _machine(fields.object("host"))
-    commit, busy_cores = fields.text("commit"), fields.number_if_there("busy_cores")
-    undisturbed = (busy_cores or 0.0) <= QUIET_CORES and not commit.endswith(CHANGED)
-    return _Line(place, commit, fields.text("run"), machine, undisturbed, _point(fields), _result(fields))
+        line = msgspec.json.decode(text, type=_Written)
+        measured = None if line.missing else msgspec.json.decode(text, type=_Measured).measurement()
+    except msgspec.MsgspecError as error:
+        raise BrokenLine(f"{place}: {error}".replace("`$.", "`")) from error
+    result = Result(line.system, line.system_title, line.exact, line.missing, measured)
+    undisturbed = (line.busy_cores or 0.0) <= QUIET_CORES and not line.commit.endswith(CHANGED)
+    return _Line(place, line.commit, line.run, str(line.host), undisturbed, line.point(), result)
 
 
 def _grouped(lines: Iterable[_Line], key: Callable[[_Line], Any]) -> dict[Any, list[_Line]]:
