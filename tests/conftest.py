@@ -26,6 +26,8 @@ SLOW = (
     "lab/test_peers.py",
     "lab/test_systems.py",
     "lab/test_worker.py",
+    "launch/test_hosts.py",
+    "launch/test_run.py",
     "measure/test_allreduce.py",
     "measure/test_busy_processors.py",
     "measure/test_line_rate.py",

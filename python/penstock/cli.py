@@ -1,7 +1,8 @@
 """The command line, ``penstock``.
 
-Every command takes ``--json`` and then prints exactly one JSON object on standard output. Bad input ends with status 2
-and one line that says what to change; a failed job or check ends with status 1.
+Every command but ``run`` takes ``--json`` and then prints exactly one JSON object on standard output. Bad input ends
+with status 2 and one line that says what to change; a failed job or check ends with status 1, and ``run`` with that of
+the program.
 """
 
 from __future__ import annotations
@@ -25,6 +26,25 @@ examples:
 
 It trains a small convolutional network with N worker processes on this machine, then once more in one
 process, and prints how far apart the two are, and what was communicated. Status 0: every check holds.
+"""
+
+RUN_EXAMPLES = """\
+examples:
+  penstock run --nproc-per-node 4 train.py --epochs 3            4 workers on this machine
+  penstock run --hosts hosts.txt --nproc-per-node 2 train.py     2 on each host of the file, over ssh
+  penstock run --hosts hosts.txt --workers 6 train.py            6 in all, by the slots=N of the file
+  penstock run --nnodes 2 --node-rank 0 --master-addr node1 --master-port 29500 train.py
+                                                                 on each of 2 hosts, as with torchrun
+  srun penstock run train.py                                     each task of Slurm or mpirun becomes a worker
+
+The file of hosts has a name per line, with slots=N behind it if that many workers are its share. Hosts have the same
+directory, and the same Python at the same place. Another way to reach them than ssh is a command in which {host}
+stands for the name and {command} for what its shell is to run: --connect 'ip netns exec {host} sh -c {command}'.
+
+Workers find their rank and the others as under torchrun: in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on. Each
+line of their output begins with the rank. When one fails, the others have --grace-s to end by themselves, as after
+PeerLost; then all are ended. Status: that of the worker that failed first, 128 and the number of the signal that
+killed it, 2 for bad input.
 """
 
 INFO_EXAMPLES = """\
@@ -132,6 +152,7 @@ def parser() -> argparse.ArgumentParser:
     _add_json(demo)
     demo.set_defaults(command=_demo)
 
+    _add_run(commands)
     _add_explain(commands)
     _add_measure(commands)
     info = commands.add_parser(
@@ -143,6 +164,65 @@ def parser() -> argparse.ArgumentParser:
     _add_json(info)
     info.set_defaults(command=_info)
     return root
+
+
+def _add_run(commands: Any) -> None:
+    from penstock.launch.start import CONNECT, DEFAULT_GRACE_S
+
+    run = commands.add_parser(
+        "run",
+        help="start a training program as all ranks of a job, on this machine or on several, and watch over it",
+        epilog=RUN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    count = _whole_number(1, RANKS_MAX)
+    run.add_argument("--workers", type=count, metavar="N", help="worker processes in all")
+    run.add_argument(
+        "--nproc-per-node",
+        "--nproc_per_node",
+        type=count,
+        metavar="N",
+        help="worker processes of each host (default: its slots, or 1)",
+    )
+    run.add_argument("--hosts", type=Path, metavar="FILE", help="start workers on these hosts (default: on this one)")
+    run.add_argument(
+        "--connect", metavar="TEMPLATE", default=CONNECT, help="the command that reaches a host (default: %(default)s)"
+    )
+    run.add_argument("--nnodes", type=count, metavar="N", help="hosts of the job, if this command is started on each")
+    run.add_argument("--node-rank", "--node_rank", type=_whole_number(0, RANKS_MAX - 1), metavar="R", help="this host")
+    run.add_argument(
+        "--master-addr", "--master_addr", metavar="HOST", help="where ranks meet (default: the first host)"
+    )
+    run.add_argument(
+        "--master-port",
+        "--master_port",
+        type=_whole_number(1, 65535),
+        metavar="PORT",
+        help="the port there (default: a free one)",
+    )
+    run.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="a variable for workers on all hosts; PENSTOCK_* go there by themselves; may be repeated",
+    )
+    run.add_argument(
+        "--grace-s",
+        type=_positive,
+        default=DEFAULT_GRACE_S,
+        metavar="X",
+        help="when a worker fails or you press Ctrl-C: seconds for the others to end by themselves (default "
+        "%(default)g); give more if they save what they hold",
+    )
+    run.add_argument("--log-dir", type=Path, metavar="DIR", help="keep each worker's output in files there, too")
+    run.add_argument("-m", "--module", action="store_true", help="the program is a module, as with python -m")
+    run.add_argument(
+        "--no-python", "--no_python", action="store_true", help="the program is not Python's: start it as it is"
+    )
+    run.add_argument("program", metavar="train.py", help="the training program")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    run.set_defaults(command=_run)
 
 
 def _add_explain(commands: Any) -> None:
@@ -344,6 +424,17 @@ def _demo(options: argparse.Namespace) -> int:
     else:
         sys.stdout.write(table.render(result))
     return 0 if result["ok"] else 1
+
+
+def _run(options: argparse.Namespace) -> int:
+    from penstock.errors import ConfigError
+    from penstock.launch import start
+
+    try:
+        return start.run(options)
+    except ConfigError as error:
+        sys.stderr.write(f"penstock run: {error}\n")
+        return 2
 
 
 def _explain(options: argparse.Namespace) -> int:

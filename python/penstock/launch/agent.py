@@ -1,0 +1,171 @@
+"""The processes of one host: ``python -m penstock.launch.agent`` starts them, passes on what they say, and ends them.
+
+A launcher writes orders to its standard input and reads reports from its standard output. When the launcher is gone the
+input ends, and the agent ends its processes; when the agent is gone the kernel ends them. Each has a process group of
+its own, which ends with it.
+
+Input, one message per line: first ``{"cwd", "workers": [{"rank", "command", "environment"}]}``, then ``{"signal": N}``.
+Output: `HELLO` with a free port, then ``{"started", "pid"}``, ``{"rank", "stream", "text"}`` for a line of a worker's
+output, ``{"ended", "status"}``, and ``{"failed", "why"}`` if one could not be started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from penstock import config
+from penstock.launch.messages import HELLO, LINE_MAX, decode, encode
+
+__all__ = ["main"]
+
+TERMINATE_S = 4.0
+"""Between asking processes to end and ending them, when the launcher has gone."""
+DRAIN_S = 1.0
+"""For the rest of a process's output, once it has ended."""
+PIECE_MAX = 1 << 16
+"""Bytes after which a line that does not end is passed on."""
+PR_SET_PDEATHSIG = 1
+
+
+class Reports:
+    """What the launcher is told, line by line, by whichever thread."""
+
+    def __init__(self) -> None:
+        # A process that writes to standard output by accident shall not mix with the reports.
+        self._fd = os.dup(1)
+        os.dup2(2, 1)
+        self._lock = threading.Lock()
+
+    def send(self, **message: Any) -> None:
+        """Write a message, and wait while the launcher does not read. A launcher that is gone is told nothing."""
+        data = encode(message)
+        with self._lock, contextlib.suppress(OSError):
+            while data:
+                data = data[os.write(self._fd, data) :]
+
+
+class Worker:
+    """One process, with the threads that read its output and wait for its end."""
+
+    def __init__(self, rank: int, command: list[str], environment: dict[str, str], cwd: str, reports: Reports) -> None:
+        self._rank = rank
+        self._reports = reports
+        self._process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env={**config.current_environment(), **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,  # no thread has been started that could hold a lock
+        )
+        reports.send(started=rank, pid=self._process.pid)
+
+    def watch(self) -> threading.Thread:
+        """Begin to pass on what it says, and its end."""
+        streams = (self._process.stdout, self._process.stderr)
+        readers = [
+            threading.Thread(target=self._read, args=(number, stream.fileno()), daemon=True)
+            for number, stream in enumerate(streams, start=1)
+            if stream is not None
+        ]
+        waiter = threading.Thread(target=self._wait, args=(readers,), daemon=True)
+        for thread in (*readers, waiter):
+            thread.start()
+        return waiter
+
+    def signal(self, number: int) -> None:
+        """Send a signal to its group, if it has not ended."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    def _read(self, stream: int, fd: int) -> None:
+        rest = b""
+        while piece := os.read(fd, PIECE_MAX):
+            # A progress bar returns to the start of its line and never ends it.
+            *lines, rest = (rest + piece).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+            if len(rest) >= PIECE_MAX:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                self._say(stream, line)
+        if rest:
+            self._say(stream, rest)
+
+    def _say(self, stream: int, line: bytes) -> None:
+        self._reports.send(rank=self._rank, stream=stream, text=line.decode("utf-8", "backslashreplace"))
+
+    def _wait(self, readers: list[threading.Thread]) -> None:
+        # Not reaped yet, so that its number, which is its group's, cannot be another's.
+        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # what it has left behind
+        status = self._process.wait()
+        deadline_s = time.monotonic() + DRAIN_S
+        for reader in readers:
+            reader.join(max(0.0, deadline_s - time.monotonic()))
+        self._reports.send(ended=self._rank, status=status)
+
+
+def _end_with_parent() -> None:
+    """In a new process: let the kernel kill it when the agent's main thread ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> int:
+    """Carry out a launcher's orders until it or the last process has ended."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        # A terminal's: the launcher decides what becomes of them. Not ignored, which workers would inherit.
+        signal.signal(number, lambda *_: None)
+    reports = Reports()
+    reports.send(hello=HELLO, port=_free_port(), processors=len(os.sched_getaffinity(0)))
+    orders = decode(sys.stdin.buffer.readline(LINE_MAX))
+    if orders is None:
+        return 0
+    workers: list[Worker] = []
+    for order in orders["workers"]:
+        try:
+            workers.append(Worker(order["rank"], order["command"], order["environment"], orders["cwd"], reports))
+        except (OSError, subprocess.SubprocessError) as error:
+            reports.send(failed=order["rank"], why=str(error))
+            break
+    waiters = [worker.watch() for worker in workers]
+    signal.signal(signal.SIGTERM, lambda *_: _end(workers, waiters))
+    while line := sys.stdin.buffer.readline(LINE_MAX):
+        message = decode(line) or {}
+        for worker in workers:
+            worker.signal(int(message.get("signal", 0)))
+    _end(workers, waiters)
+    return 0
+
+
+def _end(workers: list[Worker], waiters: list[threading.Thread]) -> None:
+    """End all processes: first by asking them."""
+    for number, wait_s in ((signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, TERMINATE_S)):
+        for worker in workers:
+            worker.signal(number)
+            worker.signal(signal.SIGCONT)  # one that is stopped ends, too
+        deadline_s = time.monotonic() + wait_s
+        for waiter in waiters:
+            waiter.join(max(0.0, deadline_s - time.monotonic()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

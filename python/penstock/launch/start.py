@@ -1,0 +1,171 @@
+"""The command line of ``penstock run``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from penstock import config
+from penstock.errors import ConfigError
+from penstock.launch.placement import THIS_MACHINE, Host, Node, parse_hosts, place
+from penstock.launch.supervisor import Failure, Interrupted, Plan, Supervisor
+
+__all__ = ["CONNECT", "DEFAULT_GRACE_S", "run"]
+
+CONNECT = "ssh -o BatchMode=yes -o ConnectTimeout=20 {host} {command}"
+DEFAULT_GRACE_S = 3.0
+TASKS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_STEP_ID", "SLURM_PROCID"),  # a batch script has a number, too, and no step
+)
+"""Variables that each task of mpirun or srun has."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Start and supervise a job as the command line says.
+
+    Returns:
+        0, the status of the worker that failed, 128 and its signal's number if one killed it, 130 or so when
+        interrupted.
+
+    Raises:
+        ConfigError: The options do not fit each other.
+    """
+    environment = config.current_environment()
+    command = _program(options)
+    if _is_task(options, environment):
+        os.execvpe(command[0], command, environment)
+    plan = _plan(options, environment, command)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        Supervisor(plan).run(_tell)
+    except Failure as failure:
+        _tell(f"{failure}; all others have ended")
+        return failure.status
+    except Interrupted as end:
+        _tell(f"{end}; all workers have ended")
+        return 128 + end.number
+    return 0
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"penstock run: {text}\n")
+    sys.stderr.flush()
+
+
+def _program(options: argparse.Namespace) -> list[str]:
+    """The command of every worker, which must exist here."""
+    if options.module and options.no_python:
+        raise ConfigError("--module and --no-python: give one of them")
+    program, arguments = options.program, options.arguments
+    if options.module:
+        return [sys.executable, "-m", program, *arguments]
+    if options.no_python:
+        if shutil.which(program) is None:
+            raise ConfigError(f"there is no program {program}")
+        return [program, *arguments]
+    if not Path(program).is_file():
+        raise ConfigError(f"there is no file {program} in {Path.cwd()}")
+    return [sys.executable, program, *arguments]
+
+
+def _is_task(options: argparse.Namespace, environment: Mapping[str, str]) -> bool:
+    """Whether mpirun or srun started this very process as one rank of a job."""
+    task = next((names for names in TASKS if all(name in environment for name in names)), None)
+    if task is None:
+        return False
+    given = [
+        name
+        for name in ("workers", "nproc_per_node", "hosts", "nnodes", "node_rank", "master_addr", "master_port")
+        if getattr(options, name) is not None
+    ]
+    if given:
+        raise ConfigError(
+            f"--{given[0].replace('_', '-')}: this process is one task of another launcher ({task[0]} is set), which "
+            "says where ranks run; leave it out, or start penstock run outside of that launcher"
+        )
+    return True
+
+
+def _plan(options: argparse.Namespace, environment: Mapping[str, str], command: list[str]) -> Plan:
+    hosts, node = _hosts(options)
+    placed = place(hosts, options.workers, options.nproc_per_node, node)
+    several = max(len(hosts), node.count) > 1
+    connect = shlex.split(options.connect)
+    if len(hosts) > 1 or hosts[0].name != THIS_MACHINE:
+        _check_connect(connect)
+    if options.log_dir is not None:
+        options.log_dir.mkdir(parents=True, exist_ok=True)
+    return Plan(
+        hosts=hosts,
+        workers=placed,
+        command=command,
+        cwd=str(Path.cwd()),
+        connect=connect,
+        environment=_told(options, environment, several=several, joint=node.count > 1),
+        meet_host=options.master_addr,
+        meet_port=options.master_port,
+        # Launchers of one job have nothing in common but what each was told.
+        run_id=f"{options.master_addr}:{options.master_port}" if node.count > 1 else secrets.token_hex(8),
+        grace_s=options.grace_s,
+        log_dir=options.log_dir,
+    )
+
+
+def _hosts(options: argparse.Namespace) -> tuple[list[Host], Node]:
+    """Hosts that this launcher starts workers on, and its part of the job."""
+    if options.hosts is not None:
+        for name in ("nnodes", "node_rank"):
+            if getattr(options, name) is not None:
+                raise ConfigError(f"--hosts starts all hosts itself: leave out --{name.replace('_', '-')}")
+        try:
+            text = options.hosts.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--hosts {options.hosts}: {error}") from error
+        return parse_hosts(text, str(options.hosts)), Node()
+    count, rank = options.nnodes or 1, options.node_rank or 0
+    if rank >= count:
+        raise ConfigError(f"--node-rank {rank} is not below --nnodes {count}")
+    if count > 1:
+        if options.node_rank is None or options.master_addr is None or options.master_port is None:
+            raise ConfigError(
+                f"--nnodes {count} without --hosts: start this on each host with --node-rank, and with the "
+                "--master-addr and --master-port of the host of node rank 0"
+            )
+        if options.workers is not None:
+            raise ConfigError("--workers is of the whole job: with --nnodes give --nproc-per-node")
+    return [Host(THIS_MACHINE)], Node(count, rank)
+
+
+def _check_connect(connect: list[str]) -> None:
+    if not any("{host}" in word for word in connect) or "{command}" not in connect:
+        raise ConfigError(
+            f"--connect {shlex.join(connect)!r}: {{host}} must be in it, and {{command}} as a word of its own; the "
+            f"default is {CONNECT!r}"
+        )
+    if shutil.which(connect[0]) is None:
+        raise ConfigError(f"--connect: there is no program {connect[0]}")
+
+
+def _told(options: argparse.Namespace, environment: Mapping[str, str], *, several: bool, joint: bool) -> dict[str, str]:
+    """Variables for every worker on every host: Penstock's, those asked for, and a secret that a job on hosts needs."""
+    told = {name: value for name, value in environment.items() if name.startswith(config.PREFIX)}
+    for text in options.env:
+        name, given, value = text.partition("=")
+        if not given:
+            if name not in environment:
+                raise ConfigError(f"--env {name}: it is not set here; give {name}=VALUE")
+            value = environment[name]
+        told[name] = value
+    if several and not joint and not {"PENSTOCK_SECRET", "PENSTOCK_INSECURE"} & told.keys():
+        told["PENSTOCK_SECRET"] = secrets.token_hex(32)
+    return told

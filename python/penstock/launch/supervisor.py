@@ -1,0 +1,402 @@
+"""A job's processes on all its hosts: start them, show what they say, and end all of them when one fails.
+
+An agent on each host (`penstock.launch.agent`) holds that host's processes. A thread per agent reads what it reports:
+output is shown at once, events go to the one thread that decides. Nothing is waited for without a bound but a job that
+is well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import IO, Any
+
+from penstock.errors import PenstockError
+from penstock.launch.messages import HELLO, LINE_MAX, decode, encode
+from penstock.launch.placement import THIS_MACHINE, Host, Place, ranks_shown, variables
+
+__all__ = ["AGENT", "Failure", "Interrupted", "Plan", "Supervisor"]
+
+AGENT = (sys.executable, "-m", "penstock.launch.agent")
+START_S = 60.0
+"""For all hosts to be reached."""
+SETTLE_S = 0.5
+"""When one worker has failed, others fail of it, and may be quicker to end: this long is waited for the cause."""
+TERMINATE_S = 3.0
+"""Between asking workers to end and ending them."""
+GONE_S = 3.0
+"""For ended workers to be reported, and for agents to end."""
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+CONSEQUENCES = ("PeerLost", "Timeout", "Connection closed by peer", "Connection reset by peer")
+"""What the last line of a worker says that failed because another one did: our errors, and gloo's words."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to run.
+
+    Attributes:
+        hosts: Where.
+        workers: For each host its workers.
+        command: Of every worker.
+        cwd: The directory in which every worker starts.
+        connect: The command that reaches another host: arguments in which ``{host}`` stands for its name and
+            ``{command}`` for a line for its shell.
+        environment: Variables that every worker has, beyond its host's.
+        meet_host: Where the ranks meet, as all hosts know it; None: the first host's name.
+        meet_port: The port there; None: one that is free.
+        run_id: Tells this run from others.
+        grace_s: After a failure, seconds that the others have to end by themselves, and to save what they hold.
+        log_dir: Where each worker's output is kept as a file, too; or None.
+    """
+
+    hosts: Sequence[Host]
+    workers: Sequence[Sequence[Place]]
+    command: Sequence[str]
+    cwd: str
+    connect: Sequence[str]
+    environment: Mapping[str, str] = field(repr=False)
+    meet_host: str | None
+    meet_port: int | None
+    run_id: str
+    grace_s: float
+    log_dir: Path | None = None
+
+
+class Failure(PenstockError):
+    """A worker failed, or an agent.
+
+    Attributes:
+        status: What the launcher is to end with.
+        rank: The worker that ended badly, if it was one.
+    """
+
+    def __init__(self, text: str, status: int, rank: int | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+        self.rank = rank
+
+
+class Interrupted(PenstockError):
+    """A signal asked the launcher to end; ``number`` says which."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by {_signal_name(number)}")
+        self.number = number
+
+
+@dataclass
+class _Agent:
+    """One host's agent, as the launcher sees it."""
+
+    host: Host
+    process: subprocess.Popen[bytes]
+    processors: int = 0
+    port: int = 0
+    said_hello: bool = False
+    left: set[int] = field(default_factory=set)
+    """Ranks that run on it."""
+    pids: list[int] = field(default_factory=list)
+
+    def order(self, message: dict[str, Any]) -> None:
+        """Write a message; an agent that is gone is noticed by its reader."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            self.process.stdin.write(encode(message))
+            self.process.stdin.flush()
+
+
+class _Output:
+    """Workers' lines, whole and labelled."""
+
+    def __init__(self, world_size: int, log_dir: Path | None) -> None:
+        self._width = len(str(world_size - 1))
+        self._lock = threading.Lock()
+        self._log_dir = log_dir
+        self._logs: dict[tuple[int, int], IO[str]] = {}
+        self.last_line: dict[int, str] = {}
+        """The last line that each rank wrote to standard error, if it was not empty."""
+
+    def show(self, rank: int, stream: int, text: str) -> None:
+        """Print a line. Raises OSError when nobody reads any more."""
+        target = sys.stdout if stream == 1 else sys.stderr
+        with self._lock:
+            if stream == 2 and text.strip():
+                self.last_line[rank] = text.strip()
+            target.write(f"[rank {rank:>{self._width}}] {text}\n")
+            target.flush()
+            if self._log_dir is not None:
+                log = self._logs.get((rank, stream))
+                if log is None:
+                    name = f"rank-{rank}.{'out' if stream == 1 else 'err'}"
+                    log = self._logs[rank, stream] = (self._log_dir / name).open("w", encoding="utf-8", buffering=1)
+                log.write(text + "\n")
+
+    def close(self) -> None:
+        with self._lock:
+            for log in self._logs.values():
+                log.close()
+
+
+class Supervisor:
+    """Runs a `Plan`."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._agents: list[_Agent] = []
+        self._events: SimpleQueue[tuple[str, Any]] = SimpleQueue()
+        self._output = _Output(sum(map(len, plan.workers)), plan.log_dir)
+        self._host_of = {
+            worker.rank: host for host, workers in zip(plan.hosts, plan.workers, strict=True) for worker in workers
+        }
+        self._ended: dict[int, int] = {}
+        """Status of each rank, in the order in which they ended."""
+        self._readers: list[threading.Thread] = []
+
+    def run(self, started: Callable[[str], None] = lambda _: None) -> None:
+        """Start all workers and wait until they have ended. No process of the job is left afterwards, however it ends.
+
+        Args:
+            started: Is told who runs where.
+
+        Raises:
+            Failure: A host could not be reached, or a worker or an agent failed.
+            Interrupted: A signal asked for the end.
+        """
+        with self._signals():
+            try:
+                self._reach()
+                meet = (self._plan.meet_host or self._first_host(), self._plan.meet_port or self._agents[0].port)
+                self._start(meet)
+                self._wait(lambda: not self._starting(), START_S, "the workers were not started")
+                started(self._who_is_where(meet))
+                while self._running():
+                    self._handle(math.inf)
+            except Failure as failure:
+                raise self._cause(failure) from None
+            except Interrupted:
+                self._gather(self._plan.grace_s)
+                raise
+            finally:
+                self._end()
+
+    # Starting.
+
+    def _reach(self) -> None:
+        for host in self._plan.hosts:
+            command = self._connect(host)
+            try:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+                )
+            except OSError as error:
+                raise Failure(f"{command[0]}, which reaches {host.name}, cannot be started: {error}", 2) from error
+            agent = _Agent(host, process)
+            self._agents.append(agent)
+            reader = threading.Thread(target=self._read, args=(agent,), daemon=True)
+            reader.start()
+            self._readers.append(reader)
+        self._wait(
+            lambda: all(agent.said_hello for agent in self._agents),
+            START_S,
+            "no answer from " + ", ".join(host.name for host in self._plan.hosts),
+        )
+
+    def _connect(self, host: Host) -> list[str]:
+        if host.name == THIS_MACHINE:
+            return list(AGENT)
+        line = f"exec {shlex.join(AGENT)}"
+        return [word.replace("{host}", host.name).replace("{command}", line) for word in self._plan.connect]
+
+    def _first_host(self) -> str:
+        name = self._plan.hosts[0].name
+        return "127.0.0.1" if name == THIS_MACHINE else name
+
+    def _start(self, meet: tuple[str, int]) -> None:
+        for agent, workers in zip(self._agents, self._plan.workers, strict=True):
+            agent.left = {worker.rank for worker in workers}
+            orders = [
+                {
+                    "rank": worker.rank,
+                    "command": list(self._plan.command),
+                    "environment": {
+                        **variables(worker, meet, self._plan.run_id, self._plan.environment, agent.processors),
+                        **self._plan.environment,
+                    },
+                }
+                for worker in workers
+            ]
+            agent.order({"cwd": self._plan.cwd, "workers": orders})
+
+    def _starting(self) -> bool:
+        return any(len(agent.pids) < len(of) for agent, of in zip(self._agents, self._plan.workers, strict=True))
+
+    def _who_is_where(self, meet: tuple[str, int]) -> str:
+        number = len(self._host_of)
+        lines = [f"1 worker, at {meet[0]}" if number == 1 else f"{number} workers, which meet at {meet[0]}:{meet[1]}"]
+        for agent, workers in zip(self._agents, self._plan.workers, strict=True):
+            pids = ", ".join(map(str, agent.pids))
+            lines.append(f"  {agent.host.name}: {ranks_shown(worker.rank for worker in workers)} (pid {pids})")
+        return "\n".join(lines)
+
+    # What agents report.
+
+    def _read(self, agent: _Agent) -> None:
+        """Thread: pass on all that an agent reports."""
+        assert agent.process.stdout is not None
+        greeted = False
+        while line := agent.process.stdout.readline(LINE_MAX):
+            message = decode(line)
+            greeted = greeted or (message is not None and message.get("hello") == HELLO)
+            if not greeted or message is None:
+                continue
+            if "text" in message:
+                try:
+                    self._output.show(message["rank"], message["stream"], message["text"])
+                except (OSError, ValueError):
+                    self._events.put(("signal", signal.SIGPIPE))
+            else:
+                self._events.put(("report", (agent, message)))
+        self._events.put(("gone", agent))
+
+    def _handle(self, wait_s: float) -> None:
+        """Take in one event, if one comes in time; raise the failure or the interruption that it is."""
+        try:
+            kind, what = self._events.get(timeout=None if wait_s == math.inf else max(0.0, wait_s))
+        except Empty:
+            return
+        if kind == "signal":
+            self._signalled(what)
+        elif kind == "gone":
+            self._agent_gone(what)
+        else:
+            self._reported(*what)
+
+    def _reported(self, agent: _Agent, message: dict[str, Any]) -> None:
+        if "hello" in message:
+            agent.said_hello, agent.port, agent.processors = True, message["port"], message["processors"]
+        elif "started" in message:
+            agent.pids.append(message["pid"])
+        elif "failed" in message:
+            # Those behind it were not tried.
+            agent.left = {rank for rank in agent.left if rank < message["failed"]}
+            raise Failure(f"rank {message['failed']} on {agent.host.name} cannot be started: {message['why']}", 2)
+        elif "ended" in message:
+            rank, status = message["ended"], message["status"]
+            agent.left.discard(rank)
+            self._ended[rank] = status
+            if status != 0:
+                raise self._ending(rank)
+
+    def _signalled(self, number: int) -> None:
+        for agent in self._agents:
+            agent.order({"signal": signal.SIGTERM if number == signal.SIGPIPE else number})
+        if number not in (signal.SIGUSR1, signal.SIGUSR2):
+            raise Interrupted(number)
+
+    def _agent_gone(self, agent: _Agent) -> None:
+        if not agent.left and agent.said_hello:
+            return
+        status = agent.process.wait()
+        how = f"was killed by {_signal_name(-status)}" if status < 0 else f"ended with status {status}"
+        if not agent.said_hello:
+            raise Failure(f"{agent.host.name} was not reached: `{shlex.join(self._connect(agent.host))}` {how}", 1)
+        ranks = ranks_shown(sorted(agent.left))
+        agent.left.clear()
+        raise Failure(f"the agent on {agent.host.name} (pid {agent.process.pid} here) {how}, and {ranks} with it", 1)
+
+    def _wait(self, done: Callable[[], bool], limit_s: float, otherwise: str) -> None:
+        deadline_s = time.monotonic() + limit_s
+        while not done():
+            self._handle(deadline_s - time.monotonic())
+            if time.monotonic() > deadline_s:
+                raise Failure(f"{otherwise} within {limit_s:g} s", 1)
+
+    def _running(self) -> bool:
+        return any(agent.left for agent in self._agents)
+
+    # The end.
+
+    def _cause(self, first: Failure) -> Failure:
+        """Let the others end by themselves; return the failure that most likely caused theirs."""
+        self._gather(SETTLE_S)
+        failed = [rank for rank, status in self._ended.items() if status != 0]
+        self._gather(self._plan.grace_s - SETTLE_S)
+        if first.rank is None:
+            return first
+        return self._ending(min(failed, key=self._is_consequence))
+
+    def _gather(self, limit_s: float) -> None:
+        """Wait for workers that end, whether well or not. A second signal ends the wait."""
+        deadline_s = time.monotonic() + limit_s
+        while self._running() and time.monotonic() < deadline_s:
+            with contextlib.suppress(Failure):
+                self._handle(deadline_s - time.monotonic())
+
+    def _is_consequence(self, rank: int) -> tuple[bool, bool]:
+        """Sorts who failed of another one behind who did not; who is equal stays in the order of ends."""
+        last = self._output.last_line.get(rank, "")
+        return self._ended[rank] >= 0, any(word in last for word in CONSEQUENCES)
+
+    def _ending(self, rank: int) -> Failure:
+        status = self._ended[rank]
+        how = f"was killed by {_signal_name(-status)}" if status < 0 else f"ended with status {status}"
+        return Failure(f"rank {rank} on {self._host_of[rank].name} {how}", 128 - status if status < 0 else status, rank)
+
+    def _end(self) -> None:
+        """End every process that is left, agents included, in at most `TERMINATE_S` and twice `GONE_S`."""
+        for number, wait_s in ((signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, GONE_S)):
+            if self._running():
+                for agent in self._agents:
+                    agent.order({"signal": number})
+                    agent.order({"signal": signal.SIGCONT})  # one that is stopped ends, too
+            with contextlib.suppress(Interrupted):
+                self._gather(wait_s)
+        for agent in self._agents:
+            assert agent.process.stdin is not None
+            with contextlib.suppress(OSError):
+                agent.process.stdin.close()
+        deadline_s = time.monotonic() + GONE_S
+        for agent in self._agents:
+            try:
+                agent.process.wait(max(0.0, deadline_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                agent.process.kill()
+                agent.process.wait()
+        for reader in self._readers:
+            reader.join(max(0.0, deadline_s - time.monotonic()))
+        self._output.close()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Take signals as events, so that workers get them too."""
+
+        def arrived(number: int, _: FrameType | None) -> None:
+            self._events.put(("signal", number))  # may interrupt a get of the same queue: SimpleQueue allows it
+
+        # What is ignored stays so: nohup's SIGHUP.
+        heard = [number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, arrived) for number in heard}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

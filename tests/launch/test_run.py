@@ -1,0 +1,310 @@
+"""`penstock run` as a user starts it: real processes, by themselves and behind a command that reaches hosts."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 60
+GONE_S = 10
+COMMAND = [sys.executable, "-m", "penstock", "run", "--grace-s", "0.6"]
+SHELL = "env TEST_HOST={host} sh -c {command}"
+"""Reaches a "host" that is this machine."""
+
+WAITS = "import os, signal; print('here', os.environ['RANK'], flush=True); signal.pause()"
+TELLS = """
+import json, os, sys
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "TEST_HOST", "GIVEN")
+told = {name: os.environ.get(name) for name in names}
+print(json.dumps(told | {"arguments": sys.argv[1:], "secret": os.environ.get("PENSTOCK_SECRET")}))
+"""
+LATE_CONSEQUENCE = """
+import os, sys, time
+if os.environ["RANK"] == "0":
+    sys.exit("penstock.errors.PeerLost: rank 1 ended the job")
+time.sleep(0.2)
+raise ValueError("the cause")
+"""
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path, monkeypatch):
+    """Every process of a test has its directory as working directory; none may be left."""
+    monkeypatch.chdir(tmp_path)
+    yield
+    deadline_s = time.monotonic() + GONE_S
+    while (left := processes(tmp_path)) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def processes(place):
+    """Processes that work in a directory, this one aside."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if (entry / "cwd").readlink() == place and (entry / "stat").read_text().split(") ")[1][0] != "Z":
+                    found.append(int(entry.name))
+    return found
+
+
+def write(program):
+    Path("train.py").write_text(program, encoding="utf-8")
+
+
+def start(*arguments, **more):
+    return subprocess.Popen(
+        [*COMMAND, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        **more,
+    )
+
+
+def run(*arguments, **more):
+    process = start(*arguments, **more)
+    out, err = process.communicate(timeout=LIMIT_S)
+    return process.returncode, out, err
+
+
+def until_here(process, workers):
+    """Read what a job of `WAITS` prints until all workers have begun."""
+    ranks = {re.search(r"here (\d+)", process.stdout.readline())[1] for _ in range(workers)}
+    assert ranks == {str(rank) for rank in range(workers)}
+
+
+def pids(err):
+    return [int(pid) for group in re.findall(r"\(pid ([\d, ]+)\)", err) for pid in group.split(", ")]
+
+
+def agents(process):
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(pid) for pid in children]
+
+
+def test_workers_find_their_place_and_their_output_is_told_apart():
+    write(TELLS)
+    status, out, err = run("--nproc-per-node", "3", "--env", "GIVEN=x y", "train.py", "--epochs", "3", "-m")
+    assert status == 0, err
+    told = dict(re.fullmatch(r"\[rank (\d)\] (.*)", line).groups() for line in out.splitlines())
+    assert sorted(told) == ["0", "1", "2"]
+    for rank, text in told.items():
+        facts = json.loads(text)
+        assert (facts["RANK"], facts["LOCAL_RANK"], facts["WORLD_SIZE"]) == (rank, rank, "3")
+        assert (facts["arguments"], facts["GIVEN"]) == (["--epochs", "3", "-m"], "x y")
+        assert facts["secret"] is None
+    assert "3 workers, which meet at 127.0.0.1:" in err
+    assert re.search(r"localhost: ranks 0-2 \(pid \d+, \d+, \d+\)", err)
+
+
+def test_hosts_are_reached_by_the_command_that_is_given(tmp_path):
+    write(TELLS)
+    (tmp_path / "hosts").write_text("one slots=1\ntwo slots=2\n")
+    status, out, err = run("--hosts", "hosts", "--connect", SHELL, "train.py")
+    assert status == 0, err
+    facts = [json.loads(line.split("] ", 1)[1]) for line in out.splitlines()]
+    facts.sort(key=lambda fact: fact["RANK"])
+    assert [(fact["RANK"], fact["LOCAL_RANK"], fact["GROUP_RANK"], fact["TEST_HOST"]) for fact in facts] == [
+        ("0", "0", "0", "one"),
+        ("1", "0", "1", "two"),
+        ("2", "1", "1", "two"),
+    ]
+    secrets = {fact["secret"] for fact in facts}
+    assert len(secrets) == 1
+    assert len(secrets.pop()) == 64
+    assert "which meet at one:" in err
+
+
+def test_the_secret_of_a_job_on_hosts_is_in_no_command_line(tmp_path):
+    write("import os, signal; print(os.environ['PENSTOCK_SECRET'], flush=True); signal.pause()")
+    (tmp_path / "hosts").write_text("one\ntwo\n")
+    process = start("--hosts", "hosts", "--connect", SHELL, "train.py")
+    (secret,) = {process.stdout.readline().split("] ")[1].strip() for _ in range(2)}
+    lines = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            lines.append(entry.read_bytes())
+    process.terminate()
+    process.communicate(timeout=LIMIT_S)
+    assert any(b"penstock.launch.agent" in line for line in lines)
+    assert not any(secret.encode() in line for line in lines)
+
+
+def test_a_launcher_on_each_host():
+    write(TELLS)
+    common = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", "4321"]
+    nodes = [start(*common, "--node-rank", str(node), "train.py") for node in range(2)]
+    out = "".join(node.communicate(timeout=LIMIT_S)[0] for node in nodes)
+    assert [node.returncode for node in nodes] == [0, 0]
+    facts = sorted((json.loads(line.split("] ", 1)[1]) for line in out.splitlines()), key=lambda fact: fact["RANK"])
+    assert [(fact["RANK"], fact["LOCAL_RANK"], fact["GROUP_RANK"]) for fact in facts] == [
+        ("0", "0", "0"),
+        ("1", "1", "0"),
+        ("2", "0", "1"),
+        ("3", "1", "1"),
+    ]
+    assert {fact["WORLD_SIZE"] for fact in facts} == {"4"}
+
+
+def test_a_module_a_program_and_lines_without_an_end(tmp_path):
+    (tmp_path / "inside.py").write_text("import sys; sys.stdout.write('1%\\r2%\\r\\nno end')")
+    status, out, err = run("-m", "inside", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert (status, out) == (0, "[rank 0] 1%\n[rank 0] 2%\n[rank 0] no end\n"), err
+    status, out, _ = run("--no-python", "--log-dir", "logs", "sh", "-c", "echo $RANK; echo oops >&2")
+    assert (status, out) == (0, "[rank 0] 0\n")
+    assert (tmp_path / "logs" / "rank-0.out").read_text() == "0\n"
+    assert (tmp_path / "logs" / "rank-0.err").read_text() == "oops\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+def test_a_worker_that_is_killed_is_named_and_all_others_end(number):
+    write(WAITS)
+    process = start("--workers", "3", "train.py")
+    until_here(process, 3)
+    header = process.stderr.readline() + process.stderr.readline()
+    began_s = time.monotonic()
+    os.kill(pids(header)[1], number)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert time.monotonic() - began_s < GONE_S
+    assert process.returncode == 128 + number
+    assert f"rank 1 on localhost was killed by {number.name}; all others have ended" in err
+
+
+def test_workers_that_do_not_want_to_end_are_ended():
+    write("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAITS)
+    process = start("--workers", "3", "train.py")
+    until_here(process, 3)
+    header = process.stderr.readline() + process.stderr.readline()
+    began_s = time.monotonic()
+    os.kill(pids(header)[2], signal.SIGSTOP)
+    os.kill(pids(header)[0], signal.SIGKILL)
+    process.communicate(timeout=LIMIT_S)
+    assert time.monotonic() - began_s < GONE_S
+    assert process.returncode == 137
+
+
+def test_an_agent_that_is_killed_takes_its_workers_with_it_and_is_named(tmp_path):
+    write(WAITS)
+    (tmp_path / "hosts").write_text("one slots=2\ntwo slots=1\n")
+    process = start("--hosts", "hosts", "--connect", SHELL, "train.py")
+    until_here(process, 3)
+    os.kill(agents(process)[0], signal.SIGKILL)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1
+    assert re.search(r"the agent on one \(pid \d+ here\) was killed by SIGKILL, and ranks 0-1 with it", err)
+
+
+def test_nothing_is_left_of_a_launcher_that_is_killed():
+    write(WAITS)
+    process = start("--workers", "2", "train.py")
+    until_here(process, 2)
+    process.kill()
+    process.communicate(timeout=LIMIT_S)  # ends when the last worker has let go of its output
+
+
+def test_a_signal_reaches_the_workers_who_may_end_by_themselves():
+    write(
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: print('noted', flush=True))\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('saved', flush=True)))\n"
+        "print('here', os.environ['RANK'], flush=True)\nwhile True: signal.pause()"
+    )
+    process = start("--workers", "2", "train.py")
+    until_here(process, 2)
+    process.send_signal(signal.SIGUSR1)
+    assert {process.stdout.readline()[9:] for _ in range(2)} == {"noted\n"}
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert out.count("saved") == 2
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "ended by SIGTERM; all workers have ended" in err
+
+
+def test_ctrl_c():
+    write(WAITS)
+    process = start("--workers", "2", "train.py")
+    until_here(process, 2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 130
+    assert err.count("KeyboardInterrupt") == 2
+
+
+def test_a_reader_that_leaves_ends_the_job():
+    write("while True: print('y' * 100)")
+    process = start("--workers", "2", "train.py")
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(LIMIT_S) == 128 + signal.SIGPIPE
+    process.stderr.close()
+
+
+def test_who_failed_of_another_one_is_not_the_culprit():
+    write(LATE_CONSEQUENCE)
+    status, _, err = run("--workers", "2", "train.py")
+    assert status == 1
+    assert "rank 1 on localhost ended with status 1" in err
+
+
+def test_what_a_worker_leaves_behind_ends_with_it():
+    write("import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])")
+    status, _, err = run("train.py")
+    assert status == 0, err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["missing.py"], "there is no file missing.py in"),
+        (["--no-python", "no-such-program"], "there is no program no-such-program"),
+        (["--hosts", "missing", "train.py"], "--hosts missing: "),
+        (["--hosts", "hosts", "--connect", "sh -c {command}", "train.py"], "{host} must be in it"),
+        (
+            ["--hosts", "hosts", "--connect", "no-such-ssh {host} {command}", "train.py"],
+            "there is no program no-such-ssh",
+        ),
+        (["--hosts", "hosts", "--nnodes", "2", "train.py"], "leave out --nnodes"),
+        (["--nnodes", "2", "train.py"], "with --node-rank"),
+        (["--node-rank", "1", "train.py"], "--node-rank 1 is not below --nnodes 1"),
+        (["--env", "NOT_SET_ANYWHERE", "train.py"], "--env NOT_SET_ANYWHERE: it is not set here"),
+        (["-m", "--no-python", "train"], "give one of them"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(tmp_path, arguments, said):
+    write("")
+    (tmp_path / "hosts").write_text("one\n")
+    status, out, err = run(*arguments)
+    assert (status, out) == (2, "")
+    assert said in err
+    assert err.startswith("penstock run: ")
+    assert err.count("\n") == 1
+
+
+def test_a_host_that_is_not_reached(tmp_path):
+    write("")
+    (tmp_path / "hosts").write_text("one\ntwo\n")
+    status, _, err = run("--hosts", "hosts", "--connect", "sh -c 'exec false' {host} {command}", "train.py")
+    assert status == 1
+    assert re.search(r"(one|two) was not reached: `sh -c .*` ended with status 1", err)
+
+
+def test_a_task_of_another_launcher_becomes_the_program():
+    write("import os; print(os.environ['SLURM_PROCID'], 'RANK' in os.environ)")
+    assert run("train.py", env={**os.environ, "PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_PROCID": "3"})[0] == 0
+    task = {**os.environ, "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"}
+    assert run("train.py", env=task)[:2] == (0, "3 False\n")
+    status, _, err = run("--workers", "2", "train.py", env=task)
+    assert status == 2
+    assert "--workers: this process is one task of another launcher (SLURM_STEP_ID is set)" in err
