@@ -151,7 +151,14 @@ def main() -> int:
         of_what = "of the limit" if record["target_ratio"] == LIMIT_TARGET else "of gloo's time"
         too_slow = missed(record)
         met &= not too_slow
-        publish(record, benchmark="allreduce", seed=0, as_json=arguments.json, lines=arguments.json_lines)
+        publish(
+            record,
+            benchmark="allreduce",
+            seed=0,
+            as_json=arguments.json,
+            lines=arguments.json_lines,
+            scenario=("hosts", "megabytes", "rate_mbit"),
+        )
         if not arguments.json:
             print(f"{megabytes:g} MB, {hosts} hosts, target {record['target_ratio']} {of_what}:")
             for arm, of in record["arms"].items():

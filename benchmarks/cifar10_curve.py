@@ -4,8 +4,7 @@
     .venv/bin/python -m benchmarks.cifar10_curve --draw                # only draws what is there
 
 Both see the same samples in the same steps (see examples/cifar10.py), so the curves must be the same up to rounding,
-which training amplifies. Every process computes with one thread. Runs are appended to the file; the last of each kind
-is drawn.
+which training amplifies. Every process computes with one thread. The file keeps the last run of each kind.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lab.records import ROOT, note, publish
+from lab.records import ROOT, note, publish, recorded
 
 EXAMPLE = ROOT / "examples" / "cifar10.py"
 LINES = ROOT / "docs" / "benchmarks" / "cifar10.jsonl"
@@ -52,10 +51,7 @@ def draw(lines: Path, picture: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    runs: dict[int, list[dict[str, Any]]] = {}
-    for line in lines.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        runs[record["workers"]] = record["epochs"]  # the last run of each kind
+    runs = {workers: record["epochs"] for workers, record in recorded(lines, "workers").items()}
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for axis, key, label in zip(axes, ("test_error", "test_loss"), ("test error", "test loss"), strict=True):
         for style, (workers, epochs) in zip(("o-", "x--"), sorted(runs.items()), strict=False):
@@ -87,7 +83,14 @@ def main() -> None:
         for workers in args.runs:
             epochs = train(workers, args.data, args.epochs, args.seed)
             record = {"workers": workers, "batch_per_worker": GLOBAL_BATCH // workers, "epochs": epochs}
-            publish(record, benchmark="cifar10_curve", seed=args.seed, as_json=args.json, lines=LINES)
+            publish(
+                record,
+                benchmark="cifar10_curve",
+                seed=args.seed,
+                as_json=args.json,
+                lines=LINES,
+                scenario=("workers",),
+            )
     draw(LINES, PICTURE)
 
 

@@ -3,7 +3,7 @@
     sudo .venv/bin/python -m benchmarks.collectives run --hosts 4 --json-lines docs/benchmarks/collectives/1000.jsonl
     sudo .venv/bin/python -m benchmarks.collectives slow-host     both measurements on hosts of which one is slow
     sudo .venv/bin/python -m benchmarks.collectives even-hosts    by number of workers, 53 MB being the study's message
-    .venv/bin/python -m benchmarks.collectives report       the table and the picture of docs/benchmarks/collectives/
+    .venv/bin/python -m benchmarks.collectives report       the tables and the picture of docs/benchmarks/collectives/
 
 What runs on each host is the command that a user would type, `penstock measure allreduce`: it verifies every result,
 and measures latency, line rate and summing rate between the same hosts right before.
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.cluster import BURST_BYTES_MIN, BURST_S, Cluster, Unavailable
-from lab.records import ROOT, note, publish, result_arguments, wait_for_quiet
+from lab.records import ROOT, note, publish, recorded, result_arguments, wait_for_quiet
 from penstock._native import ALGORITHMS
 from penstock.measure import allreduce, line_rate
 from penstock.measure.plots import COLOURS
@@ -124,7 +124,14 @@ def _run(arguments: argparse.Namespace) -> int:
         return 2
     record = {"rate_mbit": arguments.mbit, "hosts": arguments.hosts, "busy_cores": busy_cores, **result}
     del record["ranks"]
-    publish(record, benchmark="collectives", seed=arguments.seed, as_json=arguments.json, lines=arguments.json_lines)
+    publish(
+        record,
+        benchmark="collectives",
+        seed=arguments.seed,
+        as_json=arguments.json,
+        lines=arguments.json_lines,
+        scenario=("hosts", "rate_mbit"),
+    )
     if not arguments.json:
         rates = result["groups"][0]
         print(
@@ -162,17 +169,12 @@ def _report(arguments: argparse.Namespace) -> int:
             "",
             shown(record, record["rate_mbit"]),
         ]
-    page = arguments.folder / "README.md"
-    shown_text = page.read_text(encoding="utf-8")
-    shown_text = _between(shown_text, "measured", "\n".join(text))
+    _write(arguments.folder / "predicted.md", {"measured": "\n".join(text)})
     for name in CLUSTERS:
         lines = arguments.folder / f"{name}.jsonl"
-        for line in lines.read_text(encoding="utf-8").splitlines() if lines.exists() else ():
-            record = json.loads(line)  # the last of each kind stays
-            table = TABLES[record["kind"]](record)
-            text_now = f"By {_origin(record)}.\n\n```text\n{table}```\n"
-            shown_text = _between(shown_text, f"{name} {record['kind']}", text_now)
-    page.write_text(shown_text, encoding="utf-8")
+        found = recorded(lines, "kind") if lines.exists() else {}
+        tables = {kind: f"By {_origin(one)}.\n\n```text\n{TABLES[kind](one)}```\n" for kind, one in found.items()}
+        _write(arguments.folder / f"{name}.md", tables)
     _draw(records, arguments.folder / "predicted.png")
     return 0
 
@@ -181,11 +183,14 @@ def _origin(record: Mapping[str, Any]) -> str:
     return f"commit `{record['commit']}` on {record['host']['cores']} cores of {record['host']['cpu']}"
 
 
-def _between(text: str, name: str, new: str) -> str:
-    """The text with what stands between this name's two comments replaced."""
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    before, _, rest = text.partition(begin)
-    return before + begin + "\n\n" + new + "\n" + end + rest.partition(end)[2]
+def _write(page: Path, tables: Mapping[str, str]) -> None:
+    """Replace what stands on the page between the two comments of each table's name."""
+    text = page.read_text(encoding="utf-8")
+    for name, table in tables.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n\n{table}\n{end}{rest.partition(end)[2]}"
+    page.write_text(text, encoding="utf-8")
 
 
 def _as_users(arguments: argparse.Namespace) -> int:
@@ -200,8 +205,14 @@ def _as_users(arguments: argparse.Namespace) -> int:
                 others = ["--sizes", arguments.sizes] if arguments.sizes and kind == "allreduce" else []
                 result = json.loads(_as_a_user(cluster, kind, ["--json", *options, *others, *picture]))
                 record = {"kind": kind, "rates_mbit": rates, "busy_cores": busy_cores, **result}
-                lines = arguments.folder / f"{arguments.name}.jsonl"
-                publish(record, benchmark=arguments.name, seed=result.get("seed", 0), as_json=False, lines=lines)
+                publish(
+                    record,
+                    benchmark=arguments.name,
+                    seed=result.get("seed", 0),
+                    as_json=False,
+                    lines=arguments.folder / f"{arguments.name}.jsonl",
+                    scenario=("kind",),
+                )
                 print(TABLES[kind](result), flush=True)
     except Unavailable as error:
         note(f"collectives: {error}")

@@ -11,7 +11,7 @@ weight decay is divided by 1 - momentum, so that it weighs the same. Nothing is 
 as they are.
 
 Test errors between the first and the last step are those of the first 2,000 test images. Bytes are payload that one
-worker sent, as its engine counted. Runs are appended to the file; the last of each kind is drawn.
+worker sent, as its engine counted. The file keeps the last run of each kind.
 
 The exact run must equal one process: after the first step up to rounding, and in its last test error; else the status
 is 1. Between, training makes more and more of that rounding, so parameters are only recorded there.
@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lab.records import ROOT, note, publish
+from lab.records import ROOT, note, publish, recorded
 
 LINES = ROOT / "docs" / "benchmarks" / "convergence.jsonl"
 PICTURE = LINES.with_suffix(".png")
@@ -184,10 +184,7 @@ def draw(lines: Path, picture: Path) -> None:
     from matplotlib import pyplot as plt
     from matplotlib.ticker import NullFormatter
 
-    runs: dict[str, dict[str, Any]] = {}
-    for line in lines.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        runs[record["kind"]] = record  # the last run of each kind
+    runs = recorded(lines, "kind")
     figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.8), layout="constrained", sharey=True)
     for kind in (kind for kind in KINDS if kind in runs):
         points = runs[kind]["points"]
@@ -220,7 +217,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--density", type=float, default=0.001, help="of DGC (default 0.001, the paper's)")
     parser.add_argument("--warmup-steps", type=int, default=125, help="of DGC (default 125)")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="default: all")
-    parser.add_argument("--lines", type=Path, default=LINES, help="where results are appended, and drawn beside")
+    parser.add_argument("--lines", type=Path, default=LINES, help="where results are kept, and drawn beside")
     parser.add_argument("--draw", action="store_true", help="only draw what is recorded")
     parser.add_argument("--json", action="store_true", help="print the records as JSON lines")
     parser.add_argument("--kind", choices=KINDS, help=argparse.SUPPRESS)  # a worker
@@ -254,7 +251,14 @@ def main() -> int:
                     distance = record["parameters_differ_from_exact"] = distances(place, other, steps)
                     complaints = judge(distance, trained["exact"], trained["one process"])
                 record["points"] = points
-                publish(record, benchmark="convergence", seed=args.seed, as_json=args.json, lines=args.lines)
+                publish(
+                    record,
+                    benchmark="convergence",
+                    seed=args.seed,
+                    as_json=args.json,
+                    lines=args.lines,
+                    scenario=("kind",),
+                )
     draw(args.lines, args.lines.with_suffix(".png"))
     for complaint in complaints:
         note(f"convergence: the exact run does not equal one process: {complaint}")

@@ -158,7 +158,14 @@ def main() -> int:
     for kind in arguments.models:
         for size in arguments.workers:
             record = {**busy, **measure(kind, size)}
-            publish(record, benchmark="drift", seed=arguments.seed, as_json=arguments.json, lines=arguments.json_lines)
+            publish(
+                record,
+                benchmark="drift",
+                seed=arguments.seed,
+                as_json=arguments.json,
+                lines=arguments.json_lines,
+                scenario=("model", "workers"),
+            )
             met &= record["met"]
             verdict = "met" if record["met"] else "MISSED"
             note(

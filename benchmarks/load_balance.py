@@ -1,19 +1,18 @@
 """Bytes per host under the wait-free store, Project Adam's scheme and hybrid communication (Poseidon, figure 10).
 
-    sudo .venv/bin/python -m benchmarks.load_balance       # appends to docs/benchmarks/load_balance.jsonl, and draws
+    sudo .venv/bin/python -m benchmarks.load_balance       # writes docs/benchmarks/load_balance.jsonl, and draws
     .venv/bin/python -m benchmarks.load_balance --draw     # only draws what is there
 
 VGG19 on emulated hosts: what crosses each host's interface is counted, not computed, both ways and with all headers. At
 half the width its layers keep their proportions (the linear ones hold 86 % of the parameters, as at full width), and
 eight hosts fit into the memory of one machine; what the cost functions compute for the full width is printed beside it.
-Runs are appended; the last of each kind is drawn. The status is 1 if some host's bytes under hybrid communication, sent
+The file keeps the last run of each kind. The status is 1 if some host's bytes under hybrid communication, sent
 or received, are further than 5 % from the mean.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from typing import Any
 
 from lab.cluster import Cluster, Unavailable
 from lab.counters import Counters
-from lab.records import ROOT, note, publish, result_arguments
+from lab.records import ROOT, note, publish, recorded, result_arguments
 from lab.scenario import Scenario
 from lab.session import Session, SystemFailed
 from penstock.coordinator import Cluster as Workers
@@ -104,10 +103,7 @@ def draw(lines: Path, picture: Path) -> None:
     """One group of bars per kind, one bar per host."""
     from matplotlib.figure import Figure
 
-    last: dict[str, dict[str, Any]] = {}
-    for line in lines.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        last[record["kind"]] = record
+    last = recorded(lines, "kind")
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     axes = figure.subplots(1, len(KINDS), sharey=True)
     for axis, (kind, (title, _)) in zip(axes, KINDS.items(), strict=True):
@@ -164,6 +160,7 @@ def main() -> int:
                         seed=arguments.seed,
                         as_json=arguments.json,
                         lines=arguments.json_lines,
+                        scenario=("kind",),
                     )
                     note(
                         f"{KINDS[kind][0]}: the busiest host moves {record['busiest_to_mean']:.3f} times the mean; "

@@ -298,7 +298,14 @@ def main() -> int:
         records += measure_memory(arguments)
     for measured in records:
         record = {**busy, **measured}
-        publish(record, benchmark="overhead", seed=arguments.seed, as_json=arguments.json, lines=arguments.json_lines)
+        publish(
+            record,
+            benchmark="overhead",
+            seed=arguments.seed,
+            as_json=arguments.json,
+            lines=arguments.json_lines,
+            scenario=("measure", "model", "workers"),
+        )
         if not arguments.json:
             show(record)
     return 0 if all(record["met"] for record in records) else 1

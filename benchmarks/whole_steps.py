@@ -159,7 +159,12 @@ def main() -> int:
         record = {**busy, **measure(case, size, arguments.steps, arguments.seed)}
         met = met and record["met"]
         publish(
-            record, benchmark="whole_steps", seed=arguments.seed, as_json=arguments.json, lines=arguments.json_lines
+            record,
+            benchmark="whole_steps",
+            seed=arguments.seed,
+            as_json=arguments.json,
+            lines=arguments.json_lines,
+            scenario=("model", "workers"),
         )
         if not arguments.json:
             print(record, flush=True)

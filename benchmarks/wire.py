@@ -151,7 +151,14 @@ def main() -> int:
             note(f"wire: {error}")
             return 2
         met &= record["ratio"]["median"] >= target
-        publish(record, benchmark="wire", seed=arguments.seed, as_json=arguments.json, lines=arguments.json_lines)
+        publish(
+            record,
+            benchmark="wire",
+            seed=arguments.seed,
+            as_json=arguments.json,
+            lines=arguments.json_lines,
+            scenario=("arm",),
+        )
         if not arguments.json:
             print(f"{arm}: Penstock {shown(record['penstock_gbit_s'], ' Gbit/s')}")
             print(f"{' ' * len(arm)}  iperf3   {shown(record['iperf3_gbit_s'], ' Gbit/s')}")

@@ -210,7 +210,14 @@ def main() -> int:
         for kind in ("error", "worst_error")
     )
     record = {"network": arguments.network, "workers": arguments.workers, "systems": found, "met": met}
-    publish(record, benchmark="wire_types", seed=arguments.seed, as_json=arguments.json, lines=arguments.json_lines)
+    publish(
+        record,
+        benchmark="wire_types",
+        seed=arguments.seed,
+        as_json=arguments.json,
+        lines=arguments.json_lines,
+        scenario=("network", "workers"),
+    )
     if not arguments.json:
         print(table(found, f"{arguments.network}, {arguments.workers} workers, against the mean in fp64"), flush=True)
     return 0 if met else 1

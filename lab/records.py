@@ -110,26 +110,56 @@ def result_arguments(parser: argparse.ArgumentParser, *, lines: Path | None = No
 
     Args:
         parser: To which they are added.
-        lines: The file to append to by default.
+        lines: The file that keeps the results by default.
         quiet: Whether other programs disturb this benchmark.
     """
     if quiet:
         parser.add_argument("--wait-quiet", type=float, default=0.0, help="seconds to wait for other programs to end")
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     recorded = "" if lines is None else " (default: the recorded ones)"
-    parser.add_argument("--json-lines", type=Path, default=lines, help="append the results to this file" + recorded)
+    parser.add_argument("--json-lines", type=Path, default=lines, help="keep the results in this file" + recorded)
 
 
-def publish(record: dict[str, Any], *, benchmark: str, seed: int, as_json: bool, lines: Path | None) -> None:
-    """Append the record to a file of JSON lines, and print it if JSON was asked for."""
+def publish(
+    record: dict[str, Any],
+    *,
+    benchmark: str,
+    seed: int,
+    as_json: bool,
+    lines: Path | None,
+    scenario: Sequence[str] | None = None,
+) -> None:
+    """Add the record to a file of JSON lines, and print it if JSON was asked for.
+
+    Args:
+        record: What was measured, and how.
+        benchmark: Its name.
+        seed: Of all that was drawn at random.
+        as_json: Whether to print it.
+        lines: The file.
+        scenario: Fields that say together what was measured: an earlier record with the same values leaves the file.
+            Default: none leaves.
+    """
     complete = {"benchmark": benchmark, "commit": _commit(), "seed": seed, "host": host(), **record}
     text = json.dumps(complete)
     if lines is not None:
         lines.parent.mkdir(parents=True, exist_ok=True)
-        with lines.open("a", encoding="utf-8") as file:
-            file.write(text + "\n")
+        before = lines.read_text(encoding="utf-8").splitlines() if lines.exists() else []
+        if scenario is not None:
+            before = [line for line in before if _differs(json.loads(line), complete, ("benchmark", *scenario))]
+        lines.write_text("".join(f"{line}\n" for line in [*before, text]), encoding="utf-8")
     if as_json:
         print(text, flush=True)
+
+
+def _differs(one: dict[str, Any], other: dict[str, Any], fields: Sequence[str]) -> bool:
+    return any(one.get(field) != other.get(field) for field in fields)
+
+
+def recorded(lines: Path, field: str) -> dict[Any, dict[str, Any]]:
+    """The records of a file of JSON lines, by the value of a field; of several the last."""
+    records = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
+    return {record[field]: record for record in records}
 
 
 def note(text: str) -> None:

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from benchmarks import convergence, load_balance
+from benchmarks import collectives, convergence, load_balance
 
 EVEN = [100.0] * 4
 
@@ -24,13 +24,10 @@ class TestLoadBalance:
     def test_even_is_zero(self):
         assert load_balance.uneven(EVEN, [5.0, 5.0]) == 0
 
-    def test_every_recorded_line_is_drawn_also_one_without_the_new_field(self, tmp_path):
-        lines = tmp_path / "lines.jsonl"
-        old = [line for line in load_balance.LINES.read_text(encoding="utf-8").splitlines() if line]
-        assert any("furthest_from_mean" not in json.loads(line) for line in old)
-        lines.write_text("\n".join(old), encoding="utf-8")
-        load_balance.draw(lines, lines.with_suffix(".png"))
-        assert lines.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    def test_what_is_recorded_is_drawn(self, tmp_path):
+        picture = tmp_path / "bytes.png"
+        load_balance.draw(load_balance.LINES, picture)
+        assert picture.read_bytes().startswith(b"\x89PNG")
 
     def test_computed_bytes_are_those_of_the_store_by_hand(self):
         parameters, hosts = 143_667_240, 8
@@ -75,3 +72,17 @@ class TestConvergence:
         assert convergence.main() == status
         assert ("the exact run does not equal one process" in capsys.readouterr().err) is (status == 1)
         assert (tmp_path / "lines.jsonl").read_text().count("\n") == len(words) - 1
+
+
+class TestCollectives:
+    def test_pages_are_what_the_records_give(self, tmp_path, monkeypatch):
+        for source in collectives.FOLDER.iterdir():
+            if source.suffix in (".jsonl", ".md"):
+                (tmp_path / source.name).write_bytes(source.read_bytes())
+        monkeypatch.setattr("sys.argv", ["collectives", "report", "--folder", str(tmp_path)])
+        assert collectives.main() == 0
+        pages = sorted(page.name for page in collectives.FOLDER.glob("*.md"))
+        assert len(pages) == 4
+        for page in pages:
+            assert (tmp_path / page).read_text(encoding="utf-8") == (collectives.FOLDER / page).read_text("utf-8"), page
+        assert (tmp_path / "predicted.png").exists()
