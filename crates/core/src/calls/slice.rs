@@ -5,7 +5,7 @@
 //! ends where a send needs what was received before it; what needs nothing of a round is part of it.
 
 use super::round::{Buffer, Bytes, Local, Plan, Round, Transfer};
-use crate::steps::{Adding, Move, Post, Receive, Send, Then, Walk};
+use crate::steps::{Adding, Combine, Move, Post, Receive, Send, Walk};
 use crate::way::Algorithm;
 use std::ops::Range;
 
@@ -91,9 +91,9 @@ impl Slice {
                     };
                     draft.round.sends.push(Transfer { peer: self.rank(*to), stage: *stage, bytes });
                 }
-                Move::Receive(stage, Receive { from, elems, then }) => {
+                Move::Receive(stage, Receive { from, elems, combine }) => {
                     let peer = self.rank(*from);
-                    let bytes = if *then == Then::Replace {
+                    let bytes = if *combine == Combine::Replace {
                         self.bytes(self.result, elems)
                     } else {
                         let of = Buffer::Scratch(draft.plan.scratch.len() as u32);

@@ -30,7 +30,7 @@ use super::out_of_step::out_of_step;
 use crate::error::Error;
 use crate::members::Members;
 use crate::memory::Memory;
-use crate::steps::{Adding, Move, Post, Receive, Send, Step, Then, Walk};
+use crate::steps::{Adding, Combine, Move, Post, Receive, Send, SendReceive, Walk};
 use crate::types::{Rank, Seq};
 use crate::way::Algorithm;
 use crate::wire::{Header, Kind, Op, Outgoing, describe, unexpected};
@@ -92,7 +92,7 @@ impl<'a> Places<'a> {
         Self { post: Post { algorithm, positions, position, elems }, members, owner, elem_bytes }
     }
 
-    fn step(&self, number: u32) -> Step {
+    fn step(&self, number: u32) -> SendReceive {
         self.post.step(number)
     }
 
@@ -146,10 +146,10 @@ impl<C: Clone> Collective<C> {
     /// A frame of a step that receives it, from the right side, for the first time, and of a round that may be under way.
     pub(super) fn expects(&self, from: Rank, header: &Header, site: &Site<'_>) -> bool {
         let places = Places::new(self.algorithm, site);
-        let Some(Receive { from: sender, elems, then }) = places.step(header.argument).receive else {
+        let Some(Receive { from: sender, elems, combine }) = places.step(header.argument).receive else {
             return false;
         };
-        let kind = if then == Then::Replace { Kind::Result } else { Kind::Part };
+        let kind = if combine == Combine::Replace { Kind::Result } else { Kind::Part };
         let len = places.bytes(&elems).len();
         let open = self.round.as_ref().filter(|round| round.header.seq == header.seq);
         let in_time = match open {
@@ -237,7 +237,7 @@ impl<C: Clone> Collective<C> {
                     let is_it = |a: &Arrived<C>| (a.header.seq, a.header.argument) == (seq, *number);
                     let Some(at) = self.arrived.iter().position(is_it) else { return Ok(()) };
                     let arrived = self.arrived.swap_remove(at);
-                    take_in(round, &mut self.parts, receive.then, arrived, &context.site)?;
+                    take_in(round, &mut self.parts, receive.combine, arrived, &context.site)?;
                 }
             }
             round.walk.done(what);
@@ -275,7 +275,7 @@ fn send_part<M: Memory>(
 fn take_in<C>(
     round: &mut Round<C>,
     parts: &mut Vec<C>,
-    then: Then,
+    combine: Combine,
     Arrived { from, header, payload }: Arrived<C>,
     site: &Site<'_>,
 ) -> Result<(), Error> {
@@ -290,7 +290,7 @@ fn take_in<C>(
         let steps = [(site.rank, round.header.step), (from, header.step)];
         return Err(out_of_step(site, steps.into_iter()));
     }
-    if then == Then::Replace {
+    if combine == Combine::Replace {
         round.present = payload.is_some();
     } else {
         parts.extend(payload);

@@ -12,7 +12,7 @@
 //! Cost for p ranks and n bytes: 2 lg q steps, 2 more with a fold; 2 (q-1)/q n bytes per direction, n more where a fold
 //! ends ([`crate::cost::dense::butterfly`]).
 
-use super::step::{Receive, Send, Step, Then, parts};
+use super::step::{Combine, Receive, Send, SendReceive, parts};
 use crate::parts::floor_log2;
 
 fn core(positions: u32) -> u32 {
@@ -27,19 +27,19 @@ pub(super) fn reduce_steps(positions: u32) -> u32 {
     if positions == 0 { 0 } else { fold_steps(positions) + floor_log2(positions) }
 }
 
-pub(super) fn reduce_step(positions: u32, position: u32, elems: u64, number: u32) -> Step {
+pub(super) fn reduce_step(positions: u32, position: u32, elems: u64, number: u32) -> SendReceive {
     let core = core(positions);
     if number < fold_steps(positions) {
         return if position >= core {
-            Step::sends(position - core, 0..elems)
+            SendReceive::sends(position - core, 0..elems)
         } else if position < positions - core {
-            Step::receives(position + core, 0..elems, Then::Add)
+            SendReceive::receives(position + core, 0..elems, Combine::Add)
         } else {
-            Step::default()
+            SendReceive::default()
         };
     }
     if position >= core {
-        return Step::default();
+        return SendReceive::default();
     }
     let width = core >> (number - fold_steps(positions) + 1);
     let first = position & !(2 * width - 1);
@@ -47,8 +47,8 @@ pub(super) fn reduce_step(positions: u32, position: u32, elems: u64, number: u32
         (parts(elems, core, first, first + width), parts(elems, core, first + width, first + 2 * width));
     let (kept, given) = if position & width == 0 { (lower, upper) } else { (upper, lower) };
     let partner = position ^ width;
-    Step {
+    SendReceive {
         send: Some(Send { to: partner, elems: given }),
-        receive: Some(Receive { from: partner, elems: kept, then: Then::Add }),
+        receive: Some(Receive { from: partner, elems: kept, combine: Combine::Add }),
     }
 }

@@ -7,17 +7,17 @@
 //! Cost for p ranks and n bytes: 2 steps that wait for each other; (p-1) n bytes per direction at the server, n elsewhere
 //! ([`crate::cost::dense::rooted`]).
 
-use super::step::{Step, Then};
+use super::step::{Combine, SendReceive};
 
 pub(super) fn reduce_steps(positions: u32) -> u32 {
     positions.saturating_sub(1)
 }
 
-pub(super) fn reduce_step(position: u32, elems: u64, number: u32) -> Step {
+pub(super) fn reduce_step(position: u32, elems: u64, number: u32) -> SendReceive {
     let worker = number + 1;
     match position {
-        0 => Step::receives(worker, 0..elems, Then::AddTogether),
-        _ if position == worker => Step::sends(0, 0..elems),
-        _ => Step::default(),
+        0 => SendReceive::receives(worker, 0..elems, Combine::AddTogether),
+        _ if position == worker => SendReceive::sends(0, 0..elems),
+        _ => SendReceive::default(),
     }
 }

@@ -12,7 +12,7 @@ mod step;
 mod tree;
 mod walk;
 
-pub use step::{Receive, Send, Step, Then};
+pub use step::{Combine, Receive, Send, SendReceive};
 pub use walk::{Adding, Move, Post, Walk};
 
 use crate::way::Algorithm;
@@ -37,10 +37,10 @@ impl Algorithm {
 
     /// What `position` does in step `number` of a slice of `elems` elements; nothing beyond the last step.
     #[must_use]
-    pub fn step(self, positions: u32, position: u32, elems: u64, number: u32) -> Step {
+    pub fn step(self, positions: u32, position: u32, elems: u64, number: u32) -> SendReceive {
         let (half, all) = (self.reduce_steps(positions), self.steps(positions));
         let mut step = if number >= all {
-            Step::default()
+            SendReceive::default()
         } else if number < half {
             self.reduce_step(positions, position, elems, number)
         } else if self == Self::Ring {
@@ -53,7 +53,7 @@ impl Algorithm {
         step
     }
 
-    fn reduce_step(self, positions: u32, position: u32, elems: u64, number: u32) -> Step {
+    fn reduce_step(self, positions: u32, position: u32, elems: u64, number: u32) -> SendReceive {
         match self {
             Self::Store | Self::Central => central::reduce_step(position, elems, number),
             Self::Tree => tree::reduce_step(positions, position, elems, number),
@@ -103,18 +103,21 @@ mod tests {
                     let before = held.clone();
                     for position in 0..p {
                         let step = algorithm.step(p, position, elems, number);
-                        let Some(Receive { from, elems, then }) = step.receive else { continue };
+                        let Some(Receive { from, elems, combine }) = step.receive else { continue };
                         for i in elems.start as usize..elems.end as usize {
                             let (mine, came) = (before[position as usize][i], before[from as usize][i]);
-                            held[position as usize][i] = match then {
-                                Then::Replace => came,
-                                Then::AddToOwn => {
+                            held[position as usize][i] = match combine {
+                                Combine::Replace => came,
+                                Combine::AddToOwn => {
                                     assert_eq!(mine, 1 << position, "{algorithm:?}: not its own any more");
                                     mine | came
                                 }
-                                Then::Add | Then::AddTogether => mine | came,
+                                Combine::Add | Combine::AddTogether => mine | came,
                             };
-                            assert!(then == Then::Replace || mine & came == 0, "{algorithm:?}: added twice");
+                            assert!(
+                                combine == Combine::Replace || mine & came == 0,
+                                "{algorithm:?}: added twice"
+                            );
                         }
                     }
                 }

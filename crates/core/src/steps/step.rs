@@ -5,7 +5,7 @@ use std::ops::Range;
 
 /// What a position does in one step. Parts without elements are left out, at both ends.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Step {
+pub struct SendReceive {
     /// What it sends; before it waits for what it receives.
     pub send: Option<Send>,
     /// What it receives.
@@ -29,12 +29,12 @@ pub struct Receive {
     /// Which elements of the slice.
     pub elems: Range<u64>,
     /// What becomes of it.
-    pub then: Then,
+    pub combine: Combine,
 }
 
 /// What becomes of a part that came.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Then {
+pub enum Combine {
     /// It is added to what this position has, which is the sum of all that came before.
     Add,
     /// As `Add`, but in one pass, rounded once, with the others of this kind that come before the next send.
@@ -45,19 +45,20 @@ pub enum Then {
     Replace,
 }
 
-impl Step {
+impl SendReceive {
     pub(super) fn sends(to: u32, elems: Range<u64>) -> Self {
         Self { send: Some(Send { to, elems }), receive: None }
     }
 
-    pub(super) fn receives(from: u32, elems: Range<u64>, then: Then) -> Self {
-        Self { send: None, receive: Some(Receive { from, elems, then }) }
+    pub(super) fn receives(from: u32, elems: Range<u64>, combine: Combine) -> Self {
+        Self { send: None, receive: Some(Receive { from, elems, combine }) }
     }
 
     /// The step that brings back what was summed: partners and parts as before, directions exchanged.
     pub(super) fn mirrored(self) -> Self {
         let send = self.receive.map(|Receive { from, elems, .. }| Send { to: from, elems });
-        let receive = self.send.map(|Send { to, elems }| Receive { from: to, elems, then: Then::Replace });
+        let receive =
+            self.send.map(|Send { to, elems }| Receive { from: to, elems, combine: Combine::Replace });
         Self { send, receive }
     }
 }

@@ -7,23 +7,23 @@
 //! Cost for p ranks and n bytes: 2 floor(lg p) steps that wait for each other; ceil(lg p) n bytes per direction at the root
 //! ([`crate::cost::dense::tree`]).
 
-use super::step::{Step, Then};
+use super::step::{Combine, SendReceive};
 use crate::parts::ceil_log2;
 
 pub(super) fn reduce_steps(positions: u32) -> u32 {
     ceil_log2(positions)
 }
 
-pub(super) fn reduce_step(positions: u32, position: u32, elems: u64, number: u32) -> Step {
+pub(super) fn reduce_step(positions: u32, position: u32, elems: u64, number: u32) -> SendReceive {
     let length = 1u32 << number;
     if position & (length - 1) != 0 {
         // It has sent its sum to its parent already.
-        Step::default()
+        SendReceive::default()
     } else if position & length != 0 {
-        Step::sends(position - length, 0..elems)
+        SendReceive::sends(position - length, 0..elems)
     } else if positions - position > length {
-        Step::receives(position + length, 0..elems, Then::AddTogether)
+        SendReceive::receives(position + length, 0..elems, Combine::AddTogether)
     } else {
-        Step::default()
+        SendReceive::default()
     }
 }

@@ -4,7 +4,7 @@
 //! What came is not added at once: parts that are to be added together wait until the elements are next sent, or other
 //! elements come to be added, or the walk ends. Then all are added in one pass.
 
-use super::step::{Receive, Send, Step, Then};
+use super::step::{Combine, Receive, Send, SendReceive};
 use crate::way::Algorithm;
 use std::ops::Range;
 
@@ -25,7 +25,7 @@ impl Post {
     /// What it sends and receives in a step.
     #[must_use]
     #[inline]
-    pub fn step(&self, number: u32) -> Step {
+    pub fn step(&self, number: u32) -> SendReceive {
         self.algorithm.step(self.positions, self.position, self.elems, number)
     }
 
@@ -70,7 +70,7 @@ pub struct Walk {
     number: u32,
     end: u32,
     /// What is left of the step; worked out once, when the walk comes to it.
-    step: Option<Step>,
+    step: Option<SendReceive>,
     adding: Option<(Range<u64>, bool)>,
 }
 
@@ -98,7 +98,7 @@ impl Walk {
                 return Some(self.due(self.number >= post.reduce_steps()).unwrap_or(what));
             }
             if let Some(receive) = &step.receive {
-                let joins = matches!(receive.then, Then::Replace | Then::AddTogether);
+                let joins = matches!(receive.combine, Combine::Replace | Combine::AddTogether);
                 let what = Move::Receive(self.number, receive.clone());
                 return Some(if joins { what } else { self.due(false).unwrap_or(what) });
             }
@@ -125,9 +125,9 @@ impl Walk {
                     step.send = None;
                 }
             }
-            Move::Receive(_, Receive { elems, then, .. }) => {
-                if then != Then::Replace {
-                    self.adding.get_or_insert((elems, then == Then::AddToOwn));
+            Move::Receive(_, Receive { elems, combine, .. }) => {
+                if combine != Combine::Replace {
+                    self.adding.get_or_insert((elems, combine == Combine::AddToOwn));
                 }
                 self.step_is_over();
             }
@@ -172,9 +172,9 @@ mod tests {
                                     let part = held[me][elems.start as usize..elems.end as usize].to_vec();
                                     under_way.insert((*to, *number), part);
                                 }
-                                Move::Receive(number, Receive { elems, then, .. }) => {
+                                Move::Receive(number, Receive { elems, combine, .. }) => {
                                     let Some(part) = under_way.remove(&(position, *number)) else { break };
-                                    if *then == Then::Replace {
+                                    if *combine == Combine::Replace {
                                         held[me][elems.start as usize..elems.end as usize]
                                             .copy_from_slice(&part);
                                     } else {
