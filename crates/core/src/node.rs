@@ -12,7 +12,7 @@ use crate::members::Members;
 use crate::memory::Memory;
 use crate::submission::{Gives, Submission};
 use crate::types::{BookId, GroupId, Rank, Seq, SliceId, TensorId};
-use crate::wire::{Header, Kind, Outgoing, Place, other_wire_type, unexpected, wire_argument};
+use crate::wire::{Destination, Header, Kind, Outgoing, other_wire_type, unexpected, wire_argument};
 use outbox::Outbox;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -376,7 +376,7 @@ impl<M: Memory> Node<M> {
     ///
     /// # Errors
     /// [`Error::Protocol`] if the frame does not fit this rank's books or what it waits for.
-    pub fn place(&mut self, from: Rank, header: &Header) -> Result<Place<M::Chunk>, Error> {
+    pub fn place(&mut self, from: Rank, header: &Header) -> Result<Destination<M::Chunk>, Error> {
         if header.kind.is_call() {
             return self.calls.place(from, header, &mut self.memory);
         }
@@ -387,7 +387,7 @@ impl<M: Memory> Node<M> {
             self.check(state, from, header)?;
             let site = site(self.config.rank, &state.book, &state.active, header.slice);
             if let Some(chunk) = state.slices[header.slice as usize].place(header, &site, &self.memory) {
-                return Ok(Place::Chunk(chunk));
+                return Ok(Destination::Chunk(chunk));
             }
         } else if header.kind.is_exchange() {
             let too_early = !header.kind.takes_part()
@@ -397,7 +397,7 @@ impl<M: Memory> Node<M> {
                 return Err(unexpected(from, header));
             }
         }
-        Ok(if len == 0 { Place::None } else { Place::Chunk(self.memory.scratch(len)) })
+        Ok(if len == 0 { Destination::None } else { Destination::Chunk(self.memory.scratch(len)) })
     }
 
     /// Checks that `header` names a slice of this lane, and a frame that its exchange expects.

@@ -254,7 +254,7 @@ impl Header {
 
 /// Where the lane puts the payload of an arriving frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Place<C> {
+pub enum Destination<C> {
     /// There is no payload.
     None,
     /// Straight into this memory, which has the payload's length.

@@ -5,7 +5,7 @@ use penstock_core::memory::Memory;
 use penstock_core::reduce::Reduction;
 use penstock_core::types::{Dtype, Rank};
 use penstock_core::way::Algorithm;
-use penstock_core::wire::{Kind, Op, Place};
+use penstock_core::wire::{Destination, Kind, Op};
 use penstock_core::{Error, Header, limits};
 
 const STORE: Action = Action::Allreduce { algorithm: Algorithm::Store };
@@ -72,8 +72,8 @@ impl Pair {
                     let placed =
                         self.0[to].place(rank, &header, &mut Lengths).map_err(|error| (to, error))?;
                     let payload = match placed {
-                        Place::None => None,
-                        Place::Chunk(chunk) => Some(chunk),
+                        Destination::None => None,
+                        Destination::Chunk(chunk) => Some(chunk),
                     };
                     assert_eq!(payload, frame.payload);
                     self.0[to].frame(rank, &header, payload, &mut Lengths).map_err(|error| (to, error))?;
@@ -213,7 +213,7 @@ fn a_peer_that_ignores_the_window_or_sends_unasked_is_refused() {
     let mut calls = Calls::<Lengths>::new(Rank(0), 2);
     let header = Header { payload_bytes: limits::EAGER_BYTES_MAX as u32, ..Header::control(Kind::Message) };
     let mut taken = 0;
-    while let Ok(Place::Chunk(chunk)) = calls.place(Rank(1), &header, &mut Lengths) {
+    while let Ok(Destination::Chunk(chunk)) = calls.place(Rank(1), &header, &mut Lengths) {
         calls.frame(Rank(1), &header, Some(chunk), &mut Lengths).unwrap();
         taken += limits::EAGER_BYTES_MAX;
         assert!(taken <= limits::EAGER_WINDOW_BYTES);

@@ -13,7 +13,7 @@ use crate::line;
 use crate::memory::{Chunk, RealMemory};
 use mio::net::TcpStream;
 use penstock_core::node::{Action, Event, Node};
-use penstock_core::wire::{HEADER_BYTES, Outgoing, Place};
+use penstock_core::wire::{Destination, HEADER_BYTES, Outgoing};
 use penstock_core::{Error, Header, Kind, Rank};
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read};
@@ -246,8 +246,8 @@ impl Connection {
             let place =
                 node.place(from, &header).inspect_err(|_| self.skip = header.payload_bytes as usize)?;
             match place {
-                Place::Chunk(chunk) => self.arriving = Some(Arriving { header, chunk, filled: 0 }),
-                Place::None => node.step(Event::Frame { from, header, payload: None }, actions)?,
+                Destination::Chunk(chunk) => self.arriving = Some(Arriving { header, chunk, filled: 0 }),
+                Destination::None => node.step(Event::Frame { from, header, payload: None }, actions)?,
             }
         }
     }

@@ -15,7 +15,7 @@ use penstock_core::calls::{Action as What, Call, Request, Shape, Share, lanes};
 use penstock_core::node::{Action, Config, Event, Node};
 use penstock_core::types::{Dtype, GroupId, Rank};
 use penstock_core::way::Algorithm;
-use penstock_core::wire::{Header, Kind, Op, Outgoing, Place};
+use penstock_core::wire::{Destination, Header, Kind, Op, Outgoing};
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::rc::Rc;
@@ -514,8 +514,8 @@ impl World {
         let Some(chunk) = placed.take() else {
             let place = self.nodes[to].place(from, header).map_err(|error| format!("rank {to}: {error}"))?;
             *placed = Some(match place {
-                Place::None => None,
-                Place::Chunk(chunk) => Some(chunk),
+                Destination::None => None,
+                Destination::Chunk(chunk) => Some(chunk),
             });
             return Ok(true);
         };

@@ -8,7 +8,7 @@ use penstock_core::layout::{Book, Tensor};
 use penstock_core::node::{Action, Config, Event, Node};
 use penstock_core::types::{Dtype, Rank};
 use penstock_core::way::Algorithm;
-use penstock_core::wire::{Kind, Op, Outgoing, Place};
+use penstock_core::wire::{Destination, Kind, Op, Outgoing};
 use penstock_core::{Error, Gives, Header, Members, Route, Slicing, Submission};
 use penstock_sim::check::order::{self, Round};
 use penstock_sim::memory::{Chunk, RealMemory, SimMemory};
@@ -118,8 +118,8 @@ impl Bench {
         // The sender's memory may change from now on.
         drop(payload);
         let placed = match self.nodes[to.index()].place(from, &header)? {
-            Place::Chunk(chunk) => Some(chunk),
-            Place::None => None,
+            Destination::Chunk(chunk) => Some(chunk),
+            Destination::None => None,
         };
         if let (Some(chunk), Some(bytes)) = (&placed, bytes) {
             chunk.write(|memory| memory.copy_from_slice(&bytes));

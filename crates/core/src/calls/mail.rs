@@ -19,7 +19,7 @@ use crate::limits;
 use crate::memory::Memory;
 use crate::reduce::Reduction;
 use crate::types::{Dtype, GroupId};
-use crate::wire::{Header, Kind, Outgoing, Place};
+use crate::wire::{Destination, Header, Kind, Outgoing};
 use std::collections::{BTreeMap, VecDeque};
 
 /// Of one input: its bytes.
@@ -286,7 +286,7 @@ impl<C: Clone> Mail<C> {
         &mut self,
         header: &Header,
         memory: &mut M,
-    ) -> Result<Place<C>, Fault> {
+    ) -> Result<Destination<C>, Fault> {
         let (key, len) = (key_of(header), header.payload_bytes);
         match header.kind {
             Kind::Message => {
@@ -305,9 +305,9 @@ impl<C: Clone> Mail<C> {
                         receive.chunk.clone()
                     }
                     None if len > 0 => memory.scratch(len as usize),
-                    None => return Ok(Place::None),
+                    None => return Ok(Destination::None),
                 };
-                Ok(if len > 0 { Place::Chunk(chunk) } else { Place::None })
+                Ok(if len > 0 { Destination::Chunk(chunk) } else { Destination::None })
             }
             Kind::MessagePart => {
                 let filling = self.filling.first(key).ok_or_else(|| nobody_asked(key))?;
@@ -324,11 +324,11 @@ impl<C: Clone> Mail<C> {
                     )));
                 }
                 if len == 0 {
-                    return Ok(Place::None);
+                    return Ok(Destination::None);
                 }
-                Ok(Place::Chunk(memory.part(&filling.chunk, filling.filled as usize, len as usize)))
+                Ok(Destination::Chunk(memory.part(&filling.chunk, filling.filled as usize, len as usize)))
             }
-            _ => Ok(Place::None),
+            _ => Ok(Destination::None),
         }
     }
 

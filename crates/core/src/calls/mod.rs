@@ -26,7 +26,7 @@ use crate::error::Error;
 use crate::limits;
 use crate::memory::Memory;
 use crate::types::{Dtype, GroupId, Rank};
-use crate::wire::{Header, Op, Outgoing, Place};
+use crate::wire::{Destination, Header, Op, Outgoing};
 use blocks::{piece, under_way};
 use mail::{COPY, Fault, Mail, Outcome, Token};
 use request::{Key, MESSAGES};
@@ -403,7 +403,12 @@ impl<M: Memory> Calls<M> {
     ///
     /// # Errors
     /// [`Error::Protocol`] if nobody asked for it, [`Error::Config`] if the two ranks' calls do not fit.
-    pub fn place(&mut self, from: Rank, header: &Header, memory: &mut M) -> Result<Place<M::Chunk>, Error> {
+    pub fn place(
+        &mut self,
+        from: Rank,
+        header: &Header,
+        memory: &mut M,
+    ) -> Result<Destination<M::Chunk>, Error> {
         let outcome = self.mail[from.index()].place(header, memory);
         outcome.map_err(|fault| self.error(from, fault))
     }

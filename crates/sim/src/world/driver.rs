@@ -9,7 +9,7 @@ use crate::network::{ConnectionId, Item, Writing};
 use crate::program::Sabotage;
 use penstock_core::node::{Action, Event};
 use penstock_core::types::Rank;
-use penstock_core::wire::{HEADER_BYTES, Header, Kind, Outgoing, Place};
+use penstock_core::wire::{Destination, HEADER_BYTES, Header, Kind, Outgoing};
 
 fn protocol(rank: Rank, error: impl std::fmt::Display) -> Violation {
     Violation::new(Checker::Protocol, format!("rank {rank}: {error}"))
@@ -215,7 +215,7 @@ impl<M: SimMemory> World<M> {
     ) -> Result<Option<Chunk>, Violation> {
         let at = self.at(to, lane);
         let place = self.nodes[at].place(from, header).map_err(|error| protocol(to, error))?;
-        let Place::Chunk(chunk) = place else { return Ok(None) };
+        let Destination::Chunk(chunk) = place else { return Ok(None) };
         if header.kind == Kind::Push && self.sabotage(Sabotage::KeepScratch) {
             self.hoard.push(chunk.clone());
         }
