@@ -22,7 +22,7 @@ mod pulse;
 mod verdict;
 
 pub use inquiry::{Answer, Expired, Question};
-pub use pulse::{Absence, Contact, Farewell, Link, Pulse, Sign};
+pub use pulse::{Absence, Contact, Farewell, PeerTimes, Pulse, Sign};
 pub use verdict::{Evidence, Verdict};
 
 use crate::types::Rank;

@@ -9,7 +9,7 @@ const HEARTBEATS_PER_TIMEOUT: u64 = 5;
 
 /// A peer as its connection sees it, at a look.
 #[derive(Debug, Clone, Copy)]
-pub struct Link {
+pub struct PeerTimes {
     /// The peer.
     pub peer: Rank,
     /// When something was last read.
@@ -54,7 +54,7 @@ pub enum Farewell {
 pub enum Contact {
     /// There has been none.
     Never,
-    /// It is open; `written` as in [`Link`].
+    /// It is open; `written` as in [`PeerTimes`].
     Open {
         /// Everything that was given out is written.
         written: bool,
@@ -96,7 +96,7 @@ impl Pulse {
     pub fn look(
         &mut self,
         now_ns: u64,
-        links: impl Iterator<Item = Link>,
+        links: impl Iterator<Item = PeerTimes>,
         signs: &mut Vec<Sign>,
     ) -> Option<Absence> {
         let gap_ns = now_ns.saturating_sub(self.looked_ns);
@@ -104,7 +104,7 @@ impl Pulse {
         if gap_ns > self.timeout_ns / 2 {
             self.back_ns = now_ns;
         }
-        for Link { peer, heard_ns, spoke_ns, written } in links {
+        for PeerTimes { peer, heard_ns, spoke_ns, written } in links {
             let Goodbyes { said, heard } = self.peers[peer.index()];
             let silence_ns = now_ns.saturating_sub(heard_ns.max(self.back_ns));
             if silence_ns >= self.timeout_ns && !heard {
@@ -155,7 +155,7 @@ mod tests {
 
     fn look(pulse: &mut Pulse, now_ns: u64, heard_ns: u64, spoke_ns: u64) -> (Option<Absence>, Vec<Sign>) {
         let mut signs = Vec::new();
-        let link = Link { peer: Rank(1), heard_ns, spoke_ns, written: true };
+        let link = PeerTimes { peer: Rank(1), heard_ns, spoke_ns, written: true };
         (pulse.look(now_ns, [link].into_iter(), &mut signs), signs)
     }
 

@@ -2,7 +2,7 @@
 
 use super::{Lane, Peer};
 use crate::memory::Chunk;
-use penstock_core::life::{Answer, Contact, Farewell, Link, Question, Sign};
+use penstock_core::life::{Answer, Contact, Farewell, PeerTimes, Question, Sign};
 use penstock_core::wire::Outgoing;
 use penstock_core::{Error, Header, Kind, Rank, Route};
 use std::collections::BTreeSet;
@@ -121,7 +121,7 @@ impl Lane {
             let connection = connection.as_ref()?;
             let (heard_ns, spoke_ns) =
                 (self.shared.ns_of(connection.heard), self.shared.ns_of(connection.spoke));
-            Some(Link { peer: Rank(peer as u32), heard_ns, spoke_ns, written: connection.all_written() })
+            Some(PeerTimes { peer: Rank(peer as u32), heard_ns, spoke_ns, written: connection.all_written() })
         });
         if let Some(absence) = self.pulse.look(now_ns, links, &mut signs) {
             self.shared.live(|life, now_ns| life.was_away(now_ns, absence));

@@ -6,7 +6,7 @@ use super::scenario::{Fault, MS, PEER_TIMEOUT_NS, Scenario, Style};
 use super::{Happening, Omission, World};
 use penstock_core::Rank;
 use penstock_core::life::{
-    Absence, Answer, Contact, Evidence, Expired, Life, Link, Pulse, Question, Sign, Verdict,
+    Absence, Answer, Contact, Evidence, Expired, Life, PeerTimes, Pulse, Question, Sign, Verdict,
 };
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -216,11 +216,13 @@ impl Process {
                 let at = self.at(peer, lane);
                 let (heard_ns, spoke_ns) = (self.heard_ns[at], self.spoke_ns[at]);
                 match *contact {
-                    Contact::Open { written } => Some(Link { peer: Rank(peer), heard_ns, spoke_ns, written }),
+                    Contact::Open { written } => {
+                        Some(PeerTimes { peer: Rank(peer), heard_ns, spoke_ns, written })
+                    }
                     _ => None,
                 }
             };
-            let links: Vec<Link> = (0..).zip(links).filter_map(facts).collect();
+            let links: Vec<PeerTimes> = (0..).zip(links).filter_map(facts).collect();
             if let Some(absence) = self.pulses[lane as usize].look(now_ns, links.into_iter(), &mut signs) {
                 let noticed = absence.noticed && omission != Some(Omission::NeverItself);
                 self.life.was_away(now_ns, Absence { noticed, ..absence });

@@ -9,7 +9,7 @@ use crate::network::ConnectionId;
 use crate::program::{Mishap, OPERATION_TIMEOUT_NS, PEER_TIMEOUT_NS, Sabotage, Setup};
 use penstock_core::Route;
 use penstock_core::life::{
-    Answer, Contact, Effect, Expired, Farewell, Life, Link, Pulse, Question, Sign, Verdict,
+    Answer, Contact, Effect, Expired, Farewell, Life, PeerTimes, Pulse, Question, Sign, Verdict,
 };
 use penstock_core::types::{BookId, Rank, Seq, TensorId};
 use penstock_core::wire::{Header, Kind, Outgoing};
@@ -270,7 +270,7 @@ impl<M: SimMemory> World<M> {
             let written = self.is_written(there);
             let there = self.network.connection(there);
             if !there.closed {
-                links.push(Link { peer, heard_ns, spoke_ns: there.spoke_ns, written });
+                links.push(PeerTimes { peer, heard_ns, spoke_ns: there.spoke_ns, written });
             }
         }
         let mut signs = Vec::new();
