@@ -116,7 +116,7 @@ pub enum Action<C> {
 
 /// Payload bytes by direction.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Traffic {
+pub struct PayloadBytes {
     /// Bytes handed to the driver for sending.
     pub sent_bytes: u64,
     /// Bytes that arrived.
@@ -135,7 +135,7 @@ pub struct Counters {
     /// Frames that arrived.
     pub frames_received: u64,
     /// By book and layer.
-    pub traffic: Vec<Vec<Traffic>>,
+    pub traffic: Vec<Vec<PayloadBytes>>,
 }
 
 struct BookState<C> {
@@ -225,7 +225,7 @@ impl<M: Memory> Node<M> {
             self.books.resize_with(at + 1, || None);
             self.counters.traffic.resize_with(at + 1, Vec::new);
         }
-        self.counters.traffic[at] = vec![Traffic::default(); book.layers.len()];
+        self.counters.traffic[at] = vec![PayloadBytes::default(); book.layers.len()];
         for (peer, outbox) in self.outboxes.iter_mut().enumerate() {
             outbox.open_book(id, &book, Rank(peer as u32));
         }

@@ -3,7 +3,7 @@
 use crate::accounting::Busy;
 use crate::shared::OpenBook;
 use penstock_core::layout::Tensor;
-use penstock_core::node::{Counters, Traffic};
+use penstock_core::node::{Counters, PayloadBytes};
 use penstock_core::{Dtype, Rank};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -102,13 +102,13 @@ fn of_book(open: &OpenBook, counters: &[Counters]) -> BookReport {
     let traffic = |layer: usize| {
         let of_lane =
             |c: &Counters| c.traffic.get(usize::from(open.id)).and_then(|layers| layers.get(layer)).copied();
-        counters.iter().filter_map(of_lane).fold(Traffic::default(), |sum, lane| Traffic {
+        counters.iter().filter_map(of_lane).fold(PayloadBytes::default(), |sum, lane| PayloadBytes {
             sent_bytes: sum.sent_bytes + lane.sent_bytes,
             received_bytes: sum.received_bytes + lane.received_bytes,
         })
     };
     let layer = |(at, name): (usize, &String)| {
-        let Traffic { sent_bytes, received_bytes } = traffic(at);
+        let PayloadBytes { sent_bytes, received_bytes } = traffic(at);
         let stall = Duration::from_nanos(open.stall_ns[at].load(Ordering::Relaxed));
         let of_layer = |tensor: &&Tensor| tensor.layer as usize == at && tensor.wire != tensor.dtype;
         LayerReport {
