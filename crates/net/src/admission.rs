@@ -15,8 +15,8 @@ mod pairs;
 mod strangers;
 
 use crate::descriptors::{self, Registration};
-use crate::handshake::{self, Member, Message, Nonce};
-use dials::{Dial, Key};
+use crate::handshake::{self, HandshakeMessage, Member, Nonce};
+use dials::{Dial, DialKey};
 use mio::net::TcpStream;
 use mio::{Events, Interest, Poll, Token, Waker};
 use pairs::Pairs;
@@ -91,14 +91,14 @@ pub enum Delivery {
 pub type Deliver = Box<dyn Fn(Delivery) + Send>;
 
 /// What lanes and the admission thread share.
-struct Shared {
+struct SharedWithLanes {
     pairs: Pairs,
-    asked: Mutex<Vec<Key>>,
+    asked: Mutex<Vec<DialKey>>,
     stop: AtomicBool,
     waker: Waker,
 }
 
-impl Shared {
+impl SharedWithLanes {
     fn wake(&self) {
         // Fails only if the event counter cannot be written, and then the thread wakes at its next deadline.
         let _ = self.waker.wake();
@@ -107,7 +107,7 @@ impl Shared {
 
 /// The admission thread of this process. Dropping it closes the listener and every unfinished handshake.
 pub struct Admission {
-    shared: Arc<Shared>,
+    shared: Arc<SharedWithLanes>,
     thread: Option<JoinHandle<()>>,
     process_id: u32,
 }
@@ -135,7 +135,7 @@ impl Admission {
         deliver: Deliver,
     ) -> io::Result<Self> {
         let poll = Poll::new()?;
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(SharedWithLanes {
             pairs: Pairs::new(config.rank, config.ranks, config.lanes),
             asked: Mutex::new(Vec::new()),
             stop: AtomicBool::new(false),
@@ -198,7 +198,7 @@ enum Timer {
     /// A stranger has had its time.
     Stranger(usize),
     /// An attempt has had its time, or the next one is due.
-    Dial(Key),
+    Dial(DialKey),
 }
 
 /// The state of the admission thread. Its parts are in `strangers.rs` (who connected to us) and `dials.rs` (whom we
@@ -213,12 +213,12 @@ struct Gate {
     handshake_timeout: Duration,
     dial_timeout: Duration,
     deliver: Deliver,
-    shared: Arc<Shared>,
+    shared: Arc<SharedWithLanes>,
     /// By token, so the oldest first.
     strangers: BTreeMap<usize, Stranger>,
-    dials: BTreeMap<Key, Dial>,
+    dials: BTreeMap<DialKey, Dial>,
     /// The dials that have a socket, by its token.
-    dialing: BTreeMap<usize, Key>,
+    dialing: BTreeMap<usize, DialKey>,
     timers: BTreeSet<(Instant, Timer)>,
     /// The listener may have more connections. Readiness is told only once, so it must be remembered.
     may_accept: bool,
@@ -234,7 +234,7 @@ impl Gate {
         addresses: Vec<SocketAddr>,
         config: AdmissionConfig,
         deliver: Deliver,
-        shared: Arc<Shared>,
+        shared: Arc<SharedWithLanes>,
     ) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         // A longer queue than it was bound with: what does not fit waits a second for TCP to try again, and the first
@@ -345,7 +345,7 @@ impl Gate {
 
     /// Hands an authenticated stream to its lane. What has arrived on it already stays in the socket, and the lane's
     /// own poll reports it when the stream is registered there.
-    fn hand_over(&self, (lane, peer): Key, mut stream: TcpStream) {
+    fn hand_over(&self, (lane, peer): DialKey, mut stream: TcpStream) {
         // Fails only if it is not registered, which is what is wanted.
         let _ = self.poll.registry().deregister(&mut stream);
         (self.deliver)(Delivery::Connected { lane, peer, stream: stream.into() });
@@ -359,7 +359,7 @@ impl Gate {
 
 /// Sends a message of the handshake in one piece. It is far smaller than an empty send buffer, and each is answered
 /// before the next, so a socket that does not take all of it is broken.
-fn send(stream: &mut TcpStream, message: &Message) -> io::Result<()> {
+fn send(stream: &mut TcpStream, message: &HandshakeMessage) -> io::Result<()> {
     let bytes = message.as_bytes();
     match stream.write(bytes)? {
         count if count == bytes.len() => Ok(()),

@@ -108,12 +108,12 @@ impl Status {
 
 /// Bytes to send: at most a `HELLO`, so nothing is allocated for a stranger.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Message {
+pub struct HandshakeMessage {
     bytes: [u8; HELLO_BYTES],
     len_bytes: usize,
 }
 
-impl Message {
+impl HandshakeMessage {
     fn new(parts: &[&[u8]]) -> Self {
         let mut message = Self { bytes: [0; HELLO_BYTES], len_bytes: 0 };
         for part in parts {
@@ -182,7 +182,7 @@ impl<const N: usize> Inbox<N> {
 
 /// Why a dialer gave up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Failure {
+pub enum DialFailure {
     /// The listener said why, and which version it is.
     Refused {
         /// What it said.
@@ -196,7 +196,7 @@ pub enum Failure {
     NotPenstock,
 }
 
-impl Failure {
+impl DialFailure {
     /// What the user is told by the dialer of `peer`.
     ///
     /// # Errors
@@ -245,11 +245,11 @@ pub enum DialerStep {
     /// Read more.
     Wait,
     /// Send this, then read more.
-    Prove(Message),
+    Prove(HandshakeMessage),
     /// The connection is open; whatever follows is frames.
     Accepted,
     /// Close.
-    Failed(Failure),
+    Failed(DialFailure),
 }
 
 /// The side that connected.
@@ -269,8 +269,8 @@ enum DialerState {
 impl Dialer {
     /// Starts a handshake with the process at the address of rank `to`. The message is to be sent first.
     #[must_use]
-    pub fn new(member: &Member, to: Rank, lane: u32, nonce: &Nonce) -> (Self, Message) {
-        let hello = Message::new(&[
+    pub fn new(member: &Member, to: Rank, lane: u32, nonce: &Nonce) -> (Self, HandshakeMessage) {
+        let hello = HandshakeMessage::new(&[
             &MAGIC,
             &VERSION.to_le_bytes(),
             &member.job_id,
@@ -307,12 +307,12 @@ impl Dialer {
         }
         self.inbox.take(bytes, self.inbox.have + wanted);
         let step = match Status::from_byte(self.inbox.bytes[0]) {
-            None => DialerStep::Failed(Failure::NotPenstock),
+            None => DialerStep::Failed(DialFailure::NotPenstock),
             Some(Status::Ok) if self.state == DialerState::AwaitsVerdict => DialerStep::Accepted,
             Some(_) if self.wanted() > 0 => return self.receive(member, &bytes[wanted.min(bytes.len())..]),
             Some(Status::Ok) => self.check_challenge(member),
             Some(status) => {
-                DialerStep::Failed(Failure::Refused { status, version: u16_at(&self.inbox.bytes, 1) })
+                DialerStep::Failed(DialFailure::Refused { status, version: u16_at(&self.inbox.bytes, 1) })
             }
         };
         self.inbox.have = 0;
@@ -326,10 +326,10 @@ impl Dialer {
     fn check_challenge(&self, member: &Member) -> DialerStep {
         let (nonce, proof) = self.inbox.bytes[1..].split_at(NONCE_BYTES);
         if mac(&member.secret, b"listener", &self.hello, nonce).verify_slice(proof).is_err() {
-            return DialerStep::Failed(Failure::ListenerUnproven);
+            return DialerStep::Failed(DialFailure::ListenerUnproven);
         }
         let proof = mac(&member.secret, b"dialer", &self.hello, nonce).finalize().into_bytes();
-        DialerStep::Prove(Message::new(&[&proof]))
+        DialerStep::Prove(HandshakeMessage::new(&[&proof]))
     }
 }
 
@@ -339,8 +339,8 @@ pub enum ListenerStep {
     /// Read more.
     Wait,
     /// Send this, then read more.
-    Challenge(Message),
-    /// The dialer is who it says. Send [`Message::accept`], or [`Message::refusal`] and close.
+    Challenge(HandshakeMessage),
+    /// The dialer is who it says. Send [`HandshakeMessage::accept`], or [`HandshakeMessage::refusal`] and close.
     Authenticated {
         /// Who dialled.
         from: Rank,
@@ -435,9 +435,9 @@ impl Listener {
         (Rank(u32_at(&self.hello.bytes, FROM_AT)), u32::from(u16_at(&self.hello.bytes, LANE_AT)))
     }
 
-    fn challenge(&self, member: &Member) -> Message {
+    fn challenge(&self, member: &Member) -> HandshakeMessage {
         let proof = mac(&member.secret, b"listener", &self.hello.bytes, &self.nonce).finalize().into_bytes();
-        Message::new(&[&[Status::Ok as u8], &self.nonce, &proof])
+        HandshakeMessage::new(&[&[Status::Ok as u8], &self.nonce, &proof])
     }
 
     fn check_proof(&self, member: &Member) -> ListenerStep {

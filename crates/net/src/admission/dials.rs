@@ -2,14 +2,14 @@
 
 use super::{Gate, Timer, fresh_nonce, send};
 use crate::descriptors::{self, Registration};
-use crate::handshake::{Dialer, DialerStep, Failure};
+use crate::handshake::{DialFailure, Dialer, DialerStep};
 use mio::net::TcpStream;
 use penstock_core::{Error, Rank};
 use std::io::{self, ErrorKind, Read};
 use std::time::{Duration, Instant};
 
 /// A lane and a peer.
-pub(super) type Key = (u32, Rank);
+pub(super) type DialKey = (u32, Rank);
 
 /// Pauses between attempts grow from the first to the second: a peer that starts at the same time is found at once, and
 /// one that is away costs nothing.
@@ -43,17 +43,17 @@ struct Attempt {
 }
 
 /// Why an attempt goes no further.
-enum Stop {
+enum AttemptEnd {
     /// Nothing more to read now.
     Wait,
     Accepted,
     /// The peer said so.
-    Failed(Failure),
+    Failed(DialFailure),
     /// The connection cannot be made or has been closed.
     Lost(io::Error),
 }
 
-impl From<io::Error> for Stop {
+impl From<io::Error> for AttemptEnd {
     fn from(error: io::Error) -> Self {
         match error.kind() {
             ErrorKind::WouldBlock => Self::Wait,
@@ -63,7 +63,7 @@ impl From<io::Error> for Stop {
 }
 
 impl Gate {
-    pub(super) fn start_dial(&mut self, key: Key) {
+    pub(super) fn start_dial(&mut self, key: DialKey) {
         // The peer's own connection may have come since the lane asked.
         if !self.shared.pairs.is_dialing(key.0, key.1) || self.dials.contains_key(&key) {
             return;
@@ -84,7 +84,7 @@ impl Gate {
     }
 
     /// The timer of a dial rings.
-    pub(super) fn dial_due(&mut self, key: Key) {
+    pub(super) fn dial_due(&mut self, key: DialKey) {
         let Some(dial) = self.dials.get(&key) else { return };
         if dial.attempt.is_some() {
             self.try_later(key, "it did not answer in time".into());
@@ -96,7 +96,7 @@ impl Gate {
         }
     }
 
-    fn attempt(&mut self, key: Key) {
+    fn attempt(&mut self, key: DialKey) {
         match self.connect(key) {
             Ok(attempt) => {
                 let deadline = Instant::now() + self.handshake_timeout;
@@ -115,18 +115,18 @@ impl Gate {
         }
     }
 
-    fn connect(&mut self, key: Key) -> io::Result<Attempt> {
+    fn connect(&mut self, key: DialKey) -> io::Result<Attempt> {
         let mut stream = TcpStream::connect(self.addresses[key.1.index()])?;
         let token = self.watch(&mut stream)?;
         Ok(Attempt { noted: descriptors::register(&stream), stream, token, machine: None })
     }
 
     /// Something has happened on the socket of a dial.
-    pub(super) fn dial_ready(&mut self, key: Key) {
-        match self.advance(key).unwrap_or_else(Stop::from) {
-            Stop::Wait => {}
-            Stop::Accepted => self.dial_succeeded(key),
-            Stop::Lost(error) => {
+    pub(super) fn dial_ready(&mut self, key: DialKey) {
+        match self.advance(key).unwrap_or_else(AttemptEnd::from) {
+            AttemptEnd::Wait => {}
+            AttemptEnd::Accepted => self.dial_succeeded(key),
+            AttemptEnd::Lost(error) => {
                 self.proof_answered(key);
                 let problem = match error.kind() {
                     ErrorKind::UnexpectedEof => "it closed the connection during the handshake".into(),
@@ -134,7 +134,7 @@ impl Gate {
                 };
                 self.try_later(key, problem);
             }
-            Stop::Failed(failure) => {
+            AttemptEnd::Failed(failure) => {
                 self.proof_answered(key);
                 match failure.error(key.1) {
                     Ok(error) => self.fail(key, key.1, error),
@@ -145,9 +145,9 @@ impl Gate {
     }
 
     /// Takes an attempt as far as it gets.
-    fn advance(&mut self, key: Key) -> io::Result<Stop> {
-        let Some(dial) = self.dials.get_mut(&key) else { return Ok(Stop::Wait) };
-        let Some(attempt) = &mut dial.attempt else { return Ok(Stop::Wait) };
+    fn advance(&mut self, key: DialKey) -> io::Result<AttemptEnd> {
+        let Some(dial) = self.dials.get_mut(&key) else { return Ok(AttemptEnd::Wait) };
+        let Some(attempt) = &mut dial.attempt else { return Ok(AttemptEnd::Wait) };
         let machine = match &mut attempt.machine {
             Some(machine) => machine,
             connecting => {
@@ -172,13 +172,13 @@ impl Gate {
                     dial.proof_unanswered = true;
                     send(&mut attempt.stream, &message)?;
                 }
-                DialerStep::Accepted => return Ok(Stop::Accepted),
-                DialerStep::Failed(failure) => return Ok(Stop::Failed(failure)),
+                DialerStep::Accepted => return Ok(AttemptEnd::Accepted),
+                DialerStep::Failed(failure) => return Ok(AttemptEnd::Failed(failure)),
             }
         }
     }
 
-    fn dial_succeeded(&mut self, key: Key) {
+    fn dial_succeeded(&mut self, key: DialKey) {
         let attempt = self.dials.get_mut(&key).and_then(|dial| dial.attempt.take());
         self.forget_dial(key);
         let Some(Attempt { noted, stream, token, .. }) = attempt else { return };
@@ -191,14 +191,14 @@ impl Gate {
         }
     }
 
-    fn proof_answered(&mut self, key: Key) {
+    fn proof_answered(&mut self, key: DialKey) {
         if let Some(dial) = self.dials.get_mut(&key) {
             dial.proof_unanswered = false;
         }
     }
 
     /// Ends the attempt and sets the time of the next.
-    fn try_later(&mut self, key: Key, problem: String) {
+    fn try_later(&mut self, key: DialKey, problem: String) {
         self.end_attempt(key);
         let Some(dial) = self.dials.get_mut(&key) else { return };
         dial.problem = problem;
@@ -209,7 +209,7 @@ impl Gate {
         self.set_due(key, due);
     }
 
-    fn set_due(&mut self, key: Key, due: Instant) {
+    fn set_due(&mut self, key: DialKey, due: Instant) {
         if let Some(dial) = self.dials.get_mut(&key) {
             self.timers.remove(&(dial.due, Timer::Dial(key)));
             dial.due = due;
@@ -217,7 +217,7 @@ impl Gate {
         }
     }
 
-    fn end_attempt(&mut self, key: Key) {
+    fn end_attempt(&mut self, key: DialKey) {
         if let Some(attempt) = self.dials.get_mut(&key).and_then(|dial| dial.attempt.take()) {
             let Attempt { noted, stream, token, .. } = attempt;
             self.dialing.remove(&token);
@@ -227,14 +227,14 @@ impl Gate {
     }
 
     /// Drops everything about a dial without a word: the connection exists, or the lane is told by the caller.
-    pub(super) fn forget_dial(&mut self, key: Key) {
+    pub(super) fn forget_dial(&mut self, key: DialKey) {
         self.end_attempt(key);
         if let Some(dial) = self.dials.remove(&key) {
             self.timers.remove(&(dial.due, Timer::Dial(key)));
         }
     }
 
-    pub(super) fn fail(&mut self, key: Key, culprit: Rank, error: Error) {
+    pub(super) fn fail(&mut self, key: DialKey, culprit: Rank, error: Error) {
         self.forget_dial(key);
         let (lane, peer) = key;
         self.shared.pairs.give_up(lane, peer);
@@ -242,7 +242,7 @@ impl Gate {
     }
 
     /// Why a peer cannot be connected to after all that time, and whose fault it is.
-    fn unreachable(&self, key: Key) -> (Rank, Error) {
+    fn unreachable(&self, key: DialKey) -> (Rank, Error) {
         let (peer, address) = (key.1, self.addresses[key.1.index()]);
         let (problem, waited_s) = match self.dials.get(&key) {
             Some(dial) => (dial.problem.as_str(), dial.started.elapsed().as_secs_f64()),

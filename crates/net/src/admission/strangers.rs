@@ -1,9 +1,9 @@
 //! Whoever has connected to this process and has not proved yet that it belongs to the job.
 
-use super::pairs::Verdict;
+use super::pairs::Admission;
 use super::{Gate, SCRATCH_BYTES, Timer, fresh_nonce, send};
 use crate::descriptors::{self, Registration};
-use crate::handshake::{Listener, ListenerStep, Message, Status};
+use crate::handshake::{HandshakeMessage, Listener, ListenerStep, Status};
 use mio::net::TcpStream;
 use penstock_core::Rank;
 use std::io::{self, ErrorKind, Read};
@@ -37,10 +37,10 @@ pub(super) struct Stranger {
     noted: Registration,
     stream: TcpStream,
     deadline: Instant,
-    phase: Phase,
+    phase: StrangerState,
 }
 
-enum Phase {
+enum StrangerState {
     Shaking(Listener),
     /// It was refused; this much more is read.
     Draining {
@@ -50,7 +50,7 @@ enum Phase {
 
 impl Stranger {
     fn has_challenged(&self) -> bool {
-        matches!(&self.phase, Phase::Shaking(machine) if machine.has_challenged())
+        matches!(&self.phase, StrangerState::Shaking(machine) if machine.has_challenged())
     }
 }
 
@@ -105,7 +105,7 @@ impl Gate {
         let Ok(token) = self.watch(&mut stream) else { return };
         let deadline = Instant::now() + self.handshake_timeout;
         self.timers.insert((deadline, Timer::Stranger(token)));
-        let phase = Phase::Shaking(Listener::new(nonce));
+        let phase = StrangerState::Shaking(Listener::new(nonce));
         self.strangers
             .insert(token, Stranger { noted: descriptors::register(&stream), stream, deadline, phase });
     }
@@ -132,15 +132,15 @@ impl Gate {
     pub(super) fn stranger_ready(&mut self, token: usize, mut stranger: Stranger) {
         loop {
             let wanted = match &stranger.phase {
-                Phase::Shaking(machine) => machine.wanted(),
-                Phase::Draining { left_bytes } => SCRATCH_BYTES.min(*left_bytes),
+                StrangerState::Shaking(machine) => machine.wanted(),
+                StrangerState::Draining { left_bytes } => SCRATCH_BYTES.min(*left_bytes),
             };
             // 0 bytes read are an end of stream, or all that a refused stranger may send.
             match stranger.stream.read(&mut self.scratch[..wanted]) {
                 Ok(0) => return self.drop_stranger(token, stranger),
                 Ok(count) => match &mut stranger.phase {
-                    Phase::Draining { left_bytes } => *left_bytes -= count,
-                    Phase::Shaking(machine) => {
+                    StrangerState::Draining { left_bytes } => *left_bytes -= count,
+                    StrangerState::Shaking(machine) => {
                         let sent = match machine.receive(&self.member, &self.scratch[..count]) {
                             ListenerStep::Wait => Ok(()),
                             ListenerStep::Challenge(message) => send(&mut stranger.stream, &message),
@@ -179,10 +179,10 @@ impl Gate {
         }
         let proof_sent = self.dials.get(&(lane, from)).is_some_and(|dial| dial.proof_unanswered);
         match self.shared.pairs.judge(lane, from, proof_sent) {
-            Verdict::Superseded => Ok(Some(Status::Superseded)),
-            Verdict::Busy => Ok(Some(Status::Busy)),
-            Verdict::Take(before) => {
-                let told = send(&mut stranger.stream, &Message::accept());
+            Admission::Superseded => Ok(Some(Status::Superseded)),
+            Admission::Busy => Ok(Some(Status::Busy)),
+            Admission::Take(before) => {
+                let told = send(&mut stranger.stream, &HandshakeMessage::accept());
                 if told.is_err() {
                     self.shared.pairs.undo(lane, from, before);
                 }
@@ -202,8 +202,8 @@ impl Gate {
 
 /// Says why and closes in order: everything is sent, and the rest of what comes is read until the other end closes.
 fn refuse(stranger: &mut Stranger, status: Status) -> io::Result<()> {
-    send(&mut stranger.stream, &Message::refusal(status))?;
+    send(&mut stranger.stream, &HandshakeMessage::refusal(status))?;
     stranger.stream.shutdown(Shutdown::Write)?;
-    stranger.phase = Phase::Draining { left_bytes: DRAIN_BYTES_MAX };
+    stranger.phase = StrangerState::Draining { left_bytes: DRAIN_BYTES_MAX };
     Ok(())
 }

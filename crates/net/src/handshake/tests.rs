@@ -39,7 +39,7 @@ fn dial(machine: &mut Dialer, member: &Member, mut bytes: &[u8], piece_bytes: us
 
 /// What is said in one handshake.
 struct Exchange {
-    hello: Message,
+    hello: HandshakeMessage,
     challenge: ListenerStep,
     proof: DialerStep,
     verdict: ListenerStep,
@@ -56,7 +56,10 @@ fn shake(dialer: &Member, listener: &Member, nonces: [Nonce; 2], piece_bytes: us
     if let DialerStep::Prove(message) = proof {
         verdict = listen(&mut far, listener, message.as_bytes(), piece_bytes);
         assert_eq!(far.wanted(), 0);
-        assert_eq!(dial(&mut near, dialer, Message::accept().as_bytes(), piece_bytes), DialerStep::Accepted);
+        assert_eq!(
+            dial(&mut near, dialer, HandshakeMessage::accept().as_bytes(), piece_bytes),
+            DialerStep::Accepted
+        );
         assert_eq!(near.wanted(), 0);
     }
     Exchange { hello, challenge, proof, verdict }
@@ -64,12 +67,12 @@ fn shake(dialer: &Member, listener: &Member, nonces: [Nonce; 2], piece_bytes: us
 
 const WELCOME: ListenerStep = ListenerStep::Authenticated { from: DIALER, lane: LANE };
 
-fn prove(step: DialerStep) -> Message {
+fn prove(step: DialerStep) -> HandshakeMessage {
     let DialerStep::Prove(message) = step else { panic!("no proof: {step:?}") };
     message
 }
 
-fn challenge(step: ListenerStep) -> Message {
+fn challenge(step: ListenerStep) -> HandshakeMessage {
     let ListenerStep::Challenge(message) = step else { panic!("no challenge: {step:?}") };
     message
 }
@@ -112,7 +115,7 @@ fn another_secret_fails_on_both_sides() {
     let mut dialer = member(DIALER);
     dialer.secret.push(0);
     let exchange = shake(&dialer, &member(LISTENER), [[1; 32], [2; 32]], 1000);
-    assert_eq!(exchange.proof, DialerStep::Failed(Failure::ListenerUnproven));
+    assert_eq!(exchange.proof, DialerStep::Failed(DialFailure::ListenerUnproven));
     // One that goes on regardless.
     let mut far = Listener::new([2; 32]);
     listen(&mut far, &member(LISTENER), exchange.hello.as_bytes(), 1000);
@@ -133,7 +136,7 @@ fn a_listener_cannot_be_made_to_prove_for_the_dialer() {
 
 #[test]
 fn errors_say_who_and_what_to_check() {
-    let refused = |status| Failure::Refused { status, version: 7 }.error(LISTENER);
+    let refused = |status| DialFailure::Refused { status, version: 7 }.error(LISTENER);
     let Ok(Error::Protocol { peer, reason }) = refused(Status::WrongVersion) else {
         panic!("not a protocol error")
     };
@@ -144,17 +147,18 @@ fn errors_say_who_and_what_to_check() {
     }
     assert!(matches!(refused(Status::UnknownRankOrLane), Ok(Error::Config(text)) if text.contains("rank 2")));
     assert!(refused(Status::Superseded).is_err() && refused(Status::Busy).is_err());
-    for strange in [Failure::NotPenstock, Failure::Refused { status: Status::WrongMagic, version: 0 }] {
+    for strange in [DialFailure::NotPenstock, DialFailure::Refused { status: Status::WrongMagic, version: 0 }]
+    {
         assert!(matches!(strange.error(LISTENER), Ok(Error::Protocol { .. })));
     }
-    assert!(matches!(Failure::ListenerUnproven.error(LISTENER), Ok(Error::Authentication(_))));
+    assert!(matches!(DialFailure::ListenerUnproven.error(LISTENER), Ok(Error::Authentication(_))));
 }
 
 #[test]
 fn a_refusal_is_understood_in_both_places() {
     for status in &Status::ALL[1..] {
-        let refusal = Message::refusal(*status);
-        let expected = DialerStep::Failed(Failure::Refused { status: *status, version: VERSION });
+        let refusal = HandshakeMessage::refusal(*status);
+        let expected = DialerStep::Failed(DialFailure::Refused { status: *status, version: VERSION });
         let (mut early, _) = Dialer::new(&member(DIALER), LISTENER, LANE, &[1; 32]);
         assert_eq!(dial(&mut early, &member(DIALER), refusal.as_bytes(), 1), expected);
         let (mut late, hello) = Dialer::new(&member(DIALER), LISTENER, LANE, &[1; 32]);
@@ -179,7 +183,7 @@ proptest! {
         at: prop::sample::Index,
         bit in 0u8..8,
     ) {
-        let flip = |message: Message| {
+        let flip = |message: HandshakeMessage| {
             let mut bytes = message.as_bytes().to_vec();
             let at = at.index(bytes.len());
             bytes[at] ^= 1 << bit;
@@ -195,7 +199,7 @@ proptest! {
                 let step = listen(&mut machine, &listener, &flip(honest.hello), 1000);
                 if let ListenerStep::Challenge(said) = step {
                     let (mut near, _) = Dialer::new(&dialer, LISTENER, LANE, &near);
-                    let unproven = DialerStep::Failed(Failure::ListenerUnproven);
+                    let unproven = DialerStep::Failed(DialFailure::ListenerUnproven);
                     prop_assert_eq!(dial(&mut near, &dialer, said.as_bytes(), 1000), unproven);
                     let refused = ListenerStep::Refused(Status::AuthenticationFailed);
                     prop_assert_eq!(listen(&mut machine, &listener, prove(honest.proof).as_bytes(), 1000), refused);
@@ -227,7 +231,7 @@ proptest! {
         prop_assert_eq!(step, ListenerStep::Refused(Status::AuthenticationFailed));
         let (mut machine, _) = Dialer::new(&dialer, LISTENER, LANE, &fresh);
         let step = dial(&mut machine, &dialer, challenge(recorded.challenge).as_bytes(), 1000);
-        prop_assert_eq!(step, DialerStep::Failed(Failure::ListenerUnproven));
+        prop_assert_eq!(step, DialerStep::Failed(DialFailure::ListenerUnproven));
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use crate::support::*;
 use penstock_core::{Error, Rank};
 use penstock_net::admission::Delivery;
-use penstock_net::handshake::{Message, Status};
+use penstock_net::handshake::{HandshakeMessage, Status};
 use std::io::{ErrorKind, Read, Write};
 use std::time::{Duration, Instant};
 
@@ -81,7 +81,7 @@ fn a_superseded_dialer_waits_for_the_other_connection() {
     let high = Process::start(high_listener, &[low_address, high_address], config(1));
     high.admission.dial(5, Rank(0));
     let mut attempt = listen_by_hand(&listener, &member(&config(0)));
-    attempt.write_all(Message::refusal(Status::Superseded).as_bytes()).unwrap();
+    attempt.write_all(HandshakeMessage::refusal(Status::Superseded).as_bytes()).unwrap();
     assert!(rest_of(&mut attempt).is_empty());
     let (mut near, verdict) = dial_by_hand(high_address, &member(&config(0)), Rank(1), 5);
     assert_eq!(verdict, Ok(()));
@@ -101,7 +101,7 @@ fn a_lower_rank_that_has_sent_its_proof_supersedes() {
     let mut far = listen_by_hand(&listener, &member(&config(1)));
     let (_, verdict) = dial_by_hand(low_address, &member(&config(1)), Rank(0), 5);
     assert_eq!(verdict, Err(refused(Status::Superseded)));
-    far.write_all(Message::accept().as_bytes()).unwrap();
+    far.write_all(HandshakeMessage::accept().as_bytes()).unwrap();
     let (_, _, mut near) = low.connected();
     assert_same_connection(&mut near, &mut far);
     let (_, verdict) = dial_by_hand(low_address, &member(&config(1)), Rank(0), 5);

@@ -4,7 +4,7 @@ use crate::support::*;
 use penstock_core::wire::VERSION;
 use penstock_core::{Error, Rank};
 use penstock_net::admission::{AdmissionConfig, STRANGERS_MAX};
-use penstock_net::handshake::{Dialer, DialerStep, HELLO_BYTES, Message, REFUSAL_BYTES, Status};
+use penstock_net::handshake::{Dialer, DialerStep, HELLO_BYTES, HandshakeMessage, REFUSAL_BYTES, Status};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::mpsc::{self};
@@ -45,7 +45,7 @@ fn another_version_is_named_on_both_sides() {
     hello[8..10].copy_from_slice(&(VERSION + 1).to_le_bytes());
     let mut stranger = connect(address);
     stranger.write_all(&hello).unwrap();
-    assert_eq!(rest_of(&mut stranger), Message::refusal(Status::WrongVersion).as_bytes());
+    assert_eq!(rest_of(&mut stranger), HandshakeMessage::refusal(Status::WrongVersion).as_bytes());
     right.stop();
 
     let (listener, address) = bind();
@@ -94,7 +94,7 @@ fn a_recorded_handshake_cannot_be_replayed() {
     let mut replay = connect(address);
     replay.write_all(&recorded).unwrap();
     let heard = rest_of(&mut replay);
-    assert!(heard.ends_with(Message::refusal(Status::AuthenticationFailed).as_bytes()), "{heard:?}");
+    assert!(heard.ends_with(HandshakeMessage::refusal(Status::AuthenticationFailed).as_bytes()), "{heard:?}");
     right.stop();
 }
 
@@ -273,7 +273,7 @@ fn a_megabyte_of_noise_is_refused_in_three_bytes() {
     let mut stranger = connect(addresses[0]);
     stranger.write_all(&noise).unwrap();
     let heard = rest_of(&mut stranger);
-    assert_eq!(heard, Message::refusal(Status::WrongMagic).as_bytes());
+    assert_eq!(heard, HandshakeMessage::refusal(Status::WrongMagic).as_bytes());
     assert_eq!(heard.len(), REFUSAL_BYTES);
     processes[0].admission.dial(0, Rank(1));
     processes[0].connected();
@@ -287,7 +287,7 @@ fn a_refused_stranger_may_finish_its_sentence_but_not_talk_for_ever() {
     let right = Process::start(listener, &[address; 2], config(0));
     let mut stranger = connect(address);
     stranger.write_all(b"GET / HTTP/1.1").unwrap();
-    assert_eq!(rest_of(&mut stranger), Message::refusal(Status::WrongMagic).as_bytes());
+    assert_eq!(rest_of(&mut stranger), HandshakeMessage::refusal(Status::WrongMagic).as_bytes());
     // A connection that is closed with unread bytes is reset, and on a real network a reset may overtake the refusal.
     let noise = [0; 1 << 16];
     for _ in 0..16 {

@@ -4,7 +4,7 @@ use penstock_core::wire::VERSION;
 use penstock_core::{Error, Rank};
 use penstock_net::admission::{Admission, AdmissionConfig, Delivery};
 use penstock_net::handshake::{
-    Dialer, DialerStep, Failure, HELLO_BYTES, Listener, ListenerStep, Member, PROOF_BYTES, Status,
+    DialFailure, Dialer, DialerStep, HELLO_BYTES, Listener, ListenerStep, Member, PROOF_BYTES, Status,
 };
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -132,7 +132,7 @@ pub(crate) fn dial_by_hand(
     member: &Member,
     to: Rank,
     lane: u32,
-) -> (TcpStream, Result<(), Failure>) {
+) -> (TcpStream, Result<(), DialFailure>) {
     let mut stream = connect(address);
     let (mut machine, hello) = Dialer::new(member, to, lane, &fresh());
     stream.write_all(hello.as_bytes()).unwrap();
@@ -170,6 +170,6 @@ pub(crate) fn fresh() -> [u8; 32] {
     nonce
 }
 
-pub(crate) fn refused(status: Status) -> Failure {
-    Failure::Refused { status, version: VERSION }
+pub(crate) fn refused(status: Status) -> DialFailure {
+    DialFailure::Refused { status, version: VERSION }
 }
