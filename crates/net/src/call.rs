@@ -1,6 +1,6 @@
 //! A call between the program, which waits for it, and the lane, which runs it.
 
-use crate::memory::Owner;
+use crate::memory::Lender;
 use crate::shared::Shared;
 use parking_lot::Mutex;
 use penstock_core::calls::Request;
@@ -139,7 +139,7 @@ impl Handle {
     }
 }
 
-impl Owner for Handle {
+impl Lender for Handle {
     fn released(&self, _: u32, _: u64) {
         self.unreleased.fetch_sub(1, Ordering::SeqCst);
         self.tell();

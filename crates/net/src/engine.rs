@@ -11,7 +11,7 @@ use crate::congestion;
 use crate::descriptors::{self, Registration};
 use crate::failure::Failure;
 use crate::mailbox::Command;
-use crate::memory::{Chunk, Owner, Pool, RealMemory};
+use crate::memory::{Chunk, Lender, Pool, RealMemory};
 use crate::report::{self, Report};
 use crate::shared::{OpenBook, Shared};
 pub use call::CallPart;

@@ -1,7 +1,7 @@
 //! Real memory: the tensors that the program handed over, and pooled scratch buffers. All raw memory of this crate is
 //! here.
 //!
-//! A [`Chunk`] is a view of a region. The last chunk of a region that the program handed over tells its [`Owner`] that
+//! A [`Chunk`] is a view of a region. The last chunk of a region that the program handed over tells its [`Lender`] that
 //! the program may change the memory again; the last chunk of a pooled region gives it back to the [`Pool`]. Both are
 //! only counted, so nothing is allocated per slice in steady state.
 //!
@@ -21,20 +21,20 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Whoever handed over memory.
-pub trait Owner: Send + Sync {
+pub trait Lender: Send + Sync {
     /// The memory of `tensor` that was handed over under `token` will never be touched again.
     fn released(&self, tensor: u32, token: u64);
 }
 
-enum Kind {
-    Handed { owner: Arc<dyn Owner>, tensor: u32, token: u64 },
+enum Origin {
+    Handed { lender: Arc<dyn Lender>, tensor: u32, token: u64 },
     Pooled { pool: Arc<Pool>, layout: Layout },
 }
 
 struct Region {
     start: NonNull<u8>,
     len: usize,
-    kind: Kind,
+    origin: Origin,
 }
 
 // SAFETY: the pointer is plain memory; the module's documentation says why no two threads use the same bytes at a time.
@@ -44,9 +44,9 @@ unsafe impl Sync for Region {}
 
 impl Drop for Region {
     fn drop(&mut self) {
-        match &self.kind {
-            Kind::Handed { owner, tensor, token } => owner.released(*tensor, *token),
-            Kind::Pooled { pool, layout } => {
+        match &self.origin {
+            Origin::Handed { lender, tensor, token } => lender.released(*tensor, *token),
+            Origin::Pooled { pool, layout } => {
                 pool.bytes.fetch_sub(layout.size(), Ordering::Relaxed);
                 // SAFETY: obtained with this layout from `obtain`, and this was the last reference.
                 unsafe { give_back(self.start, *layout) };
@@ -64,19 +64,19 @@ pub struct Chunk {
 }
 
 impl Chunk {
-    /// Takes over `len` bytes at `start` until `owner` is told that they are released.
+    /// Takes over `len` bytes at `start` until `lender` is told that they are released.
     ///
     /// # Safety
-    /// The memory must stay allocated, and nobody else may write to it (or read what is being written), until `owner`
+    /// The memory must stay allocated, and nobody else may write to it (or read what is being written), until `lender`
     /// is told.
     pub unsafe fn handed(
         start: NonNull<u8>,
         len: usize,
-        owner: Arc<dyn Owner>,
+        lender: Arc<dyn Lender>,
         tensor: u32,
         token: u64,
     ) -> Self {
-        let region = Region { start, len, kind: Kind::Handed { owner, tensor, token } };
+        let region = Region { start, len, origin: Origin::Handed { lender, tensor, token } };
         Self { region: Some(Arc::new(region)), offset: 0, len }
     }
 
@@ -155,7 +155,7 @@ impl Drop for Chunk {
         // The last view of a pooled region takes the region back with its count, so that reuse allocates nothing. If two
         // views are dropped at the same moment neither sees itself as the last, and the memory is freed instead.
         if let Some(last) = Arc::get_mut(&mut region)
-            && let Kind::Pooled { pool, .. } = &last.kind
+            && let Origin::Pooled { pool, .. } = &last.origin
         {
             Arc::clone(pool).put_back(region);
         }
@@ -221,7 +221,7 @@ impl Pool {
             Layout::from_size_align(capacity, ALIGN_BYTES).expect("a class is far below the address space");
         self.bytes.fetch_add(capacity, Ordering::Relaxed);
         let Some(start) = obtain(layout) else { handle_alloc_error(layout) };
-        Arc::new(Region { start, len: capacity, kind: Kind::Pooled { pool: Arc::clone(self), layout } })
+        Arc::new(Region { start, len: capacity, origin: Origin::Pooled { pool: Arc::clone(self), layout } })
     }
 
     fn put_back(&self, region: Arc<Region>) {
@@ -368,7 +368,7 @@ mod tests {
 
     struct Noted(Mutex<Vec<(u32, u64)>>);
 
-    impl Owner for Noted {
+    impl Lender for Noted {
         fn released(&self, tensor: u32, token: u64) {
             self.0.lock().push((tensor, token));
         }

@@ -7,7 +7,7 @@ mod life;
 use crate::accounting::Accounting;
 use crate::failure::{Failure, Stop};
 use crate::mailbox::{Command, Mailbox};
-use crate::memory::{Chunk, Owner, Pool};
+use crate::memory::{Chunk, Lender, Pool};
 use life::Fate;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use penstock_core::life::Life;
@@ -176,7 +176,7 @@ impl OpenBook {
     }
 }
 
-impl Owner for OpenBook {
+impl Lender for OpenBook {
     fn released(&self, tensor: u32, token: u64) {
         let tensor = &self.tensors[tensor as usize];
         tensor.unreleased.fetch_sub(1, Ordering::AcqRel);

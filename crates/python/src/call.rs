@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// Address and length in bytes.
-pub(crate) type Memory = (usize, usize);
+pub(crate) type AddressRange = (usize, usize);
 
 /// A message or collective under way.
 #[pyclass(module = "penstock._native", frozen)]
@@ -77,7 +77,7 @@ pub(crate) fn begin(
     (request, rank, tag): (&str, u32, u32),
     algorithm: Option<Algorithm>,
     (op, dtype): (&str, &str),
-    (inputs, outputs): (Vec<Memory>, Vec<Memory>),
+    (inputs, outputs): (Vec<AddressRange>, Vec<AddressRange>),
     keep: Py<PyAny>,
 ) -> PyResult<Call> {
     let dtype = named(dtype)?;

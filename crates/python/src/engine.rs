@@ -1,6 +1,6 @@
 //! The class `Engine`. Calls that may block run without the GIL; while they wait, signals are looked at.
 
-use crate::call::{self, Call, Memory};
+use crate::call::{self, AddressRange, Call};
 use crate::cost::{RatesTuple, rates_of};
 use crate::errors::{bad_argument, named, raise, raise_stop};
 use crate::report;
@@ -367,8 +367,8 @@ impl Engine {
         tag: u32,
         op: &str,
         dtype: &str,
-        inputs: Vec<Memory>,
-        outputs: Vec<Memory>,
+        inputs: Vec<AddressRange>,
+        outputs: Vec<AddressRange>,
         keep: Py<PyAny>,
         algorithm: Option<&str>,
     ) -> PyResult<Call> {

@@ -4,7 +4,7 @@ use super::Engine;
 use crate::call::Handle;
 use crate::failure::{Failure, Stop};
 use crate::mailbox::Command;
-use crate::memory::{Chunk, Owner, RealMemory};
+use crate::memory::{Chunk, Lender, RealMemory};
 use penstock_core::calls::{self, Call, Calls, Request, Shape, Share};
 use penstock_core::cost::Rates;
 use penstock_core::life::Expired;
@@ -18,8 +18,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// Memory of the program: where it starts, and its length in bytes.
-type Memory = (usize, usize);
+/// AddressRange of the program: where it starts, and its length in bytes.
+type AddressRange = (usize, usize);
 
 /// This rank's part in a call; see [`penstock_core::calls`].
 pub struct CallPart {
@@ -32,9 +32,9 @@ pub struct CallPart {
     /// For sums.
     pub dtype: Dtype,
     /// What this rank gives: the tensor, or a block for each member.
-    pub inputs: Vec<Memory>,
+    pub inputs: Vec<AddressRange>,
     /// Where results go, likewise.
-    pub outputs: Vec<Memory>,
+    pub outputs: Vec<AddressRange>,
     /// What keeps the memory allocated; dropped once nobody touches it any more.
     pub keep: Box<dyn Any + Send + Sync>,
 }
@@ -187,7 +187,7 @@ impl Engine {
         self.inner.shared.check()?;
         let (me, ranks) = self.inner.agreed.lock().place(part.group)?;
         let CallPart { group, request, op, dtype, inputs, outputs, keep } = part;
-        let lens = |blocks: &[Memory]| blocks.iter().map(|(_, len)| *len as u64).collect();
+        let lens = |blocks: &[AddressRange]| blocks.iter().map(|(_, len)| *len as u64).collect();
         let shape = Shape {
             action: request.action(),
             ranks,
@@ -199,7 +199,7 @@ impl Engine {
         // Here, so that a call that cannot be made harms neither the others nor the next call.
         calls::check(&shape, request)?;
         let lanes = self.call_lanes(group, &shape);
-        let aligned = |(address, len): &Memory| *len == 0 || address.is_multiple_of(dtype.size_bytes());
+        let aligned = |(address, len): &AddressRange| *len == 0 || address.is_multiple_of(dtype.size_bytes());
         if !inputs.iter().chain(&outputs).all(aligned) {
             return Err(Failure::config("memory that is not aligned to its elements"));
         }
@@ -210,12 +210,12 @@ impl Engine {
         let of = lanes.len().max(1) as u32;
         let regions = (inputs.len() + outputs.len()) as u32 * of;
         let handle = Handle::new(id, group, request, of, regions, keep, Arc::clone(&self.inner.shared));
-        let chunks = |memory: &[Memory]| {
-            let chunk = |(address, len): &Memory| {
+        let chunks = |memory: &[AddressRange]| {
+            let chunk = |(address, len): &AddressRange| {
                 let start = NonNull::new(*address as *mut u8).unwrap_or(NonNull::dangling());
                 // SAFETY: the caller vouches for the memory; shares of different lanes are different pieces of it.
                 let chunk =
-                    unsafe { Chunk::handed(start, *len, Arc::clone(&handle) as Arc<dyn Owner>, 0, 0) };
+                    unsafe { Chunk::handed(start, *len, Arc::clone(&handle) as Arc<dyn Lender>, 0, 0) };
                 (chunk, *len as u64)
             };
             memory.iter().map(chunk).collect()
