@@ -33,7 +33,7 @@ const TURN_BYTES: usize = 1 << 20;
 
 /// What a turn of reading or writing came to.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Turn {
+pub(crate) enum Progress {
     /// There is no more for now; readiness will tell.
     Idle,
     /// There may be more: come back after the others.
@@ -156,15 +156,15 @@ impl Connection {
         node: &mut Node<RealMemory>,
         actions: &mut Vec<Action<Chunk>>,
         now: Instant,
-    ) -> Result<Turn, Error> {
+    ) -> Result<Progress, Error> {
         let mut turn_bytes = 0;
         while self.may_read {
             if turn_bytes >= TURN_BYTES {
-                return Ok(Turn::Again);
+                return Ok(Progress::Again);
             }
             let count = match self.receive() {
                 Ok(0) => {
-                    return Ok(Turn::Closed(
+                    return Ok(Progress::Closed(
                         "its connection was closed without a goodbye, so its process has ended".into(),
                     ));
                 }
@@ -175,7 +175,7 @@ impl Connection {
                     break;
                 }
                 Err(error) => {
-                    return Ok(Turn::Closed(format!(
+                    return Ok(Progress::Closed(format!(
                         "its connection broke, so its process has ended or the network has failed ({error})"
                     )));
                 }
@@ -185,7 +185,7 @@ impl Connection {
             turn_bytes += count;
             self.understand(from, node, actions)?;
         }
-        Ok(Turn::Idle)
+        Ok(Progress::Idle)
     }
 
     /// One system call. Only part of a header may be staged, so what is staged moves to the front.
@@ -254,7 +254,7 @@ impl Connection {
 
     /// Reads for one turn and drops everything but aborts, whose payloads it appends. Nothing else that still comes matters, but a
     /// socket that is closed with unread bytes would take back what was sent last.
-    pub(crate) fn heed(&mut self, aborts: &mut Vec<Vec<u8>>) -> Turn {
+    pub(crate) fn heed(&mut self, aborts: &mut Vec<Vec<u8>>) -> Progress {
         if let Some(Arriving { header, chunk, filled }) = self.arriving.take() {
             self.skip = chunk.len() - filled;
             if header.kind == Kind::Abort {
@@ -264,21 +264,21 @@ impl Connection {
         for _ in 0..TURN_BYTES / STAGING_BYTES {
             self.pick_aborts(aborts);
             match self.receive() {
-                Ok(0) => return Turn::Closed("its connection was closed".into()),
+                Ok(0) => return Progress::Closed("its connection was closed".into()),
                 Ok(_) => {}
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
                     self.may_read = false;
-                    return Turn::Idle;
+                    return Progress::Idle;
                 }
-                Err(error) => return Turn::Closed(format!("its connection broke: {error}")),
+                Err(error) => return Progress::Closed(format!("its connection broke: {error}")),
             }
             self.pick_aborts(aborts);
             if !self.may_read {
-                return Turn::Idle;
+                return Progress::Idle;
             }
         }
-        Turn::Again
+        Progress::Again
     }
 
     /// Takes aborts from what is staged, and drops the rest, until only part of a header is left.
@@ -307,7 +307,11 @@ impl Connection {
     }
 
     /// Writes for one turn, asking `next` for frames at the last moment.
-    pub(crate) fn write(&mut self, mut next: impl FnMut() -> Option<Outgoing<Chunk>>, now: Instant) -> Turn {
+    pub(crate) fn write(
+        &mut self,
+        mut next: impl FnMut() -> Option<Outgoing<Chunk>>,
+        now: Instant,
+    ) -> Progress {
         let mut turn_bytes = 0;
         while self.may_write {
             while self.departing_bytes < BATCH_BYTES && self.departing.len() < BATCH_FRAMES {
@@ -318,7 +322,7 @@ impl Connection {
                 break;
             }
             if turn_bytes >= TURN_BYTES {
-                return Turn::Again;
+                return Progress::Again;
             }
             match self.send() {
                 Ok(count) => {
@@ -327,10 +331,10 @@ impl Connection {
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => self.may_write = false,
-                Err(error) => return Turn::Closed(format!("its connection broke: {error}")),
+                Err(error) => return Progress::Closed(format!("its connection broke: {error}")),
             }
         }
-        Turn::Idle
+        Progress::Idle
     }
 
     /// Bounds what the kernel holds for this connection by a line rate; see [`crate::flight`].

@@ -12,7 +12,7 @@ mod line;
 
 use crate::admission::Admission;
 use crate::call::Handle;
-use crate::connection::{Connection, Turn};
+use crate::connection::{Connection, Progress};
 use crate::descriptors::{self, Registration};
 use crate::failure::Failure;
 use crate::mailbox::{Command, Mailbox};
@@ -360,12 +360,12 @@ impl Lane {
             let part = connection.received_bytes - bytes > (frames + 1) * HEADER_BYTES as u64;
             let idle = self.idle_frames;
             match turn {
-                Ok(Turn::Idle) => self.act(Ok(())),
-                Ok(Turn::Again) => {
+                Ok(Progress::Idle) => self.act(Ok(())),
+                Ok(Progress::Again) => {
                     self.act(Ok(()));
                     self.enqueue(peer);
                 }
-                Ok(Turn::Closed(why)) => {
+                Ok(Progress::Closed(why)) => {
                     // First whatever it said before, which may be why.
                     self.act(Ok(()));
                     return self.closed(peer, why);
@@ -384,9 +384,9 @@ impl Lane {
             frame
         };
         match connection.write(next, self.now) {
-            Turn::Idle => {}
-            Turn::Again => self.enqueue(peer),
-            Turn::Closed(_) => {
+            Progress::Idle => {}
+            Progress::Again => self.enqueue(peer),
+            Progress::Closed(_) => {
                 // Its last words may still be there to read; they end with the reason.
                 (connection.may_write, connection.may_read, connection.hung_up) = (false, true, true);
                 self.enqueue(peer);
@@ -397,14 +397,14 @@ impl Lane {
     fn serve_after_failure(&mut self, peer: usize) {
         let Some(connection) = &mut self.peers[peer].connection else { return };
         let mut aborts = Vec::new();
-        let read = if connection.may_read { connection.heed(&mut aborts) } else { Turn::Idle };
+        let read = if connection.may_read { connection.heed(&mut aborts) } else { Progress::Idle };
         let written = connection.write(|| None, self.now);
         for abort in aborts {
             self.shared.live(|life, now_ns| life.aborted(now_ns, Rank(peer as u32), &abort));
         }
         match (read, written) {
-            (Turn::Closed(_), _) | (_, Turn::Closed(_)) => self.drop_connection(peer, None),
-            (Turn::Idle, Turn::Idle) => {}
+            (Progress::Closed(_), _) | (_, Progress::Closed(_)) => self.drop_connection(peer, None),
+            (Progress::Idle, Progress::Idle) => {}
             _ => self.enqueue(peer),
         }
         self.note_told();

@@ -25,7 +25,7 @@ const STOPPED_MIN: Duration = Duration::from_secs(1);
 
 /// Bytes per second.
 #[derive(Default)]
-struct Line {
+struct LineRate {
     /// As measured at the start, or given.
     known: Option<f64>,
     /// Of all connections.
@@ -189,7 +189,7 @@ impl Lender for OpenBook {
 }
 
 /// What a rank waits for together with all others.
-pub(crate) enum Collective {
+pub(crate) enum JointWait {
     /// An all-gather of blobs, and what for.
     Gather(String),
     /// That all have left.
@@ -211,7 +211,7 @@ pub(crate) struct State {
     /// The all-gather that this rank is in, or would be in next.
     pub(crate) gathering: Seq,
     /// What is being waited for besides tensors and calls.
-    pub(crate) collective: Option<Collective>,
+    pub(crate) collective: Option<JointWait>,
     /// Lanes on which every rank has left.
     pub(crate) lanes_left: u32,
     /// Lanes on which all goodbyes are said and heard.
@@ -238,7 +238,7 @@ pub(crate) struct Shared {
     pub(crate) pool: Arc<Pool>,
     /// What connections use, if not the system's; see [`crate::congestion`].
     pub(crate) congestion_control: Option<String>,
-    line: Mutex<Line>,
+    line: Mutex<LineRate>,
     /// Taken before `state`, if both are.
     fate: Mutex<Fate>,
     state: Mutex<State>,
@@ -285,7 +285,7 @@ impl Shared {
             ranks,
             pool,
             congestion_control,
-            line: Mutex::new(Line::default()),
+            line: Mutex::new(LineRate::default()),
             fate: Mutex::new(Fate::new(Life::new(me, ranks, lanes))),
             state: Mutex::new(state),
             changed: Condvar::new(),
@@ -340,7 +340,7 @@ impl Shared {
         }
     }
 
-    fn line(&self) -> MutexGuard<'_, Line> {
+    fn line(&self) -> MutexGuard<'_, LineRate> {
         self.line.lock()
     }
 
@@ -356,7 +356,7 @@ impl Shared {
 
     /// The line rate was measured or given: all lanes bind their connections to it.
     pub(crate) fn set_line(&self, bytes_per_s: f64) {
-        *self.line() = Line { known: Some(bytes_per_s), highest: Some(bytes_per_s) };
+        *self.line() = LineRate { known: Some(bytes_per_s), highest: Some(bytes_per_s) };
         for mailbox in self.mailboxes() {
             mailbox.send(Command::LineRate);
         }

@@ -7,7 +7,7 @@ use crate::exit;
 use crate::failure::{Failure, Stop};
 use crate::lane::{Lane, WAKER};
 use crate::mailbox::{Command, Mailbox};
-use crate::shared::Collective;
+use crate::shared::JointWait;
 use mio::{Poll, Waker};
 use penstock_core::life::Expired;
 use penstock_core::{Error, Rank, node};
@@ -128,7 +128,7 @@ impl Engine {
         }
         self.check_that_ranks_may_leave()?;
         let _one_at_a_time = self.inner.collective.lock();
-        shared.update(|state| (state.lanes_left, state.collective) = (0, Some(Collective::Leave)));
+        shared.update(|state| (state.lanes_left, state.collective) = (0, Some(JointWait::Leave)));
         shared.progressed();
         for mailbox in shared.mailboxes() {
             mailbox.send(Command::Leave);

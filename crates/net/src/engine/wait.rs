@@ -3,7 +3,7 @@
 use super::Engine;
 use crate::failure::{Failure, Stop};
 use crate::mailbox::Command;
-use crate::shared::{Collective, OpenBook};
+use crate::shared::{JointWait, OpenBook};
 use penstock_core::life::{Expired, INQUIRY_NS, SETTLE_NS};
 use penstock_core::{BookId, Error, Header, Kind, Step, TensorId};
 use std::sync::atomic::Ordering;
@@ -234,7 +234,7 @@ impl Engine {
         let _one_at_a_time = self.inner.collective.lock();
         let payload = (!blob.is_empty()).then(|| shared.pool.copy_of(blob));
         let seq = shared.update(|state| {
-            state.collective = Some(Collective::Gather(what.into()));
+            state.collective = Some(JointWait::Gather(what.into()));
             state.gathering
         });
         shared.progressed();

@@ -1,7 +1,7 @@
 //! Carries out what the state machine of life decides ([`penstock_core::life`]): tells the lanes, and lets calls raise what is
 //! settled. No decision is made here.
 
-use super::{Collective, Shared};
+use super::{JointWait, Shared};
 use crate::failure::Failure;
 use crate::mailbox::Command;
 use parking_lot::MutexGuard;
@@ -135,7 +135,7 @@ impl Shared {
     /// Of the all-gather that this rank is in: who has not come.
     fn late_in_gather(&self) -> Vec<Rank> {
         let state = self.lock();
-        if !matches!(state.collective, Some(Collective::Gather(_))) {
+        if !matches!(state.collective, Some(JointWait::Gather(_))) {
             return Vec::new();
         }
         let blobs = state.blobs.get(&state.gathering);
@@ -149,8 +149,8 @@ impl Shared {
         let late = self.late_in_gather();
         let state = self.lock();
         let what = match &state.collective {
-            Some(Collective::Gather(what)) => what.clone(),
-            Some(Collective::Leave) => "the wait for all to leave (join)".into(),
+            Some(JointWait::Gather(what)) => what.clone(),
+            Some(JointWait::Leave) => "the wait for all to leave (join)".into(),
             None => String::new(),
         };
         let blocked = state.collective.is_some() || state.accounting.is_waiting();
