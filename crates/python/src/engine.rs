@@ -40,19 +40,19 @@ pub(crate) fn parse_op(name: &str) -> PyResult<Op> {
 
 /// One tensor of a book: name, layer, dtype, elements, and perhaps a scheme and a wire type.
 #[derive(FromPyObject)]
-enum Entry {
+enum TensorEntry {
     InTheStore(String, u32, String, u64),
     WithScheme(String, u32, String, u64, String),
     WithWire(String, u32, String, u64, String, String),
 }
 
-fn parse_tensor(entry: Entry) -> PyResult<Tensor> {
+fn parse_tensor(entry: TensorEntry) -> PyResult<Tensor> {
     let (name, layer, dtype, elems, scheme, wire) = match entry {
-        Entry::InTheStore(name, layer, dtype, elems) => (name, layer, dtype, elems, None, None),
-        Entry::WithScheme(name, layer, dtype, elems, scheme) => {
+        TensorEntry::InTheStore(name, layer, dtype, elems) => (name, layer, dtype, elems, None, None),
+        TensorEntry::WithScheme(name, layer, dtype, elems, scheme) => {
             (name, layer, dtype, elems, Some(scheme), None)
         }
-        Entry::WithWire(name, layer, dtype, elems, scheme, wire) => {
+        TensorEntry::WithWire(name, layer, dtype, elems, scheme, wire) => {
             (name, layer, dtype, elems, Some(scheme), Some(wire))
         }
     };
@@ -162,7 +162,7 @@ impl Engine {
         Ok(blobs.iter().map(|blob| PyBytes::new(py, blob)).collect())
     }
 
-    fn open_book(&self, name: &str, layers: Vec<String>, tensors: Vec<Entry>) -> PyResult<BookId> {
+    fn open_book(&self, name: &str, layers: Vec<String>, tensors: Vec<TensorEntry>) -> PyResult<BookId> {
         let tensors = tensors.into_iter().map(parse_tensor);
         self.engine.open_book(name, layers, tensors.collect::<PyResult<_>>()?).map_err(raise)
     }
