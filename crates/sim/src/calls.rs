@@ -43,7 +43,7 @@ pub struct Report {
 }
 
 /// One rank's part in a call, and what must come out of it.
-struct Part {
+struct RankCall {
     rank: Rank,
     call: Call<Chunk>,
     /// By output block.
@@ -79,7 +79,7 @@ struct World {
     groups: Vec<Vec<Rank>>,
     nodes: Vec<Node<RealMemory>>,
     links: Vec<Link>,
-    parts: Vec<Part>,
+    parts: Vec<RankCall>,
     /// By rank.
     programs: Vec<Vec<Program>>,
     /// It does nothing more, and nothing reaches it.
@@ -346,7 +346,7 @@ impl World {
         shares: &Rc<Cell<u32>>,
     ) {
         call.id = self.parts.len() as u64;
-        self.parts.push(Part {
+        self.parts.push(RankCall {
             rank,
             call,
             expected,

@@ -50,7 +50,7 @@ pub struct Report {
 
 /// A run that violated what must hold.
 #[derive(Debug, Clone)]
-pub struct Failure {
+pub struct FailedRun {
     /// The seed it was drawn from.
     pub seed: u64,
     /// What was drawn.
@@ -63,7 +63,7 @@ pub struct Failure {
     pub trace: Vec<String>,
 }
 
-impl std::fmt::Display for Failure {
+impl std::fmt::Display for FailedRun {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Violation { checker, message } = &self.violation;
         writeln!(f, "seed {}: {checker:?} is violated after {} ns: {message}", self.seed, self.at_ns)?;
@@ -72,13 +72,13 @@ impl std::fmt::Display for Failure {
     }
 }
 
-impl std::error::Error for Failure {}
+impl std::error::Error for FailedRun {}
 
 /// Draws a scenario from `seed` and plays it over real memory.
 ///
 /// # Errors
 /// What was violated, and how to replay it.
-pub fn run(seed: u64) -> Result<Report, Box<Failure>> {
+pub fn run(seed: u64) -> Result<Report, Box<FailedRun>> {
     run_with(seed, None, false)
 }
 
@@ -86,7 +86,7 @@ pub fn run(seed: u64) -> Result<Report, Box<Failure>> {
 ///
 /// # Errors
 /// As [`run`].
-pub fn run_with(seed: u64, sabotage: Option<Sabotage>, trace: bool) -> Result<Report, Box<Failure>> {
+pub fn run_with(seed: u64, sabotage: Option<Sabotage>, trace: bool) -> Result<Report, Box<FailedRun>> {
     let mut setup = scenario::draw(seed);
     setup.sabotage = sabotage;
     play::<RealMemory>(setup, trace)
@@ -96,7 +96,7 @@ pub fn run_with(seed: u64, sabotage: Option<Sabotage>, trace: bool) -> Result<Re
 ///
 /// # Errors
 /// As [`run`].
-pub fn play<M: SimMemory>(setup: Setup, trace: bool) -> Result<Report, Box<Failure>> {
+pub fn play<M: SimMemory>(setup: Setup, trace: bool) -> Result<Report, Box<FailedRun>> {
     let (seed, scenario) = (setup.seed, scenario::describe(&setup));
     let mut world = World::<M>::new(setup, trace);
     let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| world.run()));
@@ -110,5 +110,5 @@ pub fn play<M: SimMemory>(setup: Setup, trace: bool) -> Result<Report, Box<Failu
         }
     };
     let Report { virtual_ns, trace, .. } = world.report();
-    Err(Box::new(Failure { seed, scenario, violation, at_ns: virtual_ns, trace }))
+    Err(Box::new(FailedRun { seed, scenario, violation, at_ns: virtual_ns, trace }))
 }

@@ -105,7 +105,7 @@ struct Card {
 
 /// Cards and connections.
 #[derive(Debug)]
-pub struct Network {
+pub struct Fabric {
     links: Links,
     random: Random,
     per_rank: usize,
@@ -114,7 +114,7 @@ pub struct Network {
     cards: Vec<Card>,
 }
 
-impl Network {
+impl Fabric {
     /// A network that has carried nothing yet.
     #[must_use]
     pub fn new(links: Links, ranks: u32, lanes: u32, random: Random) -> Self {
@@ -344,7 +344,7 @@ mod tests {
 
     /// Sends one frame from each of `senders` to rank 0 and returns when the last byte is received.
     fn send(senders: &[u32], payload_bytes: u64) -> u64 {
-        let mut network = Network::new(links(), 3, 1, Random::new(1));
+        let mut network = Fabric::new(links(), 3, 1, Random::new(1));
         let mut agenda = Agenda::<Moved>::default();
         for &from in senders {
             let id = network.id(Rank(from), Rank(0), 0);

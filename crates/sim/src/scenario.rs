@@ -22,7 +22,7 @@ enum Order {
 
 /// How a program waits for the results of a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Waiting {
+enum WaitOrder {
     /// Layer by layer in the order of the forward pass.
     Forward,
     /// For everything at once.
@@ -32,12 +32,12 @@ enum Waiting {
 }
 
 /// What is the same on all ranks.
-struct Plan {
+struct JobPlan {
     ranks: u32,
     books: Vec<Arc<Book>>,
     places: Vec<Option<Vec<u32>>>,
     order: Order,
-    waiting: Waiting,
+    waiting: WaitOrder,
     absent_permille: u64,
     copy_permille: u64,
     compute_ns_max: u64,
@@ -100,8 +100,8 @@ pub fn draw(seed: u64) -> Setup {
         .collect();
     let places = books.iter().map(|book| draw_places(random, book.layers.len())).collect();
     let order = random.pick(&[Order::Reverse, Order::Reverse, Order::Shuffled, Order::ShuffledPerRank]);
-    let waiting = random.pick(&[Waiting::Forward, Waiting::Forward, Waiting::AtOnce, Waiting::Late]);
-    let mut plan = Plan {
+    let waiting = random.pick(&[WaitOrder::Forward, WaitOrder::Forward, WaitOrder::AtOnce, WaitOrder::Late]);
+    let mut plan = JobPlan {
         ranks,
         books,
         places,
@@ -225,7 +225,7 @@ fn draw_links(random: &mut Random) -> Links {
     }
 }
 
-impl Plan {
+impl JobPlan {
     fn draw_epoch(&self, random: &mut Random) -> Epoch {
         let most = random.between(1, 3) as u32;
         // Collectives need every rank in every round.
@@ -280,7 +280,7 @@ impl Plan {
             && self.books.iter().all(|b| b.tensors.iter().all(|t| t.dtype != Dtype::Bytes));
         let full = equal && summed && self.absent_permille == 0 && self.nobody_permille == 0;
         let tensors = self.books.iter().map(|book| book.tensors.len()).max().unwrap_or(0) as u64;
-        let in_turn = self.order == Order::Reverse && self.waiting != Waiting::Late;
+        let in_turn = self.order == Order::Reverse && self.waiting != WaitOrder::Late;
         Demands {
             full_rounds: full.then_some(rounds),
             // Each tensor that comes after all that are open may send one slice out of turn.
@@ -364,11 +364,11 @@ impl Plan {
             let all = 0..book.tensors.len() as TensorId;
             let book_id = id as BookId;
             match self.waiting {
-                Waiting::Late => {}
-                Waiting::AtOnce => {
+                WaitOrder::Late => {}
+                WaitOrder::AtOnce => {
                     program.push(Instruction::Wait { book: book_id, tensors: all.collect() });
                 }
-                Waiting::Forward => {
+                WaitOrder::Forward => {
                     let mut layers: Vec<u32> = (0..book.layers.len() as u32).collect();
                     if let Some(places) = &self.places[id] {
                         layers.sort_by_key(|layer| places[*layer as usize]);

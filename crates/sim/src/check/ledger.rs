@@ -16,7 +16,7 @@ enum Expected {
 }
 
 #[derive(Debug)]
-struct Part {
+struct RankRecord {
     absent: bool,
     /// What the memory held at the submission.
     bytes: Option<Box<[u8]>>,
@@ -25,10 +25,10 @@ struct Part {
 }
 
 #[derive(Debug)]
-struct Round {
+struct RoundRecord {
     op: Op,
     active: u32,
-    parts: Vec<Option<Part>>,
+    parts: Vec<Option<RankRecord>>,
     expected: Option<Expected>,
 }
 
@@ -37,7 +37,7 @@ struct Round {
 pub struct Ledger {
     books: Vec<Arc<Book>>,
     ranks: u32,
-    rounds: BTreeMap<(BookId, TensorId, Seq), Round>,
+    rounds: BTreeMap<(BookId, TensorId, Seq), RoundRecord>,
 }
 
 /// What a rank says about a slice.
@@ -77,7 +77,7 @@ impl Ledger {
     ) -> Result<(), Violation> {
         let (book, tensor) = (submission.book, submission.tensor);
         let slices = self.books[usize::from(book)].slices_of(tensor).len();
-        let round = self.rounds.entry((book, tensor, seq)).or_insert_with(|| Round {
+        let round = self.rounds.entry((book, tensor, seq)).or_insert_with(|| RoundRecord {
             op: submission.op,
             active: submission.active,
             parts: (0..self.ranks).map(|_| None).collect(),
@@ -88,7 +88,7 @@ impl Ledger {
         check(same && part.is_none(), Checker::Protocol, || {
             format!("the programs disagree about round {seq} of tensor {tensor} of book {book}, rank {rank}")
         })?;
-        *part = Some(Part { absent: submission.absent, bytes, completed: vec![0; slices] });
+        *part = Some(RankRecord { absent: submission.absent, bytes, completed: vec![0; slices] });
         Ok(())
     }
 
@@ -149,7 +149,7 @@ impl Ledger {
             check(part.is_some() == got.is_some(), Checker::NobodyForgotten, || {
                 format!("{}: rank {other} took part: {}", name(), part.is_some())
             })?;
-            if let (Some(Part { bytes: Some(want), .. }), Some(Some(got))) = (part, got) {
+            if let (Some(RankRecord { bytes: Some(want), .. }), Some(Some(got))) = (part, got) {
                 check_bytes(want, got, exact, || format!("{}, from rank {other}", name()))?;
             }
         }
@@ -225,7 +225,7 @@ fn check_bytes(
 }
 
 /// The result, recomputed element by element, slice by slice.
-fn expected(book: &Book, tensor: TensorId, round: &Round) -> Expected {
+fn expected(book: &Book, tensor: TensorId, round: &RoundRecord) -> Expected {
     let layout = &book.tensors[tensor as usize];
     let contributions = || round.parts.iter().map(|part| part.as_ref().filter(|part| !part.absent));
     if contributions().flatten().next().is_none() {

@@ -13,7 +13,7 @@ use penstock_core::wire::{Header, Kind};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-/// In [`Collective::next`]: the step has sent, and waits for its part.
+/// In [`CollectiveSlice::next`]: the step has sent, and waits for its part.
 const WAITING: u32 = 1 << 31;
 
 /// What a waiting frame is.
@@ -34,7 +34,7 @@ enum What {
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Waiting {
+struct WaitingFrame {
     place: u32,
     order: u64,
     what: What,
@@ -55,7 +55,7 @@ struct Window {
 
 /// A slice of a collective on this rank: the steps whose parts have come, with those of the next round.
 #[derive(Debug, Default)]
-struct Collective {
+struct CollectiveSlice {
     /// The open round, and whether this rank contributes.
     open: Option<(Seq, bool)>,
     /// The next step that sends.
@@ -66,7 +66,7 @@ struct Collective {
 
 #[derive(Debug, Default)]
 struct Queue {
-    waiting: Vec<Waiting>,
+    waiting: Vec<WaitingFrame>,
     windows: BTreeMap<BookId, Window>,
 }
 
@@ -76,7 +76,7 @@ struct ModelBook {
     places: Vec<u32>,
     /// By slice owned here: who has contributed to the open round.
     contributed: BTreeMap<SliceId, (Seq, BTreeSet<Rank>)>,
-    collectives: BTreeMap<SliceId, Collective>,
+    collectives: BTreeMap<SliceId, CollectiveSlice>,
 }
 
 /// Who the modelled node is.
@@ -205,7 +205,7 @@ impl LinkModel {
         }
     }
 
-    fn collective(&mut self, id: BookId, slice: SliceId) -> &mut Collective {
+    fn collective(&mut self, id: BookId, slice: SliceId) -> &mut CollectiveSlice {
         let book = self.books.get_mut(&id).expect("frames of books that are not open are kept");
         book.collectives.entry(slice).or_default()
     }
@@ -354,7 +354,12 @@ impl LinkModel {
             _ => 0,
         };
         self.order += 1;
-        self.queues[peer.index()].waiting.push(Waiting { place, order: self.order, what, overdue: false });
+        self.queues[peer.index()].waiting.push(WaitingFrame {
+            place,
+            order: self.order,
+            what,
+            overdue: false,
+        });
     }
 
     /// The node has chosen what to send to `peer`, or found nothing.
@@ -434,7 +439,7 @@ impl What {
     }
 }
 
-impl Waiting {
+impl WaitingFrame {
     /// The place, but overdue frames are as urgent as the first layer's.
     fn urgency(&self) -> u32 {
         if self.overdue { 0 } else { self.place }
@@ -470,7 +475,7 @@ impl Queue {
     /// The frames that may go now: the first control frame; of what no window holds
     /// back the first, and the first of each book that is overdue; of each book's pushes the first if the window allows it, and otherwise
     /// the exception. With each, whether it is an exception.
-    fn candidates(&self, window_bytes: u64) -> Vec<(bool, Waiting)> {
+    fn candidates(&self, window_bytes: u64) -> Vec<(bool, WaitingFrame)> {
         let first = |wanted: &dyn Fn(&What) -> bool| {
             self.waiting.iter().filter(|w| wanted(&w.what)).min_by_key(|w| (w.place, w.order)).copied()
         };
@@ -478,8 +483,7 @@ impl Queue {
         let control = |what: &What| matches!(what, What::Control(_));
         candidates.extend(first(&control).map(|w| (false, w)));
         let ready = |of: Option<BookId>| {
-            let is =
-                |w: &&Waiting| matches!(w.what, What::Ready(book, ..) if w.overdue.then_some(book) == of);
+            let is = |w: &&WaitingFrame| matches!(w.what, What::Ready(book, ..) if w.overdue.then_some(book) == of);
             self.waiting.iter().filter(is).min_by_key(|w| (w.place, w.order)).map(|w| (false, *w))
         };
         candidates.extend(ready(None));
@@ -499,7 +503,7 @@ impl Queue {
     }
 
     /// `chosen` should not have been: because it was not its turn, or because the window forbids it.
-    fn why_not(&self, chosen: &Waiting, window_bytes: u64) -> Result<(), Violation> {
+    fn why_not(&self, chosen: &WaitingFrame, window_bytes: u64) -> Result<(), Violation> {
         if let What::Push { book, number, len_bytes, .. } = chosen.what {
             let window = &self.windows[&book];
             if !window.allows(number, len_bytes, window_bytes) {
@@ -512,7 +516,7 @@ impl Queue {
                 ));
             }
         }
-        let same = |w: &&Waiting| w.place == chosen.place && w.order < chosen.order;
+        let same = |w: &&WaitingFrame| w.place == chosen.place && w.order < chosen.order;
         let checker = if self.waiting.iter().any(|w| w.place < chosen.place) {
             Checker::Priority
         } else if self.waiting.iter().any(|w| same(&w)) {

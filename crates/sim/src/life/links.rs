@@ -44,7 +44,7 @@ pub(super) enum Frame {
 
 /// What a lane has of a peer.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) enum Line {
+pub(super) enum ConnectionState {
     #[default]
     Never,
     /// The dial of this number is under way.
@@ -57,7 +57,7 @@ pub(super) enum Line {
 /// One direction of a lane's connection, with the sender's view of it.
 #[derive(Debug, Default)]
 pub(super) struct Link {
-    pub(super) line: Line,
+    pub(super) state: ConnectionState,
     /// Written, in order.
     transit: VecDeque<Frame>,
     /// Given out and not written: there is no connection yet, or no room.
@@ -71,7 +71,7 @@ pub(super) struct Link {
 
 impl Link {
     pub(super) fn is_open(&self) -> bool {
-        self.line == Line::Open
+        self.state == ConnectionState::Open
     }
 
     /// Whether everything that was given out is written.
@@ -85,16 +85,17 @@ impl Link {
     }
 
     pub(super) fn contact(&self) -> Contact {
-        match self.line {
-            Line::Never | Line::Dialling(_) => Contact::Never,
-            Line::Open => Contact::Open { written: self.is_written() },
-            Line::Gone => Contact::Gone,
+        match self.state {
+            ConnectionState::Never | ConnectionState::Dialling(_) => Contact::Never,
+            ConnectionState::Open => Contact::Open { written: self.is_written() },
+            ConnectionState::Gone => Contact::Gone,
         }
     }
 
     /// Whether something waits for the peer that no connection has taken.
     pub(super) fn owes(&self) -> bool {
-        !self.owed.is_empty() || matches!(self.line, Line::Dialling(_)) && !self.unwritten.is_empty()
+        !self.owed.is_empty()
+            || matches!(self.state, ConnectionState::Dialling(_)) && !self.unwritten.is_empty()
     }
 }
 
@@ -102,14 +103,14 @@ impl World {
     /// Sends, over a new connection if there was none.
     pub(super) fn send(&mut self, from: u32, to: u32, lane: u32, frame: Frame) {
         let link = self.link(from, to, lane);
-        match self.links[link].line {
-            Line::Open => self.write(link, frame),
-            Line::Dialling(_) => self.links[link].unwritten.push_back(frame),
-            Line::Never => {
+        match self.links[link].state {
+            ConnectionState::Open => self.write(link, frame),
+            ConnectionState::Dialling(_) => self.links[link].unwritten.push_back(frame),
+            ConnectionState::Never => {
                 self.links[link].unwritten.push_back(frame);
                 self.dial(link);
             }
-            Line::Gone => {}
+            ConnectionState::Gone => {}
         }
     }
 
@@ -152,11 +153,11 @@ impl World {
 
     /// Asks for a connection, unless there is or was one.
     pub(super) fn dial(&mut self, link: usize) {
-        if self.links[link].line != Line::Never {
+        if self.links[link].state != ConnectionState::Never {
             return;
         }
         self.dials += 1;
-        self.links[link].line = Line::Dialling(self.dials);
+        self.links[link].state = ConnectionState::Dialling(self.dials);
         self.links[link].pause_ns = PAUSE_MIN_NS;
         self.agenda.after(DIAL_TIMEOUT_NS, Happening::GiveUp(link, self.dials));
         self.attempt(link, self.dials);
@@ -164,7 +165,7 @@ impl World {
 
     pub(super) fn attempt(&mut self, link: usize, dial: u32) {
         let (from, to, _) = self.ends_of(link);
-        if self.links[link].line == Line::Dialling(dial) && self.ranks[from as usize].lives() {
+        if self.links[link].state == ConnectionState::Dialling(dial) && self.ranks[from as usize].lives() {
             let crossing_ns = self.crossing_ns(from, to);
             self.agenda.after(crossing_ns, Happening::Knock(link, dial));
         }
@@ -174,7 +175,7 @@ impl World {
     pub(super) fn knock(&mut self, link: usize, dial: u32) {
         let (from, to, lane) = self.ends_of(link);
         let back = self.link(to, from, lane);
-        if self.links[link].line != Line::Dialling(dial) || self.links[link].cut {
+        if self.links[link].state != ConnectionState::Dialling(dial) || self.links[link].cut {
             return;
         }
         if !self.ranks[to as usize].lives() {
@@ -184,22 +185,22 @@ impl World {
             let again_ns = self.crossing_ns(to, from) + self.random.between(pause_ns / 2, pause_ns);
             return self.agenda.after(again_ns, Happening::Redial(link, dial));
         }
-        if matches!(self.links[back].line, Line::Open | Line::Gone) {
+        if matches!(self.links[back].state, ConnectionState::Open | ConnectionState::Gone) {
             return;
         }
         self.note(&format!("rank {to} takes the connection of rank {from}, lane {lane}"));
         // Both may have dialled: one connection comes of it.
-        self.links[back].line = Line::Open;
+        self.links[back].state = ConnectionState::Open;
         self.transmit(back, Frame::Accepted);
         self.opened(back);
     }
 
     /// The peer has taken this rank's connection.
     pub(super) fn accepted(&mut self, link: usize) {
-        if matches!(self.links[link].line, Line::Dialling(_)) {
-            self.links[link].line = Line::Open;
+        if matches!(self.links[link].state, ConnectionState::Dialling(_)) {
+            self.links[link].state = ConnectionState::Open;
             self.opened(link);
-        } else if self.links[link].line == Line::Never {
+        } else if self.links[link].state == ConnectionState::Never {
             // It has given up meanwhile, and closed its end.
             self.transmit(link, Frame::End);
         }
@@ -223,10 +224,10 @@ impl World {
     /// A dial has taken too long.
     pub(super) fn give_up(&mut self, link: usize, dial: u32) {
         let (from, to, _) = self.ends_of(link);
-        if self.links[link].line != Line::Dialling(dial) || !self.ranks[from as usize].lives() {
+        if self.links[link].state != ConnectionState::Dialling(dial) || !self.ranks[from as usize].lives() {
             return;
         }
-        self.links[link].line = Line::Never;
+        self.links[link].state = ConnectionState::Never;
         self.links[link].unwritten.clear();
         self.note(&format!("rank {from} cannot connect to rank {to}"));
         let text = format!("rank {to} could not be connected to by rank {from}");
@@ -245,7 +246,9 @@ impl World {
     /// To peers that lane 0 has never had a connection to.
     fn unreached(&self, rank: u32) -> impl Iterator<Item = usize> + '_ {
         let links = self.others(rank).map(move |other| self.link(rank, other, 0));
-        links.filter(|link| matches!(self.links[*link].line, Line::Never | Line::Dialling(_)))
+        links.filter(|link| {
+            matches!(self.links[*link].state, ConnectionState::Never | ConnectionState::Dialling(_))
+        })
     }
 
     /// Ends a process that has given up: once its last frames are written, or after a bounded time.
@@ -283,7 +286,7 @@ impl World {
                 if self.links[link].is_open() {
                     self.transmit(link, Frame::End);
                 }
-                self.links[link].line = Line::Gone;
+                self.links[link].state = ConnectionState::Gone;
             }
         }
     }

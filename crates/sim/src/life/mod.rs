@@ -12,10 +12,10 @@ mod scenario;
 use crate::agenda::Agenda;
 use crate::random::Random;
 use check::End;
-use links::{Frame, Line, Link};
+use links::{ConnectionState, Frame, Link};
 use penstock_core::Rank;
 use penstock_core::life::{Contact, Effect, Evidence, Farewell, Question, Sign, Verdict};
-use rank::{Phase, Process};
+use rank::{Process, ProcessPhase};
 pub use scenario::{Fault, Omission};
 use scenario::{MS, Scenario, Style};
 
@@ -149,7 +149,7 @@ impl World {
         for (from, to) in [(one, other), (other, one)] {
             for lane in 0..self.scenario.lanes {
                 let link = self.link(from, to, lane);
-                self.links[link].line = Line::Open;
+                self.links[link].state = ConnectionState::Open;
                 self.ranks[from as usize].opened(to, lane, 0);
             }
         }
@@ -210,7 +210,7 @@ impl World {
         match self.scenario.fault {
             Fault::Kill(rank, _) if self.ranks[rank as usize].lives() => {
                 self.note(&format!("rank {rank} is killed"));
-                self.ranks[rank as usize].phase = Phase::Dead;
+                self.ranks[rank as usize].phase = ProcessPhase::Dead;
                 self.close(rank);
             }
             Fault::Raise(rank, _) if self.ranks[rank as usize].is_in_program() => {
@@ -343,7 +343,7 @@ impl World {
         }
         if self.ranks[rank as usize].has_parted() {
             self.note(&format!("rank {rank} is through"));
-            self.ranks[rank as usize].phase = Phase::Through;
+            self.ranks[rank as usize].phase = ProcessPhase::Through;
             self.close(rank);
         }
     }
@@ -403,7 +403,7 @@ impl World {
         }
         self.note(&format!("rank {rank} raises what rank {} found", verdict.accuser));
         // A program that hangs would raise it where it goes on: its process stays.
-        if self.ranks[rank as usize].phase != Phase::Hung {
+        if self.ranks[rank as usize].phase != ProcessPhase::Hung {
             let delay_ns = self.random.below(self.scenario.exit_ns + 1);
             self.agenda.after(delay_ns, Happening::Exit(rank));
         }

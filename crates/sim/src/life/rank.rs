@@ -1,7 +1,7 @@
 //! One rank of a job: its program, what it waits for, and how it reads.
 
 use super::check::End;
-use super::links::{Frame, Line};
+use super::links::{ConnectionState, Frame};
 use super::scenario::{Fault, MS, PEER_TIMEOUT_NS, Scenario, Style};
 use super::{Happening, Omission, World};
 use penstock_core::Rank;
@@ -11,7 +11,7 @@ use penstock_core::life::{
 use std::collections::{BTreeMap, BTreeSet};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Phase {
+pub(super) enum ProcessPhase {
     Computing,
     /// In the round of this number, or, after the last, in the wait for all to leave.
     Waiting,
@@ -28,7 +28,7 @@ pub(super) struct Process {
     ranks: u32,
     pub(super) life: Life,
     pub(super) pulses: Vec<Pulse>,
-    pub(super) phase: Phase,
+    pub(super) phase: ProcessPhase,
     /// It does not run, or not yet.
     pub(super) stopped: bool,
     pub(super) was_stopped: bool,
@@ -70,7 +70,7 @@ impl Process {
             ranks,
             life: Life::new(Rank(me), ranks, answering),
             pulses: Vec::new(),
-            phase: Phase::Computing,
+            phase: ProcessPhase::Computing,
             stopped: true,
             was_stopped: false,
             postponed: Vec::new(),
@@ -107,7 +107,7 @@ impl Process {
     }
 
     pub(super) fn lives(&self) -> bool {
-        !self.gone && !matches!(self.phase, Phase::Dead | Phase::Through)
+        !self.gone && !matches!(self.phase, ProcessPhase::Dead | ProcessPhase::Through)
     }
 
     pub(super) fn has_failed(&self) -> bool {
@@ -116,11 +116,11 @@ impl Process {
 
     /// Its program runs, and can raise.
     pub(super) fn is_in_program(&self) -> bool {
-        matches!(self.phase, Phase::Computing | Phase::Waiting) && self.life.verdict().is_none()
+        matches!(self.phase, ProcessPhase::Computing | ProcessPhase::Waiting) && self.life.verdict().is_none()
     }
 
     pub(super) fn is_leaving(&self) -> bool {
-        self.phase == Phase::Leaving && self.life.verdict().is_none()
+        self.phase == ProcessPhase::Leaving && self.life.verdict().is_none()
     }
 
     pub(super) fn has_parted(&self) -> bool {
@@ -129,8 +129,8 @@ impl Process {
 
     pub(super) fn end(&self) -> End {
         match (&self.failed, self.phase) {
-            (_, Phase::Dead) => End::Dead,
-            (_, Phase::Through) => End::Through,
+            (_, ProcessPhase::Dead) => End::Dead,
+            (_, ProcessPhase::Through) => End::Through,
             (Some((verdict, at_ns)), _) => End::Failed(verdict.clone(), *at_ns),
             (None, phase) => End::Stuck(format!("{phase:?} in round {}, {:?}", self.round, self.life)),
         }
@@ -165,7 +165,7 @@ impl Process {
 
     /// Whom it waits for directly, and which owners owe it an answer.
     fn waits_for(&self) -> (Vec<Rank>, Vec<Rank>) {
-        if self.phase != Phase::Waiting {
+        if self.phase != ProcessPhase::Waiting {
             return (vec![], vec![]);
         }
         match self.style {
@@ -181,7 +181,7 @@ impl Process {
     }
 
     pub(super) fn answer(&self, lane: u32, question: Question) -> Answer {
-        let blocked = self.phase == Phase::Waiting;
+        let blocked = self.phase == ProcessPhase::Waiting;
         if lane > 0 {
             return Answer { blocked, ..Answer::default() };
         }
@@ -244,7 +244,7 @@ impl Process {
 
     /// A rank that has said goodbye on the lane on which its part is waited for.
     fn parted_with(&self, lane: u32) -> Option<Rank> {
-        let direct = self.style == Style::Direct && self.phase == Phase::Waiting;
+        let direct = self.style == Style::Direct && self.phase == ProcessPhase::Waiting;
         let late = if direct && self.round % self.lanes == lane { self.missing(self.round) } else { vec![] };
         late.into_iter().find(|rank| self.pulses[lane as usize].has_heard_goodbye(*rank))
     }
@@ -260,10 +260,10 @@ impl World {
     pub(super) fn compute(&mut self, rank: u32) {
         let process = &mut self.ranks[rank as usize];
         let round = process.round;
-        process.phase = Phase::Computing;
+        process.phase = ProcessPhase::Computing;
         match self.scenario.fault {
             Fault::Hang(who, before) if (who, before) == (rank, round) => {
-                process.phase = Phase::Hung;
+                process.phase = ProcessPhase::Hung;
                 self.fault_ns = Some(self.agenda.now_ns());
                 return self.note(&format!("rank {rank} hangs before round {round}"));
             }
@@ -293,14 +293,14 @@ impl World {
     }
 
     fn leave(&mut self, rank: u32) {
-        self.ranks[rank as usize].phase = Phase::Leaving;
+        self.ranks[rank as usize].phase = ProcessPhase::Leaving;
         let wait = self.ranks[rank as usize].waits;
         self.agenda.after(self.scenario.operation_ns, Happening::Expire(rank, wait));
     }
 
     fn wait(&mut self, rank: u32) {
         let process = &mut self.ranks[rank as usize];
-        process.phase = Phase::Waiting;
+        process.phase = ProcessPhase::Waiting;
         process.waits += 1;
         process.progressed(self.agenda.now_ns());
         self.agenda.after(self.scenario.operation_ns, Happening::Expire(rank, process.waits));
@@ -309,7 +309,7 @@ impl World {
     /// Takes part in a round.
     pub(super) fn enter(&mut self, rank: u32) {
         let process = &mut self.ranks[rank as usize];
-        if process.life.verdict().is_some() || process.phase != Phase::Computing {
+        if process.life.verdict().is_some() || process.phase != ProcessPhase::Computing {
             return;
         }
         let (round, owner) = (process.round, process.owner(process.round));
@@ -344,7 +344,7 @@ impl World {
     /// Whether what it waits for has come: then it goes on.
     fn came(&mut self, rank: u32) {
         let process = &mut self.ranks[rank as usize];
-        if process.phase != Phase::Waiting || process.life.verdict().is_some() {
+        if process.phase != ProcessPhase::Waiting || process.life.verdict().is_some() {
             return;
         }
         let here = match process.style {
@@ -376,12 +376,12 @@ impl World {
             return self.agenda.after(self.scenario.operation_ns, Happening::Expire(rank, wait));
         }
         match process.phase {
-            Phase::Leaving => {
+            ProcessPhase::Leaving => {
                 // Who has not said goodbye by now is busy with something that does not need this rank.
-                process.phase = Phase::Through;
+                process.phase = ProcessPhase::Through;
                 return self.close(rank);
             }
-            Phase::Waiting => {}
+            ProcessPhase::Waiting => {}
             _ => return,
         }
         let until_ns = process.life.patience_ns(process.moved_ns, self.scenario.operation_ns);
@@ -474,7 +474,7 @@ impl World {
 
     fn link_ended(&mut self, from: u32, to: u32, lane: u32) {
         let back = self.link(to, from, lane);
-        self.links[back].line = Line::Gone;
+        self.links[back].state = ConnectionState::Gone;
         let process = &mut self.ranks[to as usize];
         let parted = process.pulses[lane as usize].has_heard_goodbye(Rank(from));
         let why = (!parted).then(|| "its connection was closed".to_owned());

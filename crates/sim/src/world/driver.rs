@@ -1,6 +1,6 @@
 //! Between a node and the network: what a lane of the real library does with a socket.
 
-use super::worker::Phase;
+use super::worker::WorkerPhase;
 use super::{Happening, World};
 use crate::check::rest::check_owner_memory;
 use crate::check::{Checker, Violation, check};
@@ -223,7 +223,7 @@ impl<M: SimMemory> World<M> {
         chunk.write(|bytes| bytes.fill(0xEE));
         // A rank that has left sums into scratch, and a blob is the driver's: neither is under a window.
         let held = matches!(header.kind, Kind::Push | Kind::Part | Kind::Gather);
-        if self.workers[to.index()].phase == Phase::Running && held {
+        if self.workers[to.index()].phase == WorkerPhase::Running && held {
             let held_bytes = self.nodes[at].memory().held_bytes();
             let setup = &self.setup;
             let exceptions = setup.demands.exceptions;

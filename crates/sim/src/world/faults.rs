@@ -1,6 +1,6 @@
 //! What goes wrong with a rank: it is killed, stopped, fails or hangs; and how everybody must end then.
 
-use super::worker::Phase;
+use super::worker::WorkerPhase;
 use super::{Happening, World};
 use crate::check::{Checker, Violation, check};
 use crate::memory::SimMemory;
@@ -32,15 +32,15 @@ impl<M: SimMemory> World<M> {
     pub(super) fn befall(&mut self) -> Result<(), Violation> {
         let Some(Fault { rank, what, .. }) = self.setup.fault else { return Ok(()) };
         let phase = self.workers[rank.index()].phase;
-        let in_program = !matches!(phase, Phase::Finishing | Phase::Done);
-        if phase == Phase::Done || (!in_program && matches!(what, Mishap::Raise | Mishap::Hang)) {
+        let in_program = !matches!(phase, WorkerPhase::Finishing | WorkerPhase::Done);
+        if phase == WorkerPhase::Done || (!in_program && matches!(what, Mishap::Raise | Mishap::Hang)) {
             return Ok(());
         }
         self.trace(|| format!("rank {rank}: {what:?}"));
         self.struck_in = Some(phase);
         match what {
             Mishap::Kill => {
-                self.workers[rank.index()].phase = Phase::Dead;
+                self.workers[rank.index()].phase = WorkerPhase::Dead;
                 self.network.kill(rank);
                 for id in self.network.from(rank) {
                     // The others learn it one after the other, some of them first from each other.
@@ -95,9 +95,9 @@ impl<M: SimMemory> World<M> {
         }
         let Some(Fault { what, .. }) = fault else { return Ok(()) };
         // Before its goodbye nobody can be through without it.
-        let needed = self.struck_in != Some(Phase::Finishing);
+        let needed = self.struck_in != Some(WorkerPhase::Finishing);
         let others = || self.workers.iter().enumerate().filter(|(rank, _)| survivors(*rank));
-        let failed = others().filter(|(_, worker)| worker.phase == Phase::Failed).count();
+        let failed = others().filter(|(_, worker)| worker.phase == WorkerPhase::Failed).count();
         let must = match what {
             Mishap::Kill | Mishap::Raise => needed,
             Mishap::Stop(for_ns) => needed && for_ns > PEER_TIMEOUT_NS + 1_000_000_000,
@@ -107,7 +107,7 @@ impl<M: SimMemory> World<M> {
         let some = failed > 0 && failed < others().count();
         let holds = if must { failed == others().count() } else { !(needed && some) };
         check(holds, Checker::LossNamed, || {
-            let ends: Vec<Phase> = self.workers.iter().map(|worker| worker.phase).collect();
+            let ends: Vec<WorkerPhase> = self.workers.iter().map(|worker| worker.phase).collect();
             format!("{what:?} in {:?}, but they end as {ends:?}", self.struck_in)
         })
     }

@@ -1,7 +1,7 @@
 //! The life of the job over real traffic: carries out the state machine that ships ([`penstock_core::life`]), as a lane of the
 //! real library does. No decision is made here.
 
-use super::worker::{Phase, Worker};
+use super::worker::{Worker, WorkerPhase};
 use super::{Happening, World};
 use crate::check::{Checker, Violation, check};
 use crate::memory::{Chunk, RealMemory, SimMemory};
@@ -214,7 +214,7 @@ impl<M: SimMemory> World<M> {
             verdict.culprits = vec![Rank((verdict.culprit().0 + 1) % self.setup.ranks)];
         }
         self.trace(|| format!("rank {rank} raises what rank {} found", verdict.accuser));
-        self.workers[rank.index()].phase = Phase::Failed;
+        self.workers[rank.index()].phase = WorkerPhase::Failed;
         self.fates[rank.index()].failed = Some((verdict, self.agenda.now_ns()));
         let delay_ns = self.random.below(EXIT_NS);
         self.agenda.after(delay_ns, Happening::Exit(rank));
@@ -318,7 +318,7 @@ impl<M: SimMemory> World<M> {
         let Some(since_ns) = fate.waiting_ns else { return Ok(()) };
         let worker = &self.workers[rank.index()];
         let until_ns = match worker.phase {
-            Phase::Left { .. } => fate.life.patience_ns(fate.moved_ns, OPERATION_TIMEOUT_NS),
+            WorkerPhase::Left { .. } => fate.life.patience_ns(fate.moved_ns, OPERATION_TIMEOUT_NS),
             _ => since_ns + OPERATION_TIMEOUT_NS,
         };
         if now_ns < until_ns {
@@ -327,7 +327,7 @@ impl<M: SimMemory> World<M> {
         // All else is noticed earlier.
         let hangs = self.setup.fault.is_some_and(|fault| fault.what == Mishap::Hang);
         check(hangs, Checker::NoDeadlock, || format!("rank {rank} waits for ever: {}", self.standing()))?;
-        if worker.phase == Phase::Finishing {
+        if worker.phase == WorkerPhase::Finishing {
             self.done(rank);
             return Ok(());
         }
@@ -404,7 +404,7 @@ impl<M: SimMemory> World<M> {
     /// A rank is through, and its process ends.
     pub(super) fn done(&mut self, rank: Rank) {
         self.trace(|| format!("rank {rank} is done"));
-        self.workers[rank.index()].phase = Phase::Done;
+        self.workers[rank.index()].phase = WorkerPhase::Done;
         self.exit(rank);
     }
 }
@@ -445,7 +445,7 @@ impl Worker {
 
     /// Of the agreement that it waits for: who has not said.
     fn late_to_agree(&self, ranks: u32) -> Vec<Rank> {
-        let agreeing = self.phase == Phase::Agreeing;
+        let agreeing = self.phase == WorkerPhase::Agreeing;
         let late = |rank: &Rank| agreeing && !self.blobs.contains_key(&(self.gathers, *rank));
         (0..ranks).map(Rank).filter(late).collect()
     }

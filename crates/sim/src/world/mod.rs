@@ -12,7 +12,7 @@ use crate::check::link::{Identity, LinkModel};
 use crate::check::rest::check_bytes;
 use crate::check::{Checker, Violation, check};
 use crate::memory::{Chunk, SimMemory};
-use crate::network::{ConnectionId, Moved, Network};
+use crate::network::{ConnectionId, Fabric, Moved};
 use crate::program::{Sabotage, Setup};
 use crate::random::Random;
 use life::Fate;
@@ -21,7 +21,7 @@ use penstock_core::types::Rank;
 use penstock_core::wire::Outgoing;
 use std::collections::VecDeque;
 use std::rc::Rc;
-use worker::{Phase, Worker};
+use worker::{Worker, WorkerPhase};
 
 /// Events after which a run counts as going round in circles.
 const EVENTS_MAX: u64 = 50_000_000;
@@ -61,7 +61,7 @@ impl From<Moved> for Happening {
 pub struct World<M: SimMemory> {
     setup: Rc<Setup>,
     agenda: Agenda<Happening>,
-    network: Network,
+    network: Fabric,
     /// By rank and lane.
     nodes: Vec<Node<M>>,
     models: Vec<LinkModel>,
@@ -78,7 +78,7 @@ pub struct World<M: SimMemory> {
     /// What the built-in faults keep.
     hoard: Vec<Chunk>,
     /// Where the rank was with which something went wrong.
-    struck_in: Option<Phase>,
+    struck_in: Option<WorkerPhase>,
     /// Frames sent that are not the nodes'.
     said_frames: u64,
     report: Report,
@@ -90,7 +90,7 @@ impl<M: SimMemory> World<M> {
     #[must_use]
     pub fn new(setup: Setup, tracing: bool) -> Self {
         let mut random = Random::new(setup.seed);
-        let network = Network::new(setup.links.clone(), setup.ranks, setup.lanes, random.fork());
+        let network = Fabric::new(setup.links.clone(), setup.ranks, setup.lanes, random.fork());
         let mut world = Self {
             agenda: Agenda::default(),
             network,

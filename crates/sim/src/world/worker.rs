@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Where a rank is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Phase {
+pub(super) enum WorkerPhase {
     Running,
     /// It has left and waits until all have.
     Left {
@@ -69,7 +69,7 @@ impl Tensor {
 pub(super) struct Worker {
     pub(super) instruction: usize,
     pub(super) computing: bool,
-    pub(super) phase: Phase,
+    pub(super) phase: WorkerPhase,
     /// Its program hangs.
     pub(super) hangs: bool,
     /// Its process ends.
@@ -89,7 +89,7 @@ impl Worker {
         Self {
             instruction: 0,
             computing: true,
-            phase: Phase::Running,
+            phase: WorkerPhase::Running,
             hangs: false,
             exits: false,
             tensors: setup.books.iter().map(|_| None).collect(),
@@ -101,7 +101,7 @@ impl Worker {
     }
 
     pub(super) fn is_over(&self) -> bool {
-        matches!(self.phase, Phase::Done | Phase::Failed | Phase::Dead)
+        matches!(self.phase, WorkerPhase::Done | WorkerPhase::Failed | WorkerPhase::Dead)
     }
 
     pub(super) fn has_shared_memory(&self) -> bool {
@@ -133,20 +133,20 @@ impl<M: SimMemory> World<M> {
                 return Ok(());
             }
             let went_on = match worker.phase {
-                Phase::Running => match setup.programs[rank.index()].get(worker.instruction) {
+                WorkerPhase::Running => match setup.programs[rank.index()].get(worker.instruction) {
                     Some(instruction) => self.execute(rank, instruction)?,
                     None => self.finish(rank)?,
                 },
-                Phase::Left { agree } => self.all_left(rank, agree)?,
-                Phase::Agreeing => self.agreed(rank),
-                Phase::Finishing => {
+                WorkerPhase::Left { agree } => self.all_left(rank, agree)?,
+                WorkerPhase::Agreeing => self.agreed(rank),
+                WorkerPhase::Finishing => {
                     let parted = self.farewell(rank);
                     if parted {
                         self.done(rank);
                     }
                     parted
                 }
-                Phase::Done | Phase::Failed | Phase::Dead => false,
+                WorkerPhase::Done | WorkerPhase::Failed | WorkerPhase::Dead => false,
             };
             let (fate, now_ns) = (&mut self.fates[rank.index()], self.agenda.now_ns());
             if !went_on {
@@ -188,7 +188,7 @@ impl<M: SimMemory> World<M> {
                 if !worker.all_complete() || !worker.all_released() {
                     return Ok(false);
                 }
-                self.workers[rank.index()].phase = Phase::Left { agree: *agree };
+                self.workers[rank.index()].phase = WorkerPhase::Left { agree: *agree };
                 self.trace(|| format!("rank {rank} leaves"));
                 for lane in 0..self.setup.lanes {
                     if let Some(model) = self.model(rank, lane) {
@@ -400,7 +400,7 @@ impl<M: SimMemory> World<M> {
         }
         worker.lanes_left = 0;
         if !agree {
-            worker.phase = Phase::Running;
+            worker.phase = WorkerPhase::Running;
             return Ok(true);
         }
         worker.gathers += 1;
@@ -408,7 +408,7 @@ impl<M: SimMemory> World<M> {
         let blob: Vec<u8> =
             worker.tensors.iter().flatten().flatten().flat_map(|t| t.seq.to_le_bytes()).collect();
         worker.blobs.insert((gather, rank), blob.clone());
-        worker.phase = Phase::Agreeing;
+        worker.phase = WorkerPhase::Agreeing;
         let chunk = M::tensor(blob.len());
         chunk.write(|bytes| bytes.copy_from_slice(&blob));
         let header = Header { seq: gather, payload_bytes: blob.len() as u32, ..Header::control(Kind::Blob) };
@@ -432,7 +432,7 @@ impl<M: SimMemory> World<M> {
                 tensor.seq = tensor.seq.max(Seq::from_le_bytes([seq[0], seq[1], seq[2], seq[3]]));
             }
         }
-        worker.phase = Phase::Running;
+        worker.phase = WorkerPhase::Running;
         true
     }
 
@@ -446,7 +446,7 @@ impl<M: SimMemory> World<M> {
             let kept = self.workers[rank.index()].tensors.iter().flatten().flatten().next();
             self.hoard.extend(kept.map(|tensor| tensor.memory.clone()));
         }
-        self.workers[rank.index()].phase = Phase::Finishing;
+        self.workers[rank.index()].phase = WorkerPhase::Finishing;
         self.trace(|| format!("rank {rank} is through"));
         Ok(true)
     }
