@@ -39,7 +39,7 @@ from penstock import errors, sharing
 from penstock.addresses import host_identity
 from penstock.boards import Board, first_line, open_board, polls
 from penstock.errors import ConfigError, PenstockError, ProtocolError, Timeout
-from penstock.sealing import Message, peek, seal, unseal
+from penstock.sealing import SealedMessage, peek, seal, unseal
 
 if TYPE_CHECKING:
     from penstock.launchers import Launch
@@ -160,7 +160,7 @@ class _Meeting(ABC):
             raise _told(message.body["error"])
         return message.body
 
-    def _objection(self, message: Message | None, sender: int) -> PenstockError:
+    def _objection(self, message: SealedMessage | None, sender: int) -> PenstockError:
         """Why a message is not believed."""
         if message is None:
             return ProtocolError(
@@ -252,7 +252,7 @@ class _Leader(_Meeting):
         super().__init__(board, launch, version, deadline)
         self.lanes = lanes
         self.nonces: dict[int, str] = {}  # of the ranks that have arrived
-        self.shared = sharing.Shared(self.options, board.private)
+        self.shared = sharing.SharedSecret(self.options, board.private)
         self.secret = self.shared.secret
 
     def meet(self) -> Agreement:
@@ -474,7 +474,7 @@ class _Follower(_Meeting):
         brought = {"nonce": self.nonce, "host": host_identity(), "lanes": self.options.lanes, **agreed}
         self._put("arrival", brought, rank=self.rank, keep=keep)
 
-    def _disbelieve(self, message: Message | None, error: PenstockError) -> str:
+    def _disbelieve(self, message: SealedMessage | None, error: PenstockError) -> str:
         """What to do about an opening that proves nothing: see whether it comes back."""
         self.insisted += 1
         if self.insisted < INSISTENCE:

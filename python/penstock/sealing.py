@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Message", "peek", "seal", "unseal"]
+__all__ = ["SealedMessage", "peek", "seal", "unseal"]
 
 
 @dataclass(frozen=True)
-class Message:
+class SealedMessage:
     """What was left under a key.
 
     Attributes:
@@ -44,7 +44,7 @@ def seal(version: str, secret: bytes | None, given: bool, key: str, body: Mappin
     return json.dumps({"penstock": version, "given": given, "body": text, "proof": proof}).encode()
 
 
-def unseal(data: bytes, secret: bytes | None, key: str) -> Message | None:
+def unseal(data: bytes, secret: bytes | None, key: str) -> SealedMessage | None:
     """The message that was left for `key`, or None if this is none. Without a secret nothing counts as proven."""
     try:
         envelope = json.loads(data)
@@ -58,9 +58,9 @@ def unseal(data: bytes, secret: bytes | None, key: str) -> Message | None:
     # As bytes, because text beyond ASCII cannot be compared in constant time.
     expected = None if secret is None else _proof(secret, key, version, given, text)
     proven = expected is not None and hmac.compare_digest(expected.encode(), proof.encode(errors="replace"))
-    return Message(version, given, body, proven)
+    return SealedMessage(version, given, body, proven)
 
 
-def peek(data: bytes) -> Message | None:
+def peek(data: bytes) -> SealedMessage | None:
     """What a message says, unproven."""
     return unseal(data, None, "")

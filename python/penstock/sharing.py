@@ -25,7 +25,7 @@ from penstock.config import MAKE_A_SECRET, Options
 from penstock.errors import AuthenticationError, ConfigError
 
 __all__ = [
-    "Shared",
+    "SharedSecret",
     "made_secret_not_taken",
     "needs_a_given_secret",
     "one_was_given_a_secret",
@@ -38,7 +38,7 @@ _KEY = "secret"
 _SAME = "set the same PENSTOCK_SECRET on every rank"
 
 
-class Shared:
+class SharedSecret:
     """Rank 0's secret and how the others come by it.
 
     Args:
@@ -86,7 +86,7 @@ def take(announcement: Mapping[str, Any], options: Options, confidential: bool) 
     Args:
         announcement: What rank 0 says, unproven: anybody may have written it.
         options: Of this rank.
-        confidential: As for `Shared`.
+        confidential: As for `SharedSecret`.
 
     Raises:
         AuthenticationError: Only one of the two ranks was given a secret.

@@ -169,7 +169,7 @@ def test_the_store_of_a_program_follows_the_same_rule(monkeypatch):
 
 def test_a_directory_that_a_stranger_names_is_not_believed(temporary, monkeypatch):
     """Only a private one of this user counts, and it is neither made nor changed."""
-    mine = sharing.Shared(Options(), confidential=False)
+    mine = sharing.SharedSecret(Options(), confidential=False)
     assert sharing.take(mine.announcement, Options(rank=1), confidential=False) == mine.secret
     place = Path(str(mine.announcement["directory"]))
     place.chmod(0o755)

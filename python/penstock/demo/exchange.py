@@ -16,7 +16,7 @@ REFERENCE = -1
 
 
 @dataclass(frozen=True)
-class Job:
+class DemoJob:
     """What every process of a demo must know."""
 
     workers: int
@@ -57,13 +57,13 @@ class Directory:
         """Parameters of one process at ``moment``: ``first`` or ``end``; a NumPy archive."""
         return self.path / f"{_who(rank)}-{moment}.npz"
 
-    def write_job(self, job: Job) -> None:
+    def write_job(self, job: DemoJob) -> None:
         """Tell the processes what to do."""
         _write(self.path / "job.json", asdict(job))
 
-    def read_job(self) -> Job:
+    def read_job(self) -> DemoJob:
         """What to do."""
-        return Job(**_read(self.path / "job.json"))
+        return DemoJob(**_read(self.path / "job.json"))
 
     def write_result(self, rank: int, result: dict[str, Any]) -> None:
         """Leave the outcome of one process."""

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.demo.data import Dataset
-from penstock.demo.exchange import Job
+from penstock.demo.exchange import DemoJob
 
 LEARNING_RATE = 0.1
 
 
-class Network(nn.Module):
+class DemoNet(nn.Module):
     """Two convolutions and two linear layers, about 150,000 parameters for digits."""
 
     def __init__(self, channels: int, height: int, width: int, class_count: int) -> None:
@@ -41,12 +41,12 @@ class Network(nn.Module):
         return logits
 
 
-def build(job: Job, data: Dataset) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Network, optimizer and learning-rate schedule. Alike in all processes: it depends on the seed only."""
+def build(job: DemoJob, data: Dataset) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """DemoNet, optimizer and learning-rate schedule. Alike in all processes: it depends on the seed only."""
     torch.set_num_threads(1)  # the bits of a sum depend on how many threads share it
     torch.manual_seed(job.seed)
     _, channels, height, width = data.train_x.shape
-    model = Network(channels, height, width, data.class_count)
+    model = DemoNet(channels, height, width, data.class_count)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9, weight_decay=5e-4)
     total = step_count(job, data)
     warm_up = max(1, total // 10)
@@ -57,12 +57,12 @@ def build(job: Job, data: Dataset) -> tuple[nn.Module, torch.optim.Optimizer, to
     return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_rate)
 
 
-def step_count(job: Job, data: Dataset) -> int:
+def step_count(job: DemoJob, data: Dataset) -> int:
     """Steps of the whole training; samples that do not fill a batch are left out of their epoch."""
     return job.epochs * (len(data.train_y) // job.global_batch)
 
 
-def batches(job: Job, data: Dataset, first: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(job: DemoJob, data: Dataset, first: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Samples ``first`` to ``first + count`` of every step's global batch.
 
     The order is drawn for a whole epoch from the seed, whoever asks.

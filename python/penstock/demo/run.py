@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.account import summary
 from penstock.demo import data as samples
-from penstock.demo.exchange import REFERENCE, Directory, Job
+from penstock.demo.exchange import REFERENCE, DemoJob, Directory
 from penstock.demo.failures import DataError
 from penstock.demo.processes import Processes
 
@@ -63,7 +63,7 @@ def run(options: DemoOptions) -> dict[str, Any]:
     steps = epochs * (len(dataset.train_y) // (batch_per_worker * options.workers))
     if steps == 0:
         raise DataError(f"--data {options.data}: {len(dataset.train_y)} images, fewer than one batch")
-    job = Job(
+    job = DemoJob(
         workers=options.workers,
         epochs=epochs,
         batch_per_worker=batch_per_worker,

@@ -19,7 +19,7 @@ from torch import nn
 
 from penstock.demo import recipe
 from penstock.demo.data import Dataset
-from penstock.demo.exchange import REFERENCE, Directory, Job
+from penstock.demo.exchange import REFERENCE, DemoJob, Directory
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def train_together(directory: Directory, rank: int) -> None:
     ps.init(rank=rank, world_size=job.workers, rendezvous=directory.rendezvous.as_uri())
     model, optimizer, schedule = recipe.build(job, data)
     model, optimizer = ps.distribute(model, optimizer)
-    watch = Watch(directory, job, rank)
+    log = ProgressLog(directory, job, rank)
     mine = recipe.batches(job, data, first=rank * job.batch_per_worker, count=job.batch_per_worker)
     for x, y in mine:
         loss = F.cross_entropy(model(x), y)
@@ -51,9 +51,9 @@ def train_together(directory: Directory, rank: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        watch.step_done(model, loss)
+        log.step_done(model, loss)
     end = parameters(model)
-    train_s = watch.elapsed_s()
+    train_s = log.elapsed_s()
     report = ps.report()
     ps.shutdown()
 
@@ -68,15 +68,15 @@ def train_alone(directory: Directory) -> None:
     """The same training in one process with plain torch, and how far rank 0 of the workers ended from it."""
     job, data = directory.read_job(), Dataset.load(directory.data)
     model, optimizer, schedule = recipe.build(job, data)
-    watch = Watch(directory, job, REFERENCE)
+    log = ProgressLog(directory, job, REFERENCE)
     for x, y in recipe.batches(job, data, first=0, count=job.global_batch):
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        watch.step_done(model, loss)
-    train_s = watch.elapsed_s()
+        log.step_done(model, loss)
+    train_s = log.elapsed_s()
     np.savez(directory.parameters(REFERENCE, "end"), **parameters(model))
     directory.write_result(
         REFERENCE,
@@ -90,10 +90,10 @@ def train_alone(directory: Directory) -> None:
     )
 
 
-class Watch:
+class ProgressLog:
     """Notes progress, and the parameters after the first steps; ends a process whose launcher has died."""
 
-    def __init__(self, directory: Directory, job: Job, rank: int) -> None:
+    def __init__(self, directory: Directory, job: DemoJob, rank: int) -> None:
         self._directory, self._job, self._rank = directory, job, rank
         self._progress = directory.progress(rank).open("w", encoding="utf-8", buffering=1)
         self._steps = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Link", "Verdict", "judge", "rounds"]
+__all__ = ["Link", "Outlier", "judge", "rounds"]
 
 SLOW = 0.7
 """A link is slow below this part of the usual rate, which the fastest quarter of all links reach."""
@@ -46,7 +46,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Outlier:
     """A link, pair or rank that stands out, and why, in words."""
 
     kind: str
@@ -78,7 +78,7 @@ def _rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s * 8 / 1e6:,.0f} Mbit/s"
 
 
-def judge(links: Sequence[Link], names: Sequence[str]) -> list[Verdict]:
+def judge(links: Sequence[Link], names: Sequence[str]) -> list[Outlier]:
     """The slow, asymmetric and late links; a rank whose links are all slow in a direction is named instead of them.
 
     Args:
@@ -102,21 +102,21 @@ def judge(links: Sequence[Link], names: Sequence[str]) -> list[Verdict]:
             if len(of) > 1 and all(link in slow for link in of):
                 rate = _quantile([link.rate for link in of], 0.5)
                 text = f"rank {rank} ({name}) {direction} slowly: {_rate(rate)} on all of its links, not {_rate(usual)}"
-                found.append(Verdict("slow rank", (rank,), text))
+                found.append(Outlier("slow rank", (rank,), text))
                 told.update((link.source, link.target) for link in of)
     for link in slow:
         if (link.source, link.target) not in told:
             text = f"{_between(link, names)} is slow: {_rate(link.rate)}, {_rate(usual)} is usual"
-            found.append(Verdict("slow link", (link.source, link.target), text))
+            found.append(Outlier("slow link", (link.source, link.target), text))
     found += _asymmetric(links, names)
     for link in links:
         if link.latency_s > max(LATE * latency, latency + LATE_MIN_S):
             text = f"{_between(link, names)} is late: {link.latency_s * 1e6:,.0f} us, {latency * 1e6:,.0f} us is usual"
-            found.append(Verdict("late link", (link.source, link.target), text))
+            found.append(Outlier("late link", (link.source, link.target), text))
     return found
 
 
-def _asymmetric(links: Iterable[Link], names: Sequence[str]) -> list[Verdict]:
+def _asymmetric(links: Iterable[Link], names: Sequence[str]) -> list[Outlier]:
     by_ends = {(link.source, link.target): link for link in links}
     found = []
     for (source, target), link in by_ends.items():
@@ -125,7 +125,7 @@ def _asymmetric(links: Iterable[Link], names: Sequence[str]) -> list[Verdict]:
             fast, slow = (link, back) if link.rate > back.rate else (back, link)
             if fast.rate > ASYMMETRIC * slow.rate:
                 text = f"{_between(slow, names)} runs at {_rate(slow.rate)}, the way back at {_rate(fast.rate)}"
-                found.append(Verdict("asymmetric pair", (slow.source, slow.target), text))
+                found.append(Outlier("asymmetric pair", (slow.source, slow.target), text))
     return found
 
 

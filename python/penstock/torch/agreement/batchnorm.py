@@ -39,7 +39,7 @@ FORWARD, BACKWARD = 0, 1
 NAMES = ("statistics in forward", "sums in backward")
 
 
-class Part(NamedTuple):
+class ChannelNumbers(NamedTuple):
     """What one rank sent: how many values of each channel it has, and two numbers of each channel, of shape (2, C)."""
 
     values: int
@@ -104,7 +104,7 @@ class SyncedNorms:
                 )
 
     @settled
-    def exchange(self, norm: Norm, direction: int, values: int, numbers: Tensor) -> list[Part]:
+    def exchange(self, norm: Norm, direction: int, values: int, numbers: Tensor) -> list[ChannelNumbers]:
         """Every rank's part, in rank order; of ranks that have left (`penstock.join`) none.
 
         Args:
@@ -155,13 +155,13 @@ class Norm:
         self.place = place
         self.channels = channels
 
-    def decoded(self, sent: Tensor, rank: int) -> Part:
+    def decoded(self, sent: Tensor, rank: int) -> ChannelNumbers:
         """What a rank sent."""
         (values,) = sent[: WORD_BYTES * HEADER].view(torch.int64).tolist()
         body = sent[WORD_BYTES * HEADER :].clone()  # aligned
         for dtype in (torch.float32, WIDEST):
             if body.numel() == 2 * self.channels * dtype.itemsize:
-                return Part(values, body.view(dtype).view(2, self.channels).to(WIDEST))
+                return ChannelNumbers(values, body.view(dtype).view(2, self.channels).to(WIDEST))
         raise ProtocolError(f"SyncBatchNorm {self.layer}: rank {rank} sent {body.numel()} bytes", rank=rank)
 
     def combined(self, values: int, numbers: Tensor) -> tuple[int, Tensor, Tensor]:

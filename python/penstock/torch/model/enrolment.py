@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["check_forward", "distributed_name", "distributed_twice", "enroll", "refuse_late_parameters"]
 
 
-class Members:
+class Enrolment:
     """The parameters of one distributed model, by id. Its modules hold it.
 
     Args:
@@ -53,17 +53,17 @@ class Members:
             return False
 
 
-_of_module: weakref.WeakKeyDictionary[nn.Module, Members] = weakref.WeakKeyDictionary()
-_of_param: weakref.WeakValueDictionary[int, Members] = weakref.WeakValueDictionary()
+_of_module: weakref.WeakKeyDictionary[nn.Module, Enrolment] = weakref.WeakKeyDictionary()
+_of_param: weakref.WeakValueDictionary[int, Enrolment] = weakref.WeakValueDictionary()
 _checked: weakref.WeakKeyDictionary[Optimizer, object] = weakref.WeakKeyDictionary()  # the groups that were looked at
 _hooked = False
 
 
 def enroll(model: nn.Module, engine: Engine) -> None:
     """From now on this model, as it is, is distributed."""
-    members = Members(model, engine)
-    _add(model, members)
-    _of_param.update(dict.fromkeys(members.names, members))
+    enrolment = Enrolment(model, engine)
+    _add(model, enrolment)
+    _of_param.update(dict.fromkeys(enrolment.names, enrolment))
     _checked.clear()
     global _hooked
     if not _hooked:
@@ -73,16 +73,16 @@ def enroll(model: nn.Module, engine: Engine) -> None:
         register_optimizer_step_pre_hook(_on_step)
 
 
-def _add(model: nn.Module, members: Members) -> None:
+def _add(model: nn.Module, enrolment: Enrolment) -> None:
     for module in model.modules():
         if not isinstance(module, torch.jit.ScriptModule):
-            _of_module[module] = members
+            _of_module[module] = enrolment
 
 
 def distributed_name(param: Tensor) -> str | None:
     """The name of a parameter in the model that it is distributed with, in the job that runs."""
-    members = _of_param.get(id(param))
-    return None if members is None or not members.is_live() else members.names[id(param)]
+    enrolment = _of_param.get(id(param))
+    return None if enrolment is None or not enrolment.is_live() else enrolment.names[id(param)]
 
 
 def distributed_twice(name: str) -> ConfigError:
@@ -92,19 +92,19 @@ def distributed_twice(name: str) -> ConfigError:
 
 def _on_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
     if not torch.compiler.is_compiling():
-        members = _of_module.get(module)
-        if members is not None and members.is_live():
+        enrolment = _of_module.get(module)
+        if enrolment is not None and enrolment.is_live():
             _refuse(module, name, param)
 
 
 def _on_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     if submodule is None or torch.compiler.is_compiling():
         return
-    members = _of_module.get(module)
-    if members is not None and members.is_live():
+    enrolment = _of_module.get(module)
+    if enrolment is not None and enrolment.is_live():
         for path, param in submodule.named_parameters():
             _refuse(module, f"{name}.{path}", param)
-        _add(submodule, members)
+        _add(submodule, enrolment)
         return
     wrapper = averages_by_itself(module)
     if wrapper is not None and any(distributed_name(param) is not None for param in submodule.parameters()):

@@ -30,7 +30,7 @@ END_S = 10.0
 """How long the end of the interpreter waits for the unit that is under way."""
 
 
-class Worker(Protocol):
+class BackgroundWork(Protocol):
     """What the thread works on."""
 
     turn: Turn
@@ -103,11 +103,11 @@ class Background:
         self._name = name
         self._threads = threads
         self._thread: threading.Thread | None = None
-        self._given: SimpleQueue[tuple[weakref.ref[Worker], bool]] = SimpleQueue()
+        self._given: SimpleQueue[tuple[weakref.ref[BackgroundWork], bool]] = SimpleQueue()
         self._at_work = threading.Lock()
         self._closing = False
 
-    def give(self, worker: Worker) -> None:
+    def give(self, worker: BackgroundWork) -> None:
         """Work on this, among others, until it says that nothing is left. Called by the program's thread."""
         if self._thread is None:
             ready = threading.Event()
@@ -151,7 +151,7 @@ UPDATES = Background("penstock-updates", threads=1)
 REBUILDS = Background("penstock-rebuilds", threads=None)
 
 
-def _one_unit(find: weakref.ref[Worker]) -> bool:
+def _one_unit(find: weakref.ref[BackgroundWork]) -> bool:
     """Whether there is more to do. Between units nothing here holds the worker."""
     worker = find()
     if worker is None:

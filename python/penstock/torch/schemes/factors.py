@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.runtime.memory import Reused
 from penstock.torch.schemes.gather import Part, Submitter, computing_with, sum_type
-from penstock.torch.schemes.rows import Call, Rows, capturing
+from penstock.torch.schemes.rows import LayerCall, Rows, capturing
 
 __all__ = ["LinearFactors", "numerics"]
 
@@ -51,7 +51,7 @@ class LinearFactors(Rows):
         outputs, inputs = self.weight.param.shape
         return self.weight.dtype, inputs, self.weight.dtype, outputs
 
-    def merged(self, calls: Sequence[Call]) -> tuple[Tensor, Tensor]:
+    def merged(self, calls: Sequence[LayerCall]) -> tuple[Tensor, Tensor]:
         """All rows, one call after the other."""
         if len(calls) == 1:
             return calls[0].given.contiguous(), calls[0].upstream.contiguous()

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.runtime.memory import Reused
 from penstock.torch.schemes.gather import Part, Submitter, sum_type
-from penstock.torch.schemes.rows import Call, Rows, capturing
+from penstock.torch.schemes.rows import LayerCall, Rows, capturing
 
 __all__ = ["EmbeddingPairs"]
 
@@ -47,7 +47,7 @@ class EmbeddingPairs(Rows):
         small = self.weight.param.shape[0] <= torch.iinfo(torch.int32).max
         return torch.int32 if small and self.weight.dtype.itemsize <= 4 else torch.int64
 
-    def merged(self, calls: Sequence[Call]) -> tuple[Tensor, Tensor]:
+    def merged(self, calls: Sequence[LayerCall]) -> tuple[Tensor, Tensor]:
         """Each index once, ascending, without the padding index, and the sums of its rows."""
         indices = torch.cat([call.given.view(-1) for call in calls]).long()
         rows = torch.cat([call.upstream for call in calls])
@@ -63,7 +63,7 @@ class EmbeddingPairs(Rows):
 
     def products(self, given: Tensor, upstream: Tensor) -> list[Tensor]:
         """The table's gradient as autograd would have made it, dense."""
-        given, upstream = self.merged([Call(given, upstream, 1)])
+        given, upstream = self.merged([LayerCall(given, upstream, 1)])
         dense = torch.zeros(self.weight.param.shape, dtype=self.weight.dtype)
         return [dense.index_copy_(0, given.view(-1).long(), upstream)]
 

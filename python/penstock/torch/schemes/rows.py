@@ -26,7 +26,7 @@ from penstock.torch.reads.safety import defer, restore
 from penstock.torch.schemes.gather import OWN, Contribution, Gather, Part, Submitter
 from penstock.torch.schemes.survey import foreign_hooks
 
-__all__ = ["Call", "Rows", "capturing"]
+__all__ = ["LayerCall", "Rows", "capturing"]
 
 _current_task: Any = torch._C._current_graph_task_id
 _will_execute: Any = torch._C._will_engine_execute_node
@@ -34,7 +34,7 @@ _transforming: Any = torch._C._are_functorch_transforms_active
 _tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """What one call of the layer contributes.
 
     Its input or its indices, and the gradient of its output, both with K rows; and for which of the layer's
@@ -55,8 +55,8 @@ class Rows(Gather):
         super().__init__(submitter, index, layer, module, slots)
         self.weight = slots[0]
         self._task = -1  # the autograd graph task whose calls are in `_fresh`
-        self._fresh: list[Call] = []  # of this backward
-        self._held: list[Call] = []  # of backwards under no_sync; copies
+        self._fresh: list[LayerCall] = []  # of this backward
+        self._held: list[LayerCall] = []  # of backwards under no_sync; copies
         self._made = self._whole = 0  # contributions since `whole_share` was asked that were not empty, and whole ones
         self._whole_share = 0.0
         self._decides_itself = hasattr(module, "send_rows_to")  # in its backward
@@ -68,7 +68,7 @@ class Rows(Gather):
         """Bytes of one row on the wire."""
 
     @abstractmethod
-    def merged(self, calls: Sequence[Call]) -> tuple[Tensor, Tensor]:
+    def merged(self, calls: Sequence[LayerCall]) -> tuple[Tensor, Tensor]:
         """Of several calls the rows to send, contiguous; of one call perhaps as they are."""
 
     @abstractmethod
@@ -162,7 +162,7 @@ class Rows(Gather):
         if task != self._task:
             self._task = task
             self._fresh.clear()  # left over from a backward that failed
-        self._fresh.append(Call(given, upstream, self.wanted()))
+        self._fresh.append(LayerCall(given, upstream, self.wanted()))
 
     def nothing_dense(self, slot: Slot) -> None:
         """What there is was recorded as rows."""
@@ -175,7 +175,7 @@ class Rows(Gather):
         """Under no_sync: keep copies, because the program may write the tensors before the rows are sent."""
         for call in self._fresh:
             given, upstream = self.merged([call])
-            self._held.append(Call(given.clone(), upstream.clone(), call.mask))
+            self._held.append(LayerCall(given.clone(), upstream.clone(), call.mask))
         self._fresh.clear()
         for slot in self.slots:
             if self.holds(slot):
@@ -244,7 +244,7 @@ class Rows(Gather):
             return self.blob(header._replace(form=OWN if mask else 0), ())
         return self.blob(header._replace(form=OWN), (given, upstream))
 
-    def _with_products(self, local: list[Tensor | None], calls: Sequence[Call]) -> list[Tensor | None]:
+    def _with_products(self, local: list[Tensor | None], calls: Sequence[LayerCall]) -> list[Tensor | None]:
         for call in calls:
             for place, product in enumerate(self.products(call.given, call.upstream)):
                 if call.mask & 1 << place:
@@ -254,13 +254,13 @@ class Rows(Gather):
 
     # Back
 
-    def rows_of(self, part: Part) -> Call:
+    def rows_of(self, part: Part) -> LayerCall:
         """The rows of a contribution."""
         given_type, given_width, upstream_type, upstream_width = self.wire_types()
         given = part.read(self.header_bytes, torch.empty(part.header.rows, given_width, dtype=given_type))
         offset = self.header_bytes + given.numel() * given.element_size()
         upstream = part.read(offset, torch.empty(part.header.rows, upstream_width, dtype=upstream_type))
-        return Call(given, upstream, part.header.mask)
+        return LayerCall(given, upstream, part.header.mask)
 
 
 def capturing(gather: Rows, weight: Tensor) -> bool:
