@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.schemes.factors import LinearFactors
-from penstock.torch.schemes.gather import DENSE, Contribution, Gather, Part, Submitter
+from penstock.torch.schemes.gather import DENSE, Contribution, ContributionHeader, Gather, Submitter
 
 __all__ = ["FactorsToOwner", "OwnerDuties"]
 
@@ -82,7 +82,7 @@ class FactorsToOwner(LinearFactors):
                 self._sendable(slot, average) if mask >> place & 1 else None
                 for place, (slot, average) in enumerate(zip(self.slots, averages, strict=True))
             ]
-            header = Contribution(DENSE, mask, 0, 1, (0,) * len(self.slots), (0,) * len(self.slots))
+            header = ContributionHeader(DENSE, mask, 0, 1, (0,) * len(self.slots), (0,) * len(self.slots))
             blob = self.blob(header, [average for average in averages if average is not None])
         # Perhaps after this rank's step(), which counts on: the others have said theirs.
         submitter.submit_gather(self.down, blob, self._step)
@@ -105,7 +105,7 @@ class FactorsToOwner(LinearFactors):
         engine.wait(book, [self.index, self.down])
         length = engine.gathered(book, self.down)[self.owner]
         assert length is not None  # nobody leaves a job with such layers
-        part = Part(self, self.owner, length, self.down)
+        part = Contribution(self, self.owner, length, self.down)
         averages: list[Tensor | None] = [None] * len(self.slots)
         for place, dense in part.dense():
             averages[place] = dense.to(self.slots[place].dtype)

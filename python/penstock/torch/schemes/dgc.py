@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.lossy import DENSITY_MAX, DGC, index_bytes
 from penstock.torch.schemes.error_feedback import Lossy
-from penstock.torch.schemes.gather import Part, sum_type
+from penstock.torch.schemes.gather import Contribution, sum_type
 
 __all__ = ["DGCGather", "largest"]
 
@@ -104,7 +104,7 @@ class DGCGather(Lossy[DGC]):
         """The velocity, since the optimizer has none."""
         return self._velocity(place, grad)[1] if self.options.momentum > 0.0 else grad
 
-    def add_short(self, place: int, part: Part, offset: int, total: Tensor) -> None:
+    def add_short(self, place: int, part: Contribution, offset: int, total: Tensor) -> None:
         """Each value to its place."""
         count = part.header.sizes[place]
         indices = part.read(offset, torch.empty(count, dtype=self._index_type(place)))

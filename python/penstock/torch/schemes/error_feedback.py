@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from penstock import description
 from penstock.lossy import LossyScheme
 from penstock.torch.model.layers import Layer, Slot
-from penstock.torch.schemes.gather import OWN, Contribution, Gather, Part, Submitter, is_cleared, sum_type
+from penstock.torch.schemes.gather import OWN, Contribution, ContributionHeader, Gather, Submitter, is_cleared, sum_type
 
 __all__ = ["EXACT", "Lossy"]
 
@@ -84,7 +84,7 @@ class Lossy(Gather, Generic[OptionsT]):
         """The most that `short_bytes` may be."""
 
     @abstractmethod
-    def add_short(self, place: int, part: Part, offset: int, total: Tensor) -> None:
+    def add_short(self, place: int, part: Contribution, offset: int, total: Tensor) -> None:
         """Add one rank's contribution, which is at `offset`, to the sum."""
 
     def before_sending(self, local: list[Tensor | None]) -> list[Tensor | None]:
@@ -105,7 +105,7 @@ class Lossy(Gather, Generic[OptionsT]):
             for place, slot in enumerate(self.slots)
         )
 
-    def body_bytes(self, header: Contribution) -> int | None:
+    def body_bytes(self, header: ContributionHeader) -> int | None:
         """Bytes of all parameters."""
         total = 0
         for place in range(len(self.slots)):
@@ -175,7 +175,7 @@ class Lossy(Gather, Generic[OptionsT]):
 
     # Back
 
-    def averages(self, parts: Sequence[Part], ranks: int) -> list[Tensor | None]:
+    def averages(self, parts: Sequence[Contribution], ranks: int) -> list[Tensor | None]:
         """The sum in rank order, divided once."""
         totals: list[Tensor | None] = [None] * len(self.slots)
         for part in parts:

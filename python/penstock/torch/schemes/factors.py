@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.runtime.memory import Reused
-from penstock.torch.schemes.gather import Part, Submitter, computing_with, sum_type
+from penstock.torch.schemes.gather import Contribution, Submitter, computing_with, sum_type
 from penstock.torch.schemes.rows import LayerCall, Rows, capturing
 
 __all__ = ["LinearFactors", "numerics"]
@@ -61,7 +61,7 @@ class LinearFactors(Rows):
         """As autograd would have computed them."""
         return [torch.mm(upstream.t(), given), *([upstream.sum(0)] if len(self.slots) > 1 else [])]
 
-    def averages(self, parts: Sequence[Part], ranks: int) -> list[Tensor | None]:
+    def averages(self, parts: Sequence[Contribution], ranks: int) -> list[Tensor | None]:
         """One product of all ranks' rows. The few rows of dY are divided, not the large product."""
         parts = [part for part in parts if part.header.rows]
         if not parts:

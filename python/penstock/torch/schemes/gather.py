@@ -31,8 +31,8 @@ __all__ = [
     "DENSE",
     "OWN",
     "Contribution",
+    "ContributionHeader",
     "Gather",
-    "Part",
     "Submitter",
     "changed_in_flight",
     "computing_with",
@@ -45,7 +45,7 @@ COMMON_WORDS = 4  # of a header; two more for each parameter
 OWN, DENSE = 1, 2
 
 
-class Contribution(NamedTuple):
+class ContributionHeader(NamedTuple):
     """The header of one rank's part as it is on the wire; a body follows, which is read when needed.
 
     Attributes:
@@ -69,7 +69,7 @@ class Contribution(NamedTuple):
         return [self.form, self.mask, self.rows, self.threads, *self.bases, *self.sizes]
 
     @classmethod
-    def decode(cls, words: Sequence[int]) -> Contribution:
+    def decode(cls, words: Sequence[int]) -> ContributionHeader:
         """From a header's words."""
         form, mask, rows, threads, *others = words
         half = len(others) // 2
@@ -166,11 +166,11 @@ class Gather(ABC):
         """This rank's contribution as bytes, and ``.grad`` left with nothing but an earlier average; see `taken`."""
 
     @abstractmethod
-    def body_bytes(self, header: Contribution) -> int | None:
+    def body_bytes(self, header: ContributionHeader) -> int | None:
         """Bytes behind a header of the scheme's own form; `None` if there can be no such header."""
 
     @abstractmethod
-    def averages(self, parts: Sequence[Part], ranks: int) -> list[Tensor | None]:
+    def averages(self, parts: Sequence[Contribution], ranks: int) -> list[Tensor | None]:
         """Of contributions of the scheme's own form, by rank, the sum divided by `ranks`, in the type of sums."""
 
     @abstractmethod
@@ -306,7 +306,7 @@ class Gather(ABC):
                 slot.param.grad = grad
                 slot.flight.keep_own()
 
-    def taken(self) -> tuple[Contribution, list[Tensor | None]]:
+    def taken(self) -> tuple[ContributionHeader, list[Tensor | None]]:
         """What ``.grad`` holds beyond an earlier average, which alone is left there, and a header that names that."""
         local: list[Tensor | None] = []
         bases = [0] * len(self.slots)
@@ -326,10 +326,10 @@ class Gather(ABC):
             local.append(grad)
             slot.param.grad = base
             slot.flight.adds_to(base)
-        header = Contribution(0, mask, 0, torch.get_num_threads(), tuple(bases), (0,) * len(self.slots))
+        header = ContributionHeader(0, mask, 0, torch.get_num_threads(), tuple(bases), (0,) * len(self.slots))
         return header, local
 
-    def dense(self, header: Contribution, local: Sequence[Tensor | None], why: str) -> Tensor:
+    def dense(self, header: ContributionHeader, local: Sequence[Tensor | None], why: str) -> Tensor:
         """A contribution of the gradients themselves; zeros where the header says that there is something.
 
         Args:
@@ -358,7 +358,7 @@ class Gather(ABC):
                 layer=self.layer.name,
             )
 
-    def blob(self, header: Contribution, parts: Sequence[Tensor]) -> Tensor:
+    def blob(self, header: ContributionHeader, parts: Sequence[Tensor]) -> Tensor:
         """Header and body as bytes, in fresh memory."""
         flat = [part.reshape(-1).view(torch.uint8) for part in parts if part.numel()]
         head = torch.tensor(header.encode(), dtype=torch.int64).view(torch.uint8)
@@ -400,7 +400,7 @@ class Gather(ABC):
         """Of all contributions: for which parameters there is something, as bits, and the averages."""
         engine, book = self.submitter.engine, self.submitter.id
         lengths = engine.gathered(book, self.index)
-        parts = [Part(self, rank, length) for rank, length in enumerate(lengths) if length is not None]
+        parts = [Contribution(self, rank, length) for rank, length in enumerate(lengths) if length is not None]
         self._check_bases(parts)
         mask = 0
         for part in parts:
@@ -433,7 +433,7 @@ class Gather(ABC):
             average = base + average.to(slot.dtype) if base.layout is not torch.strided else average.add_(base)
         return mark_average(self.finished(average.to(slot.dtype)), self.seq)
 
-    def _check_bases(self, parts: Sequence[Part]) -> None:
+    def _check_bases(self, parts: Sequence[Contribution]) -> None:
         first = parts[0]
         for part in parts:
             if part.header.bases != first.header.bases:
@@ -465,7 +465,7 @@ class Gather(ABC):
                     del slot.param.grad._penstock_average  # type: ignore[union-attr]
 
 
-class Part:
+class Contribution:
     """One rank's contribution, read from the engine or, this rank's own, from where it was packed.
 
     Attributes:
@@ -482,7 +482,7 @@ class Part:
         if len_bytes < gather.header_bytes:
             raise self.wrong()
         words = self.read(0, torch.empty(gather.header_bytes // WORD_BYTES, dtype=torch.int64))
-        self.header = Contribution.decode(words.tolist())
+        self.header = ContributionHeader.decode(words.tolist())
         header, count = self.header, len(gather.slots)
         if header.form not in (0, OWN, DENSE) or header.threads < 1 or not 0 <= header.mask < 1 << count:
             raise self.wrong()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.lossy import OneBit
 from penstock.torch.schemes.error_feedback import Lossy
-from penstock.torch.schemes.gather import Part, sum_type
+from penstock.torch.schemes.gather import Contribution, sum_type
 
 __all__ = ["OneBitGather", "pack_bits", "unpack_bits"]
 
@@ -64,7 +64,7 @@ class OneBitGather(Lossy[OneBit]):
         values.sub_(torch.where(bits, means[0], means[1]))
         return 1, [pack_bits(bits), means]
 
-    def add_short(self, place: int, part: Part, offset: int, total: Tensor) -> None:
+    def add_short(self, place: int, part: Contribution, offset: int, total: Tensor) -> None:
         """Each bit as one of its column's two numbers."""
         packed = part.read(offset, torch.empty(self._bits_bytes(place), dtype=torch.uint8))
         means = part.read(offset + packed.numel(), torch.empty(2, total.shape[1], dtype=total.dtype))

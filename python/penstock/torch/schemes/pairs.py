@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.runtime.memory import Reused
-from penstock.torch.schemes.gather import Part, Submitter, sum_type
+from penstock.torch.schemes.gather import Contribution, Submitter, sum_type
 from penstock.torch.schemes.rows import LayerCall, Rows, capturing
 
 __all__ = ["EmbeddingPairs"]
@@ -67,7 +67,7 @@ class EmbeddingPairs(Rows):
         dense = torch.zeros(self.weight.param.shape, dtype=self.weight.dtype)
         return [dense.index_copy_(0, given.view(-1).long(), upstream)]
 
-    def averages(self, parts: Sequence[Part], ranks: int) -> list[Tensor | None]:
+    def averages(self, parts: Sequence[Contribution], ranks: int) -> list[Tensor | None]:
         """Sums of rows, rank by rank."""
         rows = [self.rows_of(part) for part in parts if part.header.rows]
         if not rows:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.reads.safety import defer, restore
-from penstock.torch.schemes.gather import OWN, Contribution, Gather, Part, Submitter
+from penstock.torch.schemes.gather import OWN, Contribution, ContributionHeader, Gather, Submitter
 from penstock.torch.schemes.survey import foreign_hooks
 
 __all__ = ["LayerCall", "Rows", "capturing"]
@@ -129,7 +129,7 @@ class Rows(Gather):
         """No contribution is longer than the gradients."""
         return self.header_bytes + self.dense_bytes
 
-    def body_bytes(self, header: Contribution) -> int | None:
+    def body_bytes(self, header: ContributionHeader) -> int | None:
         """Bytes of as many rows as it says."""
         return header.rows * self.row_bytes() if header.rows >= 0 else None
 
@@ -254,7 +254,7 @@ class Rows(Gather):
 
     # Back
 
-    def rows_of(self, part: Part) -> LayerCall:
+    def rows_of(self, part: Contribution) -> LayerCall:
         """The rows of a contribution."""
         given_type, given_width, upstream_type, upstream_width = self.wire_types()
         given = part.read(self.header_bytes, torch.empty(part.header.rows, given_width, dtype=given_type))
