@@ -50,5 +50,5 @@ pub const PART_BYTES_MAX: usize = 256 << 10;
 pub const OFFERS_MAX: usize = 1 << 16;
 /// Largest number of pieces into which a call cuts a tensor: each is exchanged by itself.
 pub const CALL_PIECES_MAX: usize = 1 << 16;
-/// Largest number of stages of one piece.
-pub const CALL_STAGES_MAX: u32 = 1 << 15;
+/// Largest number of tags of one piece.
+pub const CALL_TAGS_MAX: u32 = 1 << 15;

@@ -49,7 +49,7 @@ pub enum Kind {
     Word = 14,
     /// To all: a piece of this rank's contribution to a gather; `argument` is the length of the whole contribution.
     Gather = 16,
-    /// A whole message of a call; `book`, `slice` and `step` are group, call and stage, `seq` is the call's signature.
+    /// A whole message of a call; `book`, `slice` and `step` are group, call and tag, `seq` is the call's signature.
     Message = 32,
     /// A message of `argument` bytes is there to be asked for.
     Offer = 33,

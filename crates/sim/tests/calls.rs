@@ -118,7 +118,7 @@ fn steps(algorithm: Algorithm, ranks: u32, elems: u64, pieces: u32) -> u32 {
         |me| Shape { action, ranks, me, elem_bytes: 4, inputs: vec![4 * elems], outputs: vec![4 * elems] };
     let chain = |piece| {
         let plans: Vec<Plan> = (0..ranks).map(|me| shape(me).plan(piece)).collect();
-        // By sender, receiver and stage: how many messages come before it, and itself.
+        // By sender, receiver and tag: how many messages come before it, and itself.
         let mut sent = BTreeMap::new();
         let mut at = vec![(0, 0); ranks as usize];
         let done =
@@ -128,12 +128,12 @@ fn steps(algorithm: Algorithm, ranks: u32, elems: u64, pieces: u32) -> u32 {
                 let (round, depth) = at[me as usize];
                 let Some(doing) = plan.rounds.get(round) else { continue };
                 for transfer in &doing.sends {
-                    sent.insert((me, transfer.peer, transfer.stage), depth + 1);
+                    sent.insert((me, transfer.peer, transfer.tag), depth + 1);
                 }
                 let came = doing
                     .receives
                     .iter()
-                    .map(|transfer| sent.get(&(transfer.peer, me, transfer.stage)).copied());
+                    .map(|transfer| sent.get(&(transfer.peer, me, transfer.tag)).copied());
                 if let Some(came) = came.collect::<Option<Vec<u32>>>() {
                     at[me as usize] = (round + 1, came.into_iter().fold(depth, u32::max));
                 }

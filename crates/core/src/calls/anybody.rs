@@ -24,7 +24,7 @@ impl<M: Memory> Calls<M> {
         memory: &mut M,
     ) -> Result<(), Error> {
         let group = running.call.group;
-        let key = Key { group, call: MESSAGES, stage: tag };
+        let key = Key { group, call: MESSAGES, tag };
         let others = self.others(group);
         if let Some(from) = others.iter().find(|member| self.mail[member.index()].has_early(key)) {
             return self.receive_from(running, *from, tag, memory);
@@ -49,7 +49,7 @@ impl<M: Memory> Calls<M> {
         let is_member = self.groups.get(&group).is_some_and(|group| group.members.contains(&from));
         let Some(at) = self.anybodys.iter().position(fits).filter(|_| is_member) else { return Ok(()) };
         // What is kept may be a request for a message instead.
-        if !self.mail[from.index()].has_early(Key { group, call: MESSAGES, stage: tag }) {
+        if !self.mail[from.index()].has_early(Key { group, call: MESSAGES, tag }) {
             return Ok(());
         }
         let running = self.anybodys.remove(at);

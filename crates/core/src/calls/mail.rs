@@ -1,6 +1,6 @@
 //! Messages between this rank and one other: sent, announced, asked for, matched.
 //!
-//! A message has a key (group, call, stage) and is matched with the receives of that key in the order in which both were
+//! A message has a key (group, call, tag) and is matched with the receives of that key in the order in which both were
 //! posted. A short one travels whole ([`Kind::Message`]) as long as the receiver has room for it: a window of bytes per
 //! peer, given back when the program asks for them ([`Kind::Credit`]). A long one, or a short one beyond the window, is
 //! offered ([`Kind::Offer`]); its parts follow once the receiver has memory for them ([`Kind::Ready`]) and go straight
@@ -107,7 +107,7 @@ impl<T> Keyed<T> {
     }
 
     fn of_call(&self, group: GroupId, call: u32) -> impl Iterator<Item = (&Key, &T)> {
-        let at = |stage, order| (Key { group, call, stage }, order);
+        let at = |tag, order| (Key { group, call, tag }, order);
         self.items.range(at(0, 0)..=at(u32::MAX, u64::MAX)).map(|((key, _), item)| (key, item))
     }
 }
@@ -139,7 +139,7 @@ fn cost(len: u32) -> usize {
 }
 
 fn key_of(header: &Header) -> Key {
-    Key { group: header.book, call: header.slice, stage: header.step }
+    Key { group: header.book, call: header.slice, tag: header.step }
 }
 
 fn frame<C>(
@@ -153,7 +153,7 @@ fn frame<C>(
     let header = Header {
         book: key.group,
         slice: key.call,
-        step: key.stage,
+        step: key.tag,
         seq: signature.0,
         argument,
         payload_bytes,

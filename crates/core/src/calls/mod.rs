@@ -90,8 +90,8 @@ struct Running<C> {
 
 impl<C> Running<C> {
     fn name(&self, piece: u32, transfer: &Transfer) -> (Key, Signature) {
-        let stage = piece * limits::CALL_STAGES_MAX + transfer.stage;
-        (Key { group: self.call.group, call: self.number, stage }, self.signature)
+        let tag = piece * limits::CALL_TAGS_MAX + transfer.tag;
+        (Key { group: self.call.group, call: self.number, tag }, self.signature)
     }
 }
 
@@ -286,7 +286,7 @@ impl<M: Memory> Calls<M> {
             Request::ReceiveAny { .. } | Request::Collective(_) => return Ok(()),
         };
         let sends = matches!(call.request, Request::Send { .. });
-        let (id, key) = (call.id, Key { group: call.group, call: MESSAGES, stage: tag });
+        let (id, key) = (call.id, Key { group: call.group, call: MESSAGES, tag });
         let peer = self.groups[&call.group].members[peer as usize];
         let mut missing = 0;
         for number in 0..running.pieces {

@@ -92,7 +92,7 @@ impl Shape {
     }
 
     fn transfer(&self, peer: u32, of: Buffer, piece: &Range<u64>) -> Option<Transfer> {
-        Some(Transfer { peer, stage: 0, bytes: self.part(of, piece)? })
+        Some(Transfer { peer, tag: 0, bytes: self.part(of, piece)? })
     }
 
     fn copy(&self, from: Buffer, to: Buffer, piece: &Range<u64>) -> Option<Local> {
@@ -103,11 +103,11 @@ impl Shape {
     fn barrier(&self) -> Plan {
         let empty = Bytes { of: Buffer::Scratch(0), range: 0..0 };
         let rounds = (0..).map(|k| (k, 1 << k)).take_while(|(_, distance)| *distance < self.ranks);
-        let rounds = rounds.map(|(stage, distance)| Round {
-            sends: vec![Transfer { peer: (self.me + distance) % self.ranks, stage, bytes: empty.clone() }],
+        let rounds = rounds.map(|(tag, distance)| Round {
+            sends: vec![Transfer { peer: (self.me + distance) % self.ranks, tag, bytes: empty.clone() }],
             receives: vec![Transfer {
                 peer: (self.me + self.ranks - distance) % self.ranks,
-                stage,
+                tag,
                 bytes: empty.clone(),
             }],
             then: Vec::new(),
@@ -138,18 +138,18 @@ impl Shape {
         if owner == root {
             return slice.plan(Vec::new());
         }
-        let stage = Algorithm::Central.reduce_steps(self.ranks);
+        let tag = Algorithm::Central.reduce_steps(self.ranks);
         if self.me == owner {
             let of = Buffer::Scratch(0);
             let mut plan = Slice { result: of, ..slice }.plan(vec![len]);
-            let sends = vec![Transfer { peer: root, stage, bytes: Bytes { of, range: 0..len } }];
+            let sends = vec![Transfer { peer: root, tag, bytes: Bytes { of, range: 0..len } }];
             plan.rounds.push(Round { sends, ..Round::default() });
             return plan;
         }
         let mut plan = slice.plan(Vec::new());
         if self.me == root {
             let bytes = self.whole(Buffer::Output(0), &range);
-            let receives = vec![Transfer { peer: owner, stage, bytes }];
+            let receives = vec![Transfer { peer: owner, tag, bytes }];
             plan.rounds.push(Round { receives, ..Round::default() });
         }
         plan

@@ -4,7 +4,7 @@ use super::signature::Action;
 use crate::limits;
 use crate::types::GroupId;
 
-/// The call number of messages, whose stage is the tag. Others count from 1.
+/// The call number of messages, whose tag is the user's. Others count from 1.
 pub(super) const MESSAGES: u32 = 0;
 
 /// What a message belongs to.
@@ -12,17 +12,17 @@ pub(super) const MESSAGES: u32 = 0;
 pub(super) struct Key {
     pub(super) group: GroupId,
     pub(super) call: u32,
-    pub(super) stage: u32,
+    pub(super) tag: u32,
 }
 
 impl Key {
     pub(super) fn describe(self) -> String {
-        let Self { group, call, stage } = self;
+        let Self { group, call, tag } = self;
         if call == MESSAGES {
-            return format!("message with tag {stage} in group {group}");
+            return format!("message with tag {tag} in group {group}");
         }
-        let (piece, stage) = (stage / limits::CALL_STAGES_MAX, stage % limits::CALL_STAGES_MAX);
-        format!("call {call} of group {group} (piece {piece}, stage {stage})")
+        let (piece, tag) = (tag / limits::CALL_TAGS_MAX, tag % limits::CALL_TAGS_MAX);
+        format!("call {call} of group {group} (piece {piece}, tag {tag})")
     }
 }
 

@@ -28,7 +28,7 @@ pub struct Transfer {
     /// The other rank, as an index in the group.
     pub peer: u32,
     /// Tells messages of one piece between the same two ranks apart.
-    pub stage: u32,
+    pub tag: u32,
     /// From or to where.
     pub bytes: Bytes,
 }

@@ -79,19 +79,19 @@ impl Slice {
         }
         while let Some(what) = walk.next(&post) {
             match &what {
-                Move::Send(stage, Send { to, elems }) => {
+                Move::Send(number, Send { to, elems }) => {
                     if !draft.round.receives.is_empty() {
                         draft.end_round();
                     }
-                    let has_result = *stage >= half;
+                    let has_result = *number >= half;
                     let bytes = if has_result {
                         self.bytes(self.result, elems)
                     } else {
                         self.held(&draft.summed, elems)
                     };
-                    draft.round.sends.push(Transfer { peer: self.rank(*to), stage: *stage, bytes });
+                    draft.round.sends.push(Transfer { peer: self.rank(*to), tag: *number, bytes });
                 }
-                Move::Receive(stage, Receive { from, elems, combine }) => {
+                Move::Receive(number, Receive { from, elems, combine }) => {
                     let peer = self.rank(*from);
                     let bytes = if *combine == Combine::Replace {
                         self.bytes(self.result, elems)
@@ -103,7 +103,7 @@ impl Slice {
                         draft.came.push((peer, bytes.clone()));
                         bytes
                     };
-                    draft.round.receives.push(Transfer { peer, stage: *stage, bytes });
+                    draft.round.receives.push(Transfer { peer, tag: *number, bytes });
                 }
                 Move::Add(adding) => self.add(&mut draft, adding),
             }
