@@ -122,11 +122,11 @@ fn steps(algorithm: Algorithm, ranks: u32, elems: u64, pieces: u32) -> u32 {
         let mut sent = BTreeMap::new();
         let mut at = vec![(0, 0); ranks as usize];
         let done =
-            |at: &[(usize, u32)]| at.iter().zip(&plans).all(|((round, _), plan)| *round == plan.rounds.len());
+            |at: &[(usize, u32)]| at.iter().zip(&plans).all(|((round, _), plan)| *round == plan.stages.len());
         while !done(&at) {
             for (me, plan) in (0..).zip(&plans) {
                 let (round, depth) = at[me as usize];
-                let Some(doing) = plan.rounds.get(round) else { continue };
+                let Some(doing) = plan.stages.get(round) else { continue };
                 for transfer in &doing.sends {
                     sent.insert((me, transfer.peer, transfer.tag), depth + 1);
                 }

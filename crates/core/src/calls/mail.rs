@@ -30,8 +30,8 @@ pub(super) const COPY: Reduction = Reduction::Sum { divisor: 1 };
 pub(super) struct Token {
     pub(super) call: u64,
     pub(super) piece: u32,
-    /// The round of the piece's plan that waits for it.
-    pub(super) round: u32,
+    /// The stage of the piece's plan that waits for it.
+    pub(super) stage: u32,
 }
 
 /// Why a frame or a call is refused.

@@ -10,17 +10,17 @@ mod blocks;
 mod mail;
 mod plan;
 mod request;
-mod round;
 mod shape;
 mod signature;
 mod slice;
+mod stage;
 
 pub use blocks::{Share, check, choose, lanes, slices};
 pub use plan::CHAIN_BYTES_MIN;
 pub use request::Request;
-pub use round::{Buffer, Bytes, Local, Plan, Round, Transfer};
 pub use shape::Shape;
 pub use signature::{Action, Signature};
+pub use stage::{Buffer, Bytes, Local, Plan, Stage, Transfer};
 
 use crate::error::Error;
 use crate::limits;
@@ -66,10 +66,10 @@ struct Group {
 /// A piece under way.
 struct Piece<C> {
     plan: Plan,
-    round: usize,
-    /// The sends of this round are posted. Its receives are, from the beginning.
+    stage: usize,
+    /// The sends of this stage are posted. Its receives are, from the beginning.
     sent: bool,
-    /// By round, receives that are not there.
+    /// By stage, receives that are not there.
     missing: Vec<u32>,
     scratch: Vec<C>,
 }
@@ -293,7 +293,7 @@ impl<M: Memory> Calls<M> {
             let range = piece(&running.shape, number);
             let part_len = (range.end - range.start) as usize;
             let part = (memory.part(&chunk, range.start as usize, part_len), part_len as u32);
-            let token = Token { call: id, piece: 0, round: 0 };
+            let token = Token { call: id, piece: 0, stage: 0 };
             if sends {
                 self.send(peer, (key, signature), part, token, memory)?;
             } else {
@@ -304,11 +304,11 @@ impl<M: Memory> Calls<M> {
             self.effects.complete.push(id);
             return Ok(());
         }
-        // One round without a plan, which ends when all is there.
+        // One stage without a plan, which ends when all is there.
         running.pieces = 1;
         running.begun = 1;
-        let plan = Plan { scratch: Vec::new(), rounds: vec![Round::default()] };
-        let piece = Piece { plan, round: 0, sent: true, missing: vec![missing], scratch: Vec::new() };
+        let plan = Plan { scratch: Vec::new(), stages: vec![Stage::default()] };
+        let piece = Piece { plan, stage: 0, sent: true, missing: vec![missing], scratch: Vec::new() };
         running.under_way.insert(0, piece);
         self.running.insert(id, running);
         Ok(())
@@ -322,10 +322,10 @@ impl<M: Memory> Calls<M> {
             running.begun += 1;
             let plan = running.shape.plan(number);
             let scratch = plan.scratch.iter().map(|len| memory.scratch(*len)).collect();
-            let missing = vec![0; plan.rounds.len()];
-            let mut piece = Piece { plan, round: 0, sent: false, missing, scratch };
+            let missing = vec![0; plan.stages.len()];
+            let mut piece = Piece { plan, stage: 0, sent: false, missing, scratch };
             self.post_receives(&running, number, &mut piece, memory)?;
-            self.rounds(&mut running, number, piece, memory)?;
+            self.stages(&mut running, number, piece, memory)?;
         }
         if running.complete < running.pieces {
             self.running.insert(running.call.id, running);
@@ -339,31 +339,31 @@ impl<M: Memory> Calls<M> {
     }
 
     /// Goes on with a piece whose messages are there, until it has to wait or is complete.
-    fn rounds(
+    fn stages(
         &mut self,
         running: &mut Running<M::Chunk>,
         number: u32,
         mut piece: Piece<M::Chunk>,
         memory: &mut M,
     ) -> Result<(), Error> {
-        while piece.round < piece.plan.rounds.len() {
+        while piece.stage < piece.plan.stages.len() {
             if !piece.sent {
                 piece.sent = true;
                 self.post_sends(running, number, &piece, memory)?;
             }
-            if piece.missing[piece.round] > 0 {
+            if piece.missing[piece.stage] > 0 {
                 running.under_way.insert(number, piece);
                 return Ok(());
             }
             let members = self.groups[&running.call.group].members.len();
-            compute(&running.call, &piece.plan.rounds[piece.round], &piece.scratch, members, memory);
-            (piece.round, piece.sent) = (piece.round + 1, false);
+            compute(&running.call, &piece.plan.stages[piece.stage], &piece.scratch, members, memory);
+            (piece.stage, piece.sent) = (piece.stage + 1, false);
         }
         running.complete += 1;
         Ok(())
     }
 
-    /// Posts the receives of all rounds, so that nobody has to ask whether there is memory for them.
+    /// Posts the receives of all stages, so that nobody has to ask whether there is memory for them.
     fn post_receives(
         &mut self,
         running: &Running<M::Chunk>,
@@ -371,9 +371,9 @@ impl<M: Memory> Calls<M> {
         piece: &mut Piece<M::Chunk>,
         memory: &mut M,
     ) -> Result<(), Error> {
-        for (round, missing) in (0..).zip(&mut piece.missing) {
-            let token = Token { call: running.call.id, piece: number, round };
-            for transfer in &piece.plan.rounds[round as usize].receives {
+        for (stage, missing) in (0..).zip(&mut piece.missing) {
+            let token = Token { call: running.call.id, piece: number, stage };
+            for transfer in &piece.plan.stages[stage as usize].receives {
                 let peer = self.groups[&running.call.group].members[transfer.peer as usize];
                 let what = bytes_of(&running.call, &piece.scratch, &transfer.bytes, memory);
                 *missing +=
@@ -390,8 +390,8 @@ impl<M: Memory> Calls<M> {
         piece: &Piece<M::Chunk>,
         memory: &mut M,
     ) -> Result<(), Error> {
-        let token = Token { call: running.call.id, piece: number, round: piece.round as u32 };
-        for transfer in &piece.plan.rounds[piece.round].sends {
+        let token = Token { call: running.call.id, piece: number, stage: piece.stage as u32 };
+        for transfer in &piece.plan.stages[piece.stage].sends {
             let peer = self.groups[&running.call.group].members[transfer.peer as usize];
             let what = bytes_of(&running.call, &piece.scratch, &transfer.bytes, memory);
             self.send(peer, running.name(number, transfer), what, token, memory)?;
@@ -461,14 +461,14 @@ impl<M: Memory> Calls<M> {
     fn arrived(&mut self, token: Token, memory: &mut M) -> Result<(), Error> {
         let Some(running) = self.running.get_mut(&token.call) else { return Ok(()) };
         let Some(piece) = running.under_way.get_mut(&token.piece) else { return Ok(()) };
-        let round = token.round as usize;
-        piece.missing[round] -= 1;
-        if piece.missing[round] > 0 || round != piece.round {
+        let stage = token.stage as usize;
+        piece.missing[stage] -= 1;
+        if piece.missing[stage] > 0 || stage != piece.stage {
             return Ok(());
         }
         let Some(mut running) = self.running.remove(&token.call) else { return Ok(()) };
         if let Some(piece) = running.under_way.remove(&token.piece) {
-            self.rounds(&mut running, token.piece, piece, memory)?;
+            self.stages(&mut running, token.piece, piece, memory)?;
         }
         self.go_on(running, memory)
     }
@@ -510,15 +510,15 @@ fn bytes_of<M: Memory>(
     (memory.part(chunk, bytes.range.start, len), len as u32)
 }
 
-/// What follows when a round's messages are there.
+/// What follows when a stage's messages are there.
 fn compute<M: Memory>(
     call: &Call<M::Chunk>,
-    round: &Round,
+    stage: &Stage,
     scratch: &[M::Chunk],
     members: usize,
     memory: &mut M,
 ) {
-    for local in &round.then {
+    for local in &stage.then {
         match local {
             Local::Copy(from, to) => {
                 let (from, to) = (bytes_of(call, scratch, from, memory), bytes_of(call, scratch, to, memory));

@@ -1,4 +1,4 @@
-//! What one rank does in a call, as data: rounds of messages, and what is computed between them.
+//! What one rank does in a call, as data: stages of messages, and what is computed between them.
 //!
 //! A call cuts its tensor into pieces, each with a plan of its own, so that one piece is on the wire while another is
 //! summed. Sums follow the steps of [`crate::steps`], in the orders of `docs/summation.md`, the pieces of an allreduce
@@ -6,7 +6,7 @@
 //!
 //! Cost for p ranks, without the time to sum, S bytes being received by the busiest rank:
 //!
-//! | action | plan | rounds | bytes |
+//! | action | plan | stages | bytes |
 //! |---|---|---|---|
 //! | barrier | dissemination | ⌈log2 p⌉ | 0 |
 //! | broadcast | the second half of a tree, up to [`CHAIN_BYTES_MIN`] | ⌈log2 p⌉ | S (the root sends ⌈log2 p⌉ S) |
@@ -19,13 +19,13 @@
 //!
 //! Why memory may be overwritten while a message from it may still be waiting to be written to a socket: it never is. A
 //! plan writes to what it has sent only with what follows from the arrival of that very message: a result, which has this
-//! rank's contribution in it. For the same reason a receive of any round may be posted, and filled, from the beginning.
+//! rank's contribution in it. For the same reason a receive of any stage may be posted, and filled, from the beginning.
 
 use super::blocks::{piece, pieces};
-use super::round::{Buffer, Bytes, Local, Plan, Round, Transfer};
 use super::shape::Shape;
 use super::signature::Action;
 use super::slice::{Half, Slice};
+use super::stage::{Buffer, Bytes, Local, Plan, Stage, Transfer};
 use crate::way::Algorithm;
 use std::ops::Range;
 
@@ -59,8 +59,8 @@ impl Shape {
             Action::ReduceScatter => self.reduce_scatter(&range),
             Action::AllToAll => self.all_to_all(&range),
         };
-        debug_assert!(plan.rounds.iter().all(|round| {
-            round.sends.iter().chain(&round.receives).all(|transfer| transfer.peer != self.me)
+        debug_assert!(plan.stages.iter().all(|stage| {
+            stage.sends.iter().chain(&stage.receives).all(|transfer| transfer.peer != self.me)
         }));
         plan
     }
@@ -99,11 +99,11 @@ impl Shape {
         Some(Local::Copy(self.part(from, piece)?, self.part(to, piece)?))
     }
 
-    /// Hensgen, Finkel, Manber 1988: in round k everybody hears of the 2^k before it.
+    /// Hensgen, Finkel, Manber 1988: in stage k everybody hears of the 2^k before it.
     fn barrier(&self) -> Plan {
         let empty = Bytes { of: Buffer::Scratch(0), range: 0..0 };
-        let rounds = (0..).map(|k| (k, 1 << k)).take_while(|(_, distance)| *distance < self.ranks);
-        let rounds = rounds.map(|(tag, distance)| Round {
+        let stages = (0..).map(|k| (k, 1 << k)).take_while(|(_, distance)| *distance < self.ranks);
+        let stages = stages.map(|(tag, distance)| Stage {
             sends: vec![Transfer { peer: (self.me + distance) % self.ranks, tag, bytes: empty.clone() }],
             receives: vec![Transfer {
                 peer: (self.me + self.ranks - distance) % self.ranks,
@@ -112,7 +112,7 @@ impl Shape {
             }],
             then: Vec::new(),
         });
-        Plan { scratch: vec![0], rounds: rounds.collect() }
+        Plan { scratch: vec![0], stages: stages.collect() }
     }
 
     /// In place, in output block 0.
@@ -126,9 +126,9 @@ impl Shape {
         let transfer = |place| self.transfer(rank(place), Buffer::Output(0), &range);
         let before = place.checked_sub(1).and_then(transfer);
         let after = Some(place + 1).filter(|place| *place < self.ranks).and_then(transfer);
-        let received = Round { receives: before.into_iter().collect(), ..Round::default() };
-        let sent = Round { sends: after.into_iter().collect(), ..Round::default() };
-        Plan { scratch: Vec::new(), rounds: vec![received, sent] }
+        let received = Stage { receives: before.into_iter().collect(), ..Stage::default() };
+        let sent = Stage { sends: after.into_iter().collect(), ..Stage::default() };
+        Plan { scratch: Vec::new(), stages: vec![received, sent] }
     }
 
     /// A piece alone is summed at the root; of several each has an owner, which sends the root what it has summed.
@@ -143,14 +143,14 @@ impl Shape {
             let of = Buffer::Scratch(0);
             let mut plan = Slice { result: of, ..slice }.plan(vec![len]);
             let sends = vec![Transfer { peer: root, tag, bytes: Bytes { of, range: 0..len } }];
-            plan.rounds.push(Round { sends, ..Round::default() });
+            plan.stages.push(Stage { sends, ..Stage::default() });
             return plan;
         }
         let mut plan = slice.plan(Vec::new());
         if self.me == root {
             let bytes = self.whole(Buffer::Output(0), &range);
             let receives = vec![Transfer { peer: owner, tag, bytes }];
-            plan.rounds.push(Round { receives, ..Round::default() });
+            plan.stages.push(Stage { receives, ..Stage::default() });
         }
         plan
     }
@@ -160,67 +160,67 @@ impl Shape {
     }
 
     fn gather(&self, root: u32, piece: &Range<u64>) -> Plan {
-        let round = if self.me == root {
-            Round {
+        let stage = if self.me == root {
+            Stage {
                 sends: Vec::new(),
                 receives: self.others().filter_map(|k| self.transfer(k, Buffer::Output(k), piece)).collect(),
                 then: self.copy(Buffer::Input(0), Buffer::Output(root), piece).into_iter().collect(),
             }
         } else {
             let sends = self.transfer(root, Buffer::Input(0), piece).into_iter().collect();
-            Round { sends, ..Round::default() }
+            Stage { sends, ..Stage::default() }
         };
-        Plan { scratch: Vec::new(), rounds: vec![round] }
+        Plan { scratch: Vec::new(), stages: vec![stage] }
     }
 
     fn scatter(&self, root: u32, piece: &Range<u64>) -> Plan {
-        let round = if self.me == root {
-            Round {
+        let stage = if self.me == root {
+            Stage {
                 sends: self.others().filter_map(|k| self.transfer(k, Buffer::Input(k), piece)).collect(),
                 receives: Vec::new(),
                 then: self.copy(Buffer::Input(root), Buffer::Output(0), piece).into_iter().collect(),
             }
         } else {
             let receives = self.transfer(root, Buffer::Output(0), piece).into_iter().collect();
-            Round { receives, ..Round::default() }
+            Stage { receives, ..Stage::default() }
         };
-        Plan { scratch: Vec::new(), rounds: vec![round] }
+        Plan { scratch: Vec::new(), stages: vec![stage] }
     }
 
     fn all_gather(&self, piece: &Range<u64>) -> Plan {
-        let round = Round {
+        let stage = Stage {
             sends: self.others().filter_map(|k| self.transfer(k, Buffer::Input(0), piece)).collect(),
             receives: self.others().filter_map(|k| self.transfer(k, Buffer::Output(k), piece)).collect(),
             then: self.copy(Buffer::Input(0), Buffer::Output(self.me), piece).into_iter().collect(),
         };
-        Plan { scratch: Vec::new(), rounds: vec![round] }
+        Plan { scratch: Vec::new(), stages: vec![stage] }
     }
 
     fn all_to_all(&self, piece: &Range<u64>) -> Plan {
-        let round = Round {
+        let stage = Stage {
             sends: self.others().filter_map(|k| self.transfer(k, Buffer::Input(k), piece)).collect(),
             receives: self.others().filter_map(|k| self.transfer(k, Buffer::Output(k), piece)).collect(),
             then: self.copy(Buffer::Input(self.me), Buffer::Output(self.me), piece).into_iter().collect(),
         };
-        Plan { scratch: Vec::new(), rounds: vec![round] }
+        Plan { scratch: Vec::new(), stages: vec![stage] }
     }
 
-    /// Block k is a slice whose owner is rank k; all go in one round.
+    /// Block k is a slice whose owner is rank k; all go in one stage.
     fn reduce_scatter(&self, range: &Range<u64>) -> Plan {
         let mut all = Plan::default();
-        let mut together = Round::default();
+        let mut together = Stage::default();
         for block in self.others().chain([self.me]) {
             let own = Buffer::Input(block);
             let plan =
                 Slice { own, ..self.slice(block, range.clone()) }.plan(std::mem::take(&mut all.scratch));
             all.scratch = plan.scratch;
-            for round in plan.rounds {
-                together.sends.extend(round.sends);
-                together.receives.extend(round.receives);
-                together.then.extend(round.then);
+            for stage in plan.stages {
+                together.sends.extend(stage.sends);
+                together.receives.extend(stage.receives);
+                together.then.extend(stage.then);
             }
         }
-        all.rounds.push(together);
+        all.stages.push(together);
         all
     }
 }

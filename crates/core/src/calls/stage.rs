@@ -1,4 +1,4 @@
-//! A plan as data: rounds of messages, and what is computed between them. Ranks are indexes in the group.
+//! A plan as data: stages of messages, and what is computed between them. Ranks are indexes in the group.
 
 use std::ops::Range;
 
@@ -33,7 +33,7 @@ pub struct Transfer {
     pub bytes: Bytes,
 }
 
-/// What is computed once a round's messages are there.
+/// What is computed once a stage's messages are there.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Local {
     /// Byte for byte.
@@ -51,10 +51,10 @@ pub enum Local {
 
 /// Messages that need not wait for each other.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Round {
+pub struct Stage {
     /// To be sent.
     pub sends: Vec<Transfer>,
-    /// To be received; the round ends when all are there.
+    /// To be received; the stage ends when all are there.
     pub receives: Vec<Transfer>,
     /// To be done then, in order.
     pub then: Vec<Local>,
@@ -66,5 +66,5 @@ pub struct Plan {
     /// Lengths of scratch buffers in bytes.
     pub scratch: Vec<usize>,
     /// One after the other.
-    pub rounds: Vec<Round>,
+    pub stages: Vec<Stage>,
 }

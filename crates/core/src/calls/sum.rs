@@ -1,10 +1,10 @@
-//! A slice of a sum as rounds: the steps that [`crate::steps`] lists for one position, on a call's buffers.
+//! A slice of a sum as stages: the steps that [`crate::steps`] lists for one position, on a call's buffers.
 //!
 //! Contributions are read where the caller has them; partial sums, and in the end the result, are made in the result's
-//! memory, which may be the same. What comes to be added goes to scratch, and what is the result goes into place. A round
-//! ends where a send needs what was received before it; what needs nothing of a round is part of it.
+//! memory, which may be the same. What comes to be added goes to scratch, and what is the result goes into place. A stage
+//! ends where a send needs what was received before it; what needs nothing of a stage is part of it.
 
-use super::round::{Buffer, Bytes, Local, Plan, Round, Transfer};
+use super::stage::{Buffer, Bytes, Local, Plan, Stage, Transfer};
 use crate::steps::{Adding, Combine, Move, Post, Receive, Send, Walk};
 use crate::way::Algorithm;
 use std::ops::Range;
@@ -43,7 +43,7 @@ pub(super) struct Slice {
 /// A plan in the making.
 struct Draft {
     plan: Plan,
-    round: Round,
+    stage: Stage,
     /// What has come to be added: ranks and their parts.
     came: Vec<(u32, Bytes)>,
     /// Elements that are summed to some extent, and so are in the result's memory.
@@ -51,20 +51,20 @@ struct Draft {
 }
 
 impl Draft {
-    fn end_round(&mut self) {
-        let round = std::mem::take(&mut self.round);
-        if round != Round::default() {
-            self.plan.rounds.push(round);
+    fn end_stage(&mut self) {
+        let stage = std::mem::take(&mut self.stage);
+        if stage != Stage::default() {
+            self.plan.stages.push(stage);
         }
     }
 }
 
 impl Slice {
-    /// The rounds, which use scratch buffers after those that `scratch` has.
+    /// The stages, which use scratch buffers after those that `scratch` has.
     pub(super) fn plan(&self, scratch: Vec<usize>) -> Plan {
         let whole = 0..(self.range.end - self.range.start) / self.elem_bytes;
-        let plan = Plan { scratch, rounds: Vec::new() };
-        let mut draft = Draft { plan, round: Round::default(), came: Vec::new(), summed: 0..0 };
+        let plan = Plan { scratch, stages: Vec::new() };
+        let mut draft = Draft { plan, stage: Stage::default(), came: Vec::new(), summed: 0..0 };
         let position = (self.me + self.ranks - self.owner) % self.ranks;
         let post = Post { algorithm: self.algorithm, positions: self.ranks, position, elems: whole.end };
         let (half, all) = (post.reduce_steps(), post.steps());
@@ -75,13 +75,13 @@ impl Slice {
         });
         if self.ranks == 1 && self.half != Half::Spread {
             let copy = Local::Copy(self.bytes(self.own, &whole), self.bytes(self.result, &whole));
-            draft.round.then.push(copy);
+            draft.stage.then.push(copy);
         }
         while let Some(what) = walk.next(&post) {
             match &what {
                 Move::Send(number, Send { to, elems }) => {
-                    if !draft.round.receives.is_empty() {
-                        draft.end_round();
+                    if !draft.stage.receives.is_empty() {
+                        draft.end_stage();
                     }
                     let has_result = *number >= half;
                     let bytes = if has_result {
@@ -89,7 +89,7 @@ impl Slice {
                     } else {
                         self.held(&draft.summed, elems)
                     };
-                    draft.round.sends.push(Transfer { peer: self.rank(*to), tag: *number, bytes });
+                    draft.stage.sends.push(Transfer { peer: self.rank(*to), tag: *number, bytes });
                 }
                 Move::Receive(number, Receive { from, elems, combine }) => {
                     let peer = self.rank(*from);
@@ -103,17 +103,17 @@ impl Slice {
                         draft.came.push((peer, bytes.clone()));
                         bytes
                     };
-                    draft.round.receives.push(Transfer { peer, tag: *number, bytes });
+                    draft.stage.receives.push(Transfer { peer, tag: *number, bytes });
                 }
                 Move::Add(adding) => self.add(&mut draft, adding),
             }
             walk.done(what);
         }
-        draft.end_round();
+        draft.end_stage();
         draft.plan
     }
 
-    /// Ends the round with an addition: to what this rank has come the parts of others.
+    /// Ends the stage with an addition: to what this rank has come the parts of others.
     fn add(&self, draft: &mut Draft, Adding { elems, last, .. }: &Adding) {
         let mut inputs = vec![(self.me, self.held(&draft.summed, elems))];
         inputs.append(&mut draft.came);
@@ -123,9 +123,9 @@ impl Slice {
         }
         let inputs = inputs.into_iter().map(|(_, bytes)| bytes).collect();
         let output = self.bytes(self.result, elems);
-        draft.round.then.push(Local::Reduce { inputs, output, last: *last });
+        draft.stage.then.push(Local::Reduce { inputs, output, last: *last });
         draft.summed = elems.clone();
-        draft.end_round();
+        draft.end_stage();
     }
 
     /// Where this rank has what it has of these elements, which lie within `summed` or beside it: a step adds to all that
