@@ -363,13 +363,13 @@ impl World {
     }
 
     fn play(&mut self) -> Result<Report, String> {
-        self.go_on(u64::MAX)?;
+        self.advance(u64::MAX)?;
         self.check_end()?;
         Ok(std::mem::take(&mut self.report))
     }
 
     /// Lets this much happen, or all there is.
-    fn go_on(&mut self, mut moves: u64) -> Result<(), String> {
+    fn advance(&mut self, mut moves: u64) -> Result<(), String> {
         // How eagerly each thing happens, so that some runs are mostly early and others mostly late.
         let weights: Vec<u64> = (0..3).map(|_| self.random.magnitude(1, 64)).collect();
         let mut idle = 0;

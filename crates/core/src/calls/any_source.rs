@@ -31,12 +31,12 @@ impl<M: Memory> Calls<M> {
         }
         // The loss of any of them must be heard of.
         self.effects.awaited.extend(others);
-        self.anybodys.push(running);
+        self.any_source.push(running);
         Ok(())
     }
 
     /// A message is here that no receive has named, or is offered.
-    pub(super) fn kept_for_anybody(
+    pub(super) fn kept_for_any_source(
         &mut self,
         from: Rank,
         header: &Header,
@@ -47,12 +47,12 @@ impl<M: Memory> Calls<M> {
             (running.call.group, running.call.request) == (group, Request::ReceiveAny { tag })
         };
         let is_member = self.groups.get(&group).is_some_and(|group| group.members.contains(&from));
-        let Some(at) = self.anybodys.iter().position(fits).filter(|_| is_member) else { return Ok(()) };
+        let Some(at) = self.any_source.iter().position(fits).filter(|_| is_member) else { return Ok(()) };
         // What is kept may be a request for a message instead.
         if !self.mail[from.index()].has_early(Key { group, call: MESSAGES, tag }) {
             return Ok(());
         }
-        let running = self.anybodys.remove(at);
+        let running = self.any_source.remove(at);
         self.receive_from(running, from, tag, memory)
     }
 
@@ -73,6 +73,6 @@ impl<M: Memory> Calls<M> {
 
     /// Whether a receive from anybody can be met by nobody but this peer.
     pub(super) fn waits_for_it_alone(&self, peer: Rank) -> bool {
-        self.anybodys.iter().any(|running| self.others(running.call.group) == [peer])
+        self.any_source.iter().any(|running| self.others(running.call.group) == [peer])
     }
 }

@@ -36,14 +36,14 @@ pub(super) struct Token {
 
 /// Why a frame or a call is refused.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Fault {
+pub(super) enum Refusal {
     /// The two ranks' calls do not fit each other: an error of the program.
     Mismatch(String),
     /// The peer broke the protocol.
     Protocol(String),
 }
 
-struct Receive<C> {
+struct PostedReceive<C> {
     chunk: C,
     len: u32,
     signature: Signature,
@@ -70,7 +70,7 @@ struct Early<C> {
     payload: Option<C>,
 }
 
-struct Send<C> {
+struct PostedSend<C> {
     chunk: C,
     len: u32,
     signature: Signature,
@@ -114,10 +114,10 @@ impl<T> Keyed<T> {
 
 /// All messages between this rank and one other on one lane.
 pub(super) struct Mail<C> {
-    receives: Keyed<Receive<C>>,
+    receives: Keyed<PostedReceive<C>>,
     filling: Keyed<Filling<C>>,
     early: Keyed<Early<C>>,
-    sends: Keyed<Send<C>>,
+    sends: Keyed<PostedSend<C>>,
     /// The peer has asked for what this rank has not sent yet.
     readies: Keyed<(Signature, u32)>,
     /// Sends that wait until fewer are offered.
@@ -163,27 +163,27 @@ fn frame<C>(
 }
 
 /// Whether what the peer says of a message is what this rank expects.
-fn fits(key: Key, ours: (Signature, u32), theirs: (Signature, u32)) -> Result<(), Fault> {
+fn fits(key: Key, ours: (Signature, u32), theirs: (Signature, u32)) -> Result<(), Refusal> {
     let what = key.describe();
     if !ours.0.same_action(theirs.0) {
         let (ours, theirs) = (ours.0, theirs.0);
-        return Err(Fault::Mismatch(format!("{what}: {theirs} there, {ours} here{}", ours.hint(theirs))));
+        return Err(Refusal::Mismatch(format!("{what}: {theirs} there, {ours} here{}", ours.hint(theirs))));
     }
     if ours.1 != theirs.1 {
         let (name, ours, theirs) = (ours.0, ours.1, theirs.1);
-        return Err(Fault::Mismatch(format!(
+        return Err(Refusal::Mismatch(format!(
             "{what} ({name}): a message has {theirs} bytes there, {ours} bytes here, so the tensors' lengths differ"
         )));
     }
     if ours.0 != theirs.0 {
-        return Err(Fault::Mismatch(format!("{what} ({}): the tensors' lengths differ", ours.0)));
+        return Err(Refusal::Mismatch(format!("{what} ({}): the tensors' lengths differ", ours.0)));
     }
     Ok(())
 }
 
 /// What has become of a frame.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Outcome {
+pub(super) enum Receipt {
     /// Nothing that concerns others.
     Taken,
     /// It has completed a receive.
@@ -219,7 +219,7 @@ impl<C: Clone> Mail<C> {
         token: Token,
         memory: &M,
         out: &mut Vec<Outgoing<C>>,
-    ) -> Result<(), Fault> {
+    ) -> Result<(), Refusal> {
         let short = len as usize <= limits::EAGER_BYTES_MAX && cost(len) <= self.credit_bytes;
         if short && self.unoffered.is_empty() {
             self.credit_bytes -= cost(len);
@@ -234,7 +234,7 @@ impl<C: Clone> Mail<C> {
             return Ok(());
         }
         let offered = self.offered_count < limits::OFFERS_MAX;
-        let place = self.sends.push(key, Send { chunk, len, signature, token, offered });
+        let place = self.sends.push(key, PostedSend { chunk, len, signature, token, offered });
         if offered {
             self.offered_count += 1;
             out.push(frame(Kind::Offer, key, signature, len, None));
@@ -253,7 +253,7 @@ impl<C: Clone> Mail<C> {
         token: Token,
         memory: &mut M,
         out: &mut Vec<Outgoing<C>>,
-    ) -> Result<bool, Fault> {
+    ) -> Result<bool, Refusal> {
         if let Some(early) = self.early.pop(key) {
             fits(key, (signature, len), (early.signature, early.len))?;
             if early.whole {
@@ -277,7 +277,7 @@ impl<C: Clone> Mail<C> {
             self.asked_count += 1;
             out.push(frame(Kind::Ready, key, signature, len, None));
         }
-        self.receives.push(key, Receive { chunk, len, signature, token, asked, placed: false });
+        self.receives.push(key, PostedReceive { chunk, len, signature, token, asked, placed: false });
         Ok(false)
     }
 
@@ -286,14 +286,14 @@ impl<C: Clone> Mail<C> {
         &mut self,
         header: &Header,
         memory: &mut M,
-    ) -> Result<Destination<C>, Fault> {
+    ) -> Result<Destination<C>, Refusal> {
         let (key, len) = (key_of(header), header.payload_bytes);
         match header.kind {
             Kind::Message => {
                 self.taken_bytes += cost(len);
                 if self.taken_bytes > limits::EAGER_WINDOW_BYTES {
                     let max = limits::EAGER_WINDOW_BYTES;
-                    return Err(Fault::Protocol(format!(
+                    return Err(Refusal::Protocol(format!(
                         "it sent more than the {max} bytes that may be unasked for"
                     )));
                 }
@@ -315,7 +315,7 @@ impl<C: Clone> Mail<C> {
                     && len <= filling.len - filling.filled
                     && (len > 0 || filling.len == 0);
                 if !fits {
-                    return Err(Fault::Protocol(format!(
+                    return Err(Refusal::Protocol(format!(
                         "{}: {len} bytes from byte {}, expected byte {} of {}",
                         key.describe(),
                         header.argument,
@@ -339,7 +339,7 @@ impl<C: Clone> Mail<C> {
         payload: Option<C>,
         memory: &mut M,
         out: &mut Vec<Outgoing<C>>,
-    ) -> Result<Outcome, Fault> {
+    ) -> Result<Receipt, Refusal> {
         let (key, signature) = (key_of(header), Signature(header.seq));
         match header.kind {
             Kind::Message => self.message(key, signature, header.payload_bytes, payload, memory, out),
@@ -350,19 +350,19 @@ impl<C: Clone> Mail<C> {
                 filling.filled += header.payload_bytes;
                 let (complete, token) = (filling.filled == filling.len, filling.token);
                 if !complete {
-                    return Ok(Outcome::Taken);
+                    return Ok(Receipt::Taken);
                 }
                 self.filling.pop(key);
-                Ok(Outcome::Completed(token))
+                Ok(Receipt::Completed(token))
             }
             Kind::Credit => {
                 self.credit_bytes += header.argument as usize;
                 if self.credit_bytes > limits::EAGER_WINDOW_BYTES {
-                    return Err(Fault::Protocol("it gives back more than it was sent".into()));
+                    return Err(Refusal::Protocol("it gives back more than it was sent".into()));
                 }
-                Ok(Outcome::Taken)
+                Ok(Receipt::Taken)
             }
-            kind => Err(Fault::Protocol(format!("{kind:?} is no frame of a call"))),
+            kind => Err(Refusal::Protocol(format!("{kind:?} is no frame of a call"))),
         }
     }
 
@@ -374,10 +374,10 @@ impl<C: Clone> Mail<C> {
         payload: Option<C>,
         memory: &mut M,
         out: &mut Vec<Outgoing<C>>,
-    ) -> Result<Outcome, Fault> {
+    ) -> Result<Receipt, Refusal> {
         let Some(receive) = self.receives.pop(key) else {
             self.early.push(key, Early { signature, len, whole: true, payload });
-            return Ok(Outcome::Kept);
+            return Ok(Receipt::Kept);
         };
         // The receive may have been posted while the payload was under way.
         fits(key, (receive.signature, receive.len), (signature, len))?;
@@ -385,7 +385,7 @@ impl<C: Clone> Mail<C> {
             memory.reduce(Dtype::Bytes, COPY, &[payload], &receive.chunk);
         }
         self.consumed(len, out);
-        Ok(Outcome::Completed(receive.token))
+        Ok(Receipt::Completed(receive.token))
     }
 
     fn offer(
@@ -394,19 +394,22 @@ impl<C: Clone> Mail<C> {
         signature: Signature,
         len: u32,
         out: &mut Vec<Outgoing<C>>,
-    ) -> Result<Outcome, Fault> {
+    ) -> Result<Receipt, Refusal> {
         if len as usize > limits::MESSAGE_BYTES_MAX {
             let max = limits::MESSAGE_BYTES_MAX;
-            return Err(Fault::Protocol(format!("{}: an offer of {len} bytes, above {max}", key.describe())));
+            return Err(Refusal::Protocol(format!(
+                "{}: an offer of {len} bytes, above {max}",
+                key.describe()
+            )));
         }
         let Some(receive) = self.receives.pop(key) else {
             self.early_offer_count += 1;
             if self.early_offer_count > limits::OFFERS_MAX {
                 let max = limits::OFFERS_MAX;
-                return Err(Fault::Protocol(format!("it offers more than {max} messages at a time")));
+                return Err(Refusal::Protocol(format!("it offers more than {max} messages at a time")));
             }
             self.early.push(key, Early { signature, len, whole: false, payload: None });
-            return Ok(Outcome::Kept);
+            return Ok(Receipt::Kept);
         };
         fits(key, (receive.signature, receive.len), (signature, len))?;
         if receive.asked {
@@ -414,9 +417,9 @@ impl<C: Clone> Mail<C> {
         } else {
             out.push(frame(Kind::Ready, key, signature, len, None));
         }
-        let Receive { chunk, token, .. } = receive;
+        let PostedReceive { chunk, token, .. } = receive;
         self.filling.push(key, Filling { chunk, len, filled: 0, token });
-        Ok(Outcome::Taken)
+        Ok(Receipt::Taken)
     }
 
     fn ready<M: Memory<Chunk = C>>(
@@ -426,14 +429,14 @@ impl<C: Clone> Mail<C> {
         len: u32,
         memory: &M,
         out: &mut Vec<Outgoing<C>>,
-    ) -> Result<Outcome, Fault> {
+    ) -> Result<Receipt, Refusal> {
         let Some(send) = self.sends.pop(key) else {
             if self.readies.items.len() >= limits::OFFERS_MAX {
                 let max = limits::OFFERS_MAX;
-                return Err(Fault::Protocol(format!("it asks for more than {max} messages at a time")));
+                return Err(Refusal::Protocol(format!("it asks for more than {max} messages at a time")));
             }
             self.readies.push(key, (signature, len));
-            return Ok(Outcome::Kept);
+            return Ok(Receipt::Kept);
         };
         fits(key, (send.signature, send.len), (signature, len))?;
         if send.offered {
@@ -451,7 +454,7 @@ impl<C: Clone> Mail<C> {
                 out.push(frame(Kind::Offer, place.0, next.signature, next.len, None));
             }
         }
-        Ok(Outcome::Taken)
+        Ok(Receipt::Taken)
     }
 
     /// The program has taken a whole message; its room is given back once there is much of it.
@@ -484,8 +487,8 @@ impl<C: Clone> Mail<C> {
     }
 }
 
-fn nobody_asked(key: Key) -> Fault {
-    Fault::Protocol(format!("{}: a part of a message that nobody asked for", key.describe()))
+fn nobody_asked(key: Key) -> Refusal {
+    Refusal::Protocol(format!("{}: a part of a message that nobody asked for", key.describe()))
 }
 
 /// The frames of a message that was asked for.

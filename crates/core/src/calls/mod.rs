@@ -5,22 +5,22 @@
 //! It is cut into pieces, each runs a [`plan`], and the plan's messages go through [`mail`](self). All of a group's calls
 //! begin in one lane; the pieces of a long one are dealt to others, too, which count the calls that they have a share of.
 
-mod anybody;
+mod any_source;
 mod blocks;
 mod mail;
 mod plan;
 mod request;
 mod shape;
 mod signature;
-mod slice;
 mod stage;
+mod sum;
 
 pub use blocks::{Share, check, choose, lanes, slices};
 pub use plan::CHAIN_BYTES_MIN;
 pub use request::Request;
 pub use shape::Shape;
 pub use signature::{Action, Signature};
-pub use stage::{Buffer, Bytes, Local, Plan, Stage, Transfer};
+pub use stage::{Buffer, Local, Plan, Span, Stage, Transfer};
 
 use crate::error::Error;
 use crate::limits;
@@ -28,7 +28,7 @@ use crate::memory::Memory;
 use crate::types::{Dtype, GroupId, Rank};
 use crate::wire::{Destination, Header, Op, Outgoing};
 use blocks::{piece, under_way};
-use mail::{COPY, Fault, Mail, Outcome, Token};
+use mail::{COPY, Mail, Receipt, Refusal, Token};
 use request::{Key, MESSAGES};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -120,7 +120,7 @@ pub struct Calls<M: Memory> {
     groups: BTreeMap<GroupId, Group>,
     running: BTreeMap<u64, Running<M::Chunk>>,
     /// Receives from anybody that nobody's message has met, in the order in which they were posted.
-    anybodys: Vec<Running<M::Chunk>>,
+    any_source: Vec<Running<M::Chunk>>,
     /// Taken by whoever stepped.
     pub effects: Effects<M::Chunk>,
     frames: Vec<Outgoing<M::Chunk>>,
@@ -135,7 +135,7 @@ impl<M: Memory> Calls<M> {
             mail: (0..ranks).map(|_| Mail::new()).collect(),
             groups: BTreeMap::new(),
             running: BTreeMap::new(),
-            anybodys: Vec::new(),
+            any_source: Vec::new(),
             effects: Effects::default(),
             frames: Vec::new(),
         }
@@ -210,7 +210,7 @@ impl<M: Memory> Calls<M> {
         };
         match running.call.request {
             Request::ReceiveAny { tag } => self.receive_any(running, tag, memory),
-            Request::Collective(_) => self.go_on(running, memory),
+            Request::Collective(_) => self.advance(running, memory),
             _ => self.message(running, memory),
         }
     }
@@ -226,20 +226,20 @@ impl<M: Memory> Calls<M> {
                 let group = call.group;
                 let hint = signature.hint(theirs);
                 let text = format!("call {number} of group {group}: {theirs} there, {signature} here{hint}");
-                return Err(self.error(*peer, Fault::Mismatch(text)));
+                return Err(self.error(*peer, Refusal::Mismatch(text)));
             }
         }
         Ok(())
     }
 
-    fn error(&self, peer: Rank, fault: Fault) -> Error {
+    fn error(&self, peer: Rank, fault: Refusal) -> Error {
         match fault {
-            Fault::Mismatch(text) => Error::Config(format!(
+            Refusal::Mismatch(text) => Error::Config(format!(
                 "rank {peer} and rank {} make calls that do not fit each other: {text}. All ranks of a group must make the \
                  same calls in the same order, with the same dtype, operation and lengths",
                 self.me
             )),
-            Fault::Protocol(text) => Error::protocol(peer, text),
+            Refusal::Protocol(text) => Error::protocol(peer, text),
         }
     }
 
@@ -315,7 +315,7 @@ impl<M: Memory> Calls<M> {
     }
 
     /// Begins pieces as long as there is room, and ends the call after the last.
-    fn go_on(&mut self, mut running: Running<M::Chunk>, memory: &mut M) -> Result<(), Error> {
+    fn advance(&mut self, mut running: Running<M::Chunk>, memory: &mut M) -> Result<(), Error> {
         let room = under_way(&running.shape);
         while running.begun < running.pieces && running.begun - running.complete < room {
             let number = running.call.share.piece(&running.shape, running.begun);
@@ -427,10 +427,10 @@ impl<M: Memory> Calls<M> {
         let outcome = self.mail[from.index()].frame(header, payload, memory, &mut self.frames);
         self.flush(from);
         match outcome.map_err(|fault| self.error(from, fault))? {
-            Outcome::Taken => Ok(()),
-            Outcome::Kept if header.slice == MESSAGES => self.kept_for_anybody(from, header, memory),
-            Outcome::Kept => self.check_kept(from, header),
-            Outcome::Completed(token) => self.arrived(token, memory),
+            Receipt::Taken => Ok(()),
+            Receipt::Kept if header.slice == MESSAGES => self.kept_for_any_source(from, header, memory),
+            Receipt::Kept => self.check_kept(from, header),
+            Receipt::Completed(token) => self.arrived(token, memory),
         }
     }
 
@@ -455,7 +455,7 @@ impl<M: Memory> Calls<M> {
                 _ => return Ok(()),
             }
         };
-        Err(self.error(from, Fault::Mismatch(text)))
+        Err(self.error(from, Refusal::Mismatch(text)))
     }
 
     fn arrived(&mut self, token: Token, memory: &mut M) -> Result<(), Error> {
@@ -470,13 +470,13 @@ impl<M: Memory> Calls<M> {
         if let Some(piece) = running.under_way.remove(&token.piece) {
             self.stages(&mut running, token.piece, piece, memory)?;
         }
-        self.go_on(running, memory)
+        self.advance(running, memory)
     }
 
     /// The ranks that a call waits for.
     #[must_use]
     pub fn missing(&self, id: u64) -> Vec<Rank> {
-        if let Some(running) = self.anybodys.iter().find(|running| running.call.id == id) {
+        if let Some(running) = self.any_source.iter().find(|running| running.call.id == id) {
             return self.others(running.call.group);
         }
         let waits = |mail: &Mail<M::Chunk>| mail.waiting().any(|token| token.call == id);
@@ -498,7 +498,7 @@ fn listed(ranks: &[Rank]) -> String {
 fn bytes_of<M: Memory>(
     call: &Call<M::Chunk>,
     scratch: &[M::Chunk],
-    bytes: &Bytes,
+    bytes: &Span,
     memory: &M,
 ) -> (M::Chunk, u32) {
     let chunk = match bytes.of {

@@ -24,8 +24,8 @@
 use super::blocks::{piece, pieces};
 use super::shape::Shape;
 use super::signature::Action;
-use super::slice::{Half, Slice};
-use super::stage::{Buffer, Bytes, Local, Plan, Stage, Transfer};
+use super::stage::{Buffer, Local, Plan, Span, Stage, Transfer};
+use super::sum::{Phases, PieceSum};
 use crate::way::Algorithm;
 use std::ops::Range;
 
@@ -53,7 +53,7 @@ impl Shape {
             Action::Scatter { root } => self.scatter(root, &range),
             Action::Allreduce { algorithm } => {
                 let owner = if algorithm == Algorithm::Central { 0 } else { number % self.ranks };
-                Slice { algorithm, half: Half::Both, ..self.slice(owner, range) }.plan(Vec::new())
+                PieceSum { algorithm, phases: Phases::Both, ..self.sum(owner, range) }.plan(Vec::new())
             }
             Action::AllGather => self.all_gather(&range),
             Action::ReduceScatter => self.reduce_scatter(&range),
@@ -66,10 +66,10 @@ impl Shape {
     }
 
     /// Everybody's part of the first input, summed as in the store at this owner.
-    fn slice(&self, owner: u32, range: Range<u64>) -> Slice {
-        Slice {
+    fn sum(&self, owner: u32, range: Range<u64>) -> PieceSum {
+        PieceSum {
             algorithm: Algorithm::Store,
-            half: Half::Reduce,
+            phases: Phases::Reduce,
             ranks: self.ranks,
             me: self.me,
             owner,
@@ -81,14 +81,14 @@ impl Shape {
     }
 
     /// The part of a block that lies in `piece`; the first piece has a part, if an empty one, of every block.
-    fn part(&self, of: Buffer, piece: &Range<u64>) -> Option<Bytes> {
+    fn part(&self, of: Buffer, piece: &Range<u64>) -> Option<Span> {
         let len = match of {
             Buffer::Input(block) => self.inputs[block as usize],
             Buffer::Output(block) => self.outputs[block as usize],
             Buffer::Scratch(_) => return None,
         };
         let range = piece.start.min(len) as usize..piece.end.min(len) as usize;
-        (piece.start == 0 || !range.is_empty()).then_some(Bytes { of, range })
+        (piece.start == 0 || !range.is_empty()).then_some(Span { of, range })
     }
 
     fn transfer(&self, peer: u32, of: Buffer, piece: &Range<u64>) -> Option<Transfer> {
@@ -101,7 +101,7 @@ impl Shape {
 
     /// Hensgen, Finkel, Manber 1988: in stage k everybody hears of the 2^k before it.
     fn barrier(&self) -> Plan {
-        let empty = Bytes { of: Buffer::Scratch(0), range: 0..0 };
+        let empty = Span { of: Buffer::Scratch(0), range: 0..0 };
         let stages = (0..).map(|k| (k, 1 << k)).take_while(|(_, distance)| *distance < self.ranks);
         let stages = stages.map(|(tag, distance)| Stage {
             sends: vec![Transfer { peer: (self.me + distance) % self.ranks, tag, bytes: empty.clone() }],
@@ -118,8 +118,9 @@ impl Shape {
     /// In place, in output block 0.
     fn broadcast(&self, root: u32, range: Range<u64>) -> Plan {
         if self.len_bytes() < CHAIN_BYTES_MIN {
-            let slice = Slice { algorithm: Algorithm::Tree, half: Half::Spread, ..self.slice(root, range) };
-            return slice.plan(Vec::new());
+            let sum =
+                PieceSum { algorithm: Algorithm::Tree, phases: Phases::Gather, ..self.sum(root, range) };
+            return sum.plan(Vec::new());
         }
         let place = (self.me + self.ranks - root) % self.ranks;
         let rank = |place: u32| (place + root) % self.ranks;
@@ -134,19 +135,19 @@ impl Shape {
     /// A piece alone is summed at the root; of several each has an owner, which sends the root what it has summed.
     fn reduce(&self, root: u32, number: u32, range: Range<u64>) -> Plan {
         let owner = if pieces(self) == 1 { root } else { number % self.ranks };
-        let (slice, len) = (self.slice(owner, range.clone()), (range.end - range.start) as usize);
+        let (sum, len) = (self.sum(owner, range.clone()), (range.end - range.start) as usize);
         if owner == root {
-            return slice.plan(Vec::new());
+            return sum.plan(Vec::new());
         }
         let tag = Algorithm::Central.reduce_steps(self.ranks);
         if self.me == owner {
             let of = Buffer::Scratch(0);
-            let mut plan = Slice { result: of, ..slice }.plan(vec![len]);
-            let sends = vec![Transfer { peer: root, tag, bytes: Bytes { of, range: 0..len } }];
+            let mut plan = PieceSum { result: of, ..sum }.plan(vec![len]);
+            let sends = vec![Transfer { peer: root, tag, bytes: Span { of, range: 0..len } }];
             plan.stages.push(Stage { sends, ..Stage::default() });
             return plan;
         }
-        let mut plan = slice.plan(Vec::new());
+        let mut plan = sum.plan(Vec::new());
         if self.me == root {
             let bytes = self.whole(Buffer::Output(0), &range);
             let receives = vec![Transfer { peer: owner, tag, bytes }];
@@ -155,8 +156,8 @@ impl Shape {
         plan
     }
 
-    fn whole(&self, of: Buffer, range: &Range<u64>) -> Bytes {
-        Bytes { of, range: range.start as usize..range.end as usize }
+    fn whole(&self, of: Buffer, range: &Range<u64>) -> Span {
+        Span { of, range: range.start as usize..range.end as usize }
     }
 
     fn gather(&self, root: u32, piece: &Range<u64>) -> Plan {
@@ -212,7 +213,7 @@ impl Shape {
         for block in self.others().chain([self.me]) {
             let own = Buffer::Input(block);
             let plan =
-                Slice { own, ..self.slice(block, range.clone()) }.plan(std::mem::take(&mut all.scratch));
+                PieceSum { own, ..self.sum(block, range.clone()) }.plan(std::mem::take(&mut all.scratch));
             all.scratch = plan.scratch;
             for stage in plan.stages {
                 together.sends.extend(stage.sends);

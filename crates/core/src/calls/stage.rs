@@ -15,7 +15,7 @@ pub enum Buffer {
 
 /// Bytes of a buffer.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Bytes {
+pub struct Span {
     /// The buffer.
     pub of: Buffer,
     /// Which bytes.
@@ -30,20 +30,20 @@ pub struct Transfer {
     /// Tells messages of one piece between the same two ranks apart.
     pub tag: u32,
     /// From or to where.
-    pub bytes: Bytes,
+    pub bytes: Span,
 }
 
 /// What is computed once a stage's messages are there.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Local {
     /// Byte for byte.
-    Copy(Bytes, Bytes),
+    Copy(Span, Span),
     /// The call's operation.
     Reduce {
         /// Over these, in this order.
-        inputs: Vec<Bytes>,
+        inputs: Vec<Span>,
         /// The outcome, which may be one of the inputs.
-        output: Bytes,
+        output: Span,
         /// Nothing is added any more, so that an average is divided.
         last: bool,
     },

@@ -1,30 +1,30 @@
-//! A slice of a sum as stages: the steps that [`crate::steps`] lists for one position, on a call's buffers.
+//! A piece of a sum as stages: the steps that [`crate::steps`] lists for one position, on a call's buffers.
 //!
 //! Contributions are read where the caller has them; partial sums, and in the end the result, are made in the result's
 //! memory, which may be the same. What comes to be added goes to scratch, and what is the result goes into place. A stage
 //! ends where a send needs what was received before it; what needs nothing of a stage is part of it.
 
-use super::stage::{Buffer, Bytes, Local, Plan, Stage, Transfer};
+use super::stage::{Buffer, Local, Plan, Span, Stage, Transfer};
 use crate::steps::{Adding, Combine, Move, Post, Receive, Send, Walk};
 use crate::way::Algorithm;
 use std::ops::Range;
 
-/// Which of the steps.
+/// Which of the steps: those of the reduce-scatter, those of the all-gather.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Half {
+pub(super) enum Phases {
     /// Those that add up.
     Reduce,
     /// Those that spread the result.
-    Spread,
+    Gather,
     /// All.
     Both,
 }
 
-/// One slice as one rank sees it.
+/// One piece of a sum as one rank sees it.
 #[derive(Debug, Clone)]
-pub(super) struct Slice {
+pub(super) struct PieceSum {
     pub(super) algorithm: Algorithm,
-    pub(super) half: Half,
+    pub(super) phases: Phases,
     /// Ranks of the group.
     pub(super) ranks: u32,
     /// This rank's index in it.
@@ -45,7 +45,7 @@ struct Draft {
     plan: Plan,
     stage: Stage,
     /// What has come to be added: ranks and their parts.
-    came: Vec<(u32, Bytes)>,
+    came: Vec<(u32, Span)>,
     /// Elements that are summed to some extent, and so are in the result's memory.
     summed: Range<u64>,
 }
@@ -59,7 +59,7 @@ impl Draft {
     }
 }
 
-impl Slice {
+impl PieceSum {
     /// The stages, which use scratch buffers after those that `scratch` has.
     pub(super) fn plan(&self, scratch: Vec<usize>) -> Plan {
         let whole = 0..(self.range.end - self.range.start) / self.elem_bytes;
@@ -68,12 +68,12 @@ impl Slice {
         let position = (self.me + self.ranks - self.owner) % self.ranks;
         let post = Post { algorithm: self.algorithm, positions: self.ranks, position, elems: whole.end };
         let (half, all) = (post.reduce_steps(), post.steps());
-        let mut walk = Walk::through(match self.half {
-            Half::Reduce => 0..half,
-            Half::Spread => half..all,
-            Half::Both => 0..all,
+        let mut walk = Walk::through(match self.phases {
+            Phases::Reduce => 0..half,
+            Phases::Gather => half..all,
+            Phases::Both => 0..all,
         });
-        if self.ranks == 1 && self.half != Half::Spread {
+        if self.ranks == 1 && self.phases != Phases::Gather {
             let copy = Local::Copy(self.bytes(self.own, &whole), self.bytes(self.result, &whole));
             draft.stage.then.push(copy);
         }
@@ -99,7 +99,7 @@ impl Slice {
                         let of = Buffer::Scratch(draft.plan.scratch.len() as u32);
                         let len = ((elems.end - elems.start) * self.elem_bytes) as usize;
                         draft.plan.scratch.push(len);
-                        let bytes = Bytes { of, range: 0..len };
+                        let bytes = Span { of, range: 0..len };
                         draft.came.push((peer, bytes.clone()));
                         bytes
                     };
@@ -130,16 +130,16 @@ impl Slice {
 
     /// Where this rank has what it has of these elements, which lie within `summed` or beside it: a step adds to all that
     /// a later one sends or adds to, or to nothing of it.
-    fn held(&self, summed: &Range<u64>, elems: &Range<u64>) -> Bytes {
+    fn held(&self, summed: &Range<u64>, elems: &Range<u64>) -> Span {
         let is_summed = summed.start <= elems.start && elems.end <= summed.end;
         self.bytes(if is_summed { self.result } else { self.own }, elems)
     }
 
-    fn bytes(&self, of: Buffer, elems: &Range<u64>) -> Bytes {
+    fn bytes(&self, of: Buffer, elems: &Range<u64>) -> Span {
         // A scratch buffer has the length of the slice.
         let start = if matches!(of, Buffer::Scratch(_)) { 0 } else { self.range.start };
         let at = |elem: u64| (start + elem * self.elem_bytes) as usize;
-        Bytes { of, range: at(elems.start)..at(elems.end) }
+        Span { of, range: at(elems.start)..at(elems.end) }
     }
 
     fn rank(&self, position: u32) -> u32 {

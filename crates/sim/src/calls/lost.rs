@@ -35,9 +35,9 @@ pub fn run_with_a_loss(seed: u64) -> Result<Loss, String> {
                 world.draw_call();
             }
             let moves = world.random.magnitude(1, 4000);
-            world.go_on(moves)?;
+            world.advance(moves)?;
             world.lose();
-            world.go_on(u64::MAX)?;
+            world.advance(u64::MAX)?;
             world.check_loss()
         })
         .map_err(|error| format!("seed {seed}, {ranks} ranks: {error}"))

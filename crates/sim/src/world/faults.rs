@@ -68,7 +68,7 @@ impl<M: SimMemory> World<M> {
     }
 
     /// A stopped rank goes on with what it has not done, in order; but whether it reads or looks at the clock first is open.
-    pub(super) fn go_on(&mut self, rank: Rank) {
+    pub(super) fn resume(&mut self, rank: Rank) {
         self.trace(|| format!("rank {rank} goes on"));
         let fate = &mut self.fates[rank.index()];
         fate.stopped = false;

@@ -214,7 +214,7 @@ impl<M: SimMemory> World<M> {
             }
             Happening::Fault => self.befall(),
             Happening::GoOn(rank) => {
-                self.go_on(rank);
+                self.resume(rank);
                 Ok(())
             }
             Happening::Cut(id) => self.ended(id),

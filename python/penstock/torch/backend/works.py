@@ -95,7 +95,7 @@ class Work(dist.Work):
         seconds = timeout.total_seconds() if timeout is not None and limited else self._limit_s
         for call in self.calls:
             call.wait(seconds)
-        for call in self._go_on():
+        for call in self._advance():
             call.wait(seconds)
         self._end()
         if self._future is not None:
@@ -105,7 +105,7 @@ class Work(dist.Work):
     def is_completed(self) -> bool:
         """Whether the results are in the tensors, or never will be."""
         try:
-            completed = all(call.done() for call in self.calls) and all(call.done() for call in self._go_on())
+            completed = all(call.done() for call in self.calls) and all(call.done() for call in self._advance())
             if completed:
                 self._end()
         except PenstockError as error:
@@ -150,7 +150,7 @@ class Work(dist.Work):
             self._completer.add(self)
         return self._future
 
-    def _go_on(self) -> list[Call]:
+    def _advance(self) -> list[Call]:
         """Begin the calls that follow, once; those that are under way now."""
         with self._lock:
             if self._error is not None:
@@ -179,7 +179,7 @@ class Work(dist.Work):
         try:
             if self._more:
                 self._more = False
-                self.missing = {call.id for call in self._go_on()}
+                self.missing = {call.id for call in self._advance()}
                 self._completer.add(self)
                 return
             self._end()
