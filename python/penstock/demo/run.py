@@ -79,7 +79,7 @@ def run(options: DemoOptions) -> dict[str, Any]:
         ranks = list(range(job.workers))
         title = f"{job.workers} worker{'s' if job.workers > 1 else ''}"
         for group, description in ((ranks, title), ([REFERENCE], "one process")):
-            with Processes(directory, group) as processes, Progress(description, steps, options.quiet) as progress:
+            with Processes(directory, group) as processes, ProgressBar(description, steps, options.quiet) as progress:
                 log = directory.progress(group[0])
                 processes.wait(lambda log=log, progress=progress: progress.follow(log))  # type: ignore[misc]
         workers = [directory.read_result(rank) for rank in ranks]
@@ -123,7 +123,7 @@ def _check(name: str, value: float, *, at_least: float | None = None, at_most: f
     return {"name": name, "value": value, "at_least": at_least, "at_most": at_most, "ok": ok}
 
 
-class Progress:
+class ProgressBar:
     """A progress bar fed from the file that a process appends to."""
 
     def __init__(self, description: str, steps: int, quiet: bool) -> None:
@@ -140,7 +140,7 @@ class Progress:
         )
         self._offset = 0
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(self, *error: object) -> None:

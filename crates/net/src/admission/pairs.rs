@@ -19,7 +19,7 @@ const CONNECTED: u8 = 2;
 
 /// What the listener does with a dialer that is who it says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Admission {
+pub(super) enum PairDecision {
     /// Take it. The token undoes this if the acceptance cannot be sent.
     Take(Before),
     /// This process's own attempt will win.
@@ -28,7 +28,7 @@ pub(super) enum Admission {
     Busy,
 }
 
-/// The state that [`Admission::Take`] replaced.
+/// The state that [`PairDecision::Take`] replaced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Before(u8);
 
@@ -85,14 +85,14 @@ impl Pairs {
     }
 
     /// The decision on an authenticated dialer. `proof_sent`: this process's own attempt may have been taken already.
-    pub(super) fn judge(&self, lane: u32, from: Rank, proof_sent: bool) -> Admission {
+    pub(super) fn judge(&self, lane: u32, from: Rank, proof_sent: bool) -> PairDecision {
         loop {
             let before = self.cell(lane, from).load(Ordering::Acquire);
             match before {
-                CONNECTED => return Admission::Busy,
-                DIALING if proof_sent && self.rank < from => return Admission::Superseded,
+                CONNECTED => return PairDecision::Busy,
+                DIALING if proof_sent && self.rank < from => return PairDecision::Superseded,
                 // Fails only if a lane has asked this very moment: judge again.
-                _ if self.change(lane, from, before, CONNECTED) => return Admission::Take(Before(before)),
+                _ if self.change(lane, from, before, CONNECTED) => return PairDecision::Take(Before(before)),
                 _ => {}
             }
         }
@@ -126,10 +126,10 @@ mod tests {
     fn the_lower_rank_wins_once_it_has_sent_its_proof() {
         let (low, high) = (pairs(0), pairs(1));
         assert!(low.ask(0, Rank(1)) && high.ask(0, Rank(0)));
-        assert_eq!(low.judge(0, Rank(1), true), Admission::Superseded);
-        assert_eq!(high.judge(0, Rank(0), true), Admission::Take(Before(DIALING)));
+        assert_eq!(low.judge(0, Rank(1), true), PairDecision::Superseded);
+        assert_eq!(high.judge(0, Rank(0), true), PairDecision::Take(Before(DIALING)));
         assert!(low.dialed(0, Rank(1)));
-        assert_eq!(low.judge(0, Rank(1), true), Admission::Busy);
+        assert_eq!(low.judge(0, Rank(1), true), PairDecision::Busy);
         assert!(!high.dialed(0, Rank(0)), "the attempt of the higher rank is void");
     }
 
@@ -137,14 +137,16 @@ mod tests {
     fn the_lower_rank_takes_what_comes_before_its_proof() {
         let low = pairs(0);
         assert!(low.ask(0, Rank(1)));
-        assert_eq!(low.judge(0, Rank(1), false), Admission::Take(Before(DIALING)));
+        assert_eq!(low.judge(0, Rank(1), false), PairDecision::Take(Before(DIALING)));
         assert!(!low.dialed(0, Rank(1)));
     }
 
     #[test]
     fn what_could_not_be_told_is_undone() {
         let low = pairs(0);
-        let Admission::Take(before) = low.judge(0, Rank(1), false) else { panic!("idle pairs take anybody") };
+        let PairDecision::Take(before) = low.judge(0, Rank(1), false) else {
+            panic!("idle pairs take anybody")
+        };
         low.undo(0, Rank(1), before);
         assert!(low.ask(0, Rank(1)));
     }

@@ -1,6 +1,6 @@
 //! Whoever has connected to this process and has not proved yet that it belongs to the job.
 
-use super::pairs::Admission;
+use super::pairs::PairDecision;
 use super::{Gate, SCRATCH_BYTES, Timer, fresh_nonce, send};
 use crate::descriptors::{self, Registration};
 use crate::handshake::{HandshakeMessage, Listener, ListenerStep, Status};
@@ -179,9 +179,9 @@ impl Gate {
         }
         let proof_sent = self.dials.get(&(lane, from)).is_some_and(|dial| dial.proof_unanswered);
         match self.shared.pairs.judge(lane, from, proof_sent) {
-            Admission::Superseded => Ok(Some(Status::Superseded)),
-            Admission::Busy => Ok(Some(Status::Busy)),
-            Admission::Take(before) => {
+            PairDecision::Superseded => Ok(Some(Status::Superseded)),
+            PairDecision::Busy => Ok(Some(Status::Busy)),
+            PairDecision::Take(before) => {
                 let told = send(&mut stranger.stream, &HandshakeMessage::accept());
                 if told.is_err() {
                     self.shared.pairs.undo(lane, from, before);
