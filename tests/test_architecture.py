@@ -416,6 +416,33 @@ def test_files_that_documents_name_exist(document):
     assert not missing, f"{document} names what does not exist: {missing}"
 
 
+def journeys():
+    """The rows of ARCHITECTURE's journeys: files, and the functions that are named beside them."""
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    journey = text.partition("## Three journeys")[2].partition("\n## ")[0]
+    for files, functions in re.findall(r"^\| (`[^|]+`) \| (`[^|]+`) \|", journey, re.MULTILINE):
+        yield re.findall(r"`([^`]+)`", files), re.findall(r"`([^`]+)`", functions)
+
+
+def test_the_journeys_lead_through_functions_that_exist():
+    rows = list(journeys())
+    assert len(rows) > 25
+    for files, functions in rows:
+        texts = [(ROOT / name).read_text(encoding="utf-8") for name in files]
+        for function in functions:
+            assert any(re.search(rf"\b(?:fn|def) {function}\b", text) for text in texts), (files, function)
+
+
+def test_every_folder_of_code_has_a_row():
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    sources = [path for path in tracked_files() if path.suffix in {".py", ".rs", ".toml"}]
+    folders = {path.parent.relative_to(ROOT).as_posix() + "/" for path in sources if path.parent != ROOT}
+    inside = ("tests/", "crates/python/src/")
+    inside += tuple(f"crates/{crate}/{beside}/" for crate in CRATE_EDGES for beside in ("tests", "examples"))
+    missing = sorted(name for name in folders if not name.startswith(inside) and f"`{name}`" not in text)
+    assert not missing, missing
+
+
 def test_requirements_are_pinned_and_name_no_index():
     for line in (ROOT / "requirements" / "dev.lock").read_text(encoding="utf-8").splitlines():
         requirement = line.split(";")[0].strip()
