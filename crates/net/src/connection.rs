@@ -8,9 +8,9 @@
 //! Readiness is told only on change (edge-triggered), so it is remembered until a call would block.
 
 use crate::descriptors::{self, Registration};
-use crate::flight;
 use crate::line;
 use crate::memory::{Chunk, RealMemory};
+use crate::send_buffer;
 use mio::net::TcpStream;
 use penstock_core::node::{Action, Event, Node};
 use penstock_core::wire::{Destination, HEADER_BYTES, Outgoing};
@@ -338,10 +338,10 @@ impl Connection {
     }
 
     /// Bounds what the kernel holds for this connection by a line rate; see [`crate::flight`].
-    pub(crate) fn bind_flight(&mut self, bytes_per_s: f64) {
+    pub(crate) fn bind_send_buffer(&mut self, bytes_per_s: f64) {
         self.bytes_per_s = Some(bytes_per_s);
         // An older kernel: the connection works as it is.
-        let _ = flight::bind(self.stream.as_fd(), bytes_per_s);
+        let _ = send_buffer::bind(self.stream.as_fd(), bytes_per_s);
     }
 
     /// Queues a frame behind those that the node has given out.
@@ -402,7 +402,7 @@ impl Connection {
     pub(crate) fn correct_rate(&mut self, last: Instant) -> Option<f64> {
         let delivered_bytes = self.take_delivered_bytes();
         let bytes_per_s = line::corrected(self.bytes_per_s?, delivered_bytes, last.elapsed())?;
-        self.bind_flight(bytes_per_s);
+        self.bind_send_buffer(bytes_per_s);
         Some(bytes_per_s)
     }
 

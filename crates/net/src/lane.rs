@@ -280,7 +280,7 @@ impl Lane {
                     self.told = false;
                 }
                 if let Some(bytes_per_s) = self.bound_bytes_per_s() {
-                    connection.bind_flight(bytes_per_s);
+                    connection.bind_send_buffer(bytes_per_s);
                 }
                 self.peers[peer.index()].connection = Some(connection);
                 self.shared.live(|life, _| life.connected(peer));

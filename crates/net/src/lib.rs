@@ -15,13 +15,13 @@ pub mod descriptors;
 mod engine;
 mod exit;
 mod failure;
-mod flight;
 pub mod handshake;
 mod lane;
 mod line;
 mod mailbox;
 pub mod memory;
 mod report;
+mod send_buffer;
 mod shared;
 mod summing;
 

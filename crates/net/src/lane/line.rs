@@ -15,7 +15,7 @@ impl Lane {
     pub(super) fn bind_connections(&mut self) {
         if let Some(bytes_per_s) = self.bound_bytes_per_s() {
             for connection in self.peers.iter_mut().filter_map(|peer| peer.connection.as_mut()) {
-                connection.bind_flight(bytes_per_s);
+                connection.bind_send_buffer(bytes_per_s);
             }
         }
     }
