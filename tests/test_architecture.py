@@ -42,6 +42,9 @@ CIRCLE_MAX = 3
 WRITERS = {"flight": "model/flight.py", "pending": "updates/optimizer.py", "reads": "reads/safety.py"}
 SLOT_WRITERS = {"gradients/hooks.py": {"gather"}, "reads/safety.py": {"owner"}}
 
+# How long a step takes is what a call by one of two algorithms takes more than by the other.
+WITH_TWO_ALGORITHMS = {"measure/allreduce.py", "measure/quick.py"}
+
 # Everything else imports torch inside the functions that need it.
 MODULES_ON_TORCH = ("torch/", "demo/recipe.py", "demo/worker.py")
 
@@ -347,6 +350,59 @@ def test_no_two_modules_have_one_name():
         by_name.setdefault(name.rpartition(".")[2], []).append(name)
     double = [names for names in by_name.values() if len(names) > 1]
     assert not double, double
+
+
+def tables_of(words, source):
+    """The lines of a Python source in which two or more of these words stand together, and what they are."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+            entries = node.elts
+        elif isinstance(node, ast.Dict):
+            entries = node.keys
+        elif isinstance(node, ast.BoolOp):
+            entries = [side for test in node.values if isinstance(test, ast.Compare) for side in test.comparators]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "split":
+            entries = [ast.Constant(word) for word in str(getattr(node.func.value, "value", "")).split()]
+        else:
+            continue
+        found = {entry.value for entry in entries if isinstance(entry, ast.Constant)} & words
+        if len(found) > 1:
+            yield node.lineno, sorted(found)
+
+
+def test_a_table_of_words_is_found():
+    words = {"store", "ring", "1bit"}
+    for table in (
+        "('store', 'ring')",
+        "{'ring': 1, 'store': 2}",
+        "{'1bit', 'ring'}",
+        "x == 'store' or x == 'ring'",
+        "'store 1bit'.split()",
+        "f({'a': ['ring', 'store']})",
+    ):
+        assert list(tables_of(words, table)), table
+    for other in ("('store', 'bf16')", "'store ring'", "{'store': 'ring'}", "x == 'store'"):
+        assert not list(tables_of(words, other)), other
+
+
+def test_python_has_no_second_table_of_schemes():
+    """Names, and what they stand for, are the core's: `penstock._native.WAYS`, `ALGORITHMS`."""
+    from penstock._native import WAYS
+
+    for path in python_modules():
+        name = path.relative_to(PACKAGE).as_posix()
+        if name not in WITH_TWO_ALGORITHMS:
+            tables = list(tables_of(set(WAYS), path.read_text(encoding="utf-8")))
+            assert not tables, f"{name}: {tables}"
+
+
+def test_what_implements_a_scheme_is_called_as_the_core_calls_it():
+    from penstock._native import WAYS
+    from penstock.lossy import DGC, OneBit
+    from penstock.torch.schemes.making import OF_ROWS
+
+    assert set(OF_ROWS) == {name for name, way in WAYS.items() if way.sends_rows}
+    assert {OneBit.name, DGC.name} == {name for name, way in WAYS.items() if way.shortens}
 
 
 def written_attributes(path):

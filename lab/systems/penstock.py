@@ -101,14 +101,10 @@ class Penstock(TorchWorker):
     def facts(self) -> dict[str, Any]:
         """Each layer's scheme, and what it moves on the busiest direction of an interface: by the information book."""
         book = ps.coordinator_of(self.plain)
-        decisions = {layer.name: book.decision(layer.name) for layer in book.network.layers if layer.tensors}
-        wire_bytes = {
-            name: next(
-                each["direction_bytes"] for each in decision["estimates"] if each["scheme"] == decision["scheme"]
-            )
-            for name, decision in decisions.items()
+        return {
+            "schemes": {plan.name: plan.scheme for plan in book.plans},
+            "wire_bytes": {plan.name: plan.scheme_bytes[plan.scheme] for plan in book.plans},
         }
-        return {"schemes": {name: decision["scheme"] for name, decision in decisions.items()}, "wire_bytes": wire_bytes}
 
     def close(self) -> None:
         """Say goodbye."""

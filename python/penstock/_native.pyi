@@ -13,10 +13,10 @@ from typing import Literal, TypedDict, final, type_check_only
 __all__ = [
     "ALGORITHMS",
     "COLLECTIVES",
-    "SCHEMES",
-    "WIRE_TYPES",
+    "WAYS",
     "Call",
     "Engine",
+    "Way",
     "allreduce_cost",
     "best_algorithm",
     "best_scheme",
@@ -35,11 +35,48 @@ ALGORITHMS: tuple[_Algorithm, ...]
 COLLECTIVES: tuple[_Algorithm, ...]
 """Those of them that are not the store."""
 
-SCHEMES: tuple[str, ...]
-"""The ways in which a layer can be synchronised; see crates/core/src/way.rs."""
+@final
+class Way:
+    """A way in which a layer can travel, which users call a scheme; see crates/core/src/way.rs."""
 
-WIRE_TYPES: dict[str, str]
-"""Of schemes that are the store with fp32 gradients rounded on the wire: the dtype to which they are."""
+    @property
+    def name(self) -> str:
+        """The scheme's name."""
+
+    @property
+    def kind(self) -> Literal["linear", "embedding"] | None:
+        """The kind of layer that it is for; none: every kind."""
+
+    @property
+    def route(self) -> str:
+        """An algorithm, ``gather`` or ``owner``."""
+
+    @property
+    def wire(self) -> str | None:
+        """The dtype to which fp32 gradients are rounded on the wire, if they are."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the gradient travels, as the book says."""
+
+    @property
+    def sends_rows(self) -> bool:
+        """Whether rows of activations travel, from which every gradient is rebuilt exactly."""
+
+    @property
+    def shortens(self) -> bool:
+        """Whether a rank leaves out a part of its gradient, which it keeps for later."""
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether results differ from the exact ones by more than rounding."""
+
+    @property
+    def may_be_chosen(self) -> bool:
+        """Whether the coordinator may choose it while training."""
+
+WAYS: dict[str, Way]
+"""All that there are by name, in the order in which ties are decided."""
 
 _Tensor = (
     tuple[str, int, str, int] | tuple[str, int, str, int, _Scheme] | tuple[str, int, str, int, Literal["store"], str]
@@ -102,11 +139,16 @@ class Estimate(TypedDict):
 
 @type_check_only
 class Choice(TypedDict):
-    """A layer's scheme and why; `code` is one word, `estimates` are of all schemes that fit the layer."""
+    """A layer's scheme and why; `code` is one word, `estimates` are of all schemes that fit the layer.
+
+    `may_change`: a later measurement may lead to another.
+    """
 
     scheme: str
     code: str
     reason: str
+    given: bool
+    may_change: bool
     lossy: bool
     estimates: list[Estimate]
 
@@ -141,12 +183,14 @@ def best_scheme(
     slice_bytes: int,
     collective_slice_bytes: int,
     rates: _Rates,
-    allowed: list[str],
+    allowed: list[str] | None = None,
     current: str | None = None,
+    adopted: bool = False,
     given: str | None = None,
     shortened: tuple[str, int] | None = None,
     collective: str | None = None,
     why_whole: str | None = None,
+    whole_on: int | None = None,
 ) -> Choice:
     """The best scheme for a layer by policy ``paper`` or ``measured``.
 
@@ -156,9 +200,12 @@ def best_scheme(
     seconds, bytes summed per second, floating point operations of a matrix product per second, seconds of work for an
     exchange of rows.
 
+    Of ``allowed`` one may be chosen besides the store; without, whatever may be chosen while training. ``current`` is
+    in use, and stays for now if it is ``adopted`` from ranks that went on.
+
     ``given`` is what the user has asked for; if that sends less than the gradient, ``shortened`` is what it leaves out,
     and how many bytes a rank sends to each other. ``collective`` takes the store's place in the book. ``why_whole`` is
-    why the gradient must travel whole, if it must.
+    why the gradient must travel whole, if it must; ``whole_on`` the rank that would send it whole at present.
     """
 
 def allreduce_cost(algorithm: str, elems: int, elem_bytes: int, workers: int, slices: int, rates: _Rates) -> Allreduce:

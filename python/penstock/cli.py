@@ -444,6 +444,7 @@ def _explain(options: argparse.Namespace) -> int:
     from penstock.coordinator import Cluster, Coordinator, Rates, best_collectives
     from penstock.errors import ConfigError
     from penstock.explanation import Explanation
+    from penstock.plan import Terms
 
     try:
         if options.servers is not None and options.servers > options.workers:
@@ -480,9 +481,7 @@ def _explain(options: argparse.Namespace) -> int:
             policy=options.policy,
             rates=rates,
             batchsize=batch,
-            collectives=collectives,
-            fixed={name: scheme for name, scheme in given.items() if isinstance(scheme, str)},
-            lossy={name: scheme for name, scheme in given.items() if not isinstance(scheme, str)},
+            terms={name: Terms(given.get(name), collectives.get(name)) for name in {**given, **collectives}},
         )
     except ConfigError as error:
         return _fail(options, "penstock explain", error, status=2)

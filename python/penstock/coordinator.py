@@ -19,16 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from penstock.config import POLICIES
 from penstock.description import Layer, Network
 from penstock.errors import ConfigError
-from penstock.lossy import LossyScheme
+from penstock.plan import STORE, LayerPlan, Terms
 
 if TYPE_CHECKING:
     from penstock._native import Choice
     from penstock.explanation import Explanation
 
-__all__ = ["EXACT_GATHERS", "POLICIES", "Cluster", "Coordinator", "Placed", "Rates", "best_collectives"]
-
-EXACT_GATHERS = ("factors", "pairs")
-"""What may be chosen while training, besides what whole gradients travel by."""
+__all__ = ["POLICIES", "Cluster", "Coordinator", "Placed", "Rates", "best_collectives"]
 
 
 @dataclass(frozen=True)
@@ -100,10 +97,7 @@ class Coordinator:
         policy: ``measured`` or ``paper``.
         rates: Until others are measured.
         batchsize: Samples per worker and step, if known: then rows follow from it.
-        allowed: What may be chosen while training, besides the store.
-        collectives: By layer, the collective that takes the store's place, as of `best_collectives`.
-        fixed: By layer, schemes that are given and not chosen.
-        lossy: By layer, lossy schemes, which are always given.
+        terms: By layer, what is settled of it beforehand; nothing of layers that are missing.
         placements: Gives by tensor where its slices live, as the engine's book says. Without, no tensor lives anywhere
             yet, and `query` says so.
 
@@ -126,10 +120,7 @@ class Coordinator:
         policy: str = "measured",
         rates: Rates | None = None,
         batchsize: int | None = None,
-        allowed: Sequence[str] = EXACT_GATHERS,
-        collectives: Mapping[str, str] | None = None,
-        fixed: Mapping[str, str] | None = None,
-        lossy: Mapping[str, LossyScheme] | None = None,
+        terms: Mapping[str, Terms] | None = None,
         placements: Callable[[], Mapping[str, Sequence[Placed]]] | None = None,
     ) -> None:
         if policy not in POLICIES:
@@ -139,10 +130,7 @@ class Coordinator:
         self.policy = policy
         self.rates = rates or Rates()
         self.batchsize = batchsize
-        self.allowed = tuple(allowed)
-        self.collectives = dict(collectives or {})
-        self.fixed = dict(fixed or {})
-        self.lossy = dict(lossy or {})
+        self.terms = dict(terms or {})
         self._layers = {layer.name: layer for layer in network.layers}
         self._rows: dict[str, list[int]] = {}
         self._whole: dict[str, int] = {}
@@ -152,7 +140,7 @@ class Coordinator:
         self._tensors = [tensor.name for layer in network.layers for tensor in layer.tensors]
         self._placements = placements
         self._placement: dict[str, list[Placed]] | None = None
-        self._choices: dict[str, Choice] = {}
+        self._plans: dict[str, LayerPlan] = {}
         self._decide(first=True)
 
     # The same on all ranks
@@ -170,8 +158,8 @@ class Coordinator:
         facts = {
             "policy": self.policy,
             **asdict(self.cluster),
-            "schemes": [list(self.allowed), self.fixed, {name: str(scheme) for name, scheme in self.lossy.items()}],
-            "collectives": self.collectives,
+            "schemes": {name: str(terms.given) for name, terms in self.terms.items() if terms.given is not None},
+            "collectives": {name: terms.collective for name, terms in self.terms.items() if terms.collective},
             "layers": [[layer.name, layer.kind, list(layer.shape), layer.elems] for layer in self.network.layers],
         }
         blobs = gather("penstock.coordinator", json.dumps(facts, separators=(",", ":")).encode())
@@ -217,9 +205,9 @@ class Coordinator:
         self._whole.update(whole or {})
         self.rates = rates
         self.batchsize = batchsize if batchsize is not None else self.batchsize
-        before = {name: choice["scheme"] for name, choice in self._choices.items()}
+        before = self._schemes()
         self._decide(first=False)
-        return {name: choice["scheme"] for name, choice in self._choices.items() if choice["scheme"] != before[name]}
+        return {name: scheme for name, scheme in self._schemes().items() if scheme != before[name]}
 
     @property
     def measured(self) -> dict[str, Any]:
@@ -229,7 +217,7 @@ class Coordinator:
             "whole": dict(self._whole),
             "rates": asdict(self.rates),
             "batchsize": self.batchsize,
-            "schemes": {name: choice["scheme"] for name, choice in self._choices.items()},
+            "schemes": self._schemes(),
         }
 
     def adopt(self, measured: Mapping[str, Any]) -> dict[str, str]:
@@ -247,45 +235,46 @@ class Coordinator:
         self.batchsize = measured["batchsize"]
         schemes: dict[str, str] = dict(measured["schemes"])
         for name, scheme in schemes.items():
-            choice = self.choose(self._layer(name), current=scheme)
-            if choice["scheme"] != scheme:  # a change waits for the next measurement, as it does on the other rank
-                choice["scheme"], choice["code"], choice["reason"] = scheme, "adopted", "as on the ranks that went on"
-            self._choices[name] = choice
+            self._plans[name] = self._plan(self._layer(name), current=scheme, adopted=True)
         return schemes
+
+    def _schemes(self) -> dict[str, str]:
+        return {name: plan.scheme for name, plan in self._plans.items()}
 
     def _decide(self, *, first: bool) -> None:
         for layer in self.network.layers:
             if layer.tensors:
-                current = None if first else self._choices[layer.name]["scheme"]
-                self._choices[layer.name] = self.choose(layer, current=current)
+                current = None if first else self._plans[layer.name].scheme
+                self._plans[layer.name] = self._plan(layer, current=current)
 
-    def choose(self, layer: Layer, *, current: str | None = None) -> Choice:
+    def _plan(self, layer: Layer, *, current: str | None, adopted: bool = False) -> LayerPlan:
         """The native module's decision for a layer with the present facts.
 
         Args:
             layer: The layer.
             current: The scheme in use, if there is one.
+            adopted: Whether that is what ranks use that went on without this one.
         """
         name, rows = layer.name, self._rows.get(layer.name, [])
-        why_whole = layer.why_store
-        if why_whole is None and name in self._whole:
-            why_whole = f"rank {self._whole[name]} would send its gradient whole"
-        if layer.kind == "embedding":  # pairs of one row are merged, so there are no more than rows
-            rows = [min(count, layer.shape[0]) for count in rows]
-        lossy = self.lossy.get(name)
-        return _best(
+        terms = self.terms.get(name, Terms())
+        given = terms.options
+        # Pairs of one row are merged, so there are no more than rows.
+        counted = [min(count, layer.shape[0]) for count in rows] if layer.kind == "embedding" else rows
+        choice = _best(
             layer,
             self.cluster,
             self.policy,
             self.rates,
-            rows=rows,
-            allowed=self.allowed,
+            rows=counted,
             current=current,
-            given=self.fixed.get(name) if lossy is None else lossy.name,
-            shortened=None if lossy is None else (lossy.describe(), lossy.contribution_bytes(layer.tensors)),
-            collective=self.collectives.get(name),
-            why_whole=why_whole,
+            adopted=adopted,
+            given=None if terms.given is None else terms.scheme,
+            shortened=None if given is None else (given.describe(), given.contribution_bytes(layer.tensors)),
+            collective=terms.collective,
+            why_whole=layer.why_store,
+            whole_on=self._whole.get(name),
         )
+        return LayerPlan.of(layer, choice, rows, self.rates.bytes_per_s)
 
     # Asked by anybody
 
@@ -295,15 +284,20 @@ class Coordinator:
         Raises:
             ConfigError: There is no such layer.
         """
-        return self.decision(layer)["scheme"]
+        return self.decision(layer).scheme
 
-    def decision(self, layer: str) -> Choice:
+    @property
+    def plans(self) -> list[LayerPlan]:
+        """How each layer that has parameters is synchronised now, in the order of registration."""
+        return list(self._plans.values())
+
+    def decision(self, layer: str) -> LayerPlan:
         """How a layer is synchronised now, why, and what each scheme would cost.
 
         Raises:
             ConfigError: There is no such layer.
         """
-        found = self._choices.get(self._layer(layer).name)
+        found = self._plans.get(self._layer(layer).name)
         if found is None:
             raise ConfigError(f"layer {layer!r} has no parameters: nothing is sent for it")
         return found
@@ -390,11 +384,11 @@ def best_collectives(network: Network, cluster: Cluster, *, policy: str, rates: 
     from penstock._native import COLLECTIVES
 
     best = {
-        layer.name: _best(layer, cluster, policy, rates, allowed=COLLECTIVES, current="store")["scheme"]
+        layer.name: _best(layer, cluster, policy, rates, allowed=list(COLLECTIVES), current=STORE)["scheme"]
         for layer in network.layers
         if layer.tensors
     }
-    return {name: scheme for name, scheme in best.items() if scheme != "store"}
+    return {name: scheme for name, scheme in best.items() if scheme != STORE}
 
 
 def _best(
@@ -404,8 +398,6 @@ def _best(
     rates: Rates,
     *,
     rows: Sequence[int] = (),
-    allowed: Sequence[str],
-    current: str | None,
     **terms: Any,
 ) -> Choice:
     from penstock._native import best_scheme
@@ -423,8 +415,6 @@ def _best(
         slice_bytes=cluster.slice_bytes,
         collective_slice_bytes=cluster.collective_slice_bytes,
         rates=rates.native(),
-        allowed=list(allowed),
-        current=current,
         **terms,
     )
 

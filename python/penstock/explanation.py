@@ -17,52 +17,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.account import shortened
+from penstock.plan import STORE, LayerPlan, rows_scheme
 
 if TYPE_CHECKING:
     from penstock.coordinator import Coordinator, Rates
 
-__all__ = ["Explanation", "LayerPlan", "StepTimes", "predict"]
+__all__ = ["Explanation", "StepTimes", "predict"]
 
-GATHER_OF = {"linear": "factors", "embedding": "pairs"}
 WIDTH = 120
 SHAPE_WIDTH_MAX = 14
 _NUMBER = re.compile(r"\d+")
 EVEN_COMPUTE = "the arithmetic of the layers is not known: each is taken for as long as any other"
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """One layer's row of the table.
-
-    Attributes:
-        name: The layer.
-        kind: ``linear``, ``embedding`` or ``other``.
-        shape: Of its weight.
-        rows: Most rows of any worker, or `None` while unknown.
-        gradient_bytes: Its gradient.
-        scheme_bytes: By scheme that fits the layer, bytes on the busiest direction of an interface in one step.
-        scheme_s: By scheme, predicted seconds if the layer has the wire for itself, rebuilding included.
-        scheme: The choice.
-        code: The reason in one word.
-        reason: The reason.
-        wire_s: Seconds of the chosen scheme on the busiest direction.
-        rebuild_s: Seconds to rebuild the gradient from its factors, beyond what is computed anyway.
-        lossy: Whether the choice loses something.
-    """
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    rows: int | None
-    gradient_bytes: int
-    scheme_bytes: dict[str, int]
-    scheme_s: dict[str, float]
-    scheme: str
-    code: str
-    reason: str
-    wire_s: float
-    rebuild_s: float
-    lossy: bool
 
 
 @dataclass(frozen=True)
@@ -107,7 +72,7 @@ class Explanation:
             coordinator: With the present facts.
             compute_s: Forward and backward of one worker alone; without it no step time is predicted.
         """
-        plans = tuple(_plan(coordinator, layer.name) for layer in coordinator.network.forward_order if layer.tensors)
+        plans = tuple(coordinator.decision(layer.name) for layer in coordinator.network.forward_order if layer.tensors)
         notes = coordinator.network.notes
         if compute_s is not None and not any(layer.flops for layer in coordinator.network.layers):
             notes = (*notes, EVEN_COMPUTE)
@@ -121,8 +86,8 @@ class Explanation:
             batchsize=coordinator.batchsize,
             rates=coordinator.rates,
             layers=plans,
-            store_bytes=sum(plan.scheme_bytes["store"] for plan in plans),
-            chosen_bytes=sum(plan.scheme_bytes.get(plan.scheme, plan.scheme_bytes["store"]) for plan in plans),
+            store_bytes=sum(plan.scheme_bytes[STORE] for plan in plans),
+            chosen_bytes=sum(plan.scheme_bytes.get(plan.scheme, plan.scheme_bytes[STORE]) for plan in plans),
             times=None if compute_s is None else predict(coordinator, plans, compute_s),
         )
 
@@ -133,30 +98,6 @@ class Explanation:
     def render(self) -> str:
         """For people."""
         return _Text(self).text()
-
-
-def _plan(coordinator: Coordinator, name: str) -> LayerPlan:
-    layer = coordinator.query(name)
-    choice = coordinator.decision(name)
-    estimates = {estimate["scheme"]: estimate for estimate in choice["estimates"]}
-    # A scheme that was given or adopted may need rows that are not known here: then the store's bytes stand for its.
-    chosen = estimates.get(choice["scheme"], estimates["store"])
-    rows = coordinator.rows(name)
-    return LayerPlan(
-        name=name,
-        kind=layer.kind,
-        shape=layer.shape,
-        rows=max(rows) if rows and layer.kind != "other" else None,
-        gradient_bytes=layer.nbytes,
-        scheme_bytes={scheme: estimate["direction_bytes"] for scheme, estimate in estimates.items()},
-        scheme_s={scheme: estimate["wire_s"] + estimate["rebuild_s"] for scheme, estimate in estimates.items()},
-        scheme=choice["scheme"],
-        code=choice["code"],
-        reason=choice["reason"],
-        wire_s=chosen["direction_bytes"] / coordinator.rates.bytes_per_s,
-        rebuild_s=chosen["rebuild_s"],
-        lossy=choice["lossy"],
-    )
 
 
 def predict(coordinator: Coordinator, plans: tuple[LayerPlan, ...], compute_s: float) -> StepTimes:
@@ -177,7 +118,7 @@ def predict(coordinator: Coordinator, plans: tuple[LayerPlan, ...], compute_s: f
     for layer, (forward_s, backward_s) in zip(network.forward_order, times, strict=True):
         plan = by_name.get(layer.name)
         ddp.append((forward_s, backward_s, ring_share * layer.nbytes / rate))
-        store.append((forward_s, backward_s, plan.scheme_bytes["store"] / rate if plan else 0.0))
+        store.append((forward_s, backward_s, plan.scheme_bytes[STORE] / rate if plan else 0.0))
         # A gradient is rebuilt when its factors are in: before the layer's forward, and it delays that.
         rebuild_s, wire_s = (plan.rebuild_s, plan.wire_s) if plan else (0.0, 0.0)
         chosen.append((forward_s + rebuild_s, backward_s, wire_s))
@@ -222,7 +163,7 @@ class _Text:
 
     def _table(self) -> list[str]:
         """A row for each layer; layers in succession that differ in nothing but their names share one."""
-        header = ("layer", "shape", "rows", "gradient", "store", "rows sent", "adam", "half", "choice")
+        header = ("layer", "shape", "rows", "gradient", STORE, "rows sent", "adam", "half", "choice")
         folded = _folded(self._it.layers)
         whys = [self._why(plans[0]) for plans in folded]
         reasons = list(dict.fromkeys(whys))
@@ -235,8 +176,8 @@ class _Text:
                     shortened("x".join(map(str, plan.shape)), SHAPE_WIDTH_MAX),
                     "-" if plan.rows is None else f"{plan.rows:,}",
                     _size(plan.gradient_bytes),
-                    _size(plan.scheme_bytes["store"]),
-                    _size(plan.scheme_bytes.get(GATHER_OF.get(plan.kind, ""))),
+                    _size(plan.scheme_bytes[STORE]),
+                    _size(plan.scheme_bytes.get(rows_scheme(plan.kind) or "")),
                     _size(plan.scheme_bytes.get("adam")),
                     _size(plan.scheme_bytes.get("bf16")),
                     f"{plan.scheme} [{reasons.index(why) + 1}]",
@@ -269,9 +210,9 @@ class _Text:
             plans = [(plan.scheme_bytes, scheme_of(plan)) for plan in self._it.layers]
             if not any(scheme in sizes for sizes, scheme in plans):
                 return _size(None)
-            return _size(sum(sizes.get(scheme, sizes["store"]) for sizes, scheme in plans))
+            return _size(sum(sizes.get(scheme, sizes[STORE]) for sizes, scheme in plans))
 
-        gathers = total(lambda plan: GATHER_OF.get(plan.kind, ""))
+        gathers = total(lambda plan: rows_scheme(plan.kind) or "")
         return _size(self._it.store_bytes), gathers, _size(None), total(lambda _: "bf16")
 
     def _legend(self) -> list[str]:

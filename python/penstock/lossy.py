@@ -15,7 +15,7 @@ from typing import ClassVar, TypeAlias
 from penstock.description import DTYPE_BYTES, Layer, Tensor
 from penstock.errors import ConfigError
 
-__all__ = ["BY_NAME", "DGC", "WIRE_NAMES", "LossyScheme", "OneBit", "header_bytes", "of_layers", "parse"]
+__all__ = ["DGC", "LossyScheme", "OneBit", "header_bytes", "of_layers", "parse"]
 
 DENSITY_MAX = 0.25
 """Of a fp32 gradient this is half of its bytes; the first stage of a warm-up sends as much."""
@@ -155,9 +155,7 @@ def index_bytes(elems: int) -> int:
 
 
 LossyScheme: TypeAlias = OneBit | DGC
-WIRE_NAMES = ("bf16", "fp16")
-"""Lossy without options and without anything kept: the store, rounded on the wire (docs/summation.md)."""
-BY_NAME: dict[str, type[OneBit] | type[DGC]] = {"1bit": OneBit, "dgc": DGC}
+"""Of a lossy scheme that has options, what the user says of them; the others are named (docs/summation.md)."""
 
 
 def of_layers(given: Sequence[str], layers: Sequence[Layer]) -> dict[str, LossyScheme | str]:
@@ -169,23 +167,27 @@ def of_layers(given: Sequence[str], layers: Sequence[Layer]) -> dict[str, LossyS
         layers: The network's.
 
     Returns:
-        By layer, the scheme, or its name if it is one of `WIRE_NAMES`.
+        By layer, the scheme, or its name if it has no options.
 
     Raises:
         ConfigError: It is something else, or matches no layer that can.
     """
+    from penstock._native import WAYS
+
     found: dict[str, LossyScheme | str] = {}
     for text in given:
         pattern, _, scheme_text = text.rpartition("=")
         name, _, density = scheme_text.partition(":")
         try:
-            scheme: LossyScheme | str | None = scheme_text if scheme_text in WIRE_NAMES else parse(scheme_text)
+            rounds = scheme_text in WAYS and WAYS[scheme_text].wire is not None
+            scheme: LossyScheme | str | None = scheme_text if rounds else parse(scheme_text)
             if name == DGC.name and density:
                 scheme = DGC(density=float(density))
         except ValueError as error:
             raise ConfigError(f"--lossy {text}: {error}") from error
         if not pattern or scheme is None:
-            raise ConfigError(f"--lossy {text}: expected PATTERN=SCHEME with one of 1bit, dgc, dgc:DENSITY, bf16, fp16")
+            names = ", ".join(name for name, way in WAYS.items() if way.is_lossy)
+            raise ConfigError(f"--lossy {text}: expected PATTERN=SCHEME with one of {names}, or {DGC.name}:DENSITY")
         matched = [layer for layer in layers if layer.tensors and fnmatchcase(layer.name, pattern)]
         able = [layer for layer in matched if _is_able(layer, scheme)]
         if not able:
@@ -197,7 +199,7 @@ def of_layers(given: Sequence[str], layers: Sequence[Layer]) -> dict[str, LossyS
 
 
 def _is_able(layer: Layer, scheme: LossyScheme | str) -> bool:
-    if scheme in WIRE_NAMES:
+    if isinstance(scheme, str):
         return any(tensor.dtype == "f32" for tensor in layer.tensors)
     return layer.kind == "linear" or not isinstance(scheme, OneBit)
 
@@ -206,5 +208,4 @@ def parse(scheme: object) -> LossyScheme | None:
     """The lossy scheme that a name or an object with options stands for, if any."""
     if isinstance(scheme, (OneBit, DGC)):
         return scheme
-    found = BY_NAME.get(scheme) if isinstance(scheme, str) else None
-    return None if found is None else found()
+    return next((lossy() for lossy in (OneBit, DGC) if lossy.name == scheme), None)

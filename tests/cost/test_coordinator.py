@@ -9,6 +9,7 @@ import pytest
 from penstock.coordinator import Cluster, Coordinator, Placed, Rates, best_collectives
 from penstock.description import Layer, Network, Tensor
 from penstock.errors import ConfigError
+from penstock.plan import Terms
 
 FAST_PRODUCTS = Rates(product_flops_per_s=1e15, gather_s=0.0)
 
@@ -64,13 +65,13 @@ def test_choices_and_reasons():
         "embed": "pairs",
         "head": "store",
     }
-    assert {name: book.decision(name)["code"] for name in book.query("layers")} == {
+    assert {name: book.decision(name).code for name in book.query("layers")} == {
         "conv": "dense",
         "fc": "faster",
         "embed": "faster",
         "head": "store-only",
     }
-    assert book.decision("head")["reason"] == "its weight is also that of embed"
+    assert book.decision("head").reason == "its weight is also that of embed"
     paper = coordinator(policy="paper")
     assert (paper.best_scheme("fc"), paper.best_scheme("embed")) == ("factors", "store")
 
@@ -78,7 +79,7 @@ def test_choices_and_reasons():
 def test_nothing_is_chosen_before_rows_are_known():
     book = coordinator(batchsize=None)
     assert book.rows("fc") is None
-    assert (book.best_scheme("fc"), book.decision("fc")["code"]) == ("store", "rows-unknown")
+    assert (book.best_scheme("fc"), book.decision("fc").code) == ("store", "rows-unknown")
     changed = book.update(rows={"fc": [32] * 8, "embed": [100_000] * 8}, rates=FAST_PRODUCTS, batchsize=32)
     assert changed == {"fc": "factors"}
     assert book.query("batchsize") == 32
@@ -90,7 +91,7 @@ def test_a_change_must_gain_a_tenth_and_what_is_slower_than_the_store_goes_at_on
     book = coordinator(batchsize=None)
     update = lambda rows: book.update(rows={"fc": [rows] * 8}, rates=FAST_PRODUCTS)  # noqa: E731
     assert update(500) == {}
-    assert book.decision("fc")["code"] == "kept"
+    assert book.decision("fc").code == "kept"
     assert update(400) == {"fc": "factors"}
     assert update(511) == {}
     assert update(520) == {"fc": "store"}
@@ -108,7 +109,7 @@ def test_adopting_what_others_use():
     went_on.update(rows={"fc": [400] * 8}, rates=FAST_PRODUCTS, batchsize=7)
     away.update(rows={"fc": [900] * 8}, rates=Rates())
     assert away.adopt(json.loads(json.dumps(went_on.measured)))["fc"] == "factors"
-    assert (away.best_scheme("fc"), away.decision("fc")["code"]) == ("factors", "faster")
+    assert (away.best_scheme("fc"), away.decision("fc").code) == ("factors", "faster")
     assert (away.measured, away.query("batchsize")) == (went_on.measured, 7)
     # Nothing is said of this layer's rows any more: both remember the same.
     for book in (went_on, away):
@@ -118,7 +119,7 @@ def test_adopting_what_others_use():
 def test_a_scheme_is_adopted_whatever_this_rank_would_choose():
     book = coordinator(batchsize=None)
     book.adopt({**book.measured, "schemes": {"fc": "factors"}})
-    assert (book.best_scheme("fc"), book.decision("fc")["code"]) == ("factors", "adopted")
+    assert (book.best_scheme("fc"), book.decision("fc").code) == ("factors", "adopted")
     assert "as on the ranks that went on" in book.explain().render()
 
 
@@ -197,21 +198,22 @@ def test_a_collective_that_was_chosen_stays_until_rows_are_better():
     book = Coordinator(network, cluster, rates=rates)
     assert [book.best_scheme(name) for name in ("shared", "free")] == ["store", "store"]
     chosen = best_collectives(network, cluster, policy="measured", rates=rates)
-    book = Coordinator(network, cluster, rates=rates, collectives=chosen)
+    terms = {name: Terms(collective=algorithm) for name, algorithm in chosen.items()}
+    book = Coordinator(network, cluster, rates=rates, terms=terms)
     for name in ("shared", "free"):
-        assert (book.best_scheme(name), book.decision(name)["code"]) == ("butterfly", "faster")
+        assert (book.best_scheme(name), book.decision(name).code) == ("butterfly", "faster")
     assert book.update(rows={"free": [1] * 16}, rates=rates) == {"free": "factors"}
     assert book.update(rows={"free": [500] * 16}, rates=rates) == {"free": "butterfly"}
     # The engine's book cannot be changed, so a layer does not go to the store, whatever is measured now.
     assert book.update(rows={}, rates=replace(rates, latency_s=10e-3)) == {}
-    assert book.decision("shared")["code"] == "kept"
-    assert "through the store" in book.decision("shared")["reason"]
+    assert book.decision("shared").code == "kept"
+    assert "through the store" in book.decision("shared").reason
 
 
 def test_ranks_with_different_collectives_are_told():
     with pytest.raises(ConfigError, match=r"differ in collectives"):
         network = Network("net", (linear("fc", 64, 64),))
-        books = [Coordinator(network, Cluster(2, 2), collectives=given) for given in ({}, {"fc": "ring"})]
+        books = [Coordinator(network, Cluster(2, 2), terms=given) for given in ({}, {"fc": Terms(collective="ring")})]
         blobs = []
         books[1].agree(lambda _, blob: blobs.append(blob) or [blob, blob], rank=1)
         books[0].agree(lambda _, blob: [blob, *blobs], rank=0)

@@ -19,6 +19,7 @@ from penstock.coordinator import Cluster, Coordinator
 from penstock.description import Network
 from penstock.errors import ConfigError
 from penstock.lossy import of_layers
+from penstock.plan import Terms
 from penstock.torch.choice.network import describe, layers_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -181,7 +182,7 @@ def test_an_example_by_names_and_a_transposed_linear_layer():
     assert (embed.rows, head.rows) == (7, 7), "tokens per sample"
     assert conv.flops == 2 * 7 * 16 * 64 and head.flops == 2 * 7 * 64 * 50
     choice = Coordinator(network, Cluster(4, 4), batchsize=8).decision("c_fc")
-    assert choice["scheme"] == "store" and "stored (inputs, outputs)" in choice["reason"]
+    assert choice.scheme == "store" and "stored (inputs, outputs)" in choice.reason
 
 
 def test_without_arithmetic_nothing_is_predicted(folder, explain_here):
@@ -386,7 +387,7 @@ def test_lossy_schemes_are_shown_as_what_they_are():
     network = NETWORKS["vgg19"]()
     read = description.read(network, "vgg19")
     lossy = of_layers(["fc8=dgc:0.01", "fc*=1bit"], read.layers)
-    coordinator = Coordinator(read, Cluster(8, 8), lossy=lossy)
+    coordinator = Coordinator(read, Cluster(8, 8), terms={name: Terms(one) for name, one in lossy.items()})
     plans = {plan.name: plan for plan in coordinator.explain().layers}
     assert {name for name, plan in plans.items() if plan.code == "lossy"} == {"fc6", "fc7", "fc8"}
     # Signs, two means per column, the bias, a header; to seven others.
@@ -409,7 +410,7 @@ def test_step_times_at_run_time():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("1bit", "expected PATTERN=SCHEME with one of 1bit"),
+        ("1bit", "expected PATTERN=SCHEME with one of .*, 1bit, dgc, or dgc:DENSITY"),
         ("fc6=2bit", "expected PATTERN=SCHEME"),
         ("fc6=dgc:many", "could not convert"),
         ("fc6=dgc:2", "density=2.0: expected"),

@@ -57,7 +57,7 @@ def test_the_paper_counts_numbers_where_the_default_counts_what_rebuilding_costs
         ps.synchronize()
         book = ps.coordinator_of(model)
         decision = book.decision("0")
-        return book.query("policy"), decision["scheme"], decision["code"], ps.explain(model).render()
+        return book.query("policy"), decision.scheme, decision.code, ps.explain(model).render()
 
     for found_policy, *found, text in run(main):
         assert (found_policy, found) == (policy, [scheme, code])

@@ -12,12 +12,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import penstock as ps
+from penstock._native import WAYS
 from penstock.errors import ConfigError, ModelMismatch
-from penstock.lossy import BY_NAME
 from penstock.torch import distribute
 from penstock.torch.facts import coordinator_of, explain
 from penstock.torch.reads.safety import owner_of
-from penstock.torch.schemes.survey import WIRE_TYPES
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -157,11 +156,11 @@ def test_the_book_says_so_and_explain_too(arm):
 def test_automatic_schemes_are_never_lossy():
     def main(rank, engine):
         model, _ = distribute(network(), None, schemes="auto")
-        assert not set(coordinator_of(model).allowed) & {*WIRE_TYPES, *BY_NAME}
-        assert not any(plan.lossy for plan in explain(model).layers)
+        assert not any(plan.lossy or plan.given for plan in explain(model).layers)
 
     run(main)
-    assert set(WIRE_TYPES) == set(TYPES)
+    assert not any(way.is_lossy and way.may_be_chosen for way in WAYS.values())
+    assert {name for name, way in WAYS.items() if way.wire is not None} == set(TYPES)
 
 
 def test_ranks_that_differ_are_refused():

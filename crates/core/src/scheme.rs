@@ -40,12 +40,24 @@ pub struct Terms<'a> {
     pub allowed: &'a [Way],
     /// The way in use, if the layer has been synchronised before.
     pub current: Option<Way>,
+    /// Whether the way in use stays for now in any case: it is that of ranks that went on while this one was away.
+    pub adopted: bool,
     /// What the user has asked for.
     pub given: Option<Given<'a>>,
     /// The collective that takes the store's place in the book, if one does; chosen before training.
     pub collective: Option<Algorithm>,
     /// Why the layer's gradient must travel whole, if it must.
     pub why_whole: Option<&'a str>,
+    /// The rank that would send its gradient whole at present, if one would.
+    pub whole_on: Option<u32>,
+}
+
+impl Terms<'_> {
+    /// Whether there is anything but the whole gradient that the layer could ever be chosen to send.
+    fn leave_a_choice(&self, facts: &Facts<'_>) -> bool {
+        let is_other = |way: &Way| *way != Way::STORE && !way.is_lossy() && facts.fit(*way);
+        self.why_whole.is_none() && self.allowed.iter().any(is_other)
+    }
 }
 
 /// A way that is given and not chosen.
@@ -57,10 +69,23 @@ pub struct Given<'a> {
     pub what: &'a str,
 }
 
-/// A choice.
+/// How a layer is synchronised, and why.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Decision {
     /// What to do.
+    pub way: Way,
+    /// Why.
+    pub reason: Reason,
+    /// Whether the user has asked for it.
+    pub given: bool,
+    /// Whether a later measurement may change it.
+    pub may_change: bool,
+}
+
+/// The best of some ways.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Best {
+    /// What it is.
     pub way: Way,
     /// Why.
     pub reason: Reason,
@@ -69,32 +94,50 @@ pub struct Decision {
 /// How a layer is synchronised: as given, or the best way that is allowed.
 #[must_use]
 pub fn decide(policy: Policy, facts: &Facts<'_>, terms: &Terms<'_>) -> Decision {
-    if let Some(Given { way, what }) = terms.given {
+    let open = terms.leave_a_choice(facts);
+    if let Some(Given { way, what }) = terms.given
+        // The store for a layer that has nothing else is no choice, and its own reason says more.
+        && (way != Way::STORE || open || terms.collective.is_some())
+    {
         let reason = match (way.shortens(), way.wire) {
             (true, _) => Reason::Shortened(what.into()),
             (false, Some(wire)) => Reason::Rounded(wire),
             (false, None) => Reason::Given,
         };
-        return Decision { way, reason };
+        return Decision { way, reason, given: true, may_change: false };
     }
-    let mut allowed = if terms.why_whole.is_none() { terms.allowed.to_vec() } else { Vec::new() };
+    let Best { way, reason } = chosen(policy, facts, terms);
+    let given = terms.given.is_some();
+    let may_change = open && !given;
+    match terms.current {
+        Some(current) if terms.adopted && current != way => {
+            Decision { way: current, reason: Reason::Adopted, given, may_change }
+        }
+        _ => Decision { way, reason, given, may_change },
+    }
+}
+
+/// The best way for a layer of which nothing is given, under its terms.
+fn chosen(policy: Policy, facts: &Facts<'_>, terms: &Terms<'_>) -> Best {
+    let must_be_whole = terms.why_whole.is_some() || terms.whole_on.is_some();
+    let mut allowed = if must_be_whole { Vec::new() } else { terms.allowed.to_vec() };
     allowed.extend(terms.collective.map(Way::sum));
     let best = best_way(policy, facts, &allowed, terms.current);
-    match (terms.collective, terms.why_whole) {
+    let reason = match (terms.collective, terms.why_whole, terms.whole_on) {
         // The book does not have the store for this layer.
-        (Some(algorithm), _) if best.way == Way::STORE => {
-            Decision { way: Way::sum(algorithm), reason: Reason::KeptCollective(Box::new(best.reason)) }
+        (Some(algorithm), ..) if best.way == Way::STORE => {
+            return Best { way: Way::sum(algorithm), reason: Reason::KeptCollective(Box::new(best.reason)) };
         }
-        (_, Some(why)) if best.reason == Reason::Dense => {
-            Decision { reason: Reason::StoreOnly(why.into()), ..best }
-        }
-        _ => best,
-    }
+        (_, Some(why), _) if best.reason == Reason::Dense => Reason::StoreOnly(why.into()),
+        (_, None, Some(rank)) if best.reason == Reason::Dense => Reason::WholeOn(rank),
+        _ => best.reason,
+    };
+    Best { reason, ..best }
 }
 
 /// The best way for a layer, of the store and those that are allowed; `current` is the one in use, if there is one.
 #[must_use]
-pub fn best_way(policy: Policy, facts: &Facts<'_>, allowed: &[Way], current: Option<Way>) -> Decision {
+pub fn best_way(policy: Policy, facts: &Facts<'_>, allowed: &[Way], current: Option<Way>) -> Best {
     match policy {
         Policy::Paper => paper(facts, allowed),
         Policy::Measured => measured(facts, allowed, current),
@@ -102,22 +145,22 @@ pub fn best_way(policy: Policy, facts: &Facts<'_>, allowed: &[Way], current: Opt
 }
 
 /// Poseidon's Algorithm 1, BESTSCHEME.
-fn paper(facts: &Facts<'_>, allowed: &[Way]) -> Decision {
-    let store = |reason| Decision { way: Way::STORE, reason };
+fn paper(facts: &Facts<'_>, allowed: &[Way]) -> Best {
+    let store = |reason| Best { way: Way::STORE, reason };
     if !matches!(facts.kind, Kind::Linear { .. }) || !allowed.contains(&Way::FACTORS) {
         return store(Reason::Dense);
     }
     let Some(layer) = facts.fully_connected() else { return store(Reason::RowsUnknown) };
     let (factors, both) = (layer.factors_worker(), layer.store_both());
     if layer.factors_are_best() {
-        Decision { way: Way::FACTORS, reason: Reason::FewerNumbers { factors, store: both } }
+        Best { way: Way::FACTORS, reason: Reason::FewerNumbers { factors, store: both } }
     } else {
         store(Reason::MoreNumbers { factors, store: both })
     }
 }
 
-fn measured(facts: &Facts<'_>, allowed: &[Way], current: Option<Way>) -> Decision {
-    let decide = |way, reason| Decision { way, reason };
+fn measured(facts: &Facts<'_>, allowed: &[Way], current: Option<Way>) -> Best {
+    let decide = |way, reason| Best { way, reason };
     if facts.workers < 2 {
         return decide(Way::STORE, Reason::OneWorker);
     }
@@ -297,15 +340,15 @@ mod tests {
         let other = Facts { kind: Kind::Other, ..linear(100, 100, &[1; 4], BYTES_ALONE) };
         for policy in [Policy::Paper, Policy::Measured] {
             let decision = best_way(policy, &other, &GATHERS, None);
-            assert_eq!(decision, Decision { way: Way::STORE, reason: Reason::Dense });
+            assert_eq!(decision, Best { way: Way::STORE, reason: Reason::Dense });
             let forbidden = best_way(policy, &linear(4096, 4096, &[1; 4], BYTES_ALONE), &[Way::STORE], None);
-            assert_eq!(forbidden, Decision { way: Way::STORE, reason: Reason::Dense });
+            assert_eq!(forbidden, Best { way: Way::STORE, reason: Reason::Dense });
             let unknown = Facts { rows: &[], ..linear(4096, 4096, &[1; 4], BYTES_ALONE) };
             let decision = best_way(policy, &unknown, &GATHERS, None);
-            assert_eq!(decision, Decision { way: Way::STORE, reason: Reason::RowsUnknown });
+            assert_eq!(decision, Best { way: Way::STORE, reason: Reason::RowsUnknown });
         }
         let alone = best_way(Policy::Measured, &linear(4096, 4096, &[1], BYTES_ALONE), &EVERYTHING, None);
-        assert_eq!(alone, Decision { way: Way::STORE, reason: Reason::OneWorker });
+        assert_eq!(alone, Best { way: Way::STORE, reason: Reason::OneWorker });
     }
 
     #[test]
@@ -368,7 +411,7 @@ mod tests {
             assert_eq!((2.0 * rounded.wire_s, rounded.steps), (store.wire_s, store.steps));
             for policy in [Policy::Paper, Policy::Measured] {
                 let decision = best_way(policy, &facts, &[way], None);
-                assert_eq!(decision, Decision { way: Way::STORE, reason: Reason::Dense });
+                assert_eq!(decision, Best { way: Way::STORE, reason: Reason::Dense });
             }
             assert!(Facts { elem_bytes: 8, ..facts.clone() }.estimate(way).is_none(), "fp32 alone");
         }
@@ -379,7 +422,7 @@ mod tests {
         let rows = [32; 8];
         let facts = Facts { short_bytes: 1000, ..linear(4096, 4096, &rows, BYTES_ALONE) };
         let said = |terms: Terms<'_>| {
-            let Decision { way, reason } = decide(Policy::Measured, &facts, &terms);
+            let Decision { way, reason, .. } = decide(Policy::Measured, &facts, &terms);
             (way.name(), reason.code(), reason.to_string())
         };
         let free = Terms { allowed: &GATHERS, ..Terms::default() };
@@ -397,6 +440,30 @@ mod tests {
         assert_eq!((way, code), ("ring", "kept"), "the book does not have the store for it");
         assert!(reason.starts_with("as chosen before training; now through the store "), "{reason}");
         assert_eq!(said(Terms { why_whole: None, ..ring }).0, "factors", "rows may still take its place");
+        let at_present = said(Terms { whole_on: Some(3), ..free });
+        assert_eq!(at_present, ("store", "store-only", "rank 3 would send its gradient whole".into()));
+        let adopted = Terms { current: Some(Way::STORE), adopted: true, ..free };
+        assert_eq!(said(adopted), ("store", "adopted", "as on the ranks that went on".into()));
+        assert_eq!(said(Terms { current: Some(Way::FACTORS), ..adopted }).1, "faster");
+    }
+
+    #[test]
+    fn a_decision_says_whether_it_was_given_and_may_change() {
+        let rows = [32; 8];
+        let facts = linear(4096, 4096, &rows, BYTES_ALONE);
+        let other = Facts { kind: Kind::Other, ..facts.clone() };
+        let free = Terms { allowed: &Way::WHILE_TRAINING, ..Terms::default() };
+        let store = Terms { given: Some(Given { way: Way::STORE, what: "" }), ..free };
+        let said = |facts: &Facts<'_>, terms: &Terms<'_>| {
+            let decision = decide(Policy::Measured, facts, terms);
+            (decision.reason.code(), decision.given, decision.may_change)
+        };
+        assert_eq!(said(&facts, &free), ("faster", false, true));
+        assert_eq!(said(&facts, &store), ("given", true, false));
+        assert_eq!(said(&other, &free), ("dense", false, false));
+        assert_eq!(said(&other, &store), ("dense", true, false), "there was no choice");
+        assert_eq!(said(&facts, &Terms { why_whole: Some("tied"), ..store }), ("store-only", true, false));
+        assert_eq!(said(&facts, &Terms { whole_on: Some(0), ..free }), ("store-only", false, true));
     }
 
     #[test]

@@ -106,6 +106,18 @@ pub enum Payload {
     Dgc,
 }
 
+impl Payload {
+    /// The kind of layer that has it, as [`Kind::name`](crate::scheme::Kind::name) says; none: every kind.
+    #[must_use]
+    pub fn kind(self) -> Option<&'static str> {
+        match self {
+            Self::Factors | Self::OneBit => Some("linear"),
+            Self::Pairs => Some("embedding"),
+            Self::Whole | Self::Dgc => None,
+        }
+    }
+}
+
 /// How a layer is synchronised: what travels, where to, and as which type. The ways that there are have a name each, which is
 /// what users call a scheme.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -150,6 +162,9 @@ impl Way {
         Self::ONE_BIT,
         Self::DGC,
     ];
+
+    /// What may be chosen while training, besides what whole gradients travel by, which the book fixes.
+    pub const WHILE_TRAINING: [Self; 2] = [Self::FACTORS, Self::PAIRS];
 
     const fn by(payload: Payload, route: Route) -> Self {
         Self { payload, route, wire: None }

@@ -53,8 +53,8 @@ fn check_message(elems: u64, elem_bytes: u64, workers: u32, slices: u64) -> PyRe
 
 #[pyfunction]
 #[pyo3(signature = (policy, *, kind, shape, elems, elem_bytes, rows, workers, servers, slice_bytes,
-                    collective_slice_bytes, rates, allowed, current=None, given=None, shortened=None,
-                    collective=None, why_whole=None))]
+                    collective_slice_bytes, rates, allowed=None, current=None, adopted=false, given=None,
+                    shortened=None, collective=None, why_whole=None, whole_on=None))]
 #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)] // Keywords in Python.
 pub(crate) fn best_scheme<'py>(
     py: Python<'py>,
@@ -69,12 +69,14 @@ pub(crate) fn best_scheme<'py>(
     slice_bytes: usize,
     collective_slice_bytes: usize,
     rates: RatesTuple,
-    allowed: Vec<String>,
+    allowed: Option<Vec<String>>,
     current: Option<String>,
+    adopted: bool,
     given: Option<String>,
     shortened: Option<(String, u64)>,
     collective: Option<String>,
     why_whole: Option<String>,
+    whole_on: Option<u32>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let (what, short_bytes) = shortened.unwrap_or_default();
     let facts = Facts {
@@ -91,14 +93,19 @@ pub(crate) fn best_scheme<'py>(
     };
     facts.check().map_err(config)?;
     let policy = named::<Policy>(policy)?;
-    let allowed = allowed.iter().map(|name| named(name)).collect::<PyResult<Vec<Way>>>()?;
+    let allowed = match allowed {
+        Some(names) => names.iter().map(|name| named(name)).collect::<PyResult<Vec<Way>>>()?,
+        None => Way::WHILE_TRAINING.to_vec(),
+    };
     let given = given.as_deref().map(named).transpose()?.map(|way| Given { way, what: &what });
     let terms = Terms {
         allowed: &allowed,
         current: current.as_deref().map(named).transpose()?,
+        adopted,
         given,
         collective: collective.as_deref().map(named).transpose()?,
         why_whole: why_whole.as_deref(),
+        whole_on,
     };
     let decision = scheme::decide(policy, &facts, &terms);
     // Of ways that shorten a gradient the one that is given, whose bytes are known.
@@ -109,6 +116,8 @@ pub(crate) fn best_scheme<'py>(
     dict.set_item("scheme", decision.way.name())?;
     dict.set_item("code", decision.reason.code())?;
     dict.set_item("reason", decision.reason.to_string())?;
+    dict.set_item("given", decision.given)?;
+    dict.set_item("may_change", decision.may_change)?;
     dict.set_item("lossy", decision.way.is_lossy())?;
     dict.set_item("estimates", PyList::new(py, estimates)?)?;
     Ok(dict)

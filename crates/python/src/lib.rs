@@ -6,14 +6,15 @@ mod digest;
 mod engine;
 mod errors;
 mod report;
+mod way;
 
 /// The engine behind the Python package, and what synchronisation costs. Private: its users are `penstock.job`,
 /// `penstock.coordinator` and `penstock.torch`.
 #[pyo3::pymodule]
 mod _native {
-    use penstock_core::way::{Algorithm, Way};
+    use penstock_core::way::Algorithm;
     use pyo3::prelude::*;
-    use pyo3::types::{PyDict, PyTuple};
+    use pyo3::types::PyTuple;
 
     /// The names of algorithms, and of ways, have one list, which is the core's.
     #[pymodule_init]
@@ -21,14 +22,7 @@ mod _native {
         let names = |of: &[Algorithm]| PyTuple::new(module.py(), of.iter().map(|one| one.name()));
         module.add("ALGORITHMS", names(&Algorithm::ALL)?)?;
         module.add("COLLECTIVES", names(&Algorithm::COLLECTIVES)?)?;
-        let wire_types = PyDict::new(module.py());
-        for way in Way::ALL {
-            if let Some(wire) = way.wire {
-                wire_types.set_item(way.name(), wire.name())?;
-            }
-        }
-        module.add("WIRE_TYPES", wire_types)?;
-        module.add("SCHEMES", PyTuple::new(module.py(), Way::ALL.map(Way::name))?)
+        module.add("WAYS", super::way::all(module.py())?)
     }
 
     #[pymodule_export]
@@ -39,4 +33,6 @@ mod _native {
     use super::digest::digests;
     #[pymodule_export]
     use super::engine::Engine;
+    #[pymodule_export]
+    use super::way::NamedWay;
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from penstock._native import ALGORITHMS
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,14 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["allreduce", "line_rate", "require_matplotlib"]
 
 GET_MATPLOTLIB = "a plot takes Matplotlib, which is missing: pip install matplotlib, or leave out --plot"
-COLOURS = {
-    "store": "tab:blue",
-    "central": "tab:red",
-    "tree": "tab:green",
-    "ring": "tab:orange",
-    "butterfly": "tab:purple",
-    "auto": "black",
-}
+COLOURS = ("tab:blue", "tab:red", "tab:green", "tab:orange", "tab:purple")
+"""Of the algorithms, in their order."""
 GROUP_WIDTH = 0.8
 """Of the bars that stand together, of the distance between groups."""
 
@@ -131,13 +126,14 @@ def _bars(
     """For each number of workers or size a group of bars, one per algorithm, and the best as a line across it."""
     groups = sorted({cell[over] for cell in cells})
     algorithms = list(dict.fromkeys(cell["algorithm"] for cell in cells))
+    colours = dict(zip(ALGORITHMS, COLOURS, strict=True))
     width = GROUP_WIDTH / len(algorithms)
     top = 0.0
     for number, algorithm in enumerate(algorithms):
         of = [cell for cell in cells if cell["algorithm"] == algorithm]
         places = [groups.index(cell[over]) + (number - (len(algorithms) - 1) / 2) * width for cell in of]
         heights = [value(cell, "p50_s") for cell in of]
-        axes.bar(places, heights, width, color=COLOURS.get(algorithm), label=algorithm)
+        axes.bar(places, heights, width, color=colours.get(algorithm, "black"), label=algorithm)
         axes.vlines(places, heights, [value(cell, "p95_s") for cell in of], color="dimgrey", linewidth=1)
         top = max(top, *heights)
     for place, group in enumerate(groups):

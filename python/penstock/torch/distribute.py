@@ -14,9 +14,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock import job
+from penstock._native import WAYS
 from penstock.coordinator import Cluster, Coordinator, Rates, best_collectives
 from penstock.errors import ConfigError, ModelMismatch
 from penstock.lossy import LossyScheme
+from penstock.plan import STORE, Terms
 from penstock.torch.agreement.arguments import check_model, check_origins, check_parameters, optimizers_in, origin_of
 from penstock.torch.agreement.batchnorm import SyncedNorms
 from penstock.torch.agreement.copies import BufferCopy, CopyBook
@@ -43,7 +45,8 @@ from penstock.torch.release.failure import settled
 from penstock.torch.release.one_model import ModelEnding
 from penstock.torch.schemes import residuals
 from penstock.torch.schemes.factors import numerics
-from penstock.torch.schemes.survey import WIRE_TYPES, Schemes, book_scheme, choose, common_reason, gather_scheme, survey
+from penstock.torch.schemes.pairs import EmbeddingPairs
+from penstock.torch.schemes.survey import Schemes, choose, common_reason, gather_scheme, survey
 from penstock.torch.updates.optimizer import Updates
 
 if TYPE_CHECKING:
@@ -78,9 +81,11 @@ class Distributed:
         given: The model or its wrapper, as the program has it.
 
     Attributes:
+        terms: By name of the layer, what is settled of its scheme.
         gathers: By name, the layers that can send what their gradients are made of, on every rank.
         why_store: By name, all other layers, and why they cannot.
         lossy: By name, the layers whose gradients are made short.
+        coordinator: Has the plan of each layer.
         ending: What becomes of it when the job is over.
     """
 
@@ -124,8 +129,8 @@ class Distributed:
         if broadcast_buffers and buffers:
             self.buffers = BufferCopy(engine, f"{name}.buffers", buffers, source=rank == 0)
         self.synchronous: str | None = compiled_outside(model)
+        self.terms: dict[str, Terms] = {}
         self.why_store: dict[str, str] = {}
-        self._forced: dict[str, str] = {}
         patterns: Schemes = {} if schemes is None or isinstance(schemes, str) else schemes
         rows, lossy = self._agree_on_schemes(model if given is None else given, patterns, automatic=schemes == "auto")
         ranks = options.world_size
@@ -133,9 +138,9 @@ class Distributed:
         if self._automatic and options.collective_schemes:
             network, cluster = network_of(model, self.why_store, name), Cluster(ranks, ranks, *engine.slicing())
             found = best_collectives(network, cluster, policy=options.policy, rates=rates)
-            self._forced |= {layer: scheme for layer, scheme in found.items() if self._forced[layer] == "store"}
-        fixed = {layer: how for layer, scheme in self._forced.items() if (how := book_scheme(scheme)) is not None}
-        self._fixed = {layer: self._forced[layer] for layer in fixed}
+            self.terms |= {layer: Terms(collective=found[layer]) for layer in found if self.terms[layer].given is None}
+        ways = {layer: WAYS[terms.whole] for layer, terms in self.terms.items() if terms.whole != STORE}
+        fixed = {layer: (way.route, way.wire) for layer, way in ways.items()}
         self.gradients = Gradients(
             engine, rank, f"{name}.gradients", self.layers, self.slots, rows, lossy, ranks, fixed
         )
@@ -143,7 +148,7 @@ class Distributed:
         self.lossy = {gather.layer.name: gather for gather in self.gradients.lossy}
         residuals.check_optimizers(optimizers, self.gradients.lossy)
         residuals.attach(optimizers, self.gradients.lossy, rank, ranks)
-        self.set_schemes(self._forced)
+        self.set_schemes({layer: terms.scheme for layer, terms in self.terms.items()})
         self.coordinator, self.choice = self._coordinate(rank, name, options, rates)
         self.gradients.synchronous = self.synchronous is not None
         self.updates = [Updates(self, optimizer) for optimizer in optimizers]
@@ -173,8 +178,8 @@ class Distributed:
     def _coordinate(self, rank: int, name: str, options: Options, rates: Rates) -> tuple[Coordinator, Choice]:
         """The information book, and what keeps it in step on all ranks. Collective."""
         engine, ranks = self.engine, options.world_size
-        factors = any(gather.scheme == "factors" for gather in self.gathers.values())
-        local = measured_rates(rates, products=factors)
+        products = any(isinstance(gather.module, nn.Linear) for gather in self.gathers.values())
+        local = measured_rates(rates, products=products)
         if self._automatic and self.gathers:
             local = replace(local, gather_s=exchange_cost(engine, rank))
         coordinator = Coordinator(
@@ -182,13 +187,7 @@ class Distributed:
             Cluster(ranks, ranks, *engine.slicing(self.gradients.id)),
             policy=options.policy,
             rates=rates,
-            collectives=self._fixed if self._automatic else None,
-            fixed={
-                layer: self._forced[layer]
-                for layer in (*self.gathers, *self._fixed)
-                if not self._automatic or (self._forced[layer] != "store" and layer not in self._fixed)
-            },
-            lossy={layer: gather.options for layer, gather in self.lossy.items()},
+            terms=self.terms,
             placements=self.gradients.placements,
         )
         coordinator.agree(engine.all_gather, rank=rank)
@@ -228,7 +227,7 @@ class Distributed:
         )
         if strange is not None:
             for index, module in enumerate(modules):
-                if reasons[index] is None and gather_scheme(module) == "factors":
+                if reasons[index] is None and isinstance(module, nn.Linear):
                     reasons[index] = (
                         f"rank {strange} ({everyone[strange]['numerics']}) may round products otherwise than rank 0 "
                         f"({everyone[0]['numerics']})"
@@ -237,8 +236,8 @@ class Distributed:
         chosen = choose(names, modules, reasons, schemes, params)
         if automatic:
             self._choose_sparse(chosen, modules, reasons)
-        self._forced = {
-            name: one if isinstance(one, str) else one.name for name, one in zip(names, chosen, strict=True)
+        self.terms = {
+            name: Terms(None if automatic and one == STORE else one) for name, one in zip(names, chosen, strict=True)
         }
         self.why_store = {name: why for name, why in zip(names, reasons, strict=True) if why is not None}
         rows: list[tuple[Layer, nn.Module, str]] = []
@@ -247,7 +246,7 @@ class Distributed:
             if not isinstance(one, str):
                 lossy.append((layer, module, one))
             elif why is None and (scheme := gather_scheme(module)) is not None:
-                rows.append((layer, module, "adam" if one == "adam" else scheme))
+                rows.append((layer, module, one if WAYS[one].sends_rows else scheme))
         return rows, lossy
 
     @staticmethod
@@ -257,7 +256,7 @@ class Distributed:
         """Sparse gradients stay sparse, as optimizers such as SparseAdam want them: the store's averages are dense."""
         for index, (module, why) in enumerate(zip(modules, reasons, strict=True)):
             if why is None and isinstance(module, nn.Embedding) and module.sparse:
-                chosen[index] = "pairs"
+                chosen[index] = EmbeddingPairs.scheme
 
     def set_schemes(self, schemes: Mapping[str, str]) -> None:
         """Change how layers are synchronised, from the next backward on.
@@ -272,35 +271,34 @@ class Distributed:
             ConfigError: A layer cannot use its scheme.
         """
         for name, scheme in schemes.items():
-            lossy = self.lossy.get(name)
-            if lossy is not None:
-                if scheme != lossy.scheme:
-                    raise ConfigError(
-                        f"layer {name} is sent by {lossy.scheme}, which keeps what it has not sent yet: it cannot "
-                        f"change to {scheme} while training. Say so at penstock.distribute",
-                        layer=name,
-                    )
+            terms, gather, lossy = self.terms[name], self.gathers.get(name), self.lossy.get(name)
+            whole_is_given = terms.given == terms.whole != STORE
+            if lossy is not None and scheme == lossy.scheme:
                 lossy.engage(True)
-                continue
-            gather = self.gathers.get(name)
-            whole = self._fixed.get(name, "store")
-            given = name in self._fixed and not self._automatic
-            if gather is not None and not given and scheme in (whole, gather.scheme):
+            elif gather is not None and not whole_is_given and scheme in (terms.whole, gather.scheme):
                 gather.engage(scheme == gather.scheme)
-            elif scheme != whole and (given or scheme == "store" or book_scheme(scheme) is not None):
-                raise ConfigError(
-                    f"layer {name} cannot change from {self._fixed.get(name, 'the store')} to {scheme}: "
-                    "collectives and types on the wire are fixed by penstock.distribute(..., schemes=...)",
-                    layer=name,
-                )
-            elif scheme != whole:
-                why = self.why_store.get(name, f"{scheme} is not for this kind of layer")
-                raise ConfigError(f"layer {name} cannot use {scheme}: {why}", layer=name)
+            elif scheme != terms.whole or lossy is not None:
+                raise self._cannot_change(name, scheme, whole_is_given=whole_is_given)
+
+    def _cannot_change(self, name: str, scheme: str, *, whole_is_given: bool) -> ConfigError:
+        lossy, whole = self.lossy.get(name), self.terms[name].whole
+        if lossy is not None:
+            what = (
+                f"is sent by {lossy.scheme}, which keeps what it has not sent yet: it cannot change to {scheme} while "
+                "training. Say so at penstock.distribute"
+            )
+        elif whole_is_given or WAYS[scheme].is_whole:
+            what = (
+                f"cannot change from {'the store' if whole == STORE else whole} to {scheme}: collectives and types on "
+                "the wire are fixed by penstock.distribute(..., schemes=...)"
+            )
+        else:
+            what = f"cannot use {scheme}: {self.why_store.get(name, f'{scheme} is not for this kind of layer')}"
+        return ConfigError(f"layer {name} {what}", layer=name)
 
     def lossy_layers(self) -> dict[str, str]:
         """By name of the layer its scheme, where that is lossy."""
-        wire = {name: scheme for name, scheme in self._fixed.items() if scheme in WIRE_TYPES}
-        return {**wire, **{name: gather.scheme for name, gather in self.lossy.items()}}
+        return {plan.name: plan.scheme for plan in self.coordinator.plans if plan.lossy}
 
     def _layers_by_module(self) -> dict[int, list[Layer]]:
         """By id of the module, the layers whose parameters it has, tied ones included."""

@@ -14,7 +14,8 @@ from penstock.torch.access import owner_for
 from penstock.torch.choice.measuring import network_of
 
 if TYPE_CHECKING:
-    from penstock.explanation import Explanation, LayerPlan
+    from penstock.explanation import Explanation
+    from penstock.plan import LayerPlan
 
 __all__ = ["coordinator_of", "explain"]
 

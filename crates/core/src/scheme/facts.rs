@@ -33,6 +33,18 @@ pub enum Kind {
     Other,
 }
 
+impl Kind {
+    /// Its word.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Linear { .. } => "linear",
+            Self::Embedding { .. } => "embedding",
+            Self::Other => "other",
+        }
+    }
+}
+
 /// What a choice depends on. The same on all ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Facts<'a> {
@@ -125,8 +137,7 @@ impl Facts<'_> {
         match way.payload {
             // Of wire types there are those of fp32.
             Payload::Whole => way.wire.is_none() || self.elem_bytes == FP32_BYTES,
-            Payload::Factors => matches!(self.kind, Kind::Linear { .. }),
-            Payload::Pairs => matches!(self.kind, Kind::Embedding { .. }),
+            Payload::Factors | Payload::Pairs => way.payload.kind() == Some(self.kind.name()),
             Payload::OneBit | Payload::Dgc => self.short_bytes > 0,
         }
     }

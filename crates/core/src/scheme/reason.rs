@@ -65,6 +65,10 @@ pub enum Reason {
     KeptCollective(Box<Reason>),
     /// The gradient must travel whole, and why.
     StoreOnly(String),
+    /// This rank would send the gradient whole, however few its rows.
+    WholeOn(u32),
+    /// The ranks that went on while this one was away use it; what this one would choose waits for a measurement.
+    Adopted,
 }
 
 impl Reason {
@@ -82,7 +86,8 @@ impl Reason {
             Self::Kept { .. } | Self::KeptCollective(_) => "kept",
             Self::Given | Self::Rounded(_) => "given",
             Self::Shortened(_) => "lossy",
-            Self::StoreOnly(_) => "store-only",
+            Self::StoreOnly(_) | Self::WholeOn(_) => "store-only",
+            Self::Adopted => "adopted",
         }
     }
 }
@@ -124,6 +129,8 @@ impl fmt::Display for Reason {
             Self::Shortened(what) => write!(f, "LOSSY, as given: {what}"),
             Self::KeptCollective(now) => write!(f, "as chosen before training; now through the store {now}"),
             Self::StoreOnly(why) => f.write_str(why),
+            Self::WholeOn(rank) => write!(f, "rank {rank} would send its gradient whole"),
+            Self::Adopted => f.write_str("as on the ranks that went on"),
         }
     }
 }

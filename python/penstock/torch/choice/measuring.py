@@ -147,7 +147,7 @@ class Choice:
             self._samples += given.shape[0]
 
     def _make_count(self, layer: str, gather: Rows) -> Any:
-        inputs = None if gather.scheme == "pairs" else gather.weight.param.shape[1]
+        inputs = None if isinstance(gather.module, nn.Embedding) else gather.weight.param.shape[1]
 
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if torch.compiler.is_compiling() or not self._counting:

@@ -19,7 +19,7 @@ from penstock import description
 from penstock.description import Network
 from penstock.errors import ConfigError
 from penstock.torch.model.layout import CODES, ROOT
-from penstock.torch.schemes.survey import gather_scheme, survey, why_dense
+from penstock.torch.schemes.survey import kind_of, survey, why_dense
 
 __all__ = ["describe", "describe_torchvision", "layers_of"]
 
@@ -103,7 +103,7 @@ def is_transposed_linear(module: nn.Module) -> bool:
 
 def _why_store(model: nn.Module) -> dict[str, str]:
     """By layer, why it could not send rows."""
-    named = [(path or ROOT, module) for path, module in model.named_modules() if gather_scheme(module) is not None]
+    named = [(path or ROOT, module) for path, module in model.named_modules() if kind_of(module) != "other"]
     modules = [module for _, module in named]
     # On the meta device all tensors have the same address, so that sharing cannot be told.
     meta = any(param.is_meta for param in model.parameters())
@@ -139,7 +139,7 @@ def layers_of(
         name = path or ROOT
         shown = seen.get(name)
         # Where the weight is counted elsewhere, as a tied one is, what is left is no matrix.
-        kind: description.Kind = _kind(module) if len(shapes[0]) == 2 else "other"
+        kind: description.Kind = kind_of(module) if len(shapes[0]) == 2 else "other"
         layers.append(
             description.Layer(
                 name=name,
@@ -159,10 +159,6 @@ def _why_layer(module: nn.Module, kind: str, why: str | None) -> str | None:
     if is_transposed_linear(module):
         return TRANSPOSED
     return None if kind == "other" else why
-
-
-def _kind(module: nn.Module) -> Any:
-    return {"factors": "linear", "pairs": "embedding"}.get(gather_scheme(module) or "", "other")
 
 
 def _tensors(given: Any) -> Iterator[Tensor]:

@@ -16,6 +16,7 @@ from torch import nn
 
 from penstock.torch.gradients.hooks import Gradients
 from penstock.torch.model.layers import describe
+from penstock.torch.schemes.factors import LinearFactors
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -57,7 +58,7 @@ def _measure(engine: Engine, rank: int) -> float:
             layer.bias.zero_()
         model = nn.Sequential(layer)
         layers, slots = describe(model)
-        gradients = Gradients(engine, rank, "penstock.probe", layers, slots, [(layers[0], layer, "factors")])
+        gradients = Gradients(engine, rank, "penstock.probe", layers, slots, [(layers[0], layer, LinearFactors.scheme)])
         gradients.attach()
         gradients.gathers[0].rebuilt = False  # by another thread, whose time would not be seen
         rows = torch.zeros(1, SIDE, device="cpu", dtype=torch.float32, requires_grad=True)

@@ -19,9 +19,7 @@ from penstock.torch.schemes.pairs import EmbeddingPairs
 __all__ = ["make_lossy", "make_rows"]
 
 OF_ROWS: dict[str, type[LinearFactors] | type[EmbeddingPairs]] = {
-    "factors": LinearFactors,
-    "pairs": EmbeddingPairs,
-    "adam": FactorsToOwner,
+    gather.scheme: gather for gather in (LinearFactors, EmbeddingPairs, FactorsToOwner)
 }
 
 

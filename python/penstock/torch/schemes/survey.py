@@ -5,7 +5,7 @@ Xie et al.'s SFB). That of `nn.Embedding` is zero but for the rows that were loo
 row. Both are exact where the module's own forward is all that reads the weight, and where nobody wants to see the local
 gradient on its way; for all other layers `why_dense` says why not.
 
-Lossy, and so for users to ask for, are halves on the wire (`WIRE_TYPES`): they fit every layer with gradients in fp32.
+Lossy, and so for users to ask for, are halves on the wire: they fit every layer with gradients in fp32.
 Every layer can also travel by one of the collectives (docs/summation.md), which the coordinator chooses only if it may.
 These are exact. They beat the store where few ranks would own all there is to send, as in a call or a layer of few
 slices. A model has many layers, whose owners take turns: where these are on the wire together, the store's bytes are
@@ -22,21 +22,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from penstock._native import COLLECTIVES, SCHEMES, WIRE_TYPES
+from penstock._native import WAYS
+from penstock.description import Kind
 from penstock.errors import ConfigError
 from penstock.lossy import DGC, LossyScheme, OneBit, parse
+from penstock.plan import STORE, rows_scheme
 from penstock.torch.model.layout import CODES
 from penstock.torch.reads.safety import DeferredParameter
 
 __all__ = [
-    "SCHEMES",
-    "WIRE_TYPES",
     "Schemes",
-    "book_scheme",
     "choose",
     "common_reason",
     "foreign_hooks",
     "gather_scheme",
+    "kind_of",
     "survey",
     "why_dense",
     "why_exact",
@@ -45,20 +45,18 @@ __all__ = [
 Schemes: TypeAlias = Mapping[str, "str | LossyScheme"]
 """Patterns of layer names, and for each what these layers use, by name or, if it has options, as an object."""
 
-_PLAIN: dict[str, type[nn.Module]] = {"factors": nn.Linear, "pairs": nn.Embedding}
+_PLAIN: dict[Kind, type[nn.Module]] = {"linear": nn.Linear, "embedding": nn.Embedding}
 _FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def kind_of(module: nn.Module) -> Kind:
+    """``linear`` for `nn.Linear`, ``embedding`` for `nn.Embedding`, subclasses included, and ``other`` for all else."""
+    return next((kind for kind, plain in _PLAIN.items() if isinstance(module, plain)), "other")
 
 
 def gather_scheme(module: nn.Module) -> str | None:
     """``factors`` for `nn.Linear`, ``pairs`` for `nn.Embedding`, subclasses included, and ``None`` for all else."""
-    return next((scheme for scheme, plain in _PLAIN.items() if isinstance(module, plain)), None)
-
-
-def book_scheme(scheme: str) -> tuple[str, str | None] | None:
-    """For schemes that a book fixes: the engine's scheme, and the type on the wire if it is not the gradient's."""
-    if scheme in WIRE_TYPES:
-        return "store", WIRE_TYPES[scheme]
-    return (scheme, None) if scheme in COLLECTIVES else None
+    return rows_scheme(kind_of(module))
 
 
 def why_dense(module: nn.Module, model: nn.Module | None = None) -> str | None:
@@ -76,10 +74,10 @@ def why_dense(module: nn.Module, model: nn.Module | None = None) -> str | None:
         >>> why_dense(nn.Conv2d(3, 8, 3))
         'it is a Conv2d; only nn.Linear and nn.Embedding have a shorter form'
     """
-    scheme = gather_scheme(module)
-    if scheme is None:
+    plain = _PLAIN.get(kind_of(module))
+    if plain is None:
         return f"it is a {type(module).__name__}; only nn.Linear and nn.Embedding have a shorter form"
-    reason = _why_module(module, _PLAIN[scheme]) or _why_parameters(module)
+    reason = _why_module(module, plain) or _why_parameters(module)
     return reason if reason is not None or model is None else _Survey(model).why_dense(module)
 
 
@@ -207,17 +205,17 @@ def choose(
     Raises:
         ConfigError: There is no such scheme, no layer matches a pattern, or none that matches can use the scheme.
     """
-    chosen: list[str | LossyScheme] = ["store"] * len(names)
+    chosen: list[str | LossyScheme] = [STORE] * len(names)
     open_layers = set(range(len(names)))
     owned = [list(module.parameters(recurse=False)) for module in modules] if params is None else params
     for pattern, given in schemes.items():
         scheme = parse(given) or given
         if not isinstance(pattern, str) or not (
-            scheme in SCHEMES if isinstance(scheme, str) else isinstance(scheme, (OneBit, DGC))
+            scheme in WAYS if isinstance(scheme, str) else isinstance(scheme, (OneBit, DGC))
         ):
             raise ConfigError(
                 f"penstock.distribute: schemes={{{pattern!r}: {given!r}}}: a pattern of layer names and one of "
-                f"{', '.join(SCHEMES)} is expected, or an object such as ps.DGC(density=0.01)"
+                f"{', '.join(WAYS)} is expected, or an object such as ps.DGC(density=0.01)"
             )
         matched = [index for index, name in enumerate(names) if fnmatchcase(name, pattern)]
         if not matched:
@@ -237,16 +235,16 @@ def choose(
 
 
 def _why_not(module: nn.Module, reason: str | None, scheme: str | LossyScheme, params: Sequence[Tensor]) -> str | None:
-    if scheme == "store" or scheme in COLLECTIVES:
-        return None
-    if scheme in WIRE_TYPES:
-        types = {param.dtype: CODES.get(param.dtype, ("",))[0] for param in module.parameters(recurse=False)}
-        return None if "f32" in types.values() else f"{scheme} is for fp32 gradients, and these are {_shortened(types)}"
     if not isinstance(scheme, str):
         return why_exact(module, params, scheme)
-    rows = "factors" if scheme == "adam" else scheme
-    if gather_scheme(module) != rows:
-        return f"it is a {type(module).__name__}, and {scheme} is for nn.{_PLAIN[rows].__name__}"
+    way = WAYS[scheme]
+    if way.wire is not None:
+        types = {param.dtype: CODES.get(param.dtype, ("",))[0] for param in module.parameters(recurse=False)}
+        return None if "f32" in types.values() else f"{scheme} is for fp32 gradients, and these are {_shortened(types)}"
+    if way.kind is None:
+        return None
+    if kind_of(module) != way.kind:
+        return f"it is a {type(module).__name__}, and {scheme} is for nn.{_PLAIN[way.kind].__name__}"
     return reason
 
 

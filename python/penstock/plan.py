@@ -1,0 +1,133 @@
+"""How one layer travels: what is settled of it beforehand (`Terms`), and what came of that (`LayerPlan`).
+
+The vocabulary is the core's (crates/core/src/way.rs); a scheme is the name of a way. So is the decision, with all that
+overrides a choice (crates/core/src/scheme.rs): here it is only kept and shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.description import Layer
+from penstock.lossy import LossyScheme
+
+if TYPE_CHECKING:
+    from penstock._native import Choice
+
+__all__ = ["STORE", "LayerPlan", "Terms", "rows_scheme"]
+
+STORE = "store"
+"""Every layer's scheme unless something else is given or chosen."""
+
+
+def rows_scheme(kind: str) -> str | None:
+    """The scheme by which layers of a kind send rows if that is chosen, such as ``factors`` for ``linear``."""
+    from penstock._native import WAYS
+
+    return next((way.name for way in WAYS.values() if way.may_be_chosen and way.kind == kind), None)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is settled of a layer's scheme before training.
+
+    Attributes:
+        given: What the user has asked for: a scheme's name, or an object if it has options.
+        collective: What takes the store's place for the whole gradient, chosen before training.
+    """
+
+    given: str | LossyScheme | None = None
+    collective: str | None = None
+
+    @property
+    def options(self) -> LossyScheme | None:
+        """Of a given scheme that has some."""
+        return None if isinstance(self.given, str) else self.given
+
+    @property
+    def scheme(self) -> str:
+        """What is used until something is chosen."""
+        if self.given is None:
+            return self.whole
+        return self.given if isinstance(self.given, str) else self.given.name
+
+    @property
+    def whole(self) -> str:
+        """By which the whole gradient travels, whenever it does: that is fixed with the engine's book."""
+        from penstock._native import WAYS
+
+        if isinstance(self.given, str) and WAYS[self.given].is_whole:
+            return self.given
+        return self.collective or STORE
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """How one layer is synchronised now, why, and what else would cost: a row of the table of ``penstock explain``.
+
+    Attributes:
+        name: The layer.
+        kind: ``linear``, ``embedding`` or ``other``.
+        shape: Of its weight.
+        rows: Most rows of any worker, or `None` while unknown.
+        gradient_bytes: Its gradient.
+        scheme_bytes: By scheme that fits the layer, bytes on the busiest direction of an interface in one step.
+        scheme_s: By scheme, predicted seconds if the layer has the wire for itself, rebuilding included.
+        scheme: How it is synchronised.
+        given: Whether the user has asked for that; otherwise it is chosen.
+        may_change: Whether a later measurement may lead to another.
+        code: The reason in one word.
+        reason: The reason.
+        wire_s: Seconds of the scheme on the busiest direction.
+        rebuild_s: Seconds to rebuild the gradient from its factors, beyond what is computed anyway.
+        lossy: Whether the scheme loses something.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    rows: int | None
+    gradient_bytes: int
+    scheme_bytes: dict[str, int]
+    scheme_s: dict[str, float]
+    scheme: str
+    given: bool
+    may_change: bool
+    code: str
+    reason: str
+    wire_s: float
+    rebuild_s: float
+    lossy: bool
+
+    @classmethod
+    def of(cls, layer: Layer, choice: Choice, rows: list[int], bytes_per_s: float) -> LayerPlan:
+        """What the native module has decided.
+
+        Args:
+            layer: The layer.
+            choice: The decision.
+            rows: Of each rank, or none while they are not known.
+            bytes_per_s: The line rate.
+        """
+        estimates = {estimate["scheme"]: estimate for estimate in choice["estimates"]}
+        # A scheme that was given or adopted may need rows that are not known here: then the store's bytes stand for
+        # its.
+        chosen = estimates.get(choice["scheme"], estimates[STORE])
+        return cls(
+            name=layer.name,
+            kind=layer.kind,
+            shape=layer.shape,
+            rows=max(rows) if rows and layer.kind != "other" else None,
+            gradient_bytes=layer.nbytes,
+            scheme_bytes={scheme: estimate["direction_bytes"] for scheme, estimate in estimates.items()},
+            scheme_s={scheme: estimate["wire_s"] + estimate["rebuild_s"] for scheme, estimate in estimates.items()},
+            scheme=choice["scheme"],
+            given=choice["given"],
+            may_change=choice["may_change"],
+            code=choice["code"],
+            reason=choice["reason"],
+            wire_s=chosen["direction_bytes"] / bytes_per_s,
+            rebuild_s=chosen["rebuild_s"],
+            lossy=choice["lossy"],
+        )
