@@ -369,17 +369,25 @@ class _Leave(Function):
 
 
 class Written(_Part):
-    """Any layer whose gradients are written without being computed."""
+    """Any layer whose gradients are written without being computed.
 
-    def __init__(self, layer: Layer, values: _Values) -> None:
+    Its parameters are its own, or those of a list beside it: a module that is never called, so that nothing but the
+    custom function's being given them shows who reads them.
+    """
+
+    def __init__(self, layer: Layer, values: _Values, *, lists: bool) -> None:
         super().__init__()
-        for tensor in layer.tensors:
-            name = tensor.name.rpartition(".")[2]
-            self.register_parameter(name, nn.Parameter(values.write(tensor.shape, PARAMETER_UNIT)))
+        made = {tensor.name.rpartition(".")[2]: values.write(tensor.shape, PARAMETER_UNIT) for tensor in layer.tensors}
+        if lists and made:
+            self.list = nn.ParameterList(made.values())
+        else:
+            for name, value in made.items():
+                self.register_parameter(name, nn.Parameter(value))
+        self._held = partial(self.list.parameters if lists and made else self.parameters, recurse=False)
 
     def forward(self, token: Tensor, now: _Now) -> Tensor:
         """Wait, then pass on."""
-        out: Tensor = _Wait.apply(token, self, now, *self._parameters.values())
+        out: Tensor = _Wait.apply(token, self, now, *self._held())
         return out
 
     def run(self, token: Tensor, now: _Now) -> Tensor:
@@ -486,7 +494,7 @@ def _materialise(module: nn.Module, values: _Values) -> None:
 class Emulated(nn.Module):
     """A network that takes its time. Made by `build`."""
 
-    def __init__(self, trace: Trace, compute_s: float, *, seed: int) -> None:
+    def __init__(self, trace: Trace, compute_s: float, *, seed: int, lists: bool = False) -> None:
         super().__init__()
         self.trace = trace
         self.compute_s = compute_s
@@ -499,7 +507,7 @@ class Emulated(nn.Module):
         self._parts: list[_Part] = []
         tensors = 0
         for index, (layer, layer_time) in enumerate(zip(trace.layers, times, strict=True)):
-            part = _make_part(layer, trace.batch, self._values)
+            part = _make_part(layer, trace.batch, self._values, lists=lists)
             part.place(layer, index, tensors, trace.batch)
             part.attach(layer_time, self._course, self._values)
             self.add_module(layer.name, part)
@@ -543,26 +551,28 @@ def _is_real(layer: Layer, batch: int) -> bool:
     return layer.kind == "embedding" or has_factors(layer, batch)
 
 
-def _make_part(layer: Layer, batch: int, values: _Values) -> _Part:
+def _make_part(layer: Layer, batch: int, values: _Values, *, lists: bool) -> _Part:
     if layer.kind == "embedding":
         return Embedding(layer, values, batch * layer.rows)
     if has_factors(layer, batch):
         return Linear(layer, values)
-    return Written(layer, values)
+    return Written(layer, values, lists=lists)
 
 
-def build(trace: Trace, compute_s: float, *, seed: int) -> Emulated:
+def build(trace: Trace, compute_s: float, *, seed: int, lists: bool = False) -> Emulated:
     """Build a model that takes `compute_s` per step: a third of it forward, two thirds backward, by layer.
 
     Args:
         trace: The network.
         compute_s: Seconds of forward and backward together, without the optimizer.
         seed: Of all values; the same on all ranks.
+        lists: Whether layers that have no factors hold their parameters in a `torch.nn.ParameterList` beside them, as
+            a custom kernel's wrapper may.
 
     Returns:
-        A model that is called with `data`; parameters have the names of the trace's tensors.
+        A model that is called with `data`; parameters have the names of the trace's tensors, but for those in lists.
 
     Raises:
         ValueError: The time is negative.
     """
-    return Emulated(trace, compute_s, seed=seed)
+    return Emulated(trace, compute_s, seed=seed, lists=lists)

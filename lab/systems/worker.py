@@ -54,6 +54,7 @@ END_S = 60.0
 COMMON_OPTIONS: dict[str, Any] = {
     "threads": 1,  # a host has as many cores as it would have to itself
     "lr": 0.01,
+    "lists": False,  # whether layers hold their parameters in lists beside them; see `lab.emulate.build`
     "step_timeout_s": 120.0,
 }
 MOMENTUM = 0.9

@@ -347,6 +347,16 @@ def test_parameters_are_those_of_the_trace(name, width):
     assert all(type(param) is nn.Parameter and param.is_leaf for param in model.parameters())
 
 
+def test_parameters_in_lists_have_the_same_values_and_gradients():
+    plain, model = small(), build(NETWORKS["resnet50"]().widened(0.25), 0.0, seed=3, lists=True)
+    names = [name for name, _ in model.named_parameters()]
+    assert names[:4] == ["conv1.list.0", "bn1.list.0", "bn1.list.1", "layer1_0_conv1.list.0"]
+    assert names[-2:] == ["fc.weight", "fc.bias"], "it has factors"
+    assert all(torch.equal(*both) for both in zip(plain.parameters(), model.parameters(), strict=True))
+    ours = gradients_of(model, 1, 5)
+    assert all(torch.equal(*both) for both in zip(gradients_of(plain, 1, 5).values(), ours.values(), strict=True))
+
+
 @pytest.mark.parametrize("compute_s", [1.0, 1e-3])  # all work is done ahead, or a part of some layers'
 @pytest.mark.parametrize(("name", "width"), SMALL)
 def test_gradients_come_in_backward_order_and_are_stolen(name, width, compute_s, monkeypatch, all_ahead):

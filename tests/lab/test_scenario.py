@@ -68,12 +68,15 @@ BARS = {
     "sockeye-2x-auto": ("sockeye", 1.0, 1.4, 500, 4, 1.10, 1.5),
     "resnet50-600-auto": ("resnet50", 1.0, 1.2, 600, 4, None, None),
     "resnet50-600-bf16": ("resnet50", 1.0, 1.2, 600, 4, None, None),
+    "resnet50-custom-functions": ("resnet50", 1.0, 1.2, 800, 3, 1.06, None),
 }
 # System, against, time of the one / that of the other at most. "No worse" than the store has DDP's allowance for noise.
 BETWEEN = {
     "resnet50-600-auto": ("penstock", "penstock-store", 1.02),
     "resnet50-600-bf16": ("penstock-bf16", "ddp-bf16", 1.0),
 }
+# Of systems, where a scenario has any.
+LISTS = {system: {"lists": True} for system in ("alone", "penstock", "ddp")}
 # The fastest of these is what the last bar is against.
 PEERS = {"ddp", "horovod", "mxnet-sync", "mxnet-p3"}
 
@@ -93,7 +96,8 @@ def test_nobody_loosens_a_bar_or_what_it_is_for(name):
     between = [tuple(bar[key] for key in ("system", "against", "at_most")) for bar in point.targets.get("between", [])]
     assert between == ([BETWEEN[name]] if name in BETWEEN else [])
     assert point.slow == ({"host": 3, "rate_mbit": 250} if name == "resnet50-one-slow-host" else {})
-    assert point.options == ({"penstock": {"schemes": "auto"}} if name.endswith("-auto") else {})
+    options = LISTS if name == "resnet50-custom-functions" else {}
+    assert point.options == ({"penstock": {"schemes": "auto"}} if name.endswith("-auto") else options)
     assert point.batch is None and point.repetitions >= REPETITIONS_MIN
     peers = PEERS if peer_ratio else {"ddp"}
     assert {"penstock", *peers} <= set(point.systems)

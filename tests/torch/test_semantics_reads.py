@@ -5,6 +5,7 @@ flight with NaN and delivers as late as it may (`thread_engine`), so a read that
 """
 
 import copy
+import ctypes
 import gc
 import io
 import pickle
@@ -34,6 +35,7 @@ from torch.nn import functional as F
 from penstock.errors import ConfigError
 from penstock.torch import distribute
 from penstock.torch.access import distributed_here
+from penstock.torch.reads.safety import owner_of
 
 # A parameter is read outside its module's forward
 
@@ -162,6 +164,101 @@ class ScaledByAlias(nn.Module):
         return x if self.body is None else self.body(x)
 
 
+class Opaque(torch.autograd.Function):
+    """Reads what it is given as a kernel of its own would: no operation, and no access to the object, shows it."""
+
+    @staticmethod
+    def forward(ctx, x, scale, address):
+        ctx.save_for_backward(x, scale)
+        return x * torch.tensor((ctypes.c_double * x.shape[-1]).from_address(address), dtype=x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return *Scaled.backward(ctx, grad), None
+
+
+class ScaledByKernel(nn.Module):
+    """Gives the parameters of a list that is a module of its own, and one of somebody else's, to a custom function."""
+
+    def __init__(self, width, others=None):
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(width)), nn.Parameter(torch.ones(width))])
+        self.others = [] if others is None else [others]
+        self.addresses = None
+
+    def forward(self, x):
+        for scale, address in zip([*self.scales, *self.others], self.addresses, strict=True):
+            x = Opaque.apply(x, scale, address)
+        return x
+
+
+def make_with_kernels(shared=False):
+    last = nn.Linear(8, 2)
+    body = nn.Linear(8, 8)
+    others = body.bias if shared else None
+    model = seeded(nn.Sequential(nn.Linear(4, 8), ScaledByKernel(8), nn.Tanh(), ScaledByKernel(8, others), body, last))
+    for module in (model[1], model[3]):
+        module.addresses = [scale.data_ptr() for scale in (*module.scales, *module.others)]
+    return model
+
+
+class AtTheTop(nn.Module):
+    """A custom function is given a parameter before any submodule runs, and its result to a submodule."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(4))])
+        self.body = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.body(Opaque.apply(x, self.scales[0], self.address))
+
+
+def make_at_the_top():
+    model = seeded(AtTheTop())
+    model.address = model.scales[0].data_ptr()
+    return model
+
+
+@pytest.mark.parametrize("make", [make_with_kernels, lambda: make_with_kernels(shared=True), make_at_the_top])
+def test_what_a_custom_function_is_given_is_read_after_its_update(make):
+    check(make)
+
+
+def waits_of_a_forward(make):
+    def main(rank, engine):
+        model = make()
+        model, optimizer = distribute(model, sgd(model))
+        for step in range(3):
+            one_step(model, optimizer, rank, step)
+        engine.waits.clear()
+        mse(model, rank, 3)
+        return engine.waits
+
+    return run(main, 2)[0]
+
+
+@pytest.mark.fake_only
+def test_the_module_that_gives_parameters_to_a_custom_function_waits_and_the_start_of_the_forward_does_not():
+    first, last = ["0.weight", "0.bias"], ["5.weight", "5.bias"]
+    lists, body = [[f"{number}.scales.{place}" for place in (0, 1)] for number in (1, 3)], ["4.weight", "4.bias"]
+    assert waits_of_a_forward(make_with_kernels) == [first, *lists, body, last]
+    shared = waits_of_a_forward(lambda: make_with_kernels(shared=True))
+    assert [sorted(names) for names in shared] == [sorted(first), lists[0], sorted([*lists[1], *body]), sorted(last)]
+    assert waits_of_a_forward(make_at_the_top) == [["scales.0"], ["body.weight", "body.bias"]]
+
+
+@pytest.mark.fake_only
+def test_places_follow_the_forward_where_parameters_are_given_to_custom_functions():
+    def main(rank, engine):
+        model = make_with_kernels()
+        model, optimizer = distribute(model, sgd(model))
+        one_step(model, optimizer, rank, 0)
+        return {layer.name: layer.place for layer in owner_of(model[0].weight).layers}
+
+    assert run(main, 2)[0] == {"0": 0, "1.scales": 1, "3.scales": 2, "4": 3, "5": 4}
+
+
 def make_scaled(alone=False):
     return seeded(
         nn.Sequential(nn.Linear(4, 8), ScaledByAlias(8, alone), nn.Tanh(), ScaledByAlias(8, alone), nn.Linear(8, 2))
@@ -176,15 +273,6 @@ def test_aliases_read_in_a_submodule(alone):
 @pytest.mark.fake_only
 @pytest.mark.parametrize("alone", [False, True], ids=["with parameters of its own", "without"])
 def test_a_submodule_that_reads_through_aliases_waits_and_the_start_of_the_forward_does_not(alone):
-    def main(rank, engine):
-        model = make_scaled(alone)
-        model, optimizer = distribute(model, sgd(model))
-        for step in range(3):
-            one_step(model, optimizer, rank, step)
-        engine.waits.clear()
-        mse(model, rank, 3)
-        return engine.waits
-
     def of(number):
         return [f"{number}.scales.0", f"{number}.scales.1"], [] if alone else [
             f"{number}.body.weight",
@@ -192,7 +280,7 @@ def test_a_submodule_that_reads_through_aliases_waits_and_the_start_of_the_forwa
         ]
 
     expected = [["0.weight", "0.bias"], *of(1), *of(3), ["4.weight", "4.bias"]]
-    assert run(main, 2)[0] == [names for names in expected if names]
+    assert waits_of_a_forward(lambda: make_scaled(alone)) == [names for names in expected if names]
 
 
 def test_functional_call():

@@ -7,14 +7,15 @@ plain `torch.nn.Parameter` and costs nothing.
 
 What does not pass through the parameter object is invisible to that: tensors made earlier that share its memory, such
 as ``p.data``, a numpy array, C++ code, or what a custom ``autograd.Function`` is given. `Watch` finds such reads in the
-forward passes before the first step. From then on the innermost module that was running waits before its forward; what
-is read outside any submodule is *eager*, applied before the next forward begins. Aliases read only outside of forward
-passes, or only in a branch that no forward took before the first step, are not found: call ``penstock.synchronize``
-before reading through them.
+forward passes before the first step, those of a custom function in the graph that autograd makes. From then on the
+innermost module that was running waits before its forward; what is read outside any submodule is *eager*, applied
+before the next forward begins. Aliases read only outside of forward passes, or only in a branch that no forward took
+before the first step, are not found: call ``penstock.synchronize`` before reading through them.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import weakref
 from collections import Counter
@@ -51,6 +52,8 @@ _owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
 # By id of the parameter. A slot holds its parameter, so an id stays unique while its slot is here. A plain dictionary:
 # every parameter of every step is looked up here, and a WeakValueDictionary is Python code.
 _slots: dict[int, weakref.ref[Slot]] = {}
+
+_nodes_made: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 _TENSOR: Any = Tensor  # its attributes are descriptors, which torch's stubs hide
 _GRAD_GETTERS = frozenset({_TENSOR.grad.__get__, _TENSOR._grad.__get__})
@@ -244,6 +247,9 @@ class Watch(TorchDispatchMode):
     A parameter's memory is read *openly* while its own module runs, or within a call of torch that was given the
     parameter object; the same will wait in later steps. Any other reader holds an alias: the innermost submodule that
     is running becomes a `reader` of the layer, and waits for it in later steps; without one the parameter is eager.
+
+    What a custom ``autograd.Function`` does with a parameter that it is given, a kernel of its own for instance, need
+    not be seen at all. But it stands in the graph, with a number that tells when it was called: so who called it reads.
     """
 
     def __init__(
@@ -251,13 +257,19 @@ class Watch(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._slots = slots
+        self._slot_of = {id(slot.param): slot for slot in slots}
         self._layers = layers
         self._own = own  # by id of the module
         self._running: list[nn.Module] = []
         self._entered = False
         self._active = True
-        self._order: list[Layer] = []
+        # Who ran from when on: how many nodes autograd had made by then, and all that ran, the innermost last.
+        self._course: list[tuple[int, tuple[nn.Module, ...]]] = []
+        self._outputs: list[Any] = []  # nodes of the graph
+        self._forwards = 0
+        self._first: dict[Layer, tuple[int, int]] = {}  # when it was read first: the forward, the place in its course
         self._seen: set[Slot] = set()
+        self._noticed: set[tuple[Slot, nn.Module]] = set()  # with the innermost that ran
         self._open: Counter[Slot] = Counter()
         self._readers: dict[nn.Module, dict[Layer, None]] = {}
         self._by_storage: dict[int, list[Slot]] = {}
@@ -274,6 +286,7 @@ class Watch(TorchDispatchMode):
         if not self._running:
             self._begin()
         self._running.append(module)
+        self._note_course()
         for slot in self._own.get(id(module), ()):
             self._enter_read(slot)
 
@@ -285,12 +298,18 @@ class Watch(TorchDispatchMode):
             pass
         for slot in self._own.get(id(module), ()):
             self._open[slot] -= 1
-        if not self._running:
+        with torch._C.DisableTorchFunctionSubclass():
+            self._outputs += [tensor.grad_fn for tensor in _tensors_in(output) if tensor.grad_fn is not None]
+        if self._running:
+            self._note_course()
+        else:
             self._end()
 
     def _begin(self) -> None:
         self._open.clear()
         self._by_storage.clear()
+        self._forget_course()
+        self._forwards += 1
         for slot in self._slots:
             self._by_storage.setdefault(slot.param.untyped_storage().data_ptr(), []).append(slot)
             slot.reads.watched = True
@@ -302,7 +321,41 @@ class Watch(TorchDispatchMode):
         if self._entered:
             self._entered = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._note_given()
+        self._forget_course()
         self._unwatch()
+
+    def _note_course(self) -> None:
+        self._course.append((_nodes_made(), tuple(self._running)))
+
+    def _forget_course(self) -> None:
+        self._course.clear()
+        self._outputs.clear()  # or the graph would live as long as this
+        self._noticed.clear()
+
+    def _note_given(self) -> None:
+        """Look through the graph of this forward for custom functions that were given parameters."""
+        began = [made for made, _ in self._course]
+        passed: set[Any] = set()
+        nodes = self._outputs[:]
+        while nodes:
+            node = nodes.pop()
+            if node in passed or _is_leaf(node) or node._sequence_nr() < began[0]:
+                continue  # the last: of what was before this forward
+            passed.add(node)
+            below = [other for other, _ in node.next_functions if other is not None]
+            nodes += below
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                place = bisect.bisect_right(began, node._sequence_nr()) - 1
+                for given in filter(_is_leaf, below):
+                    if (slot := self._slot_of.get(id(given.variable))) is not None:
+                        self._note_given_to(slot, place)
+
+    def _note_given_to(self, slot: Slot, place: int) -> None:
+        running = self._course[place][1]
+        waits = any(slot in self._own.get(id(module), ()) for module in running)
+        if not waits and (slot, running[-1]) not in self._noticed:
+            self._note_hidden_read(slot, running, place)
 
     def _unwatch(self) -> None:
         for slot in self._slots:
@@ -326,21 +379,21 @@ class Watch(TorchDispatchMode):
 
     def _enter_read(self, slot: Slot) -> None:
         self._open[slot] += 1
-        self._note_read(slot)
+        self._note_read(slot, self._running, len(self._course) - 1)
 
-    def _note_hidden_read(self, slot: Slot) -> None:
-        """Nothing in later steps would tell of this read but the module that is running."""
-        if len(self._running) <= 1:  # the root, whose forward is the next forward
+    def _note_hidden_read(self, slot: Slot, running: Sequence[nn.Module], place: int) -> None:
+        """Nothing in later steps would tell of this read but the module that was running."""
+        if len(running) <= 1:  # the root, whose forward is the next forward
             slot.reads.eager = True
             return
-        self._readers.setdefault(self._running[-1], {})[slot.layer] = None
-        self._note_read(slot)
+        self._readers.setdefault(running[-1], {})[slot.layer] = None
+        self._note_read(slot, running, place)
 
-    def _note_read(self, slot: Slot) -> None:
-        if slot not in self._seen:
-            self._seen.add(slot)
-            if slot.layer not in self._order:
-                self._order.append(slot.layer)
+    def _note_read(self, slot: Slot, running: Sequence[nn.Module], place: int) -> None:
+        self._seen.add(slot)
+        self._noticed.add((slot, running[-1]))
+        when = (self._forwards, place)
+        self._first[slot.layer] = min(when, self._first.get(slot.layer, when))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -351,7 +404,7 @@ class Watch(TorchDispatchMode):
                 if type(tensor) in (Tensor, nn.Parameter, DeferredParameter) and tensor.layout is torch.strided:
                     for slot in self._by_storage.get(tensor.untyped_storage().data_ptr(), ()):
                         if self._open[slot] <= 0:
-                            self._note_hidden_read(slot)
+                            self._note_hidden_read(slot, self._running, len(self._course) - 1)
         return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -381,7 +434,8 @@ class Watch(TorchDispatchMode):
             # Nobody knows when it will be read, so it counts as needed first.
             slot.reads.eager = slot.reads.eager or slot not in self._seen
         first = {slot.layer.index for slot in self._slots if slot.reads.eager and not slot.immediate}
-        places = {layer.index: place for place, layer in enumerate(self._order)}
+        order = sorted(self._first, key=lambda layer: self._first[layer])
+        places = {layer.index: place for place, layer in enumerate(order)}
         for layer in self._layers:
             layer.place = 0 if layer.index in first else places.get(layer.index, len(places))
         return [layer.place for layer in self._layers]
@@ -395,6 +449,11 @@ def _tensors_in(value: Any) -> Iterable[Tensor]:
             yield from _tensors_in(item)
     elif isinstance(value, dict):
         yield from _tensors_in(list(value.values()))
+
+
+def _is_leaf(node: Any) -> bool:
+    """Whether a node of the graph stands for a parameter, or another tensor that nothing has made."""
+    return type(node).__name__ == "AccumulateGrad"
 
 
 def _marked(hook: Callable[..., Any]) -> Callable[..., Any]:
