@@ -230,11 +230,11 @@ def _draw(records: list[dict[str, Any]], path: Path) -> None:
         (group,) = record["groups"]
         sizes = sorted({cell["bytes"] for cell in record["cells"]})
         width = 0.8 / len(ALGORITHMS)
-        for number, algorithm in enumerate(ALGORITHMS):
+        for number, (algorithm, colour) in enumerate(zip(ALGORITHMS, COLOURS, strict=True)):
             cells = [cell for cell in record["cells"] if cell["algorithm"] == algorithm]
             places = [sizes.index(cell["bytes"]) + (number - 2) * width for cell in cells]
             ratios = [cell["p50_s"] / predicted_s(cell, group, record["rate_mbit"]) for cell in cells]
-            axes.bar(places, ratios, width, color=COLOURS[algorithm], label=algorithm)
+            axes.bar(places, ratios, width, color=colour, label=algorithm)
         axes.axhspan(1 - GOAL, 1 + GOAL, color="grey", alpha=0.25, zorder=0)
         axes.axhline(1.0, color="black", linewidth=1)
         axes.set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
