@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from penstock.collectives import Group, new_group
 from penstock.errors import PenstockError
 from penstock.measure.quick import group_rates, interface_of
+from penstock.measure.sustained import sustained_rate
 
 if TYPE_CHECKING:
     from penstock._native import _Algorithm as Algorithm
@@ -42,8 +43,6 @@ __all__ = ["AUTOMATIC", "SIZES", "allreduce", "best_seconds", "lines", "percenti
 AUTOMATIC = "auto"
 SIZES = (4_000, 1_000_000, 53_000_000)
 """Bytes; the last one is the study's message."""
-RATE_SECONDS = 0.1
-"""For the line rate, in one direction."""
 RATE_CALLS = 100
 """For the latency and the time of a call."""
 WARM_ROUNDS = 2
@@ -296,7 +295,10 @@ def _rates_of(job: Job, group: Group) -> Rates:
     """The group's, on all ranks of the job, and what the engine chooses by from now on. Rank 0 is in every group."""
     from penstock.coordinator import Rates
 
-    mine = group_rates(group, RATE_SECONDS, RATE_CALLS) if group.rank is not None else Rates()
+    mine = Rates()
+    if group.rank is not None:
+        mine = group_rates(group, RATE_CALLS)
+        mine = replace(mine, bytes_per_s=sustained_rate(group, mine.bytes_per_s))
     told = job.engine.all_gather("the group's rates", json.dumps(asdict(mine)).encode())
     rates = Rates(**json.loads(told[0]))
     job.engine.set_rates(rates.native())

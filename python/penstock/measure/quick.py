@@ -20,7 +20,8 @@ Both are of the ranks' mean, as a call's time is: a rank that begins it early wa
 
 All of it takes 30 ms where links are fast, 0.1 to 0.15 s at 1 Gbit/s or 100 Mbit/s, half a second at 10 Mbit/s, up to a
 second where processors are busy, and some 30 trips more where links are long.
-`penstock measure line-rate`, which is `penstock.measure.line_rate`, takes longer and says more.
+`penstock measure line-rate`, which is `penstock.measure.line_rate`, takes longer and says more;
+`penstock.measure.sustained` is the more exact.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from penstock._native import _Algorithm as Algorithm
     from penstock.job import Job
 
-__all__ = ["group_rates", "interface_of", "quick_rates"]
+__all__ = ["group_rates", "interface_of", "quick_rates", "told_by_all"]
 
 _log = logging.getLogger("penstock")
 
@@ -110,10 +111,9 @@ class _Burst(NamedTuple):
 class _Pair:
     """One rank's side of the measurement of one pair."""
 
-    def __init__(self, group: Group, peer: int, seconds: float) -> None:
+    def __init__(self, group: Group, peer: int) -> None:
         self._group = group
         self._peer = peer
-        self._seconds = seconds
         self._byte = bytearray(1)
         self._memory = bytearray()
 
@@ -130,7 +130,7 @@ class _Pair:
 
     def _of_the_line(self, latency_s: float) -> list[_Burst]:
         """Of a size that suits the line, as many as it takes."""
-        budget_s = max(self._seconds, 4 * latency_s)
+        budget_s = max(BURST_SECONDS, 4 * latency_s)
         rate = 0.0
         for size in SIZES:
             burst = self._grow(size, latency_s, budget_s / 4)
@@ -295,7 +295,7 @@ def _affordable(calls: int, size: int, trip_s: float) -> int:
     return int(max(min(calls, CALLS_MIN), min(calls, in_time)))
 
 
-def _told_by_all(group: Group, *mine: float) -> list[tuple[float, ...]]:
+def told_by_all(group: Group, *mine: float) -> list[tuple[float, ...]]:
     """Of each number what all ranks say, in the order of ranks."""
     form = f"<{len(mine)}d"
     told = bytearray(group.size * struct.calcsize(form))
@@ -314,12 +314,11 @@ def _tiny_sum(group: Group, algorithm: Algorithm, calls: int) -> float:
     return statistics.median(times[1:])
 
 
-def group_rates(group: Group, seconds: float = BURST_SECONDS, calls: int = CALLS, *, one_host: bool = False) -> Rates:
+def group_rates(group: Group, calls: int = CALLS, *, one_host: bool = False) -> Rates:
     """What the links of a group do, and how fast its ranks add. All of its ranks call it.
 
     Args:
         group: The ranks, two at least.
-        seconds: What a burst that tells the rate shall take; longer is more exact.
         calls: Tiny sums by each of two algorithms, which tell the latency and the time of a call; more are more exact.
             Where links are far there are fewer.
         one_host: Whether there is no line between the ranks.
@@ -343,7 +342,7 @@ def group_rates(group: Group, seconds: float = BURST_SECONDS, calls: int = CALLS
         if match is None:
             continue
         low, high = match
-        pair = _Pair(group, group.ranks[high if me == low else low], seconds)
+        pair = _Pair(group, group.ranks[high if me == low else low])
         for leads in (me == low, me != low):
             if leads:
                 trip_s, bursts = pair.lead(one_host=one_host)
@@ -352,12 +351,12 @@ def group_rates(group: Group, seconds: float = BURST_SECONDS, calls: int = CALLS
             else:
                 pair.follow()
     rate, doubtful = min(links)
-    trips, rates, doubts, sums = _told_by_all(group, max(trips_s), rate, doubtful, summing_rate())
+    trips, rates, doubts, sums = told_by_all(group, max(trips_s), rate, doubtful, summing_rate())
     slowest = min(rates)
     doubtful = all(doubt for rate, doubt in zip(rates, doubts, strict=True) if rate == slowest)
     calls = _affordable(calls, size, max(trips))
     algorithms: tuple[Algorithm, ...] = ("store", "ring")
-    times = _told_by_all(group, *(_tiny_sum(group, algorithm, calls) for algorithm in algorithms))
+    times = told_by_all(group, *(_tiny_sum(group, algorithm, calls) for algorithm in algorithms))
     taken = dict(zip(algorithms, map(statistics.fmean, times), strict=True))
     latency_s, call_s = _step_and_call(taken, size, max(trips))
     return Rates(
