@@ -31,6 +31,14 @@ def test_what_a_job_is_given_and_what_its_ranks_measure_reaches_the_coordinator(
     assert [rank["rates"] for rank in told] == [[asdict(given), asdict(slowest)]] * 2
 
 
+@pytest.mark.fake_only
+def test_products_are_timed_once_in_a_process(monkeypatch):
+    first = measuring.measured_rates(Rates(), products=True)
+    assert first.product_flops_per_s > 0
+    monkeypatch.setattr(torch, "mm", lambda *_, **__: pytest.fail("timed again"))
+    assert measuring.measured_rates(Rates(), products=True) == first
+
+
 @pytest.mark.parametrize(
     ("policy", "product_flops_per_s", "scheme", "code"),
     [

@@ -12,6 +12,7 @@ pass, the rest while the layer uses rows, and remembered. A rank says so by a ne
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -65,14 +66,20 @@ def measured_rates(rates: Rates, *, products: bool) -> Rates:
 
     Args:
         rates: The job's.
-        products: Whether a matrix product is timed: some 20 ms on a slow core.
+        products: Whether it must be known how fast matrix products are.
     """
     return replace(rates, product_flops_per_s=_product_rate()) if products else rates
 
 
-@torch.no_grad()
 def _product_rate() -> float:
-    """Floating point operations per second of dY^T X."""
+    """Floating point operations per second of dY^T X, measured once by a process for its number of threads."""
+    return _measured_product_rate(torch.get_num_threads())
+
+
+@functools.cache
+@torch.no_grad()
+def _measured_product_rate(threads: int) -> float:
+    """Takes some 60 ms on a slow core, as it is used: `threads` says for what the rate is kept."""
     upstream, given = torch.ones(PRODUCT_ROWS, PRODUCT_SIDE), torch.ones(PRODUCT_ROWS, PRODUCT_SIDE)
     result = upstream.T @ given  # once to warm up
     fastest = float("inf")
