@@ -97,7 +97,7 @@ lint: build ## Check formats, lints, types and the architecture
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --cache-dir .mypy_cache/project # stubtest, of other options, would empty the usual one each time
-	$(BIN)/python -m mypy.stubtest penstock._native --mypy-config-file pyproject.toml
+	$(BIN)/python -m mypy.stubtest penstock._native --mypy-config-file stubtest.ini
 	$(BIN)/python -m pytest tests/test_architecture.py
 
 format: $(ENVIRONMENT) ## Format the sources
