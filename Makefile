@@ -12,6 +12,8 @@ ENVIRONMENT := $(VENV)/.requirements-installed
 NATIVE := $(VENV)/.native-installed
 NATIVE_SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find crates -name '*.rs' -o -name Cargo.toml)
 
+# Byte code is kept: hundreds of processes start in the tests, and each would compile every source anew.
+unexport PYTHONDONTWRITEBYTECODE
 export CARGO_TARGET_DIR := $(CURDIR)/target
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -44,16 +46,17 @@ demo: build ## Train a CNN on handwritten digits with 4 workers on this machine
 
 check: lint ## Check formats, lints, types, the architecture, and run the fast tests: before each commit
 	cargo test --workspace --locked --quiet --lib
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow and not long" $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile -m "not slow and not long" --ignore tests/test_architecture.py $(ARGS)
 
 test: test-rust test-python ## Run the tests, Rust and Python, but for those marked long
 
 test-rust:
 	cargo test --workspace --locked --quiet
 
-# Three files at a time: tests wait, for processes to meet or a limit under test to pass, and two cores shall not.
+# Four files at a time: tests wait, for processes to meet or a limit under test to pass, and two cores shall not. In the
+# order of tests/conftest.py, which has those first that take longest.
 test-python: build
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 long: ## Run what takes too long for each change, all of it also if some fails; a line for each part at the end
 	.ci/long $(LONG)

@@ -1,4 +1,4 @@
-"""Puts this folder on the path of every test, for what they share, and says which tests `make check` leaves out."""
+"""Puts this folder on the path of every test, for what they share; says what `make check` leaves out, what begins."""
 
 from pathlib import Path
 
@@ -41,12 +41,47 @@ SLOW = (
 )
 
 
+# Those that take longest, so that `make test` does not end with one of them alone. Those that wait for limits to pass
+# and those that compute take turns: several are run at a time.
+FIRST = (
+    "failure/test_hangs.py",
+    "equality/test_programs.py",
+    "job/test_rendezvous.py",
+    "equality/test_equality_with_ddp.py",
+    "failure/test_lost_ranks.py",
+    "backend/test_backend.py",
+    "job/test_meeting_point_fails.py",
+    "torch/test_batchnorm.py",
+    "job/test_poisoned_store.py",
+    "torch/test_semantics_compile.py",
+    "collectives/test_collectives.py",
+    "torch/test_drift.py",
+    "lab/test_run.py",
+    "job/test_job_life.py",
+    "demo/test_cli.py",
+    "test_commands.py",
+    "failure/test_lost_in_collectives.py",
+    "lab/test_peers.py",
+    "failure/test_endings.py",
+    "equality/test_torchrun.py",
+    "test_examples.py",
+    "test_listings.py",
+    "measure/test_busy_processors.py",
+    "measure/test_allreduce.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    rank = {HERE / name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: rank.get(item.path, len(FIRST)))
+
+
 def pytest_itemcollected(item):
     if any(item.path.is_relative_to(HERE / name) for name in SLOW):
         item.add_marker(pytest.mark.slow)
 
 
 def pytest_sessionstart():
-    missing = [name for name in SLOW if not (HERE / name).exists()]
+    missing = [name for name in (*SLOW, *FIRST) if not (HERE / name).exists()]
     if missing:
         raise pytest.UsageError(f"tests/conftest.py names what does not exist: {missing}")

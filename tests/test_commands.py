@@ -164,7 +164,7 @@ TABLE = {
     "torchrun --nproc-per-node 4": By("tests/test_listings.py::test_what_the_coordinator_answers"),
     # examples
     "torchrun --nproc-per-node 4 examples/minimal.py": Run(put=ALONE, long=True),
-    "python examples/minimal.py": Run(),
+    "python examples/minimal.py": By("tests/test_examples.py::test_minimal"),
     "torchrun --nproc-per-node 4 examples/char_lm.py --batch 8": Run("--steps 2 --every 1", put=ALONE, long=True),
     "python examples/char_lm.py --batch 32": Run("--steps 2 --every 1", long=True),
     "torchrun --nproc-per-node 4 examples/cifar10.py --batch 100": Run("--epochs 1", put=ALONE, long=True),

@@ -3,7 +3,6 @@
 import importlib.util
 import io
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 LIMIT_S = 180
 
 
@@ -28,13 +27,7 @@ def run_by_two(name, *arguments):
 
 
 def run_by_torchrun(name, *arguments):
-    done = subprocess.run(
-        [*TORCHRUN, str(EXAMPLES / name), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    done = programs.run(*TORCHRUN, EXAMPLES / name, *arguments, timeout=LIMIT_S)  # its workers are new processes
     assert done.returncode == 0, done.stderr
     return done.stdout
 

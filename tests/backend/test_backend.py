@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import programs
@@ -21,12 +20,12 @@ LIMIT_S = 480
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def run(script, directory, killed=None, start=programs.start, **environment):
+def run(script, directory, killed=None, size=SIZE, start=programs.start, **environment):
     """Run one script on every rank, all of it well, except for one that kills itself."""
     ranks = []
-    for rank in range(SIZE):
+    for rank in range(size):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        ranks.append(start(HERE / script, rank, SIZE, directory, env=ENVIRONMENT | environment, **pipes))
+        ranks.append(start(HERE / script, rank, size, directory, env=ENVIRONMENT | environment, **pipes))
     outputs = []
     try:
         for process in ranks:
@@ -35,8 +34,8 @@ def run(script, directory, killed=None, start=programs.start, **environment):
         for process in ranks:
             process.kill()
             process.wait()
-    codes = [-signal.SIGKILL if rank == killed else 0 for rank in range(SIZE)]
-    failed = [f"rank {rank}: {outputs[rank]}" for rank in range(SIZE) if ranks[rank].returncode != codes[rank]]
+    codes = [-signal.SIGKILL if rank == killed else 0 for rank in range(size)]
+    failed = [f"rank {rank}: {outputs[rank]}" for rank in range(size) if ranks[rank].returncode != codes[rank]]
     if failed:
         pytest.fail("\n".join(failed)[-6000:], pytrace=False)
 
@@ -60,7 +59,8 @@ def test_sparse_tensors_are_summed_as_with_gloo(tmp_path):
 
 
 def test_compiled_programs_compute_as_others(tmp_path):
-    run("compiled_rank.py", tmp_path, start=programs.start_afresh)  # it looks at what is imported
+    # It looks at what is imported. Each rank compiles: two do.
+    run("compiled_rank.py", tmp_path, size=2, start=programs.start_afresh)
 
 
 def test_a_rank_that_does_something_else_is_named_and_the_job_goes_on(tmp_path):
@@ -74,9 +74,7 @@ def test_a_rank_that_dies_is_named_by_all(tmp_path):
 
 def test_a_program_started_by_torchrun_trains_as_with_gloo(tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *launcher, str(HERE / "usual_program.py"), str(tmp_path)]
-    pipes = {"capture_output": True, "text": True}
-    done = subprocess.run(command, env=ENVIRONMENT, timeout=LIMIT_S, check=False, **pipes)
+    done = programs.run(*launcher, HERE / "usual_program.py", tmp_path, env=ENVIRONMENT, timeout=LIMIT_S)
     if done.returncode != 0:
         pytest.fail(done.stderr[-6000:], pytrace=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]

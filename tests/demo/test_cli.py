@@ -4,15 +4,14 @@ import json
 import subprocess
 import sys
 
+import programs
 import pytest
 
 COMMANDS = ["demo", "info"]
 
 
 def penstock(*arguments, timeout=180):
-    return subprocess.run(
-        [sys.executable, "-m", "penstock", *arguments], capture_output=True, text=True, timeout=timeout, check=False
-    )
+    return programs.run("-m", "penstock", *arguments, timeout=timeout)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

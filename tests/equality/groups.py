@@ -7,8 +7,9 @@ are left. A case is anything with a ``size``, the number of its processes, and a
 import json
 import os
 import subprocess
-import sys
 import time
+
+import programs
 
 START_LIMIT_S = 120
 CASE_LIMIT_S = 20  # about one where nothing else runs; the processes themselves notice a case that hangs
@@ -25,18 +26,12 @@ def environment():
     return {**kept, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def run_group(worker, directory, cases):
+def run_group(worker, directory, cases, start):
     """Work on them, planned in ``directory/plan.json``; the exit status of each process, by rank."""
     size = max(case.size for case in cases)
     logs = [(directory / f"log.{rank}").open("wb") for rank in range(size)]
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(worker), str(directory), str(rank)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment(),
-        )
+        start(worker, directory, rank, stdout=log, stderr=subprocess.STDOUT, env=environment())
         for rank, log in enumerate(logs)
     ]
     try:
@@ -65,13 +60,13 @@ def described(directory, statuses):
     return "\n".join(said)
 
 
-def run_cases(worker, make_directory, cases):
+def run_cases(worker, make_directory, cases, start=programs.start):
     """The outcome of every case: one dict per rank, or a text that says why there is none."""
     outcomes, pending = {}, list(cases)
     for _ in range(1 + RESTARTS_MAX):
         directory = make_directory("group")
         (directory / "plan.json").write_text(json.dumps([str(case) for case in pending]))
-        statuses = run_group(worker, directory, pending)
+        statuses = run_group(worker, directory, pending, start)
         for case in pending:
             files = [directory / f"{case}.{rank}.json" for rank in range(case.size)]
             if all(file.exists() for file in files):

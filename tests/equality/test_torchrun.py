@@ -1,10 +1,8 @@
 """The two lines in a plain script, under torchrun and alone. tests/test_examples.py does the same with the examples."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 from equality_cases import DIFFERENCE_MAX
@@ -16,14 +14,7 @@ LIMIT_S = 180
 def run(directory, *launcher):
     """Start it, see it end well and without a word of complaint, and return the parameters by rank."""
     directory.mkdir()
-    done = subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), str(directory)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    done = programs.run(*launcher, SCRIPT, directory, timeout=LIMIT_S)
     complained = done.returncode != 0 or "Traceback" in done.stderr or "penstock" in done.stderr
     if complained:
         pytest.fail(f"exit status {done.returncode}\n{done.stderr}", pytrace=False)

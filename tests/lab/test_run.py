@@ -72,6 +72,7 @@ def run(tmp_path, text):
     return done, {line["system"]: line for line in lines}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("clusters")
 def test_what_a_run_writes_also_of_a_system_that_fails(tmp_path):
     done, found = run(tmp_path, SCENARIO)
