@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from penstock.errors import ConfigError, ModelMismatch
 from penstock.torch import distribute
+from penstock.torch.model.layers import describe
 
 # Buffers
 
@@ -259,3 +260,29 @@ def test_models_that_differ_in_a_buffer_or_the_order_of_memory():
             distribute(model)
 
     run(main, 2)
+
+
+# What no model may be made of
+
+
+def of_float8():
+    return nn.Parameter(torch.zeros(2, dtype=torch.float8_e5m2))
+
+
+def of_indices():
+    return nn.Parameter(torch.eye(2).to_sparse())
+
+
+@pytest.mark.parametrize(
+    ("make", "what", "advice"),
+    [
+        (of_float8, "weight are torch.float8_e5m2, which cannot be averaged", "Convert it to one of torch.float32"),
+        (of_indices, "weight is torch.sparse_coo", "make it one before (to_dense())"),
+    ],
+)
+def test_a_parameter_that_cannot_be_synchronised_is_named_with_what_to_do(make, what, advice):
+    model = nn.Module()
+    model.weight = make()
+    with pytest.raises(ConfigError) as raised:
+        describe(model)
+    assert what in str(raised.value) and advice in str(raised.value)

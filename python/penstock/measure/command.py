@@ -53,7 +53,9 @@ def allreduce(options: argparse.Namespace) -> dict[str, Any] | None:
     def measure(running: job.Job) -> dict[str, Any]:
         workers = options.workers or _doublings(running.world_size)
         if max(workers) > running.world_size:
-            raise ConfigError(f"--workers {max(workers)}: there are {running.world_size} ranks")
+            raise ConfigError(
+                f"--workers {max(workers)}: there are only {running.world_size} ranks; give no more, or start more"
+            )
         return measure_allreduce(running, workers, options.sizes, algorithms, options.seconds, options.seed)
 
     return _measured(options, told, measure)

@@ -235,7 +235,7 @@ impl<M: Memory> Calls<M> {
     fn error(&self, peer: Rank, fault: Refusal) -> Error {
         match fault {
             Refusal::Mismatch(text) => Error::Config(format!(
-                "rank {peer} and rank {} make calls that do not fit each other: {text}. All ranks of a group must make the \
+                "rank {peer} (there) and rank {} (here) make calls that do not fit each other: {text}. All ranks of a group must make the \
                  same calls in the same order, with the same dtype, operation and lengths",
                 self.me
             )),

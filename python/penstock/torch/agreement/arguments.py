@@ -106,7 +106,8 @@ def check_parameters(optimizer: Optimizer, known: Mapping[int, object]) -> None:
                 raise ConfigError(
                     f"penstock: parameter group {number} of {type(optimizer).__name__} holds a tensor of shape "
                     f"{list(param.shape)} that is not a parameter of the model, or was not one at penstock.distribute; "
-                    "its gradient would not be synchronised"
+                    "its gradient would not be synchronised. Make it a parameter of the model before, or give it an "
+                    "optimizer of its own"
                 )
 
 

@@ -57,7 +57,9 @@ def _local_reduction(op: Any, dtype: torch.dtype) -> Callable[[Tensor, Tensor], 
     for candidate, combine in known:
         if op == candidate:
             return combine
-    raise ConfigError(f"the backend penstock does not know the operation {op} of {dtype}")
+    raise ConfigError(
+        f"the backend penstock computes no {op} of {dtype}; it knows SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR"
+    )
 
 
 def _reduce_locally(op: Any, rows: Sequence[Tensor]) -> Tensor:

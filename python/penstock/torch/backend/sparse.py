@@ -97,7 +97,9 @@ class SparseSum:
             raise ConfigError(f"all_reduce cannot add sparse tensors of {tensor.dtype}; give tensor.to_dense()")
         dims = self._tensor.dim() + self._tensor.is_complex()
         if dims > DIMENSIONS_MAX:
-            raise ConfigError(f"all_reduce takes sparse tensors of up to {DIMENSIONS_MAX} dimensions")
+            raise ConfigError(
+                f"all_reduce takes sparse tensors of up to {DIMENSIONS_MAX} dimensions; give tensor.to_dense()"
+            )
         mine = self._tensor.detach().coalesce()
         values = torch.view_as_real(mine.values()) if mine.is_complex() else mine.values()
         self._average = op == dist.ReduceOp.AVG

@@ -283,7 +283,9 @@ def describe(model: nn.Module) -> tuple[list[Layer], list[Slot]]:
             if param.dtype not in CODES:
                 if param.requires_grad:
                     raise ConfigError(
-                        f"penstock.distribute: gradients of {name} have type {param.dtype}, not supported"
+                        f"penstock.distribute: gradients of {name} are {param.dtype}, which cannot be averaged. "
+                        f"Convert it to one of {', '.join(map(str, CODES))}, "
+                        "or freeze it (requires_grad_(False))"
                     )
                 continue
             if layer is None:
@@ -308,4 +310,7 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
             "model.cpu() first"
         )
     if tensor.layout is not torch.strided:
-        raise ConfigError(f"penstock.distribute: {name} is {tensor.layout}; only dense tensors are supported")
+        raise ConfigError(
+            f"penstock.distribute: {name} is {tensor.layout}. Only dense tensors are synchronised; make it one before "
+            "(to_dense())"
+        )
