@@ -21,6 +21,7 @@ SAME = {
     "Tensor": "a parameter's numbers: in a book, in a description, at a simulated worker",
     "Rates": "of wire and processors",
     "StepTimes": "predicted seconds per step",
+    "Terms": "what is settled of a layer's scheme before training",
     "Lent": "memory lent to the engine",
     "Contribution": "what one rank adds: a present or absent slice, bytes of a gather, what Python reads of them",
     "Buffer": "memory that a call reads or writes",
@@ -34,6 +35,7 @@ SAME = {
     "Fate": "a rank's life, with what only its driver knows",
     "Peer": "another rank, as it is seen from here",
     "Submission": "handing in a tensor; the simulator's is an instruction to do so",
+    "Worker": "a training process",
     # the simulator's jobs, each with its own
     "Fault": "what befalls a rank",
     "Happening": "what is on the agenda",

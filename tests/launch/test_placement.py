@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.launch.placement import Host, Node, parse_hosts, place, variables
+from penstock.launch.placement import Host, NodeRank, parse_hosts, place, variables
 
 NAMES = st.lists(st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True), min_size=1, max_size=6, unique=True)
 
@@ -53,7 +53,7 @@ def test_ranks_go_up_host_by_host():
     assert ranks([b, c], 4, None) == [[0, 1, 2], [3]]
     assert ranks([b, Host("d", 4)], 5, None) == [[0, 1, 2], [3, 4]]
     assert ranks([a, b], 4, 2) == [[0, 1], [2, 3]]
-    assert ranks([a], None, 2, node=Node(3, 1)) == [[2, 3]]
+    assert ranks([a], None, 2, node=NodeRank(3, 1)) == [[2, 3]]
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=8), st.data())

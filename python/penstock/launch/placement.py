@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from penstock.errors import ConfigError
 
-__all__ = ["THIS_MACHINE", "Host", "Node", "Place", "parse_hosts", "place", "variables"]
+__all__ = ["THIS_MACHINE", "Host", "NodeRank", "Place", "parse_hosts", "place", "variables"]
 
 THIS_MACHINE = "localhost"
 WORKERS_MAX = 4096  # as in crates/core/src/limits.rs
@@ -54,7 +54,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeRank:
     """The part of a job that one of several launchers starts, as torchrun's ``--nnodes`` and ``--node-rank``."""
 
     count: int = 1
@@ -92,7 +92,9 @@ def parse_hosts(text: str, source: str) -> list[Host]:
     return list(hosts.values())
 
 
-def place(hosts: Sequence[Host], workers: int | None, per_host: int | None, node: Node = Node()) -> list[list[Place]]:
+def place(
+    hosts: Sequence[Host], workers: int | None, per_host: int | None, node: NodeRank = NodeRank()
+) -> list[list[Place]]:
     """Give each worker a host: ranks go up host by host.
 
     Args:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from penstock import config
 from penstock.errors import ConfigError
-from penstock.launch.placement import THIS_MACHINE, Host, Node, parse_hosts, place
-from penstock.launch.supervisor import Failure, Interrupted, Plan, Supervisor
+from penstock.launch.placement import THIS_MACHINE, Host, NodeRank, parse_hosts, place
+from penstock.launch.supervisor import Interrupted, JobFailed, LaunchPlan, Supervisor
 
 __all__ = ["CONNECT", "DEFAULT_GRACE_S", "run"]
 
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         Supervisor(plan).run(_tell)
-    except Failure as failure:
+    except JobFailed as failure:
         _tell(f"{failure}; all others have ended")
         return failure.status
     except Interrupted as end:
@@ -96,7 +96,7 @@ def _is_task(options: argparse.Namespace, environment: Mapping[str, str]) -> boo
     return True
 
 
-def _plan(options: argparse.Namespace, environment: Mapping[str, str], command: list[str]) -> Plan:
+def _plan(options: argparse.Namespace, environment: Mapping[str, str], command: list[str]) -> LaunchPlan:
     hosts, node = _hosts(options)
     placed = place(hosts, options.workers, options.nproc_per_node, node)
     several = max(len(hosts), node.count) > 1
@@ -105,7 +105,7 @@ def _plan(options: argparse.Namespace, environment: Mapping[str, str], command: 
         _check_connect(connect)
     if options.log_dir is not None:
         options.log_dir.mkdir(parents=True, exist_ok=True)
-    return Plan(
+    return LaunchPlan(
         hosts=hosts,
         workers=placed,
         command=command,
@@ -121,7 +121,7 @@ def _plan(options: argparse.Namespace, environment: Mapping[str, str], command: 
     )
 
 
-def _hosts(options: argparse.Namespace) -> tuple[list[Host], Node]:
+def _hosts(options: argparse.Namespace) -> tuple[list[Host], NodeRank]:
     """Hosts that this launcher starts workers on, and its part of the job."""
     if options.hosts is not None:
         for name in ("nnodes", "node_rank"):
@@ -131,7 +131,7 @@ def _hosts(options: argparse.Namespace) -> tuple[list[Host], Node]:
             text = options.hosts.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--hosts {options.hosts}: {error}") from error
-        return parse_hosts(text, str(options.hosts)), Node()
+        return parse_hosts(text, str(options.hosts)), NodeRank()
     count, rank = options.nnodes or 1, options.node_rank or 0
     if rank >= count:
         raise ConfigError(f"--node-rank {rank} is not below --nnodes {count}")
@@ -143,7 +143,7 @@ def _hosts(options: argparse.Namespace) -> tuple[list[Host], Node]:
             )
         if options.workers is not None:
             raise ConfigError("--workers is of the whole job: with --nnodes give --nproc-per-node")
-    return [Host(THIS_MACHINE)], Node(count, rank)
+    return [Host(THIS_MACHINE)], NodeRank(count, rank)
 
 
 def _check_connect(connect: list[str]) -> None:

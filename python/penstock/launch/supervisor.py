@@ -26,7 +26,7 @@ from penstock.errors import PenstockError
 from penstock.launch.messages import HELLO, LINE_MAX, decode, encode
 from penstock.launch.placement import THIS_MACHINE, Host, Place, ranks_shown, variables
 
-__all__ = ["AGENT", "Failure", "Interrupted", "Plan", "Supervisor"]
+__all__ = ["AGENT", "Interrupted", "JobFailed", "LaunchPlan", "Supervisor"]
 
 AGENT = (sys.executable, "-m", "penstock.launch.agent")
 START_S = 60.0
@@ -43,7 +43,7 @@ CONSEQUENCES = ("PeerLost", "Timeout", "Connection closed by peer", "Connection 
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """What is to run.
 
     Attributes:
@@ -74,7 +74,7 @@ class Plan:
     log_dir: Path | None = None
 
 
-class Failure(PenstockError):
+class JobFailed(PenstockError):
     """A worker failed, or an agent.
 
     Attributes:
@@ -150,9 +150,9 @@ class _Output:
 
 
 class Supervisor:
-    """Runs a `Plan`."""
+    """Runs a `LaunchPlan`."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: LaunchPlan) -> None:
         self._plan = plan
         self._agents: list[_Agent] = []
         self._events: SimpleQueue[tuple[str, Any]] = SimpleQueue()
@@ -171,7 +171,7 @@ class Supervisor:
             started: Is told who runs where.
 
         Raises:
-            Failure: A host could not be reached, or a worker or an agent failed.
+            JobFailed: A host could not be reached, or a worker or an agent failed.
             Interrupted: A signal asked for the end.
         """
         with self._signals():
@@ -183,7 +183,7 @@ class Supervisor:
                 started(self._who_is_where(meet))
                 while self._running():
                     self._handle(math.inf)
-            except Failure as failure:
+            except JobFailed as failure:
                 raise self._cause(failure) from None
             except Interrupted:
                 self._gather(self._plan.grace_s)
@@ -201,7 +201,7 @@ class Supervisor:
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
                 )
             except OSError as error:
-                raise Failure(f"{command[0]}, which reaches {host.name}, cannot be started: {error}", 2) from error
+                raise JobFailed(f"{command[0]}, which reaches {host.name}, cannot be started: {error}", 2) from error
             agent = _Agent(host, process)
             self._agents.append(agent)
             reader = threading.Thread(target=self._read, args=(agent,), daemon=True)
@@ -291,7 +291,7 @@ class Supervisor:
         elif "failed" in message:
             # Those behind it were not tried.
             agent.left = {rank for rank in agent.left if rank < message["failed"]}
-            raise Failure(f"rank {message['failed']} on {agent.host.name} cannot be started: {message['why']}", 2)
+            raise JobFailed(f"rank {message['failed']} on {agent.host.name} cannot be started: {message['why']}", 2)
         elif "ended" in message:
             rank, status = message["ended"], message["status"]
             agent.left.discard(rank)
@@ -311,24 +311,24 @@ class Supervisor:
         status = agent.process.wait()
         how = f"was killed by {_signal_name(-status)}" if status < 0 else f"ended with status {status}"
         if not agent.said_hello:
-            raise Failure(f"{agent.host.name} was not reached: `{shlex.join(self._connect(agent.host))}` {how}", 1)
+            raise JobFailed(f"{agent.host.name} was not reached: `{shlex.join(self._connect(agent.host))}` {how}", 1)
         ranks = ranks_shown(sorted(agent.left))
         agent.left.clear()
-        raise Failure(f"the agent on {agent.host.name} (pid {agent.process.pid} here) {how}, and {ranks} with it", 1)
+        raise JobFailed(f"the agent on {agent.host.name} (pid {agent.process.pid} here) {how}, and {ranks} with it", 1)
 
     def _wait(self, done: Callable[[], bool], limit_s: float, otherwise: str) -> None:
         deadline_s = time.monotonic() + limit_s
         while not done():
             self._handle(deadline_s - time.monotonic())
             if time.monotonic() > deadline_s:
-                raise Failure(f"{otherwise} within {limit_s:g} s", 1)
+                raise JobFailed(f"{otherwise} within {limit_s:g} s", 1)
 
     def _running(self) -> bool:
         return any(agent.left for agent in self._agents)
 
     # The end.
 
-    def _cause(self, first: Failure) -> Failure:
+    def _cause(self, first: JobFailed) -> JobFailed:
         """Let the others end by themselves; return the failure that most likely caused theirs."""
         self._gather(SETTLE_S)
         failed = [rank for rank, status in self._ended.items() if status != 0]
@@ -341,7 +341,7 @@ class Supervisor:
         """Wait for workers that end, whether well or not. A second signal ends the wait."""
         deadline_s = time.monotonic() + limit_s
         while self._running() and time.monotonic() < deadline_s:
-            with contextlib.suppress(Failure):
+            with contextlib.suppress(JobFailed):
                 self._handle(deadline_s - time.monotonic())
 
     def _is_consequence(self, rank: int) -> tuple[bool, bool]:
@@ -349,10 +349,12 @@ class Supervisor:
         last = self._output.last_line.get(rank, "")
         return self._ended[rank] >= 0, any(word in last for word in CONSEQUENCES)
 
-    def _ending(self, rank: int) -> Failure:
+    def _ending(self, rank: int) -> JobFailed:
         status = self._ended[rank]
         how = f"was killed by {_signal_name(-status)}" if status < 0 else f"ended with status {status}"
-        return Failure(f"rank {rank} on {self._host_of[rank].name} {how}", 128 - status if status < 0 else status, rank)
+        return JobFailed(
+            f"rank {rank} on {self._host_of[rank].name} {how}", 128 - status if status < 0 else status, rank
+        )
 
     def _end(self) -> None:
         """End every process that is left, agents included, in at most `TERMINATE_S` and twice `GONE_S`."""
