@@ -50,7 +50,6 @@ SAME = {
 
 DOUBLE = {
     "Action": "what a call does; what a node asks of its driver",
-    "Kind": "of a frame; of a layer, for the choice of a scheme",
 }
 """Names that still have two meanings. This list only gets shorter."""
 

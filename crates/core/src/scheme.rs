@@ -11,7 +11,7 @@ mod reason;
 use crate::cost::Rates;
 use crate::types::Unknown;
 use crate::way::{Algorithm, Way};
-pub use facts::{Estimate, Facts, INDEX_BYTES, Kind};
+pub use facts::{Estimate, Facts, INDEX_BYTES, LayerKind};
 pub use reason::{MARGIN, Reason};
 use std::str::FromStr;
 
@@ -147,7 +147,7 @@ pub fn best_way(policy: Policy, facts: &Facts<'_>, allowed: &[Way], current: Opt
 /// Poseidon's Algorithm 1, BESTSCHEME.
 fn paper(facts: &Facts<'_>, allowed: &[Way]) -> Best {
     let store = |reason| Best { way: Way::STORE, reason };
-    if !matches!(facts.kind, Kind::Linear { .. }) || !allowed.contains(&Way::FACTORS) {
+    if !matches!(facts.kind, LayerKind::Linear { .. }) || !allowed.contains(&Way::FACTORS) {
         return store(Reason::Dense);
     }
     let Some(layer) = facts.fully_connected() else { return store(Reason::RowsUnknown) };
@@ -248,7 +248,7 @@ mod tests {
     fn linear(outputs: u64, inputs: u64, rows: &[u64], rates: Rates) -> Facts<'_> {
         let workers = rows.len() as u32;
         Facts {
-            kind: Kind::Linear { outputs, inputs },
+            kind: LayerKind::Linear { outputs, inputs },
             elems: outputs * inputs,
             elem_bytes: 4,
             rows,
@@ -262,7 +262,7 @@ mod tests {
     }
 
     fn embedding(vocabulary: u64, width: u64, rows: &[u64], rates: Rates) -> Facts<'_> {
-        Facts { kind: Kind::Embedding { width }, elems: vocabulary * width, ..linear(1, 1, rows, rates) }
+        Facts { kind: LayerKind::Embedding { width }, elems: vocabulary * width, ..linear(1, 1, rows, rates) }
     }
 
     fn choice(policy: Policy, facts: &Facts<'_>) -> Way {
@@ -337,7 +337,7 @@ mod tests {
 
     #[test]
     fn what_cannot_be_or_is_not_known_stays_with_the_store() {
-        let other = Facts { kind: Kind::Other, ..linear(100, 100, &[1; 4], BYTES_ALONE) };
+        let other = Facts { kind: LayerKind::Other, ..linear(100, 100, &[1; 4], BYTES_ALONE) };
         for policy in [Policy::Paper, Policy::Measured] {
             let decision = best_way(policy, &other, &GATHERS, None);
             assert_eq!(decision, Best { way: Way::STORE, reason: Reason::Dense });
@@ -451,7 +451,7 @@ mod tests {
     fn a_decision_says_whether_it_was_given_and_may_change() {
         let rows = [32; 8];
         let facts = linear(4096, 4096, &rows, BYTES_ALONE);
-        let other = Facts { kind: Kind::Other, ..facts.clone() };
+        let other = Facts { kind: LayerKind::Other, ..facts.clone() };
         let free = Terms { allowed: &Way::WHILE_TRAINING, ..Terms::default() };
         let store = Terms { given: Some(Given { way: Way::STORE, what: "" }), ..free };
         let said = |facts: &Facts<'_>, terms: &Terms<'_>| {
@@ -496,7 +496,10 @@ mod tests {
             (Facts { elem_bytes: 0, ..good.clone() }, "elements"),
             (Facts { slice_bytes: 0, ..good.clone() }, "slice_bytes"),
             (Facts { collective_slice_bytes: 0, ..good.clone() }, "collective_slice_bytes"),
-            (Facts { kind: Kind::Linear { outputs: u64::MAX, inputs: u64::MAX }, ..good.clone() }, "numbers"),
+            (
+                Facts { kind: LayerKind::Linear { outputs: u64::MAX, inputs: u64::MAX }, ..good.clone() },
+                "numbers",
+            ),
             (Facts { rates: Rates { latency_s: -1.0, ..good.rates }, ..good.clone() }, "latency_s"),
         ];
         for (facts, word) in wrong {

@@ -107,7 +107,7 @@ pub enum Payload {
 }
 
 impl Payload {
-    /// The kind of layer that has it, as [`Kind::name`](crate::scheme::Kind::name) says; none: every kind.
+    /// The kind of layer that has it, as [`LayerKind::name`](crate::scheme::LayerKind::name) says; none: every kind.
     #[must_use]
     pub fn kind(self) -> Option<&'static str> {
         match self {

@@ -103,7 +103,7 @@ struct Inner {
     /// What calls are made of.
     agreed: Mutex<call::Agreed>,
     /// Calls of a job of one rank.
-    alone: Mutex<(Calls<RealMemory>, RealMemory)>,
+    laneless: Mutex<(Calls<RealMemory>, RealMemory)>,
     /// Slices that completed without a lane.
     own_slices: AtomicU64,
     /// Until `connect`.
@@ -146,7 +146,7 @@ impl Engine {
         let port = listener.local_addr().map_err(|error| unusable(error.to_string()))?.port();
         let congestion_control = congestion::choose(&config.congestion_control)?;
         let pool = Pool::new(POOL_KEEP_BYTES);
-        let alone = Mutex::new((call::alone(), RealMemory::new(Arc::clone(&pool))));
+        let laneless = Mutex::new((call::laneless(), RealMemory::new(Arc::clone(&pool))));
         let shared = Shared::new(Rank(config.rank), config.size, config.lanes, pool, congestion_control);
         Ok(Self {
             inner: Arc::new(Inner {
@@ -159,7 +159,7 @@ impl Engine {
                 books: RwLock::default(),
                 next_token: AtomicU64::new(1),
                 agreed: Mutex::default(),
-                alone,
+                laneless,
                 own_slices: AtomicU64::new(0),
                 listener: Mutex::new(Some((descriptors::register(&listener), listener))),
                 threads: Mutex::default(),

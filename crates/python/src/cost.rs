@@ -4,7 +4,7 @@
 use crate::errors::{bad_argument, named};
 use penstock_core::cost::Rates;
 use penstock_core::cost::overlap::{LayerTime, step_times as limits_of};
-use penstock_core::scheme::{self, Estimate, Facts, Given, Kind, Policy, Terms};
+use penstock_core::scheme::{self, Estimate, Facts, Given, LayerKind, Policy, Terms};
 use penstock_core::way::{Algorithm, Way};
 use penstock_core::{Error, limits};
 use pyo3::prelude::*;
@@ -28,11 +28,11 @@ pub(crate) fn rates_of(given: RatesTuple) -> PyResult<Rates> {
     }
 }
 
-fn kind_of(kind: &str, (height, width): (u64, u64)) -> PyResult<Kind> {
+fn kind_of(kind: &str, (height, width): (u64, u64)) -> PyResult<LayerKind> {
     match kind {
-        "linear" => Ok(Kind::Linear { outputs: height, inputs: width }),
-        "embedding" => Ok(Kind::Embedding { width }),
-        "other" => Ok(Kind::Other),
+        "linear" => Ok(LayerKind::Linear { outputs: height, inputs: width }),
+        "embedding" => Ok(LayerKind::Embedding { width }),
+        "other" => Ok(LayerKind::Other),
         _ => Err(bad_argument(format!("unknown kind {kind:?}: expected linear, embedding or other"))),
     }
 }

@@ -16,7 +16,7 @@ const HALF_BYTES: u64 = 2;
 
 /// What a layer's gradient is made of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum LayerKind {
     /// dY^T X of a linear layer.
     Linear {
         /// M: its outputs.
@@ -33,7 +33,7 @@ pub enum Kind {
     Other,
 }
 
-impl Kind {
+impl LayerKind {
     /// Its word.
     #[must_use]
     pub fn name(self) -> &'static str {
@@ -49,7 +49,7 @@ impl Kind {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Facts<'a> {
     /// What the layer is.
-    pub kind: Kind,
+    pub kind: LayerKind,
     /// Numbers in all of its tensors.
     pub elems: u64,
     /// Bytes of a number.
@@ -98,9 +98,9 @@ impl Facts<'_> {
         }
         // What all ranks send together must fit its type, with room for the sums of both directions.
         let row_numbers = match self.kind {
-            Kind::Linear { outputs, inputs } => u128::from(outputs) + u128::from(inputs),
-            Kind::Embedding { width } => u128::from(width) + u128::from(INDEX_BYTES),
-            Kind::Other => 0,
+            LayerKind::Linear { outputs, inputs } => u128::from(outputs) + u128::from(inputs),
+            LayerKind::Embedding { width } => u128::from(width) + u128::from(INDEX_BYTES),
+            LayerKind::Other => 0,
         };
         let rows: u128 = self.rows.iter().copied().map(u128::from).sum();
         let numbers = rows * row_numbers;
@@ -126,9 +126,9 @@ impl Facts<'_> {
 
     fn row_bytes(&self) -> u64 {
         match self.kind {
-            Kind::Linear { outputs, inputs } => (outputs + inputs) * self.elem_bytes,
-            Kind::Embedding { width } => INDEX_BYTES.max(self.elem_bytes) + width * self.elem_bytes,
-            Kind::Other => 0,
+            LayerKind::Linear { outputs, inputs } => (outputs + inputs) * self.elem_bytes,
+            LayerKind::Embedding { width } => INDEX_BYTES.max(self.elem_bytes) + width * self.elem_bytes,
+            LayerKind::Other => 0,
         }
     }
 
@@ -202,20 +202,20 @@ impl Facts<'_> {
 
     fn rebuild_s(&self) -> f64 {
         let product_s = match self.kind {
-            Kind::Linear { outputs, inputs } => {
+            LayerKind::Linear { outputs, inputs } => {
                 sparse::rebuild_flops(self.rows, outputs, inputs) / self.rates.product_flops_per_s
             }
-            Kind::Embedding { width } => {
+            LayerKind::Embedding { width } => {
                 let rows: u64 = self.rows.iter().sum();
                 (rows * width * self.elem_bytes) as f64 / self.rates.summed_bytes_per_s
             }
-            Kind::Other => 0.0,
+            LayerKind::Other => 0.0,
         };
         self.rates.gather_s + product_s
     }
 
     pub(super) fn fully_connected(&self) -> Option<FullyConnected> {
-        let Kind::Linear { outputs, inputs } = self.kind else { return None };
+        let LayerKind::Linear { outputs, inputs } = self.kind else { return None };
         let rows = self.rows.iter().max().copied()?;
         let (workers, servers) = (u64::from(self.workers), u64::from(self.servers));
         Some(FullyConnected { width: outputs, height: inputs, rows, workers, servers })

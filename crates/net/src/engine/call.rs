@@ -72,7 +72,7 @@ impl Agreed {
 }
 
 /// The calls of a job of one rank, which has no lanes.
-pub(super) fn alone() -> Calls<RealMemory> {
+pub(super) fn laneless() -> Calls<RealMemory> {
     Calls::new(Rank(0), 1)
 }
 
@@ -108,7 +108,7 @@ impl Engine {
             mailbox.send(Command::Group { id, members: members.clone() });
         }
         if self.inner.shared.mailboxes().is_empty() {
-            self.inner.alone.lock().0.form(id, members)?;
+            self.inner.laneless.lock().0.form(id, members)?;
         }
         self.inner.agreed.lock().places.insert(id, (me, size));
         Ok(())
@@ -225,7 +225,7 @@ impl Engine {
             Call { id, group, request, op, dtype, share, inputs: chunks(&inputs), outputs: chunks(&outputs) }
         };
         if lanes.is_empty() {
-            self.call_alone(call(0), &handle).inspect_err(|_| handle.abandoned())?;
+            self.call_laneless(call(0), &handle).inspect_err(|_| handle.abandoned())?;
         }
         self.inner.shared.progressed();
         for (index, lane) in (0..).zip(lanes) {
@@ -234,9 +234,9 @@ impl Engine {
         Ok(handle)
     }
 
-    fn call_alone(&self, call: Call<Chunk>, handle: &Handle) -> Result<(), Failure> {
-        let mut alone = self.inner.alone.lock();
-        let (calls, memory) = &mut *alone;
+    fn call_laneless(&self, call: Call<Chunk>, handle: &Handle) -> Result<(), Failure> {
+        let mut laneless = self.inner.laneless.lock();
+        let (calls, memory) = &mut *laneless;
         calls.begin(call, memory)?;
         calls.effects.complete.clear();
         handle.completed();
