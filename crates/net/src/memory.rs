@@ -177,13 +177,50 @@ const BUFFER_BYTES_MIN: usize = 4096;
 const ALIGN_BYTES: usize = 64;
 
 /// Reusable buffers in classes of size. Keeps what comes back as long as all of its buffers together, in use or not, stay
-/// within `keep_bytes`.
+/// within `keep_bytes`; beyond that it lets go of the class that was not taken from for longest. If it let go of what comes
+/// back, buffers of lengths that nobody takes any more would fill it, and every other one would be mapped anew.
 pub struct Pool {
-    /// By class; see [`class_of`].
-    free: Mutex<Vec<Vec<Arc<Region>>>>,
+    free: Mutex<Free>,
     /// Allocated, in use or not.
     bytes: AtomicUsize,
     keep_bytes: AtomicUsize,
+}
+
+#[derive(Default)]
+struct Free {
+    /// By class; see [`class_of`].
+    classes: Vec<Class>,
+    takes: u64,
+}
+
+#[derive(Default)]
+struct Class {
+    regions: Vec<Arc<Region>>,
+    /// The number of the last take from it.
+    taken: u64,
+}
+
+impl Free {
+    fn class(&mut self, class: usize) -> &mut Class {
+        if class >= self.classes.len() {
+            self.classes.resize_with(class + 1, Class::default);
+        }
+        &mut self.classes[class]
+    }
+
+    fn take(&mut self, class: usize) -> Option<Arc<Region>> {
+        self.takes += 1;
+        let taken = self.takes;
+        let of = self.class(class);
+        of.taken = taken;
+        of.regions.pop()
+    }
+
+    /// One of those that are needed least.
+    fn oldest(&mut self) -> Option<Arc<Region>> {
+        let some = self.classes.iter_mut().filter(|class| !class.regions.is_empty());
+        some.min_by_key(|class| class.taken)?.regions.pop()
+    }
 }
 
 impl Pool {
@@ -201,9 +238,7 @@ impl Pool {
     /// A buffer with undefined (but initialised) contents.
     pub fn take(self: &Arc<Self>, len: usize) -> Chunk {
         let (class, capacity) = class_of(len);
-        let mut free = self.free.lock();
-        let kept = free.get_mut(class).and_then(Vec::pop);
-        drop(free);
+        let kept = self.free.lock().take(class);
         let region = kept.unwrap_or_else(|| self.allocate(capacity));
         debug_assert!(region.len >= len);
         Chunk { region: Some(region), offset: 0, len }
@@ -225,15 +260,15 @@ impl Pool {
     }
 
     fn put_back(&self, region: Arc<Region>) {
-        if self.bytes() > self.keep_bytes.load(Ordering::Relaxed) {
-            return;
-        }
         let (class, _) = class_of(region.len);
-        let mut free = self.free.lock();
-        if class >= free.len() {
-            free.resize_with(class + 1, Vec::new);
+        self.free.lock().class(class).regions.push(region);
+        while self.bytes() > self.keep_bytes.load(Ordering::Relaxed) {
+            // Dropped when the lock is free again: the system takes its time to unmap it.
+            let oldest = self.free.lock().oldest();
+            if oldest.is_none() {
+                return;
+            }
         }
-        free[class].push(region);
     }
 
     /// Frees all buffers, those in use as soon as they come back. Buffers hold their pool, so without it an unused pool
@@ -396,6 +431,19 @@ mod tests {
         assert_eq!(pool.bytes(), 3 * BUFFER_BYTES_MIN);
         pool.close();
         assert_eq!(pool.bytes(), 0);
+    }
+
+    #[test]
+    fn lengths_that_nobody_takes_any_more_make_room_for_others() {
+        let (old, new) = (16 * BUFFER_BYTES_MIN, 2 * BUFFER_BYTES_MIN);
+        let pool = Pool::new(4 * old);
+        drop((0..4).map(|_| pool.take(old)).collect::<Vec<_>>());
+        assert_eq!(pool.bytes(), 4 * old);
+        drop((0..8).map(|_| pool.take(new)).collect::<Vec<_>>());
+        let again: Vec<Chunk> = (0..8).map(|_| pool.take(new)).collect();
+        assert_eq!(pool.bytes(), 4 * old, "all eight were kept, in the place of one of the others");
+        drop(again);
+        assert_eq!(pool.bytes(), 4 * old);
     }
 
     #[test]
