@@ -1,7 +1,8 @@
 //! One connection of one lane to one peer: frames in, frames out, never blocking.
 //!
 //! Reading puts payloads straight where the node wants them: one `readv` fills the rest of the payload under way and, behind
-//! it, a small staging buffer with the headers (and short payloads) that follow. Writing asks the node for a frame only
+//! it, a staging buffer with the headers (and short payloads) that follow. What is staged of a payload is copied once more, so
+//! where payloads are long little is staged ([`AHEAD_BYTES`]). Writing asks the node for a frame only
 //! when the socket can take it, so that the choice is made at the last moment; below it waits no more than one frame,
 //! [`BATCH_BYTES`], and what the kernel holds beyond the network's own need ([`NOT_SENT_BYTES`]).
 //!
@@ -28,6 +29,8 @@ const BATCH_BYTES: usize = 64 << 10;
 const BATCH_FRAMES: usize = 32;
 /// Room behind a payload for what follows it.
 const STAGING_BYTES: usize = 16 << 10;
+/// As much of that is used behind a payload that is as long as all of it: what follows are a few headers, and then another.
+const AHEAD_BYTES: usize = 256;
 /// Bytes read, and written, before other connections get their turn.
 const TURN_BYTES: usize = 1 << 20;
 
@@ -81,6 +84,8 @@ pub(crate) struct Connection {
     staging: Box<[u8; STAGING_BYTES]>,
     /// The part of `staging` that is read and not understood yet.
     staged: std::ops::Range<usize>,
+    /// How much is staged at a time, by what came last.
+    ahead_bytes: usize,
     arriving: Option<Arriving>,
     /// After a failure: bytes of payload that are to come, and an abort to which they belong.
     skip: usize,
@@ -127,6 +132,7 @@ impl Connection {
             bytes_per_s: None,
             staging: Box::new([0; STAGING_BYTES]),
             staged: 0..0,
+            ahead_bytes: STAGING_BYTES,
             arriving: None,
             skip: 0,
             abort: None,
@@ -193,7 +199,7 @@ impl Connection {
         let kept = self.staged.len();
         self.staging.copy_within(self.staged.clone(), 0);
         self.staged = 0..kept;
-        let room = &mut self.staging[kept..];
+        let room = &mut self.staging[kept..self.ahead_bytes];
         let staging_room = room.len();
         let (count, wanted) = match &mut self.arriving {
             None => (self.stream.read(room)?, staging_room),
@@ -238,6 +244,7 @@ impl Connection {
                 }
             }
             let Some(head) = self.staging[self.staged.clone()].first_chunk::<HEADER_BYTES>() else {
+                self.ahead_bytes = (2 * self.ahead_bytes).min(STAGING_BYTES);
                 return Ok(());
             };
             let header = Header::decode(head).map_err(|why| Error::protocol(from, why))?;
@@ -246,7 +253,12 @@ impl Connection {
             let place =
                 node.place(from, &header).inspect_err(|_| self.skip = header.payload_bytes as usize)?;
             match place {
-                Destination::Chunk(chunk) => self.arriving = Some(Arriving { header, chunk, filled: 0 }),
+                Destination::Chunk(chunk) => {
+                    if chunk.len() >= STAGING_BYTES {
+                        self.ahead_bytes = AHEAD_BYTES;
+                    }
+                    self.arriving = Some(Arriving { header, chunk, filled: 0 });
+                }
                 Destination::None => node.step(Event::Frame { from, header, payload: None }, actions)?,
             }
         }
@@ -261,6 +273,7 @@ impl Connection {
                 self.abort = Some(chunk.to_vec()[..filled].to_vec());
             }
         }
+        self.ahead_bytes = STAGING_BYTES;
         for _ in 0..TURN_BYTES / STAGING_BYTES {
             self.pick_aborts(aborts);
             match self.receive() {
