@@ -9,15 +9,18 @@ use crate::limits;
 use crate::parts::{floor_log2, part_start};
 use crate::scheme::{MARGIN, best_algorithm};
 use crate::way::Algorithm;
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 
+/// What the system sends down in one packet, headers left out: 45 segments of 1448 bytes, or of 1428. A frame that is a little
+/// longer costs a whole packet more.
+const PACKET_BYTES: u64 = 64_000;
 /// Longest slice, where one rank sums the whole of it.
-const SLICE_BYTES: u64 = 128 << 10;
+const SLICE_BYTES: u64 = 2 * PACKET_BYTES;
 /// All contributions to such a slice, which stay in a core's cache that way, unless there are so many that slices would be
-/// shorter than [`SLICE_BYTES_LEAST`].
+/// shorter than a packet.
 const CONTRIBUTIONS_BYTES: u64 = 512 << 10;
-/// What a frame costs by itself shows below that.
-const SLICE_BYTES_LEAST: u64 = 64 << 10;
+/// Slices of a tree, where each slice's root shows in the bits: so they stay as they were.
+const TREE_BYTES: RangeInclusive<u64> = 64 << 10..=128 << 10;
 /// Longest part of a slice, where each rank sums a part.
 const PART_BYTES: u64 = 128 << 10;
 /// Longest slice of that kind.
@@ -48,8 +51,12 @@ const CENTRAL_UNDER_WAY_BYTES: u64 = 3 << 20;
 pub fn slices(algorithm: Algorithm, elems: u64, elem_bytes: u64, ranks: u32) -> u32 {
     let (len_bytes, p) = (elems * elem_bytes, u64::from(ranks.max(1)));
     let in_turn = |count: u64| if count > p { count.next_multiple_of(p) } else { count };
-    let whole =
-        (CONTRIBUTIONS_BYTES / p).clamp(SLICE_BYTES_LEAST, SLICE_BYTES).min(CONTRIBUTED_BYTES_MAX / p);
+    let share = CONTRIBUTIONS_BYTES / p;
+    let whole = match algorithm {
+        Algorithm::Tree => share.clamp(*TREE_BYTES.start(), *TREE_BYTES.end()),
+        _ => (share / PACKET_BYTES * PACKET_BYTES).clamp(PACKET_BYTES, SLICE_BYTES),
+    };
+    let whole = whole.min(CONTRIBUTED_BYTES_MAX / p);
     let parted = |parts: u64| len_bytes.div_ceil((parts * PART_BYTES).min(PARTED_BYTES_MAX));
     let count = match algorithm {
         Algorithm::Store | Algorithm::Tree => {
@@ -311,7 +318,7 @@ mod tests {
 
     #[test]
     fn the_central_server_is_not_sent_more_than_queues_before_its_link_hold() {
-        for (ranks, pieces) in [(2, 16), (4, 8), (8, 6), (64, 2)] {
+        for (ranks, pieces) in [(2, 16), (4, 8), (8, 7), (64, 2)] {
             let [action, ring] =
                 [Algorithm::Central, Algorithm::Ring].map(|algorithm| Action::Allreduce { algorithm });
             let lens = vec![64 * SLICE_BYTES];
@@ -323,12 +330,13 @@ mod tests {
 
     #[test]
     fn what_the_store_has_under_way_fits_into_a_cache() {
-        for (ranks, slice_kb, pieces) in [(2, 128, 16), (3, 128, 15), (4, 128, 16), (8, 64, 8), (64, 64, 64)]
+        for (ranks, packets, pieces) in
+            [(2, 2, 16), (3, 2, 15), (4, 2, 16), (6, 1, 12), (8, 1, 8), (64, 1, 64)]
         {
-            let lens = vec![u64::from(ranks) << 20];
+            let lens = vec![u64::from(ranks) * 16 * PACKET_BYTES];
             let action = Action::Allreduce { algorithm: Algorithm::Store };
             let shape = Shape { action, ranks, me: 0, elem_bytes: 4, inputs: lens.clone(), outputs: lens };
-            assert_eq!(piece(&shape, 0).end >> 10, slice_kb, "{ranks} ranks");
+            assert_eq!(piece(&shape, 0).end, packets * PACKET_BYTES, "{ranks} ranks");
             assert_eq!(under_way(&shape), pieces, "{ranks} ranks");
         }
     }
