@@ -164,6 +164,9 @@ fn frame<C>(
 
 /// Whether what the peer says of a message is what this rank expects.
 fn fits(key: Key, ours: (Signature, u32), theirs: (Signature, u32)) -> Result<(), Refusal> {
+    if ours == theirs {
+        return Ok(());
+    }
     let what = key.describe();
     if !ours.0.same_action(theirs.0) {
         let (ours, theirs) = (ours.0, theirs.0);
@@ -175,10 +178,7 @@ fn fits(key: Key, ours: (Signature, u32), theirs: (Signature, u32)) -> Result<()
             "{what} ({name}): a message has {theirs} bytes there, {ours} bytes here, so the tensors' lengths differ"
         )));
     }
-    if ours.0 != theirs.0 {
-        return Err(Refusal::Mismatch(format!("{what} ({}): the tensors' lengths differ", ours.0)));
-    }
-    Ok(())
+    Err(Refusal::Mismatch(format!("{what} ({}): the tensors' lengths differ", ours.0)))
 }
 
 /// What has become of a frame.

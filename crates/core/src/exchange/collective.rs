@@ -48,6 +48,8 @@ pub struct Collective<C> {
     arrived: Vec<Arrived<C>>,
     /// What has come to be added, when its addition is due.
     parts: Vec<C>,
+    /// To whom this rank sends partial sums: the same in every round.
+    receivers: Vec<Rank>,
 }
 
 /// This rank's part in the open round.
@@ -108,7 +110,8 @@ impl<'a> Places<'a> {
 
 impl<C: Clone> Collective<C> {
     pub(super) fn new(algorithm: Algorithm) -> Self {
-        Self { algorithm, seq: 0, round: None, arrived: Vec::new(), parts: Vec::new() }
+        let (arrived, parts, receivers) = (Vec::new(), Vec::new(), Vec::new());
+        Self { algorithm, seq: 0, round: None, arrived, parts, receivers }
     }
 
     pub(super) fn submit<M: Memory<Chunk = C>>(
@@ -130,9 +133,11 @@ impl<C: Clone> Collective<C> {
             return Err(Error::protocol(other.from, format!("{what}, but this rank is at round {seq}")));
         }
         self.seq = seq;
-        let effects = &mut *context.effects;
         let places = Places::new(self.algorithm, &context.site);
-        each_receiver(&places, |to| effects.push(Effect::Opens { to }));
+        if self.receivers.is_empty() {
+            self.receivers = receivers(&places);
+        }
+        context.effects.extend(self.receivers.iter().map(|to| Effect::Opens { to: *to }));
         self.round = Some(Round {
             header: *header,
             memory,
@@ -242,14 +247,13 @@ impl<C: Clone> Collective<C> {
             }
             round.walk.done(what);
         }
-        self.complete(&places, context);
+        self.complete(context);
         Ok(())
     }
 
-    fn complete<M: Memory<Chunk = C>>(&mut self, places: &Places<'_>, context: &mut Context<'_, M>) {
+    fn complete<M: Memory<Chunk = C>>(&mut self, context: &mut Context<'_, M>) {
         let Some(round) = self.round.take() else { return };
-        let effects = &mut *context.effects;
-        each_receiver(places, |by| effects.push(Effect::Consumed { by }));
+        context.effects.extend(self.receivers.iter().map(|by| Effect::Consumed { by: *by }));
         context.effects.push(Effect::Complete { seq: round.header.seq, present: round.present });
     }
 }
@@ -327,14 +331,10 @@ fn add_up<M: Memory>(
     Ok(())
 }
 
-/// The ranks to which this one sends partial sums, some perhaps more than once.
-fn each_receiver(places: &Places<'_>, mut tell: impl FnMut(Rank)) {
-    let mut before = None;
-    for number in 0..places.post.reduce_steps() {
-        let to = places.step(number).send.map(|send| places.rank(send.to));
-        if let Some(rank) = to.filter(|_| to != before) {
-            tell(rank);
-            before = to;
-        }
-    }
+/// The ranks to which this one sends partial sums.
+fn receivers(places: &Places<'_>) -> Vec<Rank> {
+    let steps = (0..places.post.reduce_steps()).filter_map(|number| places.step(number).send);
+    let mut receivers: Vec<Rank> = steps.map(|send| places.rank(send.to)).collect();
+    receivers.dedup();
+    receivers
 }

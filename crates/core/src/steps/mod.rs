@@ -38,7 +38,8 @@ impl Algorithm {
     /// What `position` does in step `number` of a slice of `elems` elements; nothing beyond the last step.
     #[must_use]
     pub fn step(self, positions: u32, position: u32, elems: u64, number: u32) -> SendReceive {
-        let (half, all) = (self.reduce_steps(positions), self.steps(positions));
+        let half = self.reduce_steps(positions);
+        let all = 2 * half;
         let mut step = if number >= all {
             SendReceive::default()
         } else if number < half {
