@@ -3,8 +3,9 @@
 Any optimizer that treats its parameters one by one can be applied layer by layer: for one call its ``param_groups``
 hold only these layers' parameters, with the hyperparameters of the time of `step`, and the class's own ``step`` is
 called. Whether an optimizer is of that kind is tried on a few tiny tensors (separable.py); the others get all
-gradients at once. Large parameters of optimizers that treat even every element by itself are updated in pieces, as
-their averages come in, by a thread beside the program's (partial.py, pieces.py, background.py).
+gradients at once. Of optimizers that treat even every element by itself, large parameters are updated in pieces, as
+their averages come in, by a thread beside the program's (partial.py, pieces.py, background.py), and small ones are
+joined, to be updated in one call (joined.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from penstock.torch.model.layers import Layer, Owner, Slot
 from penstock.torch.reads.safety import defer, restore, slot_of
 from penstock.torch.release.failure import settled
 from penstock.torch.schemes.gather import mark_average
+from penstock.torch.updates import joined
 from penstock.torch.updates.partial import PartialUpdates
 from penstock.torch.updates.separable import as_if_in_step, separable, snapshot, unhooked_step
 from penstock.torch.updates.whole import StepLog, open_steps
@@ -100,6 +102,9 @@ class Updates:
         self._separable = separable(optimizer)
         self._class_step = unhooked_step(type(optimizer)) if self._separable is None else None
         self._previous_step: Callable[..., Any] = _own_step(optimizer)
+        can_join = self._separable is None and joined.joinable(optimizer)
+        self._joined = joined.Joined(optimizer) if can_join else None
+        self._small = {slot for slot in owner.gradients.slots if not slot.immediate and joined.fits(slot.param)}
         self._partial = PartialUpdates(optimizer, self._gradients, separable=self._separable is None, log=self.log)
         self._unpatched: dict[str, Any] = {}  # what the optimizer itself had where ours is now
         self._patches: dict[str, Any] = {}
@@ -225,6 +230,8 @@ class Updates:
         _increment_versions([slot.param for slot in taken])
         gradients.step += 1
         self._partial.open(taken, self._groups, clone=self._writes_gradients)
+        if self._joined is not None:
+            self._joined.begin()
         now = [slot.layer for slot in taken if slot.immediate]
         if final:
             # There is nothing to wait for, and a program that sets gradients by hand may write them again at once.
@@ -319,38 +326,44 @@ class Updates:
             pending = slot.pending
             due.append((pending.group, pending.place, slot, grad, None if slot.flight.assigned else slot.param.grad))
         due.sort(key=_GROUP_AND_PLACE)
-        groups: list[dict[str, Any]] = []
-        number = -1
+        # What an optimizer writes into a gradient, the program may look at: not into that of joined ones.
+        small = self._small if self._joined is not None and not self._writes_gradients else ()
+        together: dict[int, list[nn.Parameter]] = {}  # by number of the group, those to be joined, and the others
+        apart: dict[int, list[nn.Parameter]] = {}
         for group, _, slot, grad, _ in due:
             if slot in self._partial:
                 slot.param.grad = grad
                 continue
-            if group != number:
-                number = group
-                groups.append({**self._groups[number], "params": []})
-            groups[-1]["params"].append(slot.param)
+            (together if slot in small else apart).setdefault(group, []).append(slot.param)
             if self._writes_gradients and grad is slot.flight.memory and gradients.lent.holds(slot.flight.token):
                 grad = grad.clone()
                 slot.flight.forget_memory()
             slot.param.grad = grad
-        if groups:
-            if self.log is not None:
-                self.log.keep([param for group in groups for param in group["params"]])
-            self._call(groups)
+        self._call(together, apart)
         self._partial.close(slots, [(slot, grad) for _, _, slot, grad, _ in due])
         for _, _, slot, _, mine in due:
             self._give_back(slot, mine)
 
-    def _call(self, groups: list[dict[str, Any]]) -> None:
+    def _call(self, together: dict[int, list[nn.Parameter]], apart: dict[int, list[nn.Parameter]]) -> None:
+        """Update these parameters, by number of their group, with what is in ``.grad``."""
+        if self.log is not None:
+            self.log.keep([param for each in (together, apart) for params in each.values() for param in params])
         optimizer = self.optimizer
-        all_groups = optimizer.param_groups
-        optimizer.param_groups = groups
-        try:
-            assert self._class_step is not None  # it is separable
-            with as_if_in_step():
+        with as_if_in_step():
+            for number, params in together.items():
+                assert self._joined is not None  # or there are none
+                left = self._joined.apply(params, optimizer.state, self._groups[number])
+                if left:
+                    apart.setdefault(number, []).extend(left)
+            if not apart:
+                return
+            all_groups = optimizer.param_groups
+            optimizer.param_groups = [{**self._groups[number], "params": apart[number]} for number in sorted(apart)]
+            try:
+                assert self._class_step is not None  # it is separable
                 self._class_step(optimizer)
-        finally:
-            optimizer.param_groups = all_groups
+            finally:
+                optimizer.param_groups = all_groups
 
     def _give_back(self, slot: Slot, mine: Tensor | None) -> None:
         """Leave ``.grad`` as the caller has it by now."""

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from penstock.torch.updates.separable import Probe, kept_random_state, not_copied, unhooked_step
+from penstock.torch.updates.separable import Probe, kept_random_state
+from penstock.torch.updates.shadow import Shadow
 
 __all__ = ["PIECE_ELEMS", "Cut", "Pieces", "elementwise"]
 
@@ -108,16 +109,12 @@ class Pieces:
     """
 
     def __init__(self, optimizer: Optimizer, piece_elems: int) -> None:
-        self._optimizer = optimizer
         self._piece_elems = piece_elems
-        # Not the optimizer itself: it is the program's, which may look at it while another thread applies pieces.
-        self._shadow: Any = object.__new__(type(optimizer))
-        self._step: Callable[..., Any] = unhooked_step(type(optimizer))
+        self._shadow = Shadow(optimizer)
 
     def begin(self) -> None:
-        """A step begins: pieces are treated with what the optimizer's attributes are now."""
-        self._shadow.__dict__.clear()
-        self._shadow.__dict__.update({k: v for k, v in self._optimizer.__dict__.items() if k not in not_copied})
+        """A step begins."""
+        self._shadow.begin()
 
     def cut(self, param: nn.Parameter) -> Cut:
         """Cut a parameter."""
@@ -144,10 +141,8 @@ class Pieces:
                 state[piece] = cut.states[at]
                 group["params"].append(piece)
                 taken.append(piece)
-        self._shadow.param_groups = list(groups.values())
-        self._shadow.state = state
         try:
-            self._step(self._shadow)
+            self._shadow.step(list(groups.values()), state)
         finally:
             for piece in taken:
                 piece.grad = None
@@ -168,10 +163,7 @@ def elementwise(optimizer: Optimizer) -> bool:
                 everything = list(range(len(whole.params)))
                 whole.step([everything])
                 pieced.step([everything], _step_in_pieces)
-            return all(
-                torch.equal(one, two) and _equal(whole.optimizer.state[one], pieced.optimizer.state[two])
-                for one, two in zip(whole.params, pieced.params, strict=True)
-            )
+            return whole.equals(pieced)
         except Exception:  # noqa: BLE001  whatever a foreign optimizer raises means: not like this
             return False
 
@@ -188,12 +180,6 @@ def _step_in_pieces(optimizer: Any) -> None:
             while not cut.is_done:
                 pieces.run([(cut, param.grad)], [1])
             cut.close(optimizer.state[param])
-
-
-def _equal(one: dict[Any, Any], two: dict[Any, Any]) -> bool:
-    return one.keys() == two.keys() and all(
-        torch.equal(value, two[key]) if isinstance(value, Tensor) else value == two[key] for key, value in one.items()
-    )
 
 
 def _own(value: Any) -> Any:

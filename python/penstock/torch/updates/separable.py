@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,7 @@ __all__ = [
 PROBE_STEPS = 3
 PROBE_PARAMETERS_MAX = 3  # per group
 PROBE_SIZE_MAX = 3  # per dimension
+PROBE_LR = 1e-3  # instead of 0, with which every optimizer does the same: nothing
 
 not_copied = frozenset({"state", "param_groups", "step", "zero_grad", "add_param_group", "__getstate__"})
 """Attributes of an optimizer that a copy of it does not take over: what belongs to its parameters, and patches."""
@@ -101,9 +103,14 @@ _one_at_a_time = threading.RLock()
 
 
 class Probe:
-    """An optimizer of the same class and hyperparameters, for a few tiny tensors."""
+    """An optimizer of the same class and hyperparameters, for a few tiny tensors.
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    Args:
+        optimizer: Which is copied.
+        width: Of the tensors, their last dimension, if it shall not be as small as the others.
+    """
+
+    def __init__(self, optimizer: Optimizer, width: int | None = None) -> None:
         generator = torch.Generator().manual_seed(0)
         # An optimizer may keep its parameters in attributes of its own; those are not worth copying.
         kept = {id(param): param for group in optimizer.param_groups for param in group["params"]}
@@ -122,14 +129,16 @@ class Probe:
         self._generator = generator
         for number, group in enumerate(optimizer.param_groups):
             chosen = _sample(group["params"])
-            self._groups.append(snapshot(group))
+            self._groups.append(_telling(snapshot(group)))
             for param in chosen:
                 shape = [min(size, PROBE_SIZE_MAX) for size in param.shape]
+                if width is not None and shape:
+                    shape[-1] = width
                 values = torch.randn(shape, generator=generator, dtype=torch.float64).to(param.dtype)
                 self.params.append(nn.Parameter(values))
                 self._group_of.append(number)
                 if param in optimizer.state:  # made with the optimizer, as by torch 2.4's Adagrad, or loaded
-                    self.optimizer.state[self.params[-1]] = _cut(optimizer.state[param], param.shape, shape)
+                    self.optimizer.state[self.params[-1]] = _resized(optimizer.state[param], param.shape, shape)
         self._step = unhooked_step(type(optimizer))
         self.changed = False
 
@@ -151,6 +160,14 @@ class Probe:
                 after = {name: value for name, value in group.items() if name != "params"}
                 self.changed = self.changed or repr(after) != repr(self._groups[number])
         self.changed = self.changed or repr(self._visible()) != before
+
+    def equals(self, other: Probe) -> bool:
+        """Whether parameters and state are the same, bit for bit."""
+        states, others = self.optimizer.state, other.optimizer.state
+        return all(
+            torch.equal(one, two) and _equal(states.get(one, {}), others.get(two, {}))
+            for one, two in zip(self.params, other.params, strict=True)
+        )
 
     def _visible(self) -> dict[str, Any]:
         """Everything the optimizer keeps outside of its per-parameter state."""
@@ -175,11 +192,26 @@ def _sample(params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     return chosen
 
 
-def _cut(state: dict[str, Any], shape: Sequence[int], to: Sequence[int]) -> dict[str, Any]:
-    """The state of a parameter as that of a smaller one."""
-    corner = tuple(slice(size) for size in to)
+def _telling(group: dict[str, Any]) -> dict[str, Any]:
+    """Hyperparameters with which a step changes something: schedulers that warm up begin with a learning rate of 0."""
+    return {**group, "lr": PROBE_LR} if "lr" in group and not group["lr"] else group
+
+
+def _equal(one: dict[Any, Any], two: dict[Any, Any]) -> bool:
+    return one.keys() == two.keys() and all(
+        torch.equal(value, two[key]) if isinstance(value, Tensor) else value == two[key] for key, value in one.items()
+    )
+
+
+def _resized(state: dict[str, Any], shape: Sequence[int], to: Sequence[int]) -> dict[str, Any]:
+    """The state of a parameter as that of a smaller one, or of a wider one."""
+
+    def resized(value: Tensor) -> Tensor:
+        flat, elems = value.reshape(-1), math.prod(to)
+        return flat.repeat(-(-elems // flat.numel()))[:elems].reshape(to)
+
     return {
-        name: value[corner].clone() if isinstance(value, Tensor) and value.shape == shape else copy.deepcopy(value)
+        name: resized(value) if isinstance(value, Tensor) and value.shape == shape else copy.deepcopy(value)
         for name, value in state.items()
     }
 

@@ -1,0 +1,185 @@
+"""Small updates joined into one call: which optimizers can, and that numbers and state are those of plain steps."""
+
+import copy
+
+import pytest
+import torch
+from ranks import run, same_everywhere
+from torch import nn
+
+from penstock.torch import distribute
+from penstock.torch.updates import joined
+from penstock.torch.updates.joined import Joined, fits, joinable
+from penstock.torch.updates.separable import separable
+
+SIZES = [(1,), (5,), (3, 11), (64,), (7, 33), (2, 3, 4, 5), (100,)]
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "adamw foreach": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.9, centered=True),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "asgd": lambda params: torch.optim.ASGD(params, lr=0.01),
+}
+
+
+def parameters(dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    made = [nn.Parameter(torch.randn(size, generator=generator).to(dtype)) for size in SIZES]
+    made[5] = nn.Parameter(made[5].detach().to(memory_format=torch.channels_last))
+    return made
+
+
+def set_gradients(params, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        param.grad = torch.empty_like(param).copy_(torch.randn(param.shape, generator=generator))
+
+
+def hyperparameters(optimizer):
+    return {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+
+
+def step_joined(optimizer, *, left=0):
+    joined = Joined(optimizer)
+    joined.begin()
+    params = optimizer.param_groups[0]["params"]
+    assert len(joined.apply(params, optimizer.state, hyperparameters(optimizer))) == left
+
+
+def assert_same(one, two):
+    for mine, theirs in zip(one.param_groups[0]["params"], two.param_groups[0]["params"], strict=True):
+        assert torch.equal(mine, theirs)
+        assert one.state.get(mine, {}).keys() == two.state.get(theirs, {}).keys()
+        for key, value in one.state.get(mine, {}).items():
+            other = two.state[theirs][key]
+            if isinstance(value, torch.Tensor):
+                assert (value.shape, value.stride(), value.dtype) == (other.shape, other.stride(), other.dtype), key
+                assert torch.equal(value, other), key
+            else:
+                assert value == other, key
+
+
+@pytest.mark.fake_only
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_joined_steps_give_the_bits_and_the_state_of_plain_ones_from_the_first_on(name, dtype):
+    plain, ours = (OPTIMIZERS[name](parameters(dtype)) for _ in range(2))
+    assert joinable(ours)
+    for step in range(4):
+        for optimizer in (plain, ours):
+            set_gradients(optimizer.param_groups[0]["params"], step)
+            optimizer.param_groups[0]["lr"] = 0.01 * (step + 1)
+        plain.step()
+        step_joined(ours)
+        assert_same(ours, plain)
+
+
+@pytest.mark.fake_only
+def test_parameters_that_have_made_different_numbers_of_steps_are_not_joined():
+    plain, ours = (OPTIMIZERS["adamw"](parameters()) for _ in range(2))
+    for optimizer in (plain, ours):
+        params = optimizer.param_groups[0]["params"]
+        set_gradients(params, 0)
+        params[2].grad = None
+        optimizer.step()
+        set_gradients(params, 1)
+    plain.step()
+    step_joined(ours, left=len(SIZES))
+    ours.step()
+    assert_same(ours, plain)
+
+
+@pytest.mark.fake_only
+def test_a_state_that_the_program_has_loaded_is_the_one_that_is_used():
+    plain, ours = (OPTIMIZERS["adamw"](parameters()) for _ in range(2))
+    other = OPTIMIZERS["adamw"](parameters(seed=5))
+    set_gradients(other.param_groups[0]["params"], 3)
+    other.step()
+    for step in range(3):
+        for optimizer in (plain, ours):
+            set_gradients(optimizer.param_groups[0]["params"], step)
+            if step == 1:
+                optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+        plain.step()
+        step_joined(ours)
+        assert_same(ours, plain)
+
+
+class Ending(torch.optim.SGD):
+    """Treats the last numbers of each tensor otherwise, as code that works on vectors may."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                flat = param.view(-1)
+                flat.sub_(param.grad.view(-1), alpha=group["lr"])
+                flat[flat.numel() // 16 * 16 :] *= 1 + 1e-6
+
+
+@pytest.mark.fake_only
+def test_optimizers_for_which_it_matters_where_in_a_tensor_an_element_lies():
+    assert not joinable(Ending(parameters(), lr=0.1))
+    assert not joinable(torch.optim.AdamW(parameters(), fused=True))
+    assert not joinable(torch.optim.LBFGS(parameters()))
+
+
+class Together(torch.optim.SGD):
+    """Divides all gradients by the norm of all."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        params = [param for group in self.param_groups for param in group["params"]]
+        norm = torch.stack([param.grad.norm() for param in params]).norm()
+        for param in params:
+            param.sub_(param.grad / norm, alpha=self.param_groups[0]["lr"])
+
+
+@pytest.mark.fake_only
+def test_a_learning_rate_that_warms_up_from_zero_hides_nothing():
+    """With a learning rate of 0 every optimizer does the same."""
+    optimizer = Together(parameters(), lr=0.0)
+    assert separable(optimizer) == "its result for one parameter depends on the others"
+
+
+@pytest.mark.fake_only
+def test_what_fits():
+    assert fits(nn.Parameter(torch.zeros(4, 4)))
+    assert not fits(nn.Parameter(torch.zeros(joined.SMALL_BYTES // 4 + 1)))
+    assert not fits(nn.Parameter(torch.zeros(())))
+    assert not fits(nn.Parameter(torch.zeros(4, dtype=torch.complex64)))
+
+
+def test_a_step_of_many_small_layers_is_a_few_calls(monkeypatch):
+    calls = []
+    plain = Joined.apply_at_once
+
+    def counted(self, params, state, group):
+        calls.append(len(params))
+        return plain(self, params, state, group)
+
+    monkeypatch.setattr(Joined, "apply_at_once", counted)
+    monkeypatch.setattr("penstock.torch.updates.partial.CUT_MIN_BYTES", 1 << 30)  # tests cut everything into pieces
+
+    def main(rank, engine):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(50)))
+        model, optimizer = distribute(model, torch.optim.AdamW(model.parameters()))
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            model(torch.randn(4, 32, generator=generator)).square().sum().backward()
+            if step == 2:
+                calls.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+        updated = [param.detach().clone() for param in model.parameters()]  # waits
+        return updated, [float(state["step"]) for state in optimizer.state.values()]
+
+    results = run(main, 1, world_size=2)
+    assert same_everywhere([updated for updated, _ in results])
+    assert results[0][1] == [3.0] * 100
+    assert sum(calls) == 100
