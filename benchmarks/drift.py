@@ -16,9 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,8 +25,9 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
-from benchmarks.overhead import WORKER_S, cifar10_quick, resnet50_sized, training
-from lab.records import ROOT, note, publish, result_arguments, shown, spread, wait_for_quiet
+from benchmarks.overhead import cifar10_quick, resnet50_sized, training
+from benchmarks.workers import run_workers
+from lab.records import note, publish, result_arguments, shown, spread, wait_for_quiet
 from penstock.torch.agreement import drift
 
 SHARE_TARGET = 0.001
@@ -90,25 +89,6 @@ def work(kind: str, rank: int, size: int, directory: str) -> None:
     print(json.dumps({"step_ms": took, "comparing_ms": taken, "look_ms": look_ms}))
 
 
-def run_workers(kind: str, size: int) -> list[dict[str, Any]]:
-    """All workers of one job; none is left running, whatever happens."""
-    processes: list[subprocess.Popen[str]] = []
-    with tempfile.TemporaryDirectory(prefix="penstock-drift-") as directory:
-        try:
-            for rank in range(size):
-                command = [sys.executable, "-m", __spec__.name, "--worker", kind, str(rank), str(size), directory]
-                processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT))
-            outputs = [process.communicate(timeout=WORKER_S)[0] for process in processes]
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
-    if any(process.returncode for process in processes):
-        raise RuntimeError(f"a worker of {size} ({kind}) failed; its output is above")
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
-
-
 def comparison(ms: list[float]) -> float:
     """The median of the steps in which a comparison is sent, and that of those after them, in which it is judged."""
     return statistics.median(ms[0::EVERY]) + statistics.median(ms[1::EVERY])
@@ -118,7 +98,7 @@ def measure(kind: str, size: int) -> dict[str, Any]:
     """One model with so many workers."""
     model, make, _ = MODELS[kind]
     every = ps.Options().check_every
-    found = run_workers(kind, size)
+    found = run_workers(__spec__.name, kind, size)
     thread, clock = ([comparison([ms[at] for ms in one["comparing_ms"]]) for one in found] for at in (0, 1))
     costs = [ms + (every - 2) * one["look_ms"] for ms, one in zip(thread, found, strict=True)]
     steps = [statistics.median(one["step_ms"]) for one in found]

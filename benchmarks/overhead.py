@@ -17,11 +17,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
+from benchmarks.workers import run_workers
 from lab.records import ROOT, note, publish, result_arguments, shown, spread, wait_for_quiet
 
 CIFAR_SHARE_TARGET = 0.02
@@ -40,7 +38,6 @@ MEMORY_SHARE_TARGET = 0.10
 WORKERS = (2, 3, 4)
 WARM_STEPS = 5
 MEMORY_STEPS = 12
-WORKER_S = 600.0
 PLAIN_RUNS = 3
 ALLOCATORS = {"returning": {"MALLOC_MMAP_THRESHOLD_": "131072"}, "default": {}}
 """Environment of glibc's malloc; a fixed threshold stops it from growing its own with the sizes that it sees."""
@@ -186,36 +183,13 @@ def work(kind: str, rank: int, size: int, directory: str) -> None:
     print(json.dumps(found))
 
 
-def run_workers(kind: str, size: int, allocator: str) -> list[dict[str, Any]]:
-    """All workers of one job; none is left running, whatever happens."""
-    processes = []
-    environment = {**os.environ, **ALLOCATORS[allocator]}
-    with tempfile.TemporaryDirectory(prefix="penstock-overhead-") as directory:
-        try:
-            for rank in range(size):
-                command = [sys.executable, "-m", __spec__.name, "--worker", kind, str(rank), str(size), directory]
-                processes.append(
-                    subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
-                )
-            outputs = [process.communicate(timeout=WORKER_S)[0] for process in processes]
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
-    failed = [rank for rank, process in enumerate(processes) if process.returncode]
-    if failed:
-        raise RuntimeError(f"workers {failed} of {size} ({kind}) failed; their output is above")
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
-
-
 def compare_memory(size: int, allocator: str, plain: list[dict[str, Any]]) -> dict[str, Any]:
     """Penstock and DDP with so many workers, minus the process without communication."""
     plain_bytes = statistics.median(found["peak_bytes"] for found in plain)
     compared: dict[str, Any] = {"plain_peak_mb": spread([found["peak_bytes"] / 1e6 for found in plain], 1)}
     compared["plain_thread_ms"] = spread([found["thread_ms"] for found in plain], 2)
     for kind in ("penstock", "ddp"):
-        found = run_workers(kind, size, allocator)
+        found = run_workers(__spec__.name, kind, size, environment=ALLOCATORS[allocator])
         compared[f"{kind}_beyond_mb"] = spread([(one["peak_bytes"] - plain_bytes) / 1e6 for one in found], 1)
         compared[f"{kind}_thread_ms"] = spread([one["thread_ms"] for one in found], 2)
         if kind == "penstock":
@@ -227,7 +201,10 @@ def measure_memory(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Every number of workers under both allocators."""
     gradients_mb = 4 * sum(param.numel() for param in resnet50_sized().parameters()) / 1e6
     target_mb = MEMORY_MB_TARGET + MEMORY_SHARE_TARGET * gradients_mb
-    plain = {name: [run_workers("plain", 1, name)[0] for _ in range(PLAIN_RUNS)] for name in ALLOCATORS}
+    plain = {
+        name: [run_workers(__spec__.name, "plain", 1, environment=more)[0] for _ in range(PLAIN_RUNS)]
+        for name, more in ALLOCATORS.items()
+    }
     records = []
     for size in arguments.workers:
         compared = {name: compare_memory(size, name, plain[name]) for name in ALLOCATORS}

@@ -16,9 +16,7 @@ import itertools
 import json
 import random
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from typing import Any
 
@@ -27,13 +25,13 @@ from torch import nn
 
 import penstock as ps
 from benchmarks.overhead import Piece, resnet50_sized
-from lab.records import ROOT, publish, result_arguments, spread, wait_for_quiet
+from benchmarks.workers import run_workers
+from lab.records import publish, result_arguments, spread, wait_for_quiet
 from penstock.torch.reads.safety import owner_of
 from penstock.torch.updates.whole import StepLog
 
 WORKERS = (2, 4)
 WARM_STEPS = 4
-WORKER_S = 900.0
 SHARE_TARGET = 0.01
 
 
@@ -107,24 +105,7 @@ def work(case: str, rank: int, size: int, directory: str, steps: int, seed: int)
 
 def measure(case: str, size: int, steps: int, seed: int) -> dict[str, Any]:
     """All ranks of one job."""
-    with tempfile.TemporaryDirectory(prefix="penstock-whole-") as directory:
-        command = [sys.executable, "-m", __spec__.name, "--worker", case]
-        processes = [
-            subprocess.Popen(
-                [*command, str(rank), str(size), directory, str(steps), str(seed)],
-                stdout=subprocess.PIPE,
-                text=True,
-                cwd=ROOT,
-            )
-            for rank in range(size)
-        ]
-        try:
-            outputs = [process.communicate(timeout=WORKER_S)[0] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    found = json.loads(outputs[0].splitlines()[-1])
+    found = run_workers(__spec__.name, case, size, steps, seed)[0]
     plain = statistics.median(found["without"])
     share = statistics.median(found["with"]) / plain - 1
     return {

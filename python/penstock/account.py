@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["Report", "communication_lines", "plural", "shortened", "summary"]
+__all__ = ["Report", "communication_lines", "duration", "plural", "shortened", "size", "summary"]
 
 BUSY = ("backward", "forward", "stalled", "other")
 NAME_WIDTH = 38
@@ -94,18 +94,18 @@ def communication_lines(communication: Mapping[str, Any], workers: int, heading:
         layers = [layer for layer in communication["layers"] if layer["book"] == book]
         lines.append(f"  {book}")
         lines += [
-            f"    {shortened(layer['name']):<38}{_size(layer['bytes_sent'] / workers):>12}"
-            f"{_size(layer['bytes_received'] / workers):>12}{_time(layer['stall_s']):>12}"
+            f"    {shortened(layer['name']):<38}{size(layer['bytes_sent'] / workers):>12}"
+            f"{size(layer['bytes_received'] / workers):>12}{duration(layer['stall_s']):>12}"
             for layer in layers
         ]
     lines.append(
-        f"  {'all':<40}{_size(communication['bytes_sent'] / workers):>12}"
-        f"{_size(communication['bytes_received'] / workers):>12}{_time(communication['stall_s']):>12}"
+        f"  {'all':<40}{size(communication['bytes_sent'] / workers):>12}"
+        f"{size(communication['bytes_received'] / workers):>12}{duration(communication['stall_s']):>12}"
     )
     hidden = communication["hidden"]
     lines += [
         "",
-        f"  something was in flight for {_time(communication['busy_s'])} per worker; of this",
+        f"  something was in flight for {duration(communication['busy_s'])} per worker; of this",
         f"    {hidden['backward']:>6.1%}  was hidden under backward",
         f"    {hidden['forward']:>6.1%}  was hidden under forward",
         f"    {hidden['other']:>6.1%}  was hidden under other work of the program",
@@ -113,23 +113,27 @@ def communication_lines(communication: Mapping[str, Any], workers: int, heading:
         "",
         f"  {plural(communication['slices'], 'slice')}, {plural(communication['preemptions'], 'preemption')}, "
         f"{plural(communication['lanes'], 'lane')}; "
-        f"buffers of {_size(communication['pool_bytes_max'])} per worker at most",
-        f"  servers hold {', '.join(_size(server['owned_bytes']) for server in communication['servers'])} "
+        f"buffers of {size(communication['pool_bytes_max'])} per worker at most",
+        f"  servers hold {', '.join(size(server['owned_bytes']) for server in communication['servers'])} "
         f"(largest / mean {communication['servers_imbalance']:.3f})",
     ]
     return lines
 
 
-def _size(count_bytes: float) -> str:
+def size(count_bytes: float | None) -> str:
+    """Bytes in their unit: ``12 B``, ``1.5 MB``; ``-`` for none."""
+    if count_bytes is None:
+        return "-"
     for unit in ("B", "KB", "MB"):
-        if count_bytes < 1000:
+        if count_bytes < 999.95:
             return f"{count_bytes:.0f} B" if unit == "B" else f"{count_bytes:.1f} {unit}"
         count_bytes /= 1000
     return f"{count_bytes:.1f} GB"
 
 
-def _time(duration_s: float) -> str:
-    return f"{duration_s:.2f} s" if duration_s >= 1 else f"{duration_s * 1e3:.1f} ms"
+def duration(seconds: float) -> str:
+    """Seconds in their unit: ``1.20 s``, ``3.5 ms``."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
 def plural(count: int, noun: str) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from penstock.account import shortened
+from penstock.account import duration, plural, shortened, size
 from penstock.plan import STORE, LayerPlan, rows_scheme
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class _Text:
         it = self._it
         batch = f", {it.batchsize} samples per worker" if it.batchsize is not None else ""
         lines = [
-            f"{it.network} on {_count(it.n_worker, 'worker')}{batch}; the store is sharded over {self._servers()}",
+            f"{it.network} on {plural(it.n_worker, 'worker')}{batch}; the store is sharded over {self._servers()}",
             f"policy {it.policy}: " + _POLICY[it.policy],
         ]
         if it.policy == "measured" or it.times is not None:
@@ -175,15 +175,15 @@ class _Text:
                     _names(plans),
                     shortened("x".join(map(str, plan.shape)), SHAPE_WIDTH_MAX),
                     "-" if plan.rows is None else f"{plan.rows:,}",
-                    _size(plan.gradient_bytes),
-                    _size(plan.scheme_bytes[STORE]),
-                    _size(plan.scheme_bytes.get(rows_scheme(plan.kind) or "")),
-                    _size(plan.scheme_bytes.get("adam")),
-                    _size(plan.scheme_bytes.get("bf16")),
+                    size(plan.gradient_bytes),
+                    size(plan.scheme_bytes[STORE]),
+                    size(plan.scheme_bytes.get(rows_scheme(plan.kind) or "")),
+                    size(plan.scheme_bytes.get("adam")),
+                    size(plan.scheme_bytes.get("bf16")),
                     f"{plan.scheme} [{reasons.index(why) + 1}]",
                 )
             )
-        rows.append(("all", "", "", _size(sum(p.gradient_bytes for p in self._it.layers)), *self._sums(), ""))
+        rows.append(("all", "", "", size(sum(p.gradient_bytes for p in self._it.layers)), *self._sums(), ""))
         widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
         widths[0] = min(widths[0], WIDTH - sum(width + 2 for width in widths[1:]))
         rows = [(shortened(row[0], widths[0]), *row[1:]) for row in rows]
@@ -201,7 +201,7 @@ class _Text:
 
     @staticmethod
     def _why(plan: LayerPlan) -> str:
-        return plan.reason if plan.code != "lossy" else f"{plan.reason} ({_size(plan.scheme_bytes[plan.scheme])})"
+        return plan.reason if plan.code != "lossy" else f"{plan.reason} ({size(plan.scheme_bytes[plan.scheme])})"
 
     def _sums(self) -> tuple[str, str, str, str]:
         """Of a column: that scheme wherever it fits, and the store for the rest. Adam's bytes are of several owners."""
@@ -209,11 +209,11 @@ class _Text:
         def total(scheme_of: Callable[[LayerPlan], str]) -> str:
             plans = [(plan.scheme_bytes, scheme_of(plan)) for plan in self._it.layers]
             if not any(scheme in sizes for sizes, scheme in plans):
-                return _size(None)
-            return _size(sum(sizes.get(scheme, sizes[STORE]) for sizes, scheme in plans))
+                return size(None)
+            return size(sum(sizes.get(scheme, sizes[STORE]) for sizes, scheme in plans))
 
         gathers = total(lambda plan: rows_scheme(plan.kind) or "")
-        return _size(self._it.store_bytes), gathers, _size(None), total(lambda _: "bf16")
+        return size(self._it.store_bytes), gathers, size(None), total(lambda _: "bf16")
 
     def _legend(self) -> list[str]:
         return [
@@ -231,8 +231,8 @@ class _Text:
         counts = Counter(plan.scheme for plan in it.layers)
         chosen = ", ".join(f"{scheme} {count}" for scheme, count in counts.most_common())
         lines = [
-            f"{_count(len(it.layers), 'layer')}: {chosen}",
-            f"with these choices {_size(it.chosen_bytes)} per node and direction, {share:.0%} of the store alone",
+            f"{plural(len(it.layers), 'layer')}: {chosen}",
+            f"with these choices {size(it.chosen_bytes)} per node and direction, {share:.0%} of the store alone",
             *self._lossy(),
         ]
         if it.times is None:
@@ -246,10 +246,10 @@ class _Text:
         lines += [
             "",
             "predicted step, at best, for all alike:",
-            f"  {'one worker alone':<58}{_time(times.compute_s):>9}",
-            f"  {'plain DDP: whole gradients, hidden under backward':<58}{_time(times.ddp_s):>9}",
-            f"  {'the store alone: hidden under backward and forward':<58}{_time(times.store_s):>9}",
-            f"  {'these choices: hidden under backward and forward':<58}{_time(times.chosen_s):>9}"
+            f"  {'one worker alone':<58}{duration(times.compute_s):>9}",
+            f"  {'plain DDP: whole gradients, hidden under backward':<58}{duration(times.ddp_s):>9}",
+            f"  {'the store alone: hidden under backward and forward':<58}{duration(times.store_s):>9}",
+            f"  {'these choices: hidden under backward and forward':<58}{duration(times.chosen_s):>9}"
             f"   {times.ddp_s / times.chosen_s:.2f} times as fast as DDP",
         ]
         return lines
@@ -259,7 +259,7 @@ class _Text:
         if not layers:
             return []
         schemes = " and ".join(sorted({plan.scheme for plan in layers}))
-        of = f"{_count(len(layers), 'layer')} of {len(self._it.layers)}"
+        of = f"{plural(len(layers), 'layer')} of {len(self._it.layers)}"
         lines = ["", f"{of} LOSSY ({schemes}): results differ from exact training"]
         if any(plan.code == "lossy" for plan in layers):
             lines.append("What 1bit and dgc compute to make gradients short, and to sum them, is in no prediction.")
@@ -270,25 +270,6 @@ _POLICY = {
     "measured": "the scheme that takes the fewest seconds, rebuilding included",
     "paper": "Poseidon's Algorithm 1: the scheme that moves the fewest numbers",
 }
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def _size(count_bytes: int | None) -> str:
-    if count_bytes is None:
-        return "-"
-    value = float(count_bytes)
-    for unit in ("B", "KB", "MB"):
-        if value < 999.95:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} GB"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
 def _wrapped(line: str) -> list[str]:

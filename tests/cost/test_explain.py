@@ -197,7 +197,7 @@ def test_columns_add_up_to_the_scheme_where_it_fits():
     bytes_of = [layer["scheme_bytes"] for layer in found["layers"]]
     for column, scheme in ((3, "store"), (5, "factors"), (8, "bf16")):
         total = sum(sizes.get(scheme, sizes["store"]) for sizes in bytes_of)
-        assert " ".join(sums[column : column + 2]) == explanation._size(total), scheme
+        assert " ".join(sums[column : column + 2]) == explanation.size(total), scheme
 
 
 NETS = """

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.demo import recipe
 from penstock.demo.data import Dataset
@@ -35,6 +36,23 @@ def main() -> None:
         raise
 
 
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    log: ProgressLog,
+) -> None:
+    """The loop, the same with Penstock and without."""
+    for x, y in batches:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        log.step_done(model, loss)
+
+
 def train_together(directory: Directory, rank: int) -> None:
     """This rank's part of the training."""
     import penstock as ps
@@ -45,13 +63,7 @@ def train_together(directory: Directory, rank: int) -> None:
     model, optimizer = ps.distribute(model, optimizer)
     log = ProgressLog(directory, job, rank)
     mine = recipe.batches(job, data, first=rank * job.batch_per_worker, count=job.batch_per_worker)
-    for x, y in mine:
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        log.step_done(model, loss)
+    train(model, optimizer, schedule, mine, log)
     end = parameters(model)
     train_s = log.elapsed_s()
     report = ps.report()
@@ -69,13 +81,7 @@ def train_alone(directory: Directory) -> None:
     job, data = directory.read_job(), Dataset.load(directory.data)
     model, optimizer, schedule = recipe.build(job, data)
     log = ProgressLog(directory, job, REFERENCE)
-    for x, y in recipe.batches(job, data, first=0, count=job.global_batch):
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        log.step_done(model, loss)
+    train(model, optimizer, schedule, recipe.batches(job, data, first=0, count=job.global_batch), log)
     train_s = log.elapsed_s()
     np.savez(directory.parameters(REFERENCE, "end"), **parameters(model))
     directory.write_result(

@@ -1,0 +1,52 @@
+"""The workers of one small job: processes of the benchmark that starts them, with `--worker KIND RANK SIZE ...`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from lab.records import ROOT
+
+LIMIT_S = 900.0
+
+
+def run_workers(
+    module: str, kind: str, size: int, *more: object, environment: Mapping[str, str] = MappingProxyType({})
+) -> list[dict[str, Any]]:
+    """What each worker prints last, as JSON, by rank. None is left running, whatever happens.
+
+    Args:
+        module: The name of the benchmark's module.
+        kind: What is measured.
+        size: How many workers.
+        more: Behind the directory in which they meet, which is new and empty.
+        environment: What theirs has beyond this process's.
+
+    Raises:
+        RuntimeError: Some failed.
+        subprocess.TimeoutExpired: After `LIMIT_S`.
+    """
+    inherited = {**os.environ, **environment}
+    processes: list[subprocess.Popen[str]] = []
+    with tempfile.TemporaryDirectory(prefix="penstock-workers-") as directory:
+        try:
+            for rank in range(size):
+                words = map(str, (kind, rank, size, directory, *more))
+                command = [sys.executable, "-m", module, "--worker", *words]
+                processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=inherited, cwd=ROOT))
+            outputs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+    failed = [rank for rank, process in enumerate(processes) if process.returncode]
+    if failed:
+        raise RuntimeError(f"workers {failed} of {size} ({kind}) failed; their output is above")
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
