@@ -138,7 +138,7 @@ class Estimate(TypedDict):
     rebuild_s: float
 
 @type_check_only
-class Choice(TypedDict):
+class Decision(TypedDict):
     """A layer's scheme and why; `code` is one word, `estimates` are of all schemes that fit the layer.
 
     `may_change`: a later measurement may lead to another.
@@ -191,7 +191,7 @@ def best_scheme(
     collective: str | None = None,
     why_whole: str | None = None,
     whole_on: int | None = None,
-) -> Choice:
+) -> Decision:
     """The best scheme for a layer by policy ``paper`` or ``measured``.
 
     ``shape`` is (outputs, inputs) of a linear layer, (vocabulary, width) of an embedding, ignored for others. ``elems``

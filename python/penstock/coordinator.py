@@ -22,7 +22,7 @@ from penstock.errors import ConfigError
 from penstock.plan import STORE, LayerPlan, Terms
 
 if TYPE_CHECKING:
-    from penstock._native import Choice
+    from penstock._native import Decision
     from penstock.explanation import Explanation
 
 __all__ = ["POLICIES", "Cluster", "Coordinator", "Placed", "Rates", "best_collectives"]
@@ -399,7 +399,7 @@ def _best(
     *,
     rows: Sequence[int] = (),
     **terms: Any,
-) -> Choice:
+) -> Decision:
     from penstock._native import best_scheme
 
     matrix = layer.shape if layer.kind != "other" else (1, 1)

@@ -13,7 +13,7 @@ from penstock.description import Layer
 from penstock.lossy import LossyScheme
 
 if TYPE_CHECKING:
-    from penstock._native import Choice
+    from penstock._native import Decision
 
 __all__ = ["STORE", "LayerPlan", "Terms", "rows_scheme"]
 
@@ -101,7 +101,7 @@ class LayerPlan:
     lossy: bool
 
     @classmethod
-    def of(cls, layer: Layer, choice: Choice, rows: list[int], bytes_per_s: float) -> LayerPlan:
+    def of(cls, layer: Layer, choice: Decision, rows: list[int], bytes_per_s: float) -> LayerPlan:
         """What the native module has decided.
 
         Args:
