@@ -1,4 +1,9 @@
 //! One lane of one rank: a worker and its shard of the store. Events in, actions and frames out.
+//!
+//! A driver gives [`Node::step`] what happens (a submission, a frame that arrived) and carries out the actions that follow.
+//! [`Node::place`] says where a payload goes, before it is read; [`Node::next_frame`] says which frame a peer gets next, at the
+//! last moment before it is written. The node keeps books, queues and counts. What a slice does is its exchange's
+//! ([`crate::exchange`]); what may go to a peer, and when, is its outbox's (`node/outbox.rs`).
 
 mod calls;
 mod outbox;
