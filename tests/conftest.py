@@ -27,7 +27,7 @@ SLOW = (
     "lab/test_systems.py",
     "lab/test_worker.py",
     "launch/test_hosts.py",
-    "launch/test_run.py",
+    "launch/test_penstock_run.py",
     "measure/test_allreduce.py",
     "measure/test_busy_processors.py",
     "measure/test_line_rate.py",

@@ -405,6 +405,12 @@ def test_what_implements_a_scheme_is_called_as_the_core_calls_it():
     assert {OneBit.name, DGC.name} == {name for name, way in WAYS.items() if way.shortens}
 
 
+def test_no_two_files_of_tests_have_one_name():
+    """Pytest collects them as modules of one level: of two with one name the second is an error, and nothing runs."""
+    names = [path.name for path in tracked_files() if path.is_relative_to(ROOT / "tests") and path.suffix == ".py"]
+    assert not {name for name in names if names.count(name) > 1} - {"conftest.py", "__init__.py"}
+
+
 def written_attributes(path):
     """What a file assigns to, as (holder, attribute): `slot.flight.token = 1` is (flight, token)."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

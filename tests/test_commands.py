@@ -105,22 +105,26 @@ TABLE = {
     "penstock info": Run(),
     "penstock info --json": Run(),
     "penstock run": NAMED,
-    "mpirun penstock run train.py": By("tests/launch/test_run.py::test_a_task_of_another_launcher_becomes_the_program"),
+    "mpirun penstock run train.py": By(
+        "tests/launch/test_penstock_run.py::test_a_task_of_another_launcher_becomes_the_program"
+    ),
     "penstock run --nproc-per-node 4 train.py --epochs 3": By(
-        "tests/launch/test_run.py::test_workers_find_their_place_and_their_output_is_told_apart"
+        "tests/launch/test_penstock_run.py::test_workers_find_their_place_and_their_output_is_told_apart"
     ),
     "penstock run --hosts hosts.txt --nproc-per-node 2 train.py": By(
         "tests/launch/test_hosts.py::test_a_job_on_two_hosts_needs_nothing_else"
     ),
     "penstock run --hosts hosts.txt --workers 6 train.py": By(
-        "tests/launch/test_placement.py::test_ranks_go_up_host_by_host"
+        "tests/launch/test_where_workers_run.py::test_ranks_go_up_host_by_host"
     ),
     "penstock run --nnodes 2 --node-rank 0 --master-addr node1 --master-port 29500 train.py": By(
-        "tests/launch/test_run.py::test_a_launcher_on_each_host"
+        "tests/launch/test_penstock_run.py::test_a_launcher_on_each_host"
     ),
-    "srun penstock run train.py": By("tests/launch/test_run.py::test_a_task_of_another_launcher_becomes_the_program"),
+    "srun penstock run train.py": By(
+        "tests/launch/test_penstock_run.py::test_a_task_of_another_launcher_becomes_the_program"
+    ),
     "python -m penstock.launch.agent": By(
-        "tests/launch/test_run.py::test_nothing_is_left_of_a_launcher_that_is_killed"
+        "tests/launch/test_penstock_run.py::test_nothing_is_left_of_a_launcher_that_is_killed"
     ),
     "penstock explain": NAMED,
     "penstock explain MODEL --workers 8 --batch 32": Run(put=MODEL),
