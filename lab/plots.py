@@ -38,7 +38,8 @@ BYTES_MAX = 150_000
 COLORS = (200, 32)
 # In the order of preference; what tells systems apart first.
 NETWORK_SYSTEMS = (
-    *(OURS, "penstock-store", "penstock-slicing", "penstock-wait-free", "penstock-vanilla", "penstock-bf16"),
+    *(OURS, "penstock-store", "penstock-fifo", "penstock-slicing", "penstock-wait-free", "penstock-vanilla"),
+    "penstock-bf16",
     *("ddp", "mxnet-p3", "mxnet-sync", "horovod", "ddp-bf16"),
 )
 NETWORK_PANELS_MAX = 6
@@ -59,6 +60,7 @@ STYLES = {
     "penstock-vanilla": Style("#9CCFEA", "v", (0, (1, 1))),
     "penstock-wait-free": Style("#56B4E9", "<", (0, (3, 1, 1, 1))),
     "penstock-slicing": Style("#3A93CC", ">", (0, (4, 1))),
+    "penstock-fifo": Style("#1F80B8", "h", (0, (5, 1, 1, 1))),
     "penstock-store": Style("#004C78", "H", (0, (4, 1))),
     "penstock-bf16": Style("#7C93B8", "p", (0, (4, 1))),
     "ddp": Style("#D55E00", "s"),

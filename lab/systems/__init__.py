@@ -60,7 +60,8 @@ SYSTEMS: dict[str, System] = {
         _penstock("full", "Penstock"),
         _penstock("vanilla", "Penstock, synchronising after backward"),
         _penstock("wait-free", "Penstock, wait-free backward only"),
-        _penstock("slicing", "Penstock, slices alone"),
+        _penstock("slicing", "Penstock, slices and a barrier"),
+        _penstock("fifo", "Penstock, slices without priority"),
         # On request only: gradients are rounded on the wire.
         System("penstock-bf16", "Penstock, bf16", False, "project", "lab.systems.penstock", {"schemes": {"*": "bf16"}}),
         System(

@@ -1,11 +1,15 @@
-"""Penstock, as users run it, and three modes that show what each of its ideas is worth.
+"""Penstock, as users run it, and four modes that show what each of its ideas is worth.
 
 | mode | gradients leave | slices | order | the next forward begins |
 |---|---|---|---|---|
 | full | as backward makes them | the default | most urgent first | at once, layer by layer |
+| fifo | as backward makes them | the default | first come, first served | at once, layer by layer |
 | slicing | as backward makes them | the default | first come, first served | when all is in |
 | wait-free | as backward makes them | whole tensors | first come, first served | when all is in |
 | vanilla | when backward has ended | whole tensors | first come, first served | when all is in |
+
+Each differs from the one above it in one thing. Full beside fifo shows what priority is worth, as P3's figures do with
+slicing alone; fifo beside slicing, that the forward need not wait for all; slicing beside wait-free, what slices are.
 
 A "whole tensor" is cut from `WHOLE_BYTES` on, as key-value stores do: MXNet's shares out over its servers what has a
 million elements or more. Below that it is one slice per rank, or a single one if it is tiny. Without the cuts one rank
@@ -27,10 +31,13 @@ from penstock import job as running_job
 # Everybody in an emulated cluster is us; the secret only keeps other jobs of this machine out by accident.
 SECRET = "emulated clusters keep no secrets"
 WHOLE_BYTES = 4_000_000
+# Of the modes, those whose next forward begins layer by layer.
+WITHOUT_BARRIER = ("full", "fifo")
 # Of the engine's report, what grows.
 COUNTS = ("slices", "preemptions", "frames_sent", "frames_received", "bytes_sent", "bytes_received", "stall_s")
 MODES: dict[str, dict[str, Any]] = {
     "full": {},
+    "fifo": {"priority": False},
     "slicing": {"priority": False},
     "wait-free": {"priority": False, "slice_bytes": WHOLE_BYTES},
     "vanilla": {"priority": False, "slice_bytes": WHOLE_BYTES},
@@ -76,9 +83,9 @@ class Penstock(TorchWorker):
         return ps.no_sync(self.model) if self.mode == "vanilla" else contextlib.nullcontext()
 
     def step(self) -> None:
-        """As all others, but the modes for comparison leave nothing to the next step."""
+        """As all others; in modes with a barrier nothing is left to the next step."""
         super().step()
-        if self.mode != "full":
+        if self.mode not in WITHOUT_BARRIER:
             self.settle()
 
     def settle(self) -> None:

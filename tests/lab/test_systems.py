@@ -133,18 +133,19 @@ HEAVY = {"name": "heavy", "kind": "linear", "tensors": [["heavy.weight", [600, 1
 def test_what_sets_the_modes_apart(tmp_path):
     network = {**NETWORK, "layers": [NETWORK["layers"][0], HEAVY]}
     asked = {**SPEC, "network": network, "options": {"init": {"window_bytes": 1 << 17, "check_every": 0}}}
-    names = ("penstock", "penstock-slicing", "penstock-wait-free", "penstock-vanilla")
+    names = ("penstock", "penstock-fifo", "penstock-slicing", "penstock-wait-free", "penstock-vanilla")
     turns = tmp_path / "turns.json"
     turns.write_text(json.dumps([(SYSTEMS[name].spec(asked), free_port()) for name in names]))
     with Scene([sys.executable, str(WATCHED), str(turns)], SIZE, tmp_path) as scene:
-        full, slicing, wait_free, vanilla = (scene.replies("steps")[0]["stats"] for _ in names)
+        full, fifo, slicing, wait_free, vanilla = (scene.replies("steps")[0]["stats"] for _ in names)
         assert [process.wait(END_S) for process in scene.processes] == [0] * SIZE
     assert full["preemptions"] > 0
-    assert [stats["preemptions"] for stats in (slicing, wait_free, vanilla)] == [0, 0, 0]
+    assert [stats["preemptions"] for stats in (fifo, slicing, wait_free, vanilla)] == [0, 0, 0, 0]
+    assert [stats["outstanding"] for stats in (full, fifo, slicing, wait_free, vanilla)] == [3, 3, 0, 0, 0]
     whole = 2 * (2 + SIZE)  # in two steps: two small tensors, and of the heavy one what each rank owns
-    assert min(full["slices"], slicing["slices"]) > whole
+    assert min(full["slices"], fifo["slices"], slicing["slices"]) > whole
     assert wait_free["slices"] == vanilla["slices"] == whole
-    assert all(stats["sent_in_backward_bytes"] > 0 for stats in (full, slicing, wait_free))
+    assert all(stats["sent_in_backward_bytes"] > 0 for stats in (full, fifo, slicing, wait_free))
     assert vanilla["sent_in_backward_bytes"] == 0
 
 

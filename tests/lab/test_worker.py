@@ -159,6 +159,7 @@ def test_the_table_of_systems_is_complete():
         "penstock-bf16",
         "penstock-vanilla",
         "penstock-wait-free",
+        "penstock-fifo",
         "penstock-slicing",
     }
     peers = {"ddp", "ddp-bf16", "ddp-powersgd", "horovod", "mxnet-sync", "mxnet-p3"}

@@ -1,7 +1,8 @@
 """Penstock's worker in several modes, one after the other, watched: what rank 0 sends before its backward has ended.
 
 The other rank's backward begins afterwards. It cannot answer meanwhile, so what rank 0 sends fills its window and the
-rest waits in order, however fast the network is.
+rest waits in order, however fast the network is. In modes without a barrier it begins when rank 0's step has ended,
+which leaves all to the next one; only the very first waits, for that is when the readers of parameters are decided on.
 """
 
 import contextlib
@@ -12,14 +13,25 @@ import time
 from pathlib import Path
 
 import penstock as ps
-from lab.systems.penstock import Penstock
+from lab.systems.penstock import WITHOUT_BARRIER, Penstock
 from lab.systems.worker import Job, _run_steps, end_with_parent
+from penstock.torch.reads.safety import DeferredParameter
 
 PATIENCE_S = 10.0
 
 
 class Watched(Penstock):
     sent_bytes = 0
+    outstanding = 0
+
+    def step(self):
+        leaves_all = self.mode in WITHOUT_BARRIER and self._steps > 0
+        self.let_go_after_backward = not leaves_all
+        super().step()
+        if self.job.rank == 0:
+            self.outstanding = sum(type(param) is DeferredParameter for param in self.plain.parameters())
+            if leaves_all:
+                self.barrier()
 
     @contextlib.contextmanager
     def backward_context(self):
@@ -34,7 +46,8 @@ class Watched(Penstock):
             while self.gradient_bytes() == before and time.monotonic() < until:
                 time.sleep(0.001)
             self.sent_bytes += self.gradient_bytes() - before
-            self.barrier()
+            if self.let_go_after_backward:
+                self.barrier()
 
     @staticmethod
     def gradient_bytes():
@@ -42,7 +55,7 @@ class Watched(Penstock):
         return sum(layer["bytes_sent"] for layer in gradients["layers"])
 
     def stats(self):
-        return {**super().stats(), "sent_in_backward_bytes": self.sent_bytes}
+        return {**super().stats(), "sent_in_backward_bytes": self.sent_bytes, "outstanding": self.outstanding}
 
 
 def main():
