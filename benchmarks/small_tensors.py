@@ -260,7 +260,12 @@ def main() -> int:
             return 2
         met &= record["met"]
         publish(
-            record, benchmark="small-tensors", seed=arguments.seed, as_json=arguments.json, lines=arguments.json_lines
+            record,
+            benchmark="small-tensors",
+            seed=arguments.seed,
+            as_json=arguments.json,
+            lines=arguments.json_lines,
+            scenario=("model", "hosts", "rate_mbit"),
         )
         if not arguments.json:
             steps = ", ".join(f"{kind} {shown(of, ' ms')}" for kind, of in record["step_ms"].items())

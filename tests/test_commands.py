@@ -72,6 +72,7 @@ BY_HAND = {"--world-size 4": "--world-size 2", "--world-size 8": "--world-size 2
 }
 LINKS = "--largest 65536"
 SUMS = "--sizes 4KB --seconds 0.1"
+FEW_SMALL_STEPS = '--hosts 2 --models "400 tensors of 1 K" --repetitions 1 --blocks 1 --steps 2'
 FEW_SUMS = "--hosts 2 --megabytes 0.1 --rounds 2 --sets 1"
 MODEL = {"MODEL": "lab:vgg19"}
 NO_TORCHVISION = {"vgg19": "lab:vgg19"}  # tests/cost/test_explain.py has a torchvision
@@ -211,6 +212,10 @@ TABLE = {
     ),
     "python -m benchmarks.priority [--json-lines docs/benchmarks/priority.jsonl]": Run(
         "--trials 1 --megabytes 20", clusters=True, long=True, status=JUDGED
+    ),
+    "python -m benchmarks.small_tensors --mbit 1000": Run(FEW_SMALL_STEPS, clusters=True, long=True, status=JUDGED),
+    "python -m benchmarks.small_tensors [--json-lines docs/benchmarks/small_tensors.jsonl]": Run(
+        FEW_SMALL_STEPS, clusters=True, long=True, status=JUDGED
     ),
     "python -m benchmarks.wire": NAMED,
     "python -m benchmarks.wire [--json-lines docs/benchmarks/wire.jsonl]": Run(
