@@ -3,6 +3,7 @@
 use crate::error::Error;
 use crate::limits;
 use crate::members::Members;
+use crate::roles::{Fold, Roles};
 use crate::slicing::Slicing;
 use crate::types::{Dtype, LayerId, Rank, SliceId, TensorId};
 use crate::way::{Algorithm, Route};
@@ -81,8 +82,8 @@ pub struct Slice {
 pub struct Book {
     /// What is synchronised, for messages and reports.
     pub name: String,
-    /// By whom. Owners follow from them.
-    pub members: Members,
+    /// By whom, and what they do. Owners follow from it.
+    pub roles: Roles,
     /// Names of the layers in registration order.
     pub layers: Vec<String>,
     /// Tensors, in the order given.
@@ -121,20 +122,36 @@ impl Book {
         Self::cut(name, layers, tensors, &Members::all(ranks), Slicing::fixed(slice_bytes, lanes))
     }
 
-    /// Cuts `tensors` into slices of about the size given and gives each to the member that owns least so far, so that the
-    /// shards differ by at most one slice and each layer is spread over all members.
+    /// As [`Book::deal`], for members that are alike.
     ///
     /// # Errors
-    /// [`Error::Config`] if a bound of [`limits`] is exceeded or a tensor names a layer that does not exist.
+    /// As there.
     pub fn cut(
         name: impl Into<String>,
         layers: Vec<String>,
-        mut tensors: Vec<Tensor>,
+        tensors: Vec<Tensor>,
         members: &Members,
         slicing: Slicing,
     ) -> Result<Self, Error> {
-        let (name, ranks) = (name.into(), members.count());
-        check(&name, &layers, &tensors, members, slicing)?;
+        Self::deal(name, layers, tensors, &Roles::alike(members.clone()), slicing)
+    }
+
+    /// Cuts `tensors` into slices of about the size given and gives each to the owner that has least so far, so that the
+    /// shards differ by at most one slice and each layer is spread over all owners.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if a bound of [`limits`] is exceeded, a tensor names a layer that does not exist, or roles are not what
+    /// its members, or its tensors, can have.
+    pub fn deal(
+        name: impl Into<String>,
+        layers: Vec<String>,
+        mut tensors: Vec<Tensor>,
+        roles: &Roles,
+        slicing: Slicing,
+    ) -> Result<Self, Error> {
+        let name = name.into();
+        check(&name, &layers, &tensors, roles, slicing)?;
+        let Roles { members, owners, .. } = roles;
         let highest = members.iter().last().map_or(0, Rank::index);
         let (frame_bytes, lanes) = (slicing.store_bytes, slicing.lanes);
         // An owner does not round its own contribution, so with a wire type it shows in the bits where a slice lives, and
@@ -145,7 +162,7 @@ impl Book {
         let mut book = Self {
             name,
             layers,
-            members: members.clone(),
+            roles: roles.clone(),
             tensors: Vec::new(),
             slices: Vec::new(),
             owned_bytes: vec![0; highest + 1],
@@ -173,8 +190,11 @@ impl Book {
                 gathered += 1;
                 continue;
             }
-            let slice_bytes =
-                if tensor.route == Route::STORE { slicing.store_bytes } else { slicing.collective_bytes };
+            let (slice_bytes, ranks) = if tensor.route == Route::STORE {
+                (slicing.store_bytes, owners.count())
+            } else {
+                (slicing.collective_bytes, members.count())
+            };
             let elem_bytes = tensor.dtype.size_bytes() as u64;
             let pieces = pieces(tensor.len_bytes(), slice_bytes, ranks);
             if book.slices.len() as u64 + pieces > limits::SLICES_MAX {
@@ -207,7 +227,7 @@ impl Book {
     ) {
         let [len_bytes, wire_bytes] = [dtype, wire].map(|of| elems * of.size_bytes() as u32);
         let (owner, at_owner) = if *route == Route::STORE {
-            let least = self.members.iter().min_by_key(|rank| self.owned_bytes[rank.index()]);
+            let least = self.roles.owners.iter().min_by_key(|rank| self.owned_bytes[rank.index()]);
             let owner = least.unwrap_or(Rank(0));
             self.owned_bytes[owner.index()] += u64::from(wire_bytes);
             self.owned_slices[owner.index()] += 1;
@@ -217,7 +237,7 @@ impl Book {
             self.collective_slices += 1;
             // All but the central server take turns, so that roots and folds load all members alike.
             let turn = if *route == Route::Sum(Algorithm::Central) { 0 } else { number };
-            (self.members.at(turn), number)
+            (self.roles.members.at(turn), number)
         };
         // Dealt within each owner's slices, so that every lane talks to every owner.
         let lane = at_owner % lanes;
@@ -282,10 +302,11 @@ fn check(
     name: &str,
     layers: &[String],
     tensors: &[Tensor],
-    members: &Members,
+    roles: &Roles,
     Slicing { store_bytes, collective_bytes, lanes }: Slicing,
 ) -> Result<(), Error> {
     let fail = |what: String| Err(Error::Config(format!("{name}: {what}")));
+    let members = &roles.members;
     let ranks = members.count();
     if ranks == 0 || members.iter().any(|rank| rank.0 >= limits::RANKS_MAX) {
         return fail(format!("{ranks} ranks; 1 to {} are possible", limits::RANKS_MAX));
@@ -303,6 +324,16 @@ fn check(
     if layers.len() > limits::LAYERS_MAX || tensors.len() > limits::TENSORS_MAX {
         let (layers_max, tensors_max) = (limits::LAYERS_MAX, limits::TENSORS_MAX);
         return fail(format!("more than {layers_max} layers or {tensors_max} tensors"));
+    }
+    if let Some(why) = roles.wrong() {
+        return fail(why);
+    }
+    let alike = *roles == Roles::alike(members.clone());
+    if let Some(Tensor { name, route, .. }) = tensors.iter().find(|t| !alike && t.route != Route::STORE) {
+        let route = route.name();
+        return fail(format!(
+            "tensor {name:?} travels by {route}, which takes the same of all members: only the store has roles"
+        ));
     }
     if let Some(Tensor { name, .. }) = tensors.iter().find(|t| t.route == Route::Owner) {
         return fail(format!("tensor {name:?} cannot travel by its owner: gather it for one rank"));
@@ -324,6 +355,15 @@ fn check(
             "tensor {name:?} is {dtype} synchronised by {route} and cannot travel as {wire}; f32 in the store can, as f16 or bf16"
         ));
     }
+    if let Some(Tensor { name, wire, .. }) =
+        tensors.iter().find(rounded).filter(|_| roles.rules.fold == Fold::Kept)
+    {
+        let wire = wire.name();
+        return fail(format!(
+            "tensor {name:?} travels as {wire}, but what its owner keeps and adds to is not rounded: it would differ from \
+             what the others get"
+        ));
+    }
     match tensors.iter().find(|t| t.layer as usize >= layers.len()) {
         Some(tensor) => fail(format!(
             "tensor {:?} names layer {}, but there are {}",
@@ -338,6 +378,7 @@ fn check(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::roles::{MustBeIn, Rules};
     use proptest::prelude::*;
 
     proptest! {
@@ -410,6 +451,72 @@ mod tests {
                 prop_assert_eq!((book.owned_bytes[rank.index()], book.owned_slices[rank.index()]), of);
                 prop_assert!(book.collective_slices > 0 || book.numbers_at_peer(rank) == of.1);
             }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_members_may_be_the_owners(
+            places in proptest::collection::btree_map(0u32..50, any::<bool>(), 1..12),
+            sizes in proptest::collection::vec(1u64..100_000, 1..6),
+        ) {
+            let of = |owners: bool| places.iter().filter(move |(_, owns)| !owners || **owns).map(|(rank, _)| Rank(*rank));
+            let (members, owners): (Members, Members) = (of(false).collect(), of(true).collect());
+            let deal = |members: &Members, owners: &Members| {
+                let tensor = |(i, &elems): (usize, &u64)| Tensor::new(format!("t{i}"), 0, Dtype::F32, elems);
+                let tensors = sizes.iter().enumerate().map(tensor).collect();
+                let roles = Roles { owners: owners.clone(), ..Roles::alike(members.clone()) };
+                Book::deal("test", vec!["layer".into()], tensors, &roles, Slicing::fixed(4096, 2))
+            };
+            if owners.is_empty() {
+                prop_assert!(deal(&members, &owners).unwrap_err().to_string().contains("own its slices"));
+                return Ok(());
+            }
+            // As if there were nobody else.
+            let (book, alone) = (deal(&members, &owners).unwrap(), deal(&owners, &owners).unwrap());
+            prop_assert_eq!(&book.slices, &alone.slices);
+            prop_assert!(book.slices.iter().all(|slice| owners.contains(slice.owner)));
+            let owned: Vec<u64> = owners.iter().map(|rank| book.owned_bytes[rank.index()]).collect();
+            let (most, least) = (owned.iter().max().unwrap(), owned.iter().min().unwrap());
+            prop_assert!(most - least <= 4096, "{owned:?}");
+            prop_assert_eq!(book.owned_bytes.iter().sum::<u64>(), owned.iter().sum::<u64>(), "nobody else owns any");
+        }
+    }
+
+    #[test]
+    fn roles_that_a_book_cannot_have_are_named() {
+        let ranks = |ranks: &[u32]| -> Members { ranks.iter().copied().map(Rank).collect() };
+        let alike = Roles::alike(ranks(&[0, 2, 5]));
+        let these = |some: &[u32]| Rules { must_be_in: MustBeIn::These(ranks(some)), ..Rules::default() };
+        let kept = Roles { rules: Rules { fold: Fold::Kept, ..Rules::default() }, ..alike.clone() };
+        let deal = |roles: &Roles, route, wire| {
+            let tensor = Tensor::new("w", 0, Dtype::F32, 10).with_route(route).with_wire(wire);
+            let slicing = Slicing::fixed(4096, 1);
+            let book = Book::deal("model", vec!["fc".into()], vec![tensor], roles, slicing);
+            book.map_or_else(|error| error.to_string(), |_| "fits".into())
+        };
+        let ring = Route::Sum(Algorithm::Ring);
+        for (roles, route, wire, word) in [
+            (alike.clone(), ring, Dtype::F32, "fits"),
+            (
+                Roles { owners: ranks(&[1]), ..alike.clone() },
+                Route::STORE,
+                Dtype::F32,
+                "\"1\" own its slices",
+            ),
+            (
+                Roles { rules: these(&[0, 3]), ..alike.clone() },
+                Route::STORE,
+                Dtype::F32,
+                "\"0, 3\" must be in",
+            ),
+            (Roles { rules: these(&[0]), ..alike.clone() }, Route::STORE, Dtype::Bf16, "fits"),
+            (Roles { rules: these(&[0]), ..alike.clone() }, ring, Dtype::F32, "only the store has roles"),
+            (kept.clone(), Route::STORE, Dtype::F32, "fits"),
+            (kept, Route::STORE, Dtype::Bf16, "is not rounded"),
+        ] {
+            let said = deal(&roles, route, wire);
+            assert!(said.contains(word), "{roles:?}: {said}");
         }
     }
 

@@ -237,7 +237,7 @@ impl<M: Memory> Node<M> {
         let slices =
             (0..book.slices.len() as u32).map(|slice| Exchange::new(book.tensor_of(slice).route)).collect();
         let places = (0..book.layers.len() as u32).collect();
-        let active = book.members.iter().filter(|rank| self.active.contains(*rank)).collect();
+        let active = book.roles.members.iter().filter(|rank| self.active.contains(*rank)).collect();
         self.books[at] = Some(BookState { book, slices, places, active });
         for EarlyFrame { from, header, payload } in self.early.remove(&id).unwrap_or_default() {
             self.early_bytes -= header.payload_bytes as usize;
@@ -290,7 +290,7 @@ impl<M: Memory> Node<M> {
             return Err(Error::Config(format!("book {book} is not open")));
         };
         let ids = state.book.clone();
-        if !ids.members.contains(self.config.rank) {
+        if !ids.roles.members.contains(self.config.rank) {
             let (rank, name) = (self.config.rank, &ids.name);
             return Err(Error::Config(format!("{name}: rank {rank} is none of those that the book is for")));
         }
@@ -408,7 +408,8 @@ impl<M: Memory> Node<M> {
     /// Checks that `header` names a slice of this lane, and a frame that its exchange expects.
     fn check(&self, state: &BookState<M::Chunk>, from: Rank, header: &Header) -> Result<(), Error> {
         let slice = state.book.slices.get(header.slice as usize);
-        let between_members = [from, self.config.rank].iter().all(|rank| state.book.members.contains(*rank));
+        let between_members =
+            [from, self.config.rank].iter().all(|rank| state.book.roles.members.contains(*rank));
         if slice.is_none_or(|slice| slice.lane != self.config.lane) || !between_members {
             return Err(unexpected(from, header));
         }
@@ -496,7 +497,7 @@ impl<M: Memory> Node<M> {
             // No round can end here: what is open was pushed by such peers, and this rank has not submitted yet.
             self.active.become_those(&Members::all(self.config.ranks));
             for state in self.books.iter_mut().flatten() {
-                state.active.become_those(&state.book.members);
+                state.active.become_those(&state.book.roles.members);
             }
             actions.push(Action::AllLeft);
             return Ok(());
@@ -575,8 +576,9 @@ fn distinct(mut ranks: Vec<Rank>) -> Vec<Rank> {
 }
 
 fn site<'a>(rank: Rank, book: &'a Book, active: &'a Members, slice: SliceId) -> Site<'a> {
-    let (members, tensor) = (&book.members, book.tensor_of(slice));
+    let (members, rules, tensor) = (&book.roles.members, &book.roles.rules, book.tensor_of(slice));
     let (dtype, wire, tensor_bytes) = (tensor.dtype, tensor.wire, tensor.len_bytes());
     let layer = book.layers[tensor.layer as usize].as_str();
-    Site { rank, members, active, slice: &book.slices[slice as usize], layer, dtype, wire, tensor_bytes }
+    let slice = &book.slices[slice as usize];
+    Site { rank, members, active, rules, slice, layer, dtype, wire, tensor_bytes }
 }

@@ -17,6 +17,8 @@ use std::sync::Arc;
 
 #[path = "collectives/costs.rs"]
 mod costs;
+#[path = "collectives/roles.rs"]
+mod roles;
 
 const FLOATS: [Dtype; 4] = [Dtype::F32, Dtype::F64, Dtype::F16, Dtype::Bf16];
 const INTEGERS: [Dtype; 5] = [Dtype::I64, Dtype::I32, Dtype::I16, Dtype::I8, Dtype::U8];
@@ -116,6 +118,7 @@ impl Bench {
         let UnderWay { from, to, frame: Outgoing { header, payload }, bytes } = self.under_way.remove(at);
         self.counted.received[to.index()] += u64::from(header.payload_bytes);
         // The sender's memory may change from now on.
+        assert_eq!(payload.as_ref().and_then(Chunk::to_bytes), bytes, "changed before it was written");
         drop(payload);
         let placed = match self.nodes[to.index()].place(from, &header)? {
             Destination::Chunk(chunk) => Some(chunk),

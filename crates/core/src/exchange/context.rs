@@ -3,6 +3,7 @@
 use crate::layout::Slice;
 use crate::members::Members;
 use crate::memory::Memory;
+use crate::roles::Rules;
 use crate::types::{Dtype, Rank, Seq};
 use crate::wire::Outgoing;
 
@@ -15,6 +16,8 @@ pub struct Site<'a> {
     pub members: &'a Members,
     /// Those of them that have not left (join).
     pub active: &'a Members,
+    /// How the store's rounds go.
+    pub rules: &'a Rules,
     /// The slice.
     pub slice: &'a Slice,
     /// Its layer's name.

@@ -1,6 +1,9 @@
 //! The sharded key-value store, bulk-synchronous: every rank pushes its slice to the owner, the owner sums in rank order
 //! when the last contribution is in and answers all at once (P3 §4.2: no notify-and-pull).
 //!
+//! So it is on equal ranks. A book may have other rules ([`crate::roles`]): who must be in, what becomes of contributions, who is
+//! answered. What is said below of all ranks then holds of those that take part.
+//!
 //! Cost for n ranks and S bytes spread evenly over n co-located shards: 2 (n-1)/n S bytes per link and direction, two
 //! latencies (Poseidon Table 1 with P1 = P2 = n).
 //!
@@ -16,7 +19,8 @@ use crate::error::Error;
 use crate::members::Members;
 use crate::memory::Memory;
 use crate::reduce::Reduction;
-use crate::types::{Rank, Seq, Step};
+use crate::roles::{Answered, Fold, MustBeIn};
+use crate::types::{Dtype, Rank, Seq, Step};
 use crate::wire::{Header, Kind, Op, Outgoing, describe, unexpected, wire_argument};
 
 /// This rank's own part in a slice, from submission to completion.
@@ -31,11 +35,13 @@ struct Mine<C> {
 pub struct Store<C> {
     mine: Option<Mine<C>>,
     gathering: Gathering<C>,
+    /// Of an owner whose rules keep results: the last one, and the step of its round.
+    kept: Option<(C, Step)>,
 }
 
 impl<C> Default for Store<C> {
     fn default() -> Self {
-        Self { mine: None, gathering: Gathering::default() }
+        Self { mine: None, gathering: Gathering::default(), kept: None }
     }
 }
 
@@ -53,8 +59,14 @@ impl<C: Clone> Store<C> {
                 header.slice, header.book
             )));
         }
+        let Site { rank, slice, dtype, wire, rules, .. } = context.site;
+        if !absent && !rules.takes_from(rank) {
+            let (book, layer) = (header.book, context.site.layer);
+            return Err(Error::Config(format!(
+                "rank {rank} contributes to layer {layer} of book {book}, in whose rounds it need not be: it can only ask"
+            )));
+        }
         self.mine = Some(Mine { memory: memory.clone(), seq: header.seq });
-        let Site { rank, slice, dtype, wire, .. } = context.site;
         if slice.owner == rank {
             let what = if absent { Contribution::Absent } else { Contribution::Data(memory) };
             return self.contribute(rank, header, what, context);
@@ -75,7 +87,7 @@ impl<C: Clone> Store<C> {
     pub(super) fn expects(&self, from: Rank, header: &Header, site: &Site<'_>) -> bool {
         let wire_bytes = site.slice.wire_bytes;
         let (owner, payload_bytes) = match header.kind {
-            Kind::Push => (site.rank, wire_bytes),
+            Kind::Push if site.rules.takes_from(from) => (site.rank, wire_bytes),
             Kind::PushAbsent => (site.rank, 0),
             Kind::Answer => (from, wire_bytes),
             Kind::AnswerAbsent | Kind::AnswerSame => (from, 0),
@@ -107,12 +119,12 @@ impl<C: Clone> Store<C> {
                     context.memory.expand(context.site.wire, &chunk, &mine.memory);
                 }
                 context.effects.push(Effect::Consumed { by: from });
-                self.complete(header, true, context);
+                self.done(header, true, context);
                 Ok(())
             }
             (Kind::AnswerAbsent | Kind::AnswerSame, None) => {
                 context.effects.push(Effect::Consumed { by: from });
-                self.complete(header, header.kind != Kind::AnswerAbsent, context);
+                self.done(header, header.kind != Kind::AnswerAbsent, context);
                 Ok(())
             }
             _ => Err(unexpected(from, header)),
@@ -125,8 +137,7 @@ impl<C: Clone> Store<C> {
         header: &Header,
         context: &mut Context<'_, M>,
     ) -> Result<(), Error> {
-        let complete = self.gathering.complete(Rules::of(&context.site).must_be_in, context.site.members);
-        match self.gathering.open().filter(|_| complete) {
+        match self.gathering.open().filter(|_| self.gathering.complete(&context.site)) {
             Some((seq, step)) => self.finish(&Header { seq, step, ..*header }, context),
             None => Ok(()),
         }
@@ -134,7 +145,7 @@ impl<C: Clone> Store<C> {
 
     pub(super) fn missing(&self, site: &Site<'_>, ranks: &mut Vec<Rank>) {
         if self.gathering.open().is_some() {
-            ranks.extend(self.gathering.missing(Rules::of(site).must_be_in, site.members));
+            ranks.extend(self.gathering.missing(site));
         }
     }
 
@@ -146,13 +157,20 @@ impl<C: Clone> Store<C> {
         what: Contribution<C>,
         context: &mut Context<'_, M>,
     ) -> Result<(), Error> {
-        let members = context.site.members;
+        let Site { members, rules, .. } = context.site;
         let Some(place) = members.position(from) else { return Err(unexpected(from, header)) };
+        let alone = rules.must_be_in == MustBeIn::Nobody;
+        if !what.is_data() && !rules.needs(from) && (alone || self.gathering.has_ended(header.seq)) {
+            self.tell_late(from, header, context);
+            return Ok(());
+        }
+        if alone {
+            self.gathering.forget_round();
+        }
         self.gathering
             .add(place, members.count(), header, what)
             .map_err(|why| Error::protocol(from, format!("{}: {why}", describe(from, header))))?;
-        let must_be_in = Rules::of(&context.site).must_be_in;
-        if self.gathering.complete(must_be_in, members) { self.finish(header, context) } else { Ok(()) }
+        if self.gathering.complete(&context.site) { self.finish(header, context) } else { Ok(()) }
     }
 
     /// Owner: sums in rank order and answers everybody at once.
@@ -165,86 +183,148 @@ impl<C: Clone> Store<C> {
         if self.gathering.steps_differ {
             return Err(out_of_step(site, self.gathering.steps(site.members)));
         }
-        let rules = Rules::of(site);
-        let outcome = self.gathering.outcome(site.members, rules.divisor, inputs).map_err(|why| {
+        let outcome = self.gathering.outcome(site, inputs).map_err(|why| {
             Error::protocol(site.rank, format!("slice {} of book {}: {why}", header.slice, header.book))
         })?;
         let mine = self.mine.as_ref().map(|mine| mine.memory.clone());
-        let result = match outcome {
-            Outcome::Absent => None,
-            Outcome::Copy(source) => Some(match mine {
-                Some(mine) if source != site.rank => {
-                    memory.reduce(site.dtype, Reduction::Sum { divisor: 1 }, inputs, &mine);
-                    // Answered from here, so that the source's buffer is free when its window is.
-                    mine
+        let result = if site.rules.keep_results() {
+            self.keep(&outcome, header.step, context)
+        } else {
+            match outcome {
+                Outcome::Absent => None,
+                Outcome::Copy(source) => Some(match mine {
+                    Some(mine) if source != site.rank => {
+                        memory.reduce(site.dtype, Reduction::Sum { divisor: 1 }, inputs, &mine);
+                        // Answered from here, so that the source's buffer is free when its window is.
+                        mine
+                    }
+                    _ => inputs[0].clone(),
+                }),
+                Outcome::Reduced(how) => {
+                    let output = mine.unwrap_or_else(|| memory.scratch(site.slice.len_bytes as usize));
+                    self.gathering.reduce(how, &output, context);
+                    Some(output)
                 }
-                _ => inputs[0].clone(),
-            }),
-            Outcome::Reduced(how) => {
-                let output = mine.unwrap_or_else(|| memory.scratch(site.slice.len_bytes as usize));
-                if site.rounds() {
-                    let own = site.members.position(site.rank).and_then(|me| self.gathering.own_input(me));
-                    memory.reduce_rounded(site.wire, how, inputs, own, &output);
-                } else {
-                    memory.reduce(site.dtype, how, inputs, &output);
-                }
-                Some(output)
             }
         };
+        context.inputs.clear();
+        self.answer(header, &outcome, result.as_ref(), context);
         self.gathering.clear();
-        inputs.clear();
-        answer(rules.answered, header, &outcome, result.as_ref(), context);
-        self.complete(header, outcome != Outcome::Absent, context);
         Ok(())
     }
 
+    /// Owner: makes the result and keeps it. In other memory than the last one, which may still be waiting to be sent.
+    fn keep<M: Memory<Chunk = C>>(
+        &mut self,
+        outcome: &Outcome,
+        step: Step,
+        context: &mut Context<'_, M>,
+    ) -> Option<C> {
+        let fold = context.site.rules.fold;
+        let how = match *outcome {
+            Outcome::Absent if fold == Fold::Kept => return self.kept.as_ref().map(|(kept, _)| kept.clone()),
+            Outcome::Absent => {
+                self.kept = None;
+                return None;
+            }
+            Outcome::Copy(_) => Reduction::Sum { divisor: 1 },
+            Outcome::Reduced(how) => how,
+        };
+        let result = context.memory.scratch(context.site.slice.len_bytes as usize);
+        self.gathering.reduce(how, &result, context);
+        let before =
+            self.kept.take().filter(|_| fold == Fold::Kept && matches!(outcome, Outcome::Reduced(_)));
+        if let Some((before, _)) = before {
+            let Context { site, memory, inputs, .. } = context;
+            inputs.clear();
+            inputs.extend([before, result.clone()]);
+            memory.reduce(site.dtype, self.gathering.op.reduction(1), inputs, &result);
+        }
+        self.kept = Some((result.clone(), step));
+        Some(result)
+    }
+
+    /// Owner: the round has ended; tells all who took part, with the result if they are to have it.
+    fn answer<M: Memory<Chunk = C>>(
+        &mut self,
+        header: &Header,
+        outcome: &Outcome,
+        result: Option<&C>,
+        context: &mut Context<'_, M>,
+    ) {
+        let Site { rank, members, active, rules, .. } = context.site;
+        let everybody = !rules.keep_results();
+        // Whether it gets the result; nothing if it takes no part.
+        let answered = |to: Rank| {
+            if everybody {
+                return Some(true);
+            }
+            let (what, _) = self.gathering.contributions[members.position(to)?].as_ref()?;
+            Some(rules.answered == Answered::All || !what.is_data())
+        };
+        for to in active.after(rank) {
+            let Some(gets_it) = answered(to) else { continue };
+            let same = gets_it && matches!(outcome, Outcome::Copy(source) if *source == to);
+            tell(to, header, result.filter(|_| gets_it), same, context);
+        }
+        if let Some(gets_it) = answered(rank) {
+            self.complete(header, result.filter(|_| gets_it), context);
+        }
+    }
+
+    /// Owner: who need not be in asks when the round has ended.
+    fn tell_late<M: Memory<Chunk = C>>(&mut self, to: Rank, header: &Header, context: &mut Context<'_, M>) {
+        let (result, step) = self.kept.clone().map_or((None, header.step), |(kept, step)| (Some(kept), step));
+        let header = Header { step, ..*header };
+        if to == context.site.rank {
+            self.complete(&header, result.as_ref(), context);
+        } else {
+            tell(to, &header, result.as_ref(), false, context);
+        }
+    }
+
+    /// Owner: its own part is through; of what it shall have and made elsewhere it gets a copy.
     fn complete<M: Memory<Chunk = C>>(
         &mut self,
         header: &Header,
-        present: bool,
+        result: Option<&C>,
         context: &mut Context<'_, M>,
     ) {
+        if let Some(mine) = &self.mine {
+            if let Some(result) = result.filter(|_| context.site.rules.keep_results()) {
+                let Context { memory, inputs, .. } = context;
+                inputs.push(result.clone());
+                memory.reduce(Dtype::Bytes, Reduction::Sum { divisor: 1 }, inputs, &mine.memory);
+                inputs.clear();
+            }
+            self.done(header, result.is_some(), context);
+        }
+    }
+
+    fn done<M: Memory<Chunk = C>>(&mut self, header: &Header, present: bool, context: &mut Context<'_, M>) {
         if self.mine.take().is_some() {
             context.effects.push(Effect::Complete { seq: header.seq, present });
         }
     }
 }
 
-/// The rules of a round at its owner, each of which may be replaced by itself. All follow from who takes part.
-struct Rules<'a> {
-    /// When they are all in, and nobody else, the round ends.
-    must_be_in: &'a Members,
-    /// How the contributions become one: an average is over so many.
-    divisor: u32,
-    /// Who gets the result.
-    answered: &'a Members,
-}
-
-impl<'a> Rules<'a> {
-    fn of(site: &Site<'a>) -> Self {
-        Self { must_be_in: site.active, divisor: site.active.count(), answered: site.active }
-    }
-}
-
-fn answer<M: Memory>(
-    answered: &Members,
+/// Sends word that a round has ended: with the result, without one, or that it is what the receiver gave.
+fn tell<M: Memory>(
+    to: Rank,
     header: &Header,
-    outcome: &Outcome,
     result: Option<&M::Chunk>,
+    same: bool,
     context: &mut Context<'_, M>,
 ) {
-    let Site { rank, slice, dtype, wire, .. } = context.site;
-    for to in answered.after(rank) {
-        let (kind, payload) = match (outcome, result) {
-            (Outcome::Copy(source), _) if *source == to => (Kind::AnswerSame, None),
-            (_, Some(chunk)) => (Kind::Answer, Some(chunk.clone())),
-            (_, None) => (Kind::AnswerAbsent, None),
-        };
-        let carried = if payload.is_some() { (wire_argument(dtype, wire), slice.wire_bytes) } else { (0, 0) };
-        let (argument, payload_bytes) = carried;
-        let frame = Outgoing { header: Header { kind, argument, payload_bytes, ..*header }, payload };
-        context.effects.push(Effect::Send { to, frame, flow: Flow::Free });
-    }
+    let Site { slice, dtype, wire, .. } = context.site;
+    let payload = result.filter(|_| !same).cloned();
+    let (kind, argument, payload_bytes) = match payload {
+        Some(_) => (Kind::Answer, wire_argument(dtype, wire), slice.wire_bytes),
+        None if same => (Kind::AnswerSame, 0, 0),
+        None => (Kind::AnswerAbsent, 0, 0),
+    };
+    let frame = Outgoing { header: Header { kind, argument, payload_bytes, ..*header }, payload };
+    context.effects.push(Effect::Send { to, frame, flow: Flow::Free });
 }
 
 /// What one rank brings to a slice.
@@ -254,6 +334,12 @@ enum Contribution<C> {
     Data(C),
     /// Nothing: the parameter was not used on this rank in this step.
     Absent,
+}
+
+impl<C> Contribution<C> {
+    fn is_data(&self) -> bool {
+        matches!(self, Self::Data(_))
+    }
 }
 
 /// The owner's side of one slice.
@@ -329,24 +415,35 @@ impl<C: Clone> Gathering<C> {
         (self.arrived > 0).then_some((self.seq, self.step))
     }
 
+    /// Whether the round with this number is over.
+    fn has_ended(&self, seq: Seq) -> bool {
+        seq < self.seq || seq == self.seq && self.arrived == 0
+    }
+
+    /// Rounds are not told apart by their numbers.
+    fn forget_round(&mut self) {
+        self.seq = 0;
+    }
+
     /// Of those that must be in, who has not contributed to the open round.
-    fn missing<'a>(
-        &'a self,
-        must_be_in: &'a Members,
-        members: &'a Members,
-    ) -> impl Iterator<Item = Rank> + 'a {
-        let by_member = members.iter().zip(&self.contributions);
-        by_member.filter(|(rank, c)| c.is_none() && must_be_in.contains(*rank)).map(|(rank, _)| rank)
+    fn missing<'a>(&'a self, site: &'a Site<'_>) -> impl Iterator<Item = Rank> + 'a {
+        let late = |rank: Rank| site.active.contains(rank) && site.rules.needs(rank);
+        let by_member = site.members.iter().zip(&self.contributions);
+        by_member.filter(move |(rank, c)| c.is_none() && late(*rank)).map(|(rank, _)| rank)
     }
 
     /// Whether all that must be in have contributed to an open round.
-    fn complete(&self, must_be_in: &Members, members: &Members) -> bool {
+    fn complete(&self, &Site { members, active, rules, .. }: &Site<'_>) -> bool {
+        let everybody = rules.must_be_in == MustBeIn::Everybody;
+        if self.arrived == 0 || everybody && self.arrived != active.count() {
+            return false;
+        }
         // A rank leaves only after all its exchanges are answered. So the contribution of one that has left is for the time
         // after all have left: it knows already that they have, this rank does not, and the round waits for everybody.
-        let expected = |(c, rank): (&Option<_>, Rank)| c.is_some() == must_be_in.contains(rank);
-        self.arrived > 0
-            && self.arrived == must_be_in.count()
-            && self.contributions.iter().zip(members.iter()).all(expected)
+        self.contributions.iter().zip(members.iter()).all(|(c, rank)| {
+            let goes_on = active.contains(rank);
+            c.is_some() == goes_on || goes_on && !rules.needs(rank)
+        })
     }
 
     /// The step of each rank that has contributed.
@@ -367,9 +464,9 @@ impl<C: Clone> Gathering<C> {
     ///
     /// # Errors
     /// A sentence, if two ranks contributed to a copy.
-    fn outcome(&self, members: &Members, divisor: u32, inputs: &mut Vec<C>) -> Result<Outcome, String> {
+    fn outcome(&self, site: &Site<'_>, inputs: &mut Vec<C>) -> Result<Outcome, String> {
         let mut last = None;
-        for (rank, contribution) in members.iter().zip(&self.contributions) {
+        for (rank, contribution) in site.members.iter().zip(&self.contributions) {
             if let Some((Contribution::Data(chunk), _)) = contribution {
                 inputs.push(chunk.clone());
                 last = Some(rank);
@@ -381,7 +478,27 @@ impl<C: Clone> Gathering<C> {
             (Some(rank), Op::Copy) => {
                 Err(format!("{} ranks contribute to a copy, one of them rank {rank}", inputs.len()))
             }
-            (Some(_), op) => Ok(Outcome::Reduced(op.reduction(divisor))),
+            (Some(_), op) => Ok(Outcome::Reduced(op.reduction(self.divisor(site)))),
+        }
+    }
+
+    /// Over how many an average is: those that had to be in.
+    fn divisor(&self, site: &Site<'_>) -> u32 {
+        match &site.rules.must_be_in {
+            MustBeIn::Everybody => site.active.count(),
+            MustBeIn::These(these) => these.iter().filter(|rank| site.active.contains(*rank)).count() as u32,
+            MustBeIn::Nobody => 1,
+        }
+    }
+
+    /// Combines the inputs.
+    fn reduce<M: Memory<Chunk = C>>(&self, how: Reduction, output: &C, context: &mut Context<'_, M>) {
+        let Context { site, memory, inputs, .. } = context;
+        if site.rounds() {
+            let own = site.members.position(site.rank).and_then(|me| self.own_input(me));
+            memory.reduce_rounded(site.wire, how, inputs, own, output);
+        } else {
+            memory.reduce(site.dtype, how, inputs, output);
         }
     }
 
@@ -395,6 +512,8 @@ impl<C: Clone> Gathering<C> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::layout::Slice;
+    use crate::roles::Rules;
     use proptest::prelude::*;
 
     fn header(seq: Seq, op: Op) -> Header {
@@ -405,18 +524,37 @@ mod tests {
         ranks.iter().copied().map(Rank).collect()
     }
 
+    /// A slice of a book for `members`, of whom `active` have not left.
+    fn site<'a>(members: &'a Members, active: &'a Members, rules: &'a Rules, slice: &'a Slice) -> Site<'a> {
+        let (rank, dtype) = (slice.owner, Dtype::F32);
+        Site { rank, members, active, rules, slice, layer: "layer", dtype, wire: dtype, tensor_bytes: 4 }
+    }
+
+    fn slice() -> Slice {
+        Slice {
+            tensor: 0,
+            offset_bytes: 0,
+            len_bytes: 4,
+            wire_bytes: 4,
+            owner: Rank(0),
+            at_owner: 0,
+            lane: 0,
+        }
+    }
+
     #[test]
     fn ends_when_the_last_active_rank_is_in_and_keeps_rank_order() {
         let mut gathering = Gathering::default();
-        let (members, active) = (Members::all(4), some(&[0, 2, 3]));
+        let (members, active, rules, slice) = (Members::all(4), some(&[0, 2, 3]), Rules::default(), slice());
+        let site = site(&members, &active, &rules, &slice);
         for (rank, data) in [(3, Some("d")), (0, None), (2, Some("c"))] {
-            assert!(!gathering.complete(&active, &members));
+            assert!(!gathering.complete(&site));
             let what = data.map_or(Contribution::Absent, Contribution::Data);
             gathering.add(rank, 4, &header(1, Op::Average), what).unwrap();
         }
-        assert!(gathering.complete(&active, &members));
+        assert!(gathering.complete(&site));
         let mut inputs = Vec::new();
-        let outcome = gathering.outcome(&members, active.count(), &mut inputs);
+        let outcome = gathering.outcome(&site, &mut inputs);
         assert_eq!(outcome, Ok(Outcome::Reduced(Reduction::Sum { divisor: 3 })));
         assert_eq!(inputs, ["c", "d"]);
         assert_eq!([0, 2, 3].map(|rank| gathering.own_input(rank)), [None, Some(0), Some(1)]);
@@ -429,11 +567,14 @@ mod tests {
     #[test]
     fn who_knows_first_that_all_have_left_does_not_end_a_round_alone() {
         let mut gathering = Gathering::default();
-        let everybody = Members::all(3);
+        let (everybody, rules, slice) = (Members::all(3), Rules::default(), slice());
         // Rank 2's leave has reached rank 0 but not this rank, which believes that rank 2 goes on.
         gathering.add(0, 3, &header(1, Op::Average), Contribution::Data("a")).unwrap();
-        assert!(!gathering.complete(&some(&[2]), &everybody));
-        assert!(!gathering.complete(&everybody, &everybody), "nor when this rank knows too");
+        assert!(!gathering.complete(&site(&everybody, &some(&[2]), &rules, &slice)));
+        assert!(
+            !gathering.complete(&site(&everybody, &everybody, &rules, &slice)),
+            "nor when this rank knows too"
+        );
     }
 
     #[test]
@@ -445,34 +586,42 @@ mod tests {
         assert!(add(1, 6, Op::Copy, Contribution::Absent).is_err());
         assert!(add(1, 5, Op::Sum, Contribution::Absent).is_err());
         add(1, 5, Op::Copy, Contribution::Data("b")).unwrap();
-        assert!(gathering.outcome(&Members::all(2), 2, &mut Vec::new()).unwrap_err().contains("copy"));
+        let (members, rules, slice) = (Members::all(2), Rules::default(), slice());
+        let outcome = gathering.outcome(&site(&members, &members, &rules, &slice), &mut Vec::new());
+        assert!(outcome.unwrap_err().contains("copy"));
     }
 
     proptest! {
-        /// Each of the three rules by itself: any members, any of them that must be in, in any order.
+        /// Any members, any of them that must be in, some of those having left, in any order.
         #[test]
         fn any_subset_may_have_to_be_in(
-            places in proptest::collection::btree_map(0u32..40, any::<bool>(), 1..12), rotation in 0usize..12
+            places in proptest::collection::btree_map(0u32..40, (any::<bool>(), any::<bool>()), 1..12), rotation in 0usize..12
         ) {
             let members: Members = places.keys().copied().map(Rank).collect();
-            let must_be_in: Members = places.iter().filter(|(_, must)| **must).map(|(rank, _)| Rank(*rank)).collect();
+            let of = |which: fn(&(bool, bool)) -> bool| -> Members {
+                places.iter().filter(|(_, is)| which(is)).map(|(rank, _)| Rank(*rank)).collect()
+            };
+            let (active, must_be_in) = (of(|is| is.0), of(|is| is.0 && is.1));
+            let (rules, slice) = (Rules { must_be_in: MustBeIn::These(of(|is| is.1)), ..Rules::default() }, slice());
+            let site = site(&members, &active, &rules, &slice);
             let mut gathering = Gathering::default();
             let mut order: Vec<Rank> = must_be_in.iter().collect();
             let len = order.len().max(1);
             order.rotate_left(rotation % len);
             for (i, rank) in order.iter().enumerate() {
-                prop_assert!(!gathering.complete(&must_be_in, &members));
+                prop_assert!(!gathering.complete(&site));
                 if i > 0 {
-                    let missing: Members = gathering.missing(&must_be_in, &members).collect();
+                    let missing: Members = gathering.missing(&site).collect();
                     let late: Members = order[i..].iter().copied().collect();
                     prop_assert_eq!(missing, late);
                 }
                 let place = members.position(*rank).unwrap();
                 gathering.add(place, members.count(), &header(1, Op::Sum), Contribution::Data(*rank)).unwrap();
             }
-            prop_assert_eq!(gathering.complete(&must_be_in, &members), !order.is_empty());
+            prop_assert_eq!(gathering.complete(&site), !order.is_empty());
+            prop_assert_eq!(gathering.divisor(&site), must_be_in.count());
             let mut inputs = Vec::new();
-            let outcome = gathering.outcome(&members, 1, &mut inputs);
+            let outcome = gathering.outcome(&site, &mut inputs);
             prop_assert!(inputs.iter().copied().eq(must_be_in.iter()), "in rank order");
             prop_assert_eq!(outcome == Ok(Outcome::Absent), order.is_empty());
         }

@@ -1,0 +1,118 @@
+//! Who does what in a book, as values: whom it is for, who owns slices, and how a round of the store goes.
+//!
+//! A round has three rules, each replaceable by itself, which its owner follows (`exchange/store.rs`): who must be in, what
+//! becomes of contributions, who is answered. [`Roles::alike`] is training on equal ranks. Examples of others:
+//!
+//! | | owners | must be in | fold | answered |
+//! |---|---|---|---|---|
+//! | servers apart from workers | the servers | the workers | fresh | all |
+//! | groups that meet in a store | | their heads | fresh | all, members who are no heads when they ask |
+//! | a value on servers, updated in rounds | the servers | the workers | kept | who asks |
+//! | the same, updated by each contribution at once | the servers | nobody | kept | all |
+
+use crate::members::Members;
+use crate::types::Rank;
+
+/// Whom a book is for, and what they do in it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Roles {
+    /// Everybody who has to do with it.
+    pub members: Members,
+    /// Those of them to whom the store's slices are dealt.
+    pub owners: Members,
+    /// How the store's rounds go.
+    pub rules: Rules,
+}
+
+/// How a round goes at its owner.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Rules {
+    /// Whose contributions end it.
+    pub must_be_in: MustBeIn,
+    /// What becomes of them.
+    pub fold: Fold,
+    /// Who gets the result.
+    pub answered: Answered,
+}
+
+/// With whose contributions, or word that they have none, a round ends. Who need not be in cannot contribute: else the bits
+/// would depend on who is fast. It can ask ([`crate::Gives::Nothing`]): it gets the result when the round ends, or if it has ended
+/// that of the last one.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum MustBeIn {
+    /// Of all members that have not left.
+    #[default]
+    Everybody,
+    /// Of these, as far as they have not left.
+    These(Members),
+    /// Nobody's: each contribution is a round of its own, in the order in which they come. Ranks count theirs by themselves.
+    Nobody,
+}
+
+/// What becomes of the contributions to a round, combined as their operation says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Fold {
+    /// They are the result.
+    #[default]
+    Fresh,
+    /// They are combined with a value that the owner keeps, which is the result; a copy replaces it. An average is added to it,
+    /// as a sum is.
+    Kept,
+}
+
+/// Who gets the result. Whoever takes part in a round hears that it has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Answered {
+    /// All who take part.
+    #[default]
+    All,
+    /// Those who ask; the memory of those who contribute stays as it is.
+    WhoAsks,
+}
+
+impl Roles {
+    /// All contribute, own slices and are answered.
+    #[must_use]
+    pub fn alike(members: Members) -> Self {
+        Self { owners: members.clone(), members, rules: Rules::default() }
+    }
+
+    /// What is wrong with them, if anything.
+    #[must_use]
+    pub fn wrong(&self) -> Option<String> {
+        let among = |some: &Members| !some.is_empty() && some.iter().all(|rank| self.members.contains(rank));
+        let these = match &self.rules.must_be_in {
+            MustBeIn::These(these) => these,
+            MustBeIn::Everybody | MustBeIn::Nobody => &self.members,
+        };
+        let wrong = [("own its slices", &self.owners), ("must be in", these)];
+        let (what, who) = wrong.into_iter().find(|(_, some)| !among(some))?;
+        let ranks: Vec<String> = who.iter().map(|rank| rank.to_string()).collect();
+        Some(format!("ranks {:?} {what}, which must be some of its members", ranks.join(", ")))
+    }
+}
+
+impl Rules {
+    /// Whether a round waits for this rank, as long as it has not left.
+    #[must_use]
+    pub fn needs(&self, rank: Rank) -> bool {
+        match &self.must_be_in {
+            MustBeIn::Everybody => true,
+            MustBeIn::These(these) => these.contains(rank),
+            MustBeIn::Nobody => false,
+        }
+    }
+
+    /// Whether this rank may contribute.
+    #[must_use]
+    pub fn takes_from(&self, rank: Rank) -> bool {
+        self.must_be_in == MustBeIn::Nobody || self.needs(rank)
+    }
+
+    /// Whether the owner keeps results in memory of their own: where they are asked for after their round has ended, go into the
+    /// next one, or are not for every contributor, the owner's memory among them. With the default ones it does not.
+    #[must_use]
+    pub fn keep_results(&self) -> bool {
+        self.must_be_in != MustBeIn::Everybody || self.fold != Fold::Fresh || self.answered != Answered::All
+    }
+}
