@@ -53,16 +53,16 @@ test: test-rust test-python ## Run the tests, Rust and Python, but for those mar
 test-rust:
 	cargo test --workspace --locked --quiet
 
-# Four files at a time: tests wait, for processes to meet or a limit under test to pass, and two cores shall not. In the
+# Five files at a time: tests wait, for processes to meet or a limit under test to pass, and two cores shall not. In the
 # order of tests/conftest.py, which has those first that take longest.
 test-python: build
-	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 long: ## Run what takes too long for each change, all of it also if some fails; a line for each part at the end
 	.ci/long $(LONG)
 
 test-long: build ## The combinations that `make test` leaves out
-	$(BIN)/python -m pytest -m long $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile -m long $(ARGS)
 
 test-failures: build ## Kill, freeze, hang or break a rank in 50 seeded runs; the others meet again; a table of it all
 	PYTHONPATH=tests $(BIN)/python tests/failure/many_runs.py $(ARGS)
