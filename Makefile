@@ -73,9 +73,9 @@ test-delays: ## Run the Rust tests of threads and sockets with threads delayed a
 
 CASES ?= 200000
 fuzz: ## Feed random bytes and frames to everything that parses them, CASES of each
-	PROPTEST_CASES=$(CASES) cargo test --release --locked --quiet -p penstock-core wire::
+	PROPTEST_CASES=$(CASES) cargo test --release --locked --quiet -p penstock-core --lib wire::
 	PROPTEST_CASES=$(CASES) cargo test --release --locked --quiet -p penstock-core --test node any_events
-	PROPTEST_CASES=$(CASES) cargo test --release --locked --quiet -p penstock-net handshake::
+	PROPTEST_CASES=$(CASES) cargo test --release --locked --quiet -p penstock-net --lib handshake::
 
 # The first two make network namespaces: they need root and iproute2, and the first needs iperf3.
 bench-wire: build ## Slice traffic beside iperf3, between two network namespaces
