@@ -13,6 +13,8 @@ from typing import Literal, TypedDict, final, type_check_only
 __all__ = [
     "ALGORITHMS",
     "COLLECTIVES",
+    "POINTS",
+    "RECORD",
     "WAYS",
     "Call",
     "Engine",
@@ -77,6 +79,12 @@ class Way:
 
 WAYS: dict[str, Way]
 """All that there are by name, in the order in which ties are decided."""
+
+POINTS: tuple[str, ...]
+"""Where a slice can be on its journey, in its order; see crates/core/src/observe.rs."""
+
+RECORD: list[tuple[str, str]]
+"""The fields of a record, 32 bytes in all, and their types: ``numpy.dtype(RECORD)``; see `Engine.observations`."""
 
 _Tensor = (
     tuple[str, int, str, int] | tuple[str, int, str, int, _Scheme] | tuple[str, int, str, int, Literal["store"], str]
@@ -247,6 +255,7 @@ class Engine:
         handshake_timeout_s: float,
         congestion_control: str = ...,
         all_lanes: bool = ...,
+        observations: int = ...,
     ) -> Engine:
         """Bind the listener; ``port=0`` takes any port, ``window_bytes=0`` leaves the window to the engine.
 
@@ -254,6 +263,8 @@ class Engine:
         more lanes than the line rate needs.
 
         ``congestion_control`` is a name that the kernel allows, ``"system"``, or ``"auto"``, which only avoids BBR.
+
+        ``observations`` are kept per lane, and as many of the program: 32 bytes each; none with 0.
         """
 
     @property
@@ -352,6 +363,22 @@ class Engine:
 
     def phase(self, name: _Phase) -> None:
         """Say what the program does now, for the accounts."""
+
+    @property
+    def observed(self) -> bool:
+        """Whether observations are kept."""
+
+    def applied(self, book: int, tensors: list[int]) -> None:
+        """Say that the last results of these tensors are applied. Nothing happens unless observations are kept."""
+
+    def observations(self) -> tuple[bytes, int]:
+        """What was observed of slices since the last call, in the order of time, and how much more was lost.
+
+        ``numpy.frombuffer(observations()[0], numpy.dtype(RECORD))`` is an array of records: ``time_ns`` on the clock of
+        `time.monotonic_ns`; ``point``, an index into `POINTS`; book, layer, slice, seq; ``peer``, -1 for none;
+        ``payload_bytes`` of a frame, and its ``kind`` as on the wire (docs/protocol.md). As many of the last are kept
+        as the engine was made for; older ones are lost. Also after `shutdown`.
+        """
 
     def report(self) -> Report:
         """What was counted so far."""

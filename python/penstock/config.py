@@ -35,6 +35,7 @@ SLICE_BYTES_MIN = 1024
 SLICE_BYTES_MAX = 64 << 20
 SECONDS_MAX = 1e6
 STEPS_MAX = 1_000_000_000
+OBSERVATIONS_MAX = 1 << 24
 POLICIES = ("measured", "paper")
 
 
@@ -82,6 +83,8 @@ class Options:
             ``measured``. Chosen once, in ``distribute``; then all ranks need equally many batches.
         whole_steps: Keep copies of what a step overwrites until it is whole, so that a rank which loses another one
             holds the last whole step (docs/errors.md says what it costs). This rank's own choice.
+        observations: Keep so many records of where each slice was when, 32 bytes each, per lane and as many of the
+            program; the oldest go first. ``0``: none. What it costs: docs/decisions/0011-observations-on-request.md.
 
     Example:
         >>> import penstock as ps
@@ -110,6 +113,7 @@ class Options:
     policy: str = "measured"
     collective_schemes: bool = False
     whole_steps: bool = False
+    observations: int = 0
 
     def ports(self) -> range:
         """The ports to try in turn; ``range(0, 1)`` stands for any free port."""
@@ -142,6 +146,7 @@ class OptionArguments(TypedDict, total=False):
     policy: str | None
     collective_schemes: bool | None
     whole_steps: bool | None
+    observations: int | str | None
 
 
 # Parsers: from what was given to the value, or a ValueError, whose text does not matter.
@@ -278,6 +283,7 @@ _FIELDS: dict[str, tuple[Callable[[object], object], str]] = {
     "policy": (_policy, " or ".join(f'"{name}"' for name in POLICIES)),
     "collective_schemes": _SWITCH,
     "whole_steps": _SWITCH,
+    "observations": (_whole(0, OBSERVATIONS_MAX), f"a number of records, from 0 to {OBSERVATIONS_MAX}"),
 }
 
 

@@ -377,6 +377,7 @@ def _bind(options: Options, agreement: Agreement, host: str) -> Engine:
                 peer_timeout_s=options.peer_timeout_s,
                 handshake_timeout_s=options.handshake_timeout_s,
                 congestion_control=options.congestion_control,
+                observations=options.observations,
             )
         except (ConfigError, OSError) as error:
             last = error

@@ -39,6 +39,7 @@ SAMPLES = {
     "policy": ("paper", "paper", "greedy"),
     "collective_schemes": ("yes", True, "ring"),
     "whole_steps": ("on", True, "41"),
+    "observations": ("65536", 65536, "-1"),
 }
 
 

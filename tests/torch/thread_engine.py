@@ -370,6 +370,11 @@ class FakeEngine:
     def phase(self, name) -> None:
         self.phases.append(name)
 
+    observed = True
+
+    def applied(self, book: int, tensors: list[int]) -> None:
+        assert not any((book, tensor) in self.flights for tensor in tensors), "applied before it was in memory"
+
     def slicing(self, book: int | None = None) -> tuple[int, int, int]:
         return 512 << 10, 512 << 10, 1
 

@@ -5,7 +5,8 @@
 //! frame goes next to a peer ([`node::Node::next_frame`]). The same node runs on real sockets and in the simulator.
 //!
 //! What this crate leaves out on purpose: sockets, clocks, threads, Python, and memory itself. Memory is behind
-//! [`memory::Memory`], so that a simulation may move lengths instead of numbers.
+//! [`memory::Memory`], so that a simulation may move lengths instead of numbers; and whoever watches is behind
+//! [`observe::Observe`].
 //!
 //! A slice's journey through the modules: [`layout`] (which slices exist, who owns them) → [`exchange`] (what a slice
 //! does next) → [`queue`] (which frame goes first) → [`wire`] (its bytes) and, on the other side, back up to
@@ -22,6 +23,7 @@ pub mod limits;
 pub mod members;
 pub mod memory;
 pub mod node;
+pub mod observe;
 pub mod parts;
 pub mod queue;
 pub mod reduce;

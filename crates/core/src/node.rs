@@ -15,8 +15,9 @@ use crate::layout::{Book, Tensor};
 use crate::limits;
 use crate::members::Members;
 use crate::memory::Memory;
+use crate::observe::{Observation, Observe, Point};
 use crate::submission::{Gives, Submission};
-use crate::types::{BookId, GroupId, Rank, Seq, SliceId, TensorId};
+use crate::types::{BookId, GroupId, LayerId, Rank, Seq, SliceId, TensorId};
 use crate::wire::{Destination, Header, Kind, Outgoing, other_wire_type, unexpected, wire_argument};
 use outbox::Outbox;
 use std::collections::BTreeMap;
@@ -119,30 +120,6 @@ pub enum Action<C> {
     },
 }
 
-/// Payload bytes by direction.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct PayloadBytes {
-    /// Bytes handed to the driver for sending.
-    pub sent_bytes: u64,
-    /// Bytes that arrived.
-    pub received_bytes: u64,
-}
-
-/// What a node counted.
-#[derive(Debug, Clone, Default)]
-pub struct Counters {
-    /// Slices of this rank's submissions that completed.
-    pub slices: u64,
-    /// Frames that were queued ahead of frames that were there before.
-    pub preemptions: u64,
-    /// Frames handed to the driver.
-    pub frames_sent: u64,
-    /// Frames that arrived.
-    pub frames_received: u64,
-    /// By book and layer.
-    pub traffic: Vec<Vec<PayloadBytes>>,
-}
-
 struct BookState<C> {
     book: Arc<Book>,
     slices: Vec<Exchange<C>>,
@@ -159,9 +136,10 @@ struct EarlyFrame<C> {
 }
 
 /// The state machine. See the crate's documentation.
-pub struct Node<M: Memory> {
+pub struct Node<M: Memory, O: Observe = ()> {
     config: Config,
     memory: M,
+    observer: O,
     books: Vec<Option<BookState<M::Chunk>>>,
     outboxes: Vec<Outbox<M::Chunk>>,
     /// Those of the job that have not left.
@@ -172,27 +150,33 @@ pub struct Node<M: Memory> {
     /// Decides between frames of equal place: first in, first out.
     order: u64,
     calls: Calls<M>,
-    counters: Counters,
     /// Both reused from event to event, so that an exchange allocates nothing.
     inputs: Vec<M::Chunk>,
     effects: Vec<Effect<M::Chunk>>,
 }
 
 impl<M: Memory> Node<M> {
-    /// A node without books.
+    /// A node without books, which nobody watches.
     pub fn new(config: Config, memory: M) -> Self {
+        Self::watched(config, memory, ())
+    }
+}
+
+impl<M: Memory, O: Observe> Node<M, O> {
+    /// A node without books, and who watches it.
+    pub fn watched(config: Config, memory: M, observer: O) -> Self {
         let ranks = config.ranks as usize;
         Self {
             outboxes: (0..ranks).map(|_| Outbox::new(config.window_bytes)).collect(),
             calls: Calls::new(config.rank, config.ranks),
             config,
             memory,
+            observer,
             books: Vec::new(),
             active: Members::all(ranks as u32),
             early: BTreeMap::new(),
             early_bytes: 0,
             order: 0,
-            counters: Counters::default(),
             inputs: Vec::new(),
             effects: Vec::new(),
         }
@@ -203,9 +187,9 @@ impl<M: Memory> Node<M> {
         &mut self.memory
     }
 
-    /// What was counted so far.
-    pub fn counters(&self) -> &Counters {
-        &self.counters
+    /// Who watches this node.
+    pub fn observer(&mut self) -> &mut O {
+        &mut self.observer
     }
 
     /// Opens a book; frames of it that came early are processed now.
@@ -228,9 +212,7 @@ impl<M: Memory> Node<M> {
         }
         if at >= self.books.len() {
             self.books.resize_with(at + 1, || None);
-            self.counters.traffic.resize_with(at + 1, Vec::new);
         }
-        self.counters.traffic[at] = vec![PayloadBytes::default(); book.layers.len()];
         for (peer, outbox) in self.outboxes.iter_mut().enumerate() {
             outbox.open_book(id, &book, Rank(peer as u32));
         }
@@ -294,7 +276,7 @@ impl<M: Memory> Node<M> {
             let (rank, name) = (self.config.rank, &ids.name);
             return Err(Error::Config(format!("{name}: rank {rank} is none of those that the book is for")));
         }
-        let Tensor { name, dtype, wire, .. } = &ids.tensors[tensor as usize];
+        let Tensor { name, dtype, wire, layer, .. } = &ids.tensors[tensor as usize];
         if let Some((op, why)) = gives.op().and_then(|op| Some((op, op.refused_on_wire(*dtype, *wire)?))) {
             return Err(Error::Config(format!("{}: {op:?} of {name} ({dtype:?}): {why}", ids.name)));
         }
@@ -310,6 +292,7 @@ impl<M: Memory> Node<M> {
                 };
                 let chunk = self.memory.part(memory, start, len);
                 let header = submission.header(id);
+                self.saw(Point::Submitted, &header, Some(*layer), None);
                 self.exchange(
                     &header,
                     |exchange, context| exchange.submit(&header, chunk, gives, context),
@@ -318,6 +301,10 @@ impl<M: Memory> Node<M> {
             }
         }
         Ok(())
+    }
+
+    fn saw(&mut self, point: Point, header: &Header, layer: Option<LayerId>, peer: Option<Rank>) {
+        self.observer.observe(Observation { point, header, layer, peer, overtakes: false });
     }
 
     /// Lets the exchange of the slice that `header` names (and that exists) handle an event, and does what it wants.
@@ -343,19 +330,24 @@ impl<M: Memory> Node<M> {
     fn perform(&mut self, header: &Header, actions: &mut Vec<Action<M::Chunk>>) {
         let Some(Some(state)) = self.books.get(usize::from(header.book)) else { return };
         let slice = &state.book.slices[header.slice as usize];
-        let layer = state.book.tensors[slice.tensor as usize].layer as usize;
-        let place = if self.config.priority { state.places[layer] as usize } else { 0 };
+        let layer = state.book.tensors[slice.tensor as usize].layer;
+        let place = if self.config.priority { state.places[layer as usize] as usize } else { 0 };
         let number = state.book.number_at_peer(header.slice);
+        let mut saw = |point, header: &Header, peer, overtakes| {
+            self.observer.observe(Observation { point, header, layer: Some(layer), peer, overtakes });
+        };
         for effect in self.effects.drain(..) {
             match effect {
                 Effect::Send { to, frame, flow } => {
                     self.order += 1;
                     let outbox = &mut self.outboxes[to.index()];
+                    let sent = frame.header;
                     let overtakes = match flow {
                         Flow::Window => outbox.queue_push(place, self.order, number, frame),
                         Flow::Free => outbox.queue_ready(place, self.order, frame),
                     };
-                    self.counters.preemptions += u64::from(overtakes);
+                    let point = if sent.kind.takes_part() { Point::Queued } else { Point::Answered };
+                    saw(point, &sent, Some(to), overtakes);
                     actions.push(Action::Wake(to));
                 }
                 Effect::Opens { to } => {
@@ -369,8 +361,9 @@ impl<M: Memory> Node<M> {
                 Effect::Gathered { parts } => {
                     actions.push(Action::Gathered { book: header.book, slice: header.slice, parts });
                 }
+                Effect::Summed { seq } => saw(Point::Summed, &Header { seq, ..*header }, None, false),
                 Effect::Complete { seq, present } => {
-                    self.counters.slices += 1;
+                    saw(Point::Landed, &Header { seq, ..*header }, None, false);
                     actions.push(Action::Complete { book: header.book, slice: header.slice, seq, present });
                 }
             }
@@ -434,7 +427,9 @@ impl<M: Memory> Node<M> {
         payload: Option<M::Chunk>,
         actions: &mut Vec<Action<M::Chunk>>,
     ) -> Result<(), Error> {
-        self.counters.frames_received += 1;
+        if !header.kind.is_exchange() {
+            self.saw(Point::Arrived, header, None, Some(from));
+        }
         if header.kind == Kind::Leave {
             return self.leave(from, actions);
         }
@@ -466,9 +461,8 @@ impl<M: Memory> Node<M> {
         actions: &mut Vec<Action<M::Chunk>>,
     ) -> Result<(), Error> {
         let Some(Some(state)) = self.books.get(usize::from(header.book)) else { return Ok(()) };
-        let layer = state.book.tensor_of(header.slice).layer as usize;
-        self.counters.traffic[usize::from(header.book)][layer].received_bytes +=
-            u64::from(header.payload_bytes);
+        let layer = state.book.tensor_of(header.slice).layer;
+        self.saw(Point::Arrived, header, Some(layer), Some(from));
         self.exchange(header, |exchange, context| exchange.frame(from, header, payload, context), actions)
     }
 
@@ -513,15 +507,14 @@ impl<M: Memory> Node<M> {
         Ok(())
     }
 
-    /// The frame to send to `peer` next, decided now. Its payload must stay unchanged until it is written.
+    /// The frame to send to `peer` next, decided now. Its payload must stay unchanged until it is written; when that begins, the
+    /// node is to be told ([`Node::first_byte_out`]).
     pub fn next_frame(&mut self, peer: Rank) -> Option<Outgoing<M::Chunk>> {
         let mut frame = self.outboxes[peer.index()].pop()?;
-        self.counters.frames_sent += 1;
         if frame.header.kind.is_exchange() {
             let at = usize::from(frame.header.book);
             if let Some(Some(state)) = self.books.get(at) {
-                let Tensor { layer, dtype, wire, .. } = *state.book.tensor_of(frame.header.slice);
-                self.counters.traffic[at][layer as usize].sent_bytes += u64::from(frame.header.payload_bytes);
+                let Tensor { dtype, wire, .. } = *state.book.tensor_of(frame.header.slice);
                 // Rounded now and not when it was queued: so no more scratch is in use than what is being written. Of an
                 // answer this loses nothing, for the result has been rounded.
                 if let Some(payload) = frame.payload.as_mut().filter(|_| wire != dtype) {
@@ -532,6 +525,16 @@ impl<M: Memory> Node<M> {
             }
         }
         Some(frame)
+    }
+
+    /// The first byte of a frame that [`Node::next_frame`] gave for `peer` is written.
+    pub fn first_byte_out(&mut self, peer: Rank, header: &Header) {
+        if !O::WATCHES {
+            return;
+        }
+        let book = self.books.get(usize::from(header.book)).filter(|_| header.kind.is_exchange());
+        let layer = book.and_then(Option::as_ref).map(|state| state.book.tensor_of(header.slice).layer);
+        self.saw(Point::FirstByteOut, header, layer, Some(peer));
     }
 
     /// Whether [`Node::next_frame`] would give a frame.

@@ -66,7 +66,8 @@ impl<C> Submission<C> {
         let Self { book, seq, step, .. } = *self;
         let (kind, argument) = match self.gives {
             Gives::Bytes { len_bytes, .. } => (Kind::Gather, len_bytes),
-            Gives::Whole(_) | Gives::Nothing(_) => (Kind::Push, 0),
+            Gives::Whole(_) => (Kind::Push, 0),
+            Gives::Nothing(_) => (Kind::PushAbsent, 0),
         };
         let op = self.gives.op().unwrap_or_default();
         Header { op, book, slice, seq, step, argument, ..Header::control(kind) }

@@ -4,6 +4,7 @@ use penstock_core::calls::{Action as What, Call, Request, Share, Signature};
 use penstock_core::layout::{Book, Tensor};
 use penstock_core::memory::Memory;
 use penstock_core::node::{Action, Config, Event, Node};
+use penstock_core::observe::{Counters, Observation, Observe, Point};
 use penstock_core::reduce::Reduction;
 use penstock_core::types::{Dtype, Rank, Seq};
 use penstock_core::way::Algorithm;
@@ -16,6 +17,8 @@ use std::sync::Arc;
 
 #[path = "node/gathers.rs"]
 mod gathers;
+#[path = "node/observe.rs"]
+mod observe;
 #[path = "node/steps.rs"]
 mod steps;
 #[path = "node/wire_types.rs"]
@@ -103,8 +106,24 @@ fn book_of(tensors: u32, ranks: u32, schemes: &[(Route, Dtype)]) -> Arc<Book> {
     Arc::new(Book::new("model", layers, tensors, ranks, 4096, 1).unwrap())
 }
 
+/// What was observed, in order: where, of which kind, to or from whom.
+#[derive(Default)]
+struct Watcher {
+    counters: Counters,
+    seen: Vec<Seen>,
+}
+
+type Seen = (Point, Kind, Option<u32>);
+
+impl Observe for Watcher {
+    fn observe(&mut self, seen: Observation<'_>) {
+        self.counters.observe(seen);
+        self.seen.push((seen.point, seen.header.kind, seen.peer.map(|rank| rank.0)));
+    }
+}
+
 struct Bench {
-    node: Node<Lengths>,
+    node: Node<Lengths, Watcher>,
     ranks: u32,
     actions: Vec<Action<Chunk>>,
 }
@@ -112,7 +131,8 @@ struct Bench {
 impl Bench {
     fn new(rank: u32, ranks: u32, window_bytes: u64) -> Self {
         let config = Config { rank: Rank(rank), ranks, lane: 0, lanes: 1, window_bytes, priority: true };
-        Self { node: Node::new(config, Lengths::default()), ranks, actions: Vec::new() }
+        let node = Node::watched(config, Lengths::default(), Watcher::default());
+        Self { node, ranks, actions: Vec::new() }
     }
 
     fn with_book(rank: u32, ranks: u32, window_bytes: u64) -> Self {
@@ -183,8 +203,14 @@ impl Bench {
         self.node.step(Event::Frame { from: Rank(from), header, payload }, &mut self.actions)
     }
 
+    /// All that may be sent to a peer now, and is.
     fn frames(&mut self, peer: u32) -> Vec<Outgoing<Chunk>> {
-        std::iter::from_fn(|| self.node.next_frame(Rank(peer))).collect()
+        std::iter::from_fn(|| {
+            let frame = self.node.next_frame(Rank(peer))?;
+            self.node.first_byte_out(Rank(peer), &frame.header);
+            Some(frame)
+        })
+        .collect()
     }
 
     fn completed(&self) -> usize {
@@ -204,8 +230,8 @@ fn frames_of_a_book_that_is_opened_later_are_counted_once() {
     bench.frame(1, exchange(Kind::PushAbsent, 2, 1, Op::Average)).unwrap();
     bench.contribution(1, 1, 5000);
     bench.open();
-    assert_eq!(bench.node.counters().frames_received, 4);
-    assert_eq!(bench.node.counters().traffic[0][0].received_bytes, 4096 + 5000);
+    assert_eq!(bench.node.observer().counters.frames_received, 4);
+    assert_eq!(bench.node.observer().counters.traffic[0][0].received_bytes, 4096 + 5000);
     bench.gather(1, 0).unwrap();
     assert_eq!(bench.gathered(), [None, Some(5000)]);
     bench.actions.clear();

@@ -52,6 +52,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         peer_timeout: Duration::from_secs(30),
         congestion_control: "auto".into(),
         handshake_timeout: Duration::from_secs(10),
+        observations: 1 << 16,
     })?;
     engine.connect(&table)?;
     let mut values = vec![rank as f32 + 1.0; mib.parse::<usize>()? << 18];

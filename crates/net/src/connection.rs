@@ -10,10 +10,11 @@
 
 use crate::descriptors::{self, Registration};
 use crate::line;
-use crate::memory::{Chunk, RealMemory};
+use crate::memory::Chunk;
+use crate::observed::LaneNode;
 use crate::send_buffer;
 use mio::net::TcpStream;
-use penstock_core::node::{Action, Event, Node};
+use penstock_core::node::{Action, Event};
 use penstock_core::wire::{Destination, HEADER_BYTES, Outgoing};
 use penstock_core::{Error, Header, Kind, Rank};
 use std::collections::VecDeque;
@@ -52,19 +53,38 @@ struct Arriving {
     filled: usize,
 }
 
-/// A frame that the node has given out.
+/// A frame that is given out.
 struct Departing {
     head: [u8; HEADER_BYTES],
     payload: Option<Chunk>,
+    /// Of the node's, until it is begun.
+    unbegun: Option<Header>,
 }
 
 impl Departing {
-    fn new(frame: Outgoing<Chunk>) -> Self {
-        Self { head: frame.header.encode(), payload: frame.payload }
+    fn new(Outgoing { header, payload }: Outgoing<Chunk>, of_node: bool) -> Self {
+        Self { head: header.encode(), payload, unbegun: of_node.then_some(header) }
     }
 
     fn len(&self) -> usize {
         HEADER_BYTES + self.payload.as_ref().map_or(0, Chunk::len)
+    }
+}
+
+/// Where a connection's frames come from, but for those that the lane itself adds.
+pub(crate) struct Source<'a> {
+    pub(crate) node: &'a mut LaneNode,
+    /// The other end.
+    pub(crate) peer: Rank,
+    /// Whether the node may have a frame for it.
+    pub(crate) wanted: &'a mut bool,
+}
+
+impl Source<'_> {
+    fn next(&mut self) -> Option<Outgoing<Chunk>> {
+        let frame = if *self.wanted { self.node.next_frame(self.peer) } else { None };
+        *self.wanted = frame.is_some();
+        frame
     }
 }
 
@@ -101,6 +121,8 @@ pub(crate) struct Connection {
     delivered_bytes: u64,
     /// Bytes read so far.
     pub(crate) received_bytes: u64,
+    /// Frames handed to the node so far.
+    pub(crate) received_frames: u64,
     /// When something was last read.
     pub(crate) heard: Instant,
     /// When something was last written.
@@ -142,6 +164,7 @@ impl Connection {
             sent_bytes: 0,
             delivered_bytes: 0,
             received_bytes: 0,
+            received_frames: 0,
             heard: now,
             spoke: now,
         })
@@ -159,7 +182,7 @@ impl Connection {
     pub(crate) fn read(
         &mut self,
         from: Rank,
-        node: &mut Node<RealMemory>,
+        node: &mut LaneNode,
         actions: &mut Vec<Action<Chunk>>,
         now: Instant,
     ) -> Result<Progress, Error> {
@@ -227,7 +250,7 @@ impl Connection {
     fn understand(
         &mut self,
         from: Rank,
-        node: &mut Node<RealMemory>,
+        node: &mut LaneNode,
         actions: &mut Vec<Action<Chunk>>,
     ) -> Result<(), Error> {
         loop {
@@ -240,6 +263,7 @@ impl Connection {
                     return Ok(());
                 }
                 if let Some(Arriving { header, chunk, .. }) = self.arriving.take() {
+                    self.received_frames += 1;
                     node.step(Event::Frame { from, header, payload: Some(chunk) }, actions)?;
                 }
             }
@@ -259,7 +283,10 @@ impl Connection {
                     }
                     self.arriving = Some(Arriving { header, chunk, filled: 0 });
                 }
-                Destination::None => node.step(Event::Frame { from, header, payload: None }, actions)?,
+                Destination::None => {
+                    self.received_frames += 1;
+                    node.step(Event::Frame { from, header, payload: None }, actions)?;
+                }
             }
         }
     }
@@ -319,17 +346,13 @@ impl Connection {
         }
     }
 
-    /// Writes for one turn, asking `next` for frames at the last moment.
-    pub(crate) fn write(
-        &mut self,
-        mut next: impl FnMut() -> Option<Outgoing<Chunk>>,
-        now: Instant,
-    ) -> Progress {
+    /// Writes for one turn, asking for frames at the last moment, and tells the node when one is begun.
+    pub(crate) fn write(&mut self, mut source: Source<'_>, now: Instant) -> Progress {
         let mut turn_bytes = 0;
         while self.may_write {
             while self.departing_bytes < BATCH_BYTES && self.departing.len() < BATCH_FRAMES {
-                let Some(frame) = next() else { break };
-                self.depart(frame);
+                let Some(frame) = source.next() else { break };
+                self.queue(Departing::new(frame, true));
             }
             if self.departing.is_empty() {
                 break;
@@ -337,7 +360,7 @@ impl Connection {
             if turn_bytes >= TURN_BYTES {
                 return Progress::Again;
             }
-            match self.send() {
+            match self.send(&mut source) {
                 Ok(count) => {
                     self.spoke = now;
                     turn_bytes += count;
@@ -359,13 +382,16 @@ impl Connection {
 
     /// Queues a frame behind those that the node has given out.
     pub(crate) fn depart(&mut self, frame: Outgoing<Chunk>) {
-        let departing = Departing::new(frame);
+        self.queue(Departing::new(frame, false));
+    }
+
+    fn queue(&mut self, departing: Departing) {
         self.departing_bytes += departing.len();
         self.departing.push_back(departing);
     }
 
     /// One system call.
-    fn send(&mut self) -> io::Result<usize> {
+    fn send(&mut self, source: &mut Source<'_>) -> io::Result<usize> {
         let mut slices = [IoSlice::new(&[]); 2 * BATCH_FRAMES];
         let mut used = 0;
         let mut skip = self.written;
@@ -381,6 +407,8 @@ impl Connection {
             skip = 0;
         }
         let offered: usize = slices[..used].iter().map(|slice| slice.len()).sum();
+        // The peer may have it before this process goes on.
+        source.node.observer().mark();
         // A peer that is gone must not end this process by a signal, whatever the program does with SIGPIPE.
         let socket = socket2::SockRef::from(&self.stream);
         let count = socket.send_vectored_with_flags(&slices[..used], libc::MSG_NOSIGNAL)?;
@@ -391,9 +419,15 @@ impl Connection {
         self.sent_bytes += count as u64;
         self.departing_bytes -= count;
         self.written += count;
-        while let Some(first) = self.departing.front()
-            && self.written >= first.len()
+        while let Some(first) = self.departing.front_mut()
+            && self.written > 0
         {
+            if let Some(header) = first.unbegun.take() {
+                source.node.first_byte_out(source.peer, &header);
+            }
+            if self.written < first.len() {
+                break;
+            }
             self.written -= first.len();
             self.departing.pop_front();
         }

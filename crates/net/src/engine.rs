@@ -12,6 +12,7 @@ use crate::descriptors::{self, Registration};
 use crate::failure::Failure;
 use crate::mailbox::Command;
 use crate::memory::{Chunk, Lender, Pool, RealMemory};
+use crate::observed::{Observations, Record, Rings, now_ns};
 use crate::report::{self, Report};
 use crate::shared::{OpenBook, Shared};
 pub use call::CallPart;
@@ -19,6 +20,7 @@ use parking_lot::{Mutex, RwLock};
 use penstock_core::calls::Calls;
 use penstock_core::cost::Rates;
 use penstock_core::layout::Tensor;
+use penstock_core::observe::Point;
 use penstock_core::{
     Book, BookId, Gives, Members, Op, Rank, Route, Seq, Slicing, Submission, TensorId, slicing,
 };
@@ -73,6 +75,8 @@ pub struct EngineConfig {
     pub peer_timeout: Duration,
     /// Longest time that a new connection may take to prove itself.
     pub handshake_timeout: Duration,
+    /// Of what was observed, how many records are kept per lane, and as many of the program; 0: none.
+    pub observations: usize,
 }
 
 /// Memory of the program, as it hands it over with a [`Submission`].
@@ -108,6 +112,8 @@ struct Inner {
     own_slices: AtomicU64,
     /// Until `connect`.
     listener: Mutex<Option<(Registration, TcpListener)>>,
+    /// Where there are lanes, unless nothing is to be kept.
+    rings: Option<Rings>,
     threads: Mutex<Threads>,
     /// One all-gather, leave or shutdown at a time.
     collective: Mutex<()>,
@@ -148,6 +154,7 @@ impl Engine {
         let pool = Pool::new(POOL_KEEP_BYTES);
         let laneless = Mutex::new((call::laneless(), RealMemory::new(Arc::clone(&pool))));
         let shared = Shared::new(Rank(config.rank), config.size, config.lanes, pool, congestion_control);
+        let rings = if config.size > 1 { Rings::new(config.lanes, config.observations) } else { None };
         Ok(Self {
             inner: Arc::new(Inner {
                 port,
@@ -162,6 +169,7 @@ impl Engine {
                 laneless,
                 own_slices: AtomicU64::new(0),
                 listener: Mutex::new(Some((descriptors::register(&listener), listener))),
+                rings,
                 threads: Mutex::default(),
                 collective: Mutex::default(),
             }),
@@ -295,9 +303,11 @@ impl Engine {
         let start = NonNull::new(address as *mut u8).unwrap_or(NonNull::dangling());
         // SAFETY: the caller vouches for the memory; its length was checked against the book.
         let memory = unsafe { Chunk::handed(start, len_bytes, Arc::clone(&open) as _, id, token) };
+        let at_ns = if self.is_observed() { now_ns() } else { 0 };
         for (lane, mailbox) in lanes.iter().enumerate() {
             if open.lanes[id as usize] & (1 << lane) != 0 {
-                let command = Command::Submit(submission.with(seq, memory.clone()));
+                let submission = submission.with(seq, memory.clone());
+                let command = Command::Submit { submission, at_ns };
                 if more { mailbox.send_held(command, len_bytes) } else { mailbox.send(command) }
             }
         }
@@ -374,6 +384,56 @@ impl Engine {
         self.flush();
         self.inner.shared.lock().accounting.set_phase(phase, Instant::now());
         Ok(())
+    }
+
+    /// The program has made use of the last results of these tensors. Unless that is observed, nothing happens.
+    ///
+    /// # Errors
+    /// `Config` if there is no such tensor.
+    pub fn applied(&self, book: BookId, tensors: &[TensorId]) -> Result<(), Failure> {
+        self.alive("applied")?;
+        let Some(rings) = &self.inner.rings else { return Ok(()) };
+        let open = self.book(book)?;
+        for tensor in tensors {
+            self.tensor(&open, *tensor)?;
+        }
+        let time_ns = now_ns();
+        let of_tensor = |id: &TensorId| {
+            let (seq, layer) = (
+                open.tensors[*id as usize].seq.load(Ordering::Acquire),
+                open.book.tensors[*id as usize].layer,
+            );
+            let (payload_bytes, peer, point, kind) = (0, None, Point::Applied, 0);
+            let slices = open.book.slices_of(*id);
+            slices.map(move |slice| Record {
+                time_ns,
+                seq,
+                layer,
+                slice,
+                payload_bytes,
+                peer,
+                book,
+                point,
+                kind,
+            })
+        };
+        rings.of_program(tensors.iter().flat_map(of_tensor));
+        Ok(())
+    }
+
+    /// Whether what happens to slices is kept for [`Engine::observations`].
+    #[must_use]
+    pub fn is_observed(&self) -> bool {
+        self.inner.rings.is_some()
+    }
+
+    /// What was observed since the last call, as far as it was kept. Also after the end of the job.
+    ///
+    /// # Errors
+    /// `Config` in a forked child.
+    pub fn observations(&self) -> Result<Observations, Failure> {
+        self.alive("observations")?;
+        Ok(self.inner.rings.as_ref().map(Rings::take).unwrap_or_default())
     }
 
     /// What was counted so far.

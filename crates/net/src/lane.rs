@@ -12,11 +12,12 @@ mod line;
 
 use crate::admission::Admission;
 use crate::call::Handle;
-use crate::connection::{Connection, Progress};
+use crate::connection::{Connection, Progress, Source};
 use crate::descriptors::{self, Registration};
 use crate::failure::Failure;
 use crate::mailbox::{Command, Mailbox};
 use crate::memory::{Chunk, RealMemory};
+use crate::observed::{LaneNode, Recorder};
 use crate::shared::{OpenBook, Shared};
 use mio::{Events, Interest, Poll, Token};
 use penstock_core::life::{Pulse, Sign};
@@ -61,7 +62,7 @@ pub(crate) struct Lane {
     // Before the poll, so that it is dropped first.
     _noted: Registration,
     poll: Poll,
-    node: Node<RealMemory>,
+    node: LaneNode,
     books: Vec<Option<Arc<OpenBook>>>,
     /// Calls that are not complete, by id.
     calls: BTreeMap<u64, Arc<Handle>>,
@@ -88,6 +89,7 @@ pub(crate) struct Lane {
 impl Lane {
     pub(crate) fn new(
         config: node::Config,
+        recorder: Recorder,
         (peer_timeout, operation_timeout): (Duration, Duration),
         shared: Arc<Shared>,
         poll: Poll,
@@ -114,7 +116,7 @@ impl Lane {
             signs: Vec::new(),
             idle_frames: 0,
             peers: (0..config.ranks).map(|_| Peer::default()).collect(),
-            node: Node::new(config, RealMemory::new(Arc::clone(&shared.pool))),
+            node: Node::watched(config, RealMemory::new(Arc::clone(&shared.pool)), recorder),
             shared,
             looked: now,
             work: VecDeque::new(),
@@ -144,7 +146,7 @@ impl Lane {
             }
         }
         self.mailbox.close();
-        let counters = self.node.counters().clone();
+        let counters = self.node.observer().counters.clone();
         self.shared.update(|state| {
             state.final_counters.push(counters);
             state.lanes_done += u32::from(!self.done);
@@ -202,7 +204,10 @@ impl Lane {
             return self.command_after_failure(command);
         }
         let event = match command {
-            Command::Submit(submission) => Event::Submit(submission),
+            Command::Submit { submission, at_ns } => {
+                self.node.observer().submitted_ns = at_ns;
+                Event::Submit(submission)
+            }
             Command::Control { header, payload } => Event::Control { to: None, header, payload },
             Command::Ask(question) => {
                 let answer = self.answer(question);
@@ -226,7 +231,7 @@ impl Lane {
             }
             Command::Failed { header, reason } => return self.fail_all(header, reason),
             Command::Count { reply } => {
-                let _ = reply.send(self.node.counters().clone());
+                let _ = reply.send(self.node.observer().counters.clone());
                 return;
             }
             Command::Stop => {
@@ -234,6 +239,7 @@ impl Lane {
                 return;
             }
         };
+        self.node.observer().mark();
         let outcome = self.node.step(event, &mut self.actions);
         self.act(outcome);
     }
@@ -243,7 +249,7 @@ impl Lane {
             Command::Connected { peer, stream } => self.connected(peer, stream),
             Command::Failed { header, reason } => self.fail_all(header, reason),
             Command::Count { reply } => {
-                let _ = reply.send(self.node.counters().clone());
+                let _ = reply.send(self.node.observer().counters.clone());
             }
             Command::Stop => self.stopping = true,
             // The caller finds the failure.
@@ -353,9 +359,9 @@ impl Lane {
         let rank = Rank(peer as u32);
         let Some(connection) = &mut self.peers[peer].connection else { return };
         if connection.may_read {
-            let (bytes, frames) = (connection.received_bytes, self.node.counters().frames_received);
+            let (bytes, frames) = (connection.received_bytes, connection.received_frames);
             let turn = connection.read(rank, &mut self.node, &mut self.actions, self.now);
-            let frames = self.node.counters().frames_received - frames;
+            let frames = connection.received_frames - frames;
             // More than frames without payload hold: part of a payload has come, if not all of it.
             let part = connection.received_bytes - bytes > (frames + 1) * HEADER_BYTES as u64;
             let idle = self.idle_frames;
@@ -377,13 +383,7 @@ impl Lane {
             }
         }
         let Peer { connection: Some(connection), wanted, .. } = &mut self.peers[peer] else { return };
-        let node = &mut self.node;
-        let next = || {
-            let frame = if *wanted { node.next_frame(rank) } else { None };
-            *wanted = frame.is_some();
-            frame
-        };
-        match connection.write(next, self.now) {
+        match connection.write(Source { node: &mut self.node, peer: rank, wanted }, self.now) {
             Progress::Idle => {}
             Progress::Again => self.enqueue(peer),
             Progress::Closed(_) => {
@@ -398,7 +398,8 @@ impl Lane {
         let Some(connection) = &mut self.peers[peer].connection else { return };
         let mut aborts = Vec::new();
         let read = if connection.may_read { connection.heed(&mut aborts) } else { Progress::Idle };
-        let written = connection.write(|| None, self.now);
+        let last = Source { node: &mut self.node, peer: Rank(peer as u32), wanted: &mut false };
+        let written = connection.write(last, self.now);
         for abort in aborts {
             self.shared.live(|life, now_ns| life.aborted(now_ns, Rank(peer as u32), &abort));
         }

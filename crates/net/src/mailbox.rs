@@ -8,7 +8,7 @@ use mio::Waker;
 use parking_lot::{Mutex, MutexGuard, RwLock};
 use penstock_core::calls::Call;
 use penstock_core::life::Question;
-use penstock_core::node::Counters;
+use penstock_core::observe::Counters;
 use penstock_core::types::GroupId;
 use penstock_core::{BookId, Header, Rank, Submission};
 use std::sync::Arc;
@@ -20,8 +20,8 @@ pub(crate) enum Command {
     Open(Arc<OpenBook>),
     /// Each layer's place in the forward pass.
     Places { book: BookId, places: Arc<[u32]> },
-    /// This rank's part in the next exchange of a tensor.
-    Submit(Submission<Chunk>),
+    /// This rank's part in the next exchange of a tensor, and when the program said so.
+    Submit { submission: Submission<Chunk>, at_ns: u64 },
     /// A control frame to all other ranks.
     Control { header: Header, payload: Option<Chunk> },
     /// This rank contributes no more until all have left.

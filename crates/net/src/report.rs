@@ -3,7 +3,7 @@
 use crate::accounting::Busy;
 use crate::shared::OpenBook;
 use penstock_core::layout::Tensor;
-use penstock_core::node::{Counters, PayloadBytes};
+use penstock_core::observe::{Counters, PayloadBytes};
 use penstock_core::{Dtype, Rank};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -11,7 +11,7 @@ use crate::memory::{Chunk, Lender, Pool};
 use life::Fate;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use penstock_core::life::Life;
-use penstock_core::node::Counters;
+use penstock_core::observe::Counters;
 use penstock_core::{Book, BookId, Error, Rank, Seq, TensorId};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};

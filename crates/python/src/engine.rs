@@ -7,7 +7,7 @@ use crate::report;
 use penstock_core::layout::Tensor;
 use penstock_core::types::GroupId;
 use penstock_core::{BookId, Gives, Op, Rank, Route, Seq, Slicing, Step, Submission, TensorId};
-use penstock_net::{EngineConfig, Lent, Phase, Stop};
+use penstock_net::{EngineConfig, Lent, Observations, Phase, Record, Stop};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use std::ptr::NonNull;
@@ -82,7 +82,7 @@ pub(crate) fn waiting<T: Send>(
 impl Engine {
     #[new]
     #[pyo3(signature = (*, rank, size, bind_host, port, secret, job_id, slice_bytes, lanes, window_bytes, priority,
-                        operation_timeout_s, peer_timeout_s, handshake_timeout_s, congestion_control="auto".into(), all_lanes=true))]
+                        operation_timeout_s, peer_timeout_s, handshake_timeout_s, congestion_control="auto".into(), all_lanes=true, observations=0))]
     #[allow(clippy::too_many_arguments)] // Keywords in Python; a struct from here on.
     fn new(
         rank: u32,
@@ -100,6 +100,7 @@ impl Engine {
         handshake_timeout_s: f64,
         congestion_control: String,
         all_lanes: bool,
+        observations: usize,
     ) -> PyResult<Self> {
         let wrong = |_| bad_argument(format!("job_id has {} bytes; it must have 16", job_id.len()));
         let config = EngineConfig {
@@ -118,6 +119,7 @@ impl Engine {
             peer_timeout: seconds("peer_timeout_s", peer_timeout_s)?,
             congestion_control,
             handshake_timeout: seconds("handshake_timeout_s", handshake_timeout_s)?,
+            observations,
         };
         Ok(Self { engine: penstock_net::Engine::bind(config).map_err(raise)? })
     }
@@ -302,6 +304,26 @@ impl Engine {
 
     fn phase(&self, name: &str) -> PyResult<()> {
         self.engine.phase(name.parse::<Phase>().map_err(bad_argument)?).map_err(raise)
+    }
+
+    #[getter]
+    fn observed(&self) -> bool {
+        self.engine.is_observed()
+    }
+
+    #[allow(clippy::needless_pass_by_value)]
+    fn applied(&self, book: BookId, tensors: Vec<TensorId>) -> PyResult<()> {
+        self.engine.applied(book, &tensors).map_err(raise)
+    }
+
+    fn observations<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyBytes>, u64)> {
+        let Observations { records, lost } = py.detach(|| self.engine.observations()).map_err(raise)?;
+        let bytes = PyBytes::new_with(py, records.len() * Record::BYTES, |bytes| {
+            let places = bytes.chunks_exact_mut(Record::BYTES);
+            places.zip(&records).for_each(|(place, record)| place.copy_from_slice(&record.encode()));
+            Ok(())
+        })?;
+        Ok((bytes, lost))
     }
 
     fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {

@@ -12,9 +12,11 @@ mod way;
 /// `penstock.coordinator` and `penstock.torch`.
 #[pyo3::pymodule]
 mod _native {
+    use penstock_core::observe::Point;
     use penstock_core::way::Algorithm;
+    use penstock_net::Record;
     use pyo3::prelude::*;
-    use pyo3::types::PyTuple;
+    use pyo3::types::{PyList, PyTuple};
 
     /// The names of algorithms, and of ways, have one list, which is the core's.
     #[pymodule_init]
@@ -22,6 +24,8 @@ mod _native {
         let names = |of: &[Algorithm]| PyTuple::new(module.py(), of.iter().map(|one| one.name()));
         module.add("ALGORITHMS", names(&Algorithm::ALL)?)?;
         module.add("COLLECTIVES", names(&Algorithm::COLLECTIVES)?)?;
+        module.add("POINTS", PyTuple::new(module.py(), Point::ALL.map(Point::name))?)?;
+        module.add("RECORD", PyList::new(module.py(), Record::FIELDS)?)?;
         module.add("WAYS", super::way::all(module.py())?)
     }
 

@@ -133,6 +133,8 @@ pub enum Sabotage {
     Idle,
     /// Memory changes while it is being written to the wire.
     ChangeWhileWriting,
+    /// What a node lets others see is not passed on, once.
+    Overlook,
     /// The count of bytes on a link is wrong.
     Miscount,
     /// A rank says another step than the others for one submission.

@@ -7,7 +7,7 @@ use penstock_sim::program::Sabotage;
 const SEEDS: u64 = 400;
 
 /// What is broken, and who finds it first.
-const CANARIES: [(Sabotage, &[Checker]); 17] = [
+const CANARIES: [(Sabotage, &[Checker]); 18] = [
     (Sabotage::FlipBit, &[Checker::Exact]),
     (Sabotage::DropFrame, &[Checker::NoDeadlock, Checker::Protocol]),
     (Sabotage::CompleteTwice, &[Checker::ExactlyOnce]),
@@ -23,6 +23,7 @@ const CANARIES: [(Sabotage, &[Checker]); 17] = [
     (Sabotage::WideWindowUnseen, &[Checker::OwnerMemory]),
     (Sabotage::Idle, &[Checker::Window]),
     (Sabotage::ChangeWhileWriting, &[Checker::PayloadStays]),
+    (Sabotage::Overlook, &[Checker::Journey]),
     (Sabotage::Miscount, &[Checker::Bytes]),
     (Sabotage::OtherStep, &[Checker::Protocol]),
 ];

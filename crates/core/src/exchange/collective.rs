@@ -310,7 +310,7 @@ fn add_up<M: Memory>(
     Adding { elems, to_own, last }: &Adding,
     context: &mut Context<'_, M>,
 ) -> Result<(), Error> {
-    let Context { site, memory, inputs, .. } = context;
+    let Context { site, memory, inputs, effects } = context;
     let range = places.bytes(elems);
     let output = memory.part(&round.memory, range.start, range.len());
     let has_some = if *to_own { round.contributes } else { round.present };
@@ -326,6 +326,7 @@ fn add_up<M: Memory>(
     let how = round.header.op.reduction(if *last { places.post.positions } else { 1 });
     if !inputs.is_empty() {
         memory.reduce(site.dtype, how, inputs, &output);
+        effects.push(Effect::Summed { seq: round.header.seq });
     }
     inputs.clear();
     Ok(())

@@ -78,6 +78,11 @@ pub enum Effect<C> {
         /// there are no other ranks.
         parts: Vec<Option<Vec<C>>>,
     },
+    /// Nothing to do: contributions have become one here.
+    Summed {
+        /// The round.
+        seq: Seq,
+    },
     /// The result is in this rank's memory.
     Complete {
         /// The round.

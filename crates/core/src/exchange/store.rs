@@ -208,6 +208,7 @@ impl<C: Clone> Store<C> {
             }
         };
         context.inputs.clear();
+        context.effects.extend(result.is_some().then_some(Effect::Summed { seq: header.seq }));
         self.answer(header, &outcome, result.as_ref(), context);
         self.gathering.clear();
         Ok(())

@@ -4,13 +4,14 @@ use super::{Action, Node};
 use crate::calls::Call;
 use crate::error::Error;
 use crate::memory::Memory;
+use crate::observe::{Observation, Observe, Point};
 use crate::types::Rank;
 use crate::wire::Header;
 
 /// Calls count as most urgent: somebody waits for them.
 const PLACE: usize = 0;
 
-impl<M: Memory> Node<M> {
+impl<M: Memory, O: Observe> Node<M, O> {
     pub(super) fn call(
         &mut self,
         call: Call<M::Chunk>,
@@ -36,8 +37,10 @@ impl<M: Memory> Node<M> {
     fn call_effects(&mut self, actions: &mut Vec<Action<M::Chunk>>) {
         for (peer, frame) in self.calls.effects.frames.drain(..) {
             self.order += 1;
+            let header = frame.header;
             let overtakes = self.outboxes[peer.index()].queue_ready(PLACE, self.order, frame);
-            self.counters.preemptions += u64::from(overtakes);
+            let (point, header, peer_of) = (Point::Queued, &header, Some(peer));
+            self.observer.observe(Observation { point, header, layer: None, peer: peer_of, overtakes });
             actions.push(Action::Wake(peer));
         }
         // Whoever waits for a peer must hear of its loss, so it needs a connection to it.

@@ -23,7 +23,7 @@ fn a_push_is_rounded_when_it_is_taken_and_its_answer_expanded() {
     let scratch = bench.node.memory().scratch.clone();
     bench.submit(1, 1, Op::Average, false);
     assert_eq!(scratch.get(), 0, "not before");
-    let pushed = bench.node.next_frame(Rank(1)).unwrap();
+    let pushed = bench.frames(1).pop().unwrap();
     assert_eq!(
         (pushed.header, pushed.payload.as_ref().unwrap().1),
         (Header { step: 1, ..halves(Kind::Push, 1) }, 2048)
@@ -32,8 +32,8 @@ fn a_push_is_rounded_when_it_is_taken_and_its_answer_expanded() {
     drop(pushed);
     bench.frame(1, halves(Kind::Answer, 1)).unwrap();
     assert_eq!((bench.completed(), scratch.get()), (1, 0));
-    assert_eq!(bench.node.counters().traffic[0][1].sent_bytes, 2048);
-    assert_eq!(bench.node.counters().traffic[0][1].received_bytes, 2048);
+    assert_eq!(bench.node.observer().counters.traffic[0][1].sent_bytes, 2048);
+    assert_eq!(bench.node.observer().counters.traffic[0][1].received_bytes, 2048);
 }
 
 #[test]

@@ -69,7 +69,9 @@ impl Engine {
             let timeouts = (peer_timeout, operation_timeout);
             let shared = Arc::clone(&self.inner.shared);
             let lane_config = self.lane_config(lane);
-            let lane_thread = Lane::new(lane_config, timeouts, shared, poll, mailbox, Arc::clone(&admission));
+            let recorder = self.inner.rings.as_ref().map(|rings| rings.recorder(lane)).unwrap_or_default();
+            let admission = Arc::clone(&admission);
+            let lane_thread = Lane::new(lane_config, recorder, timeouts, shared, poll, mailbox, admission);
             let builder = std::thread::Builder::new().name(format!("penstock-lane-{lane}"));
             threads.lanes.push(builder.spawn(move || lane_thread.run()).map_err(broken)?);
         }

@@ -1,14 +1,15 @@
 //! What each link should carry: a second, naive model of a node's queues. Everything that waits is in one list, which is
 //! searched from end to end for the frames that may go; the node's choice must be among them and none may be better.
 //!
-//! The model knows nothing of contents, only of what waits: which answers exist follows from who has contributed, and which
+//! The model learns from what the node lets others see what was submitted and what has arrived, and knows nothing of contents, only
+//! of what waits: which answers exist follows from who has contributed, and which
 //! parts of a collective from its steps and what has come. The steps themselves are the node's; what they come to is
 //! checked by the ledger.
 
 use super::{Checker, Violation, check};
 use penstock_core::Route;
 use penstock_core::layout::Book;
-use penstock_core::types::{BookId, Rank, Seq, SliceId, TensorId};
+use penstock_core::types::{BookId, Rank, Seq, SliceId};
 use penstock_core::wire::{Header, Kind};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -101,7 +102,6 @@ pub struct LinkModel {
     books: BTreeMap<BookId, ModelBook>,
     left: BTreeSet<Rank>,
     queues: Vec<Queue>,
-    early: Vec<(Rank, Header)>,
     order: u64,
 }
 
@@ -110,7 +110,7 @@ impl LinkModel {
     #[must_use]
     pub fn new(me: Identity) -> Self {
         let queues = (0..me.ranks).map(|_| Queue::default()).collect();
-        Self { me, books: BTreeMap::new(), left: BTreeSet::new(), queues, early: Vec::new(), order: 0 }
+        Self { me, books: BTreeMap::new(), left: BTreeSet::new(), queues, order: 0 }
     }
 
     /// The node opens a book with these places by layer.
@@ -120,12 +120,6 @@ impl LinkModel {
             id,
             ModelBook { book, places, contributed: BTreeMap::new(), collectives: BTreeMap::new() },
         );
-        let (now, later) = self.early.drain(..).partition(|(_, header)| header.book == id);
-        self.early = later;
-        let now: Vec<(Rank, Header)> = now;
-        for (from, header) in now {
-            self.frame(from, &header);
-        }
     }
 
     /// The node learns the order of the forward pass.
@@ -135,15 +129,10 @@ impl LinkModel {
         }
     }
 
-    /// The rank contributes so many bytes to a gather: frames to all others, which nothing holds back.
-    pub fn gather(&mut self, id: BookId, tensor: TensorId, seq: Seq, len_bytes: u32) {
-        let Some(book) = self.books.get(&id).map(|state| state.book.clone()) else { return };
-        let slice_id = book.slices_of(tensor).start;
-        let slice = &book.slices[slice_id as usize];
-        if slice.lane != self.me.lane {
-            return;
-        }
-        let frames = len_bytes.div_ceil(slice.len_bytes).max(1);
+    /// The rank contributes `argument` bytes to a gather: frames to all others, which nothing holds back.
+    fn gather(&mut self, header: &Header) {
+        let Header { book: id, slice: slice_id, seq, argument: len_bytes, .. } = *header;
+        let frames = len_bytes.div_ceil(self.books[&id].book.slices[slice_id as usize].len_bytes).max(1);
         for peer in (0..self.me.ranks).map(Rank) {
             if peer != self.me.rank && !self.left.contains(&peer) {
                 (0..frames).for_each(|_| self.queue(peer, What::Ready(id, slice_id, seq, len_bytes)));
@@ -151,27 +140,25 @@ impl LinkModel {
         }
     }
 
-    /// The rank submits a tensor that is summed.
-    pub fn submit(&mut self, id: BookId, tensor: TensorId, seq: Seq, absent: bool) {
+    /// The rank submits a slice.
+    pub fn submit(&mut self, header: &Header) {
+        let Header { book: id, slice: slice_id, seq, .. } = *header;
         let Some(book) = self.books.get(&id).map(|state| state.book.clone()) else { return };
-        for slice_id in book.slices_of(tensor) {
-            let slice = &book.slices[slice_id as usize];
-            if slice.lane != self.me.lane {
-                continue;
-            }
-            if book.tensors[tensor as usize].route != Route::STORE {
-                let collective = self.collective(id, slice_id);
-                (collective.open, collective.next) = (Some((seq, !absent)), 0);
-                self.open_collective(&book, id, slice_id, seq);
-                self.advance(id, slice_id);
-            } else if slice.owner == self.me.rank {
-                self.contribute(self.me.rank, id, slice_id, seq);
-            } else if absent {
-                self.queue(slice.owner, What::Ready(id, slice_id, seq, 0));
-            } else {
-                let (number, len_bytes) = (book.number_at_peer(slice_id), u64::from(slice.wire_bytes));
-                self.push(slice.owner, id, slice_id, seq, 0, number, len_bytes);
-            }
+        let (slice, absent) = (&book.slices[slice_id as usize], header.kind == Kind::PushAbsent);
+        if header.kind == Kind::Gather {
+            self.gather(header);
+        } else if book.tensor_of(slice_id).route != Route::STORE {
+            let collective = self.collective(id, slice_id);
+            (collective.open, collective.next) = (Some((seq, !absent)), 0);
+            self.open_collective(&book, id, slice_id, seq);
+            self.advance(id, slice_id);
+        } else if slice.owner == self.me.rank {
+            self.contribute(self.me.rank, id, slice_id, seq);
+        } else if absent {
+            self.queue(slice.owner, What::Ready(id, slice_id, seq, 0));
+        } else {
+            let (number, len_bytes) = (book.number_at_peer(slice_id), u64::from(slice.wire_bytes));
+            self.push(slice.owner, id, slice_id, seq, 0, number, len_bytes);
         }
     }
 
@@ -277,15 +264,12 @@ impl LinkModel {
         window.pushed.remove(&number);
     }
 
-    /// A frame arrives at the node.
+    /// A frame arrives at the node, whose book is open if it is of one.
     pub fn frame(&mut self, from: Rank, header: &Header) {
         match header.kind {
             Kind::Leave => self.leave(from),
-            Kind::Push | Kind::PushAbsent if self.books.contains_key(&header.book) => {
-                self.contribute(from, header.book, header.slice, header.seq);
-            }
-            Kind::Part | Kind::Result if self.books.contains_key(&header.book) => self.part(header),
-            Kind::Push | Kind::PushAbsent | Kind::Part => self.early.push((from, *header)),
+            Kind::Push | Kind::PushAbsent => self.contribute(from, header.book, header.slice, header.seq),
+            Kind::Part | Kind::Result => self.part(header),
             // Whatever arrives, nothing is sent for it.
             Kind::Gather => {}
             Kind::Answer | Kind::AnswerAbsent | Kind::AnswerSame => {
@@ -415,8 +399,8 @@ impl LinkModel {
     pub fn finish(&self) -> Result<(), Violation> {
         for (peer, queue) in self.queues.iter().enumerate() {
             let empty = queue.waiting.is_empty() && queue.windows.values().all(|w| w.open.is_empty());
-            check(empty && self.early.is_empty(), Checker::NothingLeft, || {
-                format!("link {} to {peer}: {queue:?} is left, early frames {:?}", self.me.rank, self.early)
+            check(empty, Checker::NothingLeft, || {
+                format!("link {} to {peer}: {queue:?} is left", self.me.rank)
             })?;
         }
         Ok(())

@@ -2,6 +2,7 @@
 //!
 //! They recompute what they check in the plainest way and share no code with the nodes beyond the layout and the headers.
 
+pub mod journey;
 pub mod ledger;
 pub mod link;
 pub mod order;
@@ -34,6 +35,8 @@ pub enum Checker {
     NothingLeft,
     /// The bytes on each link are those of the formula.
     Bytes,
+    /// What nodes let others see of a slice comes in the order of its journey, on each rank and from rank to rank, and all of it.
+    Journey,
     /// The run ends with every program at its end.
     NoDeadlock,
     /// When a rank is lost, every other rank ends and names it; otherwise nobody is lost.

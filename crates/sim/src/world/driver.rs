@@ -27,6 +27,7 @@ impl<M: SimMemory> World<M> {
     pub(super) fn step(&mut self, rank: Rank, lane: u32, event: Event<Chunk>) -> Result<(), Violation> {
         let at = self.at(rank, lane);
         self.nodes[at].step(event, &mut self.actions).map_err(|error| protocol(rank, error))?;
+        self.watch(rank, lane)?;
         self.act(rank, lane)
     }
 
@@ -112,7 +113,7 @@ impl<M: SimMemory> World<M> {
                 }
             };
             if let Some(frame) = frame {
-                self.begin(id, from, to, frame);
+                self.begin(id, from, frame);
             } else if self.workers[from.index()].exits {
                 self.network.close(id);
             } else {
@@ -129,18 +130,17 @@ impl<M: SimMemory> World<M> {
         if let Some(model) = self.model(from, lane) {
             model.chosen(to, frame.as_ref().map(|frame| &frame.header))?;
         }
+        if let Some(frame) = &frame {
+            // There was room for it, so it is begun at once.
+            self.nodes[at].first_byte_out(to, &frame.header);
+            self.watch(from, lane)?;
+        }
         Ok(frame)
     }
 
     /// Begins to write a frame: its header is encoded, and its payload is what the memory holds now.
-    fn begin(&mut self, id: ConnectionId, from: Rank, to: Rank, frame: Outgoing<Chunk>) {
+    fn begin(&mut self, id: ConnectionId, from: Rank, frame: Outgoing<Chunk>) {
         let Outgoing { header, payload } = frame;
-        self.trace(|| {
-            let Header { kind, book, slice, seq, payload_bytes, .. } = header;
-            format!(
-                "{from} -> {to}: {kind:?} of slice {slice} of book {book}, round {seq}, {payload_bytes} bytes"
-            )
-        });
         if header.kind.is_exchange() {
             let miscounted = self.sabotage(Sabotage::Miscount);
             self.report.sent_bytes[from.index()] += u64::from(header.payload_bytes) + u64::from(miscounted);
@@ -253,9 +253,6 @@ impl<M: SimMemory> World<M> {
         }
         if let (Item::Frame { payload: Some(bytes), .. }, Some(chunk)) = (item, &placed) {
             chunk.write(|memory| memory.copy_from_slice(&bytes));
-        }
-        if let Some(model) = self.model(to, lane) {
-            model.frame(from, &header);
         }
         self.step(to, lane, Event::Frame { from, header, payload: placed })
     }

@@ -3,10 +3,12 @@
 mod driver;
 mod faults;
 mod life;
+mod watch;
 mod worker;
 
 use crate::Report;
 use crate::agenda::Agenda;
+use crate::check::journey::Journeys;
 use crate::check::ledger::Ledger;
 use crate::check::link::{Identity, LinkModel};
 use crate::check::rest::check_bytes;
@@ -17,10 +19,12 @@ use crate::program::{Sabotage, Setup};
 use crate::random::Random;
 use life::Fate;
 use penstock_core::node::{Action, Config, Node};
+use penstock_core::observe::Counters;
 use penstock_core::types::Rank;
 use penstock_core::wire::Outgoing;
 use std::collections::VecDeque;
 use std::rc::Rc;
+use watch::Watcher;
 use worker::{Worker, WorkerPhase};
 
 /// Events after which a run counts as going round in circles.
@@ -63,13 +67,14 @@ pub struct World<M: SimMemory> {
     agenda: Agenda<Happening>,
     network: Fabric,
     /// By rank and lane.
-    nodes: Vec<Node<M>>,
+    nodes: Vec<Node<M, Watcher>>,
     models: Vec<LinkModel>,
     workers: Vec<Worker>,
     fates: Vec<Fate>,
     /// By connection: frames that are not the node's, given out and not begun.
     said: Vec<VecDeque<Outgoing<Chunk>>>,
     ledger: Ledger,
+    journeys: Journeys,
     random: Random,
     /// Reused from step to step.
     actions: Vec<Action<Chunk>>,
@@ -100,6 +105,7 @@ impl<M: SimMemory> World<M> {
             fates: (0..setup.ranks).map(|rank| Fate::new(&setup, Rank(rank))).collect(),
             said: (0..setup.ranks * setup.ranks * setup.lanes).map(|_| VecDeque::new()).collect(),
             ledger: Ledger::new(setup.books.clone(), setup.ranks),
+            journeys: Journeys::default(),
             random,
             actions: Vec::new(),
             sabotaged: false,
@@ -133,7 +139,7 @@ impl<M: SimMemory> World<M> {
         let unseen = self.setup.sabotaged(Sabotage::WideWindowUnseen);
         let window = wide(unseen || self.setup.sabotaged(Sabotage::WideWindow));
         let config = Config { rank, ranks, lane, lanes, window_bytes: window, priority: node_priority };
-        self.nodes.push(Node::new(config, M::default()));
+        self.nodes.push(Node::watched(config, M::default(), Watcher::default()));
         let window_bytes = wide(unseen);
         self.models.push(LinkModel::new(Identity {
             rank,
@@ -257,6 +263,7 @@ impl<M: SimMemory> World<M> {
     fn check_nothing_left(&mut self) -> Result<(), Violation> {
         let left = |what: String| Err(Violation::new(Checker::NothingLeft, what));
         self.ledger.finish()?;
+        self.journeys.finish()?;
         if let Some(connection) = self.network.left() {
             return left(format!("{connection:?} still carries something"));
         }
@@ -280,12 +287,13 @@ impl<M: SimMemory> World<M> {
     }
 
     /// What the nodes counted is what went over the links, and that is what the formula says.
-    fn check_counters(&self) -> Result<(), Violation> {
+    fn check_counters(&mut self) -> Result<(), Violation> {
+        let counters = self.counters();
         let (mut sent, mut received) = (0, 0);
         for rank in 0..self.setup.ranks {
             let lanes = self.setup.lanes as usize;
-            let nodes = &self.nodes[rank as usize * lanes..][..lanes];
-            let traffic = || nodes.iter().flat_map(|node| node.counters().traffic.iter().flatten());
+            let counters = &counters[rank as usize * lanes..][..lanes];
+            let traffic = || counters.iter().flat_map(|counters| counters.traffic.iter().flatten());
             let rank_sent: u64 = traffic().map(|traffic| traffic.sent_bytes).sum();
             sent += rank_sent;
             received += traffic().map(|traffic| traffic.received_bytes).sum::<u64>();
@@ -297,21 +305,26 @@ impl<M: SimMemory> World<M> {
                 check_bytes(Rank(rank), on_links, &self.setup.books, self.setup.ranks, rounds)?;
             }
         }
-        let frames = |of: fn(&Node<M>) -> u64| self.nodes.iter().map(of).sum::<u64>();
-        let (out, into) = (frames(|n| n.counters().frames_sent), frames(|n| n.counters().frames_received));
-        let out = out + self.said_frames;
+        let out = counters.iter().map(|counters| counters.frames_sent).sum::<u64>() + self.said_frames;
+        let into = counters.iter().map(|counters| counters.frames_received).sum();
         check((sent, out) == (received, into), Checker::Bytes, || {
             format!("{out} frames with {sent} bytes were sent, {into} with {received} received")
         })
+    }
+
+    fn counters(&mut self) -> Vec<Counters> {
+        self.nodes.iter_mut().map(|node| node.observer().counters.clone()).collect()
     }
 
     /// What the run was like so far.
     pub fn report(&mut self) -> Report {
         let mut report = std::mem::take(&mut self.report);
         report.virtual_ns = self.agenda.now_ns();
-        report.slices = self.nodes.iter().map(|node| node.counters().slices).sum();
-        report.preemptions = self.nodes.iter().map(|node| node.counters().preemptions).sum();
-        report.frames = self.nodes.iter().map(|node| node.counters().frames_sent).sum();
+        for counters in self.counters() {
+            report.slices += counters.slices;
+            report.preemptions += counters.preemptions;
+            report.frames += counters.frames_sent;
+        }
         report.marks_ns =
             self.workers.iter_mut().map(|worker| std::mem::take(&mut worker.marks_ns)).collect();
         report.lost = self.named();

@@ -228,6 +228,7 @@ impl<M: SimMemory> World<M> {
             }
             let opened = self.nodes[at].open_book(book, layout.clone(), &mut self.actions);
             opened.map_err(|error| Violation::new(Checker::Protocol, format!("rank {rank}: {error}")))?;
+            self.watch(rank, lane)?;
             if let Some(places) = places {
                 if let Some(model) = self.model(rank, lane) {
                     model.set_priorities(book, places);
@@ -252,16 +253,9 @@ impl<M: SimMemory> World<M> {
         let mut random = numbers_of(setup.seed, rank, submission, seq);
         memory.write(|bytes| fill(layout.dtype, &mut random, bytes));
         self.ledger.submit(rank, submission, seq, memory.to_bytes())?;
-        self.trace(|| {
-            let name = &layout.name;
-            format!("rank {rank} submits {name} of book {book}, round {seq}, {op:?}, absent {absent}")
-        });
         let other = layout.slice_count > 0 && self.sabotage(Sabotage::OtherStep);
         let step = seq + u32::from(other);
         for lane in 0..setup.lanes {
-            if let Some(model) = self.model(rank, lane) {
-                model.submit(book, tensor, seq, absent);
-            }
             let memory = memory.clone();
             let gives = Gives::unless_absent(op, absent);
             let part = Part { book, tensor, seq, step, memory, gives };
@@ -295,13 +289,7 @@ impl<M: SimMemory> World<M> {
         let mut random = numbers_of(setup.seed, rank, submission, seq);
         memory.write(|bytes| fill(layout.dtype, &mut random, bytes));
         self.ledger.submit(rank, submission, seq, memory.to_bytes())?;
-        self.trace(|| {
-            format!("rank {rank} gathers {len_bytes} bytes of {} of book {book}, round {seq}", layout.name)
-        });
         let lane = setup.books[usize::from(book)].slices[layout.first_slice as usize].lane;
-        if let Some(model) = self.model(rank, lane) {
-            model.gather(book, tensor, seq, len_bytes);
-        }
         let gives = Gives::Bytes { len_bytes, only_to: None };
         let part = Part { book, tensor, seq, step: seq, memory, gives };
         self.step(rank, lane, Event::Submit(part))
@@ -341,7 +329,6 @@ impl<M: SimMemory> World<M> {
         tensor.complete.insert(slice);
         if setup.books[usize::from(book)].tensors[layout.tensor as usize].route == Route::Gather {
             tensor.present = Some(present);
-            self.trace(|| format!("rank {rank}: gather {slice} of book {book}, round {seq}, is complete"));
             return self.ledger.complete(&Completion { rank, book, slice, seq, present, bytes: None });
         }
         let memory = tensor.memory.part(layout.offset_bytes as usize, layout.len_bytes as usize);
@@ -349,7 +336,6 @@ impl<M: SimMemory> World<M> {
         if touch {
             memory.write(|bytes| bytes[0] ^= 1);
         }
-        self.trace(|| format!("rank {rank}: slice {slice} of book {book}, round {seq}, is complete"));
         let completion = Completion { rank, book, slice, seq, present, bytes: None };
         let exact =
             memory.read(|bytes| self.ledger.complete(&Completion { bytes: Some(bytes), ..completion }));
@@ -366,6 +352,7 @@ impl<M: SimMemory> World<M> {
         let setup = self.setup.clone();
         let layout = &setup.books[usize::from(book)];
         let touch = setup.sabotaged(Sabotage::TouchResult);
+        let mut read = Vec::new();
         for &id in tensors {
             let ledger = &self.ledger;
             let Some(tensor) = self.workers[rank.index()].tensor(book, id) else { continue };
@@ -387,9 +374,10 @@ impl<M: SimMemory> World<M> {
                 let exact =
                     memory.read(|bytes| ledger.read(&Completion { bytes: Some(bytes), ..completion }));
                 exact.unwrap_or(Ok(()))?;
+                read.push((book, slice, tensor.seq));
             }
         }
-        Ok(())
+        read.into_iter().try_for_each(|name| self.applied(rank, name))
     }
 
     /// Waits until all ranks have left on all lanes, and then tells the others this rank's sequence numbers.

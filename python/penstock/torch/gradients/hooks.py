@@ -478,6 +478,11 @@ class Gradients:
         slot.flight.give_way()
         return average
 
+    def applied(self, slots: Iterable[Slot]) -> None:
+        """The updates of these parameters are applied, with the averages that came last."""
+        if self.engine.observed:
+            self.engine.applied(self.id, list({slot.flight.brought: None for slot in slots}))
+
     def own(self, slot: Slot) -> None:
         """Let Python write ``.grad``: replace it by a copy where the engine may still be sending from it."""
         grad = slot.param.grad

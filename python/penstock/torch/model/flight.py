@@ -26,6 +26,7 @@ class Flight:
         kept: ``.grad`` holds what this rank has not contributed: its own, unless another rank contributes.
         fresh: ``.grad`` was None before the accumulation.
         number: The tensor of the book that brings the average: the parameter's own, or its layer's gather.
+        brought: The one that has brought the last.
         token: Of the submission.
         round: The last synchronisation that it took part in.
         grad: The gradient, or what a gathered average is added to.
@@ -39,6 +40,7 @@ class Flight:
         "_spare_token",
         "absent",
         "assigned",
+        "brought",
         "dirty",
         "flying",
         "fresh",
@@ -53,7 +55,7 @@ class Flight:
     )
 
     def __init__(self, index: int) -> None:
-        self._index = self.number = index
+        self._index = self.number = self.brought = index
         self.flying = self.absent = self.assigned = self.gathered = False
         self.dirty = self.kept = False
         self.fresh = True
@@ -146,7 +148,7 @@ class Flight:
     def land(self) -> None:
         """The average is in memory, or can be made."""
         self.flying = self.gathered = False
-        self.number = self._index
+        self.brought, self.number = self.number, self._index
 
     def land_absent(self, present: bool) -> None:
         """So it is where this rank was absent, and others were `present` or not."""

@@ -176,6 +176,7 @@ class Updates:
         grads = [(grad, grad._version) for _, grad in given]
         arguments = args if closure is None else (closure, *args)
         result = self._previous_step(*arguments, **kwargs)
+        self._gradients.applied(slot for param, _ in given if (slot := slot_of(param)) is not None)
         if closure is None and grads:
             self._writes_gradients = any(grad._version != version for grad, version in grads)
         self._round_used = self._gradients.closed
@@ -341,6 +342,7 @@ class Updates:
             slot.param.grad = grad
         self._call(together, apart)
         self._partial.close(slots, [(slot, grad) for _, _, slot, grad, _ in due])
+        gradients.applied(slot for _, _, slot, _, _ in due)
         for _, _, slot, _, mine in due:
             self._give_back(slot, mine)
 

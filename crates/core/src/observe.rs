@@ -1,0 +1,164 @@
+//! Seeing: a node says of every slice where on its journey it is, to whoever watches it.
+//!
+//! Like [`crate::memory::Memory`] it is a seam: counts, a recorder of the driver and the simulator's checkers read the same
+//! stream. Observations carry no time, which the core does not know; who watches may look at a clock. Nobody watching is `()`,
+//! and costs nothing.
+//!
+//! In the store, a slice that rank w contributes to and rank o owns goes this way, each point after those before it:
+//!
+//! ```text
+//! w: submitted, queued (o), first byte out (o)
+//! o:                       arrived (w), summed, answered (w), first byte out (w)
+//! w:                                                                  arrived (o), landed, applied
+//! ```
+//! The owner's own contribution is submitted, landed and applied there. In a collective every part of a sum is queued, and every
+//! part of a result answered; a gather's pieces are queued and nothing is summed.
+
+use crate::types::{LayerId, Rank};
+use crate::wire::Header;
+
+/// Where a slice is on its journey.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Point {
+    /// This rank takes part in the slice's exchange.
+    Submitted,
+    /// A frame with a contribution, or a sum of some, waits to be sent to the peer.
+    Queued,
+    /// The first byte of a frame for the peer is given to the network.
+    FirstByteOut,
+    /// A whole frame of the peer is here.
+    Arrived,
+    /// Contributions have become one in this rank's memory.
+    Summed,
+    /// A frame with a result waits to be sent to the peer.
+    Answered,
+    /// The result is in this rank's memory.
+    Landed,
+    /// The program has made use of the result; only the driver knows.
+    Applied,
+}
+
+impl Point {
+    /// All, in the order of a slice's journey; each one's number is its place here.
+    pub const ALL: [Self; 8] = [
+        Self::Submitted,
+        Self::Queued,
+        Self::FirstByteOut,
+        Self::Arrived,
+        Self::Summed,
+        Self::Answered,
+        Self::Landed,
+        Self::Applied,
+    ];
+
+    /// Its name in reports.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Submitted => "submitted",
+            Self::Queued => "queued",
+            Self::FirstByteOut => "first byte out",
+            Self::Arrived => "arrived",
+            Self::Summed => "summed",
+            Self::Answered => "answered",
+            Self::Landed => "landed",
+            Self::Applied => "applied",
+        }
+    }
+}
+
+/// A slice has come to a point of its journey; or a frame that is no slice's is queued, on its way, or here.
+#[derive(Debug, Clone, Copy)]
+pub struct Observation<'a> {
+    /// Where.
+    pub point: Point,
+    /// What: book, slice and seq; of a frame all that it says of itself. Of other points than a frame's, kind and lengths are those
+    /// of what led to them.
+    pub header: &'a Header,
+    /// The slice's layer; `None` for frames that are no slice's.
+    pub layer: Option<LayerId>,
+    /// To or from whom, of a frame.
+    pub peer: Option<Rank>,
+    /// Of a frame that is queued: less urgent ones wait already, and it goes before them.
+    pub overtakes: bool,
+}
+
+/// Who watches a node.
+pub trait Observe {
+    /// Whether there is anybody: otherwise nothing is looked up that only an observation would say.
+    const WATCHES: bool = true;
+
+    /// Told at the moment when it happens, on the node's thread: it must be quick.
+    fn observe(&mut self, seen: Observation<'_>);
+}
+
+/// Nobody.
+impl Observe for () {
+    const WATCHES: bool = false;
+
+    #[inline]
+    fn observe(&mut self, _: Observation<'_>) {}
+}
+
+/// Payload bytes by direction.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct PayloadBytes {
+    /// Bytes that were sent.
+    pub sent_bytes: u64,
+    /// Bytes that arrived.
+    pub received_bytes: u64,
+}
+
+/// Counts of what was observed.
+#[derive(Debug, Clone, Default)]
+pub struct Counters {
+    /// Slices of this rank's submissions that have landed.
+    pub slices: u64,
+    /// Frames that were queued ahead of frames that were there before.
+    pub preemptions: u64,
+    /// Frames that were sent.
+    pub frames_sent: u64,
+    /// Frames that arrived.
+    pub frames_received: u64,
+    /// By book and layer, as far as any was moved.
+    pub traffic: Vec<Vec<PayloadBytes>>,
+}
+
+impl Counters {
+    fn traffic(&mut self, header: &Header, layer: LayerId) -> &mut PayloadBytes {
+        let (book, layer) = (usize::from(header.book), layer as usize);
+        if book >= self.traffic.len() {
+            self.traffic.resize_with(book + 1, Vec::new);
+        }
+        let layers = &mut self.traffic[book];
+        if layer >= layers.len() {
+            layers.resize(layer + 1, PayloadBytes::default());
+        }
+        &mut layers[layer]
+    }
+}
+
+impl Observe for Counters {
+    // So that at each place only what is counted there is left of it.
+    #[inline]
+    fn observe(&mut self, seen: Observation<'_>) {
+        let payload_bytes = u64::from(seen.header.payload_bytes);
+        self.preemptions += u64::from(seen.overtakes);
+        match seen.point {
+            Point::FirstByteOut => {
+                self.frames_sent += 1;
+                if let Some(layer) = seen.layer {
+                    self.traffic(seen.header, layer).sent_bytes += payload_bytes;
+                }
+            }
+            Point::Arrived => {
+                self.frames_received += 1;
+                if let Some(layer) = seen.layer {
+                    self.traffic(seen.header, layer).received_bytes += payload_bytes;
+                }
+            }
+            Point::Landed => self.slices += 1,
+            Point::Submitted | Point::Queued | Point::Summed | Point::Answered | Point::Applied => {}
+        }
+    }
+}

@@ -1,0 +1,321 @@
+//! What was observed, with its times: a ring per lane and one of the program, each of fixed size.
+//!
+//! A lane never waits for a reader and allocates nothing: it overwrites the oldest. A reader takes no lock that a lane takes; it
+//! copies, and then looks how far the writer has come meanwhile: what may have been overwritten under its eyes does not count.
+
+use penstock_core::node::Node;
+use penstock_core::observe::{Counters, Observation, Observe, Point};
+use penstock_core::types::{BookId, LayerId, Rank, Seq, SliceId};
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// A lane's node.
+pub(crate) type LaneNode = Node<crate::memory::RealMemory, Recorder>;
+
+/// A slice has come to a point of its journey, on this rank, at a time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Record {
+    /// When, on the system's monotonic clock, which all processes of a machine share. Of [`Point::Submitted`] the time of the
+    /// program's call, not that at which the lane has seen it; of [`Point::FirstByteOut`] that before the system call.
+    pub time_ns: u64,
+    /// Which submission of the tensor.
+    pub seq: Seq,
+    /// The slice's layer.
+    pub layer: LayerId,
+    /// The slice.
+    pub slice: SliceId,
+    /// Of a frame, the length of its payload.
+    pub payload_bytes: u32,
+    /// To or from whom, of a frame.
+    pub peer: Option<Rank>,
+    /// The book.
+    pub book: BookId,
+    /// Where on its journey the slice is.
+    pub point: Point,
+    /// What the frame is, or the one that led here, as on the wire; 0 for what the program has done.
+    pub kind: u8,
+}
+
+impl Record {
+    /// Bytes of an encoded one, and of one in a ring.
+    pub const BYTES: usize = 32;
+    /// The fields of an encoded one, with their types as NumPy writes them. A point is its place in [`Point::ALL`], nobody is -1.
+    pub const FIELDS: [(&str, &str); 9] = [
+        ("time_ns", "<u8"),
+        ("seq", "<u4"),
+        ("layer", "<u4"),
+        ("slice", "<u4"),
+        ("payload_bytes", "<u4"),
+        ("peer", "<i4"),
+        ("book", "<u2"),
+        ("point", "u1"),
+        ("kind", "u1"),
+    ];
+    /// What an encoded one says instead of a peer.
+    const NO_PEER: u32 = u32::MAX;
+
+    fn words(&self) -> [u64; 4] {
+        let pair = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
+        let peer = self.peer.map_or(Self::NO_PEER, |rank| rank.0);
+        let what = u32::from(self.book) | (self.point as u32) << 16 | u32::from(self.kind) << 24;
+        [self.time_ns, pair(self.seq, self.layer), pair(self.slice, self.payload_bytes), pair(peer, what)]
+    }
+
+    fn of(words: [u64; 4]) -> Self {
+        let halves = |word: u64| (word as u32, (word >> 32) as u32);
+        let [time_ns, first, second, third] = words;
+        let ((seq, layer), (slice, payload_bytes), (peer, what)) =
+            (halves(first), halves(second), halves(third));
+        Self {
+            time_ns,
+            seq,
+            layer,
+            slice,
+            payload_bytes,
+            peer: (peer != Self::NO_PEER).then_some(Rank(peer)),
+            book: what as u16,
+            point: Point::ALL[(what >> 16 & 7) as usize],
+            kind: (what >> 24) as u8,
+        }
+    }
+
+    /// As [`Record::FIELDS`] say.
+    #[must_use]
+    pub fn encode(&self) -> [u8; Self::BYTES] {
+        let mut bytes = [0; Self::BYTES];
+        for (bytes, word) in bytes.chunks_exact_mut(8).zip(self.words()) {
+            bytes.copy_from_slice(&word.to_le_bytes());
+        }
+        bytes
+    }
+}
+
+/// The last records of one thread, or of threads that take turns.
+pub(crate) struct Ring {
+    /// A power of two of them.
+    places: Box<[[AtomicU64; 4]]>,
+    /// Records written since the beginning.
+    written: AtomicU64,
+}
+
+impl Ring {
+    /// For so many records, or somewhat more.
+    fn new(records: usize) -> Self {
+        let places = (0..records.next_power_of_two().max(2)).map(|_| Default::default()).collect();
+        Self { places, written: AtomicU64::new(0) }
+    }
+
+    /// Only one thread at a time may do so.
+    fn push(&self, record: &Record) {
+        let at = self.written.load(Ordering::Relaxed);
+        // Who reads any of these words sees the count that was stored before it: the one that says this place is being written.
+        fence(Ordering::Release);
+        let place = &self.places[at as usize & (self.places.len() - 1)];
+        for (place, word) in place.iter().zip(record.words()) {
+            place.store(word, Ordering::Relaxed);
+        }
+        // Release: who sees the count sees the record.
+        self.written.store(at + 1, Ordering::Release);
+    }
+
+    /// Appends what was written after the first `from` records and is still there; returns how many were written, and how many of
+    /// those after `from` are lost.
+    fn read(&self, from: u64, into: &mut Vec<Record>) -> (u64, u64) {
+        let len = self.places.len() as u64;
+        let end = self.written.load(Ordering::Acquire);
+        let begin = from.max(end.saturating_sub(len));
+        let first = into.len();
+        for at in begin..end {
+            let place = &self.places[at as usize & (self.places.len() - 1)];
+            into.push(Record::of([0, 1, 2, 3].map(|word| place[word].load(Ordering::Relaxed))));
+        }
+        fence(Ordering::Acquire);
+        // The place of the next record may be half written.
+        let whole = (self.written.load(Ordering::Relaxed) + 1).saturating_sub(len).clamp(begin, end);
+        into.drain(first..first + (whole - begin) as usize);
+        (end, whole - from)
+    }
+}
+
+/// Watches a lane's node: counts, and keeps what it sees of slices.
+#[derive(Default)]
+pub(crate) struct Recorder {
+    pub(crate) counters: Counters,
+    ring: Option<Arc<Ring>>,
+    /// When the program called for the submission that the node is about to take.
+    pub(crate) submitted_ns: u64,
+    /// When the clock was last looked at.
+    at_ns: u64,
+}
+
+impl Recorder {
+    /// Looks at the clock, for what the node will see now. A look takes longer than a record, so there is one only where time may have
+    /// passed: before the lane carries out a command or writes, when a frame has arrived and after a sum. What follows from these
+    /// at once has their time.
+    #[inline]
+    pub(crate) fn mark(&mut self) {
+        if self.ring.is_some() {
+            self.at_ns = now_ns();
+        }
+    }
+}
+
+impl Observe for Recorder {
+    #[inline]
+    fn observe(&mut self, seen: Observation<'_>) {
+        self.counters.observe(seen);
+        if let (Some(ring), Some(layer)) = (&self.ring, seen.layer) {
+            let time_ns = match seen.point {
+                Point::Submitted => self.submitted_ns,
+                Point::Arrived | Point::Summed => {
+                    self.at_ns = now_ns();
+                    self.at_ns
+                }
+                _ => self.at_ns,
+            };
+            record(ring, time_ns, layer, seen);
+        }
+    }
+}
+
+fn record(
+    ring: &Ring,
+    time_ns: u64,
+    layer: LayerId,
+    Observation { point, header, peer, .. }: Observation<'_>,
+) {
+    let payload_bytes = if peer.is_some() { header.payload_bytes } else { 0 };
+    let (seq, slice, book, kind) = (header.seq, header.slice, header.book, header.kind as u8);
+    ring.push(&Record { time_ns, seq, layer, slice, payload_bytes, peer, book, point, kind });
+}
+
+/// What was observed since the last call, in the order of time.
+#[derive(Debug, Clone, Default)]
+pub struct Observations {
+    /// Of all lanes and the program.
+    pub records: Vec<Record>,
+    /// How many more there were, which newer ones have overwritten.
+    pub lost: u64,
+}
+
+/// All rings of a process.
+pub(crate) struct Rings {
+    lanes: Vec<Arc<Ring>>,
+    /// Held to write.
+    program: Mutex<Ring>,
+    /// Records that were taken, by lane, and of the program.
+    taken: Mutex<Vec<u64>>,
+}
+
+impl Rings {
+    /// For so many records each; `None` for none.
+    pub(crate) fn new(lanes: u32, records: usize) -> Option<Self> {
+        let ring = || Ring::new(records);
+        (records > 0).then(|| Self {
+            lanes: (0..lanes).map(|_| Arc::new(ring())).collect(),
+            program: Mutex::new(ring()),
+            taken: Mutex::new(vec![0; lanes as usize + 1]),
+        })
+    }
+
+    /// For a lane's node.
+    pub(crate) fn recorder(&self, lane: u32) -> Recorder {
+        Recorder { ring: Some(Arc::clone(&self.lanes[lane as usize])), ..Recorder::default() }
+    }
+
+    /// The program has done something with slices.
+    pub(crate) fn of_program(&self, records: impl Iterator<Item = Record>) {
+        let ring = self.program.lock().unwrap_or_else(PoisonError::into_inner);
+        records.for_each(|record| ring.push(&record));
+    }
+
+    pub(crate) fn take(&self) -> Observations {
+        let mut all = Observations::default();
+        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut take = |ring: &Ring, taken: &mut u64| {
+            let (end, lost) = ring.read(*taken, &mut all.records);
+            *taken = end;
+            all.lost += lost;
+        };
+        if let Some((of_program, of_lanes)) = taken.split_last_mut() {
+            self.lanes.iter().zip(of_lanes).for_each(|(ring, taken)| take(ring, taken));
+            take(&self.program.lock().unwrap_or_else(PoisonError::into_inner), of_program);
+        }
+        // Those of one time stay in the order in which they were written.
+        all.records.sort_by_key(|record| record.time_ns);
+        all
+    }
+}
+
+/// The system's monotonic clock.
+pub(crate) fn now_ns() -> u64 {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the system writes one structure of ours. It cannot fail: the clock exists.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(number: u64) -> Record {
+        Record {
+            time_ns: number,
+            seq: number as u32,
+            layer: !(number as u32),
+            slice: number as u32 ^ 0x5555,
+            payload_bytes: number as u32,
+            peer: (!number.is_multiple_of(3)).then_some(Rank(number as u32 % 3)),
+            book: number as u16,
+            point: Point::ALL[number as usize % 8],
+            kind: number as u8,
+        }
+    }
+
+    #[test]
+    fn a_record_survives_its_words() {
+        for number in (0..64).map(|bit| 1 << bit).chain([0, u64::MAX]) {
+            assert_eq!(Record::of(record(number).words()), record(number));
+        }
+    }
+
+    #[test]
+    fn the_last_records_are_kept_and_the_others_counted() {
+        let ring = Ring::new(8);
+        let mut read = Vec::new();
+        (0..5).for_each(|number| ring.push(&record(number)));
+        assert_eq!(ring.read(0, &mut read), (5, 0));
+        assert_eq!(read, [0, 1, 2, 3, 4].map(record));
+        read.clear();
+        (5..30).for_each(|number| ring.push(&record(number)));
+        // The oldest of eight places counts as being written.
+        assert_eq!(ring.read(5, &mut read), (30, 18));
+        assert_eq!(read, [23, 24, 25, 26, 27, 28, 29].map(record));
+        read.clear();
+        assert_eq!((ring.read(30, &mut read), read.len()), ((30, 0), 0));
+    }
+
+    /// A writer that never waits, and a reader that looks as often as it can: each record is read once and whole, or counted.
+    #[test]
+    fn nothing_is_read_that_is_half_written() {
+        const RECORDS: u64 = 400_000;
+        let ring = Ring::new(64);
+        std::thread::scope(|scope| {
+            scope.spawn(|| (0..RECORDS).for_each(|number| ring.push(&record(number))));
+            let (mut next, mut seen, mut lost) = (0, 0, 0);
+            let mut read = Vec::new();
+            while next < RECORDS {
+                let before = next;
+                let missed;
+                (next, missed) = ring.read(before, &mut read);
+                for (place, found) in read.drain(..).enumerate() {
+                    assert_eq!(found, record(before + missed + place as u64));
+                    seen += 1;
+                }
+                lost += missed;
+            }
+            assert_eq!(seen + lost, RECORDS);
+        });
+    }
+}
