@@ -3,11 +3,12 @@
 //! A lane never waits for a reader and allocates nothing: it overwrites the oldest. A reader takes no lock that a lane takes; it
 //! copies, and then looks how far the writer has come meanwhile: what may have been overwritten under its eyes does not count.
 
+use parking_lot::Mutex;
 use penstock_core::node::Node;
 use penstock_core::observe::{Counters, Observation, Observe, Point};
 use penstock_core::types::{BookId, LayerId, Rank, Seq, SliceId};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
-use std::sync::{Arc, Mutex, PoisonError};
 
 /// A lane's node.
 pub(crate) type LaneNode = Node<crate::memory::RealMemory, Recorder>;
@@ -225,13 +226,13 @@ impl Rings {
 
     /// The program has done something with slices.
     pub(crate) fn of_program(&self, records: impl Iterator<Item = Record>) {
-        let ring = self.program.lock().unwrap_or_else(PoisonError::into_inner);
+        let ring = self.program.lock();
         records.for_each(|record| ring.push(&record));
     }
 
     pub(crate) fn take(&self) -> Observations {
         let mut all = Observations::default();
-        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut taken = self.taken.lock();
         let mut take = |ring: &Ring, taken: &mut u64| {
             let (end, lost) = ring.read(*taken, &mut all.records);
             *taken = end;
@@ -239,7 +240,7 @@ impl Rings {
         };
         if let Some((of_program, of_lanes)) = taken.split_last_mut() {
             self.lanes.iter().zip(of_lanes).for_each(|(ring, taken)| take(ring, taken));
-            take(&self.program.lock().unwrap_or_else(PoisonError::into_inner), of_program);
+            take(&self.program.lock(), of_program);
         }
         // Those of one time stay in the order in which they were written.
         all.records.sort_by_key(|record| record.time_ns);
