@@ -213,6 +213,7 @@ TABLE = {
     "python -m benchmarks.priority [--json-lines docs/benchmarks/priority.jsonl]": Run(
         "--trials 1 --megabytes 20", clusters=True, long=True, status=JUDGED
     ),
+    "python -m benchmarks.small_tensors": NAMED,
     "python -m benchmarks.small_tensors --mbit 1000": Run(FEW_SMALL_STEPS, clusters=True, long=True, status=JUDGED),
     "python -m benchmarks.small_tensors [--json-lines docs/benchmarks/small_tensors.jsonl]": Run(
         FEW_SMALL_STEPS, clusters=True, long=True, status=JUDGED

@@ -302,6 +302,12 @@ class Engine:
         before the result is in (`wait`), and must not be changed before it is released.
         """
 
+    def submit_together(self, book: int, tensors: list[tuple[int, int, int]], op: _Op, step: int) -> list[int]:
+        """As `submit`, with ``more``, for several tensors: each with its address and its length in bytes.
+
+        Returns their tokens. If one of them is wrong none is submitted.
+        """
+
     def submit_absent(
         self, book: int, tensor: int, ptr: int, nbytes: int, op: _Op, step: int, more: bool = False
     ) -> int:

@@ -6,7 +6,7 @@ import pytest
 import ranks
 import torch._dynamo  # noqa: F401 - the first optimizer imports it: not from several rank threads at once
 
-from penstock.torch.updates import partial
+from penstock.torch.updates import optimizer, partial
 
 
 def pytest_configure(config):
@@ -27,7 +27,9 @@ def arm(request, monkeypatch):
     """Which engine `ranks.run` uses: threads or native."""
     monkeypatch.setattr(ranks, "arm", request.param)
     if request.param == "threads":
-        # Models under test are tiny: here everything is updated in pieces, with the native engine nothing.
+        # Models under test are tiny: here everything is updated in pieces and waited for by itself, with the native
+        # engine nothing.
+        monkeypatch.setattr(optimizer, "WAIT_BYTES", 1)
         monkeypatch.setattr(partial, "PIECE_ELEMS", 5)
         monkeypatch.setattr(partial, "CUT_MIN_BYTES", 1)
     return request.param

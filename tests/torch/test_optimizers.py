@@ -180,6 +180,10 @@ def test_a_late_network_costs_no_more_than_one_call_per_layer_and_an_early_one_a
     calls.clear()
     train(**settings, size=1, steps=3, engine_options={"world_size": 2, "lazy": True})
     assert calls[-6:] == [40, 72, 18] * 2
+    calls.clear()
+    monkeypatch.setattr("penstock.torch.updates.optimizer.WAIT_BYTES", 64 << 10)
+    train(**settings, size=1, steps=3, engine_options={"world_size": 2, "lazy": True})
+    assert calls[-2:] == [130, 130], "small neighbours are waited for together"
 
 
 class CallCounting(torch.optim.SGD):

@@ -180,6 +180,9 @@ class FakeEngine:
     def submit(self, book, tensor, ptr, nbytes, op, step, more=False) -> int:
         return self._submit(book, tensor, ptr, nbytes, op, step, present=True)
 
+    def submit_together(self, book, tensors, op, step) -> list[int]:
+        return [self.submit(book, tensor, ptr, nbytes, op, step, True) for tensor, ptr, nbytes in tensors]
+
     def submit_absent(self, book, tensor, ptr, nbytes, op, step, more=False) -> int:
         return self._submit(book, tensor, ptr, nbytes, op, step, present=False)
 

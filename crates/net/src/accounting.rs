@@ -68,9 +68,10 @@ impl Accounting {
         self.since = now;
     }
 
-    pub(crate) fn submitted(&mut self, now: Instant) {
+    /// So many tensors are in flight from now on.
+    pub(crate) fn submitted(&mut self, count: u64, now: Instant) {
         self.settle(now);
-        self.in_flight += 1;
+        self.in_flight += count;
     }
 
     pub(crate) fn completed(&mut self, now: Instant) {
@@ -114,8 +115,8 @@ mod tests {
         let at = |s| start + Duration::from_secs(s);
         let mut accounting = Accounting::new(start);
         accounting.set_phase(Phase::Backward, at(1)); // nothing in flight: not counted
-        accounting.submitted(at(2));
-        accounting.submitted(at(3));
+        accounting.submitted(1, at(2));
+        accounting.submitted(1, at(3));
         accounting.set_phase(Phase::Forward, at(5));
         accounting.completed(at(6));
         accounting.wait_began(at(9));

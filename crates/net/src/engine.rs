@@ -260,30 +260,115 @@ impl Engine {
     /// or write it, and from then until the token is released nobody may write it. What is gathered may be read all the time.
     pub unsafe fn submit(&self, submission: Submission<Lent>, more: bool) -> Result<u64, Failure> {
         self.alive("submit")?;
-        let Submission { book, tensor: id, step, memory: Lent { address, len_bytes }, gives, .. } =
-            submission;
-        let open = self.book(book)?;
-        let tensor = self.check_submission(&open, &submission)?;
-        let state = &open.tensors[id as usize];
-        self.inner.shared.check().map_err(|failure| wait::blame(failure, "submitting", &open, id, step))?;
+        let open = self.book(submission.book)?;
+        self.may_submit(&open, &submission)?;
+        // SAFETY: as the caller vouches.
+        let (token, handed) = unsafe { self.hand(&open, submission) }?;
+        if let Some(handed) = handed {
+            self.note_submitted(1);
+            let at_ns = self.observed_ns();
+            for (lane, mailbox) in self.inner.shared.mailboxes().iter().enumerate() {
+                if open.lanes[handed.tensor as usize] & (1 << lane) != 0 {
+                    let command = Command::Submit { submission: handed.clone(), at_ns };
+                    if more {
+                        mailbox.send_held(command, submission.memory.len_bytes);
+                    } else {
+                        mailbox.send(command);
+                    }
+                }
+            }
+        }
+        Ok(token)
+    }
+
+    /// As [`Engine::submit`] for several tensors of one book, of which more may follow, at the cost of little more than one. The
+    /// tokens, in their order.
+    ///
+    /// # Errors
+    /// As there. If one of them is wrong none is submitted.
+    ///
+    /// # Safety
+    /// As there, of all of them.
+    pub unsafe fn submit_together(&self, submissions: &[Submission<Lent>]) -> Result<Vec<u64>, Failure> {
+        self.alive("submit")?;
+        let Some(first) = submissions.first() else { return Ok(Vec::new()) };
+        let open = self.book(first.book)?;
+        let mut ids = Vec::with_capacity(submissions.len());
+        for submission in submissions {
+            self.may_submit(&open, submission)?;
+            ids.push(submission.tensor);
+        }
+        ids.sort_unstable();
+        if let Some(twice) = ids.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(submitted_again(&open, twice[0]));
+        }
         let lanes = self.inner.shared.mailboxes();
-        let alone = self.inner.config.size == 1 || tensor.slice_count == 0;
-        if !alone && lanes.is_empty() {
+        let at_ns = self.observed_ns();
+        let mut commands: Vec<Vec<Command>> = lanes.iter().map(|_| Vec::new()).collect();
+        let mut held_bytes = vec![0; lanes.len()];
+        let mut tokens = Vec::with_capacity(submissions.len());
+        let mut in_flight = 0;
+        for submission in submissions {
+            // SAFETY: as the caller vouches.
+            let (token, handed) = unsafe { self.hand(&open, *submission) }?;
+            tokens.push(token);
+            let Some(handed) = handed else { continue };
+            in_flight += 1;
+            for lane in 0..lanes.len() {
+                if open.lanes[handed.tensor as usize] & (1 << lane) != 0 {
+                    commands[lane].push(Command::Submit { submission: handed.clone(), at_ns });
+                    held_bytes[lane] += submission.memory.len_bytes;
+                }
+            }
+        }
+        if in_flight > 0 {
+            self.note_submitted(in_flight);
+        }
+        for (mailbox, (commands, bytes)) in lanes.iter().zip(commands.into_iter().zip(held_bytes)) {
+            mailbox.send_all_held(commands, bytes);
+        }
+        Ok(tokens)
+    }
+
+    /// Whether this may be submitted now.
+    fn may_submit(&self, open: &OpenBook, submission: &Submission<Lent>) -> Result<(), Failure> {
+        let tensor = self.check_submission(open, submission)?;
+        let Submission { tensor: id, step, .. } = *submission;
+        self.inner.shared.check().map_err(|failure| wait::blame(failure, "submitting", open, id, step))?;
+        if !self.is_alone(tensor) && self.inner.shared.mailboxes().is_empty() {
             return Err(Failure::config("submit() was called before connect()"));
         }
+        let under_way = open.tensors[id as usize].remaining.load(Ordering::Acquire) > 0;
+        if under_way { Err(submitted_again(open, id)) } else { Ok(()) }
+    }
+
+    /// Whether a tensor is exchanged with nobody.
+    fn is_alone(&self, tensor: &Tensor) -> bool {
+        self.inner.config.size == 1 || tensor.slice_count == 0
+    }
+
+    /// Takes a submission that was checked over from the program: its token, and what its lanes are to be told.
+    ///
+    /// # Safety
+    /// As of [`Engine::submit`].
+    unsafe fn hand(
+        &self,
+        open: &Arc<OpenBook>,
+        submission: Submission<Lent>,
+    ) -> Result<(u64, Option<Submission<Chunk>>), Failure> {
+        let Submission { tensor: id, step, memory: Lent { address, len_bytes }, gives, .. } = submission;
+        let (tensor, state) = (&open.book.tensors[id as usize], &open.tensors[id as usize]);
+        let alone = self.is_alone(tensor);
         let slices = if alone { 0 } else { tensor.slice_count };
         if state.remaining.compare_exchange(0, slices, Ordering::AcqRel, Ordering::Acquire).is_err() {
-            let (book, name) = (&open.book.name, &tensor.name);
-            return Err(Failure::config(format!(
-                "{book}: {name} was submitted again before its result was in"
-            )));
+            return Err(submitted_again(open, id));
         }
         open.submitted(id);
         let present = match gives {
             Gives::Whole(_) => alone,
             Gives::Nothing(_) => false,
             Gives::Bytes { .. } => {
-                gather::begin(&open, id, len_bytes);
+                gather::begin(open, id, len_bytes);
                 true
             }
         };
@@ -296,22 +381,22 @@ impl Engine {
             let summed = if gives.op().is_some() { tensor.slice_count } else { 0 };
             self.inner.own_slices.fetch_add(u64::from(summed), Ordering::Relaxed);
             open.released(id, token);
-            return Ok(token);
+            return Ok((token, None));
         }
-        self.inner.shared.progressed();
-        self.inner.shared.lock().accounting.submitted(Instant::now());
         let start = NonNull::new(address as *mut u8).unwrap_or(NonNull::dangling());
         // SAFETY: the caller vouches for the memory; its length was checked against the book.
-        let memory = unsafe { Chunk::handed(start, len_bytes, Arc::clone(&open) as _, id, token) };
-        let at_ns = if self.is_observed() { now_ns() } else { 0 };
-        for (lane, mailbox) in lanes.iter().enumerate() {
-            if open.lanes[id as usize] & (1 << lane) != 0 {
-                let submission = submission.with(seq, memory.clone());
-                let command = Command::Submit { submission, at_ns };
-                if more { mailbox.send_held(command, len_bytes) } else { mailbox.send(command) }
-            }
-        }
-        Ok(token)
+        let memory = unsafe { Chunk::handed(start, len_bytes, Arc::clone(open) as _, id, token) };
+        Ok((token, Some(submission.with(seq, memory))))
+    }
+
+    fn note_submitted(&self, count: u64) {
+        self.inner.shared.progressed();
+        self.inner.shared.lock().accounting.submitted(count, Instant::now());
+    }
+
+    /// When it is, if the records are to tell.
+    fn observed_ns(&self) -> u64 {
+        if self.is_observed() { now_ns() } else { 0 }
     }
 
     fn check_submission<'a>(
@@ -501,6 +586,11 @@ impl Engine {
     fn is_forked(&self) -> bool {
         self.inner.forked.load(Ordering::Relaxed) || self.inner.process_id != std::process::id()
     }
+}
+
+fn submitted_again(open: &OpenBook, id: TensorId) -> Failure {
+    let (book, name) = (&open.book.name, &open.book.tensors[id as usize].name);
+    Failure::config(format!("{book}: {name} was submitted again before its result was in"))
 }
 
 fn window_bytes(config: &EngineConfig) -> u64 {

@@ -84,21 +84,26 @@ impl Mailbox {
 
     /// Leaves a command. Once the lane has ended, nothing happens.
     pub(crate) fn send(&self, command: Command) {
-        self.leave(command, HOLD_BYTES);
+        self.leave([command], HOLD_BYTES);
     }
 
     /// As `send`, but a sleeping lane need not see the command before [`Mailbox::flush`], unless it and those held before
     /// are many bytes. A lane that is awake takes it with everything else.
     pub(crate) fn send_held(&self, command: Command, bytes: usize) {
-        self.leave(command, bytes);
+        self.leave([command], bytes);
     }
 
-    fn leave(&self, command: Command, bytes: usize) {
+    /// As `send_held`, for several with so many bytes in all.
+    pub(crate) fn send_all_held(&self, commands: Vec<Command>, bytes: usize) {
+        self.leave(commands, bytes);
+    }
+
+    fn leave(&self, commands: impl IntoIterator<Item = Command>, bytes: usize) {
         let mut contents = self.lock();
         if contents.closed {
             return;
         }
-        contents.commands.push(command);
+        contents.commands.extend(commands);
         contents.held_bytes = contents.held_bytes.saturating_add(bytes);
         if contents.held_bytes >= HOLD_BYTES {
             self.rouse(contents);

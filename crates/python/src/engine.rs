@@ -189,6 +189,30 @@ impl Engine {
         self.give((book, tensor, step), (ptr, nbytes), Gives::Whole(parse_op(op)?), more)
     }
 
+    #[allow(clippy::needless_pass_by_value)]
+    fn submit_together(
+        &self,
+        book: BookId,
+        tensors: Vec<(TensorId, usize, usize)>,
+        op: &str,
+        step: Step,
+    ) -> PyResult<Vec<u64>> {
+        let gives = Gives::Whole(parse_op(op)?);
+        let submissions: Vec<_> = tensors
+            .into_iter()
+            .map(|(tensor, address, len_bytes)| Submission {
+                book,
+                tensor,
+                seq: 0,
+                step,
+                memory: Lent { address, len_bytes },
+                gives,
+            })
+            .collect();
+        // SAFETY: as in `give`.
+        unsafe { self.engine.submit_together(&submissions) }.map_err(raise)
+    }
+
     #[pyo3(signature = (book, tensor, ptr, nbytes, op, step, more=false))]
     #[allow(clippy::too_many_arguments)]
     fn submit_absent(

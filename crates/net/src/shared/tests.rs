@@ -10,7 +10,7 @@ fn submitted() -> OpenBook {
     let tensor = Tensor::new("w", 0, Dtype::F32, 1024);
     let book = Book::new("gradients", vec!["a".into()], vec![tensor], 1, 1024, 1).unwrap();
     let open = OpenBook::new(0, book, shared);
-    open.shared.lock().accounting.submitted(Instant::now());
+    open.shared.lock().accounting.submitted(1, Instant::now());
     open.tensors[0].remaining.store(4, Ordering::Relaxed);
     open
 }

@@ -1,1 +1,4 @@
-"""Gradients in, averages back: see `penstock.torch.gradients.hooks`."""
+"""Gradients in, averages back.
+
+hooks  from autograd to the engine, and back into ``.grad``      bundle  small gradients, submitted in one call
+"""

@@ -28,6 +28,8 @@ from torch.utils.hooks import RemovableHandle
 from penstock.coordinator import Placed
 from penstock.errors import ConfigError, PenstockError
 from penstock.lossy import LossyScheme
+from penstock.torch.gradients.bundle import SMALL_BYTES, Bundle
+from penstock.torch.model.flight import Flight
 from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.model.layout import same_order
 from penstock.torch.reads.safety import DeferredParameter, defer, restore
@@ -103,6 +105,7 @@ class Gradients:
             + self.duties.entries(),
         )
         self.lent = lent_to(engine)
+        self.bundle = Bundle(engine, self.id, self.lent)
         self.rebuilds = Rebuilds(engine, self.id)
         self.step = 0
         self.rounds = 0  # synchronising backwards so far; the running one included
@@ -127,8 +130,6 @@ class Gradients:
         """Register the hooks of all parameters."""
         for slot in self.slots:
             before, after = self._make_before(slot), self._make_after(slot)
-            if slot.gather is not None:
-                before, after = self._make_gathered(slot, before, after)
             wanted = slot.param.requires_grad
             slot.param.requires_grad_(True)  # a frozen parameter takes no hooks, and may be unfrozen later
             before._penstock = after._penstock = True
@@ -139,6 +140,7 @@ class Gradients:
     def settle(self) -> None:
         """The job is over: nothing is in flight any more, and nothing will be. What was reads as ``None``."""
         self.closed, self._task = self.rounds, -1
+        self.bundle.empty()
         for gather in self.gathers:
             gather.abandon()
         with torch._C.DisableTorchFunctionSubclass():
@@ -162,13 +164,18 @@ class Gradients:
     def _make_before(self, kept: Slot) -> Any:
         find_slot, find_gradients, flight = weakref.ref(kept), weakref.ref(self), kept.flight
 
-        def before_accumulation(_: Tensor | None) -> None:
+        def before_accumulation(grad: Tensor | None) -> None:
             slot = find_slot()
             if slot is None:
                 return  # the model is gone
-            if flight.flying or slot.pending.by is not None:
+            if flight.diverted:
                 gradients = find_gradients()
                 assert gradients is not None  # as the slot
+                gradients.divert_before(slot, grad)
+                return
+            if flight.flying or slot.pending.by is not None:
+                gradients = find_gradients()
+                assert gradients is not None
                 gradients.clear_for_accumulation(slot)
             fresh = slot.param.grad is None
             if fresh is not flight.fresh:
@@ -186,12 +193,15 @@ class Gradients:
         # Everything that is looked up once per tensor and step is local here; this function is the cost per tensor.
         find_gradients, flight, swappable = weakref.ref(self), kept.flight, kept.swappable
         dtype, stride, index, nbytes = kept.dtype, kept.stride, kept.index, kept.nbytes
-        take_off, submit, book, lent = flight.take_off, self.engine.submit, self.id, self.lent.tensors
+        take_off, add, small = flight.take_off, self.bundle.add, kept.nbytes <= SMALL_BYTES
         strided, ordinary = torch.strided, not kept.staged
 
         def after_accumulation(param: Tensor) -> None:
             gradients = find_gradients()
             if gradients is None:
+                return
+            if flight.diverted:
+                gradients.divert_after(gradients.slots[index])
                 return
             if gradients.quiet:
                 flight.accumulated()
@@ -214,45 +224,48 @@ class Gradients:
                 memory = grad
             else:
                 grad, memory = gradients._private(gradients.slots[index], grad)
+            take_off(grad, memory, gradients.rounds)
             try:
-                token = submit(book, index, memory.data_ptr(), nbytes, "average", gradients.step, True)
+                if small:
+                    add(index, memory, nbytes, flight, gradients.step)
+                else:
+                    gradients._submit(index, memory, nbytes, flight)
             except PenstockError as error:
                 after_failure(gradients.engine, error)
                 raise
-            lent[token] = memory
-            take_off(token, grad, memory, gradients.rounds)
             if swappable:
                 param.__class__ = DeferredParameter  # `defer`
 
         return after_accumulation
 
-    def _make_gathered(self, kept: Slot, before: Any, after: Any) -> tuple[Any, Any]:
-        """The hooks of a parameter whose layer has a gather, which is asked while it is in use."""
-        find_slot, engine = weakref.ref(kept), self.engine
+    def divert_before(self, slot: Slot, grad: Tensor | None) -> None:
+        """Autograd has come to the end of a parameter's uses, and its layer's gather is in use."""
+        assert slot.gather is not None
+        try:
+            slot.gather.before(slot, grad)
+        except PenstockError as error:
+            after_failure(self.engine, error)
+            raise
 
-        def before_gathered(grad: Tensor | None) -> None:
-            slot = find_slot()
-            if slot is None or slot.gather is None or not slot.gather.engaged:
-                before(grad)
-                return
-            try:
-                slot.gather.before(slot, grad)
-            except PenstockError as error:
-                after_failure(engine, error)
-                raise
+    def divert_after(self, slot: Slot) -> None:
+        """A dense gradient has been accumulated, and its layer's gather is in use."""
+        assert slot.gather is not None
+        try:
+            slot.gather.after(slot)
+        except PenstockError as error:
+            after_failure(self.engine, error)
+            raise
 
-        def after_gathered(param: Tensor) -> None:
-            slot = find_slot()
-            if slot is None or slot.gather is None or not slot.gather.engaged:
-                after(param)
-                return
-            try:
-                slot.gather.after(slot)
-            except PenstockError as error:
-                after_failure(engine, error)
-                raise
+    def _submit(self, index: int, memory: Tensor, nbytes: int, flight: Flight) -> None:
+        """Submit a gradient that flies already, behind those that are bundled."""
+        self._submit_bundle()
+        token = self.engine.submit(self.id, index, memory.data_ptr(), nbytes, "average", self.step, True)
+        self.lent.tensors[token] = memory
+        flight.submitted(token)
 
-        return before_gathered, after_gathered
+    def _submit_bundle(self) -> None:
+        if self.bundle:
+            self.bundle.submit(self.step)
 
     def _private(self, slot: Slot, grad: Tensor) -> tuple[Tensor, Tensor]:
         """A gradient that lies like the parameter and that nothing else uses, and the memory to send."""
@@ -311,6 +324,7 @@ class Gradients:
         self.closed = self.rounds
         self._task = -1
         current = self.rounds
+        self._submit_bundle()
         self._submit_gathers()
         for slot in self.slots:
             if slot.flight.round != current:
@@ -370,16 +384,13 @@ class Gradients:
         if contributes:
             assert grad is not None
             grad, memory = self._private(slot, grad)
-            submit = self.engine.submit
+            flight.take_off(grad, memory, self.rounds)
+            self._submit(slot.index, memory, slot.nbytes, flight)
         else:
             memory = flight.memory_for_others(self.lent.holds, slot.empty)
             submit = self.engine.submit_absent
-        token = submit(self.id, slot.index, memory.data_ptr(), slot.nbytes, "average", self.step, True)
-        self.lent.tensors[token] = memory
-        if contributes:
-            assert grad is not None
-            flight.take_off(token, grad, memory, self.rounds)
-        else:
+            token = submit(self.id, slot.index, memory.data_ptr(), slot.nbytes, "average", self.step, True)
+            self.lent.tensors[token] = memory
             flight.take_off_absent(token, memory, self.rounds, keeps=grad is not None)
         defer(slot)
 
@@ -413,6 +424,7 @@ class Gradients:
         flying = [slot for slot in slots if slot.flight.flying]
         if not flying:
             return
+        self._submit_bundle()
         self.serve()
         self.engine.wait(self.id, [slot.index for slot in flying if not slot.flight.gathered], released=True)
         if self.gathers:
@@ -428,6 +440,7 @@ class Gradients:
 
     def wait(self, slots: Sequence[Slot]) -> None:
         """Wait for the averages of these, all of which are in flight. The engine may still be sending from them."""
+        self._submit_bundle()
         self.serve()
         self.engine.wait(self.id, list({slot.flight.number: None for slot in slots}))
 

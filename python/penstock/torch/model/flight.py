@@ -22,6 +22,7 @@ class Flight:
         absent: As this rank's absence.
         assigned: See above.
         gathered: By its layer's gather.
+        diverted: From now on its layer's gather takes what backward makes.
         dirty: Accumulated under no_sync, not yet synchronised.
         kept: ``.grad`` holds what this rank has not contributed: its own, unless another rank contributes.
         fresh: ``.grad`` was None before the accumulation.
@@ -42,6 +43,7 @@ class Flight:
         "assigned",
         "brought",
         "dirty",
+        "diverted",
         "flying",
         "fresh",
         "gathered",
@@ -57,7 +59,7 @@ class Flight:
     def __init__(self, index: int) -> None:
         self._index = self.number = self.brought = index
         self.flying = self.absent = self.assigned = self.gathered = False
-        self.dirty = self.kept = False
+        self.dirty = self.kept = self.diverted = False
         self.fresh = True
         self.token = self.round = -1
         self.grad: Tensor | None = None
@@ -80,17 +82,24 @@ class Flight:
         """Something was accumulated that is not to be sent yet."""
         self.dirty = True
 
+    def divert(self, diverted: bool) -> None:
+        """Whether its layer's gather takes what comes from now on."""
+        self.diverted = diverted
+
     # Off
 
-    def take_off(self, token: int, grad: Tensor, memory: Tensor, now: int) -> None:
-        """It is submitted, in round `now`."""
-        self.token = token
+    def take_off(self, grad: Tensor, memory: Tensor, now: int) -> None:
+        """It flies from now on, in round `now`; `submitted` follows."""
         self.grad = grad
         self.memory = memory
         self.version = grad._version
         self.flying = self.assigned = True
         self.absent = self.dirty = False
         self.round = now
+
+    def submitted(self, token: int) -> None:
+        """The engine has it, under this token."""
+        self.token = token
 
     def memory_for_others(self, is_lent: Callable[[int], bool], make: Callable[[], Tensor]) -> Tensor:
         """Memory for an average that this rank does not contribute to: that of last time, unless it is still lent."""

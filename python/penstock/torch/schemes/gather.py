@@ -455,6 +455,8 @@ class Gather(ABC):
         elif self.engaged and not engaged:
             self.fold()
         self.engaged = engaged
+        for slot in self.slots:
+            slot.flight.divert(engaged)
 
     def resume(self, seq: int) -> None:
         """After a join: go on at the seq that the ranks have agreed on. Averages of before are not known to all."""

@@ -27,6 +27,8 @@ SMALL_BYTES = 16 << 10
 """Of the largest parameter that is joined: copying larger ones takes as long as it saves."""
 CALL_ELEMS = 1 << 15
 """Fewer are in one call: torch does not share them among threads, and a processor's own cache holds what they need."""
+CALL_PARAMETERS_MIN = 6
+"""A call takes some 0.1 ms, whatever it is for: fewer parameters are updated as fast one by one."""
 CALLS_KEPT = 64
 """Which parameters go into one call is mostly the same in every step, and what is known of a call is some KB."""
 PROBE_WIDTH = 67
@@ -74,9 +76,9 @@ class Joined:
             The others.
         """
         left: list[nn.Parameter] = []
-        for few in _split(params):
-            if len(few) < 2 or not self.apply_at_once(few, state, hyperparameters):
-                left += few
+        for some in _split(params):
+            if len(some) < CALL_PARAMETERS_MIN or not self.apply_at_once(some, state, hyperparameters):
+                left += some
         return left
 
     @torch.no_grad()
@@ -160,16 +162,16 @@ class _Call:
 
 def _split(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Neighbours of one type that go into one call."""
-    few: list[nn.Parameter] = []
+    some: list[nn.Parameter] = []
     elems = 0
     for param in params:
-        if few and (elems + param.numel() >= CALL_ELEMS or param.dtype is not few[0].dtype):
-            yield few
-            few, elems = [], 0
-        few.append(param)
+        if some and (elems + param.numel() >= CALL_ELEMS or param.dtype is not some[0].dtype):
+            yield some
+            some, elems = [], 0
+        some.append(param)
         elems += param.numel()
-    if few:
-        yield few
+    if some:
+        yield some
 
 
 def _columns(states: Sequence[dict[Any, Any] | None], params: Sequence[nn.Parameter]) -> dict[Any, list[Any]] | None:
@@ -249,6 +251,6 @@ def _step_joined(optimizer: Any) -> None:
     joined.begin()
     for group in optimizer.param_groups:
         hyperparameters = {name: value for name, value in group.items() if name != "params"}
-        for few in _split(group["params"]):
-            if not joined.apply_at_once(few, optimizer.state, hyperparameters):
+        for some in _split(group["params"]):
+            if not joined.apply_at_once(some, optimizer.state, hyperparameters):
                 raise ValueError("its state is not by element")
