@@ -128,6 +128,7 @@ TABLE = {
         "tests/launch/test_penstock_run.py::test_nothing_is_left_of_a_launcher_that_is_killed"
     ),
     "penstock explain": NAMED,
+    "penstock explain --json": NAMED,
     "penstock explain MODEL --workers 8 --batch 32": Run(put=MODEL),
     "penstock explain MODEL --collective-schemes": Run(put=MODEL),
     "penstock explain MODEL --policy paper": Run(put=MODEL),
