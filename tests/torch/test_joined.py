@@ -163,7 +163,9 @@ def test_a_step_of_many_small_layers_is_a_few_calls(monkeypatch):
         return plain(self, params, state, group)
 
     monkeypatch.setattr(Joined, "apply_at_once", counted)
-    monkeypatch.setattr("penstock.torch.updates.partial.CUT_MIN_BYTES", 1 << 30)  # tests cut everything into pieces
+    # As it is for programs: tests cut everything into pieces, and take nothing for small.
+    monkeypatch.setattr("penstock.torch.updates.partial.CUT_MIN_BYTES", 1 << 30)
+    monkeypatch.setattr("penstock.torch.updates.optimizer.WAIT_BYTES", 64 << 10)
 
     def main(rank, engine):
         torch.manual_seed(0)
