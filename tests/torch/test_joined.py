@@ -152,6 +152,32 @@ def test_what_fits():
     assert not fits(nn.Parameter(torch.zeros(joined.SMALL_BYTES // 4 + 1)))
     assert not fits(nn.Parameter(torch.zeros(())))
     assert not fits(nn.Parameter(torch.zeros(4, dtype=torch.complex64)))
+    assert not fits(nn.Parameter(torch.zeros(4, dtype=torch.bfloat16)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_a_rank_that_reads_more_than_the_others_joins_others_and_has_the_same_bits(monkeypatch, dtype):
+    monkeypatch.setattr("penstock.torch.updates.partial.CUT_MIN_BYTES", 1 << 30)
+    monkeypatch.setattr("penstock.torch.updates.optimizer.WAIT_BYTES", 64 << 10)
+
+    def main(rank, engine):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(9, 9) for _ in range(24))).to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.013, momentum=0.9, weight_decay=0.01)
+        model, optimizer = distribute(model, optimizer)
+        for step in range(12):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            for param in model.parameters():
+                param.grad = torch.randn(param.shape, generator=generator).to(dtype)
+            x = torch.randn(4, 9, generator=generator).to(dtype)
+            model(x).square().sum().backward()
+            optimizer.step()
+            if rank == 0:
+                model[step].bias.detach().sum()
+            optimizer.zero_grad()
+        return [param.detach().clone() for param in model.parameters()]
+
+    assert same_everywhere(run(main))
 
 
 def test_a_step_of_many_small_layers_is_a_few_calls(monkeypatch):

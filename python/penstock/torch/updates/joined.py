@@ -35,6 +35,7 @@ PROBE_WIDTH = 67
 """Of tensors that are tried: so that some elements are treated as vectors and some, at the end, one by one."""
 PROBE_STEPS = 3
 
+_ROUNDED_ALIKE = (torch.float32, torch.float64)
 _PARAMETERS, _GRADIENTS = object(), object()  # beside the keys of states
 _SHAPE, _DTYPE, _LAYOUT = map(attrgetter, ("shape", "dtype", "layout"))
 _DIM = Tensor.dim
@@ -42,8 +43,13 @@ _unflatten: Any = torch._C._nn.unflatten_dense_tensors
 
 
 def fits(param: nn.Parameter) -> bool:
-    """Whether a parameter is small enough, and of a kind, to be joined with others."""
-    return param.is_floating_point() and param.dim() > 0 and 0 < param.nbytes <= SMALL_BYTES
+    """Whether a parameter is small enough, and of a kind, to be joined with others.
+
+    Half types are not: torch rounds them otherwise in a vector than at the end of a tensor, in one element of some
+    hundred (SGD with momentum, bf16) or some ten thousand (AdamW, fp16), so that a trial misses it. Which parameters
+    are joined follows from what the program reads, and a rank that saves a checkpoint reads more than the others.
+    """
+    return param.dtype in _ROUNDED_ALIKE and param.dim() > 0 and 0 < param.nbytes <= SMALL_BYTES
 
 
 class Joined:
