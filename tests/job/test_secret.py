@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,7 @@ def test_no_other_reader_of_the_launchers_store_finds_the_secret(monkeypatch):
     def set_and_read(self, key, value):
         original(self, key, value)
         name = f"penstock/run/0/{key}"
-        assert stranger.check([name])
+        stranger.wait([name], timedelta(seconds=60))  # a store does not answer those who set
         found.setdefault(key, []).append(bytes(stranger.get(name)))
 
     monkeypatch.setattr(boards.TorchBoard, "set", set_and_read)

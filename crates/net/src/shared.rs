@@ -179,9 +179,10 @@ impl OpenBook {
 impl Lender for OpenBook {
     fn released(&self, tensor: u32, token: u64) {
         let tensor = &self.tensors[tensor as usize];
-        tensor.unreleased.fetch_sub(1, Ordering::AcqRel);
         let mut state = self.shared.lock();
+        // First of all: who sees that nothing is unreleased any more, without the lock, takes the tokens next.
         state.released.push(token);
+        tensor.unreleased.fetch_sub(1, Ordering::AcqRel);
         if tensor.awaited.load(Ordering::Acquire) > 0 {
             self.shared.notify(&state);
         }
