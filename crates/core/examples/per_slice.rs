@@ -6,11 +6,12 @@
 //! ```
 #![allow(clippy::print_stdout, clippy::disallowed_types, clippy::disallowed_methods)]
 
+mod lengths;
+
+use lengths::Lengths;
 use penstock_core::layout::{Book, Tensor};
-use penstock_core::memory::Memory;
 use penstock_core::node::{Action, Config, Event, Node};
 use penstock_core::observe::{Counters, Observe};
-use penstock_core::reduce::Reduction;
 use penstock_core::types::{Dtype, Rank, Seq};
 use penstock_core::wire::{Destination, Op, Outgoing};
 use penstock_core::{Gives, Submission};
@@ -20,30 +21,8 @@ use std::time::Instant;
 const RANKS: u32 = 2;
 const SLICES: u32 = 256;
 
-struct Nothing;
-
-impl Memory for Nothing {
-    type Chunk = usize;
-
-    fn part(&self, _: &usize, _: usize, len_bytes: usize) -> usize {
-        len_bytes
-    }
-
-    fn scratch(&mut self, len_bytes: usize) -> usize {
-        len_bytes
-    }
-
-    fn reduce(&mut self, _: Dtype, _: Reduction, _: &[usize], _: &usize) {}
-
-    fn reduce_rounded(&mut self, _: Dtype, _: Reduction, _: &[usize], _: Option<usize>, _: &usize) {}
-
-    fn round(&mut self, _: Dtype, _: &usize, _: &usize) {}
-
-    fn expand(&mut self, _: Dtype, _: &usize, _: &usize) {}
-}
-
 struct Job<O: Observe> {
-    nodes: Vec<Node<Nothing, O>>,
+    nodes: Vec<Node<Lengths, O>>,
     actions: Vec<Action<usize>>,
     seq: Seq,
     fastest_s: f64,
@@ -55,7 +34,7 @@ impl<O: Observe + Default> Job<O> {
         let node = |rank| {
             let (rank, window_bytes) = (Rank(rank), 8 << 20);
             let config = Config { rank, ranks: RANKS, lane: 0, lanes: 1, window_bytes, priority: true };
-            let mut node = Node::watched(config, Nothing, O::default());
+            let mut node = Node::watched(config, Lengths, O::default());
             node.open_book(0, book.clone(), &mut actions).expect("it opens");
             node
         };

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from penstock.torch.updates.separable import Probe, kept_random_state
+from penstock.torch.updates.separable import same_bits
 from penstock.torch.updates.shadow import Shadow
 
 __all__ = ["Joined", "fits", "joinable"]
@@ -33,7 +33,6 @@ CALLS_KEPT = 64
 """Which parameters go into one call is mostly the same in every step, and what is known of a call is some KB."""
 PROBE_WIDTH = 67
 """Of tensors that are tried: so that some elements are treated as vectors and some, at the end, one by one."""
-PROBE_STEPS = 3
 
 _ROUNDED_ALIKE = (torch.float32, torch.float64)
 _PARAMETERS, _GRADIENTS = object(), object()  # beside the keys of states
@@ -238,18 +237,7 @@ def _give_back(call: _Call, joined: dict[Any, Any], columns: dict[Any, list[Any]
 
 def joinable(optimizer: Optimizer) -> bool:
     """Try whether steps with tensors joined give the bits, and the state, of plain steps."""
-    if any(group.get("fused") for group in optimizer.param_groups):
-        return False  # how those kernels round depends on an element's place in its tensor
-    with kept_random_state(), torch.inference_mode(False), torch.autocast("cpu", enabled=False):
-        try:
-            plain, joined = Probe(optimizer, width=PROBE_WIDTH), Probe(optimizer, width=PROBE_WIDTH)
-            everything = list(range(len(plain.params)))
-            for _ in range(PROBE_STEPS):
-                plain.step([everything])
-                joined.step([everything], _step_joined)
-            return plain.equals(joined)
-        except Exception:  # noqa: BLE001  whatever a foreign optimizer raises means: not like this
-            return False
+    return same_bits(optimizer, _step_joined, width=PROBE_WIDTH)
 
 
 def _step_joined(optimizer: Any) -> None:

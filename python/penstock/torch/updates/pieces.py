@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from penstock.torch.updates.separable import Probe, kept_random_state
+from penstock.torch.updates.separable import same_bits
 from penstock.torch.updates.shadow import Shadow
 
 __all__ = ["PIECE_ELEMS", "Cut", "Pieces", "elementwise"]
@@ -154,18 +154,7 @@ class Pieces:
 
 def elementwise(optimizer: Optimizer) -> bool:
     """Try on tiny copies whether steps in pieces give the bits, and the state, of whole steps."""
-    if any(group.get("fused") for group in optimizer.param_groups):
-        return False  # how those kernels round depends on an element's place in its tensor
-    with kept_random_state(), torch.inference_mode(False), torch.autocast("cpu", enabled=False):
-        try:
-            whole, pieced = Probe(optimizer), Probe(optimizer)
-            for _ in range(2):
-                everything = list(range(len(whole.params)))
-                whole.step([everything])
-                pieced.step([everything], _step_in_pieces)
-            return whole.equals(pieced)
-        except Exception:  # noqa: BLE001  whatever a foreign optimizer raises means: not like this
-            return False
+    return same_bits(optimizer, _step_in_pieces)
 
 
 def _step_in_pieces(optimizer: Any) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "kept_random_state",
     "not_copied",
     "optimizers_within",
+    "same_bits",
     "separable",
     "snapshot",
     "unhooked_step",
@@ -63,6 +64,28 @@ def separable(optimizer: Optimizer) -> str | None:
     if whole.changed or single.changed:
         return "it keeps state per call of step"
     return None if equal else "its result for one parameter depends on the others"
+
+
+def same_bits(optimizer: Optimizer, stepped: Callable[[Any], None], width: int | None = None) -> bool:
+    """Try on tiny copies whether another way to step gives the bits, and the state, of plain steps.
+
+    Args:
+        optimizer: Of which copies are made.
+        stepped: Steps a copy the other way.
+        width: Of the copies' tensors, as `Probe` takes it.
+    """
+    if any(group.get("fused") for group in optimizer.param_groups):
+        return False  # how those kernels round depends on an element's place in its tensor
+    with kept_random_state(), torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+        try:
+            plain, other = Probe(optimizer, width=width), Probe(optimizer, width=width)
+            everything = [list(range(len(plain.params)))]
+            for _ in range(PROBE_STEPS):
+                plain.step(everything)
+                other.step(everything, stepped)
+            return plain.equals(other)
+        except Exception:  # noqa: BLE001  whatever a foreign optimizer raises means: not like this
+            return False
 
 
 def optimizers_within(optimizer: Any) -> list[Any]:

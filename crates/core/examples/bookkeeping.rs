@@ -1,15 +1,17 @@
 //! What deciding costs, per slice and rank: nodes that exchange slices over memory that moves nothing, without sockets.
 //!
 //! ```text
-//! cargo run --release -p penstock-net --example bookkeeping [RANKS [ROUNDS]]
+//! cargo run --release -p penstock-core --example bookkeeping [RANKS [ROUNDS]]
 //! ```
 //! One line for each algorithm, of a book's slices and of a call's pieces: nanoseconds in the fastest round and in the median.
+#![allow(clippy::print_stdout, clippy::disallowed_types, clippy::disallowed_methods)]
 
+mod lengths;
+
+use lengths::Lengths;
 use penstock_core::calls::{Action as What, Call, Request, Share, slices};
 use penstock_core::layout::{Book, Tensor};
-use penstock_core::memory::Memory;
 use penstock_core::node::{Action, Config, Event, Node};
-use penstock_core::reduce::Reduction;
 use penstock_core::types::{Dtype, Rank};
 use penstock_core::way::Algorithm;
 use penstock_core::wire::{Destination, Op};
@@ -19,29 +21,6 @@ use std::time::{Duration, Instant};
 
 const SLICES: u32 = 256;
 const SLICE_BYTES: usize = 64 << 10;
-
-/// Chunks are their lengths.
-struct Lengths;
-
-impl Memory for Lengths {
-    type Chunk = usize;
-
-    fn part(&self, _: &usize, _: usize, len_bytes: usize) -> usize {
-        len_bytes
-    }
-
-    fn scratch(&mut self, len_bytes: usize) -> usize {
-        len_bytes
-    }
-
-    fn reduce(&mut self, _: Dtype, _: Reduction, _: &[usize], _: &usize) {}
-
-    fn reduce_rounded(&mut self, _: Dtype, _: Reduction, _: &[usize], _: Option<usize>, _: &usize) {}
-
-    fn round(&mut self, _: Dtype, _: &usize, _: &usize) {}
-
-    fn expand(&mut self, _: Dtype, _: &usize, _: &usize) {}
-}
 
 struct Job {
     nodes: Vec<Node<Lengths>>,
@@ -156,7 +135,6 @@ fn of_calls(algorithm: Algorithm, ranks: u32, rounds: u32) -> String {
     format!("{line} ({pieces} pieces)")
 }
 
-#[allow(clippy::print_stdout)]
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let given = |at: usize| arguments.get(at).map(|text| text.parse::<u32>()).transpose();
