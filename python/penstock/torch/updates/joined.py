@@ -31,8 +31,9 @@ CALL_PARAMETERS_MIN = 6
 """A call takes some 0.1 ms, whatever it is for: fewer parameters are updated as fast one by one."""
 CALLS_KEPT = 64
 """Which parameters go into one call is mostly the same in every step, and what is known of a call is some KB."""
-PROBE_WIDTH = 67
-"""Of tensors that are tried: so that some elements are treated as vectors and some, at the end, one by one."""
+PROBE_WIDTH = 31
+"""Of tensors that are tried: hardly longer than what torch treats as vectors in one go, so that many elements are
+treated one by one in them, and as vectors when they are joined."""
 
 _ROUNDED_ALIKE = (torch.float32, torch.float64)
 _PARAMETERS, _GRADIENTS = object(), object()  # beside the keys of states
@@ -46,7 +47,7 @@ def fits(param: nn.Parameter) -> bool:
 
     Half types are not: torch rounds them otherwise in a vector than at the end of a tensor, in one element of some
     hundred (SGD with momentum, bf16) or some ten thousand (AdamW, fp16), so that a trial misses it. Which parameters
-    are joined follows from what the program reads, and a rank that saves a checkpoint reads more than the others.
+    are joined follows from what has come in by now and from what the program reads: ranks do not share that.
     """
     return param.dtype in _ROUNDED_ALIKE and param.dim() > 0 and 0 < param.nbytes <= SMALL_BYTES
 
