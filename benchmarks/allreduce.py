@@ -11,7 +11,8 @@ All arms run in the same processes, in turns; each round begins at a barrier, an
 rounds are shared among several sets of processes, one after the other: where a process happens to have its memory is
 worth a tenth of its time. Arms are the calls' allreduce with the algorithm that it chooses itself (``call``), or with
 one that is named; the store's exchange of a book (``book``), which is how gradients travel; and gloo. The buffer is one
-tensor of fp32 for all: what suits gloo best. Small buffers are summed many times in a row, and the time is one sum's.
+tensor of fp32 for all: what suits gloo best. Engines measure the links first, as every job does at its start: slices
+and the calls' algorithm follow from that. Small buffers are summed many times in a row, and the time is one sum's.
 Processor time is that of all hosts and threads.
 """
 
@@ -34,27 +35,21 @@ LIMIT_TARGET = 1.05  # of the least time at the line rate
 SMALL_TARGET = 1.0  # likewise, for what is bound by latency
 SMALL_BYTES = 64 << 10
 REPEATS = 50  # of a small sum in one round
-# What the calls' automatic choice assumes of links between processes of one machine, unless told otherwise: the line's
-# bytes per second, and what the processors do.
-LINE_BYTES_PER_S = 2e9
-PROCESSORS = (30e-6, 4e9, 50e9, 200e-6)
 
 
 class Arms:
     """The processes, and every way to sum in them."""
 
-    def __init__(
-        self, cluster: Cluster, megabytes: float, slice_kb: int, lanes: int, bytes_per_s: float, port: int
-    ) -> None:
+    def __init__(self, cluster: Cluster, megabytes: float, slice_kb: int, lanes: int, port: int) -> None:
         hosts = [host.address for host in cluster.hosts]
         count = round(megabytes * 1e6 / 4)
         self.repeats = REPEATS if 4 * count <= SMALL_BYTES else 1
         self.ends = [EngineProcess(host.start) for host in cluster.hosts]
         wire_up(self.ends, hosts, "w", slice_bytes=slice_kb << 10, lanes=lanes)
-        together(self.ends, "book", wire="w", layers=[4 * count], places=[0], dtype="f32", seed=None)
-        together(self.ends, "set_rates", wire="w", rates=(bytes_per_s, *PROCESSORS))
         each = [{"rank": rank, "interface": host.interface} for rank, host in enumerate(cluster.hosts)]
         together(self.ends, "join_gloo", each, size=len(hosts), root=hosts[0], port=port)
+        self.measured: dict[str, Any] = together(self.ends, "measure", wire="w")[0]  # slices follow from it
+        together(self.ends, "book", wire="w", layers=[4 * count], places=[0], dtype="f32", seed=None)
 
     def round(self, arm: str) -> tuple[float, float]:
         """Seconds of the slowest host, and processor seconds of all, for one sum; every result is checked."""
@@ -78,9 +73,10 @@ def measure(arguments: argparse.Namespace, hosts: int, megabytes: float) -> dict
     cpu_s: dict[str, list[float]] = {arm: [] for arm in arms}
     with Cluster(hosts, arguments.mbit) as cluster:
         line_mbit = None if arguments.mbit is None else line_rate_mbit(cluster, 0)
-        bytes_per_s = LINE_BYTES_PER_S if line_mbit is None else line_mbit * 1e6 / 8
+        measured: list[dict[str, Any]] = []
         for begun in range(arguments.sets):
-            processes = Arms(cluster, megabytes, arguments.slice_kb, arguments.lanes, bytes_per_s, PORT + begun)
+            processes = Arms(cluster, megabytes, arguments.slice_kb, arguments.lanes, PORT + begun)
+            measured.append(processes.measured)
             for number in range(-arguments.warm, len(range(begun, arguments.rounds, arguments.sets))):
                 for arm in arms:
                     taken = processes.round(arm)
@@ -89,7 +85,7 @@ def measure(arguments: argparse.Namespace, hosts: int, megabytes: float) -> dict
                         cpu_s[arm].append(taken[1])
             processes.close()
     gigabytes = hosts * megabytes / 1e3
-    limit_s = None if line_mbit is None else 2 * (hosts - 1) / hosts * megabytes * 1e6 / bytes_per_s
+    limit_s = None if line_mbit is None else 2 * (hosts - 1) / hosts * megabytes * 8 / line_mbit
     target = SMALL_TARGET if megabytes * 1e6 <= SMALL_BYTES else TARGET if limit_s is None else LIMIT_TARGET
     return {
         "rate_mbit": arguments.mbit,
@@ -98,7 +94,7 @@ def measure(arguments: argparse.Namespace, hosts: int, megabytes: float) -> dict
         "hosts": hosts,
         "sets": arguments.sets,
         "megabytes": megabytes,
-        "slice_bytes": arguments.slice_kb << 10,
+        "measured": measured,  # by the engines of each set, from which their choices follow
         "lanes": arguments.lanes,
         "target_ratio": target,
         "arms": {
@@ -124,7 +120,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--sets", type=int, default=4, help="of processes, among which the rounds are shared")
     parser.add_argument("--warm", type=int, default=3, help="rounds of each set before those that count")
-    parser.add_argument("--slice-kb", type=int, default=512, help="of the book's exchange")
+    parser.add_argument("--slice-kb", type=int, default=0, help="of the book's exchange (default: as a job chooses)")
     parser.add_argument("--lanes", type=int, default=1)
     result_arguments(parser)
     return parser.parse_args()

@@ -139,11 +139,16 @@ class Server:
         self.rank, self.size = rank, size
         return {}
 
-    def set_rates(self, wire: str, rates: Sequence[float]) -> dict[str, Any]:
-        """What the choice of an algorithm assumes."""
-        bytes_per_s, latency_s, summed_bytes_per_s, flops_per_s, gather_s = rates
-        self.wires[wire].engine.set_rates((bytes_per_s, latency_s, summed_bytes_per_s, flops_per_s, gather_s))
-        return {}
+    def measure(self, wire: str) -> dict[str, Any]:
+        """Measure the links and tell the engine, as every job does at its start."""
+        from penstock.collectives import Group
+        from penstock.measure.quick import group_rates
+
+        engine = self.wires[wire].engine
+        rates = group_rates(Group(engine, 0, range(self.size), self.rank))
+        engine.set_rates(rates.native())
+        slice_bytes, _, lanes = engine.slicing()
+        return {"line_bytes_per_s": rates.bytes_per_s, "slice_bytes": slice_bytes, "lanes": lanes}
 
     def time_sums(self, wire: str, arm: str, repeats: int) -> dict[str, Any]:
         """So many sums of the engine's only tensor over all ranks, one after the other, between two barriers.
