@@ -8,14 +8,16 @@ the program.
 from __future__ import annotations
 
 import argparse
-import json
-import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
+
+from penstock.command_line import Parser, add_json, fail, list_of, nbytes, positive, print_json, whole_number
+from penstock.config import RANKS_MAX
+from penstock.launch import start
 
 DEMO_EXAMPLES = """\
 examples:
@@ -26,25 +28,6 @@ examples:
 
 It trains a small convolutional network with N worker processes on this machine, then once more in one
 process, and prints how far apart the two are, and what was communicated. Status 0: every check holds.
-"""
-
-RUN_EXAMPLES = """\
-examples:
-  penstock run --nproc-per-node 4 train.py --epochs 3            4 workers on this machine
-  penstock run --hosts hosts.txt --nproc-per-node 2 train.py     2 on each host of the file, over ssh
-  penstock run --hosts hosts.txt --workers 6 train.py            6 in all, by the slots=N of the file
-  penstock run --nnodes 2 --node-rank 0 --master-addr node1 --master-port 29500 train.py
-                                                                 on each of 2 hosts, as with torchrun
-  srun penstock run train.py                                     each task of Slurm or mpirun becomes a worker
-
-The file of hosts has a name per line, with slots=N behind it if that many workers are its share. Hosts have the same
-directory, and the same Python at the same place. Another way to reach them than ssh is a command in which {host}
-stands for the name and {command} for what its shell is to run: --connect 'ip netns exec {host} sh -c {command}'.
-
-Workers find their rank and the others as under torchrun: in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on. Each
-line of their output begins with the rank. When one fails, the others have --grace-s to end by themselves, as after
-PeerLost; then all are ended. Status: that of the worker that failed first, 128 and the number of the signal that
-killed it, 2 for bad input.
 """
 
 INFO_EXAMPLES = """\
@@ -91,19 +74,9 @@ Every result is compared bit for bit. Other options of the job are read from PEN
 """
 
 WORKERS_MAX = 64
-RANKS_MAX = 4096  # as in crates/core/src/limits.rs
-NBYTES_MAX = 1 << 30
 DEFAULT_BATCH = 32
 DEFAULT_GFLOPS = 4000.0  # what VGG19's 35.5 samples per second on one Titan X imply (Poseidon, section 5.1)
 AUTO_NOTE = 'the choice is that of schemes="auto"; by default every layer uses the store'
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Say what is wrong, and where help is; end with status 2."""
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -124,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
     )
     demo.add_argument(
         "--workers",
-        type=_whole_number(1, WORKERS_MAX),
+        type=whole_number(1, WORKERS_MAX),
         default=4,
         metavar="N",
         help=f"processes on this machine, 1 to {WORKERS_MAX} (default 4)",
@@ -138,21 +111,21 @@ def parser() -> argparse.ArgumentParser:
     )
     demo.add_argument(
         "--epochs",
-        type=_whole_number(1, 10_000),
+        type=whole_number(1, 10_000),
         metavar="N",
         help="passes over the data (default: 20 for digits, 2 for DIR)",
     )
     demo.add_argument(
         "--seed",
-        type=_whole_number(0, 2**31 - 1),
+        type=whole_number(0, 2**31 - 1),
         default=0,
         metavar="N",
         help="of initial parameters and of the order of samples (default 0)",
     )
-    _add_json(demo)
+    add_json(demo)
     demo.set_defaults(command=_demo)
 
-    _add_run(commands)
+    start.add_to(commands)
     _add_explain(commands)
     _add_measure(commands)
     info = commands.add_parser(
@@ -161,68 +134,9 @@ def parser() -> argparse.ArgumentParser:
         epilog=INFO_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_json(info)
+    add_json(info)
     info.set_defaults(command=_info)
     return root
-
-
-def _add_run(commands: Any) -> None:
-    from penstock.launch.start import CONNECT, DEFAULT_GRACE_S
-
-    run = commands.add_parser(
-        "run",
-        help="start a training program as all ranks of a job, on this machine or on several, and watch over it",
-        epilog=RUN_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    count = _whole_number(1, RANKS_MAX)
-    run.add_argument("--workers", type=count, metavar="N", help="worker processes in all")
-    run.add_argument(
-        "--nproc-per-node",
-        "--nproc_per_node",
-        type=count,
-        metavar="N",
-        help="worker processes of each host (default: its slots, or 1)",
-    )
-    run.add_argument("--hosts", type=Path, metavar="FILE", help="start workers on these hosts (default: on this one)")
-    run.add_argument(
-        "--connect", metavar="TEMPLATE", default=CONNECT, help="the command that reaches a host (default: %(default)s)"
-    )
-    run.add_argument("--nnodes", type=count, metavar="N", help="hosts of the job, if this command is started on each")
-    run.add_argument("--node-rank", "--node_rank", type=_whole_number(0, RANKS_MAX - 1), metavar="R", help="this host")
-    run.add_argument(
-        "--master-addr", "--master_addr", metavar="HOST", help="where ranks meet (default: the first host)"
-    )
-    run.add_argument(
-        "--master-port",
-        "--master_port",
-        type=_whole_number(1, 65535),
-        metavar="PORT",
-        help="the port there (default: a free one)",
-    )
-    run.add_argument(
-        "--env",
-        action="append",
-        default=[],
-        metavar="NAME[=VALUE]",
-        help="a variable for workers on all hosts; PENSTOCK_* go there by themselves; may be repeated",
-    )
-    run.add_argument(
-        "--grace-s",
-        type=_positive,
-        default=DEFAULT_GRACE_S,
-        metavar="X",
-        help="when a worker fails or you press Ctrl-C: seconds for the others to end by themselves (default "
-        "%(default)g); give more if they save what they hold",
-    )
-    run.add_argument("--log-dir", type=Path, metavar="DIR", help="keep each worker's output in files there, too")
-    run.add_argument("-m", "--module", action="store_true", help="the program is a module, as with python -m")
-    run.add_argument(
-        "--no-python", "--no_python", action="store_true", help="the program is not Python's: start it as it is"
-    )
-    run.add_argument("program", metavar="train.py", help="the training program")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
-    run.set_defaults(command=_run)
 
 
 def _add_explain(commands: Any) -> None:
@@ -239,41 +153,41 @@ def _add_explain(commands: Any) -> None:
         "network of the lab such as lab:vgg19",
     )
     explain.add_argument(
-        "--workers", type=_whole_number(1, RANKS_MAX), default=8, metavar="N", help="worker processes (default 8)"
+        "--workers", type=whole_number(1, RANKS_MAX), default=8, metavar="N", help="worker processes (default 8)"
     )
     explain.add_argument(
         "--servers",
-        type=_whole_number(1, RANKS_MAX),
+        type=whole_number(1, RANKS_MAX),
         metavar="N",
         help="what if only so many of the workers held a shard of the store (default: all, as in every job that can be "
         "started today)",
     )
     explain.add_argument(
         "--batch",
-        type=_whole_number(1, 1 << 24),
+        type=whole_number(1, 1 << 24),
         metavar="N",
         help="samples per worker and step (default: what the network is usually trained with, or 32)",
     )
     explain.add_argument(
         "--bandwidth-mbit",
-        type=_positive,
+        type=positive,
         default=1000.0,
         metavar="X",
         help="one direction of a worker's interface, in megabits per second (default 1000)",
     )
     explain.add_argument(
-        "--latency-us", type=_positive, default=100.0, metavar="X", help="one message, in microseconds (default 100)"
+        "--latency-us", type=positive, default=100.0, metavar="X", help="one message, in microseconds (default 100)"
     )
     explain.add_argument(
         "--gflops",
-        type=_positive,
+        type=positive,
         metavar="X",
         help="matrix products of one worker, in Gflop/s: what rebuilding a gradient from factors costs (default: "
         f"what the compute time implies, or {DEFAULT_GFLOPS:g}, VGG19 on one Titan X)",
     )
     explain.add_argument(
         "--compute-s",
-        type=_positive,
+        type=positive,
         metavar="X",
         help="seconds of one step of one worker alone, to predict step times (default: what the network is known for, "
         "or its arithmetic at --gflops)",
@@ -297,7 +211,7 @@ def _add_explain(commands: Any) -> None:
         help="layers by name that shall use a lossy scheme, which is never chosen by itself: 1bit (linear layers), "
         "dgc, dgc:DENSITY, bf16 or fp16; may be repeated",
     )
-    _add_json(explain)
+    add_json(explain)
     explain.set_defaults(command=_explain)
 
 
@@ -312,17 +226,17 @@ def _add_measure(commands: Any) -> None:
     )
     _add_ranks(line_rate)
     line_rate.add_argument(
-        "--pairs", type=_whole_number(1, RANKS_MAX**2), metavar="N", help="a sample of at least N pairs, instead of all"
+        "--pairs", type=whole_number(1, RANKS_MAX**2), metavar="N", help="a sample of at least N pairs, instead of all"
     )
     line_rate.add_argument(
         "--largest",
-        type=_whole_number(1, 64 << 20),
+        type=whole_number(1, 64 << 20),
         default=64 << 20,
         metavar="BYTES",
         help="the largest message (default 67108864)",
     )
     line_rate.add_argument("--plot", metavar="FILE", help="draw the rates over the message size (takes Matplotlib)")
-    _add_json(line_rate)
+    add_json(line_rate)
     line_rate.set_defaults(command=_line_rate)
 
     allreduce = kinds.add_parser(
@@ -334,50 +248,50 @@ def _add_measure(commands: Any) -> None:
     _add_ranks(allreduce)
     allreduce.add_argument(
         "--algorithms",
-        type=_list_of(_algorithm),
+        type=list_of(_algorithm),
         metavar="LIST",
         help="of store, central, tree, ring, butterfly, and auto: what the cost model chooses (default: all)",
     )
     allreduce.add_argument(
         "--sizes",
-        type=_list_of(_nbytes),
+        type=list_of(nbytes),
         default=[4_000, 1_000_000, 53_000_000],
         metavar="LIST",
         help="bytes of fp32, with KB or MB (default 4KB,1MB,53MB)",
     )
     allreduce.add_argument(
         "--workers",
-        type=_list_of(_whole_number(2, RANKS_MAX)),
+        type=list_of(whole_number(2, RANKS_MAX)),
         metavar="LIST",
         help="how many ranks take part, the first ones (default: 2, 4, 8 and so on, and all)",
     )
     allreduce.add_argument(
         "--seconds",
-        type=_positive,
+        type=positive,
         default=3.0,
         metavar="X",
         help="for each size and number of workers, about; at least 5 rounds are made (default 3)",
     )
     allreduce.add_argument(
-        "--seed", type=_whole_number(0, 2**31 - 1), default=0, metavar="N", help="of what is added (default 0)"
+        "--seed", type=whole_number(0, 2**31 - 1), default=0, metavar="N", help="of what is added (default 0)"
     )
     allreduce.add_argument("--plot", metavar="FILE", help="draw rates and times (takes Matplotlib)")
     allreduce.add_argument("--json-lines", metavar="FILE", help="append a JSON object per row to this file")
-    _add_json(allreduce)
+    add_json(allreduce)
     allreduce.set_defaults(command=_allreduce)
 
 
 def _add_ranks(measurement: argparse.ArgumentParser) -> None:
     measurement.add_argument(
         "--local",
-        type=_whole_number(2, WORKERS_MAX),
+        type=whole_number(2, WORKERS_MAX),
         metavar="N",
         help="start N processes on this machine; otherwise this process is one rank of a job that you start",
     )
     measurement.add_argument(
-        "--rank", type=_whole_number(0, RANKS_MAX - 1), metavar="R", help="this rank, if no launcher says so"
+        "--rank", type=whole_number(0, RANKS_MAX - 1), metavar="R", help="this rank, if no launcher says so"
     )
-    measurement.add_argument("--world-size", type=_whole_number(1, RANKS_MAX), metavar="N", help="the number of ranks")
+    measurement.add_argument("--world-size", type=whole_number(1, RANKS_MAX), metavar="N", help="the number of ranks")
     measurement.add_argument("--rendezvous", metavar="PLACE", help="tcp://host:port or file:///directory")
     measurement.add_argument("--interface", metavar="NAMES", help="names or CIDR blocks of the network to measure")
 
@@ -416,25 +330,14 @@ def _demo(options: argparse.Namespace) -> int:
     try:
         result = job.run(choice)
     except DataError as error:
-        return _fail(options, "penstock demo", error, status=2)
+        return fail(options, "penstock demo", error, status=2)
     except WorkerFailed as error:
-        return _fail(options, "penstock demo", error, status=1)
+        return fail(options, "penstock demo", error, status=1)
     if options.json:
-        _print_json(result)
+        print_json(result)
     else:
         sys.stdout.write(table.render(result))
     return 0 if result["ok"] else 1
-
-
-def _run(options: argparse.Namespace) -> int:
-    from penstock.errors import ConfigError
-    from penstock.launch import start
-
-    try:
-        return start.run(options)
-    except ConfigError as error:
-        sys.stderr.write(f"penstock run: {error}\n")
-        return 2
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -484,10 +387,10 @@ def _explain(options: argparse.Namespace) -> int:
             terms={name: Terms(given.get(name), collectives.get(name)) for name in {**given, **collectives}},
         )
     except ConfigError as error:
-        return _fail(options, "penstock explain", error, status=2)
+        return fail(options, "penstock explain", error, status=2)
     explanation = Explanation.of(coordinator, compute_s)
     if options.json:
-        _print_json(explanation.as_dict())
+        print_json(explanation.as_dict())
     else:
         sys.stdout.write(explanation.render())
     return 0
@@ -533,13 +436,13 @@ def _measure(options: argparse.Namespace, work: Callable[[], tuple[dict[str, Any
     try:
         result, text = work()
     except ConfigError as error:
-        return _fail(options, "penstock measure", error, status=2)
+        return fail(options, "penstock measure", error, status=2)
     except (PenstockError, OSError) as error:
-        return _fail(options, "penstock measure", error, status=1)
+        return fail(options, "penstock measure", error, status=1)
     if result is None:  # another rank prints it
         return 0
     if options.json:
-        _print_json(result)
+        print_json(result)
     else:
         sys.stdout.write(text)
     return 0
@@ -562,31 +465,10 @@ def _info(options: argparse.Namespace) -> int:
         "system": platform.platform(),
     }
     if options.json:
-        _print_json(facts)
+        print_json(facts)
     else:
         sys.stdout.write("".join(f"{name:<10}{fact or 'not installed'}\n" for name, fact in facts.items()))
     return 0
-
-
-def _add_json(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-
-
-def _whole_number(least: int, most: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{value} is not between {least} and {most}")
-        return value
-
-    return parse
-
-
-def _list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    return lambda text: [parse(item.strip()) for item in text.split(",")]
 
 
 def _algorithm(text: str) -> str:
@@ -597,35 +479,6 @@ def _algorithm(text: str) -> str:
     if text not in names:
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
     return text
-
-
-def _nbytes(text: str) -> int:
-    match = re.fullmatch(r"(\d{1,10})\s*(K|M|)B?", text, re.ASCII | re.IGNORECASE)
-    nbytes = int(match[1]) * {"": 1, "K": 1_000, "M": 1_000_000}[match[2].upper()] if match else 0
-    if not 1 <= nbytes <= NBYTES_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size from 1 byte to {NBYTES_MAX}, such as 4KB or 53MB")
-    return nbytes
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not 0.0 < value < 1e12:
-        raise argparse.ArgumentTypeError(f"{text} is not above zero and below 1e12")
-    return value
-
-
-def _fail(options: argparse.Namespace, who: str, error: Exception, status: int) -> int:
-    sys.stderr.write(f"{who}: {error}\n")
-    if options.json:
-        _print_json({"ok": False, "error": {"kind": type(error).__name__, "message": str(error)}})
-    return status
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(value) + "\n")
 
 
 def _interrupted(number: int, frame: FrameType | None) -> NoReturn:

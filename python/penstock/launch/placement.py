@@ -10,12 +10,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from penstock.config import RANKS_MAX
 from penstock.errors import ConfigError
 
 __all__ = ["THIS_MACHINE", "Host", "NodeRank", "Place", "parse_hosts", "place", "variables"]
 
 THIS_MACHINE = "localhost"
-WORKERS_MAX = 4096  # as in crates/core/src/limits.rs
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -115,8 +115,8 @@ def place(
     """
     counts = _counts(hosts, workers, per_host)
     world_size = sum(counts) * node.count
-    if world_size > WORKERS_MAX:
-        raise ConfigError(f"{world_size} workers; a job has at most {WORKERS_MAX}")
+    if world_size > RANKS_MAX:
+        raise ConfigError(f"{world_size} workers; a job has at most {RANKS_MAX}")
     placed: list[list[Place]] = []
     rank = sum(counts) * node.rank
     for index, count in enumerate(counts):

@@ -1,4 +1,4 @@
-"""The command line of ``penstock run``."""
+"""The command line of ``penstock run``: its options, and what they come to."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from penstock import config
+from penstock.command_line import positive, whole_number
+from penstock.config import RANKS_MAX
 from penstock.errors import ConfigError
 from penstock.launch.placement import THIS_MACHINE, Host, NodeRank, parse_hosts, place
 from penstock.launch.supervisor import Interrupted, JobFailed, LaunchPlan, Supervisor
 
-__all__ = ["CONNECT", "DEFAULT_GRACE_S", "run"]
+__all__ = ["add_to", "run"]
 
 CONNECT = "ssh -o BatchMode=yes -o ConnectTimeout=20 {host} {command}"
 DEFAULT_GRACE_S = 3.0
@@ -27,22 +30,106 @@ TASKS = (
 )
 """Variables that each task of mpirun or srun has."""
 
+EXAMPLES = """\
+examples:
+  penstock run --nproc-per-node 4 train.py --epochs 3            4 workers on this machine
+  penstock run --hosts hosts.txt --nproc-per-node 2 train.py     2 on each host of the file, over ssh
+  penstock run --hosts hosts.txt --workers 6 train.py            6 in all, by the slots=N of the file
+  penstock run --nnodes 2 --node-rank 0 --master-addr node1 --master-port 29500 train.py
+                                                                 on each of 2 hosts, as with torchrun
+  srun penstock run train.py                                     each task of Slurm or mpirun becomes a worker
+
+The file of hosts has a name per line, with slots=N behind it if that many workers are its share. Hosts have the same
+directory, and the same Python at the same place. Another way to reach them than ssh is a command in which {host}
+stands for the name and {command} for what its shell is to run: --connect 'ip netns exec {host} sh -c {command}'.
+
+Workers find their rank and the others as under torchrun: in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on. Each
+line of their output begins with the rank. When one fails, the others have --grace-s to end by themselves, as after
+PeerLost; then all are ended. Status: that of the worker that failed first, 128 and the number of the signal that
+killed it, 2 for bad input.
+"""
+
+
+def add_to(commands: Any) -> None:
+    """Add ``run`` to the commands of a command line."""
+    parser = commands.add_parser(
+        "run",
+        help="start a training program as all ranks of a job, on this machine or on several, and watch over it",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    count = whole_number(1, RANKS_MAX)
+    parser.add_argument("--workers", type=count, metavar="N", help="worker processes in all")
+    parser.add_argument(
+        "--nproc-per-node",
+        "--nproc_per_node",
+        type=count,
+        metavar="N",
+        help="worker processes of each host (default: its slots, or 1)",
+    )
+    parser.add_argument(
+        "--hosts", type=Path, metavar="FILE", help="start workers on these hosts (default: on this one)"
+    )
+    parser.add_argument(
+        "--connect", metavar="TEMPLATE", default=CONNECT, help="the command that reaches a host (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--nnodes", type=count, metavar="N", help="hosts of the job, if this command is started on each"
+    )
+    parser.add_argument(
+        "--node-rank", "--node_rank", type=whole_number(0, RANKS_MAX - 1), metavar="R", help="this host"
+    )
+    parser.add_argument(
+        "--master-addr", "--master_addr", metavar="HOST", help="where ranks meet (default: the first host)"
+    )
+    parser.add_argument(
+        "--master-port",
+        "--master_port",
+        type=whole_number(1, 65535),
+        metavar="PORT",
+        help="the port there (default: a free one)",
+    )
+    parser.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="a variable for workers on all hosts; PENSTOCK_* go there by themselves; may be repeated",
+    )
+    parser.add_argument(
+        "--grace-s",
+        type=positive,
+        default=DEFAULT_GRACE_S,
+        metavar="X",
+        help="when a worker fails or you press Ctrl-C: seconds for the others to end by themselves (default "
+        "%(default)g); give more if they save what they hold",
+    )
+    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep each worker's output in files there, too")
+    parser.add_argument("-m", "--module", action="store_true", help="the program is a module, as with python -m")
+    parser.add_argument(
+        "--no-python", "--no_python", action="store_true", help="the program is not Python's: start it as it is"
+    )
+    parser.add_argument("program", metavar="train.py", help="the training program")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    parser.set_defaults(command=run)
+
 
 def run(options: argparse.Namespace) -> int:
     """Start and supervise a job as the command line says.
 
     Returns:
         0, the status of the worker that failed, 128 and its signal's number if one killed it, 130 or so when
-        interrupted.
-
-    Raises:
-        ConfigError: The options do not fit each other.
+        interrupted, 2 if the options do not fit each other.
     """
     environment = config.current_environment()
-    command = _program(options)
-    if _is_task(options, environment):
-        os.execvpe(command[0], command, environment)
-    plan = _plan(options, environment, command)
+    try:
+        command = _program(options)
+        if _is_task(options, environment):
+            os.execvpe(command[0], command, environment)
+        plan = _plan(options, environment, command)
+    except ConfigError as error:
+        _tell(str(error))
+        return 2
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
