@@ -16,7 +16,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from penstock import addresses, config, launchers, rendezvous
+from penstock import addresses, config, launchers, lending, rendezvous
 from penstock.account import Report
 from penstock.coordinator import Rates
 from penstock.ending import Hooks, described
@@ -452,8 +452,8 @@ def _finish(job: Job, by_status: str | None = None) -> None:
                 with contextlib.suppress(PenstockError):  # the reason is already on its way up or told
                     job.engine.shutdown()
             elif by_status is not None:
-                lent = None if front_end is None else front_end.lent_to(job.engine)
-                job.engine.shutdown_by_status(" ".join(by_status.split())[:REASON_CHARACTERS_MAX], lent)
+                reason = " ".join(by_status.split())[:REASON_CHARACTERS_MAX]
+                job.engine.shutdown_by_status(reason, lending.lent_to(job.engine))
             else:
                 job.engine.shutdown()
         except PenstockError as error:
@@ -461,8 +461,10 @@ def _finish(job: Job, by_status: str | None = None) -> None:
                 front_end.after_failure(job.engine, error)
             raise
         finally:
-            if front_end is not None and by_status is None:
-                front_end.let_go(job.engine)
+            if by_status is None:
+                if front_end is not None:
+                    front_end.let_go(job.engine)
+                lending.forget_lent(job.engine)
 
 
 def _after_fork_in_child() -> None:

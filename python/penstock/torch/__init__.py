@@ -9,7 +9,7 @@ model       layers and parameters, patches         reads      who reads which pa
 gradients   gradients in, averages back            updates    updates out, layer by layer
 schemes     averages that every rank makes         choice     schemes chosen while training
 agreement   what is the same on all ranks          release    what becomes of models when the job is over
-runtime     memory lent to the engine, threads     backend    for torch.distributed
+runtime     memory used again, threads             backend    for torch.distributed
 """
 
 from penstock.torch.access import finish_all, no_sync, synchronize
@@ -17,7 +17,6 @@ from penstock.torch.distribute import distribute
 from penstock.torch.facts import coordinator_of, explain
 from penstock.torch.join import join
 from penstock.torch.release.failure import after_failure, let_go
-from penstock.torch.runtime.memory import lent_to
 from penstock.torch.sampling import sampler
 
 __all__ = [
@@ -27,7 +26,6 @@ __all__ = [
     "explain",
     "finish_all",
     "join",
-    "lent_to",
     "let_go",
     "no_sync",
     "sampler",

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from penstock.lending import lent_to
 from penstock.torch.model.layout import is_dense, without_repeats
-from penstock.torch.runtime.memory import lent_to
 
 if TYPE_CHECKING:
     from penstock._native import Engine

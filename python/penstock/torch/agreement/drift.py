@@ -30,10 +30,10 @@ from torch.optim import Optimizer
 
 from penstock._native import digests
 from penstock.errors import ModelMismatch, PenstockError
+from penstock.lending import lent_to
 from penstock.torch.agreement.hyperparameters import differing, hyperparameters
 from penstock.torch.model.enrolment import refuse_late_parameters
 from penstock.torch.model.layout import ROOT, is_dense, without_repeats
-from penstock.torch.runtime.memory import lent_to
 
 if TYPE_CHECKING:
     from penstock._native import Engine

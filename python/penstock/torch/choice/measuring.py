@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from penstock.coordinator import Coordinator, Rates
 from penstock.description import Network
+from penstock.lending import lent_to
 from penstock.torch.choice.network import layers_of
-from penstock.torch.runtime.memory import lent_to
 
 if TYPE_CHECKING:
     from penstock._native import Engine

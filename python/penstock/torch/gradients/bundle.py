@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from penstock.lending import Lent
 from penstock.torch.model.flight import Flight
-from penstock.torch.runtime.memory import Lent
 
 if TYPE_CHECKING:
     from penstock._native import Engine

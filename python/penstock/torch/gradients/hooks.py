@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.coordinator import Placed
 from penstock.errors import ConfigError, PenstockError
+from penstock.lending import lent_to
 from penstock.lossy import LossyScheme
 from penstock.torch.gradients.bundle import SMALL_BYTES, Bundle
 from penstock.torch.model.flight import Flight
@@ -34,7 +35,6 @@ from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.model.layout import same_order
 from penstock.torch.reads.safety import DeferredParameter, defer, restore
 from penstock.torch.release.failure import after_failure, settled
-from penstock.torch.runtime.memory import lent_to
 from penstock.torch.schemes.adam import OwnerDuties
 from penstock.torch.schemes.gather import Gather, changed_in_flight
 from penstock.torch.schemes.making import make_lossy, make_rows

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.errors import PenstockError
 from penstock.torch.reads.safety import owners_of
-from penstock.torch.runtime.memory import forget_lent
 from penstock.torch.updates.whole import forget_steps, undo_steps
 
 if TYPE_CHECKING:
@@ -99,4 +98,3 @@ def let_go(engine: Engine) -> None:
         owner.ending.settle(undone)
         owner.ending.release()
     forget_steps(engine)
-    forget_lent(engine)

@@ -1,4 +1,4 @@
 """What the rest stands on.
 
-memory  what is lent to the engine      background  the threads beside the program's
+memory  what is used again      background  the threads beside the program's
 """

@@ -1,54 +1,15 @@
-"""Keeps every tensor alive that the engine may still read or write, says which those are, and uses memory again."""
+"""Memory that is used again, step after step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from penstock._native import Engine
-
-__all__ = ["Lent", "Reused", "forget_lent", "lent_to"]
+__all__ = ["Reused"]
 
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
-
-
-class Lent:
-    """The tensors lent to one engine, by token. Python never writes one of these: the engine may be sending it."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.tensors: dict[int, Tensor] = {}
-
-    def collect(self) -> None:
-        """Let go of what the engine has released. Cheap; call it where old gradients should be freed soon."""
-        pop = self.tensors.pop
-        for token in self._engine.take_released():
-            pop(token, None)
-
-    def holds(self, token: int) -> bool:
-        """Whether the engine may still touch the memory behind `token`."""
-        if token not in self.tensors:
-            return False
-        self.collect()
-        return token in self.tensors
-
-
-# Tokens are the engine's, so all that use one engine share its ledger. Holding the engine keeps its id unique.
-_by_engine: dict[int, Lent] = {}
-
-
-def lent_to(engine: Engine) -> Lent:
-    """The ledger of this engine."""
-    return _by_engine.setdefault(id(engine), Lent(engine))
-
-
-def forget_lent(engine: Engine) -> None:
-    """The engine is shut down: it touches nothing any more."""
-    _by_engine.pop(id(engine), None)
 
 
 class Reused:
