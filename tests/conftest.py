@@ -20,6 +20,7 @@ SLOW = (
     "job/test_poisoned_store.py",
     "job/test_rendezvous.py",
     "job/test_warnings.py",
+    "kvstore/test_kvstore.py",
     "lab/test_cluster.py",
     "lab/test_emulate.py",
     "lab/test_measure.py",

@@ -175,6 +175,8 @@ TABLE = {
     "python examples/char_lm.py --batch 32": Run("--steps 2 --every 1", long=True),
     "torchrun --nproc-per-node 4 examples/cifar10.py --batch 100": Run("--epochs 1", put=ALONE, long=True),
     "python examples/cifar10.py --batch 400": Run("--epochs 1", long=True),
+    "torchrun --nproc-per-node 4 examples/kvstore.py": Run(put=ALONE, long=True),
+    "python examples/kvstore.py": By("tests/test_examples.py::test_kvstore_ends_alike_with_any_number_of_workers"),
     # benchmarks: a page names some, and their own text says how they are called
     "python -m benchmarks.allreduce [--json-lines docs/benchmarks/allreduce.jsonl]": Run(
         FEW_SUMS, clusters=True, long=True, status=JUDGED

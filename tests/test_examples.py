@@ -107,3 +107,12 @@ def test_char_lm_gives_the_same_curve_with_two_workers(tmp_path):
     assert [line["step"] for line in one] == [line["step"] for line in two] == [4]
     for alone, together in zip(one, two, strict=True):
         assert alone["held_out_loss"] == pytest.approx(together["held_out_loss"], rel=1e-4)
+
+
+def test_kvstore_ends_alike_with_any_number_of_workers():
+    one, two = run_plainly("kvstore.py"), run_by_two("kvstore.py")
+    losses = [[float(line.split("loss ")[1].split()[0]) for line in said.splitlines()] for said in (one, two)]
+    assert len(losses[0]) == 3
+    assert losses[0] == pytest.approx(losses[1], abs=2e-6)
+    assert losses[0][-1] < 0.5 * losses[0][0]
+    assert "on 1 worker(s)" in one and "on 2 worker(s)" in two

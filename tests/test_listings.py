@@ -1,4 +1,4 @@
-"""The listings of README's integration and of docs/from-ddp.md run as they stand, alone and by two ranks.
+"""The listings of README's integration, docs/from-ddp.md and docs/kvstore.md run as they stand, alone and by two ranks.
 
 Each is preceded by what it takes for granted, such as a model, and followed by checks.
 """
@@ -191,3 +191,61 @@ def test_what_the_coordinator_answers(tmp_path):
     owners = "[Placed(offset_bytes=0, len_bytes="
     assert printed[1].startswith(owners) and said[1].startswith(owners)
     assert [said[0], *said[2:]] == [printed[0], *printed[2:]]
+
+
+STORE_GIVEN = """
+import numpy as np
+
+epochs, lr, samples_per_step = 2, 0.5, 8
+draw = np.random.default_rng(0)
+x, noise = draw.standard_normal((64, 3)), draw.standard_normal(64)
+y = x @ [1.0, 2.0, 3.0]
+weights = [np.zeros(3), np.zeros(1)]
+
+def batches(rank, num_workers):
+    share = samples_per_step // num_workers
+    for start in range(rank * share, 64, samples_per_step):
+        yield x[start : start + share], y[start : start + share]
+
+def forward_backward(weights, batch):
+    error = batch[0] @ weights[0] + weights[1] - batch[1]
+    return [batch[0].T @ error, error.sum(keepdims=True)]
+"""
+STORE_CHECKS = """
+alone = [np.zeros(3), np.zeros(1)]
+for _ in range(epochs):
+    for batch in batches(0, 1):
+        for weight, gradient in zip(alone, forward_backward(alone, batch)):
+            weight -= lr / samples_per_step * gradient
+assert np.abs(weights[0] - [1.0, 2.0, 3.0]).max() < 0.5
+for weight, expected in zip(weights, alone):
+    np.testing.assert_allclose(weight, expected, rtol=1e-12, atol=1e-12)
+"""
+STORE_NAMES = {
+    "mxnet as mx": "penstock as ps",
+    'mx.kv.create("dist_sync")': 'ps.KVStore("sync")',
+    "mx.nd.waitall": "kv.wait",
+}
+
+
+def test_a_program_of_mxnet_becomes_ours_by_its_names(size, tmp_path):
+    theirs, ours = listings("docs/kvstore.md", "## From MXNet")
+    for name, other in STORE_NAMES.items():
+        assert name in theirs
+        theirs = theirs.replace(name, other)
+    assert theirs == ours.replace("ps.init()\n", "")
+    run(size, tmp_path, STORE_GIVEN, ours, STORE_CHECKS)
+
+
+def test_the_listing_on_rows(size, tmp_path):
+    before = """
+import numpy as np
+import penstock as ps
+
+ps.init()
+kv = ps.KVStore("sync")
+table, some_rows = np.zeros((9, 2)), np.empty((2, 2))
+indices, gradient_rows, wanted = np.array([ps.rank(), 8]), np.ones((2, 2)), np.array([8, 0])
+"""
+    after = "kv.wait()\nassert some_rows.tolist() == [[ps.world_size()] * 2, [1, 1]]"
+    run(size, tmp_path, before, *listings("docs/kvstore.md", "## Rows"), after)

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         Timeout,
     )
     from penstock.job import init, rank, report, shutdown, world_size
+    from penstock.kvstore import KVStore
     from penstock.lossy import DGC, OneBit
     from penstock.torch.access import no_sync, synchronize
     from penstock.torch.distribute import distribute
@@ -71,6 +72,7 @@ __all__ = [
     "Coordinator",
     "Future",
     "Group",
+    "KVStore",
     "ModelMismatch",
     "OneBit",
     "Options",
@@ -112,6 +114,7 @@ _HOME_OF = {
     "DGC": "lossy",
     "Future": "collectives",
     "Group": "collectives",
+    "KVStore": "kvstore",
     "ModelMismatch": "errors",
     "OneBit": "lossy",
     "Options": "config",

@@ -55,6 +55,7 @@ class Job:
         rates: What wire and processors do, the same on every rank.
         threads: Threads other than the main one that have made calls.
         handled: The exception that the program was handling when it joined, the loss of an earlier job for instance.
+        stores_made: Key-value stores, on this rank.
     """
 
     engine: Engine
@@ -66,6 +67,7 @@ class Job:
     rates: Rates = field(default_factory=Rates)
     threads: weakref.WeakSet[threading.Thread] = field(default_factory=weakref.WeakSet)
     handled: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])
+    stores_made: int = 0
 
     @property
     def rank(self) -> int:

@@ -1,0 +1,253 @@
+"""What is under way for one key: a copy of rank 0's value, a sum of tensors, a sum of rows.
+
+Each begins with this rank's part and brings a result into the key's memory. What a result *means* is decided here and
+nowhere else: of the classes below each says in `bring_in` what the key's value is after the round.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from penstock import collectives
+from penstock.buffers import DTYPES, Buffer
+from penstock.kvstore.arithmetic import INDEX, Arithmetic, arithmetic_for
+from penstock.lending import lent_to
+
+if TYPE_CHECKING:
+    from penstock._native import Engine
+
+__all__ = ["INDEX_BYTES", "BookPlace", "OfRows", "OfTensors", "Replacement", "UnderWay", "ValueMemory", "bytes_of_row"]
+
+INDEX_BYTES = DTYPES[INDEX]
+
+
+class BookPlace(NamedTuple):
+    """Where a key is: on which rank, and in a book."""
+
+    engine: Engine
+    rank: int
+    book: int
+    tensor: int
+
+
+class ValueMemory:
+    """A key's value on this rank.
+
+    Args:
+        dtype: The engine's name.
+        shape: Of the value.
+
+    Attributes:
+        buffer: Where it is.
+        rows_set: Of a value of rows, the indices of those that may be other than zero; ``None``: any.
+    """
+
+    def __init__(self, dtype: str, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self.buffer = _new(DTYPES[dtype] * math.prod(shape), dtype)
+        self.rows_set: Any = None
+
+    @property
+    def width(self) -> int:
+        """Of a value of rows: the elements of one."""
+        return math.prod(self.shape[1:])
+
+    def set_from(self, source: Buffer) -> None:
+        """Copy memory of the same length here."""
+        ctypes.memmove(self.buffer.address, source.address, self.buffer.nbytes)
+
+    def copy_to(self, target: Buffer) -> None:
+        """Copy it all there."""
+        ctypes.memmove(target.address, self.buffer.address, self.buffer.nbytes)
+
+    def copy_rows_to(self, indices: Buffer, target: Buffer) -> None:
+        """Copy the rows of these indices there, one after the other."""
+        arithmetic = arithmetic_for(self.buffer.dtype, "row_sparse_pull")
+        wanted = arithmetic.at(indices.address, (indices.nbytes // INDEX_BYTES,), INDEX)
+        into = arithmetic.at(target.address, (len(wanted), self.width), self.buffer.dtype)
+        into[...] = self._rows(arithmetic)[wanted]
+
+    def set_rows(self, arithmetic: Arithmetic, indices: Any, rows: Any) -> None:
+        """Let these be the rows, and all others zero."""
+        value = self._rows(arithmetic)
+        if self.rows_set is None:
+            ctypes.memset(self.buffer.address, 0, self.buffer.nbytes)
+        else:
+            value[self.rows_set] = 0
+        value[indices] = rows
+        self.rows_set = indices
+
+    def _rows(self, arithmetic: Arithmetic) -> Any:
+        return arithmetic.at(self.buffer.address, (self.shape[0], self.width), self.buffer.dtype)
+
+
+def _new(nbytes: int, dtype: str) -> Buffer:
+    start = (ctypes.c_char * nbytes).from_buffer(bytearray(nbytes))  # keeps it, and where it is
+    return Buffer(ctypes.addressof(start), nbytes, dtype, dtype, start)
+
+
+class UnderWay(Protocol):
+    """What has begun and is not in the key's memory yet."""
+
+    def is_in(self) -> bool:
+        """Whether `bring_in` would not wait."""
+        ...
+
+    def bring_in(self) -> None:
+        """Wait, and let the key's memory hold the value."""
+        ...
+
+
+class Replacement:
+    """Rank 0's value takes the place of what was there.
+
+    Args:
+        memory: The key's.
+        value: On rank 0.
+    """
+
+    def __init__(self, memory: ValueMemory, value: Buffer | None) -> None:
+        self._memory = memory
+        if value is not None:
+            memory.set_from(value)
+        self._copied = collectives.broadcast(memory.buffer.keep, async_=True)
+
+    def is_in(self) -> bool:
+        """See `UnderWay`."""
+        return self._copied is None or self._copied.done()
+
+    def bring_in(self) -> None:
+        """See `UnderWay`."""
+        if self._copied is not None:
+            self._copied.wait()
+        self._memory.rows_set = None
+
+
+class OfTensors:
+    """A round of whole tensors: the store's own exchange. Its result is the value.
+
+    It goes from the key's memory and back into it; or, where one tensor is contributed and one is to hold the result,
+    from and into that one, and only the result is copied.
+
+    Args:
+        place: The key's.
+        memory: The key's.
+        values: This rank's contribution: tensors that are summed.
+        into: ValueMemory of the program for the result of a single value; it may be that value.
+        step: The round.
+        more: Others follow at once, and then a call that makes the engine send.
+    """
+
+    def __init__(
+        self,
+        place: BookPlace,
+        memory: ValueMemory,
+        values: Sequence[Buffer],
+        into: Buffer | None,
+        step: int,
+        more: bool,
+    ) -> None:
+        self._place = place
+        self._memory = memory
+        self._into = into
+        engine, _, book, tensor = place
+        lent = lent_to(engine)
+        lent.collect()
+        target = into or memory.buffer
+        if into is None:
+            engine.wait(book, [tensor], released=True)  # the last round's result may still be on its way to others
+        if len(values) > 1:
+            arithmetic = arithmetic_for(target.dtype, "push")
+            total, *arrays = (arithmetic.at(each.address, memory.shape, target.dtype) for each in (target, *values))
+            arithmetic.add_up(arrays, total, target.dtype)
+        elif values[0].address != target.address:
+            ctypes.memmove(target.address, values[0].address, target.nbytes)
+        token = engine.submit(book, tensor, target.address, target.nbytes, "sum", step, more)
+        lent.tensors[token] = target.keep
+
+    def is_in(self) -> bool:
+        """See `UnderWay`."""
+        engine, _, book, tensor = self._place
+        return bool(engine.poll(book, [tensor]))
+
+    def bring_in(self) -> None:
+        """See `UnderWay`."""
+        engine, _, book, tensor = self._place
+        engine.wait(book, [tensor], released=self._into is not None)  # what is the program's, it may change
+        if self._into is not None:
+            self._memory.set_from(self._into)
+
+
+class OfRows:
+    """A round of rows: every rank gets every rank's, and adds them up by itself, in the order of ranks.
+
+    Its result is the sum: rows that nobody has given are zero.
+
+    Args:
+        place: The key's.
+        memory: The key's.
+        values: This rank's contribution: indices and rows that are summed.
+        step: The round.
+        more: As for `OfTensors`.
+    """
+
+    def __init__(
+        self, place: BookPlace, memory: ValueMemory, values: Sequence[tuple[Buffer, Buffer]], step: int, more: bool
+    ) -> None:
+        self._place = place
+        self._memory = memory
+        self._arithmetic = arithmetic_for(memory.buffer.dtype, "push")
+        engine, _, book, tensor = place
+        lent = lent_to(engine)
+        lent.collect()
+        parts = [self._part(indices.address, rows.address, indices.nbytes // INDEX_BYTES) for indices, rows in values]
+        self._mine = self._packed(*self._arithmetic.add_up_rows(parts, memory.width))
+        token = engine.submit_gather(book, tensor, self._mine.address, self._mine.nbytes, step, more)
+        lent.tensors[token] = self._mine.keep
+
+    def is_in(self) -> bool:
+        """See `UnderWay`."""
+        engine, _, book, tensor = self._place
+        return bool(engine.poll(book, [tensor]))
+
+    def bring_in(self) -> None:
+        """See `UnderWay`."""
+        engine, me, book, tensor = self._place
+        engine.wait(book, [tensor])
+        parts, kept = [], []
+        for rank, nbytes in enumerate(engine.gathered(book, tensor)):
+            theirs = self._mine
+            if rank != me:
+                theirs = _new(nbytes or 0, "bytes")
+                engine.read_gathered(book, tensor, rank, 0, theirs.address, theirs.nbytes)
+            count = theirs.nbytes // self._bytes_each
+            parts.append(self._part(theirs.address, theirs.address + INDEX_BYTES * count, count))
+            kept.append(theirs)
+        indices, rows = self._arithmetic.add_up_rows(parts, self._memory.width)
+        self._memory.set_rows(self._arithmetic, indices, rows)
+        engine.drop_gathered(book, tensor)
+
+    @property
+    def _bytes_each(self) -> int:
+        """What one row is on the wire, with its index."""
+        return bytes_of_row(self._memory)
+
+    def _part(self, indices: int, rows: int, count: int) -> tuple[Any, Any]:
+        at, memory = self._arithmetic.at, self._memory
+        return at(indices, (count,), INDEX), at(rows, (count, memory.width), memory.buffer.dtype)
+
+    def _packed(self, indices: Any, rows: Any) -> Buffer:
+        """All indices, then all rows: what travels."""
+        count = len(indices)
+        packed = _new(count * self._bytes_each, "bytes")
+        to_indices, to_rows = self._part(packed.address, packed.address + INDEX_BYTES * count, count)
+        to_indices[...], to_rows[...] = indices, rows
+        return packed
+
+
+def bytes_of_row(memory: ValueMemory) -> int:
+    """What one row of this value is on the wire, with its index."""
+    return INDEX_BYTES + memory.width * DTYPES[memory.buffer.dtype]
