@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from penstock.errors import ConfigError
@@ -145,10 +146,16 @@ def _of_array(array: Any, caller: str, written: bool) -> Buffer:
         raise _refuse(caller, "the array is not contiguous; call numpy.ascontiguousarray")
     if written and not array.flags.writeable:
         raise _refuse(caller, "the array is read-only, and the result is to be written to it")
-    code = str(array.dtype.str)
+    dtype, name = _array_dtype(array.dtype)
     if array.dtype.hasobject:
         raise _refuse(caller, "the array holds Python objects, which cannot be sent")
-    return Buffer(int(array.ctypes.data), int(array.nbytes), _TYPE_STRINGS.get(code, "bytes"), str(array.dtype), array)
+    return Buffer(int(array.ctypes.data), int(array.nbytes), dtype, name, array)
+
+
+@lru_cache
+def _array_dtype(dtype: Any) -> tuple[str, str]:
+    """The engine's name of NumPy's dtype, and NumPy's, which takes it longer to find than all else here."""
+    return _TYPE_STRINGS.get(str(dtype.str), "bytes"), str(dtype)
 
 
 def _of_memory(value: Any, exported: memoryview, caller: str, written: bool) -> Buffer:
