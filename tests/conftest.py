@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import programs
 import pytest
 
 HERE = Path(__file__).parent
@@ -70,6 +71,12 @@ FIRST = (
     "measure/test_busy_processors.py",
     "measure/test_allreduce.py",
 )
+
+
+def pytest_configure(config):
+    """Who runs several files at a time begins with what forks programs for all of them."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        programs.Server()
 
 
 def pytest_collection_modifyitems(items):

@@ -1,9 +1,9 @@
 """The server of `programs`: imports once what programs import, forks for each, and tells when one has ended.
 
-    python program_server.py SOCKET
+    python program_server.py DOOR KEEPER
 
-A request is one message with three descriptors, the program's streams; the answer has one, of the process. When the
-socket is closed, all that are left are killed.
+Tests connect to the socket DOOR. A request is one message with three descriptors, the program's streams; the answer has
+one, of the process. When their connection is closed, their programs are killed; when KEEPER is, all are.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,57 +42,79 @@ def alone() -> None:
 
 
 def tell(place: socket.socket, descriptors: list[int], **facts: Any) -> None:
-    """One message to the tests."""
-    socket.send_fds(place, [json.dumps(facts).encode()], descriptors)
+    """One message to the tests, if they are still there."""
+    with contextlib.suppress(OSError):
+        socket.send_fds(place, [json.dumps(facts).encode()], descriptors)
 
 
-def reap(place: socket.socket, running: dict[int, int]) -> None:
+@dataclass
+class Running:
+    """A child, and the tests that have asked for it."""
+
+    pidfd: int
+    place: socket.socket
+
+
+def reap(running: dict[int, Running]) -> None:
     """Tell of all that have ended."""
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
-        os.close(running.pop(pid))
-        tell(place, [], ended=pid, status=os.waitstatus_to_exitcode(status))
+        ended = running.pop(pid)
+        os.close(ended.pidfd)
+        tell(ended.place, [], ended=pid, status=os.waitstatus_to_exitcode(status))
 
 
-def serve(place: socket.socket) -> dict[str, Any] | None:
-    """Fork on request. In a child: what it shall run. None when nobody is left to ask."""
-    running: dict[int, int] = {}
+def kill(running: Iterable[Running]) -> None:
+    """End them, whoever is still there."""
+    for child in running:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+
+
+def serve(door: socket.socket, keeper: socket.socket) -> dict[str, Any] | None:
+    """Fork on request of all who come. In a child: what it shall run. None when `keeper` is closed."""
+    running: dict[int, Running] = {}
+    places: list[socket.socket] = []
     woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker)
-    tell(place, [], ready=True)
     while True:
-        ready, _, _ = select.select([place, woken], [], [])
+        ready, _, _ = select.select([door, keeper, woken, *places], [], [])
         if woken in ready:
             os.read(woken, 4096)
-            reap(place, running)
-        if place not in ready:
-            continue
-        message, streams, _, _ = socket.recv_fds(place, 2**20, 3)
-        if not message:
-            break
-        alone()
-        pid = os.fork()
-        if pid == 0:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for descriptor in (place.detach(), woken, waker, *running.values()):
-                os.close(descriptor)
-            for number, stream in enumerate(streams):
-                os.dup2(stream, number)
+            reap(running)
+        if keeper in ready:
+            kill(running.values())
+            return None
+        if door in ready:
+            places.append(door.accept()[0])
+            tell(places[-1], [], ready=True)
+        for place in [place for place in places if place in ready]:
+            message, streams, _, _ = socket.recv_fds(place, 2**20, 3)
+            if not message:
+                kill(child for child in running.values() if child.place is place)
+                places.remove(place)
+                place.close()
+                continue
+            alone()
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                sockets = [one.detach() for one in (door, keeper, *places)]
+                for descriptor in (*sockets, woken, waker, *(child.pidfd for child in running.values())):
+                    os.close(descriptor)
+                for number, stream in enumerate(streams):
+                    os.dup2(stream, number)
+                for stream in streams:
+                    os.close(stream)
+                return dict(json.loads(message))
             for stream in streams:
                 os.close(stream)
-            return dict(json.loads(message))
-        for stream in streams:
-            os.close(stream)
-        running[pid] = os.pidfd_open(pid)
-        tell(place, [running[pid]], started=pid)
-    for pid in running.values():
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(pid, signal.SIGKILL)
-    return None
+            running[pid] = Running(os.pidfd_open(pid), place)
+            tell(place, [running[pid].pidfd], started=pid)
 
 
 def become(request: dict[str, Any]) -> None:
@@ -117,7 +141,7 @@ def become(request: dict[str, Any]) -> None:
 PATH_OF_PYTHON = [path for path in sys.path[1:] if path not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
 gc.collect()
 gc.freeze()  # no child walks, and so copies, what is here already
-request = serve(socket.socket(fileno=int(sys.argv[1])))
+request = serve(*(socket.socket(fileno=int(number)) for number in sys.argv[1:3]))
 if request is not None:
     become(request)
     if sys.argv[0] == "-m":

@@ -12,10 +12,12 @@ import atexit
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -90,22 +92,51 @@ class Program:
         return said[0], said[1]
 
 
-class _Server:
-    """The process that forks, and who hears of its children's ends."""
+class Server:
+    """The process that forks: one for all who run tests at the same time. They find it by the environment."""
+
+    PLACE = "PROGRAM_SERVER"
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._folder = tempfile.TemporaryDirectory(prefix="programs-")
+        os.environ[self.PLACE] = f"{self._folder.name}/door"
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._door.bind(os.environ[self.PLACE])
+        self._door.listen()
+        self._keeper, self._theirs = socket.socketpair()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closing = threading.Lock()
+        threading.Thread(target=self._start_when_asked, daemon=True).start()
+        atexit.register(self.close)
+
+    def _start_when_asked(self) -> None:
+        select.select([self._door], [], [])
         # Of one thread, or it could not fork. Libraries read how many theirs are when they are loaded.
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        with theirs:
+        with self._closing, self._door, self._theirs:
             self._process = subprocess.Popen(
-                [sys.executable, str(SERVER), str(theirs.fileno())],
+                [sys.executable, str(SERVER), str(self._door.fileno()), str(self._theirs.fileno())],
                 env=environ,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[self._door.fileno(), self._theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C ends the tests, which end the server
             )
-        self._socket = ours
+
+    def close(self) -> None:
+        """Nobody outlives the tests: it ends all of its children."""
+        with self._closing:
+            self._keeper.close()
+            if self._process is not None:
+                self._process.wait()
+        self._folder.cleanup()
+
+
+class _Client:
+    """Who asks the server, and hears of the ends of what it has started."""
+
+    def __init__(self, place: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.connect(place)
         self._socket.settimeout(START_LIMIT_S)
         assert json.loads(self._socket.recv(4096)) == {"ready": True}, "the server of programs did not start"
         self._socket.settimeout(None)
@@ -114,12 +145,6 @@ class _Server:
         self._answers: list[tuple[int, int]] = []
         self._answered = threading.Condition()
         threading.Thread(target=self._listen, daemon=True).start()
-        atexit.register(self.close)
-
-    def close(self) -> None:
-        """Nobody outlives the tests: it ends all of its children when its socket is closed."""
-        self._socket.shutdown(socket.SHUT_RDWR)
-        self._process.wait()
 
     def _listen(self) -> None:
         """Ends of children, and answers to requests."""
@@ -151,16 +176,18 @@ class _Server:
         return program
 
 
-_server: _Server | None = None
-_server_lock = threading.Lock()
+_client: _Client | None = None
+_client_lock = threading.Lock()
 
 
-def _the_server() -> _Server:
-    global _server
-    with _server_lock:
-        if _server is None:
-            _server = _Server()
-        return _server
+def _the_client() -> _Client:
+    global _client
+    with _client_lock:
+        if _client is None:
+            if Server.PLACE not in os.environ:
+                Server()
+            _client = _Client(os.environ[Server.PLACE])
+        return _client
 
 
 def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
@@ -218,7 +245,7 @@ def start(
                 pipes[name] = os.fdopen(ours, "w" if name == "stdin" else "r")
             else:
                 given.append(stream.fileno())
-        return _the_server().start(request, given, pipes)
+        return _the_client().start(request, given, pipes)
 
 
 def run(*arguments: object, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:

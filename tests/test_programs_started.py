@@ -1,11 +1,16 @@
 """What `programs.start` runs is as the process that an interpreter of its own would be."""
 
 import os
+import select
 import signal
 import subprocess
+from pathlib import Path
 
 import programs
 import pytest
+
+HERE = Path(__file__).parent
+PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
 
 SAYS = "import os, sys; print(sys.argv, __name__, os.getcwd(), os.environ.get('OURS'), os.getsid(0) == os.getpid())\n"
 
@@ -68,6 +73,34 @@ def test_signals_reach_it_and_nobody_once_it_has_ended():
     assert program.wait(programs.START_LIMIT_S) == program.poll() == -signal.SIGTERM
     program.kill()
     program.communicate()
+
+
+ASKS_TOO = """
+import programs, subprocess
+says = "import os; print(os.getppid(), os.getpid(), flush=True); input()"
+started = programs.start("-c", says, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+print(started.stdout.readline(), end="", flush=True)
+input()
+"""
+
+
+def test_others_ask_the_same_server_which_ends_what_they_leave_behind():
+    mine = programs.start("-c", "import os; print(os.getppid(), flush=True); input()", **PIPES)
+    other = programs.start_afresh("-c", ASKS_TOO, env={**os.environ, "PYTHONPATH": str(HERE)}, **PIPES)
+    try:
+        server, left_behind = other.stdout.readline().split()
+        assert mine.stdout.readline().strip() == server
+        ended = os.pidfd_open(int(left_behind))
+        other.kill()
+        assert select.select([ended], [], [], programs.START_LIMIT_S)[0] and mine.poll() is None
+        os.close(ended)
+        mine.stdin.write("\n")
+        mine.communicate()
+        assert mine.wait(programs.START_LIMIT_S) == 0
+    finally:
+        for program in (mine, other):
+            program.kill()
+            program.communicate()
 
 
 def test_each_finds_pytorch_imported_in_one_thread_and_leaves_nothing_to_the_next():
