@@ -207,9 +207,10 @@ class _Installation:
                 raise Missing(f"the program {program!r} is missing: {advice}")
         base = find_python(peer.pythons)
         shutil.rmtree(self.folder / "venv", ignore_errors=True)
-        self.step("make the environment", [base, "-m", "venv", str(self.folder / "venv")])
         pins = [line.strip() for line in peer.requirements.read_text(encoding="utf-8").splitlines()]
         pins = [pin for pin in pins if pin and not pin.startswith("#")]
+        options = [] if pins else ["--without-pip"]  # nothing to install
+        self.step("make the environment", [base, "-m", "venv", *options, str(self.folder / "venv")])
         built = [pin for pin in pins if pin.split("==")[0] in peer.from_source]
         ready = [pin for pin in pins if pin not in built]
         pip = [str(self.python), "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-input"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from beside_gloo import check_trains_as_with_gloo, model, train
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -144,31 +144,6 @@ def check_methods(rank, size):
             assert words in str(error), str(error)
         else:
             raise AssertionError(f"not refused: {words}")
-
-
-def model():
-    torch.manual_seed(1)
-    return nn.Sequential(
-        nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
-    )
-
-
-def train(wrapped, rank, steps=6):
-    # Not Adam: it makes steps out of the rounding noise that the bias before the normalisation gets as its gradient.
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
-    generator = torch.Generator().manual_seed(rank)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        wrapped(torch.randn(8, 20, generator=generator)).square().mean().backward()
-        optimizer.step()
-    return [parameter.detach().clone() for parameter in wrapped.parameters()]
-
-
-def check_trains_as_with_gloo(wrap, rank, gloo):
-    """`wrap` makes a model a parallel one, of the default group or of the ``process_group`` it is given."""
-    ours, theirs = train(wrap(model()), rank), train(wrap(model(), process_group=gloo), rank)
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
 def check_training(rank, size, gloo, directory):

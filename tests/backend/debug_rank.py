@@ -138,6 +138,7 @@ def check_barriers(rank, size, directory):
 def main(rank, size, directory):
     rank, size, directory = int(rank), int(size), Path(directory)
     torch.set_num_threads(1)
+    dist.set_debug_level_from_env()  # which torch itself does when it is imported: here that was before
     dist.init_process_group("penstock", init_method=f"file://{directory / 'store'}", rank=rank, world_size=size)
     check_comparisons(rank, size)
     check_splits(rank, size)

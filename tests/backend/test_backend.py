@@ -20,12 +20,12 @@ LIMIT_S = 480
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def run(script, directory, killed=None, size=SIZE, start=programs.start, **environment):
+def run(script, directory, killed=None, size=SIZE, **environment):
     """Run one script on every rank, all of it well, except for one that kills itself."""
     ranks = []
     for rank in range(size):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        ranks.append(start(HERE / script, rank, size, directory, env=ENVIRONMENT | environment, **pipes))
+        ranks.append(programs.start(HERE / script, rank, size, directory, env=ENVIRONMENT | environment, **pipes))
     outputs = []
     try:
         for process in ranks:
@@ -58,14 +58,27 @@ def test_sparse_tensors_are_summed_as_with_gloo(tmp_path):
     run("sparse_rank.py", tmp_path)
 
 
+def test_the_backend_imports_no_dynamo_into_every_program(tmp_path):
+    program = f"""
+import sys
+import torch.distributed as dist
+import penstock.torch.backend
+dist.init_process_group("penstock", init_method="file://{tmp_path}/store", rank=0, world_size=1)
+dist.barrier()
+assert "torch._dynamo" not in sys.modules
+dist.destroy_process_group()
+"""
+    fresh = programs.start_afresh("-c", program, env=ENVIRONMENT, stderr=subprocess.PIPE)
+    _, said = fresh.communicate(timeout=LIMIT_S)
+    assert fresh.returncode == 0, said
+
+
 def test_compiled_programs_compute_as_others(tmp_path):
-    # It looks at what is imported. Each rank compiles: two do.
-    run("compiled_rank.py", tmp_path, size=2, start=programs.start_afresh)
+    run("compiled_rank.py", tmp_path, size=2)  # each rank compiles
 
 
 def test_a_rank_that_does_something_else_is_named_and_the_job_goes_on(tmp_path):
-    # torch reads it when it is imported
-    run("debug_rank.py", tmp_path, start=programs.start_afresh, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    run("debug_rank.py", tmp_path, TORCH_DISTRIBUTED_DEBUG="DETAIL")
 
 
 def test_a_rank_that_dies_is_named_by_all(tmp_path):

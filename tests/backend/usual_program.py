@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
-from backend_rank import check_trains_as_with_gloo
+from beside_gloo import check_trains_as_with_gloo
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock.torch.backend  # noqa: F401 - registers it

@@ -66,7 +66,9 @@ def test_info_as_json():
     assert {"penstock", "torch", "python"} <= set(json.loads(penstock("info", "--json").stdout))
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)]
+)
 def test_a_short_demo(workers):
     done = penstock("demo", "--workers", str(workers), "--epochs", "1", "--json")
     result = json.loads(done.stdout)

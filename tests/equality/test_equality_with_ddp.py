@@ -19,13 +19,17 @@ from torch import nn
 WORKER = Path(__file__).with_name("equality_worker.py")
 
 
+def start(worker, directory, rank, **options):
+    """Rank 0 in an interpreter of its own: the others share a seed for hashes, on which no order may depend."""
+    return (programs.start if rank else programs.start_afresh)(worker, directory, rank, **options)
+
+
 @pytest.fixture(scope="session")
 def outcomes(request, tmp_path_factory):
     """Of the cases that were selected. The group runs when the first is asked for."""
     items = [item for item in request.session.items if item.path == Path(__file__) and "outcomes" in item.fixturenames]
     cases = list(dict.fromkeys(item.callspec.params["case"] for item in items))
-    # Interpreters of their own: what is forked from one has its seed for hashes, and no order may depend on that.
-    return run_cases(WORKER, tmp_path_factory.mktemp, cases, start=programs.start_afresh)
+    return run_cases(WORKER, tmp_path_factory.mktemp, cases, start=start)
 
 
 def trained(outcomes, case):

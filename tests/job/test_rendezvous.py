@@ -283,7 +283,7 @@ def test_garbage_at_the_meeting_point_is_a_protocol_error(tmp_path, monkeypatch)
         original(self, key, b"\xff\x00garbage" if "arrival" in key else value)
 
     monkeypatch.setattr(FileBoard, "set", corrupted)
-    outcomes = meet(2, rendezvous=f"file://{tmp_path / 'meet'}", rendezvous_timeout_s=20)
+    outcomes = meet(2, rendezvous=f"file://{tmp_path / 'meet'}", rendezvous_timeout_s=4)
     assert isinstance(outcomes[0].error, ps.ProtocolError)
     assert outcomes[0].error.rank == 1
     assert isinstance(outcomes[1].error, ps.PenstockError)
