@@ -9,6 +9,7 @@ import ast
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -17,6 +18,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import programs
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,6 +32,8 @@ PREFIX = r"(?:sudo |\.venv/bin/)*"
 COMMAND = rf"{PREFIX}(?:(?:penstock|python3?|torchrun|mpirun|srun|make|cargo|pytest|pip|uv|apt-get|lab) [^=]|\.ci/run)"
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 QUOTED = re.compile(r"(?<!`)(`{1,2})(?!`)((?:[^`\n]|\n(?!\n))+?)\1(?!`)")
+INTERPRETED = {"penstock": [Path(sys.executable).parent / "penstock"], "python": []}
+OF_A_SHELL = re.compile(r"[$`<>|&;*?~]")
 WRITTEN = re.compile(r"(?:--plot|--json-lines|>) (\S+)")
 
 
@@ -89,7 +93,7 @@ TABLE = {
     ),
     "torchrun --nproc-per-node 4 train.py": Run(put=ALONE, long=True),
     "python train.py": By("tests/test_listings.py::test_readme_s_integration"),
-    "torchrun --nproc-per-node N": By("tests/test_examples.py::test_minimal"),
+    "torchrun --nproc-per-node N": By("tests/test_listings.py::test_readme_s_commands_for_several_hosts"),
     "pip install torchvision": Not("changes the environment"),
     "mpirun -x PENSTOCK_SECRET": Not("takes OpenMPI"),
     # CONTRIBUTING
@@ -383,28 +387,35 @@ def free_port():
         return one.getsockname()[1]
 
 
+def started(command, **options):
+    """By an interpreter that has imported PyTorch (`programs`); by a shell what one must read, and other programs."""
+    program, *arguments = shlex.split(command)
+    if program in INTERPRETED and not OF_A_SHELL.search(re.sub(r"'[^']*'|\"[^\"]*\"", "", command)):
+        return programs.start(*INTERPRETED[program], *arguments, **options)
+    return subprocess.Popen(["bash", "-euo", "pipefail", "-c", command], text=True, **options)
+
+
 def ran(commands, checkout):
     """Run them at the same time: status and output of each."""
-    started = [
-        subprocess.Popen(
-            ["bash", "-euo", "pipefail", "-c", command],
+    running = [
+        started(
+            command,
             cwd=checkout,
             env=environment(checkout, len(commands)),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
             start_new_session=True,
         )
         for command in commands
     ]
     try:
-        said = [process.communicate(timeout=LIMIT_S)[0] for process in started]
+        said = [process.communicate(timeout=LIMIT_S)[0] for process in running]
     finally:
-        for process in started:
+        for process in running:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # with what it started
                 process.communicate()
-    return [(process.returncode, text) for process, text in zip(started, said, strict=True)]
+    return [(process.returncode, text) for process, text in zip(running, said, strict=True)]
 
 
 def test_what_is_long_goes_on_when_a_part_has_failed():
