@@ -1,5 +1,6 @@
 """Puts this folder on the path of every test, for what they share; says what `make check` leaves out, what begins."""
 
+import functools
 from pathlib import Path
 
 import programs
@@ -84,8 +85,13 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: rank.get(item.path, len(FIRST)))
 
 
+@functools.cache
+def slow(path):
+    return any(path.is_relative_to(HERE / name) for name in SLOW)
+
+
 def pytest_itemcollected(item):
-    if any(item.path.is_relative_to(HERE / name) for name in SLOW):
+    if slow(item.path):
         item.add_marker(pytest.mark.slow)
 
 

@@ -1,4 +1,7 @@
-"""Every example runs plainly and by two ranks, one also under torchrun itself, and learns the same either way."""
+"""Every example runs plainly and by two ranks, and learns the same either way.
+
+Under torchrun itself tests/test_listings.py runs one, as README says.
+"""
 
 import importlib.util
 import io
@@ -64,7 +67,9 @@ def pictures(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize(("run", "workers"), [(run_plainly, 1), (run_by_torchrun, 2)])
+@pytest.mark.parametrize(
+    ("run", "workers"), [(run_plainly, 1), (run_by_two, 2), pytest.param(run_by_torchrun, 2, marks=pytest.mark.long)]
+)
 def test_minimal(run, workers, tmp_path):
     said = run("minimal.py", tmp_path / "model.pt").splitlines()
     assert len(said) == 4

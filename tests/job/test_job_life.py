@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import fake_engine
+import programs
 import pytest
 from meeting import free_port
 
@@ -433,12 +434,14 @@ def test_torchrun_itself(tmp_path):
     script.write_text(f"import sys; sys.path[:0] = [{str(HERE)!r}]\n" + PREAMBLE + MEET)
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
     paths = os.pathsep.join(path for path in sys.path if path)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    done = subprocess.run(
-        [*command, "--rdzv-endpoint", "127.0.0.1:0", str(script), str(tmp_path / "calls")],
-        env={**clean, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    done = programs.run(
+        *launcher,
+        "--rdzv-endpoint",
+        "127.0.0.1:0",
+        script,
+        tmp_path / "calls",
+        env={**clean, "PYTHONPATH": paths},
         timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr

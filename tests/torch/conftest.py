@@ -14,7 +14,8 @@ def pytest_configure(config):
 
 
 def pytest_generate_tests(metafunc):
-    if "arm" in metafunc.fixturenames:
+    marks = metafunc.definition.iter_markers("parametrize")
+    if "arm" in metafunc.fixturenames and not any("arm" in mark.args[0] for mark in marks):  # none of its own
         native = importlib.util.find_spec("penstock._native") is not None
         fake_only = metafunc.definition.get_closest_marker("fake_only") is not None
         # The fake engine, of the worse temper, is that of `make check`.

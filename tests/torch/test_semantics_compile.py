@@ -6,6 +6,7 @@ flight with NaN and delivers as late as it may (`thread_engine`), so a read that
 
 import threading
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -76,15 +77,15 @@ def compiled_function_of_raw_parameters(model, optimizer, compile_):
     return compile_(forward), optimizer
 
 
-@pytest.mark.parametrize(
-    ("fullgraph", "backend"),
-    [
-        pytest.param(False, "eager", id="graph breaks-eager"),
-        pytest.param(True, "aot_eager", id="fullgraph-aot_eager"),
-        pytest.param(False, "aot_eager", id="graph breaks-aot_eager", marks=pytest.mark.long),
-        pytest.param(True, "eager", id="fullgraph-eager", marks=pytest.mark.long),
-    ],
-)
+OFTEN = {(False, "eager", "threads"), (False, "eager", "native"), (True, "aot_eager", "threads")}
+WAYS = [
+    pytest.param(*way, id=f"{'fullgraph' if way[0] else 'graph breaks'}-{way[1]}-{way[2]}", marks=marks)
+    for way in product((False, True), ("eager", "aot_eager"), ("threads", "native"))
+    for marks in [() if way in OFTEN else pytest.mark.long]
+]
+
+
+@pytest.mark.parametrize(("fullgraph", "backend", "arm"), WAYS, indirect=["arm"])
 @pytest.mark.parametrize(
     "prepare",
     [
@@ -180,7 +181,7 @@ def words_loss(model, rank, step):
 ROWS = {"embedding": "pairs", "*": "factors"}
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_a_compiled_part_stays_dense_and_the_rest_sends_rows(size):
     torch._dynamo.reset()
     everyone = threading.Barrier(size)
@@ -211,7 +212,7 @@ def test_a_compiled_part_stays_dense_and_the_rest_sends_rows(size):
     assert distance(ours[0], reference(make_words, **settings)) < 1e-12
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.long) for size in (3, 4))])
 def test_layers_told_to_send_rows_and_compiled_later_send_their_gradients(size):
     torch._dynamo.reset()
 
