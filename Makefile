@@ -48,7 +48,8 @@ check: lint ## Check formats, lints, types, the architecture, and run the fast t
 	cargo test --workspace --locked --quiet --lib
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile -m "not slow and not long" --ignore tests/test_architecture.py $(ARGS)
 
-test: test-rust test-python ## Run the tests, Rust and Python, but for those marked long
+test: ## Run the tests, Rust and Python at the same time, but for those marked long
+	.ci/test
 
 test-rust:
 	cargo test --workspace --locked --quiet
