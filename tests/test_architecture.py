@@ -450,6 +450,17 @@ def test_the_labs_pure_parts_import_nothing_else():
         assert all(name.startswith(("lab.trace", "lab.networks")) for name in ours), path
 
 
+def test_only_the_ledger_of_lent_memory_is_told_what_is_released():
+    """Each token is told once: whoever else asked what has landed would keep its memory alive for ever."""
+    callers = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in python_modules()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "landed" and ast.unparse(node.value).endswith("engine")
+    }
+    assert callers == {"lending.py"}
+
+
 def test_only_config_reads_the_environment():
     readers = set()
     for path in python_modules():

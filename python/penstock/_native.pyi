@@ -296,9 +296,9 @@ class Engine:
     def submit(self, book: int, tensor: int, ptr: int, nbytes: int, op: _Op, step: int, more: bool = False) -> int:
         """Contribute the tensor at ``ptr`` to its next exchange; the result is written to the same memory.
 
-        With ``more``, a small tensor may be held back until others have come, or `phase`, `poll` or `wait` is called.
+        With ``more``, a small tensor may be held back until others have come, or `phase`, `landed` or `wait` is called.
 
-        Returns a token. The memory must stay allocated until `take_released` gives the token back, must not be touched
+        Returns a token. The memory must stay allocated until `landed` gives the token back, must not be touched
         before the result is in (`wait`), and must not be changed before it is released.
         """
 
@@ -335,25 +335,31 @@ class Engine:
     def drop_gathered(self, book: int, tensor: int) -> None:
         """Let go of the contributions to the last gather, which must be complete."""
 
-    def take_released(self) -> list[int]:
-        """Tokens whose memory will never be touched again, since the last call."""
-
     def wait(self, book: int, tensors: list[int], released: bool = False) -> None:
         """Wait until the results of the last submissions are in memory; ``released``: until it may be changed, too."""
 
-    def poll(self, book: int, tensors: list[int]) -> list[int]:
-        """Of ``tensors``, those whose results are in memory. Does not block."""
+    def landed(
+        self,
+        book: int,
+        tensors: list[int],
+        least: list[int] | None = None,
+        patience_s: float = 0.0,
+        needed: bool = False,
+    ) -> tuple[list[int], list[int], list[int]]:
+        """What has come back: of these tensors' last submissions, and whose memory is free again.
 
-    def arrived(self, book: int, tensors: list[int]) -> list[int]:
-        """For each of ``tensors`` the length in bytes of its leading part whose result is in memory. Does not block."""
+        Does not block, unless ``least`` is given: for each tensor a number of leading bytes. Then it waits, at most
+        ``patience_s``, until any of them is complete or so much of it in memory, or the job has failed.
 
-    def wait_arrived(
-        self, book: int, parts: list[tuple[int, int]], patience_s: float, stalls: bool = False
-    ) -> bool | None:
-        """Wait until of any of these tensors so many leading bytes are in memory; whether. ``None``: no job."""
+        ``needed``: the program cannot go on without these. Then a failure of the job is raised, with the layer and the
+        step of the first that is not complete; what is held back is sent; and a wait counts as a stall of the first
+        tensor's layer. Otherwise a failure is left to the calls that raise it.
 
-    def present(self, book: int, tensor: int) -> bool:
-        """Whether any rank contributed to the last exchange, which must be complete."""
+        Returns those of ``tensors`` whose exchange is complete; for each of them how many leading bytes of its result
+        are in memory, all if it is complete, and none if it is and no rank contributed; and the tokens whose memory
+        will never be touched again, since the last call with whatever arguments. `penstock.lending` takes these in:
+        nobody else calls this.
+        """
 
     def leave(self) -> None:
         """Contribute no more; returns when every rank has left, and then all take part again.

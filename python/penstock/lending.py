@@ -1,4 +1,4 @@
-"""Keeps all memory alive that the engine may still read or write, and says which that is."""
+"""Keeps all memory alive that the engine may still read or write, and says what has come back."""
 
 from __future__ import annotations
 
@@ -21,11 +21,38 @@ class Lent:
         self._engine = engine
         self.tensors: dict[int, object] = {}
 
+    def landed(
+        self,
+        book: int,
+        tensors: list[int],
+        least: list[int] | None = None,
+        patience_s: float = 0.0,
+        *,
+        needed: bool = False,
+    ) -> tuple[list[int], list[int]]:
+        """What has landed of these tensors of a book; on the way, let go of what the engine has released.
+
+        Args:
+            book: The book.
+            tensors: Numbers in it.
+            least: Wait until one is complete, or so many leading bytes of it are in memory, or the job has failed.
+            patience_s: But no longer than that.
+            needed: The program cannot go on without them: a failure is raised, what is held back leaves, a wait counts
+                as a stall.
+
+        Returns:
+            Those of `tensors` whose exchange is complete; and for each how many leading bytes of its result are in
+            memory, all if it is complete, none if it is and no rank contributed.
+        """
+        complete, nbytes, released = self._engine.landed(book, tensors, least, patience_s, needed)
+        pop = self.tensors.pop
+        for token in released:
+            pop(token, None)
+        return complete, nbytes
+
     def collect(self) -> None:
         """Let go of what the engine has released. Cheap; call it where old gradients should be freed soon."""
-        pop = self.tensors.pop
-        for token in self._engine.take_released():
-            pop(token, None)
+        self.landed(0, [])
 
     def holds(self, token: int) -> bool:
         """Whether the engine may still touch the memory behind `token`."""

@@ -282,15 +282,15 @@ def test_random_moments_of_random_programs():
             engine.chance, engine.creeping = random.Random(moment), chance.choice([0, 64])
             optimizer = make_optimizer(model.parameters())
             distribute(model, optimizer)
-            left, poll = [moment], engine.poll
+            left, landed = [moment], engine.landed
 
-            def polled(*arguments):
+            def look(*arguments):
                 left[0] -= 1
                 if left[0] == 0:
                     lose(engine)
-                return poll(*arguments)
+                return landed(*arguments)
 
-            engine.poll = polled
+            engine.landed = look
             try:
                 for step in range(6):
                     step_of(model, optimizer, width, step)

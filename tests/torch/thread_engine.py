@@ -51,7 +51,7 @@ class Hub:
     def __init__(self, size: int, *, lazy: bool = True, sending: int = 3) -> None:
         self.size = size
         self.lazy = lazy
-        self.sending = sending  # calls of take_released that a completed memory is still read for
+        self.sending = sending  # calls of `landed` that a completed memory is still read for
         self.changed = threading.Condition()
         self.exchanges: dict[tuple[int, int, int], Exchange] = {}
         self.gathers: list[dict[int, bytes]] = []
@@ -151,6 +151,7 @@ class FakeEngine:
         self.token = 0
         self.blobs_gathered = 0
         self.phases: list[str] = []
+        self.looks = 0  # at what has landed of some tensors
         self.waits: list[list[str]] = []  # names of the tensors, per call that found something in flight
         self.early: set[str] = set()  # names of tensors that arrive by themselves, even where all else is lazy
         self.chance: random.Random | None = None  # which tensors arrive now
@@ -280,7 +281,7 @@ class FakeEngine:
             [self.hub.sending, flight.token, flight.memory, flight.memory.clone(), flight.label, book, tensor]
         )
 
-    def take_released(self) -> list[int]:
+    def _released(self) -> list[int]:
         released = []
         for entry in list(self.sending):
             entry[0] -= 1
@@ -306,50 +307,39 @@ class FakeEngine:
                 if released and entry[5] == book and entry[6] in tensors:
                     entry[0] = 0
 
-    def poll(self, book, tensors) -> list[int]:
-        if self.chance is not None:
-            time.sleep(self.chance.choice([0.0, 0.0, 1e-4]))
-        with self.hub.changed:
-            self._check()
-            for tensor in tensors:
-                arrives = not self.hub.lazy or self.books[book][2][tensor][0] in self.early
-                arrives = arrives or (self.chance is not None and self.chance.random() < 0.4)
-                if arrives and (book, tensor) in self.flights and self._done(book, tensor):
-                    self._land(book, tensor)
-        return [tensor for tensor in tensors if (book, tensor) not in self.flights]
-
-    def arrived(self, book, tensors) -> list[int]:
+    def landed(self, book, tensors, least=None, patience_s=0.0, needed=False) -> tuple[list, list, list]:
         """A look lands what comes by itself, and `creeping` bytes of the rest that is summed."""
-        here = []
+        if needed and self.chance is not None:
+            time.sleep(self.chance.choice([0.0, 0.0, 1e-4]))
+        self.looks += bool(tensors)
         with self.hub.changed:
-            for tensor in tensors:
-                label, _, dtype, elems, *_ = self.books[book][2][tensor]
-                flight = self.flights.get((book, tensor))
-                if flight is not None and self._done(book, tensor):
-                    if not self.hub.lazy or label in self.early:
-                        self._land(book, tensor)
-                        flight = None
-                    elif self.creeping and self.hub.exchanges[flight.key].result is not None:
-                        begin, flight.arrived = flight.arrived, min(flight.arrived + self.creeping, len(flight.memory))
-                        result = self.hub.exchanges[flight.key].result.view(torch.uint8)
-                        flight.memory[begin : flight.arrived] = result.flatten()[begin : flight.arrived]
-                here.append(elems * TYPES[dtype].itemsize if flight is None else flight.arrived)
-        return here
-
-    def wait_arrived(self, book, parts, patience_s, stalls=False) -> bool | None:
-        with self.hub.changed:
-            if self.hub.failed is not None:
-                return None
-            if not self.creeping:
+            if needed and tensors:
+                self._check()
+            if least is not None and self.hub.failed is None and not self.creeping:
                 self.hub.changed.wait(min(patience_s, 0.02))
-        here = self.arrived(book, [tensor for tensor, _ in parts])
-        return any(have >= nbytes for have, (_, nbytes) in zip(here, parts, strict=True))
+            arrived = [self._look(book, tensor, creeps=not needed) for tensor in tensors]
+            complete = [tensor for tensor in tensors if (book, tensor) not in self.flights]
+            return complete, arrived, self._released()
+
+    def _look(self, book, tensor, *, creeps) -> int:
+        label, _, dtype, elems, *_ = self.books[book][2][tensor]
+        flight = self.flights.get((book, tensor))
+        if flight is not None and self._done(book, tensor):
+            if not self.hub.lazy or label in self.early or (self.chance is not None and self.chance.random() < 0.4):
+                self._land(book, tensor)
+                flight = None
+            elif creeps and self.creeping and self.hub.exchanges[flight.key].result is not None:
+                begin, flight.arrived = flight.arrived, min(flight.arrived + self.creeping, len(flight.memory))
+                result = self.hub.exchanges[flight.key].result.view(torch.uint8)
+                flight.memory[begin : flight.arrived] = result.flatten()[begin : flight.arrived]
+        if flight is not None:
+            return flight.arrived
+        exchange = self.hub.exchanges.get(self.last.get((book, tensor)))
+        nobody = exchange is not None and exchange.op != "gather" and exchange.result is None
+        return 0 if nobody else elems * TYPES[dtype].itemsize
 
     def _done(self, book, tensor) -> bool:
         return self.hub.exchanges[self.flights[book, tensor].key].done
-
-    def present(self, book, tensor) -> bool:
-        return self.hub.exchanges[self.last[book, tensor]].result is not None
 
     def leave(self) -> None:
         hub = self.hub

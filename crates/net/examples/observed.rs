@@ -77,7 +77,7 @@ impl Job {
         }
         for (engine, book) in &self.engines {
             engine.wait(*book, &[0], true, &mut || false).map_err(|stop| format!("{stop:?}"))?;
-            engine.take_released()?;
+            engine.landed(*book, &[], None, false, &mut || false).map_err(|stop| format!("{stop:?}"))?;
         }
         let slices = f64::from(RANKS) * SLICES as f64;
         let took_ns = [cpu_ns() - cpu, begin.elapsed().as_secs_f64() * 1e9];

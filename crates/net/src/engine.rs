@@ -30,6 +30,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+pub use wait::{Landed, Until};
 
 /// Scratch buffers that are kept for reuse, in bytes.
 const POOL_KEEP_BYTES: usize = 20 << 20;
@@ -246,7 +247,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Takes part in the next exchange of a tensor. Returns a token: once [`Engine::take_released`] gives it back, the
+    /// Takes part in the next exchange of a tensor. Returns a token: once [`Engine::landed`] gives it back, the
     /// memory is not touched any more. Of a gather what came of the last one is dropped.
     ///
     /// * `more`: others follow at once, or a call that waits, or [`Engine::phase`]: a small submission may be held back until
@@ -410,26 +411,6 @@ impl Engine {
             None => self.check_bytes(tensor, submission),
         };
         fits.map_err(|why| Failure::config(format!("{}: {why}", open.book.name))).map(|()| tensor)
-    }
-
-    /// Tokens whose memory will never be touched again, since the last call.
-    ///
-    /// # Errors
-    /// `Config` in a forked child.
-    pub fn take_released(&self) -> Result<Vec<u64>, Failure> {
-        self.alive("take_released")?;
-        Ok(std::mem::take(&mut self.inner.shared.lock().released))
-    }
-
-    /// Whether anybody contributed to the last exchange of a tensor that is complete.
-    ///
-    /// # Errors
-    /// `Config` if there is no such tensor.
-    pub fn present(&self, book: BookId, tensor: TensorId) -> Result<bool, Failure> {
-        self.alive("present")?;
-        let open = self.book(book)?;
-        self.tensor(&open, tensor)?;
-        Ok(open.tensors[tensor as usize].present.load(Ordering::Acquire))
     }
 
     /// How often each tensor was submitted.

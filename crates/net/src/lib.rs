@@ -3,8 +3,8 @@
 //! A program talks to an [`Engine`]. The engine owns lanes: threads that each have one connection per peer and drive one
 //! [`penstock_core::node::Node`]. Connections come from the [`admission`] thread, which proves every [`handshake`].
 //!
-//! What this crate decides: when to read and write, who is lost, who is blamed. What it leaves to the core: everything
-//! about slices, including which frame goes next.
+//! What this crate decides: when to read and write. What it leaves to the core: everything about slices, including which
+//! frame goes next, and everything about the life of the job: who is lost, and whose fault it is.
 
 mod accounting;
 pub mod admission;
@@ -28,7 +28,7 @@ mod summing;
 
 pub use accounting::{Busy, Phase};
 pub use call::Handle;
-pub use engine::{CallPart, Engine, EngineConfig, Lent};
+pub use engine::{CallPart, Engine, EngineConfig, Landed, Lent, Until};
 pub use failure::{Failure, Stop};
 pub use observed::{Observations, Record};
 pub use report::{BookReport, LayerReport, Report};

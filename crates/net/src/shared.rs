@@ -111,6 +111,13 @@ impl OpenBook {
         )
     }
 
+    /// As `arrived_bytes`; 0 of what is complete if nobody contributed.
+    pub(crate) fn landed_bytes(&self, tensor: TensorId) -> u64 {
+        let state = &self.tensors[tensor as usize];
+        let is_complete = state.remaining.load(Ordering::Acquire) == 0;
+        if is_complete && !state.present.load(Ordering::Acquire) { 0 } else { self.arrived_bytes(tensor) }
+    }
+
     /// The owners of a lane's slices of a tensor whose results are not in memory.
     pub(crate) fn owners_that_owe(&self, tensor: TensorId, lane: u32) -> impl Iterator<Item = Rank> {
         let slices = self.book.slices_of(tensor).map(|slice| (slice, &self.book.slices[slice as usize]));

@@ -6,7 +6,7 @@ use penstock_core::cost::Rates;
 use penstock_core::layout::{Book, Tensor};
 use penstock_core::way::Algorithm;
 use penstock_core::{BookId, Dtype, Error, Gives, Op, Rank, Route, Submission, TensorId};
-use penstock_net::{Engine, EngineConfig, Failure, Lent, Phase, Stop};
+use penstock_net::{Engine, EngineConfig, Failure, Landed, Lent, Phase, Stop, Until};
 use std::time::{Duration, Instant};
 use support::{Meeting, config, job, job_with, never, on_all};
 
@@ -55,7 +55,11 @@ fn exchange(
     engine.wait(book, &[tensor], true, &mut never)
 }
 
-fn failed(outcome: Result<(), Stop>) -> Failure {
+fn look(engine: &Engine, book: BookId, tensors: &[TensorId]) -> Landed {
+    engine.landed(book, tensors, None, false, &mut never).unwrap()
+}
+
+fn failed<T: std::fmt::Debug>(outcome: Result<T, Stop>) -> Failure {
     match outcome {
         Err(Stop::Failed(failure)) => *failure,
         other => panic!("{other:?}"),
@@ -91,7 +95,8 @@ fn known_values_are_averaged_summed_copied_and_absences_count_as_zero() {
             let absent = rank + 1 != size;
             a.fill(if absent { 9.0 } else { 8.0 });
             exchange(engine, book, 0, &mut a, Op::Average, absent).unwrap();
-            assert!(a.iter().all(|x| *x == 8.0 / size as f32) && engine.present(book, 0).unwrap());
+            assert!(a.iter().all(|x| *x == 8.0 / size as f32));
+            assert_eq!(look(engine, book, &[0]).bytes, [40_000]);
             b.copy_from_slice(if absent { &[9.0; 3] } else { &[1.0, f32::NAN, -0.0] });
             exchange(engine, book, 1, &mut b, Op::Copy, absent).unwrap();
             assert_eq!(
@@ -101,8 +106,11 @@ fn known_values_are_averaged_summed_copied_and_absences_count_as_zero() {
             // Nobody does: the memory stays as it is.
             a.fill(3.0);
             exchange(engine, book, 0, &mut a, Op::Average, true).unwrap();
-            assert!(a.iter().all(|x| *x == 3.0) && !engine.present(book, 0).unwrap());
-            assert_eq!(engine.take_released().unwrap().len(), 7);
+            assert!(a.iter().all(|x| *x == 3.0));
+            let landed = look(engine, book, &[0, 1]);
+            assert_eq!((landed.complete, landed.bytes), (vec![0, 1], vec![0, 12]));
+            assert_eq!(landed.released.len(), 2);
+            assert!(look(engine, book, &[]).released.is_empty());
             assert_eq!(engine.sequence(book).unwrap(), [5, 2]);
             engine.shutdown(&mut never).unwrap();
             engine.report().unwrap()
@@ -295,9 +303,9 @@ fn a_look_at_results_that_are_in_names_layer_and_step_of_a_failure() {
         let deadline = Instant::now() + Duration::from_secs(30);
         let failure = loop {
             assert!(Instant::now() < deadline, "rank 0 never hears of it");
-            match engine.poll(book, &[1]) {
-                Ok(done) => assert_eq!(done, [1]),
-                Err(failure) => break failure,
+            match engine.landed(book, &[1], None, true, &mut never) {
+                Ok(landed) => assert_eq!(landed.complete, [1]),
+                outcome => break failed(outcome),
             }
         };
         let text = failure.to_string();
@@ -318,14 +326,13 @@ fn the_beginning_of_a_tensor_is_in_memory_when_it_is_said_to_be() {
             submit(engine, book, 0, a, Op::Sum, false).unwrap();
             let mut seen = 0;
             while seen < 40_000 {
-                let next = (0, (seen as u64 + 1000).min(40_000));
-                assert_eq!(
-                    engine.wait_arrived(book, &[next], Duration::from_secs(10), false, &mut never).unwrap(),
-                    Some(true)
-                );
-                let arrived = engine.arrived(book, &[0, 1]).unwrap();
-                assert!(arrived[0] >= next.1 && arrived[1] == 12, "{arrived:?} instead of {next:?}");
-                seen = arrived[0] as usize;
+                let next = (seen as u64 + 1000).min(40_000);
+                let until = Until { least_bytes: &[next], patience: Duration::from_secs(10) };
+                let Landed { complete, bytes, .. } =
+                    engine.landed(book, &[0], Some(until), false, &mut never).unwrap();
+                assert!(bytes[0] >= next, "{bytes:?} instead of {next:?}");
+                assert!(complete.is_empty() || bytes == [40_000]);
+                seen = bytes[0] as usize;
                 for at in 0..seen / 4 {
                     // SAFETY: within the tensor; what is in memory is not written again.
                     let value = unsafe { address.add(at).read_volatile() };
@@ -354,10 +361,19 @@ fn a_wait_for_a_part_ends_when_its_time_is_up_or_the_job_has_failed() {
             return engine.abort("ValueError: a bad batch").unwrap();
         }
         submit(engine, book, 1, vec![1.0; 3].leak(), Op::Sum, false).unwrap();
-        let wait = |patience| engine.wait_arrived(book, &[(1, 12)], patience, false, &mut never).unwrap();
-        assert_eq!(wait(Duration::from_millis(20)), Some(false));
+        let wait = |patience, needed| {
+            let until = Some(Until { least_bytes: &[12], patience });
+            engine.landed(book, &[1], until, needed, &mut never)
+        };
+        assert_eq!(
+            wait(Duration::from_millis(20), true).unwrap(),
+            Landed { bytes: vec![0], ..Landed::default() }
+        );
         rank_0_has_waited.wait();
-        assert_eq!(wait(Duration::from_secs(20)), None);
+        let begin = Instant::now();
+        assert_eq!(wait(Duration::from_secs(20), false).unwrap().complete, []);
+        assert!(engine.has_failed() && begin.elapsed() < Duration::from_secs(20));
+        assert!(lost(&wait(Duration::from_secs(20), true).unwrap_err()).1.contains("layer b"));
         let (culprit, reason) = lost(&engine.wait(book, &[1], false, &mut never).unwrap_err());
         assert!(culprit == Rank(1) && reason.contains("a bad batch"), "{reason}");
     });

@@ -46,7 +46,7 @@ fn tensors_submitted_together_or_one_by_one_meet_each_other() {
                 engine.wait(book, &[tensor as TensorId], true, &mut never).unwrap();
                 assert!(values.iter().all(|sum| *sum == 3.0), "tensor {tensor}, round {round}");
             }
-            let released = engine.take_released().unwrap();
+            let released = engine.landed(book, &[], None, false, &mut never).unwrap().released;
             assert!(tokens.iter().all(|token| released.contains(token)), "{tokens:?} of {released:?}");
         }
         // SAFETY: there is no memory.

@@ -7,7 +7,7 @@ use crate::report;
 use penstock_core::layout::Tensor;
 use penstock_core::types::GroupId;
 use penstock_core::{BookId, Gives, Op, Rank, Route, Seq, Slicing, Step, Submission, TensorId};
-use penstock_net::{EngineConfig, Lent, Observations, Phase, Record, Stop};
+use penstock_net::{EngineConfig, Landed, Lent, Observations, Phase, Record, Stop, Until};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use std::ptr::NonNull;
@@ -274,43 +274,33 @@ impl Engine {
         self.engine.drop_gathered(book, tensor).map_err(raise)
     }
 
-    fn take_released(&self) -> PyResult<Vec<u64>> {
-        self.engine.take_released().map_err(raise)
-    }
-
     #[pyo3(signature = (book, tensors, released=false))]
     #[allow(clippy::needless_pass_by_value)]
     fn wait(&self, py: Python<'_>, book: BookId, tensors: Vec<TensorId>, released: bool) -> PyResult<()> {
         waiting(py, |interrupted| self.engine.wait(book, &tensors, released, interrupted))
     }
 
+    #[pyo3(signature = (book, tensors, least=None, patience_s=0.0, needed=false))]
     #[allow(clippy::needless_pass_by_value)]
-    fn poll(&self, book: BookId, tensors: Vec<TensorId>) -> PyResult<Vec<TensorId>> {
-        self.engine.poll(book, &tensors).map_err(raise)
-    }
-
-    #[allow(clippy::needless_pass_by_value)]
-    fn arrived(&self, book: BookId, tensors: Vec<TensorId>) -> PyResult<Vec<u64>> {
-        self.engine.arrived(book, &tensors).map_err(raise)
-    }
-
-    #[pyo3(signature = (book, parts, patience_s, stalls=false))]
-    #[allow(clippy::needless_pass_by_value)]
-    fn wait_arrived(
+    fn landed(
         &self,
         py: Python<'_>,
         book: BookId,
-        parts: Vec<(TensorId, u64)>,
+        tensors: Vec<TensorId>,
+        least: Option<Vec<u64>>,
         patience_s: f64,
-        stalls: bool,
-    ) -> PyResult<Option<bool>> {
-        let patience =
-            Duration::try_from_secs_f64(patience_s).map_err(|error| bad_argument(error.to_string()))?;
-        waiting(py, |interrupted| self.engine.wait_arrived(book, &parts, patience, stalls, interrupted))
-    }
-
-    fn present(&self, book: BookId, tensor: TensorId) -> PyResult<bool> {
-        self.engine.present(book, tensor).map_err(raise)
+        needed: bool,
+    ) -> PyResult<(Vec<TensorId>, Vec<u64>, Vec<u64>)> {
+        let Landed { complete, bytes, released } = if let Some(least_bytes) = &least {
+            let patience =
+                Duration::try_from_secs_f64(patience_s).map_err(|error| bad_argument(error.to_string()))?;
+            let until = Some(Until { least_bytes, patience });
+            waiting(py, |interrupted| self.engine.landed(book, &tensors, until, needed, interrupted))?
+        } else {
+            let looked = self.engine.landed(book, &tensors, None, needed, &mut || false);
+            looked.map_err(|stop| raise_stop(stop, None))?
+        };
+        Ok((complete, bytes, released))
     }
 
     fn leave(&self, py: Python<'_>) -> PyResult<()> {

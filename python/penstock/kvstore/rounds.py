@@ -171,7 +171,7 @@ class OfTensors:
     def is_in(self) -> bool:
         """See `UnderWay`."""
         engine, _, book, tensor = self._place
-        return bool(engine.poll(book, [tensor]))
+        return tensor in lent_to(engine).landed(book, [tensor], needed=True)[0]
 
     def bring_in(self) -> None:
         """See `UnderWay`."""
@@ -211,7 +211,7 @@ class OfRows:
     def is_in(self) -> bool:
         """See `UnderWay`."""
         engine, _, book, tensor = self._place
-        return bool(engine.poll(book, [tensor]))
+        return tensor in lent_to(engine).landed(book, [tensor], needed=True)[0]
 
     def bring_in(self) -> None:
         """See `UnderWay`."""

@@ -34,6 +34,7 @@ from penstock.kvstore.checks import (
 from penstock.kvstore.meeting import meet
 from penstock.kvstore.rounds import BookPlace
 from penstock.kvstore.stored_keys import StoredKey
+from penstock.lending import lent_to
 
 __all__ = ["KVStore", "Pending"]
 
@@ -330,7 +331,7 @@ class KVStore:
         parts = [(stored, stored.push(given, into, several)) for stored, given, into in pushes]
         if several:
             for book in books:
-                self._engine.poll(book, [])  # what was held back for its neighbours leaves now
+                lent_to(self._engine).landed(book, [], needed=True)  # what was held back for its neighbours leaves now
         return Pending(parts)
 
     def _pull(self, caller: str, outs: list[tuple[str | int, Any]]) -> Pending:

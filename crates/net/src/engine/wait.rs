@@ -3,7 +3,7 @@
 use super::Engine;
 use crate::failure::{Failure, Stop};
 use crate::mailbox::Command;
-use crate::shared::{JointWait, OpenBook};
+use crate::shared::{JointWait, OpenBook, State};
 use penstock_core::life::{Expired, INQUIRY_NS, SETTLE_NS};
 use penstock_core::{BookId, Error, Header, Kind, Step, TensorId};
 use std::sync::atomic::Ordering;
@@ -11,6 +11,27 @@ use std::time::{Duration, Instant};
 
 /// How long a verdict on a wait that took too long may take at most; see [`penstock_core::life`].
 const VERDICT: Duration = Duration::from_nanos(INQUIRY_NS + SETTLE_NS + 10_000_000_000);
+
+/// What has come back of what was submitted.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct Landed {
+    /// Of the tensors that were asked about, those whose last exchange is complete.
+    pub complete: Vec<TensorId>,
+    /// For each of them the length of the leading part of its result that is in memory: all of it if it is complete, 0 if it
+    /// is and nobody contributed.
+    pub bytes: Vec<u64>,
+    /// Tokens whose memory will never be touched again, since the last look at whatever tensors.
+    pub released: Vec<u64>,
+}
+
+/// What ends a wait.
+#[derive(Debug, Clone, Copy)]
+pub struct Until<'a> {
+    /// For each tensor so many leading bytes of its result.
+    pub least_bytes: &'a [u64],
+    /// The end of patience.
+    pub patience: Duration,
+}
 
 impl Engine {
     /// Waits until the results of the last submissions are in memory; with `released`, until the memory may be changed,
@@ -65,9 +86,7 @@ impl Engine {
                 .wait(deadline, interrupted, |_| is_in(open, tensor, released).then_some(()));
             awaited.fetch_sub(1, Ordering::AcqRel);
             let now = Instant::now();
-            let layer = open.book.tensors[tensor as usize].layer as usize;
-            let stall_ns = u64::try_from(now.saturating_duration_since(since).as_nanos()).unwrap_or(u64::MAX);
-            open.stall_ns[layer].fetch_add(stall_ns, Ordering::Relaxed);
+            note_stall(open, tensor, since, now);
             since = now;
             let step = open.tensors[tensor as usize].step.load(Ordering::Relaxed);
             match done {
@@ -84,57 +103,66 @@ impl Engine {
         Ok(())
     }
 
-    /// Of `tensors`, those whose results are in memory.
+    /// What has landed of these tensors, and what is released. With `until` it waits, but no longer than that says, until any of
+    /// them is complete or so many leading bytes of it are in memory, or the job has failed. `interrupted` is asked every
+    /// 100 ms of a wait.
+    ///
+    /// * `needed`: the program cannot go on without them. Then the job's failure is raised, what is held back is sent, and the
+    ///   wait counts as a stall of the first tensor's layer. Otherwise a failure is left to the calls that raise it.
     ///
     /// # Errors
-    /// The job's failure.
-    pub fn poll(&self, book: BookId, tensors: &[TensorId]) -> Result<Vec<TensorId>, Failure> {
-        self.alive("poll")?;
-        self.flush();
-        let open = self.book(book)?;
-        for tensor in tensors {
-            self.tensor(&open, *tensor)?;
-        }
-        self.inner.shared.check().map_err(|failure| blame_first(failure, &open, tensors))?;
-        Ok(tensors.iter().copied().filter(|tensor| is_in(&open, *tensor, false)).collect())
-    }
-
-    /// For each of `tensors` the length in bytes of its leading part whose result is in memory. Of the job's failure it
-    /// knows nothing.
-    ///
-    /// # Errors
-    /// `Config` if there is no such tensor.
-    pub fn arrived(&self, book: BookId, tensors: &[TensorId]) -> Result<Vec<u64>, Failure> {
-        self.alive("arrived")?;
-        let open = self.book(book)?;
-        tensors
-            .iter()
-            .map(|tensor| self.tensor(&open, *tensor).map(|_| open.arrived_bytes(*tensor)))
-            .collect()
-    }
-
-    /// Waits until of any of these tensors a leading part of so many bytes is in memory, but at most `patience`. Says whether
-    /// it is; `None` at once if the job has failed, which counts as raised by calls that raise it only. With `stalls` the time
-    /// counts as that of the first tensor's layer, as in [`Engine::wait`]. `interrupted` is asked every 100 ms.
-    ///
-    /// # Errors
-    /// `Config` if there is no such tensor; [`Stop::Interrupted`].
-    pub fn wait_arrived(
+    /// `Config` if there is no such tensor, or not a length for each; the job's failure; [`Stop::Interrupted`].
+    pub fn landed(
         &self,
         book: BookId,
-        parts: &[(TensorId, u64)],
-        patience: Duration,
+        tensors: &[TensorId],
+        until: Option<Until<'_>>,
+        needed: bool,
+        interrupted: &mut dyn FnMut() -> bool,
+    ) -> Result<Landed, Stop> {
+        self.alive("landed")?;
+        let mut landed = Landed::default();
+        if needed {
+            self.flush();
+        }
+        if needed || !tensors.is_empty() {
+            let open = self.book(book)?;
+            for tensor in tensors {
+                self.tensor(&open, *tensor)?;
+            }
+            if let Some(until) = until.filter(|_| !tensors.is_empty()) {
+                self.wait_for_any(&open, tensors, until, needed, interrupted)?;
+            }
+            if needed {
+                self.inner.shared.check().map_err(|failure| blame_first(failure, &open, tensors))?;
+            }
+            landed.complete = tensors.iter().copied().filter(|tensor| is_in(&open, *tensor, false)).collect();
+            landed.bytes = tensors.iter().map(|tensor| open.landed_bytes(*tensor)).collect();
+        }
+        landed.released = std::mem::take(&mut self.inner.shared.lock().released);
+        Ok(landed)
+    }
+
+    /// Until a part of any of these tensors is in memory, time is up, or the job has failed.
+    fn wait_for_any(
+        &self,
+        open: &OpenBook,
+        tensors: &[TensorId],
+        Until { least_bytes, patience }: Until<'_>,
         stalls: bool,
         interrupted: &mut dyn FnMut() -> bool,
-    ) -> Result<Option<bool>, Stop> {
-        self.alive("wait_arrived")?;
-        let open = self.book(book)?;
-        for (tensor, _) in parts {
-            self.tensor(&open, *tensor)?;
+    ) -> Result<(), Stop> {
+        if least_bytes.len() != tensors.len() {
+            let (lengths, count) = (least_bytes.len(), tensors.len());
+            return Err(Failure::config(format!("{lengths} lengths to wait for, of {count} tensors")).into());
         }
-        let any = || parts.iter().any(|(tensor, bytes)| open.arrived_bytes(*tensor) >= *bytes);
+        let parts: Vec<_> = tensors.iter().copied().zip(least_bytes.iter().copied()).collect();
+        let has_come = |(tensor, bytes): &(TensorId, u64)| {
+            is_in(open, *tensor, false) || open.arrived_bytes(*tensor) >= *bytes
+        };
+        let any = || parts.iter().any(has_come);
         if any() {
-            return Ok(Some(true));
+            return Ok(());
         }
         self.flush();
         let shared = &self.inner.shared;
@@ -142,19 +170,16 @@ impl Engine {
         if stalls {
             shared.lock().accounting.wait_began(begin);
         }
-        open.await_parts(parts);
-        let outcome = shared.wait(begin.checked_add(patience), interrupted, |state| {
-            if any() { Some(Some(true)) } else { state.has_failed().then_some(None) }
-        });
-        open.no_longer_await_parts(parts);
-        if let (true, Some((tensor, _))) = (stalls, parts.first()) {
+        open.await_parts(&parts);
+        let over = |state: &mut State| (any() || state.has_failed()).then_some(());
+        let outcome = shared.wait(begin.checked_add(patience), interrupted, over);
+        open.no_longer_await_parts(&parts);
+        if stalls {
             let now = Instant::now();
             shared.lock().accounting.wait_ended(now);
-            let layer = open.book.tensors[*tensor as usize].layer as usize;
-            let stall_ns = u64::try_from(now.saturating_duration_since(begin).as_nanos()).unwrap_or(u64::MAX);
-            open.stall_ns[layer].fetch_add(stall_ns, Ordering::Relaxed);
+            note_stall(open, tensors[0], begin, now);
         }
-        Ok(outcome?.unwrap_or(Some(false)))
+        outcome.map(|_| ())
     }
 
     /// Ends the job: a result did not come in time.
@@ -278,6 +303,13 @@ impl Engine {
         let hint = "Every rank must come here; if one is only slow, raise operation_timeout_s".into();
         self.expire(Expired { about: None, step: None, what, hint }, interrupted)
     }
+}
+
+/// The program has waited for this tensor.
+fn note_stall(open: &OpenBook, tensor: TensorId, since: Instant, now: Instant) {
+    let layer = open.book.tensors[tensor as usize].layer as usize;
+    let stall_ns = u64::try_from(now.saturating_duration_since(since).as_nanos()).unwrap_or(u64::MAX);
+    open.stall_ns[layer].fetch_add(stall_ns, Ordering::Relaxed);
 }
 
 /// Whether the last result is in memory, and released if that is asked for.

@@ -118,7 +118,8 @@ class BufferCopy:
         if staging is None:
             return
         self._engine.wait(self.id, [0])
-        if self._source or not self._engine.present(self.id, 0):
+        _, (nbytes,) = lent_to(self._engine).landed(self.id, [0])
+        if self._source or not nbytes:
             return
         start = 0
         for buffer in self._buffers:

@@ -457,7 +457,8 @@ class Gradients:
             average = gather.land(slot)
             return self._instead_of_own(slot, average) if flight.kept else average
         if flight.absent:
-            flight.land_absent(self.engine.present(self.id, slot.index))
+            _, (nbytes,) = self.lent.landed(self.id, [slot.index])
+            flight.land_absent(nbytes > 0)
             return self._instead_of_own(slot, flight.grad) if flight.kept else flight.grad
         grad, memory = flight.grad, flight.memory
         assert grad is not None and memory is not None

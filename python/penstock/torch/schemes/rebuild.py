@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from penstock.lending import lent_to
 from penstock.torch.runtime import background
 
 if TYPE_CHECKING:
@@ -96,14 +97,14 @@ class Rebuilds:
 
     def work(self) -> bool | Callable[[], bool]:
         """For the background: the averages of the layer that the next forward pass needs first."""
-        engine, book, coming = self._engine, self._book, self._coming
+        engine, book, coming, lent = self._engine, self._book, self._coming, lent_to(self._engine)
         gathers = list(coming)
         if not gathers:
             return False
-        parts = [(gather.index, gather.most_bytes) for gather in gathers]
+        numbers, whole = [gather.index for gather in gathers], [gather.most_bytes for gather in gathers]
         try:
-            arrived = engine.arrived(book, [index for index, _ in parts])
-            ready = [gather for gather, (_, whole), have in zip(gathers, parts, arrived, strict=True) if have >= whole]
+            complete, _ = lent.landed(book, numbers)
+            ready = [gather for gather in gathers if gather.index in complete]
             if ready:
                 self._make(min(ready, key=_by_place_in_forward))
                 return True
@@ -112,7 +113,8 @@ class Rebuilds:
             return False
 
         def wait() -> bool:
-            if engine.wait_arrived(book, parts, ROWS_WAIT_S) is None:
+            lent.landed(book, numbers, whole, ROWS_WAIT_S)
+            if engine.has_failed:
                 coming.clear()  # the job has failed, or ended: the program's own calls will tell
                 return False
             return True

@@ -37,6 +37,7 @@ from penstock.warning import warn
 __all__ = ["Updates", "zero_grads"]
 
 LAYERS_PER_LOOK = 16
+"""Of the first of several looks ahead."""
 WAIT_BYTES = 64 << 10
 """Of small layers that are waited for together: half a millisecond at 1 Gbit/s."""
 _PLACE_IN_FORWARD = attrgetter("layer.place")
@@ -246,8 +247,10 @@ class Updates:
             # There is nothing to wait for, and a program that sets gradients by hand may write them again at once.
             in_flight = {slot.layer for slot in taken if slot.flight.flying}
             now += [slot.layer for slot in final if slot.layer not in in_flight]
-        if now or len(self._arrived(())) == len(self._waiting):
+        if now:
             self.finish(now)
+        elif len(ready := self._arrived(())) == len(self._waiting):
+            self._apply_layers(ready)
         self._partial.hand_over()
 
     # Applying
@@ -302,7 +305,6 @@ class Updates:
         slots = [slot for layer in layers for slot in self._waiting.pop(layer)]
         if slots:
             self._apply(slots)
-            self._gradients.lent.collect()
 
     def finish_if_waiting(self, needed: Iterable[Layer]) -> None:
         """As `finish`, but only if one of these layers is outstanding."""
@@ -319,22 +321,25 @@ class Updates:
 
         Of layers that are not wanted now only those without pieces left, which the background sees to.
 
-        Looks ahead in strides and, unless it shall look everywhere, ends at the first stride with a layer that is not
-        in: what comes later in the forward pass mostly arrives later, and a look at everything before every layer would
-        cost the square of their number.
+        Looks ahead in strides, each twice the last one, and ends at the first with a layer that is not in, unless it
+        shall look everywhere: what comes later in the forward pass mostly arrives later, and a look at everything
+        before every layer would cost the square of their number.
         """
         gradients = self._gradients
         arrived: dict[Layer, None] = {}
-        layers = list(self._waiting)
-        for start in range(0, len(layers), LAYERS_PER_LOOK):
-            stride = layers[start : start + LAYERS_PER_LOOK]
-            flights = [slot.flight for layer in stride for slot in self._waiting[layer] if slot.flight.flying]
-            done = set(gradients.engine.poll(gradients.id, [flight.number for flight in flights])) if flights else ()
+        ahead, layers_per_look = iter(self._waiting), len(self._waiting) if everywhere else LAYERS_PER_LOOK
+        while stride := list(itertools.islice(ahead, layers_per_look)):
+            numbers = [slot.flight.number for layer in stride for slot in self._waiting[layer] if slot.flight.flying]
+            done = set(gradients.lent.landed(gradients.id, numbers, needed=True)[0]) if numbers else ()
+            late = False
             for layer in stride:
                 if all(not slot.flight.flying or slot.flight.number in done for slot in self._waiting[layer]):
                     arrived[layer] = None
-            if not everywhere and len(arrived) < start + len(stride):
+                else:
+                    late = True
+            if late:
                 break
+            layers_per_look *= 2
         return {layer: None for layer in arrived if layer in wanted or not self._partial.has_left(layer)}
 
     def _apply(self, slots: list[Slot]) -> None:

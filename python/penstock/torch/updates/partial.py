@@ -161,7 +161,9 @@ class PartialUpdates:
         if not parts:
             return False
         gradients = self._gradients
-        return bool(gradients.engine.wait_arrived(gradients.id, parts, PIECE_WAIT_S, stalls=True))
+        numbers, least = map(list, zip(*parts, strict=True))
+        _, nbytes = gradients.lent.landed(gradients.id, numbers, least, PIECE_WAIT_S, needed=True)
+        return any(have >= enough for have, enough in zip(nbytes, least, strict=True))
 
     def work(self) -> bool | Callable[[], bool]:
         """For the background: the next piece, or the next few of small parameters."""
@@ -181,9 +183,14 @@ class PartialUpdates:
         elif not parts or len(parts) < len(self._coming):
             # Averages come in from two sides, and only one can be waited for.
             return lambda: made.wait(REBUILD_WAIT_S if parts else BACKGROUND_WAIT_S) or True
-        engine, book = self._gradients.engine, self._gradients.id
-        # Of a job that has failed, or ended, the program's own calls will tell.
-        return lambda: engine.wait_arrived(book, parts, BACKGROUND_WAIT_S) is not None
+        engine, lent, book = self._gradients.engine, self._gradients.lent, self._gradients.id
+        numbers, least = map(list, zip(*parts, strict=True))
+
+        def wait() -> bool:
+            lent.landed(book, numbers, least, BACKGROUND_WAIT_S)
+            return not engine.has_failed  # of that, or of the end, the program's own calls will tell
+
+        return wait
 
     def _next_parts(self, slots: Iterable[Slot]) -> list[tuple[int, int]]:
         """Of averages that the engine writes: how much of each the next piece needs."""
@@ -232,7 +239,8 @@ class PartialUpdates:
         """Of each that is coming in: its average, and how many leading bytes of it are there."""
         gradients = self._gradients
         written = [slot for slot in self._coming if not slot.flight.gathered]
-        lengths = gradients.engine.arrived(gradients.id, [slot.flight.number for slot in written]) if written else ()
+        numbers = [slot.flight.number for slot in written]
+        lengths = gradients.lent.landed(gradients.id, numbers)[1] if written else ()
         arrived = dict(zip(written, lengths, strict=True))
         for slot in self._coming:
             gather = _gather_under_way(slot)
