@@ -27,7 +27,7 @@ import penstock as ps
 from benchmarks.overhead import Piece, resnet50_sized
 from benchmarks.workers import run_workers
 from lab.records import publish, result_arguments, spread, wait_for_quiet
-from penstock.torch.reads.safety import owner_of
+from penstock.torch.reads.safety import distributed_of
 from penstock.torch.updates.whole import StepLog
 
 WORKERS = (2, 4)
@@ -80,7 +80,7 @@ def work(case: str, rank: int, size: int, directory: str, steps: int, seed: int)
     model = make()
     optimizer = make_optimizer(model.parameters())
     model, optimizer = ps.distribute(model, optimizer)
-    owner: Any = owner_of(next(iter(model.parameters())))
+    owner: Any = distributed_of(next(iter(model.parameters())))
     update = owner.updates[0]
     log = Timed(owner.engine, optimizer)
     chance = random.Random(seed)

@@ -40,7 +40,7 @@ CIRCLE_MAX = 3
 
 # Which file writes the parts of a parameter's slot. A flight writes itself: others call its methods.
 WRITERS = {"flight": "model/flight.py", "pending": "updates/optimizer.py", "reads": "reads/safety.py"}
-SLOT_WRITERS = {"gradients/hooks.py": {"gather"}, "reads/safety.py": {"owner"}}
+SLOT_WRITERS = {"gradients/hooks.py": {"gather"}, "reads/safety.py": {"distributed"}}
 
 # How long a step takes is what a call by one of two algorithms takes more than by the other.
 WITH_TWO_ALGORITHMS = {"measure/allreduce.py", "measure/quick.py"}

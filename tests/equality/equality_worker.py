@@ -25,7 +25,7 @@ from equality_cases import NETWORKS, Case
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock as ps
-from penstock.torch.access import owner_for
+from penstock.torch.access import distributed_for
 
 # A case takes about a second. One that hangs prints every thread's stack and ends the process.
 CASE_LIMIT_S = 180
@@ -72,7 +72,7 @@ def train_with_penstock(case, rank):
             for param in model.parameters():
                 param.add_(1)  # rank 0's values are what counts
     model, optimizer = ps.distribute(model, case.make_optimizer(model), schemes=case.schemes(model))
-    owner = owner_for(model)
+    owner = distributed_for(model)
     gathers = {} if owner is None else owner.gathers
     sent = {name: {"scheme": gather.scheme, "rows": []} for name, gather in gathers.items()}
 

@@ -5,7 +5,7 @@ import ranks
 import torch
 from ranks import run, seeded, values
 from scenarios import sgd
-from test_factors import both_paths, check, make_wide, owner_of, wide_loss
+from test_factors import both_paths, check, distributed_of, make_wide, wide_loss
 from torch import nn
 
 import penstock as ps
@@ -48,9 +48,9 @@ def test_adam_sends_factors_up_and_the_average_down():
         model(torch.ones(2, 256, dtype=torch.float64)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        owner_of(model).finish()
+        distributed_of(model).finish()
         engine.all_gather("all have it", b"")
-        owners = [gather.owner for gather in owner_of(model).gathers.values()]
+        owners = [gather.owner for gather in distributed_of(model).gathers.values()]
         return owners, engine.report().get("bytes_sent", 0) - before
 
     results = run(main, 3)

@@ -15,7 +15,7 @@ import penstock as ps
 from penstock.errors import ConfigError
 from penstock.torch import distribute
 from penstock.torch.choice import measuring
-from penstock.torch.reads.safety import owner_of as owner_of_param
+from penstock.torch.reads.safety import distributed_of as distributed_of_param
 from penstock.torch.updates import partial
 
 INPUTS, OUTPUTS = 512, 256
@@ -53,12 +53,12 @@ def loss_with(rows):
     return loss
 
 
-def owner_of(model):
-    return owner_of_param(next(model.parameters()))
+def distributed_of(model):
+    return distributed_of_param(next(model.parameters()))
 
 
 def schemes(model):
-    return owner_of(model).choice.schemes
+    return distributed_of(model).choice.schemes
 
 
 def loop(steps, rows, seen=schemes, schemes="auto", size=3):
@@ -74,7 +74,7 @@ def loop(steps, rows, seen=schemes, schemes="auto", size=3):
             optimizer.step()
             optimizer.zero_grad()
             found.append(seen(model))
-        owner_of(model).finish()
+        distributed_of(model).finish()
         return found
 
     return run(main, size)
@@ -87,8 +87,8 @@ def test_an_error_names_the_step_of_facts_as_that_of_gradients():
         model, optimizer = distribute(model, sgd(model), schemes="auto")
         loss_with(lambda rank, step: 2)(model, rank, 0).backward()
         optimizer.step()
-        facts = engine.books[owner_of(model).choice.id][0]
-        owner_of(model).finish()
+        facts = engine.books[distributed_of(model).choice.id][0]
+        distributed_of(model).finish()
         return [step for sender, book, step in engine.hub.steps if sender == rank and book == facts]
 
     assert run(main, 2) == [[0], [0]]
@@ -112,7 +112,7 @@ def test_the_choice_follows_the_rows_at_the_next_step_that_is_due():
 
 
 def test_the_engaged_layers_are_those_of_the_coordinator():
-    engaged = loop(3, lambda rank, step: 2, lambda model: owner_of(model).gathers["0"].engaged)
+    engaged = loop(3, lambda rank, step: 2, lambda model: distributed_of(model).gathers["0"].engaged)
     assert engaged[0] == [False, True, True]
 
 
@@ -172,9 +172,9 @@ def chosen_for(make, x, name, *, steps=4, loss_of=lambda model, x, step: model(x
             optimizer.step()
             optimizer.zero_grad()
             used.append(schemes(model)[name])
-        owner_of(model).finish()
+        distributed_of(model).finish()
         why = next(plan.reason for plan in ps.explain(model).layers if plan.name == name)
-        return used, owner_of(model).gathers[name].dense_sent, why
+        return used, distributed_of(model).gathers[name].dense_sent, why
 
     return run(main, size)
 
@@ -245,7 +245,7 @@ def test_one_rank_that_sends_whole_takes_all_back_to_the_store(monkeypatch):
     monkeypatch.setattr(measuring, "is_due", lambda step: step in (1, 5, 8))
 
     def loss_of(model, x, step):
-        penalized = owner_of(model).gradients.rank == 2
+        penalized = distributed_of(model).gradients.rank == 2
         return loss_with_penalty(lambda _: penalized)(model, x, step)
 
     found = chosen_for(lambda: nn.Sequential(nn.Linear(INPUTS, OUTPUTS)), FEW, "0", steps=10, loss_of=loss_of)
@@ -276,7 +276,7 @@ def test_ranks_that_leave_early_come_back_to_what_the_others_use():
             loss(model, rank, 10 + step).backward()
             optimizer.step()
             optimizer.zero_grad()
-        owner_of(model).finish()
+        distributed_of(model).finish()
         return after_join, values(model)
 
     results = run(main, 3)

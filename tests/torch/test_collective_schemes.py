@@ -13,7 +13,7 @@ from penstock.coordinator import Rates
 from penstock.errors import ConfigError
 from penstock.torch import distribute
 from penstock.torch.facts import coordinator_of, explain
-from penstock.torch.reads.safety import owner_of
+from penstock.torch.reads.safety import distributed_of
 
 SLOW_WIRE = Rates(bytes_per_s=1e3, latency_s=1e-6)
 
@@ -65,7 +65,7 @@ def test_the_book_says_so_and_explain_too(arm):
         # One of two ranks is the root: it receives a gradient and sends the sum.
         assert plan.scheme_bytes["tree"] == plan.gradient_bytes == plan.scheme_bytes["store"]
         with pytest.raises(ConfigError, match=f"{first} cannot change from tree to store"):
-            owner_of(next(model.parameters())).set_schemes({first: "store"})
+            distributed_of(next(model.parameters())).set_schemes({first: "store"})
 
     run(main)
 

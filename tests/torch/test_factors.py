@@ -42,7 +42,7 @@ def check(loss_of=wide_loss, make=make_wide, make_optimizer=sgd, schemes=FACTORS
     """Training equals training in one process, with the same bits on all ranks; so many contributions were dense."""
 
     def after(model):
-        owner = owner_of(model)
+        owner = distributed_of(model)
         assert sum(gather.dense_sent for gather in owner.gathers.values()) == dense
         return values(model)
 
@@ -55,14 +55,14 @@ def check(loss_of=wide_loss, make=make_wide, make_optimizer=sgd, schemes=FACTORS
     return results[0]
 
 
-def owner_of(model):
+def distributed_of(model):
     from penstock.torch.reads import safety
 
-    return safety.owner_of(next(model.parameters()))
+    return safety.distributed_of(next(model.parameters()))
 
 
 def engaged(model):
-    return {name: gather.engaged for name, gather in owner_of(model).gathers.items()}
+    return {name: gather.engaged for name, gather in distributed_of(model).gathers.items()}
 
 
 def both_paths(loop, make=make_wide, schemes=FACTORS, size=2, whole=0):
@@ -77,7 +77,7 @@ def both_paths(loop, make=make_wide, schemes=FACTORS, size=2, whole=0):
             model, optimizer = distribute(model, sgd(model), schemes=chosen)
             result = loop(model, optimizer, rank)
             if chosen is not None:
-                gathers = owner_of(model).gathers.values()
+                gathers = distributed_of(model).gathers.values()
                 assert sum(gather.dense_sent for gather in gathers) == whole
                 assert sum(gather.seq for gather in gathers) >= max(whole, 1)
             return result
@@ -379,7 +379,7 @@ def test_a_failed_backward_leaves_nothing_behind():
     def main(rank, engine):
         model = make_wide()
         model, optimizer = distribute(model, sgd(model), schemes=FACTORS)
-        gather = owner_of(model).gathers["0"]
+        gather = distributed_of(model).gathers["0"]
         x, _ = examples(rank, 0, rows=2, inputs=24)
         hidden = model[0](x)
         with pytest.raises(RuntimeError, match="on purpose"), ps.no_sync(model):
@@ -398,7 +398,7 @@ def test_a_failed_backward_leaves_nothing_behind():
 
 def check_told(model, times, why):
     """Where the first layer sends rows: that it did not so often, and why, last; and that `explain` says so."""
-    gather = owner_of(model).gathers.get("0")
+    gather = distributed_of(model).gathers.get("0")
     if gather is None or not gather.engaged:
         return  # the dense path, which there is to compare with; `both_paths` counts on the other
     assert (gather.dense_sent, gather.dense_reason) == (times, why)
@@ -511,7 +511,7 @@ def test_memory_is_used_again_unless_somebody_keeps_the_gradient():
         for step in range(6):
             model(examples(rank, step, rows=2, inputs=24)[0]).sum().backward()
             optimizer.step()
-            owner_of(model).finish()
+            distributed_of(model).finish()
             grad = model[0].weight.grad
             addresses.append(grad.data_ptr())
             if step in (2, 4):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import examples, run, same_everywhere, seeded, values
 from scenarios import make_mlp, mse, sgd
-from test_factors import FACTORS, both_paths, engaged, make_wide, owner_of, wide_loss
+from test_factors import FACTORS, both_paths, distributed_of, engaged, make_wide, wide_loss
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,7 +18,7 @@ from penstock.torch.schemes.survey import why_dense
 
 def test_switching_at_run_time():
     def loop(model, optimizer, rank):
-        owner = owner_of(model)
+        owner = distributed_of(model)
         for step in range(6):
             wide_loss(model, rank, step).backward()
             if step == 4:
@@ -42,11 +42,11 @@ def test_bits_do_not_depend_on_when_the_engine_has_sent():
         model = make_wide()
         model, optimizer = distribute(model, sgd(model), schemes=FACTORS)
         for step in range(6):
-            owner_of(model).set_schemes({"0": "factors" if step % 2 else "store"})
+            distributed_of(model).set_schemes({"0": "factors" if step % 2 else "store"})
             wide_loss(model, rank, step).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
-        dense = owner_of(model).gathers["0"].dense_sent
+        dense = distributed_of(model).gathers["0"].dense_sent
         return dense, values(model)
 
     soon, late = (run(main, 2, sending=calls) for calls in (0, 1000))
@@ -62,7 +62,7 @@ def test_less_is_sent():
         model, optimizer = distribute(model, sgd(model), schemes=FACTORS)
         model(examples(rank, 0, rows=3, inputs=512)[0]).sum().backward()
         optimizer.step()
-        gather = owner_of(model).gathers["0"]
+        gather = distributed_of(model).gathers["0"]
         sent[rank] = gather.rows, gather.cost_bytes(gather.rows), gather.dense_bytes
 
     run(main)
@@ -101,7 +101,7 @@ def test_the_first_pattern_decides_and_those_who_cannot_stay_dense():
         model = seeded(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 2)))
         model, _ = distribute(model, sgd(model), schemes={"2": "store", "*": "factors"})
         assert engaged(model) == {"0": True, "2": False, "3": True}
-        assert owner_of(model).why_store["1"].startswith("it is a LayerNorm")
+        assert distributed_of(model).why_store["1"].startswith("it is a LayerNorm")
 
     run(main)
 
@@ -113,7 +113,7 @@ def test_what_one_rank_cannot_do_none_does(monkeypatch):
             model[0].weight.register_hook(lambda grad: None)
         model, optimizer = distribute(model, sgd(model), schemes=FACTORS)
         assert engaged(model) == {"2": True, "4": True}
-        assert "a hook on its weight" in owner_of(model).why_store["0"]
+        assert "a hook on its weight" in distributed_of(model).why_store["0"]
         mse(model, rank, 0).backward()
         optimizer.step()
         return values(model)
@@ -128,7 +128,7 @@ def test_ranks_that_may_round_differently_use_the_store(monkeypatch):
         model = seeded(nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2)))
         model, _ = distribute(model, sgd(model), schemes={"0": "pairs"})
         assert engaged(model) == {"0": True}
-        assert "may round products otherwise" in owner_of(model).why_store["1"]
+        assert "may round products otherwise" in distributed_of(model).why_store["1"]
 
     run(main)
 
@@ -230,8 +230,8 @@ def test_a_layer_with_a_forward_of_its_own_takes_part_if_it_can():
             wide_loss(model, rank, step).backward()
             optimizer.step()
             optimizer.zero_grad()
-            owner_of(model).set_schemes({"1": "store" if step == 2 else "factors"})
-        gather = owner_of(model).gathers["1"]
+            distributed_of(model).set_schemes({"1": "store" if step == 2 else "factors"})
+        gather = distributed_of(model).gathers["1"]
         assert (gather.dense_sent, gather.seq) in ((0, 4), (0, 3))  # given, or switched to after the first step
         return values(model)
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock.torch import distribute
-from penstock.torch.reads.safety import owner_of
+from penstock.torch.reads.safety import distributed_of
 
 # torch.compile
 
@@ -198,7 +198,7 @@ def test_a_compiled_part_stays_dense_and_the_rest_sends_rows(size):
         return model
 
     def after(model):
-        owner = owner_of(model.head.weight)
+        owner = distributed_of(model.head.weight)
         assert owner.why_store["body.0"] == "its forward pass is compiled"
         assert {name: gather.engaged for name, gather in owner.gathers.items()} == {"embedding": True, "head": True}
         return [(gather.dense_sent, gather.rows) for gather in owner.gathers.values()], values(model)
@@ -224,7 +224,7 @@ def test_layers_told_to_send_rows_and_compiled_later_send_their_gradients(size):
             words_loss(compiled, rank, step).backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert [gather.dense_sent for gather in owner_of(model.head.weight).gathers.values()] == [5, 5, 5]
+        assert [gather.dense_sent for gather in distributed_of(model.head.weight).gathers.values()] == [5, 5, 5]
         return values(model)
 
     with warnings.catch_warnings():

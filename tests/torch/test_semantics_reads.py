@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from penstock.errors import ConfigError
 from penstock.torch import distribute
 from penstock.torch.access import distributed_here
-from penstock.torch.reads.safety import owner_of
+from penstock.torch.reads.safety import distributed_of
 
 # A parameter is read outside its module's forward
 
@@ -254,7 +254,7 @@ def test_places_follow_the_forward_where_parameters_are_given_to_custom_function
         model = make_with_kernels()
         model, optimizer = distribute(model, sgd(model))
         one_step(model, optimizer, rank, 0)
-        return {layer.name: layer.place for layer in owner_of(model[0].weight).layers}
+        return {layer.name: layer.place for layer in distributed_of(model[0].weight).layers}
 
     assert run(main, 2)[0] == {"0": 0, "1.scales": 1, "3.scales": 2, "4": 3, "5": 4}
 

@@ -18,7 +18,7 @@ import penstock as ps
 from penstock.coordinator import Rates
 from penstock.torch import distribute
 from penstock.torch.choice import measuring
-from penstock.torch.reads.safety import owner_of
+from penstock.torch.reads.safety import distributed_of
 
 WORDS, WIDTH = 40, 16
 STEPS = 12
@@ -78,7 +78,7 @@ def train(seed, rank, schemes, steps, seen=None):
         if chance.random() < 0.8:
             optimizer.zero_grad(set_to_none=chance.random() < 0.7)
         if seen is not None:
-            seen.append(dict(owner_of(model.head.weight).choice.schemes))
+            seen.append(dict(distributed_of(model.head.weight).choice.schemes))
     return model
 
 
@@ -115,13 +115,13 @@ def test_random_ends(seed):
                     optimizer.step()
                     optimizer.zero_grad()
             step += 6
-            seen.append((owner_of(model.head.weight).coordinator.measured, values(model)))
+            seen.append((distributed_of(model.head.weight).coordinator.measured, values(model)))
             for number in range(3):
                 loss_of(model, seed, rank, step + number, "right").backward()
                 optimizer.step()
                 optimizer.zero_grad()
             step += 6
-            seen.append((owner_of(model.head.weight).coordinator.measured, values(model)))
+            seen.append((distributed_of(model.head.weight).coordinator.measured, values(model)))
         return seen
 
     results = run(main, size, shuffled=seed)

@@ -16,7 +16,7 @@ from penstock._native import WAYS
 from penstock.errors import ConfigError, ModelMismatch
 from penstock.torch import distribute
 from penstock.torch.facts import coordinator_of, explain
-from penstock.torch.reads.safety import owner_of
+from penstock.torch.reads.safety import distributed_of
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -134,7 +134,7 @@ def test_the_book_says_so_and_explain_too(arm):
         assert explanation.chosen_bytes < explanation.store_bytes
         assert "3 layers of 4 LOSSY (bf16 and fp16)" in explanation.render()
         assert ps.report()["lossy"] == {"0": "bf16", "1": "bf16", "2": "fp16"}
-        owner = owner_of(model[0].weight)
+        owner = distributed_of(model[0].weight)
         owner.set_schemes({"0": "bf16", "3": "store"})  # as they are
         for wrong in ({"0": "factors"}, {"0": "store"}, {"0": "fp16"}, {"3": "bf16"}):
             with pytest.raises(ConfigError, match="types on the wire are fixed"):

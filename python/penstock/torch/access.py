@@ -11,7 +11,7 @@ from penstock import job
 from penstock.errors import ConfigError
 from penstock.torch.distribute import Distributed, model_of, models_of
 
-__all__ = ["distributed_here", "finish_all", "lossy_here", "no_sync", "owner_for", "synchronize"]
+__all__ = ["distributed_for", "distributed_here", "finish_all", "lossy_here", "no_sync", "synchronize"]
 
 
 def distributed_here() -> list[Distributed]:
@@ -21,15 +21,15 @@ def distributed_here() -> list[Distributed]:
 
 def lossy_here() -> dict[str, str]:
     """The lossy layers of this job, and their schemes."""
-    return {name: scheme for owner in distributed_here() for name, scheme in owner.lossy_layers().items()}
+    return {name: scheme for distributed in distributed_here() for name, scheme in distributed.lossy_layers().items()}
 
 
-def owner_for(target: nn.Module | Optimizer) -> Distributed | None:
+def distributed_for(target: nn.Module | Optimizer) -> Distributed | None:
     """Who synchronises any of the parameters of a model or an optimizer."""
     params = (
         target.parameters() if isinstance(target, nn.Module) else (p for g in target.param_groups for p in g["params"])
     )
-    return next((owner for param in params if (owner := model_of(param)) is not None), None)
+    return next((distributed for param in params if (distributed := model_of(param)) is not None), None)
 
 
 def synchronize(target: nn.Module | Optimizer | None = None) -> None:
@@ -56,20 +56,20 @@ def synchronize(target: nn.Module | Optimizer | None = None) -> None:
     if job.current("synchronize").world_size == 1:
         return
     if target is None:
-        for owner in distributed_here():
-            owner.synchronize()
+        for distributed in distributed_here():
+            distributed.synchronize()
         return
-    found = owner_for(target)
+    found = distributed_for(target)
     if found is not None:
         found.synchronize()
 
 
 def finish_all() -> None:
     """Make everything final, before the job ends."""
-    for owner in distributed_here():
-        if owner.ending.lost is None:
-            owner.synchronize()
-            owner.drift.conclude()
+    for distributed in distributed_here():
+        if distributed.ending.lost is None:
+            distributed.synchronize()
+            distributed.drift.conclude()
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
@@ -89,7 +89,7 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """
     if job.current("no_sync").world_size == 1:
         return nullcontext()
-    owner = owner_for(model)
-    if owner is None:
+    distributed = distributed_for(model)
+    if distributed is None:
         raise ConfigError("penstock.no_sync: the model is not distributed; call penstock.distribute first")
-    return owner.gradients.no_sync()
+    return distributed.gradients.no_sync()

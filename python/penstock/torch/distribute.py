@@ -36,9 +36,9 @@ from penstock.torch.reads.safety import (
     Watch,
     claim,
     compiled_outside,
+    distributed_in,
+    distributed_of,
     note_compiled,
-    owner_of,
-    owners_of,
     restore,
 )
 from penstock.torch.release.failure import settled
@@ -108,7 +108,7 @@ class Distributed:
         self.whole_steps = options.whole_steps
         self.ending = ModelEnding(self, optimizers)
         self.layers, self.slots = describe(model)
-        taken = next((slot for slot in self.slots if owner_of(slot.param) is not None), None)
+        taken = next((slot for slot in self.slots if distributed_of(slot.param) is not None), None)
         if taken is not None:
             raise distributed_twice(taken.name)
         self._known = {id(param): param for param in model.parameters()}
@@ -120,7 +120,7 @@ class Distributed:
         origins = engine.all_gather("penstock.distribute", origin_of(model))
         if any(other._tensors == self._tensors for other in models_of(engine)):
             check_origins(origins)
-        self.name = name = f"model{len(owners_of(engine))}"
+        self.name = name = f"model{len(distributed_in(engine))}"
         everything = [*model.named_parameters(), *model.named_buffers()]
         self.copies = CopyBook(engine, f"{name}.parameters", everything)
         self.copies.copy_from(rank == 0, 0)
@@ -312,14 +312,14 @@ class Distributed:
 
     def _wait_before_forward(self, module: nn.Module, layers: list[Layer]) -> None:
         """From now on `module` waits for these layers, which may become more."""
-        key, owner = self.key, self
+        key, distributed = self.key, self
 
         def before_forward(module: nn.Module, args: Any) -> None:
             if torch.compiler.is_compiling():  # by its full name, or dynamo of torch 2.4 does not know it
                 note_compiled(key)  # first, and reading nothing that dynamo would guard on
                 return
-            if owner._step_is_new or any(update.waiting for update in owner.updates):
-                owner.before_forward(layers)
+            if distributed._step_is_new or any(update.waiting for update in distributed.updates):
+                distributed.before_forward(layers)
 
         before_forward._penstock = True  # type: ignore[attr-defined]
         module.register_forward_pre_hook(before_forward, prepend=True)
@@ -400,8 +400,8 @@ class Distributed:
 
     def finish_everything(self) -> None:
         """Apply the outstanding updates of all models of this job."""
-        for owner in models_of(self.engine):
-            owner.finish()
+        for distributed in models_of(self.engine):
+            distributed.finish()
 
     @settled
     def synchronize(self) -> None:
@@ -428,13 +428,13 @@ class Distributed:
 
 def models_of(engine: Engine) -> list[Distributed]:
     """What is distributed in the job of this engine, in order."""
-    return [owner for owner in owners_of(engine) if isinstance(owner, Distributed)]
+    return [distributed for distributed in distributed_in(engine) if isinstance(distributed, Distributed)]
 
 
 def model_of(param: object) -> Distributed | None:
     """The distributed model that a parameter belongs to."""
-    owner = owner_of(param)
-    return owner if isinstance(owner, Distributed) else None
+    distributed = distributed_of(param)
+    return distributed if isinstance(distributed, Distributed) else None
 
 
 def _json(value: object) -> bytes:
@@ -553,7 +553,7 @@ def distribute(
             given=model,
         )  # the hooks on the model keep it
     except BaseException:
-        if not any(owner_of(param) is not None for param in inner.parameters()):
+        if not any(distributed_of(param) is not None for param in inner.parameters()):
             patches.unpatch(inner)
             residuals.detach(optimizers)
         raise

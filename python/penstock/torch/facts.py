@@ -10,7 +10,7 @@ from torch import nn
 from penstock import job
 from penstock.coordinator import Cluster, Coordinator, Placed
 from penstock.errors import ConfigError
-from penstock.torch.access import owner_for
+from penstock.torch.access import distributed_for
 from penstock.torch.choice.measuring import network_of
 
 if TYPE_CHECKING:
@@ -41,10 +41,10 @@ def coordinator_of(model: nn.Module) -> Coordinator:
         tensors = [tensor for layer in network.layers for tensor in layer.tensors]
         alone = {tensor.name: [Placed(0, tensor.nbytes, 0, 0)] for tensor in tensors}
         return Coordinator(network, Cluster(1, 1), placements=lambda: alone)
-    owner = owner_for(model)
-    if owner is None:
+    distributed = distributed_for(model)
+    if distributed is None:
         raise ConfigError("penstock.coordinator_of: the model is not distributed; call penstock.distribute first")
-    return owner.coordinator
+    return distributed.coordinator
 
 
 def explain(model: nn.Module, compute_s: float | None = None) -> Explanation:
@@ -63,19 +63,19 @@ def explain(model: nn.Module, compute_s: float | None = None) -> Explanation:
         ConfigError: The model is not distributed.
     """
     explanation = coordinator_of(model).explain(compute_s)
-    owner = owner_for(model)
-    if owner is None:  # a job of one process
+    distributed = distributed_for(model)
+    if distributed is None:  # a job of one process
         return explanation
 
     def with_exceptions(plan: LayerPlan) -> LayerPlan:
-        gather = owner.gathers.get(plan.name)
+        gather = distributed.gathers.get(plan.name)
         if gather is None:
             return plan
         reason = plan.reason
         if gather.is_sparse and plan.code == "given":
             reason += ": its gradients are sparse"
-        if plan.name in owner.choice.why_whole:
-            reason += f"; cannot leave rows on this rank: {owner.choice.why_whole[plan.name]}"
+        if plan.name in distributed.choice.why_whole:
+            reason += f"; cannot leave rows on this rank: {distributed.choice.why_whole[plan.name]}"
         if gather.dense_sent:
             times = f"{gather.dense_sent} time{'s' if gather.dense_sent != 1 else ''}"
             reason += f"; sent whole {times} on this rank: {gather.dense_reason}"

@@ -50,36 +50,36 @@ def join() -> Iterator[None]:
     yield
     if running.world_size == 1:
         return
-    owners = distributed_here()
-    for owner in owners:
-        layer = owner.gradients.duties.needs_all
+    models = distributed_here()
+    for distributed in models:
+        layer = distributed.gradients.duties.needs_all
         if layer is not None:
             raise ConfigError(
                 f"penstock.join: the owners of layers that use adam, such as {layer}, cannot leave before the others. "
                 "Let them use factors or the store: penstock.distribute(..., schemes=...)",
                 layer=layer,
             )
-        owner.synchronize()
-        owner.choice.settle()
-        owner.drift.settle()
+        distributed.synchronize()
+        distributed.choice.settle()
+        distributed.drift.settle()
     running.engine.leave()
-    steps = _agree(running.engine, owners)
-    for owner, steps_by_rank in zip(owners, steps, strict=True):
+    steps = _agree(running.engine, models)
+    for distributed, steps_by_rank in zip(models, steps, strict=True):
         source = steps_by_rank.index(max(steps_by_rank))
-        owner.gradients.step = max(steps_by_rank)
-        owner.drift.adopt(owner.gradients.step)
-        _copy_all(owner, is_source=source == running.rank, source=source)
+        distributed.gradients.step = max(steps_by_rank)
+        distributed.drift.adopt(distributed.gradients.step)
+        _copy_all(distributed, is_source=source == running.rank, source=source)
 
 
-def _agree(engine: Engine, owners: list[Distributed]) -> list[list[int]]:
+def _agree(engine: Engine, models: list[Distributed]) -> list[list[int]]:
     """Take up each book where the rank that went furthest left it; return the steps per model and rank."""
-    books = [owner.gradients.id for owner in owners] + [owner.choice.id for owner in owners]
-    books += [owner.buffers.id for owner in owners if owner.buffers is not None]
-    books += [owner.norms.book for owner in owners if owner.norms.book is not None]
-    books += [owner.drift.id for owner in owners if owner.drift.id is not None]
+    books = [distributed.gradients.id for distributed in models] + [distributed.choice.id for distributed in models]
+    books += [distributed.buffers.id for distributed in models if distributed.buffers is not None]
+    books += [distributed.norms.book for distributed in models if distributed.norms.book is not None]
+    books += [distributed.drift.id for distributed in models if distributed.drift.id is not None]
     mine = {
-        "steps": [owner.gradients.step for owner in owners],
-        "measured": [owner.coordinator.measured for owner in owners],
+        "steps": [distributed.gradients.step for distributed in models],
+        "measured": [distributed.coordinator.measured for distributed in models],
         "sequences": [engine.sequence(book) for book in books],
     }
     everyone = [json.loads(blob) for blob in engine.all_gather("penstock.join", json.dumps(mine).encode())]
@@ -87,33 +87,33 @@ def _agree(engine: Engine, owners: list[Distributed]) -> list[list[int]]:
         columns = zip(*(one["sequences"][position] for one in everyone), strict=True)
         agreed = [max(column) for column in columns]
         engine.set_sequence(book, agreed)
-        if position < len(owners):
-            for gather in owners[position].gradients.gathers:
+        if position < len(models):
+            for gather in models[position].gradients.gathers:
                 gather.resume(agreed[gather.index])
-    steps: list[list[int]] = [[one["steps"][position] for one in everyone] for position in range(len(owners))]
-    for position, owner in enumerate(owners):
+    steps: list[list[int]] = [[one["steps"][position] for one in everyone] for position in range(len(models))]
+    for position, distributed in enumerate(models):
         furthest = steps[position].index(max(steps[position]))
-        owner.choice.adopt(everyone[furthest]["measured"][position], max(steps[position]))
+        distributed.choice.adopt(everyone[furthest]["measured"][position], max(steps[position]))
     return steps
 
 
-def _copy_all(owner: Distributed, *, is_source: bool, source: int) -> None:
-    owner.copies.copy_from(is_source, owner.gradients.step)
-    optimizers = [one for update in owner.updates for one in optimizers_within(update.optimizer)]
+def _copy_all(distributed: Distributed, *, is_source: bool, source: int) -> None:
+    distributed.copies.copy_from(is_source, distributed.gradients.step)
+    optimizers = [one for update in distributed.updates for one in optimizers_within(update.optimizer)]
     copied: list[object] = []  # a wrapper may show the state of what it wraps
     for number, optimizer in enumerate(optimizers):
         state = getattr(optimizer, "state", None)
         if state is not None and all(state is not other for other in copied):
             copied.append(state)
-            _copy_state(owner, optimizer, is_source=is_source, source=source, number=number)
+            _copy_state(distributed, optimizer, is_source=is_source, source=source, number=number)
 
 
 @torch.no_grad()
-def _copy_state(owner: Distributed, optimizer: Optimizer, *, is_source: bool, source: int, number: int) -> None:
+def _copy_state(distributed: Distributed, optimizer: Optimizer, *, is_source: bool, source: int, number: int) -> None:
     """Make this optimizer's state that of the source: its description first, then the tensors it describes."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     blob = json.dumps(_described(optimizer, params)).encode() if is_source else b""
-    described = json.loads(owner.engine.all_gather("penstock.join", blob)[source])
+    described = json.loads(distributed.engine.all_gather("penstock.join", blob)[source])
     named: list[tuple[str, Tensor]] = []
     for index, (param, entries) in enumerate(zip(params, described, strict=True)):
         if entries is None:
@@ -137,8 +137,8 @@ def _copy_state(owner: Distributed, optimizer: Optimizer, *, is_source: bool, so
             ):
                 state[key] = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype.removeprefix("torch.")))
             named.append((f"{index}.{key}", state[key]))
-    book = CopyBook(owner.engine, f"join.{owner.key}.{number}", named)
-    book.copy_from(is_source, owner.gradients.step)
+    book = CopyBook(distributed.engine, f"join.{distributed.key}.{number}", named)
+    book.copy_from(is_source, distributed.gradients.step)
 
 
 def _described(optimizer: Optimizer, params: list[Tensor]) -> list[dict[str, Any] | None]:

@@ -1,4 +1,4 @@
-"""Which tensors a model has, in which order: the torch side of the information book.
+"""Which tensors a model has, in which order: the torch side of a book.
 
 A layer is a module with parameters of its own; tied parameters count once, where they are registered first. Nothing
 here talks to the engine.
@@ -25,7 +25,17 @@ if TYPE_CHECKING:
     from penstock._native import Engine
     from penstock.torch.updates.whole import StepLog
 
-__all__ = ["Ending", "Layer", "LayerGather", "Owner", "PendingUpdate", "Reads", "Slot", "Updater", "describe"]
+__all__ = [
+    "DistributedModel",
+    "Ending",
+    "Layer",
+    "LayerGather",
+    "PendingUpdate",
+    "Reads",
+    "Slot",
+    "Updater",
+    "describe",
+]
 
 
 class LayerGather(Protocol):
@@ -112,7 +122,7 @@ class Ending(Protocol):
         ...
 
 
-class Owner(Protocol):
+class DistributedModel(Protocol):
     """What a parameter knows of the distributed model that it belongs to; see `penstock.torch.distribute`."""
 
     engine: Engine
@@ -200,13 +210,14 @@ class Slot:
     """One parameter's place in the book.
 
     Attributes:
-        owner: The model, while it is distributed.
+        distributed: The model, while it is distributed.
         gather: The gather of its layer, if that has one; in use or not.
     """
 
     __slots__ = (
         "__weakref__",
         "code",
+        "distributed",
         "dtype",
         "elems",
         "flight",
@@ -215,7 +226,6 @@ class Slot:
         "index",
         "layer",
         "name",
-        "owner",
         "param",
         "pending",
         "reads",
@@ -225,7 +235,7 @@ class Slot:
     )
 
     def __init__(self, index: int, name: str, param: nn.Parameter, layer: Layer) -> None:
-        self.owner: Owner | None = None
+        self.distributed: DistributedModel | None = None
         self.gather: LayerGather | None = None
         self.index = index
         self.name = name

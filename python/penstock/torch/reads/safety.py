@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from penstock.torch.model.enrolment import check_forward
-from penstock.torch.model.layers import Layer, Owner, Slot
+from penstock.torch.model.layers import DistributedModel, Layer, Slot
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -39,16 +39,16 @@ __all__ = [
     "claim",
     "compiled_outside",
     "defer",
+    "distributed_in",
     "note_compiled",
-    "owners_of",
     "restore",
     "slot_of",
     "unclaim",
 ]
 
-ANY_OWNER = -1  # where dynamo cannot tell which model a parameter belongs to
+ANY_MODEL = -1  # where dynamo cannot tell which model a parameter belongs to
 
-_owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
+_distributed: weakref.WeakValueDictionary[int, DistributedModel] = weakref.WeakValueDictionary()
 # By id of the parameter. A slot holds its parameter, so an id stays unique while its slot is here. A plain dictionary:
 # every parameter of every step is looked up here, and a WeakValueDictionary is Python code.
 _slots: dict[int, weakref.ref[Slot]] = {}
@@ -94,7 +94,7 @@ class DeferredParameter(nn.Parameter):
     ) -> Any:
         """Bring in what `func` is about to see, then call it as if the parameter were a plain one."""
         if torch.compiler.is_compiling():
-            note_compiled(ANY_OWNER)
+            note_compiled(ANY_MODEL)
         elif func in _GRAD_SETTERS:
             slot = slot_of(args[0])
             if slot is not None:
@@ -125,14 +125,14 @@ def _deferred_in(value: Any) -> Iterable[DeferredParameter]:
 
 def _settle(param: nn.Parameter, *, reads_grad: bool) -> Slot | None:
     slot = slot_of(param)
-    owner = None if slot is None else slot.owner
-    if slot is None or owner is None:
+    distributed = None if slot is None else slot.distributed
+    if slot is None or distributed is None:
         param.__class__ = nn.Parameter  # its model is gone
         return None
     if slot.pending.by is not None:
         slot.pending.by.finish([slot.layer])
     elif reads_grad and slot.flight.flying:
-        owner.finish_gradient(slot)
+        distributed.finish_gradient(slot)
     if reads_grad and slot.gather is not None and slot.gather.holds(slot):
         slot.gather.fold()
     return slot
@@ -142,7 +142,7 @@ def _observed_call(
     slots: Sequence[Slot], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     with contextlib.ExitStack() as stack:
-        outside = [slot for slot in slots if slot.owner and stack.enter_context(slot.owner.reading(slot))]
+        outside = [slot for slot in slots if slot.distributed and stack.enter_context(slot.distributed.reading(slot))]
         stack.enter_context(torch._C.DisableTorchFunctionSubclass())
         result = func(*args, **kwargs)
         if outside and any(tensor.requires_grad for tensor in _tensors_in(result)):
@@ -151,29 +151,31 @@ def _observed_call(
         return result
 
 
-def claim(owner: Owner, slots: Sequence[Slot]) -> None:
+def claim(distributed: DistributedModel, slots: Sequence[Slot]) -> None:
     """Register the parameters of a distributed model, so that they can be found from a bare parameter."""
-    _owners[owner.key] = owner
+    _distributed[distributed.key] = distributed
     for slot in slots:
         _slots[id(slot.param)] = weakref.ref(slot, _forget(id(slot.param)))
-        slot.owner = owner
+        slot.distributed = distributed
 
 
-def unclaim(owner: Owner, slots: Sequence[Slot]) -> None:
+def unclaim(distributed: DistributedModel, slots: Sequence[Slot]) -> None:
     """The model is not distributed any more: its parameters are plain ones."""
-    _owners.pop(owner.key, None)
+    _distributed.pop(distributed.key, None)
     for slot in slots:
         reference = _slots.get(id(slot.param))
         if reference is not None and reference() is slot:
             del _slots[id(slot.param)]
-        slot.owner = None
+        slot.distributed = None
 
 
-def owners_of(engine: Engine) -> list[Owner]:
+def distributed_in(engine: Engine) -> list[DistributedModel]:
     """The distributed models of this engine, in the order of `distribute`."""
     # Taken at once: another thread may be distributing a model of its own job.
-    alive = [owner for reference in _owners.valuerefs() if (owner := reference()) is not None]
-    return sorted((owner for owner in alive if owner.engine is engine), key=lambda owner: owner.key)
+    alive = [distributed for reference in _distributed.valuerefs() if (distributed := reference()) is not None]
+    return sorted(
+        (distributed for distributed in alive if distributed.engine is engine), key=lambda distributed: distributed.key
+    )
 
 
 def _forget(key: int) -> Callable[[object], None]:
@@ -190,10 +192,10 @@ def slot_of(param: object) -> Slot | None:
     return None if reference is None else reference()
 
 
-def owner_of(param: object) -> Owner | None:
+def distributed_of(param: object) -> DistributedModel | None:
     """The distributed model that a parameter belongs to."""
     slot = slot_of(param)
-    return None if slot is None else slot.owner
+    return None if slot is None else slot.distributed
 
 
 def defer(slot: Slot) -> None:
@@ -216,9 +218,9 @@ def _noted_compiled(key: int) -> bool:
 
     Compiled code contains no hook, so nothing in it would wait. From now on this model's `step` waits for all averages.
     """
-    for owner in [one() for one in _owners.valuerefs()] if key == ANY_OWNER else [_owners.get(key)]:
-        if owner is not None and owner.is_live():
-            owner.be_synchronous("its forward pass is compiled")
+    for distributed in [one() for one in _distributed.valuerefs()] if key == ANY_MODEL else [_distributed.get(key)]:
+        if distributed is not None and distributed.is_live():
+            distributed.be_synchronous("its forward pass is compiled")
     return True
 
 

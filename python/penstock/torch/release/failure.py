@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.errors import PenstockError
-from penstock.torch.reads.safety import owners_of
+from penstock.torch.reads.safety import distributed_in
 from penstock.torch.updates.whole import forget_steps, undo_steps
 
 if TYPE_CHECKING:
@@ -52,23 +52,25 @@ def after_failure(engine: Engine, error: PenstockError) -> None:
     """
     if not engine.has_failed:
         return  # a mistake that harms nobody else
-    owners = owners_of(engine)
-    if any(owner.ending.lost is None for owner in owners):
+    models = distributed_in(engine)
+    if any(distributed.ending.lost is None for distributed in models):
         engine.quiet()
-        for owner in owners:
-            owner.ending.stop_work()
+        for distributed in models:
+            distributed.ending.stop_work()
         undone = undo_steps(engine)
-        for owner in owners:
-            owner.ending.settle(undone)
-        text = _said([(owner.name, owner.ending.whole_step, owner.ending.torn) for owner in owners])
-        for owner in owners:
-            owner.ending.lost = (error, text)
-    lost = next((owner.ending.lost for owner in owners if owner.ending.lost is not None), None)
+        for distributed in models:
+            distributed.ending.settle(undone)
+        text = _said(
+            [(distributed.name, distributed.ending.whole_step, distributed.ending.torn) for distributed in models]
+        )
+        for distributed in models:
+            distributed.ending.lost = (error, text)
+    lost = next((distributed.ending.lost for distributed in models if distributed.ending.lost is not None), None)
     if lost is None or error.whole_step is not None:
         return
     error.message = f"{error.message}. {lost[1]}"
     error.args = (error.message,)
-    error.whole_step, error.torn = owners[0].ending.whole_step, owners[0].ending.torn
+    error.whole_step, error.torn = models[0].ending.whole_step, models[0].ending.torn
 
 
 def _said(found: list[tuple[str, int, tuple[str, ...]]]) -> str:
@@ -90,11 +92,11 @@ def _said(found: list[tuple[str, int, tuple[str, ...]]]) -> str:
 
 def let_go(engine: Engine) -> None:
     """The job is over, and its engine is shut down: nothing of it stays on models and optimizers."""
-    owners = owners_of(engine)
-    for owner in owners:
-        owner.ending.stop_work()
+    models = distributed_in(engine)
+    for distributed in models:
+        distributed.ending.stop_work()
     undone = undo_steps(engine)
-    for owner in owners:
-        owner.ending.settle(undone)
-        owner.ending.release()
+    for distributed in models:
+        distributed.ending.settle(undone)
+        distributed.ending.release()
     forget_steps(engine)

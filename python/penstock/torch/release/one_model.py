@@ -13,7 +13,7 @@ from penstock.errors import PenstockError
 from penstock.torch.agreement.copies import BufferCopy
 from penstock.torch.gradients.hooks import Gradients
 from penstock.torch.model import patches
-from penstock.torch.model.layers import Owner, Slot
+from penstock.torch.model.layers import DistributedModel, Slot
 from penstock.torch.reads.safety import Watch, unclaim
 from penstock.torch.schemes import residuals
 from penstock.torch.updates.optimizer import Updates
@@ -23,7 +23,7 @@ from penstock.warning import warn
 __all__ = ["ModelEnding"]
 
 
-class Released(Owner, Protocol):
+class Released(DistributedModel, Protocol):
     """The model whose end it is (distribute.py).
 
     Attributes:
@@ -47,7 +47,7 @@ class ModelEnding:
     """The end of one distributed model.
 
     Args:
-        owner: The model.
+        distributed: The model.
         optimizers: Its optimizers.
 
     Attributes:
@@ -55,10 +55,10 @@ class ModelEnding:
         torn: Layers that have all or part of an update that others will never have.
     """
 
-    def __init__(self, owner: Released, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, distributed: Released, optimizers: Sequence[Optimizer]) -> None:
         self.lost: tuple[PenstockError, str] | None = None
         self.torn: tuple[str, ...] = ()
-        self._owner = owner
+        self._distributed = distributed
         self._optimizers = list(optimizers)
         self._begun: list[list[str] | None] = [None] * len(optimizers)
         self._warned_of_torn = False
@@ -81,12 +81,12 @@ class ModelEnding:
     @property
     def whole_step(self) -> int:
         """The last step that parameters and optimizer state have in full, from 0; -1: none."""
-        return self._owner.gradients.step - 1
+        return self._distributed.gradients.step - 1
 
     def stop_work(self) -> None:
         """The job is over: whatever works on this model beside the program ends, with what is half done."""
-        self._owner.gradients.rebuilds.abandon()
-        self._begun = [update.stop() for update in self._owner.updates]
+        self._distributed.gradients.rebuilds.abandon()
+        self._begun = [update.stop() for update in self._distributed.updates]
 
     def settle(self, undone: Sequence[StepLog]) -> None:
         """After `stop_work` on all models: make everything readable.
@@ -94,28 +94,28 @@ class ModelEnding:
         Args:
             undone: The steps whose updates were taken back.
         """
-        owner = self._owner
-        was_in_flight = any(slot.flight.flying for slot in owner.slots)
-        owner.gradients.settle()
-        if owner.buffers is not None:
-            owner.buffers.abandon()
-        for update, begun in zip(owner.updates, self._begun, strict=True):
+        distributed = self._distributed
+        was_in_flight = any(slot.flight.flying for slot in distributed.slots)
+        distributed.gradients.settle()
+        if distributed.buffers is not None:
+            distributed.buffers.abandon()
+        for update, begun in zip(distributed.updates, self._begun, strict=True):
             if update.log is None:
-                owner.gradients.step -= begun is not None
+                distributed.gradients.step -= begun is not None
                 self.torn += tuple(begun or ())
             else:
-                owner.gradients.step -= update.log in undone
+                distributed.gradients.step -= update.log in undone
         if was_in_flight or undone or any(begun is not None for begun in self._begun):
             residuals.forget(self._optimizers)  # what lossy layers keep has gone a step ahead
 
     def release(self) -> None:
         """Give model and optimizers back to the program as they were. Nothing of ours is called for them any more."""
-        owner = self._owner
-        if owner.watch is not None:
-            owner.watch.remove()
-        owner.gradients.detach()
-        for update in owner.updates:
+        distributed = self._distributed
+        if distributed.watch is not None:
+            distributed.watch.remove()
+        distributed.gradients.detach()
+        for update in distributed.updates:
             update.release()
         residuals.detach(self._optimizers)
-        patches.unpatch(owner.model)
-        unclaim(owner, owner.slots)
+        patches.unpatch(distributed.model)
+        unclaim(distributed, distributed.slots)

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ConfigError
 from penstock.torch.gradients.hooks import Gradients
-from penstock.torch.model.layers import Layer, Owner, Slot
+from penstock.torch.model.layers import DistributedModel, Layer, Slot
 from penstock.torch.reads.safety import defer, restore, slot_of
 from penstock.torch.release.failure import settled
 from penstock.torch.schemes.gather import mark_average
@@ -46,7 +46,7 @@ _GROUP_AND_PLACE: Callable[[tuple[Any, ...]], Any] = itemgetter(0, 1)
 _outside_of_dynamo: Callable[..., Any] = torch._disable_dynamo  # type: ignore[attr-defined]
 
 
-class Trained(Owner, Protocol):
+class Trained(DistributedModel, Protocol):
     """The model that an optimizer trains (distribute.py).
 
     Attributes:
@@ -86,18 +86,18 @@ class Updates:
     """The pending updates of one optimizer.
 
     Args:
-        owner: The distributed model.
+        distributed: The distributed model.
         optimizer: Its optimizer, which is patched: `step`, `zero_grad` and whatever reads its state.
     """
 
-    def __init__(self, owner: Trained, optimizer: Optimizer) -> None:
-        self._owner = owner
-        self.engine = owner.engine
+    def __init__(self, distributed: Trained, optimizer: Optimizer) -> None:
+        self._distributed = distributed
+        self.engine = distributed.engine
         self.optimizer = optimizer
-        self.log = StepLog(owner.engine, optimizer) if owner.whole_steps else None
+        self.log = StepLog(distributed.engine, optimizer) if distributed.whole_steps else None
         self._taken: list[Layer] = []  # of the last step
         self._released = False
-        self._gradients = owner.gradients
+        self._gradients = distributed.gradients
         self._waiting: dict[Layer, list[Slot]] = {}
         self._groups: list[dict[str, Any]] = []  # hyperparameters at the time of step
         self._round_used = 0  # the last synchronisation that a step has used
@@ -108,10 +108,10 @@ class Updates:
         self._previous_step: Callable[..., Any] = _own_step(optimizer)
         can_join = self._separable is None and joined.joinable(optimizer)
         self._joined = joined.Joined(optimizer) if can_join else None
-        self._small = {slot for slot in owner.gradients.slots if not slot.immediate and joined.fits(slot.param)}
+        self._small = {slot for slot in distributed.gradients.slots if not slot.immediate and joined.fits(slot.param)}
         self._small_bytes = {  # of layers that have nothing else
             layer: sum(slot.nbytes for slot in layer.slots)
-            for layer in dict.fromkeys(slot.layer for slot in owner.gradients.slots)
+            for layer in dict.fromkeys(slot.layer for slot in distributed.gradients.slots)
             if can_join and self._small.issuperset(layer.slots)
         }
         self._partial = PartialUpdates(optimizer, self._gradients, separable=self._separable is None, log=self.log)
@@ -130,10 +130,10 @@ class Updates:
     @settled
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Take the gradients of this moment, and return; see the module."""
-        self._owner.ending.raise_if_lost()
+        self._distributed.ending.raise_if_lost()
         optimizer = self.optimizer
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
-        self._owner.before_step()
+        self._distributed.before_step()
         self.finish_all()
         whole = self._reason_for_whole(closure)
         if whole is not None or args or kwargs:
@@ -150,7 +150,7 @@ class Updates:
             optimizer._optimizer_step_code()
             for post_hook in _hooks(optimizer._optimizer_step_post_hooks, torch_optimizer._global_optimizer_post_hooks):
                 post_hook(optimizer, (), {})
-        self._owner.after_step()
+        self._distributed.after_step()
         return None
 
     def _reason_for_whole(self, closure: object) -> str | None:
@@ -159,9 +159,9 @@ class Updates:
             return "step is given a closure"
         if self._separable is not None:
             return self._separable
-        if self._owner.synchronous is not None:
-            return self._owner.synchronous
-        if not self._owner.observed:
+        if self._distributed.synchronous is not None:
+            return self._distributed.synchronous
+        if not self._distributed.observed:
             return ""  # the first step: who reads what is decided now
         # What surrounds this call would not surround a later one.
         return "" if torch.is_autocast_enabled("cpu") or torch.is_inference_mode_enabled() else None
@@ -178,10 +178,11 @@ class Updates:
             self._take_part()
         self._gradients.finish(self._gradients.slots)
         if open_steps(self.engine):
-            self._owner.finish_everything()  # what is pending elsewhere began before: undone, it would take this along
+            # What is pending elsewhere began before: undone, it would take this along.
+            self._distributed.finish_everything()
         given = [(p, p.grad) for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
         if any(slot_of(param) is None and param.numel() for param, _ in given):
-            self._owner.check_optimizer(self.optimizer)
+            self._distributed.check_optimizer(self.optimizer)
         grads = [(grad, grad._version) for _, grad in given]
         arguments = args if closure is None else (closure, *args)
         result = self._previous_step(*arguments, **kwargs)
@@ -190,7 +191,7 @@ class Updates:
             self._writes_gradients = any(grad._version != version for grad, version in grads)
         self._round_used = self._gradients.closed
         self._gradients.step += 1
-        self._owner.after_step()
+        self._distributed.after_step()
         return result
 
     def _take_part(self) -> None:
@@ -215,7 +216,7 @@ class Updates:
                     slot = slot_of(param)
                     if slot is None:
                         if param.grad is not None and param.numel():
-                            self._owner.check_optimizer(self.optimizer)
+                            self._distributed.check_optimizer(self.optimizer)
                         continue  # nothing to update
                     flight = slot.flight
                     if not (flight.flying and flight.assigned):
@@ -468,7 +469,7 @@ class Updates:
         self._handles.clear()
 
     def _patch(self) -> None:
-        optimizer, owner = self.optimizer, self._owner
+        optimizer, distributed = self.optimizer, self._distributed
         plain_zero_grad, plain_add, plain_getstate = (
             _of_class(optimizer, name) for name in ("zero_grad", "add_param_group", "__getstate__")
         )
@@ -480,7 +481,7 @@ class Updates:
             if not self._released and getattr(type(optimizer), "zero_grad", None) is Optimizer.zero_grad:
                 self.zero_grad(*args, **kwargs)
             else:
-                owner.finish()
+                distributed.finish()
                 plain_zero_grad(*args, **kwargs)
 
         def add_param_group(_: Optimizer, param_group: dict[str, Any]) -> None:
@@ -489,7 +490,7 @@ class Updates:
             if self._released:
                 return
             try:
-                owner.check_optimizer(optimizer)
+                distributed.check_optimizer(optimizer)
             except ConfigError:
                 optimizer.param_groups.pop()
                 raise
@@ -520,7 +521,7 @@ class Updates:
 
     def _before_reading(self) -> None:
         self.finish_all()
-        self._owner.ending.warn_if_torn()
+        self._distributed.ending.warn_if_torn()
 
 
 def zero_grads(params: Iterable[nn.Parameter], set_to_none: bool) -> None:
@@ -563,8 +564,8 @@ def _zero_deferred(slot: Slot, set_to_none: bool) -> None:
     elif slot.pending.by is not None:
         slot.pending.zero_after = True  # no second gradient in memory: it is zeroed once its update has used it
     elif flight.gathered:
-        assert slot.owner is not None  # or it would not be in flight
-        slot.owner.finish_gradient(slot)  # whether there is a gradient at all is not known before
+        assert slot.distributed is not None  # or it would not be in flight
+        slot.distributed.finish_gradient(slot)  # whether there is a gradient at all is not known before
         if param.grad is not None:
             param.grad = mark_average(torch.zeros_like(param.grad), 0)
     else:
