@@ -271,7 +271,7 @@ class Coordinator:
             given=None if terms.given is None else terms.scheme,
             shortened=None if given is None else (given.describe(), given.contribution_bytes(layer.tensors)),
             collective=terms.collective,
-            why_whole=layer.why_store,
+            why_whole=layer.why_whole,
             whole_on=self._whole.get(name),
         )
         return LayerPlan.of(layer, choice, rows, self.rates.bytes_per_s)

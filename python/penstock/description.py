@@ -54,7 +54,7 @@ class Layer:
         rows: Rows of activation per sample, or of indices: 1 where a sample is one vector, the tokens where it is text.
         flops: Floating point operations of one sample's forward pass, a multiplication and an addition being two.
         place: Its place in the forward pass, 0 first; equal ones follow each other as they stand.
-        why_store: Why its gradient can only be sent as it is, although it is linear or an embedding.
+        why_whole: Why its gradient can only be sent as it is, although it is linear or an embedding.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Layer:
     rows: float = 1.0
     flops: float = 0.0
     place: int = 0
-    why_store: str | None = None
+    why_whole: str | None = None
 
     @property
     def elems(self) -> int:

@@ -21,7 +21,7 @@ def linear(name, outputs, inputs, **more):
 def network():
     conv = Layer("conv", "other", (64, 3, 3, 3), (Tensor("conv.weight", "f32", 1728),))
     embedding = Layer("embed", "embedding", (10_000, 512), (Tensor("embed.weight", "f32", 5_120_000),), rows=25)
-    tied = linear("head", 4096, 4096, why_store="its weight is also that of embed")
+    tied = linear("head", 4096, 4096, why_whole="its weight is also that of embed")
     return Network("net", (conv, linear("fc", 4096, 4096), embedding, tied))
 
 
@@ -174,7 +174,7 @@ def test_a_policy_that_does_not_exist():
         coordinator(policy="fast")
 
 
-ONE_SLICE = Network("net", (linear("small", 64, 64, why_store="it is shared"), linear("large", 4096, 4096)))
+ONE_SLICE = Network("net", (linear("small", 64, 64, why_whole="it is shared"), linear("large", 4096, 4096)))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_a_collective_takes_the_stores_place_for_small_layers_of_many_ranks(work
 
 def test_a_collective_that_was_chosen_stays_until_rows_are_better():
     cluster, rates = Cluster(16, 16), replace(FAST_PRODUCTS, latency_s=100e-6)
-    network = Network("net", (linear("shared", 64, 64, why_store="it is shared"), linear("free", 64, 64)))
+    network = Network("net", (linear("shared", 64, 64, why_whole="it is shared"), linear("free", 64, 64)))
     book = Coordinator(network, cluster, rates=rates)
     assert [book.best_scheme(name) for name in ("shared", "free")] == ["store", "store"]
     chosen = best_collectives(network, cluster, policy="measured", rates=rates)

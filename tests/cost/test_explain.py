@@ -339,8 +339,8 @@ def test_rows_arithmetic_and_order_of_a_torch_model():
     by_name = {layer.name: layer for layer in network.layers}
     assert [layer.name for layer in network.layers] == ["head", "block", "unused"], "tied: where it is registered first"
     assert [layer.name for layer in network.forward_order][:2] == ["block", "head"]
-    assert by_name["head"].why_store == "its weight is also that of embed"
-    assert by_name["block"].why_store is None
+    assert by_name["head"].why_whole == "its weight is also that of embed"
+    assert by_name["block"].why_whole is None
     assert by_name["block"].rows == 14
     assert by_name["block"].flops == 2 * 2 * 7 * 16 * 16
     assert by_name["block"].elems == 16 * 16 + 16
@@ -399,7 +399,7 @@ def test_lossy_schemes_are_shown_as_what_they_are():
 
 def test_step_times_at_run_time():
     """Where no forward has been seen, and so no arithmetic."""
-    layers = layers_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), {}, why_store={})
+    layers = layers_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), {}, why_whole={})
     coordinator = Coordinator(Network("net", tuple(layers)), Cluster(4, 4))
     assert "penstock.explain(model, compute_s)" in coordinator.explain().render()
     found = coordinator.explain(0.5)

@@ -248,10 +248,10 @@ class Case:
         """What every layer is told to send."""
         if self.send == "store":
             return None
-        from penstock.torch.schemes.survey import gather_scheme, why_dense
+        from penstock.torch.schemes.survey import gather_scheme, why_whole
 
         named = model.named_modules()
-        return {name: gather_scheme(module) for name, module in named if why_dense(module, model) is None}
+        return {name: gather_scheme(module) for name, module in named if why_whole(module, model) is None}
 
     def train(self, model, optimizer, rank, after_backward=lambda: None):
         """The user's loop."""

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from penstock.errors import ConfigError, ModelMismatch
 from penstock.torch import distribute
-from penstock.torch.schemes.survey import why_dense
+from penstock.torch.schemes.survey import why_whole
 
 
 def test_switching_at_run_time():
@@ -101,7 +101,7 @@ def test_the_first_pattern_decides_and_those_who_cannot_stay_dense():
         model = seeded(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 2)))
         model, _ = distribute(model, sgd(model), schemes={"2": "store", "*": "factors"})
         assert engaged(model) == {"0": True, "2": False, "3": True}
-        assert distributed_of(model).why_store["1"].startswith("it is a LayerNorm")
+        assert distributed_of(model).why_whole["1"].startswith("it is a LayerNorm")
 
     run(main)
 
@@ -113,7 +113,7 @@ def test_what_one_rank_cannot_do_none_does(monkeypatch):
             model[0].weight.register_hook(lambda grad: None)
         model, optimizer = distribute(model, sgd(model), schemes=FACTORS)
         assert engaged(model) == {"2": True, "4": True}
-        assert "a hook on its weight" in distributed_of(model).why_store["0"]
+        assert "a hook on its weight" in distributed_of(model).why_whole["0"]
         mse(model, rank, 0).backward()
         optimizer.step()
         return values(model)
@@ -128,7 +128,7 @@ def test_ranks_that_may_round_differently_use_the_store(monkeypatch):
         model = seeded(nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2)))
         model, _ = distribute(model, sgd(model), schemes={"0": "pairs"})
         assert engaged(model) == {"0": True}
-        assert "may round products otherwise" in distributed_of(model).why_store["1"]
+        assert "may round products otherwise" in distributed_of(model).why_whole["1"]
 
     run(main)
 
@@ -188,7 +188,7 @@ def _part():
 )
 def test_why_a_layer_stays_dense(make, reason):
     args = (3, 3) if make is Doubled else ()
-    assert reason in why_dense(make(*args))
+    assert reason in why_whole(make(*args))
 
 
 class _Fused(torch.autograd.Function):
@@ -240,11 +240,11 @@ def test_a_layer_with_a_forward_of_its_own_takes_part_if_it_can():
 
 def test_why_a_layer_stays_dense_in_its_model():
     model = nn.ModuleDict({"one": nn.Linear(3, 3), "two": nn.Linear(3, 3), "three": nn.Linear(3, 3, bias=False)})
-    assert [why_dense(model[name], model) for name in model] == [None] * 3
+    assert [why_whole(model[name], model) for name in model] == [None] * 3
     model["three"].weight = model["one"].weight
-    assert why_dense(model["one"], model) == "its weight is also that of three"
+    assert why_whole(model["one"], model) == "its weight is also that of three"
     model["two"].compile()
-    assert why_dense(model["two"], model) == "its forward pass is compiled"
-    assert why_dense(model["one"], torch.compile(model)) is not None
+    assert why_whole(model["two"], model) == "its forward pass is compiled"
+    assert why_whole(model["one"], torch.compile(model)) is not None
     scripted = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(3, 3))))
-    assert why_dense(scripted[0][0], scripted) is not None
+    assert why_whole(scripted[0][0], scripted) is not None

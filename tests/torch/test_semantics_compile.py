@@ -199,7 +199,7 @@ def test_a_compiled_part_stays_dense_and_the_rest_sends_rows(size):
 
     def after(model):
         owner = distributed_of(model.head.weight)
-        assert owner.why_store["body.0"] == "its forward pass is compiled"
+        assert owner.why_whole["body.0"] == "its forward pass is compiled"
         assert {name: gather.engaged for name, gather in owner.gathers.items()} == {"embedding": True, "head": True}
         return [(gather.dense_sent, gather.rows) for gather in owner.gathers.values()], values(model)
 

@@ -83,7 +83,7 @@ class Distributed:
     Attributes:
         terms: By name of the layer, what is settled of its scheme.
         gathers: By name, the layers that can send what their gradients are made of, on every rank.
-        why_store: By name, all other layers, and why they cannot.
+        why_whole: By name, all other layers, and why they cannot.
         lossy: By name, the layers whose gradients are made short.
         coordinator: Has the plan of each layer.
         ending: What becomes of it when the job is over.
@@ -130,13 +130,13 @@ class Distributed:
             self.buffers = BufferCopy(engine, f"{name}.buffers", buffers, source=rank == 0)
         self.synchronous: str | None = compiled_outside(model)
         self.terms: dict[str, Terms] = {}
-        self.why_store: dict[str, str] = {}
+        self.why_whole: dict[str, str] = {}
         patterns: Schemes = {} if schemes is None or isinstance(schemes, str) else schemes
         rows, lossy = self._agree_on_schemes(model if given is None else given, patterns, automatic=schemes == "auto")
         ranks = options.world_size
         self._automatic = schemes == "auto"
         if self._automatic and options.collective_schemes:
-            network, cluster = network_of(model, self.why_store, name), Cluster(ranks, ranks, *engine.slicing())
+            network, cluster = network_of(model, self.why_whole, name), Cluster(ranks, ranks, *engine.slicing())
             found = best_collectives(network, cluster, policy=options.policy, rates=rates)
             self.terms |= {layer: Terms(collective=found[layer]) for layer in found if self.terms[layer].given is None}
         ways = {layer: WAYS[terms.whole] for layer, terms in self.terms.items() if terms.whole != STORE}
@@ -183,7 +183,7 @@ class Distributed:
         if self._automatic and self.gathers:
             local = replace(local, gather_s=exchange_cost(engine, rank))
         coordinator = Coordinator(
-            network_of(self.model, self.why_store, name),
+            network_of(self.model, self.why_whole, name),
             Cluster(ranks, ranks, *engine.slicing(self.gradients.id)),
             policy=options.policy,
             rates=rates,
@@ -239,7 +239,7 @@ class Distributed:
         self.terms = {
             name: Terms(None if automatic and one == STORE else one) for name, one in zip(names, chosen, strict=True)
         }
-        self.why_store = {name: why for name, why in zip(names, reasons, strict=True) if why is not None}
+        self.why_whole = {name: why for name, why in zip(names, reasons, strict=True) if why is not None}
         rows: list[tuple[Layer, nn.Module, str]] = []
         lossy: list[tuple[Layer, nn.Module, LossyScheme]] = []
         for layer, module, one, why in zip(self.layers, modules, chosen, reasons, strict=True):
@@ -293,7 +293,7 @@ class Distributed:
                 "the wire are fixed by penstock.distribute(..., schemes=...)"
             )
         else:
-            what = f"cannot use {scheme}: {self.why_store.get(name, f'{scheme} is not for this kind of layer')}"
+            what = f"cannot use {scheme}: {self.why_whole.get(name, f'{scheme} is not for this kind of layer')}"
         return ConfigError(f"layer {name} {what}", layer=name)
 
     def lossy_layers(self) -> dict[str, str]:

@@ -50,15 +50,15 @@ def is_due(step: int) -> bool:
     return step in FIRST_STEPS or step % STEPS_BETWEEN == 0
 
 
-def network_of(model: nn.Module, why_store: Mapping[str, str], name: str) -> Network:
+def network_of(model: nn.Module, why_whole: Mapping[str, str], name: str) -> Network:
     """A distributed model's layers; no arithmetic, for no forward has been seen.
 
     Args:
         model: The model.
-        why_store: By layer, why it cannot send rows.
+        why_whole: By layer, why it cannot send rows.
         name: For the reader.
     """
-    return Network(name, tuple(layers_of(model, {}, why_store=why_store)))
+    return Network(name, tuple(layers_of(model, {}, why_whole=why_whole)))
 
 
 def measured_rates(rates: Rates, *, products: bool) -> Rates:

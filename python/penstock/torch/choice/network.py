@@ -19,7 +19,7 @@ from penstock import description
 from penstock.description import Network
 from penstock.errors import ConfigError
 from penstock.torch.model.layout import CODES, ROOT
-from penstock.torch.schemes.survey import kind_of, survey, why_dense
+from penstock.torch.schemes.survey import kind_of, survey, why_whole
 
 __all__ = ["describe", "describe_torchvision", "layers_of"]
 
@@ -56,7 +56,7 @@ def describe(model: nn.Module, example: Any = None, *, name: str) -> Network:
         notes = [
             "no example input: every layer is taken to see one row per sample (give the function's result as a pair)"
         ]
-        return Network(name, tuple(layers_of(model, {}, why_store=_why_store(model))), notes=tuple(notes))
+        return Network(name, tuple(layers_of(model, {}, why_whole=_why_whole(model))), notes=tuple(notes))
     batch = next((given.shape[0] for given in _tensors(example) if given.dim() > 0), 1)
     try:
         seen = _look(model, example)
@@ -64,7 +64,7 @@ def describe(model: nn.Module, example: Any = None, *, name: str) -> Network:
         raise ConfigError(
             f"{name}: its forward fails with the given example: {type(error).__name__}: {error}"
         ) from error
-    return Network(name, tuple(layers_of(model, seen, batch, _why_store(model))))
+    return Network(name, tuple(layers_of(model, seen, batch, _why_whole(model))))
 
 
 def describe_torchvision(models: Any, name: str) -> Network:
@@ -101,18 +101,18 @@ def is_transposed_linear(module: nn.Module) -> bool:
     return weight is not None and weight.dim() == 2 and weight.shape[1] == getattr(module, "nf", None)
 
 
-def _why_store(model: nn.Module) -> dict[str, str]:
+def _why_whole(model: nn.Module) -> dict[str, str]:
     """By layer, why it could not send rows."""
     named = [(path or ROOT, module) for path, module in model.named_modules() if kind_of(module) != "other"]
     modules = [module for _, module in named]
     # On the meta device all tensors have the same address, so that sharing cannot be told.
     meta = any(param.is_meta for param in model.parameters())
-    reasons = [why_dense(module) for module in modules] if meta else survey(model, modules)
+    reasons = [why_whole(module) for module in modules] if meta else survey(model, modules)
     return {name: why for (name, _), why in zip(named, reasons, strict=True) if why is not None}
 
 
 def layers_of(
-    model: nn.Module, seen: Mapping[str, _Seen], batch: int = 1, why_store: Mapping[str, str] | None = None
+    model: nn.Module, seen: Mapping[str, _Seen], batch: int = 1, why_whole: Mapping[str, str] | None = None
 ) -> list[description.Layer]:
     """The layers that have parameters of their own, in the order of registration; tied parameters count once.
 
@@ -120,7 +120,7 @@ def layers_of(
         model: The model.
         seen: By layer, what a forward pass showed.
         batch: Of how many samples.
-        why_store: By layer, why it cannot send rows, although it is linear or an embedding.
+        why_whole: By layer, why it cannot send rows, although it is linear or an embedding.
     """
     layers = []
     counted: set[int] = set()
@@ -148,7 +148,7 @@ def layers_of(
                 tensors=tuple(tensors),
                 rows=shown.rows / batch if shown is not None else 1.0,
                 flops=shown.flops / batch if shown is not None else 0.0,
-                why_store=_why_layer(module, kind, (why_store or {}).get(name)),
+                why_whole=_why_layer(module, kind, (why_whole or {}).get(name)),
                 place=shown.place if shown is not None else len(seen),
             )
         )

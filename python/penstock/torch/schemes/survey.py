@@ -3,7 +3,7 @@
 The gradient of `nn.Linear` is dY^T X: K rows of X and dY are its *sufficient factors* (Poseidon section 3.2, after
 Xie et al.'s SFB). That of `nn.Embedding` is zero but for the rows that were looked up: *pairs* of an index and a
 row. Both are exact where the module's own forward is all that reads the weight, and where nobody wants to see the local
-gradient on its way; for all other layers `why_dense` says why not.
+gradient on its way; for all other layers `why_whole` says why not.
 
 Lossy, and so for users to ask for, are halves on the wire: they fit every layer with gradients in fp32.
 Every layer can also travel by one of the collectives (docs/summation.md), which the coordinator chooses only if it may.
@@ -38,8 +38,8 @@ __all__ = [
     "gather_scheme",
     "kind_of",
     "survey",
-    "why_dense",
     "why_exact",
+    "why_whole",
 ]
 
 Schemes: TypeAlias = Mapping[str, "str | LossyScheme"]
@@ -59,7 +59,7 @@ def gather_scheme(module: nn.Module) -> str | None:
     return rows_scheme(kind_of(module))
 
 
-def why_dense(module: nn.Module, model: nn.Module | None = None) -> str | None:
+def why_whole(module: nn.Module, model: nn.Module | None = None) -> str | None:
     """Why the gradients of a module's own parameters must travel as they are, in the store.
 
     Args:
@@ -71,14 +71,14 @@ def why_dense(module: nn.Module, model: nn.Module | None = None) -> str | None:
         A clause such as ``its weight is also that of head``, or ``None`` if the module's `gather_scheme` is exact.
 
     Example:
-        >>> why_dense(nn.Conv2d(3, 8, 3))
+        >>> why_whole(nn.Conv2d(3, 8, 3))
         'it is a Conv2d; only nn.Linear and nn.Embedding have a shorter form'
     """
     plain = _PLAIN.get(kind_of(module))
     if plain is None:
         return f"it is a {type(module).__name__}; only nn.Linear and nn.Embedding have a shorter form"
     reason = _why_module(module, plain) or _why_parameters(module)
-    return reason if reason is not None or model is None else _Survey(model).why_dense(module)
+    return reason if reason is not None or model is None else _Survey(model).why_whole(module)
 
 
 def _why_module(module: nn.Module, plain: type[nn.Module]) -> str | None:
@@ -137,7 +137,7 @@ class _Survey:
             elif isinstance(module, torch.jit.ScriptModule):
                 self._unwatched.update((id(part), "its forward pass is scripted") for part in module.modules())
 
-    def why_dense(self, module: nn.Module) -> str | None:
+    def why_whole(self, module: nn.Module) -> str | None:
         for name, param in module.named_parameters(recurse=False):
             for other, path in self._users.get(param.untyped_storage().data_ptr(), ()):
                 if other is not module:
@@ -146,9 +146,9 @@ class _Survey:
 
 
 def survey(model: nn.Module, modules: Sequence[nn.Module]) -> list[str | None]:
-    """`why_dense` of many modules of one model."""
+    """`why_whole` of many modules of one model."""
     whole = _Survey(model)
-    return [why_dense(module) or whole.why_dense(module) for module in modules]
+    return [why_whole(module) or whole.why_whole(module) for module in modules]
 
 
 def common_reason(reasons: Sequence[str | None]) -> str | None:
@@ -194,7 +194,7 @@ def choose(
     Args:
         names: The layers' names, which are paths in the model.
         modules: The modules they are.
-        reasons: What `why_dense` says of each.
+        reasons: What `why_whole` says of each.
         schemes: Patterns as in `fnmatch`, and what the layers they match shall use. The first that matches decides.
         params: The parameters that count for each layer. By default all of the module's own.
 
