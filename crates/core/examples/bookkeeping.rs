@@ -9,7 +9,7 @@
 mod lengths;
 
 use lengths::Lengths;
-use penstock_core::calls::{Action as What, Call, Request, Share, slices};
+use penstock_core::calls::{Call, CallKind, Request, Share, slices};
 use penstock_core::layout::{Book, Tensor};
 use penstock_core::node::{Action, Config, Event, Node};
 use penstock_core::types::{Dtype, Rank};
@@ -121,7 +121,7 @@ fn of_calls(algorithm: Algorithm, ranks: u32, rounds: u32) -> String {
             let call = Call {
                 id: u64::from(number),
                 group: 0,
-                request: Request::Collective(What::Allreduce { algorithm }),
+                request: Request::Collective(CallKind::Allreduce { algorithm }),
                 op: Op::Average,
                 dtype: Dtype::F32,
                 share: Share::ALL,

@@ -285,7 +285,7 @@ impl<M: Memory, O: Observe> Node<M, O> {
             if slice.lane == self.config.lane {
                 let (start, len) = match gives {
                     // A gather has one slice, which says how long frames are, and not the contribution.
-                    Gives::Bytes { len_bytes, .. } => (0, len_bytes as usize),
+                    Gives::Gathered { len_bytes, .. } => (0, len_bytes as usize),
                     Gives::Whole(_) | Gives::Nothing(_) => {
                         (slice.offset_bytes as usize, slice.len_bytes as usize)
                     }

@@ -28,7 +28,7 @@ pub enum Gives {
     /// Nothing; the memory only receives what the others' become.
     Nothing(Op),
     /// So many bytes, for a gather.
-    Bytes {
+    Gathered {
         /// How many; 0 for none.
         len_bytes: u32,
         /// The only rank that gets them; to all others it is an empty contribution.
@@ -48,7 +48,7 @@ impl Gives {
     pub fn op(self) -> Option<Op> {
         match self {
             Self::Whole(op) | Self::Nothing(op) => Some(op),
-            Self::Bytes { .. } => None,
+            Self::Gathered { .. } => None,
         }
     }
 }
@@ -65,7 +65,7 @@ impl<C> Submission<C> {
     pub fn header(&self, slice: SliceId) -> Header {
         let Self { book, seq, step, .. } = *self;
         let (kind, argument) = match self.gives {
-            Gives::Bytes { len_bytes, .. } => (Kind::Gather, len_bytes),
+            Gives::Gathered { len_bytes, .. } => (Kind::Gather, len_bytes),
             Gives::Whole(_) => (Kind::Push, 0),
             Gives::Nothing(_) => (Kind::PushAbsent, 0),
         };

@@ -1,6 +1,6 @@
 //! Calls that do not fit each other: both ranks' names and what differs, instead of a wait without end.
 
-use penstock_core::calls::{Action, Call, Calls, Request, Share};
+use penstock_core::calls::{Call, CallKind, Calls, Request, Share};
 use penstock_core::memory::Memory;
 use penstock_core::reduce::Reduction;
 use penstock_core::types::{Dtype, Rank};
@@ -8,7 +8,7 @@ use penstock_core::way::Algorithm;
 use penstock_core::wire::{Destination, Kind, Op};
 use penstock_core::{Error, Header, limits};
 
-const STORE: Action = Action::Allreduce { algorithm: Algorithm::Store };
+const STORE: CallKind = CallKind::Allreduce { algorithm: Algorithm::Store };
 
 /// Lengths alone.
 struct Lengths;
@@ -152,12 +152,12 @@ fn messages_of_different_lengths_are_an_error_on_either_side() {
 
 #[test]
 fn different_calls_are_an_error_that_says_both() {
-    let collective = |action| Request::Collective(action);
+    let collective = |kind| Request::Collective(kind);
     let allreduce = call(collective(STORE), &[400], &[400]);
     let others = [
-        (call(collective(Action::AllGather), &[400], &[400; 2]), "all_gather"),
-        (call(collective(Action::Reduce { root: 0 }), &[400], &[]), "reduce (root 0"),
-        (call(collective(Action::Allreduce { algorithm: Algorithm::Ring }), &[400], &[400]), "by ring"),
+        (call(collective(CallKind::AllGather), &[400], &[400; 2]), "all_gather"),
+        (call(collective(CallKind::Reduce { root: 0 }), &[400], &[]), "reduce (root 0"),
+        (call(collective(CallKind::Allreduce { algorithm: Algorithm::Ring }), &[400], &[400]), "by ring"),
         (Call { op: Op::Average, ..allreduce.clone() }, "Average of F32"),
         (Call { dtype: Dtype::F64, ..allreduce.clone() }, "Sum of F64"),
         (call(collective(STORE), &[404], &[404]), "404 bytes"),
@@ -181,7 +181,7 @@ fn different_calls_are_an_error_that_says_both() {
 #[test]
 fn a_call_too_many_for_one_that_is_complete_is_an_error() {
     let broadcast =
-        |root| Call { id: 9, ..call(Request::Collective(Action::Broadcast { root }), &[], &[400]) };
+        |root| Call { id: 9, ..call(Request::Collective(CallKind::Broadcast { root }), &[], &[400]) };
     let (rank, error) = Pair::new().play(vec![(0, broadcast(0)), (1, broadcast(1))]).unwrap_err();
     let text = error.to_string();
     assert!(text.contains("root 0") && text.contains("root 1"), "rank {rank}: {text}");
@@ -200,9 +200,9 @@ fn what_does_not_fit_the_group_is_refused() {
         call(Request::Send { to: 2, tag: 0 }, &[4], &[]),
         call(Request::Collective(STORE), &[4], &[8]),
         call(Request::Collective(STORE), &[6], &[6]),
-        call(Request::Collective(Action::AllGather), &[4], &[4]),
-        call(Request::Collective(Action::Broadcast { root: 2 }), &[], &[4]),
-        Call { group: 3, ..call(Request::Collective(Action::Barrier), &[], &[]) },
+        call(Request::Collective(CallKind::AllGather), &[4], &[4]),
+        call(Request::Collective(CallKind::Broadcast { root: 2 }), &[], &[4]),
+        Call { group: 3, ..call(Request::Collective(CallKind::Barrier), &[], &[]) },
     ] {
         assert!(matches!(calls.begin(wrong, &mut Lengths), Err(Error::Config(_))));
     }

@@ -1,6 +1,6 @@
 //! The node, event by event: what the simulator has found, each as its smallest story, and events drawn at random.
 
-use penstock_core::calls::{Action as What, Call, Request, Share, Signature};
+use penstock_core::calls::{Call, CallKind, Request, Share, Signature};
 use penstock_core::layout::{Book, Tensor};
 use penstock_core::memory::Memory;
 use penstock_core::node::{Action, Config, Event, Node};
@@ -175,7 +175,7 @@ impl Bench {
             seq,
             step: seq,
             memory,
-            gives: Gives::Bytes { len_bytes, only_to },
+            gives: Gives::Gathered { len_bytes, only_to },
         });
         self.node.step(event, &mut self.actions)
     }
@@ -418,7 +418,7 @@ fn call_frame() -> impl Strategy<Value = Draw> {
     let kinds = vec![Kind::Message, Kind::Message, Kind::Offer, Kind::Ready, Kind::MessagePart, Kind::Credit];
     let lens = vec![0u32, 64, 68, 1 << 16, 1 << 17, u32::MAX];
     let signature =
-        prop_oneof![Just(Signature::new(What::Message, Op::Copy, Dtype::F32, 64).0), any::<u32>()];
+        prop_oneof![Just(Signature::new(CallKind::Message, Op::Copy, Dtype::F32, 64).0), any::<u32>()];
     (1u32..3, prop::sample::select(kinds), 0u16..2, 0u32..3, 0u32..3, signature, prop::sample::select(lens))
         .prop_map(|(from, kind, book, slice, step, seq, len)| {
             let carries = matches!(kind, Kind::Message | Kind::MessagePart);
@@ -434,16 +434,16 @@ fn call() -> impl Strategy<Value = Draw> {
         (root.clone(), 0u32..3).prop_map(|(to, tag)| Request::Send { to, tag }),
         (root.clone(), 0u32..3).prop_map(|(from, tag)| Request::Receive { from, tag }),
         (0u32..3).prop_map(|tag| Request::ReceiveAny { tag }),
-        root.clone().prop_map(|root| Request::Collective(What::Broadcast { root })),
-        root.prop_map(|root| Request::Collective(What::Gather { root })),
+        root.clone().prop_map(|root| Request::Collective(CallKind::Broadcast { root })),
+        root.prop_map(|root| Request::Collective(CallKind::Gather { root })),
         prop::sample::select(vec![
-            What::Barrier,
-            What::Allreduce { algorithm: Algorithm::Store },
-            What::Allreduce { algorithm: Algorithm::Tree },
-            What::Allreduce { algorithm: Algorithm::Butterfly },
-            What::AllGather,
-            What::ReduceScatter,
-            What::AllToAll
+            CallKind::Barrier,
+            CallKind::Allreduce { algorithm: Algorithm::Store },
+            CallKind::Allreduce { algorithm: Algorithm::Tree },
+            CallKind::Allreduce { algorithm: Algorithm::Butterfly },
+            CallKind::AllGather,
+            CallKind::ReduceScatter,
+            CallKind::AllToAll
         ])
         .prop_map(Request::Collective),
     ];
@@ -458,12 +458,12 @@ fn make_call(request: Request, elems: u64) -> Call<Chunk> {
         Request::Send { .. } => (1, 0),
         Request::Receive { .. }
         | Request::ReceiveAny { .. }
-        | Request::Collective(What::Broadcast { .. }) => (0, 1),
-        Request::Collective(What::Gather { root: 0 } | What::AllGather) => (1, 3),
-        Request::Collective(What::Gather { .. }) => (1, 0),
-        Request::Collective(What::ReduceScatter) => (3, 1),
-        Request::Collective(What::AllToAll) => (3, 3),
-        Request::Collective(What::Barrier) => (0, 0),
+        | Request::Collective(CallKind::Broadcast { .. }) => (0, 1),
+        Request::Collective(CallKind::Gather { root: 0 } | CallKind::AllGather) => (1, 3),
+        Request::Collective(CallKind::Gather { .. }) => (1, 0),
+        Request::Collective(CallKind::ReduceScatter) => (3, 1),
+        Request::Collective(CallKind::AllToAll) => (3, 3),
+        Request::Collective(CallKind::Barrier) => (0, 0),
         Request::Collective(_) => (1, 1),
     };
     let (op, dtype, share) = (Op::Sum, Dtype::F32, Share::ALL);

@@ -154,7 +154,7 @@ impl std::fmt::Display for Handle {
                 write!(f, "recv from rank {from} of group {}, tag {tag}", self.group)
             }
             Request::ReceiveAny { tag } => write!(f, "recv from anybody in group {}, tag {tag}", self.group),
-            Request::Collective(action) => write!(f, "{} in group {}", action.name(), self.group),
+            Request::Collective(kind) => write!(f, "{} in group {}", kind.name(), self.group),
         }
     }
 }

@@ -368,7 +368,7 @@ impl Engine {
         let present = match gives {
             Gives::Whole(_) => alone,
             Gives::Nothing(_) => false,
-            Gives::Bytes { .. } => {
+            Gives::Gathered { .. } => {
                 gather::begin(open, id, len_bytes);
                 true
             }

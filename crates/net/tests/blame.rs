@@ -2,7 +2,7 @@
 
 mod support;
 
-use penstock_core::calls::{Action, Request};
+use penstock_core::calls::{CallKind, Request};
 use penstock_core::layout::Tensor;
 use penstock_core::way::Algorithm;
 use penstock_core::{BookId, Dtype, Error, Gives, Op, Rank, Submission};
@@ -127,7 +127,7 @@ fn who_hangs_before_an_allreduce_is_named_by_all_and_hears_it_himself() {
                     engine.all_gather("all are connected", b"", &mut give_up()).unwrap();
                     if rank < 3 {
                         let failure =
-                            failed(call(engine, Request::Collective(Action::Allreduce { algorithm })));
+                            failed(call(engine, Request::Collective(CallKind::Allreduce { algorithm })));
                         meeting.wait();
                         return failure;
                     }

@@ -2,21 +2,21 @@
 
 mod support;
 
-use penstock_core::calls::{Action, Request};
+use penstock_core::calls::{CallKind, Request};
 use penstock_core::way::Algorithm;
 use penstock_core::{Dtype, Error, Op, Rank};
 use penstock_net::{CallPart, Engine, Stop};
 use std::time::{Duration, Instant};
 use support::{Meeting, job, never, on_all};
 
-const STORE: Action = Action::Allreduce { algorithm: Algorithm::Store };
+const STORE: CallKind = CallKind::Allreduce { algorithm: Algorithm::Store };
 
 /// A call in place on numbers, waited for.
 fn call(engine: &Engine, group: u16, request: Request, op: Op, values: &mut [f32]) -> Result<(), Stop> {
     let memory = vec![(values.as_mut_ptr() as usize, std::mem::size_of_val(values))];
     let (inputs, outputs) = match request {
         Request::Send { .. } => (memory, Vec::new()),
-        Request::Receive { .. } | Request::Collective(Action::Broadcast { .. }) => (Vec::new(), memory),
+        Request::Receive { .. } | Request::Collective(CallKind::Broadcast { .. }) => (Vec::new(), memory),
         _ => (memory.clone(), memory),
     };
     let part = CallPart { group, request, op, dtype: Dtype::F32, inputs, outputs, keep: Box::new(()) };
@@ -32,7 +32,7 @@ fn groups_on_both_lanes_sum_and_send() {
         // The longest is dealt among both lanes.
         for (algorithm, length) in Algorithm::ALL.into_iter().flat_map(|a| [0, 3, 300_000].map(|l| (a, l))) {
             let mut values = vec![rank as f32; length];
-            let request = Request::Collective(Action::Allreduce { algorithm });
+            let request = Request::Collective(CallKind::Allreduce { algorithm });
             call(engine, 0, request, Op::Average, &mut values).unwrap();
             assert!(values.iter().all(|x| *x == 1.0), "{algorithm:?} of {length}");
         }
@@ -60,7 +60,7 @@ fn a_rank_that_vanishes_in_a_call_is_named() {
     for algorithm in Algorithm::ALL {
         let all_have_returned = Meeting::of(3);
         on_all(job(3), |engine, rank| {
-            let allreduce = Request::Collective(Action::Allreduce { algorithm });
+            let allreduce = Request::Collective(CallKind::Allreduce { algorithm });
             call(engine, 0, allreduce, Op::Sum, &mut [1.0; 3]).unwrap();
             all_have_returned.wait();
             if rank == 1 {

@@ -222,7 +222,7 @@ fn who_vanishes_in_the_middle_of_a_gather_is_named_by_all_with_layer_and_step() 
             seq: 0,
             step: 5,
             memory: Lent { address, len_bytes },
-            gives: Gives::Bytes { len_bytes: len_bytes as u32, only_to: None },
+            gives: Gives::Gathered { len_bytes: len_bytes as u32, only_to: None },
         };
         // SAFETY: leaked.
         let submit = || unsafe { engine.submit(bytes, false) };
@@ -527,7 +527,7 @@ fn a_contribution_for_one_rank_reaches_that_one_alone() {
                 seq: 0,
                 step: round,
                 memory: Lent { address, len_bytes },
-                gives: Gives::Bytes { len_bytes: len_bytes as u32, only_to },
+                gives: Gives::Gathered { len_bytes: len_bytes as u32, only_to },
             };
             // SAFETY: `mine` stays until the wait for its release.
             unsafe { engine.submit(bytes, false) }.unwrap();
@@ -552,7 +552,7 @@ fn gathers_bring_every_ranks_bytes_and_refuse_what_does_not_fit() {
             let length = |other: u32, round: u32| ((other * 7919 + round * 5003) % 20_001) as usize;
             for round in 0..4 {
                 let mine = vec![rank as u8 + round as u8; length(rank, round)];
-                let gives = Gives::Bytes { len_bytes: mine.len() as u32, only_to: None };
+                let gives = Gives::Gathered { len_bytes: mine.len() as u32, only_to: None };
                 let memory = Lent { address: mine.as_ptr() as usize, len_bytes: mine.len() };
                 let bytes = Submission { book, tensor: 1, seq: 0, step: round, memory, gives };
                 // SAFETY: `mine` stays until the wait for its release.
@@ -576,14 +576,14 @@ fn gathers_bring_every_ranks_bytes_and_refuse_what_does_not_fit() {
                 seq: 0,
                 step: 0,
                 memory: Lent { address: 8, len_bytes: 20_001 },
-                gives: Gives::Bytes { len_bytes: 20_001, only_to: None },
+                gives: Gives::Gathered { len_bytes: 20_001, only_to: None },
             };
             // SAFETY: refused before the memory is looked at, all three times.
             let refused = unsafe { engine.submit(too_long, false) }.unwrap_err().to_string();
             assert!(refused.contains("rows has at most 20000 bytes"), "{refused}");
             let nobody = Submission {
                 memory: Lent { address: 8, len_bytes: 1 },
-                gives: Gives::Bytes { len_bytes: 1, only_to: Some(Rank(size)) },
+                gives: Gives::Gathered { len_bytes: 1, only_to: Some(Rank(size)) },
                 ..too_long
             };
             // SAFETY: as above.

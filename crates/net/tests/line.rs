@@ -4,7 +4,7 @@
 
 mod support;
 
-use penstock_core::calls::{Action, Request};
+use penstock_core::calls::{CallKind, Request};
 use penstock_core::cost::Rates;
 use penstock_core::layout::Tensor;
 use penstock_core::way::Algorithm;
@@ -157,7 +157,7 @@ fn a_rate_that_is_far_too_low_is_corrected_by_what_gets_through() {
 fn sum_in_group_1(engine: &Engine) {
     let mut values = vec![1.0f32; 500_000];
     let memory = vec![(values.as_mut_ptr() as usize, std::mem::size_of_val(&values[..]))];
-    let request = Request::Collective(Action::Allreduce { algorithm: Algorithm::Store });
+    let request = Request::Collective(CallKind::Allreduce { algorithm: Algorithm::Store });
     let (inputs, outputs) = (memory.clone(), memory);
     let part =
         CallPart { group: 1, request, op: Op::Sum, dtype: Dtype::F32, inputs, outputs, keep: Box::new(()) };

@@ -2,7 +2,7 @@
 
 use crate::engine::{Engine, parse_op, waiting};
 use crate::errors::{bad_argument, named, raise};
-use penstock_core::calls::{Action, Request};
+use penstock_core::calls::{CallKind, Request};
 use penstock_core::types::GroupId;
 use penstock_core::way::Algorithm;
 use penstock_net::{CallPart, Handle};
@@ -26,14 +26,14 @@ fn parse_request(name: &str, rank: u32, tag: u32) -> PyResult<Request> {
         "send" => return Ok(Request::Send { to: rank, tag }),
         "recv" => return Ok(Request::Receive { from: rank, tag }),
         "recv_any" => return Ok(Request::ReceiveAny { tag }),
-        "barrier" => Action::Barrier,
-        "broadcast" => Action::Broadcast { root },
-        "reduce" => Action::Reduce { root },
-        "gather" => Action::Gather { root },
-        "scatter" => Action::Scatter { root },
-        "all_gather" => Action::AllGather,
-        "reduce_scatter" => Action::ReduceScatter,
-        "all_to_all" => Action::AllToAll,
+        "barrier" => CallKind::Barrier,
+        "broadcast" => CallKind::Broadcast { root },
+        "reduce" => CallKind::Reduce { root },
+        "gather" => CallKind::Gather { root },
+        "scatter" => CallKind::Scatter { root },
+        "all_gather" => CallKind::AllGather,
+        "reduce_scatter" => CallKind::ReduceScatter,
+        "all_to_all" => CallKind::AllToAll,
         _ => return Err(bad_argument(format!("unknown call {name:?}"))),
     }))
 }
@@ -86,7 +86,7 @@ pub(crate) fn begin(
         "allreduce" => {
             let len_bytes = inputs.first().map_or(0, |(_, len)| *len as u64);
             let chosen = algorithm.map_or_else(|| native.choose(group, len_bytes, dtype), Ok);
-            Request::Collective(Action::Allreduce { algorithm: chosen.map_err(raise)? })
+            Request::Collective(CallKind::Allreduce { algorithm: chosen.map_err(raise)? })
         }
         _ => parse_request(request, rank, tag)?,
     };

@@ -242,7 +242,7 @@ impl Engine {
     ) -> PyResult<u64> {
         let len_bytes =
             u32::try_from(nbytes).map_err(|_| bad_argument(format!("{nbytes} bytes are too many")))?;
-        let gives = Gives::Bytes { len_bytes, only_to: only_to.map(Rank) };
+        let gives = Gives::Gathered { len_bytes, only_to: only_to.map(Rank) };
         self.give((book, tensor, step), (ptr, nbytes), gives, more)
     }
 

@@ -11,7 +11,7 @@
 use crate::memory::{Chunk, RealMemory, SimMemory};
 use crate::random::Random;
 use bits::{ORDERED_ELEMS_MAX, draw_elems, is_plain, numbers, sum, tensor};
-use penstock_core::calls::{Action as What, Call, Request, Shape, Share, lanes};
+use penstock_core::calls::{Call, CallKind, Request, Shape, Share, lanes};
 use penstock_core::node::{Action, Config, Event, Node};
 use penstock_core::types::{Dtype, GroupId, Rank};
 use penstock_core::way::Algorithm;
@@ -121,7 +121,7 @@ pub fn allreduce(
 ) -> Result<Report, String> {
     World::new(Random::new(seed), ranks)
         .and_then(|mut world| {
-            world.add_collective(0, What::Allreduce { algorithm }, (op, dtype), elems);
+            world.add_collective(0, CallKind::Allreduce { algorithm }, (op, dtype), elems);
             world.play()
         })
         .map_err(|error| {
@@ -185,42 +185,42 @@ impl World {
         let root = self.random.below(u64::from(size)) as u32;
         let algorithm = self.random.pick(&Algorithm::ALL);
         let what = self.random.pick(&[
-            What::Barrier,
-            What::Broadcast { root },
-            What::Reduce { root },
-            What::Gather { root },
-            What::Scatter { root },
-            What::Allreduce { algorithm },
-            What::AllGather,
-            What::ReduceScatter,
-            What::AllToAll,
+            CallKind::Barrier,
+            CallKind::Broadcast { root },
+            CallKind::Reduce { root },
+            CallKind::Gather { root },
+            CallKind::Scatter { root },
+            CallKind::Allreduce { algorithm },
+            CallKind::AllGather,
+            CallKind::ReduceScatter,
+            CallKind::AllToAll,
         ]);
         let dtype = if what.computes() { self.random.pick(&DTYPES) } else { Dtype::Bytes };
         let op = self.random.pick(&OPS);
         let op = if op.refused(dtype).is_some() { Op::Sum } else { op };
         let mut elems = draw_elems(&mut self.random, dtype.size_bytes());
-        if matches!(what, What::Allreduce { .. }) && !is_plain(algorithm, dtype) {
+        if matches!(what, CallKind::Allreduce { .. }) && !is_plain(algorithm, dtype) {
             elems = elems.min(ORDERED_ELEMS_MAX);
         }
         self.add_collective(group, what, (op, dtype), elems);
     }
 
     /// Adds a call on random numbers to every member's program.
-    fn add_collective(&mut self, group: usize, what: What, (op, dtype): (Op, Dtype), elems: usize) {
+    fn add_collective(&mut self, group: usize, what: CallKind, (op, dtype): (Op, Dtype), elems: usize) {
         let size = self.groups[group].len() as u32;
         // Every rank's blocks. Blocks of an all-to-all differ in length.
         let n = size as usize;
         let mut rows: Vec<Vec<Vec<u8>>> = Vec::new();
         for _ in 0..n {
             let lens: Vec<usize> = match what {
-                What::AllToAll => (0..n).map(|_| self.random.below(elems as u64 + 1) as usize).collect(),
+                CallKind::AllToAll => (0..n).map(|_| self.random.below(elems as u64 + 1) as usize).collect(),
                 _ => vec![elems; n],
             };
             rows.push(lens.iter().map(|len| numbers(&mut self.random, dtype, *len)).collect());
         }
         let lens = |count: usize| vec![(elems * dtype.size_bytes()) as u64; count];
         let shape = Shape {
-            action: what,
+            kind: what,
             ranks: size,
             me: 0,
             elem_bytes: dtype.size_bytes(),
@@ -230,39 +230,39 @@ impl World {
         let of = lanes(&shape, self.random.between(1, 3) as u32);
         let column = |block: usize| rows.iter().map(|row| row[block].clone()).collect::<Vec<_>>();
         let total = match what {
-            What::Reduce { .. } => sum(Algorithm::Store, dtype, op, &column(0)),
-            What::Allreduce { algorithm } => sum(algorithm, dtype, op, &column(0)),
+            CallKind::Reduce { .. } => sum(Algorithm::Store, dtype, op, &column(0)),
+            CallKind::Allreduce { algorithm } => sum(algorithm, dtype, op, &column(0)),
             _ => Vec::new(),
         };
         for me in 0..n {
             let is_root = what.root() == Some(me as u32);
             let (inputs, expected): (Vec<Vec<u8>>, Vec<Vec<u8>>) = match what {
-                What::Message | What::Barrier => (Vec::new(), Vec::new()),
-                What::Broadcast { root } => (Vec::new(), vec![rows[root as usize][0].clone()]),
-                What::Reduce { .. } | What::Gather { .. } if !is_root => {
+                CallKind::Message | CallKind::Barrier => (Vec::new(), Vec::new()),
+                CallKind::Broadcast { root } => (Vec::new(), vec![rows[root as usize][0].clone()]),
+                CallKind::Reduce { .. } | CallKind::Gather { .. } if !is_root => {
                     (vec![rows[me][0].clone()], Vec::new())
                 }
-                What::Reduce { .. } | What::Allreduce { .. } => {
+                CallKind::Reduce { .. } | CallKind::Allreduce { .. } => {
                     (vec![rows[me][0].clone()], vec![total.clone()])
                 }
-                What::Gather { .. } | What::AllGather => (vec![rows[me][0].clone()], column(0)),
-                What::Scatter { root } => (
+                CallKind::Gather { .. } | CallKind::AllGather => (vec![rows[me][0].clone()], column(0)),
+                CallKind::Scatter { root } => (
                     if is_root { rows[me].clone() } else { Vec::new() },
                     vec![rows[root as usize][me].clone()],
                 ),
-                What::ReduceScatter => {
+                CallKind::ReduceScatter => {
                     (rows[me].clone(), vec![sum(Algorithm::Store, dtype, op, &column(me))])
                 }
-                What::AllToAll => (rows[me].clone(), column(me)),
+                CallKind::AllToAll => (rows[me].clone(), column(me)),
             };
             let blocks = |blocks: &[Vec<u8>]| blocks.iter().map(|b| (tensor(b), b.len() as u64)).collect();
             let inputs: Vec<(Chunk, u64)> = blocks(&inputs);
             let empty = |b: &Vec<u8>| (RealMemory::tensor(b.len()), b.len() as u64);
             let mut outputs: Vec<(Chunk, u64)> = expected.iter().map(empty).collect();
-            if matches!(what, What::Broadcast { .. }) && is_root {
+            if matches!(what, CallKind::Broadcast { .. }) && is_root {
                 outputs = blocks(&expected);
             }
-            if matches!(what, What::Allreduce { .. }) && self.random.chance(500) {
+            if matches!(what, CallKind::Allreduce { .. }) && self.random.chance(500) {
                 outputs.clone_from(&inputs); // in place
             }
             let (rank, request) = (self.groups[group][me], Request::Collective(what));

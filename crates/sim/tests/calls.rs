@@ -1,6 +1,6 @@
 //! Calls in random order. A failure prints its seed: `penstock_sim::calls::run(seed)` plays it again.
 
-use penstock_core::calls::{Action, Plan, Shape, slices};
+use penstock_core::calls::{CallKind, Plan, Shape, slices};
 use penstock_core::cost::Rates;
 use penstock_core::types::Dtype;
 use penstock_core::way::Algorithm;
@@ -113,9 +113,9 @@ fn bytes_and_steps_of_calls_are_what_the_cost_functions_say() {
 
 /// The longest chain of messages that wait for each other, in any of a call's pieces.
 fn steps(algorithm: Algorithm, ranks: u32, elems: u64, pieces: u32) -> u32 {
-    let action = Action::Allreduce { algorithm };
+    let kind = CallKind::Allreduce { algorithm };
     let shape =
-        |me| Shape { action, ranks, me, elem_bytes: 4, inputs: vec![4 * elems], outputs: vec![4 * elems] };
+        |me| Shape { kind, ranks, me, elem_bytes: 4, inputs: vec![4 * elems], outputs: vec![4 * elems] };
     let chain = |piece| {
         let plans: Vec<Plan> = (0..ranks).map(|me| shape(me).plan(piece)).collect();
         // By sender, receiver and tag: how many messages come before it, and itself.

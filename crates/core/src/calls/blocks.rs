@@ -2,7 +2,7 @@
 
 use super::request::Request;
 use super::shape::Shape;
-use super::signature::Action;
+use super::signature::CallKind;
 use crate::cost::Rates;
 use crate::error::Error;
 use crate::limits;
@@ -94,19 +94,19 @@ pub fn choose(elems: u64, elem_bytes: u64, ranks: u32, rates: &Rates) -> Algorit
 pub(super) fn pieces(shape: &Shape) -> u64 {
     let (len_bytes, elem_bytes) = (shape.len_bytes(), shape.elem_bytes as u64);
     let of = |algorithm| u64::from(slices(algorithm, len_bytes / elem_bytes, elem_bytes, shape.ranks));
-    match shape.action {
-        Action::Allreduce { algorithm } => of(algorithm),
-        Action::Reduce { .. } if len_bytes * u64::from(shape.ranks) <= SLICE_BYTES => 1,
-        Action::Reduce { .. } => of(Algorithm::Store),
+    match shape.kind {
+        CallKind::Allreduce { algorithm } => of(algorithm),
+        CallKind::Reduce { .. } if len_bytes * u64::from(shape.ranks) <= SLICE_BYTES => 1,
+        CallKind::Reduce { .. } => of(Algorithm::Store),
         _ => len_bytes.div_ceil(piece_bytes(shape)).max(1),
     }
 }
 
 /// Length of the pieces of a tensor that is not cut into slices; the last one may be shorter.
 fn piece_bytes(shape: &Shape) -> u64 {
-    let least = match shape.action {
-        Action::ReduceScatter => SLICE_BYTES,
-        Action::Broadcast { .. } => CHAIN_PIECE_BYTES,
+    let least = match shape.kind {
+        CallKind::ReduceScatter => SLICE_BYTES,
+        CallKind::Broadcast { .. } => CHAIN_PIECE_BYTES,
         _ => return limits::MESSAGE_BYTES_MAX as u64,
     };
     let few = shape.len_bytes().div_ceil(limits::CALL_PIECES_MAX as u64).next_multiple_of(64);
@@ -116,8 +116,8 @@ fn piece_bytes(shape: &Shape) -> u64 {
 /// The bytes of a piece.
 pub(super) fn piece(shape: &Shape, number: u32) -> Range<u64> {
     let (len_bytes, elem_bytes, number) = (shape.len_bytes(), shape.elem_bytes as u64, u64::from(number));
-    match shape.action {
-        Action::Allreduce { .. } | Action::Reduce { .. } => {
+    match shape.kind {
+        CallKind::Allreduce { .. } | CallKind::Reduce { .. } => {
             let start = |index| part_start(len_bytes / elem_bytes, pieces(shape), index) * elem_bytes;
             start(number)..start(number + 1)
         }
@@ -134,11 +134,11 @@ pub(super) fn under_way(shape: &Shape) -> u32 {
     let (turn, first, ranks) = (turn(shape), piece(shape, 0), u64::from(shape.ranks.max(2)));
     let of_bytes = |bytes: u64| bytes / (first.end - first.start).max(1);
     let bounded = |count: u64, least| count.clamp(least, u64::from(PIECES_UNDER_WAY)) as u32;
-    match shape.action {
-        Action::Allreduce { algorithm: Algorithm::Central } => {
+    match shape.kind {
+        CallKind::Allreduce { algorithm: Algorithm::Central } => {
             bounded(of_bytes(CENTRAL_UNDER_WAY_BYTES / (ranks - 1)), 2)
         }
-        Action::Allreduce { algorithm: Algorithm::Store } | Action::Reduce { .. } => {
+        CallKind::Allreduce { algorithm: Algorithm::Store } | CallKind::Reduce { .. } => {
             let count = bounded(of_bytes(STORE_UNDER_WAY_BYTES / (ranks - 1)), 1);
             (count / turn * turn).max(turn)
         }
@@ -148,8 +148,8 @@ pub(super) fn under_way(shape: &Shape) -> u32 {
 
 /// So many pieces in a row have different owners, and so are dealt to one lane.
 fn turn(shape: &Shape) -> u32 {
-    match shape.action {
-        Action::Allreduce { algorithm: Algorithm::Store | Algorithm::Tree } | Action::Reduce { .. } => {
+    match shape.kind {
+        CallKind::Allreduce { algorithm: Algorithm::Store | Algorithm::Tree } | CallKind::Reduce { .. } => {
             shape.ranks
         }
         _ => 1,
@@ -195,7 +195,7 @@ impl Share {
 /// ranks.
 #[must_use]
 pub fn lanes(shape: &Shape, lanes: u32) -> u32 {
-    if !(shape.action.computes() || matches!(shape.action, Action::Broadcast { .. })) {
+    if !(shape.kind.computes() || matches!(shape.kind, CallKind::Broadcast { .. })) {
         return 1;
     }
     pieces(shape).div_ceil(u64::from(turn(shape))).min(u64::from(lanes)).max(1) as u32
@@ -207,7 +207,7 @@ pub fn lanes(shape: &Shape, lanes: u32) -> u32 {
 /// # Errors
 /// [`Error::Config`] if not.
 pub fn check(shape: &Shape, request: Request) -> Result<(), Error> {
-    let Shape { action, ranks, me, inputs, outputs, elem_bytes } = shape;
+    let Shape { kind, ranks, me, inputs, outputs, elem_bytes } = shape;
     match request {
         Request::Send { to: peer, .. } | Request::Receive { from: peer, .. }
             if peer >= *ranks || peer == *me =>
@@ -221,41 +221,41 @@ pub fn check(shape: &Shape, request: Request) -> Result<(), Error> {
         }
         _ => {}
     }
-    let at_root = |count| if action.root() == Some(*me) { count } else { 0 };
+    let at_root = |count| if kind.root() == Some(*me) { count } else { 0 };
     let all = *ranks as usize;
     let (given, wanted) = (inputs.len(), outputs.len());
-    let expected = match action {
-        Action::Message if matches!(request, Request::Send { .. }) => (1, 0),
-        Action::Message => (0, 1),
-        Action::Barrier => (0, 0),
-        Action::Broadcast { .. } => (0, 1),
-        Action::Reduce { .. } => (1, at_root(1)),
-        Action::Gather { .. } => (1, at_root(all)),
-        Action::Scatter { .. } => (at_root(all), 1),
-        Action::Allreduce { .. } => (1, 1),
-        Action::AllGather => (1, all),
-        Action::ReduceScatter => (all, 1),
-        Action::AllToAll => (all, all),
+    let expected = match kind {
+        CallKind::Message if matches!(request, Request::Send { .. }) => (1, 0),
+        CallKind::Message => (0, 1),
+        CallKind::Barrier => (0, 0),
+        CallKind::Broadcast { .. } => (0, 1),
+        CallKind::Reduce { .. } => (1, at_root(1)),
+        CallKind::Gather { .. } => (1, at_root(all)),
+        CallKind::Scatter { .. } => (at_root(all), 1),
+        CallKind::Allreduce { .. } => (1, 1),
+        CallKind::AllGather => (1, all),
+        CallKind::ReduceScatter => (all, 1),
+        CallKind::AllToAll => (all, all),
     };
-    let root_fits = action.root().is_none_or(|root| root < *ranks);
+    let root_fits = kind.root().is_none_or(|root| root < *ranks);
     let mut lens = inputs.iter().chain(outputs);
     let first = lens.clone().next().copied().unwrap_or(0);
-    let equal = *action == Action::AllToAll || lens.all(|len| *len == first);
-    let whole = !action.computes() || first.is_multiple_of(*elem_bytes as u64);
+    let equal = *kind == CallKind::AllToAll || lens.all(|len| *len == first);
+    let whole = !kind.computes() || first.is_multiple_of(*elem_bytes as u64);
     if (given, wanted) != expected || !root_fits || !equal || !whole {
         return Err(Error::Config(format!(
             "{}: {given} blocks given and {wanted} to be filled, of {first} bytes and others, by {me} of {ranks} ranks; \
              expected {} and {} blocks of equal length in whole elements, and a root in the group",
-            action.name(),
+            kind.name(),
             expected.0,
             expected.1
         )));
     }
     let own = |blocks: &[u64]| blocks[*me as usize];
-    if *action == Action::AllToAll && own(inputs) != own(outputs) {
+    if *kind == CallKind::AllToAll && own(inputs) != own(outputs) {
         return Err(Error::Config(format!(
             "{}: rank {me} of {ranks} gives itself a block of {} bytes and expects one of {}",
-            action.name(),
+            kind.name(),
             own(inputs),
             own(outputs)
         )));
@@ -269,9 +269,9 @@ mod tests {
 
     #[test]
     fn a_rank_that_expects_another_block_of_itself_than_it_gives_is_refused() {
-        let request = Request::Collective(Action::AllToAll);
+        let request = Request::Collective(CallKind::AllToAll);
         let shape = |own: u64| Shape {
-            action: Action::AllToAll,
+            kind: CallKind::AllToAll,
             ranks: 2,
             me: 1,
             elem_bytes: 1,
@@ -304,10 +304,10 @@ mod tests {
             for (nth, index) in (0..32).flat_map(|nth| [0, 1].map(|index| (nth, index))) {
                 let owners: std::collections::BTreeSet<u32> = (0..ranks)
                     .map(|me| {
-                        let action = Action::Allreduce { algorithm };
+                        let kind = CallKind::Allreduce { algorithm };
                         let lens = vec![64 * SLICE_BYTES];
                         let shape =
-                            Shape { action, ranks, me, elem_bytes: 4, inputs: lens.clone(), outputs: lens };
+                            Shape { kind, ranks, me, elem_bytes: 4, inputs: lens.clone(), outputs: lens };
                         Share { index, of: 2 }.piece(&shape, nth) % ranks
                     })
                     .collect();
@@ -319,12 +319,12 @@ mod tests {
     #[test]
     fn the_central_server_is_not_sent_more_than_queues_before_its_link_hold() {
         for (ranks, pieces) in [(2, 16), (4, 8), (8, 7), (64, 2)] {
-            let [action, ring] =
-                [Algorithm::Central, Algorithm::Ring].map(|algorithm| Action::Allreduce { algorithm });
+            let [kind, ring] =
+                [Algorithm::Central, Algorithm::Ring].map(|algorithm| CallKind::Allreduce { algorithm });
             let lens = vec![64 * SLICE_BYTES];
-            let shape = Shape { action, ranks, me: 0, elem_bytes: 4, inputs: lens.clone(), outputs: lens };
+            let shape = Shape { kind, ranks, me: 0, elem_bytes: 4, inputs: lens.clone(), outputs: lens };
             assert_eq!(under_way(&shape), pieces, "{ranks} ranks");
-            assert!(under_way(&Shape { action: ring, ..shape }) >= 4);
+            assert!(under_way(&Shape { kind: ring, ..shape }) >= 4);
         }
     }
 
@@ -334,8 +334,8 @@ mod tests {
             [(2, 2, 16), (3, 2, 15), (4, 2, 16), (6, 1, 12), (8, 1, 8), (64, 1, 64)]
         {
             let lens = vec![u64::from(ranks) * 16 * PACKET_BYTES];
-            let action = Action::Allreduce { algorithm: Algorithm::Store };
-            let shape = Shape { action, ranks, me: 0, elem_bytes: 4, inputs: lens.clone(), outputs: lens };
+            let kind = CallKind::Allreduce { algorithm: Algorithm::Store };
+            let shape = Shape { kind, ranks, me: 0, elem_bytes: 4, inputs: lens.clone(), outputs: lens };
             assert_eq!(piece(&shape, 0).end, packets * PACKET_BYTES, "{ranks} ranks");
             assert_eq!(under_way(&shape), pieces, "{ranks} ranks");
         }
@@ -346,10 +346,10 @@ mod tests {
         for (algorithm, ranks) in Algorithm::ALL.into_iter().flat_map(|a| [1, 2, 3, 8].map(|p| (a, p))) {
             // The longest has so many pieces that their number is no multiple of the owners'.
             for elems in [0u64, 1, 5000, 100_003, 3_000_017, 3_000_000_019] {
-                let action = Action::Allreduce { algorithm };
+                let kind = CallKind::Allreduce { algorithm };
                 let lens = vec![4 * elems];
                 let me = ranks - 1;
-                let shape = Shape { action, ranks, me, elem_bytes: 4, inputs: lens.clone(), outputs: lens };
+                let shape = Shape { kind, ranks, me, elem_bytes: 4, inputs: lens.clone(), outputs: lens };
                 let (all, of) = (pieces(&shape), lanes(&shape, 3));
                 let mut lane_of = vec![None; all as usize];
                 for share in (0..of).map(|index| Share { index, of }) {

@@ -19,7 +19,7 @@ pub use blocks::{Share, check, choose, lanes, slices};
 pub use plan::CHAIN_BYTES_MIN;
 pub use request::Request;
 pub use shape::Shape;
-pub use signature::{Action, Signature};
+pub use signature::{CallKind, Signature};
 pub use stage::{Buffer, Local, Plan, Span, Stage, Transfer};
 
 use crate::error::Error;
@@ -172,12 +172,12 @@ impl<M: Memory> Calls<M> {
             return Err(Error::Config(format!("group {} does not exist", call.group)));
         };
         let (me, ranks) = (group.me, group.members.len() as u32);
-        let action = call.request.action();
+        let kind = call.request.kind();
         let lens = |blocks: &[(M::Chunk, u64)]| blocks.iter().map(|(_, len)| *len).collect();
         let (inputs, outputs) = (lens(&call.inputs), lens(&call.outputs));
-        let shape = Shape { action, ranks, me, elem_bytes: call.dtype.size_bytes(), inputs, outputs };
+        let shape = Shape { kind, ranks, me, elem_bytes: call.dtype.size_bytes(), inputs, outputs };
         check(&shape, call.request)?;
-        let number = if action == Action::Message {
+        let number = if kind == CallKind::Message {
             MESSAGES
         } else {
             group.begun = group.begun.checked_add(1).unwrap_or(1);
@@ -185,8 +185,8 @@ impl<M: Memory> Calls<M> {
             group.begun
         };
         // Blocks of an all-to-all have lengths of their own.
-        let len = if action == Action::AllToAll { 0 } else { shape.len_bytes() };
-        let signature = Signature::new(action, call.op, call.dtype, len);
+        let len = if kind == CallKind::AllToAll { 0 } else { shape.len_bytes() };
+        let signature = Signature::new(kind, call.op, call.dtype, len);
         self.check_early(&call, number, signature)?;
         let pieces = call.share.count(&shape);
         let longest = piece(&shape, 0);
@@ -195,7 +195,7 @@ impl<M: Memory> Calls<M> {
         {
             let (len, max) =
                 (shape.len_bytes(), limits::CALL_PIECES_MAX as u64 * limits::MESSAGE_BYTES_MAX as u64);
-            return Err(Error::Config(format!("{}: {len} bytes; at most {max} are possible", action.name())));
+            return Err(Error::Config(format!("{}: {len} bytes; at most {max} are possible", kind.name())));
         }
         let pieces = pieces as u32;
         let running = Running {

@@ -6,7 +6,7 @@
 //!
 //! Cost for p ranks, without the time to sum, S bytes being received by the busiest rank:
 //!
-//! | action | plan | stages | bytes |
+//! | kind | plan | stages | bytes |
 //! |---|---|---|---|
 //! | barrier | dissemination | ⌈log2 p⌉ | 0 |
 //! | broadcast | the second half of a tree, up to [`CHAIN_BYTES_MIN`] | ⌈log2 p⌉ | S (the root sends ⌈log2 p⌉ S) |
@@ -23,7 +23,7 @@
 
 use super::blocks::{piece, pieces};
 use super::shape::Shape;
-use super::signature::Action;
+use super::signature::CallKind;
 use super::stage::{Buffer, Local, Plan, Span, Stage, Transfer};
 use super::sum::{Phases, PieceSum};
 use crate::way::Algorithm;
@@ -43,21 +43,21 @@ impl Shape {
     #[must_use]
     pub fn plan(&self, number: u32) -> Plan {
         let range = piece(self, number);
-        let plan = match self.action {
+        let plan = match self.kind {
             // The caller knows the peer: see `super::run`.
-            Action::Message => Plan::default(),
-            Action::Barrier => self.barrier(),
-            Action::Broadcast { root } => self.broadcast(root, range),
-            Action::Reduce { root } => self.reduce(root, number, range),
-            Action::Gather { root } => self.gather(root, &range),
-            Action::Scatter { root } => self.scatter(root, &range),
-            Action::Allreduce { algorithm } => {
+            CallKind::Message => Plan::default(),
+            CallKind::Barrier => self.barrier(),
+            CallKind::Broadcast { root } => self.broadcast(root, range),
+            CallKind::Reduce { root } => self.reduce(root, number, range),
+            CallKind::Gather { root } => self.gather(root, &range),
+            CallKind::Scatter { root } => self.scatter(root, &range),
+            CallKind::Allreduce { algorithm } => {
                 let owner = if algorithm == Algorithm::Central { 0 } else { number % self.ranks };
                 PieceSum { algorithm, phases: Phases::Both, ..self.sum(owner, range) }.plan(Vec::new())
             }
-            Action::AllGather => self.all_gather(&range),
-            Action::ReduceScatter => self.reduce_scatter(&range),
-            Action::AllToAll => self.all_to_all(&range),
+            CallKind::AllGather => self.all_gather(&range),
+            CallKind::ReduceScatter => self.reduce_scatter(&range),
+            CallKind::AllToAll => self.all_to_all(&range),
         };
         debug_assert!(plan.stages.iter().all(|stage| {
             stage.sends.iter().chain(&stage.receives).all(|transfer| transfer.peer != self.me)

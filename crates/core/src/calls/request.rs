@@ -1,6 +1,6 @@
 //! What a rank asks for, and the names of its messages.
 
-use super::signature::Action;
+use super::signature::CallKind;
 use crate::limits;
 use crate::types::GroupId;
 
@@ -49,16 +49,16 @@ pub enum Request {
         tag: u32,
     },
     /// What all members take part in.
-    Collective(Action),
+    Collective(CallKind),
 }
 
 impl Request {
     /// The kind of call.
     #[must_use]
-    pub fn action(self) -> Action {
+    pub fn kind(self) -> CallKind {
         match self {
-            Self::Collective(action) => action,
-            Self::Send { .. } | Self::Receive { .. } | Self::ReceiveAny { .. } => Action::Message,
+            Self::Collective(kind) => kind,
+            Self::Send { .. } | Self::Receive { .. } | Self::ReceiveAny { .. } => CallKind::Message,
         }
     }
 }

@@ -1,12 +1,12 @@
 //! A call in lengths alone.
 
-use super::signature::Action;
+use super::signature::CallKind;
 
 /// A call as one rank sees it, in lengths alone.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Shape {
     /// What is done.
-    pub action: Action,
+    pub kind: CallKind,
     /// Ranks of the group.
     pub ranks: u32,
     /// This rank's index in it.

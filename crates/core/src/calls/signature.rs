@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!  bit 0      4       7        11          23          32
-//!  | action  | op    | dtype  | root      | length    |
+//!  | kind  | op    | dtype  | root      | length    |
 //! ```
 //! `root` is the algorithm of an allreduce. `length` is a hash: two lengths may share it, and then the messages' own
 //! lengths tell.
@@ -14,7 +14,7 @@ use crate::wire::Op;
 
 /// What a call does. `root` is an index in the group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Action {
+pub enum CallKind {
     /// One message from one rank to another.
     Message,
     /// Nothing but to wait for all.
@@ -65,7 +65,7 @@ const NAMES: [&str; 10] = [
     "all_to_all",
 ];
 
-impl Action {
+impl CallKind {
     const ALLREDUCE: u32 = 6;
 
     fn code(self) -> u32 {
@@ -117,15 +117,15 @@ const LENGTH_BITS: u32 = 9;
 impl Signature {
     /// Of a call on `len_bytes` of `dtype`. Operation and dtype count only where numbers are computed.
     #[must_use]
-    pub fn new(action: Action, op: Op, dtype: Dtype, len_bytes: u64) -> Self {
-        let (op, dtype) = if action.computes() { (op as u32, dtype_code(dtype)) } else { (0, 0) };
+    pub fn new(kind: CallKind, op: Op, dtype: Dtype, len_bytes: u64) -> Self {
+        let (op, dtype) = if kind.computes() { (op as u32, dtype_code(dtype)) } else { (0, 0) };
         // Fibonacci hashing: the high bits of the product depend on all bits of the length.
         let hash = len_bytes.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - LENGTH_BITS);
-        let root = match action {
-            Action::Allreduce { algorithm } => algorithm as u32,
-            _ => action.root().unwrap_or(0),
+        let root = match kind {
+            CallKind::Allreduce { algorithm } => algorithm as u32,
+            _ => kind.root().unwrap_or(0),
         };
-        Self(action.code() | op << 4 | dtype << 7 | root << 11 | (hash as u32) << 23)
+        Self(kind.code() | op << 4 | dtype << 7 | root << 11 | (hash as u32) << 23)
     }
 }
 
@@ -138,7 +138,7 @@ impl Signature {
 
     fn algorithm(self) -> Option<Algorithm> {
         let number = self.0 >> 11 & 4095;
-        let is_allreduce = self.0 & 15 == Action::ALLREDUCE;
+        let is_allreduce = self.0 & 15 == CallKind::ALLREDUCE;
         Algorithm::ALL.into_iter().find(|known| is_allreduce && *known as u32 == number)
     }
 
@@ -160,10 +160,10 @@ fn dtype_code(dtype: Dtype) -> u32 {
 
 impl std::fmt::Display for Signature {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (action, op, dtype) = (self.0 & 15, self.0 >> 4 & 7, self.0 >> 7 & 15);
+        let (kind, op, dtype) = (self.0 & 15, self.0 >> 4 & 7, self.0 >> 7 & 15);
         let root = self.0 >> 11 & 4095;
-        f.write_str(NAMES.get(action as usize).unwrap_or(&"an unknown action"))?;
-        if (2..=5).contains(&action) {
+        f.write_str(NAMES.get(kind as usize).unwrap_or(&"an unknown call"))?;
+        if (2..=5).contains(&kind) {
             write!(f, " (root {root} of the group)")?;
         }
         if let Some(algorithm) = self.algorithm() {
@@ -199,19 +199,19 @@ mod tests {
 
     #[test]
     fn a_signature_tells_what_a_call_is() {
-        let of = |action, len| Signature::new(action, Op::Average, Dtype::F64, len);
-        let reduce = of(Action::Reduce { root: 4095 }, 800);
+        let of = |kind, len| Signature::new(kind, Op::Average, Dtype::F64, len);
+        let reduce = of(CallKind::Reduce { root: 4095 }, 800);
         let text = reduce.to_string();
         assert!(text.starts_with("reduce (root 4095 of the group) (Average of F64)"), "{text}");
-        assert_ne!(reduce, of(Action::Reduce { root: 4095 }, 808));
-        assert_ne!(of(Action::AllGather, 8), of(Action::AllToAll, 8));
+        assert_ne!(reduce, of(CallKind::Reduce { root: 4095 }, 808));
+        assert_ne!(of(CallKind::AllGather, 8), of(CallKind::AllToAll, 8));
         let [ring, tree] = [Algorithm::Ring, Algorithm::Tree]
-            .map(|algorithm| Signature::new(Action::Allreduce { algorithm }, Op::Sum, Dtype::F32, 8));
+            .map(|algorithm| Signature::new(CallKind::Allreduce { algorithm }, Op::Sum, Dtype::F32, 8));
         assert_eq!(ring.to_string(), "allreduce by ring (Sum of F32)");
         assert!(
             !ring.same_action(tree) && ring.hint(tree).contains("name one") && ring.hint(ring).is_empty()
         );
-        let gather = |op, dtype| Signature::new(Action::AllGather, op, dtype, 8);
+        let gather = |op, dtype| Signature::new(CallKind::AllGather, op, dtype, 8);
         assert_eq!(gather(Op::Sum, Dtype::F32), gather(Op::Average, Dtype::F64), "bytes are moved");
     }
 }

@@ -67,13 +67,13 @@ impl<C: Clone> Exchange<C> {
             (Self::Collective(collective), Gives::Whole(_) | Gives::Nothing(_)) => {
                 collective.submit(header, memory, absent, context)
             }
-            (Self::Gather(gather), Gives::Bytes { only_to, .. }) => {
+            (Self::Gather(gather), Gives::Gathered { only_to, .. }) => {
                 gather.submit(header, &memory, only_to, context)
             }
             (Self::Gather(_), _) => {
                 Err(Error::Config(format!("slice {} of book {} is gathered", header.slice, header.book)))
             }
-            (_, Gives::Bytes { .. }) => {
+            (_, Gives::Gathered { .. }) => {
                 Err(Error::Config(format!("slice {} of book {} is not gathered", header.slice, header.book)))
             }
         }

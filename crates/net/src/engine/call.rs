@@ -189,7 +189,7 @@ impl Engine {
         let CallPart { group, request, op, dtype, inputs, outputs, keep } = part;
         let lens = |blocks: &[AddressRange]| blocks.iter().map(|(_, len)| *len as u64).collect();
         let shape = Shape {
-            action: request.action(),
+            kind: request.kind(),
             ranks,
             me,
             elem_bytes: dtype.size_bytes(),

@@ -19,7 +19,7 @@ impl Engine {
     pub(super) fn check_bytes(&self, tensor: &Tensor, submission: &Submission<Lent>) -> Result<(), String> {
         let Submission { memory: Lent { address, len_bytes }, gives, .. } = *submission;
         let (name, size) = (&tensor.name, self.inner.config.size);
-        let Gives::Bytes { len_bytes: given_bytes, only_to } = gives else { return Ok(()) };
+        let Gives::Gathered { len_bytes: given_bytes, only_to } = gives else { return Ok(()) };
         if tensor.route != Route::Gather {
             return Err(not_gathered(name));
         }

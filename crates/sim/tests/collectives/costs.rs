@@ -42,7 +42,7 @@ impl Bench {
             seq: 1,
             step: 1,
             memory,
-            gives: Gives::Bytes { len_bytes, only_to },
+            gives: Gives::Gathered { len_bytes, only_to },
         });
         self.step(rank, event).unwrap();
     }
