@@ -18,6 +18,7 @@ __all__ = [
     "WAYS",
     "Call",
     "Engine",
+    "Roles",
     "Way",
     "allreduce_cost",
     "best_algorithm",
@@ -191,6 +192,7 @@ def best_scheme(
     slice_bytes: int,
     collective_slice_bytes: int,
     rates: _Rates,
+    servers_apart: bool = False,
     allowed: list[str] | None = None,
     current: str | None = None,
     adopted: bool = False,
@@ -203,7 +205,8 @@ def best_scheme(
     """The best scheme for a layer by policy ``paper`` or ``measured``.
 
     ``shape`` is (outputs, inputs) of a linear layer, (vocabulary, width) of an embedding, ignored for others. ``elems``
-    counts all of the layer's tensors. ``rows`` are K by worker, or empty. Slices have two sizes, of the store and
+    counts all of the layer's tensors. ``servers`` hold a shard each: the first workers, or others, ``servers_apart``.
+    ``rows`` are K by worker, or empty. Slices have two sizes, of the store and
     of collectives. ``rates`` are bytes per second, latency in
     seconds, bytes summed per second, floating point operations of a matrix product per second, seconds of work for an
     exchange of rows.
@@ -234,6 +237,27 @@ def digests(ranges: list[tuple[int, int]]) -> list[int]:
     """64 bits of XXH3, as a signed number, of each range of memory, given as address and length in bytes."""
 
 @final
+class Roles:
+    """Who does what in a book; see crates/core/src/roles.rs."""
+
+    def __new__(
+        cls,
+        members: list[int],
+        owners: list[int],
+        must_be_in: list[int] | None = None,
+        fold: Literal["fresh", "kept"] = "fresh",
+        answered: Literal["all", "who-asks"] = "all",
+    ) -> Roles:
+        """``members`` have to do with the book, slices are dealt to ``owners`` by bytes.
+
+        A round ends when these ``must_be_in``: all members that have not left (None), some, or nobody (an empty list),
+        which makes each contribution a round of its own. Who need not be in can ask (`Engine.submit_absent`).
+
+        Contributions are the result, or with the fold ``kept`` are combined with a value that the owner keeps. The
+        result goes to all who take part, or to ``who-asks``.
+        """
+
+@final
 class Engine:
     """One process's end of a job. Made, it listens; `connect` starts its threads; `shutdown` ends them."""
 
@@ -256,6 +280,7 @@ class Engine:
         congestion_control: str = ...,
         all_lanes: bool = ...,
         observations: int = ...,
+        servers: int = ...,
     ) -> Engine:
         """Bind the listener; ``port=0`` takes any port, ``window_bytes=0`` leaves the window to the engine.
 
@@ -265,6 +290,8 @@ class Engine:
         ``congestion_control`` is a name that the kernel allows, ``"system"``, or ``"auto"``, which only avoids BBR.
 
         ``observations`` are kept per lane, and as many of the program: 32 bytes each; none with 0.
+
+        The last ``servers`` ranks take no part in what workers do: `all_gather`, `leave`, group 0.
         """
 
     @property
@@ -275,9 +302,9 @@ class Engine:
         """Start the threads; ``addresses`` is every rank's host and port. Connections come about when needed."""
 
     def all_gather(self, what: str, blob: bytes) -> list[bytes]:
-        """Every rank's blob, by rank. All ranks call it in the same order; ``what`` is for messages."""
+        """Every worker's blob, by rank. All workers call it in the same order; ``what`` is for messages."""
 
-    def open_book(self, name: str, layers: list[str], tensors: Sequence[_Tensor]) -> int:
+    def open_book(self, name: str, layers: list[str], tensors: Sequence[_Tensor], roles: Roles | None = None) -> int:
         """Open an information book and return its number; every rank must open the same books in the same order.
 
         ``tensors`` are (name, index into ``layers``, dtype, elements) or, with a scheme, (name, index, dtype, elements,
@@ -288,7 +315,17 @@ class Engine:
         A sixth entry is the wire type: f32 in the store may travel as f16 or bf16, and is summed in f32 all the same.
 
         Until `set_priorities`, a layer's place in the forward pass is its index.
+
+        Without ``roles`` the book is for all workers alike. Tensors that are not the store's are for those who
+        contribute.
         """
+
+    @property
+    def books(self) -> int:
+        """How many books are open: the number of the next one."""
+
+    def fingerprint(self, book: int) -> int:
+        """64 bits of all that owners and slices of a book follow from, its roles included; the same on every rank."""
 
     def set_priorities(self, book: int, places: list[int]) -> None:
         """Set each layer's place in the forward pass, from 0. What is queued already keeps its place."""

@@ -33,6 +33,7 @@ impl Job {
         let config = |rank| Config {
             rank: Rank(rank),
             ranks,
+            workers: ranks,
             lane: 0,
             lanes: 1,
             window_bytes: 8 << 20,

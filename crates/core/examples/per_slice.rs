@@ -33,7 +33,15 @@ impl<O: Observe + Default> Job<O> {
         let mut actions = Vec::new();
         let node = |rank| {
             let (rank, window_bytes) = (Rank(rank), 8 << 20);
-            let config = Config { rank, ranks: RANKS, lane: 0, lanes: 1, window_bytes, priority: true };
+            let config = Config {
+                rank,
+                ranks: RANKS,
+                workers: RANKS,
+                lane: 0,
+                lanes: 1,
+                window_bytes,
+                priority: true,
+            };
             let mut node = Node::watched(config, Lengths, O::default());
             node.open_book(0, book.clone(), &mut actions).expect("it opens");
             node

@@ -151,7 +151,7 @@ impl Book {
     ) -> Result<Self, Error> {
         let name = name.into();
         check(&name, &layers, &tensors, roles, slicing)?;
-        let Roles { members, owners, .. } = roles;
+        let (members, owners, contributors) = (&roles.members, &roles.owners, roles.contributors());
         let highest = members.iter().last().map_or(0, Rank::index);
         let (frame_bytes, lanes) = (slicing.store_bytes, slicing.lanes);
         // An owner does not round its own contribution, so with a wire type it shows in the bits where a slice lives, and
@@ -176,7 +176,7 @@ impl Book {
                 tensor.first_slice = book.slices.len() as u32;
                 tensor.slice_count = 1;
                 let (tensor, len_bytes, lane) = (id as u32, frame_bytes as u32, gathered % lanes);
-                let (owner, at_owner, offset_bytes) = (members.at(0), 0, 0);
+                let (owner, at_owner, offset_bytes) = (contributors.at(0), 0, 0);
                 let wire_bytes = len_bytes;
                 book.slices.push(Slice {
                     tensor,
@@ -193,7 +193,7 @@ impl Book {
             let (slice_bytes, ranks) = if tensor.route == Route::STORE {
                 (slicing.store_bytes, owners.count())
             } else {
-                (slicing.collective_bytes, members.count())
+                (slicing.collective_bytes, contributors.count())
             };
             let elem_bytes = tensor.dtype.size_bytes() as u64;
             let pieces = pieces(tensor.len_bytes(), slice_bytes, ranks);
@@ -235,9 +235,9 @@ impl Book {
         } else {
             let number = self.collective_slices;
             self.collective_slices += 1;
-            // All but the central server take turns, so that roots and folds load all members alike.
+            // All but the central server take turns, so that roots and folds load all who contribute alike.
             let turn = if *route == Route::Sum(Algorithm::Central) { 0 } else { number };
-            (self.roles.members.at(turn), number)
+            (self.roles.contributors().at(turn), number)
         };
         // Dealt within each owner's slices, so that every lane talks to every owner.
         let lane = at_owner % lanes;
@@ -249,6 +249,13 @@ impl Book {
     pub fn slices_of(&self, tensor: TensorId) -> std::ops::Range<u32> {
         let tensor = &self.tensors[tensor as usize];
         tensor.first_slice..tensor.first_slice + tensor.slice_count
+    }
+
+    /// Those who take part in a slice's exchanges.
+    #[must_use]
+    pub fn members_of(&self, slice: SliceId) -> &Members {
+        let in_store = self.tensor_of(slice).route == Route::STORE;
+        if in_store { &self.roles.members } else { self.roles.contributors() }
     }
 
     /// The number of a slice among those of which `peer` may have to keep payloads: with the store alone those that it owns,
@@ -327,13 +334,6 @@ fn check(
     }
     if let Some(why) = roles.wrong() {
         return fail(why);
-    }
-    let alike = *roles == Roles::alike(members.clone());
-    if let Some(Tensor { name, route, .. }) = tensors.iter().find(|t| !alike && t.route != Route::STORE) {
-        let route = route.name();
-        return fail(format!(
-            "tensor {name:?} travels by {route}, which takes the same of all members: only the store has roles"
-        ));
     }
     if let Some(Tensor { name, .. }) = tensors.iter().find(|t| t.route == Route::Owner) {
         return fail(format!("tensor {name:?} cannot travel by its owner: gather it for one rank"));
@@ -511,7 +511,7 @@ mod tests {
                 "\"0, 3\" must be in",
             ),
             (Roles { rules: these(&[0]), ..alike.clone() }, Route::STORE, Dtype::Bf16, "fits"),
-            (Roles { rules: these(&[0]), ..alike.clone() }, ring, Dtype::F32, "only the store has roles"),
+            (Roles { rules: these(&[0]), ..alike.clone() }, ring, Dtype::F32, "fits"),
             (kept.clone(), Route::STORE, Dtype::F32, "fits"),
             (kept, Route::STORE, Dtype::Bf16, "is not rounded"),
         ] {

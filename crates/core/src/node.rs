@@ -18,6 +18,7 @@ use crate::memory::Memory;
 use crate::observe::{Observation, Observe, Point};
 use crate::submission::{Gives, Submission};
 use crate::types::{BookId, GroupId, LayerId, Rank, Seq, SliceId, TensorId};
+use crate::way::Route;
 use crate::wire::{Destination, Header, Kind, Outgoing, other_wire_type, unexpected, wire_argument};
 use outbox::Outbox;
 use std::collections::BTreeMap;
@@ -30,6 +31,8 @@ pub struct Config {
     pub rank: Rank,
     /// Ranks in the job.
     pub ranks: u32,
+    /// How many of them, the first ones, are workers, who leave and come back (join). The others are servers.
+    pub workers: u32,
     /// This lane.
     pub lane: u32,
     /// Lanes per rank.
@@ -57,14 +60,14 @@ pub enum Event<C> {
     },
     /// A control frame (a blob, a question) is to be sent, before all data.
     Control {
-        /// The receiver; all other ranks if `None`.
+        /// The receiver; if `None` all other ranks, of a blob all other workers.
         to: Option<Rank>,
         /// Its header.
         header: Header,
         /// Its payload, if it has one.
         payload: Option<C>,
     },
-    /// This rank contributes no more until every rank has left (join). Everything it submitted must be complete, and released:
+    /// This worker contributes no more until every worker has left (join). Everything it submitted must be complete, and released:
     /// a contribution to a gather may be complete here and still be queued for a slower rank, and this word overtakes it.
     Leave,
     /// A group for calls, whose members are all in this order; see [`crate::calls`].
@@ -98,7 +101,7 @@ pub enum Action<C> {
         /// By rank the payloads of its contribution, in order; `None` for this rank and those that took no part.
         parts: Vec<Option<Vec<C>>>,
     },
-    /// Every rank has left; from now on all take part again.
+    /// Every worker has left; from now on all take part again.
     AllLeft,
     /// The call with this id, which receives from anybody, receives from this member of its group.
     CallSource {
@@ -125,8 +128,13 @@ struct BookState<C> {
     slices: Vec<Exchange<C>>,
     /// Place in the forward pass by layer.
     places: Vec<u32>,
-    /// Those of the book's members that have not left.
-    active: Members,
+    active: Active,
+}
+
+/// Of a book's members those that have not left; of them, those who contribute.
+struct Active {
+    members: Members,
+    contributors: Members,
 }
 
 struct EarlyFrame<C> {
@@ -142,8 +150,11 @@ pub struct Node<M: Memory, O: Observe = ()> {
     observer: O,
     books: Vec<Option<BookState<M::Chunk>>>,
     outboxes: Vec<Outbox<M::Chunk>>,
-    /// Those of the job that have not left.
+    /// Workers that have not left.
     active: Members,
+    /// At a server: workers that have left again before it knew that all had left, and how often. Workers agree on that among
+    /// themselves, and a server hears of it when it does.
+    ahead: BTreeMap<Rank, u32>,
     /// Frames for books that peers have opened before this rank did.
     early: BTreeMap<BookId, Vec<EarlyFrame<M::Chunk>>>,
     early_bytes: usize,
@@ -169,11 +180,12 @@ impl<M: Memory, O: Observe> Node<M, O> {
         Self {
             outboxes: (0..ranks).map(|_| Outbox::new(config.window_bytes)).collect(),
             calls: Calls::new(config.rank, config.ranks),
+            active: Members::all(config.workers),
+            ahead: BTreeMap::new(),
             config,
             memory,
             observer,
             books: Vec::new(),
-            active: Members::all(ranks as u32),
             early: BTreeMap::new(),
             early_bytes: 0,
             order: 0,
@@ -219,7 +231,10 @@ impl<M: Memory, O: Observe> Node<M, O> {
         let slices =
             (0..book.slices.len() as u32).map(|slice| Exchange::new(book.tensor_of(slice).route)).collect();
         let places = (0..book.layers.len() as u32).collect();
-        let active = book.roles.members.iter().filter(|rank| self.active.contains(*rank)).collect();
+        let stays = |rank: &Rank| rank.0 >= self.config.workers || self.active.contains(*rank);
+        let those = |members: &Members| members.iter().filter(stays).collect();
+        let roles = &book.roles;
+        let active = Active { members: those(&roles.members), contributors: those(roles.contributors()) };
         self.books[at] = Some(BookState { book, slices, places, active });
         for EarlyFrame { from, header, payload } in self.early.remove(&id).unwrap_or_default() {
             self.early_bytes -= header.payload_bytes as usize;
@@ -272,7 +287,8 @@ impl<M: Memory, O: Observe> Node<M, O> {
             return Err(Error::Config(format!("book {book} is not open")));
         };
         let ids = state.book.clone();
-        if !ids.roles.members.contains(self.config.rank) {
+        let is_member = |id| ids.members_of(id).contains(self.config.rank);
+        if !ids.slices_of(tensor).all(is_member) {
             let (rank, name) = (self.config.rank, &ids.name);
             return Err(Error::Config(format!("{name}: rank {rank} is none of those that the book is for")));
         }
@@ -401,9 +417,11 @@ impl<M: Memory, O: Observe> Node<M, O> {
     /// Checks that `header` names a slice of this lane, and a frame that its exchange expects.
     fn check(&self, state: &BookState<M::Chunk>, from: Rank, header: &Header) -> Result<(), Error> {
         let slice = state.book.slices.get(header.slice as usize);
-        let between_members =
-            [from, self.config.rank].iter().all(|rank| state.book.roles.members.contains(*rank));
-        if slice.is_none_or(|slice| slice.lane != self.config.lane) || !between_members {
+        let between_members = || {
+            let members = state.book.members_of(header.slice);
+            [from, self.config.rank].iter().all(|rank| members.contains(*rank))
+        };
+        if slice.is_none_or(|slice| slice.lane != self.config.lane) || !between_members() {
             return Err(unexpected(from, header));
         }
         let site = site(self.config.rank, &state.book, &state.active, header.slice);
@@ -473,7 +491,9 @@ impl<M: Memory, O: Observe> Node<M, O> {
         payload: Option<&M::Chunk>,
         actions: &mut Vec<Action<M::Chunk>>,
     ) {
-        for peer in (0..self.config.ranks).map(Rank).filter(|peer| *peer != self.config.rank) {
+        // All-gathers are the workers' own.
+        let count = if header.kind == Kind::Blob { self.config.workers } else { self.config.ranks };
+        for peer in (0..count).map(Rank).filter(|peer| *peer != self.config.rank) {
             if to.is_none_or(|to| to == peer) {
                 self.outboxes[peer.index()].queue_control(Outgoing { header, payload: payload.cloned() });
                 actions.push(Action::Wake(peer));
@@ -484,21 +504,32 @@ impl<M: Memory, O: Observe> Node<M, O> {
     /// A rank has left: rounds that only waited for it end now.
     fn leave(&mut self, rank: Rank, actions: &mut Vec<Action<M::Chunk>>) -> Result<(), Error> {
         if !self.active.remove(rank) {
-            return Err(Error::protocol(rank, "it left twice"));
+            let serves = self.config.rank.0 >= self.config.workers;
+            if !serves || rank.0 >= self.config.workers {
+                return Err(Error::protocol(rank, "it left twice, or is a server"));
+            }
+            *self.ahead.entry(rank).or_default() += 1;
+            return Ok(());
         }
         if self.active.is_empty() {
             // At once, in the same event: a peer that has seen all leave may push again before this rank's user knows.
             // No round can end here: what is open was pushed by such peers, and this rank has not submitted yet.
-            self.active.become_those(&Members::all(self.config.ranks));
+            self.active.become_those(&Members::all(self.config.workers));
             for state in self.books.iter_mut().flatten() {
-                state.active.become_those(&state.book.roles.members);
+                let roles = &state.book.roles;
+                state.active.members.become_those(&roles.members);
+                state.active.contributors.become_those(roles.contributors());
             }
             actions.push(Action::AllLeft);
+            for (rank, times) in std::mem::take(&mut self.ahead) {
+                (0..times).try_for_each(|_| self.leave(rank, actions))?;
+            }
             return Ok(());
         }
         for id in 0..self.books.len() {
             let Some(state) = &mut self.books[id] else { continue };
-            let slices = if state.active.remove(rank) { state.slices.len() } else { 0 };
+            state.active.contributors.remove(rank);
+            let slices = if state.active.members.remove(rank) { state.slices.len() } else { 0 };
             for slice in 0..slices as u32 {
                 let header = Header { book: id as BookId, slice, ..Header::control(Kind::Push) };
                 self.exchange(&header, |exchange, context| exchange.left(&header, context), actions)?;
@@ -566,9 +597,10 @@ impl<M: Memory, O: Observe> Node<M, O> {
         distinct(ranks)
     }
 
-    /// If this rank has left: the ranks that have not.
+    /// If this worker has left: those that have not.
     pub fn late_to_leave(&self) -> Vec<Rank> {
-        if self.active.contains(self.config.rank) { Vec::new() } else { self.active.iter().collect() }
+        let stays = self.config.rank.0 >= self.config.workers || self.active.contains(self.config.rank);
+        if stays { Vec::new() } else { self.active.iter().collect() }
     }
 }
 
@@ -578,8 +610,9 @@ fn distinct(mut ranks: Vec<Rank>) -> Vec<Rank> {
     ranks
 }
 
-fn site<'a>(rank: Rank, book: &'a Book, active: &'a Members, slice: SliceId) -> Site<'a> {
-    let (members, rules, tensor) = (&book.roles.members, &book.roles.rules, book.tensor_of(slice));
+fn site<'a>(rank: Rank, book: &'a Book, active: &'a Active, slice: SliceId) -> Site<'a> {
+    let (members, rules, tensor) = (book.members_of(slice), &book.roles.rules, book.tensor_of(slice));
+    let active = if tensor.route == Route::STORE { &active.members } else { &active.contributors };
     let (dtype, wire, tensor_bytes) = (tensor.dtype, tensor.wire, tensor.len_bytes());
     let layer = book.layers[tensor.layer as usize].as_str();
     let slice = &book.slices[slice as usize];

@@ -9,6 +9,8 @@
 //! | groups that meet in a store | | their heads | fresh | all, members who are no heads when they ask |
 //! | a value on servers, updated in rounds | the servers | the workers | kept | who asks |
 //! | the same, updated by each contribution at once | the servers | nobody | kept | all |
+//!
+//! What travels by other routes than the store is for those who contribute ([`Roles::contributors`]), all alike.
 
 use crate::members::Members;
 use crate::types::Rank;
@@ -77,15 +79,20 @@ impl Roles {
         Self { owners: members.clone(), members, rules: Rules::default() }
     }
 
+    /// Those of the members whose contributions a round takes.
+    #[must_use]
+    pub fn contributors(&self) -> &Members {
+        match &self.rules.must_be_in {
+            MustBeIn::These(these) => these,
+            MustBeIn::Everybody | MustBeIn::Nobody => &self.members,
+        }
+    }
+
     /// What is wrong with them, if anything.
     #[must_use]
     pub fn wrong(&self) -> Option<String> {
         let among = |some: &Members| !some.is_empty() && some.iter().all(|rank| self.members.contains(rank));
-        let these = match &self.rules.must_be_in {
-            MustBeIn::These(these) => these,
-            MustBeIn::Everybody | MustBeIn::Nobody => &self.members,
-        };
-        let wrong = [("own its slices", &self.owners), ("must be in", these)];
+        let wrong = [("own its slices", &self.owners), ("must be in", self.contributors())];
         let (what, who) = wrong.into_iter().find(|(_, some)| !among(some))?;
         let ranks: Vec<String> = who.iter().map(|rank| rank.to_string()).collect();
         Some(format!("ranks {:?} {what}, which must be some of its members", ranks.join(", ")))

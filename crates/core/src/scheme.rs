@@ -151,11 +151,11 @@ fn paper(facts: &Facts<'_>, allowed: &[Way]) -> Best {
         return store(Reason::Dense);
     }
     let Some(layer) = facts.fully_connected() else { return store(Reason::RowsUnknown) };
-    let (factors, both) = (layer.factors_worker(), layer.store_both());
+    let (factors, whole) = (layer.factors_worker(), layer.store());
     if layer.factors_are_best() {
-        Best { way: Way::FACTORS, reason: Reason::FewerNumbers { factors, store: both } }
+        Best { way: Way::FACTORS, reason: Reason::FewerNumbers { factors, store: whole } }
     } else {
-        store(Reason::MoreNumbers { factors, store: both })
+        store(Reason::MoreNumbers { factors, store: whole })
     }
 }
 
@@ -255,6 +255,7 @@ mod tests {
             short_bytes: 0,
             workers,
             servers: workers,
+            servers_apart: false,
             slice_bytes: 512 << 10,
             collective_slice_bytes: 512 << 10,
             rates,
@@ -398,6 +399,25 @@ mod tests {
         assert_eq!(seconds(&store, tree), seconds(&both, tree));
         assert!(seconds(&collective, tree) < seconds(&both, tree));
         assert_eq!(seconds(&collective, Way::STORE), seconds(&both, Way::STORE));
+    }
+
+    #[test]
+    fn servers_apart_take_the_place_of_shards() {
+        // A worker sends all of it, and a server gets its part of it from every worker: Poseidon's table 1, by direction.
+        let rows = [600; 4];
+        let bytes = 4096 * 4096 * 4;
+        for (servers, busiest) in [(1, 4 * bytes), (2, 2 * bytes), (4, bytes), (8, bytes)] {
+            let facts = Facts { servers, servers_apart: true, ..linear(4096, 4096, &rows, BYTES_ALONE) };
+            let store = facts.estimate(Way::STORE).unwrap();
+            assert_eq!((store.direction_bytes, store.total_bytes, store.steps), (busiest, 8 * bytes, 2));
+            // While answers leave, contributions come: all but the first slice's way back is hidden.
+            let line_s = busiest as f64 / BYTES_ALONE.bytes_per_s;
+            assert!(
+                (line_s..1.1 * line_s).contains(&store.wire_s),
+                "{servers}: {} and {line_s}",
+                store.wire_s
+            );
+        }
     }
 
     #[test]

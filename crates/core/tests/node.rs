@@ -130,7 +130,15 @@ struct Bench {
 
 impl Bench {
     fn new(rank: u32, ranks: u32, window_bytes: u64) -> Self {
-        let config = Config { rank: Rank(rank), ranks, lane: 0, lanes: 1, window_bytes, priority: true };
+        let config = Config {
+            rank: Rank(rank),
+            ranks,
+            workers: ranks,
+            lane: 0,
+            lanes: 1,
+            window_bytes,
+            priority: true,
+        };
         let node = Node::watched(config, Lengths::default(), Watcher::default());
         Self { node, ranks, actions: Vec::new() }
     }

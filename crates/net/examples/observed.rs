@@ -36,6 +36,7 @@ impl Job {
         let config = |rank| EngineConfig {
             rank,
             size: RANKS,
+            servers: 0,
             bind_host: "127.0.0.1".into(),
             port: 0,
             secret: vec![0; 32],
@@ -59,7 +60,7 @@ impl Job {
         for engine in bound {
             engine.connect(&table)?;
             let tensor = Tensor::new("tensor", 0, Dtype::F32, values[0].len() as u64);
-            let book = engine.open_book("book", vec!["layer".into()], vec![tensor])?;
+            let book = engine.open_book("book", vec!["layer".into()], vec![tensor], None)?;
             engines.push((engine, book));
         }
         Ok(Self { engines, values, step: 0, fastest_ns: [f64::INFINITY; 2] })

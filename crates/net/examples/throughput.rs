@@ -39,6 +39,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let engine = Engine::bind(EngineConfig {
         rank,
         size: u32::try_from(table.len())?,
+        servers: 0,
         bind_host,
         port,
         secret: vec![0; 32],
@@ -57,7 +58,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     engine.connect(&table)?;
     let mut values = vec![rank as f32 + 1.0; mib.parse::<usize>()? << 18];
     let tensors = vec![Tensor::new("tensor", 0, Dtype::F32, values.len() as u64)];
-    let book = engine.open_book("throughput", vec!["layer".into()], tensors)?;
+    let book = engine.open_book("throughput", vec!["layer".into()], tensors, None)?;
     let (op, absent) = if mode == "copy" { (Op::Copy, rank != 0) } else { (Op::Average, false) };
     let address = values.as_mut_ptr() as usize;
     let len_bytes = std::mem::size_of_val(&values[..]);

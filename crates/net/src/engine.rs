@@ -16,11 +16,13 @@ use crate::observed::{Observations, Record, Rings, now_ns};
 use crate::report::{self, Report};
 use crate::shared::{OpenBook, Shared};
 pub use call::CallPart;
+use gather::check_bytes;
 use parking_lot::{Mutex, RwLock};
 use penstock_core::calls::Calls;
 use penstock_core::cost::Rates;
 use penstock_core::layout::Tensor;
 use penstock_core::observe::Point;
+use penstock_core::roles::Roles;
 use penstock_core::{
     Book, BookId, Gives, Members, Op, Rank, Route, Seq, Slicing, Submission, TensorId, slicing,
 };
@@ -50,6 +52,8 @@ pub struct EngineConfig {
     pub rank: u32,
     /// Number of ranks.
     pub size: u32,
+    /// How many of them, the last ones, are servers: they own slices of books whose roles say so, and are in nothing else.
+    pub servers: u32,
     /// Where to listen.
     pub bind_host: String,
     /// The port to listen on; 0 for any.
@@ -78,6 +82,13 @@ pub struct EngineConfig {
     pub handshake_timeout: Duration,
     /// Of what was observed, how many records are kept per lane, and as many of the program; 0: none.
     pub observations: usize,
+}
+
+impl EngineConfig {
+    /// How many of the ranks are workers.
+    pub(crate) fn workers(&self) -> u32 {
+        self.size - self.servers
+    }
 }
 
 /// Memory of the program, as it hands it over with a [`Submission`].
@@ -139,6 +150,12 @@ impl Engine {
                 config.rank, config.size
             )));
         }
+        if config.servers >= config.size {
+            let (servers, size) = (config.servers, config.size);
+            return Err(Failure::config(format!(
+                "{servers} servers of {size} ranks: one at least is a worker"
+            )));
+        }
         // Checks the bounds of slices, lanes and ranks once, for every book to come.
         let slicing = chosen_slicing(&config, &Rates::default());
         Book::cut("options", Vec::new(), Vec::new(), &Members::all(config.size), slicing)?;
@@ -154,7 +171,8 @@ impl Engine {
         let congestion_control = congestion::choose(&config.congestion_control)?;
         let pool = Pool::new(POOL_KEEP_BYTES);
         let laneless = Mutex::new((call::laneless(), RealMemory::new(Arc::clone(&pool))));
-        let shared = Shared::new(Rank(config.rank), config.size, config.lanes, pool, congestion_control);
+        let (me, workers) = (Rank(config.rank), config.workers());
+        let shared = Shared::new(me, config.size, workers, config.lanes, pool, congestion_control);
         let rings = if config.size > 1 { Rings::new(config.lanes, config.observations) } else { None };
         Ok(Self {
             inner: Arc::new(Inner {
@@ -183,20 +201,28 @@ impl Engine {
         self.inner.port
     }
 
-    /// Opens an information book, numbered in the order of calls. Every rank must open the same.
+    /// Opens an information book, numbered in the order of calls. Every rank must open the same; without `roles` it is for all
+    /// workers alike. A rank that is none of its members opens it for its number.
     ///
     /// # Errors
-    /// `Config` if a bound is exceeded; the job's failure.
+    /// `Config` if a bound is exceeded, or roles are not what the job, or the tensors, can have; the job's failure.
     pub fn open_book(
         &self,
         name: &str,
         layers: Vec<String>,
         tensors: Vec<Tensor>,
+        roles: Option<Roles>,
     ) -> Result<BookId, Failure> {
         self.alive("open_book")?;
         self.inner.shared.check()?;
-        let members = Members::all(self.inner.config.size);
-        let book = Book::cut(name, layers, tensors, &members, self.slicing())?;
+        let EngineConfig { size, .. } = self.inner.config;
+        let roles = roles.unwrap_or_else(|| Roles::alike(Members::all(self.inner.config.workers())));
+        if let Some(rank) = roles.members.iter().find(|rank| rank.0 >= size) {
+            return Err(Failure::config(format!(
+                "{name}: rank {rank} is a member, but there are {size} ranks"
+            )));
+        }
+        let book = Book::deal(name, layers, tensors, &roles, self.slicing())?;
         let mut books = self.inner.books.write();
         let id = BookId::try_from(books.len())
             .ok()
@@ -208,6 +234,12 @@ impl Engine {
         }
         books.push(open);
         Ok(id)
+    }
+
+    /// How many books are open: the number of the next one.
+    #[must_use]
+    pub fn books(&self) -> usize {
+        self.inner.books.read().len()
     }
 
     /// How tensors of the next book are cut: as configured, and where that leaves it open as the rates suggest.
@@ -336,7 +368,7 @@ impl Engine {
         let tensor = self.check_submission(open, submission)?;
         let Submission { tensor: id, step, .. } = *submission;
         self.inner.shared.check().map_err(|failure| wait::blame(failure, "submitting", open, id, step))?;
-        if !self.is_alone(tensor) && self.inner.shared.mailboxes().is_empty() {
+        if !self.is_alone(open, tensor) && self.inner.shared.mailboxes().is_empty() {
             return Err(Failure::config("submit() was called before connect()"));
         }
         let under_way = open.tensors[id as usize].remaining.load(Ordering::Acquire) > 0;
@@ -344,8 +376,10 @@ impl Engine {
     }
 
     /// Whether a tensor is exchanged with nobody.
-    fn is_alone(&self, tensor: &Tensor) -> bool {
-        self.inner.config.size == 1 || tensor.slice_count == 0
+    fn is_alone(&self, open: &OpenBook, tensor: &Tensor) -> bool {
+        let Roles { members, rules, .. } = &open.book.roles;
+        let alone = members.count() == 1 && !rules.keep_results();
+        self.inner.config.size == 1 || alone || tensor.slice_count == 0
     }
 
     /// Takes a submission that was checked over from the program: its token, and what its lanes are to be told.
@@ -359,7 +393,7 @@ impl Engine {
     ) -> Result<(u64, Option<Submission<Chunk>>), Failure> {
         let Submission { tensor: id, step, memory: Lent { address, len_bytes }, gives, .. } = submission;
         let (tensor, state) = (&open.book.tensors[id as usize], &open.tensors[id as usize]);
-        let alone = self.is_alone(tensor);
+        let alone = self.is_alone(open, tensor);
         let slices = if alone { 0 } else { tensor.slice_count };
         if state.remaining.compare_exchange(0, slices, Ordering::AcqRel, Ordering::Acquire).is_err() {
             return Err(submitted_again(open, id));
@@ -406,11 +440,26 @@ impl Engine {
         submission: &Submission<Lent>,
     ) -> Result<&'a Tensor, Failure> {
         let tensor = self.tensor(open, submission.tensor)?;
-        let fits = match submission.gives.op() {
-            Some(op) => check_whole(tensor, submission.memory, op),
-            None => self.check_bytes(tensor, submission),
-        };
+        let roles = &open.book.roles;
+        let fits =
+            self.check_role(roles, tensor, submission.gives).and_then(|()| match submission.gives.op() {
+                Some(op) => check_whole(tensor, submission.memory, op),
+                None => check_bytes(roles, tensor, submission),
+            });
         fits.map_err(|why| Failure::config(format!("{}: {why}", open.book.name))).map(|()| tensor)
+    }
+
+    /// Whether this rank may give that to a tensor, as the book's roles say.
+    fn check_role(&self, roles: &Roles, tensor: &Tensor, gives: Gives) -> Result<(), String> {
+        let (me, name) = (Rank(self.inner.config.rank), &tensor.name);
+        let members = if tensor.route == Route::STORE { &roles.members } else { roles.contributors() };
+        if !members.contains(me) {
+            return Err(format!("{name}: rank {me} is none of those that the book is for"));
+        }
+        if matches!(gives, Gives::Nothing(_)) || roles.rules.takes_from(me) {
+            return Ok(());
+        }
+        Err(format!("rank {me} contributes to {name}, in whose rounds it need not be: it can only ask"))
     }
 
     /// How often each tensor was submitted.

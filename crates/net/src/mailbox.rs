@@ -22,7 +22,7 @@ pub(crate) enum Command {
     Places { book: BookId, places: Arc<[u32]> },
     /// This rank's part in the next exchange of a tensor, and when the program said so.
     Submit { submission: Submission<Chunk>, at_ns: u64 },
-    /// A control frame to all other ranks.
+    /// A control frame to all other ranks, or a blob to all other workers.
     Control { header: Header, payload: Option<Chunk> },
     /// This rank contributes no more until all have left.
     Leave,
@@ -225,7 +225,7 @@ mod tests {
         const PATIENCE: Duration = Duration::from_secs(30);
         let (mailbox, _poll) = asleep();
         let mailbox = Arc::new(mailbox);
-        let shared = Arc::new(Shared::new(Rank(0), 2, 1, Pool::new(0), None));
+        let shared = Arc::new(Shared::new(Rank(0), 2, 2, 1, Pool::new(0), None));
         shared.start(vec![Arc::clone(&mailbox)], vec!["a:1".into(), "b:2".into()]).unwrap();
         // Whoever fails the job gets no further than to this mailbox.
         let held = mailbox.lock();

@@ -91,7 +91,7 @@ pub(crate) fn count(
         bytes_received: layers().map(|layer| layer.bytes_received).sum(),
         stall: layers().map(|layer| layer.stall).sum(),
         owned_bytes: (0..ranks as usize)
-            .map(|r| books.iter().map(|book| book.book.owned_bytes[r]).sum())
+            .map(|r| books.iter().map(|book| book.book.owned_bytes.get(r).copied().unwrap_or(0)).sum())
             .collect(),
         books: books_reported,
         ..Report::default()

@@ -242,7 +242,8 @@ impl State {
 /// See the module's documentation.
 pub(crate) struct Shared {
     pub(crate) me: Rank,
-    pub(crate) ranks: u32,
+    /// How many ranks, the first ones, are workers: whom all-gathers are of.
+    pub(crate) workers: u32,
     pub(crate) pool: Arc<Pool>,
     /// What connections use, if not the system's; see [`crate::congestion`].
     pub(crate) congestion_control: Option<String>,
@@ -267,6 +268,7 @@ impl Shared {
     pub(crate) fn new(
         me: Rank,
         ranks: u32,
+        workers: u32,
         lanes: u32,
         pool: Arc<Pool>,
         congestion_control: Option<String>,
@@ -290,7 +292,7 @@ impl Shared {
         };
         Self {
             me,
-            ranks,
+            workers,
             pool,
             congestion_control,
             line: Mutex::new(LineRate::default()),
@@ -398,8 +400,11 @@ impl Shared {
                     format!("a blob of all-gather {seq}, expected {expected}"),
                 ));
             }
-            let ranks = self.ranks as usize;
-            let place = &mut state.blobs.entry(seq).or_insert_with(|| vec![None; ranks])[from.index()];
+            let workers = self.workers as usize;
+            if from.index() >= workers {
+                return Err(Error::protocol(from, "a server sent a blob of an all-gather"));
+            }
+            let place = &mut state.blobs.entry(seq).or_insert_with(|| vec![None; workers])[from.index()];
             if place.is_some() {
                 return Err(Error::protocol(from, format!("a second blob of all-gather {seq}")));
             }

@@ -61,7 +61,7 @@ fn allocate_nothing_per_slice(route: Route, wire: Dtype) {
             let mut values = vec![1f32; SLICES * SLICE_BYTES / 4];
             let tensor =
                 Tensor::new("tensor", 0, Dtype::F32, values.len() as u64).with_route(route).with_wire(wire);
-            let book = engine.open_book("book", vec!["layer".into()], vec![tensor]).unwrap();
+            let book = engine.open_book("book", vec!["layer".into()], vec![tensor], None).unwrap();
             let mut fewest = usize::MAX;
             for round in 0..WARM_UP_ROUNDS + 3 {
                 meeting.wait();

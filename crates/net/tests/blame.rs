@@ -159,7 +159,9 @@ fn ranks_that_wait_for_each_other_are_all_named() {
 }
 
 fn open(engine: &Engine) -> BookId {
-    engine.open_book("gradients", vec!["a".into()], vec![Tensor::new("a.weight", 0, Dtype::F32, 3)]).unwrap()
+    engine
+        .open_book("gradients", vec!["a".into()], vec![Tensor::new("a.weight", 0, Dtype::F32, 3)], None)
+        .unwrap()
 }
 
 fn step(engine: &Engine, book: BookId) {

@@ -14,7 +14,7 @@ use support::{Meeting, config, job, job_with, never, on_all};
 fn open(engine: &Engine) -> BookId {
     let tensors =
         vec![Tensor::new("a.weight", 0, Dtype::F32, 10_000), Tensor::new("b.weight", 1, Dtype::F32, 3)];
-    engine.open_book("gradients", vec!["a".into(), "b".into()], tensors).unwrap()
+    engine.open_book("gradients", vec!["a".into(), "b".into()], tensors, None).unwrap()
 }
 
 fn submit(
@@ -211,7 +211,7 @@ fn who_vanishes_in_the_middle_of_a_gather_is_named_by_all_with_layer_and_step() 
     let all_have_returned = Meeting::of(4);
     on_all(engines, |engine, rank| {
         let rows = Tensor::new("rows", 1, Dtype::Bytes, LEN_BYTES as u64).with_route(Route::Gather);
-        let book = engine.open_book("gradients", vec!["a".into(), "b".into()], vec![rows]).unwrap();
+        let book = engine.open_book("gradients", vec!["a".into(), "b".into()], vec![rows], None).unwrap();
         engine.all_gather("all are connected", b"", &mut never).unwrap();
         all_have_returned.wait();
         let len_bytes = if rank == 2 { LEN_BYTES } else { 1000 };
@@ -442,7 +442,7 @@ fn who_does_not_come_to_a_collective_is_named_by_all() {
                 // Rank 1 does not hear rank 2 directly; rank 0 does.
                 let failures = on_all_but_the_last(3, in_turn, move |engine, _| {
                     let tensor = Tensor::new("t", 0, Dtype::F32, 3).with_route(scheme);
-                    let book = engine.open_book("late", vec!["a".into()], vec![tensor]).unwrap();
+                    let book = engine.open_book("late", vec!["a".into()], vec![tensor], None).unwrap();
                     waited(engine, book, 0, &come)
                 });
                 assert_rank_2_is_named(&failures, &format!("{scheme:?}"));
@@ -459,7 +459,7 @@ fn who_does_not_come_is_named_also_by_those_who_wait_for_another_owner() {
         let tensors: Vec<_> = (0..3).map(|at| Tensor::new(format!("t{at}"), 0, Dtype::F32, 3)).collect();
         let book = Book::new("owners", vec!["a".into()], tensors.clone(), 3, 4096, 2).unwrap();
         let owned = book.slices.iter().find(|slice| slice.owner == Rank(0)).unwrap().tensor;
-        let id = engine.open_book("owners", vec!["a".into()], tensors).unwrap();
+        let id = engine.open_book("owners", vec!["a".into()], tensors, None).unwrap();
         waited(engine, id, owned, &come)
     });
     assert_rank_2_is_named(&failures, "store");
@@ -516,7 +516,7 @@ fn a_contribution_for_one_rank_reaches_that_one_alone() {
     let engines = job(3);
     on_all(engines, |engine, rank| {
         let rows = Tensor::new("rows", 0, Dtype::Bytes, 20_000).with_route(Route::Gather);
-        let book = engine.open_book("gradients", vec!["a".into()], vec![rows]).unwrap();
+        let book = engine.open_book("gradients", vec!["a".into()], vec![rows], None).unwrap();
         for round in 0..5u32 {
             let owner = round % 3;
             let mine = vec![rank as u8; 9000 + rank as usize];
@@ -548,7 +548,7 @@ fn gathers_bring_every_ranks_bytes_and_refuse_what_does_not_fit() {
         let reports = on_all(engines, move |engine, rank| {
             let rows = Tensor::new("rows", 0, Dtype::Bytes, 20_000).with_route(Route::Gather);
             let tensors = vec![Tensor::new("a.weight", 0, Dtype::F32, 10_000), rows];
-            let book = engine.open_book("gradients", vec!["a".into()], tensors).unwrap();
+            let book = engine.open_book("gradients", vec!["a".into()], tensors, None).unwrap();
             let length = |other: u32, round: u32| ((other * 7919 + round * 5003) % 20_001) as usize;
             for round in 0..4 {
                 let mine = vec![rank as u8 + round as u8; length(rank, round)];

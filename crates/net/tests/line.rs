@@ -24,7 +24,7 @@ fn pair() -> Vec<Engine> {
 
 /// One tensor of several slices, so that both lanes have some.
 fn open(engine: &Engine) -> BookId {
-    engine.open_book("g", vec!["a".into()], vec![Tensor::new("a", 0, Dtype::F32, 10_000)]).unwrap()
+    engine.open_book("g", vec!["a".into()], vec![Tensor::new("a", 0, Dtype::F32, 10_000)], None).unwrap()
 }
 
 fn exchange(engine: &Engine, book: BookId) {

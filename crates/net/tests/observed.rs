@@ -19,7 +19,7 @@ const ROUNDS: u32 = 3;
 fn train(engine: &Engine) -> Observations {
     let mut values = vec![1f32; SLICES * 1024];
     let tensor = Tensor::new("tensor", 1, Dtype::F32, values.len() as u64);
-    let book = engine.open_book("book", vec!["a".into(), "b".into()], vec![tensor]).unwrap();
+    let book = engine.open_book("book", vec!["a".into(), "b".into()], vec![tensor], None).unwrap();
     for step in 0..ROUNDS {
         let (address, len_bytes) = (values.as_mut_ptr() as usize, size_of_val(&values[..]));
         let (memory, gives) = (Lent { address, len_bytes }, Gives::Whole(Op::Average));

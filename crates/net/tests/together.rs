@@ -13,7 +13,7 @@ const ELEMS: [usize; 4] = [3, 0, 70, 40_000];
 fn open(engine: &Engine) -> BookId {
     let tensors = (0..).zip(ELEMS).map(|(layer, elems)| Tensor::new("t", layer, Dtype::F32, elems as u64));
     let layers = (0..ELEMS.len()).map(|number| format!("layer{number}"));
-    engine.open_book("gradients", layers.collect(), tensors.collect()).unwrap()
+    engine.open_book("gradients", layers.collect(), tensors.collect(), None).unwrap()
 }
 
 fn part(book: BookId, tensor: usize, values: &mut [f32]) -> Submission<Lent> {

@@ -53,7 +53,7 @@ fn check_message(elems: u64, elem_bytes: u64, workers: u32, slices: u64) -> PyRe
 
 #[pyfunction]
 #[pyo3(signature = (policy, *, kind, shape, elems, elem_bytes, rows, workers, servers, slice_bytes,
-                    collective_slice_bytes, rates, allowed=None, current=None, adopted=false, given=None,
+                    collective_slice_bytes, rates, servers_apart=false, allowed=None, current=None, adopted=false, given=None,
                     shortened=None, collective=None, why_whole=None, whole_on=None))]
 #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)] // Keywords in Python.
 pub(crate) fn best_scheme<'py>(
@@ -69,6 +69,7 @@ pub(crate) fn best_scheme<'py>(
     slice_bytes: usize,
     collective_slice_bytes: usize,
     rates: RatesTuple,
+    servers_apart: bool,
     allowed: Option<Vec<String>>,
     current: Option<String>,
     adopted: bool,
@@ -87,6 +88,7 @@ pub(crate) fn best_scheme<'py>(
         short_bytes,
         workers,
         servers,
+        servers_apart,
         slice_bytes,
         collective_slice_bytes,
         rates: rates_of(rates)?,

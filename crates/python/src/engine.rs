@@ -4,14 +4,16 @@ use crate::call::{self, AddressRange, Call};
 use crate::cost::{RatesTuple, rates_of};
 use crate::errors::{bad_argument, named, raise, raise_stop};
 use crate::report;
+use crate::roles::BookRoles;
 use penstock_core::layout::Tensor;
 use penstock_core::types::GroupId;
-use penstock_core::{BookId, Gives, Op, Rank, Route, Seq, Slicing, Step, Submission, TensorId};
+use penstock_core::{Book, BookId, Gives, Op, Rank, Route, Seq, Slicing, Step, Submission, TensorId};
 use penstock_net::{EngineConfig, Landed, Lent, Observations, Phase, Record, Stop, Until};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use std::ptr::NonNull;
 use std::time::Duration;
+use xxhash_rust::xxh3::xxh3_64;
 
 /// One process's end of a job: see `_native.pyi`.
 #[pyclass(module = "penstock._native", frozen)]
@@ -82,7 +84,7 @@ pub(crate) fn waiting<T: Send>(
 impl Engine {
     #[new]
     #[pyo3(signature = (*, rank, size, bind_host, port, secret, job_id, slice_bytes, lanes, window_bytes, priority,
-                        operation_timeout_s, peer_timeout_s, handshake_timeout_s, congestion_control="auto".into(), all_lanes=true, observations=0))]
+                        operation_timeout_s, peer_timeout_s, handshake_timeout_s, congestion_control="auto".into(), all_lanes=true, observations=0, servers=0))]
     #[allow(clippy::too_many_arguments)] // Keywords in Python; a struct from here on.
     fn new(
         rank: u32,
@@ -101,11 +103,13 @@ impl Engine {
         congestion_control: String,
         all_lanes: bool,
         observations: usize,
+        servers: u32,
     ) -> PyResult<Self> {
         let wrong = |_| bad_argument(format!("job_id has {} bytes; it must have 16", job_id.len()));
         let config = EngineConfig {
             rank,
             size,
+            servers,
             bind_host,
             port,
             secret,
@@ -164,9 +168,28 @@ impl Engine {
         Ok(blobs.iter().map(|blob| PyBytes::new(py, blob)).collect())
     }
 
-    fn open_book(&self, name: &str, layers: Vec<String>, tensors: Vec<TensorEntry>) -> PyResult<BookId> {
-        let tensors = tensors.into_iter().map(parse_tensor);
-        self.engine.open_book(name, layers, tensors.collect::<PyResult<_>>()?).map_err(raise)
+    #[pyo3(signature = (name, layers, tensors, roles=None))]
+    fn open_book(
+        &self,
+        name: &str,
+        layers: Vec<String>,
+        tensors: Vec<TensorEntry>,
+        roles: Option<&BookRoles>,
+    ) -> PyResult<BookId> {
+        let tensors = tensors.into_iter().map(parse_tensor).collect::<PyResult<_>>()?;
+        self.engine.open_book(name, layers, tensors, roles.map(|roles| roles.0.clone())).map_err(raise)
+    }
+
+    #[getter]
+    fn books(&self) -> usize {
+        self.engine.books()
+    }
+
+    fn fingerprint(&self, book: BookId) -> PyResult<u64> {
+        let layout = self.engine.layout(book).map_err(raise)?;
+        // All that slices and owners follow from.
+        let Book { name, roles, layers, tensors, slicing, .. } = &*layout;
+        Ok(xxh3_64(format!("{:?}", (name, roles, layers, tensors, slicing)).as_bytes()))
     }
 
     #[allow(clippy::needless_pass_by_value)]

@@ -6,6 +6,7 @@ mod digest;
 mod engine;
 mod errors;
 mod report;
+mod roles;
 mod way;
 
 /// The engine behind the Python package, and what synchronisation costs. Private: its users are `penstock.job`,
@@ -37,6 +38,8 @@ mod _native {
     use super::digest::digests;
     #[pymodule_export]
     use super::engine::Engine;
+    #[pymodule_export]
+    use super::roles::BookRoles;
     #[pymodule_export]
     use super::way::NamedWay;
 }

@@ -143,6 +143,7 @@ impl World {
         let config = |rank| Config {
             rank: Rank(rank),
             ranks,
+            workers: ranks,
             lane: 0,
             lanes: 1,
             window_bytes: 1 << 20,

@@ -84,6 +84,7 @@ impl Chain {
         Ok(Setup {
             seed: 0,
             ranks: self.ranks,
+            workers: self.ranks,
             lanes: 1,
             books: vec![Arc::new(book)],
             places: vec![None],

@@ -26,6 +26,8 @@ pub enum Instruction {
         /// Whether the ranks agree on sequence numbers by an all-gather; only needless if all have submitted the same.
         agree: bool,
     },
+    /// Of a server: waits until all workers have said goodbye.
+    Serve,
     /// Notes the time in [`crate::Report::marks_ns`].
     Mark,
 }
@@ -165,6 +167,8 @@ pub struct Setup {
     pub seed: u64,
     /// Ranks.
     pub ranks: u32,
+    /// How many of them, the first ones, are workers; the others are servers.
+    pub workers: u32,
     /// Lanes per rank.
     pub lanes: u32,
     /// The books, by number.

@@ -2,11 +2,12 @@
 
 use crate::program::{Demands, Fault, Instruction, Links, Mishap, PEER_TIMEOUT_NS, Setup, Submission};
 use crate::random::Random;
-use penstock_core::Route;
 use penstock_core::layout::{Book, Tensor};
+use penstock_core::roles::{MustBeIn, Rules};
 use penstock_core::types::{BookId, Dtype, Rank, TensorId};
 use penstock_core::way::Algorithm;
 use penstock_core::wire::Op;
+use penstock_core::{Members, Roles, Route, Slicing};
 use std::sync::Arc;
 
 /// In which order the ranks submit the tensors of a round.
@@ -33,6 +34,7 @@ enum WaitOrder {
 
 /// What is the same on all ranks.
 struct JobPlan {
+    /// Workers.
     ranks: u32,
     books: Vec<Arc<Book>>,
     places: Vec<Option<Vec<u32>>>,
@@ -95,8 +97,10 @@ pub fn draw(seed: u64) -> Setup {
     let slice_bytes = random.between(1024, 3000) as usize;
     let book_count = random.pick(&[1, 1, 2]);
     let routes = draw_routes(random);
+    let servers = draw_servers(seed, &routes);
+    let slicing = Slicing::fixed(slice_bytes, lanes);
     let books: Vec<Arc<Book>> = (0..book_count)
-        .map(|id| Arc::new(draw_book(random, id, ranks, slice_bytes, lanes, &routes)))
+        .map(|id| Arc::new(draw_book(random, id, &roles(ranks, servers), slicing, &routes)))
         .collect();
     let places = books.iter().map(|book| draw_places(random, book.layers.len())).collect();
     let order = random.pick(&[Order::Reverse, Order::Reverse, Order::Shuffled, Order::ShuffledPerRank]);
@@ -123,12 +127,15 @@ pub fn draw(seed: u64) -> Setup {
     // Who takes part in fewer rounds must leave; the others may just end.
     plan.epochs[last].leave &= plan.epochs[last].is_uneven() || random.chance(300);
     plan.keep_agreement_where_needed();
-    let fault = (ranks > 1 && random.chance(120)).then(|| draw_fault(random, ranks));
+    let fault = (ranks > 1 && random.chance(120)).then(|| draw_fault(random, ranks + servers));
     let links = draw_links(random);
-    let programs = (0..ranks).map(|rank| plan.program(rank, &mut random.fork())).collect();
+    let workers = (0..ranks).map(|rank| plan.program(rank, &mut random.fork()));
+    let mut programs: Vec<Vec<Instruction>> = workers.collect();
+    programs.extend((0..servers).map(|_| plan.server(&mut random.fork())));
     Setup {
         seed,
-        ranks,
+        ranks: ranks + servers,
+        workers: ranks,
         lanes,
         window_bytes: random.pick(&[1, 700, 3000, 6000, 20_000, 1 << 20]),
         priority: random.chance(850),
@@ -165,14 +172,25 @@ fn draw_routes(random: &mut Random) -> Vec<Route> {
     }
 }
 
-fn draw_book(
-    random: &mut Random,
-    id: u32,
-    ranks: u32,
-    slice_bytes: usize,
-    lanes: u32,
-    routes: &[Route],
-) -> Book {
+/// How many servers there are apart from the workers: where the store is alone, often some. Drawn by themselves, so that
+/// nothing else of a scenario depends on them.
+fn draw_servers(seed: u64, routes: &[Route]) -> u32 {
+    let mut random = Random::new(seed ^ 0x5e7e_75a9);
+    if routes == [Route::STORE] { random.pick(&[0, 0, 1, 2, 4]) } else { 0 }
+}
+
+/// Of so many workers and servers apart; all alike without servers.
+fn roles(workers: u32, servers: u32) -> Roles {
+    let members = Members::all(workers + servers);
+    if servers == 0 {
+        return Roles::alike(members);
+    }
+    let rules = Rules { must_be_in: MustBeIn::These(Members::all(workers)), ..Rules::default() };
+    let owners = (workers..workers + servers).map(Rank).collect();
+    Roles { members, owners, rules }
+}
+
+fn draw_book(random: &mut Random, id: u32, roles: &Roles, slicing: Slicing, routes: &[Route]) -> Book {
     let layers = random.between(1, LAYERS_MAX);
     let mut layer = 0;
     let tensors = (0..random.between(1, 10)).map(|i| {
@@ -202,8 +220,11 @@ fn draw_book(
             tensors.insert(at, tensor.with_route(Route::Gather));
         }
     }
+    if roles.rules != Rules::default() {
+        tensors.retain(|tensor| tensor.route == Route::STORE);
+    }
     let layers = (0..layers).map(|layer| format!("b{id}.layer{layer}")).collect();
-    Book::new(format!("book{id}"), layers, tensors, ranks, slice_bytes, lanes).expect("within all limits")
+    Book::deal(format!("book{id}"), layers, tensors, roles, slicing).expect("within all limits")
 }
 
 fn draw_places(random: &mut Random, layers: usize) -> Option<Vec<u32>> {
@@ -315,6 +336,14 @@ impl JobPlan {
         program
     }
 
+    /// A server opens the books, some of them late, and is there until the workers have gone.
+    fn server(&self, random: &mut Random) -> Vec<Instruction> {
+        let late_ns_max = 20 * self.compute_ns_max * u64::from(random.chance(300));
+        let open = (0..self.books.len() as BookId)
+            .flat_map(|book| [Instruction::Compute(random.below(late_ns_max + 1)), Instruction::Open(book)]);
+        open.chain([Instruction::Serve]).collect()
+    }
+
     /// The submissions of one round, with computing between them.
     fn backward(
         &self,
@@ -418,7 +447,18 @@ fn merged<T>(lists: Vec<Vec<T>>, mixed: bool, random: &mut Random) -> Vec<T> {
 #[must_use]
 pub fn describe(setup: &Setup) -> String {
     let Setup {
-        ranks, lanes, books, places, window_bytes, priority, links, fault, sabotage, demands, ..
+        ranks,
+        workers,
+        lanes,
+        books,
+        places,
+        window_bytes,
+        priority,
+        links,
+        fault,
+        sabotage,
+        demands,
+        ..
     } = setup;
     let books = books.iter().map(|book| {
         let (tensors, slices) = (book.tensors.len(), book.slices.len());
@@ -431,7 +471,7 @@ pub fn describe(setup: &Setup) -> String {
     let books: Vec<String> = books.collect();
     let submissions = setup.programs.iter().flatten().filter(|i| matches!(i, Instruction::Submit(_))).count();
     format!(
-        "{ranks} ranks x {lanes} lanes, window {window_bytes} bytes, priority {priority}, places {places:?}, \
+        "{ranks} ranks ({workers} workers) x {lanes} lanes, window {window_bytes} bytes, priority {priority}, places {places:?}, \
          books {books:?}, {submissions} submissions, {links:?}, {fault:?}, sabotage {sabotage:?}, {demands:?}"
     )
 }

@@ -59,6 +59,7 @@ impl Bench {
         let config = |rank| Config {
             rank: Rank(rank),
             ranks,
+            workers: ranks,
             lane: 0,
             lanes: 1,
             window_bytes: 1 << 20,
@@ -353,8 +354,15 @@ fn a_rank_that_has_not_submitted_holds_no_more_than_the_windows_of_its_peers() {
             let book = book(route, Dtype::F32, 256 * 64, ranks, 1024);
             let mut bench = Bench::new(&book, ranks);
             for rank in 0..ranks {
-                let config =
-                    Config { rank: Rank(rank), ranks, lane: 0, lanes: 1, window_bytes, priority: true };
+                let config = Config {
+                    rank: Rank(rank),
+                    ranks,
+                    workers: ranks,
+                    lane: 0,
+                    lanes: 1,
+                    window_bytes,
+                    priority: true,
+                };
                 bench.nodes[rank as usize] = Node::new(config, RealMemory::default());
                 bench.nodes[rank as usize].open_book(0, book.clone(), &mut bench.actions).unwrap();
             }

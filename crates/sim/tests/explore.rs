@@ -24,7 +24,8 @@ fn random_schedules_violate_nothing() {
     });
     let all = parts.into_iter().fold([0; COUNTS], sum);
     let [slices, preempted, lost, through] = [0, 1, 2, 3].map(|at| all[at]);
-    let (by_scheme, by_fault) = all[4..].split_at(Algorithm::ALL.len());
+    let (by_scheme, rest) = all[4..].split_at(Algorithm::ALL.len());
+    let (by_fault, by_topology) = rest.split_at(FAULTS);
     // The scenarios would prove nothing if they never did what they are there for.
     assert!(slices > 10 * SCENARIOS, "{slices} slices");
     assert!(preempted > SCENARIOS / 10, "{preempted} runs with preemptions");
@@ -38,14 +39,24 @@ fn random_schedules_violate_nothing() {
         by_fault.iter().all(|count| *count > SCENARIOS / 400),
         "ended on {EVIDENCE:?}, or not in spite of a stop: {by_fault:?}"
     );
+    assert!(
+        by_topology.iter().all(|count| *count > SCENARIOS / 400),
+        "workers and servers {APART:?}, one of which was lost: {by_topology:?}"
+    );
 }
 
 /// What the verdicts on killed, failed, stopped and hanging ranks rest on.
 const EVIDENCE: [Evidence; 4] = [Evidence::Ended, Evidence::Own, Evidence::Silent, Evidence::Absent];
-const COUNTS: usize = 4 + Algorithm::ALL.len() + EVIDENCE.len() + 1;
+/// Each of them, and a stop that all survive.
+const FAULTS: usize = EVIDENCE.len() + 1;
+/// Workers, and servers apart from them.
+const APART: [(u32, u32); 5] = [(4, 4), (4, 2), (4, 1), (3, 2), (1, 1)];
+/// The last: a server was lost.
+const COUNTS: usize = 4 + Algorithm::ALL.len() + FAULTS + APART.len() + 1;
 
 /// Slices, and whether there were preemptions, whether a rank was lost, whether all came through; by algorithm whether a rank
-/// was lost where a tensor goes by it; by evidence whether it was; and whether all came through though a rank was stopped.
+/// was lost where a tensor goes by it; by evidence whether it was; and whether all came through though a rank was stopped; by
+/// numbers of workers and servers apart whether it has these; whether a server was lost.
 fn counts(seed: u64) -> [u64; COUNTS] {
     let report = penstock_sim::run(seed).unwrap_or_else(|failure| panic!("{failure}"));
     let lost = report.lost.is_some();
@@ -53,13 +64,19 @@ fn counts(seed: u64) -> [u64; COUNTS] {
     let flags = [report.preemptions > 0, lost, !lost].map(u64::from);
     counts[0] = report.slices;
     counts[1..4].copy_from_slice(&flags);
-    let (by_scheme, by_fault) = counts[4..].split_at_mut(Algorithm::ALL.len());
+    let (by_scheme, rest) = counts[4..].split_at_mut(Algorithm::ALL.len());
+    let (by_fault, by_topology) = rest.split_at_mut(FAULTS);
     for (count, evidence) in by_fault.iter_mut().zip(EVIDENCE) {
         *count = u64::from(report.lost.is_some_and(|(_, on)| on == evidence));
     }
     let setup = penstock_sim::scenario::draw(seed);
     let stopped = setup.fault.is_some_and(|fault| matches!(fault.what, Mishap::Stop(_)));
     by_fault[EVIDENCE.len()] = u64::from(stopped && !lost);
+    let apart = (setup.workers, setup.ranks - setup.workers);
+    for (count, topology) in by_topology.iter_mut().zip(APART) {
+        *count = u64::from(apart == topology);
+    }
+    by_topology[APART.len()] = u64::from(report.lost.is_some_and(|(rank, _)| rank >= setup.workers));
     for (count, algorithm) in by_scheme.iter_mut().zip(Algorithm::ALL) {
         let goes_by_it = |tensor: &Tensor| tensor.route == Route::Sum(algorithm);
         *count = u64::from(lost && setup.books.iter().flat_map(|book| &book.tensors).any(goes_by_it));

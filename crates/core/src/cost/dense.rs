@@ -330,7 +330,14 @@ mod tests {
     fn poseidons_store_in_numbers() {
         // Table 1: a node that is worker and server sends and receives 2 MN (P1 + P2 - 2) / P2 numbers.
         let found = store(4096 * 4096, 1, 8, 8);
-        let fc = paper::FullyConnected { width: 4096, height: 4096, rows: 32, workers: 8, servers: 8 };
+        let fc = paper::FullyConnected {
+            width: 4096,
+            height: 4096,
+            rows: 32,
+            workers: 8,
+            servers: 8,
+            apart: false,
+        };
         assert_eq!(found.busiest_node_bytes() as f64, fc.store_both());
         let fewer = store(4096 * 4096, 1, 8, 2);
         assert_eq!(

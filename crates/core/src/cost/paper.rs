@@ -16,6 +16,8 @@ pub struct FullyConnected {
     pub workers: u64,
     /// P2, at least 1.
     pub servers: u64,
+    /// Whether no node is both: the paper's first two columns, and not its third.
+    pub apart: bool,
 }
 
 impl FullyConnected {
@@ -44,6 +46,17 @@ impl FullyConnected {
     #[must_use]
     pub fn store_both(&self) -> f64 {
         self.store_both_times_servers() as f64 / self.servers as f64
+    }
+
+    /// PS, the node that has most: one that is both, or where servers are apart a worker or a server.
+    #[must_use]
+    pub fn store(&self) -> f64 {
+        self.store_times_servers() as f64 / self.servers as f64
+    }
+
+    fn store_times_servers(&self) -> u128 {
+        let most = u128::from(self.workers.max(self.servers));
+        if self.apart { 2 * self.matrix() * most } else { self.store_both_times_servers() }
     }
 
     fn store_both_times_servers(&self) -> u128 {
@@ -79,10 +92,10 @@ impl FullyConnected {
     }
 
     /// Algorithm 1, line 7: whether sufficient factors are no more than the store, 2K(P1-1)(M+N) <= 2MN(P1+P2-2)/P2,
-    /// in whole numbers, so that the boundary is exact.
+    /// in whole numbers, so that the boundary is exact. Where servers are apart the right side is 2MN max(P1, P2)/P2.
     #[must_use]
     pub fn factors_are_best(&self) -> bool {
-        self.factors_worker_exact() * u128::from(self.servers) <= self.store_both_times_servers()
+        self.factors_worker_exact() * u128::from(self.servers) <= self.store_times_servers()
     }
 }
 
@@ -116,7 +129,7 @@ mod tests {
     use super::*;
 
     fn layer(width: u64, height: u64, rows: u64, nodes: u64) -> FullyConnected {
-        FullyConnected { width, height, rows, workers: nodes, servers: nodes }
+        FullyConnected { width, height, rows, workers: nodes, servers: nodes, apart: false }
     }
 
     /// Section 3.2: "4096 x 4096, batch size 32, P1 = P2 = 8: about 34, 34, 58.7 and 3.7 million".
@@ -141,6 +154,15 @@ mod tests {
         assert_eq!(fc.store_server(), 50_000.0);
         assert_eq!(fc.store_both(), 50_000.0); // 2 x 10,000 x 5 / 2
         assert_eq!(fc.factors_worker(), 24_240.0); // 2 x 3 x 4 x 1010
+        // One node more decides which column counts where servers are apart.
+        let apart = |workers, servers| FullyConnected { workers, servers, apart: true, ..fc };
+        assert_eq!(
+            [apart(5, 2), apart(2, 2), apart(2, 5)].map(|fc| fc.store()),
+            [50_000.0, 20_000.0, 20_000.0]
+        );
+        assert!(apart(5, 2).factors_are_best(), "24,240 are less than 50,000");
+        assert!(!apart(5, 5).factors_are_best(), "and more than 20,000");
+        assert!(layer(1000, 10, 3, 5).factors_are_best(), "but less than the 32,000 of nodes that are both");
     }
 
     #[test]

@@ -56,7 +56,7 @@ mod tests {
     #[test]
     fn with_equal_rows_it_is_what_poseidon_counts() {
         let traffic = broadcast(&[32; 8], (4096 + 4096) * 4);
-        let fc = FullyConnected { width: 4096, height: 4096, rows: 32, workers: 8, servers: 8 };
+        let fc = FullyConnected { width: 4096, height: 4096, rows: 32, workers: 8, servers: 8, apart: false };
         assert_eq!(traffic.busiest_node_bytes() as f64, 4.0 * fc.factors_worker());
         assert_eq!(traffic.busiest_direction_bytes(), 7 * 32 * 8192 * 4);
         assert_eq!(traffic.steps, 1);

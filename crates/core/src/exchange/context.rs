@@ -12,7 +12,7 @@ use crate::wire::Outgoing;
 pub struct Site<'a> {
     /// This rank.
     pub rank: Rank,
-    /// Whom the book is for.
+    /// Who takes part: all whom the book is for, or those of them who contribute where it is not the store's.
     pub members: &'a Members,
     /// Those of them that have not left (join).
     pub active: &'a Members,

@@ -60,8 +60,10 @@ pub struct Facts<'a> {
     pub short_bytes: u64,
     /// P1.
     pub workers: u32,
-    /// P2: the first so many workers hold a shard each.
+    /// P2: so many hold a shard each: the first workers, or servers apart.
     pub servers: u32,
+    /// Whether they are no workers.
+    pub servers_apart: bool,
     /// Largest slice of the store.
     pub slice_bytes: usize,
     /// Largest slice of a collective.
@@ -154,8 +156,7 @@ impl Facts<'_> {
                 // Rounding is left out: one core rounds 9 GB of fp32 per second or more, which a wire of 36 Gbit/s carries.
                 let wire_bytes = if way.wire.is_some() { HALF_BYTES } else { self.elem_bytes };
                 // The book evens out over the model what each owner has, whatever a layer's own slices are.
-                let traffic = dense::store(self.elems, wire_bytes, self.workers, self.servers);
-                (self.store_s(wire_bytes), traffic)
+                (self.store_s(wire_bytes), self.store(self.elems, wire_bytes, self.servers))
             }
             (Payload::Whole, Route::Sum(algorithm)) => {
                 let (traffic, seconds) = self.in_slices(algorithm, self.elem_bytes);
@@ -181,22 +182,39 @@ impl Facts<'_> {
         })
     }
 
+    /// Traffic of a message in the store, in one part for each of so many shards.
+    fn store(&self, elems: u64, wire_bytes: u64, shards: u32) -> Traffic {
+        let cost = if self.servers_apart { dense::store_dedicated } else { dense::store };
+        cost(elems, wire_bytes, self.workers, shards)
+    }
+
     fn store_s(&self, wire_bytes: u64) -> f64 {
-        if self.servers == self.workers {
+        if self.servers_apart {
+            let slices = self.slices(self.slice_bytes, self.servers).max(1);
+            let (slice, round) = (self.elems.div_ceil(slices), slices.min(u64::from(self.servers)));
+            let of_round = self.store(slice * round, wire_bytes, round as u32);
+            let all = self.store(self.elems, wire_bytes, self.servers);
+            self.rates.pipelined_s(&self.store(slice, wire_bytes, 1), &of_round, &all)
+        } else if self.servers == self.workers {
             self.in_slices(Algorithm::Store, wire_bytes).1
         } else {
-            self.rates.seconds(&dense::store(self.elems, wire_bytes, self.workers, self.servers))
+            self.rates.seconds(&self.store(self.elems, wire_bytes, self.servers))
         }
+    }
+
+    /// Into how many slices a message is cut that so many owners share.
+    fn slices(&self, slice_bytes: usize, owners: u32) -> u64 {
+        let pieces = layout::pieces(self.elems * self.elem_bytes, slice_bytes, owners);
+        // What is left over of whole turns of owners is made up for by other layers.
+        let owners = u64::from(owners);
+        if pieces < owners { pieces } else { pieces.next_multiple_of(owners) }
     }
 
     /// * `wire_bytes`: of a number on the wire. Where slices are cut depends on its bytes in memory.
     fn in_slices(&self, algorithm: Algorithm, wire_bytes: u64) -> (Traffic, f64) {
         let slice_bytes =
             if algorithm == Algorithm::Store { self.slice_bytes } else { self.collective_slice_bytes };
-        let pieces = layout::pieces(self.elems * self.elem_bytes, slice_bytes, self.workers);
-        // As above: what is left over of whole turns of owners is made up for by other layers.
-        let workers = u64::from(self.workers);
-        let slices = if pieces < workers { pieces } else { pieces.next_multiple_of(workers) };
+        let slices = self.slices(slice_bytes, self.workers);
         algorithm.message(self.elems, wire_bytes, self.workers, slices, &self.rates)
     }
 
@@ -218,7 +236,8 @@ impl Facts<'_> {
         let LayerKind::Linear { outputs, inputs } = self.kind else { return None };
         let rows = self.rows.iter().max().copied()?;
         let (workers, servers) = (u64::from(self.workers), u64::from(self.servers));
-        Some(FullyConnected { width: outputs, height: inputs, rows, workers, servers })
+        let apart = self.servers_apart;
+        Some(FullyConnected { width: outputs, height: inputs, rows, workers, servers, apart })
     }
 }
 

@@ -23,7 +23,7 @@ type AddressRange = (usize, usize);
 
 /// This rank's part in a call; see [`penstock_core::calls`].
 pub struct CallPart {
-    /// The group, which this rank is a member of; 0 is all ranks.
+    /// The group, which this rank is a member of; 0 is all workers.
     pub group: GroupId,
     /// What is to be done.
     pub request: Request,
@@ -98,7 +98,7 @@ impl Engine {
         self.tell_group(id, members)
     }
 
-    /// The group of all ranks, and later ones.
+    /// The group of all workers, and later ones.
     pub(super) fn tell_group(&self, id: GroupId, members: &[u32]) -> Result<(), Failure> {
         let size = members.len() as u32;
         let me =

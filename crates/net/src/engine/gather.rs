@@ -5,6 +5,7 @@ use crate::failure::Failure;
 use crate::shared::{Gathered, OpenBook};
 use parking_lot::MutexGuard;
 use penstock_core::layout::Tensor;
+use penstock_core::roles::Roles;
 use penstock_core::{BookId, Gives, Rank, Route, Submission, TensorId};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -14,27 +15,31 @@ pub(super) fn begin(open: &OpenBook, tensor: TensorId, own_bytes: usize) {
     *lock(open, tensor) = Gathered { own_bytes: own_bytes as u64, parts: Vec::new() };
 }
 
-impl Engine {
-    /// Whether a contribution to a gather fits the tensor; if not, in what.
-    pub(super) fn check_bytes(&self, tensor: &Tensor, submission: &Submission<Lent>) -> Result<(), String> {
-        let Submission { memory: Lent { address, len_bytes }, gives, .. } = *submission;
-        let (name, size) = (&tensor.name, self.inner.config.size);
-        let Gives::Gathered { len_bytes: given_bytes, only_to } = gives else { return Ok(()) };
-        if tensor.route != Route::Gather {
-            return Err(not_gathered(name));
-        }
-        let differ = given_bytes as usize != len_bytes || (len_bytes > 0 && address == 0);
-        if len_bytes as u64 > tensor.elems || differ {
-            let most = tensor.elems;
-            return Err(format!("{name} has at most {most} bytes, but {len_bytes} were submitted"));
-        }
-        match only_to.filter(|rank| rank.0 >= size) {
-            Some(rank) => Err(format!("{name} for rank {rank}, but there are {size}")),
-            None => Ok(()),
-        }
+/// Whether a contribution to a gather fits the tensor; if not, in what.
+pub(super) fn check_bytes(
+    roles: &Roles,
+    tensor: &Tensor,
+    submission: &Submission<Lent>,
+) -> Result<(), String> {
+    let Submission { memory: Lent { address, len_bytes }, gives, .. } = *submission;
+    let (name, members) = (&tensor.name, roles.contributors());
+    let Gives::Gathered { len_bytes: given_bytes, only_to } = gives else { return Ok(()) };
+    if tensor.route != Route::Gather {
+        return Err(not_gathered(name));
     }
+    let differ = given_bytes as usize != len_bytes || (len_bytes > 0 && address == 0);
+    if len_bytes as u64 > tensor.elems || differ {
+        let most = tensor.elems;
+        return Err(format!("{name} has at most {most} bytes, but {len_bytes} were submitted"));
+    }
+    match only_to.filter(|rank| !members.contains(*rank)) {
+        Some(rank) => Err(format!("{name} for rank {rank}, but there are {}", members.count())),
+        None => Ok(()),
+    }
+}
 
-    /// By rank the length of what it contributed to the last gather of a tensor, which must be complete; `None` for those that
+impl Engine {
+    /// By member the length of what it contributed to the last gather of a tensor, which must be complete; `None` for those that
     /// took no part (they had left).
     ///
     /// # Errors
@@ -44,13 +49,13 @@ impl Engine {
         let open = self.gathered_book(book, tensor)?;
         self.complete(&open, tensor)?;
         let gathered = lock(&open, tensor);
-        let me = self.inner.config.rank as usize;
-        let length = |rank: usize| match gathered.parts.get(rank) {
+        let (members, me) = (open.book.roles.contributors(), Rank(self.inner.config.rank));
+        let length = |(place, rank): (usize, Rank)| match gathered.parts.get(place) {
             _ if rank == me => Some(gathered.own_bytes),
             Some(Some(chunks)) => Some(chunks.iter().map(|chunk| chunk.len() as u64).sum()),
             _ => None,
         };
-        Ok((0..self.inner.config.size as usize).map(length).collect())
+        Ok(members.iter().enumerate().map(length).collect())
     }
 
     /// Copies a range of what another rank contributed to the last gather of a tensor.
@@ -71,7 +76,13 @@ impl Engine {
         let gathered = lock(&open, tensor);
         let wanted = target.len();
         let mut skip = offset_bytes;
-        for chunk in gathered.parts.get(rank.index()).iter().flat_map(|part| part.iter().flatten()) {
+        let part = open
+            .book
+            .roles
+            .contributors()
+            .position(rank)
+            .and_then(|place| gathered.parts.get(place)?.as_ref());
+        for chunk in part.into_iter().flatten() {
             let from = skip.min(chunk.len());
             let count = chunk.copy_to(from, target);
             target = &mut target[count..];

@@ -54,7 +54,10 @@ impl Engine {
         for book in self.inner.books.read().iter() {
             mailboxes.iter().for_each(|mailbox| mailbox.send(Command::Open(Arc::clone(book))));
         }
-        self.tell_group(0, &(0..size).collect::<Vec<_>>())?;
+        let workers: Vec<u32> = (0..self.inner.config.workers()).collect();
+        if workers.contains(&self.inner.config.rank) {
+            self.tell_group(0, &workers)?;
+        }
         // The admission thread notes the listener anew.
         drop(registration);
         let admission = Arc::new(OnceLock::new());
@@ -80,7 +83,8 @@ impl Engine {
 
     fn lane_config(&self, lane: u32) -> node::Config {
         let EngineConfig { rank, size, lanes, window_bytes, priority, .. } = self.inner.config;
-        node::Config { rank: Rank(rank), ranks: size, lane, lanes, window_bytes, priority }
+        let workers = self.inner.config.workers();
+        node::Config { rank: Rank(rank), ranks: size, workers, lane, lanes, window_bytes, priority }
     }
 
     fn admission_config(&self) -> AdmissionConfig {
@@ -114,7 +118,7 @@ impl Engine {
         })
     }
 
-    /// Join: this rank contributes no more until every rank has called this; returns when all have, and then all take
+    /// Join: this worker contributes no more until every worker has called this; returns when all have, and then all take
     /// part again. Waits for the others as long as data moves at any rank.
     ///
     /// # Errors
@@ -124,8 +128,9 @@ impl Engine {
         self.alive("leave")?;
         // Released, too: what is not written yet must not come after the word that this rank has left.
         self.wait_idle("leave", true, interrupted)?;
+        self.check_that_this_is_a_worker("leave")?;
         let shared = &self.inner.shared;
-        if self.inner.config.size == 1 {
+        if self.inner.config.workers() == 1 {
             return Ok(());
         }
         self.check_that_ranks_may_leave()?;
@@ -168,6 +173,15 @@ impl Engine {
                 return Ok(());
             }
         }
+    }
+
+    /// What workers do together is no concern of a server.
+    pub(super) fn check_that_this_is_a_worker(&self, call: &str) -> Result<(), Failure> {
+        let (rank, workers) = (self.inner.config.rank, self.inner.config.workers());
+        if rank < workers {
+            return Ok(());
+        }
+        Err(Failure::config(format!("{call}() is for workers, and rank {rank} is server {}", rank - workers)))
     }
 
     /// Before anybody is told: collectives need every rank.

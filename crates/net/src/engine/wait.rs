@@ -227,7 +227,7 @@ impl Engine {
         self.inner.shared.check().err().unwrap_or(failure)
     }
 
-    /// Gives every rank's blob to every rank, in rank order. All ranks must call it in the same order. `what` is for
+    /// Gives every worker's blob to every worker, in rank order. All workers must call it in the same order. `what` is for
     /// messages.
     ///
     /// # Errors
@@ -239,7 +239,8 @@ impl Engine {
         interrupted: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<Vec<u8>>, Stop> {
         self.alive("all_gather")?;
-        let size = self.inner.config.size as usize;
+        self.check_that_this_is_a_worker("all_gather")?;
+        let size = self.inner.config.workers() as usize;
         if blob.len() > penstock_core::limits::BLOB_BYTES_MAX {
             let max = penstock_core::limits::BLOB_BYTES_MAX;
             return Err(Failure::config(format!(

@@ -2,7 +2,7 @@
 //! settled. No decision is made here.
 
 use super::{JointWait, Shared};
-use crate::failure::Failure;
+use crate::failure::{Failure, naming_servers};
 use crate::mailbox::Command;
 use parking_lot::MutexGuard;
 use penstock_core::life::{Answer, Effect, Expired, Life, Verdict};
@@ -81,6 +81,8 @@ impl Shared {
         let own = own.filter(|_| verdict.accuser == self.me);
         let mut failure = own.unwrap_or_else(|| Failure::of(verdict, self.me));
         failure.peer = failure.peer.or_else(|| self.address_of(failure.rank?));
+        let text = naming_servers(failure.text(), self.workers, |rank| self.address_of(rank));
+        *failure.text() = text;
         failure
     }
 
@@ -141,7 +143,7 @@ impl Shared {
         let blobs = state.blobs.get(&state.gathering);
         let late =
             |rank: &u32| *rank != self.me.0 && blobs.is_none_or(|blobs| blobs[*rank as usize].is_none());
-        (0..self.ranks).filter(late).map(Rank).collect()
+        (0..self.workers).filter(late).map(Rank).collect()
     }
 
     /// What this process as a whole says to a question, to which each lane adds its own.

@@ -6,7 +6,7 @@ use penstock_core::layout::Tensor;
 
 /// One tensor of four slices, none of which is in memory.
 fn submitted() -> OpenBook {
-    let shared = Arc::new(Shared::new(Rank(0), 1, 1, Pool::new(0), None));
+    let shared = Arc::new(Shared::new(Rank(0), 1, 1, 1, Pool::new(0), None));
     let tensor = Tensor::new("w", 0, Dtype::F32, 1024);
     let book = Book::new("gradients", vec!["a".into()], vec![tensor], 1, 1024, 1).unwrap();
     let open = OpenBook::new(0, book, shared);

@@ -53,6 +53,7 @@ pub(crate) fn config(rank: u32, size: u32) -> EngineConfig {
     EngineConfig {
         rank,
         size,
+        servers: 0,
         bind_host: "127.0.0.1".into(),
         port: 0,
         secret: vec![7; 32],

@@ -193,6 +193,25 @@ impl Ledger {
         (tensor, book.slices_of(tensor))
     }
 
+    /// What an owner keeps in a lane, where the rules of a book say so: the last results.
+    #[must_use]
+    pub fn kept_bytes(&self, owner: Rank, lane: u32) -> u64 {
+        let of_tensor = |book: BookId, layout: &Book, tensor: TensorId| {
+            let mut rounds = self.rounds.range((book, tensor, 0)..=(book, tensor, Seq::MAX));
+            let last = rounds.next_back().and_then(|(_, round)| round.expected.as_ref());
+            let here = layout.slices_of(tensor).map(|slice| &layout.slices[slice as usize]);
+            let here = here.filter(|slice| slice.owner == owner && slice.lane == lane);
+            let bytes: u64 = here.map(|slice| u64::from(slice.len_bytes)).sum();
+            if last.is_some_and(|last| *last != Expected::Absent) { bytes } else { 0 }
+        };
+        let books = (0..).zip(&self.books).filter(|(_, book)| book.roles.rules.keep_results());
+        books
+            .flat_map(|(id, book)| {
+                (0..book.tensors.len() as u32).map(move |tensor| of_tensor(id, book, tensor))
+            })
+            .sum()
+    }
+
     /// At the end: every slice of every submission is complete.
     ///
     /// # Errors

@@ -87,6 +87,8 @@ pub struct Identity {
     pub rank: Rank,
     /// Ranks in the job.
     pub ranks: u32,
+    /// How many of them, the first ones, are workers.
+    pub workers: u32,
     /// Its lane.
     pub lane: u32,
     /// Its window.
@@ -101,6 +103,8 @@ pub struct LinkModel {
     me: Identity,
     books: BTreeMap<BookId, ModelBook>,
     left: BTreeSet<Rank>,
+    /// At a server: leaves of workers that are ahead of the others.
+    again: Vec<Rank>,
     queues: Vec<Queue>,
     order: u64,
 }
@@ -110,7 +114,7 @@ impl LinkModel {
     #[must_use]
     pub fn new(me: Identity) -> Self {
         let queues = (0..me.ranks).map(|_| Queue::default()).collect();
-        Self { me, books: BTreeMap::new(), left: BTreeSet::new(), queues, order: 0 }
+        Self { me, books: BTreeMap::new(), left: BTreeSet::new(), again: Vec::new(), queues, order: 0 }
     }
 
     /// The node opens a book with these places by layer.
@@ -289,15 +293,19 @@ impl LinkModel {
     /// The node sends a control frame to all.
     pub fn control(&mut self, kind: Kind) {
         let me = self.me.rank;
-        for peer in (0..self.me.ranks).map(Rank).filter(|peer| *peer != me) {
+        let heard_by = if kind == Kind::Blob { self.me.workers } else { self.me.ranks };
+        for peer in (0..heard_by).map(Rank).filter(|peer| *peer != me) {
             self.queue(peer, What::Control(kind));
         }
     }
 
     fn leave(&mut self, rank: Rank) {
-        self.left.insert(rank);
-        if self.left.len() == self.me.ranks as usize {
+        if !self.left.insert(rank) {
+            return self.again.push(rank);
+        }
+        if self.left.len() == self.me.workers as usize {
             self.left.clear();
+            std::mem::take(&mut self.again).into_iter().for_each(|rank| self.leave(rank));
             return;
         }
         let open: Vec<(BookId, SliceId)> = (self.books.iter())
@@ -317,8 +325,9 @@ impl LinkModel {
 
     fn finish_if_complete(&mut self, id: BookId, slice: SliceId) {
         let Some(state) = self.books.get_mut(&id) else { return };
-        let active = |rank: &Rank| !self.left.contains(rank);
-        let wanted: BTreeSet<Rank> = (0..self.me.ranks).map(Rank).filter(active).collect();
+        let roles = &state.book.roles;
+        let active = |rank: &Rank| !self.left.contains(rank) && roles.rules.needs(*rank);
+        let wanted: BTreeSet<Rank> = roles.members.iter().filter(active).collect();
         if state.contributed.get(&slice).is_none_or(|(_, who)| *who != wanted) {
             return;
         }

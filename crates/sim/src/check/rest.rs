@@ -2,7 +2,7 @@
 
 use super::{Checker, Violation, check};
 use penstock_core::Route;
-use penstock_core::layout::Book;
+use penstock_core::layout::{Book, Slice};
 use penstock_core::types::Rank;
 
 /// An owner's scratch buffers: of each other rank and each book at most its window, that of what overtakes, and the slices that
@@ -33,6 +33,10 @@ pub fn check_owner_memory(
         2 * slices.map(|slice| u64::from(slice.wire_bytes)).max().unwrap_or(0)
     };
     let in_frames = books.iter().map(|book| rounded(book)).max().unwrap_or(0);
+    // Results that it keeps, and the next one of a slice while it is made.
+    let keeping =
+        |book: &Book| if book.roles.rules.keep_results() { owned(book, rank) + largest(book) } else { 0 };
+    let kept: u64 = books.iter().map(|book| keeping(book)).sum();
     let per_peer: u64 = books
         .iter()
         .map(|book| {
@@ -40,18 +44,28 @@ pub fn check_owner_memory(
             window_bytes.saturating_mul(2).saturating_add(exceptions)
         })
         .fold(in_frames, u64::saturating_add);
-    let bound = per_peer.saturating_mul(u64::from(ranks - 1));
+    let bound = per_peer.saturating_mul(u64::from(ranks - 1)).saturating_add(kept);
     check(held_bytes <= bound, Checker::OwnerMemory, || {
         format!("rank {rank} holds {held_bytes} bytes for its peers; the windows allow {bound}")
     })
 }
 
-/// Payload bytes that a rank sends in one round of `book` to which all contribute. Of the store: every slice it does not own
-/// to its owner, and every slice it owns to each other rank; with even shards of S bytes that is 2 (n-1)/n S. Of collectives:
+/// Bytes of the slices of a book's store that a rank owns, in the type that they are summed in.
+fn owned(book: &Book, rank: Rank) -> u64 {
+    let of_rank =
+        |slice: &&Slice| slice.owner == rank && book.tensors[slice.tensor as usize].route == Route::STORE;
+    book.slices.iter().filter(of_rank).map(|slice| u64::from(slice.len_bytes)).sum()
+}
+
+/// Payload bytes that a rank sends in one round of `book` to which all contribute that may. Of the store: every slice it does not own
+/// to its owner, and every slice it owns to each other rank that contributes; with even shards of S bytes that is 2 (n-1)/n S. With servers apart a worker sends all S, and a
+/// server what it owns to each worker. Of collectives:
 /// what their cost functions say.
 #[must_use]
 pub fn round_bytes(book: &Book, rank: Rank, ranks: u32) -> u64 {
     let (total, owned) = (book.owned_bytes.iter().sum::<u64>(), book.owned_bytes[rank.index()]);
+    let contributes = |rank: Rank| book.roles.members.contains(rank) && book.roles.rules.needs(rank);
+    let others = (0..ranks).filter(|other| *other != rank.0 && contributes(Rank(*other))).count() as u64;
     let collective = book.slices.iter().map(|slice| {
         let tensor = &book.tensors[slice.tensor as usize];
         let Some(algorithm) = tensor.route.collective() else { return 0 };
@@ -59,7 +73,8 @@ pub fn round_bytes(book: &Book, rank: Rank, ranks: u32) -> u64 {
         let position = (rank.0 + ranks - slice.owner.0) % ranks;
         algorithm.slice(u64::from(slice.len_bytes) / elem_bytes, elem_bytes, ranks).sent[position as usize]
     });
-    total - owned + owned * u64::from(ranks - 1) + collective.sum::<u64>()
+    let pushed = if contributes(rank) { total - owned } else { 0 };
+    pushed + owned * others + collective.sum::<u64>()
 }
 
 /// The payload bytes that left a rank are those of `rounds` full rounds.

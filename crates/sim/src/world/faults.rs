@@ -85,7 +85,8 @@ impl<M: SimMemory> World<M> {
         let fault = self.setup.fault.filter(|_| self.struck_in.is_some());
         let survivors = |rank: usize| fault.is_none_or(|fault| fault.rank.index() != rank);
         for (rank, worker) in self.workers.iter().enumerate() {
-            let ended = worker.is_over() || (worker.hangs && !self.fates[rank].fails());
+            let without_end = worker.hangs || self.serves_for_ever(Rank(rank as u32));
+            let ended = worker.is_over() || (without_end && !self.fates[rank].fails());
             check(ended, Checker::NoDeadlock, || {
                 format!("nothing more happens, but rank {rank} has not ended: {}", self.standing())
             })?;

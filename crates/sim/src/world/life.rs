@@ -6,7 +6,7 @@ use super::{Happening, World};
 use crate::check::{Checker, Violation, check};
 use crate::memory::{Chunk, RealMemory, SimMemory};
 use crate::network::ConnectionId;
-use crate::program::{Mishap, OPERATION_TIMEOUT_NS, PEER_TIMEOUT_NS, Sabotage, Setup};
+use crate::program::{Instruction, Mishap, OPERATION_TIMEOUT_NS, PEER_TIMEOUT_NS, Sabotage, Setup};
 use penstock_core::Route;
 use penstock_core::life::{
     Answer, Contact, Effect, Expired, Farewell, Life, PeerTimes, Pulse, Question, Sign, Verdict,
@@ -238,11 +238,20 @@ impl<M: SimMemory> World<M> {
         }
     }
 
+    /// Whether this is a server that waits for the goodbye of a worker that hangs, and that nobody else needs.
+    pub(super) fn serves_for_ever(&self, rank: Rank) -> bool {
+        let instruction = self.setup.programs[rank.index()].get(self.workers[rank.index()].instruction);
+        matches!(instruction, Some(Instruction::Serve)) && self.workers.iter().any(|worker| worker.hangs)
+    }
+
     /// Whether there is nothing to look at any more.
     fn rests(&self, rank: Rank) -> bool {
-        let through = |worker: &Worker| worker.is_over() || worker.hangs;
+        let through = |rank: u32| {
+            let worker = &self.workers[rank as usize];
+            worker.is_over() || worker.hangs || self.serves_for_ever(Rank(rank))
+        };
         self.workers[rank.index()].is_over()
-            || self.workers.iter().all(through)
+            || (0..self.setup.ranks).all(through)
             || self.agenda.now_ns() > END_NS
     }
 
@@ -364,7 +373,7 @@ impl<M: SimMemory> World<M> {
         }
         late.extend(node.late_to_leave());
         if lane == 0 {
-            late.extend(worker.late_to_agree(self.setup.ranks));
+            late.extend(worker.late_to_agree(self.setup.workers));
         }
         late.remove(&rank);
         owners.remove(&rank);
@@ -373,6 +382,13 @@ impl<M: SimMemory> World<M> {
 
     fn is_written(&mut self, id: ConnectionId) -> bool {
         self.said[id].is_empty() && self.network.is_written(id)
+    }
+
+    /// Whether every worker has said goodbye to this server, on every lane.
+    pub(super) fn workers_have_parted(&self, rank: Rank) -> bool {
+        let mut workers = (0..self.setup.workers).map(Rank);
+        let pulses = &self.fates[rank.index()].pulses;
+        workers.all(|worker| pulses.iter().all(|pulse| pulse.has_heard_goodbye(worker)))
     }
 
     /// Says goodbye where it can; true when all is said and heard.

@@ -127,7 +127,7 @@ impl<M: SimMemory> World<M> {
     }
 
     fn add_node(&mut self, rank: Rank, lane: u32) {
-        let Setup { ranks, lanes, window_bytes, priority, .. } = *self.setup;
+        let Setup { ranks, workers, lanes, window_bytes, priority, .. } = *self.setup;
         let wide = |yes: bool| if yes { u64::MAX / 4 } else { window_bytes };
         let (mut node_priority, mut model_priority) = (priority, priority);
         if self.setup.sabotaged(Sabotage::IgnorePriority) {
@@ -138,12 +138,14 @@ impl<M: SimMemory> World<M> {
         }
         let unseen = self.setup.sabotaged(Sabotage::WideWindowUnseen);
         let window = wide(unseen || self.setup.sabotaged(Sabotage::WideWindow));
-        let config = Config { rank, ranks, lane, lanes, window_bytes: window, priority: node_priority };
+        let config =
+            Config { rank, ranks, workers, lane, lanes, window_bytes: window, priority: node_priority };
         self.nodes.push(Node::watched(config, M::default(), Watcher::default()));
         let window_bytes = wide(unseen);
         self.models.push(LinkModel::new(Identity {
             rank,
             ranks,
+            workers,
             lane,
             window_bytes,
             priority: model_priority,
@@ -272,9 +274,12 @@ impl<M: SimMemory> World<M> {
             if let Some(peer) = (0..self.setup.ranks).map(Rank).find(|peer| node.has_frame(*peer)) {
                 return left(format!("rank {rank}, lane {lane} still has a frame for {peer}"));
             }
-            let held = node.memory().held_bytes();
-            if held > 0 {
-                return left(format!("rank {rank}, lane {lane} still holds {held} bytes of scratch"));
+            let (held, kept) =
+                (node.memory().held_bytes(), self.ledger.kept_bytes(Rank(rank as u32), lane as u32));
+            if held != kept {
+                return left(format!(
+                    "rank {rank}, lane {lane} still holds {held} bytes of scratch, not {kept}"
+                ));
             }
             if self.setup.demands.links {
                 self.models[at].finish()?;

@@ -150,7 +150,11 @@ impl<M: SimMemory> World<M> {
             };
             let (fate, now_ns) = (&mut self.fates[rank.index()], self.agenda.now_ns());
             if !went_on {
-                fate.waiting_ns.get_or_insert(now_ns);
+                let worker = &self.workers[rank.index()];
+                let instruction = setup.programs[rank.index()].get(worker.instruction);
+                // A server waits for as long as there are workers.
+                let serves = matches!(instruction, Some(Instruction::Serve));
+                fate.waiting_ns = fate.waiting_ns.or((!serves).then_some(now_ns));
                 return Ok(());
             }
             fate.waiting_ns = None;
@@ -195,6 +199,11 @@ impl<M: SimMemory> World<M> {
                         model.leave_myself();
                     }
                     self.step(rank, lane, Event::Leave)?;
+                }
+            }
+            Instruction::Serve => {
+                if !self.workers_have_parted(rank) {
+                    return Ok(false);
                 }
             }
             Instruction::Mark => {
@@ -407,7 +416,7 @@ impl<M: SimMemory> World<M> {
 
     /// Takes the largest sequence numbers of all ranks, once they are here.
     fn agreed(&mut self, rank: Rank) -> bool {
-        let ranks = self.setup.ranks;
+        let ranks = self.setup.workers;
         let worker = &mut self.workers[rank.index()];
         let gather = worker.gathers;
         if (0..ranks).any(|peer| !worker.blobs.contains_key(&(gather, Rank(peer)))) {
