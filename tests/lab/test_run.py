@@ -5,10 +5,10 @@ import contextlib
 import itertools
 import json
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import programs
 import pytest
 
 import lab.run
@@ -66,8 +66,7 @@ def clusters():
 def run(tmp_path, text):
     file = tmp_path / "small.toml"
     file.write_text(text)
-    command = [sys.executable, "-m", "lab", "run", str(file), "--output", str(tmp_path), "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    done = programs.run("-m", "lab", "run", file, "--output", tmp_path, "--json", cwd=ROOT, timeout=LIMIT_S)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     return done, {line["system"]: line for line in lines}
 
