@@ -11,7 +11,16 @@ import pytest
 
 from penstock.coordinator import Rates
 from penstock.errors import PenstockError
-from penstock.measure.allreduce import CALIBRATIONS, ShortTimes, _Cell, _Message, best_seconds, pattern, percentile
+from penstock.measure.allreduce import (
+    CALIBRATIONS,
+    ShortTimes,
+    _Cell,
+    _Message,
+    best_seconds,
+    pattern,
+    percentile,
+    table,
+)
 
 LIMIT_S = 120
 
@@ -23,10 +32,17 @@ def measure(*arguments, code=0):
     return done
 
 
-def test_every_algorithm_size_and_group_is_measured(tmp_path):
-    picture, rows = tmp_path / "allreduce.png", tmp_path / "rows.jsonl"
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """The result of three ranks, and the files that were asked for. Each group's line is measured for seconds."""
+    folder = tmp_path_factory.mktemp("measured")
+    picture, rows = folder / "allreduce.png", folder / "rows.jsonl"
     options = ["--sizes", "4KB,300KB", "--seconds", "0.05", "--json", "--plot", str(picture), "--json-lines", str(rows)]
-    result = json.loads(measure("--local", "3", *options).stdout)
+    return json.loads(measure("--local", "3", *options).stdout), picture, rows
+
+
+def test_every_algorithm_size_and_group_is_measured(measured):
+    result, picture, rows = measured
     cells = result["cells"]
     algorithms = ["store", "central", "tree", "ring", "butterfly", "auto"]
     assert [(cell["workers"], cell["bytes"], cell["algorithm"]) for cell in cells] == [
@@ -43,7 +59,13 @@ def test_every_algorithm_size_and_group_is_measured(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_table_names_groups_sizes_and_algorithms():
+def test_the_table_names_groups_sizes_and_algorithms(measured):
+    text = table(measured[0])
+    assert "2 workers:" in text and "tree" in text and "auto (" in text and "predicted" in text and "rank 1:" in text
+
+
+@pytest.mark.long
+def test_the_command_prints_the_table():
     text = measure("--local", "2", "--sizes", "64", "--seconds", "0.01", "--algorithms", "tree,auto").stdout
     assert "2 workers:" in text and "tree" in text and "auto (" in text and "predicted" in text and "rank 1:" in text
 
