@@ -30,15 +30,7 @@ class Lent:
         *,
         needed: bool = False,
     ) -> tuple[list[int], list[int]]:
-        """What has landed of these tensors of a book; on the way, let go of what the engine has released.
-
-        Args:
-            book: The book.
-            tensors: Numbers in it.
-            least: Wait until one is complete, or so many leading bytes of it are in memory, or the job has failed.
-            patience_s: But no longer than that.
-            needed: The program cannot go on without them: a failure is raised, what is held back leaves, a wait counts
-                as a stall.
+        """What has landed of these tensors of a book, as `Engine.landed` tells it; what is released is let go of.
 
         Returns:
             Those of `tensors` whose exchange is complete; and for each how many leading bytes of its result are in

@@ -16,6 +16,7 @@ from types import TracebackType
 
 from penstock.demo.exchange import REFERENCE, Directory
 from penstock.demo.failures import WorkerFailed
+from penstock.launch.supervisor import signal_name
 
 POLL_S = 0.03
 SETTLE_S = 0.3
@@ -113,7 +114,7 @@ class Processes:
         code = self._ended.get(rank, 1)
         who = "the one-process reference" if rank == REFERENCE else f"worker {rank}"
         if code < 0:
-            return WorkerFailed(who, f"was killed by signal {-code} ({_signal_name(-code)})", self._last_words(rank))
+            return WorkerFailed(who, f"was killed by signal {-code} ({signal_name(-code)})", self._last_words(rank))
         if rank in errors:
             return WorkerFailed(who, f"failed with {errors[rank][0]}", errors[rank][1])
         return WorkerFailed(who, f"ended with status {code}", self._last_words(rank))
@@ -138,10 +139,3 @@ def _signals_held_back() -> Iterator[None]:
             signal.signal(held, handler)
         for number in arrived:
             signal.raise_signal(number)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"

@@ -26,7 +26,7 @@ from penstock.errors import PenstockError
 from penstock.launch.messages import HELLO, LINE_MAX, decode, encode
 from penstock.launch.placement import THIS_MACHINE, Host, Place, ranks_shown, variables
 
-__all__ = ["AGENT", "Interrupted", "JobFailed", "LaunchPlan", "Supervisor"]
+__all__ = ["AGENT", "Interrupted", "JobFailed", "LaunchPlan", "Supervisor", "signal_name"]
 
 AGENT = (sys.executable, "-m", "penstock.launch.agent")
 START_S = 60.0
@@ -92,7 +92,7 @@ class Interrupted(PenstockError):
     """A signal asked the launcher to end; ``number`` says which."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"ended by {_signal_name(number)}")
+        super().__init__(f"ended by {signal_name(number)}")
         self.number = number
 
 
@@ -309,7 +309,7 @@ class Supervisor:
         if not agent.left and agent.said_hello:
             return
         status = agent.process.wait()
-        how = f"was killed by {_signal_name(-status)}" if status < 0 else f"ended with status {status}"
+        how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with status {status}"
         if not agent.said_hello:
             raise JobFailed(f"{agent.host.name} was not reached: `{shlex.join(self._connect(agent.host))}` {how}", 1)
         ranks = ranks_shown(sorted(agent.left))
@@ -351,7 +351,7 @@ class Supervisor:
 
     def _ending(self, rank: int) -> JobFailed:
         status = self._ended[rank]
-        how = f"was killed by {_signal_name(-status)}" if status < 0 else f"ended with status {status}"
+        how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with status {status}"
         return JobFailed(
             f"rank {rank} on {self._host_of[rank].name} {how}", 128 - status if status < 0 else status, rank
         )
@@ -397,7 +397,8 @@ class Supervisor:
                 signal.signal(number, handler)
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """SIGTERM and so on, or the number of a signal without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -18,9 +18,10 @@ from torch._C._distributed_c10d import Backend as C10dBackend
 
 from penstock import job
 from penstock.boards import TorchBoard
-from penstock.buffers import DTYPES, Buffer, view
+from penstock.buffers import Buffer, view
 from penstock.errors import ConfigError
 from penstock.torch.backend.debug import Comparison, compared, monitored_barrier
+from penstock.torch.backend.reductions import engine_name, reduce_locally
 from penstock.torch.backend.sparse import SPARSE_TAGS, SparseSum, dense
 from penstock.torch.backend.works import Completer, Work, methods_outside_of_dynamo
 
@@ -32,46 +33,6 @@ __all__ = ["ProcessGroup", "create"]
 GROUPS_FIRST = 1 << 15
 """Numbers below are those of `penstock.new_group`."""
 GROUPS_END = 1 << 16
-_OPS = [
-    (dist.ReduceOp.SUM, "sum"),
-    (dist.ReduceOp.AVG, "average"),
-    (dist.ReduceOp.MIN, "min"),
-    (dist.ReduceOp.MAX, "max"),
-]
-_FLOATS = {"f32", "f64", "f16", "bf16"}
-"""What the engine averages. What it does not compute is gathered, and computed by torch in rank order."""
-
-
-def _local_reduction(op: Any, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
-    """How two ranks' tensors are combined, for what the engine does not compute."""
-    known: list[tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = [
-        (dist.ReduceOp.SUM, torch.add),
-        (dist.ReduceOp.AVG, torch.add),
-        (dist.ReduceOp.PRODUCT, torch.mul),
-        (dist.ReduceOp.MIN, torch.minimum),
-        (dist.ReduceOp.MAX, torch.maximum),
-        (dist.ReduceOp.BAND, torch.bitwise_and),
-        (dist.ReduceOp.BOR, torch.bitwise_or),
-        (dist.ReduceOp.BXOR, torch.bitwise_xor),
-    ]
-    for candidate, combine in known:
-        if op == candidate:
-            return combine
-    raise ConfigError(
-        f"the backend penstock computes no {op} of {dtype}; it knows SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR"
-    )
-
-
-def _reduce_locally(op: Any, rows: Sequence[Tensor]) -> Tensor:
-    """The rows in rank order under an operation of torch."""
-    combine = _local_reduction(op, rows[0].dtype)
-    total = rows[0]
-    for row in rows[1:]:
-        total = combine(total, row)
-    if op == dist.ReduceOp.AVG:
-        integral = not (total.is_floating_point() or total.is_complex())
-        total = torch.div(total, len(rows), rounding_mode="floor" if integral else None)
-    return total
 
 
 class _Engines:
@@ -219,12 +180,6 @@ class ProcessGroup(dist.ProcessGroup):
         limit_s = min(limit, self._timeout).total_seconds()
         return Work(self._completer, calls, result, finish_all, limit_s, follow)
 
-    def _sum_name(self, op: Any, tensor: Tensor) -> str | None:
-        """The engine's name for the operation, or None if torch has to compute it."""
-        name = next((name for known, name in _OPS if op == known), None)
-        dtype = view(tensor, "allreduce", written=False).dtype
-        return name if dtype in _FLOATS or (dtype in DTYPES and name != "average") else None
-
     # Sums.
 
     @compared(0)
@@ -249,7 +204,7 @@ class ProcessGroup(dist.ProcessGroup):
 
         calls = []
         for tensor in staged:
-            op = self._sum_name(opts.reduceOp, tensor)
+            op = engine_name(opts.reduceOp, tensor)
             if op is not None:
                 calls.append(self._begin("allreduce", [tensor], [tensor], op=op))
                 continue
@@ -259,7 +214,7 @@ class ProcessGroup(dist.ProcessGroup):
 
         def finish() -> None:
             for tensor, rows in gathered:
-                tensor.copy_(_reduce_locally(opts.reduceOp, rows))
+                tensor.copy_(reduce_locally(opts.reduceOp, rows))
 
         return self._work(opts, calls, list(tensors), finish, copies)
 
@@ -277,7 +232,7 @@ class ProcessGroup(dist.ProcessGroup):
         copies: list[tuple[Tensor, Tensor]] = []
         is_root = opts.rootRank == self._index
         staged = _staged(tensor, copies, written=is_root)
-        op = self._sum_name(opts.reduceOp, staged)
+        op = engine_name(opts.reduceOp, staged)
         rows = [torch.empty_like(staged) for _ in range(self._size)] if op is None and is_root else []
 
         if op is None:
@@ -287,7 +242,7 @@ class ProcessGroup(dist.ProcessGroup):
 
         def finish() -> None:
             if rows:
-                staged.copy_(_reduce_locally(opts.reduceOp, rows))
+                staged.copy_(reduce_locally(opts.reduceOp, rows))
 
         return self._work(opts, [call], list(tensors), finish, copies)
 
@@ -307,7 +262,7 @@ class ProcessGroup(dist.ProcessGroup):
                 )
         calls = []
         for output, blocks in staged:
-            op = self._sum_name(opts.reduceOp, output)
+            op = engine_name(opts.reduceOp, output)
             if op is not None and len({block.numel() for block in blocks}) == 1:
                 calls.append(self._begin("reduce_scatter", blocks, [output], op=op))
                 continue
@@ -323,7 +278,7 @@ class ProcessGroup(dist.ProcessGroup):
 
         def finish() -> None:
             for output, rows in local:
-                output.copy_(_reduce_locally(opts.reduceOp, rows))
+                output.copy_(reduce_locally(opts.reduceOp, rows))
 
         return self._work(opts, calls, [output for output, _ in pairs], finish, copies)
 

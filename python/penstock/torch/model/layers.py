@@ -85,8 +85,8 @@ class Updater(Protocol):
         """Apply the updates of these layers."""
         ...
 
-    def keep_gradient(self, slot: Slot) -> None:
-        """``.grad`` is the caller's by now: it is not zeroed after the update."""
+    def zero_after(self, slot: Slot, wanted: bool) -> None:
+        """Whether ``.grad`` is zeroed after the update; not if it is the caller's by now."""
         ...
 
 

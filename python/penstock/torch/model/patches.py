@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.torch.updates.optimizer import zero_grads
+from penstock.torch.updates.zeroing import zero_grads
 
 __all__ = ["forget_compiled", "patch", "strip", "unpatch"]
 

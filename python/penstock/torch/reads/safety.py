@@ -100,7 +100,7 @@ class DeferredParameter(nn.Parameter):
             if slot is not None:
                 slot.flight.leave_to_caller()
                 if slot.pending.by is not None:
-                    slot.pending.by.keep_gradient(slot)
+                    slot.pending.by.zero_after(slot, False)
                 if slot.gather is not None and slot.gather.holds(slot):
                     slot.gather.drop(slot)
         elif func not in _METADATA:

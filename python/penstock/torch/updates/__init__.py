@@ -4,4 +4,5 @@ optimizer  `step` takes the gradients and returns      separable  whether an opt
 partial    large updates as their averages come in     pieces     calls of an optimizer for pieces
 joined     small updates in one call                   shadow     an optimizer's step for other tensors
 whole      what a step has overwritten, until it is whole
+zeroing    `zero_grad` where gradients may be in flight
 """

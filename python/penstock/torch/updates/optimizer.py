@@ -32,9 +32,10 @@ from penstock.torch.updates import joined
 from penstock.torch.updates.partial import PartialUpdates
 from penstock.torch.updates.separable import as_if_in_step, separable, snapshot, unhooked_step
 from penstock.torch.updates.whole import StepLog, open_steps
+from penstock.torch.updates.zeroing import zero_grads
 from penstock.warning import warn
 
-__all__ = ["Updates", "zero_grads"]
+__all__ = ["Updates"]
 
 LAYERS_PER_LOOK = 16
 """Of the first of several looks ahead."""
@@ -430,9 +431,9 @@ class Updates:
 
     # What else users call on an optimizer
 
-    def keep_gradient(self, slot: Slot) -> None:
-        """``.grad`` is the caller's by now: it is not zeroed after the update."""
-        slot.pending.zero_after = False
+    def zero_after(self, slot: Slot, wanted: bool) -> None:
+        """Whether ``.grad`` is zeroed after the update; not if it is the caller's by now."""
+        slot.pending.zero_after = wanted
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients; one that is still in flight stays with its update."""
@@ -522,55 +523,6 @@ class Updates:
     def _before_reading(self) -> None:
         self.finish_all()
         self._distributed.ending.warn_if_torn()
-
-
-def zero_grads(params: Iterable[nn.Parameter], set_to_none: bool) -> None:
-    """``zero_grad`` for parameters of which some may be in flight."""
-    with torch._C.DisableTorchFunctionSubclass():
-        for param in params:
-            slot = slot_of(param)
-            if slot is not None:
-                if slot.flight.dirty:
-                    slot.flight.cleared()
-                if slot.gather is not None and slot.gather.holds(slot):
-                    slot.gather.drop(slot)
-                if slot.flight.flying or slot.pending.by is not None:
-                    _zero_deferred(slot, set_to_none)
-                    continue
-            grad = param.grad
-            if grad is None:
-                continue
-            if set_to_none:
-                param.grad = None
-                continue
-            if grad.grad_fn is not None:
-                grad.detach_()
-            else:
-                grad.requires_grad_(False)
-            grad.zero_()
-            if slot is not None and slot.gather is not None:
-                mark_average(grad, 0)
-
-
-def _zero_deferred(slot: Slot, set_to_none: bool) -> None:
-    flight, param = slot.flight, slot.param
-    if not flight.assigned:  # the caller's own
-        flight.keep_no_more()
-        if param.grad is not None:
-            param.grad = None if set_to_none else torch.zeros_like(param.grad)
-    elif set_to_none:
-        flight.leave_to_caller()
-        param.grad = None
-    elif slot.pending.by is not None:
-        slot.pending.zero_after = True  # no second gradient in memory: it is zeroed once its update has used it
-    elif flight.gathered:
-        assert slot.distributed is not None  # or it would not be in flight
-        slot.distributed.finish_gradient(slot)  # whether there is a gradient at all is not known before
-        if param.grad is not None:
-            param.grad = mark_average(torch.zeros_like(param.grad), 0)
-    else:
-        flight.leave_to_caller()
-        param.grad = None if param.grad is None else torch.zeros_like(param.grad)
 
 
 def _hooks(*tables: Mapping[int, Any]) -> list[Callable[..., Any]]:
