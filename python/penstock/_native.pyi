@@ -106,7 +106,7 @@ class LayerReport(TypedDict):
 
 @type_check_only
 class BookReport(TypedDict):
-    """Counts of one information book."""
+    """Counts of one book."""
 
     name: str
     layers: list[LayerReport]
@@ -305,7 +305,7 @@ class Engine:
         """Every worker's blob, by rank. All workers call it in the same order; ``what`` is for messages."""
 
     def open_book(self, name: str, layers: list[str], tensors: Sequence[_Tensor], roles: Roles | None = None) -> int:
-        """Open an information book and return its number; every rank must open the same books in the same order.
+        """Open a book and return its number; every rank must open the same books in the same order.
 
         ``tensors`` are (name, index into ``layers``, dtype, elements) or, with a scheme, (name, index, dtype, elements,
         scheme). A dtype is f32, f64, f16, bf16, i64, i32, i16, i8, u8 or bytes. Without a scheme it is "store";
