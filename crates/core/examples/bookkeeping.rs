@@ -58,7 +58,7 @@ impl Job {
                 for _ in 0..8 {
                     let Some(frame) = self.nodes[from].next_frame(Rank(to as u32)) else { break };
                     let (from, header) = (Rank(from as u32), frame.header);
-                    let payload = match self.nodes[to].place(from, &header).expect("frames fit") {
+                    let payload = match self.nodes[to].destination(from, &header).expect("frames fit") {
                         Destination::None => None,
                         Destination::Chunk(chunk) => Some(chunk),
                     };

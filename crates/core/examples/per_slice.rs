@@ -66,7 +66,7 @@ impl<O: Observe + Default> Job<O> {
             while let Some(Outgoing { header, .. }) = nodes[from.index()].next_frame(to) {
                 nodes[from.index()].first_byte_out(to, &header);
                 let node = &mut nodes[to.index()];
-                let payload = match node.place(from, &header).expect("it fits") {
+                let payload = match node.destination(from, &header).expect("it fits") {
                     Destination::None => None,
                     Destination::Chunk(chunk) => Some(chunk),
                 };

@@ -1,7 +1,7 @@
 //! One lane of one rank: a worker and its shard of the store. Events in, actions and frames out.
 //!
 //! A driver gives [`Node::step`] what happens (a submission, a frame that arrived) and carries out the actions that follow.
-//! [`Node::place`] says where a payload goes, before it is read; [`Node::next_frame`] says which frame a peer gets next, at the
+//! [`Node::destination`] says where a payload goes, before it is read; [`Node::next_frame`] says which frame a peer gets next, at the
 //! last moment before it is written. The node keeps books, queues and counts. What a slice does is its exchange's
 //! ([`crate::exchange`]); what may go to a peer, and when, is its outbox's (`node/outbox.rs`).
 
@@ -49,7 +49,7 @@ pub struct Config {
 pub enum Event<C> {
     /// This rank takes part in the next exchange of a tensor.
     Submit(Submission<C>),
-    /// A frame arrived; its payload lies where [`Node::place`] said.
+    /// A frame arrived; its payload lies where [`Node::destination`] said.
     Frame {
         /// The sender.
         from: Rank,
@@ -390,9 +390,9 @@ impl<M: Memory, O: Observe> Node<M, O> {
     ///
     /// # Errors
     /// [`Error::Protocol`] if the frame does not fit this rank's books or what it waits for.
-    pub fn place(&mut self, from: Rank, header: &Header) -> Result<Destination<M::Chunk>, Error> {
+    pub fn destination(&mut self, from: Rank, header: &Header) -> Result<Destination<M::Chunk>, Error> {
         if header.kind.is_call() {
-            return self.calls.place(from, header, &mut self.memory);
+            return self.calls.destination(from, header, &mut self.memory);
         }
         let len = header.payload_bytes as usize;
         if let Some(Some(state)) =
@@ -400,7 +400,8 @@ impl<M: Memory, O: Observe> Node<M, O> {
         {
             self.check(state, from, header)?;
             let site = site(self.config.rank, &state.book, &state.active, header.slice);
-            if let Some(chunk) = state.slices[header.slice as usize].place(header, &site, &self.memory) {
+            if let Some(chunk) = state.slices[header.slice as usize].destination(header, &site, &self.memory)
+            {
                 return Ok(Destination::Chunk(chunk));
             }
         } else if header.kind.is_exchange() {

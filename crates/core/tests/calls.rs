@@ -70,7 +70,7 @@ impl Pair {
                     let (to, rank) = (to.index(), Rank(from as u32));
                     let header = Header::decode(&frame.header.encode()).unwrap();
                     let placed =
-                        self.0[to].place(rank, &header, &mut Lengths).map_err(|error| (to, error))?;
+                        self.0[to].destination(rank, &header, &mut Lengths).map_err(|error| (to, error))?;
                     let payload = match placed {
                         Destination::None => None,
                         Destination::Chunk(chunk) => Some(chunk),
@@ -214,12 +214,12 @@ fn a_peer_that_ignores_the_window_or_sends_unasked_is_refused() {
     let mut calls = Calls::<Lengths>::new(Rank(0), 2);
     let header = Header { payload_bytes: limits::EAGER_BYTES_MAX as u32, ..Header::control(Kind::Message) };
     let mut taken = 0;
-    while let Ok(Destination::Chunk(chunk)) = calls.place(Rank(1), &header, &mut Lengths) {
+    while let Ok(Destination::Chunk(chunk)) = calls.destination(Rank(1), &header, &mut Lengths) {
         calls.frame(Rank(1), &header, Some(chunk), &mut Lengths).unwrap();
         taken += limits::EAGER_BYTES_MAX;
         assert!(taken <= limits::EAGER_WINDOW_BYTES);
     }
     let part = Header { payload_bytes: 8, ..Header::control(Kind::MessagePart) };
-    let error = calls.place(Rank(1), &part, &mut Lengths).unwrap_err();
+    let error = calls.destination(Rank(1), &part, &mut Lengths).unwrap_err();
     assert!(matches!(error, Error::Protocol { peer: Rank(1), .. }), "{error}");
 }

@@ -204,7 +204,7 @@ impl Bench {
 
     /// A frame arrives: first its header, then its payload.
     fn frame(&mut self, from: u32, header: Header) -> Result<(), penstock_core::Error> {
-        let payload = match self.node.place(Rank(from), &header)? {
+        let payload = match self.node.destination(Rank(from), &header)? {
             Destination::None => None,
             Destination::Chunk(chunk) => Some(chunk),
         };
@@ -252,7 +252,9 @@ fn frames_of_a_book_that_is_opened_later_are_counted_once() {
 fn a_book_opened_between_a_header_and_its_payload_does_not_spare_the_frame_its_check() {
     let mut bench = Bench::new(0, 2, 1 << 20);
     let header = exchange(Kind::Push, 999, 1, Op::Average);
-    let Ok(Destination::Chunk(chunk)) = bench.node.place(Rank(1), &header) else { panic!("kept for later") };
+    let Ok(Destination::Chunk(chunk)) = bench.node.destination(Rank(1), &header) else {
+        panic!("kept for later")
+    };
     bench.open();
     let event = Event::Frame { from: Rank(1), header, payload: Some(chunk) };
     assert!(bench.node.step(event, &mut bench.actions).is_err(), "there is no slice 999");
@@ -387,7 +389,7 @@ fn a_result_is_read_straight_into_the_ranks_memory() {
     bench.submit(0, 1, Op::Average, false);
     // Two ranks: the partial sum of half a slice comes in step 0, the other half of the result in step 1.
     let part = |kind, argument| Header { argument, payload_bytes: 2048, ..exchange(kind, 0, 1, Op::Average) };
-    let Ok(Destination::Chunk(_)) = bench.node.place(Rank(0), &part(Kind::Result, 1)) else {
+    let Ok(Destination::Chunk(_)) = bench.node.destination(Rank(0), &part(Kind::Result, 1)) else {
         panic!("expected")
     };
     assert_eq!(bench.node.memory().scratch.get(), 0);

@@ -274,9 +274,9 @@ impl Connection {
             let header = Header::decode(head).map_err(|why| Error::protocol(from, why))?;
             self.staged.start += HEADER_BYTES;
             // If it does not fit, its payload is still to be passed over.
-            let place =
-                node.place(from, &header).inspect_err(|_| self.skip = header.payload_bytes as usize)?;
-            match place {
+            let destination =
+                node.destination(from, &header).inspect_err(|_| self.skip = header.payload_bytes as usize)?;
+            match destination {
                 Destination::Chunk(chunk) => {
                     if chunk.len() >= STAGING_BYTES {
                         self.ahead_bytes = AHEAD_BYTES;

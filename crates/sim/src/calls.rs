@@ -513,7 +513,8 @@ impl World {
         }
         let Some((header, _)) = arriving.front() else { return Ok(false) };
         let Some(chunk) = placed.take() else {
-            let place = self.nodes[to].place(from, header).map_err(|error| format!("rank {to}: {error}"))?;
+            let place =
+                self.nodes[to].destination(from, header).map_err(|error| format!("rank {to}: {error}"))?;
             *placed = Some(match place {
                 Destination::None => None,
                 Destination::Chunk(chunk) => Some(chunk),

@@ -121,7 +121,7 @@ impl Bench {
         // The sender's memory may change from now on.
         assert_eq!(payload.as_ref().and_then(Chunk::to_bytes), bytes, "changed before it was written");
         drop(payload);
-        let placed = match self.nodes[to.index()].place(from, &header)? {
+        let placed = match self.nodes[to.index()].destination(from, &header)? {
             Destination::Chunk(chunk) => Some(chunk),
             Destination::None => None,
         };
@@ -282,9 +282,9 @@ fn who_is_no_member_of_a_book_takes_no_part_in_it() {
     let owner = book.slices[0].owner;
     let push = |from| (Rank(from), Header { seq: 1, step: 1, ..Header::control(Kind::PushAbsent) });
     let (from, header) = push(2);
-    assert!(bench.nodes[owner.index()].place(from, &header).is_err());
+    assert!(bench.nodes[owner.index()].destination(from, &header).is_err());
     let (from, header) = push(4 - owner.0);
-    assert!(bench.nodes[owner.index()].place(from, &header).is_ok());
+    assert!(bench.nodes[owner.index()].destination(from, &header).is_ok());
 }
 
 fn check_all_results(algorithm: Algorithm, ranks: u32) {
@@ -457,11 +457,14 @@ fn a_part_twice_or_from_nowhere_is_a_protocol_error() {
             (from, penstock_core::Header { seq: 0, ..header }),
         ] {
             assert!(
-                matches!(node.place(from, &header), Err(Error::Protocol { .. })),
+                matches!(node.destination(from, &header), Err(Error::Protocol { .. })),
                 "{header:?} from {from}"
             );
         }
         bench.deliver(at).unwrap();
-        assert!(matches!(bench.nodes[0].place(from, &header), Err(Error::Protocol { .. })), "a second time");
+        assert!(
+            matches!(bench.nodes[0].destination(from, &header), Err(Error::Protocol { .. })),
+            "a second time"
+        );
     }
 }

@@ -282,7 +282,7 @@ impl<C: Clone> Mail<C> {
     }
 
     /// Where the payload of an arriving frame goes.
-    pub(super) fn place<M: Memory<Chunk = C>>(
+    pub(super) fn destination<M: Memory<Chunk = C>>(
         &mut self,
         header: &Header,
         memory: &mut M,

@@ -403,20 +403,20 @@ impl<M: Memory> Calls<M> {
     ///
     /// # Errors
     /// [`Error::Protocol`] if nobody asked for it, [`Error::Config`] if the two ranks' calls do not fit.
-    pub fn place(
+    pub fn destination(
         &mut self,
         from: Rank,
         header: &Header,
         memory: &mut M,
     ) -> Result<Destination<M::Chunk>, Error> {
-        let outcome = self.mail[from.index()].place(header, memory);
+        let outcome = self.mail[from.index()].destination(header, memory);
         outcome.map_err(|fault| self.error(from, fault))
     }
 
     /// A frame is here completely.
     ///
     /// # Errors
-    /// As [`Calls::place`].
+    /// As [`Calls::destination`].
     pub fn frame(
         &mut self,
         from: Rank,

@@ -173,7 +173,7 @@ impl<C: Clone> Collective<C> {
     }
 
     /// Results go straight into this rank's memory.
-    pub(super) fn place<M: Memory<Chunk = C>>(
+    pub(super) fn destination<M: Memory<Chunk = C>>(
         &self,
         header: &Header,
         site: &Site<'_>,

@@ -91,15 +91,20 @@ impl<C: Clone> Exchange<C> {
 
     /// Where the payload of an expected frame goes; to scratch if `None`.
     #[must_use]
-    pub fn place<M: Memory<Chunk = C>>(&self, header: &Header, site: &Site<'_>, memory: &M) -> Option<C> {
+    pub fn destination<M: Memory<Chunk = C>>(
+        &self,
+        header: &Header,
+        site: &Site<'_>,
+        memory: &M,
+    ) -> Option<C> {
         match self {
-            Self::Store(store) => store.place(header, site),
-            Self::Collective(collective) => collective.place(header, site, memory),
+            Self::Store(store) => store.destination(header, site),
+            Self::Collective(collective) => collective.destination(header, site, memory),
             Self::Gather(_) => None,
         }
     }
 
-    /// An expected frame is here, its payload where [`Exchange::place`] said.
+    /// An expected frame is here, its payload where [`Exchange::destination`] said.
     ///
     /// # Errors
     /// [`Error::Protocol`] if it does not fit what came before.

@@ -99,7 +99,7 @@ impl<C: Clone> Store<C> {
     }
 
     /// Answers go straight into this rank's memory, unless they have to be expanded.
-    pub(super) fn place(&self, header: &Header, site: &Site<'_>) -> Option<C> {
+    pub(super) fn destination(&self, header: &Header, site: &Site<'_>) -> Option<C> {
         let straight = header.kind == Kind::Answer && !site.rounds();
         self.mine.as_ref().filter(|_| straight).map(|mine| mine.memory.clone())
     }

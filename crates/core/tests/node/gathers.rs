@@ -24,7 +24,7 @@ fn a_gather_brings_every_ranks_bytes_whatever_their_length() {
     bench.contribution(1, 1, 0);
     // Rank 2 is ahead by a round, and not by two.
     bench.contribution(2, 2, 1);
-    assert!(bench.node.place(Rank(2), &piece_of(3, 1, 1)).is_err());
+    assert!(bench.node.destination(Rank(2), &piece_of(3, 1, 1)).is_err());
     assert_eq!(bench.completed(), 0);
     assert_eq!(bench.node.missing(0, GATHERED), [Rank(3)]);
     bench.contribution(3, 1, 4096);
@@ -64,12 +64,12 @@ fn a_gather_takes_nothing_that_does_not_fit() {
         (1, Header { slice: 0, ..piece_of(1, 4096, 4096) }),
         (1, Header { slice: GATHERED, ..exchange(Kind::Push, 0, 1, Op::Average) }),
     ] {
-        assert!(bench.node.place(Rank(from), &header).is_err(), "{header:?}");
+        assert!(bench.node.destination(Rank(from), &header).is_err(), "{header:?}");
     }
     bench.frame(1, piece_of(1, 5000, 4096)).unwrap();
-    assert!(bench.node.place(Rank(1), &piece_of(1, 5001, 905)).is_err(), "its length has changed");
+    assert!(bench.node.destination(Rank(1), &piece_of(1, 5001, 905)).is_err(), "its length has changed");
     bench.frame(1, piece_of(1, 5000, 904)).unwrap();
-    assert!(bench.node.place(Rank(1), &piece_of(1, 5000, 4096)).is_err(), "a second contribution");
+    assert!(bench.node.destination(Rank(1), &piece_of(1, 5000, 4096)).is_err(), "a second contribution");
 }
 
 #[test]

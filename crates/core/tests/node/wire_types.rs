@@ -57,14 +57,14 @@ fn ranks_that_differ_in_the_wire_type_are_told_so() {
         (Header { argument: 2, ..halves(Kind::Push, 0) }, "as f16"),
         (Header { argument: 9, ..halves(Kind::Push, 0) }, "in an unknown type"),
     ] {
-        let error = rounded_bench(0, 2).node.place(Rank(1), &header).unwrap_err().to_string();
+        let error = rounded_bench(0, 2).node.destination(Rank(1), &header).unwrap_err().to_string();
         for word in ["rank 1", "\"t0\"", theirs, "here it travels as bf16"] {
             assert!(error.contains(word), "{error}");
         }
     }
     let error =
-        Bench::with_book(0, 2, 1).node.place(Rank(1), &halves(Kind::Push, 0)).unwrap_err().to_string();
+        Bench::with_book(0, 2, 1).node.destination(Rank(1), &halves(Kind::Push, 0)).unwrap_err().to_string();
     assert!(error.contains("comes as bf16, but here it travels as f32"), "{error}");
     let copied = Header { op: Op::Copy, ..halves(Kind::Push, 0) };
-    assert!(rounded_bench(0, 2).node.place(Rank(1), &copied).is_err(), "a copy keeps all bits");
+    assert!(rounded_bench(0, 2).node.destination(Rank(1), &copied).is_err(), "a copy keeps all bits");
 }

@@ -195,7 +195,7 @@ impl<M: SimMemory> World<M> {
                 self.fates[to.index()].moved_ns = self.agenda.now_ns();
             }
             if to_place && !self.fates[to.index()].fails() {
-                let placed = self.place(from, to, lane, &header)?;
+                let placed = self.destination(from, to, lane, &header)?;
                 self.network.connection(id).placed = Some(placed);
             }
             if received < total {
@@ -206,7 +206,7 @@ impl<M: SimMemory> World<M> {
     }
 
     /// Asks the node where a payload goes, which is when an owner's memory grows.
-    fn place(
+    fn destination(
         &mut self,
         from: Rank,
         to: Rank,
@@ -214,7 +214,7 @@ impl<M: SimMemory> World<M> {
         header: &Header,
     ) -> Result<Option<Chunk>, Violation> {
         let at = self.at(to, lane);
-        let place = self.nodes[at].place(from, header).map_err(|error| protocol(to, error))?;
+        let place = self.nodes[at].destination(from, header).map_err(|error| protocol(to, error))?;
         let Destination::Chunk(chunk) = place else { return Ok(None) };
         if header.kind == Kind::Push && self.sabotage(Sabotage::KeepScratch) {
             self.hoard.push(chunk.clone());
