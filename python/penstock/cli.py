@@ -30,6 +30,16 @@ It trains a small convolutional network with N worker processes on this machine,
 process, and prints how far apart the two are, and what was communicated. Status 0: every check holds.
 """
 
+SERVER_EXAMPLES = """\
+examples:
+  penstock run --workers 4 --servers 2 train.py              starts them with the workers, and ends them
+  penstock server --rank 0 --world-size 4 --servers 2 --rendezvous tcp://HOST:PORT     by hand, on any host
+
+Workers started by hand are told of the servers, too: PENSTOCK_SERVERS=2, and PENSTOCK_RENDEZVOUS the same as here.
+Other options are read from PENSTOCK_* variables; those that must be the same everywhere a server takes from worker 0. A
+server needs no GPU, loads no framework and ends with the job: with status 0 when the workers have ended in order.
+"""
+
 INFO_EXAMPLES = """\
 examples:
   penstock info
@@ -44,6 +54,7 @@ examples:
                                                              a tuple of tensors, or a mapping as {"input_ids": ...}
   penstock explain lab:vgg19 --workers 8                     a network of the lab, from the root of the repository
   penstock explain lab:vgg19 --workers 8 --policy paper      Poseidon's Algorithm 1 instead of predicted seconds
+  penstock explain lab:vgg19 --workers 8 --servers 2         with 2 servers apart from the workers
   penstock explain vgg19 --workers 8 --compute-s 0.9 --json  with a prediction of step times, for programs
 
 For each layer: what its gradient weighs, what each way to synchronise it would move, which one is chosen and why.
@@ -126,6 +137,7 @@ def parser() -> argparse.ArgumentParser:
     demo.set_defaults(command=_demo)
 
     start.add_to(commands)
+    _add_server(commands)
     _add_explain(commands)
     _add_measure(commands)
     info = commands.add_parser(
@@ -137,6 +149,23 @@ def parser() -> argparse.ArgumentParser:
     add_json(info)
     info.set_defaults(command=_info)
     return root
+
+
+def _add_server(commands: Any) -> None:
+    server = commands.add_parser(
+        "server",
+        help="own a part of what a job sums, and train nothing: a process for each server, on any host",
+        epilog=SERVER_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    numbers = (("--rank", "this server, from 0"), ("--world-size", "workers of the job"), ("--servers", "its servers"))
+    for name, meaning in numbers:
+        server.add_argument(name, type=whole_number(0, RANKS_MAX - 1), metavar="N", help=meaning)
+    server.add_argument(
+        "--rendezvous", metavar="PLACE", help="where the workers meet: tcp://host:port or file:///directory"
+    )
+    server.add_argument("--interface", metavar="NAMES", help="names or CIDR blocks of the network to use")
+    server.set_defaults(command=_server)
 
 
 def _add_explain(commands: Any) -> None:
@@ -157,10 +186,11 @@ def _add_explain(commands: Any) -> None:
     )
     explain.add_argument(
         "--servers",
-        type=whole_number(1, RANKS_MAX),
+        type=whole_number(0, RANKS_MAX),
+        default=0,
         metavar="N",
-        help="what if only so many of the workers held a shard of the store (default: all, as in every job that can be "
-        "started today)",
+        help="servers apart from the workers, as penstock run --servers starts them (default: none, each worker holds "
+        "a shard of the store)",
     )
     explain.add_argument(
         "--batch",
@@ -340,6 +370,20 @@ def _demo(options: argparse.Namespace) -> int:
     return 0 if result["ok"] else 1
 
 
+def _server(options: argparse.Namespace) -> int:
+    from penstock import server
+    from penstock.errors import ConfigError, PenstockError
+
+    names = ("rank", "world_size", "servers", "rendezvous", "interface")
+    try:
+        report = server.serve(**{name: getattr(options, name) for name in names})
+    except PenstockError as error:
+        sys.stderr.write(f"penstock server: {type(error).__name__}: {' '.join(str(error).split())}\n")
+        return 2 if isinstance(error, ConfigError) else 1
+    sys.stdout.write(f"ended in order: {report['bytes_received']} bytes received, {report['bytes_sent']} sent\n")
+    return 0
+
+
 def _explain(options: argparse.Namespace) -> int:
     from dataclasses import replace
 
@@ -350,10 +394,9 @@ def _explain(options: argparse.Namespace) -> int:
     from penstock.plan import Terms
 
     try:
-        if options.servers is not None and options.servers > options.workers:
+        if options.workers + options.servers > RANKS_MAX:
             raise ConfigError(
-                f"{options.servers} servers on {options.workers} workers: each server is a worker's shard; give "
-                f"--servers {options.workers} or less"
+                f"{options.workers} workers and {options.servers} servers; a job has at most {RANKS_MAX} of both"
             )
         network = models.load(options.model)
         network = replace(network, notes=(*network.notes, AUTO_NOTE))
@@ -368,7 +411,7 @@ def _explain(options: argparse.Namespace) -> int:
         if compute_s is None and arithmetic > 0.0 and network.arithmetic_is_known:
             compute_s, source = arithmetic / gflops / 1e9, f"{source}; compute: as the products imply"
         given = lossy.of_layers(options.lossy, network.layers)
-        cluster = Cluster(options.workers, options.servers or options.workers)
+        cluster = Cluster(options.workers, options.servers or options.workers, servers_apart=options.servers > 0)
         rates = Rates(
             bytes_per_s=options.bandwidth_mbit * 1e6 / 8,
             latency_s=options.latency_us * 1e-6,

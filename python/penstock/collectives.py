@@ -309,6 +309,8 @@ class _Groups:
 
 _groups = _Groups()
 GROUPS_MAX = 1 << 15
+GROUPS_OWN = (1 << 16) - 2
+"""From here on groups that no program forms: of all ranks, servers included, and of worker 0 and the servers."""
 
 
 def _group(group: Group | None, caller: str) -> Group:

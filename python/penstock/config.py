@@ -37,6 +37,7 @@ SECONDS_MAX = 1e6
 STEPS_MAX = 1_000_000_000
 OBSERVATIONS_MAX = 1 << 24
 POLICIES = ("measured", "paper")
+ROLES = ("worker", "server")
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,11 @@ class Options:
     Arguments win over the environment, the environment over the defaults; a bad value is a `ConfigError` at the call.
 
     Attributes:
-        rank: This process's number, from 0. Found from torchrun, OpenMPI, MPICH (PMI) or Slurm if not given.
-        world_size: The number of processes. Give both or neither of ``rank`` and ``world_size``.
+        rank: This process's number, from 0, among the workers, or among the servers. Found from torchrun, OpenMPI,
+            MPICH (PMI) or Slurm if not given.
+        world_size: The number of workers. Give both or neither of ``rank`` and ``world_size``.
+        servers: Processes of `penstock server` that own what is summed and train nothing; 0: each worker owns a part.
+        role: ``worker``, or ``server`` in the processes of `penstock server`.
         rendezvous: Where ranks find each other if the launcher offers nothing better: ``tcp://host:port`` (rank 0
             listens there) or ``file:///directory`` (private to one user, shared by all ranks, one job at a time).
         secret: At least 16 bytes of text or bytes, the same on every rank; kept as its SHA-256. A job on one host needs
@@ -93,6 +97,8 @@ class Options:
 
     rank: int = 0
     world_size: int = 1
+    servers: int = 0
+    role: str = "worker"
     rendezvous: str | None = None
     secret: bytes | None = field(default=None, repr=False)
     insecure: bool = False
@@ -115,6 +121,21 @@ class Options:
     whole_steps: bool = False
     observations: int = 0
 
+    @property
+    def ranks(self) -> int:
+        """All that meet: workers and servers."""
+        return self.world_size + self.servers
+
+    @property
+    def engine_rank(self) -> int:
+        """This process among all that meet: workers first, then servers."""
+        return self.rank if self.role == "worker" else self.world_size + self.rank
+
+    def name_of(self, engine_rank: int) -> str:
+        """What users know one of all that meet by: ``rank 3``, ``server 1``."""
+        server = engine_rank - self.world_size
+        return f"rank {engine_rank}" if server < 0 else f"server {server}"
+
     def ports(self) -> range:
         """The ports to try in turn; ``range(0, 1)`` stands for any free port."""
         first, _, last = self.port.partition("-")
@@ -126,6 +147,8 @@ class OptionArguments(TypedDict, total=False):
 
     rank: int | None
     world_size: int | None
+    servers: int | str | None
+    role: str | None
     rendezvous: str | None
     secret: str | bytes | None
     insecure: bool | None
@@ -243,10 +266,13 @@ def _line_rate(raw: object) -> float | None:
     return _seconds(raw)  # any positive number within bounds
 
 
-def _policy(raw: object) -> str:
-    if raw not in POLICIES:
-        raise ValueError
-    return str(raw)
+def _one_of(names: tuple[str, ...]) -> Callable[[object], object]:
+    def parse(raw: object) -> str:
+        if raw not in names:
+            raise ValueError
+        return str(raw)
+
+    return parse
 
 
 _SECONDS = (_seconds, f"seconds, more than 0 and at most {SECONDS_MAX:.0f}")
@@ -254,6 +280,8 @@ _SWITCH = (_switch, "true or false (in the environment also 1/0, yes/no, on/off)
 _FIELDS: dict[str, tuple[Callable[[object], object], str]] = {
     "rank": (_whole(0, RANKS_MAX - 1), f"a whole number from 0 to {RANKS_MAX - 1}"),
     "world_size": (_whole(1, RANKS_MAX), f"a whole number from 1 to {RANKS_MAX}"),
+    "servers": (_whole(0, RANKS_MAX - 1), f"a whole number from 0 to {RANKS_MAX - 1}"),
+    "role": (_one_of(ROLES), " or ".join(f'"{name}"' for name in ROLES)),
     "rendezvous": (_rendezvous, '"tcp://host:port" or "file:///directory"'),
     "secret": (_secret, f"text of at least {SECRET_BYTES_MIN} bytes; to make one: {MAKE_A_SECRET}"),
     "insecure": _SWITCH,
@@ -280,7 +308,7 @@ _FIELDS: dict[str, tuple[Callable[[object], object], str]] = {
         lambda raw: integer(0 if raw == "off" else raw, 0, STEPS_MAX),
         f'steps, from 1 to {STEPS_MAX}, or 0 or "off" for never',
     ),
-    "policy": (_policy, " or ".join(f'"{name}"' for name in POLICIES)),
+    "policy": (_one_of(POLICIES), " or ".join(f'"{name}"' for name in POLICIES)),
     "collective_schemes": _SWITCH,
     "whole_steps": _SWITCH,
     "observations": (_whole(0, OBSERVATIONS_MAX), f"a number of records, from 0 to {OBSERVATIONS_MAX}"),

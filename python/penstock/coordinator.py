@@ -62,10 +62,11 @@ class Cluster:
 
     Attributes:
         n_worker: Workers: P1.
-        n_server: Shards of the store, held by the first so many workers: P2.
+        n_server: Shards of the store: P2.
         slice_bytes: Largest slice of the store.
         collective_slice_bytes: Largest slice of layers that travel by a collective.
         lanes: Lanes that carry slices.
+        servers_apart: Whether the shards are held by processes of their own (`penstock server`), not by workers.
     """
 
     n_worker: int
@@ -73,6 +74,7 @@ class Cluster:
     slice_bytes: int = 512 * 1024
     collective_slice_bytes: int = 512 * 1024
     lanes: int = 1
+    servers_apart: bool = False
 
 
 class Placed(NamedTuple):
@@ -145,12 +147,13 @@ class Coordinator:
 
     # The same on all ranks
 
-    def agree(self, gather: Callable[[str, bytes], list[bytes]], *, rank: int) -> None:
+    def agree(self, gather: Callable[[str, bytes], list[bytes]], *, rank: int, book: int = 0) -> None:
         """Check that all ranks hold the same facts. Collective.
 
         Args:
             gather: Gives every rank's blob, by rank; the engine's ``all_gather``.
             rank: This rank.
+            book: Fingerprint of the book of gradients: how it is cut, who owns and who must be in.
 
         Raises:
             ConfigError: Naming the first fact that differs, both ranks and both values.
@@ -161,6 +164,7 @@ class Coordinator:
             "schemes": {name: str(terms.given) for name, terms in self.terms.items() if terms.given is not None},
             "collectives": {name: terms.collective for name, terms in self.terms.items() if terms.collective},
             "layers": [[layer.name, layer.kind, list(layer.shape), layer.elems] for layer in self.network.layers],
+            "book": book,
         }
         blobs = gather("penstock.coordinator", json.dumps(facts, separators=(",", ":")).encode())
         other = next((peer for peer, blob in enumerate(blobs) if blob != blobs[0]), None)
@@ -412,6 +416,7 @@ def _best(
         rows=list(rows),
         workers=cluster.n_worker,
         servers=cluster.n_server,
+        servers_apart=cluster.servers_apart,
         slice_bytes=cluster.slice_bytes,
         collective_slice_bytes=cluster.collective_slice_bytes,
         rates=rates.native(),

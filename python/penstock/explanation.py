@@ -57,6 +57,7 @@ class Explanation:
     policy: str
     n_worker: int
     n_server: int
+    servers_apart: bool
     batchsize: int | None
     rates: Rates
     layers: tuple[LayerPlan, ...]
@@ -83,6 +84,7 @@ class Explanation:
             policy=coordinator.policy,
             n_worker=coordinator.cluster.n_worker,
             n_server=coordinator.cluster.n_server,
+            servers_apart=coordinator.cluster.servers_apart,
             batchsize=coordinator.batchsize,
             rates=coordinator.rates,
             layers=plans,
@@ -158,8 +160,9 @@ class _Text:
         return lines
 
     def _servers(self) -> str:
-        servers, workers = self._it.n_server, self._it.n_worker
-        return "all of them" if servers == workers else f"{servers} of them (no such job can be started yet)"
+        if not self._it.servers_apart:
+            return "all of them"
+        return f"{plural(self._it.n_server, 'server')} apart from them"
 
     def _table(self) -> list[str]:
         """A row for each layer; layers in succession that differ in nothing but their names share one."""

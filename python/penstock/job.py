@@ -13,7 +13,8 @@ import os
 import sys
 import threading
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from penstock import addresses, config, launchers, lending, rendezvous
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 
     from penstock._native import Engine
     from penstock.boards import Board
+    from penstock.collectives import Group
     from penstock.config import OptionArguments, Options
+    from penstock.control import Servers
     from penstock.launchers import Launch
     from penstock.rendezvous import Agreement
 
@@ -52,6 +55,7 @@ class Job:
         address: What this rank advertises, ``host:port``.
         single_host: Whether all ranks share this machine's loopback interface.
         failed: Why this rank has told the others that it failed, or is about to.
+        servers: Those that own what is summed, apart from the workers.
         rates: What wire and processors do, the same on every rank.
         threads: Threads other than the main one that have made calls.
         handled: The exception that the program was handling when it joined, the loss of an earlier job for instance.
@@ -71,13 +75,30 @@ class Job:
 
     @property
     def rank(self) -> int:
-        """This process's number, from 0."""
+        """This process's number, from 0, among the workers, or among the servers."""
         return self.launch.options.rank
 
     @property
     def world_size(self) -> int:
-        """The number of processes."""
+        """The number of workers."""
         return self.launch.options.world_size
+
+    @cached_property
+    def servers(self) -> Servers:
+        """As a worker sees them, if there are some."""
+        from penstock.control import Servers
+
+        return Servers(self.engine, self.rank, self.world_size, self.options.servers)
+
+    @cached_property
+    def everybody(self) -> Group:
+        """All workers and servers, in the order of the engine's ranks."""
+        from penstock.collectives import GROUPS_OWN, Group
+
+        number = GROUPS_OWN if self.options.servers else 0
+        if number:
+            self.engine.form_group(number, list(range(self.options.ranks)))
+        return Group(self.engine, number, range(self.options.ranks), self.options.engine_rank)
 
     @property
     def options(self) -> Options:
@@ -157,7 +178,14 @@ def init(**options: Unpack[OptionArguments]) -> None:
         if _process.job is not None:
             _check_same(_process.job, config.parse_arguments(**options))
             return
-        _run(_start(launchers.discover_here(**options)))
+        launch = launchers.discover_here(**options)
+        if launch.options.role == "server":
+            raise ConfigError(
+                f"penstock.init: this process is server {launch.options.rank} ({launch.sources['role']}), which trains "
+                "nothing; start `penstock server` in its place",
+                rank=launch.options.engine_rank,
+            )
+        _run(_start(launch))
 
 
 def init_at_store(board: Board, rank: int, world_size: int) -> Job:
@@ -189,6 +217,18 @@ def init_at_store(board: Board, rank: int, world_size: int) -> Job:
                 rank=job.rank,
             )
         return job
+
+
+def start_server(launch: Launch) -> Job:
+    """Join the job as a server, in a process that is nothing else: its end is the caller's.
+
+    Args:
+        launch: Of this process.
+
+    Raises:
+        PenstockError: As `init`.
+    """
+    return _start(launch)
 
 
 def _run(job: Job) -> Job:
@@ -317,27 +357,31 @@ def _start(launch: Launch, board: Board | None = None) -> Job:
         point = launch.meeting_point
         meeting_host = point.host if point is not None else None
         chosen = addresses.choose_here(launch.options.interface, agreement.single_host, meeting_host)
-        engine = _bind(launch.options, agreement, chosen.host)
+        engine = _bind(agreement.options, agreement, chosen.host)
         started.append((engine, chosen, agreement))
         return chosen.host, engine.port
 
     if launch.meeting_point is None:
-        alone = rendezvous.Agreement(os.urandom(16), launch.options.secret or os.urandom(32), True, lanes, False)
+        secret = launch.options.secret or os.urandom(32)
+        alone = rendezvous.Agreement(os.urandom(16), secret, True, lanes, False, launch.options)
         started.append((_bind(launch.options, alone, "127.0.0.1"), addresses.Chosen("127.0.0.1", "lo", "alone"), alone))
         table = [("127.0.0.1", started[0][0].port)]
     else:
         _, table = rendezvous.exchange(launch, listen, version=installed_version(), lanes=lanes, board=board)
     engine, chosen, agreement = started[0]
+    launch = replace(launch, options=agreement.options)
     engine.connect(table)
     _announce(launch, chosen, agreement, engine.port)
     job = Job(engine, launch, agreement.job_id, f"{chosen.host}:{engine.port}", agreement.single_host)
     try:
         job.rates = _rates(job)
-        if job.world_size > 1 and job.options.line_rate_mbit != 0.0:
+        if job.options.ranks > 1 and job.options.line_rate_mbit != 0.0:
             engine.set_rates(job.rates.native())
-            if job.rank == 0:
+            if job.options.engine_rank == 0:
                 slice_bytes, _, slicing_lanes = engine.slicing()
                 _log.info("slices of up to %d KiB on %d of %d lanes", slice_bytes >> 10, slicing_lanes, agreement.lanes)
+        if launch.options.role == "worker":
+            _ = job.servers  # no later than the servers themselves
     except BaseException as error:  # an interrupt, too: the others wait for this rank
         job.abort(described(error))
         with contextlib.suppress(PenstockError):  # what failed is on its way up
@@ -349,7 +393,7 @@ def _start(launch: Launch, board: Board | None = None) -> Job:
 def _rates(job: Job) -> Rates:
     """What the option says, or what the links are measured to do."""
     given = job.options.line_rate_mbit
-    if job.world_size == 1 or given == 0.0:
+    if job.options.ranks == 1 or given == 0.0:
         return Rates()
     if given is not None:
         return Rates(bytes_per_s=given * 1e6 / 8, source="line rate as given")
@@ -364,8 +408,9 @@ def _bind(options: Options, agreement: Agreement, host: str) -> Engine:
     for port in options.ports():
         try:
             return _engine_class()(
-                rank=options.rank,
-                size=options.world_size,
+                rank=options.engine_rank,
+                size=options.ranks,
+                servers=options.servers,
                 bind_host=host,
                 port=port,
                 secret=agreement.secret,
@@ -384,9 +429,9 @@ def _bind(options: Options, agreement: Agreement, host: str) -> Engine:
         except (ConfigError, OSError) as error:
             last = error
     raise ConfigError(
-        f"rank {options.rank} cannot listen on {host}, port {options.port}: {last}. Set port (PENSTOCK_PORT) to 0 for "
-        "any free one or to another range",
-        rank=options.rank,
+        f"{options.name_of(options.engine_rank)} cannot listen on {host}, port {options.port}: {last}. Set port "
+        "(PENSTOCK_PORT) to 0 for any free one or to another range",
+        rank=options.engine_rank,
     ) from last
 
 
@@ -409,11 +454,12 @@ def _announce(launch: Launch, chosen: addresses.Chosen, agreement: Agreement, po
     if options.secret is None and options.insecure:
         secret = "made by rank 0, readable by whoever reaches the meeting point (insecure)"
     _log.info(
-        "rank %d of %d (%s) listens on %s:%d, interface %s (%s); met at %s (%s); lanes %d (%s), slice_bytes %s "
+        "%s of %d (%s)%s listens on %s:%d, interface %s (%s); met at %s (%s); lanes %d (%s), slice_bytes %s "
         "(%s), priority %s (%s), secret: %s",
-        options.rank,
-        options.world_size,
+        options.name_of(options.engine_rank),
+        options.world_size if options.role == "worker" else options.servers,
         sources["rank"],
+        f", with {options.servers} servers," if options.servers and options.role == "worker" else "",
         chosen.host,
         port,
         chosen.interface,
@@ -455,9 +501,15 @@ def _finish(job: Job, by_status: str | None = None) -> None:
                     job.engine.shutdown()
             elif by_status is not None:
                 reason = " ".join(by_status.split())[:REASON_CHARACTERS_MAX]
-                job.engine.shutdown_by_status(reason, lending.lent_to(job.engine))
+                try:
+                    job.servers.end()
+                finally:
+                    job.engine.shutdown_by_status(reason, lending.lent_to(job.engine))
             else:
-                job.engine.shutdown()
+                try:
+                    job.servers.end()
+                finally:
+                    job.engine.shutdown()
         except PenstockError as error:
             if front_end is not None:
                 front_end.after_failure(job.engine, error)

@@ -198,7 +198,8 @@ def _meeting_point(
     environ: Mapping[str, str], options: Options, launcher: str, sources: Mapping[str, str], parent_pid: int
 ) -> MeetingPoint:
     if options.rendezvous is not None:
-        launchers = _launchers_scope(environ, launcher)
+        # Servers may be started by hand, and know nothing of what started the workers.
+        launchers = "job" if options.servers else _launchers_scope(environ, launcher)
         return _from_rendezvous_option(options.rendezvous, sources["rendezvous"], launchers)
     found = _from_master_variables(environ, launcher)
     if found is not None:
@@ -256,15 +257,30 @@ def discover(environ: Mapping[str, str], *, parent_pid: int = 0, **arguments: An
     for option in dataclasses.fields(Options):
         sources.setdefault(option.name, "default")
     options = Options(**values)  # type: ignore[arg-type]  # each value was made by its own parser
-    if options.rank >= options.world_size:
-        raise ConfigError(
-            f"rank {options.rank} ({sources['rank']}) is not below the number of processes, {options.world_size} "
-            f"({sources['world_size']}); ranks count from 0"
-        )
-    if options.world_size == 1:
+    _check_place(options, sources)
+    if options.ranks == 1:
         return Launch(options, launcher, None, sources)
     point = _meeting_point(environ, options, launcher, sources, parent_pid)
     return Launch(options, launcher, point, sources)
+
+
+def _check_place(options: Options, sources: Mapping[str, str]) -> None:
+    of, role = ("servers", "server") if options.role == "server" else ("world_size", "rank")
+    count = getattr(options, of)
+    if options.role == "server" and count == 0:
+        raise ConfigError(
+            "this process is to be a server, but the job has none: give the number of servers, the same to all workers "
+            "and servers (--servers, or PENSTOCK_SERVERS)"
+        )
+    if options.rank >= count:
+        raise ConfigError(
+            f"{role} {options.rank} ({sources['rank']}) is not below the number of "
+            f"{'servers' if role == 'server' else 'processes'}, {count} ({sources[of]}); {role}s count from 0"
+        )
+    if options.ranks > config.RANKS_MAX:
+        raise ConfigError(
+            f"{options.world_size} workers and {options.servers} servers; a job has at most {config.RANKS_MAX} of both"
+        )
 
 
 def at_store(rank: int, world_size: int, **arguments: Any) -> Launch:
@@ -283,6 +299,11 @@ def at_store(rank: int, world_size: int, **arguments: Any) -> Launch:
     for option in dataclasses.fields(Options):
         sources.setdefault(option.name, "default")
     options = Options(**values)  # type: ignore[arg-type]  # each value was made by its own parser
+    if options.servers:
+        raise ConfigError(
+            f"servers={options.servers} ({sources['servers']}): servers cannot meet in a store of torch.distributed; "
+            "call penstock.init before init_process_group, or do without servers"
+        )
     point = MeetingPoint("launcher", found_in="the store of torch.distributed") if world_size > 1 else None
     return Launch(options, "torch.distributed", point, sources)
 

@@ -32,7 +32,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from penstock import errors, sharing
@@ -42,6 +42,7 @@ from penstock.errors import ConfigError, PenstockError, ProtocolError, Timeout
 from penstock.sealing import SealedMessage, peek, seal, unseal
 
 if TYPE_CHECKING:
+    from penstock.config import Options
     from penstock.launchers import Launch
 
 __all__ = ["Agreement", "exchange"]
@@ -67,6 +68,8 @@ class Agreement:
         single_host: Whether all ranks share this machine's loopback interface.
         lanes: Threads that move data, the same on every rank.
         all_lanes: Whether slices use all of them, because rank 0 was told their number.
+        options: Those of this rank. A server, which runs no program that could say them, has rank 0's where it was
+            told none.
     """
 
     job_id: bytes
@@ -74,6 +77,7 @@ class Agreement:
     single_host: bool
     lanes: int
     all_lanes: bool
+    options: Options
 
 
 class _Told(Exception):
@@ -90,16 +94,19 @@ def _told(failure: Mapping[str, Any]) -> _Told:
     return _Told(kind(str(failure["message"]), rank=failure["rank"]))
 
 
-def _ranks(numbers: Collection[int]) -> str:
-    """``rank 3`` or ``ranks 1, 2, 5 and 90 more``."""
+def _listed(what: str, numbers: Collection[int]) -> str:
+    """``rank 3``, ``ranks 1, 2, 5 and 90 more``, or nothing."""
+    if not numbers:
+        return ""
     shown = sorted(numbers)[:16]
     more = f" and {len(numbers) - len(shown)} more" if len(numbers) > len(shown) else ""
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, shown))}{more}"
+    return f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, shown))}{more}"
 
 
 # Options that shape what is sent: every rank must have the same.
 _AGREED = (
     "world_size",
+    "servers",
     "slice_bytes",
     "broadcast_buffers",
     "line_rate_mbit",
@@ -109,16 +116,20 @@ _AGREED = (
 )
 
 
+_SIZES = ("world_size", "servers")
+
+
 class _Meeting(ABC):
     """One rank's side of the exchange in the module's first comment: what both sides share."""
 
     def __init__(self, board: Board, launch: Launch, version: str, deadline: float) -> None:
         self.board = board
         self.options = launch.options
+        self.sources = launch.sources
         assert launch.meeting_point is not None, "a single process meets nobody"
         self.point = launch.meeting_point
-        self.rank = launch.options.rank
-        self.size = launch.options.world_size
+        self.rank = launch.options.engine_rank
+        self.size = launch.options.ranks
         self.version = version
         self.deadline = deadline
         self.job = ""
@@ -220,19 +231,29 @@ class _Meeting(ABC):
 
     def _doubled(self) -> ConfigError:
         one_job = "; one job at a time can meet there" if self.rank == 0 else "; ranks must differ"
-        return ConfigError(f"two processes call themselves rank {self.rank} at {self.point}{one_job}", rank=self.rank)
+        return ConfigError(
+            f"two processes call themselves {self.options.name_of(self.rank)} at {self.point}{one_job}", rank=self.rank
+        )
 
     def _late(self, missing: Collection[int], what: str) -> PenstockError:
         text = (
-            f"{_ranks(missing)} of {self.size} did not {what} within {self.options.rendezvous_timeout_s:g} s at "
+            f"{self._named(missing)} of {self.size} did not {what} within {self.options.rendezvous_timeout_s:g} s at "
             f"{self.point}. Check that every rank was started, with the same world size and meeting point, and see the "
             "log of those named; rendezvous_timeout_s sets the limit"
         )
         for rank in sorted(missing):
             doubt = self.doubts.get(rank)
             if doubt is not None:
-                return type(doubt)(f"{text}. Something came in the name of rank {rank}: {doubt}", rank=rank)
+                name = self.options.name_of(rank)
+                return type(doubt)(f"{text}. Something came in the name of {name}: {doubt}", rank=rank)
         return Timeout(text, rank=min(missing))
+
+    def _named(self, numbers: Collection[int]) -> str:
+        """``rank 3`` or ``ranks 1, 2, 5 and server 0``."""
+        workers = [number for number in numbers if number < self.options.world_size]
+        servers = [number - self.options.world_size for number in numbers if number >= self.options.world_size]
+        both = [_listed("rank", workers), _listed("server", servers)]
+        return " and ".join(filter(None, both))
 
     def _failure(self, error: BaseException) -> dict[str, object]:
         """What the others are told of an error."""
@@ -240,7 +261,7 @@ class _Meeting(ABC):
         what = str(error) if told else f"failed while the ranks were meeting: {_describe(error)}"
         return {
             "type": type(error).__name__ if told else "PeerLost",
-            "message": f"rank {self.rank}: {what}",
+            "message": f"{self.options.name_of(self.rank)}: {what}",
             "rank": error.rank if isinstance(error, PenstockError) and error.rank is not None else self.rank,
         }
 
@@ -261,6 +282,7 @@ class _Leader(_Meeting):
         self.job = job_id.hex()
         self.board.guard(self.job, self._proven)
         opening = {"id": self.job, "scope": self.point.scope, "secret": self.shared.announcement}
+        opening["options"] = {name: getattr(self.options, name) for name in _AGREED}
         self.own["job"] = seal(self.version, self.secret, self.given, "job", opening)
         self.board.set("job", self.own["job"])
         hosts = {host_identity()}
@@ -271,7 +293,7 @@ class _Leader(_Meeting):
 
         self._collect("arrival", "arrive", arrived)
         all_lanes = self.options.lanes is not None
-        agreement = Agreement(job_id, self.shared.secret, len(hosts) == 1, self.lanes, all_lanes)
+        agreement = Agreement(job_id, self.shared.secret, len(hosts) == 1, self.lanes, all_lanes, self.options)
         agreed = {"single_host": agreement.single_host, "lanes": agreement.lanes, "all_lanes": agreement.all_lanes}
         self._put("admission", {"nonces": self.nonces_by_rank(), **agreed}, keep=True)
         return agreement
@@ -329,7 +351,8 @@ class _Leader(_Meeting):
             mine = getattr(self.options, name)
             if body[name] != mine:
                 raise ConfigError(
-                    f"option {name}: rank {rank} has {body[name]}, rank 0 has {mine}; set the same on every rank",
+                    f"option {name}: {self.options.name_of(rank)} has {body[name]}, rank 0 has {mine}; set the same on "
+                    "every rank",
                     rank=rank,
                 )
         if body["lanes"] not in (None, self.lanes):
@@ -428,7 +451,8 @@ class _Follower(_Meeting):
                 continue
             assert self.secret is not None
             lanes, all_lanes = int(admission["lanes"]), bool(admission["all_lanes"])
-            return Agreement(bytes.fromhex(job), self.secret, bool(admission["single_host"]), lanes, all_lanes)
+            one_host = bool(admission["single_host"])
+            return Agreement(bytes.fromhex(job), self.secret, one_host, lanes, all_lanes, self.options)
         if not self.job:
             raise self._late({0}, "arrive")
         keys = {rank: self._key("arrival", rank) for rank in range(1, self.size)}
@@ -462,6 +486,23 @@ class _Follower(_Meeting):
                 "choose another meeting point for one of them",
                 rank=self.rank,
             )
+        there = message.body["options"]
+        if self.rank >= sum(there[name] for name in _SIZES):
+            # Rank 0 would never look for what this process leaves, but hears of trouble.
+            here = {name: getattr(self.options, name) for name in _SIZES}
+            name = next(name for name in _SIZES if here[name] != there[name])
+            wrong = ConfigError(
+                f"option {name}: {self.options.name_of(self.rank)} has {here[name]}, rank 0 has {there[name]}; set the "
+                "same on every rank",
+                rank=self.rank,
+            )
+            self.job, self.secret = job, secret
+            self._put("trouble", {"error": self._failure(wrong)})
+            self.job = ""
+            raise wrong
+        if self.options.role == "server":
+            untold = [name for name in _AGREED if self.sources[name] == "default"]
+            self.options = replace(self.options, **{name: there[name] for name in untold})
         if self.job:
             self.board.delete(self._key("arrival", self.rank))  # came too late for rank 0 to clean it up
         self.own.clear()
@@ -568,10 +609,10 @@ def exchange(
     limit_s = launch.options.rendezvous_timeout_s
     deadline = time.monotonic() + limit_s
     if board is None:
-        board = open_board(point, launch.options.rank, launch.options.world_size, deadline, limit_s)
+        board = open_board(point, launch.options.engine_rank, launch.options.ranks, deadline, limit_s)
     board.deadline = deadline
     try:
-        if launch.options.rank == 0:
+        if launch.options.engine_rank == 0:
             meeting: _Leader | _Follower = _Leader(board, launch, version, deadline, lanes)
         else:
             meeting = _Follower(board, launch, version, deadline)

@@ -70,7 +70,7 @@ def choices(found):
 @pytest.mark.parametrize("policy", ["paper", "measured"])
 @pytest.mark.parametrize("nodes", ["8", "16", "32"])
 def test_vgg19s_linear_layers_choose_factors(policy, nodes):
-    found = explained("lab:vgg19", "--workers", nodes, "--servers", nodes, "--batch", "32", "--policy", policy)
+    found = explained("lab:vgg19", "--workers", nodes, "--batch", "32", "--policy", policy)
     assert {name for name, scheme in choices(found).items() if scheme == "factors"} == {"fc6", "fc7", "fc8"}
     assert found["chosen_bytes"] < found["store_bytes"]
 
@@ -80,6 +80,25 @@ def test_googlenet_stays_with_the_store(policy):
     found = explained("lab:googlenet", "--workers", "16", "--batch", "128", "--policy", policy)
     assert set(choices(found).values()) == {"store"}
     assert found["chosen_bytes"] == found["store_bytes"]
+
+
+def test_servers_apart_have_their_own_columns_of_table_1():
+    """fc7 of VGG19 is 4096 x 4096 and 4096: a worker sends all of it, a server its part to and from every worker."""
+    for servers, busiest in [(1, 8), (2, 4), (8, 1), (16, 1)]:
+        arguments = ("lab:vgg19", "--workers", "8", "--servers", str(servers), "--batch", "32")
+        found = explained(*arguments)
+        assert (found["n_worker"], found["n_server"], found["servers_apart"]) == (8, servers, True)
+        fc7 = next(layer for layer in found["layers"] if layer["name"] == "fc7")
+        nbytes = 4096 * 4097 * 4
+        assert fc7["gradient_bytes"] == nbytes
+        part = -(-nbytes // (4 * servers)) * 4
+        assert fc7["scheme_bytes"]["store"] == (8 * part if busiest > 1 else nbytes if servers > 8 else 8 * part)
+        # Algorithm 1 counts both directions of the node that has most.
+        numbers = explained(*arguments, "--policy", "paper")
+        reason = next(layer["reason"] for layer in numbers["layers"] if layer["name"] == "fc7")
+        assert reason == f"3.7 M numbers instead of {2 * 4096 * 4096 * busiest / 1e6:.1f} M through the store"
+    text = explain("lab:vgg19", "--workers", "8", "--servers", "2").stdout
+    assert "the store is sharded over 2 servers apart from them" in text
 
 
 def test_collectives_are_chosen_on_request_for_small_layers():
@@ -248,7 +267,7 @@ def test_a_function_of_ones_own(folder, explain_here):
         (["nets:broken"], "RuntimeError: no such checkpoint"),
         (["nets:number"], "gives a int, which is neither a torch module"),
         (["nets:wrong_example"], "its forward fails with the given example"),
-        (["nets:plain", "--workers", "2", "--servers", "3"], "3 servers on 2 workers"),
+        (["nets:plain", "--workers", "4000", "--servers", "300"], "a job has at most 4096 of both"),
         (["nets:plain", "--bandwidth-mbit", "0"], "0 is not above zero"),
         (["nets:plain", "--policy", "best"], "invalid choice: 'best'"),
         ([], "MODEL"),

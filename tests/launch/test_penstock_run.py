@@ -18,6 +18,7 @@ COMMAND = [sys.executable, "-m", "penstock", "run", "--grace-s", "0.6"]
 SHELL = "env TEST_HOST={host} sh -c {command}"
 """Reaches a "host" that is this machine."""
 
+MEET = ["--master-addr", "127.0.0.1", "--master-port", "1"]
 WAITS = "import os, signal; print('here', os.environ['RANK'], flush=True); signal.pause()"
 TELLS = """
 import json, os, sys
@@ -280,6 +281,7 @@ def test_what_a_worker_leaves_behind_ends_with_it():
         (["--node-rank", "1", "train.py"], "--node-rank 1 is not below --nnodes 1"),
         (["--env", "NOT_SET_ANYWHERE", "train.py"], "--env NOT_SET_ANYWHERE: it is not set here"),
         (["-m", "--no-python", "train"], "give one of them"),
+        (["--servers", "1", "--nnodes", "2", "--node-rank", "0", *MEET, "train.py"], "start `penstock server` by hand"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(tmp_path, arguments, said):

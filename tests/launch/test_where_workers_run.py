@@ -1,11 +1,13 @@
 """Who runs where, as a function of hosts and numbers."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.launch.placement import Host, NodeRank, parse_hosts, place, variables
+from penstock.launch.placement import Host, NodeRank, parse_hosts, place, place_servers, variables
 
 NAMES = st.lists(st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True), min_size=1, max_size=6, unique=True)
 
@@ -96,3 +98,46 @@ def test_a_worker_is_told_what_torchrun_would_tell_it():
     assert "OMP_NUM_THREADS" not in told
     assert variables(worker, ("a", 29500), "run", {}, processors=8)["OMP_NUM_THREADS"] == "2"
     assert variables(worker, ("a", 29500), "run", {}, processors=1)["OMP_NUM_THREADS"] == "1"
+
+
+def servers(hosts, workers, count):
+    placed = place(hosts, workers, None)
+    return [[server.name for server in of] for of in place_servers(hosts, placed, count)]
+
+
+def test_servers_come_behind_all_workers_and_are_dealt_over_the_hosts():
+    a, b = Host("a", 2), Host("b", 1)
+    assert servers([a, b], None, 0) == [[], []]
+    assert servers([a, b], None, 3) == [["server 0", "server 1"], ["server 2"]]
+    apart = [*parse_hosts("a slots=2\nb slots=0 servers=2\nc servers=1 slots=1", "hosts")]
+    assert servers(apart, None, 0) == [[], ["server 0", "server 1"], ["server 2"]]
+    assert ranks(apart, None, None) == [[0, 1], [], [2]]
+    assert ranks(apart, 3, None) == [[0, 1], [], [2]]
+    third = place_servers(apart, place(apart, None, None), 3)[2][0]
+    assert (third.rank, third.number, third.local_rank, third.local_size, third.servers) == (5, 2, 0, 1, 3)
+
+
+def test_a_server_is_told_what_it_is():
+    hosts = [Host("a", 2)]
+    server = place_servers(hosts, place(hosts, None, None), 2)[0][1]
+    told = variables(server, ("a", 29500), "run", {}, processors=8)
+    expected = {"RANK": "1", "WORLD_SIZE": "2", "PENSTOCK_ROLE": "server", "PENSTOCK_SERVERS": "2"}
+    assert expected.items() <= told.items()
+    worker = replace(place(hosts, None, None)[0][1], servers=2)
+    told = variables(worker, ("a", 29500), "run", {}, processors=8)
+    assert {"RANK": "1", "PENSTOCK_ROLE": "worker", "PENSTOCK_SERVERS": "2"}.items() <= told.items()
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "said"),
+    [
+        ("a slots=1 servers=1\nb", 3, "--servers 3: the file of hosts has servers=1 in all"),
+        ("a slots=0 servers=1", 0, "no host has slots for workers"),
+        ("a slots=4000", 200, "4000 workers and 200 servers; a job has at most 4096 of both"),
+    ],
+)
+def test_numbers_of_servers_that_do_not_fit(text, count, said):
+    hosts = parse_hosts(text, "hosts")
+    with pytest.raises(ConfigError) as error:
+        place_servers(hosts, place(hosts, None, None), count)
+    assert said in str(error.value)

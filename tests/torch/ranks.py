@@ -16,6 +16,7 @@ from thread_engine import WAIT_S, Hub
 
 from penstock import job
 from penstock.config import Options
+from penstock.control import Servers
 from penstock.coordinator import Rates
 from penstock.errors import ConfigError, PenstockError
 
@@ -117,8 +118,14 @@ def _run(hub, function, size, shared):
 
     def rank_main(rank):
         options = replace(shared, rank=rank)
+        engine, size = hub.engines[rank], shared.world_size
         _local.job = SimpleNamespace(
-            engine=hub.engines[rank], rank=rank, world_size=shared.world_size, options=options, rates=Rates()
+            engine=engine,
+            rank=rank,
+            world_size=size,
+            options=options,
+            rates=Rates(),
+            servers=Servers(engine, rank, size, 0),
         )
         try:
             results[rank] = function(rank, hub.engines[rank])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from penstock.config import RANKS_MAX
 from penstock.errors import ConfigError
 
-__all__ = ["THIS_MACHINE", "Host", "NodeRank", "Place", "parse_hosts", "place", "variables"]
+__all__ = ["THIS_MACHINE", "Host", "NodeRank", "Place", "parse_hosts", "place", "place_servers", "variables"]
 
 THIS_MACHINE = "localhost"
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -26,23 +26,26 @@ class Host:
     Attributes:
         name: As the command that reaches it, and the other hosts, know it.
         slots: Workers that fit on it, or None: not said.
+        servers: Servers that it is to have, or None: not said.
     """
 
     name: str
     slots: int | None = None
+    servers: int | None = None
 
 
 @dataclass(frozen=True)
 class Place:
-    """One worker: its rank, and where it runs.
+    """One worker, or one server: its rank, and where it runs.
 
     Attributes:
-        rank: Among all workers.
-        local_rank: Among those of its host.
-        local_size: Workers of its host.
+        rank: Among all workers; servers come behind them.
+        local_rank: Among those of its kind on its host.
+        local_size: Of its kind on its host.
         host: Index of the host.
         hosts: Number of hosts.
         world_size: Number of workers.
+        servers: Number of servers.
     """
 
     rank: int
@@ -51,6 +54,22 @@ class Place:
     host: int
     hosts: int
     world_size: int
+    servers: int = 0
+
+    @property
+    def is_server(self) -> bool:
+        """Whether it is a server."""
+        return self.rank >= self.world_size
+
+    @property
+    def number(self) -> int:
+        """Its number among those of its kind."""
+        return self.rank - self.world_size if self.is_server else self.rank
+
+    @property
+    def name(self) -> str:
+        """``rank 3`` or ``server 1``."""
+        return f"{'server' if self.is_server else 'rank'} {self.number}"
 
 
 @dataclass(frozen=True)
@@ -64,26 +83,31 @@ class NodeRank:
 def parse_hosts(text: str, source: str) -> list[Host]:
     """Read a file of hosts: a name per line, with ``slots=N`` if it is to have no more workers than that.
 
+    ``servers=N`` says how many servers a host has; with ``slots=0`` it has nothing else.
+
     Raises:
         ConfigError: A line says something else, a host is there twice, or there is none.
 
     Example:
         >>> parse_hosts("node1 slots=4  # the large one", "hosts")
-        [Host(name='node1', slots=4)]
+        [Host(name='node1', slots=4, servers=None)]
     """
     hosts: dict[str, Host] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
         if not words:
             continue
-        slots = re.fullmatch(r"slots=(\d{1,4})", words[1]) if len(words) == 2 else None
-        if len(words) > 2 or (len(words) == 2 and (slots is None or int(slots[1]) == 0)) or words[0].startswith("-"):
+        said = [re.fullmatch(r"(slots|servers)=(\d{1,4})", word) for word in words[1:]]
+        counts = {one[1]: int(one[2]) for one in said if one is not None}
+        nothing = counts.get("slots") == 0 and not counts.get("servers")
+        if len(counts) < len(words) - 1 or nothing or words[0].startswith("-"):
             raise ConfigError(
-                f"{source}, line {number}: {line.strip()!r}; a line is a host's name, with slots=N behind it or not"
+                f"{source}, line {number}: {line.strip()!r}; a line is a host's name, with slots=N behind it or not, "
+                "and with servers=N or not"
             )
         if words[0] in hosts:
             raise ConfigError(f"{source}, line {number}: {words[0]} is there twice; say slots=N instead")
-        hosts[words[0]] = Host(words[0], int(slots[1]) if slots else None)
+        hosts[words[0]] = Host(words[0], counts.get("slots"), counts.get("servers"))
     if not hosts:
         raise ConfigError(f"{source} names no host")
     local = next((name for name in hosts if name in _LOCAL_NAMES), None)
@@ -113,7 +137,11 @@ def place(
         >>> [[worker.rank for worker in of] for of in place([Host("a"), Host("b")], 4, None)]
         [[0, 1], [2, 3]]
     """
-    counts = _counts(hosts, workers, per_host)
+    of_workers = [host for host in hosts if host.slots != 0]
+    if not of_workers:
+        raise ConfigError("no host has slots for workers")
+    shared = iter(_counts(of_workers, workers, per_host))
+    counts = [0 if host.slots == 0 else next(shared) for host in hosts]
     world_size = sum(counts) * node.count
     if world_size > RANKS_MAX:
         raise ConfigError(f"{world_size} workers; a job has at most {RANKS_MAX}")
@@ -124,6 +152,39 @@ def place(
         placed.append([Place(rank + local, local, count, *where, world_size) for local in range(count)])
         rank += count
     return placed
+
+
+def place_servers(hosts: Sequence[Host], placed: Sequence[Sequence[Place]], servers: int) -> list[list[Place]]:
+    """Give each server a host: as the file of hosts says, or in turn.
+
+    Args:
+        hosts: As for `place`.
+        placed: Its result.
+        servers: Number of servers; 0: as many as the file says.
+
+    Returns:
+        For each host its servers, numbered behind all workers.
+
+    Raises:
+        ConfigError: The numbers do not fit each other.
+    """
+    world_size = sum(map(len, placed))
+    said = [host.servers for host in hosts]
+    total = sum(count or 0 for count in said)
+    if servers == 0:
+        servers = total
+    if any(said) and servers != total:
+        raise ConfigError(f"--servers {servers}: the file of hosts has servers={total} in all")
+    if world_size + servers > RANKS_MAX:
+        raise ConfigError(f"{world_size} workers and {servers} servers; a job has at most {RANKS_MAX} of both")
+    even = [servers // len(hosts) + (index < servers % len(hosts)) for index in range(len(hosts))]
+    counts = [count or 0 for count in said] if total else even
+    result, rank = [], world_size
+    for index, count in enumerate(counts):
+        of = (count, index, len(hosts), world_size, servers)
+        result.append([Place(rank + local, local, *of) for local in range(count)])
+        rank += count
+    return result
 
 
 def _counts(hosts: Sequence[Host], workers: int | None, per_host: int | None) -> list[int]:
@@ -168,15 +229,15 @@ def variables(
         processors: Cores of its host, which its workers share if ``given`` does not say how many threads each takes.
     """
     told = {
-        "RANK": worker.rank,
+        "RANK": worker.number,
         "LOCAL_RANK": worker.local_rank,
         "WORLD_SIZE": worker.world_size,
         "LOCAL_WORLD_SIZE": worker.local_size,
         "GROUP_RANK": worker.host,
         "GROUP_WORLD_SIZE": worker.hosts,
-        "ROLE_NAME": "worker",
-        "ROLE_RANK": worker.rank,
-        "ROLE_WORLD_SIZE": worker.world_size,
+        "ROLE_NAME": "server" if worker.is_server else "worker",
+        "ROLE_RANK": worker.number,
+        "ROLE_WORLD_SIZE": worker.servers if worker.is_server else worker.world_size,
         "MASTER_ADDR": meet[0],
         "MASTER_PORT": meet[1],
         "TORCHELASTIC_RUN_ID": run_id,
@@ -185,10 +246,17 @@ def variables(
     }
     defaults = {"PYTHONUNBUFFERED": 1, "OMP_NUM_THREADS": max(1, processors // worker.local_size)}
     told |= {name: value for name, value in defaults.items() if name not in given}
+    if worker.servers:
+        told |= {"PENSTOCK_SERVERS": worker.servers, "PENSTOCK_ROLE": "server" if worker.is_server else "worker"}
     return {name: str(value) for name, value in told.items()}
 
 
-def ranks_shown(ranks: Iterable[int]) -> str:
-    """Ranks that follow each other, as ``0-3``."""
-    numbers = list(ranks)
-    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {numbers[0]}-{numbers[-1]}"
+def shown(places: Iterable[Place]) -> str:
+    """Those of a host, whose numbers follow each other: ``ranks 0-3, server 0``."""
+    every = list(places)
+    both = [("rank", [one for one in every if not one.is_server]), ("server", [one for one in every if one.is_server])]
+    return ", ".join(
+        f"{word} {of[0].number}" if len(of) == 1 else f"{word}s {of[0].number}-{of[-1].number}"
+        for word, of in both
+        if of
+    )

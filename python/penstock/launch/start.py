@@ -9,6 +9,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from penstock import config
 from penstock.command_line import positive, whole_number
 from penstock.config import RANKS_MAX
 from penstock.errors import ConfigError
-from penstock.launch.placement import THIS_MACHINE, Host, NodeRank, parse_hosts, place
+from penstock.launch.placement import THIS_MACHINE, Host, NodeRank, parse_hosts, place, place_servers
 from penstock.launch.supervisor import Interrupted, JobFailed, LaunchPlan, Supervisor
 
 __all__ = ["add_to", "run"]
@@ -35,6 +36,7 @@ examples:
   penstock run --nproc-per-node 4 train.py --epochs 3            4 workers on this machine
   penstock run --hosts hosts.txt --nproc-per-node 2 train.py     2 on each host of the file, over ssh
   penstock run --hosts hosts.txt --workers 6 train.py            6 in all, by the slots=N of the file
+  penstock run --workers 4 --servers 2 train.py                  2 processes more, which own what is summed
   penstock run --nnodes 2 --node-rank 0 --master-addr node1 --master-port 29500 train.py
                                                                  on each of 2 hosts, as with torchrun
   srun penstock run train.py                                     each task of Slurm or mpirun becomes a worker
@@ -66,6 +68,13 @@ def add_to(commands: Any) -> None:
         type=count,
         metavar="N",
         help="worker processes of each host (default: its slots, or 1)",
+    )
+    parser.add_argument(
+        "--servers",
+        type=whole_number(0, RANKS_MAX - 1),
+        default=0,
+        metavar="N",
+        help="processes apart from the workers that own what is summed (default 0: each worker owns a part)",
     )
     parser.add_argument(
         "--hosts", type=Path, metavar="FILE", help="start workers on these hosts (default: on this one)"
@@ -175,6 +184,7 @@ def _is_task(options: argparse.Namespace, environment: Mapping[str, str]) -> boo
         for name in ("workers", "nproc_per_node", "hosts", "nnodes", "node_rank", "master_addr", "master_port")
         if getattr(options, name) is not None
     ]
+    given += ["servers"] if options.servers else []
     if given:
         raise ConfigError(
             f"--{given[0].replace('_', '-')}: this process is one task of another launcher ({task[0]} is set), which "
@@ -186,7 +196,20 @@ def _is_task(options: argparse.Namespace, environment: Mapping[str, str]) -> boo
 def _plan(options: argparse.Namespace, environment: Mapping[str, str], command: list[str]) -> LaunchPlan:
     hosts, node = _hosts(options)
     placed = place(hosts, options.workers, options.nproc_per_node, node)
+    if options.servers and node.count > 1:
+        raise ConfigError(
+            "--servers: with --nnodes there is a launcher on each host, and none of them starts servers; start "
+            "`penstock server` by hand, or leave --nnodes out and use --hosts"
+        )
+    apart = place_servers(hosts, placed, options.servers)
+    servers = sum(map(len, apart))
+    places = [
+        [*(replace(worker, servers=servers) for worker in of), *more] for of, more in zip(placed, apart, strict=True)
+    ]
     several = max(len(hosts), node.count) > 1
+    told = _told(options, environment, several=several, joint=node.count > 1)
+    if servers:
+        told = {name: value for name, value in told.items() if name not in ("PENSTOCK_SERVERS", "PENSTOCK_ROLE")}
     connect = shlex.split(options.connect)
     if len(hosts) > 1 or hosts[0].name != THIS_MACHINE:
         _check_connect(connect)
@@ -194,11 +217,11 @@ def _plan(options: argparse.Namespace, environment: Mapping[str, str], command: 
         options.log_dir.mkdir(parents=True, exist_ok=True)
     return LaunchPlan(
         hosts=hosts,
-        workers=placed,
+        places=places,
         command=command,
         cwd=str(Path.cwd()),
         connect=connect,
-        environment=_told(options, environment, several=several, joint=node.count > 1),
+        environment=told,
         meet_host=options.master_addr,
         meet_port=options.master_port,
         # Launchers of one job have nothing in common but what each was told.

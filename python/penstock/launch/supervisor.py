@@ -24,15 +24,18 @@ from typing import IO, Any
 
 from penstock.errors import PenstockError
 from penstock.launch.messages import HELLO, LINE_MAX, decode, encode
-from penstock.launch.placement import THIS_MACHINE, Host, Place, ranks_shown, variables
+from penstock.launch.placement import THIS_MACHINE, Host, Place, shown, variables
 
 __all__ = ["AGENT", "Interrupted", "JobFailed", "LaunchPlan", "Supervisor", "signal_name"]
 
 AGENT = (sys.executable, "-m", "penstock.launch.agent")
+SERVER = (sys.executable, "-m", "penstock", "server")
 START_S = 60.0
 """For all hosts to be reached."""
 SETTLE_S = 0.5
 """When one worker has failed, others fail of it, and may be quicker to end: this long is waited for the cause."""
+SERVERS_S = 5.0
+"""For servers to end when all workers have."""
 TERMINATE_S = 3.0
 """Between asking workers to end and ending them."""
 GONE_S = 3.0
@@ -48,7 +51,7 @@ class LaunchPlan:
 
     Attributes:
         hosts: Where.
-        workers: For each host its workers.
+        places: For each host its workers and servers.
         command: Of every worker.
         cwd: The directory in which every worker starts.
         connect: The command that reaches another host: arguments in which ``{host}`` stands for its name and
@@ -62,7 +65,7 @@ class LaunchPlan:
     """
 
     hosts: Sequence[Host]
-    workers: Sequence[Sequence[Place]]
+    places: Sequence[Sequence[Place]]
     command: Sequence[str]
     cwd: str
     connect: Sequence[str]
@@ -75,11 +78,11 @@ class LaunchPlan:
 
 
 class JobFailed(PenstockError):
-    """A worker failed, or an agent.
+    """A worker or a server failed, or an agent.
 
     Attributes:
         status: What the launcher is to end with.
-        rank: The worker that ended badly, if it was one.
+        rank: The worker or server that ended badly, if it was one.
     """
 
     def __init__(self, text: str, status: int, rank: int | None = None) -> None:
@@ -118,10 +121,15 @@ class _Agent:
 
 
 class _Output:
-    """Workers' lines, whole and labelled."""
+    """Workers' and servers' lines, whole and labelled."""
 
-    def __init__(self, world_size: int, log_dir: Path | None) -> None:
-        self._width = len(str(world_size - 1))
+    def __init__(self, names: Mapping[int, str], log_dir: Path | None) -> None:
+        words = [name.split() for name in names.values()]
+        widths = {kind: max(len(number) for of, number in words if of == kind) for kind, _ in words}
+        self._labels = {
+            rank: f"[{kind} {number:>{widths[kind]}}]" for rank, (kind, number) in zip(names, words, strict=True)
+        }
+        self._files = {rank: name.replace(" ", "-") for rank, name in names.items()}
         self._lock = threading.Lock()
         self._log_dir = log_dir
         self._logs: dict[tuple[int, int], IO[str]] = {}
@@ -134,12 +142,12 @@ class _Output:
         with self._lock:
             if stream == 2 and text.strip():
                 self.last_line[rank] = text.strip()
-            target.write(f"[rank {rank:>{self._width}}] {text}\n")
+            target.write(f"{self._labels[rank]} {text}\n")
             target.flush()
             if self._log_dir is not None:
                 log = self._logs.get((rank, stream))
                 if log is None:
-                    name = f"rank-{rank}.{'out' if stream == 1 else 'err'}"
+                    name = f"{self._files[rank]}.{'out' if stream == 1 else 'err'}"
                     log = self._logs[rank, stream] = (self._log_dir / name).open("w", encoding="utf-8", buffering=1)
                 log.write(text + "\n")
 
@@ -156,10 +164,12 @@ class Supervisor:
         self._plan = plan
         self._agents: list[_Agent] = []
         self._events: SimpleQueue[tuple[str, Any]] = SimpleQueue()
-        self._output = _Output(sum(map(len, plan.workers)), plan.log_dir)
+        self._place_of = {place.rank: place for places in plan.places for place in places}
+        self._output = _Output({rank: place.name for rank, place in self._place_of.items()}, plan.log_dir)
         self._host_of = {
-            worker.rank: host for host, workers in zip(plan.hosts, plan.workers, strict=True) for worker in workers
+            place.rank: host for host, places in zip(plan.hosts, plan.places, strict=True) for place in places
         }
+        self._first = next(index for index, places in enumerate(plan.places) if places and not places[0].is_server)
         self._ended: dict[int, int] = {}
         """Status of each rank, in the order in which they ended."""
         self._readers: list[threading.Thread] = []
@@ -177,12 +187,14 @@ class Supervisor:
         with self._signals():
             try:
                 self._reach()
-                meet = (self._plan.meet_host or self._first_host(), self._plan.meet_port or self._agents[0].port)
+                port = self._plan.meet_port or self._agents[self._first].port
+                meet = (self._plan.meet_host or self._first_host(), port)
                 self._start(meet)
                 self._wait(lambda: not self._starting(), START_S, "the workers were not started")
                 started(self._who_is_where(meet))
-                while self._running():
+                while self._workers_run():
                     self._handle(math.inf)
+                self._wait(lambda: not self._running(), SERVERS_S, self._servers_left)
             except JobFailed as failure:
                 raise self._cause(failure) from None
             except Interrupted:
@@ -220,34 +232,40 @@ class Supervisor:
         return [word.replace("{host}", host.name).replace("{command}", line) for word in self._plan.connect]
 
     def _first_host(self) -> str:
-        name = self._plan.hosts[0].name
+        name = self._plan.hosts[self._first].name
         return "127.0.0.1" if name == THIS_MACHINE else name
 
     def _start(self, meet: tuple[str, int]) -> None:
-        for agent, workers in zip(self._agents, self._plan.workers, strict=True):
-            agent.left = {worker.rank for worker in workers}
+        for agent, places in zip(self._agents, self._plan.places, strict=True):
+            agent.left = {place.rank for place in places}
             orders = [
                 {
-                    "rank": worker.rank,
-                    "command": list(self._plan.command),
+                    "rank": place.rank,
+                    "command": list(SERVER if place.is_server else self._plan.command),
                     "environment": {
-                        **variables(worker, meet, self._plan.run_id, self._plan.environment, agent.processors),
+                        **variables(place, meet, self._plan.run_id, self._plan.environment, agent.processors),
                         **self._plan.environment,
                     },
                 }
-                for worker in workers
+                for place in places
             ]
             agent.order({"cwd": self._plan.cwd, "workers": orders})
 
     def _starting(self) -> bool:
-        return any(len(agent.pids) < len(of) for agent, of in zip(self._agents, self._plan.workers, strict=True))
+        return any(len(agent.pids) < len(of) for agent, of in zip(self._agents, self._plan.places, strict=True))
 
     def _who_is_where(self, meet: tuple[str, int]) -> str:
-        number = len(self._host_of)
-        lines = [f"1 worker, at {meet[0]}" if number == 1 else f"{number} workers, which meet at {meet[0]}:{meet[1]}"]
-        for agent, workers in zip(self._agents, self._plan.workers, strict=True):
+        servers = sum(place.is_server for place in self._place_of.values())
+        workers = len(self._place_of) - servers
+        what = f"{workers} worker{'s' if workers > 1 else ''}"
+        what += f" and {servers} server{'s' if servers > 1 else ''}" if servers else ""
+        alone = workers + servers == 1
+        lines = [f"{what}, at {meet[0]}" if alone else f"{what}, which meet at {meet[0]}:{meet[1]}"]
+        for agent, places in zip(self._agents, self._plan.places, strict=True):
             pids = ", ".join(map(str, agent.pids))
-            lines.append(f"  {agent.host.name}: {ranks_shown(worker.rank for worker in workers)} (pid {pids})")
+            lines.append(
+                f"  {agent.host.name}: {shown(places)} (pid {pids})" if places else f"  {agent.host.name}: nothing"
+            )
         return "\n".join(lines)
 
     # What agents report.
@@ -291,7 +309,8 @@ class Supervisor:
         elif "failed" in message:
             # Those behind it were not tried.
             agent.left = {rank for rank in agent.left if rank < message["failed"]}
-            raise JobFailed(f"rank {message['failed']} on {agent.host.name} cannot be started: {message['why']}", 2)
+            name = self._place_of[message["failed"]].name
+            raise JobFailed(f"{name} on {agent.host.name} cannot be started: {message['why']}", 2)
         elif "ended" in message:
             rank, status = message["ended"], message["status"]
             agent.left.discard(rank)
@@ -312,19 +331,27 @@ class Supervisor:
         how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with status {status}"
         if not agent.said_hello:
             raise JobFailed(f"{agent.host.name} was not reached: `{shlex.join(self._connect(agent.host))}` {how}", 1)
-        ranks = ranks_shown(sorted(agent.left))
+        ranks = shown(self._place_of[rank] for rank in sorted(agent.left))
         agent.left.clear()
         raise JobFailed(f"the agent on {agent.host.name} (pid {agent.process.pid} here) {how}, and {ranks} with it", 1)
 
-    def _wait(self, done: Callable[[], bool], limit_s: float, otherwise: str) -> None:
+    def _wait(self, done: Callable[[], bool], limit_s: float, otherwise: str | Callable[[], str]) -> None:
         deadline_s = time.monotonic() + limit_s
         while not done():
             self._handle(deadline_s - time.monotonic())
             if time.monotonic() > deadline_s:
-                raise JobFailed(f"{otherwise} within {limit_s:g} s", 1)
+                text = otherwise if isinstance(otherwise, str) else otherwise()
+                raise JobFailed(f"{text} within {limit_s:g} s", 1)
 
     def _running(self) -> bool:
         return any(agent.left for agent in self._agents)
+
+    def _workers_run(self) -> bool:
+        return any(not self._place_of[rank].is_server for agent in self._agents for rank in agent.left)
+
+    def _servers_left(self) -> str:
+        left = shown(self._place_of[rank] for agent in self._agents for rank in sorted(agent.left))
+        return f"all workers have ended, but {left} did not (does the program call penstock.init?)"
 
     # The end.
 
@@ -335,6 +362,9 @@ class Supervisor:
         self._gather(self._plan.grace_s - SETTLE_S)
         if first.rank is None:
             return first
+        if all(self._is_consequence(rank) == (True, True) for rank in failed):
+            # Servers end quickly; a worker's interpreter may take longer to end than they.
+            failed = [rank for rank, status in self._ended.items() if status != 0]
         return self._ending(min(failed, key=self._is_consequence))
 
     def _gather(self, limit_s: float) -> None:
@@ -353,7 +383,9 @@ class Supervisor:
         status = self._ended[rank]
         how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with status {status}"
         return JobFailed(
-            f"rank {rank} on {self._host_of[rank].name} {how}", 128 - status if status < 0 else status, rank
+            f"{self._place_of[rank].name} on {self._host_of[rank].name} {how}",
+            128 - status if status < 0 else status,
+            rank,
         )
 
     def _end(self) -> None:

@@ -369,7 +369,7 @@ def group_rates(group: Group, calls: int = CALLS, *, one_host: bool = False) -> 
 
 
 def quick_rates(job: Job) -> Rates:
-    """The rates of all ranks when they start. Rank 0 logs them once, with the interface. All ranks call it.
+    """The rates of all ranks when they start, servers included. Rank 0 logs them, with the interface. All call it.
 
     Args:
         job: The running job.
@@ -386,10 +386,11 @@ def quick_rates(job: Job) -> Rates:
         >>> quick_rates(job.current()).bytes_per_s
         117400000.0
     """
-    if job.world_size < 2:
+    group = job.everybody
+    if group.size < 2:
         return Rates()
-    found = group_rates(Group(job.engine, 0, range(job.world_size), job.rank), one_host=job.single_host)
-    if job.rank == 0:
+    found = group_rates(group, one_host=job.single_host)
+    if group.rank == 0:
         _log.info(
             "line rate: %s%.0f Mbit/s, latency %.0f us, interface %s (%s); sums: %.1f GB/s",
             "at least " if found.source == AT_LEAST else "",

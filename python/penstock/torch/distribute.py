@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from penstock import job
 from penstock._native import WAYS
+from penstock.control import Servers
 from penstock.coordinator import Cluster, Coordinator, Rates, best_collectives
 from penstock.errors import ConfigError, ModelMismatch
 from penstock.lossy import LossyScheme
@@ -79,6 +80,7 @@ class Distributed:
         options: Of this rank.
         rates: The job's, the same on every rank.
         given: The model or its wrapper, as the program has it.
+        servers: Those of the job, if there are some.
 
     Attributes:
         terms: By name of the layer, what is settled of its scheme.
@@ -101,8 +103,10 @@ class Distributed:
         options: Options,
         rates: Rates,
         given: nn.Module | None = None,
+        servers: Servers | None = None,
     ) -> None:
         self.engine = engine
+        self.servers = Servers(engine, rank, options.world_size, 0) if servers is None else servers
         self.model = model
         self.key = next(_keys)
         self.whole_steps = options.whole_steps
@@ -133,17 +137,27 @@ class Distributed:
         self.why_whole: dict[str, str] = {}
         patterns: Schemes = {} if schemes is None or isinstance(schemes, str) else schemes
         rows, lossy = self._agree_on_schemes(model if given is None else given, patterns, automatic=schemes == "auto")
-        ranks = options.world_size
+        self.ranks = ranks = options.world_size
         self._automatic = schemes == "auto"
         if self._automatic and options.collective_schemes:
-            network, cluster = network_of(model, self.why_whole, name), Cluster(ranks, ranks, *engine.slicing())
+            network, cluster = network_of(model, self.why_whole, name), self._cluster(*engine.slicing())
             found = best_collectives(network, cluster, policy=options.policy, rates=rates)
             self.terms |= {layer: Terms(collective=found[layer]) for layer in found if self.terms[layer].given is None}
         ways = {layer: WAYS[terms.whole] for layer, terms in self.terms.items() if terms.whole != STORE}
         fixed = {layer: (way.route, way.wire) for layer, way in ways.items()}
         self.gradients = Gradients(
-            engine, rank, f"{name}.gradients", self.layers, self.slots, rows, lossy, ranks, fixed
+            engine,
+            rank,
+            f"{name}.gradients",
+            self.layers,
+            self.slots,
+            rows,
+            lossy,
+            ranks,
+            fixed,
+            self.servers.open_book,
         )
+        self.servers.check_that_all_own(self.gradients.id, f"{name}.gradients")
         self.gathers = {gather.layer.name: gather for gather in self.gradients.rows}
         self.lossy = {gather.layer.name: gather for gather in self.gradients.lossy}
         residuals.check_optimizers(optimizers, self.gradients.lossy)
@@ -175,22 +189,27 @@ class Distributed:
         self.observed = self.watch is None
         patches.patch(self.model, self.gradients.no_sync, self.finish)
 
+    def _cluster(self, slice_bytes: int, collective_slice_bytes: int, lanes: int) -> Cluster:
+        apart = self.servers.count
+        servers = apart or self.ranks
+        return Cluster(self.ranks, servers, slice_bytes, collective_slice_bytes, lanes, servers_apart=apart > 0)
+
     def _coordinate(self, rank: int, name: str, options: Options, rates: Rates) -> tuple[Coordinator, Choice]:
         """The information book, and what keeps it in step on all ranks. Collective."""
-        engine, ranks = self.engine, options.world_size
+        engine = self.engine
         products = any(isinstance(gather.module, nn.Linear) for gather in self.gathers.values())
         local = measured_rates(rates, products=products)
         if self._automatic and self.gathers:
             local = replace(local, gather_s=exchange_cost(engine, rank))
         coordinator = Coordinator(
             network_of(self.model, self.why_whole, name),
-            Cluster(ranks, ranks, *engine.slicing(self.gradients.id)),
+            self._cluster(*engine.slicing(self.gradients.id)),
             policy=options.policy,
             rates=rates,
             terms=self.terms,
             placements=self.gradients.placements,
         )
-        coordinator.agree(engine.all_gather, rank=rank)
+        coordinator.agree(engine.all_gather, rank=rank, book=engine.fingerprint(self.gradients.id))
         book = f"{name}.facts"
         return coordinator, Choice(engine, rank, book, self.model, coordinator, self.gathers, local, self.set_schemes)
 
@@ -361,7 +380,7 @@ class Distributed:
         if watch is None or self.synchronous is not None:
             return
         watch.remove()
-        self.engine.set_priorities(self.gradients.id, watch.decide())
+        self.servers.set_priorities(self.gradients.id, watch.decide())
         self._eager = [layer for layer in self.layers if any(slot.reads.eager for slot in layer.slots)]
         for module, layers in watch.readers().items():
             if id(module) not in self._needed:
@@ -551,6 +570,7 @@ def distribute(
             options=running.options,
             rates=running.rates,
             given=model,
+            servers=running.servers,
         )  # the hooks on the model keep it
     except BaseException:
         if not any(distributed_of(param) is not None for param in inner.parameters()):

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import Backend as C10dBackend
 from penstock import job
 from penstock.boards import TorchBoard
 from penstock.buffers import Buffer, view
+from penstock.collectives import GROUPS_OWN
 from penstock.errors import ConfigError
 from penstock.torch.backend.debug import Comparison, compared, monitored_barrier
 from penstock.torch.backend.reductions import engine_name, reduce_locally
@@ -32,7 +33,7 @@ __all__ = ["ProcessGroup", "create"]
 
 GROUPS_FIRST = 1 << 15
 """Numbers below are those of `penstock.new_group`."""
-GROUPS_END = 1 << 16
+GROUPS_END = GROUPS_OWN
 
 
 class _Engines:

@@ -64,6 +64,7 @@ class Gradients:
         lossy: The layers whose gradients are made short, each with its module and its scheme's options.
         ranks: How many there are.
         fixed: By name of the layer, how its gradients travel where that is not the store as it is; see `book_scheme`.
+        open_book: Opens the book, perhaps with servers; the engine's own if it is not given.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Gradients:
         lossy: Sequence[tuple[Layer, nn.Module, LossyScheme]] = (),
         ranks: int = 0,
         fixed: Mapping[str, tuple[str, str | None]] | None = None,
+        open_book: Callable[[str, list[str], list[Any]], int] | None = None,
     ) -> None:
         self.engine = engine
         self.rank = rank
@@ -90,11 +92,11 @@ class Gradients:
             for index, (layer, module, options) in enumerate(lossy, len(slots) + len(rows))
         ]
         self.gathers: list[Gather] = [*self.rows, *self.lossy]
-        self.duties = OwnerDuties(self.gathers, engine.report()["size"], len(slots) + len(self.gathers))
+        self.duties = OwnerDuties(self.gathers, ranks or engine.report()["size"], len(slots) + len(self.gathers))
         for gather in self.gathers:
             for slot in gather.slots:
                 slot.gather = gather
-        self.id = engine.open_book(
+        self.id = (open_book or engine.open_book)(
             name,
             [layer.name for layer in layers],
             [_entry(slot, *(fixed or {}).get(slot.layer.name, ("store", None))) for slot in slots]

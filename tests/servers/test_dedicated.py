@@ -1,0 +1,245 @@
+"""Jobs with servers of their own, of real processes, as `penstock run --servers` starts them."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.control import EndServing, ServeBook, SetPriorities, decode, encode
+from penstock.errors import ProtocolError
+
+LIMIT_S = 150
+GONE_S = 10
+STEPS = 6  # as in training.py
+TRAINING = Path(__file__).with_name("training.py")
+RUN = [sys.executable, "-m", "penstock", "run", "--grace-s", "2"]
+
+
+def start(directory, workers, servers, *options, program=TRAINING, **more):
+    directory.mkdir(exist_ok=True)
+    command = [*RUN, "--workers", str(workers), "--servers", str(servers), str(program), str(directory), *options]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=directory, text=True, **pipes, **more)
+
+
+def run(*arguments):
+    process = start(*arguments)
+    try:
+        out, err = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def trained(directory, workers, servers, *options):
+    """What each worker has left, and by server what it says it has received and sent."""
+    status, out, err = run(directory, workers, servers, *options)
+    assert status == 0, err
+    told = re.findall(r"\[server (\d)\] ended in order: (\d+) bytes received, (\d+) sent", out)
+    assert [int(server) for server, *_ in sorted(told)] == list(range(servers)), out
+    results = [json.loads((directory / f"result-{rank}").read_text()) for rank in range(workers)]
+    return results, [(int(received), int(sent)) for _, received, sent in sorted(told)]
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(4, 2), (2, 1), (3, 2)])
+def test_training_has_the_bits_of_a_job_without_servers_and_moves_what_table_1_says(tmp_path, workers, servers):
+    apart, moved_by_servers = trained(tmp_path / "apart", workers, servers)
+    alike, _ = trained(tmp_path / "alike", workers, 0)
+    assert {result["bits"] for result in apart + alike} == {alike[0]["bits"]}
+    nbytes = 4 * apart[0]["parameters"]
+    for rank, result in enumerate(apart):
+        # Numbers of ranks are those of workers; so are sums.
+        assert (result["rank"], result["world_size"]) == (rank, workers)
+        assert result["ranks"] == sum(range(workers))
+        # P1: a worker sends and receives all of it; what the ranks compare goes among the workers.
+        assert result["moved"]["model0.gradients"] == {"bytes_sent": STEPS * nbytes, "bytes_received": STEPS * nbytes}
+        assert len(result["owned"]) == workers + servers
+    # P2: a server owns its even share, and moves it to and from every worker.
+    owned = apart[0]["owned"][workers:]
+    assert sum(owned) == nbytes
+    assert max(owned) - min(owned) <= 8192, "no more than a slice"
+    assert moved_by_servers == [(STEPS * workers * share, STEPS * workers * share) for share in owned]
+
+
+def test_what_servers_make_no_sense_for_goes_among_the_workers(tmp_path):
+    apart, moved = trained(tmp_path / "apart", 3, 1, "schemes")
+    alike, _ = trained(tmp_path / "alike", 3, 0, "schemes")
+    assert {result["bits"] for result in apart + alike} == {alike[0]["bits"]}
+    first_layer = 4 * (300 * 40 + 300)
+    assert 0 < moved[0][0] <= STEPS * 3 * (first_layer + 4 * 200), "factors and a ring pass the server by"
+
+
+def test_workers_with_different_numbers_of_batches_join(tmp_path):
+    apart, _ = trained(tmp_path / "apart", 3, 2, "join")
+    alike, _ = trained(tmp_path / "alike", 3, 0, "join")
+    assert {result["bits"] for result in apart + alike} == {alike[0]["bits"]}
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("victim", ["server 1", "rank 1"])
+def test_whoever_is_killed_ends_all_and_is_named(tmp_path, victim):
+    waits = tmp_path / "waits.py"
+    waits.write_text(
+        "import sys, torch, penstock as ps\n"
+        "ps.init(peer_timeout_s=60)\n"
+        "print('here', flush=True)\n"
+        "numbers = torch.zeros(1)\n"
+        "model = torch.nn.Linear(100, 100)\n"
+        "model, optimizer = ps.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))\n"
+        "while True:\n"
+        "    model(torch.ones(1, 100)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    print('step', flush=True)\n"
+    )
+    process = start(tmp_path / "job", 2, 2, program=waits)
+    try:
+        while "step" not in process.stdout.readline():
+            pass
+        head = process.stderr.readline() + process.stderr.readline()
+        assert "2 workers and 2 servers, which meet at" in head
+        assert "localhost: ranks 0-1, servers 0-1 (pid" in head
+        pids = [int(pid) for pid in re.search(r"\(pid ([\d, ]+)\)", head)[1].split(", ")]
+        names = ["rank 0", "rank 1", "server 0", "server 1"]
+        began_s = time.monotonic()
+        os.kill(pids[names.index(victim)], signal.SIGKILL)
+        _, err = process.communicate(timeout=LIMIT_S)
+        assert time.monotonic() - began_s < GONE_S
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGKILL
+    assert f"{victim} on localhost was killed by SIGKILL; all others have ended" in err
+    assert not [pid for pid in pids if alive(pid)]
+    if victim == "server 1":
+        assert re.search(r"\[rank 0\] penstock.errors.PeerLost: server 1 \(127.0.0.1:\d+\) is lost", err), err
+    else:
+        assert re.search(r"\[server 0\] penstock server: PeerLost: rank 1 is lost", err), err
+
+
+def test_a_server_loads_no_framework(tmp_path):
+    """Asserted in the server itself, at its end."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, sys\n"
+        "if sys.argv[-1:] == ['server'] or 'server' in sys.orig_argv:\n"
+        "    names = ('torch', 'numpy')\n"
+        "    atexit.register(lambda: print('loaded:', [name for name in names if name in sys.modules], flush=True))\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    process = start(tmp_path / "job", 2, 1, env=env)
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, err
+    assert "[server 0] loaded: []" in out
+
+
+def test_servers_end_where_the_program_never_joins(tmp_path):
+    program = tmp_path / "plain.py"
+    program.write_text("print('done')")
+    process = start(tmp_path / "job", 2, 1, program=program)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1
+    assert "all workers have ended, but server 0 did not (does the program call penstock.init?)" in err
+
+
+def test_more_servers_than_there_is_to_own(tmp_path):
+    program = tmp_path / "small.py"
+    program.write_text(
+        "import torch, penstock as ps\n"
+        "ps.init()\n"
+        "model = torch.nn.Linear(3, 1, bias=False)\n"
+        "ps.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))\n"
+    )
+    status, _, err = run_program(tmp_path / "job", 2, 2, program)
+    assert status != 0
+    assert "model0.gradients has slices for 1 of 2 servers, and server 1 would own nothing; start fewer" in err
+
+
+def run_program(directory, workers, servers, program):
+    process = start(directory, workers, servers, program=program)
+    try:
+        out, err = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def server_alone(*arguments, **variables):
+    command = [sys.executable, "-m", "penstock", "server", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env={**os.environ, **variables})
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "said"),
+    [
+        (["--rank", "0", "--world-size", "2"], {}, "the job has none: give the number of servers"),
+        (["--rank", "2", "--world-size", "2", "--servers", "2"], {}, "server 2 (argument rank) is not below"),
+        (["--servers", "1"], {}, "does not know where to meet the others"),
+        ([], {"PENSTOCK_SERVERS": "many"}, "option servers: got 'many'"),
+    ],
+)
+def test_a_server_that_cannot_be_one(arguments, variables, said):
+    status, err = server_alone(*arguments, **variables)
+    assert status == 2
+    assert said in err
+    assert err.startswith("penstock server: ConfigError: ")
+    assert err.count("\n") == 1
+
+
+def test_a_worker_and_a_server_that_were_told_different_numbers(tmp_path):
+    """The worker knows of one server; the second one is told so at once, and nobody waits until time is up."""
+    meet = tmp_path / "meet"
+    meet.mkdir(mode=0o700)
+    given = f"rank=0, world_size=1, servers=1, rendezvous='file://{meet}', rendezvous_timeout_s=60"
+    program = f"import penstock as ps; ps.init({given})"
+    worker = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+    began_s = time.monotonic()
+    status, err = server_alone("--rank", "1", "--world-size", "1", "--servers", "2", "--rendezvous", f"file://{meet}")
+    said = worker.communicate(timeout=LIMIT_S)[1]
+    assert (status, worker.returncode) == (2, 1)
+    for text in (err, said):
+        assert "option servers: server 1 has 2, rank 0 has 1; set the same on every rank" in text
+    assert time.monotonic() - began_s < 40
+
+
+def test_a_program_that_trains_is_no_server():
+    program = "import penstock as ps; ps.init()"
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "PENSTOCK_ROLE": "server", "PENSTOCK_SERVERS": "1"}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env={**os.environ, **variables},
+    )
+    assert done.returncode == 1
+    assert "this process is server 0" in done.stderr
+    assert "start `penstock server` in its place" in done.stderr
+
+
+def test_messages_are_typed_and_nothing_else_is_taken():
+    book = ServeBook(2, "model", ["fc"], [["w", 0, "f32", 3]], [0, 1, 2], [2], [0, 1])
+    for message in (book, SetPriorities(1, [2, 0, 1]), EndServing()):
+        assert decode(encode(message)) == message
+    wrong = [
+        b"",
+        b"\x80\x04K\x01.",  # a pickle
+        b"[]",
+        b'{"version": 2, "type": "EndServing", "fields": {}}',
+        b'{"version": 1, "type": "System", "fields": {}}',
+        b'{"version": 1, "type": "EndServing", "fields": {"command": "x"}}',
+    ]
+    for data in wrong:
+        with pytest.raises(ProtocolError):
+            decode(data)

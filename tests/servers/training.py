@@ -1,0 +1,71 @@
+"""A worker's program: trains a small network; what came of it and was moved goes to ``DIRECTORY/result-RANK``."""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import penstock as ps
+
+STEPS = 6
+
+
+def network():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 7))
+
+
+def main(directory, *options):
+    ps.init(slice_bytes=8192, check_every=2)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    schemes = {"2": "factors", "4": "ring"} if "schemes" in options else None
+    model, optimizer = ps.distribute(model, optimizer, schemes=schemes)
+    before = ps.report()
+    generator = torch.Generator().manual_seed(ps.rank())
+    steps = STEPS + (ps.rank() if "join" in options else 0)
+
+    def step():
+        x = torch.randn(9, 40, generator=generator)
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    if "join" in options:
+        with ps.join():
+            for _ in range(steps):
+                step()
+    else:
+        for _ in range(steps):
+            step()
+    ps.synchronize()
+    total = torch.tensor([float(ps.rank())])
+    ps.allreduce(total)
+    bits = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    report = ps.report()
+    was = {book["name"]: book["layers"] for book in before["books"]}
+    moved = {
+        book["name"]: {
+            way: sum(layer[way] for layer in book["layers"]) - sum(layer[way] for layer in was[book["name"]])
+            for way in ("bytes_sent", "bytes_received")
+        }
+        for book in report["books"]
+        if book["name"] in was
+    }
+    told = {
+        "rank": ps.rank(),
+        "world_size": ps.world_size(),
+        "ranks": total.item(),
+        "bits": bits,
+        "moved": moved,
+        "owned": report["owned_bytes"],
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+    (Path(directory) / f"result-{ps.rank()}").write_text(json.dumps(told))
+
+
+main(*sys.argv[1:])
