@@ -18,6 +18,7 @@ __all__ = [
     "WAYS",
     "Call",
     "Engine",
+    "Optimizer",
     "Roles",
     "Way",
     "allreduce_cost",
@@ -235,6 +236,59 @@ def summing_rate() -> float:
 
 def digests(ranges: list[tuple[int, int]]) -> list[int]:
     """64 bits of XXH3, as a signed number, of each range of memory, given as address and length in bytes."""
+
+@final
+class Optimizer:
+    """An optimizer as the owners of values apply it; options are torch's. See crates/core/src/optimizer.rs."""
+
+    @staticmethod
+    def sgd(
+        *, lr: float, weight_decay: float, maximize: bool, momentum: float, dampening: float, nesterov: bool
+    ) -> Optimizer:
+        """As torch.optim.SGD."""
+
+    @staticmethod
+    def adam(
+        *,
+        lr: float,
+        weight_decay: float,
+        maximize: bool,
+        betas: tuple[float, float],
+        eps: float,
+        amsgrad: bool,
+        decoupled: bool,
+    ) -> Optimizer:
+        """As torch.optim.Adam, or AdamW if ``decoupled``."""
+
+    @staticmethod
+    def adagrad(
+        *, lr: float, weight_decay: float, maximize: bool, lr_decay: float, eps: float, initial: float
+    ) -> Optimizer:
+        """As torch.optim.Adagrad; ``initial`` is its initial_accumulator_value."""
+
+    @staticmethod
+    def rmsprop(
+        *,
+        lr: float,
+        weight_decay: float,
+        maximize: bool,
+        alpha: float,
+        eps: float,
+        momentum: float,
+        centered: bool,
+    ) -> Optimizer:
+        """As torch.optim.RMSprop."""
+
+    @property
+    def states(self) -> list[str]:
+        """What is kept beside each value, by torch's names."""
+
+    @property
+    def initial(self) -> float:
+        """What that begins with: zero, but for Adagrad."""
+
+    def update(self, dtype: str, step: int, value: int, gradient: int, states: list[int], nbytes: int) -> None:
+        """Make update number ``step``, from 1, of the values at this address; all are of so many bytes."""
 
 @final
 class Roles:

@@ -5,6 +5,7 @@ mod cost;
 mod digest;
 mod engine;
 mod errors;
+mod optimizer;
 mod report;
 mod roles;
 mod way;
@@ -38,6 +39,8 @@ mod _native {
     use super::digest::digests;
     #[pymodule_export]
     use super::engine::Engine;
+    #[pymodule_export]
+    use super::optimizer::Twin;
     #[pymodule_export]
     use super::roles::BookRoles;
     #[pymodule_export]

@@ -1,0 +1,88 @@
+"""Which optimizer of the core does what an optimizer of torch does: its twin, for updates where values are owned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+from penstock._native import Optimizer as Twin
+from penstock.errors import ConfigError
+
+__all__ = ["twin_of"]
+
+# How an update is computed on a device, and not what it is.
+_WITHOUT_EFFECT = ("foreach", "fused", "capturable", "initial_lr")
+
+
+def _sgd(of: Mapping[str, Any]) -> Twin:
+    return Twin.sgd(**_common(of), momentum=of["momentum"], dampening=of["dampening"], nesterov=of["nesterov"])
+
+
+def _adam(of: Mapping[str, Any]) -> Twin:
+    beta1, beta2 = of["betas"]
+    return Twin.adam(
+        **_common(of),
+        betas=(float(beta1), float(beta2)),
+        eps=of["eps"],
+        amsgrad=of["amsgrad"],
+        decoupled=of["decoupled_weight_decay"],
+    )
+
+
+def _adagrad(of: Mapping[str, Any]) -> Twin:
+    return Twin.adagrad(
+        **_common(of), lr_decay=of["lr_decay"], eps=of["eps"], initial=float(of["initial_accumulator_value"])
+    )
+
+
+def _rmsprop(of: Mapping[str, Any]) -> Twin:
+    return Twin.rmsprop(
+        **_common(of), alpha=of["alpha"], eps=of["eps"], momentum=of["momentum"], centered=of["centered"]
+    )
+
+
+def _common(of: Mapping[str, Any]) -> dict[str, Any]:
+    return {"lr": float(of["lr"]), "weight_decay": float(of["weight_decay"]), "maximize": of["maximize"]}
+
+
+_USUAL = {"params", "lr", "weight_decay", "maximize", "differentiable"}
+_TWINS: dict[type[Optimizer], tuple[Callable[[Mapping[str, Any]], Twin], set[str]]] = {
+    SGD: (_sgd, {"momentum", "dampening", "nesterov"}),
+    Adam: (_adam, {"betas", "eps", "amsgrad", "decoupled_weight_decay"}),
+    AdamW: (_adam, {"betas", "eps", "amsgrad", "decoupled_weight_decay"}),
+    Adagrad: (_adagrad, {"lr_decay", "eps", "initial_accumulator_value"}),
+    RMSprop: (_rmsprop, {"alpha", "eps", "momentum", "centered"}),
+}
+
+
+def twin_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Twin:
+    """The twin with the options that a parameter group has now.
+
+    Args:
+        optimizer: Of torch, of exactly one of the classes that have a twin: a subclass may do something else.
+        group: One of its parameter groups.
+
+    Raises:
+        ConfigError: Its class, or an option, has no twin.
+
+    Example:
+        >>> adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> twin_of(adam, adam.param_groups[0]).states
+        ['exp_avg', 'exp_avg_sq']
+    """
+    kind = type(optimizer)
+    if kind not in _TWINS:
+        names = ", ".join(sorted(known.__name__ for known in _TWINS))
+        raise ConfigError(
+            f"{kind.__module__}.{kind.__qualname__} cannot update at the servers: only {names} of torch.optim can, and "
+            "no subclass of them"
+        )
+    make, options = _TWINS[kind]
+    unknown = sorted(set(group) - options - _USUAL - set(_WITHOUT_EFFECT))
+    if unknown:
+        raise ConfigError(f"{kind.__name__} cannot update at the servers with its option {unknown[0]!r}")
+    if group["differentiable"]:
+        raise ConfigError(f"{kind.__name__} cannot update at the servers with differentiable=True")
+    return make(group)
