@@ -364,6 +364,15 @@ fn check(
              what the others get"
         ));
     }
+    let updated = |t: &&Tensor| matches!(t.dtype, Dtype::F32 | Dtype::F64);
+    if let Some(Tensor { name, dtype, .. }) =
+        tensors.iter().find(|t| !updated(t)).filter(|_| roles.rules.fold == Fold::Updated)
+    {
+        let dtype = dtype.name();
+        return fail(format!(
+            "tensor {name:?} is {dtype}; values of f32 and f64 can be updated where they are kept"
+        ));
+    }
     match tensors.iter().find(|t| t.layer as usize >= layers.len()) {
         Some(tensor) => fail(format!(
             "tensor {:?} names layer {}, but there are {}",

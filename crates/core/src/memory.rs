@@ -1,5 +1,6 @@
 //! What a node needs from memory, so that it can run over real numbers or over lengths alone.
 
+use crate::optimizer::Update;
 use crate::reduce::Reduction;
 use crate::types::Dtype;
 
@@ -36,4 +37,25 @@ pub trait Memory {
 
     /// Expands `input`, of type `wire`, to `output`, fp32.
     fn expand(&mut self, wire: Dtype, input: &Self::Chunk, output: &Self::Chunk);
+
+    /// Whether there is another piece of this chunk's memory.
+    fn is_shared(&self, chunk: &Self::Chunk) -> bool;
+
+    /// Makes update `number`, from 1, of `value` with its `gradient`; all have the same length, and the book has checked that values
+    /// of this type have updates.
+    fn update(
+        &mut self,
+        dtype: Dtype,
+        update: &Update,
+        number: u64,
+        value: &Self::Chunk,
+        gradient: &Self::Chunk,
+        states: &[Self::Chunk],
+    );
+
+    /// Fills a chunk of such a type with a number.
+    fn fill(&mut self, dtype: Dtype, number: f64, output: &Self::Chunk);
+
+    /// The sum of the squares of such a type, as [`crate::optimizer::squares`] defines it.
+    fn squares(&mut self, dtype: Dtype, input: &Self::Chunk) -> f64;
 }

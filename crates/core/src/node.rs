@@ -10,14 +10,15 @@ mod outbox;
 
 use crate::calls::{Call, Calls};
 use crate::error::Error;
-use crate::exchange::{Context, Effect, Exchange, Flow, Site};
+use crate::exchange::{Context, Effect, Exchange, Field, Flow, Site};
 use crate::layout::{Book, Tensor};
 use crate::limits;
 use crate::members::Members;
 use crate::memory::Memory;
 use crate::observe::{Observation, Observe, Point};
+use crate::optimizer::Update;
 use crate::submission::{Gives, Submission};
-use crate::types::{BookId, GroupId, LayerId, Rank, Seq, SliceId, TensorId};
+use crate::types::{BookId, GroupId, LayerId, Rank, Seq, SliceId, Step, TensorId};
 use crate::way::Route;
 use crate::wire::{Destination, Header, Kind, Outgoing, other_wire_type, unexpected, wire_argument};
 use outbox::Outbox;
@@ -67,6 +68,18 @@ pub enum Event<C> {
         /// Its payload, if it has one.
         payload: Option<C>,
     },
+    /// This rank's program has come to the end of a step, as far as a slice goes that it owns and an optimizer is applied to
+    /// ([`crate::roles::Fold::Updated`]). Said once for every round, before the next one: the answer waits for it.
+    Proceed {
+        /// The book.
+        book: BookId,
+        /// The slice.
+        slice: SliceId,
+        /// Which step, as its contributions say.
+        step: Step,
+        /// What is to be done; nothing if the step is not made.
+        update: Option<Update>,
+    },
     /// This worker contributes no more until every worker has left (join). Everything it submitted must be complete, and released:
     /// a contribution to a gather may be complete here and still be queued for a slower rank, and this word overtakes it.
     Leave,
@@ -91,6 +104,13 @@ pub enum Action<C> {
         seq: Seq,
         /// Whether anybody contributed; if not, the memory is as it was.
         present: bool,
+    },
+    /// The sum of a slice that this rank owns waits for [`Event::Proceed`].
+    Waits {
+        /// The book.
+        book: BookId,
+        /// The slice.
+        slice: SliceId,
     },
     /// All contributions to a tensor that is gathered are here; [`Action::Complete`] follows.
     Gathered {
@@ -268,6 +288,15 @@ impl<M: Memory, O: Observe> Node<M, O> {
                 self.control(to, header, payload.as_ref(), actions);
                 Ok(())
             }
+            Event::Proceed { book, slice, step, update } => {
+                let header = Header { book, slice, step, ..Header::control(Kind::Push) };
+                self.slice_kept_here(book, slice)?;
+                self.exchange(
+                    &header,
+                    |exchange, context| exchange.proceed(&header, update, context),
+                    actions,
+                )
+            }
             Event::Group(id, members) => self.calls.form(id, members),
             Event::Call(call) => self.call(*call, actions),
             Event::Leave => {
@@ -317,6 +346,113 @@ impl<M: Memory, O: Observe> Node<M, O> {
             }
         }
         Ok(())
+    }
+
+    /// That this lane keeps something of this slice.
+    fn slice_kept_here(&self, book: BookId, slice: SliceId) -> Result<(), Error> {
+        let state = self.books.get(usize::from(book)).and_then(Option::as_ref);
+        let at = state.and_then(|state| state.book.slices.get(slice as usize));
+        let here = at.is_some_and(|at| at.lane == self.config.lane && at.owner == self.config.rank);
+        if here {
+            Ok(())
+        } else {
+            Err(Error::Config(format!("slice {slice} of book {book} is not kept here")))
+        }
+    }
+
+    /// Of a tensor, the slices that this lane keeps something of, and where in the tensor they are.
+    fn kept_of(&self, book: BookId, tensor: TensorId) -> Vec<(SliceId, usize, usize)> {
+        let Some(Some(BookState { book, .. })) = self.books.get(usize::from(book)) else { return Vec::new() };
+        if tensor as usize >= book.tensors.len() {
+            return Vec::new();
+        }
+        let slices = book.slices_of(tensor).map(|id| (id, &book.slices[id as usize]));
+        let here = slices.filter(|(_, at)| at.lane == self.config.lane && at.owner == self.config.rank);
+        here.map(|(id, at)| (id, at.offset_bytes as usize, at.len_bytes as usize)).collect()
+    }
+
+    /// The slices of a book that this lane owns, the most urgent first.
+    pub fn owned(&self, book: BookId) -> Vec<SliceId> {
+        let Some(Some(state)) = self.books.get(usize::from(book)) else { return Vec::new() };
+        let (tensors, slices) = (&state.book.tensors, state.book.slices.iter().zip(0..));
+        let here = slices.filter(|(at, _)| at.lane == self.config.lane && at.owner == self.config.rank);
+        let mut owned: Vec<_> = here
+            .map(|(at, slice)| (state.places[tensors[at.tensor as usize].layer as usize], slice))
+            .collect();
+        owned.sort_unstable();
+        owned.into_iter().map(|(_, slice)| slice).collect()
+    }
+
+    /// Takes what this lane keeps of a tensor from `whole`, which has all of it; see [`Field`]. A value comes first, with the number
+    /// of updates that it has had, and then the optimizer's states in order, unless it has had none. Between rounds.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if nothing is kept of it, or states come out of order.
+    pub fn load(
+        &mut self,
+        book: BookId,
+        tensor: TensorId,
+        (field, updates): (Field, u64),
+        whole: &M::Chunk,
+    ) -> Result<(), Error> {
+        for (slice, start, len) in self.kept_of(book, tensor) {
+            let from = self.memory.part(whole, start, len);
+            let header = Header { book, slice, ..Header::control(Kind::Push) };
+            let load = |exchange: &mut Exchange<_>, context: &mut Context<'_, M>| {
+                exchange.load(field, updates, &from, context)
+            };
+            self.exchange(&header, load, &mut Vec::new())?;
+        }
+        Ok(())
+    }
+
+    /// Copies what this lane keeps of a tensor to its places in `whole`, and says how often it was updated; `None` if it keeps
+    /// no such thing.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if slices differ in that: a round is under way.
+    pub fn save(
+        &mut self,
+        book: BookId,
+        tensor: TensorId,
+        field: Field,
+        whole: &M::Chunk,
+    ) -> Result<Option<u64>, Error> {
+        let mut updates = Vec::new();
+        for (slice, start, len) in self.kept_of(book, tensor) {
+            let to = self.memory.part(whole, start, len);
+            let header = Header { book, slice, ..Header::control(Kind::Push) };
+            let save = |exchange: &mut Exchange<_>, context: &mut Context<'_, M>| {
+                updates.push(exchange.save(field, &to, context));
+                Ok(())
+            };
+            self.exchange(&header, save, &mut Vec::new())?;
+        }
+        updates.dedup();
+        match updates[..] {
+            [] => Ok(None),
+            [updates] => Ok(updates),
+            _ => Err(Error::Config(format!("tensor {tensor} of book {book} is being updated"))),
+        }
+    }
+
+    /// Of every slice of a book that this lane owns, the most urgent first, the sum of the squares of the sum that waits here; `None` unless all of
+    /// them wait. Of those to which nobody contributed it is 0.
+    pub fn squares(&mut self, book: BookId) -> Option<Vec<(SliceId, f64)>> {
+        let mut all = Some(Vec::new());
+        for slice in self.owned(book) {
+            let header = Header { book, slice, ..Header::control(Kind::Push) };
+            let square = |exchange: &mut Exchange<_>, context: &mut Context<'_, M>| {
+                let squares = exchange.squares(context);
+                all = all.take().zip(squares).map(|(mut all, squares)| {
+                    all.push((slice, squares));
+                    all
+                });
+                Ok(())
+            };
+            self.exchange(&header, square, &mut Vec::new()).ok()?;
+        }
+        all
     }
 
     fn saw(&mut self, point: Point, header: &Header, layer: Option<LayerId>, peer: Option<Rank>) {
@@ -377,6 +513,7 @@ impl<M: Memory, O: Observe> Node<M, O> {
                 Effect::Gathered { parts } => {
                     actions.push(Action::Gathered { book: header.book, slice: header.slice, parts });
                 }
+                Effect::Waits => actions.push(Action::Waits { book: header.book, slice: header.slice }),
                 Effect::Summed { seq } => saw(Point::Summed, &Header { seq, ..*header }, None, false),
                 Effect::Complete { seq, present } => {
                     saw(Point::Landed, &Header { seq, ..*header }, None, false);

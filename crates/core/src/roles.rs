@@ -9,11 +9,13 @@
 //! | groups that meet in a store | | their heads | fresh | all, members who are no heads when they ask |
 //! | a value on servers, updated in rounds | the servers | the workers | kept | who asks |
 //! | the same, updated by each contribution at once | the servers | nobody | kept | all |
+//! | parameters, updated by an optimizer when the program says so | all, or the servers | the workers | updated | all |
 //!
 //! What travels by other routes than the store is for those who contribute ([`Roles::contributors`]), all alike.
 
 use crate::members::Members;
 use crate::types::Rank;
+use crate::wire::Op;
 
 /// Whom a book is for, and what they do in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -60,6 +62,10 @@ pub enum Fold {
     /// They are combined with a value that the owner keeps, which is the result; a copy replaces it. An average is added to it,
     /// as a sum is.
     Kept,
+    /// They are the gradient of a value that the owner keeps ([`crate::exchange::SliceEntry`]). A round is complete with the last of
+    /// them, and ends when the owner is told to go on with its step ([`crate::node::Event::Proceed`]): to apply an optimizer,
+    /// whose result is the value, or not to.
+    Updated,
 }
 
 /// Who gets the result. Whoever takes part in a round hears that it has ended.
@@ -93,9 +99,17 @@ impl Roles {
     pub fn wrong(&self) -> Option<String> {
         let among = |some: &Members| !some.is_empty() && some.iter().all(|rank| self.members.contains(rank));
         let wrong = [("own its slices", &self.owners), ("must be in", self.contributors())];
-        let (what, who) = wrong.into_iter().find(|(_, some)| !among(some))?;
-        let ranks: Vec<String> = who.iter().map(|rank| rank.to_string()).collect();
-        Some(format!("ranks {:?} {what}, which must be some of its members", ranks.join(", ")))
+        if let Some((what, who)) = wrong.into_iter().find(|(_, some)| !among(some)) {
+            let ranks: Vec<String> = who.iter().map(|rank| rank.to_string()).collect();
+            return Some(format!("ranks {:?} {what}, which must be some of its members", ranks.join(", ")));
+        }
+        let Rules { must_be_in, fold, answered } = &self.rules;
+        let waits = *must_be_in != MustBeIn::Nobody && *answered == Answered::All;
+        (*fold == Fold::Updated && !waits).then(|| {
+            "values are updated once somebody has contributed, and who contributed gets them: somebody must be in, and all \
+             be answered"
+                .into()
+        })
     }
 }
 
@@ -114,6 +128,14 @@ impl Rules {
     #[must_use]
     pub fn takes_from(&self, rank: Rank) -> bool {
         self.must_be_in == MustBeIn::Nobody || self.needs(rank)
+    }
+
+    /// What is wrong with this operation under these rules, if anything.
+    #[must_use]
+    pub fn refused(&self, op: Op) -> Option<&'static str> {
+        let gradient = matches!(op, Op::Average | Op::Sum);
+        (self.fold == Fold::Updated && !gradient)
+            .then_some("only a sum or an average is a gradient to update with")
     }
 
     /// Whether the owner keeps results in memory of their own: where they are asked for after their round has ended, go into the

@@ -12,7 +12,7 @@ use crate::reduce::Reduction;
 use crate::types::{BookId, Dtype, Rank, Seq, SliceId, Step};
 
 /// Version of frames and handshake; peers with another version are refused at the handshake.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 4;
 /// Length of a header.
 pub const HEADER_BYTES: usize = 24;
 
@@ -49,6 +49,8 @@ pub enum Kind {
     Word = 14,
     /// To all: a piece of this rank's contribution to a gather; `argument` is the length of the whole contribution.
     Gather = 16,
+    /// Owner to worker, where the result is made later: this worker's contribution is in the sum.
+    Summed = 17,
     /// A whole message of a call; `book`, `slice` and `step` are group, call and tag, `seq` is the call's signature.
     Message = 32,
     /// A message of `argument` bytes is there to be asked for.
@@ -62,7 +64,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    const ALL: [Self; 20] = [
+    const ALL: [Self; 21] = [
         Self::Push,
         Self::PushAbsent,
         Self::Answer,
@@ -78,6 +80,7 @@ impl Kind {
         Self::Ask,
         Self::Word,
         Self::Gather,
+        Self::Summed,
         Self::Message,
         Self::Offer,
         Self::Ready,
@@ -98,6 +101,7 @@ impl Kind {
                 | Self::Part
                 | Self::Result
                 | Self::Gather
+                | Self::Summed
         )
     }
 

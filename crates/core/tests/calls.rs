@@ -2,6 +2,7 @@
 
 use penstock_core::calls::{Call, CallKind, Calls, Request, Share};
 use penstock_core::memory::Memory;
+use penstock_core::optimizer::Update;
 use penstock_core::reduce::Reduction;
 use penstock_core::types::{Dtype, Rank};
 use penstock_core::way::Algorithm;
@@ -39,6 +40,22 @@ impl Memory for Lengths {
 
     fn expand(&mut self, _: Dtype, _: &usize, _: &usize) {
         unreachable!("calls round nothing");
+    }
+
+    fn is_shared(&self, _: &usize) -> bool {
+        false
+    }
+
+    fn update(&mut self, _: Dtype, _: &Update, _: u64, _: &usize, _: &usize, _: &[usize]) {
+        unreachable!("calls update nothing");
+    }
+
+    fn fill(&mut self, _: Dtype, _: f64, _: &usize) {
+        unreachable!("calls update nothing");
+    }
+
+    fn squares(&mut self, _: Dtype, _: &usize) -> f64 {
+        0.0
     }
 }
 

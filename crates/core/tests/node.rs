@@ -5,6 +5,7 @@ use penstock_core::layout::{Book, Tensor};
 use penstock_core::memory::Memory;
 use penstock_core::node::{Action, Config, Event, Node};
 use penstock_core::observe::{Counters, Observation, Observe, Point};
+use penstock_core::optimizer::Update;
 use penstock_core::reduce::Reduction;
 use penstock_core::types::{Dtype, Rank, Seq};
 use penstock_core::way::Algorithm;
@@ -21,6 +22,8 @@ mod gathers;
 mod observe;
 #[path = "node/steps.rs"]
 mod steps;
+#[path = "node/updates.rs"]
+mod updates;
 #[path = "node/wire_types.rs"]
 mod wire_types;
 
@@ -79,6 +82,20 @@ impl Memory for Lengths {
 
     fn expand(&mut self, _: Dtype, input: &Chunk, output: &Chunk) {
         assert_eq!(2 * input.1, output.1);
+    }
+
+    fn is_shared(&self, chunk: &Chunk) -> bool {
+        Rc::strong_count(&chunk.0) > 1
+    }
+
+    fn update(&mut self, _: Dtype, _: &Update, _: u64, value: &Chunk, gradient: &Chunk, states: &[Chunk]) {
+        assert!(states.iter().chain([gradient]).all(|other| other.1 == value.1));
+    }
+
+    fn fill(&mut self, _: Dtype, _: f64, _: &Chunk) {}
+
+    fn squares(&mut self, _: Dtype, input: &Chunk) -> f64 {
+        input.1 as f64
     }
 }
 

@@ -314,6 +314,8 @@ impl Lane {
                         book.gathered(slice, parts);
                     }
                 }
+                // No book that updates is opened by anybody yet.
+                Action::Waits { .. } => {}
                 Action::CallSource { id, from } => {
                     if let Some(handle) = self.calls.get(&id) {
                         handle.received_from(from);

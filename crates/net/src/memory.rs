@@ -12,6 +12,7 @@
 use parking_lot::Mutex;
 use penstock_core::Dtype;
 use penstock_core::memory::Memory;
+use penstock_core::optimizer::{self, STATES_MAX, Update};
 use penstock_core::reduce::{self, Accumulator, Reduction, blocks, in_f32};
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::io::{IoSlice, IoSliceMut};
@@ -394,6 +395,36 @@ impl Memory for RealMemory {
 
     fn expand(&mut self, wire: Dtype, input: &Chunk, output: &Chunk) {
         reduce::expand(wire, input.bytes(0), output.bytes_mut(0));
+    }
+
+    fn is_shared(&self, chunk: &Chunk) -> bool {
+        chunk.region.as_ref().is_some_and(|region| Arc::strong_count(region) > 1)
+    }
+
+    fn update(
+        &mut self,
+        dtype: Dtype,
+        update: &Update,
+        number: u64,
+        value: &Chunk,
+        gradient: &Chunk,
+        states: &[Chunk],
+    ) {
+        let mut views: [&mut [u8]; STATES_MAX] = Default::default();
+        for (view, state) in views.iter_mut().zip(states) {
+            *view = state.bytes_mut(0);
+        }
+        let views = &mut views[..states.len()];
+        let made = update.apply(dtype, number, value.bytes_mut(0), gradient.bytes(0), views);
+        made.expect("the book has checked the type, and the entry the states");
+    }
+
+    fn fill(&mut self, dtype: Dtype, number: f64, output: &Chunk) {
+        optimizer::fill(dtype, number, output.bytes_mut(0)).expect("the book has checked the type");
+    }
+
+    fn squares(&mut self, dtype: Dtype, input: &Chunk) -> f64 {
+        optimizer::squares(dtype, input.bytes(0)).expect("the book has checked the type")
     }
 }
 

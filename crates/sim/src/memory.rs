@@ -4,6 +4,7 @@
 //! learns that a submission's memory was released. Scratch buffers are not pooled here; the lanes do that.
 
 use penstock_core::memory::Memory;
+use penstock_core::optimizer::{self, Update};
 use penstock_core::reduce::{self, Accumulator, Reduction, blocks, in_f32};
 use penstock_core::types::Dtype;
 use std::cell::{Cell, RefCell};
@@ -185,6 +186,40 @@ impl Memory for RealMemory {
     fn expand(&mut self, wire: Dtype, input: &Chunk, output: &Chunk) {
         input.read(|bytes| output.write(|expanded| reduce::expand(wire, bytes, expanded)));
     }
+
+    fn is_shared(&self, chunk: &Chunk) -> bool {
+        chunk.is_shared()
+    }
+
+    fn update(
+        &mut self,
+        dtype: Dtype,
+        update: &Update,
+        number: u64,
+        value: &Chunk,
+        gradient: &Chunk,
+        states: &[Chunk],
+    ) {
+        // In copies: several views of one block cannot be borrowed at a time.
+        let mut kept: Vec<Box<[u8]>> = states.iter().chain([value]).filter_map(Chunk::to_bytes).collect();
+        let gradient = gradient.to_bytes().unwrap_or_default();
+        let (last, first) = kept.split_last_mut().expect("a value");
+        let mut views: Vec<&mut [u8]> = first.iter_mut().map(|state| &mut state[..]).collect();
+        update.apply(dtype, number, last, &gradient, &mut views).expect("the book has checked the type");
+        for (chunk, bytes) in states.iter().chain([value]).zip(&kept) {
+            chunk.write(|memory| memory.copy_from_slice(bytes));
+        }
+    }
+
+    fn fill(&mut self, dtype: Dtype, number: f64, output: &Chunk) {
+        output.write(|bytes| optimizer::fill(dtype, number, bytes).expect("the book has checked the type"));
+    }
+
+    fn squares(&mut self, dtype: Dtype, input: &Chunk) -> f64 {
+        let sum =
+            input.read(|bytes| optimizer::squares(dtype, bytes).expect("the book has checked the type"));
+        sum.unwrap_or_default()
+    }
 }
 
 impl SimMemory for RealMemory {
@@ -230,6 +265,21 @@ impl Memory for VirtualMemory {
 
     fn expand(&mut self, _: Dtype, input: &Chunk, output: &Chunk) {
         assert_eq!(2 * input.len_bytes, output.len_bytes, "a half has half the bytes");
+    }
+
+    fn is_shared(&self, chunk: &Chunk) -> bool {
+        chunk.is_shared()
+    }
+
+    fn update(&mut self, _: Dtype, _: &Update, _: u64, value: &Chunk, gradient: &Chunk, states: &[Chunk]) {
+        let same = states.iter().chain([gradient]).all(|other| other.len_bytes == value.len_bytes);
+        assert!(same, "lengths differ in an update");
+    }
+
+    fn fill(&mut self, _: Dtype, _: f64, _: &Chunk) {}
+
+    fn squares(&mut self, _: Dtype, _: &Chunk) -> f64 {
+        0.0
     }
 }
 

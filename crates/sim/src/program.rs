@@ -1,6 +1,7 @@
 //! What the simulated ranks do, and over which links: all that a simulation is given.
 
 use penstock_core::layout::Book;
+use penstock_core::optimizer::Update;
 use penstock_core::types::{BookId, Rank, TensorId};
 use penstock_core::wire::Op;
 use std::sync::Arc;
@@ -20,6 +21,15 @@ pub enum Instruction {
         book: BookId,
         /// The tensors.
         tensors: Vec<TensorId>,
+    },
+    /// Gives the owners of a book whose values they update what these begin with.
+    Load(BookId),
+    /// Comes to the end of a step: tells what this rank owns of a book to go on with the rounds of its last submissions.
+    Proceed {
+        /// The book.
+        book: BookId,
+        /// What is done with the gradients, the same on all ranks; nothing if the step is not made.
+        update: Option<Update>,
     },
     /// Waits for everything, leaves (join) until all have left, and then agrree with the others on sequence numbers.
     Leave {
@@ -141,6 +151,8 @@ pub enum Sabotage {
     Miscount,
     /// A rank says another step than the others for one submission.
     OtherStep,
+    /// An owner updates by another learning rate.
+    OtherUpdate,
     /// A lost rank is confused with another.
     BlameAnother,
     /// Nobody notices that a connection has ended.

@@ -3,7 +3,8 @@
 use crate::program::{Demands, Fault, Instruction, Links, Mishap, PEER_TIMEOUT_NS, Setup, Submission};
 use crate::random::Random;
 use penstock_core::layout::{Book, Tensor};
-use penstock_core::roles::{MustBeIn, Rules};
+use penstock_core::optimizer::{Optimizer, Rule, Update};
+use penstock_core::roles::{Fold, MustBeIn, Rules};
 use penstock_core::types::{BookId, Dtype, Rank, TensorId};
 use penstock_core::way::Algorithm;
 use penstock_core::wire::Op;
@@ -49,6 +50,8 @@ struct JobPlan {
     epochs: Vec<Epoch>,
     /// For orders that are the same on all ranks.
     order_seed: u64,
+    /// How the owners of all books update values, if they do.
+    rule: Option<Rule>,
 }
 
 /// Rounds up to a join.
@@ -88,20 +91,43 @@ const DTYPES: [Dtype; 9] = [
     Dtype::Bytes,
 ];
 
+/// Of a few scenarios: owners keep values, and apply this to them. Drawn apart from everything else.
+fn draw_rule(seed: u64) -> Option<Rule> {
+    let random = &mut Random::new(seed ^ 0x0D_A7E5);
+    if !random.chance(150) {
+        return None;
+    }
+    let sgd = Rule::Sgd {
+        momentum: random.pick(&[0.5, 0.9]),
+        dampening: random.pick(&[0.0, 0.25]),
+        nesterov: random.chance(500),
+    };
+    let adam = Rule::Adam { betas: [0.9, 0.99], eps: 1e-8, amsgrad: false, decoupled: true };
+    Some(random.pick(&[sgd, adam]))
+}
+
 /// Draws a scenario.
 #[must_use]
 pub fn draw(seed: u64) -> Setup {
     let mut random = Random::new(seed);
     let random = &mut random;
+    let rule = draw_rule(seed);
     let (ranks, lanes) = (random.pick(&[1, 2, 2, 2, 3, 3, 3, 4, 4, 5, 6]), random.pick(&[1, 1, 1, 2, 3]));
     let slice_bytes = random.between(1024, 3000) as usize;
     let book_count = random.pick(&[1, 1, 2]);
-    let routes = draw_routes(random);
-    let servers = draw_servers(seed, &routes);
+    let mut routes = draw_routes(random);
+    if rule.is_some() {
+        routes = vec![Route::STORE];
+    }
+    // The programs of servers apart are given no words to say.
+    let servers = if rule.is_some() { 0 } else { draw_servers(seed, &routes) };
+    let mut roles = roles(ranks, servers);
+    if rule.is_some() {
+        roles.rules.fold = Fold::Updated;
+    }
     let slicing = Slicing::fixed(slice_bytes, lanes);
-    let books: Vec<Arc<Book>> = (0..book_count)
-        .map(|id| Arc::new(draw_book(random, id, &roles(ranks, servers), slicing, &routes)))
-        .collect();
+    let books: Vec<Arc<Book>> =
+        (0..book_count).map(|id| Arc::new(draw_book(random, id, &roles, slicing, &routes))).collect();
     let places = books.iter().map(|book| draw_places(random, book.layers.len())).collect();
     let order = random.pick(&[Order::Reverse, Order::Reverse, Order::Shuffled, Order::ShuffledPerRank]);
     let waiting = random.pick(&[WaitOrder::Forward, WaitOrder::Forward, WaitOrder::AtOnce, WaitOrder::Late]);
@@ -118,7 +144,11 @@ pub fn draw(seed: u64) -> Setup {
         nobody_permille: random.pick(&[0, 0, 200]),
         epochs: Vec::new(),
         order_seed: random.bits() >> 1,
+        rule,
     };
+    if rule.is_some() {
+        plan.copy_permille = 0;
+    }
     for _ in 0..random.pick(&[1, 1, 1, 2, 2, 3]) {
         let epoch = plan.draw_epoch(random);
         plan.epochs.push(epoch);
@@ -191,6 +221,8 @@ fn roles(workers: u32, servers: u32) -> Roles {
 }
 
 fn draw_book(random: &mut Random, id: u32, roles: &Roles, slicing: Slicing, routes: &[Route]) -> Book {
+    let updated = roles.rules.fold == Fold::Updated;
+    let dtypes = if updated { &DTYPES[..4] } else { &DTYPES[..] };
     let layers = random.between(1, LAYERS_MAX);
     let mut layer = 0;
     let tensors = (0..random.between(1, 10)).map(|i| {
@@ -204,7 +236,7 @@ fn draw_book(random: &mut Random, id: u32, roles: &Roles, slicing: Slicing, rout
             6..=8 => random.between(60, 700),
             _ => random.between(700, 2500),
         };
-        let tensor = Tensor::new(format!("b{id}.t{i}"), layer as u32, random.pick(&DTYPES), elems);
+        let tensor = Tensor::new(format!("b{id}.t{i}"), layer as u32, random.pick(dtypes), elems);
         let tensor = tensor.with_route(random.pick(routes));
         if tensor.dtype == Dtype::F32 && tensor.route == Route::STORE && random.chance(300) {
             return tensor.with_wire(random.pick(&[Dtype::Bf16, Dtype::F16]));
@@ -212,7 +244,7 @@ fn draw_book(random: &mut Random, id: u32, roles: &Roles, slicing: Slicing, rout
         tensor
     });
     let mut tensors: Vec<Tensor> = tensors.collect();
-    if random.chance(300) {
+    if random.chance(300) && !updated {
         for i in 0..random.between(1, 3) {
             let (layer, most) = (random.below(layers) as u32, random.magnitude(1, 12_000));
             let tensor = Tensor::new(format!("b{id}.gather{i}"), layer, Dtype::Bytes, most);
@@ -251,7 +283,8 @@ impl JobPlan {
         let most = random.between(1, 3) as u32;
         // Collectives need every rank in every round.
         let collective = self.books.iter().any(|book| book.collective_slices > 0);
-        let leave = random.chance(700) && (!collective || self.ranks == 1);
+        // Who has left tells nobody to go on.
+        let leave = random.chance(700) && (!collective || self.ranks == 1) && self.rule.is_none();
         let mut rounds = vec![most; self.ranks as usize];
         if leave {
             let longest = random.below(u64::from(self.ranks)) as usize;
@@ -269,6 +302,7 @@ impl JobPlan {
                 let op = match random.pick(&[Op::Average, Op::Average, Op::Sum, Op::Min, Op::Max]) {
                     _ if copied => Op::Copy,
                     Op::Average if tensor.dtype.is_integer() => Op::Sum,
+                    Op::Min | Op::Max if self.rule.is_some() => Op::Sum,
                     op => op,
                 };
                 let root = copied.then(|| random.pick(&active));
@@ -300,6 +334,7 @@ impl JobPlan {
         let summed = self.copy_permille == 0
             && self.books.iter().all(|b| b.tensors.iter().all(|t| t.dtype != Dtype::Bytes));
         let full = equal && summed && self.absent_permille == 0 && self.nobody_permille == 0;
+        let full = full && self.rule.is_none();
         let tensors = self.books.iter().map(|book| book.tensors.len()).max().unwrap_or(0) as u64;
         let in_turn = self.order == Order::Reverse && self.waiting != WaitOrder::Late;
         Demands {
@@ -320,6 +355,9 @@ impl JobPlan {
                 program.push(Instruction::Compute(random.below(20 * compute_ns_max + 1)));
             }
             program.push(Instruction::Open(book));
+            if self.rule.is_some() {
+                program.push(Instruction::Load(book));
+            }
         }
         for (number, epoch) in self.epochs.iter().enumerate() {
             for round in 0..epoch.rounds[rank as usize] {
@@ -327,6 +365,7 @@ impl JobPlan {
                 let shared = Random::new(self.order_seed + u64::from(round) + 1000 * number as u64);
                 let mut slow = Slow { random, compute_ns_max };
                 self.backward(rank, epoch, round as usize, shared, &mut slow, &mut program);
+                self.step(number as u64, round, &mut slow, &mut program);
                 self.forward(&mut slow, &mut program);
             }
             if epoch.leave {
@@ -385,6 +424,22 @@ impl JobPlan {
             let submission = Submission { book, tensor, op, absent, gather_bytes, active };
             program.push(slow.compute());
             program.push(Instruction::Submit(submission));
+        }
+    }
+
+    /// The end of a step, if values are updated: by other numbers in each, and now and then not at all.
+    fn step(&self, epoch: u64, round: u32, slow: &mut Slow<'_>, program: &mut Vec<Instruction>) {
+        let Some(rule) = self.rule else { return };
+        for book in 0..self.books.len() as BookId {
+            let name = [epoch, u64::from(round), u64::from(book)];
+            let mix = name.iter().fold(self.order_seed, |mix, part| Random::new(mix ^ (part + 1)).bits());
+            let shared = &mut Random::new(mix);
+            let (lr, weight_decay) = (shared.pick(&[0.5, 0.01]), shared.pick(&[0.0, 0.1]));
+            let optimizer = Optimizer { lr, weight_decay, maximize: false, rule };
+            let update = Update { optimizer, factor: shared.pick(&[1.0, 1.0, 0.3]) };
+            let update = (!shared.chance(150)).then_some(update);
+            program.push(slow.compute());
+            program.push(Instruction::Proceed { book, update });
         }
     }
 
@@ -465,8 +520,8 @@ pub fn describe(setup: &Setup) -> String {
         let bytes: u64 = book.tensors.iter().map(Tensor::len_bytes).sum();
         let mut routes: Vec<&str> = book.tensors.iter().map(|tensor| tensor.route.name()).collect();
         routes.dedup();
-        let layers = book.layers.len();
-        format!("{tensors} tensors in {layers} layers, {slices} slices, {bytes} bytes, routes {routes:?}")
+        let (layers, fold) = (book.layers.len(), book.roles.rules.fold);
+        format!("{tensors} tensors in {layers} layers, {slices} slices, {bytes} bytes, routes {routes:?}, {fold:?}")
     });
     let books: Vec<String> = books.collect();
     let submissions = setup.programs.iter().flatten().filter(|i| matches!(i, Instruction::Submit(_))).count();

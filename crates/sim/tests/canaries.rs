@@ -7,7 +7,7 @@ use penstock_sim::program::Sabotage;
 const SEEDS: u64 = 400;
 
 /// What is broken, and who finds it first.
-const CANARIES: [(Sabotage, &[Checker]); 18] = [
+const CANARIES: [(Sabotage, &[Checker]); 19] = [
     (Sabotage::FlipBit, &[Checker::Exact]),
     (Sabotage::DropFrame, &[Checker::NoDeadlock, Checker::Protocol]),
     (Sabotage::CompleteTwice, &[Checker::ExactlyOnce]),
@@ -26,6 +26,7 @@ const CANARIES: [(Sabotage, &[Checker]); 18] = [
     (Sabotage::Overlook, &[Checker::Journey]),
     (Sabotage::Miscount, &[Checker::Bytes]),
     (Sabotage::OtherStep, &[Checker::Protocol]),
+    (Sabotage::OtherUpdate, &[Checker::Exact]),
 ];
 
 fn first_failure(sabotage: Sabotage) -> (u64, Checker, String) {

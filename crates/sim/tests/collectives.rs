@@ -19,6 +19,8 @@ use std::sync::Arc;
 mod costs;
 #[path = "collectives/roles.rs"]
 mod roles;
+#[path = "collectives/updates.rs"]
+mod updates;
 
 const FLOATS: [Dtype; 4] = [Dtype::F32, Dtype::F64, Dtype::F16, Dtype::Bf16];
 const INTEGERS: [Dtype; 5] = [Dtype::I64, Dtype::I32, Dtype::I16, Dtype::I8, Dtype::U8];

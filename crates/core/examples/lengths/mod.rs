@@ -1,6 +1,7 @@
 //! Memory that moves nothing, for programs that measure what deciding costs.
 
 use penstock_core::memory::Memory;
+use penstock_core::optimizer::Update;
 use penstock_core::reduce::Reduction;
 use penstock_core::types::Dtype;
 
@@ -25,4 +26,16 @@ impl Memory for Lengths {
     fn round(&mut self, _: Dtype, _: &usize, _: &usize) {}
 
     fn expand(&mut self, _: Dtype, _: &usize, _: &usize) {}
+
+    fn is_shared(&self, _: &usize) -> bool {
+        false
+    }
+
+    fn update(&mut self, _: Dtype, _: &Update, _: u64, _: &usize, _: &usize, _: &[usize]) {}
+
+    fn fill(&mut self, _: Dtype, _: f64, _: &usize) {}
+
+    fn squares(&mut self, _: Dtype, _: &usize) -> f64 {
+        0.0
+    }
 }

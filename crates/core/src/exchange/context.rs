@@ -83,6 +83,8 @@ pub enum Effect<C> {
         /// The round.
         seq: Seq,
     },
+    /// A sum waits here for the word of this rank's program.
+    Waits,
     /// The result is in this rank's memory.
     Complete {
         /// The round.

@@ -11,14 +11,18 @@
 
 pub mod collective;
 mod context;
+mod entry;
 pub mod gather;
+mod gathering;
 mod out_of_step;
 pub mod store;
 
 pub use context::{Context, Effect, Flow, Site};
+pub use entry::{Field, SliceEntry};
 
 use crate::error::Error;
 use crate::memory::Memory;
+use crate::optimizer::Update;
 use crate::submission::Gives;
 use crate::types::Rank;
 use crate::way::Route;
@@ -138,6 +142,56 @@ impl<C: Clone> Exchange<C> {
         }
     }
 
+    /// This rank's program has come to the end of step `header.step`: with an update, or without one.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if there is nothing to be updated here, or not in this step.
+    pub fn proceed<M: Memory<Chunk = C>>(
+        &mut self,
+        header: &Header,
+        update: Option<Update>,
+        context: &mut Context<'_, M>,
+    ) -> Result<(), Error> {
+        match self {
+            Self::Store(store) => store.proceed(header, update, context),
+            Self::Collective(_) | Self::Gather(_) => Err(not_kept(context)),
+        }
+    }
+
+    /// See [`crate::node::Node::squares`].
+    pub fn squares<M: Memory<Chunk = C>>(&self, context: &mut Context<'_, M>) -> Option<f64> {
+        if let Self::Store(store) = self { store.squares(context) } else { None }
+    }
+
+    /// Takes what is kept of the slice from `from`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if nothing is kept here, or states come out of order.
+    pub fn load<M: Memory<Chunk = C>>(
+        &mut self,
+        field: Field,
+        updates: u64,
+        from: &C,
+        context: &mut Context<'_, M>,
+    ) -> Result<(), Error> {
+        match self {
+            Self::Store(store) => store
+                .load(field, updates, from, context)
+                .map_err(|why| Error::Config(format!("layer {}: {why}", context.site.layer))),
+            Self::Collective(_) | Self::Gather(_) => Err(not_kept(context)),
+        }
+    }
+
+    /// Copies what is kept of the slice to `to`, if it is. How often the value was updated.
+    pub fn save<M: Memory<Chunk = C>>(
+        &self,
+        field: Field,
+        to: &C,
+        context: &mut Context<'_, M>,
+    ) -> Option<u64> {
+        if let Self::Store(store) = self { store.save(field, to, context) } else { None }
+    }
+
     /// The ranks that have not contributed to the round that waits here.
     pub fn missing(&self, site: &Site<'_>, ranks: &mut Vec<Rank>) {
         match self {
@@ -146,4 +200,8 @@ impl<C: Clone> Exchange<C> {
             Self::Gather(gather) => gather.missing(site, ranks),
         }
     }
+}
+
+fn not_kept<M: Memory>(context: &Context<'_, M>) -> Error {
+    Error::Config(format!("layer {}: nothing is kept of it, only the store does that", context.site.layer))
 }

@@ -12,16 +12,24 @@
 //! travel, and the error is smaller. The result is rounded once, and all keep the rounded one, the owner included. So all ranks
 //! have the same bits; but they depend on which rank owns the slice. A payload cannot be read into the tensor: answers, too, go
 //! to scratch, and are expanded from there.
+//!
+//! **Updates.** Where the owner applies an optimizer ([`Fold::Updated`]), the answer is the slice of the parameter. Contributions
+//! are summed as they come, during backward, and whoever contributed hears at once that its contribution is in the sum: its window is
+//! free again. The optimizer is applied when this rank's program says so, which may be before or after the last contribution.
+//! What has no contribution is not updated. The owner's value is never rounded; with a wire type all ranks, the owner included,
+//! get the rounded one.
 
 use super::context::{Context, Effect, Flow, Site};
+use super::entry::{Field, SliceEntry, copy};
+use super::gathering::{Contribution, Gathering, Outcome};
 use super::out_of_step::out_of_step;
 use crate::error::Error;
-use crate::members::Members;
 use crate::memory::Memory;
+use crate::optimizer::Update;
 use crate::reduce::Reduction;
 use crate::roles::{Answered, Fold, MustBeIn};
-use crate::types::{Dtype, Rank, Seq, Step};
-use crate::wire::{Header, Kind, Op, Outgoing, describe, unexpected, wire_argument};
+use crate::types::{Rank, Seq, Step};
+use crate::wire::{Header, Kind, Outgoing, describe, unexpected, wire_argument};
 
 /// This rank's own part in a slice, from submission to completion.
 #[derive(Debug)]
@@ -35,13 +43,25 @@ struct Mine<C> {
 pub struct Store<C> {
     mine: Option<Mine<C>>,
     gathering: Gathering<C>,
-    /// Of an owner whose rules keep results: the last one, and the step of its round.
-    kept: Option<(C, Step)>,
+    /// Of an owner whose rules keep results.
+    entry: Option<SliceEntry<C>>,
+    pending: SumOrWord<C>,
+}
+
+/// Of an owner that applies an optimizer: what it has of a sum and the word to go on, if only one of them.
+#[derive(Debug)]
+enum SumOrWord<C> {
+    /// Neither.
+    Nothing,
+    /// The sum, which is in if anybody contributed.
+    Sum(Option<C>),
+    /// The word, for this step: to update, or not to.
+    Word(Step, Option<Update>),
 }
 
 impl<C> Default for Store<C> {
     fn default() -> Self {
-        Self { mine: None, gathering: Gathering::default(), kept: None }
+        Self { mine: None, gathering: Gathering::default(), entry: None, pending: SumOrWord::Nothing }
     }
 }
 
@@ -65,6 +85,10 @@ impl<C: Clone> Store<C> {
             return Err(Error::Config(format!(
                 "rank {rank} contributes to layer {layer} of book {book}, in whose rounds it need not be: it can only ask"
             )));
+        }
+        if let Some(why) = rules.refused(header.op) {
+            let (book, layer, op) = (header.book, context.site.layer, header.op);
+            return Err(Error::Config(format!("{op:?} of layer {layer} of book {book}: {why}")));
         }
         self.mine = Some(Mine { memory: memory.clone(), seq: header.seq });
         if slice.owner == rank {
@@ -91,8 +115,12 @@ impl<C: Clone> Store<C> {
             Kind::PushAbsent => (site.rank, 0),
             Kind::Answer => (from, wire_bytes),
             Kind::AnswerAbsent | Kind::AnswerSame => (from, 0),
+            Kind::Summed if site.rules.fold == Fold::Updated => (from, 0),
             _ => return false,
         };
+        if header.kind.takes_part() && site.rules.refused(header.op).is_some() {
+            return false;
+        }
         site.slice.owner == owner
             && header.payload_bytes == payload_bytes
             && (header.kind.takes_part() || self.mine.as_ref().is_some_and(|mine| mine.seq == header.seq))
@@ -127,6 +155,10 @@ impl<C: Clone> Store<C> {
                 self.done(header, header.kind != Kind::AnswerAbsent, context);
                 Ok(())
             }
+            (Kind::Summed, None) => {
+                context.effects.push(Effect::Consumed { by: from });
+                Ok(())
+            }
             _ => Err(unexpected(from, header)),
         }
     }
@@ -137,7 +169,7 @@ impl<C: Clone> Store<C> {
         header: &Header,
         context: &mut Context<'_, M>,
     ) -> Result<(), Error> {
-        match self.gathering.open().filter(|_| self.gathering.complete(&context.site)) {
+        match self.gathering.open().filter(|_| self.is_due(&context.site)) {
             Some((seq, step)) => self.finish(&Header { seq, step, ..*header }, context),
             None => Ok(()),
         }
@@ -160,7 +192,7 @@ impl<C: Clone> Store<C> {
         let Site { members, rules, .. } = context.site;
         let Some(place) = members.position(from) else { return Err(unexpected(from, header)) };
         let alone = rules.must_be_in == MustBeIn::Nobody;
-        if !what.is_data() && !rules.needs(from) && (alone || self.gathering.has_ended(header.seq)) {
+        if what.is_absent() && !rules.needs(from) && (alone || self.gathering.has_ended(header.seq)) {
             self.tell_late(from, header, context);
             return Ok(());
         }
@@ -170,7 +202,12 @@ impl<C: Clone> Store<C> {
         self.gathering
             .add(place, members.count(), header, what)
             .map_err(|why| Error::protocol(from, format!("{}: {why}", describe(from, header))))?;
-        if self.gathering.complete(&context.site) { self.finish(header, context) } else { Ok(()) }
+        if self.is_due(&context.site) { self.finish(header, context) } else { Ok(()) }
+    }
+
+    /// Whether the last contribution to a round is in and nothing was made of them yet.
+    fn is_due(&self, site: &Site<'_>) -> bool {
+        !matches!(self.pending, SumOrWord::Sum(_)) && self.gathering.complete(site)
     }
 
     /// Owner: sums in rank order and answers everybody at once.
@@ -180,13 +217,16 @@ impl<C: Clone> Store<C> {
         context: &mut Context<'_, M>,
     ) -> Result<(), Error> {
         let Context { site, memory, inputs, .. } = context;
-        if self.gathering.steps_differ {
+        if self.gathering.steps_differ() {
             return Err(out_of_step(site, self.gathering.steps(site.members)));
         }
         let outcome = self.gathering.outcome(site, inputs).map_err(|why| {
             Error::protocol(site.rank, format!("slice {} of book {}: {why}", header.slice, header.book))
         })?;
         let mine = self.mine.as_ref().map(|mine| mine.memory.clone());
+        if site.rules.fold == Fold::Updated {
+            return self.wait_for_word(header, &outcome, context);
+        }
         let result = if site.rules.keep_results() {
             self.keep(&outcome, header.step, context)
         } else {
@@ -209,9 +249,134 @@ impl<C: Clone> Store<C> {
         };
         context.inputs.clear();
         context.effects.extend(result.is_some().then_some(Effect::Summed { seq: header.seq }));
-        self.answer(header, &outcome, result.as_ref(), context);
+        let same = if let Outcome::Copy(source) = outcome { Some(source) } else { None };
+        self.answer(header, same, result.as_ref(), context);
         self.gathering.clear();
         Ok(())
+    }
+
+    /// Owner with an optimizer: makes the sum, in this rank's own memory if it has some here. Unless the word is here already, who
+    /// contributed hears that its contribution is in.
+    fn wait_for_word<M: Memory<Chunk = C>>(
+        &mut self,
+        header: &Header,
+        outcome: &Outcome,
+        context: &mut Context<'_, M>,
+    ) -> Result<(), Error> {
+        let sum = match *outcome {
+            Outcome::Reduced(how) => {
+                let len_bytes = context.site.slice.len_bytes as usize;
+                let mine = self.mine.as_ref().map(|mine| mine.memory.clone());
+                let sum = mine.unwrap_or_else(|| context.memory.scratch(len_bytes));
+                self.gathering.reduce(how, &sum, context);
+                context.effects.push(Effect::Summed { seq: header.seq });
+                Some(sum)
+            }
+            Outcome::Absent | Outcome::Copy(_) => None,
+        };
+        context.inputs.clear();
+        self.gathering.let_go();
+        match std::mem::replace(&mut self.pending, SumOrWord::Sum(sum)) {
+            SumOrWord::Word(step, update) => self.proceed(&Header { step, ..*header }, update, context),
+            SumOrWord::Nothing | SumOrWord::Sum(_) => {
+                let Site { rank, members, .. } = context.site;
+                for (place, to) in members.iter().enumerate() {
+                    let was_added = matches!(self.gathering.of(place), Some(Contribution::Summed));
+                    if was_added && to != rank {
+                        send(
+                            to,
+                            &Header { kind: Kind::Summed, argument: 0, payload_bytes: 0, ..*header },
+                            None,
+                            context,
+                        );
+                    }
+                }
+                context.effects.push(Effect::Waits);
+                Ok(())
+            }
+        }
+    }
+
+    /// Owner with an optimizer: its program has come to the end of step `header.step`. With an update it is applied to the sum, and all
+    /// get the value; without one the round ends as if nobody had contributed, and what is in this rank's own memory is the sum.
+    pub(super) fn proceed<M: Memory<Chunk = C>>(
+        &mut self,
+        header: &Header,
+        update: Option<Update>,
+        context: &mut Context<'_, M>,
+    ) -> Result<(), Error> {
+        let Site { layer, slice, rank, rules, .. } = context.site;
+        let fail = |what: String| {
+            let (book, step) = (header.book, header.step);
+            Err(Error::Config(format!("rank {rank}: layer {layer} of book {book}, step {step}: {what}")))
+        };
+        if rules.fold != Fold::Updated || slice.owner != rank {
+            return fail("this rank is told to update what it does not keep".into());
+        }
+        let open = self.gathering.open();
+        let sum = match (std::mem::replace(&mut self.pending, SumOrWord::Nothing), open) {
+            (SumOrWord::Nothing, _) => {
+                self.pending = SumOrWord::Word(header.step, update);
+                return Ok(());
+            }
+            (SumOrWord::Word(before, _), _) => {
+                return fail(format!(
+                    "it is told to go on, but waits for contributions to step {before} yet"
+                ));
+            }
+            (SumOrWord::Sum(_), Some((_, step))) if step != header.step => {
+                return fail(format!(
+                    "it is told to go on, but the contributions here are those to step {step}"
+                ));
+            }
+            (SumOrWord::Sum(sum), _) => sum,
+        };
+        let result = match (sum, update) {
+            (Some(sum), Some(update)) => {
+                let Some(entry) = &mut self.entry else {
+                    return fail("there is no value to update: load the parameters first".into());
+                };
+                let (site, step) = (context.site, header.step);
+                if let Err(why) = entry.update(&update, step, &sum, &site, context.memory) {
+                    return fail(why);
+                }
+                let value = entry.value().0.clone();
+                Some(as_answered(value, context))
+            }
+            _ => None,
+        };
+        let (seq, op) = (open.map_or(header.seq, |(seq, _)| seq), self.gathering.op());
+        self.answer(&Header { seq, op, ..*header }, None, result.as_ref(), context);
+        self.gathering.clear();
+        Ok(())
+    }
+
+    /// The sum of the squares of what waits for its program's word here: nothing before it is complete, 0 if nobody contributed.
+    pub(super) fn squares<M: Memory<Chunk = C>>(&self, context: &mut Context<'_, M>) -> Option<f64> {
+        let SumOrWord::Sum(sum) = &self.pending else { return None };
+        Some(sum.as_ref().map_or(0.0, |sum| context.memory.squares(context.site.dtype, sum)))
+    }
+
+    /// Owner: takes what it keeps of the slice from `from`; see [`SliceEntry`].
+    pub(super) fn load<M: Memory<Chunk = C>>(
+        &mut self,
+        field: Field,
+        updates: u64,
+        from: &C,
+        context: &mut Context<'_, M>,
+    ) -> Result<(), String> {
+        SliceEntry::load(&mut self.entry, field, updates, from, context)
+    }
+
+    /// Owner: copies what it keeps of the slice to `to`, if it does. How often the value was updated.
+    pub(super) fn save<M: Memory<Chunk = C>>(
+        &self,
+        field: Field,
+        to: &C,
+        context: &mut Context<'_, M>,
+    ) -> Option<u64> {
+        let entry = self.entry.as_ref()?;
+        entry.save(field, to, context.memory).then(|| entry.updates())
     }
 
     /// Owner: makes the result and keeps it. In other memory than the last one, which may still be waiting to be sent.
@@ -223,9 +388,11 @@ impl<C: Clone> Store<C> {
     ) -> Option<C> {
         let fold = context.site.rules.fold;
         let how = match *outcome {
-            Outcome::Absent if fold == Fold::Kept => return self.kept.as_ref().map(|(kept, _)| kept.clone()),
+            Outcome::Absent if fold == Fold::Kept => {
+                return self.entry.as_ref().map(|entry| entry.value().0.clone());
+            }
             Outcome::Absent => {
-                self.kept = None;
+                self.entry = None;
                 return None;
             }
             Outcome::Copy(_) => Reduction::Sum { divisor: 1 },
@@ -234,22 +401,22 @@ impl<C: Clone> Store<C> {
         let result = context.memory.scratch(context.site.slice.len_bytes as usize);
         self.gathering.reduce(how, &result, context);
         let before =
-            self.kept.take().filter(|_| fold == Fold::Kept && matches!(outcome, Outcome::Reduced(_)));
-        if let Some((before, _)) = before {
+            self.entry.take().filter(|_| fold == Fold::Kept && matches!(outcome, Outcome::Reduced(_)));
+        if let Some(before) = before {
             let Context { site, memory, inputs, .. } = context;
             inputs.clear();
-            inputs.extend([before, result.clone()]);
-            memory.reduce(site.dtype, self.gathering.op.reduction(1), inputs, &result);
+            inputs.extend([before.value().0.clone(), result.clone()]);
+            memory.reduce(site.dtype, self.gathering.op().reduction(1), inputs, &result);
         }
-        self.kept = Some((result.clone(), step));
+        self.entry = Some(SliceEntry::new(result.clone(), step));
         Some(result)
     }
 
-    /// Owner: the round has ended; tells all who took part, with the result if they are to have it.
+    /// Owner: the round has ended; tells all who took part, with the result if they are to have it. One of them may have given it.
     fn answer<M: Memory<Chunk = C>>(
         &mut self,
         header: &Header,
-        outcome: &Outcome,
+        given_by: Option<Rank>,
         result: Option<&C>,
         context: &mut Context<'_, M>,
     ) {
@@ -260,12 +427,12 @@ impl<C: Clone> Store<C> {
             if everybody {
                 return Some(true);
             }
-            let (what, _) = self.gathering.contributions[members.position(to)?].as_ref()?;
-            Some(rules.answered == Answered::All || !what.is_data())
+            let what = self.gathering.of(members.position(to)?)?;
+            Some(rules.answered == Answered::All || what.is_absent())
         };
         for to in active.after(rank) {
             let Some(gets_it) = answered(to) else { continue };
-            let same = gets_it && matches!(outcome, Outcome::Copy(source) if *source == to);
+            let same = gets_it && given_by == Some(to);
             tell(to, header, result.filter(|_| gets_it), same, context);
         }
         if let Some(gets_it) = answered(rank) {
@@ -275,7 +442,13 @@ impl<C: Clone> Store<C> {
 
     /// Owner: who need not be in asks when the round has ended.
     fn tell_late<M: Memory<Chunk = C>>(&mut self, to: Rank, header: &Header, context: &mut Context<'_, M>) {
-        let (result, step) = self.kept.clone().map_or((None, header.step), |(kept, step)| (Some(kept), step));
+        let (result, step) = match &self.entry {
+            Some(entry) => {
+                let (value, step) = entry.value();
+                (Some(as_answered(value.clone(), context)), step)
+            }
+            None => (None, header.step),
+        };
         let header = Header { step, ..*header };
         if to == context.site.rank {
             self.complete(&header, result.as_ref(), context);
@@ -293,10 +466,7 @@ impl<C: Clone> Store<C> {
     ) {
         if let Some(mine) = &self.mine {
             if let Some(result) = result.filter(|_| context.site.rules.keep_results()) {
-                let Context { memory, inputs, .. } = context;
-                inputs.push(result.clone());
-                memory.reduce(Dtype::Bytes, Reduction::Sum { divisor: 1 }, inputs, &mine.memory);
-                inputs.clear();
+                copy(context.memory, result, &mine.memory);
             }
             self.done(header, result.is_some(), context);
         }
@@ -324,307 +494,23 @@ fn tell<M: Memory>(
         None if same => (Kind::AnswerSame, 0, 0),
         None => (Kind::AnswerAbsent, 0, 0),
     };
-    let frame = Outgoing { header: Header { kind, argument, payload_bytes, ..*header }, payload };
+    send(to, &Header { kind, argument, payload_bytes, ..*header }, payload, context);
+}
+
+fn send<M: Memory>(to: Rank, header: &Header, payload: Option<M::Chunk>, context: &mut Context<'_, M>) {
+    let frame = Outgoing { header: *header, payload };
     context.effects.push(Effect::Send { to, frame, flow: Flow::Free });
 }
 
-/// What one rank brings to a slice.
-#[derive(Debug, Clone)]
-enum Contribution<C> {
-    /// Numbers.
-    Data(C),
-    /// Nothing: the parameter was not used on this rank in this step.
-    Absent,
-}
-
-impl<C> Contribution<C> {
-    fn is_data(&self) -> bool {
-        matches!(self, Self::Data(_))
+/// What an owner keeps, as all get it: an updated value is rounded for those who get it only. Other results are when they are made.
+fn as_answered<M: Memory>(value: M::Chunk, context: &mut Context<'_, M>) -> M::Chunk {
+    let Context { site, memory, .. } = context;
+    if !site.rounds() || site.rules.fold != Fold::Updated {
+        return value;
     }
-}
-
-/// The owner's side of one slice.
-#[derive(Debug)]
-struct Gathering<C> {
-    seq: Seq,
-    op: Op,
-    step: Step,
-    /// By member its contribution, and the step of it.
-    contributions: Vec<Option<(Contribution<C>, Step)>>,
-    /// Whether two of them differ.
-    steps_differ: bool,
-    arrived: u32,
-}
-
-impl<C> Default for Gathering<C> {
-    fn default() -> Self {
-        Self { seq: 0, op: Op::Average, step: 0, contributions: Vec::new(), steps_differ: false, arrived: 0 }
-    }
-}
-
-/// How a slice ended.
-#[derive(Debug, PartialEq, Eq)]
-enum Outcome {
-    /// Nobody contributed.
-    Absent,
-    /// One rank's contribution is the result as it is.
-    Copy(Rank),
-    /// The contributions, combined.
-    Reduced(Reduction),
-}
-
-impl<C: Clone> Gathering<C> {
-    /// Takes a contribution.
-    ///
-    /// # Errors
-    /// A sentence, if it belongs to another round or operation than those already here, or is the second of its rank.
-    fn add(
-        &mut self,
-        place: usize,
-        members: u32,
-        &Header { seq, op, step, .. }: &Header,
-        what: Contribution<C>,
-    ) -> Result<(), String> {
-        if self.contributions.is_empty() {
-            self.contributions.resize_with(members as usize, || None);
-        }
-        if self.arrived == 0 {
-            if seq <= self.seq {
-                return Err(format!("round {seq} again; round {} has ended", self.seq));
-            }
-            (self.seq, self.op, self.step) = (seq, op, step);
-        }
-        if seq != self.seq || op != self.op {
-            return Err(format!(
-                "round {seq} {op:?}, but the others are at round {} {:?} (step {})",
-                self.seq, self.op, self.step
-            ));
-        }
-        let contribution = &mut self.contributions[place];
-        if contribution.is_some() {
-            return Err(format!("a second contribution to round {seq}"));
-        }
-        *contribution = Some((what, step));
-        // Who differs is said when all are in: most ranks are right.
-        self.steps_differ |= step != self.step;
-        self.arrived += 1;
-        Ok(())
-    }
-
-    /// Whether a round is open, and its seq and step.
-    fn open(&self) -> Option<(Seq, Step)> {
-        (self.arrived > 0).then_some((self.seq, self.step))
-    }
-
-    /// Whether the round with this number is over.
-    fn has_ended(&self, seq: Seq) -> bool {
-        seq < self.seq || seq == self.seq && self.arrived == 0
-    }
-
-    /// Rounds are not told apart by their numbers.
-    fn forget_round(&mut self) {
-        self.seq = 0;
-    }
-
-    /// Of those that must be in, who has not contributed to the open round.
-    fn missing<'a>(&'a self, site: &'a Site<'_>) -> impl Iterator<Item = Rank> + 'a {
-        let late = |rank: Rank| site.active.contains(rank) && site.rules.needs(rank);
-        let by_member = site.members.iter().zip(&self.contributions);
-        by_member.filter(move |(rank, c)| c.is_none() && late(*rank)).map(|(rank, _)| rank)
-    }
-
-    /// Whether all that must be in have contributed to an open round.
-    fn complete(&self, &Site { members, active, rules, .. }: &Site<'_>) -> bool {
-        let everybody = rules.must_be_in == MustBeIn::Everybody;
-        if self.arrived == 0 || everybody && self.arrived != active.count() {
-            return false;
-        }
-        // A rank leaves only after all its exchanges are answered. So the contribution of one that has left is for the time
-        // after all have left: it knows already that they have, this rank does not, and the round waits for everybody.
-        self.contributions.iter().zip(members.iter()).all(|(c, rank)| {
-            let goes_on = active.contains(rank);
-            c.is_some() == goes_on || goes_on && !rules.needs(rank)
-        })
-    }
-
-    /// The step of each rank that has contributed.
-    fn steps(&self, members: &Members) -> impl Iterator<Item = (Rank, Step)> {
-        let steps =
-            self.contributions.iter().map(|contribution| contribution.as_ref().map(|(_, step)| *step));
-        members.iter().zip(steps).filter_map(|(rank, step)| Some((rank, step?)))
-    }
-
-    /// Which of the inputs of [`Gathering::outcome`] is this rank's own, if it has one.
-    fn own_input(&self, me: usize) -> Option<usize> {
-        let has_data = |c: &Option<(Contribution<C>, Step)>| matches!(c, Some((Contribution::Data(_), _)));
-        let before = self.contributions[..me].iter().filter(|c| has_data(c)).count();
-        has_data(&self.contributions[me]).then_some(before)
-    }
-
-    /// How the round ends; the data in rank order goes to `inputs`.
-    ///
-    /// # Errors
-    /// A sentence, if two ranks contributed to a copy.
-    fn outcome(&self, site: &Site<'_>, inputs: &mut Vec<C>) -> Result<Outcome, String> {
-        let mut last = None;
-        for (rank, contribution) in site.members.iter().zip(&self.contributions) {
-            if let Some((Contribution::Data(chunk), _)) = contribution {
-                inputs.push(chunk.clone());
-                last = Some(rank);
-            }
-        }
-        match (last, self.op) {
-            (None, _) => Ok(Outcome::Absent),
-            (Some(rank), Op::Copy) if inputs.len() == 1 => Ok(Outcome::Copy(rank)),
-            (Some(rank), Op::Copy) => {
-                Err(format!("{} ranks contribute to a copy, one of them rank {rank}", inputs.len()))
-            }
-            (Some(_), op) => Ok(Outcome::Reduced(op.reduction(self.divisor(site)))),
-        }
-    }
-
-    /// Over how many an average is: those that had to be in.
-    fn divisor(&self, site: &Site<'_>) -> u32 {
-        match &site.rules.must_be_in {
-            MustBeIn::Everybody => site.active.count(),
-            MustBeIn::These(these) => these.iter().filter(|rank| site.active.contains(*rank)).count() as u32,
-            MustBeIn::Nobody => 1,
-        }
-    }
-
-    /// Combines the inputs.
-    fn reduce<M: Memory<Chunk = C>>(&self, how: Reduction, output: &C, context: &mut Context<'_, M>) {
-        let Context { site, memory, inputs, .. } = context;
-        if site.rounds() {
-            let own = site.members.position(site.rank).and_then(|me| self.own_input(me));
-            memory.reduce_rounded(site.wire, how, inputs, own, output);
-        } else {
-            memory.reduce(site.dtype, how, inputs, output);
-        }
-    }
-
-    /// Ends the round and drops its contributions.
-    fn clear(&mut self) {
-        self.contributions.iter_mut().for_each(|c| *c = None);
-        (self.arrived, self.steps_differ) = (0, false);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::layout::Slice;
-    use crate::roles::Rules;
-    use proptest::prelude::*;
-
-    fn header(seq: Seq, op: Op) -> Header {
-        Header { seq, op, step: 1, ..Header::control(Kind::Push) }
-    }
-
-    fn some(ranks: &[u32]) -> Members {
-        ranks.iter().copied().map(Rank).collect()
-    }
-
-    /// A slice of a book for `members`, of whom `active` have not left.
-    fn site<'a>(members: &'a Members, active: &'a Members, rules: &'a Rules, slice: &'a Slice) -> Site<'a> {
-        let (rank, dtype) = (slice.owner, Dtype::F32);
-        Site { rank, members, active, rules, slice, layer: "layer", dtype, wire: dtype, tensor_bytes: 4 }
-    }
-
-    fn slice() -> Slice {
-        Slice {
-            tensor: 0,
-            offset_bytes: 0,
-            len_bytes: 4,
-            wire_bytes: 4,
-            owner: Rank(0),
-            at_owner: 0,
-            lane: 0,
-        }
-    }
-
-    #[test]
-    fn ends_when_the_last_active_rank_is_in_and_keeps_rank_order() {
-        let mut gathering = Gathering::default();
-        let (members, active, rules, slice) = (Members::all(4), some(&[0, 2, 3]), Rules::default(), slice());
-        let site = site(&members, &active, &rules, &slice);
-        for (rank, data) in [(3, Some("d")), (0, None), (2, Some("c"))] {
-            assert!(!gathering.complete(&site));
-            let what = data.map_or(Contribution::Absent, Contribution::Data);
-            gathering.add(rank, 4, &header(1, Op::Average), what).unwrap();
-        }
-        assert!(gathering.complete(&site));
-        let mut inputs = Vec::new();
-        let outcome = gathering.outcome(&site, &mut inputs);
-        assert_eq!(outcome, Ok(Outcome::Reduced(Reduction::Sum { divisor: 3 })));
-        assert_eq!(inputs, ["c", "d"]);
-        assert_eq!([0, 2, 3].map(|rank| gathering.own_input(rank)), [None, Some(0), Some(1)]);
-        gathering.clear();
-        assert!(gathering.open().is_none());
-        let again = gathering.add(0, 4, &header(1, Op::Average), Contribution::Absent);
-        assert!(again.is_err(), "round 1 has ended");
-    }
-
-    #[test]
-    fn who_knows_first_that_all_have_left_does_not_end_a_round_alone() {
-        let mut gathering = Gathering::default();
-        let (everybody, rules, slice) = (Members::all(3), Rules::default(), slice());
-        // Rank 2's leave has reached rank 0 but not this rank, which believes that rank 2 goes on.
-        gathering.add(0, 3, &header(1, Op::Average), Contribution::Data("a")).unwrap();
-        assert!(!gathering.complete(&site(&everybody, &some(&[2]), &rules, &slice)));
-        assert!(
-            !gathering.complete(&site(&everybody, &everybody, &rules, &slice)),
-            "nor when this rank knows too"
-        );
-    }
-
-    #[test]
-    fn refuses_what_does_not_fit_the_open_round() {
-        let mut gathering = Gathering::default();
-        let mut add = |place, seq, op, what| gathering.add(place, 2, &header(seq, op), what);
-        add(0, 5, Op::Copy, Contribution::Data("a")).unwrap();
-        assert!(add(0, 5, Op::Copy, Contribution::Absent).unwrap_err().contains("second"));
-        assert!(add(1, 6, Op::Copy, Contribution::Absent).is_err());
-        assert!(add(1, 5, Op::Sum, Contribution::Absent).is_err());
-        add(1, 5, Op::Copy, Contribution::Data("b")).unwrap();
-        let (members, rules, slice) = (Members::all(2), Rules::default(), slice());
-        let outcome = gathering.outcome(&site(&members, &members, &rules, &slice), &mut Vec::new());
-        assert!(outcome.unwrap_err().contains("copy"));
-    }
-
-    proptest! {
-        /// Any members, any of them that must be in, some of those having left, in any order.
-        #[test]
-        fn any_subset_may_have_to_be_in(
-            places in proptest::collection::btree_map(0u32..40, (any::<bool>(), any::<bool>()), 1..12), rotation in 0usize..12
-        ) {
-            let members: Members = places.keys().copied().map(Rank).collect();
-            let of = |which: fn(&(bool, bool)) -> bool| -> Members {
-                places.iter().filter(|(_, is)| which(is)).map(|(rank, _)| Rank(*rank)).collect()
-            };
-            let (active, must_be_in) = (of(|is| is.0), of(|is| is.0 && is.1));
-            let (rules, slice) = (Rules { must_be_in: MustBeIn::These(of(|is| is.1)), ..Rules::default() }, slice());
-            let site = site(&members, &active, &rules, &slice);
-            let mut gathering = Gathering::default();
-            let mut order: Vec<Rank> = must_be_in.iter().collect();
-            let len = order.len().max(1);
-            order.rotate_left(rotation % len);
-            for (i, rank) in order.iter().enumerate() {
-                prop_assert!(!gathering.complete(&site));
-                if i > 0 {
-                    let missing: Members = gathering.missing(&site).collect();
-                    let late: Members = order[i..].iter().copied().collect();
-                    prop_assert_eq!(missing, late);
-                }
-                let place = members.position(*rank).unwrap();
-                gathering.add(place, members.count(), &header(1, Op::Sum), Contribution::Data(*rank)).unwrap();
-            }
-            prop_assert_eq!(gathering.complete(&site), !order.is_empty());
-            prop_assert_eq!(gathering.divisor(&site), must_be_in.count());
-            let mut inputs = Vec::new();
-            let outcome = gathering.outcome(&site, &mut inputs);
-            prop_assert!(inputs.iter().copied().eq(must_be_in.iter()), "in rank order");
-            prop_assert_eq!(outcome == Ok(Outcome::Absent), order.is_empty());
-        }
-    }
+    let [rounded, expanded] =
+        [site.slice.wire_bytes, site.slice.len_bytes].map(|len| memory.scratch(len as usize));
+    memory.round(site.wire, &value, &rounded);
+    memory.expand(site.wire, &rounded, &expanded);
+    expanded
 }

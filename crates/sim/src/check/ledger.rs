@@ -1,17 +1,22 @@
 //! Results: who contributed what to which round, and what must come out of it.
 
+use super::update::Values;
 use super::{Checker, Violation, check, order};
 use penstock_core::Route;
 use penstock_core::layout::{Book, Tensor};
+use penstock_core::optimizer::Update;
+use penstock_core::roles::Fold;
 use penstock_core::types::{BookId, Rank, Seq, SliceId, TensorId};
 use penstock_core::wire::Op;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 /// What must come out of a round: bytes, or nothing because nobody contributed. Bytes are `None` in virtual memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Expected {
     Absent,
+    /// Somebody contributed, but the step was not made. Owners may have summed in their memory.
+    NotMade,
     Present(Option<Vec<u8>>),
 }
 
@@ -29,6 +34,9 @@ struct RoundRecord {
     op: Op,
     active: u32,
     parts: Vec<Option<RankRecord>>,
+    /// Where owners update values: the ranks that have told theirs to go on, and what they said.
+    told: BTreeSet<Rank>,
+    update: Option<Update>,
     expected: Option<Expected>,
 }
 
@@ -38,6 +46,8 @@ pub struct Ledger {
     books: Vec<Arc<Book>>,
     ranks: u32,
     rounds: BTreeMap<(BookId, TensorId, Seq), RoundRecord>,
+    /// Of books whose owners update them: each tensor, as it is after the rounds so far.
+    values: BTreeMap<(BookId, TensorId), Values>,
 }
 
 /// What a rank says about a slice.
@@ -61,7 +71,7 @@ impl Ledger {
     /// An empty record.
     #[must_use]
     pub fn new(books: Vec<Arc<Book>>, ranks: u32) -> Self {
-        Self { books, ranks, rounds: BTreeMap::new() }
+        Self { books, ranks, rounds: BTreeMap::new(), values: BTreeMap::new() }
     }
 
     /// A rank takes part in a round with what its memory holds; `active` ranks will.
@@ -81,6 +91,8 @@ impl Ledger {
             op: submission.op,
             active: submission.active,
             parts: (0..self.ranks).map(|_| None).collect(),
+            told: BTreeSet::new(),
+            update: None,
             expected: None,
         });
         let same = (round.op, round.active) == (submission.op, submission.active);
@@ -90,6 +102,32 @@ impl Ledger {
         })?;
         *part = Some(RankRecord { absent: submission.absent, bytes, completed: vec![0; slices] });
         Ok(())
+    }
+
+    /// What a tensor begins with, on every rank.
+    pub fn load(&mut self, book: BookId, tensor: TensorId, bytes: Option<Box<[u8]>>) {
+        self.values
+            .entry((book, tensor))
+            .or_insert_with(|| Values::new(bytes.unwrap_or_default().into_vec()));
+    }
+
+    /// A rank tells what it owns of a tensor to go on.
+    ///
+    /// # Errors
+    /// [`Checker::Protocol`] if the simulated programs themselves disagree.
+    pub fn proceed(
+        &mut self,
+        rank: Rank,
+        name: (BookId, TensorId, Seq),
+        update: Option<Update>,
+    ) -> Result<(), Violation> {
+        let round = self.rounds.get_mut(&name);
+        let agree = round.is_some_and(|round| {
+            let first = round.told.is_empty();
+            round.update = if first { update } else { round.update };
+            round.told.insert(rank) && round.update == update
+        });
+        check(agree, Checker::Protocol, || format!("the programs disagree about the update of {name:?}"))
     }
 
     /// A slice is complete on a rank: exactly once, not before all took part, and exact.
@@ -115,8 +153,18 @@ impl Ledger {
         check(arrived == round.active as usize, Checker::NobodyForgotten, || {
             format!("{} is complete when {arrived} of {} ranks took part", name(), round.active)
         })?;
+        if layout.roles.rules.fold == Fold::Updated {
+            let owner = layout.slices[slice as usize].owner;
+            check(round.told.contains(&owner), Checker::NobodyForgotten, || {
+                format!("{} is complete before its owner {owner} was told to go on", name())
+            })?;
+        }
         if round.expected.is_none() {
-            round.expected = Some(expected(layout, tensor, round));
+            let sum = expected(layout, tensor, round);
+            round.expected = Some(match self.values.get_mut(&(book, tensor)) {
+                None => sum,
+                Some(values) => updated(&layout.tensors[tensor as usize], values, sum, round.update),
+            });
         }
         self.check_exact(completion, Checker::Exact)
     }
@@ -173,13 +221,15 @@ impl Ledger {
         let Some(expected) = &round.expected else {
             return Err(Violation::new(Checker::ExactlyOnce, format!("{} is read but not complete", name())));
         };
-        check(present == (*expected != Expected::Absent), Checker::AbsentUntouched, || {
+        let wanted = !matches!(expected, Expected::Absent | Expected::NotMade);
+        check(present == wanted, Checker::AbsentUntouched, || {
             format!("{}: the rank is told present={present}", name())
         })?;
         let Some(bytes) = bytes else { return Ok(()) };
         match expected {
             Expected::Present(Some(want)) => check_bytes(&want[range], bytes, exact, name),
-            Expected::Absent => {
+            Expected::NotMade if layout.owner == rank => Ok(()),
+            Expected::Absent | Expected::NotMade => {
                 let before = round.parts[rank.index()].as_ref().and_then(|part| part.bytes.as_deref());
                 check_bytes(before.map_or(&[], |all| &all[range]), bytes, Checker::AbsentUntouched, name)
             }
@@ -193,7 +243,7 @@ impl Ledger {
         (tensor, book.slices_of(tensor))
     }
 
-    /// What an owner keeps in a lane, where the rules of a book say so: the last results.
+    /// What an owner keeps in a lane, where the rules of a book say so: the last results, or values and their states.
     #[must_use]
     pub fn kept_bytes(&self, owner: Rank, lane: u32) -> u64 {
         let of_tensor = |book: BookId, layout: &Book, tensor: TensorId| {
@@ -202,6 +252,9 @@ impl Ledger {
             let here = layout.slices_of(tensor).map(|slice| &layout.slices[slice as usize]);
             let here = here.filter(|slice| slice.owner == owner && slice.lane == lane);
             let bytes: u64 = here.map(|slice| u64::from(slice.len_bytes)).sum();
+            if let Some(values) = self.values.get(&(book, tensor)) {
+                return bytes * (1 + values.states());
+            }
             if last.is_some_and(|last| *last != Expected::Absent) { bytes } else { 0 }
         };
         let books = (0..).zip(&self.books).filter(|(_, book)| book.roles.rules.keep_results());
@@ -241,6 +294,21 @@ fn check_bytes(
         let at = want.iter().zip(got).position(|(a, b)| a != b).unwrap_or(want.len().min(got.len()));
         format!("{}: byte {at} of {} differs from what was expected", name(), want.len())
     })
+}
+
+/// What a rank gets of a tensor that its owners update, and the values as they are from now on.
+fn updated(layout: &Tensor, values: &mut Values, sum: Expected, update: Option<Update>) -> Expected {
+    match (sum, update) {
+        (Expected::Absent, _) => Expected::Absent,
+        (_, None) => Expected::NotMade,
+        (Expected::Present(Some(gradient)), Some(update)) => {
+            values.update(&update, layout.dtype, &gradient);
+            let rounds = layout.wire != layout.dtype;
+            let value = values.value();
+            Expected::Present(Some(if rounds { order::through(layout.wire, value) } else { value.to_vec() }))
+        }
+        (sum, Some(_)) => sum,
+    }
 }
 
 /// The result, recomputed element by element, slice by slice.

@@ -9,6 +9,7 @@
 use super::{Checker, Violation, check};
 use penstock_core::Route;
 use penstock_core::layout::Book;
+use penstock_core::roles::Fold;
 use penstock_core::types::{BookId, Rank, Seq, SliceId};
 use penstock_core::wire::{Header, Kind};
 use std::collections::{BTreeMap, BTreeSet};
@@ -77,6 +78,11 @@ struct ModelBook {
     places: Vec<u32>,
     /// By slice owned here: who has contributed to the open round.
     contributed: BTreeMap<SliceId, (Seq, BTreeSet<Rank>)>,
+    /// Of those, whose contributions have numbers.
+    with_data: BTreeMap<SliceId, BTreeSet<Rank>>,
+    /// Slices of complete rounds that wait for the program's word; and the other way round.
+    waiting: BTreeMap<SliceId, Seq>,
+    said: BTreeSet<SliceId>,
     collectives: BTreeMap<SliceId, CollectiveSlice>,
 }
 
@@ -122,7 +128,15 @@ impl LinkModel {
         let places = (0..book.layers.len() as u32).collect();
         self.books.insert(
             id,
-            ModelBook { book, places, contributed: BTreeMap::new(), collectives: BTreeMap::new() },
+            ModelBook {
+                book,
+                places,
+                contributed: BTreeMap::new(),
+                with_data: BTreeMap::new(),
+                waiting: BTreeMap::new(),
+                said: BTreeSet::new(),
+                collectives: BTreeMap::new(),
+            },
         );
     }
 
@@ -157,7 +171,7 @@ impl LinkModel {
             self.open_collective(&book, id, slice_id, seq);
             self.advance(id, slice_id);
         } else if slice.owner == self.me.rank {
-            self.contribute(self.me.rank, id, slice_id, seq);
+            self.contribute(self.me.rank, header);
         } else if absent {
             self.queue(slice.owner, What::Ready(id, slice_id, seq, 0));
         } else {
@@ -272,11 +286,11 @@ impl LinkModel {
     pub fn frame(&mut self, from: Rank, header: &Header) {
         match header.kind {
             Kind::Leave => self.leave(from),
-            Kind::Push | Kind::PushAbsent => self.contribute(from, header.book, header.slice, header.seq),
+            Kind::Push | Kind::PushAbsent => self.contribute(from, header),
             Kind::Part | Kind::Result => self.part(header),
             // Whatever arrives, nothing is sent for it.
             Kind::Gather => {}
-            Kind::Answer | Kind::AnswerAbsent | Kind::AnswerSame => {
+            Kind::Answer | Kind::AnswerAbsent | Kind::AnswerSame | Kind::Summed => {
                 let number = self.books[&header.book].book.number_at_peer(header.slice);
                 self.through(header.book, from, number);
             }
@@ -316,11 +330,31 @@ impl LinkModel {
         }
     }
 
-    fn contribute(&mut self, from: Rank, id: BookId, slice: SliceId, seq: Seq) {
+    fn contribute(&mut self, from: Rank, header: &Header) {
+        let Header { book: id, slice, seq, .. } = *header;
         if let Some(state) = self.books.get_mut(&id) {
             state.contributed.entry(slice).or_insert_with(|| (seq, BTreeSet::new())).1.insert(from);
+            if header.kind == Kind::Push {
+                state.with_data.entry(slice).or_default().insert(from);
+            }
         }
         self.finish_if_complete(id, slice);
+    }
+
+    /// The rank's program tells a slice that it owns and updates to go on.
+    pub fn proceed(&mut self, id: BookId, slice: SliceId) {
+        let Some(state) = self.books.get_mut(&id) else { return };
+        match state.waiting.remove(&slice) {
+            Some(seq) => (0..self.me.ranks).map(Rank).for_each(|peer| self.answer(peer, id, slice, seq)),
+            None => drop(state.said.insert(slice)),
+        }
+    }
+
+    /// To a peer, but not to the rank itself.
+    fn answer(&mut self, peer: Rank, id: BookId, slice: SliceId, seq: Seq) {
+        if peer != self.me.rank {
+            self.queue(peer, What::Ready(id, slice, seq, 0));
+        }
     }
 
     fn finish_if_complete(&mut self, id: BookId, slice: SliceId) {
@@ -332,10 +366,16 @@ impl LinkModel {
             return;
         }
         let seq = state.contributed.remove(&slice).map_or(0, |(seq, _)| seq);
-        let me = self.me.rank;
-        for peer in wanted.into_iter().filter(|peer| *peer != me) {
-            self.queue(peer, What::Ready(id, slice, seq, 0));
-        }
+        let with_data = state.with_data.remove(&slice).unwrap_or_default();
+        let updated = state.book.roles.rules.fold == Fold::Updated;
+        // Nobody has a result yet; who gave numbers hears that they are in.
+        let told = if updated && !state.said.remove(&slice) {
+            state.waiting.insert(slice, seq);
+            with_data
+        } else {
+            wanted
+        };
+        told.into_iter().for_each(|peer| self.answer(peer, id, slice, seq));
     }
 
     fn queue(&mut self, peer: Rank, what: What) {

@@ -7,6 +7,7 @@ pub mod ledger;
 pub mod link;
 pub mod order;
 pub mod rest;
+mod update;
 
 /// What was violated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

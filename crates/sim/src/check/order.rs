@@ -224,7 +224,8 @@ pub fn reduce(round: Round, owner: Rank, rows: &[Option<&[u8]>]) -> Option<Vec<u
 }
 
 /// Numbers in fp32, each as it is after its way through a half type.
-fn through(wire: Dtype, row: &[u8]) -> Vec<u8> {
+#[must_use]
+pub fn through(wire: Dtype, row: &[u8]) -> Vec<u8> {
     let one = |number: &[u8]| {
         let number = f32::read(number);
         let rounded =

@@ -3,6 +3,8 @@
 use super::{Checker, Violation, check};
 use penstock_core::Route;
 use penstock_core::layout::{Book, Slice};
+use penstock_core::optimizer::STATES_MAX;
+use penstock_core::roles::Fold;
 use penstock_core::types::Rank;
 
 /// An owner's scratch buffers: of each other rank and each book at most its window, that of what overtakes, and the slices that
@@ -34,8 +36,12 @@ pub fn check_owner_memory(
     };
     let in_frames = books.iter().map(|book| rounded(book)).max().unwrap_or(0);
     // Results that it keeps, and the next one of a slice while it is made.
-    let keeping =
-        |book: &Book| if book.roles.rules.keep_results() { owned(book, rank) + largest(book) } else { 0 };
+    let keeping = |book: &Book| match book.roles.rules.fold {
+        // Values that it updates and their states, and of rounded ones what is under way in answers, in both types.
+        Fold::Updated => owned(book, rank) * (3 + STATES_MAX as u64),
+        _ if book.roles.rules.keep_results() => owned(book, rank) + largest(book),
+        _ => 0,
+    };
     let kept: u64 = books.iter().map(|book| keeping(book)).sum();
     let per_peer: u64 = books
         .iter()

@@ -62,6 +62,8 @@ impl<M: SimMemory> World<M> {
                 }
                 Action::Gathered { book, slice, parts } => self.gathered(rank, book, slice, parts)?,
                 Action::AllLeft => self.workers[rank.index()].lanes_left += 1,
+                // Its program says the word whether it waits or not.
+                Action::Waits { .. } => {}
                 // Calls have a world of their own: `crate::calls`.
                 Action::CallComplete(_) | Action::CallSource { .. } => {}
                 Action::Control { from, header, payload } if header.kind == Kind::Blob => {

@@ -6,7 +6,9 @@ use crate::check::{Checker, Violation, check};
 use crate::memory::{Chunk, SimMemory};
 use crate::program::{Instruction, Sabotage, Setup, Submission};
 use crate::random::Random;
+use penstock_core::exchange::Field;
 use penstock_core::node::Event;
+use penstock_core::optimizer::Update;
 use penstock_core::types::{BookId, Dtype, Rank, Seq, SliceId, TensorId};
 use penstock_core::wire::{Header, Kind};
 use penstock_core::{Gives, Route, Submission as Part};
@@ -187,6 +189,8 @@ impl<M: SimMemory> World<M> {
                 }
                 self.read(rank, *book, tensors)?;
             }
+            Instruction::Load(book) => self.load(rank, *book)?,
+            Instruction::Proceed { book, update } => self.proceed(rank, *book, *update)?,
             Instruction::Leave { agree } => {
                 let worker = &mut self.workers[rank.index()];
                 if !worker.all_complete() || !worker.all_released() {
@@ -245,6 +249,54 @@ impl<M: SimMemory> World<M> {
                 self.nodes[at].set_priorities(book, places);
             }
             self.act(rank, lane)?;
+        }
+        Ok(())
+    }
+
+    /// The values that owners begin with, the same on all ranks.
+    fn load(&mut self, rank: Rank, book: BookId) -> Result<(), Violation> {
+        let setup = self.setup.clone();
+        for (id, layout) in setup.books[usize::from(book)].tensors.iter().enumerate() {
+            let memory = M::tensor(layout.len_bytes() as usize);
+            let name = [setup.seed, u64::from(book), id as u64];
+            let mut random =
+                Random::new(name.iter().fold(0, |mix, part| Random::new(mix ^ (part + 1)).bits()));
+            memory.write(|bytes| fill(layout.dtype, &mut random, bytes));
+            self.ledger.load(book, id as TensorId, memory.to_bytes());
+            for lane in 0..setup.lanes {
+                let at = self.at(rank, lane);
+                let loaded = self.nodes[at].load(book, id as TensorId, (Field::Value, 0), &memory);
+                loaded.map_err(|error| Violation::new(Checker::Protocol, format!("rank {rank}: {error}")))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The program has come to the end of a step.
+    fn proceed(&mut self, rank: Rank, book: BookId, update: Option<Update>) -> Result<(), Violation> {
+        let setup = self.setup.clone();
+        let layout = &setup.books[usize::from(book)];
+        for tensor in 0..layout.tensors.len() as TensorId {
+            let Some(seq) = self.workers[rank.index()].tensor(book, tensor).map(|tensor| tensor.seq) else {
+                continue;
+            };
+            self.ledger.proceed(rank, (book, tensor, seq), update)?;
+        }
+        for (slice, at) in layout.slices.iter().enumerate().filter(|(_, at)| at.owner == rank) {
+            let Some(seq) = self.workers[rank.index()].tensor(book, at.tensor).map(|tensor| tensor.seq)
+            else {
+                continue;
+            };
+            let slice = slice as SliceId;
+            if let Some(model) = self.model(rank, at.lane) {
+                model.proceed(book, slice);
+            }
+            let other = update.is_some() && self.sabotage(Sabotage::OtherUpdate);
+            let update = update.map(|mut update| {
+                update.optimizer.lr *= if other { 2.0 } else { 1.0 };
+                update
+            });
+            self.step(rank, at.lane, Event::Proceed { book, slice, step: seq, update })?;
         }
         Ok(())
     }

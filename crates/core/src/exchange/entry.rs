@@ -1,0 +1,129 @@
+//! What an owner keeps of a slice from round to round: its value, and what an optimizer keeps beside it.
+
+use super::context::{Context, Site};
+use crate::memory::Memory;
+use crate::optimizer::Update;
+use crate::reduce::Reduction;
+use crate::types::{Dtype, Step};
+
+/// One of the things that are kept, each as long as the slice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Field {
+    /// The value.
+    Value,
+    /// One of the optimizer's states, in the order of [`crate::optimizer::Optimizer::states`].
+    State(u8),
+}
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub struct SliceEntry<C> {
+    value: C,
+    /// Of the round that it comes from.
+    step: Step,
+    /// None before the first update.
+    states: Vec<C>,
+    /// Updates so far, those before it was loaded included.
+    updates: u64,
+}
+
+impl<C: Clone> SliceEntry<C> {
+    /// A value that nothing was done to yet.
+    pub(super) fn new(value: C, step: Step) -> Self {
+        Self { value, step, states: Vec::new(), updates: 0 }
+    }
+
+    /// The value, and the step of the round that it comes from.
+    pub(super) fn value(&self) -> (&C, Step) {
+        (&self.value, self.step)
+    }
+
+    /// How often the value was updated.
+    pub(super) fn updates(&self) -> u64 {
+        self.updates
+    }
+
+    /// Applies an optimizer to the value.
+    ///
+    /// # Errors
+    /// A sentence, if what is kept is not what it needs.
+    pub(super) fn update<M: Memory<Chunk = C>>(
+        &mut self,
+        update: &Update,
+        step: Step,
+        gradient: &C,
+        site: &Site<'_>,
+        memory: &mut M,
+    ) -> Result<(), String> {
+        let (needed, len_bytes) = (update.optimizer.states(), site.slice.len_bytes as usize);
+        if self.states.len() != needed.len() {
+            if self.updates > 0 || !self.states.is_empty() {
+                let (updates, kept, needed) = (self.updates, self.states.len(), needed.join(", "));
+                return Err(format!(
+                    "after {updates} updates {kept} states are kept, but the optimizer has others ({needed}): options that say \
+                     which states there are cannot change while training"
+                ));
+            }
+            for _ in needed {
+                let state = memory.scratch(len_bytes);
+                memory.fill(site.dtype, update.optimizer.initial(), &state);
+                self.states.push(state);
+            }
+        }
+        if memory.is_shared(&self.value) {
+            // The last answer still waits for somebody who need not be in.
+            let value = memory.scratch(len_bytes);
+            copy(memory, &self.value, &value);
+            self.value = value;
+        }
+        self.updates += 1;
+        self.step = step;
+        memory.update(site.dtype, update, self.updates, &self.value, gradient, &self.states);
+        Ok(())
+    }
+
+    /// Takes what is kept from `from`. A value begins an entry anew; states follow in their order.
+    ///
+    /// # Errors
+    /// A sentence, if a state does not follow those that are there.
+    pub(super) fn load<M: Memory<Chunk = C>>(
+        entry: &mut Option<Self>,
+        field: Field,
+        updates: u64,
+        from: &C,
+        context: &mut Context<'_, M>,
+    ) -> Result<(), String> {
+        let kept = context.memory.scratch(context.site.slice.len_bytes as usize);
+        copy(context.memory, from, &kept);
+        match (field, entry) {
+            (Field::Value, entry) => *entry = Some(Self { updates, ..Self::new(kept, 0) }),
+            (Field::State(at), Some(entry)) if usize::from(at) == entry.states.len() => {
+                entry.states.push(kept);
+            }
+            (Field::State(at), entry) => {
+                let states = entry.as_ref().map_or(0, |entry| entry.states.len());
+                return Err(format!(
+                    "state {at} comes after a value and {states} states: load them in order"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies what is kept to `to`, if there is such a thing.
+    pub(super) fn save<M: Memory<Chunk = C>>(&self, field: Field, to: &C, memory: &mut M) -> bool {
+        let kept = match field {
+            Field::Value => Some(&self.value),
+            Field::State(at) => self.states.get(usize::from(at)),
+        };
+        if let Some(kept) = kept {
+            copy(memory, kept, to);
+        }
+        kept.is_some()
+    }
+}
+
+/// Bit by bit.
+pub(super) fn copy<M: Memory>(memory: &mut M, from: &M::Chunk, to: &M::Chunk) {
+    memory.reduce(Dtype::Bytes, Reduction::Sum { divisor: 1 }, std::slice::from_ref(from), to);
+}

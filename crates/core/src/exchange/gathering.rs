@@ -1,0 +1,345 @@
+//! A round at its owner, from the first contribution to the last: who is in, who is missing, what it comes to.
+//!
+//! It sends nothing and knows nothing of answers; those are the store's.
+
+use super::context::{Context, Site};
+use crate::members::Members;
+use crate::memory::Memory;
+use crate::reduce::Reduction;
+use crate::roles::MustBeIn;
+use crate::types::{Rank, Seq, Step};
+use crate::wire::{Header, Op};
+
+/// What one rank brings to a slice.
+#[derive(Debug, Clone)]
+pub(super) enum Contribution<C> {
+    /// Numbers.
+    Data(C),
+    /// Numbers that are in the sum.
+    Summed,
+    /// Nothing: the parameter was not used on this rank in this step.
+    Absent,
+}
+
+impl<C> Contribution<C> {
+    pub(super) fn is_absent(&self) -> bool {
+        matches!(self, Self::Absent)
+    }
+}
+
+/// The owner's side of one slice.
+#[derive(Debug)]
+pub(super) struct Gathering<C> {
+    seq: Seq,
+    op: Op,
+    step: Step,
+    /// By member its contribution, and the step of it.
+    contributions: Vec<Option<(Contribution<C>, Step)>>,
+    /// Whether two of them differ.
+    steps_differ: bool,
+    arrived: u32,
+}
+
+impl<C> Default for Gathering<C> {
+    fn default() -> Self {
+        Self { seq: 0, op: Op::Average, step: 0, contributions: Vec::new(), steps_differ: false, arrived: 0 }
+    }
+}
+
+/// How a slice ended.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Outcome {
+    /// Nobody contributed.
+    Absent,
+    /// One rank's contribution is the result as it is.
+    Copy(Rank),
+    /// The contributions, combined.
+    Reduced(Reduction),
+}
+
+impl<C: Clone> Gathering<C> {
+    /// Takes a contribution.
+    ///
+    /// # Errors
+    /// A sentence, if it belongs to another round or operation than those already here, or is the second of its rank.
+    pub(super) fn add(
+        &mut self,
+        place: usize,
+        members: u32,
+        &Header { seq, op, step, .. }: &Header,
+        what: Contribution<C>,
+    ) -> Result<(), String> {
+        if self.contributions.is_empty() {
+            self.contributions.resize_with(members as usize, || None);
+        }
+        if self.arrived == 0 {
+            if seq <= self.seq {
+                return Err(format!("round {seq} again; round {} has ended", self.seq));
+            }
+            (self.seq, self.op, self.step) = (seq, op, step);
+        }
+        if seq != self.seq || op != self.op {
+            return Err(format!(
+                "round {seq} {op:?}, but the others are at round {} {:?} (step {})",
+                self.seq, self.op, self.step
+            ));
+        }
+        let contribution = &mut self.contributions[place];
+        if contribution.is_some() {
+            return Err(format!("a second contribution to round {seq}"));
+        }
+        *contribution = Some((what, step));
+        // Who differs is said when all are in: most ranks are right.
+        self.steps_differ |= step != self.step;
+        self.arrived += 1;
+        Ok(())
+    }
+
+    /// Whether a round is open, and its seq and step.
+    pub(super) fn open(&self) -> Option<(Seq, Step)> {
+        (self.arrived > 0).then_some((self.seq, self.step))
+    }
+
+    /// Whether the round with this number is over.
+    pub(super) fn has_ended(&self, seq: Seq) -> bool {
+        seq < self.seq || seq == self.seq && self.arrived == 0
+    }
+
+    /// Rounds are not told apart by their numbers.
+    pub(super) fn forget_round(&mut self) {
+        self.seq = 0;
+    }
+
+    /// Of those that must be in, who has not contributed to the open round.
+    pub(super) fn missing<'a>(&'a self, site: &'a Site<'_>) -> impl Iterator<Item = Rank> + 'a {
+        let late = |rank: Rank| site.active.contains(rank) && site.rules.needs(rank);
+        let by_member = site.members.iter().zip(&self.contributions);
+        by_member.filter(move |(rank, c)| c.is_none() && late(*rank)).map(|(rank, _)| rank)
+    }
+
+    /// Whether all that must be in have contributed to an open round.
+    pub(super) fn complete(&self, &Site { members, active, rules, .. }: &Site<'_>) -> bool {
+        let everybody = rules.must_be_in == MustBeIn::Everybody;
+        if self.arrived == 0 || everybody && self.arrived != active.count() {
+            return false;
+        }
+        // A rank leaves only after all its exchanges are answered. So the contribution of one that has left is for the time
+        // after all have left: it knows already that they have, this rank does not, and the round waits for everybody.
+        self.contributions.iter().zip(members.iter()).all(|(c, rank)| {
+            let goes_on = active.contains(rank);
+            c.is_some() == goes_on || goes_on && !rules.needs(rank)
+        })
+    }
+
+    /// What is done with the contributions to the open round.
+    pub(super) fn op(&self) -> Op {
+        self.op
+    }
+
+    /// Whether contributions to the open round are of different steps.
+    pub(super) fn steps_differ(&self) -> bool {
+        self.steps_differ
+    }
+
+    /// What this member brought to the open round; nothing if it takes no part.
+    pub(super) fn of(&self, place: usize) -> Option<&Contribution<C>> {
+        self.contributions.get(place)?.as_ref().map(|(what, _)| what)
+    }
+
+    /// The step of each rank that has contributed.
+    pub(super) fn steps(&self, members: &Members) -> impl Iterator<Item = (Rank, Step)> {
+        let steps =
+            self.contributions.iter().map(|contribution| contribution.as_ref().map(|(_, step)| *step));
+        members.iter().zip(steps).filter_map(|(rank, step)| Some((rank, step?)))
+    }
+
+    /// Which of the inputs of [`Gathering::outcome`] is this rank's own, if it has one.
+    fn own_input(&self, me: usize) -> Option<usize> {
+        let has_data = |c: &Option<(Contribution<C>, Step)>| matches!(c, Some((Contribution::Data(_), _)));
+        let before = self.contributions[..me].iter().filter(|c| has_data(c)).count();
+        has_data(&self.contributions[me]).then_some(before)
+    }
+
+    /// How the round ends; the data in rank order goes to `inputs`.
+    ///
+    /// # Errors
+    /// A sentence, if two ranks contributed to a copy.
+    pub(super) fn outcome(&self, site: &Site<'_>, inputs: &mut Vec<C>) -> Result<Outcome, String> {
+        let mut last = None;
+        for (rank, contribution) in site.members.iter().zip(&self.contributions) {
+            if let Some((Contribution::Data(chunk), _)) = contribution {
+                inputs.push(chunk.clone());
+                last = Some(rank);
+            }
+        }
+        match (last, self.op) {
+            (None, _) => Ok(Outcome::Absent),
+            (Some(rank), Op::Copy) if inputs.len() == 1 => Ok(Outcome::Copy(rank)),
+            (Some(rank), Op::Copy) => {
+                Err(format!("{} ranks contribute to a copy, one of them rank {rank}", inputs.len()))
+            }
+            (Some(_), op) => Ok(Outcome::Reduced(op.reduction(self.divisor(site)))),
+        }
+    }
+
+    /// Over how many an average is: those that had to be in.
+    fn divisor(&self, site: &Site<'_>) -> u32 {
+        match &site.rules.must_be_in {
+            MustBeIn::Everybody => site.active.count(),
+            MustBeIn::These(these) => these.iter().filter(|rank| site.active.contains(*rank)).count() as u32,
+            MustBeIn::Nobody => 1,
+        }
+    }
+
+    /// Combines the inputs.
+    pub(super) fn reduce<M: Memory<Chunk = C>>(
+        &self,
+        how: Reduction,
+        output: &C,
+        context: &mut Context<'_, M>,
+    ) {
+        let Context { site, memory, inputs, .. } = context;
+        if site.rounds() {
+            let own = site.members.position(site.rank).and_then(|me| self.own_input(me));
+            memory.reduce_rounded(site.wire, how, inputs, own, output);
+        } else {
+            memory.reduce(site.dtype, how, inputs, output);
+        }
+    }
+
+    /// The sum is made: the round stays open, but its contributions occupy no memory any more.
+    pub(super) fn let_go(&mut self) {
+        for (what, _) in self.contributions.iter_mut().flatten() {
+            if let Contribution::Data(_) = what {
+                *what = Contribution::Summed;
+            }
+        }
+    }
+
+    /// Ends the round and drops its contributions.
+    pub(super) fn clear(&mut self) {
+        self.contributions.iter_mut().for_each(|c| *c = None);
+        (self.arrived, self.steps_differ) = (0, false);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::Slice;
+    use crate::roles::Rules;
+    use crate::types::Dtype;
+    use crate::wire::Kind;
+    use proptest::prelude::*;
+
+    fn header(seq: Seq, op: Op) -> Header {
+        Header { seq, op, step: 1, ..Header::control(Kind::Push) }
+    }
+
+    fn some(ranks: &[u32]) -> Members {
+        ranks.iter().copied().map(Rank).collect()
+    }
+
+    /// A slice of a book for `members`, of whom `active` have not left.
+    fn site<'a>(members: &'a Members, active: &'a Members, rules: &'a Rules, slice: &'a Slice) -> Site<'a> {
+        let (rank, dtype) = (slice.owner, Dtype::F32);
+        Site { rank, members, active, rules, slice, layer: "layer", dtype, wire: dtype, tensor_bytes: 4 }
+    }
+
+    fn slice() -> Slice {
+        Slice {
+            tensor: 0,
+            offset_bytes: 0,
+            len_bytes: 4,
+            wire_bytes: 4,
+            owner: Rank(0),
+            at_owner: 0,
+            lane: 0,
+        }
+    }
+
+    #[test]
+    fn ends_when_the_last_active_rank_is_in_and_keeps_rank_order() {
+        let mut gathering = Gathering::default();
+        let (members, active, rules, slice) = (Members::all(4), some(&[0, 2, 3]), Rules::default(), slice());
+        let site = site(&members, &active, &rules, &slice);
+        for (rank, data) in [(3, Some("d")), (0, None), (2, Some("c"))] {
+            assert!(!gathering.complete(&site));
+            let what = data.map_or(Contribution::Absent, Contribution::Data);
+            gathering.add(rank, 4, &header(1, Op::Average), what).unwrap();
+        }
+        assert!(gathering.complete(&site));
+        let mut inputs = Vec::new();
+        let outcome = gathering.outcome(&site, &mut inputs);
+        assert_eq!(outcome, Ok(Outcome::Reduced(Reduction::Sum { divisor: 3 })));
+        assert_eq!(inputs, ["c", "d"]);
+        assert_eq!([0, 2, 3].map(|rank| gathering.own_input(rank)), [None, Some(0), Some(1)]);
+        gathering.clear();
+        assert!(gathering.open().is_none());
+        let again = gathering.add(0, 4, &header(1, Op::Average), Contribution::Absent);
+        assert!(again.is_err(), "round 1 has ended");
+    }
+
+    #[test]
+    fn who_knows_first_that_all_have_left_does_not_end_a_round_alone() {
+        let mut gathering = Gathering::default();
+        let (everybody, rules, slice) = (Members::all(3), Rules::default(), slice());
+        // Rank 2's leave has reached rank 0 but not this rank, which believes that rank 2 goes on.
+        gathering.add(0, 3, &header(1, Op::Average), Contribution::Data("a")).unwrap();
+        assert!(!gathering.complete(&site(&everybody, &some(&[2]), &rules, &slice)));
+        assert!(
+            !gathering.complete(&site(&everybody, &everybody, &rules, &slice)),
+            "nor when this rank knows too"
+        );
+    }
+
+    #[test]
+    fn refuses_what_does_not_fit_the_open_round() {
+        let mut gathering = Gathering::default();
+        let mut add = |place, seq, op, what| gathering.add(place, 2, &header(seq, op), what);
+        add(0, 5, Op::Copy, Contribution::Data("a")).unwrap();
+        assert!(add(0, 5, Op::Copy, Contribution::Absent).unwrap_err().contains("second"));
+        assert!(add(1, 6, Op::Copy, Contribution::Absent).is_err());
+        assert!(add(1, 5, Op::Sum, Contribution::Absent).is_err());
+        add(1, 5, Op::Copy, Contribution::Data("b")).unwrap();
+        let (members, rules, slice) = (Members::all(2), Rules::default(), slice());
+        let outcome = gathering.outcome(&site(&members, &members, &rules, &slice), &mut Vec::new());
+        assert!(outcome.unwrap_err().contains("copy"));
+    }
+
+    proptest! {
+        /// Any members, any of them that must be in, some of those having left, in any order.
+        #[test]
+        fn any_subset_may_have_to_be_in(
+            places in proptest::collection::btree_map(0u32..40, (any::<bool>(), any::<bool>()), 1..12), rotation in 0usize..12
+        ) {
+            let members: Members = places.keys().copied().map(Rank).collect();
+            let of = |which: fn(&(bool, bool)) -> bool| -> Members {
+                places.iter().filter(|(_, is)| which(is)).map(|(rank, _)| Rank(*rank)).collect()
+            };
+            let (active, must_be_in) = (of(|is| is.0), of(|is| is.0 && is.1));
+            let (rules, slice) = (Rules { must_be_in: MustBeIn::These(of(|is| is.1)), ..Rules::default() }, slice());
+            let site = site(&members, &active, &rules, &slice);
+            let mut gathering = Gathering::default();
+            let mut order: Vec<Rank> = must_be_in.iter().collect();
+            let len = order.len().max(1);
+            order.rotate_left(rotation % len);
+            for (i, rank) in order.iter().enumerate() {
+                prop_assert!(!gathering.complete(&site));
+                if i > 0 {
+                    let missing: Members = gathering.missing(&site).collect();
+                    let late: Members = order[i..].iter().copied().collect();
+                    prop_assert_eq!(missing, late);
+                }
+                let place = members.position(*rank).unwrap();
+                gathering.add(place, members.count(), &header(1, Op::Sum), Contribution::Data(*rank)).unwrap();
+            }
+            prop_assert_eq!(gathering.complete(&site), !order.is_empty());
+            prop_assert_eq!(gathering.divisor(&site), must_be_in.count());
+            let mut inputs = Vec::new();
+            let outcome = gathering.outcome(&site, &mut inputs);
+            prop_assert!(inputs.iter().copied().eq(must_be_in.iter()), "in rank order");
+            prop_assert_eq!(outcome == Ok(Outcome::Absent), order.is_empty());
+        }
+    }
+}

@@ -1,0 +1,294 @@
+//! Owners that apply an optimizer, by lengths: what waits for the program's word, what is said meanwhile, and what does not fit.
+
+use super::*;
+use penstock_core::exchange::Field;
+use penstock_core::optimizer::{Optimizer, Rule};
+use penstock_core::roles::{Answered, Fold, MustBeIn, Roles, Rules};
+use penstock_core::{Error, Members, Slicing};
+
+const ADAM: Optimizer = Optimizer {
+    lr: 0.1,
+    weight_decay: 0.0,
+    maximize: false,
+    rule: Rule::Adam { betas: [0.9, 0.99], eps: 1e-8, amsgrad: false, decoupled: false },
+};
+const UPDATE: Update = Update { optimizer: ADAM, factor: 1.0 };
+
+fn roles(rules: Rules) -> Roles {
+    Roles { rules, ..Roles::alike(Members::all(2)) }
+}
+
+fn deal(roles: &Roles, dtype: Dtype, wire: Dtype) -> Result<Book, Error> {
+    let tensor = |i: u32| Tensor::new(format!("t{i}"), i, dtype, 1024).with_wire(wire);
+    let layers = (0..8).map(|i| format!("layer{i}")).collect();
+    Book::deal("model", layers, (0..8).map(tensor).collect(), roles, Slicing::fixed(4096, 1))
+}
+
+/// A rank of two, with 8 slices of 4 KiB that are owned in turn; those owned here have a value.
+fn updating(rank: u32, window_bytes: u64) -> Bench {
+    let mut bench = Bench::new(rank, 2, window_bytes);
+    let rules = Rules { fold: Fold::Updated, ..Rules::default() };
+    let book = deal(&roles(rules), Dtype::F32, Dtype::F32).unwrap();
+    bench.node.open_book(0, Arc::new(book), &mut bench.actions).unwrap();
+    for tensor in 0..8 {
+        bench.node.load(0, tensor, (Field::Value, 0), &user_memory(4096)).unwrap();
+    }
+    bench
+}
+
+impl Bench {
+    fn proceed(&mut self, slice: u32, step: u32, update: Option<Update>) -> Result<(), Error> {
+        self.node.step(Event::Proceed { book: 0, slice, step, update }, &mut self.actions)
+    }
+
+    fn kinds(&mut self, peer: u32) -> Vec<Kind> {
+        self.frames(peer).into_iter().map(|frame| frame.header.kind).collect()
+    }
+
+    /// Slices whose sums wait for the program's word, since the last time.
+    fn waits(&mut self) -> Vec<u32> {
+        let waits = self.actions.drain(..).filter_map(|action| match action {
+            Action::Waits { slice, .. } => Some(slice),
+            _ => None,
+        });
+        waits.collect()
+    }
+}
+
+#[test]
+fn the_answer_waits_for_the_word_and_who_contributed_hears_that_it_is_in() {
+    let mut bench = updating(0, 1 << 20);
+    bench.submit(0, 1, Op::Average, false);
+    bench.frame(1, exchange(Kind::Push, 0, 1, Op::Average)).unwrap();
+    assert_eq!(bench.kinds(1), [Kind::Summed]);
+    assert_eq!((bench.completed(), bench.waits()), (0, vec![0]));
+    // Four values; the contribution has gone, and the sum is in this rank's own memory.
+    assert_eq!(bench.node.memory().scratch.get(), 4);
+    bench.proceed(0, 1, Some(UPDATE)).unwrap();
+    assert_eq!((bench.kinds(1), bench.completed()), (vec![Kind::Answer], 1));
+    assert_eq!(bench.node.memory().scratch.get(), 4 + 2, "and two states");
+    assert_eq!(bench.node.save(0, 0, Field::State(1), &user_memory(4096)).unwrap(), Some(1));
+    assert_eq!(bench.node.save(0, 0, Field::State(2), &user_memory(4096)).unwrap(), None);
+    assert_eq!(bench.node.save(0, 1, Field::Value, &user_memory(4096)).unwrap(), None, "rank 1 keeps it");
+}
+
+#[test]
+fn a_word_that_comes_first_spares_the_other_frame() {
+    let mut bench = updating(0, 1 << 20);
+    bench.proceed(0, 1, Some(UPDATE)).unwrap();
+    bench.submit(0, 1, Op::Average, false);
+    assert_eq!(bench.completed(), 0);
+    bench.frame(1, exchange(Kind::Push, 0, 1, Op::Average)).unwrap();
+    assert_eq!((bench.kinds(1), bench.completed()), (vec![Kind::Answer], 1));
+    assert_eq!(bench.waits(), []);
+}
+
+#[test]
+fn a_step_that_is_not_made_is_answered_without_a_value() {
+    let mut bench = updating(0, 1 << 20);
+    bench.submit(0, 1, Op::Sum, false);
+    bench.frame(1, exchange(Kind::Push, 0, 1, Op::Sum)).unwrap();
+    bench.proceed(0, 1, None).unwrap();
+    assert_eq!(bench.kinds(1), [Kind::Summed, Kind::AnswerAbsent]);
+    let told: Vec<bool> = bench
+        .actions
+        .drain(..)
+        .filter_map(|action| match action {
+            Action::Complete { present, .. } => Some(present),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(told, [false]);
+    // Nobody contributes: no update either, and nothing is said before.
+    bench.submit(0, 2, Op::Sum, true);
+    bench.frame(1, exchange(Kind::PushAbsent, 0, 2, Op::Sum)).unwrap();
+    assert_eq!((bench.kinds(1), bench.waits()), (vec![], vec![0]));
+    bench.proceed(0, 2, Some(UPDATE)).unwrap();
+    assert_eq!(bench.kinds(1), [Kind::AnswerAbsent]);
+    assert_eq!(bench.node.save(0, 0, Field::Value, &user_memory(4096)).unwrap(), Some(0));
+}
+
+#[test]
+fn a_contribution_that_is_in_the_sum_frees_its_window() {
+    let mut bench = updating(0, 4096);
+    for tensor in [7, 5, 3, 1] {
+        bench.submit(tensor, 1, Op::Average, false);
+    }
+    let pushed = |bench: &mut Bench| bench.frames(1).iter().map(|f| f.header.slice).collect::<Vec<_>>();
+    let mut all = pushed(&mut bench);
+    assert!(all.len() < 4, "the window holds back {all:?}");
+    while all.len() < 4 {
+        let oldest = all[0];
+        all.rotate_left(1);
+        bench.frame(1, exchange(Kind::Summed, oldest, 1, Op::Average)).unwrap();
+        all.extend(pushed(&mut bench));
+    }
+    assert_eq!(bench.completed(), 0, "there is no result yet");
+    for slice in [1, 3, 5, 7] {
+        bench.frame(1, exchange(Kind::Answer, slice, 1, Op::Average)).unwrap();
+    }
+    assert_eq!(bench.completed(), 4);
+}
+
+#[test]
+fn squares_are_those_of_all_that_is_owned_or_none() {
+    let mut bench = updating(1, 1 << 20);
+    assert_eq!(bench.node.squares(0), None);
+    for slice in [1, 3, 5, 7] {
+        assert_eq!(bench.node.squares(0), None, "slice {slice} is missing");
+        bench.submit(slice, 1, Op::Average, slice == 3);
+        let kind = if slice == 3 { Kind::PushAbsent } else { Kind::Push };
+        bench.frame(0, exchange(kind, slice, 1, Op::Average)).unwrap();
+    }
+    assert_eq!(bench.node.squares(0).unwrap(), [(1, 4096.0), (3, 0.0), (5, 4096.0), (7, 4096.0)]);
+    bench.proceed(5, 1, Some(UPDATE)).unwrap();
+    assert_eq!(bench.node.squares(0), None);
+}
+
+#[test]
+fn words_that_do_not_fit_are_refused() {
+    let summed = || {
+        let mut bench = updating(0, 1 << 20);
+        bench.submit(0, 3, Op::Average, false);
+        bench.frame(1, exchange(Kind::Push, 0, 3, Op::Average)).unwrap();
+        bench
+    };
+    let said = |result: Result<(), Error>| result.unwrap_err().to_string();
+    assert!(
+        said(summed().proceed(0, 2, None))
+            .contains("step 2: it is told to go on, but the contributions here are those to step 3")
+    );
+    assert!(said(summed().proceed(1, 3, None)).contains("slice 1 of book 0 is not kept here"));
+    let mut bench = updating(0, 1 << 20);
+    bench.proceed(2, 1, None).unwrap();
+    assert!(said(bench.proceed(2, 2, None)).contains("waits for contributions to step 1 yet"));
+    let mut bench = summed();
+    bench.proceed(0, 3, Some(UPDATE)).unwrap();
+    bench.submit(0, 4, Op::Average, false);
+    bench.frame(1, exchange(Kind::Push, 0, 4, Op::Average)).unwrap();
+    let rule = Rule::Sgd { momentum: 0.0, dampening: 0.0, nesterov: false };
+    let other = Update { optimizer: Optimizer { rule, ..ADAM }, factor: 1.0 };
+    assert!(said(bench.proceed(0, 4, Some(other))).contains("after 1 updates 2 states are kept"));
+    // A word for a later step than the contributions are of.
+    let mut bench = updating(0, 1 << 20);
+    bench.proceed(0, 2, None).unwrap();
+    bench.submit(0, 1, Op::Average, true);
+    assert!(said(bench.frame(1, exchange(Kind::PushAbsent, 0, 1, Op::Average))).contains("those to step 1"));
+    // In a book of sums there is nothing to say.
+    assert!(
+        said(Bench::with_book(0, 2, 1 << 20).proceed(0, 1, None))
+            .contains("told to update what it does not keep")
+    );
+}
+
+#[test]
+fn what_was_never_loaded_is_not_updated_and_states_follow_their_value() {
+    let mut bench = Bench::new(0, 2, 1 << 20);
+    let book =
+        deal(&roles(Rules { fold: Fold::Updated, ..Rules::default() }), Dtype::F32, Dtype::F32).unwrap();
+    bench.node.open_book(0, Arc::new(book), &mut bench.actions).unwrap();
+    let memory = user_memory(4096);
+    let error = bench.node.load(0, 0, (Field::State(0), 1), &memory).unwrap_err();
+    assert!(error.to_string().contains("state 0 comes after a value and 0 states"), "{error}");
+    bench.proceed(0, 1, Some(UPDATE)).unwrap();
+    bench.submit(0, 1, Op::Average, false);
+    let error = bench.frame(1, exchange(Kind::Push, 0, 1, Op::Average)).unwrap_err();
+    assert!(
+        error.to_string().contains("layer layer0 of book 0, step 1: there is no value to update"),
+        "{error}"
+    );
+}
+
+#[test]
+fn only_gradients_of_real_numbers_update_a_value() {
+    let mut bench = updating(0, 1 << 20);
+    let push = exchange(Kind::Push, 0, 1, Op::Max);
+    assert!(bench.node.place(Rank(1), &push).is_err());
+    let memory = user_memory(4096);
+    let gives = Gives::Whole(Op::Copy);
+    let event = Event::Submit(Submission { book: 0, tensor: 0, seq: 1, step: 1, memory, gives });
+    let error = bench.node.step(event, &mut bench.actions).unwrap_err().to_string();
+    assert!(
+        error.contains("Copy of layer layer0 of book 0: only a sum or an average is a gradient"),
+        "{error}"
+    );
+    let updated = Rules { fold: Fold::Updated, ..Rules::default() };
+    let said = |rules, dtype, wire| deal(&roles(rules), dtype, wire).unwrap_err().to_string();
+    let error = said(updated.clone(), Dtype::Bf16, Dtype::Bf16);
+    assert!(error.contains("\"t0\" is bf16; values of f32 and f64 can be updated"), "{error}");
+    assert!(deal(&roles(updated.clone()), Dtype::F32, Dtype::Bf16).is_ok());
+    for rules in [
+        Rules { must_be_in: MustBeIn::Nobody, ..updated.clone() },
+        Rules { answered: Answered::WhoAsks, ..updated },
+    ] {
+        assert!(said(rules, Dtype::F32, Dtype::F32).contains("somebody must be in, and all be answered"));
+    }
+    // What is in a sum elsewhere is nothing that a book of sums waits for.
+    let mut bench = Bench::with_book(0, 2, 1 << 20);
+    bench.submit(1, 1, Op::Average, false);
+    assert!(bench.frame(1, exchange(Kind::Summed, 1, 1, Op::Average)).is_err());
+}
+
+#[derive(Debug, Clone)]
+enum Draw {
+    Submit { tensor: u32, absent: bool },
+    Push { slice: u32, absent: bool, seq: u32 },
+    Answer { kind: Kind, slice: u32, seq: u32 },
+    Proceed { slice: u32, step: u32, update: bool },
+    Load { tensor: u32, state: Option<u8> },
+    Send,
+}
+
+fn draw() -> impl Strategy<Value = Draw> {
+    let (slice, seq, update) = (0u32..4, 1u32..4, any::<bool>());
+    let kinds = prop::sample::select(vec![Kind::Summed, Kind::Answer, Kind::AnswerAbsent]);
+    prop_oneof![
+        4 => (slice.clone(), any::<bool>()).prop_map(|(tensor, absent)| Draw::Submit { tensor, absent }),
+        4 => (slice.clone(), any::<bool>(), seq.clone()).prop_map(|(slice, absent, seq)| Draw::Push { slice, absent, seq }),
+        4 => (kinds, slice.clone(), seq.clone()).prop_map(|(kind, slice, seq)| Draw::Answer { kind, slice, seq }),
+        4 => (slice.clone(), seq, update).prop_map(|(slice, step, update)| Draw::Proceed { slice, step, update }),
+        1 => (slice, prop::option::of(0u8..3)).prop_map(|(tensor, state)| Draw::Load { tensor, state }),
+        4 => Just(Draw::Send),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(ProptestConfig::default().cases.max(2000)))]
+
+    /// Whatever comes, in whatever order: an error or not, never a panic, and what is not kept comes back.
+    #[test]
+    fn any_words_and_frames_are_taken_or_refused(draws in prop::collection::vec(draw(), 1..60)) {
+        let mut bench = updating(0, 5000);
+        let scratch = bench.node.memory().scratch.clone();
+        let mut seqs = [0; 4];
+        for draw in draws {
+            let result = match draw {
+                Draw::Submit { tensor, absent } => {
+                    seqs[tensor as usize] += 1;
+                    let (seq, memory, gives) = (seqs[tensor as usize], user_memory(4096), Gives::unless_absent(Op::Sum, absent));
+                    let event = Event::Submit(Submission { book: 0, tensor, seq, step: seq, memory, gives });
+                    bench.node.step(event, &mut bench.actions)
+                }
+                Draw::Push { slice, absent, seq } => {
+                    let kind = if absent { Kind::PushAbsent } else { Kind::Push };
+                    bench.frame(1, exchange(kind, slice, seq, Op::Sum))
+                }
+                Draw::Answer { kind, slice, seq } => bench.frame(1, exchange(kind, slice, seq, Op::Sum)),
+                Draw::Proceed { slice, step, update } => bench.proceed(slice, step, update.then_some(UPDATE)),
+                Draw::Load { tensor, state } => {
+                    let field = state.map_or(Field::Value, Field::State);
+                    bench.node.load(0, tensor, (field, 0), &user_memory(4096))
+                }
+                Draw::Send => {
+                    bench.frames(1);
+                    Ok(())
+                }
+            };
+            if result.is_err() {
+                break;
+            }
+        }
+        drop(bench);
+        prop_assert_eq!(scratch.get(), 0);
+    }
+}
