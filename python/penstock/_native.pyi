@@ -299,7 +299,7 @@ class Roles:
         members: list[int],
         owners: list[int],
         must_be_in: list[int] | None = None,
-        fold: Literal["fresh", "kept"] = "fresh",
+        fold: Literal["fresh", "kept", "updated"] = "fresh",
         answered: Literal["all", "who-asks"] = "all",
     ) -> Roles:
         """``members`` have to do with the book, slices are dealt to ``owners`` by bytes.
@@ -307,7 +307,8 @@ class Roles:
         A round ends when these ``must_be_in``: all members that have not left (None), some, or nobody (an empty list),
         which makes each contribution a round of its own. Who need not be in can ask (`Engine.submit_absent`).
 
-        Contributions are the result, or with the fold ``kept`` are combined with a value that the owner keeps. The
+        Contributions are the result, or with the fold ``kept`` are combined with a value that the owner keeps. With
+        ``updated`` they are the gradient of such a value, to which an optimizer is applied (`Engine.proceed`). The
         result goes to all who take part, or to ``who-asks``.
         """
 
@@ -450,6 +451,38 @@ class Engine:
         are in memory, all if it is complete, and none if it is and no rank contributed; and the tokens whose memory
         will never be touched again, since the last call with whatever arguments. `penstock.lending` takes these in:
         nobody else calls this.
+        """
+
+    def proceed(self, book: int, step: int, optimizers: list[Optimizer], groups: list[int], factor: float) -> None:
+        """Say that this rank's program has come to the end of a step: what it owns is updated, and all get it.
+
+        For a book with the fold ``updated``; all its tensors must be submitted for this step. ``groups`` says by tensor
+        which of the ``optimizers`` it is updated by; gradients are multiplied by ``factor`` before. Said once per step.
+        """
+
+    def discard(self, book: int, step: int) -> None:
+        """As `proceed`, but the step is not made: the exchanges end as if nobody had contributed (`landed`).
+
+        What is then in the memory that was submitted is the sum where this rank owns it, and else what it was.
+        """
+
+    def squares(self, book: int, step: int) -> float:
+        """Wait for all contributions to what this rank owns; the sum of the squares of what they come to.
+
+        Before `proceed`. Slice by slice, in fp64: the same in every run.
+        """
+
+    def load(self, book: int, tensor: int, state: int | None, updates: int, ptr: int, nbytes: int) -> None:
+        """Take what this rank owns and updates of a tensor from memory with all of it.
+
+        First its value (None), with the number of ``updates`` that it has had, and then, if there were any, the states
+        of its optimizer in their order. Between steps.
+        """
+
+    def save(self, book: int, tensor: int, state: int | None, ptr: int, nbytes: int) -> int | None:
+        """Copy what this rank owns and updates of a tensor to its places in memory for all of it.
+
+        Says how often it was updated; None if this rank keeps no such thing. Between steps.
         """
 
     def leave(self) -> None:

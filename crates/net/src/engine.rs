@@ -3,6 +3,7 @@
 mod call;
 mod gather;
 mod life;
+mod updates;
 mod wait;
 
 use crate::accounting::Phase;

@@ -15,7 +15,7 @@ use crate::call::Handle;
 use crate::connection::{Connection, Progress, Source};
 use crate::descriptors::{self, Registration};
 use crate::failure::Failure;
-use crate::mailbox::{Command, Mailbox};
+use crate::mailbox::{Command, Mailbox, Word};
 use crate::memory::{Chunk, RealMemory};
 use crate::observed::{LaneNode, Recorder};
 use crate::shared::{OpenBook, Shared};
@@ -23,7 +23,7 @@ use mio::{Events, Interest, Poll, Token};
 use penstock_core::life::{Pulse, Sign};
 use penstock_core::node::{self, Action, Event, Node};
 use penstock_core::wire::{HEADER_BYTES, Outgoing};
-use penstock_core::{Error, Rank};
+use penstock_core::{Error, Rank, SliceId};
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::sync::{Arc, OnceLock};
@@ -36,6 +36,8 @@ const TICK_MAX: Duration = Duration::from_millis(100);
 const FLUSH: Duration = Duration::from_secs(1);
 /// How long after a failure it waits for connections to peers that have none yet: they may still be starting.
 const REACH: Duration = Duration::from_secs(2);
+/// What a lane updates per turn, in bytes: some tenths of a millisecond, in which nothing is sent or read.
+const UPDATE_BYTES: usize = 256 << 10;
 /// Readiness events per turn; the rest waits in the kernel.
 const EVENTS: usize = 256;
 
@@ -66,6 +68,8 @@ pub(crate) struct Lane {
     books: Vec<Option<Arc<OpenBook>>>,
     /// Calls that are not complete, by id.
     calls: BTreeMap<u64, Arc<Handle>>,
+    /// What is to be updated, and the slices of it that are left.
+    words: VecDeque<(Arc<Word>, VecDeque<SliceId>)>,
     peers: Vec<Peer>,
     /// Before the connections were last asked what got through.
     looked: Instant,
@@ -107,6 +111,7 @@ impl Lane {
             poll,
             books: Vec::new(),
             calls: BTreeMap::new(),
+            words: VecDeque::new(),
             pulse: Pulse::new(
                 config.ranks,
                 nanoseconds(peer_timeout),
@@ -165,6 +170,7 @@ impl Lane {
             for command in commands.drain(..) {
                 self.command(command);
             }
+            self.work_off_words();
             self.serve_all();
             if self.now.saturating_duration_since(self.ticked) >= tick {
                 self.tick();
@@ -175,7 +181,8 @@ impl Lane {
     }
 
     fn poll_once(&mut self, events: &mut Events, sleep: Duration) -> io::Result<()> {
-        let patience = if self.work.is_empty() && self.mailbox.try_sleep() { sleep } else { Duration::ZERO };
+        let busy = !self.work.is_empty() || !self.words.is_empty();
+        let patience = if !busy && self.mailbox.try_sleep() { sleep } else { Duration::ZERO };
         match self.poll.poll(events, Some(patience)) {
             Ok(()) => {}
             Err(error) if error.kind() == io::ErrorKind::Interrupted => return Ok(()),
@@ -225,6 +232,22 @@ impl Lane {
             Command::Places { book, places } => return self.node.set_priorities(book, &places),
             Command::Connected { peer, stream } => return self.connected(peer, stream),
             Command::LineRate => return self.bind_connections(),
+            Command::Proceed(word) => {
+                let slices = self.node.owned(word.book).into();
+                return self.words.push_back((word, slices));
+            }
+            Command::Load { book, tensor, field, updates, whole, reply } => {
+                let _ = reply.send(self.node.load(book, tensor, (field, updates), &whole));
+                return;
+            }
+            Command::Save { book, tensor, field, whole, reply } => {
+                let _ = reply.send(self.node.save(book, tensor, field, &whole));
+                return;
+            }
+            Command::Squares { book, reply } => {
+                let _ = reply.send(self.node.squares(book));
+                return;
+            }
             Command::Goodbye => {
                 self.leaving = true;
                 return;
@@ -242,6 +265,36 @@ impl Lane {
         self.node.observer().mark();
         let outcome = self.node.step(event, &mut self.actions);
         self.act(outcome);
+    }
+
+    /// Updates some of what this lane keeps and the program has said the word for, the most urgent first. Not all at once: what is
+    /// updated is sent meanwhile.
+    fn work_off_words(&mut self) {
+        if self.failed.is_some() {
+            self.words.clear();
+        }
+        let mut updated_bytes = 0;
+        while updated_bytes < UPDATE_BYTES
+            && let Some((word, slices)) = self.words.front_mut()
+        {
+            let Some(slice) = slices.pop_front() else {
+                self.words.pop_front();
+                continue;
+            };
+            let word = Arc::clone(word);
+            let Some(Some(book)) = self.books.get(usize::from(word.book)) else { continue };
+            let at = &book.book.slices[slice as usize];
+            updated_bytes += at.len_bytes as usize;
+            book.sum_goes_on(slice);
+            let update = word.updates.as_ref().map(|updates| updates[at.tensor as usize]);
+            self.node.observer().mark();
+            let event = Event::Proceed { book: word.book, slice, step: word.step, update };
+            let outcome = self.node.step(event, &mut self.actions);
+            if outcome.is_err() {
+                self.words.clear();
+            }
+            self.act(outcome);
+        }
     }
 
     fn command_after_failure(&mut self, command: Command) {
@@ -314,8 +367,11 @@ impl Lane {
                         book.gathered(slice, parts);
                     }
                 }
-                // No book that updates is opened by anybody yet.
-                Action::Waits { .. } => {}
+                Action::Waits { book, slice } => {
+                    if let Some(Some(book)) = self.books.get(usize::from(book)) {
+                        book.sum_waits(slice);
+                    }
+                }
                 Action::CallSource { id, from } => {
                     if let Some(handle) = self.calls.get(&id) {
                         handle.received_from(from);

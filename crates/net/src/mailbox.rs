@@ -7,10 +7,12 @@ use crate::shared::OpenBook;
 use mio::Waker;
 use parking_lot::{Mutex, MutexGuard, RwLock};
 use penstock_core::calls::Call;
+use penstock_core::exchange::Field;
 use penstock_core::life::Question;
 use penstock_core::observe::Counters;
+use penstock_core::optimizer::Update;
 use penstock_core::types::GroupId;
-use penstock_core::{BookId, Header, Rank, Submission};
+use penstock_core::{BookId, Error, Header, Rank, SliceId, Step, Submission, TensorId};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
@@ -36,6 +38,27 @@ pub(crate) enum Command {
     Ask(Question),
     /// The job has failed: tell the peers, and do nothing else any more. Again, if there is a better verdict.
     Failed { header: Header, reason: Chunk },
+    /// The program has come to the end of a step of a book whose owners update it.
+    Proceed(Arc<Word>),
+    /// Of what is kept of a tensor, take this.
+    Load {
+        book: BookId,
+        tensor: TensorId,
+        field: Field,
+        updates: u64,
+        whole: Chunk,
+        reply: Sender<Result<(), Error>>,
+    },
+    /// Copy what is kept of a tensor, and say how often it was updated.
+    Save {
+        book: BookId,
+        tensor: TensorId,
+        field: Field,
+        whole: Chunk,
+        reply: Sender<Result<Option<u64>, Error>>,
+    },
+    /// By slice, the sum of the squares of what waits to be updated with.
+    Squares { book: BookId, reply: Sender<Option<Vec<(SliceId, f64)>>> },
     /// What was counted?
     Count { reply: Sender<Counters> },
     /// A group for calls.
@@ -44,6 +67,14 @@ pub(crate) enum Command {
     Call { call: Box<Call<Chunk>>, handle: Arc<Handle> },
     /// Flush for a bounded time and end.
     Stop,
+}
+
+/// What the program says at the end of a step to those who update what they keep.
+pub(crate) struct Word {
+    pub(crate) book: BookId,
+    pub(crate) step: Step,
+    /// By tensor; nothing if the step is not made.
+    pub(crate) updates: Option<Box<[Update]>>,
 }
 
 /// Small submissions that more will follow are held until they are this many bytes together, as much as the lane writes

@@ -12,6 +12,7 @@ use life::Fate;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use penstock_core::life::Life;
 use penstock_core::observe::Counters;
+use penstock_core::roles::Fold;
 use penstock_core::{Book, BookId, Error, Rank, Seq, TensorId};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
@@ -72,6 +73,12 @@ pub(crate) struct OpenBook {
     pub(crate) tensors: Vec<TensorState>,
     /// By slice: whether its result of the last submission is in memory.
     in_memory: Vec<AtomicBool>,
+    /// By slice that is owned here and updated: whether the sum waits for the program's word.
+    sum_waits: Vec<AtomicBool>,
+    /// Threads that wait for all of these.
+    pub(crate) sums_awaited: AtomicU32,
+    /// One more than the step that was told to go on last; 0 before.
+    pub(crate) said: AtomicU64,
     /// By tensor: the lanes that carry its slices, as bits.
     pub(crate) lanes: Vec<u64>,
     /// By layer: time that the program spent waiting for it.
@@ -86,7 +93,41 @@ impl OpenBook {
         let mut lanes = vec![0; book.tensors.len()];
         book.slices.iter().for_each(|slice| lanes[slice.tensor as usize] |= 1 << slice.lane);
         let in_memory = book.slices.iter().map(|_| AtomicBool::new(false)).collect();
-        Self { id, book: Arc::new(book), tensors, in_memory, lanes, stall_ns, shared }
+        let updated = if book.roles.rules.fold == Fold::Updated { book.slices.len() } else { 0 };
+        Self {
+            id,
+            tensors,
+            in_memory,
+            sum_waits: (0..updated).map(|_| AtomicBool::new(false)).collect(),
+            sums_awaited: AtomicU32::new(0),
+            said: AtomicU64::new(0),
+            lanes,
+            stall_ns,
+            shared,
+            book: Arc::new(book),
+        }
+    }
+
+    /// The sum of a slice that is owned here waits for the program's word.
+    pub(crate) fn sum_waits(&self, slice: u32) {
+        self.sum_waits[slice as usize].store(true, Ordering::Release);
+        // With that of who waits: this lane sees him, or he sees the sum.
+        fence(Ordering::SeqCst);
+        if self.sums_awaited.load(Ordering::Acquire) > 0 {
+            self.shared.notify(&self.shared.lock());
+        }
+    }
+
+    /// And now it does not any more.
+    pub(crate) fn sum_goes_on(&self, slice: u32) {
+        self.sum_waits[slice as usize].store(false, Ordering::Release);
+    }
+
+    /// The tensor of the first slice owned by this rank whose sum is not complete.
+    pub(crate) fn late_sum(&self, owner: Rank) -> Option<TensorId> {
+        let mut owned =
+            self.book.slices.iter().zip(&self.sum_waits).filter(|(slice, _)| slice.owner == owner);
+        owned.find(|(_, waits)| !waits.load(Ordering::Acquire)).map(|(slice, _)| slice.tensor)
     }
 
     /// A tensor is about to be handed to the lanes: nothing of its result is in memory.

@@ -3,8 +3,10 @@
 use crate::call::{self, AddressRange, Call};
 use crate::cost::{RatesTuple, rates_of};
 use crate::errors::{bad_argument, named, raise, raise_stop};
+use crate::optimizer::Twin;
 use crate::report;
 use crate::roles::BookRoles;
+use penstock_core::exchange::Field;
 use penstock_core::layout::Tensor;
 use penstock_core::types::GroupId;
 use penstock_core::{Book, BookId, Gives, Op, Rank, Route, Seq, Slicing, Step, Submission, TensorId};
@@ -62,6 +64,19 @@ fn parse_tensor(entry: TensorEntry) -> PyResult<Tensor> {
     let dtype = named(&dtype)?;
     let wire = wire.map_or(Ok(dtype), |wire| named(&wire))?;
     Ok(Tensor::new(name, layer, dtype, elems).with_route(route).with_wire(wire))
+}
+
+/// Memory of the program, for one call.
+///
+/// # Safety
+/// `penstock.torch` gives memory of its own of this length, which nobody else touches during the call.
+unsafe fn memory_at<'a>(ptr: usize, nbytes: usize) -> PyResult<&'a mut [u8]> {
+    if ptr == 0 && nbytes > 0 {
+        return Err(bad_argument("ptr is null"));
+    }
+    let start = NonNull::new(ptr as *mut u8).unwrap_or(NonNull::dangling());
+    // SAFETY: as the caller vouches.
+    Ok(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), nbytes) })
 }
 
 /// Runs a call that waits, without the GIL. Its argument tells it whether a signal handler has raised.
@@ -284,12 +299,8 @@ impl Engine {
         ptr: usize,
         nbytes: usize,
     ) -> PyResult<()> {
-        let start = NonNull::new(ptr as *mut u8).unwrap_or(NonNull::dangling());
-        if ptr == 0 && nbytes > 0 {
-            return Err(bad_argument("ptr is null"));
-        }
-        // SAFETY: `penstock.torch` gives memory of its own of this length, which nobody else touches during the call.
-        let target = unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), nbytes) };
+        // SAFETY: as in `memory_at`.
+        let target = unsafe { memory_at(ptr, nbytes) }?;
         py.detach(|| self.engine.read_gathered(book, tensor, Rank(rank), offset, target)).map_err(raise)
     }
 
@@ -324,6 +335,59 @@ impl Engine {
             looked.map_err(|stop| raise_stop(stop, None))?
         };
         Ok((complete, bytes, released))
+    }
+
+    #[allow(clippy::needless_pass_by_value)]
+    fn proceed(
+        &self,
+        book: BookId,
+        step: Step,
+        optimizers: Vec<PyRef<'_, Twin>>,
+        groups: Vec<u32>,
+        factor: f64,
+    ) -> PyResult<()> {
+        let optimizers: Vec<_> = optimizers.iter().map(|optimizer| optimizer.0).collect();
+        self.engine.proceed(book, step, (&optimizers, &groups), factor).map_err(raise)
+    }
+
+    fn discard(&self, book: BookId, step: Step) -> PyResult<()> {
+        self.engine.discard(book, step).map_err(raise)
+    }
+
+    fn squares(&self, py: Python<'_>, book: BookId, step: Step) -> PyResult<f64> {
+        waiting(py, |interrupted| self.engine.squares(book, step, interrupted))
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn load(
+        &self,
+        py: Python<'_>,
+        book: BookId,
+        tensor: TensorId,
+        state: Option<u8>,
+        updates: u64,
+        ptr: usize,
+        nbytes: usize,
+    ) -> PyResult<()> {
+        let field = state.map_or(Field::Value, Field::State);
+        // SAFETY: as in `memory_at`.
+        let whole = unsafe { memory_at(ptr, nbytes) }?;
+        py.detach(|| self.engine.load(book, tensor, (field, updates), whole)).map_err(raise)
+    }
+
+    fn save(
+        &self,
+        py: Python<'_>,
+        book: BookId,
+        tensor: TensorId,
+        state: Option<u8>,
+        ptr: usize,
+        nbytes: usize,
+    ) -> PyResult<Option<u64>> {
+        let field = state.map_or(Field::Value, Field::State);
+        // SAFETY: as in `memory_at`.
+        let whole = unsafe { memory_at(ptr, nbytes) }?;
+        py.detach(|| self.engine.save(book, tensor, field, whole)).map_err(raise)
     }
 
     fn leave(&self, py: Python<'_>) -> PyResult<()> {

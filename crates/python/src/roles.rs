@@ -32,7 +32,8 @@ impl BookRoles {
         let fold = match fold {
             "fresh" => Fold::Fresh,
             "kept" => Fold::Kept,
-            _ => return Err(bad_argument(format!("unknown fold {fold:?}: expected fresh or kept"))),
+            "updated" => Fold::Updated,
+            _ => return Err(bad_argument(format!("unknown fold {fold:?}: expected fresh, kept or updated"))),
         };
         let answered = match answered {
             "all" => Answered::All,

@@ -183,7 +183,7 @@ impl Engine {
     }
 
     /// Ends the job: a result did not come in time.
-    fn timed_out(
+    pub(super) fn timed_out(
         &self,
         open: &OpenBook,
         tensor: TensorId,

@@ -1,0 +1,208 @@
+//! Books whose owners update what they keep: the word to go on, what is kept, and how large gradients are.
+
+use super::{Engine, wait};
+use crate::failure::{Failure, Stop};
+use crate::mailbox::{Command, Word};
+use crate::shared::OpenBook;
+use penstock_core::exchange::Field;
+use penstock_core::optimizer::{Optimizer, Update};
+use penstock_core::roles::Fold;
+use penstock_core::{BookId, Rank, Step, TensorId};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+impl Engine {
+    /// This rank's program has come to the end of a step: what it owns of a book is updated, and all get it. Where this rank
+    /// contributes, it must have submitted all tensors of the book for that step. Said once for each.
+    ///
+    /// * `optimizers`, `groups`: by parameter group the optimizer with its options of this step, and by tensor its group.
+    /// * `factor`: what gradients are multiplied by before.
+    ///
+    /// # Errors
+    /// `Config` if it does not fit the book or the step; the job's failure.
+    pub fn proceed(
+        &self,
+        book: BookId,
+        step: Step,
+        (optimizers, groups): (&[Optimizer], &[u32]),
+        factor: f64,
+    ) -> Result<(), Failure> {
+        self.alive("proceed")?;
+        let open = self.updated_book(book)?;
+        let (name, tensors) = (&open.book.name, open.book.tensors.len());
+        if groups.len() != tensors || groups.iter().any(|group| *group as usize >= optimizers.len()) {
+            let (given, count) = (groups.len(), optimizers.len());
+            return Err(Failure::config(format!(
+                "{name}: the groups of {given} tensors, each below {count}, are given for {tensors} tensors"
+            )));
+        }
+        let update = |group: &u32| Update { optimizer: optimizers[*group as usize], factor };
+        self.say(&open, step, Some(groups.iter().map(update).collect()))
+    }
+
+    /// As [`Engine::proceed`], but nothing is done with the gradients: who contributed is told that there is no result.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn discard(&self, book: BookId, step: Step) -> Result<(), Failure> {
+        self.alive("discard")?;
+        let open = self.updated_book(book)?;
+        self.say(&open, step, None)
+    }
+
+    fn say(&self, open: &Arc<OpenBook>, step: Step, updates: Option<Box<[Update]>>) -> Result<(), Failure> {
+        self.inner.shared.check()?;
+        self.all_are_submitted(open, step)?;
+        let said = u64::from(step) + 1;
+        if open.said.swap(said, Ordering::AcqRel) == said {
+            let name = &open.book.name;
+            return Err(Failure::config(format!("{name}: step {step} was told to go on already")));
+        }
+        let word = Arc::new(Word { book: open.id, step, updates });
+        for mailbox in self.inner.shared.mailboxes() {
+            mailbox.send(Command::Proceed(Arc::clone(&word)));
+        }
+        Ok(())
+    }
+
+    /// Whether this rank has submitted all that it has to for this step.
+    fn all_are_submitted(&self, open: &OpenBook, step: Step) -> Result<(), Failure> {
+        if !open.book.roles.rules.needs(Rank(self.inner.config.rank)) {
+            return Ok(());
+        }
+        for (tensor, state) in open.book.tensors.iter().zip(&open.tensors).filter(|(t, _)| t.slice_count > 0)
+        {
+            let (book, name, last) = (&open.book.name, &tensor.name, state.step.load(Ordering::Acquire));
+            // It may be through already: other owners were told before.
+            if state.seq.load(Ordering::Acquire) == 0 || last != step {
+                return Err(Failure::config(format!(
+                    "{book}: {name} is not submitted for step {step}: all tensors are before they are updated"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until all contributions to what this rank owns of a book are in, and gives the sum of the squares of what they come
+    /// to, in fp64, slice by slice in their order. Before [`Engine::proceed`]. `interrupted` is asked every 100 ms.
+    ///
+    /// # Errors
+    /// `Config` if this rank has not submitted all of the book for the step; the job's failure; `Timeout`, which ends the job;
+    /// [`Stop::Interrupted`].
+    pub fn squares(
+        &self,
+        book: BookId,
+        step: Step,
+        interrupted: &mut dyn FnMut() -> bool,
+    ) -> Result<f64, Stop> {
+        self.alive("squares")?;
+        let open = self.updated_book(book)?;
+        self.inner.shared.check()?;
+        self.all_are_submitted(&open, step)?;
+        self.flush();
+        let me = Rank(self.inner.config.rank);
+        let begin = Instant::now();
+        let deadline = begin.checked_add(self.inner.config.operation_timeout);
+        let shared = &self.inner.shared;
+        shared.lock().accounting.wait_began(begin);
+        // Before the first look: whoever brings the last sum sees this and wakes the waiting thread.
+        open.sums_awaited.fetch_add(1, Ordering::AcqRel);
+        let done = shared.wait(deadline, interrupted, |_| open.late_sum(me).is_none().then_some(()));
+        open.sums_awaited.fetch_sub(1, Ordering::AcqRel);
+        shared.lock().accounting.wait_ended(Instant::now());
+        let late = open.late_sum(me).unwrap_or(0);
+        match done {
+            Ok(Some(())) => {}
+            Ok(None) => return Err(self.timed_out(&open, late, step, interrupted)?.into()),
+            Err(Stop::Failed(failure)) => {
+                return Err(wait::blame(*failure, "waiting for", &open, late, step).into());
+            }
+            Err(Stop::Interrupted) => return Err(Stop::Interrupted),
+        }
+        let answers = self.ask(|reply| Command::Squares { book, reply });
+        self.all_answered(answers.len())?;
+        let Some(mut all) = answers.into_iter().collect::<Option<Vec<_>>>().map(|all| all.concat()) else {
+            let name = &open.book.name;
+            return Err(
+                Failure::config(format!("{name}: step {step} goes on already, its sums are gone")).into()
+            );
+        };
+        all.sort_unstable_by_key(|(slice, _)| *slice);
+        Ok(all.iter().map(|(_, squares)| squares).sum())
+    }
+
+    /// Gives what this rank owns of a tensor, and updates, from memory with all of it: its value, with the number of updates that it
+    /// has had, and then, if there were any, the optimizer's states in order. Between steps.
+    ///
+    /// # Errors
+    /// `Config` if it does not fit the book; the job's failure.
+    pub fn load(
+        &self,
+        book: BookId,
+        tensor: TensorId,
+        (field, updates): (Field, u64),
+        whole: &[u8],
+    ) -> Result<(), Failure> {
+        self.alive("load")?;
+        let open = self.updated_book(book)?;
+        self.check_whole_of(&open, tensor, whole.len())?;
+        let whole = self.inner.shared.pool.copy_of(whole);
+        let answers =
+            self.ask(|reply| Command::Load { book, tensor, field, updates, whole: whole.clone(), reply });
+        self.all_answered(answers.len())?;
+        answers.into_iter().collect::<Result<(), _>>().map_err(Failure::from)
+    }
+
+    /// Copies what this rank owns of a tensor, and updates, to its places in memory for all of it. Says how often that was
+    /// updated; `None` if this rank keeps no such thing, and nothing was copied. Between steps.
+    ///
+    /// # Errors
+    /// `Config` if it does not fit the book, or a step is under way; the job's failure.
+    pub fn save(
+        &self,
+        book: BookId,
+        tensor: TensorId,
+        field: Field,
+        whole: &mut [u8],
+    ) -> Result<Option<u64>, Failure> {
+        self.alive("save")?;
+        let open = self.updated_book(book)?;
+        self.check_whole_of(&open, tensor, whole.len())?;
+        let copy = self.inner.shared.pool.copy_of(whole);
+        let answers = self.ask(|reply| Command::Save { book, tensor, field, whole: copy.clone(), reply });
+        self.all_answered(answers.len())?;
+        let answers = answers.into_iter().collect::<Result<Vec<_>, _>>()?;
+        copy.copy_to(0, whole);
+        Ok(answers.into_iter().flatten().next())
+    }
+
+    fn check_whole_of(&self, open: &OpenBook, tensor: TensorId, given: usize) -> Result<(), Failure> {
+        let of = self.tensor(open, tensor)?;
+        let (book, name, needed) = (&open.book.name, &of.name, of.len_bytes());
+        if given as u64 == needed {
+            return Ok(());
+        }
+        Err(Failure::config(format!("{book}: {name} has {needed} bytes, but {given} are given")))
+    }
+
+    /// All lanes must have answered.
+    fn all_answered(&self, answers: usize) -> Result<(), Failure> {
+        self.inner.shared.check()?;
+        let lanes = self.inner.shared.mailboxes().len();
+        if answers == lanes && lanes > 0 {
+            return Ok(());
+        }
+        Err(Failure::config(format!(
+            "{answers} of {lanes} lanes have answered: there are none before connect()"
+        )))
+    }
+
+    fn updated_book(&self, id: BookId) -> Result<Arc<OpenBook>, Failure> {
+        let open = self.book(id)?;
+        if open.book.roles.rules.fold == Fold::Updated {
+            return Ok(open);
+        }
+        Err(Failure::config(format!("{}: its owners update nothing", open.book.name)))
+    }
+}
