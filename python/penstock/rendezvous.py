@@ -32,7 +32,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from penstock import errors, sharing
@@ -77,7 +77,7 @@ class Agreement:
     single_host: bool
     lanes: int
     all_lanes: bool
-    options: Options
+    options: Options = field(compare=False)
 
 
 class _Told(Exception):
