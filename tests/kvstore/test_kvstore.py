@@ -219,6 +219,79 @@ def test_futures_and_the_order_of_calls(tmp_path):
     run_well(3, futures, tmp_path, barrier(3))
 
 
+def ahead(rank, size, others):
+    """Calls never wait for the others, and what was called goes on by itself."""
+    kv = ps.KVStore()
+    kv.init(["a", "rows"], [np.zeros(50_000), np.zeros((3, 2))], rows=False)
+    kv.init("b", np.zeros((3, 2)), rows=True)
+    kv.push("a", np.ones(50_000)).wait()
+    others.wait()
+    if rank == 0:
+        outs, rows, futures = [np.zeros(50_000) for _ in range(4)], [np.zeros((3, 2)) for _ in range(4)], []
+        for turn in range(4):
+            futures.append(kv.push("a", np.full(50_000, 10.0 * turn)))
+            futures.append(kv.pull("a", out=outs[turn]))
+            futures.append(kv.push("b", (np.array([turn % 3]), np.full((1, 2), float(turn)))))
+            futures.append(kv.pull("b", out=rows[turn]))
+        assert not any(future.done() for future in futures)
+        assert [future.versions for future in futures[:4]] == [[3], [3], [2], [2]]
+        others.wait()
+        others.wait()  # the others have all four results, and nobody has touched the store here
+        kv.wait()
+        assert [out[0] for out in outs] == [size - 1 + 10.0 * turn for turn in range(4)]
+        assert [value[turn % 3, 0] for turn, value in enumerate(rows)] == list(range(4))
+        assert all(future.done() for future in futures)
+    else:
+        others.wait()
+        for _ in range(4):
+            kv.push("b", (np.zeros(0, np.int64), np.zeros((0, 2))))
+            kv.push("a", np.ones(50_000)).wait()
+        kv.wait()
+        others.wait()
+
+
+def test_a_rank_may_be_rounds_ahead_of_the_others(tmp_path):
+    run_well(3, ahead, tmp_path, barrier(3), operation_timeout_s=4.0)
+
+
+def by_threads(rank, size):
+    """Calls of several threads, each with keys of its own."""
+    kv, failed = ps.KVStore(), []
+    names = list(range(6))
+    kv.init(names, [np.zeros(300) for _ in names])
+    kv.pushpull(names, [np.ones(300) for _ in names]).wait()
+
+    def work(mine):
+        try:
+            for turn in range(30):
+                outs = [np.empty(300) for _ in mine]
+                for name in mine:
+                    kv.push(name, np.full(300, float(turn)))
+                    kv.push(name, np.full(300, turn + 1.0))
+                kv.pull(mine, out=outs)
+                kv.wait() if turn % 3 else None
+                shared = kv.pull(mine, out=outs)
+                waiter = threading.Thread(target=shared.wait)
+                waiter.start()
+                shared.wait()
+                waiter.join()
+                assert all((out == size * (turn + 1)).all() for out in outs)
+        except Exception as error:
+            failed.append(error)
+            raise
+
+    threads = [threading.Thread(target=work, args=(names[start::3],)) for start in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+
+
+def test_threads_may_use_a_store_together(tmp_path):
+    run_well(2, by_threads, tmp_path)
+
+
 PUSH = 1  # a frame's kind, as docs/protocol.md says
 
 
@@ -429,13 +502,6 @@ def test_ranks_that_push_different_keys_are_named_with_them(tmp_path):
         assert "layer a" in str(outcome.error) and "layer b" in str(outcome.error), outcome.error
 
 
-class PushAgain:
-    """A push of a key whose last round is not complete waits for that."""
-
-    def __init__(self, kv):
-        self.wait = self.done = lambda: kv.push("a", np.ones(100_000))
-
-
 def lost(rank, size, others, how):
     kv = ps.KVStore()
     kv.init(["a", "b"], [np.zeros(100_000), np.zeros((9, 2))], rows=False)
@@ -454,7 +520,7 @@ def lost(rank, size, others, how):
     elif how == "in place":
         pull = kv.pushpull("b", np.ones((9, 2)))
     elif how == "next push":
-        pull = PushAgain(kv)
+        pull = kv.push("a", np.ones(100_000))
     others.wait()
     said = []
     for wait in (pull.wait, pull.wait, pull.done, kv.wait, kv.state_dict):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from penstock import collectives
@@ -18,6 +18,7 @@ from penstock.lending import lent_to
 
 if TYPE_CHECKING:
     from penstock._native import Engine
+    from penstock.collectives import Future
 
 __all__ = ["INDEX_BYTES", "BookPlace", "OfRows", "OfTensors", "Replacement", "UnderWay", "ValueMemory", "bytes_of_row"]
 
@@ -90,30 +91,67 @@ def _new(nbytes: int, dtype: str) -> Buffer:
 
 
 class UnderWay(Protocol):
-    """What has begun and is not in the key's memory yet."""
+    """What a call on a key brings about, in three steps. A key's calls take them one after the other."""
+
+    def begin(self, more: bool) -> bool:
+        """Do what needs no other rank; returns whether that was all.
+
+        Args:
+            more: Other keys' calls follow at once, and then one that makes the engine send.
+        """
+        ...
 
     def is_in(self) -> bool:
-        """Whether `bring_in` would not wait."""
+        """Once it has begun, whether `bring_in` would not wait."""
         ...
 
     def bring_in(self) -> None:
-        """Wait, and let the key's memory hold the value."""
+        """Once it has begun, wait, and let the key's memory hold the value."""
         ...
 
 
-class Replacement:
-    """Rank 0's value takes the place of what was there.
+class Copy:
+    """The value as it is then goes to the program's memory.
 
     Args:
-        memory: The key's.
+        copy: Does it.
+    """
+
+    def __init__(self, copy: Callable[[], None]) -> None:
+        self._copy = copy
+
+    def begin(self, more: bool) -> bool:
+        """See `UnderWay`."""
+        self._copy()
+        return True
+
+    def is_in(self) -> bool:
+        """See `UnderWay`."""
+        return True
+
+    def bring_in(self) -> None:
+        """See `UnderWay`."""
+
+
+class Replacement:
+    """Rank 0's value takes the place of what was there. All ranks begin these in the same order.
+
+    Args:
+        memory: The key's; nobody reads it any more.
         value: On rank 0.
     """
 
     def __init__(self, memory: ValueMemory, value: Buffer | None) -> None:
         self._memory = memory
-        if value is not None:
-            memory.set_from(value)
-        self._copied = collectives.broadcast(memory.buffer.keep, async_=True)
+        self._value = value
+        self._copied: Future | None = None
+
+    def begin(self, more: bool) -> bool:
+        """See `UnderWay`."""
+        if self._value is not None:
+            self._memory.set_from(self._value)
+        self._copied = collectives.broadcast(self._memory.buffer.keep, async_=True)
+        return False
 
     def is_in(self) -> bool:
         """See `UnderWay`."""
@@ -138,40 +176,43 @@ class OfTensors:
         values: This rank's contribution: tensors that are summed.
         into: ValueMemory of the program for the result of a single value; it may be that value.
         step: The round.
-        more: Others follow at once, and then a call that makes the engine send.
     """
 
     def __init__(
-        self,
-        place: BookPlace,
-        memory: ValueMemory,
-        values: Sequence[Buffer],
-        into: Buffer | None,
-        step: int,
-        more: bool,
+        self, place: BookPlace, memory: ValueMemory, values: Sequence[Buffer], into: Buffer | None, step: int
     ) -> None:
         self._place = place
         self._memory = memory
+        self._values = values
         self._into = into
-        engine, _, book, tensor = place
-        lent = lent_to(engine)
-        lent.collect()
-        target = into or memory.buffer
-        if into is None:
+        self._step = step
+        self._lent = lent_to(place.engine)
+        self._token = 0
+
+    def begin(self, more: bool) -> bool:
+        """See `UnderWay`."""
+        engine, _, book, tensor = self._place
+        values, target = self._values, self._into or self._memory.buffer
+        self._lent.collect()
+        if self._into is None:
             engine.wait(book, [tensor], released=True)  # the last round's result may still be on its way to others
         if len(values) > 1:
             arithmetic = arithmetic_for(target.dtype, "push")
-            total, *arrays = (arithmetic.at(each.address, memory.shape, target.dtype) for each in (target, *values))
+            shape = self._memory.shape
+            total, *arrays = (arithmetic.at(each.address, shape, target.dtype) for each in (target, *values))
             arithmetic.add_up(arrays, total, target.dtype)
         elif values[0].address != target.address:
             ctypes.memmove(target.address, values[0].address, target.nbytes)
-        token = engine.submit(book, tensor, target.address, target.nbytes, "sum", step, more)
-        lent.tensors[token] = target.keep
+        self._token = engine.submit(book, tensor, target.address, target.nbytes, "sum", self._step, more)
+        self._lent.tensors[self._token] = target.keep
+        self._values = ()
+        return False
 
     def is_in(self) -> bool:
         """See `UnderWay`."""
-        engine, _, book, tensor = self._place
-        return tensor in lent_to(engine).landed(book, [tensor], needed=True)[0]
+        _, _, book, tensor = self._place
+        complete, _ = self._lent.landed(book, [tensor], needed=True)
+        return bool(complete) and (self._into is None or not self._lent.holds(self._token))
 
     def bring_in(self) -> None:
         """See `UnderWay`."""
@@ -191,22 +232,31 @@ class OfRows:
         memory: The key's.
         values: This rank's contribution: indices and rows that are summed.
         step: The round.
-        more: As for `OfTensors`.
     """
 
     def __init__(
-        self, place: BookPlace, memory: ValueMemory, values: Sequence[tuple[Buffer, Buffer]], step: int, more: bool
+        self, place: BookPlace, memory: ValueMemory, values: Sequence[tuple[Buffer, Buffer]], step: int
     ) -> None:
         self._place = place
         self._memory = memory
+        self._values = values
+        self._step = step
         self._arithmetic = arithmetic_for(memory.buffer.dtype, "push")
-        engine, _, book, tensor = place
+        self._mine = _new(0, "bytes")
+
+    def begin(self, more: bool) -> bool:
+        """See `UnderWay`."""
+        engine, _, book, tensor = self._place
         lent = lent_to(engine)
         lent.collect()
-        parts = [self._part(indices.address, rows.address, indices.nbytes // INDEX_BYTES) for indices, rows in values]
-        self._mine = self._packed(*self._arithmetic.add_up_rows(parts, memory.width))
-        token = engine.submit_gather(book, tensor, self._mine.address, self._mine.nbytes, step, more)
+        parts = [
+            self._part(indices.address, rows.address, indices.nbytes // INDEX_BYTES) for indices, rows in self._values
+        ]
+        self._mine = self._packed(*self._arithmetic.add_up_rows(parts, self._memory.width))
+        token = engine.submit_gather(book, tensor, self._mine.address, self._mine.nbytes, self._step, more)
         lent.tensors[token] = self._mine.keep
+        self._values = ()
+        return False
 
     def is_in(self) -> bool:
         """See `UnderWay`."""

@@ -33,7 +33,7 @@ from penstock.kvstore.checks import (
 )
 from penstock.kvstore.meeting import meet
 from penstock.kvstore.rounds import BookPlace
-from penstock.kvstore.stored_keys import StoredKey
+from penstock.kvstore.stored_keys import KeyCall, StoredKey
 from penstock.lending import lent_to
 
 __all__ = ["KVStore", "Pending"]
@@ -44,10 +44,10 @@ KINDS = ("sync",)
 class Pending:
     """A call on a store that is under way: a future. What was given must be left alone until it is done."""
 
-    __slots__ = ("_parts",)
+    __slots__ = ("_calls",)
 
-    def __init__(self, parts: Sequence[tuple[StoredKey, int]]) -> None:
-        self._parts = parts
+    def __init__(self, calls: Sequence[KeyCall]) -> None:
+        self._calls = calls
 
     def wait(self) -> None:
         """Wait until results are in memory and what was given may be changed.
@@ -58,8 +58,8 @@ class Pending:
             PeerLost: A rank was lost.
             Timeout: It took too long; the message names the ranks that are waited for. The job ends.
         """
-        for stored, number in self._parts:
-            stored.bring_in(number)
+        for call in self._calls:
+            call.key.wait_for(call.number)
 
     def done(self) -> bool:
         """Whether that is so; does not wait.
@@ -67,12 +67,12 @@ class Pending:
         Raises:
             PenstockError: The job has failed, and this will never be done.
         """
-        return all(stored.is_in(number) for stored, number in self._parts)
+        return all(call.key.is_done(call.number) for call in self._calls)
 
     @property
     def versions(self) -> list[int]:
         """By key the version of its value that the call makes or gets: 1 as initialised, one more with each push."""
-        return [number for _, number in self._parts]
+        return [call.version for call in self._calls]
 
 
 class KVStore:
@@ -85,7 +85,7 @@ class KVStore:
     Calls return at once, with a future (`Pending`) that has ``wait()`` and ``done()``; calls on one key take effect in
     the order of the program. Until the future is done leave alone what was given: `push` reads it, `pull` writes it.
     `init`, `broadcast` and `load_state_dict` meet all ranks, and so does the first push after an `init`: all ranks make
-    these in the same order. A push of a key whose last round is not complete waits for that.
+    these in the same order.
 
     Args:
         kind: ``"sync"``: a round of a key is complete when all ranks have pushed it. Its result is their sum.
@@ -167,12 +167,10 @@ class KVStore:
         Raises:
             ConfigError: A key was not initialised, or the value does not fit it.
             PeerLost: A rank was lost.
-            Timeout: The key's last round did not end.
         """
         stored_keys = [(self._stored("push", name), given) for name, given in paired("push", key, value)]
-        return self._push(
-            "push", [(stored, given_values("push", stored, given), None) for stored, given in stored_keys], priority
-        )
+        pushes = [(stored, given_values("push", stored, given), None) for stored, given in stored_keys]
+        return Pending(self._push("push", pushes, priority))
 
     def pull(self, key: Any, out: Any, priority: int = 0) -> Pending:
         """Copy the value of keys, after this rank's pushes of them, to ``out``.
@@ -206,11 +204,11 @@ class KVStore:
             fused = len(given) == len(targets) == 1 and is_aligned(targets[0]) and not stored.description.rows
             pushes.append((stored, given, targets[0] if fused else None))
             copies.append((stored, [] if fused else targets))
-        pending = self._push(caller, pushes, priority)
-        for stored, targets in copies:
+        calls = self._push(caller, pushes, priority)
+        for place, (stored, targets) in enumerate(copies):
             for target in targets:
-                stored.when_in(partial(stored.memory.copy_to, target))
-        return pending
+                calls[place] = stored.when_in(partial(stored.memory.copy_to, target))
+        return Pending(calls)
 
     def row_sparse_pull(self, key: Any, out: Any, row_ids: Any, priority: int = 0) -> Pending:
         """Copy some rows of the value of keys, after this rank's pushes of them, to ``out``.
@@ -238,7 +236,7 @@ class KVStore:
         self._running(caller)
         return Pending(
             [
-                (stored, stored.when_in(partial(stored.memory.copy_rows_to, indices, target)))
+                stored.when_in(partial(stored.memory.copy_rows_to, indices, target))
                 for stored, indices, target in checked
             ]
         )
@@ -250,7 +248,7 @@ class KVStore:
             PeerLost: A rank was lost.
             Timeout: It took too long.
         """
-        Pending([(stored, stored.begun) for stored in self._stored_keys.values()]).wait()
+        Pending([stored.last_call() for stored in self._stored_keys.values()]).wait()
 
     def state_dict(self) -> dict[str, Any]:
         """What the store holds, after this rank's pushes. It is the same on all ranks, and fits any number of them.
@@ -316,11 +314,11 @@ class KVStore:
         return self._from_rank_0(made)
 
     def _from_rank_0(self, values: list[tuple[StoredKey, Buffer]]) -> Pending:
-        return Pending([(stored, stored.replace(value if self.rank == 0 else None)) for stored, value in values])
+        return Pending([stored.replace(value if self.rank == 0 else None) for stored, value in values])
 
     def _push(
-        self, caller: str, pushes: list[tuple[StoredKey, Sequence[Any], Buffer | None]], priority: int
-    ) -> Pending:
+        self, caller: str, pushes: Sequence[tuple[StoredKey, Sequence[Any], Buffer | None]], priority: int
+    ) -> list[KeyCall]:
         self._running(caller)
         if not isinstance(priority, int):
             raise ConfigError(f"penstock.KVStore.{caller}: the priority is {priority!r}; it must be an int")
@@ -328,11 +326,11 @@ class KVStore:
             self._open([stored for stored, _, _ in pushes])
         books = dict.fromkeys(self._set_priority(stored, priority) for stored, _, _ in pushes)
         several = len(pushes) > 1
-        parts = [(stored, stored.push(given, into, several)) for stored, given, into in pushes]
+        calls = [stored.push(given, into, several) for stored, given, into in pushes]
         if several:
             for book in books:
                 lent_to(self._engine).landed(book, [], needed=True)  # what was held back for its neighbours leaves now
-        return Pending(parts)
+        return calls
 
     def _pull(self, caller: str, outs: list[tuple[str | int, Any]]) -> Pending:
         checked = []
@@ -340,7 +338,7 @@ class KVStore:
             stored = self._stored(caller, name)
             checked += [(stored, target) for target in targets_of(caller, stored, taken)]
         self._running(caller)
-        return Pending([(stored, stored.when_in(partial(stored.memory.copy_to, target))) for stored, target in checked])
+        return Pending([stored.when_in(partial(stored.memory.copy_to, target)) for stored, target in checked])
 
     def _open(self, pushed: list[StoredKey]) -> None:
         """If one of these has no book, open one for all that have none. How keys travel is decided here alone."""

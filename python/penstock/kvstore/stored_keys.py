@@ -1,27 +1,43 @@
-"""One key: its value on this rank, what is under way for it, and what waits for that.
+"""One key: its value on this rank, and its calls, which take effect in the order of the program.
 
-Calls on a key take effect in the order of the program. One round of a key is under way at a time: whoever begins
-another brings in the one before, and so does whoever waits. A copy that was asked for meanwhile is made when its round
-is in, before the next one begins.
+One of them is under way at a time: the engine has one exchange of a tensor at a time. The others wait for their turn.
+Whoever makes a call or waits for one takes them further; only if a push has to wait for its turn, and nobody else may
+come in time, a thread does. Nothing is held while a thread waits but the turn, so making a call never waits.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from penstock.buffers import DTYPES
 from penstock.errors import PenstockError
-from penstock.kvstore.rounds import BookPlace, OfRows, OfTensors, Replacement, UnderWay, ValueMemory, bytes_of_row
+from penstock.kvstore.rounds import (
+    BookPlace,
+    Copy,
+    OfRows,
+    OfTensors,
+    Replacement,
+    UnderWay,
+    ValueMemory,
+    bytes_of_row,
+)
+from penstock.lending import lent_to
 
 if TYPE_CHECKING:
     from penstock._native import Engine
     from penstock.buffers import Buffer
 
-__all__ = ["KeyDescription", "StoredKey"]
+__all__ = ["KeyCall", "KeyDescription", "StoredKey"]
+
+GATHER_BYTES_MAX = (1 << 32) - 1
+"""The engine's bound of what a rank contributes to a gather; a longer push is refused by it."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +60,20 @@ class KeyDescription:
         return f"{self.key!r} of {self.dtype} {self.shape}{' by rows' if self.rows else ''}"
 
 
+class KeyCall(NamedTuple):
+    """A call on a key.
+
+    Attributes:
+        key: The key.
+        number: Of the call, among those on this key, from 1.
+        version: Of the value that it makes or gets.
+    """
+
+    key: StoredKey
+    number: int
+    version: int
+
+
 class StoredKey:
     """A key of a store, on this rank.
 
@@ -53,10 +83,9 @@ class StoredKey:
 
     Attributes:
         description: Of the key.
-        memory: Its value, if nothing is under way.
+        memory: Its value, if no call is under way.
         place: In a book, from the first push on.
         priority: Of the last push; larger is more urgent.
-        begun: Rounds and replacements that have begun, the first value included. The same on all ranks in the end.
     """
 
     def __init__(self, engine: Engine, description: KeyDescription) -> None:
@@ -64,22 +93,29 @@ class StoredKey:
         self.memory = ValueMemory(description.dtype, description.shape)
         self.place: BookPlace | None = None
         self.priority = 0
-        self.begun = 0
         self._engine = engine
-        self._in = 0  # of those that have begun, how many are in memory
-        self._under_way: UnderWay | None = None
-        self._copies: list[Callable[[], None]] = []  # as soon as it is
-        self._lock = threading.RLock()
+        self._version = 0  # counts pushes and replacements: the same on all ranks in the end
+        self._made = 0  # calls
+        self._done = 0  # of those
+        self._calls: deque[UnderWay] = deque()  # that are not done; of the first one whether it has begun:
+        self._has_begun = False
+        self._lock = threading.Lock()  # of the above, and held for moments only
+        self._turn = threading.Lock()  # whoever takes calls further
 
     def in_book(self, layer: int) -> tuple[str, int, str, int] | tuple[str, int, str, int, Literal["gather"]]:
         """How it travels, for `Engine.open_book`."""
         name, value = str(self.description.key), self.memory.buffer
         if self.description.rows:
-            return (name, layer, "bytes", self.description.shape[0] * bytes_of_row(self.memory), "gather")
+            longest = min(self.description.shape[0] * bytes_of_row(self.memory), GATHER_BYTES_MAX)
+            return (name, layer, "bytes", longest, "gather")
         return (name, layer, value.dtype, value.nbytes // DTYPES[value.dtype])
 
-    def replace(self, value: Buffer | None) -> int:
-        """Let rank 0's value take the place of what is there. All ranks do; returns the number of what has begun.
+    def last_call(self) -> KeyCall:
+        """The last one so far."""
+        return KeyCall(self, self._made, self._version)
+
+    def replace(self, value: Buffer | None) -> KeyCall:
+        """Let rank 0's value take the place of what is there, after waiting for all calls so far. All ranks do.
 
         Args:
             value: On rank 0.
@@ -87,14 +123,13 @@ class StoredKey:
         Raises:
             PenstockError: The job has failed.
         """
-        with self._lock:
-            self._bring_in()
-            if self.place is not None:  # the last round's result may still be on its way to others from here
-                self._engine.wait(self.place.book, [self.place.tensor], released=True)
-            return self._begin(Replacement(self.memory, value))
+        self.wait_for(self._made)
+        if self.place is not None:  # the last round's result may still be on its way to others from here
+            self._engine.wait(self.place.book, [self.place.tensor], released=True)
+        return self._add(Replacement(self.memory, value), 1)
 
-    def push(self, values: Sequence[Any], into: Buffer | None, more: bool) -> int:
-        """Begin a round with this contribution, after the one before; returns its number.
+    def push(self, values: Sequence[Any], into: Buffer | None, more: bool) -> KeyCall:
+        """Contribute to a round. It begins now, or when the calls before are done.
 
         Args:
             values: What is summed here: tensors, or pairs of indices and rows.
@@ -104,72 +139,159 @@ class StoredKey:
         Raises:
             PenstockError: The job has failed.
         """
-        with self._lock:
-            self._bring_in()
-            assert self.place is not None
-            with self._quiet_after_failure():
-                if self.description.rows:
-                    return self._begin(OfRows(self.place, self.memory, values, self.begun, more))
-                return self._begin(OfTensors(self.place, self.memory, values, into, self.begun, more))
+        assert self.place is not None
+        under_way: UnderWay
+        if self.description.rows:
+            under_way = OfRows(self.place, self.memory, values, self._version)
+        else:
+            under_way = OfTensors(self.place, self.memory, values, into, self._version)
+        if self._made > self._done:
+            self.take_further()  # perhaps the round before is in
+        call = self._add(under_way, 1, more)
+        if not self._begun(call.number):
+            PROGRESS.give(self)
+        return call
 
-    def when_in(self, copy: Callable[[], None]) -> int:
-        """Make a copy of the value as soon as what has begun is in memory, perhaps now; returns its number."""
-        with self._lock:
-            self._copies.append(copy)
-            if self._under_way is None:
-                self._bring_in()
-            return self.begun
+    def when_in(self, copy: Callable[[], None]) -> KeyCall:
+        """Make a copy of the value when the calls before are done, perhaps now."""
+        return self._add(Copy(copy), 0)
 
-    def bring_in(self, number: int) -> None:
-        """Wait until this is in memory and copies of it are made.
+    def wait_for(self, number: int) -> None:
+        """Wait until this call is done.
 
         Raises:
             PenstockError: The job has failed.
         """
-        with self._lock:
-            if self._in < number:
-                self._bring_in()
+        if self._done >= number:
+            return
+        while self._done < number:
+            with self._turn:
+                self._run(number)
+        with suppress(PenstockError):  # of a later call: whoever waits for that gets it
+            self.take_further(ask=False)  # one was perhaps added while this thread had the turn
 
-    def is_in(self, number: int) -> bool:
-        """Whether it is. Does not wait.
+    def is_done(self, number: int) -> bool:
+        """Whether this call is. Does not wait.
 
         Raises:
             PenstockError: The job has failed, and it will never be.
         """
-        if self._in >= number:
-            return True
-        if not self._lock.acquire(blocking=False):
-            return False  # another thread brings it in
+        if self._done < number:
+            try:
+                self.take_further()
+            except PenstockError:
+                if self._done < number:
+                    raise
+        return self._done >= number
+
+    def take_further(self, more: bool = False, *, ask: bool = True) -> bool:
+        """Begin and end what can be without waiting; returns whether a call has yet to begin.
+
+        Args:
+            more: As for `push`.
+            ask: Whether to ask the engine if what has begun is in.
+        """
+        while self._turn.acquire(blocking=False):
+            try:
+                self._run(0, more, ask)
+            finally:
+                self._turn.release()
+            if self._has_begun or not self._calls:
+                break  # nothing was added meanwhile
+        return not self._begun(self._made)
+
+    def awaited(self) -> tuple[Engine, int, tuple[int, int]]:
+        """What `take_further` can go on after: an engine, a book and a part that arrives."""
+        assert self.place is not None
+        _, _, dtype, elems, *_ = self.in_book(0)
+        return self.place.engine, self.place.book, (self.place.tensor, elems * DTYPES.get(dtype, 1))
+
+    def _add(self, under_way: UnderWay, versions: int, more: bool = False) -> KeyCall:
+        with self._lock:
+            self._calls.append(under_way)
+            self._made += 1
+            self._version += versions
+            call = KeyCall(self, self._made, self._version)
+        self.take_further(more, ask=False)
+        return call
+
+    def _begun(self, number: int) -> bool:
+        with self._lock:
+            return number <= self._done + self._has_begun
+
+    def _run(self, number: int, more: bool = False, ask: bool = True) -> None:
+        """Take calls further, in their order, within the turn: to the end up to this one, then as far as none waits."""
         try:
-            with self._quiet_after_failure():
-                ready = self._under_way is None or self._under_way.is_in()
-            if ready:
-                self._bring_in()
-            return ready
-        finally:
-            self._lock.release()
-
-    def _begin(self, under_way: UnderWay) -> int:
-        self._under_way = under_way
-        self.begun += 1
-        return self.begun
-
-    def _bring_in(self) -> None:
-        if self._under_way is not None:
-            with self._quiet_after_failure():
-                self._under_way.bring_in()
-            self._under_way = None
-        copies, self._copies = self._copies, []
-        for copy in copies:
-            copy()
-        self._in = self.begun
-
-    @contextmanager
-    def _quiet_after_failure(self) -> Iterator[None]:
-        """The program may do with its memory what it likes once it has the error."""
-        try:
-            yield
+            while self._calls:
+                first, wait = self._calls[0], self._done < number
+                if not self._has_begun:
+                    ended = first.begin(more)
+                    self._has_begun = True
+                    if not ended and not wait:
+                        return
+                elif not wait and not (ask and first.is_in()):
+                    return
+                first.bring_in()
+                with self._lock:
+                    self._calls.popleft()
+                    self._has_begun = False
+                    self._done += 1
         except PenstockError:
             if self._engine.has_failed:
-                self._engine.quiet()
+                self._engine.quiet()  # the program may do with its memory what it likes once it has the error
             raise
+
+
+class _Progress:
+    """The thread that begins pushes whose turn comes while the program does something else.
+
+    There is one in a process, from the first push on that finds the one before it under way.
+    """
+
+    PATIENCE_S = 0.02
+    """How often it looks at keys of other books than the one in which it waits."""
+    PAUSE_S = 0.0005
+    """It rests between two looks, because what arrives may wait for another thread to take it."""
+
+    def __init__(self) -> None:
+        self._given: SimpleQueue[StoredKey] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def give(self, key: StoredKey) -> None:
+        """Take this key further until all of its calls have begun."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="penstock-kvstore", daemon=True)
+                self._thread.start()
+        self._given.put(key)
+
+    def _run(self) -> None:
+        keys: dict[StoredKey, None] = {}
+        while True:
+            while not keys or not self._given.empty():
+                keys[self._given.get()] = None
+            for key in list(keys):
+                if not self._take_further(key):
+                    del keys[key]
+            if keys and not self._wait(list(keys)):
+                keys.clear()
+
+    @staticmethod
+    def _take_further(key: StoredKey) -> bool:
+        try:
+            return key.take_further()
+        except PenstockError:
+            return False  # whoever waits for it gets the error
+
+    def _wait(self, keys: Sequence[StoredKey]) -> bool:
+        """Until something may have arrived; returns whether there is a job."""
+        awaited = [key.awaited() for key in keys]
+        engine, book, _ = awaited[0]
+        parts = [part for of, number, part in awaited if of is engine and number == book]
+        lent_to(engine).landed(book, [tensor for tensor, _ in parts], [nbytes for _, nbytes in parts], self.PATIENCE_S)
+        time.sleep(self.PAUSE_S)
+        return not engine.has_failed
+
+
+PROGRESS = _Progress()
