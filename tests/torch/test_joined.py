@@ -109,6 +109,60 @@ def test_a_state_that_the_program_has_loaded_is_the_one_that_is_used():
         assert_same(ours, plain)
 
 
+def storages(optimizer, key):
+    return {state[key].untyped_storage().data_ptr() for state in optimizer.state.values()}
+
+
+@pytest.mark.fake_only
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["momentum", "adam", "adamw foreach", "nadam", "asgd"])
+def test_states_lie_end_to_end_for_good_and_are_still_the_program_s(name, dtype):
+    plain, ours = (OPTIMIZERS[name](parameters(dtype)) for _ in range(2))
+    joined = Joined(ours)
+    for step in range(9):
+        for optimizer in (plain, ours):
+            params = optimizer.param_groups[0]["params"]
+            set_gradients(params, step)
+            states = [optimizer.state[param] for param in params] if step else []
+            if step == 4:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            if step == 6:  # in place
+                for value in states[2].values():
+                    if value.dim():
+                        value.mul_(0.5)
+            if step == 7:  # another object
+                states[3].update({key: value.clone() * 2 for key, value in states[3].items() if value.dim()})
+        plain.step()
+        joined.begin()
+        assert joined.apply(ours.param_groups[0]["params"], ours.state, hyperparameters(ours)) == []
+        assert_same(ours, plain)
+        for key in next(iter(ours.state.values())) if step else ():
+            assert len(storages(ours, key)) == 1, (step, key)
+        if step == 3:
+            before = {key: storages(ours, key) for key in next(iter(ours.state.values()))}
+        if step == 4:
+            assert all(storages(ours, key) != found for key, found in before.items())
+
+
+@pytest.mark.fake_only
+def test_a_number_of_steps_that_the_program_changes_in_place_is_seen():
+    plain, ours = (OPTIMIZERS["adamw"](parameters()) for _ in range(2))
+    joined = Joined(ours)
+    for step in range(5):
+        for optimizer in (plain, ours):
+            params = optimizer.param_groups[0]["params"]
+            set_gradients(params, step)
+            if step == 3:
+                optimizer.state[params[1]]["step"] += 5
+        plain.step()
+        joined.begin()
+        left = joined.apply(ours.param_groups[0]["params"], ours.state, hyperparameters(ours))
+        assert len(left) == (len(SIZES) if step >= 3 else 0)
+        if left:
+            ours.step()
+        assert_same(ours, plain)
+
+
 class Ending(torch.optim.SGD):
     """Treats the last numbers of each tensor otherwise, as code that works on vectors may."""
 
@@ -184,9 +238,9 @@ def test_a_step_of_many_small_layers_is_a_few_calls(monkeypatch):
     calls = []
     plain = Joined.apply_at_once
 
-    def counted(self, params, state, group):
+    def counted(self, params, state, group, **more):
         calls.append(len(params))
-        return plain(self, params, state, group)
+        return plain(self, params, state, group, **more)
 
     monkeypatch.setattr(Joined, "apply_at_once", counted)
     # As it is for programs: tests cut everything into pieces, and take nothing for small.

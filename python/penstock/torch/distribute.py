@@ -337,8 +337,13 @@ class Distributed:
             if torch.compiler.is_compiling():  # by its full name, or dynamo of torch 2.4 does not know it
                 note_compiled(key)  # first, and reading nothing that dynamo would guard on
                 return
-            if distributed._step_is_new or any(update.waiting for update in distributed.updates):
+            if distributed._step_is_new:
                 distributed.before_forward(layers)
+                return
+            for update in distributed.updates:
+                if update.is_outstanding(layers):
+                    distributed.before_forward(layers)
+                    return
 
         before_forward._penstock = True  # type: ignore[attr-defined]
         module.register_forward_pre_hook(before_forward, prepend=True)

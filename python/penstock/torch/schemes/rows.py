@@ -204,6 +204,8 @@ class Rows(Gather):
 
     def holds(self, slot: Slot) -> bool:
         """Whether rows of backwards under no_sync count for this parameter."""
+        if not self._held:
+            return False  # as almost always, and this is asked for each parameter several times a step
         bit = 1 << self.slots.index(slot)
         return any(call.mask & bit for call in self._held)
 

@@ -3,21 +3,25 @@
 What an optimizer does with a small parameter takes microseconds of Python and of calls into torch, and next to nothing
 for the numbers themselves: 400 tensors of 1 K take AdamW 14.8 ms, one tensor of as many numbers 0.5 ms. An optimizer
 that treats every *element* by itself does not see the difference, so it is given the small ones of a step together.
-Copying them to where they lie end to end and back takes some 5 us each. Whether an optimizer is of that kind, and
-rounds alike wherever in a tensor an element lies, is tried (`joinable`).
+Whether an optimizer is of that kind, and rounds alike wherever in a tensor an element lies, is tried (`joinable`).
+
+Parameters and gradients are copied to where they lie end to end, and parameters back: anybody may have put other
+memory into them. The optimizer's state lies end to end for good, once the same parameters have come together a second
+time: what the optimizer then holds for each is a part of that. A state that the program has loaded is copied again.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, MutableMapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from penstock.torch.model.layout import is_dense
 from penstock.torch.updates.separable import same_bits
 from penstock.torch.updates.shadow import Shadow
 
@@ -29,7 +33,7 @@ CALL_ELEMS = 1 << 15
 """Fewer are in one call: torch does not share them among threads, and a processor's own cache holds what they need."""
 CALL_PARAMETERS_MIN = 6
 """A call takes some 0.1 ms, whatever it is for: fewer parameters are updated as fast one by one."""
-CALLS_KEPT = 64
+CALLS_KEPT = 256
 """Which parameters go into one call is mostly the same in every step, and what is known of a call is some KB."""
 PROBE_WIDTH = 31
 """Of tensors that are tried: hardly longer than what torch treats as vectors in one go, so that many elements are
@@ -69,7 +73,12 @@ class Joined:
         self._shadow.begin()
 
     def apply(
-        self, params: Sequence[nn.Parameter], state: MutableMapping[Any, Any], hyperparameters: dict[str, Any]
+        self,
+        params: Sequence[nn.Parameter],
+        state: MutableMapping[Any, Any],
+        hyperparameters: dict[str, Any],
+        *,
+        stays: bool = True,
     ) -> list[nn.Parameter]:
         """Update those of these parameters that can be joined, with what is in ``.grad``.
 
@@ -77,38 +86,44 @@ class Joined:
             params: Each of which `fits`.
             state: The optimizer's, by parameter.
             hyperparameters: Of all of them.
+            stays: They mostly come together, so that their state may lie end to end.
 
         Returns:
             The others.
         """
         left: list[nn.Parameter] = []
         for some in _split(params):
-            if len(some) < CALL_PARAMETERS_MIN or not self.apply_at_once(some, state, hyperparameters):
+            if len(some) < CALL_PARAMETERS_MIN or not self.apply_at_once(some, state, hyperparameters, stays=stays):
                 left += some
         return left
 
     @torch.no_grad()
     def apply_at_once(
-        self, params: list[nn.Parameter], state: MutableMapping[Any, Any], hyperparameters: dict[str, Any]
+        self,
+        params: list[nn.Parameter],
+        state: MutableMapping[Any, Any],
+        hyperparameters: dict[str, Any],
+        *,
+        stays: bool = True,
     ) -> bool:
         """One call for all of these; `False` if they cannot be joined: then nothing is done."""
         grads: list[Any] = [param.grad for param in params]
         own = [state.get(param) for param in params]
         if {*map(_DTYPE, grads)} != {params[0].dtype} or {*map(_LAYOUT, grads)} != {torch.strided}:
             return False
-        columns = _columns(own, params)
+        call = self._call(params)
+        columns = call.columns(own)
         if columns is None:
             return False
-        call = self._call(params)
         flat = call.join(_PARAMETERS, params)
         flat.grad = call.join(_GRADIENTS, grads)
         joined: defaultdict[Any, Any] = defaultdict(dict)
         if own[0] is not None:
-            joined[flat] = {key: _joined_value(call, key, column) for key, column in columns.items()}
+            joined[flat] = {key: call.joined_value(key, column) for key, column in columns.items()}
         self._shadow.step([{**hyperparameters, "params": [flat]}], joined)
         call.part(flat, params)
         if flat in joined:
-            _give_back(call, joined[flat], columns, [state[param] for param in params])
+            call.give_back(joined[flat], columns, own if columns else [state[param] for param in params], stays=stays)
         return True
 
     def _call(self, params: list[nn.Parameter]) -> _Call:
@@ -135,6 +150,41 @@ class _Room:
         return flat[:elems]
 
 
+class _Kept:
+    """One key of the states of a call's parameters: where they lie for good, and what the optimizer has of that.
+
+    Args:
+        whole: Their elements end to end; of what is one number for each parameter, these numbers.
+        parts: By parameter.
+        is_number: Whether it is one number for each, and the same for all.
+    """
+
+    def __init__(self, whole: Tensor, parts: list[Tensor], *, is_number: bool) -> None:
+        self.whole = whole
+        self.parts = parts
+        self._is_number = is_number
+        self._version = whole._version
+
+    def holds(self, column: Sequence[Any]) -> bool:
+        """Whether this is still what the optimizer has, and the numbers are still the same."""
+        if not all(map(is_, self.parts, column)):
+            return False
+        return not self._is_number or self.whole._version == self._version
+
+    def value(self) -> Tensor:
+        """What stands for all of them in a call."""
+        return self.whole[0].clone() if self._is_number else self.whole
+
+    def becomes(self, value: Any) -> bool:
+        """A call has made this of it; `False` if that does not lie as it did."""
+        if not isinstance(value, Tensor) or bool(value.dim()) is self._is_number or value.dtype is not self.whole.dtype:
+            return False
+        if value is not self.whole:
+            self.whole.copy_(value)
+        self._version = self.whole._version
+        return True
+
+
 class _Call:
     """How some parameters lie in the room, and whatever has their shapes."""
 
@@ -142,9 +192,12 @@ class _Call:
         self._room = room
         self.params = params  # kept: they are known by their ids
         self.elems = sum(param.numel() for param in params)
+        self.uses = 0
+        self._lie_alike = all(map(is_dense, params))
         self._places: dict[tuple[Any, torch.dtype], tuple[Tensor, list[Tensor]]] = {}
+        self._kept: dict[Any, _Kept] = {}
 
-    def join(self, what: Any, tensors: Sequence[Tensor]) -> Tensor:
+    def join(self, what: Any, tensors: list[Any]) -> Tensor:
         """These tensors, shaped as the parameters, as one: in the room."""
         key = what, tensors[0].dtype
         places = self._places.get(key)
@@ -152,18 +205,95 @@ class _Call:
             flat = self._room.flat(what, key[1], self.elems)
             if what is _PARAMETERS:
                 flat = nn.Parameter(flat)
-            places = self._places[key] = flat, [*_unflatten(flat, self.params)]
-        torch._foreach_copy_(places[1], [*tensors])
+            places = self._places[key] = flat, self._cut(flat)
+        torch._foreach_copy_(places[1], tensors)
         return places[0]
 
-    def part(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    def part(self, flat: Tensor, tensors: list[Any]) -> None:
         """The other way."""
-        torch._foreach_copy_([*tensors], self.parts(flat))
+        torch._foreach_copy_(tensors, self._parts(flat))
 
-    def parts(self, flat: Tensor) -> list[Tensor]:
+    def columns(self, states: list[Any]) -> dict[Any, list[Any]] | None:
+        """By key, the parameters' states; `None` if what is not per element is not the same for all of them."""
+        first = states[0]
+        if self._kept and first is not None and first.keys() == self._kept.keys() and None not in states:
+            try:
+                columns = {key: list(map(itemgetter(key), states)) for key in first}
+            except KeyError:
+                columns = {}
+            alike = {*map(len, filter(None, states))} == {len(first)}
+            if columns and alike and all(kept.holds(columns[key]) for key, kept in self._kept.items()):
+                return columns
+        self._kept.clear()
+        return _columns(states, self.params)
+
+    def joined_value(self, key: Any, column: list[Any]) -> Any:
+        """What stands for all of them."""
+        kept, value = self._kept.get(key), column[0]
+        if kept is not None:
+            return kept.value()
+        if not isinstance(value, Tensor):
+            return value
+        return self.join(key, column) if value.dim() else value.clone()
+
+    def give_back(
+        self, joined: dict[Any, Any], columns: dict[Any, list[Any]], states: Sequence[Any], *, stays: bool
+    ) -> None:
+        """Write what a call has made of the joined state into the parameters'."""
+        same_keys = self._kept and joined.keys() == columns.keys()
+        if same_keys and all(kept.becomes(joined[key]) for key, kept in self._kept.items()):
+            return
+        self._kept.clear()
+        for key in columns.keys() - joined.keys():
+            for state in states:
+                del state[key]
+        self.uses += stays
+        if self.uses > 1 and self._keep(joined):
+            for key, kept in self._kept.items():
+                for state, part in zip(states, kept.parts, strict=True):
+                    state[key] = part
+            return
+        for key, value in joined.items():
+            if not isinstance(value, Tensor):
+                for state in states:
+                    state[key] = value
+                continue
+            parts = self._parts(value) if value.dim() else [value] * len(states)
+            column = columns.get(key)
+            if column is not None and isinstance(column[0], Tensor):
+                torch._foreach_copy_(column, parts)
+                continue
+            for state, part, param in zip(states, parts, self.params, strict=True):
+                like = param if value.dim() else part
+                state[key] = torch.empty_like(like, dtype=part.dtype).copy_(part)
+
+    def _keep(self, joined: dict[Any, Any]) -> bool:
+        """Let states lie end to end from now on, if all of them are tensors and lie as their parameters do."""
+        if not self._lie_alike or not all(isinstance(value, Tensor) for value in joined.values()):
+            return False
+        for key, value in joined.items():
+            if value.dim():
+                whole = value.clone()
+                self._kept[key] = _Kept(whole, self._cut(whole), is_number=False)
+            else:
+                numbers = value.repeat(len(self.params))
+                self._kept[key] = _Kept(numbers, [*numbers.unbind()], is_number=True)
+        return bool(self._kept)
+
+    def _parts(self, flat: Tensor) -> list[Tensor]:
         """Of what was joined, or of an optimizer's own tensor of that length."""
         known = next((views for kept, views in self._places.values() if kept is flat), None)
-        return [*_unflatten(flat, self.params)] if known is None else known
+        return self._cut(flat) if known is None else known
+
+    def _cut(self, flat: Tensor) -> list[Tensor]:
+        """The parameters' places in it: each as its parameter lies in memory."""
+        if not self._lie_alike:
+            return [*_unflatten(flat, self.params)]
+        cut, start, flat = [], 0, flat.detach()
+        for param in self.params:
+            cut.append(torch.as_strided(flat, param.shape, param.stride(), start))
+            start += param.numel()
+        return cut
 
 
 def _split(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
@@ -181,7 +311,7 @@ def _split(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def _columns(states: Sequence[dict[Any, Any] | None], params: Sequence[nn.Parameter]) -> dict[Any, list[Any]] | None:
-    """By key, the parameters' states; `None` if what is not per element is not the same for all of them."""
+    """As `_Call.columns`, of any states."""
     first = states[0]
     if first is None:
         return {} if all(state is None for state in states) else None
@@ -208,44 +338,18 @@ def _columns(states: Sequence[dict[Any, Any] | None], params: Sequence[nn.Parame
     return columns
 
 
-def _joined_value(call: _Call, key: Any, column: list[Any]) -> Any:
-    """What stands for all of them."""
-    value = column[0]
-    if not isinstance(value, Tensor):
-        return value
-    return call.join(key, column) if value.dim() else value.clone()
-
-
-def _give_back(call: _Call, joined: dict[Any, Any], columns: dict[Any, list[Any]], states: Sequence[Any]) -> None:
-    """Write what a call has made of the joined state into the parameters'."""
-    for key in columns.keys() - joined.keys():
-        for state in states:
-            del state[key]
-    for key, value in joined.items():
-        if not isinstance(value, Tensor):
-            for state in states:
-                state[key] = value
-            continue
-        parts = call.parts(value) if value.dim() else [value] * len(states)
-        column = columns.get(key)
-        if column is not None and isinstance(column[0], Tensor):
-            torch._foreach_copy_(column, parts)
-            continue
-        for state, part, param in zip(states, parts, call.params, strict=True):
-            like = param if value.dim() else part
-            state[key] = torch.empty_like(like, dtype=part.dtype).copy_(part)
-
-
 def joinable(optimizer: Optimizer) -> bool:
     """Try whether steps with tensors joined give the bits, and the state, of plain steps."""
-    return same_bits(optimizer, _step_joined, width=PROBE_WIDTH)
+    made: list[Joined] = []  # one for all steps: the state of later ones lies where that of the first was left
 
+    def step_joined(copied: Any) -> None:
+        joined = made[0] if made else Joined(copied)
+        made[:] = [joined]
+        joined.begin()
+        for group in copied.param_groups:
+            hyperparameters = {name: value for name, value in group.items() if name != "params"}
+            for some in _split(group["params"]):
+                if not joined.apply_at_once(some, copied.state, hyperparameters):
+                    raise ValueError("its state is not by element")
 
-def _step_joined(optimizer: Any) -> None:
-    joined = Joined(optimizer)
-    joined.begin()
-    for group in optimizer.param_groups:
-        hyperparameters = {name: value for name, value in group.items() if name != "params"}
-        for some in _split(group["params"]):
-            if not joined.apply_at_once(some, optimizer.state, hyperparameters):
-                raise ValueError("its state is not by element")
+    return same_bits(optimizer, step_joined, width=PROBE_WIDTH)

@@ -40,7 +40,7 @@ __all__ = ["Updates"]
 LAYERS_PER_LOOK = 16
 """Of the first of several looks ahead."""
 WAIT_BYTES = 64 << 10
-"""Of small layers that are waited for together: half a millisecond at 1 Gbit/s."""
+"""Of small layers that are waited for and updated together: half a millisecond at 1 Gbit/s."""
 _PLACE_IN_FORWARD = attrgetter("layer.place")
 _GROUP_AND_PLACE: Callable[[tuple[Any, ...]], Any] = itemgetter(0, 1)
 
@@ -100,6 +100,7 @@ class Updates:
         self._released = False
         self._gradients = distributed.gradients
         self._waiting: dict[Layer, list[Slot]] = {}
+        self._units: dict[Layer, list[Layer]] = {}  # of `_taken`
         self._groups: list[dict[str, Any]] = []  # hyperparameters at the time of step
         self._round_used = 0  # the last synchronisation that a step has used
         self._writes_gradients = True  # until a step has been seen not to
@@ -121,10 +122,14 @@ class Updates:
         self._handles: list[RemovableHandle] = []
         self._patch()
 
-    @property
-    def waiting(self) -> bool:
-        """Whether an update is outstanding."""
-        return bool(self._waiting)
+    def is_outstanding(self, layers: Iterable[Layer]) -> bool:
+        """Whether an update of one of these is."""
+        waiting = self._waiting
+        if waiting:
+            for layer in layers:
+                if layer in waiting:
+                    return True
+        return False
 
     # step
 
@@ -235,7 +240,9 @@ class Updates:
         taken.sort(key=_PLACE_IN_FORWARD)
         for slot in taken:
             self._waiting.setdefault(slot.layer, []).append(slot)
-        self._taken = list(self._waiting)
+        layers = list(self._waiting)
+        if layers != self._taken:
+            self._taken, self._units = layers, self._in_units(layers)
         if self.log is not None and taken:
             self.log.begin()
         # A graph made before this step must not be used after it: say so at the time the plain optimizer would.
@@ -274,7 +281,7 @@ class Updates:
         # averages happen to come, the ranks' bits would differ.
         together = any(slot.immediate for layer in wanted for slot in layer.slots)
         ready = self._arrived(wanted)
-        while late := self._with_neighbours([one for one in wanted if one in self._waiting and one not in ready]):
+        while late := self._with_units([one for one in wanted if one in self._waiting and one not in ready]):
             # This thread would only wait; and whatever is in by now has to be applied before the pass is over.
             ready = ready or ({} if together else self._arrived(wanted, everywhere=True))
             if together or not (ready or self._partial.advance(late)):
@@ -285,21 +292,28 @@ class Updates:
             ready = {}
         self._apply_layers(ready)
 
-    def _with_neighbours(self, late: list[Layer]) -> list[Layer]:
-        """Layers that are waited for, and the small ones next to them that the forward will come to.
+    def _in_units(self, layers: Iterable[Layer]) -> dict[Layer, list[Layer]]:
+        """By layer, itself and the small ones next to it that are waited for and updated together.
 
-        These come in at almost the same time, and one call for all of them takes hardly longer than one for each.
+        They come in at almost the same time, and one call for all of them takes hardly longer than one for each. They
+        are the same ones in every step: what lies end to end for such a call can stay where it is.
         """
-        nbytes = sum(self._small_bytes.get(layer, WAIT_BYTES) for layer in late)
-        if not late or nbytes >= WAIT_BYTES:
-            return late
-        behind = itertools.dropwhile(lambda layer: layer is not late[-1], self._waiting)
-        for layer in itertools.islice(behind, 1, None):
-            nbytes += self._small_bytes.get(layer, WAIT_BYTES)
-            if nbytes > WAIT_BYTES:
-                break
-            late.append(layer)
-        return late
+        units: dict[Layer, list[Layer]] = {}
+        unit: list[Layer] = []
+        nbytes = 0
+        for layer in layers:
+            more = self._small_bytes.get(layer, WAIT_BYTES)
+            if nbytes + more > WAIT_BYTES:
+                unit, nbytes = [], 0
+            nbytes += more
+            unit.append(layer)
+            units[layer] = unit
+        return units
+
+    def _with_units(self, late: list[Layer]) -> list[Layer]:
+        """Layers that are waited for, and those that are waited for with them."""
+        mates = (mate for layer in late for mate in self._units[layer] if mate in self._waiting)
+        return list(dict.fromkeys(mates))
 
     def _apply_layers(self, layers: Collection[Layer]) -> None:
         if self.log is not None and len(layers) == len(self._waiting):
@@ -310,7 +324,7 @@ class Updates:
 
     def finish_if_waiting(self, needed: Iterable[Layer]) -> None:
         """As `finish`, but only if one of these layers is outstanding."""
-        if self._waiting and any(layer in self._waiting for layer in needed):
+        if self.is_outstanding(needed):
             self.finish(needed)
 
     def finish_all(self) -> None:
@@ -319,7 +333,7 @@ class Updates:
             self.finish(list(self._waiting))
 
     def _arrived(self, wanted: Container[Layer], *, everywhere: bool = False) -> dict[Layer, None]:
-        """Layers whose averages are in, without waiting, in the order of the forward pass.
+        """Layers whose averages are in, and those of their units, without waiting, in the order of the forward pass.
 
         Of layers that are not wanted now only those without pieces left, which the background sees to.
 
@@ -328,20 +342,26 @@ class Updates:
         before every layer would cost the square of their number.
         """
         gradients = self._gradients
+        waiting = self._waiting
         arrived: dict[Layer, None] = {}
-        ahead, layers_per_look = iter(self._waiting), len(self._waiting) if everywhere else LAYERS_PER_LOOK
+        late: list[list[Layer]] = []  # units of which something is not in, or not looked at
+        ahead, layers_per_look = iter(waiting), len(waiting) if everywhere else LAYERS_PER_LOOK
         while stride := list(itertools.islice(ahead, layers_per_look)):
-            numbers = [slot.flight.number for layer in stride for slot in self._waiting[layer] if slot.flight.flying]
-            done = set(gradients.lent.landed(gradients.id, numbers, needed=True)[0]) if numbers else ()
-            late = False
+            numbers = [slot.flight.number for layer in stride for slot in waiting[layer] if slot.flight.flying]
+            done = gradients.lent.landed(gradients.id, numbers, needed=True)[0] if numbers else ()
+            left = set(numbers).difference(done)
             for layer in stride:
-                if all(not slot.flight.flying or slot.flight.number in done for slot in self._waiting[layer]):
-                    arrived[layer] = None
+                if left and any(slot.flight.flying and slot.flight.number in left for slot in waiting[layer]):
+                    late.append(self._units[layer])
                 else:
-                    late = True
+                    arrived[layer] = None
             if late:
+                late += [self._units[layer] for layer in itertools.islice(ahead, 1)]
                 break
             layers_per_look *= 2
+        for unit in late:
+            for layer in unit:
+                arrived.pop(layer, None)
         return {layer: None for layer in arrived if layer in wanted or not self._partial.has_left(layer)}
 
     def _apply(self, slots: list[Slot]) -> None:
@@ -360,13 +380,16 @@ class Updates:
         due.sort(key=_GROUP_AND_PLACE)
         # What an optimizer writes into a gradient, the program may look at: not into that of joined ones.
         small = self._small if self._joined is not None and not self._writes_gradients else ()
-        together: dict[int, list[nn.Parameter]] = {}  # by number of the group, those to be joined, and the others
-        apart: dict[int, list[nn.Parameter]] = {}
+        together: dict[tuple[int, int], list[nn.Parameter]] = {}  # to be joined, by number of the group, and by unit
+        apart: dict[int, list[nn.Parameter]] = {}  # the others, by number of the group
         for group, _, slot, grad, _ in due:
             if slot in self._partial:
                 slot.param.grad = grad
                 continue
-            (together if slot in small else apart).setdefault(group, []).append(slot.param)
+            if slot in small:
+                together.setdefault((group, id(self._units[slot.layer])), []).append(slot.param)
+            else:
+                apart.setdefault(group, []).append(slot.param)
             if self._writes_gradients and grad is slot.flight.memory and gradients.lent.holds(slot.flight.token):
                 grad = grad.clone()
                 slot.flight.forget_memory()
@@ -377,15 +400,21 @@ class Updates:
         for _, _, slot, _, mine in due:
             self._give_back(slot, mine)
 
-    def _call(self, together: dict[int, list[nn.Parameter]], apart: dict[int, list[nn.Parameter]]) -> None:
+    def _call(self, together: dict[tuple[int, int], list[nn.Parameter]], apart: dict[int, list[nn.Parameter]]) -> None:
         """Update these parameters, by number of their group, with what is in ``.grad``."""
         if self.log is not None:
-            self.log.keep([param for each in (together, apart) for params in each.values() for param in params])
+            self.log.keep([param for params in (*together.values(), *apart.values()) for param in params])
         optimizer = self.optimizer
         with as_if_in_step():
-            for number, params in together.items():
+            few: dict[int, list[nn.Parameter]] = {}  # of units that are not worth a call
+            for (number, _), params in together.items():
                 assert self._joined is not None  # or there are none
                 left = self._joined.apply(params, optimizer.state, self._groups[number])
+                if left:
+                    few.setdefault(number, []).extend(left)
+            for number, params in few.items():
+                assert self._joined is not None  # as above
+                left = self._joined.apply(params, optimizer.state, self._groups[number], stays=False)
                 if left:
                     apart.setdefault(number, []).extend(left)
             if not apart:
