@@ -39,7 +39,8 @@ class Bundle:
         self._book = book
         self._lent = lent
         self._entries: list[tuple[int, int, int]] = []
-        self._flights: list[tuple[Flight, Tensor]] = []
+        self._flights: list[Flight] = []
+        self._memories: list[Tensor] = []
         self._nbytes = 0
 
     def __bool__(self) -> bool:
@@ -49,7 +50,8 @@ class Bundle:
     def add(self, index: int, memory: Tensor, nbytes: int, flight: Flight, step: int) -> None:
         """Put a gradient in; with enough of them all are submitted."""
         self._entries.append((index, memory.data_ptr(), nbytes))
-        self._flights.append((flight, memory))
+        self._flights.append(flight)
+        self._memories.append(memory)
         self._nbytes += nbytes
         if self._nbytes >= BUNDLE_BYTES:
             self.submit(step)
@@ -60,14 +62,12 @@ class Bundle:
         Raises:
             PenstockError: The job has failed: nothing was submitted, and nothing will be.
         """
-        entries, flights = self._entries, self._flights
+        entries, flights, memories = self._entries, self._flights, self._memories
         self.empty()
         tokens = self._engine.submit_together(self._book, entries, "average", step)
-        tensors = self._lent.tensors
-        for token, (flight, memory) in zip(tokens, flights, strict=True):
-            tensors[token] = memory
-            flight.submitted(token)
+        self._lent.tensors.update(zip(tokens, memories, strict=True))
+        Flight.submitted_together(flights, tokens)
 
     def empty(self) -> None:
         """Nothing that is in it will be submitted."""
-        self._entries, self._flights, self._nbytes = [], [], 0
+        self._entries, self._flights, self._memories, self._nbytes = [], [], [], 0

@@ -499,12 +499,16 @@ class Gradients:
         if self.engine.observed:
             self.engine.applied(self.id, list({slot.flight.brought: None for slot in slots}))
 
-    def own(self, slot: Slot) -> None:
-        """Let Python write ``.grad``: replace it by a copy where the engine may still be sending from it."""
-        grad = slot.param.grad
-        if grad is not None and grad is slot.flight.memory and self.lent.holds(slot.flight.token):
-            slot.param.grad = grad.clone()
-        slot.flight.forget()
+    def own(self, slots: Sequence[Slot]) -> None:
+        """Let Python write ``.grad`` of these: replace it by a copy where the engine may still be sending from it."""
+        if slots:
+            self.lent.collect()
+        lent = self.lent.tensors
+        for slot in slots:
+            grad, flight = slot.param.grad, slot.flight
+            if grad is not None and grad is flight.memory and flight.token in lent:
+                slot.param.grad = grad.clone()
+            flight.forget()
 
 
 def _entry(slot: Slot, scheme: str, wire: str | None) -> Any:

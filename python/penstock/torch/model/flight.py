@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -100,6 +100,12 @@ class Flight:
     def submitted(self, token: int) -> None:
         """The engine has it, under this token."""
         self.token = token
+
+    @staticmethod
+    def submitted_together(flights: Sequence[Flight], tokens: Sequence[int]) -> None:
+        """As `submitted`, for each of these."""
+        for flight, token in zip(flights, tokens, strict=True):
+            flight.token = token
 
     def memory_for_others(self, is_lent: Callable[[int], bool], make: Callable[[], Tensor]) -> Tensor:
         """Memory for an average that this rank does not contribute to: that of last time, unless it is still lent."""

@@ -74,7 +74,7 @@ class Joined:
 
     def apply(
         self,
-        params: Sequence[nn.Parameter],
+        params: list[nn.Parameter],
         state: MutableMapping[Any, Any],
         hyperparameters: dict[str, Any],
         *,
@@ -92,7 +92,7 @@ class Joined:
             The others.
         """
         left: list[nn.Parameter] = []
-        for some in _split(params):
+        for some in [params] if tuple(map(id, params)) in self._calls else _split(params):
             if len(some) < CALL_PARAMETERS_MIN or not self.apply_at_once(some, state, hyperparameters, stays=stays):
                 left += some
         return left

@@ -372,33 +372,33 @@ class Updates:
             slot.pending.by = None
             restore(slot)
         for slot in slots:
-            grad = gradients.land(slot) if slot.flight.flying else self._unchanged(slot)
-            if grad is None:
-                continue  # no rank contributed
-            pending = slot.pending
-            due.append((pending.group, pending.place, slot, grad, None if slot.flight.assigned else slot.param.grad))
+            flight, pending = slot.flight, slot.pending
+            grad = gradients.land(slot) if flight.flying else self._unchanged(slot)
+            if grad is not None:  # some rank contributed
+                mine = None if flight.assigned else slot.param.grad
+                due.append((pending.group, pending.place, slot, grad, mine))
         due.sort(key=_GROUP_AND_PLACE)
         # What an optimizer writes into a gradient, the program may look at: not into that of joined ones.
         small = self._small if self._joined is not None and not self._writes_gradients else ()
         together: dict[tuple[int, int], list[nn.Parameter]] = {}  # to be joined, by number of the group, and by unit
         apart: dict[int, list[nn.Parameter]] = {}  # the others, by number of the group
+        in_pieces, units = self._partial.open_slots, self._units
         for group, _, slot, grad, _ in due:
-            if slot in self._partial:
-                slot.param.grad = grad
+            param = slot.param
+            param.grad = grad
+            if slot in in_pieces:
                 continue
             if slot in small:
-                together.setdefault((group, id(self._units[slot.layer])), []).append(slot.param)
-            else:
-                apart.setdefault(group, []).append(slot.param)
+                together.setdefault((group, id(units[slot.layer])), []).append(param)
+                continue
+            apart.setdefault(group, []).append(param)
             if self._writes_gradients and grad is slot.flight.memory and gradients.lent.holds(slot.flight.token):
-                grad = grad.clone()
+                param.grad = grad.clone()
                 slot.flight.forget_memory()
-            slot.param.grad = grad
         self._call(together, apart)
         self._partial.close(slots, [(slot, grad) for _, _, slot, grad, _ in due])
         gradients.applied(slot for _, _, slot, _, _ in due)
-        for _, _, slot, _, mine in due:
-            self._give_back(slot, mine)
+        self._give_back([(slot, mine) for _, _, slot, _, mine in due])
 
     def _call(self, together: dict[tuple[int, int], list[nn.Parameter]], apart: dict[int, list[nn.Parameter]]) -> None:
         """Update these parameters, by number of their group, with what is in ``.grad``."""
@@ -427,15 +427,20 @@ class Updates:
             finally:
                 optimizer.param_groups = all_groups
 
-    def _give_back(self, slot: Slot, mine: Tensor | None) -> None:
-        """Leave ``.grad`` as the caller has it by now."""
-        if not slot.flight.assigned:
-            slot.param.grad = mine
-            slot.flight.forget()
-            return
-        if not slot.pending.zero_after:
-            self._gradients.own(slot)
-            return
+    def _give_back(self, due: Iterable[tuple[Slot, Tensor | None]]) -> None:
+        """Leave ``.grad`` as the caller has it by now: what he has put there, if the average is not his any more."""
+        kept: list[Slot] = []
+        for slot, mine in due:
+            if not slot.flight.assigned:
+                slot.param.grad = mine
+                slot.flight.forget()
+            elif slot.pending.zero_after:
+                self._zero_after_update(slot)
+            else:
+                kept.append(slot)
+        self._gradients.own(kept)
+
+    def _zero_after_update(self, slot: Slot) -> None:
         slot.pending.zero_after = False
         grad = slot.param.grad
         assert grad is not None  # set by _apply

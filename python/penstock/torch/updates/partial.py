@@ -9,7 +9,7 @@ sent comes all at once, when it is made (rebuild.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -63,9 +63,10 @@ class PartialUpdates:
         self._clone = True
         self._failure: BaseException | None = None  # of the background
 
-    def __contains__(self, slot: Slot) -> bool:
-        """Whether this parameter's update is open here, to be applied in pieces."""
-        return slot in self._open
+    @property
+    def open_slots(self) -> Container[Slot]:
+        """The parameters whose updates are open here, to be applied in pieces."""
+        return self._open
 
     # A step
 
@@ -114,6 +115,8 @@ class PartialUpdates:
             slots: Parameters that are done with, whether or not they were open, and were given an average.
             due: Those with a gradient, and that.
         """
+        if not self._open:
+            return
         open_due = [(slot, grad) for slot, grad in due if slot in self._open]
         if open_due:
             self._apply_rest(open_due)
