@@ -79,6 +79,9 @@ SUMS = "--sizes 4KB --seconds 0.1"
 FEW_SMALL_STEPS = '--hosts 2 --models "400 tensors of 1 K" --repetitions 1 --blocks 1 --steps 2'
 FEW_SUMS = "--hosts 2 --megabytes 0.1 --rounds 2 --sets 1"
 MODEL = {"MODEL": "lab:vgg19"}
+SERVERS = By(
+    "tests/servers/test_dedicated.py::test_training_has_the_bits_of_a_job_without_servers_and_moves_what_table_1_says"
+)
 NO_TORCHVISION = {"vgg19": "lab:vgg19"}  # tests/cost/test_explain.py has a torchvision
 IMAGES = {"DIR": "../shared/data/cifar10"}
 
@@ -110,6 +113,10 @@ TABLE = {
     "penstock info": Run(),
     "penstock info --json": Run(),
     "penstock run": NAMED,
+    "penstock server": NAMED,
+    "penstock run --workers 4 --servers 2 train.py": SERVERS,
+    "penstock server --rank 0 --world-size 4 --servers 2 --rendezvous tcp://HOST:PORT": SERVERS,
+    "penstock server --rank 0 --world-size 4 --servers 2 --rendezvous tcp://node1:29400": SERVERS,
     "mpirun penstock run train.py": By(
         "tests/launch/test_penstock_run.py::test_a_task_of_another_launcher_becomes_the_program"
     ),
@@ -138,6 +145,8 @@ TABLE = {
     "penstock explain MODEL --policy paper": Run(put=MODEL),
     "penstock explain lab:vgg19": Run(),
     "penstock explain lab:vgg19 --workers 8": Run(),
+    "penstock explain lab:vgg19 --workers 8 --servers 2": Run(),
+    "penstock explain MODEL --workers W --servers S": Run(put=MODEL | {" W ": " 4 ", " S": " 2"}),
     "penstock explain lab:vgg19 --workers 8 --policy paper": Run(),
     "penstock explain vgg19 --workers 8 --batch 32": Run(put=NO_TORCHVISION),
     "penstock explain vgg19 --workers 8 --compute-s 0.9 --json": Run(put=NO_TORCHVISION),

@@ -8,7 +8,7 @@ import pytest
 from job_processes import CONTEXT, OPTIONS, PATIENCE_S, run_well
 
 import penstock as ps
-from penstock import job
+from penstock import collectives, job
 from penstock.coordinator import Rates
 from penstock.measure import quick
 
@@ -19,7 +19,7 @@ def rates_of_the_start(rank, size):
     """What `init` found, and what this rank sends, sums and logs in another measurement."""
     sent, sums, logged = [], [], []
 
-    class Counted(quick.Group):
+    class Counted(collectives.Group):
         def send(self, tensor, *arguments, **options):
             sent.append(memoryview(tensor).nbytes)
             return super().send(tensor, *arguments, **options)
@@ -32,7 +32,8 @@ def rates_of_the_start(rank, size):
         def emit(self, record):
             logged.append(record.getMessage())
 
-    quick.Group = Counted  # in this process, which ends with the test
+    collectives.Group = Counted  # in this process, which ends with the test
+    del job.current().everybody  # what `init` has kept
     log = logging.getLogger("penstock")
     log.addHandler(Kept())
     log.setLevel(logging.INFO)

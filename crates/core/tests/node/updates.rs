@@ -203,7 +203,7 @@ fn what_was_never_loaded_is_not_updated_and_states_follow_their_value() {
 fn only_gradients_of_real_numbers_update_a_value() {
     let mut bench = updating(0, 1 << 20);
     let push = exchange(Kind::Push, 0, 1, Op::Max);
-    assert!(bench.node.place(Rank(1), &push).is_err());
+    assert!(bench.node.destination(Rank(1), &push).is_err());
     let memory = user_memory(4096);
     let gives = Gives::Whole(Op::Copy);
     let event = Event::Submit(Submission { book: 0, tensor: 0, seq: 1, step: 1, memory, gives });
