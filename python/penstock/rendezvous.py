@@ -476,6 +476,7 @@ class _Follower(_Meeting):
             if proven is None or not proven.proven or proven.version != self.version:
                 raise self._objection(proven, 0)
             job, scope = str(message.body["id"]), message.body["scope"]
+            there = {name: message.body["options"][name] for name in _AGREED}
         except PenstockError as error:  # first, as one of them is a ValueError
             return self._disbelieve(message, error)
         except (ValueError, TypeError, KeyError, AttributeError):
@@ -486,7 +487,6 @@ class _Follower(_Meeting):
                 "choose another meeting point for one of them",
                 rank=self.rank,
             )
-        there = message.body["options"]
         if self.rank >= sum(there[name] for name in _SIZES):
             # Rank 0 would never look for what this process leaves, but hears of trouble.
             here = {name: getattr(self.options, name) for name in _SIZES}

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 
+import meeting
 import pytest
 from meeting import LIMIT_S, assert_met, free_port, meet
 
@@ -256,13 +257,21 @@ def test_two_rank_zeros_are_told_to_everybody_at_once(place):
             assert outcome is later or "rank 2 of 3 did not arrive" in str(outcome.error)
 
 
-def test_files_of_an_older_job_are_never_read(tmp_path):
-    """A job that died between admission and table leaves everything that a careless reader would take for its own."""
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("early", [True, False])
+def test_files_of_an_older_job_are_never_read(tmp_path, monkeypatch, whole, early):
+    """A job that died between admission and table leaves everything that a careless reader would take for its own.
+
+    Rank 1 is there before rank 0, and reads how the older job was opened, or comes later. The opening may lack something.
+    """
     directory = tmp_path / "meet"
     directory.mkdir(mode=0o700)
     stale = "ab" * 16
 
     opening = {"id": stale, "scope": "job", "secret": {"open": "00" * 32}}
+    if whole:
+        agreed = ps.Options(rank=0, world_size=2)
+        opening["options"] = {name: getattr(agreed, name) for name in rendezvous._AGREED}
     for key, body in {
         "job": opening,
         f"{stale}/arrival/1": {"nonce": "old"},
@@ -271,6 +280,24 @@ def test_files_of_an_older_job_are_never_read(tmp_path):
     }.items():
         (directory / f"penstock.{key.replace('/', '.')}").write_bytes(seal("1.0", bytes(32), False, key, body))
     (directory / "mine.txt").write_text("not ours to touch")
+    has_read, taken_by_rank_0 = threading.Event(), rendezvous.exchange
+
+    if early:
+        read = rendezvous._Follower._find_job
+
+        def find_job(self):
+            try:
+                return read(self)
+            finally:
+                has_read.set()
+
+        def exchange(launch, *arguments, **options):
+            if launch.options.rank == 0:
+                assert has_read.wait(30)
+            return taken_by_rank_0(launch, *arguments, **options)
+
+        monkeypatch.setattr(rendezvous._Follower, "_find_job", find_job)
+        monkeypatch.setattr(meeting, "exchange", exchange)
     agreement = assert_met(meet(2, rendezvous=f"file://{directory}"))
     assert agreement.job_id.hex() != stale and agreement.lanes == 2
     assert [path.name for path in directory.iterdir()] == ["mine.txt"]
