@@ -55,16 +55,19 @@ def limits(times: Sequence[LayerTime], wire_s: Sequence[float]) -> Limits:
     return Limits(**found)
 
 
-def store_wire_s(trace: Trace, hosts: int, bytes_per_second: float) -> list[float]:
-    """Seconds of each layer per direction with a store sharded evenly over the workers' own hosts.
+def store_wire_s(trace: Trace, hosts: int, bytes_per_second: float, servers: int = 0) -> list[float]:
+    """Seconds of each layer per direction with an evenly sharded store.
 
-    A worker pushes all but its own shard's part, and its shard answers all other workers: 2 (n - 1) / n times the
-    layer's bytes. The same holds for rings.
+    With the shards in the workers a host pushes all but its own shard's part, and its shard answers all other hosts:
+    2 (n - 1) / n times the layer's bytes. The same holds for rings. What the workers of one host sum among themselves
+    counts once: no system need send more. With servers apart a host pushes the whole layer and receives all of it, and
+    a server n / s times as much (Poseidon, table 1, with P1 = n and P2 = s): the more of the two counts.
 
     Args:
         trace: The network.
-        hosts: How many workers, each with its shard and interface.
+        hosts: How many hosts with workers, each with one interface.
         bytes_per_second: What an interface carries in one direction, measured rather than nominal.
+        servers: How many servers apart from them, each with an interface of its own.
 
     Returns:
         One per layer, in forward order.
@@ -74,12 +77,17 @@ def store_wire_s(trace: Trace, hosts: int, bytes_per_second: float) -> list[floa
     """
     if hosts < 1 or not bytes_per_second > 0:
         raise ValueError(f"hosts and bytes per second must be positive, not {hosts} and {bytes_per_second}")
-    share = 2.0 * (hosts - 1) / hosts
+    share = max(1.0, hosts / servers) if servers else 2.0 * (hosts - 1) / hosts
     return [share * layer.nbytes / bytes_per_second for layer in trace.layers]
 
 
 def chosen_wire_s(
-    trace: Trace, hosts: int, bytes_per_second: float, schemes: Mapping[str, str], wire_bytes: Mapping[str, int]
+    trace: Trace,
+    hosts: int,
+    bytes_per_second: float,
+    schemes: Mapping[str, str],
+    wire_bytes: Mapping[str, int],
+    servers: int = 0,
 ) -> list[float]:
     """As `store_wire_s`, where some layers send what their gradients are made of.
 
@@ -89,6 +97,7 @@ def chosen_wire_s(
         bytes_per_second: What an interface carries in one direction.
         schemes: By layer; those that are missing use the store.
         wire_bytes: By layer what its scheme moves on the busiest direction of an interface.
+        servers: How many servers apart from the workers.
 
     Returns:
         One per layer, in forward order.
@@ -96,7 +105,7 @@ def chosen_wire_s(
     Raises:
         ValueError: As `store_wire_s`.
     """
-    wire_s = store_wire_s(trace, hosts, bytes_per_second)
+    wire_s = store_wire_s(trace, hosts, bytes_per_second, servers)
     for place, layer in enumerate(trace.layers):
         if schemes.get(layer.name, "store") != "store":
             wire_s[place] = wire_bytes[layer.name] / bytes_per_second

@@ -68,6 +68,7 @@ STYLES = {
     "ddp-powersgd": Style("#F7C6A3", "d", (0, (1, 1))),
     "horovod": Style("#009E73", "^"),
     "mxnet-sync": Style("#CC79A7", "X"),
+    "mxnet-sync-update": Style("#9B5B80", "*", (0, (4, 1))),
     "mxnet-p3": Style("#E69F00", "P"),
 }
 UNKNOWN = Style("#000000", "*", (0, (1, 2)))
@@ -133,7 +134,12 @@ def _point_title(point: Point) -> str:
     if point.swept is None:
         return ""
     name, value = point.swept
-    units = {"rate_mbit": "{:g} Mbit/s", "hosts": "{:g} hosts", "slice_kb": "slices of {:g} KB"}
+    units = {
+        "rate_mbit": "{:g} Mbit/s",
+        "hosts": "{:g} hosts",
+        "servers": "servers: {:g}",
+        "slice_kb": "slices of {:g} KB",
+    }
     return units.get(name, name + " {:g}").format(value)
 
 
@@ -229,14 +235,18 @@ def _stall_panel(axis: Axes, point: Point, systems: Sequence[str]) -> None:
 
 
 def _speed_up(scenario: Scenario) -> Figure | None:
-    """Against bandwidth or hosts: sweeps of other quantities have their own pictures or none."""
-    labels = {"rate_mbit": "bandwidth of each host, Mbit/s", "hosts": "hosts"}
+    """Against bandwidth, hosts or servers: sweeps of other quantities have their own pictures or none."""
+    labels = {
+        "rate_mbit": "bandwidth of each host, Mbit/s",
+        "hosts": "hosts",
+        "servers": "servers, on hosts of their own",
+    }
     swept = scenario.points[0].swept
     if swept is None or swept[0] not in labels:
         return None
 
     def most(point: Point) -> float:
-        return float(point.hosts)
+        return float(point.workers)
 
     def ideal(point: Point) -> float | None:
         reference = point.reference()
@@ -246,7 +256,7 @@ def _speed_up(scenario: Scenario) -> Figure | None:
         # nothing to wait for T* is linear all the same.
         alone = point.measured(ALONE)
         alone_s = alone.step_s.median if alone else reference.compute_s
-        return point.hosts * min(1.0, alone_s / reference.ideal_s)
+        return point.workers * min(1.0, alone_s / reference.ideal_s)
 
     figure, axis = _sweep(scenario, lambda measured: measured.speedup, ideal)
     axis.plot(
@@ -271,11 +281,11 @@ def _slices(scenario: Scenario) -> Figure | None:
         reference = point.reference()
         if reference is None or not reference.ideal_s or not point.batch:
             return None
-        return point.hosts * point.batch / reference.ideal_s
+        return point.workers * point.batch / reference.ideal_s
 
     figure, axis = _sweep(scenario, lambda measured: measured.throughput, ideal)
     axis.set_xlabel("size of a slice, KB, logarithmic")
-    axis.set_ylabel("samples per second, all hosts")
+    axis.set_ylabel("samples per second, all workers")
     return _finished(figure, axis, f"{scenario.title}: throughput")
 
 
@@ -315,7 +325,7 @@ def _sweep(
             zorder=4 if system == OURS else 3,
         )
     values = [_value(point) for point in scenario.points]
-    if scenario.points[0].swept and scenario.points[0].swept[0] != "hosts" and min(values) > 0:
+    if scenario.points[0].swept and scenario.points[0].swept[0] not in ("hosts", "servers") and min(values) > 0:
         axis.set_xscale("log", base=2)
     axis.xaxis.set_major_locator(FixedLocator(values))
     axis.xaxis.set_minor_locator(NullLocator())

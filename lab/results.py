@@ -87,12 +87,12 @@ class Measurement:
         wfbp_s: T_wfbp: wait-free backpropagation with a barrier before the next forward.
         serial_s: T_serial: no overlap.
         compute_s: Forward and backward of one worker alone, as computed.
-        throughput: Samples per second of all hosts.
+        throughput: Samples per second of all workers.
         speedup: Over one worker alone.
         stall_s: Seconds of a step in which nothing is computed.
         sent_bytes: Per step, by host.
         received_bytes: Per step, by host.
-        cpu_s_per_gb: Processor seconds of all hosts per synchronised GB.
+        cpu_s_per_gb: Processor seconds of all workers and servers per synchronised GB.
         preemptions: Per step.
         stolen_cores: How many cores the machine's hypervisor withheld in the repetition in which these were most.
         stall_by_layer_s: Seconds per step that each layer is waited for.
@@ -181,7 +181,9 @@ class Point:
         swept: The quantity that a sweep varies and its value, or None.
         width: Factor of the network's channels and features.
         compute_s: Forward and backward of one worker alone, as asked for.
-        hosts: How many.
+        hosts: How many with workers.
+        servers: How many apart from the workers, on hosts of their own.
+        workers_per_host: How many.
         rates_mbit: Nominal rate of each host's link; None is no limit.
         line_rate_mbit: What a link was measured to carry.
         batch: Samples per worker and step.
@@ -204,6 +206,13 @@ class Point:
     targets: Targets
     schemes: tuple[tuple[str, str], ...]
     results: Mapping[str, Result]
+    servers: int = 0
+    workers_per_host: int = 1
+
+    @property
+    def workers(self) -> int:
+        """How many there are."""
+        return self.hosts * self.workers_per_host
 
     def measured(self, system: str) -> Measurement | None:
         """What was measured of a system, or None if nothing was."""
@@ -218,7 +227,8 @@ class Point:
     def conditions(self) -> tuple[object, ...]:
         """What must be equal for two runs' multiples of T* to be comparable."""
         made_of = (self.swept, self.network, self.width, self.compute_s, self.batch)
-        return (*made_of, self.hosts, self.rates_mbit, self.schemes)  # T* is that of the schemes
+        cluster = (self.hosts, self.servers, self.workers_per_host, self.rates_mbit)
+        return (*made_of, *cluster, self.schemes)  # T* is that of the schemes
 
 
 @dataclass(frozen=True)
@@ -275,6 +285,8 @@ class _Written(msgspec.Struct):
     system_title: Text
     exact: bool
     missing: Text | None = None
+    servers: Annotated[int, msgspec.Meta(ge=0)] = 0
+    workers_per_host: Count = 1
     sweep: Annotated[dict[str, Number], msgspec.Meta(min_length=1, max_length=1)] | None = None
     line_rate_mbit: Number | None = None
     batch: Number | None = None
@@ -290,6 +302,8 @@ class _Written(msgspec.Struct):
             width=self.width,
             compute_s=self.compute_s,
             hosts=self.hosts,
+            servers=self.servers,
+            workers_per_host=self.workers_per_host,
             rates_mbit=self.rates_mbit,
             line_rate_mbit=self.line_rate_mbit,
             batch=self.batch,

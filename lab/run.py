@@ -123,8 +123,8 @@ class Run:
         pythons = self._pythons()
         self._progress.update(scenario.repetitions * (len(scenario.systems) - len(pythons)))
         rates = scenario.rates_mbit()
-        with Cluster(scenario.hosts, rates) as cluster, Counters(cluster) as counters:
-            slowest = min(range(scenario.hosts), key=lambda host: rates[host] or float("inf"))
+        with Cluster(len(rates), rates) as cluster, Counters(cluster) as counters:
+            slowest = min(range(len(rates)), key=lambda host: rates[host] or float("inf"))
             self._measure_line_rate(cluster, slowest)
             with tempfile.TemporaryDirectory(prefix="penstock-lab-") as folder:
                 self._take_turns(cluster, counters, pythons, Path(folder))
@@ -132,7 +132,7 @@ class Run:
                 self._measure_line_rate(cluster, slowest)
             except Unavailable as error:  # no reason to lose the turns
                 note(f"{scenario.name}: the line rate is that of before the turns: {error}")
-        wire_s = store_wire_s(self._trace, scenario.hosts, self._bytes_per_s())
+        wire_s = store_wire_s(self._trace, scenario.hosts, self._bytes_per_s(), scenario.servers)
         self.limits = limits(self._trace.compute(scenario.compute_s), wire_s)
         self._limit_by_choice()
 
@@ -150,9 +150,8 @@ class Run:
         if not facts:
             return
         self.schemes = {name: scheme for name, scheme in facts["schemes"].items() if scheme != "store"}
-        wire_s = chosen_wire_s(
-            self._trace, self._scenario.hosts, self._bytes_per_s(), self.schemes, facts["wire_bytes"]
-        )
+        hosts, servers = self._scenario.hosts, self._scenario.servers
+        wire_s = chosen_wire_s(self._trace, hosts, self._bytes_per_s(), self.schemes, facts["wire_bytes"], servers)
         self.limits = limits(self._trace.compute(self._scenario.compute_s), wire_s)
 
     def _pythons(self) -> dict[str, str]:
@@ -169,7 +168,7 @@ class Run:
     def _room(self) -> bool:
         """Whether the processes of one more system fit into the memory that is free now."""
         one = PROCESS_BYTES + COPIES_OF_MODEL * self._trace.nbytes
-        return one * self._scenario.hosts < 0.8 * free_bytes()
+        return one * (self._scenario.workers + self._scenario.servers) < 0.8 * free_bytes()
 
     def _take_turns(self, cluster: Cluster, counters: Counters, pythons: Mapping[str, str], folder: Path) -> None:
         scenario = self._scenario
@@ -208,6 +207,8 @@ class Run:
             "network": scenario.network,
             "width": scenario.width,
             "hosts": scenario.hosts,
+            "servers": scenario.servers,
+            "workers_per_host": scenario.workers_per_host,
             "rates_mbit": scenario.rates_mbit(),
             "compute_s": scenario.compute_s,
             "dilation": scenario.dilation,
@@ -229,7 +230,7 @@ class Run:
                 yield {**base, **named, "missing": None, **self._measured(system)}
 
     def _measured(self, system: str) -> dict[str, Any]:
-        turns, trace, hosts = self.turns[system], self._trace, self._scenario.hosts
+        turns, trace, workers = self.turns[system], self._trace, self._scenario.workers
         step_s = statistics.median(turn.step_s for turn in turns)
         alone = self.turns.get(BASELINE)
         alone_s = statistics.median(turn.step_s for turn in alone) if alone else self._scenario.compute_s
@@ -246,18 +247,18 @@ class Run:
         return {
             "step_s": spread([turn.step_s for turn in turns], 5),
             "ratio_ideal": round(step_s / self.limits.ideal_s, 4),
-            "throughput": round(hosts * trace.batch / step_s, 3),
-            "speedup": round(hosts * alone_s / step_s, 4),
+            "throughput": round(workers * trace.batch / step_s, 3),
+            "speedup": round(workers * alone_s / step_s, 4),
             "stall_s": round(max(0.0, step_s - alone_s), 5),
             "bytes_per_step": {
                 "sent": _by_host([turn.sent for turn in turns]),
                 "received": _by_host([turn.received for turn in turns]),
             },
             "cpu_s_per_step": round(cpu_s, 5),
-            # Beyond the emulated work, per gigabyte of gradients that a host has synchronised.
+            # Beyond the emulated work, per gigabyte of gradients that a worker has synchronised.
             "cpu_s_per_gb": None
             if system == BASELINE
-            else round((cpu_s - alone_cpu_s) / (hosts * trace.nbytes / 1e9), 4),
+            else round((cpu_s - alone_cpu_s) / (workers * trace.nbytes / 1e9), 4),
             # What a machine shared with others did not have; a run that lost much says little.
             "stolen_cores": spread([turn.stolen_cores for turn in turns], 3),
             "overrun_s": round(stats["overrun_s"] / all_steps, 5),

@@ -7,6 +7,8 @@
     compute_s = 1.2                      # forward and backward of one worker
     rate_mbit = 1000                     # of every link, each direction; 0: no limit
     slow = { host = 3, rate_mbit = 250 } # one host's link, if it differs
+    servers = 0                          # servers apart from the workers, each on one host more, behind the others
+    workers_per_host = 1
     dilation = 1.0
     systems = ["penstock", "ddp"]        # names in lab.systems.SYSTEMS; "alone" is always measured
     repetitions = 5                      # turns of each system, one after the other: A B C A B C
@@ -51,7 +53,7 @@ __all__ = ["FOLDER", "BadScenario", "Scenario", "all_names", "load"]
 
 FOLDER = Path(__file__).resolve().parent / "scenarios"
 BASELINE = "alone"
-SWEEPABLE = ("rate_mbit", "hosts", "slice_kb")
+SWEEPABLE = ("rate_mbit", "hosts", "servers", "slice_kb")
 
 
 class BadScenario(Exception):
@@ -64,6 +66,7 @@ class Scenario:
 
     Attributes:
         name: The file's name.
+        servers: Of the systems that have such; the others leave those hosts idle.
         slice_kb: The slice size of our own systems, if it is set.
         swept: What distinguishes this point from the others of its file.
         left_out: Systems of the file that this run does without; they are reported as missing.
@@ -74,6 +77,8 @@ class Scenario:
     network: str
     systems: tuple[str, ...]
     hosts: int = 4
+    servers: int = 0
+    workers_per_host: int = 1
     compute_s: float = 1.0
     rate_mbit: float = 0.0
     width: float = 1.0
@@ -95,9 +100,14 @@ class Scenario:
         trace = NETWORKS[self.network]().widened(self.width)
         return trace if self.batch is None else replace(trace, batch=self.batch)
 
+    @property
+    def workers(self) -> int:
+        """How many there are."""
+        return self.hosts * self.workers_per_host
+
     def rates_mbit(self) -> list[float | None]:
-        """Of each host's link; none: no limit."""
-        rates: list[float | None] = [self.rate_mbit or None] * self.hosts
+        """Of each host's link, those of servers last; none: no limit."""
+        rates: list[float | None] = [self.rate_mbit or None] * (self.hosts + self.servers)
         if self.slow:
             rates[int(self.slow["host"])] = float(self.slow["rate_mbit"])
         return rates
@@ -179,6 +189,8 @@ def _check(point: Scenario, file: str) -> None:
     for system in (*point.systems, *point.options):
         demand(system in SYSTEMS, f"no system {system!r}; there are {', '.join(SYSTEMS)}")
     demand(point.hosts >= 2, f"{point.hosts} hosts; at least 2 communicate")
+    demand(point.servers >= 0, f"{point.servers} servers")
+    demand(point.workers_per_host >= 1, f"{point.workers_per_host} workers per host")
     demand(point.compute_s > 0 and point.width > 0, "compute_s and width must be positive")
     demand(
         point.rate_mbit >= 0 and point.dilation > 0, "rate_mbit and dilation must be positive (a rate of 0: no limit)"

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lab.cluster import Cluster
+from lab.cluster import Cluster, Host
 from lab.counters import Counters
 from lab.records import ROOT, stolen_seconds
 from lab.scenario import Scenario
 from lab.systems import SYSTEMS
+from lab.systems.worker import CpuClock
 
 __all__ = ["Session", "SystemFailed", "Turn"]
 
@@ -41,7 +42,7 @@ class Turn:
 
     Attributes:
         step_s: Mean step, over all hosts and steps.
-        cpu_s: Processor time of all hosts, per step.
+        cpu_s: Processor time of all workers and servers, per step.
         sent: Bytes per step, by host.
         received: Bytes per step, by host.
         stolen_cores: How many cores' time the machine's hypervisor withheld.
@@ -61,41 +62,43 @@ class Turn:
 
 
 class Session:
-    """The processes of one system, one on each host."""
+    """The processes of one system: workers on the first hosts, and on each of the others a server, if it has such."""
 
     def __init__(self, cluster: Cluster, scenario: Scenario, system: str, python: str, port: int, folder: Path) -> None:
-        self._size = len(cluster.hosts)
+        self._size = scenario.workers
         self.system = system
-        self._errors = [folder / f"{system}-{rank}.err" for rank in range(self._size)]
+        apart = cluster.hosts[scenario.hosts :] if SYSTEMS[system].server else []
+        self._errors = [folder / f"{system}-{rank}.err" for rank in range(self._size + len(apart))]
         spec = folder / f"{system}.json"
         spec.write_text(json.dumps(scenario.spec(system)), encoding="utf-8")
-        self._processes: list[subprocess.Popen[str]] = []
+        self._processes: list[subprocess.Popen[str]] = []  # of workers
+        self._servers: list[subprocess.Popen[str]] = []
         self._replies: list[queue.Queue[str | None]] = []
         self._step_s = scenario.compute_s
         root = cluster.hosts[0].address
-        for rank, host in enumerate(cluster.hosts):
+
+        def start(rank: int, host: Host, command: Sequence[str]) -> subprocess.Popen[str]:
             environment = {
                 **os.environ,
                 "LAB_RANK": str(rank),
                 "LAB_SIZE": str(self._size),
+                "LAB_SERVERS": str(len(apart)),
                 "LAB_HOST": host.address,
                 "LAB_ROOT": root,
                 "LAB_PORT": str(port),
                 "OMP_NUM_THREADS": "1",
             }
+            pipe = subprocess.PIPE
             with self._errors[rank].open("w", encoding="utf-8") as errors:
-                process = host.start(
-                    SYSTEMS[system].command(python, spec),
-                    env=environment,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    text=True,
-                    cwd=ROOT,
-                )
-            self._processes.append(process)
+                return host.start(command, env=environment, stdin=pipe, stdout=pipe, stderr=errors, text=True, cwd=ROOT)
+
+        for rank in range(self._size):
+            host = cluster.hosts[rank // scenario.workers_per_host]
+            self._processes.append(start(rank, host, SYSTEMS[system].command(python, spec)))
             self._replies.append(queue.Queue())
             threading.Thread(target=self._listen, args=(rank,), daemon=True).start()
+        for rank, host in enumerate(apart, self._size):
+            self._servers.append(start(rank, host, SYSTEMS[system].server_command(python, spec)))
 
     def _listen(self, rank: int) -> None:
         output = self._processes[rank].stdout
@@ -121,6 +124,9 @@ class Session:
                     if line is None:
                         raise SystemFailed(f"rank {rank} of {self.system} ended: {self._said(rank)}")
                     answers[rank] = json.loads(line)
+            for number, server in enumerate(self._servers):
+                if server.poll() is not None:
+                    raise SystemFailed(f"server {number} of {self.system} ended: {self._said(self._size + number)}")
             if time.monotonic() > deadline:
                 late = [rank for rank, answer in enumerate(answers) if answer is None]
                 raise SystemFailed(f"ranks {late} of {self.system} did not answer within {seconds:.0f} s")
@@ -152,9 +158,11 @@ class Session:
             SystemFailed: As always.
         """
         told_s, stolen_s = time.monotonic(), stolen_seconds()
+        servers_s = self._servers_cpu_s()
         self._tell(json.dumps({"steps": steps}))
         answers = self._answers(TURN_SLACK_S + 60 * self._step_s * steps)
         stolen_cores = (stolen_seconds() - stolen_s) / (time.monotonic() - told_s)
+        servers_s = self._servers_cpu_s() - servers_s
         stats = answers[0]["stats"]
         began = min(answer["stats"]["all_steps"][0] for answer in answers)
         ended = max(answer["stats"]["all_steps"][1] for answer in answers)
@@ -165,7 +173,7 @@ class Session:
         all_steps = steps + stats["lead_in"]
         return Turn(
             step_s=statistics.mean((end - begin) / steps for begin, end in walls),
-            cpu_s=sum(answer["cpu_s"] for answer in answers) / steps,
+            cpu_s=sum(answer["cpu_s"] for answer in answers) / steps + servers_s / all_steps,
             sent=[sent / all_steps for _, sent in moved],
             received=[received / all_steps for received, _ in moved],
             stolen_cores=stolen_cores,
@@ -174,11 +182,17 @@ class Session:
             facts=answers[0]["facts"],
         )
 
+    def _servers_cpu_s(self) -> float:
+        try:
+            return CpuClock(server.pid for server in self._servers).seconds()
+        except OSError as error:
+            raise SystemFailed(f"a server of {self.system} has ended") from error
+
     def end(self) -> None:
         """Ask all processes to end; whoever does not is ended."""
         self._tell("quit")
         deadline = time.monotonic() + END_S
-        for process in self._processes:
+        for process in (*self._processes, *self._servers):
             with contextlib.suppress(BrokenPipeError):
                 assert process.stdin is not None
                 process.stdin.close()

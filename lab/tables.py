@@ -29,7 +29,12 @@ LAYERS_SHOWN = 3
 PICTURES = {"speed-up": "Speed-up", "slices": "Slice size", "stall": "Compute and stall", "network": "Network use"}
 FIRST_PAGE = ("speed-up", "slices")
 
-SWEPT = {"rate_mbit": ("bandwidth", "{:g} Mbit/s"), "hosts": ("hosts", "{:g} hosts"), "slice_kb": ("slice", "{:g} KB")}
+SWEPT = {
+    "rate_mbit": ("bandwidth", "{:g} Mbit/s"),
+    "hosts": ("hosts", "{:g} hosts"),
+    "servers": ("servers", "servers: {:g}"),
+    "slice_kb": ("slice", "{:g} KB"),
+}
 """Title of a swept quantity, and how a value of it is written."""
 
 
@@ -311,7 +316,12 @@ def _in_short(scenario: Scenario) -> str:
 
 def _origin(scenario: Scenario) -> str:
     point = scenario.points[0]
-    hosts = "" if point.swept and point.swept[0] == "hosts" else f"{_plural(point.hosts, 'host')}, "
+    swept = point.swept[0] if point.swept else ""
+    hosts = "" if swept == "hosts" else f"{_plural(point.hosts, 'host')}, "
+    if point.workers_per_host > 1:
+        hosts += f"{point.workers_per_host} workers on each, "
+    if point.servers and swept != "servers":
+        hosts += f"{_plural(point.servers, 'server')} on hosts of their own, "
     commits = "commit " + ", then ".join(f"`{_cell(commit)}`" for commit in scenario.commits)
     run = f"run of {_cell(scenario.run)} on {_cell(scenario.machine)}{_withheld(scenario)}"
     return f"{hosts}{_plural(point.repetitions, 'repetition')}, {commits}, {run}."

@@ -29,6 +29,7 @@ class System:
         options: Its options, which a spec's own options override.
         restless: Whether its processes work and send while they have nothing to do: they are not kept through the
             turns of others, whose links and cores they would use.
+        server: The program of a server apart from the workers, if the system can have such.
     """
 
     name: str
@@ -38,6 +39,7 @@ class System:
     module: str
     options: Mapping[str, Any] = field(default_factory=dict)
     restless: bool = False
+    server: str | None = None
 
     def spec(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         """The spec for this system: the scenario's, with this system's options beneath its own."""
@@ -47,26 +49,37 @@ class System:
         """The worker program, to be started in the repository's root by the Python of its environment."""
         return [python, "-m", self.module, str(spec)]
 
+    def server_command(self, python: str, spec: Path) -> list[str]:
+        """The program of a server apart, likewise.
 
-def _penstock(mode: str, title: str) -> System:
-    name = "penstock" if mode == "full" else f"penstock-{mode}"
-    return System(name, title, True, "project", "lab.systems.penstock", {"mode": mode})
+        Raises:
+            ValueError: The system has none.
+        """
+        if self.server is None:
+            raise ValueError(f"{self.name} has no servers")
+        return [python, "-m", self.server, str(spec)]
+
+
+def _penstock(name: str, title: str, options: Mapping[str, Any], exact: bool = True) -> System:
+    return System(name, title, exact, "project", "lab.systems.penstock", options, server="lab.systems.penstock_server")
+
+
+def _mxnet(name: str, title: str, options: Mapping[str, Any]) -> System:
+    return System(name, title, True, "mxnet", "lab.systems.mxnet", options, server="lab.systems.mxnet")
 
 
 SYSTEMS: dict[str, System] = {
     system.name: system
     for system in (
         System("alone", "one worker, no communication", True, "project", "lab.systems.alone"),
-        _penstock("full", "Penstock"),
-        _penstock("vanilla", "Penstock, synchronising after backward"),
-        _penstock("wait-free", "Penstock, wait-free backward only"),
-        _penstock("slicing", "Penstock, slices and a barrier"),
-        _penstock("fifo", "Penstock, slices without priority"),
+        _penstock("penstock", "Penstock", {"mode": "full"}),
+        _penstock("penstock-vanilla", "Penstock, synchronising after backward", {"mode": "vanilla"}),
+        _penstock("penstock-wait-free", "Penstock, wait-free backward only", {"mode": "wait-free"}),
+        _penstock("penstock-slicing", "Penstock, slices and a barrier", {"mode": "slicing"}),
+        _penstock("penstock-fifo", "Penstock, slices without priority", {"mode": "fifo"}),
         # On request only: gradients are rounded on the wire.
-        System("penstock-bf16", "Penstock, bf16", False, "project", "lab.systems.penstock", {"schemes": {"*": "bf16"}}),
-        System(
-            "penstock-store", "Penstock, the store alone", True, "project", "lab.systems.penstock", {"mode": "full"}
-        ),
+        _penstock("penstock-bf16", "Penstock, bf16", {"schemes": {"*": "bf16"}}, exact=False),
+        _penstock("penstock-store", "Penstock, the store alone", {"mode": "full"}),
         System("ddp", "DDP (gloo)", True, "project", "lab.systems.ddp"),
         System("ddp-bf16", "DDP (gloo), bf16 hook", False, "project", "lab.systems.ddp", {"hook": "bf16"}),
         # One bucket for all: the hook sums three times for each bucket, each time when the sum before has ended, and
@@ -80,7 +93,12 @@ SYSTEMS: dict[str, System] = {
             {"hook": "powersgd", "bucket_mb": 4096},
         ),
         System("horovod", "Horovod 0.28.1 (gloo)", True, "horovod", "lab.systems.horovod", restless=True),
-        System("mxnet-sync", "MXNet 1.9.1, dist_sync", True, "mxnet", "lab.systems.mxnet", {"store": "sync"}),
-        System("mxnet-p3", "MXNet 1.9.1, P3", True, "mxnet", "lab.systems.mxnet", {"store": "p3"}),
+        _mxnet("mxnet-sync", "MXNet 1.9.1, dist_sync", {"store": "sync"}),
+        _mxnet(
+            "mxnet-sync-update",
+            "MXNet 1.9.1, dist_sync, optimizer on servers",
+            {"store": "sync", "update": "servers"},
+        ),
+        _mxnet("mxnet-p3", "MXNet 1.9.1, P3", {"store": "p3"}),
     )
 }

@@ -5,7 +5,8 @@ times, gradients are written by MXNet's own operators, and no real products are 
 The rest is what MXNet's trainer does when the worker updates: each tensor is pushed and pulled with the priority of its
 layer, its update is queued behind the pull by MXNet's engine, and a layer's forward waits for its own weights only.
 
-Every host runs one server beside its worker, and the first host the scheduler.
+Every host runs one server beside its worker, or servers are on hosts of their own; the first host runs the scheduler.
+With its optimizer on servers they update, and workers pull parameters.
 """
 
 from __future__ import annotations
@@ -20,28 +21,37 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from lab.pace import Pace
-from lab.systems.worker import MOMENTUM, BadSpec, Job, Worker, main, pace_stats
+from lab.systems.worker import MOMENTUM, BadSpec, Job, Worker, main, main_of_server, pace_stats
 
 STORES = ("sync", "p3")
+UPDATES = ("workers", "servers")
 END_S = 20.0
 
 
 class Mxnet(Worker):
-    """The loop. ``env``: more of MXNet's variables, for all processes of the host."""
+    """The loop. ``update``: where the optimizer is. ``env``: more of MXNet's variables, for all processes of a host."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {"store": "sync", "env": {}}
+    defaults: ClassVar[Mapping[str, Any]] = {"store": "sync", "update": "workers", "env": {}}
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         if self.options["store"] not in STORES:
             raise BadSpec(f"no store {self.options['store']!r}; there are {', '.join(STORES)}")
+        if self.options["update"] not in UPDATES or (self.options["store"], self.options["update"]) == (
+            "p3",
+            "servers",
+        ):
+            raise BadSpec(
+                f"no update {self.options['update']!r} with {self.options['store']!r}: P3 has none on servers"
+            )
         self._processes: list[subprocess.Popen[bytes]] = []
         self._steps = 0
 
     def open(self) -> None:
         """Start this host's servers, and make the parameters."""
-        environ = self._environment()
-        for role in ("scheduler", "server") if self.job.rank == 0 else ("server",):
+        environ = self.environment()
+        beside = () if self.job.servers else ("server",)
+        for role in ("scheduler", *beside) if self.job.rank == 0 else beside:
             # Importing MXNet in one of these roles serves until the workers are done, and ends the process. No
             # preexec_fn: the deadline's thread runs already.
             tied = f"from lab.systems.worker import end_with_parent; end_with_parent({os.getpid()}); import mxnet"
@@ -55,14 +65,15 @@ class Mxnet(Worker):
         self._store: Any = self._mx.kv.create("dist_sync")
         self._make_parameters()
 
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
+        """MXNet's variables for this host."""
         job = self.job
         values = {
             **{name: text for name, text in os.environ.items() if not name.startswith(("DMLC_", "PS_"))},
             "DMLC_PS_ROOT_URI": job.root,
             "DMLC_PS_ROOT_PORT": str(job.port),
             "DMLC_NUM_WORKER": str(job.size),
-            "DMLC_NUM_SERVER": str(job.size),
+            "DMLC_NUM_SERVER": str(job.servers or job.size),
             "DMLC_NODE_HOST": job.host,
             "OMP_NUM_THREADS": str(int(self.options["threads"])),
         }
@@ -86,13 +97,16 @@ class Mxnet(Worker):
                 self._names.append(tensor.name)
                 self._weights.append(mx.nd.random.uniform(-0.05, 0.05, shape=tensor.shape))
                 self._grads.append(mx.nd.zeros(tensor.shape))
-        for key, weight in enumerate(self._weights):
-            self._store.init(key, weight)
-            self._store.pull(key, out=weight)  # the first worker's
         rescale = 1.0 / self.job.size  # the store sums
         optimizer = mx.optimizer.SGD(
             learning_rate=float(self.options["lr"]), momentum=MOMENTUM, wd=0.0, rescale_grad=rescale
         )
+        self._on_servers = self.options["update"] == "servers"
+        if self._on_servers:
+            self._store.set_optimizer(optimizer)
+        for key, weight in enumerate(self._weights):
+            self._store.init(key, weight)
+            self._store.pull(key, out=weight)  # the first worker's
         self._update = mx.optimizer.get_updater(optimizer)
 
     def barrier(self) -> None:
@@ -115,8 +129,12 @@ class Mxnet(Worker):
                 for key in keys:
                     self._grads[key].wait_to_read()
             for key in keys:
-                store.pushpull(key, self._grads[key], priority=-index)
-                self._update(key, self._grads[key], self._weights[key])
+                if self._on_servers:
+                    store.push(key, self._grads[key], priority=-index)
+                    store.pull(key, out=self._weights[key], priority=-index)
+                else:
+                    store.pushpull(key, self._grads[key], priority=-index)
+                    self._update(key, self._grads[key], self._weights[key])
         self._steps += 1
 
     def settle(self) -> None:
@@ -162,5 +180,13 @@ def gradient(rank: int, step: int, key: int) -> float:
     return ((rank + 1) * 8 + step % 8 + key % 8) / 1024
 
 
+def be_server(job: Job) -> None:
+    """A server on a host of its own, until the workers are done."""
+    os.environ.update({**Mxnet(job).environment(), "DMLC_ROLE": "server"})
+    importlib.import_module("mxnet")  # serves
+
+
 if __name__ == "__main__":
-    main(Mxnet)
+    if int(os.environ["LAB_RANK"]) < int(os.environ["LAB_SIZE"]):
+        main(Mxnet)
+    main_of_server(be_server)

@@ -24,12 +24,11 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import penstock as ps
+from lab.systems.penstock_server import place
 from lab.systems.training import TorchWorker
-from lab.systems.worker import START_S, BadSpec, main
+from lab.systems.worker import BadSpec, main
 from penstock import job as running_job
 
-# Everybody in an emulated cluster is us; the secret only keeps other jobs of this machine out by accident.
-SECRET = "emulated clusters keep no secrets"
 WHOLE_BYTES = 4_000_000
 # Of the modes, those whose next forward begins layer by layer.
 WITHOUT_BARRIER = ("full", "fifo")
@@ -45,7 +44,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 class Penstock(TorchWorker):
-    """The sharded store in the workers.
+    """The sharded store, in the workers or in servers apart.
 
     ``init`` is given to `penstock.init` on top of the mode; ``schemes`` to `penstock.distribute`: by default the store
     for every layer, for that is what the modes are compared in.
@@ -58,17 +57,8 @@ class Penstock(TorchWorker):
         self.mode = str(self.options["mode"])
         if self.mode not in MODES:
             raise BadSpec(f"no mode {self.mode!r}; there are {', '.join(MODES)}")
-        job = self.job
-        ps.init(
-            rank=job.rank,
-            world_size=job.size,
-            rendezvous=f"tcp://{job.root}:{job.port}",
-            secret=SECRET,
-            interface=f"{job.host}/32",
-            operation_timeout_s=self.step_timeout_s,
-            rendezvous_timeout_s=START_S,
-            **{**MODES[self.mode], **self.options["init"]},
-        )
+        options = {**MODES[self.mode], **self.options["init"]}
+        ps.init(**place(self.job), operation_timeout_s=self.step_timeout_s, **options)
 
     def adopt(self) -> None:
         """The two objects come back, with hooks."""

@@ -1,8 +1,8 @@
 """What all worker programs share: who they are, the conversation with the lab, timing, a clean end.
 
-A worker program is started once per host as ``python -m lab.systems.NAME SPEC.json`` with ``LAB_RANK``, ``LAB_SIZE``,
-``LAB_HOST``, ``LAB_ROOT`` and ``LAB_PORT``. It tells ``{"event": "ready"}`` after its warm-up and then answers one JSON
-line of standard input with one of standard output:
+A worker program is started for each worker as ``python -m lab.systems.NAME SPEC.json`` with ``LAB_RANK``, ``LAB_SIZE``,
+``LAB_SERVERS``, ``LAB_HOST``, ``LAB_ROOT`` and ``LAB_PORT``. It tells ``{"event": "ready"}`` after its warm-up and then
+answers one JSON line of standard input with one of standard output:
 
     {"steps": 5}        {"event": "steps", "seconds": [...], "wall": [start, end], "cpu_s": 0.4, "stats": {...}}
     {"digest": true}    {"event": "digest", "sha256": "...", "tensors": {name: [sum, sum of absolute values]}}
@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -37,7 +37,18 @@ if TYPE_CHECKING:
     from lab.pace import Pace
     from lab.trace import Trace
 
-__all__ = ["BadSpec", "Job", "Worker", "end_with_parent", "interface_of", "main", "pace_stats", "wait_for_port"]
+__all__ = [
+    "BadSpec",
+    "CpuClock",
+    "Job",
+    "Worker",
+    "end_with_parent",
+    "interface_of",
+    "main",
+    "main_of_server",
+    "pace_stats",
+    "wait_for_port",
+]
 
 PR_SET_PDEATHSIG = 1
 SIOCGIFADDR = 0x8915
@@ -69,8 +80,9 @@ class Job:
     """Who this worker is and what it shall run.
 
     Attributes:
-        rank: This host's number, from 0.
-        size: The number of hosts.
+        rank: This worker's number, from 0; servers come behind the workers.
+        size: The number of workers.
+        servers: The number of servers apart from them; 0 if the system has none, or has them in or beside the workers.
         host: This host's address.
         root: Rank 0's address.
         port: A free port, for the system to meet at.
@@ -95,6 +107,7 @@ class Job:
     batch: int | None = None
     seed: int = 0
     options: Mapping[str, Any] | None = None
+    servers: int = 0
 
     @classmethod
     def read(cls, spec: Mapping[str, Any], environ: Mapping[str, str]) -> Job:
@@ -117,11 +130,12 @@ class Job:
                 batch=spec.get("batch"),
                 seed=int(spec.get("seed", 0)),
                 options=dict(spec.get("options", {})),
+                servers=int(environ.get("LAB_SERVERS", "0")),
             )
         except KeyError as missing:
             raise BadSpec(f"{missing} is missing in the environment or the spec") from None
-        if not 0 <= job.rank < job.size:
-            raise BadSpec(f"LAB_RANK {job.rank} is not below LAB_SIZE {job.size}")
+        if not 0 <= job.rank < job.size + job.servers:
+            raise BadSpec(f"LAB_RANK {job.rank} is not below LAB_SIZE {job.size} and LAB_SERVERS {job.servers}")
         return job
 
     def trace(self) -> Trace:
@@ -230,6 +244,18 @@ def main(make: type[Worker]) -> NoReturn:
     _exit(0)
 
 
+def main_of_server(serve: Callable[[Job], None]) -> NoReturn:
+    """Run a server's program to its end. Nobody talks to it: it serves until the workers are done."""
+    end_with_parent()
+    try:
+        spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+        serve(Job.read(spec, os.environ))
+    except BaseException as error:  # noqa: BLE001  as above
+        _complain(f"server: {type(error).__name__}: {' '.join(str(error).split())}")
+        _exit(STATUS_FAILED)
+    _exit(0)
+
+
 def _serve(worker: Worker, requests: IO[str], replies: IO[str]) -> None:
     def tell(event: str, **values: Any) -> None:
         replies.write(json.dumps({"event": event, **values}) + "\n")
@@ -264,7 +290,7 @@ def _run_steps(worker: Worker, count: int, lead_in: int) -> dict[str, Any]:
     it than it is: `lead_in` steps before the counted ones bring the pipeline to its steady state. The clocks, processor
     time included, run from the end of the last of these to the end of the last counted step.
     """
-    clock = _CpuClock(worker.children())
+    clock = CpuClock((os.getpid(), *worker.children()))
     worker.barrier()
     before = worker.stats()
     barrier = time.monotonic()
@@ -318,14 +344,23 @@ def _digest(worker: Worker) -> dict[str, Any]:
     return {"sha256": sha256.hexdigest(), "tensors": tensors}
 
 
-class _CpuClock:
-    """Processor time of this process and some others, to the nanosecond."""
+class CpuClock:
+    """Processor time of some processes, to the nanosecond.
 
-    def __init__(self, others: Iterable[int]) -> None:
+    Args:
+        pids: Theirs, as this process sees them.
+    """
+
+    def __init__(self, pids: Iterable[int]) -> None:
         # The kernel's number of a process's clock: see clock_getcpuclockid(3).
-        self._clocks = [time.CLOCK_PROCESS_CPUTIME_ID, *(((~pid) << 3) | 2 for pid in others)]
+        self._clocks = [((~pid) << 3) | 2 for pid in pids]
 
     def seconds(self) -> float:
+        """All of it until now.
+
+        Raises:
+            OSError: One has ended.
+        """
         return sum(time.clock_gettime(clock) for clock in self._clocks)
 
 

@@ -262,7 +262,7 @@ def test_two_rank_zeros_are_told_to_everybody_at_once(place):
 def test_files_of_an_older_job_are_never_read(tmp_path, monkeypatch, whole, early):
     """A job that died between admission and table leaves everything that a careless reader would take for its own.
 
-    Rank 1 is there before rank 0, and reads how the older job was opened, or comes later. The opening may lack something.
+    Rank 1 is there before rank 0, and reads how the older job was opened, or comes later. The opening may lack a part.
     """
     directory = tmp_path / "meet"
     directory.mkdir(mode=0o700)

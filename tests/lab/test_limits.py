@@ -132,6 +132,12 @@ def test_a_store_sends_twice_all_but_its_own_share():
         assert wire_s == pytest.approx(1.75 * layer.nbytes / 2e6)
 
 
+@pytest.mark.parametrize(("servers", "share"), [(1, 4.0), (2, 2.0), (4, 1.0), (8, 1.0)])
+def test_with_servers_apart_the_busier_of_worker_and_server_counts(servers, share):
+    trace = NETWORKS["resnet50"]()
+    assert sum(store_wire_s(trace, 4, 1e6, servers)) == pytest.approx(share * trace.nbytes / 1e6)
+
+
 def test_what_makes_no_sense_is_refused():
     trace = NETWORKS["cifar10-quick"]()
     for hosts, rate in ((0, 1e6), (4, 0.0), (4, float("nan"))):

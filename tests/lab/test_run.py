@@ -113,6 +113,24 @@ def test_what_a_run_writes_also_of_a_system_that_fails(tmp_path):
     assert len(use["sent_mbit"]) == len(use["received_mbit"]) >= 1
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("clusters")
+def test_a_run_with_a_server_apart_and_two_workers_on_each_host(tmp_path):
+    servers = "servers = 1\nworkers_per_host = 2\n"
+    text = servers + SCENARIO.replace(', "ddp", "ddp-bf16"', "").replace('ddp-bf16 = { hook = "none such" }', "")
+    done, found = run(tmp_path, text.replace("repetitions = 2", "repetitions = 1"))
+    assert done.returncode == 0, done.stderr
+    ours, nbytes = found["penstock"], 145_578 * 4
+    assert ours["missing"] is None
+    assert (ours["servers"], ours["workers_per_host"], len(ours["rates_mbit"])) == (1, 2, 3)
+    for direction in ("sent", "received"):  # two workers of a host each push all and get all; the server has four
+        *hosts, server = ours["bytes_per_step"][direction]
+        assert all(0.98 * 2 * nbytes < count < 1.15 * 2 * nbytes for count in hosts), ours["bytes_per_step"]
+        assert 0.98 * 4 * nbytes < server < 1.15 * 4 * nbytes, ours["bytes_per_step"]
+    alone_s, step_s = (found[name]["step_s"]["median"] for name in ("alone", "penstock"))
+    assert ours["speedup"] == pytest.approx(4 * alone_s / step_s, rel=2e-3)
+
+
 def test_what_a_run_does_without_is_reported_as_missing():
     full = Scenario("s", "s", "cifar10-quick", ("alone", "penstock", "ddp", "horovod"))
     point = _overridden(full, argparse.Namespace(repetitions=None, systems=["ddp", "penstock-slicing"]))
@@ -253,7 +271,7 @@ def test_a_peer_that_is_not_installed_is_reported(monkeypatch):
 def test_a_turn_says_how_many_cores_the_hypervisor_withheld_meanwhile(monkeypatch):
     class Answered(Session):
         def __init__(self):
-            self._size, self._step_s = 1, 1.0
+            self._size, self._step_s, self._servers = 1, 1.0, []
 
         def _tell(self, text):
             pass

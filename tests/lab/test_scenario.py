@@ -27,7 +27,7 @@ def test_every_scenario_can_be_run(name):
         assert point.name == name
         assert point.systems[0] == "alone"
         assert point.trace().elems > 0
-        assert len(point.rates_mbit()) == point.hosts
+        assert len(point.rates_mbit()) == point.hosts + point.servers
         for system in point.systems:
             assert point.spec(system)["network"] == point.network
 
@@ -69,11 +69,15 @@ BARS = {
     "resnet50-600-auto": ("resnet50", 1.0, 1.2, 600, 4, None, None),
     "resnet50-600-bf16": ("resnet50", 1.0, 1.2, 600, 4, None, None),
     "resnet50-custom-functions": ("resnet50", 1.0, 1.2, 800, 3, 1.06, None),
+    "resnet50-servers": ("resnet50", 1.0, 1.2, 1000, 4, 1.06, None),
+    "vgg19-half-servers": ("vgg19", 0.5, 2.0, 1000, 4, 1.06, None),
 }
+SERVERS = {"resnet50-servers": [1, 2, 4], "vgg19-half-servers": [1, 2, 4]}
 # System, against, time of the one / that of the other at most. "No worse" than the store has DDP's allowance for noise.
 BETWEEN = {
     "resnet50-600-auto": ("penstock", "penstock-store", 1.02),
     "resnet50-600-bf16": ("penstock-bf16", "ddp-bf16", 1.0),
+    "resnet50-servers": ("penstock", "mxnet-sync-update", 0.8),
 }
 # Of systems, where a scenario has any.
 LISTS = {system: {"lists": True} for system in ("alone", "penstock", "ddp")}
@@ -88,7 +92,10 @@ def test_whatever_has_a_bar_is_in_the_table():
 
 @pytest.mark.parametrize("name", BARS)
 def test_nobody_loosens_a_bar_or_what_it_is_for(name):
-    (point,) = load(name)
+    points = load(name)
+    assert [point.servers for point in points] == SERVERS.get(name, [0])
+    point = replace(points[0], servers=0, swept={})
+    assert all(replace(other, servers=0, swept={}) == point for other in points)
     *cluster, ideal_ratio, peer_ratio = BARS[name]
     undilated = point.compute_s / point.dilation, point.rate_mbit * point.dilation
     assert [point.network, point.width, *undilated, point.hosts] == cluster
@@ -99,7 +106,7 @@ def test_nobody_loosens_a_bar_or_what_it_is_for(name):
     options = LISTS if name == "resnet50-custom-functions" else {}
     assert point.options == ({"penstock": {"schemes": "auto"}} if name.endswith("-auto") else options)
     assert point.batch is None and point.repetitions >= REPETITIONS_MIN
-    peers = PEERS if peer_ratio else {"ddp"}
+    peers = PEERS if peer_ratio else {"mxnet-sync-update"} if name in SERVERS else {"ddp"}
     assert {"penstock", *peers} <= set(point.systems)
 
 
@@ -127,6 +134,12 @@ def test_dilation_is_in_the_title_and_changes_nothing_that_is_run(tmp_path):
     assert [dilated.spec(system) for system in dilated.systems] == [plain.spec(system) for system in plain.systems]
 
 
+def test_servers_have_hosts_of_their_own_and_workers_may_share_some(tmp_path):
+    (point,) = load(written(tmp_path, SMALL + "rate_mbit = 100\nservers = 2\nworkers_per_host = 3\n"))
+    assert point.rates_mbit() == [100] * (point.hosts + 2)
+    assert point.workers == 3 * point.hosts
+
+
 def test_one_slow_link(tmp_path):
     (point,) = load(written(tmp_path, SMALL + "rate_mbit = 100\nslow = { host = 2, rate_mbit = 25 }\n"))
     assert point.rates_mbit() == [100, 100, 25, 100]
@@ -144,6 +157,8 @@ def test_one_slow_link(tmp_path):
         (SMALL + "compute_s = 0.0", "positive"),
         (SMALL + "repetitions = 0", "repetitions"),
         (SMALL + "slow = { host = 4, rate_mbit = 1 }", "slow"),
+        (SMALL + "servers = -1", "-1 servers"),
+        (SMALL + "workers_per_host = 0", "0 workers per host"),
         (SMALL + "[sweep]\nseed = [1]", "sweep is over"),
         (SMALL + "[targets]\nratio = 1", "targets"),
         (SMALL + "[targets]\npeer_ratio = '1'", "positive numbers"),

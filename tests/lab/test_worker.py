@@ -162,7 +162,7 @@ def test_the_table_of_systems_is_complete():
         "penstock-fifo",
         "penstock-slicing",
     }
-    peers = {"ddp", "ddp-bf16", "ddp-powersgd", "horovod", "mxnet-sync", "mxnet-p3"}
+    peers = {"ddp", "ddp-bf16", "ddp-powersgd", "horovod", "mxnet-sync", "mxnet-sync-update", "mxnet-p3"}
     assert set(SYSTEMS) == {"alone", *modes, *peers}
     for name, system in SYSTEMS.items():
         assert system.name == name
