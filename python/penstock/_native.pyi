@@ -15,6 +15,7 @@ __all__ = [
     "COLLECTIVES",
     "POINTS",
     "RECORD",
+    "VECTORS_MAX",
     "WAYS",
     "Call",
     "Engine",
@@ -35,6 +36,9 @@ _Algorithm = Literal["store", "central", "tree", "ring", "butterfly"]
 
 ALGORITHMS: tuple[_Algorithm, ...]
 """Of an exact allreduce; all that there are, the store first."""
+
+VECTORS_MAX: int
+"""How many vectors of one rank an allreduce sums, and a broadcast fills, at most."""
 
 COLLECTIVES: tuple[_Algorithm, ...]
 """Those of them that are not the store."""

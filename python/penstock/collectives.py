@@ -18,6 +18,7 @@ Example:
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -124,8 +125,8 @@ class Group:
             if algorithm not in ALGORITHMS:
                 names = ", ".join(ALGORITHMS)
                 raise ConfigError(f"penstock.allreduce: unknown algorithm {algorithm!r}; the algorithms are {names}")
-        memory = view(tensor, "allreduce", written=True)
-        return self._call("allreduce", 0, [memory], [memory], op=op, algorithm=algorithm, async_=async_)
+        vectors = self._vectors("allreduce", tensor, written=True)
+        return self._call("allreduce", 0, vectors, vectors, op=op, algorithm=algorithm, async_=async_)
 
     def reduce(self, tensor: Any, root: int = 0, op: str = "sum", *, async_: bool = False) -> Future | None:
         """See `penstock.reduce`."""
@@ -136,8 +137,9 @@ class Group:
 
     def broadcast(self, tensor: Any, root: int = 0, *, async_: bool = False) -> Future | None:
         """See `penstock.broadcast`."""
-        memory = view(tensor, "broadcast", written=root != self._rank)
-        return self._call("broadcast", self._member("broadcast", root), [], [memory], async_=async_)
+        is_list = isinstance(tensor, (list, tuple))
+        vectors = self._vectors("broadcast", tensor, written=is_list or root != self._rank)
+        return self._call("broadcast", self._member("broadcast", root), [], vectors, async_=async_)
 
     def reduce_scatter(self, tensors: Any, output: Any, op: str = "sum", *, async_: bool = False) -> Future | None:
         """See `penstock.reduce_scatter`."""
@@ -251,6 +253,21 @@ class Group:
             raise ConfigError(f"penstock.{caller}: rank {rank} is this rank; a message goes to another")
         return self._member(caller, rank)
 
+    def _vectors(self, caller: str, value: Any, *, written: bool) -> list[Buffer]:
+        """One buffer for each vector of this rank: of a list, or one tensor."""
+        if not isinstance(value, (list, tuple)):
+            return [view(value, caller, written=written)]
+        from penstock._native import VECTORS_MAX
+
+        if not 1 <= len(value) <= VECTORS_MAX:
+            raise ConfigError(f"penstock.{caller}: a list of {len(value)} tensors; 1 to {VECTORS_MAX} are possible")
+        vectors = [view(item, caller, written=written) for item in value]
+        self._same_length(caller, vectors)
+        order = sorted(vectors, key=lambda vector: vector.address)
+        if any(one.address + one.nbytes > other.address for one, other in itertools.pairwise(order)):
+            raise ConfigError(f"penstock.{caller}: tensors of the list share memory; give each its own")
+        return vectors
+
     def _blocks(self, caller: str, value: Any, *, written: bool) -> list[Buffer]:
         """One buffer for each member: of a list, or equal parts of one tensor."""
         if isinstance(value, (list, tuple)):
@@ -282,8 +299,8 @@ class Group:
         lengths = sorted({memory.nbytes for memory in buffers})
         if len(lengths) > 1:
             raise ConfigError(
-                f"penstock.{caller}: blocks of {lengths[0]} and {lengths[-1]} bytes; every rank's block has the same "
-                "length"
+                f"penstock.{caller}: tensors of {lengths[0]} and {lengths[-1]} bytes; give tensors of one length, the "
+                "same on every rank"
             )
 
 
@@ -371,7 +388,9 @@ def allreduce(
     """The sum (average, minimum, maximum) over all ranks, in place on all of them, with the same bits.
 
     Args:
-        tensor: Contiguous memory of fp32, fp64, fp16, bf16 or integers, of the same length on every rank.
+        tensor: Contiguous memory of fp32, fp64, fp16, bf16 or integers, of the same length on every rank. Or a list of
+            some, as many on every rank: the vectors of its devices, which take part as one member (MXNET-MPI, section
+            6). All are summed, all get the result, and an average is over all of them.
         op: ``sum``, ``average``, ``min`` or ``max``.
         algorithm: ``store`` (each slice is summed by its owner, owners take turns), ``central`` (by the group's first
             rank), ``tree``, ``ring`` or ``butterfly``; the same on every rank. Without it the one that is fastest by
@@ -388,6 +407,7 @@ def allreduce(
     Example:
         >>> loss = torch.tensor(0.5)
         >>> ps.allreduce(loss, op="average")
+        >>> ps.allreduce([gradient_of_one_device, gradient_of_another])
     """
     return _group(group, "allreduce").allreduce(tensor, op, algorithm=algorithm, async_=async_)
 
@@ -400,7 +420,10 @@ def reduce(
 
 
 def broadcast(tensor: Any, root: int = 0, *, group: Group | None = None, async_: bool = False) -> Future | None:
-    """The root's tensor, byte for byte, in every rank's ``tensor``. Any dtype. Errors as `allreduce`."""
+    """The root's tensor, byte for byte, in every rank's ``tensor``. Any dtype. Errors as `allreduce`.
+
+    Of a list all tensors receive it; at the root the first one is sent, and copied to the others.
+    """
     return _group(group, "broadcast").broadcast(tensor, root, async_=async_)
 
 

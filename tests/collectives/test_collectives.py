@@ -1,6 +1,7 @@
 """Messages and collectives between real processes: values, groups, futures, errors, and a rank that dies."""
 
 import array
+import itertools
 import os
 import signal
 from functools import partial
@@ -43,7 +44,24 @@ def all_values(rank, size):
                 ps.allreduce(mine, op=op)
                 np.testing.assert_array_equal(mine, expected.reduce(rows, dtype=dtype), f"{op} of {dtype}")
     check_blocks(rank, size)
+    check_vectors(rank, size)
     ps.barrier()
+
+
+def check_vectors(rank, size):
+    """Lists of vectors, by every algorithm: sums of all of all ranks, in all of them."""
+    for length, count, algorithm in itertools.product(LENGTHS, (1, 2, 4), ALGORITHMS):
+        rows = [[numbers(10 * other + one, length, np.float32) for one in range(count)] for other in range(size)]
+        total = np.sum(rows, axis=(0, 1))
+        for op, expected in (("sum", total), ("average", total / np.float32(size * count))):
+            mine = [row.copy() for row in rows[rank]]
+            ps.allreduce(mine, op=op, algorithm=algorithm)
+            for vector in mine:
+                np.testing.assert_array_equal(vector, expected, f"{op} of {count} by {algorithm}")
+        mine = [row.copy() for row in rows[rank]]
+        ps.broadcast(mine, root=size - 1)
+        for vector in mine:
+            np.testing.assert_array_equal(vector, rows[size - 1][0])
 
 
 def check_blocks(rank, size, group=None, made=np.copy, async_=False):
@@ -358,10 +376,10 @@ def bad_calls(rank, size):
 
     group = ps.new_group([0])
     fine = np.ones(4, np.float32)
-    constant = np.ones(4, np.float32)
+    constant, whole = np.ones(4, np.float32), np.ones(8, np.float32)
     constant.flags.writeable = False
     for call, words in [
-        (lambda: ps.allreduce([1.0]), "a list is no memory"),
+        (lambda: ps.allreduce([1.0]), "a float is no memory"),
         (lambda: ps.allreduce(np.ones((4, 4), np.float32)[:, 0]), "not contiguous"),
         (lambda: ps.allreduce(torch.ones(4, 4).t()), "not contiguous"),
         (lambda: ps.allreduce(torch.ones(4, device="meta")), "on meta"),
@@ -372,13 +390,19 @@ def bad_calls(rank, size):
         (lambda: ps.allreduce(fine, op="product"), "'product'"),
         (lambda: ps.allreduce(fine, algorithm="gossip"), "'gossip'; the algorithms are store, central"),
         (lambda: ps.allreduce(np.ones(4, np.int32), op="average"), "integers have no average"),
+        (lambda: ps.allreduce([]), "a list of 0 tensors; 1 to 256"),
+        (lambda: ps.allreduce([fine, np.ones(5, np.float32)]), "tensors of 16 and 20 bytes"),
+        (lambda: ps.allreduce([fine, np.ones(4, np.int32)]), "different dtypes"),
+        (lambda: ps.allreduce([fine, fine]), "share memory"),
+        (lambda: ps.broadcast([whole[:4], whole[3:7]]), "share memory"),
+        (lambda: ps.reduce([fine]), "a list is no memory"),
         (lambda: ps.broadcast(fine, root=size), f"rank {size} is no member"),
         (lambda: ps.send(fine, rank), "is this rank"),
         (lambda: ps.recv(fine, group=group) if rank == 0 else ps.send(fine, 1), "nobody but rank 0|is this rank"),
         (lambda: ps.send(fine, 1, tag=-1, group=None) if rank == 0 else ps.send(fine, 0, tag=-1), "tag is -1"),
         (lambda: ps.all_gather(fine, np.ones(4 * size + 1, np.float32)), "cannot be cut"),
         (lambda: ps.all_gather(fine, [fine]), "1 tensors for"),
-        (lambda: ps.all_gather(fine, np.ones(5 * size, np.float32)), "blocks of 16 and 20 bytes"),
+        (lambda: ps.all_gather(fine, np.ones(5 * size, np.float32)), "tensors of 16 and 20 bytes"),
         (lambda: ps.gather(fine, np.ones(4 * size, np.float32), root=1 - rank), "only the root"),
         (lambda: ps.scatter(fine, root=rank), "must give"),
         (lambda: ps.reduce_scatter(np.ones(2 * size, np.float64), np.ones(4, np.float32)), "different dtypes"),
@@ -411,10 +435,12 @@ def disagree(rank, size, what):
         return ps.allreduce(value, algorithm="ring")
     if what == "call":
         return ps.broadcast(value, root=1)
+    if what == "vectors":
+        return ps.allreduce([value, value.copy()])
     return ps.allreduce(value[:-1])
 
 
-@pytest.mark.parametrize("what", ["length", "long", "dtype", "op", "algorithm", "call"])
+@pytest.mark.parametrize("what", ["length", "long", "dtype", "op", "algorithm", "call", "vectors"])
 def test_ranks_that_disagree_all_hear_of_it(what, tmp_path):
     outcomes = run(3, disagree, tmp_path, what)
     for rank, outcome in enumerate(outcomes):

@@ -445,7 +445,7 @@ fn call_frame() -> impl Strategy<Value = Draw> {
     let kinds = vec![Kind::Message, Kind::Message, Kind::Offer, Kind::Ready, Kind::MessagePart, Kind::Credit];
     let lens = vec![0u32, 64, 68, 1 << 16, 1 << 17, u32::MAX];
     let signature =
-        prop_oneof![Just(Signature::new(CallKind::Message, Op::Copy, Dtype::F32, 64).0), any::<u32>()];
+        prop_oneof![Just(Signature::new(CallKind::Message, Op::Copy, Dtype::F32, 64, 1).0), any::<u32>()];
     (1u32..3, prop::sample::select(kinds), 0u16..2, 0u32..3, 0u32..3, signature, prop::sample::select(lens))
         .prop_map(|(from, kind, book, slice, step, seq, len)| {
             let carries = matches!(kind, Kind::Message | Kind::MessagePart);

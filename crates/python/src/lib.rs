@@ -14,6 +14,7 @@ mod way;
 /// `penstock.coordinator` and `penstock.torch`.
 #[pyo3::pymodule]
 mod _native {
+    use penstock_core::calls::VECTORS_MAX;
     use penstock_core::observe::Point;
     use penstock_core::way::Algorithm;
     use penstock_net::Record;
@@ -28,6 +29,7 @@ mod _native {
         module.add("COLLECTIVES", names(&Algorithm::COLLECTIVES)?)?;
         module.add("POINTS", PyTuple::new(module.py(), Point::ALL.map(Point::name))?)?;
         module.add("RECORD", PyList::new(module.py(), Record::FIELDS)?)?;
+        module.add("VECTORS_MAX", VECTORS_MAX)?;
         module.add("WAYS", super::way::all(module.py())?)
     }
 

@@ -10,7 +10,7 @@
 
 use crate::memory::{Chunk, RealMemory, SimMemory};
 use crate::random::Random;
-use bits::{ORDERED_ELEMS_MAX, draw_elems, is_plain, numbers, sum, tensor};
+use bits::{ORDERED_ELEMS_MAX, draw_elems, is_plain, numbers, sum, sum_in_any_order, tensor, whole_numbers};
 use penstock_core::calls::{Call, CallKind, Request, Shape, Share, lanes};
 use penstock_core::node::{Action, Config, Event, Node};
 use penstock_core::types::{Dtype, GroupId, Rank};
@@ -121,7 +121,7 @@ pub fn allreduce(
 ) -> Result<Report, String> {
     World::new(Random::new(seed), ranks)
         .and_then(|mut world| {
-            world.add_collective(0, CallKind::Allreduce { algorithm }, (op, dtype), elems);
+            world.add_collective(0, CallKind::Allreduce { algorithm }, (op, dtype), elems, 1);
             world.play()
         })
         .map_err(|error| {
@@ -203,11 +203,23 @@ impl World {
         if matches!(what, CallKind::Allreduce { .. }) && !is_plain(algorithm, dtype) {
             elems = elems.min(ORDERED_ELEMS_MAX);
         }
-        self.add_collective(group, what, (op, dtype), elems);
+        let vectors = match what {
+            CallKind::Allreduce { .. } | CallKind::Broadcast { .. } => self.random.pick(&[1, 1, 1, 2, 3]),
+            _ => 1,
+        };
+        self.add_collective(group, what, (op, dtype), elems, vectors);
     }
 
-    /// Adds a call on random numbers to every member's program.
-    fn add_collective(&mut self, group: usize, what: CallKind, (op, dtype): (Op, Dtype), elems: usize) {
+    /// Adds a call on random numbers to every member's program; where ranks have several vectors each, on whole numbers, of which
+    /// every order gives the same sum.
+    fn add_collective(
+        &mut self,
+        group: usize,
+        what: CallKind,
+        (op, dtype): (Op, Dtype),
+        elems: usize,
+        vectors: usize,
+    ) {
         let size = self.groups[group].len() as u32;
         // Every rank's blocks. Blocks of an all-to-all differ in length.
         let n = size as usize;
@@ -215,9 +227,10 @@ impl World {
         for _ in 0..n {
             let lens: Vec<usize> = match what {
                 CallKind::AllToAll => (0..n).map(|_| self.random.below(elems as u64 + 1) as usize).collect(),
-                _ => vec![elems; n],
+                _ => vec![elems; n.max(vectors)],
             };
-            rows.push(lens.iter().map(|len| numbers(&mut self.random, dtype, *len)).collect());
+            let draw = if vectors > 1 { whole_numbers } else { numbers };
+            rows.push(lens.iter().map(|len| draw(&mut self.random, dtype, *len)).collect());
         }
         let lens = |count: usize| vec![(elems * dtype.size_bytes()) as u64; count];
         let shape = Shape {
@@ -225,26 +238,27 @@ impl World {
             ranks: size,
             me: 0,
             elem_bytes: dtype.size_bytes(),
-            inputs: lens(1),
-            outputs: lens(1),
+            inputs: lens(vectors),
+            outputs: lens(vectors),
         };
         let of = lanes(&shape, self.random.between(1, 3) as u32);
         let column = |block: usize| rows.iter().map(|row| row[block].clone()).collect::<Vec<_>>();
         let total = match what {
             CallKind::Reduce { .. } => sum(Algorithm::Store, dtype, op, &column(0)),
-            CallKind::Allreduce { algorithm } => sum(algorithm, dtype, op, &column(0)),
+            CallKind::Allreduce { algorithm } if vectors == 1 => sum(algorithm, dtype, op, &column(0)),
+            CallKind::Allreduce { .. } => sum_in_any_order(dtype, op, (0..vectors).flat_map(column)),
             _ => Vec::new(),
         };
         for me in 0..n {
             let is_root = what.root() == Some(me as u32);
             let (inputs, expected): (Vec<Vec<u8>>, Vec<Vec<u8>>) = match what {
                 CallKind::Message | CallKind::Barrier => (Vec::new(), Vec::new()),
-                CallKind::Broadcast { root } => (Vec::new(), vec![rows[root as usize][0].clone()]),
+                CallKind::Broadcast { root } => (Vec::new(), vec![rows[root as usize][0].clone(); vectors]),
                 CallKind::Reduce { .. } | CallKind::Gather { .. } if !is_root => {
                     (vec![rows[me][0].clone()], Vec::new())
                 }
                 CallKind::Reduce { .. } | CallKind::Allreduce { .. } => {
-                    (vec![rows[me][0].clone()], vec![total.clone()])
+                    (rows[me][..vectors].to_vec(), vec![total.clone(); vectors])
                 }
                 CallKind::Gather { .. } | CallKind::AllGather => (vec![rows[me][0].clone()], column(0)),
                 CallKind::Scatter { root } => (

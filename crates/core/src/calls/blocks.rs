@@ -1,7 +1,7 @@
 //! How many blocks a call takes, into which pieces it is cut, and by which algorithm an allreduce goes.
 
 use super::request::Request;
-use super::shape::Shape;
+use super::shape::{Shape, VECTORS_MAX};
 use super::signature::CallKind;
 use crate::cost::Rates;
 use crate::error::Error;
@@ -224,15 +224,16 @@ pub fn check(shape: &Shape, request: Request) -> Result<(), Error> {
     let at_root = |count| if kind.root() == Some(*me) { count } else { 0 };
     let all = *ranks as usize;
     let (given, wanted) = (inputs.len(), outputs.len());
+    let vectors = outputs.len().clamp(1, VECTORS_MAX);
     let expected = match kind {
         CallKind::Message if matches!(request, Request::Send { .. }) => (1, 0),
         CallKind::Message => (0, 1),
         CallKind::Barrier => (0, 0),
-        CallKind::Broadcast { .. } => (0, 1),
+        CallKind::Broadcast { .. } => (0, vectors),
         CallKind::Reduce { .. } => (1, at_root(1)),
         CallKind::Gather { .. } => (1, at_root(all)),
         CallKind::Scatter { .. } => (at_root(all), 1),
-        CallKind::Allreduce { .. } => (1, 1),
+        CallKind::Allreduce { .. } => (vectors, vectors),
         CallKind::AllGather => (1, all),
         CallKind::ReduceScatter => (all, 1),
         CallKind::AllToAll => (all, all),

@@ -18,7 +18,7 @@ mod sum;
 pub use blocks::{Share, check, choose, lanes, slices};
 pub use plan::CHAIN_BYTES_MIN;
 pub use request::Request;
-pub use shape::Shape;
+pub use shape::{Shape, VECTORS_MAX};
 pub use signature::{CallKind, Signature};
 pub use stage::{Buffer, Local, Plan, Span, Stage, Transfer};
 
@@ -186,7 +186,7 @@ impl<M: Memory> Calls<M> {
         };
         // Blocks of an all-to-all have lengths of their own.
         let len = if kind == CallKind::AllToAll { 0 } else { shape.len_bytes() };
-        let signature = Signature::new(kind, call.op, call.dtype, len);
+        let signature = Signature::new(kind, call.op, call.dtype, len, shape.vectors());
         self.check_early(&call, number, signature)?;
         let pieces = call.share.count(&shape);
         let longest = piece(&shape, 0);
@@ -355,8 +355,9 @@ impl<M: Memory> Calls<M> {
                 running.under_way.insert(number, piece);
                 return Ok(());
             }
-            let members = self.groups[&running.call.group].members.len();
-            compute(&running.call, &piece.plan.stages[piece.stage], &piece.scratch, members, memory);
+            let members = self.groups[&running.call.group].members.len() as u32;
+            let addends = members * running.shape.vectors();
+            compute(&running.call, &piece.plan.stages[piece.stage], &piece.scratch, addends, memory);
             (piece.stage, piece.sent) = (piece.stage + 1, false);
         }
         running.complete += 1;
@@ -515,7 +516,7 @@ fn compute<M: Memory>(
     call: &Call<M::Chunk>,
     stage: &Stage,
     scratch: &[M::Chunk],
-    members: usize,
+    addends: u32,
     memory: &mut M,
 ) {
     for local in &stage.then {
@@ -528,7 +529,7 @@ fn compute<M: Memory>(
                 let (output, len) = bytes_of(call, scratch, output, memory);
                 let inputs: Vec<M::Chunk> =
                     inputs.iter().map(|input| bytes_of(call, scratch, input, memory).0).collect();
-                let how = call.op.reduction(if *last { members as u32 } else { 1 });
+                let how = call.op.reduction(if *last { addends } else { 1 });
                 if len > 0 {
                     memory.reduce(call.dtype, how, &inputs, &output);
                 }

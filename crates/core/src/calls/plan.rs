@@ -20,6 +20,7 @@
 //! Why memory may be overwritten while a message from it may still be waiting to be written to a socket: it never is. A
 //! plan writes to what it has sent only with what follows from the arrival of that very message: a result, which has this
 //! rank's contribution in it. For the same reason a receive of any stage may be posted, and filled, from the beginning.
+//! Several vectors of one rank are no exception: what is sent of them is their sum, in the result's memory.
 
 use super::blocks::{piece, pieces};
 use super::shape::Shape;
@@ -43,22 +44,29 @@ impl Shape {
     #[must_use]
     pub fn plan(&self, number: u32) -> Plan {
         let range = piece(self, number);
-        let plan = match self.kind {
+        let mut plan = match self.kind {
             // The caller knows the peer: see `super::run`.
             CallKind::Message => Plan::default(),
             CallKind::Barrier => self.barrier(),
-            CallKind::Broadcast { root } => self.broadcast(root, range),
-            CallKind::Reduce { root } => self.reduce(root, number, range),
+            CallKind::Broadcast { root } => self.broadcast(root, range.clone()),
+            CallKind::Reduce { root } => self.reduce(root, number, range.clone()),
             CallKind::Gather { root } => self.gather(root, &range),
             CallKind::Scatter { root } => self.scatter(root, &range),
             CallKind::Allreduce { algorithm } => {
                 let owner = if algorithm == Algorithm::Central { 0 } else { number % self.ranks };
-                PieceSum { algorithm, phases: Phases::Both, ..self.sum(owner, range) }.plan(Vec::new())
+                let own = (0..self.vectors()).map(Buffer::Input).collect();
+                let sum = self.sum(owner, range.clone());
+                PieceSum { algorithm, phases: Phases::Both, own, ..sum }.plan(Vec::new())
             }
             CallKind::AllGather => self.all_gather(&range),
             CallKind::ReduceScatter => self.reduce_scatter(&range),
             CallKind::AllToAll => self.all_to_all(&range),
         };
+        if self.vectors() > 1 {
+            let copies =
+                (1..self.vectors()).filter_map(|to| self.copy(Buffer::Output(0), Buffer::Output(to), &range));
+            plan.stages.push(Stage { then: copies.collect(), ..Stage::default() });
+        }
         debug_assert!(plan.stages.iter().all(|stage| {
             stage.sends.iter().chain(&stage.receives).all(|transfer| transfer.peer != self.me)
         }));
@@ -75,7 +83,7 @@ impl Shape {
             owner,
             range,
             elem_bytes: self.elem_bytes as u64,
-            own: Buffer::Input(0),
+            own: vec![Buffer::Input(0)],
             result: Buffer::Output(0),
         }
     }
@@ -115,7 +123,7 @@ impl Shape {
         Plan { scratch: vec![0], stages: stages.collect() }
     }
 
-    /// In place, in output block 0.
+    /// In place, in output block 0, from where others of this rank are filled.
     fn broadcast(&self, root: u32, range: Range<u64>) -> Plan {
         if self.len_bytes() < CHAIN_BYTES_MIN {
             let sum =
@@ -211,7 +219,7 @@ impl Shape {
         let mut all = Plan::default();
         let mut together = Stage::default();
         for block in self.others().chain([self.me]) {
-            let own = Buffer::Input(block);
+            let own = vec![Buffer::Input(block)];
             let plan =
                 PieceSum { own, ..self.sum(block, range.clone()) }.plan(std::mem::take(&mut all.scratch));
             all.scratch = plan.scratch;

@@ -19,7 +19,19 @@ pub struct Shape {
     pub outputs: Vec<u64>,
 }
 
+/// Vectors of one rank that an allreduce can sum.
+pub const VECTORS_MAX: usize = 256;
+
 impl Shape {
+    /// How many vectors of this rank take part as one member: of an allreduce and of a broadcast; 1 of all others.
+    #[must_use]
+    pub fn vectors(&self) -> u32 {
+        match self.kind {
+            CallKind::Allreduce { .. } | CallKind::Broadcast { .. } => self.outputs.len() as u32,
+            _ => 1,
+        }
+    }
+
     /// Bytes that the call cuts into pieces: of the whole tensor, or of the largest block.
     #[must_use]
     pub fn len_bytes(&self) -> u64 {

@@ -5,8 +5,8 @@
 //!  bit 0      4       7        11          23          32
 //!  | kind  | op    | dtype  | root      | length    |
 //! ```
-//! `root` is the algorithm of an allreduce. `length` is a hash: two lengths may share it, and then the messages' own
-//! lengths tell.
+//! `root` is the algorithm of an allreduce, and from bit 14 on how many vectors of each rank it sums, less one. `length` is a
+//! hash: two lengths may share it, and then the messages' own lengths tell.
 
 use crate::types::Dtype;
 use crate::way::Algorithm;
@@ -113,16 +113,18 @@ impl CallKind {
 pub struct Signature(pub u32);
 
 const LENGTH_BITS: u32 = 9;
+const ALGORITHM_BITS: u32 = 3;
 
 impl Signature {
-    /// Of a call on `len_bytes` of `dtype`. Operation and dtype count only where numbers are computed.
+    /// Of a call on `len_bytes` of `dtype`, of each of so many vectors. Operation and dtype count only where numbers are computed,
+    /// vectors only in an allreduce.
     #[must_use]
-    pub fn new(kind: CallKind, op: Op, dtype: Dtype, len_bytes: u64) -> Self {
+    pub fn new(kind: CallKind, op: Op, dtype: Dtype, len_bytes: u64, vectors: u32) -> Self {
         let (op, dtype) = if kind.computes() { (op as u32, dtype_code(dtype)) } else { (0, 0) };
         // Fibonacci hashing: the high bits of the product depend on all bits of the length.
         let hash = len_bytes.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - LENGTH_BITS);
         let root = match kind {
-            CallKind::Allreduce { algorithm } => algorithm as u32,
+            CallKind::Allreduce { algorithm } => algorithm as u32 | (vectors - 1) << ALGORITHM_BITS,
             _ => kind.root().unwrap_or(0),
         };
         Self(kind.code() | op << 4 | dtype << 7 | root << 11 | (hash as u32) << 23)
@@ -137,9 +139,14 @@ impl Signature {
     }
 
     fn algorithm(self) -> Option<Algorithm> {
-        let number = self.0 >> 11 & 4095;
+        let number = self.0 >> 11 & ((1 << ALGORITHM_BITS) - 1);
         let is_allreduce = self.0 & 15 == CallKind::ALLREDUCE;
         Algorithm::ALL.into_iter().find(|known| is_allreduce && *known as u32 == number)
+    }
+
+    /// Of each rank, in an allreduce.
+    fn vectors(self) -> u32 {
+        (self.0 >> 11 & 4095) >> ALGORITHM_BITS
     }
 
     /// What may be the reason that another rank's call is not this one, if it is not plain from the two.
@@ -168,6 +175,10 @@ impl std::fmt::Display for Signature {
         }
         if let Some(algorithm) = self.algorithm() {
             write!(f, " by {}", algorithm.name())?;
+            let vectors = self.vectors() + 1;
+            if vectors > 1 {
+                write!(f, " of {vectors} vectors per rank")?;
+            }
         }
         if dtype > 0 {
             let dtypes = [
@@ -196,22 +207,31 @@ impl std::fmt::Display for Signature {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::calls::shape::VECTORS_MAX;
 
     #[test]
     fn a_signature_tells_what_a_call_is() {
-        let of = |kind, len| Signature::new(kind, Op::Average, Dtype::F64, len);
+        let of = |kind, len| Signature::new(kind, Op::Average, Dtype::F64, len, 1);
         let reduce = of(CallKind::Reduce { root: 4095 }, 800);
         let text = reduce.to_string();
         assert!(text.starts_with("reduce (root 4095 of the group) (Average of F64)"), "{text}");
         assert_ne!(reduce, of(CallKind::Reduce { root: 4095 }, 808));
         assert_ne!(of(CallKind::AllGather, 8), of(CallKind::AllToAll, 8));
         let [ring, tree] = [Algorithm::Ring, Algorithm::Tree]
-            .map(|algorithm| Signature::new(CallKind::Allreduce { algorithm }, Op::Sum, Dtype::F32, 8));
+            .map(|algorithm| Signature::new(CallKind::Allreduce { algorithm }, Op::Sum, Dtype::F32, 8, 1));
         assert_eq!(ring.to_string(), "allreduce by ring (Sum of F32)");
         assert!(
             !ring.same_action(tree) && ring.hint(tree).contains("name one") && ring.hint(ring).is_empty()
         );
-        let gather = |op, dtype| Signature::new(CallKind::AllGather, op, dtype, 8);
+        let most = VECTORS_MAX as u32;
+        let several =
+            |n| Signature::new(CallKind::Allreduce { algorithm: Algorithm::Ring }, Op::Sum, Dtype::F32, 8, n);
+        assert_eq!(
+            several(most).to_string(),
+            format!("allreduce by ring of {most} vectors per rank (Sum of F32)")
+        );
+        assert!(!several(2).same_action(several(3)) && several(most).same_action(several(most)));
+        let gather = |op, dtype| Signature::new(CallKind::AllGather, op, dtype, 8, 1);
         assert_eq!(gather(Op::Sum, Dtype::F32), gather(Op::Average, Dtype::F64), "bytes are moved");
     }
 }

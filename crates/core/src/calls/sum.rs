@@ -3,6 +3,9 @@
 //! Contributions are read where the caller has them; partial sums, and in the end the result, are made in the result's
 //! memory, which may be the same. What comes to be added goes to scratch, and what is the result goes into place. A stage
 //! ends where a send needs what was received before it; what needs nothing of a stage is part of it.
+//!
+//! A rank may contribute several vectors of its own (MXNET-MPI, section 6). What it adds to they are added to one after the
+//! other, in one pass over memory; of what it sends without adding to it, their sum is made first.
 
 use super::stage::{Buffer, Local, Plan, Span, Stage, Transfer};
 use crate::steps::{Adding, Combine, Move, Post, Receive, Send, Walk};
@@ -34,8 +37,8 @@ pub(super) struct PieceSum {
     /// Bytes of the tensor.
     pub(super) range: Range<u64>,
     pub(super) elem_bytes: u64,
-    /// What this rank contributes.
-    pub(super) own: Buffer,
+    /// What this rank contributes: one vector, or several.
+    pub(super) own: Vec<Buffer>,
     /// Where sums are made and results go, on ranks where there are any.
     pub(super) result: Buffer,
 }
@@ -74,8 +77,11 @@ impl PieceSum {
             Phases::Both => 0..all,
         });
         if self.ranks == 1 && self.phases != Phases::Gather {
-            let copy = Local::Copy(self.bytes(self.own, &whole), self.bytes(self.result, &whole));
-            draft.stage.then.push(copy);
+            let output = self.bytes(self.result, &whole);
+            draft.stage.then.push(match &self.own[..] {
+                [own] => Local::Copy(self.bytes(*own, &whole), output),
+                _ => Local::Reduce { inputs: self.held(&(0..0), &whole), output, last: true },
+            });
         }
         while let Some(what) = walk.next(&post) {
             match &what {
@@ -87,7 +93,7 @@ impl PieceSum {
                     let bytes = if has_result {
                         self.bytes(self.result, elems)
                     } else {
-                        self.held(&draft.summed, elems)
+                        self.held_as_one(&mut draft, elems)
                     };
                     draft.stage.sends.push(Transfer { peer: self.rank(*to), tag: *number, bytes });
                 }
@@ -115,7 +121,8 @@ impl PieceSum {
 
     /// Ends the stage with an addition: to what this rank has come the parts of others.
     fn add(&self, draft: &mut Draft, Adding { elems, last, .. }: &Adding) {
-        let mut inputs = vec![(self.me, self.held(&draft.summed, elems))];
+        let held = self.held(&draft.summed, elems);
+        let mut inputs: Vec<(u32, Span)> = held.into_iter().map(|bytes| (self.me, bytes)).collect();
         inputs.append(&mut draft.came);
         // All others add in the order of positions.
         if self.algorithm == Algorithm::Store {
@@ -130,9 +137,24 @@ impl PieceSum {
 
     /// Where this rank has what it has of these elements, which lie within `summed` or beside it: a step adds to all that
     /// a later one sends or adds to, or to nothing of it.
-    fn held(&self, summed: &Range<u64>, elems: &Range<u64>) -> Span {
+    fn held(&self, summed: &Range<u64>, elems: &Range<u64>) -> Vec<Span> {
         let is_summed = summed.start <= elems.start && elems.end <= summed.end;
-        self.bytes(if is_summed { self.result } else { self.own }, elems)
+        let of = if is_summed { std::slice::from_ref(&self.result) } else { &self.own[..] };
+        of.iter().map(|of| self.bytes(*of, elems)).collect()
+    }
+
+    /// The same to be sent: of several vectors their sum. It may be made where one of them is, as what a rank has sent it never
+    /// adds to again.
+    fn held_as_one(&self, draft: &mut Draft, elems: &Range<u64>) -> Span {
+        let mut held = self.held(&draft.summed, elems);
+        if held.len() == 1 {
+            return held.remove(0);
+        }
+        draft.end_stage();
+        let output = self.bytes(self.result, elems);
+        draft.stage.then.push(Local::Reduce { inputs: held, output: output.clone(), last: false });
+        draft.end_stage();
+        output
     }
 
     fn bytes(&self, of: Buffer, elems: &Range<u64>) -> Span {

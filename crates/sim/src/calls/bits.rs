@@ -24,12 +24,22 @@ pub(super) fn draw_elems(random: &mut Random, elem_bytes: usize) -> usize {
 }
 
 pub(super) fn numbers(random: &mut Random, dtype: Dtype, elems: usize) -> Vec<u8> {
-    let mut number = || random.below(2001) as f64 / 1000.0 - 1.0;
+    drawn(random, dtype, elems, |random| random.below(2001) as f64 / 1000.0 - 1.0)
+}
+
+/// Such that sums of some hundred are exact in every type.
+pub(super) fn whole_numbers(random: &mut Random, dtype: Dtype, elems: usize) -> Vec<u8> {
+    drawn(random, dtype, elems, |random| random.below(5) as f64 - 2.0)
+}
+
+/// Floating-point numbers as they are drawn; others are any.
+fn drawn(random: &mut Random, dtype: Dtype, elems: usize, draw: fn(&mut Random) -> f64) -> Vec<u8> {
+    let numbers = (0..elems).map(|_| draw(random));
     match dtype {
-        Dtype::F32 => (0..elems).flat_map(|_| (number() as f32).to_le_bytes()).collect(),
-        Dtype::F64 => (0..elems).flat_map(|_| number().to_le_bytes()).collect(),
-        Dtype::F16 => (0..elems).flat_map(|_| f16::from_f64(number()).to_le_bytes()).collect(),
-        Dtype::Bf16 => (0..elems).flat_map(|_| bf16::from_f64(number()).to_le_bytes()).collect(),
+        Dtype::F32 => numbers.flat_map(|number| (number as f32).to_le_bytes()).collect(),
+        Dtype::F64 => numbers.flat_map(f64::to_le_bytes).collect(),
+        Dtype::F16 => numbers.flat_map(|number| f16::from_f64(number).to_le_bytes()).collect(),
+        Dtype::Bf16 => numbers.flat_map(|number| bf16::from_f64(number).to_le_bytes()).collect(),
         _ => {
             let count = elems * dtype.size_bytes();
             (0..count.div_ceil(8)).flat_map(|_| random.bits().to_le_bytes()).take(count).collect()
@@ -53,14 +63,19 @@ pub(super) fn is_plain(algorithm: Algorithm, dtype: Dtype) -> bool {
         || matches!(dtype, Dtype::I64 | Dtype::I32 | Dtype::I16 | Dtype::I8 | Dtype::U8)
 }
 
+/// What a sum is that has the same bits in any order.
+pub(super) fn sum_in_any_order(dtype: Dtype, op: Op, rows: impl Iterator<Item = Vec<u8>>) -> Vec<u8> {
+    let inputs: Vec<Chunk> = rows.map(|row| tensor(&row)).collect();
+    let output = RealMemory::tensor(inputs[0].to_bytes().map_or(0, |bytes| bytes.len()));
+    RealMemory::default().reduce(dtype, op.reduction(inputs.len() as u32), &inputs, &output);
+    output.to_bytes().unwrap_or_default().into_vec()
+}
+
 /// What an allreduce by this algorithm gives: docs/summation.md for each slice.
 pub(super) fn sum(algorithm: Algorithm, dtype: Dtype, op: Op, rows: &[Vec<u8>]) -> Vec<u8> {
     let (p, elem_bytes) = (rows.len() as u32, dtype.size_bytes());
     if is_plain(algorithm, dtype) && rows[0].len() > ORDERED_ELEMS_MAX * elem_bytes {
-        let inputs: Vec<Chunk> = rows.iter().map(|row| tensor(row)).collect();
-        let output = RealMemory::tensor(rows[0].len());
-        RealMemory::default().reduce(dtype, op.reduction(p), &inputs, &output);
-        return output.to_bytes().unwrap_or_default().into_vec();
+        return sum_in_any_order(dtype, op, rows.iter().cloned());
     }
     let elems = (rows[0].len() / elem_bytes) as u64;
     let count = slices(algorithm, elems, elem_bytes as u64, p);
