@@ -38,8 +38,8 @@ CORE_DEPENDENCIES = {"bytemuck", "half", "thiserror"}
 CIRCLE_MAX = 3
 """Files that import each other in a circle, counting what is imported for types only."""
 
-# Which file writes the parts of a parameter's slot. A flight writes itself: others call its methods.
-WRITERS = {"flight": "model/flight.py", "pending": "updates/optimizer.py", "reads": "reads/safety.py"}
+# Which file writes the parts of a parameter's slot. Flights and pending updates write themselves: others call methods.
+WRITERS = {"flight": "model/flight.py", "pending": "model/layers.py", "reads": "reads/safety.py"}
 SLOT_WRITERS = {"gradients/hooks.py": {"gather"}, "reads/safety.py": {"distributed"}}
 
 # How long a step takes is what a call by one of two algorithms takes more than by the other.

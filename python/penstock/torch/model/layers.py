@@ -4,7 +4,7 @@ A layer is a module with parameters of its own; tied parameters count once, wher
 here talks to the engine.
 
 A `Slot` is a parameter's identity, and with it the parts that change, each of which one file alone writes: `Flight`
-(flight.py), `PendingUpdate` (updates/optimizer.py), `Reads` (reads/safety.py). What a parameter knows of those who
+(flight.py), `PendingUpdate` (here), `Reads` (reads/safety.py). What a parameter knows of those who
 work for it are the protocols below: its layer's gather, its optimizer's updates, and its model.
 """
 
@@ -187,6 +187,18 @@ class PendingUpdate:
         self.group = 0
         self.place = 0
         self.zero_after = False
+
+    def take(self, by: Updater, group: int = 0, place: int = 0) -> None:
+        """A step has taken the parameter's gradient."""
+        self.by, self.group, self.place, self.zero_after = by, group, place, False
+
+    def end(self) -> None:
+        """It is applied, or never will be."""
+        self.by = None
+
+    def zero(self, wanted: bool) -> None:
+        """Whether ``.grad`` shall be zeroed when it is applied."""
+        self.zero_after = wanted
 
 
 class Reads:

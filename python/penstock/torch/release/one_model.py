@@ -16,7 +16,7 @@ from penstock.torch.model import patches
 from penstock.torch.model.layers import DistributedModel, Slot
 from penstock.torch.reads.safety import Watch, unclaim
 from penstock.torch.schemes import residuals
-from penstock.torch.updates.optimizer import Updates
+from penstock.torch.updates.patching import PatchedOptimizer
 from penstock.torch.updates.whole import StepLog
 from penstock.warning import warn
 
@@ -30,7 +30,6 @@ class Released(DistributedModel, Protocol):
         model: As the program has it.
         slots: Its parameters.
         gradients: Their gradients.
-        updates: Those of its optimizers.
         buffers: The copies of rank 0's buffers, if they are made.
         watch: Observes who reads what, before the first step.
     """
@@ -38,9 +37,13 @@ class Released(DistributedModel, Protocol):
     model: nn.Module
     slots: list[Slot]
     gradients: Gradients
-    updates: list[Updates]
     buffers: BufferCopy | None
     watch: Watch | None
+
+    @property
+    def updates(self) -> Sequence[PatchedOptimizer]:
+        """Those of its optimizers."""
+        ...
 
 
 class ModelEnding:

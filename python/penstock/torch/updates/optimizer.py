@@ -11,28 +11,24 @@ joined, to be updated in one call (joined.py).
 from __future__ import annotations
 
 import itertools
-import types
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable
 from operator import attrgetter, itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
-from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ConfigError
-from penstock.torch.gradients.hooks import Gradients
-from penstock.torch.model.layers import DistributedModel, Layer, Slot
+from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.reads.safety import defer, restore, slot_of
 from penstock.torch.release.failure import settled
 from penstock.torch.schemes.gather import mark_average
 from penstock.torch.updates import joined
 from penstock.torch.updates.partial import PartialUpdates
+from penstock.torch.updates.patching import PatchedOptimizer, Trained, increment_versions
 from penstock.torch.updates.separable import as_if_in_step, separable, snapshot, unhooked_step
 from penstock.torch.updates.whole import StepLog, open_steps
-from penstock.torch.updates.zeroing import zero_grads
 from penstock.warning import warn
 
 __all__ = ["Updates"]
@@ -44,46 +40,8 @@ WAIT_BYTES = 64 << 10
 _PLACE_IN_FORWARD = attrgetter("layer.place")
 _GROUP_AND_PLACE: Callable[[tuple[Any, ...]], Any] = itemgetter(0, 1)
 
-_outside_of_dynamo: Callable[..., Any] = torch._disable_dynamo  # type: ignore[attr-defined]
 
-
-class Trained(DistributedModel, Protocol):
-    """The model that an optimizer trains (distribute.py).
-
-    Attributes:
-        gradients: Its gradients.
-        whole_steps: Whether a step can be undone until it is whole.
-        synchronous: Why nothing may be left outstanding, if so.
-        observed: Whether it is known who reads which parameter.
-    """
-
-    gradients: Gradients
-    whole_steps: bool
-    synchronous: str | None
-    observed: bool
-
-    def before_step(self) -> None:
-        """Nothing of the previous step may be outstanding when the next begins."""
-        ...
-
-    def after_step(self) -> None:
-        """The gradients of this step have been taken."""
-        ...
-
-    def finish(self) -> None:
-        """Apply all outstanding updates of the model."""
-        ...
-
-    def finish_everything(self) -> None:
-        """Apply the outstanding updates of all models of this job."""
-        ...
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse parameters that the model does not have."""
-        ...
-
-
-class Updates:
+class Updates(PatchedOptimizer):
     """The pending updates of one optimizer.
 
     Args:
@@ -92,13 +50,9 @@ class Updates:
     """
 
     def __init__(self, distributed: Trained, optimizer: Optimizer) -> None:
-        self._distributed = distributed
-        self.engine = distributed.engine
-        self.optimizer = optimizer
+        super().__init__(distributed, optimizer)
         self.log = StepLog(distributed.engine, optimizer) if distributed.whole_steps else None
         self._taken: list[Layer] = []  # of the last step
-        self._released = False
-        self._gradients = distributed.gradients
         self._waiting: dict[Layer, list[Slot]] = {}
         self._units: dict[Layer, list[Layer]] = {}  # of `_taken`
         self._groups: list[dict[str, Any]] = []  # hyperparameters at the time of step
@@ -107,7 +61,6 @@ class Updates:
         self._warned = False
         self._separable = separable(optimizer)
         self._class_step = unhooked_step(type(optimizer)) if self._separable is None else None
-        self._previous_step: Callable[..., Any] = _own_step(optimizer)
         can_join = self._separable is None and joined.joinable(optimizer)
         self._joined = joined.Joined(optimizer) if can_join else None
         self._small = {slot for slot in distributed.gradients.slots if not slot.immediate and joined.fits(slot.param)}
@@ -117,10 +70,12 @@ class Updates:
             if can_join and self._small.issuperset(layer.slots)
         }
         self._partial = PartialUpdates(optimizer, self._gradients, separable=self._separable is None, log=self.log)
-        self._unpatched: dict[str, Any] = {}  # what the optimizer itself had where ours is now
-        self._patches: dict[str, Any] = {}
-        self._handles: list[RemovableHandle] = []
         self._patch()
+        if self._separable is None:  # others, such as wrappers that know no hooks, have no update outstanding
+            self._handles = [
+                optimizer.register_state_dict_pre_hook(lambda _: self._before_reading()),
+                optimizer.register_load_state_dict_pre_hook(lambda _, __: self.finish_all()),
+            ]
 
     def is_outstanding(self, layers: Iterable[Layer]) -> bool:
         """Whether an update of one of these is."""
@@ -144,18 +99,10 @@ class Updates:
         whole = self._reason_for_whole(closure)
         if whole is not None or args or kwargs:
             return self._step_whole(whole, closure, *args, **kwargs)
-        with torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
-            for pre_hook in _hooks(torch_optimizer._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks):
-                if pre_hook(optimizer, (), {}) is not None:
-                    raise ConfigError(
-                        "an optimizer step pre-hook that changes the arguments of step cannot be used with penstock"
-                    )
+        with self._as_step():
             self._take_part()
             with self._partial.turn:
                 self._take_gradients()
-            optimizer._optimizer_step_code()
-            for post_hook in _hooks(optimizer._optimizer_step_post_hooks, torch_optimizer._global_optimizer_post_hooks):
-                post_hook(optimizer, (), {})
         self._distributed.after_step()
         return None
 
@@ -234,8 +181,7 @@ class Updates:
                         flight.is_final(param.grad)
                         defer(slot)
                         final.append(slot)
-                    pending = slot.pending
-                    pending.group, pending.place, pending.by, pending.zero_after = number, place, self, False
+                    slot.pending.take(self, number, place)
                     taken.append(slot)
         taken.sort(key=_PLACE_IN_FORWARD)
         for slot in taken:
@@ -246,7 +192,7 @@ class Updates:
         if self.log is not None and taken:
             self.log.begin()
         # A graph made before this step must not be used after it: say so at the time the plain optimizer would.
-        _increment_versions([slot.param for slot in taken])
+        increment_versions([slot.param for slot in taken])
         gradients.step += 1
         self._partial.open(taken, self._groups, clone=self._writes_gradients)
         if self._joined is not None:
@@ -322,11 +268,6 @@ class Updates:
         if slots:
             self._apply(slots)
 
-    def finish_if_waiting(self, needed: Iterable[Layer]) -> None:
-        """As `finish`, but only if one of these layers is outstanding."""
-        if self.is_outstanding(needed):
-            self.finish(needed)
-
     def finish_all(self) -> None:
         """Apply everything."""
         if self._waiting:
@@ -369,7 +310,7 @@ class Updates:
         gradients = self._gradients
         due: list[tuple[int, int, Slot, Tensor, Tensor | None]] = []  # by group and place in it
         for slot in slots:
-            slot.pending.by = None
+            slot.pending.end()
             restore(slot)
         for slot in slots:
             flight, pending = slot.flight, slot.pending
@@ -441,7 +382,7 @@ class Updates:
         self._gradients.own(kept)
 
     def _zero_after_update(self, slot: Slot) -> None:
-        slot.pending.zero_after = False
+        slot.pending.zero(False)
         grad = slot.param.grad
         assert grad is not None  # set by _apply
         if grad is slot.flight.memory and self._gradients.lent.holds(slot.flight.token):
@@ -467,11 +408,7 @@ class Updates:
 
     def zero_after(self, slot: Slot, wanted: bool) -> None:
         """Whether ``.grad`` is zeroed after the update; not if it is the caller's by now."""
-        slot.pending.zero_after = wanted
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients; one that is still in flight stays with its update."""
-        zero_grads((p for group in self.optimizer.param_groups for p in group["params"]), set_to_none)
+        slot.pending.zero(wanted)
 
     # The end
 
@@ -487,109 +424,5 @@ class Updates:
             self._partial.abandon()
             for slots in waiting.values():
                 for slot in slots:
-                    slot.pending.by = None
+                    slot.pending.end()
             return begun if waiting else None
-
-    def release(self) -> None:
-        """Give the optimizer back as it was. Where another library has wrapped what is ours, that passes calls on."""
-        self._released = True
-        own = self.optimizer.__dict__
-        for name, function in self._patches.items():
-            if own.get(name) is function:
-                del own[name]
-                if name in self._unpatched:
-                    own[name] = self._unpatched[name]
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _patch(self) -> None:
-        optimizer, distributed = self.optimizer, self._distributed
-        plain_zero_grad, plain_add, plain_getstate = (
-            _of_class(optimizer, name) for name in ("zero_grad", "add_param_group", "__getstate__")
-        )
-
-        def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            return self._previous_step(*args, **kwargs) if self._released else self.step(*args, **kwargs)
-
-        def zero_grad(_: Optimizer, *args: Any, **kwargs: Any) -> None:
-            if not self._released and getattr(type(optimizer), "zero_grad", None) is Optimizer.zero_grad:
-                self.zero_grad(*args, **kwargs)
-            else:
-                distributed.finish()
-                plain_zero_grad(*args, **kwargs)
-
-        def add_param_group(_: Optimizer, param_group: dict[str, Any]) -> None:
-            self.finish_all()
-            plain_add(param_group)
-            if self._released:
-                return
-            try:
-                distributed.check_optimizer(optimizer)
-            except ConfigError:
-                optimizer.param_groups.pop()
-                raise
-
-        def getstate(_: Optimizer) -> Any:
-            self._before_reading()
-            state = dict(vars(optimizer)) if plain_getstate is None else plain_getstate()
-            if type(state) is not dict:
-                return state
-            return {key: value for key, value in state.items() if all(value is not method for method in patched)}
-
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # no scheduler need: it sets _opt_called
-        patched = [
-            types.MethodType(function, optimizer)
-            for function in (_outside_of_dynamo(step), zero_grad, add_param_group, getstate)
-        ]
-        for name, method in zip(("step", "zero_grad", "add_param_group", "__getstate__"), patched, strict=True):
-            if name == "__getstate__" or callable(getattr(optimizer, name, None)):
-                if name in optimizer.__dict__:
-                    self._unpatched[name] = optimizer.__dict__[name]
-                self._patches[name] = method
-                setattr(optimizer, name, method)
-        if self._separable is None:  # others, such as wrappers that know no hooks, have no update outstanding
-            self._handles = [
-                optimizer.register_state_dict_pre_hook(lambda _: self._before_reading()),
-                optimizer.register_load_state_dict_pre_hook(lambda _, __: self.finish_all()),
-            ]
-
-    def _before_reading(self) -> None:
-        self.finish_all()
-        self._distributed.ending.warn_if_torn()
-
-
-def _hooks(*tables: Mapping[int, Any]) -> list[Callable[..., Any]]:
-    return [hook for table in tables for hook in table.values()]
-
-
-def _own_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """The step of before `distribute`, without a scheduler's wrapper, which the patched step makes unnecessary."""
-    patched = optimizer.__dict__.get("step")
-    if patched is None or getattr(patched, "_wrapped_by_lr_sched", False):
-        patched = _of_class(optimizer, "step")
-    step: Callable[..., Any] = patched
-    return step
-
-
-def _of_class(optimizer: Optimizer, name: str) -> Any:
-    """A method without what was patched onto the object; of a wrapper that only passes calls on, what it passes to."""
-    function = getattr(type(optimizer), name, None)
-    return getattr(optimizer, name, None) if function is None else types.MethodType(function, optimizer)
-
-
-def _increment_one_by_one(tensors: Iterable[Tensor]) -> None:
-    for tensor in tensors:
-        torch.autograd.graph.increment_version(tensor)
-
-
-def _increment_function() -> Callable[[Iterable[Tensor]], None]:
-    """The function of torch, where it takes many at once: torch 2.4 and some later ones take one."""
-    try:
-        torch.autograd.graph.increment_version([torch.zeros(1)])
-    except (RuntimeError, TypeError):
-        return _increment_one_by_one
-    return torch.autograd.graph.increment_version
-
-
-_increment_versions = _increment_function()
