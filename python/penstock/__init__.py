@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from penstock.kvstore import KVStore
     from penstock.lossy import DGC, OneBit
     from penstock.torch.access import no_sync, synchronize
+    from penstock.torch.clipping import GradScaler, clip_grad_norm_
     from penstock.torch.distribute import distribute
     from penstock.torch.facts import coordinator_of, explain
     from penstock.torch.join import join
@@ -71,6 +72,7 @@ __all__ = [
     "ConfigError",
     "Coordinator",
     "Future",
+    "GradScaler",
     "Group",
     "KVStore",
     "ModelMismatch",
@@ -86,6 +88,7 @@ __all__ = [
     "allreduce",
     "barrier",
     "broadcast",
+    "clip_grad_norm_",
     "coordinator_of",
     "distribute",
     "explain",
@@ -113,6 +116,7 @@ _HOME_OF = {
     "Coordinator": "coordinator",
     "DGC": "lossy",
     "Future": "collectives",
+    "GradScaler": "torch",
     "Group": "collectives",
     "KVStore": "kvstore",
     "ModelMismatch": "errors",
@@ -127,6 +131,7 @@ _HOME_OF = {
     "allreduce": "collectives",
     "barrier": "collectives",
     "broadcast": "collectives",
+    "clip_grad_norm_": "torch",
     "coordinator_of": "torch",
     "distribute": "torch",
     "explain": "torch",

@@ -15,9 +15,9 @@ import json
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from penstock.buffers import view
 from penstock.errors import ConfigError, ProtocolError
@@ -25,9 +25,24 @@ from penstock.errors import ConfigError, ProtocolError
 if TYPE_CHECKING:
     from penstock._native import Call, Engine
 
-__all__ = ["Channel", "EndServing", "Message", "ServeBook", "Servers", "SetPriorities", "decode", "encode"]
+__all__ = [
+    "Channel",
+    "Described",
+    "EndServing",
+    "Keep",
+    "Message",
+    "Proceed",
+    "Saved",
+    "ServeBook",
+    "Servers",
+    "SetPriorities",
+    "Squares",
+    "decode",
+    "encode",
+    "keep",
+]
 
-Fold = Literal["fresh", "kept"]
+Fold = Literal["fresh", "kept", "updated"]
 Answered = Literal["all", "who-asks"]
 
 VERSION = 1
@@ -36,12 +51,25 @@ GROUP = (1 << 16) - 1
 ANSWER_BYTES = 2048
 """Every answer's length, for a gather has blocks of one length."""
 MESSAGE_BYTES_MAX = 1 << 30
+BLOCK_BYTES = 4096
+"""Of what comes first: a length, and as much of the message as fits. Most fit, and take one broadcast."""
 PATIENCE_S = 0.2  # between two looks at signals
 _LENGTH = struct.Struct("<Q")
 
 
+Described = tuple[str, dict[str, Any]]
+"""An optimizer as it travels: which of the core's, and its options."""
+_OPTIMIZERS = ("sgd", "adam", "adagrad", "rmsprop")
+
+
 class Message(ABC):
-    """Something that worker 0 tells all servers."""
+    """Something that worker 0 tells all servers.
+
+    Attributes:
+        awaited: Whether worker 0 waits for the answers. A server that cannot carry out one of the others ends the job.
+    """
+
+    awaited: ClassVar[bool] = True
 
     @abstractmethod
     def carry_out(self, engine: Engine) -> Any:
@@ -60,7 +88,7 @@ class ServeBook(Message):
         members: All that have to do with it.
         owners: Those to whom slices are dealt.
         must_be_in: Those whose contributions end a round.
-        fold: ``fresh`` or ``kept``.
+        fold: ``fresh``, ``kept`` or ``updated``.
         answered: ``all`` or ``who-asks``.
     """
 
@@ -109,6 +137,110 @@ class SetPriorities(Message):
 
 
 @dataclass(frozen=True)
+class Proceed(Message):
+    """The word to owners that update: go on with a step. Nobody waits until it is carried out.
+
+    Attributes:
+        book: Its number.
+        step: The step.
+        optimizers: By parameter group, as of this step; none: the step is not made.
+        groups: By tensor, its group.
+        factor: What gradients are multiplied by before.
+    """
+
+    book: int
+    step: int
+    optimizers: Sequence[Described] = ()
+    groups: Sequence[int] = ()
+    factor: float = 1.0
+    awaited: ClassVar[bool] = False
+
+    def carry_out(self, engine: Engine) -> None:
+        """Say it to the engine."""
+        from penstock._native import Optimizer
+
+        if not self.optimizers:
+            engine.discard(self.book, self.step)
+            return
+        if unknown := [kind for kind, _ in self.optimizers if kind not in _OPTIMIZERS]:
+            raise ConfigError(f"an optimizer {unknown[0]!r}; the core has {', '.join(_OPTIMIZERS)}")
+        twins = [getattr(Optimizer, kind)(**options) for kind, options in self.optimizers]
+        engine.proceed(self.book, self.step, twins, list(self.groups), self.factor)
+
+
+@dataclass(frozen=True)
+class Squares(Message):
+    """How large the gradients of a step are, as far as they are summed here.
+
+    Attributes:
+        book: Its number.
+        step: The step.
+    """
+
+    book: int
+    step: int
+
+    def carry_out(self, engine: Engine) -> float:
+        """Wait for the contributions; the sum of squares."""
+        return engine.squares(self.book, self.step)
+
+
+@dataclass(frozen=True)
+class Keep(Message):
+    """Take what is kept of a tensor: worker 0 broadcasts its memory, the value first, then the states.
+
+    Attributes:
+        book: Its number.
+        tensor: Of the book.
+        nbytes: Of the value, and of each state.
+        value: Whether a value comes; the one that is here stays otherwise.
+        states: How many states come; those that are here stay if there is no such number.
+        updates: How often the value was updated; as often as here if there is no such number.
+    """
+
+    book: int
+    tensor: int
+    nbytes: int
+    value: bool
+    states: int | None
+    updates: int | None
+
+    def carry_out(self, engine: Engine) -> None:
+        """Receive it, and keep what is owned here."""
+        fields = [bytearray(self.nbytes) for _ in range(self.value + (self.states or 0))]
+        for field in fields:
+            broadcast(engine, field)
+        value = fields[0] if self.value else None
+        states = None if self.states is None else fields[self.value :]
+        keep(engine, self.book, self.tensor, self.nbytes, value, states, self.updates)
+
+
+@dataclass(frozen=True)
+class Saved(Message):
+    """What is kept of a tensor: each server's part reaches worker 0 in its place, and zeros elsewhere.
+
+    Attributes:
+        book: Its number.
+        tensor: Of the book.
+        nbytes: Of the whole tensor.
+        state: The value (None), or one of the optimizer's states.
+    """
+
+    book: int
+    tensor: int
+    nbytes: int
+    state: int | None
+
+    def carry_out(self, engine: Engine) -> int | None:
+        """Send it; how often it was updated."""
+        part = bytearray(self.nbytes)
+        memory = view(part, "what is kept", written=True)
+        updates = engine.save(self.book, self.tensor, self.state, memory.address, memory.nbytes)
+        add_up(engine, part, None)
+        return updates
+
+
+@dataclass(frozen=True)
 class EndServing(Message):
     """The job ends in order: no message follows."""
 
@@ -116,7 +248,63 @@ class EndServing(Message):
         """Nothing; the loop ends."""
 
 
-_MESSAGES: dict[str, type[Message]] = {one.__name__: one for one in (ServeBook, SetPriorities, EndServing)}
+_MESSAGES: dict[str, type[Message]] = {
+    one.__name__: one for one in (ServeBook, SetPriorities, Proceed, Squares, Keep, Saved, EndServing)
+}
+
+
+def broadcast(engine: Engine, data: Any, *, wait: bool = True) -> Call:
+    """From worker 0 to the servers: its memory, or into this memory of a server."""
+    memory = view(data, "a message to servers", written=isinstance(data, bytearray))
+    call = engine.call(GROUP, "broadcast", 0, 0, "copy", "bytes", [], [(memory.address, memory.nbytes)], memory.keep)
+    if wait:
+        call.wait()
+    return call
+
+
+def add_up(engine: Engine, mine: Any, output: Any) -> None:
+    """What is kept in parts: of each 4 bytes one server has them, and all others zeros. The sum goes to worker 0."""
+    memory = view(mine, "what is kept", written=True)
+    place = (memory.address, memory.nbytes)
+    outputs = [] if output is None else [place]
+    engine.call(GROUP, "reduce", 0, 0, "sum", "i32", [place], outputs, memory.keep).wait()
+
+
+def keep(
+    engine: Engine,
+    book: int,
+    tensor: int,
+    nbytes: int,
+    value: Any,
+    states: Sequence[Any] | None,
+    updates: int | None,
+) -> None:
+    """Replace what this rank keeps of a tensor, if it owns some of it.
+
+    Args:
+        engine: Of the job.
+        book: The book's number.
+        tensor: Of the book.
+        nbytes: Of the whole tensor.
+        value: Memory of the whole value; none: it stays.
+        states: Of each of the optimizer's states; none: they stay.
+        updates: How often the value was updated; none: as often as now.
+    """
+
+    def saved(state: int | None) -> tuple[bytearray, int | None]:
+        whole = bytearray(nbytes)
+        memory = view(whole, "what is kept", written=True)
+        return whole, engine.save(book, tensor, state, memory.address, memory.nbytes)
+
+    own, count = saved(None)
+    if states is None:
+        states = []
+        while (field := saved(len(states)))[1] is not None:
+            states = [*states, field[0]]
+    for state, field in enumerate([own if value is None else value, *states]):
+        memory = view(field, "what is kept", written=False)
+        number = (count or 0) if updates is None else updates
+        engine.load(book, tensor, state - 1 if state else None, number, memory.address, memory.nbytes)
 
 
 def encode(message: Message) -> bytes:
@@ -162,8 +350,12 @@ class Channel:
         self._engine = engine
         self._members = members
 
-    def tell(self, message: Message) -> list[Any]:
-        """At worker 0: the servers' answers, by server, once all have carried it out.
+    def tell(self, message: Message, meanwhile: Callable[[], object] | None = None) -> list[Any]:
+        """At worker 0: the servers' answers, by server, once all have carried it out; none if it is not answered.
+
+        Args:
+            message: The message.
+            meanwhile: What worker 0 does of it: calls that the servers make, too.
 
         Raises:
             ConfigError: A server could not; the message says why.
@@ -171,8 +363,14 @@ class Channel:
             Timeout: One did not answer.
         """
         data = encode(message)
-        self._broadcast(_LENGTH.pack(len(data))).wait()
-        self._broadcast(data).wait()
+        block = (_LENGTH.pack(len(data)) + data).ljust(BLOCK_BYTES)
+        broadcast(self._engine, block[:BLOCK_BYTES], wait=message.awaited)
+        if len(block) > BLOCK_BYTES:
+            broadcast(self._engine, block[BLOCK_BYTES:], wait=message.awaited)
+        if meanwhile is not None:
+            meanwhile()
+        if not message.awaited:
+            return []
         answers = [bytearray(ANSWER_BYTES) for _ in self._members]
         self._gather(bytes(ANSWER_BYTES), answers)
         found = [json.loads(answer) for answer in answers[1:]]
@@ -187,18 +385,21 @@ class Channel:
         Raises:
             PenstockError: The job has failed meanwhile.
         """
-        length = bytearray(_LENGTH.size)
+        block = bytearray(BLOCK_BYTES)
         # Workers may rightly have nothing to say for hours.
-        call = self._broadcast(length)
+        call = broadcast(self._engine, block, wait=False)
         call.watch()
         while not call.done():
             self._engine.take_done(PATIENCE_S)
-        count = _LENGTH.unpack(length)[0]
+        count = _LENGTH.unpack_from(block)[0]
         if count > MESSAGE_BYTES_MAX:
             raise ProtocolError(f"a message of {count} bytes to the servers; {MESSAGE_BYTES_MAX} are possible")
-        data = bytearray(count)
-        self._broadcast(data).wait()
-        return decode(bytes(data))
+        data = bytes(block[_LENGTH.size : _LENGTH.size + count])
+        if count > len(data):
+            rest = bytearray(count - len(data))
+            broadcast(self._engine, rest)
+            data += rest
+        return decode(data)
 
     def answer(self, **what: Any) -> None:
         """At a server: the answer to the last message, ``value`` or ``error``."""
@@ -206,12 +407,6 @@ class Channel:
         if len(data) > ANSWER_BYTES:
             data = json.dumps({"error": str(what)[: ANSWER_BYTES // 4]}).encode()
         self._gather(data.ljust(ANSWER_BYTES), [])
-
-    def _broadcast(self, data: bytes | bytearray) -> Call:
-        """From worker 0, or into this memory."""
-        memory = view(data, "a message to servers", written=isinstance(data, bytearray))
-        place = [(memory.address, memory.nbytes)]
-        return self._engine.call(GROUP, "broadcast", 0, 0, "copy", "bytes", [], place, data)
 
     def _gather(self, mine: bytes, outputs: list[bytearray]) -> None:
         """Everybody's block to worker 0."""
@@ -314,12 +509,19 @@ class Servers:
         if book in self._books:
             self.tell(SetPriorities(book, places))
 
-    def tell(self, message: Message) -> list[Any]:
-        """The servers' answers, at worker 0; at other workers nothing is done, and the list is empty."""
+    def tell(self, message: Message, meanwhile: Callable[[], object] | None = None) -> list[Any]:
+        """As `Channel.tell` at worker 0; at other workers nothing is done, and the list is empty."""
         if self._channel is None:
             return []
         with self._lock:
-            return self._channel.tell(message)
+            return self._channel.tell(message, meanwhile)
+
+    def say(self, word: Proceed) -> None:
+        """To all who own slices of a book that they update: to this worker itself, if there are no servers."""
+        if self.ranks:
+            self.tell(word)
+        else:
+            word.carry_out(self._engine)
 
     def end(self) -> None:
         """The job ends in order: let the servers end, too.

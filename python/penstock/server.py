@@ -53,12 +53,17 @@ def serve(**options: Unpack[OptionArguments]) -> Report:
             try:
                 value = message.carry_out(running.engine)
             except ConfigError as error:
+                if not message.awaited:
+                    raise
                 channel.answer(error=str(error))
             else:
-                channel.answer(value=value)
+                if message.awaited:
+                    channel.answer(value=value)
             message = channel.next()
         channel.answer(value=None)
-    except PenstockError:
+    except PenstockError as error:
+        if not running.engine.has_failed:  # it is this server that cannot go on
+            running.abort(f"{type(error).__name__}: {error}")
         running.engine.shutdown()  # raises nothing: the failure has been raised
         raise
     except BaseException as error:

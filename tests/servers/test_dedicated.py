@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.control import EndServing, ServeBook, SetPriorities, decode, encode
-from penstock.errors import ProtocolError
+from penstock.control import EndServing, Keep, Proceed, Saved, ServeBook, SetPriorities, Squares, decode, encode
+from penstock.errors import ConfigError, ProtocolError
 
 LIMIT_S = 150
 GONE_S = 10
@@ -230,8 +230,19 @@ def test_a_program_that_trains_is_no_server():
 
 def test_messages_are_typed_and_nothing_else_is_taken():
     book = ServeBook(2, "model", ["fc"], [["w", 0, "f32", 3]], [0, 1, 2], [2], [0, 1])
-    for message in (book, SetPriorities(1, [2, 0, 1]), EndServing()):
+    word = Proceed(2, 7, [["sgd", {"lr": 0.1}]], [0], 0.5)
+    for message in (
+        book,
+        SetPriorities(1, [2, 0, 1]),
+        word,
+        Squares(2, 7),
+        Keep(2, 0, 12, True, None, 3),
+        EndServing(),
+    ):
         assert decode(encode(message)) == message
+    assert decode(encode(Saved(2, 0, 12, None))) == Saved(2, 0, 12, None)
+    with pytest.raises(ConfigError, match="an optimizer 'lars'; the core has sgd, adam"):
+        Proceed(2, 7, [["lars", {}]], [0]).carry_out(None)
     wrong = [
         b"",
         b"\x80\x04K\x01.",  # a pickle

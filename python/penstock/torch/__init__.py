@@ -5,6 +5,7 @@ The code map:
 distribute  the entry                              alone      a job of one process
 access      what a program calls on all models     facts      what it may ask of one
 join        uneven numbers of batches              sampling   which samples are this rank's
+clipping    what is done to gradients before a step
 model       layers and parameters, patches         reads      who reads which parameter
 gradients   gradients in, averages back            updates    updates out, layer by layer
 schemes     averages that every rank makes         choice     schemes chosen while training
@@ -13,6 +14,7 @@ runtime     memory used again, threads             backend    for torch.distribu
 """
 
 from penstock.torch.access import finish_all, no_sync, synchronize
+from penstock.torch.clipping import GradScaler, clip_grad_norm_
 from penstock.torch.distribute import distribute
 from penstock.torch.facts import coordinator_of, explain
 from penstock.torch.join import join
@@ -20,7 +22,9 @@ from penstock.torch.release.failure import after_failure, let_go
 from penstock.torch.sampling import sampler
 
 __all__ = [
+    "GradScaler",
     "after_failure",
+    "clip_grad_norm_",
     "coordinator_of",
     "distribute",
     "explain",

@@ -69,6 +69,8 @@ def finish_all() -> None:
     for distributed in distributed_here():
         if distributed.ending.lost is None:
             distributed.synchronize()
+            if distributed.gradients.drop is not None:
+                distributed.gradients.drop(adding=False)
             distributed.drift.conclude()
 
 

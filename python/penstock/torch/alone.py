@@ -18,6 +18,7 @@ from penstock.torch.model.layers import describe
 from penstock.torch.model.layout import ROOT
 from penstock.torch.schemes import residuals
 from penstock.torch.schemes.survey import Schemes, choose, survey
+from penstock.torch.updates.owners import check_kept
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -26,7 +27,13 @@ __all__ = ["distribute_alone"]
 
 
 def distribute_alone(
-    given: Any, model: nn.Module, optimizers: Sequence[Optimizer], schemes: Schemes | str | None, engine: Engine
+    given: Any,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    schemes: Schemes | str | None,
+    engine: Engine,
+    *,
+    at_owners: bool = False,
 ) -> None:
     """What `distribute` does in a job of one process.
 
@@ -36,6 +43,7 @@ def distribute_alone(
         optimizers: Its optimizers.
         schemes: As in `distribute`.
         engine: That of the job.
+        at_owners: Whether several ranks would let owners update.
 
     Raises:
         ConfigError: As for several ranks, as far as no other rank need be asked.
@@ -51,7 +59,11 @@ def distribute_alone(
     named = {name or ROOT: module for name, module in model.named_modules()}  # scripted ones know no other way
     modules = [named[layer.name] for layer in layers]
     params = [[slot.param for slot in layer.slots] for layer in layers]
-    choose([layer.name for layer in layers], modules, survey(given, modules), patterns, params)
+    names = [layer.name for layer in layers]
+    chosen = choose(names, modules, survey(given, modules), patterns, params)
+    if at_owners:
+        given_names = [one if isinstance(one, str) else one.name for one in chosen]
+        check_kept(slots, optimizers, dict(zip(names, given_names, strict=True)))
     residuals.refuse_momentum_of_nobody(patterns)
     enroll(model, engine)
     given.no_sync = nullcontext

@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import nn
@@ -49,6 +50,9 @@ from penstock.torch.schemes.factors import numerics
 from penstock.torch.schemes.pairs import EmbeddingPairs
 from penstock.torch.schemes.survey import Schemes, choose, common_reason, gather_scheme, survey
 from penstock.torch.updates.optimizer import Updates
+from penstock.torch.updates.owners import OwnerUpdates, check_kept
+from penstock.torch.updates.patching import PatchedOptimizer
+from penstock.updated_book import UpdatedBook
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -81,6 +85,7 @@ class Distributed:
         rates: The job's, the same on every rank.
         given: The model or its wrapper, as the program has it.
         servers: Those of the job, if there are some.
+        at_owners: Whether updates are made by those who own the sums.
 
     Attributes:
         terms: By name of the layer, what is settled of its scheme.
@@ -104,6 +109,7 @@ class Distributed:
         rates: Rates,
         given: nn.Module | None = None,
         servers: Servers | None = None,
+        at_owners: bool = False,
     ) -> None:
         self.engine = engine
         self.servers = Servers(engine, rank, options.world_size, 0) if servers is None else servers
@@ -118,7 +124,8 @@ class Distributed:
         self._known = {id(param): param for param in model.parameters()}
         for optimizer in optimizers:
             self.check_optimizer(optimizer)
-        arguments = {"broadcast_buffers": broadcast_buffers, 'schemes="auto"': schemes == "auto"}
+        automatic = schemes == "auto"
+        arguments = {"broadcast_buffers": broadcast_buffers, 'schemes="auto"': automatic, "update": at_owners}
         self._tensors = fingerprint(model, optimizers, self.slots, arguments)
         check_same_model(engine.all_gather("penstock.distribute", self._tensors))
         origins = engine.all_gather("penstock.distribute", origin_of(model))
@@ -136,9 +143,11 @@ class Distributed:
         self.terms: dict[str, Terms] = {}
         self.why_whole: dict[str, str] = {}
         patterns: Schemes = {} if schemes is None or isinstance(schemes, str) else schemes
-        rows, lossy = self._agree_on_schemes(model if given is None else given, patterns, automatic=schemes == "auto")
+        rows, lossy = self._agree_on_schemes(model if given is None else given, patterns, automatic=automatic)
+        if at_owners:
+            rows, lossy, automatic = self._only_whole(optimizers)
         self.ranks = ranks = options.world_size
-        self._automatic = schemes == "auto"
+        self._automatic = automatic
         if self._automatic and options.collective_schemes:
             network, cluster = network_of(model, self.why_whole, name), self._cluster(*engine.slicing())
             found = best_collectives(network, cluster, policy=options.policy, rates=rates)
@@ -155,7 +164,7 @@ class Distributed:
             lossy,
             ranks,
             fixed,
-            self.servers.open_book,
+            partial(self.servers.open_book, fold="updated") if at_owners else self.servers.open_book,
         )
         self.servers.check_that_all_own(self.gradients.id, f"{name}.gradients")
         self.gathers = {gather.layer.name: gather for gather in self.gradients.rows}
@@ -165,7 +174,11 @@ class Distributed:
         self.set_schemes({layer: terms.scheme for layer, terms in self.terms.items()})
         self.coordinator, self.choice = self._coordinate(rank, name, options, rates)
         self.gradients.synchronous = self.synchronous is not None
-        self.updates = [Updates(self, optimizer) for optimizer in optimizers]
+        self.updates: list[PatchedOptimizer] = (
+            [OwnerUpdates(self, one, UpdatedBook(engine, self.servers, rank, self.gradients.id)) for one in optimizers]
+            if at_owners
+            else [Updates(self, one) for one in optimizers]
+        )
         self.drift = Drift(
             engine, model, optimizers, self.finish, rank=rank, ranks=ranks, name=name, every=options.check_every
         )
@@ -267,6 +280,17 @@ class Distributed:
             elif why is None and (scheme := gather_scheme(module)) is not None:
                 rows.append((layer, module, one if WAYS[one].sends_rows else scheme))
         return rows, lossy
+
+    def _only_whole(self, optimizers: Sequence[Optimizer]) -> tuple[list[Any], list[Any], bool]:
+        """Owners that update need gradients whole: no layer sends anything else, and there is nothing to choose."""
+        check_kept(self.slots, optimizers, {name: terms.scheme for name, terms in self.terms.items()})
+        if self.whole_steps:
+            raise ConfigError(
+                'penstock.distribute: update="servers" and the option whole_steps exclude each other: what is lost '
+                "with an owner cannot be given back"
+            )
+        self.why_whole = {layer.name: "its owners update it, from the whole gradient" for layer in self.layers}
+        return [], [], False
 
     @staticmethod
     def _choose_sparse(
@@ -432,13 +456,26 @@ class Distributed:
         """Make parameters and gradients final."""
         self.ending.raise_if_lost()
         self.finish()
-        self.gradients.finish(self.slots)
+        if self.gradients.drop is None:
+            self.gradients.finish(self.slots)
         for slot in self.slots:
             if not slot.reads.watched and not slot.flight.flying:
                 restore(slot)
 
     def finish_gradient(self, slot: Slot) -> None:
-        """Make the gradient of a parameter final."""
+        """Make the gradient of a parameter final.
+
+        Raises:
+            ConfigError: It is nobody's: it is summed at the owners.
+        """
+        if self.gradients.drop is not None:
+            raise ConfigError(
+                f'penstock: with update="servers" gradients are at the servers between backward and step, and .grad of '
+                f"{slot.name} cannot be read. Clip by penstock.clip_grad_norm_(model.parameters(), max_norm), scale "
+                "the loss by penstock.GradScaler",
+                layer=slot.layer.name,
+                step=self.gradients.step,
+            )
         self.gradients.finish([slot])
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
@@ -472,6 +509,7 @@ def distribute(
     *,
     broadcast_buffers: bool | None = None,
     schemes: Schemes | str | None = None,
+    update: Literal["workers", "servers"] = "workers",
 ) -> tuple[ModelT, None]: ...
 @overload
 def distribute(
@@ -480,6 +518,7 @@ def distribute(
     *,
     broadcast_buffers: bool | None = None,
     schemes: Schemes | str | None = None,
+    update: Literal["workers", "servers"] = "workers",
 ) -> tuple[ModelT, OptimizerT]: ...
 @overload
 def distribute(
@@ -488,6 +527,7 @@ def distribute(
     *,
     broadcast_buffers: bool | None = None,
     schemes: Schemes | str | None = None,
+    update: Literal["workers", "servers"] = "workers",
 ) -> tuple[ModelT, Sequence[Optimizer]]: ...
 def distribute(
     model: Any,
@@ -495,6 +535,7 @@ def distribute(
     *,
     broadcast_buffers: bool | None = None,
     schemes: Schemes | str | None = None,
+    update: Literal["workers", "servers"] = "workers",
 ) -> tuple[Any, Any]:
     """Make a model train on all ranks as one: the same two objects come back and are used as before. Collective.
 
@@ -534,13 +575,19 @@ def distribute(
             whatever no pattern matches. Lossy, and never chosen by themselves: ``bf16`` and ``fp16``, for gradients in
             fp32, round them to two bytes on the wire, sum in fp32 and round the average once (docs/summation.md);
             ``1bit`` and ``dgc``, or `OneBit` and `DGC` objects (docs/lossy.md).
+        update: Who updates the parameters. ``"workers"``: every worker all of them, with the averages. ``"servers"``:
+            who sums a slice keeps its value and the optimizer's state and updates it (the workers themselves, a part
+            each, or servers apart), and workers get parameters back. For SGD, Adam, AdamW, Adagrad and RMSprop of
+            torch, of parameters in fp32 and fp64, by the schemes ``store``, ``bf16`` and ``fp16``. ``.grad`` cannot be
+            read between backward and `step`, and is None after it; see docs/servers.md.
 
     Returns:
         ``(model, optimizer)``, the objects that were given.
 
     Raises:
         ConfigError: The model is on a GPU, or distributed already, or the optimizer holds parameters of another model,
-            or a pattern of `schemes` matches no layer that can use what it says.
+            or a pattern of `schemes` matches no layer that can use what it says, or the optimizer, an option of it,
+            a parameter or a scheme is none for ``update="servers"``.
         ModelMismatch: Ranks have different models; the message names the first tensor that differs and both ranks.
         PeerLost: A rank was lost meanwhile.
         Timeout: A rank did not call this in time.
@@ -548,8 +595,11 @@ def distribute(
     Example:
         >>> model, optimizer = ps.distribute(model, torch.optim.AdamW(model.parameters()))
         >>> model, optimizer = ps.distribute(model, optimizer, schemes={"classifier.*": "factors", "*": "store"})
+        >>> model, optimizer = ps.distribute(model, optimizer, update="servers")
     """
     running = job.current("distribute")
+    if update not in ("workers", "servers"):
+        raise ConfigError(f'penstock.distribute: update={update!r}: expected "workers" or "servers"')
     if isinstance(schemes, str) and schemes != "auto":
         raise ConfigError(
             f'penstock.distribute: schemes={schemes!r}: expected "auto", None, or a dictionary such as '
@@ -559,7 +609,7 @@ def distribute(
     optimizers = optimizers_in(optimizer)
     inner = getattr(model, "_orig_mod", model)  # torch.compile's wrapper has no parameters of its own
     if running.world_size == 1:
-        distribute_alone(model, inner, optimizers, schemes, running.engine)
+        distribute_alone(model, inner, optimizers, schemes, running.engine, at_owners=update == "servers")
         return model, optimizer
     if broadcast_buffers is None:
         broadcast_buffers = running.options.broadcast_buffers
@@ -576,6 +626,7 @@ def distribute(
             rates=running.rates,
             given=model,
             servers=running.servers,
+            at_owners=update == "servers",
         )  # the hooks on the model keep it
     except BaseException:
         if not any(distributed_of(param) is not None for param in inner.parameters()):

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,15 @@ if TYPE_CHECKING:
     from penstock._native import Engine
 
 __all__ = ["Gradients"]
+
+
+class Drop(Protocol):
+    """See `penstock.torch.updates.owners.OwnerUpdates.drop`."""
+
+    def __call__(self, *, adding: bool) -> None:
+        """Give up gradients that no step has used."""
+        ...
+
 
 _current_task: Callable[[], int] = torch._C._current_graph_task_id
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
@@ -117,6 +126,8 @@ class Gradients:
         # Without an optimizer nobody says when a step begins: then each backward is one, and this is told its number.
         self.begin_step: Callable[[int], None] | None = None
         self.synchronous = False  # gradients are final when backward returns
+        # Where owners update, gradients never come back, and a backward without a step is given up by this.
+        self.drop: Drop | None = None
         self._task = -1  # the autograd graph task seen last
         self._handles: list[RemovableHandle] = []
         self._unswapped = [slot for slot in slots if not slot.swappable]
@@ -189,6 +200,8 @@ class Gradients:
         """A gradient arrives on top of one in flight: it is added to the final average, as DDP does."""
         if slot.pending.by is not None:
             slot.pending.by.finish([slot.layer])
+        if slot.flight.flying and self.drop is not None:
+            self.drop(adding=True)
         self.finish([slot])
 
     def _make_after(self, kept: Slot) -> Any:
@@ -308,6 +321,8 @@ class Gradients:
     def _begin(self, task: int) -> None:
         self._task = task
         if self.rounds == self.closed:
+            if self.drop is not None:
+                self.drop(adding=True)
             if self.begin_step is not None:
                 self.begin_step(self.step)
             self.rounds += 1
@@ -360,6 +375,8 @@ class Gradients:
 
     def _finish_unwatched(self) -> None:
         """The round is over: what nobody could be made to wait for is waited for now."""
+        if self.drop is not None:
+            return
         if self.synchronous:
             self.finish(self.slots)
         elif self._unswapped:

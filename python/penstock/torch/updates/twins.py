@@ -8,21 +8,22 @@ from typing import Any
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from penstock._native import Optimizer as Twin
+from penstock.control import Described
 from penstock.errors import ConfigError
 
-__all__ = ["twin_of"]
+__all__ = ["described", "twin_of"]
 
 # How an update is computed on a device, and not what it is.
 _WITHOUT_EFFECT = ("foreach", "fused", "capturable", "initial_lr")
 
 
-def _sgd(of: Mapping[str, Any]) -> Twin:
-    return Twin.sgd(**_common(of), momentum=of["momentum"], dampening=of["dampening"], nesterov=of["nesterov"])
+def _sgd(of: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(**_common(of), momentum=of["momentum"], dampening=of["dampening"], nesterov=of["nesterov"])
 
 
-def _adam(of: Mapping[str, Any]) -> Twin:
+def _adam(of: Mapping[str, Any]) -> dict[str, Any]:
     beta1, beta2 = of["betas"]
-    return Twin.adam(
+    return dict(
         **_common(of),
         betas=(float(beta1), float(beta2)),
         eps=of["eps"],
@@ -31,16 +32,12 @@ def _adam(of: Mapping[str, Any]) -> Twin:
     )
 
 
-def _adagrad(of: Mapping[str, Any]) -> Twin:
-    return Twin.adagrad(
-        **_common(of), lr_decay=of["lr_decay"], eps=of["eps"], initial=float(of["initial_accumulator_value"])
-    )
+def _adagrad(of: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(**_common(of), lr_decay=of["lr_decay"], eps=of["eps"], initial=float(of["initial_accumulator_value"]))
 
 
-def _rmsprop(of: Mapping[str, Any]) -> Twin:
-    return Twin.rmsprop(
-        **_common(of), alpha=of["alpha"], eps=of["eps"], momentum=of["momentum"], centered=of["centered"]
-    )
+def _rmsprop(of: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(**_common(of), alpha=of["alpha"], eps=of["eps"], momentum=of["momentum"], centered=of["centered"])
 
 
 def _common(of: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,12 +45,12 @@ def _common(of: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _USUAL = {"params", "lr", "weight_decay", "maximize", "differentiable"}
-_TWINS: dict[type[Optimizer], tuple[Callable[[Mapping[str, Any]], Twin], set[str]]] = {
-    SGD: (_sgd, {"momentum", "dampening", "nesterov"}),
-    Adam: (_adam, {"betas", "eps", "amsgrad", "decoupled_weight_decay"}),
-    AdamW: (_adam, {"betas", "eps", "amsgrad", "decoupled_weight_decay"}),
-    Adagrad: (_adagrad, {"lr_decay", "eps", "initial_accumulator_value"}),
-    RMSprop: (_rmsprop, {"alpha", "eps", "momentum", "centered"}),
+_TWINS: dict[type[Optimizer], tuple[str, Callable[[Mapping[str, Any]], dict[str, Any]], set[str]]] = {
+    SGD: ("sgd", _sgd, {"momentum", "dampening", "nesterov"}),
+    Adam: ("adam", _adam, {"betas", "eps", "amsgrad", "decoupled_weight_decay"}),
+    AdamW: ("adam", _adam, {"betas", "eps", "amsgrad", "decoupled_weight_decay"}),
+    Adagrad: ("adagrad", _adagrad, {"lr_decay", "eps", "initial_accumulator_value"}),
+    RMSprop: ("rmsprop", _rmsprop, {"alpha", "eps", "momentum", "centered"}),
 }
 
 
@@ -72,6 +69,13 @@ def twin_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Twin:
         >>> twin_of(adam, adam.param_groups[0]).states
         ['exp_avg', 'exp_avg_sq']
     """
+    kind, options = described(optimizer, group)
+    make: Callable[..., Twin] = getattr(Twin, kind)
+    return make(**options)
+
+
+def described(optimizer: Optimizer, group: Mapping[str, Any]) -> Described:
+    """The twin as it travels to the servers; see `twin_of`."""
     kind = type(optimizer)
     if kind not in _TWINS:
         names = ", ".join(sorted(known.__name__ for known in _TWINS))
@@ -79,10 +83,10 @@ def twin_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Twin:
             f"{kind.__module__}.{kind.__qualname__} cannot update at the servers: only {names} of torch.optim can, and "
             "no subclass of them"
         )
-    make, options = _TWINS[kind]
+    name, options_in, options = _TWINS[kind]
     unknown = sorted(set(group) - options - _USUAL - set(_WITHOUT_EFFECT))
     if unknown:
         raise ConfigError(f"{kind.__name__} cannot update at the servers with its option {unknown[0]!r}")
     if group["differentiable"]:
         raise ConfigError(f"{kind.__name__} cannot update at the servers with differentiable=True")
-    return make(group)
+    return name, options_in(group)

@@ -1,0 +1,414 @@
+"""Updates at the owners: `step` says the word, and what comes back is not an average but the parameter.
+
+A worker keeps neither the optimizer's states nor the averages; an owner does, for its slices (`Fold::Updated` in
+crates/core/src/roles.rs). So ``.grad`` is this rank's until backward sends it, and nobody's afterwards: whoever reads
+it between backward and `step` is told so, and after `step` it is None. What a program would do to averages is asked for
+before the word: to multiply them all by one number. A backward without a `step` is given up when the next begins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from penstock._native import WAYS
+from penstock.errors import ConfigError
+from penstock.plan import STORE
+from penstock.torch.model.layers import Layer, Slot
+from penstock.torch.reads.safety import restore
+from penstock.torch.release.failure import settled
+from penstock.torch.schemes.gather import changed_in_flight
+from penstock.torch.updates.patching import PatchedOptimizer, Trained, increment_versions
+from penstock.torch.updates.separable import as_if_in_step
+from penstock.torch.updates.twins import described, twin_of
+from penstock.updated_book import UpdatedBook
+
+__all__ = ["OwnerUpdates", "check_kept"]
+
+
+def check_kept(slots: Sequence[Slot], optimizers: Sequence[Optimizer], schemes: Mapping[str, str]) -> None:
+    """Refuse what owners cannot update, before anything is opened: the same on every rank.
+
+    Args:
+        slots: The model's parameters.
+        optimizers: As given to `penstock.distribute`.
+        schemes: By layer, how its gradient would travel.
+
+    Raises:
+        ConfigError: Naming what it is.
+    """
+    if len(optimizers) != 1:
+        raise _refused(f"takes one optimizer, and was given {len(optimizers)}")
+    optimizer = optimizers[0]
+    for group in optimizer.param_groups:
+        described(optimizer, group)
+    fits = [way.name for way in WAYS.values() if way.is_whole and way.route == STORE]
+    memory: dict[int, list[tuple[int, int, str]]] = {}
+    for slot in slots:
+        param, name, layer = slot.param, slot.name, slot.layer.name
+        if param.dtype not in (torch.float32, torch.float64):
+            raise _refused(f"updates float32 and float64, and {name} is {param.dtype}", layer)
+        if schemes[layer] not in fits:
+            raise _refused(
+                f"needs whole gradients at the owners, by {', '.join(fits)}; {layer} is given {schemes[layer]}",
+                layer,
+            )
+        start, others = param.data_ptr(), memory.setdefault(param.untyped_storage().data_ptr(), [])
+        for begin, end, other in others:
+            if start < end and begin < start + slot.nbytes:
+                raise _refused(f"keeps one value for each parameter, and {name} and {other} share memory", layer)
+        others.append((start, start + slot.nbytes, name))
+
+
+def _refused(why: str, layer: str | None = None) -> ConfigError:
+    return ConfigError(f'penstock.distribute: update="servers" {why}', layer=layer)
+
+
+class OwnerUpdates(PatchedOptimizer):
+    """The updates of one optimizer, made by the owners.
+
+    Args:
+        distributed: The distributed model.
+        optimizer: Its optimizer, which is patched.
+        book: Of its gradients, and the parameters in return.
+    """
+
+    def __init__(self, distributed: Trained, optimizer: Optimizer, book: UpdatedBook) -> None:
+        super().__init__(distributed, optimizer)
+        self._book = book
+        self._waiting: dict[Layer, list[Slot]] = {}
+        self._taken: list[Layer] = []
+        self._round_used = 0  # the last whose word was said
+        self._factor = 1.0  # for the gradients of this round
+        self._squares: float | None = None  # of them, if they were asked for
+        self._versions: dict[int, int] = {}  # by number of the slot, of the value that the owners know
+        self._trained: list[Slot] = []  # that the optimizer has
+        self._group_of: list[int] = []  # by number of the slot
+        self._check_groups()
+        self._gradients.drop = self.drop
+        self._give_all(values=True)
+        self._patch()
+        self._handles = [
+            optimizer.register_state_dict_pre_hook(lambda _: self._before_reading()),
+            optimizer.register_state_dict_post_hook(lambda _, state: self._read(state)),
+            optimizer.register_load_state_dict_pre_hook(lambda _, __: self.finish_all()),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._give_all(values=False)),
+        ]
+
+    def _check_groups(self) -> None:
+        super()._check_groups()
+        groups = self.optimizer.param_groups
+        for group in groups:
+            described(self.optimizer, group)
+        numbers = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
+        self._trained = [slot for slot in self._gradients.slots if id(slot.param) in numbers]
+        self._group_of = [numbers.get(id(slot.param), 0) for slot in self._gradients.slots]
+
+    # step
+
+    @settled
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Say the word for the gradients of this step, and return."""
+        self._distributed.ending.raise_if_lost()
+        if closure is not None or args or kwargs:
+            raise ConfigError(
+                'penstock: with update="servers" step takes no closure and no arguments: gradients are at the servers, '
+                "and cannot be evaluated again"
+            )
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
+        self._distributed.before_step()
+        self.finish_all()
+        with self._as_step():
+            gradients = self._gradients
+            gradients.close()
+            if gradients.closed == self._round_used:
+                gradients.close_without_backward()
+            with torch._C.DisableTorchFunctionSubclass():
+                self._take()
+        nobody_would_wait = not self._distributed.observed or self._distributed.synchronous is not None
+        self.finish([layer for layer in self._waiting if nobody_would_wait or any(s.immediate for s in layer.slots)])
+        self._distributed.after_step()
+        return None
+
+    def _take(self) -> None:
+        gradients = self._gradients
+        contributed = [slot for slot in gradients.slots if not slot.flight.absent]
+        trained = set(self._trained)
+        for slot in gradients.slots:
+            grad, sent = slot.param.grad, not slot.flight.absent
+            if not slot.flight.assigned and grad is not None and (sent or bool(grad.any())):
+                raise self._error("has a gradient that was set by hand, which the servers do not have", slot)
+            if sent and slot not in trained:
+                raise self._error(
+                    "has a gradient, and is in no group of the optimizer. Freeze it: requires_grad_(False)", slot
+                )
+        cleared = [slot for slot in contributed if not slot.flight.assigned]
+        if cleared and len(cleared) < len(contributed):
+            raise self._error(
+                "had its gradient reset between backward and step, and others had not: all of them, or none", cleared[0]
+            )
+        self._follow_changes()
+        if cleared:
+            self.drop(adding=False)  # there is no gradient: nothing is updated, as in torch
+            return
+        optimizers = [described(self.optimizer, group) for group in self.optimizer.param_groups]
+        self._book.proceed(gradients.step, optimizers, self._group_of, self._factor)
+        self._end_round()
+        for slot in contributed:
+            slot.param.grad = None
+            slot.flight.leave_to_caller()
+        for slot in gradients.slots:
+            slot.pending.take(self)
+            self._waiting.setdefault(slot.layer, []).append(slot)
+        self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[0].place))
+        self._taken = list(self._waiting)
+        # A graph made before this step must not be used after it: say so at the time the plain optimizer would.
+        increment_versions([slot.param for slot in contributed])
+        for slot in contributed:
+            self._versions[slot.index] = slot.param._version
+        gradients.step += 1
+
+    def _end_round(self) -> None:
+        self._round_used, self._factor, self._squares = self._gradients.closed, 1.0, None
+
+    def _error(self, what: str, slot: Slot) -> ConfigError:
+        rank, step = self._gradients.rank, self._gradients.step
+        return ConfigError(
+            f'penstock: with update="servers" {slot.name} {what}', rank=rank, layer=slot.layer.name, step=step
+        )
+
+    def _follow_changes(self) -> None:
+        """What the program has written into parameters (load_state_dict) goes to the owners."""
+        for slot in self._gradients.slots:
+            if slot.param._version != self._versions[slot.index]:
+                self._give_value(slot)
+
+    @settled
+    def drop(self, *, adding: bool) -> None:
+        """Gradients of a backward that no step followed are given up, if there are some.
+
+        Args:
+            adding: Whether another backward begins.
+
+        Raises:
+            ConfigError: That would add to them, or other ranks have made the step.
+        """
+        gradients = self._gradients
+        if gradients.rounds == self._round_used:
+            return
+        flying = [slot for slot in gradients.slots if slot.flight.flying]
+        if gradients.closed != gradients.rounds:
+            if flying:
+                raise self._error("has a second gradient in one backward, and the first is at the servers", flying[0])
+            return
+        kept = [slot for slot in flying if slot.flight.assigned and not slot.flight.absent]
+        self._end_round()
+        self._book.discard(gradients.step)
+        gradients.wait(flying)
+        sizes = gradients.lent.landed(gradients.id, [slot.index for slot in flying])[1]
+        with torch._C.DisableTorchFunctionSubclass():
+            for slot, size in zip(flying, sizes, strict=True):
+                restore(slot)
+                slot.flight.land()
+                if slot.flight.absent:
+                    slot.flight.land_absent(False)
+                elif slot.flight.assigned:
+                    slot.param.grad = None
+                slot.flight.forget()
+                if size:
+                    raise self._error("was updated by other ranks in a step that this rank has left out", slot)
+        gradients.step += 1
+        if kept and adding:
+            raise self._error(
+                "has a gradient at the servers that a second backward would be added to. Accumulate under "
+                "no_sync, or call zero_grad() before a backward if the step before is left out",
+                kept[0],
+            )
+
+    # Applying
+
+    def is_outstanding(self, layers: Iterable[Layer]) -> bool:
+        """Whether an update of one of these is."""
+        return bool(self._waiting) and any(layer in self._waiting for layer in layers)
+
+    def finish_all(self) -> None:
+        """Put everything in place."""
+        if self._waiting:
+            self.finish(list(self._waiting))
+
+    @settled
+    def finish(self, needed: Iterable[Layer]) -> None:
+        """Wait for the parameters of these layers, and put them in place.
+
+        Raises:
+            PeerLost: A rank was lost.
+            Timeout: They did not come in time.
+        """
+        layers = [layer for layer in dict.fromkeys(needed) if layer in self._waiting]
+        slots = [slot for layer in layers for slot in self._waiting[layer]]
+        if not slots:
+            return
+        gradients = self._gradients
+        gradients.wait(slots)
+        for layer in layers:
+            del self._waiting[layer]
+        sizes = gradients.lent.landed(gradients.id, [slot.index for slot in slots])[1]
+        with torch._C.DisableTorchFunctionSubclass(), as_if_in_step(), torch.no_grad():
+            self._put(slots, sizes)
+        gradients.applied(slots)
+
+    def _put(self, slots: Sequence[Slot], sizes: Sequence[int]) -> None:
+        targets: list[Tensor] = []
+        values: list[Tensor] = []
+        for slot, size in zip(slots, sizes, strict=True):
+            flight, param = slot.flight, slot.param
+            slot.pending.end()
+            restore(slot)
+            if not flight.absent and flight.grad is not None and flight.grad._version != flight.version:
+                raise changed_in_flight(slot, self._gradients.step)
+            if not flight.absent and not size:
+                raise self._error("was not updated: other ranks have left this step out", slot)
+            if size:
+                assert flight.memory is not None  # it has landed there
+                targets.append(param.data)
+                values.append(flight.memory.view(param.shape) if slot.staged else flight.memory)
+            flight.land()
+            if flight.absent:
+                flight.land_absent(size > 0)
+            flight.forget()
+        if targets:
+            torch._foreach_copy_(targets, values)
+
+    def zero_after(self, slot: Slot, wanted: bool) -> None:
+        """Nothing: there is no gradient after an update."""
+
+    # What is done to averages before the update
+
+    def norm(self) -> float:
+        """The global norm of the averages of this backward, as they will be used. Collective."""
+        gradients = self._gradients
+        gradients.close()
+        if gradients.closed == self._round_used:
+            gradients.close_without_backward()
+        if self._squares is None:
+            self._squares = self._book.squares(gradients.step)
+        return math.sqrt(self._squares) * self._factor
+
+    def scale(self, factor: float) -> None:
+        """Averages of this backward are multiplied by this before they are used. All ranks must say the same."""
+        self._factor *= factor
+
+    def check_all_trained(self, params: Iterable[Tensor], caller: str) -> None:
+        """Refuse a part of the parameters: owners multiply all of a step by one number.
+
+        Args:
+            params: What is asked for.
+            caller: The function that was called.
+
+        Raises:
+            ConfigError: Naming a parameter that is missing.
+        """
+        given = {id(param) for param in params}
+        missing = next(
+            (slot for slot in self._trained if slot.param.requires_grad and id(slot.param) not in given), None
+        )
+        if missing is not None:
+            raise ConfigError(
+                f'{caller}: with update="servers" all parameters of the optimizer are multiplied by one number, and '
+                f"{missing.name} is not among those given",
+                layer=missing.layer.name,
+            )
+
+    # What is kept
+
+    def _flat(self, tensor: Tensor) -> Tensor:
+        return torch.as_strided(tensor, (tensor.numel(),), (1,), tensor.storage_offset())
+
+    def _memory(self, slot: Slot, tensor: Tensor) -> Tensor:
+        """A tensor like the parameter, in the order of the book's memory."""
+        return self._flat(slot.empty().copy_(tensor.detach()))
+
+    @torch.no_grad()
+    def _give_value(self, slot: Slot) -> None:
+        self._book.keep(slot.index, slot.nbytes, self._memory(slot, slot.param))
+        self._versions[slot.index] = slot.param._version
+
+    @torch.no_grad()
+    def _give_all(self, *, values: bool) -> None:
+        """What the optimizer has of state goes to the owners, and with it, if wanted, the values."""
+        optimizer = self.optimizer
+        with torch._C.DisableTorchFunctionSubclass():
+            for slot in self._gradients.slots:
+                state = optimizer.state.get(slot.param, {})
+                names = self._twin(slot).states
+                states = [state[name] for name in names if isinstance(state.get(name), Tensor)]
+                updates = int(state["step"]) if "step" in state else int(bool(states))
+                if states and len(states) < len(names):
+                    raise self._error(f"has some of the states {', '.join(names)}, and not all", slot)
+                fields = [self._memory(slot, one) for one in states] if updates else []
+                value = self._memory(slot, slot.param) if values else None
+                self._book.keep(slot.index, slot.nbytes, value, fields, updates)
+                if values:
+                    self._versions[slot.index] = slot.param._version
+        optimizer.state.clear()
+
+    def _twin(self, slot: Slot) -> Any:
+        groups = self.optimizer.param_groups
+        return twin_of(self.optimizer, groups[self._group_of[slot.index]])
+
+    @torch.no_grad()
+    def _before_reading(self) -> None:
+        """Collect the state from the owners. Collective."""
+        self._distributed.ending.raise_if_lost()
+        super()._before_reading()
+        state = self.optimizer.state
+        with torch._C.DisableTorchFunctionSubclass():
+            for slot in self._trained:
+                found = self._collected(slot)
+                if found:
+                    state[slot.param] = found
+
+    def _collected(self, slot: Slot) -> dict[str, Any]:
+        """A parameter's state as torch has it."""
+        twin = self._twin(slot)
+        fields: dict[str, Any] = {}
+        count = self._book.saved(slot.index, None, self._flat(slot.empty().zero_())) or 0
+        begins = isinstance(self.optimizer, torch.optim.Adagrad)  # with a state before the first update
+        for number, name in enumerate(twin.states if count else ()):
+            fields[name] = slot.empty().zero_()
+            self._book.saved(slot.index, number, self._flat(fields[name]))
+        if not count and begins:
+            fields = {name: slot.empty().fill_(twin.initial) for name in twin.states}
+        if isinstance(self.optimizer, torch.optim.SGD) or not (count or begins):
+            return fields
+        dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32  # as torch chooses
+        return {"step": torch.tensor(float(count), dtype=dtype), **fields}
+
+    def _read(self, state: Any) -> Any:
+        self.optimizer.state = defaultdict(dict)  # the one that was read goes with the reader
+        return state
+
+    # The end
+
+    def stop(self) -> list[str] | None:
+        """Nothing that is outstanding will come any more.
+
+        Returns:
+            If the last step is not whole, the layers that have its update.
+        """
+        waiting, self._waiting = self._waiting, {}
+        for slots in waiting.values():
+            for slot in slots:
+                slot.pending.end()
+        return [layer.name for layer in self._taken if layer not in waiting] if waiting else None
+
+    def release(self) -> None:
+        """Give the optimizer back as it was, without a state: the owners are gone, and what they kept."""
+        self._gradients.drop = None
+        super().release()

@@ -1,0 +1,111 @@
+"""A book whose owners keep the values and update them: what every worker calls alike, wherever the owners are.
+
+Without servers a worker owns slices itself and tells its own engine; with servers worker 0 tells them
+(`penstock.control`). Memory is that of whole tensors, as the book has them. Omits who decides what is updated when.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from penstock.buffers import view
+from penstock.control import Described, Keep, Proceed, Saved, Servers, Squares, add_up, broadcast, keep
+
+if TYPE_CHECKING:
+    from penstock._native import Engine
+
+__all__ = ["UpdatedBook"]
+
+_SQUARES = struct.Struct("<d")
+_UPDATES = struct.Struct("<q")
+
+
+class UpdatedBook:
+    """One book with the fold ``updated``.
+
+    Args:
+        engine: Of the job.
+        servers: Of the job, perhaps none.
+        rank: This worker.
+        number: The book's.
+    """
+
+    def __init__(self, engine: Engine, servers: Servers, rank: int, number: int) -> None:
+        self._engine, self._servers, self._rank, self._number = engine, servers, rank, number
+
+    def proceed(self, step: int, optimizers: Sequence[Described], groups: Sequence[int], factor: float) -> None:
+        """All tensors of a step are submitted: the owners update. Waits for nothing.
+
+        Args:
+            step: The step.
+            optimizers: By parameter group.
+            groups: By tensor.
+            factor: What gradients are multiplied by before.
+        """
+        self._servers.say(Proceed(self._number, step, optimizers, groups, factor))
+
+    def discard(self, step: int) -> None:
+        """As `proceed`, but the step is not made."""
+        self._servers.say(Proceed(self._number, step))
+
+    def squares(self, step: int) -> float:
+        """The sum of the squares of all averages of a step: the same on every worker. Collective."""
+        if self._servers.ranks:
+            parts = self._servers.tell(Squares(self._number, step))
+        else:
+            parts = [self._engine.squares(self._number, step)]
+        told = self._engine.all_gather("penstock.clip_grad_norm_", _SQUARES.pack(sum(parts)))
+        every: list[float] = [_SQUARES.unpack(part)[0] for part in told]
+        return every[0] if self._servers.ranks else sum(every)
+
+    def keep(
+        self,
+        tensor: int,
+        nbytes: int,
+        value: Any = None,
+        states: Sequence[Any] | None = None,
+        updates: int | None = None,
+    ) -> None:
+        """Let the owners of a tensor keep this. Every worker calls it with the same bytes.
+
+        Args:
+            tensor: Of the book.
+            nbytes: Of the tensor.
+            value: Memory of the value; none: it stays.
+            states: Of the optimizer's states; none: they stay.
+            updates: How often it was updated; none: as often as it was.
+        """
+        if not self._servers.ranks:
+            keep(self._engine, self._number, tensor, nbytes, value, states, updates)
+            return
+        fields = [*([] if value is None else [value]), *(states or ())]
+        count = None if states is None else len(states)
+        message = Keep(self._number, tensor, nbytes, value is not None, count, updates)
+        self._servers.tell(message, lambda: [broadcast(self._engine, field) for field in fields])
+
+    def saved(self, tensor: int, state: int | None, into: Any) -> int | None:
+        """Copy what the owners keep of a tensor to this memory, which is zero. Collective.
+
+        Args:
+            tensor: Of the book.
+            state: The value (None), or one of the optimizer's states.
+            into: Memory of the whole tensor.
+
+        Returns:
+            How often it was updated; `None` if no such thing is kept.
+        """
+        engine, memory = self._engine, view(into, "what is kept", written=True)
+        place, tell = (memory.address, memory.nbytes), self._servers.tell
+        if self._servers.ranks:
+            told = tell(Saved(self._number, tensor, memory.nbytes, state), lambda: add_up(engine, into, into))
+            engine.call(0, "broadcast", 0, 0, "copy", "bytes", [], [place], memory.keep).wait()
+            counts = [count for count in told if count is not None]
+        else:
+            count = engine.save(self._number, tensor, state, *place)
+            engine.call(0, "allreduce", 0, 0, "sum", "i32", [place], [place], memory.keep).wait()
+            counts = [] if count is None else [count]
+        mine = _UPDATES.pack(max(counts, default=-1))
+        updates: int = max(_UPDATES.unpack(one)[0] for one in engine.all_gather("optimizer.state_dict", mine))
+        return None if updates < 0 else updates

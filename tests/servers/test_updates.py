@@ -1,0 +1,104 @@
+"""Owners that update give the parameters of workers that do, and the same bits on every rank and in every run.
+
+One group of processes runs a job for each topology (updates_worker.py); each case, and each scenario of
+updates_scenarios.py, is a test of its own. With 100 steps, as often as it takes for errors to add up: ``long``.
+"""
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import programs
+import pytest
+from updates_scenarios import SCENARIOS
+from updates_worker import CASES
+
+LIMIT_S = 280
+AFTER_FAILURE_S = 15
+WORKER = Path(__file__).with_name("updates_worker.py")
+JOBS = [(4, 0, {}), (4, 2, {}), (3, 2, {})]  # workers, servers apart
+AGAIN = {"slice_bytes": 4096, "lanes": 2, "priority": False}  # which must not change a bit
+SHORT_STEPS, LONG_STEPS = 4, 100
+DIFFERENCE_MAX = {"fp32": 1e-5, "fp64": 1e-10}
+FEW = ["quick-sgd-fp64", "quick-adagrad-fp32", "gpt-adamw-fp32", "gpt-rmsprop-fp64"]
+
+
+def told(directory, jobs, **plan):
+    """What each worker of each job tells."""
+    (directory / "plan.json").write_text(json.dumps({"jobs": jobs, **plan}))
+    count = max(workers + servers for workers, servers, _ in jobs)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+    logs = [(directory / f"log.{number}").open("w+b") for number in range(count)]
+    processes = [
+        programs.start(WORKER, directory, number, stdout=log, stderr=subprocess.STDOUT, env=kept)
+        for number, log in enumerate(logs)
+    ]
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+            if any(process.returncode for process in processes):
+                deadline = min(deadline, time.monotonic() + AFTER_FAILURE_S)
+            time.sleep(0.05)
+        statuses = [process.poll() for process in processes]
+    finally:
+        for process, log in zip(processes, logs, strict=True):
+            process.kill()
+            log.close()
+    said = "".join(f"--- process {n}: {(directory / f'log.{n}').read_text()[-3000:]}\n" for n in range(count))
+    assert statuses == [0] * count, said
+    return [
+        [json.loads((directory / f"told-{n}" / f"{w}+{s}.{rank}.json").read_text()) for rank in range(w)]
+        for n, (w, s, _) in enumerate(jobs)
+    ]
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    plan = {"cases": FEW, "scenarios": list(SCENARIOS), "steps": SHORT_STEPS}
+    return told(tmp_path_factory.mktemp("short"), JOBS, **plan)
+
+
+@pytest.fixture(scope="module")
+def again(tmp_path_factory):
+    jobs = [(workers, servers, AGAIN) for workers, servers, _ in JOBS]
+    return told(tmp_path_factory.mktemp("again"), jobs, cases=FEW, scenarios=[], steps=SHORT_STEPS)
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory):
+    jobs = [*JOBS, *((workers, servers, AGAIN) for workers, servers, _ in JOBS)]
+    return told(tmp_path_factory.mktemp("long"), jobs, cases=CASES, scenarios=[], steps=LONG_STEPS)
+
+
+def check(ranks, case):
+    most = DIFFERENCE_MAX[case.rsplit("-", 1)[1]]
+    for rank, outcomes in enumerate(ranks):
+        outcome = outcomes[case]
+        assert outcome["moved"] > 1e-4, "nothing was trained"
+        assert outcome["difference"] <= most, f"rank {rank}: {outcome}"
+        assert outcome["of_states"] <= 10 * most, f"rank {rank}: {outcome}"
+    assert len({outcomes[case]["bits"] for outcomes in ranks}) == 1, "ranks have different bits"
+    return ranks[0][case]["bits"]
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_equal_to_updates_at_the_workers(short, again, case):
+    bits = [[check(ranks, case) for ranks in run] for run in (short, again)]
+    assert bits[0] == bits[1], "two runs have different bits"
+    assert bits[0][0] == bits[0][1], "where the owners are shows in the bits"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
+def test_equal_to_updates_at_the_workers_after_many_steps(long, case):
+    bits = [check(ranks, case) for ranks in long]
+    assert bits[: len(JOBS)] == bits[len(JOBS) :], "two runs have different bits"
+    assert bits[0] == bits[1], "where the owners are shows in the bits"
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("job", range(len(JOBS)), ids=["4", "4+2", "3+2"])
+def test_scenario(short, job, scenario):
+    assert [outcomes[scenario] for outcomes in short[job]] == ["ok"] * JOBS[job][0]

@@ -1,0 +1,294 @@
+"""What a program may do with ``update="servers"``, each a function that every worker runs; they share one job."""
+
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.errors import ConfigError
+
+STEPS = 4
+
+
+def network(dtype=torch.float64):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 50), nn.Tanh(), nn.Linear(50, 7)).to(dtype)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def started(update, make=adamw, dtype=torch.float64, **options):
+    model = network(dtype)
+    return ps.distribute(model, make(model), update=update, **options)
+
+
+def inputs(seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(100 * seed + ps.rank())
+    while True:
+        yield torch.randn(9, 40, generator=generator, dtype=dtype)
+
+
+def values(model):
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+def close(one, other, most=1e-12):
+    difference = float((one - other).norm() / other.norm())
+    assert difference < most, difference
+
+
+def both(train, **options):
+    """The parameters by both ways of updating."""
+    by_workers, by_servers = (train(*started(update, **options)) for update in ("workers", "servers"))
+    close(by_servers, by_workers)
+
+
+def steps(model, optimizer, count=STEPS, seed=0):
+    for x, _ in zip(inputs(seed), range(count), strict=False):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def rmsprop(model):
+    return torch.optim.RMSprop(model.parameters(), lr=1e-3, momentum=0.9, centered=True)
+
+
+def a_run_changes_between_workers_and_servers():
+    for make in (adamw, rmsprop, lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)):
+        expected = started("workers", make)
+        for seed in range(3):
+            steps(*expected, seed=seed)
+        way = [started(update, make) for update in ("workers", "servers", "workers")]
+        for seed, (model, optimizer) in enumerate(way):
+            if seed:
+                before, optimizer_before = way[seed - 1]
+                saved = optimizer_before.state_dict()
+                assert not getattr(optimizer_before, "state", {}) or seed == 1, "nothing stays on the worker"
+                model.load_state_dict(before.state_dict())
+                optimizer.load_state_dict(saved)
+            steps(model, optimizer, seed=seed)
+        close(values(way[-1][0]), values(expected[0]))
+        kept, others = (optimizer.state_dict()["state"] for optimizer in (way[1][1], way[0][1]))
+        assert {name: {*entry} for name, entry in kept.items()} == {name: {*entry} for name, entry in others.items()}
+
+
+def a_pickled_optimizer_has_its_state():
+    model, optimizer = started("servers")
+    steps(model, optimizer)
+    copy = pickle.loads(pickle.dumps(optimizer))
+    states = optimizer.state_dict()["state"]
+    assert len(copy.state) == len(states) == 6
+    for place, (_, state) in enumerate(copy.state.items()):
+        assert torch.equal(state["exp_avg"], states[place]["exp_avg"])
+
+
+def clipped(model, optimizer):
+    norms = []
+    for x, _ in zip(inputs(), range(STEPS), strict=False):
+        model(x).square().mean().backward()
+        norms.append(float(ps.clip_grad_norm_(model.parameters(), 0.05)))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert max(norms) > 0.1
+    return torch.cat([values(model), torch.tensor(norms, dtype=torch.float64)])
+
+
+def gradients_are_clipped_by_their_global_norm():
+    both(clipped)
+    both(clipped, make=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    model, _ = started("servers")
+    model(next(inputs())).sum().backward()
+    with pytest.raises(ConfigError, match=r"0\.bias is not among those given"):
+        ps.clip_grad_norm_([model[0].weight], 1.0)
+    with pytest.raises(ConfigError, match="norm_type 2, not inf"):
+        ps.clip_grad_norm_(model.parameters(), 1.0, norm_type=math.inf)
+
+
+def scaled(model, optimizer):
+    scaler = ps.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for number, (x, _) in enumerate(zip(inputs(), range(STEPS), strict=False)):
+        loss = model(x).square().mean()
+        if number == 1 and ps.rank() == 0:
+            loss = loss * math.inf  # on one rank
+        scaler.scale(loss).backward()
+        if number == 2:
+            scaler.unscale_(optimizer)
+            ps.clip_grad_norm_(model.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.get_scale() == 1024.0
+    return values(model)
+
+
+def a_scaler_leaves_steps_out():
+    both(scaled)
+
+
+def some_left_out(model, optimizer):
+    for number, (x, _) in enumerate(zip(inputs(), range(2 * STEPS), strict=False)):
+        model(x).square().mean().backward()
+        if number % 3 == 1:
+            optimizer.zero_grad(set_to_none=number == 1)
+            if number == 1:
+                optimizer.step()  # of nothing
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def steps_may_be_left_out():
+    both(some_left_out)
+
+
+def accumulated(model, optimizer):
+    for x, y, _ in zip(inputs(1), inputs(2), range(STEPS), strict=False):
+        with ps.no_sync(model):
+            model(x).square().mean().backward()
+            assert model[0].weight.grad is not None, "this rank's"
+        model(y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def gradients_are_accumulated():
+    both(accumulated)
+
+
+def partly_used(model, optimizer):
+    model[2].bias.requires_grad_(False)
+    for number, (x, _) in enumerate(zip(inputs(), range(STEPS), strict=False)):
+        hidden = model[1](model[0](x))
+        if number % 2 and ps.rank() == 0:
+            hidden.square().mean().backward()  # this rank does not come to the other layers
+        elif number == 2:
+            hidden.square().mean().backward()  # nor does any
+        else:
+            model[4](torch.tanh(model[2](hidden))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def what_has_no_gradient_is_not_updated():
+    both(partly_used)
+    both(partly_used, make=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1))
+
+
+def rounded_answers():
+    """Owners keep what they have in fp32; all workers get it in 16 bits."""
+    for scheme in ("bf16", "fp16"):
+        model, optimizer = started("servers", dtype=torch.float32, schemes={"*": scheme})
+        generator = torch.Generator().manual_seed(ps.rank())
+        for _ in range(STEPS):
+            model(torch.randn(9, 40, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = values(model)
+        half = torch.bfloat16 if scheme == "bf16" else torch.float16
+        assert torch.equal(found, found.to(half).float())
+        every = torch.zeros(ps.world_size(), len(found))
+        ps.all_gather(found, list(every))
+        assert all(torch.equal(one, found) for one in every)
+
+
+def changed(model, optimizer):
+    for number, (x, _) in enumerate(zip(inputs(), range(STEPS), strict=False)):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 1:
+            with torch.no_grad():
+                model[2].weight.clamp_(-0.05, 0.05)
+    return values(model)
+
+
+def what_the_program_writes_reaches_the_owners():
+    both(changed)
+
+
+def gradients_that_are_not_finite_are_applied():
+    model, optimizer = started("servers")
+    model(next(inputs())).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert bool(values(model).isfinite().all())
+    (model(next(inputs())).square().mean() * (math.nan if ps.rank() == 0 else 1.0)).backward()
+    optimizer.step()
+    assert bool(values(model).isnan().all())
+
+
+def groups_and_rates_may_change():
+    def train(model, optimizer):
+        steps(model, optimizer, 2)
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3
+            group["betas"] = (0.8, 0.99)
+        return steps(model, optimizer, 2, seed=1)
+
+    both(train)
+
+
+def mistakes_are_refused_at_the_call():
+    def refused(said, make, prepare=lambda model: model, **options):
+        model = prepare(network(torch.float32))
+        with pytest.raises(ConfigError, match=said):
+            ps.distribute(model, make(model), update="servers", **options)
+
+    def with_lbfgs(model):
+        return torch.optim.LBFGS(model.parameters())
+
+    refused("LBFGS cannot update at the servers: only Adagrad, Adam", with_lbfgs)
+    refused("takes one optimizer, and was given 0", lambda _: None)
+    refused("takes one optimizer, and was given 2", lambda model: [adamw(model), adamw(model)])
+    refused("at the owners, by store, bf16, fp16; 0 is given factors", adamw, schemes={"0": "factors"})
+    refused("fp16; 2 is given 1bit", adamw, schemes={"2": "1bit"})
+    refused("fp16; 4 is given ring", adamw, schemes={"4": "ring"})
+    refused("updates float32 and float64, and 0.weight is torch.bfloat16", adamw, lambda model: model.bfloat16())
+    with pytest.raises(ConfigError, match='expected "workers" or "servers"'):
+        started("elsewhere")
+
+
+def gradients_cannot_be_read_after_backward():
+    model, optimizer = started("servers")
+    model(next(inputs())).square().mean().backward()
+    with pytest.raises(ConfigError, match=r"\.grad of 0\.weight cannot be read. Clip by penstock\.clip_grad_norm_"):
+        _ = model[0].weight.grad
+    with pytest.raises(ConfigError, match="step takes no closure"):
+        optimizer.step(lambda: None)
+    optimizer.step()
+    assert all(param.grad is None for param in model.parameters())
+    model(next(inputs())).square().mean().backward()
+    with pytest.raises(ConfigError, match=r"a second backward would be added to\. Accumulate under no_sync"):
+        model(next(inputs())).square().mean().backward()
+    with pytest.raises(ConfigError, match="who owns parts of it is needed to the end"), ps.join():
+        pass
+
+
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (
+        a_run_changes_between_workers_and_servers,
+        a_pickled_optimizer_has_its_state,
+        gradients_are_clipped_by_their_global_norm,
+        a_scaler_leaves_steps_out,
+        steps_may_be_left_out,
+        gradients_are_accumulated,
+        what_has_no_gradient_is_not_updated,
+        rounded_answers,
+        what_the_program_writes_reaches_the_owners,
+        gradients_that_are_not_finite_are_applied,
+        groups_and_rates_may_change,
+        mistakes_are_refused_at_the_call,
+        gradients_cannot_be_read_after_backward,
+    )
+}
