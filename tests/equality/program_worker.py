@@ -19,6 +19,7 @@ from pathlib import Path
 import programs_loops
 import programs_models
 import programs_optimizers
+import programs_practice
 import torch
 import torch._dynamo  # the first optimizer imports it
 import torch.distributed
@@ -123,7 +124,7 @@ def run_all(directory, rank, size, cases):
 
 def main():
     directory, rank = Path(sys.argv[1]), int(sys.argv[2])
-    assert programs_loops and programs_models and programs_optimizers  # imported to fill PROGRAMS
+    assert programs_loops and programs_models and programs_optimizers and programs_practice  # imported to fill PROGRAMS
     faulthandler.enable()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

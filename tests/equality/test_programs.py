@@ -8,6 +8,7 @@ from pathlib import Path
 import programs_loops
 import programs_models
 import programs_optimizers
+import programs_practice
 import pytest
 from groups import run_cases
 from program_world import PROGRAMS, SEED, Case
@@ -15,7 +16,7 @@ from program_world import PROGRAMS, SEED, Case
 WORKER = Path(__file__).with_name("program_worker.py")
 DIFFERENCE_MAX = {"types_mixed": 1e-5}
 DIFFERENCE_MAX_FP64 = 1e-10
-MODULES = [programs_loops, programs_models, programs_optimizers]  # imported to fill PROGRAMS
+MODULES = [programs_loops, programs_models, programs_optimizers, programs_practice]  # imported to fill PROGRAMS
 CASES = [Case(1, "scripted"), *(Case(2 + number % 2, name) for number, name in enumerate(PROGRAMS))]
 
 

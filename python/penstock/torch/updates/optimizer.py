@@ -28,6 +28,7 @@ from penstock.torch.updates import joined
 from penstock.torch.updates.partial import PartialUpdates
 from penstock.torch.updates.patching import PatchedOptimizer, Trained, increment_versions
 from penstock.torch.updates.separable import as_if_in_step, separable, snapshot, unhooked_step
+from penstock.torch.updates.state import plain
 from penstock.torch.updates.whole import StepLog, open_steps
 from penstock.warning import warn
 
@@ -51,11 +52,12 @@ class Updates(PatchedOptimizer):
 
     def __init__(self, distributed: Trained, optimizer: Optimizer) -> None:
         super().__init__(distributed, optimizer)
-        self.log = StepLog(distributed.engine, optimizer) if distributed.whole_steps else None
+        self.log = StepLog(distributed.engine) if distributed.whole_steps else None
         self._taken: list[Layer] = []  # of the last step
         self._waiting: dict[Layer, list[Slot]] = {}
         self._units: dict[Layer, list[Layer]] = {}  # of `_taken`
         self._groups: list[dict[str, Any]] = []  # hyperparameters at the time of step
+        self._state: Any = None  # the optimizer's own, likewise
         self._round_used = 0  # the last synchronisation that a step has used
         self._writes_gradients = True  # until a step has been seen not to
         self._warned = False
@@ -161,6 +163,8 @@ class Updates(PatchedOptimizer):
     def _take_gradients(self) -> None:
         gradients = self._gradients
         self._groups = [snapshot(group) for group in self.optimizer.param_groups]
+        self._state = plain(self.optimizer.state)
+        self._watch_state()
         taken: list[Slot] = []
         final: list[Slot] = []
         with torch._C.DisableTorchFunctionSubclass():
@@ -190,11 +194,11 @@ class Updates(PatchedOptimizer):
         if layers != self._taken:
             self._taken, self._units = layers, self._in_units(layers)
         if self.log is not None and taken:
-            self.log.begin()
+            self.log.begin(self._state)
         # A graph made before this step must not be used after it: say so at the time the plain optimizer would.
         increment_versions([slot.param for slot in taken])
         gradients.step += 1
-        self._partial.open(taken, self._groups, clone=self._writes_gradients)
+        self._partial.open(taken, self._groups, self._state, clone=self._writes_gradients)
         if self._joined is not None:
             self._joined.begin()
         now = [slot.layer for slot in taken if slot.immediate]
@@ -350,23 +354,24 @@ class Updates(PatchedOptimizer):
             few: dict[int, list[nn.Parameter]] = {}  # of units that are not worth a call
             for (number, _), params in together.items():
                 assert self._joined is not None  # or there are none
-                left = self._joined.apply(params, optimizer.state, self._groups[number])
+                left = self._joined.apply(params, self._state, self._groups[number])
                 if left:
                     few.setdefault(number, []).extend(left)
             for number, params in few.items():
                 assert self._joined is not None  # as above
-                left = self._joined.apply(params, optimizer.state, self._groups[number], stays=False)
+                left = self._joined.apply(params, self._state, self._groups[number], stays=False)
                 if left:
                     apart.setdefault(number, []).extend(left)
             if not apart:
                 return
-            all_groups = optimizer.param_groups
+            all_groups, seen = optimizer.param_groups, optimizer.state
             optimizer.param_groups = [{**self._groups[number], "params": apart[number]} for number in sorted(apart)]
+            optimizer.state = self._state
             try:
                 assert self._class_step is not None  # it is separable
                 self._class_step(optimizer)
             finally:
-                optimizer.param_groups = all_groups
+                optimizer.param_groups, optimizer.state = all_groups, seen
 
     def _give_back(self, due: Iterable[tuple[Slot, Tensor | None]]) -> None:
         """Leave ``.grad`` as the caller has it by now: what he has put there, if the average is not his any more."""

@@ -9,7 +9,7 @@ sent comes all at once, when it is made (rebuild.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class PartialUpdates:
     ) -> None:
         self._log = log
         self.turn = background.Turn()
-        self._optimizer = optimizer
+        self._state: MutableMapping[Any, Any] = {}  # of the optimizer, at the time of step
         self._gradients = gradients
         self._pieces = Pieces(optimizer, PIECE_ELEMS) if separable and elementwise(optimizer) else None
         self._cuts: dict[Slot, Cut] = {}
@@ -70,12 +70,20 @@ class PartialUpdates:
 
     # A step
 
-    def open(self, taken: Iterable[Slot], groups: Sequence[dict[str, Any]], *, clone: bool) -> None:
+    def open(
+        self,
+        taken: Iterable[Slot],
+        groups: Sequence[dict[str, Any]],
+        state: MutableMapping[Any, Any],
+        *,
+        clone: bool,
+    ) -> None:
         """A step begins: cut what is large, the same on every rank whatever has arrived.
 
         Args:
             taken: The parameters that it updates, in the order of the forward.
             groups: The hyperparameters of this moment, by number of the group.
+            state: The optimizer's own, of this moment.
             clone: Give the optimizer copies of the gradients, because it writes into them.
         """
         self._open.clear()
@@ -84,7 +92,7 @@ class PartialUpdates:
         if self._pieces is None:
             return
         self._pieces.begin()
-        state = self._optimizer.state
+        self._state = state
         with torch._C.DisableTorchFunctionSubclass():
             for slot in taken:
                 if slot.immediate or slot.staged or slot.elems * slot.dtype.itemsize < CUT_MIN_BYTES:
@@ -126,7 +134,7 @@ class PartialUpdates:
 
     def _apply_rest(self, due: Sequence[tuple[Slot, Tensor]]) -> None:
         left = [(self._open[slot], _lying_like(slot, grad)) for slot, grad in due if not self._open[slot].is_done]
-        state = self._optimizer.state
+        state = self._state
         with torch._C.DisableTorchFunctionSubclass(), as_if_in_step():
             if left:
                 self._advance(left, [len(cut.bounds) - cut.done for cut, _ in left])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from penstock.errors import ConfigError
 from penstock.torch.gradients.hooks import Gradients
 from penstock.torch.model.layers import DistributedModel, Layer
+from penstock.torch.updates.state import WatchedState, plain
 from penstock.torch.updates.whole import StepLog
 from penstock.torch.updates.zeroing import zero_grads
 
@@ -136,6 +138,8 @@ class PatchedOptimizer(ABC):
     def release(self) -> None:
         """Give the optimizer back as it was. Where another library has wrapped what is ours, that passes calls on."""
         self._released = True
+        if isinstance(getattr(self.optimizer, "state", None), WatchedState):
+            self.optimizer.state = plain(self.optimizer.state)
         own = self.optimizer.__dict__
         for name, function in self._patches.items():
             if own.get(name) is function:
@@ -191,6 +195,12 @@ class PatchedOptimizer(ABC):
                     self._unpatched[name] = optimizer.__dict__[name]
                 self._patches[name] = method
                 setattr(optimizer, name, method)
+
+    def _watch_state(self) -> None:
+        """Put what watches in front of the state: the program may have given the optimizer another since."""
+        optimizer = self.optimizer
+        if type(optimizer.state) is defaultdict:
+            optimizer.state = WatchedState(optimizer.state, self.finish_all)
 
     def _check_groups(self) -> None:
         self._distributed.check_optimizer(self.optimizer)

@@ -12,12 +12,11 @@ stay allocated from step to step, for fresh memory would cost more time than the
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -68,19 +67,19 @@ class StepLog:
 
     Args:
         engine: Of the job.
-        optimizer: Whose steps.
     """
 
-    def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._optimizer = optimizer
+        self._state: MutableMapping[Any, Any] = {}  # the optimizer's own
         self._before: dict[int, tuple[nn.Parameter, _Before]] = {}  # by id of the parameter
         self._kept: dict[tuple[int, Any], Tensor] = {}  # copies, to be used again
         self._is_whole = True
         self._is_open = False
 
-    def begin(self) -> None:
-        """A step begins."""
+    def begin(self, state: MutableMapping[Any, Any]) -> None:
+        """A step begins, which updates this state of the optimizer."""
+        self._state = state
         self._before.clear()
         self._is_whole, self._is_open = False, True
         open_steps(self._engine).append(self)
@@ -121,7 +120,7 @@ class StepLog:
 
     def _taken(self, param: nn.Parameter) -> _Before:
         values = param.data
-        found = self._optimizer.state.get(param)
+        found = self._state.get(param)
         pairs = [(values, self._buffer(param, None, values))]
         small: list[tuple[Tensor, Tensor]] = []
         state: dict[Any, Any] | None = None
@@ -149,9 +148,9 @@ class StepLog:
         for param, before in self._before.values():
             before.put_back()
             if before.state is None:
-                self._optimizer.state.pop(param, None)
+                self._state.pop(param, None)
             else:
-                state = self._optimizer.state[param]
+                state = self._state[param]
                 state.clear()
                 state.update(before.state)
         self._close()
