@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import torch
 import torch.nn.functional as F
-from program_world import LR, SEED, STEPS, adamw, by_average, mlp, plain_loop, program, sgd, square
+from program_world import LR, SEED, STEPS, Distributed, adamw, by_average, mlp, plain_loop, program, sgd, square
 from torch import nn
 from torch.nn.utils import parametrize, prune
 from torch.optim import lr_scheduler, swa_utils
@@ -359,6 +359,64 @@ def tied_after_distribute(world):
     return [param for name, param in model.named_parameters() if name != "head.weight"]
 
 
+@program()
+def weights_read_through_what_was_made_once(world):
+    """By tensors and arrays that have the parameters' memory, after each step and outside of all forwards."""
+    model = mlp(width=200)
+    model, optimizer = world.wrap(model, sgd(model))
+    detached = [param.detach() for param in model.parameters()]
+    arrays = [param.detach().numpy() for param in model.parameters()]
+    seen = []
+    for step in range(STEPS):
+        world.backward(square(model, world, step))
+        optimizer.step()
+        seen += [tensor.abs().sum() for tensor in detached]
+        seen += [torch.as_tensor(array.sum()) for array in arrays]
+        optimizer.zero_grad()
+    return model, seen
+
+
+@program()
+def weights_of_one_memory(world):
+    """Every parameter is a part of one vector, which the program reads."""
+    model = mlp()
+    params = list(model.parameters())
+    flat = torch.cat([param.detach().flatten() for param in params])
+    for param, part in zip(params, flat.split([param.numel() for param in params]), strict=True):
+        param.data = part.view_as(param)
+    model, optimizer = world.wrap(model, sgd(model))
+    seen = []
+    for step in range(STEPS):
+        world.backward(square(model, world, step))
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(flat.norm())
+    return model, seen
+
+
+@by_average  # DDP's hooks run after these
+def steps_within_backward(world):
+    """An optimizer for each parameter, which steps as soon as its gradient is there."""
+    model = mlp()
+    each = {param: torch.optim.SGD([param], lr=LR) for param in model.parameters()}
+    optimizers = world.wrap(model, list(each.values()))[1]
+
+    def steps(param):
+        each[param].step()
+        each[param].zero_grad()
+
+    if isinstance(world, Distributed):
+        for param in each:
+            param.register_post_accumulate_grad_hook(steps)
+    for step in range(STEPS):
+        world.backward(square(model, world, step))
+        if not isinstance(world, Distributed):
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return model
+
+
 # Copies and second passes
 
 
@@ -452,8 +510,8 @@ def actor_and_critic_with_a_common_body(world):
 
 
 @program()
-def autocast_to_bfloat16(world):
-    model = mlp()
+def autocast_to_half(world):
+    model = mlp().float()
     model, optimizer = world.wrap(model, sgd(model))
 
     def loss(model, world, step):
@@ -461,7 +519,6 @@ def autocast_to_bfloat16(world):
             out = model(world.batch(step).float())
         return out.double().square().mean()
 
-    model.float()
     return plain_loop(world, model, optimizer, loss)
 
 

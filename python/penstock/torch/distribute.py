@@ -409,6 +409,7 @@ class Distributed:
         if watch is None or self.synchronous is not None:
             return
         watch.remove()
+        watch.update_held_at_once(self.gradients.rank)
         self.servers.set_priorities(self.gradients.id, watch.decide())
         self._eager = [layer for layer in self.layers if any(slot.reads.eager for slot in layer.slots)]
         for module, layers in watch.readers().items():

@@ -35,9 +35,9 @@ class CopyBook:
 
     def __init__(self, engine: Engine, name: str, named: Sequence[tuple[str, Tensor]]) -> None:
         self._engine = engine
-        filled = [(label, without_repeats(tensor.detach())) for label, tensor in named if tensor.numel()]
-        self._tensors = [tensor for _, tensor in filled]
-        entries = [(label, 0, "bytes", tensor.numel() * tensor.element_size()) for label, tensor in filled]
+        filled = [(label, tensor) for label, tensor in named if tensor.numel()]
+        self._tensors = [tensor for _, tensor in filled]  # not their memory, which the program may exchange
+        entries = [(label, 0, "bytes", _nbytes(without_repeats(tensor.detach()))) for label, tensor in filled]
         self.nbytes = sum(nbytes for *_, nbytes in entries)
         self.id = engine.open_book(name, [name], entries)
 
@@ -47,21 +47,25 @@ class CopyBook:
         engine, lent = self._engine, lent_to(self._engine)
         submit = engine.submit if source else engine.submit_absent
         taken = _Taken()
+        tensors = [without_repeats(tensor.detach()) for tensor in self._tensors]
         memories = [
             tensor
             if is_dense(tensor) and not taken.overlap(tensor)
             else tensor.clone(memory_format=torch.contiguous_format)
-            for tensor in self._tensors
+            for tensor in tensors
         ]
         for index, memory in enumerate(memories):
-            nbytes = memory.numel() * memory.element_size()
-            lent.tensors[submit(self.id, index, memory.data_ptr(), nbytes, "copy", step)] = memory
+            lent.tensors[submit(self.id, index, memory.data_ptr(), _nbytes(memory), "copy", step)] = memory
         engine.wait(self.id, list(range(len(memories))), released=True)
         if not source:
-            for tensor, memory in zip(self._tensors, memories, strict=True):
+            for tensor, memory in zip(tensors, memories, strict=True):
                 if memory.data_ptr() != tensor.data_ptr():
                     tensor.copy_(memory)
         lent.collect()
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 class _Taken:
@@ -91,7 +95,7 @@ class BufferCopy:
         self._engine = engine
         self._buffers = [buffer for buffer in buffers if buffer.numel()]
         self._source = source
-        self._nbytes = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers)
+        self._nbytes = sum(map(_nbytes, self._buffers))
         self._staging: Tensor | None = None
         self.id = engine.open_book(name, [name], [("buffers", 0, "bytes", self._nbytes)])
 
@@ -123,7 +127,7 @@ class BufferCopy:
             return
         start = 0
         for buffer in self._buffers:
-            nbytes = buffer.numel() * buffer.element_size()
+            nbytes = _nbytes(buffer)
             # A copy of the range, because a view as another type needs an aligned start.
             values = staging[start : start + nbytes].clone().view(buffer.dtype).view(buffer.shape)
             buffer.copy_(values)

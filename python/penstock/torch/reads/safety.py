@@ -9,14 +9,16 @@ What does not pass through the parameter object is invisible to that: tensors ma
 as ``p.data``, a numpy array, C++ code, or what a custom ``autograd.Function`` is given. `Watch` finds such reads in the
 forward passes before the first step, those of a custom function in the graph that autograd makes. From then on the
 innermost module that was running waits before its forward; what is read outside any submodule is *eager*, applied
-before the next forward begins. Aliases read only outside of forward passes, or only in a branch that no forward took
-before the first step, are not found: call ``penstock.synchronize`` before reading through them.
+before the next forward begins. Aliases that no forward has read are found by the number of those that hold a
+parameter's memory at the end of the first step: such a parameter is updated before ``step`` returns. Aliases that are
+made later and read outside of forward passes are not found: call ``penstock.synchronize`` before reading through them.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.torch.model.enrolment import check_forward
 from penstock.torch.model.layers import DistributedModel, Layer, Slot
+from penstock.warning import warn
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -53,6 +56,7 @@ _distributed: weakref.WeakValueDictionary[int, DistributedModel] = weakref.WeakV
 # every parameter of every step is looked up here, and a WeakValueDictionary is Python code.
 _slots: dict[int, weakref.ref[Slot]] = {}
 
+_users: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 _nodes_made: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 _TENSOR: Any = Tensor  # its attributes are descriptors, which torch's stubs hide
@@ -274,6 +278,7 @@ class Watch(TorchDispatchMode):
         self._noticed: set[tuple[Slot, nn.Module]] = set()  # with the innermost that ran
         self._open: Counter[Slot] = Counter()
         self._readers: dict[nn.Module, dict[Layer, None]] = {}
+        self._hidden: set[Slot] = set()  # read through an alias in a forward
         self._by_storage: dict[int, list[Slot]] = {}
         self._handles: list[RemovableHandle] = []
         for module in model.modules():
@@ -385,6 +390,7 @@ class Watch(TorchDispatchMode):
 
     def _note_hidden_read(self, slot: Slot, running: Sequence[nn.Module], place: int) -> None:
         """Nothing in later steps would tell of this read but the module that was running."""
+        self._hidden.add(slot)
         if len(running) <= 1:  # the root, whose forward is the next forward
             slot.reads.eager = True
             return
@@ -430,6 +436,27 @@ class Watch(TorchDispatchMode):
         """By module, the layers that were read while it was the innermost that ran, where nothing else would wait."""
         return {module: list(layers) for module, layers in self._readers.items()}
 
+    def update_held_at_once(self, rank: int) -> None:
+        """Let nothing be outstanding after `step` of what somebody else can read, who has read it in no forward."""
+        held = self._held()
+        if held:
+            gc.collect()  # what is left of an earlier job holds nothing
+            held = self._held()
+        for slot in held:
+            slot.immediate = True
+        if held:
+            more = f" and {len(held) - 1} more" if len(held) > 1 else ""
+            warn(
+                f"penstock: something else holds the memory of {held[0].name}{more}: what detach() or .data gave, a "
+                "NumPy array, a graph that is kept. It may be read at any time, so step() waits for its average. To "
+                "let that come in during the next forward, make such tensors anew where they are read",
+                rank=rank,
+            )
+
+    def _held(self) -> list[Slot]:
+        candidates = (slot for slot in self._slots if slot.elems and not slot.immediate and slot not in self._hidden)
+        return [slot for slot in candidates if _holders(slot.param) > 1]
+
     def decide(self) -> list[int]:
         """Mark what nobody was seen to read as eager, and return each layer's place in the forward pass."""
         for slot in self._slots:
@@ -451,6 +478,12 @@ def _tensors_in(value: Any) -> Iterable[Tensor]:
             yield from _tensors_in(item)
     elif isinstance(value, dict):
         yield from _tensors_in(list(value.values()))
+
+
+def _holders(param: Tensor) -> int:
+    """How many tensors have this memory: views, what ``.data`` gives, what a graph keeps, also behind NumPy arrays."""
+    storage = param.untyped_storage()
+    return int(_users(storage._cdata)) - 1 if _users is not None else 1  # the object that stands for the storage is one
 
 
 def _is_leaf(node: Any) -> bool:
