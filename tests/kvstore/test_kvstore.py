@@ -13,7 +13,7 @@ import programs
 import pytest
 import torch
 from job_processes import PATIENCE_S, barrier, run, run_well
-from kvstore_model import Model, numbers, program
+from kvstore_model import random_program, same_bits
 
 import penstock as ps
 import penstock.job
@@ -21,75 +21,7 @@ import penstock.job
 SEEDS = int(os.environ.get("SEEDS", "3"))
 
 
-def same_bits(found, expected, what):
-    found = (
-        found.view(torch.int16).numpy() if isinstance(found, torch.Tensor) and found.dtype == torch.bfloat16 else found
-    )
-    expected = expected.view(torch.int16).numpy() if isinstance(expected, torch.Tensor) else expected
-    assert np.asarray(found).tobytes() == np.asarray(expected).tobytes(), what
-
-
 # Random programs
-
-
-def random_program(rank, size, seed):
-    """Run a program that all ranks draw alike, wait at moments that each draws for itself, and compare every bit."""
-    print(f"seed {seed}")  # shown if it fails
-    steps, mine = program(seed), np.random.default_rng([seed, rank])
-    model, kv, checks = Model(size), ps.KVStore("sync"), []
-
-    def later(future, found, expected, what):
-        checks.append((future, found, expected, f"seed {seed}, rank {rank}, {what}"))
-        fate = mine.integers(4)
-        if fate == 0:
-            future.wait()
-            assert future.done()
-        elif fate == 1:
-            future.done()
-
-    def settle():
-        for future, found, expected, what in checks:
-            future.wait()
-            same_bits(found, expected, what)
-        checks.clear()
-
-    for number, step in enumerate(steps):
-        what = f"step {number}: {step}"
-        values = [numbers(seed, number, one, step) for one in range(size)]
-        expected = model.take(step, values)
-        own, key = values[rank], step["key"]
-        if step["call"] == "init":
-            kv.init(key, own[0], rows=step["rows"])
-        elif step["call"] == "push":
-            kv.push(key, own if step["count"] > 1 else own[0], priority=step["priority"])
-        elif step["call"] == "push rows":
-            kv.push(key, own if step["count"] > 1 else own[0])
-        elif step["call"] == "pushpull":
-            out = np.empty_like(own[0]) if mine.integers(2) else None
-            future = kv.pushpull(key, own if step["count"] > 1 else own[0], *([] if out is None else [out]))
-            later(future, own[-1] if out is None else out, expected, what)
-        elif step["call"] == "pull":
-            outs = [np.empty_like(expected) for _ in range(step["count"])]
-            future = kv.pull(key, out=outs if step["count"] > 1 else outs[0], priority=step["priority"])
-            later(future, outs[-1], expected, what)
-        elif step["call"] == "pull rows":
-            out = np.empty_like(expected)
-            later(kv.row_sparse_pull(key, out=out, row_ids=step["ids"]), out, expected, what)
-        elif step["call"] == "state":
-            settle()
-            state = kv.state_dict()["values"]
-            assert state.keys() == model.values.keys()
-            for name, value in state.items():
-                same_bits(value, model.values[name], what)
-        elif step["call"] == "load":
-            state = {name: value + (value.dtype.type(1) if rank == 0 else 2) for name, value in model.values.items()}
-            kv.load_state_dict({"values": state})
-            model.values = {name: value + value.dtype.type(1) for name, value in model.values.items()}
-        if mine.integers(8) == 0:
-            settle()
-    settle()
-    kv.wait()
-    return {str(name): np.asarray(value).tobytes() for name, value in kv.state_dict()["values"].items()}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

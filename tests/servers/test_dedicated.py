@@ -28,8 +28,8 @@ def start(directory, workers, servers, *options, program=TRAINING, **more):
     return subprocess.Popen(command, cwd=directory, text=True, **pipes, **more)
 
 
-def run(*arguments):
-    process = start(*arguments)
+def run(*arguments, program=TRAINING):
+    process = start(*arguments, program=program)
     try:
         out, err = process.communicate(timeout=LIMIT_S)
     finally:
@@ -38,8 +38,13 @@ def run(*arguments):
 
 
 def trained(directory, workers, servers, *options):
+    """As `trained_by`, of training.py."""
+    return trained_by(TRAINING, directory, workers, servers, *options)
+
+
+def trained_by(program, directory, workers, servers, *options):
     """What each worker has left, and by server what it says it has received and sent."""
-    status, out, err = run(directory, workers, servers, *options)
+    status, out, err = run(directory, workers, servers, *options, program=program)
     assert status == 0, err
     told = re.findall(r"\[server (\d)\] ended in order: (\d+) bytes received, (\d+) sent", out)
     assert [int(server) for server, *_ in sorted(told)] == list(range(servers)), out

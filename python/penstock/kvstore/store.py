@@ -351,7 +351,7 @@ class KVStore:
             )
             names = [str(stored.description.key) for stored in stored_keys]
             tensors = [stored.in_book(layer) for layer, stored in enumerate(stored_keys)]
-            book = self._engine.open_book(f"kvstore {self._number}", names, tensors)
+            book = self._job.servers.open_book(f"kvstore {self._number}", names, tensors)
             for tensor, stored in enumerate(stored_keys):
                 stored.place = BookPlace(self._engine, self.rank, book, tensor)
             self._by_book[book] = stored_keys
@@ -368,7 +368,7 @@ class KVStore:
                 order = {
                     value: place for place, value in enumerate(sorted({one.priority for one in among}, reverse=True))
                 }
-                self._engine.set_priorities(book, [order[one.priority] for one in among])
+                self._job.servers.set_priorities(book, [order[one.priority] for one in among])
         return book
 
     def _stored(self, caller: str, name: str | int) -> StoredKey:
