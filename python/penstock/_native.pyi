@@ -305,6 +305,8 @@ class Roles:
         must_be_in: list[int] | None = None,
         fold: Literal["fresh", "kept", "updated"] = "fresh",
         answered: Literal["all", "who-asks"] = "all",
+        staleness: tuple[list[int], int] | None = None,
+        stragglers: tuple[int, float] | None = None,
     ) -> Roles:
         """``members`` have to do with the book, slices are dealt to ``owners`` by bytes.
 
@@ -312,8 +314,12 @@ class Roles:
         which makes each contribution a round of its own. Who need not be in can ask (`Engine.submit_absent`).
 
         Contributions are the result, or with the fold ``kept`` are combined with a value that the owner keeps. With
-        ``updated`` they are the gradient of such a value, to which an optimizer is applied (`Engine.proceed`). The
-        result goes to all who take part, or to ``who-asks``.
+        ``updated`` they are the gradient of such a value, to which an optimizer is applied (`Engine.proceed`,
+        `Engine.order`). The result goes to all who take part, or to ``who-asks``.
+
+        Where nobody must be in, ``staleness`` are ranks, and by how many contributions one who asks may be ahead of the
+        slowest of them. ``stragglers`` are how many are enough for a round, and how many seconds these wait for the
+        others.
         """
 
 @final
@@ -463,6 +469,18 @@ class Engine:
         For a book with the fold ``updated``; all its tensors must be submitted for this step. ``groups`` says by tensor
         which of the ``optimizers`` it is updated by; gradients are multiplied by ``factor`` before. Said once per step.
         """
+
+    def order(self, book: int, optimizers: list[Optimizer], groups: list[int], factor: float) -> None:
+        """Update what this rank owns of a book so whenever a round is complete, from now on and without a word.
+
+        All that contribute and own something say it at the same point, once what they submitted is complete.
+        """
+
+    def versions(self, book: int, tensor: int) -> list[int]:
+        """Where each contribution is a round of its own: by slice, how often what came last has been changed."""
+
+    def late(self, book: int) -> list[tuple[int, int]]:
+        """Ranks, and how many of their contributions to slices that this rank owns came too late for their round."""
 
     def discard(self, book: int, step: int) -> None:
         """As `proceed`, but the step is not made: the exchanges end as if nobody had contributed (`landed`).

@@ -80,6 +80,24 @@ pub enum Event<C> {
         /// What is to be done; nothing if the step is not made.
         update: Option<Update>,
     },
+    /// From now on, until the next order, a slice that this rank owns is updated so whenever a round is complete, without a word.
+    Order {
+        /// The book.
+        book: BookId,
+        /// The slice.
+        slice: SliceId,
+        /// What is to be done.
+        update: Update,
+    },
+    /// The time of [`Action::Enough`] is over.
+    Close {
+        /// The book.
+        book: BookId,
+        /// The slice.
+        slice: SliceId,
+        /// The round.
+        seq: Seq,
+    },
     /// This worker contributes no more until every worker has left (join). Everything it submitted must be complete, and released:
     /// a contribution to a gather may be complete here and still be queued for a slower rank, and this word overtakes it.
     Leave,
@@ -104,6 +122,28 @@ pub enum Action<C> {
         seq: Seq,
         /// Whether anybody contributed; if not, the memory is as it was.
         present: bool,
+        /// Where each contribution is a round of its own: how often the value that came has been changed.
+        version: Step,
+    },
+    /// Enough are in a round of a slice that this rank owns: [`Event::Close`] is due so long from now.
+    Enough {
+        /// The book.
+        book: BookId,
+        /// The slice.
+        slice: SliceId,
+        /// The round.
+        seq: Seq,
+        /// In nanoseconds.
+        after_ns: u64,
+    },
+    /// A contribution to a slice that this rank owns came too late for its round, and was discarded.
+    Late {
+        /// The book.
+        book: BookId,
+        /// The slice.
+        slice: SliceId,
+        /// Whose.
+        of: Rank,
     },
     /// The sum of a slice that this rank owns waits for [`Event::Proceed`].
     Waits {
@@ -296,6 +336,16 @@ impl<M: Memory, O: Observe> Node<M, O> {
                     |exchange, context| exchange.proceed(&header, update, context),
                     actions,
                 )
+            }
+            Event::Order { book, slice, update } => {
+                let header = Header { book, slice, ..Header::control(Kind::Push) };
+                self.slice_kept_here(book, slice)?;
+                self.exchange(&header, |exchange, context| exchange.order(&header, update, context), actions)
+            }
+            Event::Close { book, slice, seq } => {
+                let header = Header { book, slice, seq, ..Header::control(Kind::Push) };
+                self.slice_kept_here(book, slice)?;
+                self.exchange(&header, |exchange, context| exchange.close(&header, context), actions)
             }
             Event::Group(id, members) => self.calls.form(id, members),
             Event::Call(call) => self.call(*call, actions),
@@ -514,10 +564,17 @@ impl<M: Memory, O: Observe> Node<M, O> {
                     actions.push(Action::Gathered { book: header.book, slice: header.slice, parts });
                 }
                 Effect::Waits => actions.push(Action::Waits { book: header.book, slice: header.slice }),
+                Effect::Enough { seq, after_ns } => {
+                    actions.push(Action::Enough { book: header.book, slice: header.slice, seq, after_ns });
+                }
+                Effect::Late { of } => {
+                    actions.push(Action::Late { book: header.book, slice: header.slice, of });
+                }
                 Effect::Summed { seq } => saw(Point::Summed, &Header { seq, ..*header }, None, false),
-                Effect::Complete { seq, present } => {
+                Effect::Complete { seq, present, version } => {
                     saw(Point::Landed, &Header { seq, ..*header }, None, false);
-                    actions.push(Action::Complete { book: header.book, slice: header.slice, seq, present });
+                    let (book, slice) = (header.book, header.slice);
+                    actions.push(Action::Complete { book, slice, seq, present, version });
                 }
             }
         }

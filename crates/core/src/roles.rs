@@ -8,7 +8,7 @@
 //! | servers apart from workers | the servers | the workers | fresh | all |
 //! | groups that meet in a store | | their heads | fresh | all, members who are no heads when they ask |
 //! | a value on servers, updated in rounds | the servers | the workers | kept | who asks |
-//! | the same, updated by each contribution at once | the servers | nobody | kept | all |
+//! | the same, updated by each contribution at once | the servers | nobody | kept, or updated by a standing order | who asks |
 //! | parameters, updated by an optimizer when the program says so | all, or the servers | the workers | updated | all |
 //!
 //! What travels by other routes than the store is for those who contribute ([`Roles::contributors`]), all alike.
@@ -37,6 +37,29 @@ pub struct Rules {
     pub fold: Fold,
     /// Who gets the result.
     pub answered: Answered,
+    /// How far those who contribute may drift apart, where each contribution is a round of its own; without, as far as they like.
+    pub staleness: Option<Staleness>,
+    /// What becomes of a round that waits for a few; without, it waits.
+    pub stragglers: Option<Stragglers>,
+}
+
+/// Stale synchronous parallel, by slice: whoever asks waits while it has contributed too often. A rank's clock is how often it has.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Staleness {
+    /// Whose clocks count.
+    pub of: Members,
+    /// By how much a rank that is answered may be ahead of the slowest of them that has not left.
+    pub most: u32,
+}
+
+/// A round need not wait for the last. One that is late finds that its round has ended: what it brings is discarded, and it gets the
+/// last result.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stragglers {
+    /// So many are enough, once they have waited for the others; over them an average is.
+    pub enough: u32,
+    /// How long they wait, in nanoseconds from when so many are in.
+    pub after_ns: u64,
 }
 
 /// With whose contributions, or word that they have none, a round ends. Who need not be in cannot contribute: else the bits
@@ -64,7 +87,7 @@ pub enum Fold {
     Kept,
     /// They are the gradient of a value that the owner keeps ([`crate::exchange::SliceEntry`]). A round is complete with the last of
     /// them, and ends when the owner is told to go on with its step ([`crate::node::Event::Proceed`]): to apply an optimizer,
-    /// whose result is the value, or not to.
+    /// whose result is the value, or not to. With a standing order ([`crate::node::Event::Order`]) it ends at once, by that.
     Updated,
 }
 
@@ -103,13 +126,29 @@ impl Roles {
             let ranks: Vec<String> = who.iter().map(|rank| rank.to_string()).collect();
             return Some(format!("ranks {:?} {what}, which must be some of its members", ranks.join(", ")));
         }
-        let Rules { must_be_in, fold, answered } = &self.rules;
-        let waits = *must_be_in != MustBeIn::Nobody && *answered == Answered::All;
-        (*fold == Fold::Updated && !waits).then(|| {
-            "values are updated once somebody has contributed, and who contributed gets them: somebody must be in, and all \
-             be answered"
-                .into()
-        })
+        let Rules { must_be_in, fold, answered, staleness, stragglers } = &self.rules;
+        let alone = *must_be_in == MustBeIn::Nobody;
+        if *fold == Fold::Updated && !alone && *answered != Answered::All {
+            return Some(
+                "who contributes to a round of values that are updated gets them: all must be answered"
+                    .into(),
+            );
+        }
+        if let Some(Staleness { of, .. }) = staleness
+            && (!alone || !among(of))
+        {
+            return Some(
+                "staleness is bounded where each contribution is a round of its own, and the clocks are members'".into(),
+            );
+        }
+        let count = self.contributors().count();
+        stragglers.filter(|rule| alone || !(1..=count).contains(&rule.enough)).map(
+            |Stragglers { enough, .. }| {
+                format!(
+                    "{enough} of {count} that contribute are enough for a round: it must be 1 to all of them"
+                )
+            },
+        )
     }
 }
 
@@ -142,6 +181,9 @@ impl Rules {
     /// next one, or are not for every contributor, the owner's memory among them. With the default ones it does not.
     #[must_use]
     pub fn keep_results(&self) -> bool {
-        self.must_be_in != MustBeIn::Everybody || self.fold != Fold::Fresh || self.answered != Answered::All
+        self.must_be_in != MustBeIn::Everybody
+            || self.fold != Fold::Fresh
+            || self.answered != Answered::All
+            || self.stragglers.is_some()
     }
 }

@@ -23,8 +23,8 @@ use mio::{Events, Interest, Poll, Token};
 use penstock_core::life::{Pulse, Sign};
 use penstock_core::node::{self, Action, Event, Node};
 use penstock_core::wire::{HEADER_BYTES, Outgoing};
-use penstock_core::{Error, Rank, SliceId};
-use std::collections::{BTreeMap, VecDeque};
+use penstock_core::{BookId, Error, Rank, Seq, SliceId};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -70,6 +70,8 @@ pub(crate) struct Lane {
     calls: BTreeMap<u64, Arc<Handle>>,
     /// What is to be updated, and the slices of it that are left.
     words: VecDeque<(Arc<Word>, VecDeque<SliceId>)>,
+    /// Rounds in which enough are, and until when they wait for the others.
+    closing: BTreeSet<(Instant, BookId, SliceId, Seq)>,
     peers: Vec<Peer>,
     /// Before the connections were last asked what got through.
     looked: Instant,
@@ -112,6 +114,7 @@ impl Lane {
             books: Vec::new(),
             calls: BTreeMap::new(),
             words: VecDeque::new(),
+            closing: BTreeSet::new(),
             pulse: Pulse::new(
                 config.ranks,
                 nanoseconds(peer_timeout),
@@ -172,6 +175,7 @@ impl Lane {
             }
             self.work_off_words();
             self.serve_all();
+            self.close_rounds();
             if self.now.saturating_duration_since(self.ticked) >= tick {
                 self.tick();
             }
@@ -182,6 +186,8 @@ impl Lane {
 
     fn poll_once(&mut self, events: &mut Events, sleep: Duration) -> io::Result<()> {
         let busy = !self.work.is_empty() || !self.words.is_empty();
+        let closing = self.closing.first().map(|(at, ..)| at.saturating_duration_since(self.now));
+        let sleep = closing.map_or(sleep, |closing| sleep.min(closing));
         let patience = if !busy && self.mailbox.try_sleep() { sleep } else { Duration::ZERO };
         match self.poll.poll(events, Some(patience)) {
             Ok(()) => {}
@@ -236,6 +242,7 @@ impl Lane {
                 let slices = self.node.owned(word.book).into();
                 return self.words.push_back((word, slices));
             }
+            Command::Order(word) => return self.order(&word),
             Command::Load { book, tensor, field, updates, whole, reply } => {
                 let _ = reply.send(self.node.load(book, tensor, (field, updates), &whole));
                 return;
@@ -293,6 +300,31 @@ impl Lane {
             if outcome.is_err() {
                 self.words.clear();
             }
+            self.act(outcome);
+        }
+    }
+
+    /// What this lane keeps of a book is updated so from now on.
+    fn order(&mut self, word: &Word) {
+        let Some(Some(book)) = self.books.get(usize::from(word.book)).cloned() else { return };
+        for slice in self.node.owned(word.book) {
+            let tensor = book.book.slices[slice as usize].tensor as usize;
+            let Some(update) = word.updates.as_ref().map(|updates| updates[tensor]) else { return };
+            self.node.observer().mark();
+            let event = Event::Order { book: word.book, slice, update };
+            let outcome = self.node.step(event, &mut self.actions);
+            self.act(outcome);
+        }
+    }
+
+    /// Ends the rounds that have waited long enough for those who are late.
+    fn close_rounds(&mut self) {
+        while let Some((_, book, slice, seq)) =
+            self.closing.first().copied().filter(|(at, ..)| *at <= self.now && self.failed.is_none())
+        {
+            self.closing.pop_first();
+            self.node.observer().mark();
+            let outcome = self.node.step(Event::Close { book, slice, seq }, &mut self.actions);
             self.act(outcome);
         }
     }
@@ -357,9 +389,19 @@ impl Lane {
         for action in actions.drain(..) {
             match action {
                 Action::Wake(peer) => self.wake(peer),
-                Action::Complete { book, slice, present, .. } => {
+                Action::Complete { book, slice, present, version, .. } => {
                     if let Some(Some(book)) = self.books.get(usize::from(book)) {
+                        book.got_version(slice, version);
                         book.slice_complete(slice, present);
+                    }
+                }
+                Action::Enough { book, slice, seq, after_ns } => {
+                    let at = Instant::now() + Duration::from_nanos(after_ns);
+                    self.closing.insert((at, book, slice, seq));
+                }
+                Action::Late { book, of, .. } => {
+                    if let Some(Some(book)) = self.books.get(usize::from(book)) {
+                        *book.late.lock().entry(of).or_default() += 1;
                     }
                 }
                 Action::Gathered { book, slice, parts } => {

@@ -12,8 +12,8 @@ use life::Fate;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use penstock_core::life::Life;
 use penstock_core::observe::Counters;
-use penstock_core::roles::Fold;
-use penstock_core::{Book, BookId, Error, Rank, Seq, TensorId};
+use penstock_core::roles::{Fold, MustBeIn};
+use penstock_core::{Book, BookId, Error, Rank, Seq, Step, TensorId};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, OnceLock};
@@ -73,6 +73,10 @@ pub(crate) struct OpenBook {
     pub(crate) tensors: Vec<TensorState>,
     /// By slice: whether its result of the last submission is in memory.
     in_memory: Vec<AtomicBool>,
+    /// By slice, where each contribution is a round of its own: how often the value that came last was changed.
+    versions: Vec<AtomicU32>,
+    /// Of contributions to slices that are owned here: by rank how many came too late for their round.
+    pub(crate) late: Mutex<BTreeMap<Rank, u64>>,
     /// By slice that is owned here and updated: whether the sum waits for the program's word.
     sum_waits: Vec<AtomicBool>,
     /// Threads that wait for all of these.
@@ -94,10 +98,13 @@ impl OpenBook {
         book.slices.iter().for_each(|slice| lanes[slice.tensor as usize] |= 1 << slice.lane);
         let in_memory = book.slices.iter().map(|_| AtomicBool::new(false)).collect();
         let updated = if book.roles.rules.fold == Fold::Updated { book.slices.len() } else { 0 };
+        let versioned = if book.roles.rules.must_be_in == MustBeIn::Nobody { book.slices.len() } else { 0 };
         Self {
             id,
             tensors,
             in_memory,
+            versions: (0..versioned).map(|_| AtomicU32::new(0)).collect(),
+            late: Mutex::default(),
             sum_waits: (0..updated).map(|_| AtomicBool::new(false)).collect(),
             sums_awaited: AtomicU32::new(0),
             said: AtomicU64::new(0),
@@ -106,6 +113,19 @@ impl OpenBook {
             shared,
             book: Arc::new(book),
         }
+    }
+
+    /// A lane has a version of a slice, whose completion follows.
+    pub(crate) fn got_version(&self, slice: u32, version: Step) {
+        if let Some(last) = self.versions.get(slice as usize) {
+            last.store(version, Ordering::Release);
+        }
+    }
+
+    /// The versions of a tensor's slices that came last; none where rounds are counted.
+    pub(crate) fn versions(&self, tensor: TensorId) -> Vec<u32> {
+        let versions = self.book.slices_of(tensor).filter_map(|slice| self.versions.get(slice as usize));
+        versions.map(|version| version.load(Ordering::Acquire)).collect()
     }
 
     /// The sum of a slice that is owned here waits for the program's word.

@@ -355,6 +355,27 @@ impl Engine {
         self.engine.proceed(book, step, (&optimizers, &groups), factor).map_err(raise)
     }
 
+    #[allow(clippy::needless_pass_by_value)]
+    fn order(
+        &self,
+        book: BookId,
+        optimizers: Vec<PyRef<'_, Twin>>,
+        groups: Vec<u32>,
+        factor: f64,
+    ) -> PyResult<()> {
+        let optimizers: Vec<_> = optimizers.iter().map(|optimizer| optimizer.0).collect();
+        self.engine.order(book, (&optimizers, &groups), factor).map_err(raise)
+    }
+
+    fn versions(&self, book: BookId, tensor: TensorId) -> PyResult<Vec<u32>> {
+        self.engine.versions(book, tensor).map_err(raise)
+    }
+
+    fn late(&self, book: BookId) -> PyResult<Vec<(u32, u64)>> {
+        let late = self.engine.late(book).map_err(raise)?;
+        Ok(late.into_iter().map(|(rank, count)| (rank.0, count)).collect())
+    }
+
     fn discard(&self, book: BookId, step: Step) -> PyResult<()> {
         self.engine.discard(book, step).map_err(raise)
     }

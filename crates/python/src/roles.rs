@@ -1,9 +1,10 @@
 //! Who does what in a book, for those who open one.
 
 use crate::errors::bad_argument;
-use penstock_core::roles::{Answered, Fold, MustBeIn, Rules};
+use penstock_core::roles::{Answered, Fold, MustBeIn, Rules, Staleness, Stragglers};
 use penstock_core::{Members, Rank, Roles};
 use pyo3::prelude::*;
+use std::time::Duration;
 
 /// Roles; see `_native.pyi`.
 #[pyclass(frozen, name = "Roles", module = "penstock._native")]
@@ -16,13 +17,15 @@ fn members(ranks: Vec<u32>) -> Members {
 #[pymethods]
 impl BookRoles {
     #[new]
-    #[pyo3(signature = (members, owners, must_be_in=None, fold="fresh", answered="all"))]
+    #[pyo3(signature = (members, owners, must_be_in=None, fold="fresh", answered="all", staleness=None, stragglers=None))]
     fn new(
         members: Vec<u32>,
         owners: Vec<u32>,
         must_be_in: Option<Vec<u32>>,
         fold: &str,
         answered: &str,
+        staleness: Option<(Vec<u32>, u32)>,
+        stragglers: Option<(u32, f64)>,
     ) -> PyResult<Self> {
         let must_be_in = match must_be_in {
             None => MustBeIn::Everybody,
@@ -42,7 +45,16 @@ impl BookRoles {
                 return Err(bad_argument(format!("unknown answered {answered:?}: expected all or who-asks")));
             }
         };
-        let rules = Rules { must_be_in, fold, answered };
+        let staleness = staleness.map(|(of, most)| Staleness { of: self::members(of), most });
+        let after_ns = |after_s: f64| {
+            let after =
+                Duration::try_from_secs_f64(after_s).map_err(|error| bad_argument(error.to_string()))?;
+            u64::try_from(after.as_nanos()).map_err(|error| bad_argument(error.to_string()))
+        };
+        let stragglers = stragglers
+            .map(|(enough, after_s)| PyResult::Ok(Stragglers { enough, after_ns: after_ns(after_s)? }))
+            .transpose()?;
+        let rules = Rules { must_be_in, fold, answered, staleness, stragglers };
         let roles = Roles { members: self::members(members), owners: self::members(owners), rules };
         match roles.wrong() {
             Some(why) => Err(bad_argument(why)),

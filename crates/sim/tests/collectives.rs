@@ -6,7 +6,7 @@
 
 use penstock_core::layout::{Book, Tensor};
 use penstock_core::node::{Action, Config, Event, Node};
-use penstock_core::types::{Dtype, Rank};
+use penstock_core::types::{Dtype, Rank, SliceId};
 use penstock_core::way::Algorithm;
 use penstock_core::wire::{Destination, Kind, Op, Outgoing};
 use penstock_core::{Error, Gives, Header, Members, Route, Slicing, Submission};
@@ -19,6 +19,8 @@ use std::sync::Arc;
 mod costs;
 #[path = "collectives/roles.rs"]
 mod roles;
+#[path = "collectives/unordered.rs"]
+mod unordered;
 #[path = "collectives/updates.rs"]
 mod updates;
 
@@ -53,6 +55,12 @@ struct Bench {
     actions: Vec<Action<Chunk>>,
     /// By rank: for each slice that completed whether anybody contributed.
     complete: Vec<Vec<bool>>,
+    /// And the version that it has.
+    versions: Vec<Vec<(SliceId, u32)>>,
+    /// What nodes said of rounds that do not wait for everybody.
+    others: Vec<(u32, Action<Chunk>)>,
+    /// Contributions that were late, as far as a test has counted them.
+    late: u32,
     counted: Counted,
 }
 
@@ -73,6 +81,9 @@ impl Bench {
             under_way: Vec::new(),
             actions: Vec::new(),
             complete: vec![Vec::new(); ranks as usize],
+            versions: vec![Vec::new(); ranks as usize],
+            others: Vec::new(),
+            late: 0,
             counted: Counted { steps: 0, sent: vec![0; ranks as usize], received: vec![0; ranks as usize] },
         };
         for node in &mut bench.nodes {
@@ -102,8 +113,13 @@ impl Bench {
     fn step(&mut self, rank: u32, event: Event<Chunk>) -> Result<(), Error> {
         let outcome = self.nodes[rank as usize].step(event, &mut self.actions);
         for action in self.actions.drain(..) {
-            if let Action::Complete { present, .. } = action {
-                self.complete[rank as usize].push(present);
+            match action {
+                Action::Complete { present, slice, version, .. } => {
+                    self.complete[rank as usize].push(present);
+                    self.versions[rank as usize].push((slice, version));
+                }
+                Action::Enough { .. } | Action::Late { .. } => self.others.push((rank, action)),
+                _ => {}
             }
         }
         let ranks = self.nodes.len() as u32;
@@ -146,11 +162,16 @@ impl Bench {
     /// Delivers in any order that keeps each link's own.
     fn run_at_random(&mut self, random: &mut Random) {
         while !self.under_way.is_empty() {
-            let any = random.below(self.under_way.len() as u64) as usize;
-            let link = |frame: &UnderWay| (frame.from, frame.to);
-            let first = self.under_way.iter().position(|frame| link(frame) == link(&self.under_way[any]));
-            self.deliver(first.unwrap()).unwrap();
+            self.deliver_any(random).unwrap();
         }
+    }
+
+    /// Delivers the first frame of any link.
+    fn deliver_any(&mut self, random: &mut Random) -> Result<(), Error> {
+        let any = random.below(self.under_way.len() as u64) as usize;
+        let link = |frame: &UnderWay| (frame.from, frame.to);
+        let first = self.under_way.iter().position(|frame| link(frame) == link(&self.under_way[any]));
+        self.deliver(first.unwrap_or(any))
     }
 }
 

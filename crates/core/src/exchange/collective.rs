@@ -254,7 +254,8 @@ impl<C: Clone> Collective<C> {
     fn complete<M: Memory<Chunk = C>>(&mut self, context: &mut Context<'_, M>) {
         let Some(round) = self.round.take() else { return };
         context.effects.extend(self.receivers.iter().map(|by| Effect::Consumed { by: *by }));
-        context.effects.push(Effect::Complete { seq: round.header.seq, present: round.present });
+        let version = round.header.step;
+        context.effects.push(Effect::Complete { seq: round.header.seq, present: round.present, version });
     }
 }
 

@@ -4,7 +4,7 @@ use crate::layout::Slice;
 use crate::members::Members;
 use crate::memory::Memory;
 use crate::roles::Rules;
-use crate::types::{Dtype, Rank, Seq};
+use crate::types::{Dtype, Rank, Seq, Step};
 use crate::wire::Outgoing;
 
 /// What is known about a slice on this rank, the same in every round.
@@ -85,12 +85,26 @@ pub enum Effect<C> {
     },
     /// A sum waits here for the word of this rank's program.
     Waits,
+    /// Enough are in a round that this rank owns: after so long it may end without the others.
+    Enough {
+        /// The round.
+        seq: Seq,
+        /// From now.
+        after_ns: u64,
+    },
+    /// A contribution to a round that this rank owns came too late, and was discarded.
+    Late {
+        /// Whose.
+        of: Rank,
+    },
     /// The result is in this rank's memory.
     Complete {
         /// The round.
         seq: Seq,
         /// Whether anybody contributed; if not, the memory is as it was.
         present: bool,
+        /// Of a result that the owner keeps: how often it has been replaced. The round's step of others.
+        version: Step,
     },
 }
 

@@ -23,7 +23,7 @@ pub struct SliceEntry<C> {
     step: Step,
     /// None before the first update.
     states: Vec<C>,
-    /// Updates so far, those before it was loaded included.
+    /// Updates so far, or contributions to a value that is kept; those before it was loaded included.
     updates: u64,
 }
 
@@ -31,6 +31,11 @@ impl<C: Clone> SliceEntry<C> {
     /// A value that nothing was done to yet.
     pub(super) fn new(value: C, step: Step) -> Self {
         Self { value, step, states: Vec::new(), updates: 0 }
+    }
+
+    /// The same, after one more change of `before`.
+    pub(super) fn after(before: Option<&Self>, value: C, step: Step) -> Self {
+        Self { updates: before.map_or(1, |before| before.updates + 1), ..Self::new(value, step) }
     }
 
     /// The value, and the step of the round that it comes from.

@@ -222,7 +222,7 @@ impl<C: Clone> Gather<C> {
         }
         let parts = contributions.into_iter().map(|contribution| contribution.map(|c| c.chunks)).collect();
         context.effects.push(Effect::Gathered { parts });
-        context.effects.push(Effect::Complete { seq: self.done, present: true });
+        context.effects.push(Effect::Complete { seq: self.done, present: true, version: 0 });
         Ok(())
     }
 }

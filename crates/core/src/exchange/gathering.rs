@@ -131,6 +131,11 @@ impl<C: Clone> Gathering<C> {
         })
     }
 
+    /// Whether just so many are in an open round, and not all.
+    pub(super) fn has(&self, count: u32) -> bool {
+        self.arrived == count
+    }
+
     /// What is done with the contributions to the open round.
     pub(super) fn op(&self) -> Op {
         self.op
@@ -182,8 +187,11 @@ impl<C: Clone> Gathering<C> {
         }
     }
 
-    /// Over how many an average is: those that had to be in.
+    /// Over how many an average is: those that had to be in; of a round that did not wait for all, those that are.
     fn divisor(&self, site: &Site<'_>) -> u32 {
+        if site.rules.stragglers.is_some() {
+            return self.arrived;
+        }
         match &site.rules.must_be_in {
             MustBeIn::Everybody => site.active.count(),
             MustBeIn::These(these) => these.iter().filter(|rank| site.active.contains(*rank)).count() as u32,

@@ -158,6 +158,34 @@ impl<C: Clone> Exchange<C> {
         }
     }
 
+    /// From now on rounds that are complete are updated so, at once.
+    ///
+    /// # Errors
+    /// As of [`Exchange::proceed`].
+    pub fn order<M: Memory<Chunk = C>>(
+        &mut self,
+        header: &Header,
+        update: Update,
+        context: &mut Context<'_, M>,
+    ) -> Result<(), Error> {
+        match self {
+            Self::Store(store) => store.order(header, update, context),
+            Self::Collective(_) | Self::Gather(_) => Err(not_kept(context)),
+        }
+    }
+
+    /// The round `header.seq` has waited long enough for those that are late.
+    ///
+    /// # Errors
+    /// As for a frame that ends the round.
+    pub fn close<M: Memory<Chunk = C>>(
+        &mut self,
+        header: &Header,
+        context: &mut Context<'_, M>,
+    ) -> Result<(), Error> {
+        if let Self::Store(store) = self { store.close(header, context) } else { Ok(()) }
+    }
+
     /// See [`crate::node::Node::squares`].
     pub fn squares<M: Memory<Chunk = C>>(&self, context: &mut Context<'_, M>) -> Option<f64> {
         if let Self::Store(store) = self { store.squares(context) } else { None }

@@ -17,7 +17,14 @@
 //! are summed as they come, during backward, and whoever contributed hears at once that its contribution is in the sum: its window is
 //! free again. The optimizer is applied when this rank's program says so, which may be before or after the last contribution.
 //! What has no contribution is not updated. The owner's value is never rounded; with a wire type all ranks, the owner included,
-//! get the rounded one.
+//! get the rounded one. With a standing order the owner needs no word: a round ends with its last contribution.
+//!
+//! **Rounds of one.** Where nobody must be in, each contribution changes the value when it comes, one after the other, and whoever
+//! asks gets it as it is then, with its version: how often it was changed. With a bound of staleness whoever is too far ahead waits
+//! with its question ([`crate::roles::Staleness`]).
+//!
+//! **Stragglers.** A round may end without those that are late ([`crate::roles::Stragglers`]). The owner has no clock: it says when
+//! enough are in, and is told when time is up.
 
 use super::context::{Context, Effect, Flow, Site};
 use super::entry::{Field, SliceEntry, copy};
@@ -27,7 +34,7 @@ use crate::error::Error;
 use crate::memory::Memory;
 use crate::optimizer::Update;
 use crate::reduce::Reduction;
-use crate::roles::{Answered, Fold, MustBeIn};
+use crate::roles::{Answered, Fold, MustBeIn, Staleness, Stragglers};
 use crate::types::{Rank, Seq, Step};
 use crate::wire::{Header, Kind, Outgoing, describe, unexpected, wire_argument};
 
@@ -46,6 +53,12 @@ pub struct Store<C> {
     /// Of an owner whose rules keep results.
     entry: Option<SliceEntry<C>>,
     pending: SumOrWord<C>,
+    /// Of an owner: what it does with sums without being told each time.
+    order: Option<Update>,
+    /// Of an owner whose rules bound staleness: by member how often it has contributed.
+    clocks: Vec<u32>,
+    /// And who asks, but is too far ahead.
+    asking: Vec<(Rank, Header)>,
 }
 
 /// Of an owner that applies an optimizer: what it has of a sum and the word to go on, if only one of them.
@@ -61,7 +74,9 @@ enum SumOrWord<C> {
 
 impl<C> Default for Store<C> {
     fn default() -> Self {
-        Self { mine: None, gathering: Gathering::default(), entry: None, pending: SumOrWord::Nothing }
+        let (clocks, asking) = (Vec::new(), Vec::new());
+        let (gathering, pending) = (Gathering::default(), SumOrWord::Nothing);
+        Self { mine: None, gathering, entry: None, pending, order: None, clocks, asking }
     }
 }
 
@@ -169,6 +184,7 @@ impl<C: Clone> Store<C> {
         header: &Header,
         context: &mut Context<'_, M>,
     ) -> Result<(), Error> {
+        self.answer_who_asks(context);
         match self.gathering.open().filter(|_| self.is_due(&context.site)) {
             Some((seq, step)) => self.finish(&Header { seq, step, ..*header }, context),
             None => Ok(()),
@@ -178,6 +194,43 @@ impl<C: Clone> Store<C> {
     pub(super) fn missing(&self, site: &Site<'_>, ranks: &mut Vec<Rank>) {
         if self.gathering.open().is_some() {
             ranks.extend(self.gathering.missing(site));
+        }
+        if !self.asking.is_empty()
+            && let Some((slowest, Staleness { of, .. })) =
+                self.slowest(site).zip(site.rules.staleness.as_ref())
+        {
+            ranks.extend(of.iter().filter(|rank| self.clock(*rank, site) == slowest));
+        }
+    }
+
+    /// How often a member has contributed.
+    fn clock(&self, rank: Rank, site: &Site<'_>) -> u32 {
+        site.members.position(rank).and_then(|place| self.clocks.get(place)).copied().unwrap_or(0)
+    }
+
+    /// The lowest clock that counts.
+    fn slowest(&self, site: &Site<'_>) -> Option<u32> {
+        let of = &site.rules.staleness.as_ref()?.of;
+        of.iter().filter(|rank| site.active.contains(*rank)).map(|rank| self.clock(rank, site)).min()
+    }
+
+    /// Whether whoever asks must wait.
+    fn is_ahead(&self, rank: Rank, site: &Site<'_>) -> bool {
+        let most = site.rules.staleness.as_ref().map(|rule| rule.most);
+        let bound = most.zip(self.slowest(site)).map(|(most, slowest)| slowest.saturating_add(most));
+        bound.is_some_and(|bound| self.clock(rank, site) > bound)
+    }
+
+    /// Owner: those who are not too far ahead any more get the value.
+    fn answer_who_asks<M: Memory<Chunk = C>>(&mut self, context: &mut Context<'_, M>) {
+        let mut at = 0;
+        while let Some((rank, header)) = self.asking.get(at).copied() {
+            if self.is_ahead(rank, &context.site) {
+                at += 1;
+            } else {
+                self.asking.remove(at);
+                self.tell_late(rank, &header, context);
+            }
         }
     }
 
@@ -192,7 +245,15 @@ impl<C: Clone> Store<C> {
         let Site { members, rules, .. } = context.site;
         let Some(place) = members.position(from) else { return Err(unexpected(from, header)) };
         let alone = rules.must_be_in == MustBeIn::Nobody;
-        if what.is_absent() && !rules.needs(from) && (alone || self.gathering.has_ended(header.seq)) {
+        let (asks, over) = (what.is_absent() && !rules.needs(from), self.gathering.has_ended(header.seq));
+        if asks && alone && self.is_ahead(from, &context.site) {
+            self.asking.push((from, *header));
+            return Ok(());
+        }
+        if asks && (alone || over) || over && rules.stragglers.is_some() {
+            if !what.is_absent() {
+                context.effects.push(Effect::Late { of: from });
+            }
             self.tell_late(from, header, context);
             return Ok(());
         }
@@ -202,7 +263,32 @@ impl<C: Clone> Store<C> {
         self.gathering
             .add(place, members.count(), header, what)
             .map_err(|why| Error::protocol(from, format!("{}: {why}", describe(from, header))))?;
-        if self.is_due(&context.site) { self.finish(header, context) } else { Ok(()) }
+        if self.is_due(&context.site) {
+            self.finish(header, context)?;
+        } else if let Some(Stragglers { enough, after_ns }) = rules.stragglers
+            && self.gathering.has(enough)
+        {
+            context.effects.push(Effect::Enough { seq: header.seq, after_ns });
+        }
+        if rules.staleness.is_some() {
+            self.clocks.resize(members.count() as usize, 0);
+            self.clocks[place] += 1;
+            self.answer_who_asks(context);
+        }
+        Ok(())
+    }
+
+    /// Owner: enough were in this round, and the time for the others is over. If it has ended meanwhile nothing happens.
+    pub(super) fn close<M: Memory<Chunk = C>>(
+        &mut self,
+        header: &Header,
+        context: &mut Context<'_, M>,
+    ) -> Result<(), Error> {
+        let open = self.gathering.open().filter(|(seq, _)| *seq == header.seq);
+        match open.filter(|_| !matches!(self.pending, SumOrWord::Sum(_))) {
+            Some((seq, step)) => self.finish(&Header { seq, step, ..*header }, context),
+            None => Ok(()),
+        }
     }
 
     /// Whether the last contribution to a round is in and nothing was made of them yet.
@@ -266,7 +352,10 @@ impl<C: Clone> Store<C> {
         let sum = match *outcome {
             Outcome::Reduced(how) => {
                 let len_bytes = context.site.slice.len_bytes as usize;
-                let mine = self.mine.as_ref().map(|mine| mine.memory.clone());
+                // Where this rank is in the round: it may be in no round and ask, or be late for this one.
+                let Site { rank, members, .. } = context.site;
+                let is_in = members.position(rank).and_then(|place| self.gathering.of(place)).is_some();
+                let mine = self.mine.as_ref().filter(|_| is_in).map(|mine| mine.memory.clone());
                 let sum = mine.unwrap_or_else(|| context.memory.scratch(len_bytes));
                 self.gathering.reduce(how, &sum, context);
                 context.effects.push(Effect::Summed { seq: header.seq });
@@ -279,7 +368,16 @@ impl<C: Clone> Store<C> {
         match std::mem::replace(&mut self.pending, SumOrWord::Sum(sum)) {
             SumOrWord::Word(step, update) => self.proceed(&Header { step, ..*header }, update, context),
             SumOrWord::Nothing | SumOrWord::Sum(_) => {
-                let Site { rank, members, .. } = context.site;
+                if self.order.is_some() {
+                    return self.proceed(header, self.order, context);
+                }
+                let Site { rank, members, rules, layer, .. } = context.site;
+                if rules.must_be_in == MustBeIn::Nobody {
+                    let book = header.book;
+                    return Err(Error::Config(format!(
+                        "rank {rank} was not told how to update layer {layer} of book {book}, but contributions come"
+                    )));
+                }
                 for (place, to) in members.iter().enumerate() {
                     let was_added = matches!(self.gathering.of(place), Some(Contribution::Summed));
                     if was_added && to != rank {
@@ -351,6 +449,22 @@ impl<C: Clone> Store<C> {
         Ok(())
     }
 
+    /// Owner with an optimizer: from now on sums are updated with at once. One that waits is, too.
+    pub(super) fn order<M: Memory<Chunk = C>>(
+        &mut self,
+        header: &Header,
+        update: Update,
+        context: &mut Context<'_, M>,
+    ) -> Result<(), Error> {
+        self.order = Some(update);
+        match (&self.pending, self.gathering.open()) {
+            (SumOrWord::Sum(_), Some((_, step))) => {
+                self.proceed(&Header { step, ..*header }, Some(update), context)
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// The sum of the squares of what waits for its program's word here: nothing before it is complete, 0 if nobody contributed.
     pub(super) fn squares<M: Memory<Chunk = C>>(&self, context: &mut Context<'_, M>) -> Option<f64> {
         let SumOrWord::Sum(sum) = &self.pending else { return None };
@@ -400,15 +514,15 @@ impl<C: Clone> Store<C> {
         };
         let result = context.memory.scratch(context.site.slice.len_bytes as usize);
         self.gathering.reduce(how, &result, context);
-        let before =
-            self.entry.take().filter(|_| fold == Fold::Kept && matches!(outcome, Outcome::Reduced(_)));
+        let last = self.entry.take();
+        let before = last.as_ref().filter(|_| fold == Fold::Kept && matches!(outcome, Outcome::Reduced(_)));
         if let Some(before) = before {
             let Context { site, memory, inputs, .. } = context;
             inputs.clear();
             inputs.extend([before.value().0.clone(), result.clone()]);
             memory.reduce(site.dtype, self.gathering.op().reduction(1), inputs, &result);
         }
-        self.entry = Some(SliceEntry::new(result.clone(), step));
+        self.entry = Some(SliceEntry::after(last.as_ref(), result.clone(), step));
         Some(result)
     }
 
@@ -422,6 +536,7 @@ impl<C: Clone> Store<C> {
     ) {
         let Site { rank, members, active, rules, .. } = context.site;
         let everybody = !rules.keep_results();
+        let header = &self.versioned(header, &context.site);
         // Whether it gets the result; nothing if it takes no part.
         let answered = |to: Rank| {
             if everybody {
@@ -440,7 +555,15 @@ impl<C: Clone> Store<C> {
         }
     }
 
-    /// Owner: who need not be in asks when the round has ended.
+    /// An answer says of which step its round is; where there are no rounds it says how often the value was changed.
+    fn versioned(&self, header: &Header, site: &Site<'_>) -> Header {
+        let alone = site.rules.must_be_in == MustBeIn::Nobody;
+        let changes = self.entry.as_ref().filter(|_| alone).map(SliceEntry::updates);
+        #[allow(clippy::cast_possible_truncation)] // as on the wire; who compares subtracts
+        Header { step: changes.map_or(header.step, |changes| changes as Step), ..*header }
+    }
+
+    /// Owner: who need not be in asks when the round has ended, or who is late.
     fn tell_late<M: Memory<Chunk = C>>(&mut self, to: Rank, header: &Header, context: &mut Context<'_, M>) {
         let (result, step) = match &self.entry {
             Some(entry) => {
@@ -449,7 +572,7 @@ impl<C: Clone> Store<C> {
             }
             None => (None, header.step),
         };
-        let header = Header { step, ..*header };
+        let header = self.versioned(&Header { step, ..*header }, &context.site);
         if to == context.site.rank {
             self.complete(&header, result.as_ref(), context);
         } else {
@@ -474,7 +597,7 @@ impl<C: Clone> Store<C> {
 
     fn done<M: Memory<Chunk = C>>(&mut self, header: &Header, present: bool, context: &mut Context<'_, M>) {
         if self.mine.take().is_some() {
-            context.effects.push(Effect::Complete { seq: header.seq, present });
+            context.effects.push(Effect::Complete { seq: header.seq, present, version: header.step });
         }
     }
 }

@@ -3,7 +3,7 @@
 use super::*;
 use penstock_core::exchange::Field;
 use penstock_core::optimizer::{Optimizer, Rule};
-use penstock_core::roles::{Answered, Fold, MustBeIn, Roles, Rules};
+use penstock_core::roles::{Answered, Fold, MustBeIn, Roles, Rules, Staleness, Stragglers};
 use penstock_core::{Error, Members, Slicing};
 
 const ADAM: Optimizer = Optimizer {
@@ -217,16 +217,60 @@ fn only_gradients_of_real_numbers_update_a_value() {
     let error = said(updated.clone(), Dtype::Bf16, Dtype::Bf16);
     assert!(error.contains("\"t0\" is bf16; values of f32 and f64 can be updated"), "{error}");
     assert!(deal(&roles(updated.clone()), Dtype::F32, Dtype::Bf16).is_ok());
-    for rules in [
-        Rules { must_be_in: MustBeIn::Nobody, ..updated.clone() },
-        Rules { answered: Answered::WhoAsks, ..updated },
-    ] {
-        assert!(said(rules, Dtype::F32, Dtype::F32).contains("somebody must be in, and all be answered"));
-    }
+    let rules = Rules { answered: Answered::WhoAsks, ..updated.clone() };
+    assert!(said(rules, Dtype::F32, Dtype::F32).contains("all must be answered"));
+    let staleness = Some(Staleness { of: Members::all(2), most: 1 });
+    let rules = Rules { staleness, ..updated.clone() };
+    assert!(said(rules, Dtype::F32, Dtype::F32).contains("where each contribution is a round of its own"));
+    let stragglers = Some(Stragglers { enough: 3, after_ns: 1 });
+    let rules = Rules { stragglers, ..updated };
+    assert!(said(rules, Dtype::F32, Dtype::F32).contains("3 of 2 that contribute are enough"));
     // What is in a sum elsewhere is nothing that a book of sums waits for.
     let mut bench = Bench::with_book(0, 2, 1 << 20);
     bench.submit(1, 1, Op::Average, false);
     assert!(bench.frame(1, exchange(Kind::Summed, 1, 1, Op::Average)).is_err());
+}
+
+#[test]
+fn a_standing_order_needs_no_word() {
+    let mut bench = updating(0, 1 << 20);
+    let order = |bench: &mut Bench, slice| {
+        bench.node.step(Event::Order { book: 0, slice, update: UPDATE }, &mut bench.actions).unwrap();
+    };
+    order(&mut bench, 0);
+    bench.submit(0, 1, Op::Average, false);
+    bench.frame(1, exchange(Kind::Push, 0, 1, Op::Average)).unwrap();
+    assert_eq!((bench.kinds(1), bench.completed()), (vec![Kind::Answer], 1));
+    assert_eq!(bench.node.save(0, 0, Field::Value, &user_memory(4096)).unwrap(), Some(1));
+    // Nobody contributes: nothing is updated.
+    bench.submit(0, 2, Op::Average, true);
+    bench.frame(1, exchange(Kind::PushAbsent, 0, 2, Op::Average)).unwrap();
+    assert_eq!(bench.kinds(1), [Kind::AnswerAbsent]);
+    assert_eq!(bench.node.save(0, 0, Field::Value, &user_memory(4096)).unwrap(), Some(1));
+    // A sum that waits for a word already is updated with at once.
+    bench.submit(2, 1, Op::Average, false);
+    bench.frame(1, exchange(Kind::Push, 2, 1, Op::Average)).unwrap();
+    assert_eq!(bench.kinds(1), [Kind::Summed]);
+    order(&mut bench, 2);
+    assert_eq!(bench.kinds(1), [Kind::Answer]);
+    // Who owns nothing of it has nothing to update.
+    let event = Event::Order { book: 0, slice: 1, update: UPDATE };
+    assert!(bench.node.step(event, &mut bench.actions).is_err());
+}
+
+#[test]
+fn contributions_one_by_one_need_an_order_first() {
+    let mut bench = Bench::new(0, 2, 1 << 20);
+    let rules = Rules {
+        must_be_in: MustBeIn::Nobody,
+        fold: Fold::Updated,
+        answered: Answered::WhoAsks,
+        ..Rules::default()
+    };
+    let book = deal(&roles(rules), Dtype::F32, Dtype::F32).unwrap();
+    bench.node.open_book(0, Arc::new(book), &mut bench.actions).unwrap();
+    let error = bench.frame(1, exchange(Kind::Push, 0, 1, Op::Sum)).unwrap_err().to_string();
+    assert!(error.contains("rank 0 was not told how to update layer layer0 of book 0"), "{error}");
 }
 
 #[derive(Debug, Clone)]

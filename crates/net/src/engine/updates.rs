@@ -30,15 +30,53 @@ impl Engine {
     ) -> Result<(), Failure> {
         self.alive("proceed")?;
         let open = self.updated_book(book)?;
-        let (name, tensors) = (&open.book.name, open.book.tensors.len());
-        if groups.len() != tensors || groups.iter().any(|group| *group as usize >= optimizers.len()) {
-            let (given, count) = (groups.len(), optimizers.len());
-            return Err(Failure::config(format!(
-                "{name}: the groups of {given} tensors, each below {count}, are given for {tensors} tensors"
-            )));
+        let updates = updates_of(&open, (optimizers, groups), factor)?;
+        self.say(&open, step, Some(updates))
+    }
+
+    /// From now on what this rank owns of a book is updated so whenever a round is complete, and no word is needed. It is told at
+    /// the same point of their programs by all who contribute and own something, once what they submitted before is complete.
+    ///
+    /// # Errors
+    /// As of [`Engine::proceed`].
+    pub fn order(
+        &self,
+        book: BookId,
+        optimizers: (&[Optimizer], &[u32]),
+        factor: f64,
+    ) -> Result<(), Failure> {
+        self.alive("order")?;
+        let open = self.updated_book(book)?;
+        self.inner.shared.check()?;
+        let updates = Some(updates_of(&open, optimizers, factor)?);
+        let word = Arc::new(Word { book: open.id, step: 0, updates });
+        for mailbox in self.inner.shared.mailboxes() {
+            mailbox.send(Command::Order(Arc::clone(&word)));
         }
-        let update = |group: &u32| Update { optimizer: optimizers[*group as usize], factor };
-        self.say(&open, step, Some(groups.iter().map(update).collect()))
+        Ok(())
+    }
+
+    /// Where each contribution is a round of its own: by slice of a tensor how often the value was changed that came with the last
+    /// answer, or that the last contribution made.
+    ///
+    /// # Errors
+    /// `Config` if there is no such tensor.
+    pub fn versions(&self, book: BookId, tensor: TensorId) -> Result<Vec<u32>, Failure> {
+        self.alive("versions")?;
+        let open = self.book(book)?;
+        self.tensor(&open, tensor)?;
+        Ok(open.versions(tensor))
+    }
+
+    /// By rank, how many of its contributions to slices that this rank owns came too late for their round.
+    ///
+    /// # Errors
+    /// `Config` if there is no such book.
+    pub fn late(&self, book: BookId) -> Result<Vec<(Rank, u64)>, Failure> {
+        self.alive("late")?;
+        let open = self.book(book)?;
+        let late = open.late.lock().iter().map(|(rank, count)| (*rank, *count)).collect();
+        Ok(late)
     }
 
     /// As [`Engine::proceed`], but nothing is done with the gradients: who contributed is told that there is no result.
@@ -145,7 +183,7 @@ impl Engine {
         whole: &[u8],
     ) -> Result<(), Failure> {
         self.alive("load")?;
-        let open = self.updated_book(book)?;
+        let open = self.kept_book(book)?;
         self.check_whole_of(&open, tensor, whole.len())?;
         let whole = self.inner.shared.pool.copy_of(whole);
         let answers =
@@ -167,7 +205,7 @@ impl Engine {
         whole: &mut [u8],
     ) -> Result<Option<u64>, Failure> {
         self.alive("save")?;
-        let open = self.updated_book(book)?;
+        let open = self.kept_book(book)?;
         self.check_whole_of(&open, tensor, whole.len())?;
         let copy = self.inner.shared.pool.copy_of(whole);
         let answers = self.ask(|reply| Command::Save { book, tensor, field, whole: copy.clone(), reply });
@@ -198,6 +236,14 @@ impl Engine {
         )))
     }
 
+    fn kept_book(&self, id: BookId) -> Result<Arc<OpenBook>, Failure> {
+        let open = self.book(id)?;
+        if open.book.roles.rules.fold != Fold::Fresh {
+            return Ok(open);
+        }
+        Err(Failure::config(format!("{}: its owners keep nothing", open.book.name)))
+    }
+
     fn updated_book(&self, id: BookId) -> Result<Arc<OpenBook>, Failure> {
         let open = self.book(id)?;
         if open.book.roles.rules.fold == Fold::Updated {
@@ -205,4 +251,20 @@ impl Engine {
         }
         Err(Failure::config(format!("{}: its owners update nothing", open.book.name)))
     }
+}
+
+/// By tensor of a book what is done with its gradients.
+fn updates_of(
+    open: &OpenBook,
+    (optimizers, groups): (&[Optimizer], &[u32]),
+    factor: f64,
+) -> Result<Box<[Update]>, Failure> {
+    let (name, tensors) = (&open.book.name, open.book.tensors.len());
+    if groups.len() != tensors || groups.iter().any(|group| *group as usize >= optimizers.len()) {
+        let (given, count) = (groups.len(), optimizers.len());
+        return Err(Failure::config(format!(
+            "{name}: the groups of {given} tensors, each below {count}, are given for {tensors} tensors"
+        )));
+    }
+    Ok(groups.iter().map(|group| Update { optimizer: optimizers[*group as usize], factor }).collect())
 }

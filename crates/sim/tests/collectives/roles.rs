@@ -63,7 +63,11 @@ fn rounds(seed: u64) {
     let fold = random.pick(&[Fold::Fresh, Fold::Kept]);
     let answered = random.pick(&[Answered::All, Answered::WhoAsks]);
     let op = random.pick(&[Op::Sum, Op::Average, Op::Copy]);
-    let book = book(&Roles { members: members.clone(), owners, rules: Rules { must_be_in, fold, answered } });
+    let book = book(&Roles {
+        members: members.clone(),
+        owners,
+        rules: Rules { must_be_in, fold, answered, ..Rules::default() },
+    });
     let mut bench = bench(&book);
     let name = format!("seed {seed}, {op:?}, {:?}", book.roles);
     // By round what was the result; nothing before the first.
@@ -136,7 +140,8 @@ fn where_nobody_must_be_in_each_contribution_is_folded_in_as_it_comes() {
         let random = &mut Random::new(seed);
         let members = members(random);
         let owners = some_of(&members, random);
-        let rules = Rules { must_be_in: MustBeIn::Nobody, fold: Fold::Kept, answered: Answered::All };
+        let must_be_in = MustBeIn::Nobody;
+        let rules = Rules { must_be_in, fold: Fold::Kept, answered: Answered::All, ..Rules::default() };
         let book = book(&Roles { members: members.clone(), owners, rules });
         let (mut bench, name) = (bench(&book), format!("seed {seed}, {:?}", book.roles));
         let mut sums = 0.0;

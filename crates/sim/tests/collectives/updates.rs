@@ -1,5 +1,5 @@
 //! Owners that apply an optimizer: whatever comes first, contributions or the word to go on, all get the bits of the optimizer
-//! applied to the sum in rank order; and every slice that is kept can be saved, and loaded by other owners.
+//! applied to the sum in rank order, and so they do by a standing order, which needs no word; and every slice that is kept can be saved, and loaded by other owners.
 
 use super::{Bench, draw};
 use penstock_core::exchange::Field;
@@ -114,6 +114,9 @@ fn rounds(seed: u64) {
         MustBeIn::These(these) => these.clone(),
         _ => roles.members.clone(),
     };
+    // Told now and then, between rounds, and not in each.
+    let stands = random.chance(400);
+    let mut order = None;
     for seq in 1..=ROUNDS {
         let op = random.pick(&[Op::Average, Op::Sum]);
         let nobody = random.chance(100);
@@ -129,18 +132,30 @@ fn rounds(seed: u64) {
             rule,
         };
         let update = Update { optimizer, factor: random.pick(&[1.0, 0.25]) };
-        let update = random.chance(850).then_some(update);
+        let mut update = random.chance(850).then_some(update);
+        let before = order;
+        if stands {
+            update = update.filter(|_| random.chance(500)).or(before);
+            update = update.or(Some(Update { optimizer, factor: 1.0 }));
+            order = update;
+        }
+        let is_new = order != before;
         let made = update.is_some() && rows.iter().any(Option::is_some);
         // Each owner hears it by itself, at any time in the round.
         let mut words: Vec<(Rank, u32)> =
             book.slices.iter().enumerate().map(|(slice, at)| (at.owner, slice as u32)).collect();
         random.shuffle(&mut words);
-        let mut order: Vec<Rank> = workers.iter().collect();
-        random.shuffle(&mut order);
-        while !order.is_empty() || !words.is_empty() || !bench.under_way.is_empty() {
+        for (owner, slice) in words.extract_if(.., |_| stands) {
+            if let Some(update) = order.filter(|_| is_new) {
+                bench.step(owner.0, Event::Order { book: 0, slice, update }).unwrap();
+            }
+        }
+        let mut late: Vec<Rank> = workers.iter().collect();
+        random.shuffle(&mut late);
+        while !late.is_empty() || !words.is_empty() || !bench.under_way.is_empty() {
             match random.below(3) {
-                0 if !order.is_empty() => {
-                    let rank = order.remove(0);
+                0 if !late.is_empty() => {
+                    let rank = late.remove(0);
                     bench.submit(rank.0, seq, op, rows[rank.index()].as_deref()).unwrap();
                 }
                 1 if !words.is_empty() => {

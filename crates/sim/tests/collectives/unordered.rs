@@ -1,0 +1,279 @@
+//! What does not wait for everybody: contributions one by one, perhaps with bounded staleness, and rounds that leave out who is late.
+//!
+//! A rank contributes 1 where its own elements are and 0 elsewhere. So a value says of each rank how often it is in it.
+
+use super::Bench;
+use penstock_core::exchange::Field;
+use penstock_core::layout::{Book, Tensor};
+use penstock_core::node::{Action, Event};
+use penstock_core::optimizer::{Optimizer, Rule, Update};
+use penstock_core::roles::{Answered, Fold, MustBeIn, Roles, Rules, Staleness, Stragglers};
+use penstock_core::types::{Dtype, Rank, Seq, SliceId};
+use penstock_core::wire::Op;
+use penstock_core::{Members, Slicing};
+use penstock_sim::memory::{RealMemory, SimMemory};
+use penstock_sim::random::Random;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Two slices and a little more.
+const ELEMS: usize = 600;
+/// More than there are workers; divides a slice's elements.
+const PERIOD: usize = 16;
+/// Adds what is contributed: the sum is the gradient of a value that goes up.
+const ADD: Update = Update {
+    optimizer: Optimizer {
+        lr: 1.0,
+        weight_decay: 0.0,
+        maximize: true,
+        rule: Rule::Sgd { momentum: 0.0, dampening: 0.0, nesterov: false },
+    },
+    factor: 1.0,
+};
+
+fn one_of(rank: u32) -> Vec<u8> {
+    let number = |at: usize| if at % PERIOD == rank as usize { 1f32 } else { 0.0 };
+    (0..ELEMS).flat_map(|at| number(at).to_le_bytes()).collect()
+}
+
+/// Of each slice in a rank's memory, what it says of each worker; the same all over the slice.
+fn by_worker(bench: &Bench, rank: u32, book: &Book, slice: SliceId) -> Vec<f32> {
+    let bytes = bench.memories[rank as usize].to_bytes().unwrap();
+    let at = &book.slices[slice as usize];
+    let range = at.offset_bytes as usize..at.offset_bytes as usize + at.len_bytes as usize;
+    let numbers: Vec<f32> =
+        bytes[range].chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect();
+    for period in numbers.chunks(PERIOD) {
+        assert_eq!(period, &numbers[..period.len()], "rank {rank}: slice {slice} is torn");
+    }
+    numbers[..PERIOD].to_vec()
+}
+
+/// A job of workers that are alike or have servers apart, its book, and how many are workers. Those who keep something begin with 0.
+fn job(random: &mut Random, rules: impl Fn(Members) -> Rules) -> (Bench, Arc<Book>, u32, String) {
+    let workers = random.between(1, 6) as u32;
+    let servers = random.pick(&[0, 0, 1, 3]);
+    let members = Members::all(workers + servers);
+    let owners =
+        if servers == 0 { members.clone() } else { (workers..workers + servers).map(Rank).collect() };
+    let roles = Roles { members, owners, rules: rules(Members::all(workers)) };
+    let tensor = Tensor::new("w", 0, Dtype::F32, ELEMS as u64);
+    let slicing = Slicing::fixed(1024, 1);
+    let book = Arc::new(Book::deal("model", vec!["layer".into()], vec![tensor], &roles, slicing).unwrap());
+    let mut bench = Bench::new(&book, workers + servers);
+    let name = format!("{:?}", book.roles);
+    if book.roles.rules.fold == Fold::Fresh {
+        return (bench, book, workers, name);
+    }
+    let zeros = RealMemory::tensor(4 * ELEMS);
+    zeros.write(|bytes| bytes.fill(0));
+    for rank in 0..workers + servers {
+        bench.nodes[rank as usize].load(0, 0, (Field::Value, 0), &zeros).unwrap();
+        for slice in bench.nodes[rank as usize].owned(0) {
+            if book.roles.rules.fold == Fold::Updated {
+                bench.step(rank, Event::Order { book: 0, slice, update: ADD }).unwrap();
+            }
+        }
+    }
+    (bench, book, workers, name)
+}
+
+/// Where a worker's program is.
+#[derive(Default)]
+struct Worker {
+    seq: Seq,
+    pushes: u32,
+    /// What it waits for is a value.
+    asks: bool,
+    /// What it last got, by slice.
+    last: BTreeMap<SliceId, Vec<f32>>,
+}
+
+/// Pushes and questions in turn, as fast as chance says; one worker rests before its last push until nothing moves any more.
+fn one_by_one(seed: u64) {
+    let random = &mut Random::new(seed);
+    let fold = random.pick(&[Fold::Kept, Fold::Updated]);
+    let most = random.pick(&[None, Some(0), Some(1), Some(3)]);
+    let pushes = random.between(1, 7) as u32;
+    let rules = |workers: Members| Rules {
+        must_be_in: MustBeIn::Nobody,
+        fold,
+        answered: Answered::WhoAsks,
+        staleness: most.map(|most| Staleness { of: workers, most }),
+        stragglers: None,
+    };
+    let (mut bench, book, workers, name) = job(random, rules);
+    let name = format!("seed {seed}, {name}");
+    let slow = random.below(u64::from(workers)) as u32;
+    let mut resting = true;
+    let mut programs: Vec<Worker> = (0..workers).map(|_| Worker::default()).collect();
+    loop {
+        let mut moved = false;
+        for rank in 0..workers {
+            let worker = &mut programs[rank as usize];
+            let told = &mut bench.versions[rank as usize];
+            if worker.seq > 0 && told.len() < book.slices.len() {
+                continue;
+            }
+            let rests = rank == slow && resting && worker.pushes + 1 == pushes && worker.asks;
+            let over = worker.pushes == pushes && worker.asks;
+            if over || rests || random.chance(300) {
+                moved |= !(over || rests);
+                continue;
+            }
+            for (slice, version) in std::mem::take(told) {
+                if worker.asks {
+                    let value = by_worker(&bench, rank, &book, slice);
+                    let clocks = &value[..workers as usize];
+                    let slowest = clocks.iter().copied().fold(f32::INFINITY, f32::min);
+                    assert_eq!(clocks[rank as usize], worker.pushes as f32, "{name}: its own");
+                    assert_eq!(clocks.iter().sum::<f32>(), version as f32, "{name}: a version for each push");
+                    if let Some(most) = most {
+                        assert!(
+                            worker.pushes as f32 - slowest <= most as f32,
+                            "{name}: {clocks:?} at {rank}"
+                        );
+                    }
+                    if let Some(last) = worker.last.insert(slice, value.clone()) {
+                        assert!(last.iter().zip(&value).all(|(last, now)| last <= now), "{name}: back");
+                    }
+                }
+            }
+            if !worker.asks && worker.seq > 0 {
+                let bytes = bench.memories[rank as usize].to_bytes().unwrap();
+                assert_eq!(bytes[..], one_of(rank)[..], "{name}: a push leaves its memory alone");
+            }
+            worker.asks = worker.seq > 0 && !worker.asks;
+            worker.pushes += u32::from(!worker.asks);
+            worker.seq += 1;
+            let (seq, contribution) = (worker.seq, (!worker.asks).then(|| one_of(rank)));
+            bench.submit(rank, seq, Op::Sum, contribution.as_deref()).unwrap();
+            moved = true;
+        }
+        for _ in 0..random.below(4).min(bench.under_way.len() as u64) {
+            bench.deliver_any(random).unwrap();
+            moved = true;
+        }
+        if !moved && bench.under_way.is_empty() {
+            // Whoever still waits asks, and is too far ahead of the one that rests; owners say so.
+            let least = programs.iter().map(|worker| worker.pushes).min().unwrap();
+            for (rank, worker) in programs.iter().enumerate() {
+                if worker.seq > 0 && bench.versions[rank].len() < book.slices.len() {
+                    assert!(
+                        worker.asks && worker.pushes > least.saturating_add(most.unwrap()),
+                        "{name}: {rank}"
+                    );
+                    let owner = book.slices[0].owner;
+                    assert!(bench.nodes[owner.index()].missing(0, 0).contains(&Rank(slow)), "{name}");
+                }
+            }
+            if !std::mem::replace(&mut resting, false) {
+                break;
+            }
+        }
+    }
+    for (rank, worker) in programs.iter().enumerate() {
+        assert_eq!(
+            (worker.pushes, worker.asks),
+            (pushes, true),
+            "{name}: rank {rank} has not come to its end"
+        );
+    }
+    // Whoever asks now gets all of it.
+    bench.submit(0, programs[0].seq + 1, Op::Sum, None).unwrap();
+    bench.run_at_random(random);
+    for slice in 0..book.slices.len() as SliceId {
+        let clocks = by_worker(&bench, 0, &book, slice);
+        assert!(clocks[..workers as usize].iter().all(|clock| *clock == pushes as f32), "{name}: {clocks:?}");
+    }
+}
+
+#[test]
+fn contributions_one_by_one_are_each_in_the_value_once_and_nobody_runs_too_far_ahead() {
+    (0..3000).for_each(one_by_one);
+}
+
+/// Rounds of averages; time is over for one when chance says so, perhaps never.
+fn stragglers(seed: u64) {
+    let random = &mut Random::new(seed);
+    let fold = random.pick(&[Fold::Fresh, Fold::Updated]);
+    let rounds = random.between(1, 6) as u32;
+    let share = random.below(100);
+    let rules = |workers: Members| Rules {
+        fold,
+        stragglers: Some(Stragglers { enough: 1 + share as u32 * workers.count() / 100, after_ns: 1 }),
+        must_be_in: MustBeIn::These(workers),
+        ..Rules::default()
+    };
+    let (mut bench, book, workers, name) = job(random, rules);
+    let name = format!("seed {seed}, {name}");
+    let enough = book.roles.rules.stragglers.unwrap().enough;
+    let slow = random.below(u64::from(workers)) as u32;
+    let (mut seqs, mut late) = (vec![0; workers as usize], 0);
+    // By slice and round what came of it.
+    let mut results = BTreeMap::<(SliceId, u32), Vec<f32>>::new();
+    let mut closing: Vec<(u32, Event<_>)> = Vec::new();
+    while seqs.iter().any(|seq| *seq <= rounds) {
+        for rank in 0..workers {
+            let told = &mut bench.versions[rank as usize];
+            let seq = &mut seqs[rank as usize];
+            if *seq > rounds
+                || *seq > 0 && told.len() < book.slices.len()
+                || random.chance(if rank == slow { 900 } else { 300 })
+            {
+                continue;
+            }
+            let mine = *seq;
+            *seq += 1;
+            for (slice, round) in std::mem::take(told) {
+                let value = by_worker(&bench, rank, &book, slice);
+                assert!(round >= mine, "{name}: rank {rank} gets round {round} for {mine}");
+                let known = results.entry((slice, round)).or_insert_with(|| value.clone());
+                assert_eq!(*known, value, "{name}: rank {rank} has other bits of round {round}");
+                if fold == Fold::Fresh {
+                    let count = value.iter().filter(|number| **number > 0.0).count();
+                    assert!(count >= enough as usize, "{name}: {count} were in round {round}");
+                    let fair = 1.0 / count as f32;
+                    assert!(
+                        value.iter().all(|number| *number == 0.0 || *number == fair),
+                        "{name}: {value:?}"
+                    );
+                    let was_in = value[rank as usize] > 0.0 && round == mine;
+                    late += u32::from(!was_in);
+                }
+            }
+            if *seq <= rounds {
+                let seq = *seq;
+                bench.submit(rank, seq, Op::Average, Some(&one_of(rank))).unwrap();
+            }
+        }
+        for _ in 0..random.below(6).min(bench.under_way.len() as u64) {
+            bench.deliver_any(random).unwrap();
+        }
+        for (rank, action) in std::mem::take(&mut bench.others) {
+            if let Action::Enough { book, slice, seq, .. } = action {
+                closing.push((rank, Event::Close { book, slice, seq }));
+            } else {
+                assert!(matches!(action, Action::Late { .. }), "{name}: {action:?}");
+                bench.late += 1;
+            }
+        }
+        if !closing.is_empty() && random.chance(300) {
+            let any = random.below(closing.len() as u64) as usize;
+            let (owner, event) = closing.swap_remove(any);
+            bench.step(owner, event).unwrap();
+        }
+    }
+    if fold == Fold::Fresh {
+        assert_eq!(bench.late, late, "{name}: those who were late, as their owners count");
+    }
+    for (owner, event) in closing {
+        bench.step(owner, event).unwrap();
+    }
+    assert!(bench.under_way.is_empty(), "{name}: time that is over for a round that has ended ends nothing");
+}
+
+#[test]
+fn a_round_ends_without_those_who_are_late_and_all_have_the_bits_of_those_who_were_in() {
+    (0..3000).for_each(stragglers);
+}
