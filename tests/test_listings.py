@@ -249,3 +249,68 @@ indices, gradient_rows, wanted = np.array([ps.rank(), 8]), np.ones((2, 2)), np.a
 """
     after = "kv.wait()\nassert some_rows.tolist() == [[ps.world_size()] * 2, [1, 1]]"
     run(size, tmp_path, before, *listings("docs/kvstore.md", "## Rows"), after)
+
+
+PAPER_GIVEN = """
+import numpy as np
+import penstock as ps
+
+ps.init()
+num_epochs, num_tensors, mini_batch_size = 3, 2, 4 * ps.world_size()
+keys, train_data, test_batch = [0, 1], [1.0, 2.0], None
+
+
+class net:
+    symbol = None
+    params = [np.zeros((5, 3)), np.zeros(2)]
+    grads = [np.zeros((5, 3)), np.zeros(2)]
+
+
+class Executor:
+    def Forward_backward(symbol, params, grads, batch):
+        for param, grad in zip(params, grads):
+            grad[...] = 4 * batch * (ps.rank() + 1)  # of 4 samples, whatever the parameters are
+
+    def ValidationAccuracy(batch):
+        pass
+
+
+class SGD:
+    def Update(params, grads, rescale):
+        for param, grad in zip(params, grads):
+            param -= 0.001 * rescale * grad
+"""
+PAPER_CHECKS = """
+mean = sum(range(1, ps.world_size() + 1)) / ps.world_size()
+ps.barrier()
+if Kvstore.kind == "async":
+    net.params = list(Kvstore.state_dict()["values"].values())
+assert all(np.allclose(param, -0.001 * 3 * (1 + 2) * mean) for param in net.params), net.params
+"""
+
+
+@pytest.mark.parametrize("figure", [6, 7])
+def test_the_paper_s_listings(figure, size, tmp_path):
+    run(size, tmp_path, PAPER_GIVEN, listings("docs/kvstore.md", "## The paper's listings")[figure - 6], PAPER_CHECKS)
+
+
+def test_the_listings_on_owners(size, tmp_path):
+    before = """
+import torch
+import penstock as ps
+
+ps.init()
+key, samples_per_step, weight, gradient = "w", 2, torch.zeros(3), torch.ones(3)
+kv = ps.KVStore("sync")
+kv.init(key, weight)
+"""
+    after = """
+kv.wait()
+assert torch.equal(weight, torch.full((3,), -0.05 * ps.world_size()))
+"""
+    run(size, tmp_path, before, *listings("docs/kvstore.md", "## Optimizers at the owners"), after)
+    after = """
+assert -0.1 * ps.world_size() - 1e-6 <= weight[0] <= -0.1 + 1e-6
+assert kv.state_dict()["updates"] == {"w": ps.world_size()}
+"""
+    run(size, tmp_path, before, *listings("docs/kvstore.md", "## Asynchronous stores"), after)

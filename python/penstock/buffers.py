@@ -72,13 +72,16 @@ def view(value: Any, caller: str, *, written: bool) -> Buffer:
     like arrays, such as ``numpy.float32(1)``, and copies are refused. They may be given where they are only read.
 
     Args:
-        value: A torch tensor in main memory, a NumPy array, an object with the buffer protocol, or one with DLPack.
+        value: A torch tensor in main memory, a NumPy array, an object with the buffer protocol, one with DLPack, or what
+            this has returned.
         caller: The public function, for messages.
         written: Whether the result goes there.
 
     Raises:
         ConfigError: It is none of these, not contiguous, not in main memory, or to be written and read-only or a copy.
     """
+    if isinstance(value, Buffer):
+        return value
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return _of_tensor(value, caller)

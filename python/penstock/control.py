@@ -2,8 +2,9 @@
 
 A server is a rank whose program is a loop: it takes a message, carries it out on its engine, and answers (`penstock
 server`, which is `penstock.server`). Messages are broadcasts in a group of worker 0 and the servers, so all servers
-carry out the same in the same order; answers come back as a gather. Gradients and values are in books, and none of
-them passes here. Nothing is ever unpickled: a message is a JSON object with its version, type and fields.
+carry out the same in the same order; answers come back as a gather. Gradients and values travel in books, and none of
+them passes here but whole values that owners shall keep, or give back to be saved. Nothing is ever unpickled: a message
+is a JSON object with its version, type and fields.
 
 To add a message: a class with its fields and what a server does, and its name in `_MESSAGES`.
 """
@@ -21,16 +22,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from penstock.buffers import view
 from penstock.errors import ConfigError, ProtocolError
+from penstock.optimizers import Described, twin
 
 if TYPE_CHECKING:
     from penstock._native import Call, Engine
 
 __all__ = [
     "Channel",
-    "Described",
     "EndServing",
     "Keep",
     "Message",
+    "OrderUpdates",
     "Proceed",
     "Saved",
     "ServeBook",
@@ -55,11 +57,6 @@ BLOCK_BYTES = 4096
 """Of what comes first: a length, and as much of the message as fits. Most fit, and take one broadcast."""
 PATIENCE_S = 0.2  # between two looks at signals
 _LENGTH = struct.Struct("<Q")
-
-
-Described = tuple[str, dict[str, Any]]
-"""An optimizer as it travels: which of the core's, and its options."""
-_OPTIMIZERS = ("sgd", "adam", "adagrad", "rmsprop")
 
 
 class Message(ABC):
@@ -90,6 +87,8 @@ class ServeBook(Message):
         must_be_in: Those whose contributions end a round.
         fold: ``fresh``, ``kept`` or ``updated``.
         answered: ``all`` or ``who-asks``.
+        staleness: Whose contributions count, and by how many somebody who asks may be ahead of the slowest.
+        stragglers: How many are enough for a round, and how many seconds they wait for the others.
     """
 
     number: int
@@ -101,12 +100,16 @@ class ServeBook(Message):
     must_be_in: list[int] | None
     fold: Fold = "fresh"
     answered: Answered = "all"
+    staleness: Any = None
+    stragglers: Any = None
 
     def open(self, engine: Engine) -> int:
         """Open it on this rank; its fingerprint."""
         from penstock._native import Roles
 
-        roles = Roles(self.members, self.owners, self.must_be_in, self.fold, self.answered)
+        staleness = None if self.staleness is None else (self.staleness[0], self.staleness[1])
+        stragglers = None if self.stragglers is None else (self.stragglers[0], self.stragglers[1])
+        roles = Roles(self.members, self.owners, self.must_be_in, self.fold, self.answered, staleness, stragglers)
         number = engine.open_book(self.name, self.layers, [tuple(tensor) for tensor in self.tensors], roles)
         if number != self.number:
             raise ConfigError(f"{self.name} is book {number} here, and book {self.number} on worker 0")
@@ -157,15 +160,32 @@ class Proceed(Message):
 
     def carry_out(self, engine: Engine) -> None:
         """Say it to the engine."""
-        from penstock._native import Optimizer
-
-        if not self.optimizers:
+        if self.optimizers:
+            twins = [twin(described) for described in self.optimizers]
+            engine.proceed(self.book, self.step, twins, list(self.groups), self.factor)
+        else:
             engine.discard(self.book, self.step)
-            return
-        if unknown := [kind for kind, _ in self.optimizers if kind not in _OPTIMIZERS]:
-            raise ConfigError(f"an optimizer {unknown[0]!r}; the core has {', '.join(_OPTIMIZERS)}")
-        twins = [getattr(Optimizer, kind)(**options) for kind, options in self.optimizers]
-        engine.proceed(self.book, self.step, twins, list(self.groups), self.factor)
+
+
+@dataclass(frozen=True)
+class OrderUpdates(Message):
+    """A standing order to owners: update whenever a round is complete, until another order comes.
+
+    Attributes:
+        book: Its number.
+        optimizer: Of all its tensors.
+        factor: What gradients are multiplied by before.
+        tensors: How many the book has.
+    """
+
+    book: int
+    optimizer: Described
+    factor: float
+    tensors: int
+
+    def carry_out(self, engine: Engine) -> None:
+        """Say it to the engine."""
+        engine.order(self.book, [twin(self.optimizer)], [0] * self.tensors, self.factor)
 
 
 @dataclass(frozen=True)
@@ -249,7 +269,7 @@ class EndServing(Message):
 
 
 _MESSAGES: dict[str, type[Message]] = {
-    one.__name__: one for one in (ServeBook, SetPriorities, Proceed, Squares, Keep, Saved, EndServing)
+    one.__name__: one for one in (ServeBook, SetPriorities, Proceed, OrderUpdates, Squares, Keep, Saved, EndServing)
 }
 
 
@@ -263,11 +283,11 @@ def broadcast(engine: Engine, data: Any, *, wait: bool = True) -> Call:
 
 
 def add_up(engine: Engine, mine: Any, output: Any) -> None:
-    """What is kept in parts: of each 4 bytes one server has them, and all others zeros. The sum goes to worker 0."""
+    """What is kept in parts: each byte is one owner's, and all others have zeros. The sum goes to worker 0."""
     memory = view(mine, "what is kept", written=True)
     place = (memory.address, memory.nbytes)
     outputs = [] if output is None else [place]
-    engine.call(GROUP, "reduce", 0, 0, "sum", "i32", [place], outputs, memory.keep).wait()
+    engine.call(GROUP, "reduce", 0, 0, "sum", "u8", [place], outputs, memory.keep).wait()
 
 
 def keep(
@@ -450,6 +470,10 @@ class Servers:
         tensors: Sequence[Any],
         fold: Fold = "fresh",
         answered: Answered = "all",
+        *,
+        alone: bool = False,
+        staleness: int | None = None,
+        stragglers: tuple[int, float] | None = None,
     ) -> int:
         """Open a book of all workers; what the store holds of it belongs to the servers, if there are some.
 
@@ -461,6 +485,9 @@ class Servers:
             tensors: As `Engine.open_book` takes them.
             fold: What becomes of contributions, as in `Roles`.
             answered: Who gets the result, likewise.
+            alone: Each contribution is a round of its own; otherwise all workers must be in.
+            staleness: Where it is, by how much a worker that asks may be ahead of the slowest.
+            stragglers: How many are enough for a round, and how many seconds they wait for the others.
 
         Returns:
             Its number.
@@ -468,10 +495,15 @@ class Servers:
         Raises:
             ConfigError: A bound is exceeded, or a server holds another book than the workers.
         """
-        if not self.ranks and (fold, answered) == ("fresh", "all"):
+        plain = (fold, answered, alone, stragglers) == ("fresh", "all", False, None)
+        if not self.ranks and plain:
             return self._engine.open_book(name, list(layers), list(tensors))
         number, members, owners = self._engine.books, [*self._workers, *self.ranks], list(self.ranks or self._workers)
-        book = ServeBook(number, name, list(layers), list(tensors), members, owners, self._workers, fold, answered)
+        must_be_in = [] if alone else self._workers
+        clocks = None if staleness is None else [self._workers, staleness]
+        few = None if stragglers is None else list(stragglers)
+        what = (number, name, list(layers), list(tensors), members, owners, must_be_in)
+        book = ServeBook(*what, fold, answered, clocks, few)
         mine = book.open(self._engine)
         self._books.add(number)
         for server, theirs in enumerate(self.tell(book)):
@@ -516,7 +548,7 @@ class Servers:
         with self._lock:
             return self._channel.tell(message, meanwhile)
 
-    def say(self, word: Proceed) -> None:
+    def say(self, word: Message) -> None:
         """To all who own slices of a book that they update: to this worker itself, if there are no servers."""
         if self.ranks:
             self.tell(word)

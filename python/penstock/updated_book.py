@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.buffers import view
-from penstock.control import Described, Keep, Proceed, Saved, Servers, Squares, add_up, broadcast, keep
+from penstock.control import Keep, OrderUpdates, Proceed, Saved, Servers, Squares, add_up, broadcast, keep
+from penstock.optimizers import Described
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -45,6 +46,16 @@ class UpdatedBook:
             factor: What gradients are multiplied by before.
         """
         self._servers.say(Proceed(self._number, step, optimizers, groups, factor))
+
+    def order(self, optimizer: Described, tensors: int, factor: float) -> None:
+        """Let the owners update all tensors whenever a round is complete, until another order.
+
+        Args:
+            optimizer: Of all of them.
+            tensors: How many the book has.
+            factor: What gradients are multiplied by before.
+        """
+        self._servers.say(OrderUpdates(self._number, optimizer, factor, tensors))
 
     def discard(self, step: int) -> None:
         """As `proceed`, but the step is not made."""
@@ -104,7 +115,7 @@ class UpdatedBook:
             counts = [count for count in told if count is not None]
         else:
             count = engine.save(self._number, tensor, state, *place)
-            engine.call(0, "allreduce", 0, 0, "sum", "i32", [place], [place], memory.keep).wait()
+            engine.call(0, "allreduce", 0, 0, "sum", "u8", [place], [place], memory.keep).wait()
             counts = [] if count is None else [count]
         mine = _UPDATES.pack(max(counts, default=-1))
         updates: int = max(_UPDATES.unpack(one)[0] for one in engine.all_gather("optimizer.state_dict", mine))

@@ -341,10 +341,24 @@ def refused_at_the_call(rank, size):
     kv.init("w", w)
     kv.init("e", rows, rows=True)
     ids = np.array([0, 1])
+    asynchronous = ps.KVStore("async")
     read_only = w.copy()
     read_only.flags.writeable = False
     for call, words in [
-        (lambda: ps.KVStore("async"), r"unknown kind 'async'; there is 'sync'"),
+        (lambda: ps.KVStore("dist_sync"), r"unknown kind 'dist_sync'; there is 'sync', 'async'"),
+        (lambda: ps.KVStore("sync", staleness=1), r"staleness=1 of a store of kind 'sync'; give a number of pushes"),
+        (lambda: ps.KVStore("async", staleness=-1), r"staleness=-1 of a store of kind 'async'"),
+        (lambda: kv.set_optimizer("SGD"), r"'e': it is pushed by rows, which are summed in rounds"),
+        (lambda: kv.set_optimizer(torch.optim.LBFGS), r"no optimizer 'LBFGS' here; there are SGD, Adam,"),
+        (lambda: kv.set_optimizer(np.ndarray), r"no optimizer 'numpy.ndarray' here"),
+        (lambda: kv.set_optimizer(torch.optim.SGD([torch.zeros(1)])), r"a SGD is no optimizer's class or name"),
+        (lambda: kv.set_optimizer("SGD", rate=1), r"SGD has no option 'rate' here; it has lr, momentum"),
+        (lambda: kv.set_optimizer("SGD", lr=-1), r"SGD with lr=-1: that is not possible"),
+        (lambda: kv.set_optimizer("SGD", lr="fast"), r"SGD with lr='fast': that is not possible"),
+        (lambda: kv.set_optimizer("SGD", nesterov=True), r"nesterov needs a momentum, and no dampening"),
+        (lambda: kv.set_optimizer("Adam", betas=(0.9, 1.0)), r"Adam with betas=1.0: that is not possible"),
+        (lambda: kv.set_hyperparameters(lr=1), r"there is no optimizer; call set_optimizer first"),
+        (lambda: asynchronous.init("b", rows, rows=True), r"'b': it is pushed by rows"),
         (lambda: kv.pull("x", out=w), r"pull: key 'x': it was not initialised; call init first. There are 'w', 'e'"),
         (lambda: kv.push(3, w), r"push: key 3: it was not initialised"),
         (lambda: kv.init("w", w), r"init: key 'w': it was initialised before"),
@@ -406,7 +420,7 @@ def differences(rank, size):
         if "something else" not in words:
             assert raised.value.rank in (None, 1)
     other = ps.KVStore()
-    with pytest.raises(ps.ConfigError, match="rank 1 means store 1 of its program, rank 0 store 0"):
+    with pytest.raises(ps.ConfigError, match=r"rank 1 means store 1 of its program .*, rank 0 store 0"):
         (other if odd else kv).init("a", w)
     kv.init("a", w)
     with pytest.raises(ps.ConfigError, match="rank 1 makes init, rank 0 the first push of new keys"):

@@ -10,10 +10,11 @@ from typing import Any
 from penstock.buffers import DTYPES, Buffer, view
 from penstock.errors import ConfigError
 from penstock.kvstore.arithmetic import INDEX, arithmetic_for
-from penstock.kvstore.rounds import INDEX_BYTES
+from penstock.kvstore.rounds import INDEX_BYTES, new_memory
 from penstock.kvstore.stored_keys import KeyDescription, StoredKey
 
 __all__ = [
+    "copied",
     "described",
     "fitting",
     "given_values",
@@ -92,6 +93,13 @@ def fitting(caller: str, stored: StoredKey, value: Any, *, written: bool = False
             f"{description.shape}",
         )
     return buffer
+
+
+def copied(memory: Buffer) -> Buffer:
+    """The same in memory of the store's own."""
+    copy = new_memory(memory.nbytes, memory.dtype)
+    ctypes.memmove(copy.address, memory.address, memory.nbytes)
+    return copy
 
 
 def given_values(caller: str, stored: StoredKey, value: Any) -> Sequence[Any]:

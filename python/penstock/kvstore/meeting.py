@@ -17,16 +17,22 @@ __all__ = ["meet"]
 
 
 def meet(
-    engine: Engine, store: int, caller: str, keys: Sequence[KeyDescription], error: ConfigError | None = None
+    engine: Engine,
+    store: tuple[int, str],
+    caller: str,
+    keys: Sequence[KeyDescription],
+    error: ConfigError | None = None,
+    optimizer: dict[str, Any] | None = None,
 ) -> None:
     """Compare what the ranks are about to do.
 
     Args:
         engine: The job's.
-        store: The store's number in its program.
+        store: The store's number in its program, and its kind.
         caller: The call.
         keys: What it is about.
         error: What is wrong with it on this rank.
+        optimizer: That the call is about.
 
     Raises:
         ConfigError: ``error``, or that of another rank, or that two ranks' calls differ, and in what.
@@ -34,10 +40,11 @@ def meet(
         Timeout: A rank did not come.
     """
     mine = {
-        "store": store,
+        "store": list(store),
         "call": caller,
         "error": None if error is None else error.message,
         "keys": [[key.key, key.dtype, key.shape, key.rows] for key in keys],
+        "optimizer": optimizer,
     }
     told = engine.all_gather(f"penstock.KVStore.{caller}", json.dumps(mine).encode())
     if error is not None:
@@ -64,12 +71,22 @@ def _decoded(blob: bytes) -> dict[str, Any]:
     return told if isinstance(told, dict) and {"store", "call", "keys"} <= told.keys() else {"call": "something else"}
 
 
+def _shown(optimizer: dict[str, Any] | None) -> str:
+    if optimizer is None:
+        return "none"
+    options = {**optimizer["options"], "rescale": optimizer["rescale"]}
+    return f"{optimizer['name']}({', '.join(f'{name}={value}' for name, value in options.items())})"
+
+
 def _difference(rank: int, theirs: dict[str, Any], first: dict[str, Any]) -> str:
     """In what a rank's call differs from rank 0's."""
     if theirs["call"] != first["call"]:
         return f"rank {rank} makes {theirs['call']}, rank 0 {first['call']}"
     if theirs["store"] != first["store"]:
-        return f"rank {rank} means store {theirs['store']} of its program, rank 0 store {first['store']}"
+        (number, kind), (number_0, kind_0) = theirs["store"], first["store"]
+        return f"rank {rank} means store {number} of its program ({kind}), rank 0 store {number_0} ({kind_0})"
+    if theirs["keys"] == first["keys"]:
+        return f"rank {rank} has the optimizer {_shown(theirs['optimizer'])}, rank 0 {_shown(first['optimizer'])}"
     both = zip_longest(theirs["keys"], first["keys"])
     place, (one, other) = next((place, pair) for place, pair in enumerate(both) if pair[0] != pair[1])
     said = [

@@ -1,4 +1,4 @@
-"""What is under way for one key: a copy of rank 0's value, a sum of tensors, a sum of rows.
+"""What is under way for one key: a copy of rank 0's value, a round of tensors or of rows, a contribution, a question.
 
 Each begins with this rank's part and brings a result into the key's memory. What a result *means* is decided here and
 nowhere else: of the classes below each says in `bring_in` what the key's value is after the round.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from penstock import collectives
 from penstock.buffers import DTYPES, Buffer
@@ -20,7 +20,20 @@ if TYPE_CHECKING:
     from penstock._native import Engine
     from penstock.collectives import Future
 
-__all__ = ["INDEX_BYTES", "BookPlace", "OfRows", "OfTensors", "Replacement", "UnderWay", "ValueMemory", "bytes_of_row"]
+__all__ = [
+    "INDEX_BYTES",
+    "BookPlace",
+    "Contribution",
+    "OfOne",
+    "OfRows",
+    "OfTensors",
+    "Question",
+    "Replacement",
+    "UnderWay",
+    "ValueMemory",
+    "bytes_of_row",
+    "new_memory",
+]
 
 INDEX_BYTES = DTYPES[INDEX]
 
@@ -48,7 +61,7 @@ class ValueMemory:
 
     def __init__(self, dtype: str, shape: tuple[int, ...]) -> None:
         self.shape = shape
-        self.buffer = _new(DTYPES[dtype] * math.prod(shape), dtype)
+        self.buffer = new_memory(DTYPES[dtype] * math.prod(shape), dtype)
         self.rows_set: Any = None
 
     @property
@@ -85,7 +98,8 @@ class ValueMemory:
         return arithmetic.at(self.buffer.address, (self.shape[0], self.width), self.buffer.dtype)
 
 
-def _new(nbytes: int, dtype: str) -> Buffer:
+def new_memory(nbytes: int, dtype: str) -> Buffer:
+    """Memory of the store's own."""
     start = (ctypes.c_char * nbytes).from_buffer(bytearray(nbytes))  # keeps it, and where it is
     return Buffer(ctypes.addressof(start), nbytes, dtype, dtype, start)
 
@@ -176,12 +190,20 @@ class OfTensors:
         values: This rank's contribution: tensors that are summed.
         into: ValueMemory of the program for the result of a single value; it may be that value.
         step: The round.
+        op: ``sum``, or ``average``.
     """
 
     def __init__(
-        self, place: BookPlace, memory: ValueMemory, values: Sequence[Buffer], into: Buffer | None, step: int
+        self,
+        place: BookPlace,
+        memory: ValueMemory,
+        values: Sequence[Buffer],
+        into: Buffer | None,
+        step: int,
+        op: Literal["sum", "average"],
     ) -> None:
         self._place = place
+        self._op = op
         self._memory = memory
         self._values = values
         self._into = into
@@ -192,18 +214,12 @@ class OfTensors:
     def begin(self, more: bool) -> bool:
         """See `UnderWay`."""
         engine, _, book, tensor = self._place
-        values, target = self._values, self._into or self._memory.buffer
+        target = self._into or self._memory.buffer
         self._lent.collect()
         if self._into is None:
             engine.wait(book, [tensor], released=True)  # the last round's result may still be on its way to others
-        if len(values) > 1:
-            arithmetic = arithmetic_for(target.dtype, "push")
-            shape = self._memory.shape
-            total, *arrays = (arithmetic.at(each.address, shape, target.dtype) for each in (target, *values))
-            arithmetic.add_up(arrays, total, target.dtype)
-        elif values[0].address != target.address:
-            ctypes.memmove(target.address, values[0].address, target.nbytes)
-        self._token = engine.submit(book, tensor, target.address, target.nbytes, "sum", self._step, more)
+        _add_up(self._values, target, self._memory.shape)
+        self._token = engine.submit(book, tensor, target.address, target.nbytes, self._op, self._step, more)
         self._lent.tensors[self._token] = target.keep
         self._values = ()
         return False
@@ -220,6 +236,135 @@ class OfTensors:
         engine.wait(book, [tensor], released=self._into is not None)  # what is the program's, it may change
         if self._into is not None:
             self._memory.set_from(self._into)
+
+
+def _add_up(values: Sequence[Buffer], target: Buffer, shape: tuple[int, ...]) -> None:
+    """The sum of these in their order; a single one is copied, unless it is there."""
+    if len(values) > 1:
+        arithmetic = arithmetic_for(target.dtype, "push")
+        total, *arrays = (arithmetic.at(each.address, shape, target.dtype) for each in (target, *values))
+        arithmetic.add_up(arrays, total, target.dtype)
+    elif values[0].address != target.address:
+        ctypes.memmove(target.address, values[0].address, target.nbytes)
+
+
+class Versions(NamedTuple):
+    """Of a value that came, or was changed.
+
+    Attributes:
+        version: How often all of it was changed at least.
+        by_slice: How often each slice was.
+    """
+
+    version: int
+    by_slice: Sequence[int]
+
+
+class Contribution:
+    """A contribution that the owners take when it comes, one after the other. Nothing comes back but its version.
+
+    Args:
+        place: The key's.
+        memory: The key's, from where it is sent.
+        values: What is summed here before.
+        step: This rank's clock.
+        done: Gets the versions, slice by slice, once it is in the value.
+    """
+
+    def __init__(
+        self,
+        place: BookPlace,
+        memory: ValueMemory,
+        values: Sequence[Buffer],
+        step: int,
+        done: Callable[[Versions], None],
+    ) -> None:
+        self._place = place
+        self._memory = memory
+        self._values = values
+        self._step = step
+        self._done = done
+        self._lent = lent_to(place.engine)
+
+    def begin(self, more: bool) -> bool:
+        """See `UnderWay`."""
+        engine, _, book, tensor = self._place
+        target = self._memory.buffer
+        self._lent.collect()
+        engine.wait(book, [tensor], released=True)
+        _add_up(self._values, target, self._memory.shape)
+        self._values = ()
+        self._lent.tensors[self._submit(engine, target, more)] = target.keep
+        return False
+
+    def is_in(self) -> bool:
+        """See `UnderWay`."""
+        _, _, book, tensor = self._place
+        return bool(self._lent.landed(book, [tensor], needed=True)[0])
+
+    def bring_in(self) -> None:
+        """See `UnderWay`."""
+        engine, _, book, tensor = self._place
+        engine.wait(book, [tensor])
+        by_slice = engine.versions(book, tensor)
+        self._done(Versions(min(by_slice, default=0), by_slice))
+
+    def _submit(self, engine: Engine, target: Buffer, more: bool) -> int:
+        _, _, book, tensor = self._place
+        return engine.submit(book, tensor, target.address, target.nbytes, "sum", self._step, more)
+
+
+class Question(Contribution):
+    """For the value as it is when the owners are asked: it comes to the key's memory.
+
+    Args:
+        place: The key's.
+        memory: The key's.
+        step: This rank's clock.
+        done: Gets the versions.
+    """
+
+    def __init__(self, place: BookPlace, memory: ValueMemory, step: int, done: Callable[[Versions], None]) -> None:
+        super().__init__(place, memory, (memory.buffer,), step, done)
+
+    def _submit(self, engine: Engine, target: Buffer, more: bool) -> int:
+        _, _, book, tensor = self._place
+        return engine.submit_absent(book, tensor, target.address, target.nbytes, "sum", self._step, more)
+
+
+class OfOne:
+    """A contribution in a job of one process, which is its own owner.
+
+    Args:
+        memory: The key's.
+        values: What is summed before.
+        take: Changes the value by it.
+    """
+
+    def __init__(
+        self,
+        memory: ValueMemory,
+        values: Sequence[Buffer],
+        take: Callable[[Buffer, tuple[int, ...], Buffer], None],
+    ) -> None:
+        self._memory = memory
+        self._values = values
+        self._take = take
+
+    def begin(self, more: bool) -> bool:
+        """See `UnderWay`."""
+        value = self._memory.buffer
+        total = new_memory(value.nbytes, value.dtype)
+        _add_up(self._values, total, self._memory.shape)
+        self._take(value, self._memory.shape, total)
+        return True
+
+    def is_in(self) -> bool:
+        """See `UnderWay`."""
+        return True
+
+    def bring_in(self) -> None:
+        """See `UnderWay`."""
 
 
 class OfRows:
@@ -242,7 +387,7 @@ class OfRows:
         self._values = values
         self._step = step
         self._arithmetic = arithmetic_for(memory.buffer.dtype, "push")
-        self._mine = _new(0, "bytes")
+        self._mine = new_memory(0, "bytes")
 
     def begin(self, more: bool) -> bool:
         """See `UnderWay`."""
@@ -271,7 +416,7 @@ class OfRows:
         for rank, nbytes in enumerate(engine.gathered(book, tensor)):
             theirs = self._mine
             if rank != me:
-                theirs = _new(nbytes or 0, "bytes")
+                theirs = new_memory(nbytes or 0, "bytes")
                 engine.read_gathered(book, tensor, rank, 0, theirs.address, theirs.nbytes)
             count = theirs.nbytes // self._bytes_each
             parts.append(self._part(theirs.address, theirs.address + INDEX_BYTES * count, count))
@@ -292,7 +437,7 @@ class OfRows:
     def _packed(self, indices: Any, rows: Any) -> Buffer:
         """All indices, then all rows: what travels."""
         count = len(indices)
-        packed = _new(count * self._bytes_each, "bytes")
+        packed = new_memory(count * self._bytes_each, "bytes")
         to_indices, to_rows = self._part(packed.address, packed.address + INDEX_BYTES * count, count)
         to_indices[...], to_rows[...] = indices, rows
         return packed

@@ -1,8 +1,10 @@
 """`penstock.KVStore`: values by key, which all ranks push to and pull from.
 
-Synchronous: a round of a key is complete when every rank has pushed it; its result, the sum, is then the key's value.
-The engine's store sums each slice at its owner and answers all at once. So the value lands in memory of every rank, and
-a pull is a copy from there.
+Synchronous: a round of a key is complete when every rank has pushed it; its result, the sum, is then the key's value;
+or, with an optimizer, the gradient by which the owners update the value that they keep. The engine's store sums each
+slice at its owner and answers all at once. So the value lands in memory of every rank, and a pull is a copy from there.
+
+Asynchronous: owners keep the value and change it by each push when it comes; a pull asks them for it.
 
 Ranks meet where they must: `init` compares what they say of keys, and the first push of keys opens the book in which
 they travel. It is one book for all keys that have none yet: small ones are spread over the owners as slices are.
@@ -11,14 +13,17 @@ they travel. It is one book for all keys that have none yet: small ones are spre
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from penstock import job
+from penstock import collectives, job
 from penstock.buffers import Buffer
 from penstock.errors import ConfigError
+from penstock.kvstore import kept as keeping
 from penstock.kvstore.checks import (
+    copied,
     described,
     fitting,
     given_values,
@@ -31,14 +36,18 @@ from penstock.kvstore.checks import (
     shown,
     targets_of,
 )
+from penstock.kvstore.kept import Kept, is_alone, order
 from penstock.kvstore.meeting import meet
 from penstock.kvstore.rounds import BookPlace
 from penstock.kvstore.stored_keys import KeyCall, StoredKey
 from penstock.lending import lent_to
+from penstock.optimizers import NamedOptimizer, named
 
 __all__ = ["KVStore", "Pending"]
 
-KINDS = ("sync",)
+KINDS = ("sync", "async")
+UPDATED = ("f32", "f64")
+"""What optimizers update."""
 
 
 class Pending:
@@ -70,9 +79,22 @@ class Pending:
         return all(call.key.is_done(call.number) for call in self._calls)
 
     @property
-    def versions(self) -> list[int]:
-        """By key the version of its value that the call makes or gets: 1 as initialised, one more with each push."""
+    def versions(self) -> list[int | None]:
+        """By key the version of its value that the call makes or gets.
+
+        In a synchronous store it is 1 as initialised, and one more with each push. In an asynchronous one it counts all
+        ranks' pushes that are in the value, and is None until an answer has told it. Slices of a large value are
+        changed one by one: then it says how many are in all of it.
+        """
         return [call.version for call in self._calls]
+
+
+class _Loaded(NamedTuple):
+    """A state for a store: memory by key, and what is beside it."""
+
+    values: dict[str | int, Buffer]
+    optimizer: NamedOptimizer | None
+    beside: dict[str | int, Kept]
 
 
 class KVStore:
@@ -88,7 +110,11 @@ class KVStore:
     these in the same order.
 
     Args:
-        kind: ``"sync"``: a round of a key is complete when all ranks have pushed it. Its result is their sum.
+        kind: ``"sync"``: a round of a key is complete when all ranks have pushed it. Its result is their sum. With
+            ``"async"`` each push changes the value when it comes, one after the other, and `pull` gets it as it is
+            then: a rank waits for its own answers only. Results depend on who is fast.
+        staleness: Of an asynchronous store: a rank that has pushed a key so many times more than the slowest one waits
+            in its pull of it until that has come after (stale synchronous parallel). Without, nobody waits.
 
     Attributes:
         kind: As given.
@@ -104,11 +130,19 @@ class KVStore:
         >>> kv.pull("w", out=gradient).wait()              # the sum over all ranks
     """
 
-    def __init__(self, kind: str = "sync") -> None:
+    def __init__(self, kind: str = "sync", *, staleness: int | None = None) -> None:
         if kind not in KINDS:
             raise ConfigError(f"penstock.KVStore: unknown kind {kind!r}; there is {', '.join(map(repr, KINDS))}")
+        if staleness is not None and (kind != "async" or isinstance(staleness, bool) or not 0 <= staleness < 1 << 31):
+            raise ConfigError(
+                f"penstock.KVStore: staleness={staleness!r} of a store of kind {kind!r}; give a number of pushes, from "
+                "0 on, to an asynchronous one"
+            )
         running = job.current("KVStore")
         self.kind = kind
+        self._staleness = staleness
+        self._optimizer: NamedOptimizer | None = None
+        self._beside: dict[str | int, Kept] = {}  # what is to be kept beside a value from when its book is open
         self._job = running
         self._engine = running.engine
         self._number = running.stores_made  # tells stores apart in messages and where ranks meet
@@ -147,6 +181,68 @@ class KVStore:
             Timeout: A rank did not come.
         """
         return self._init("init", paired("init", key, value), rows)
+
+    def set_optimizer(self, algorithm: Any, *, rescale: float = 1.0, **options: Any) -> None:
+        """Let the owners update values by an optimizer: what is pushed is a gradient from now on.
+
+        All ranks call it alike. Owners begin anew with the values that there are. It waits for this rank's pushes, and
+        meets all ranks.
+
+        Args:
+            algorithm: A class of torch.optim that has a twin: SGD, Adam, AdamW, Adagrad or RMSprop; or its name, where
+                torch is not there. The formulas are torch's, in the core.
+            rescale: What gradients are multiplied by before: of sums over samples 1 over their number.
+            **options: Those of the class, by name; torch's defaults otherwise.
+
+        Raises:
+            ConfigError: It has no twin, an option is not known or not possible, a key is not of fp32 or fp64 or is
+                pushed by rows, or ranks differ. Nothing has changed then.
+            PeerLost: A rank was lost.
+            Timeout: A rank did not come, or its pushes did not.
+
+        Example:
+            >>> kv.set_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, rescale=1 / samples_per_step)
+        """
+        caller = "set_optimizer"
+        self._change_optimizer(caller, lambda: named(f"KVStore.{caller}", algorithm, options, rescale), anew=True)
+
+    def set_hyperparameters(self, **options: Any) -> None:
+        """Change options of the optimizer, for the pushes that follow; what it keeps stays. All ranks call it alike.
+
+        It waits for this rank's pushes, and meets all ranks.
+
+        Args:
+            **options: Those of `set_optimizer` that change, ``rescale`` among them.
+
+        Raises:
+            ConfigError: There is no optimizer, an option is not possible or changes what is kept (a momentum from 0),
+                or ranks differ. Nothing has changed then.
+            PeerLost: A rank was lost.
+            Timeout: A rank did not come, or its pushes did not.
+
+        Example:
+            >>> kv.set_hyperparameters(lr=0.01)
+        """
+        caller = "set_hyperparameters"
+
+        def change() -> NamedOptimizer:
+            if self._optimizer is None:
+                raise ConfigError(f"penstock.KVStore.{caller}: there is no optimizer; call set_optimizer first")
+            return self._optimizer.changed(f"KVStore.{caller}", **options)
+
+        self._change_optimizer(caller, change, anew=False)
+
+    def staleness(self) -> dict[int, int]:
+        """How stale this rank's pushes were, in an asynchronous store.
+
+        Returns:
+            By number of other ranks' pushes that had changed a value between this rank's last pull of it and its push:
+            how often that was so. Of a value in several slices the slice counts that was changed most.
+        """
+        total: Counter[int] = Counter()
+        for stored in self._stored_keys.values():
+            total += stored.delays
+        return dict(sorted(total.items()))
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> Pending:
         """As `init` with ``value``, and then `pull` into ``out``."""
@@ -201,13 +297,14 @@ class KVStore:
         for (name, given), (_, taken) in zip(values, outs, strict=True):
             stored = self._stored(caller, name)
             given, targets = given_values(caller, stored, given), targets_of(caller, stored, taken)
-            fused = len(given) == len(targets) == 1 and is_aligned(targets[0]) and not stored.description.rows
+            straight = self.kind == "sync" and not stored.description.rows and not is_alone(self._job)
+            fused = straight and len(given) == len(targets) == 1 and is_aligned(targets[0])
             pushes.append((stored, given, targets[0] if fused else None))
             copies.append((stored, [] if fused else targets))
         calls = self._push(caller, pushes, priority)
         for place, (stored, targets) in enumerate(copies):
-            for target in targets:
-                calls[place] = stored.when_in(partial(stored.memory.copy_to, target))
+            if targets:
+                calls[place] = stored.when_in(*(partial(stored.memory.copy_to, target) for target in targets))
         return Pending(calls)
 
     def row_sparse_pull(self, key: Any, out: Any, row_ids: Any, priority: int = 0) -> Pending:
@@ -253,17 +350,41 @@ class KVStore:
     def state_dict(self) -> dict[str, Any]:
         """What the store holds, after this rank's pushes. It is the same on all ranks, and fits any number of them.
 
+        Where owners keep values, with an optimizer or in an asynchronous store, it is brought together from them: then
+        all ranks call it alike, and it holds all pushes that any rank has made before.
+
         Returns:
-            ``{"values": {key: tensor}}``: copies, as torch tensors or NumPy arrays, as they were given to `init`.
+            ``{"values": {key: tensor}}``: copies, as torch tensors or NumPy arrays, as they were given to `init`. Where
+            owners keep values ``"updates": {key: number}`` says how often each was changed, and with an optimizer
+            ``"optimizer"`` is that, ``"states": {key: {name: tensor}}`` what it keeps, by torch's names.
 
         Raises:
             PeerLost: A rank was lost before a key's last round was complete.
+            Timeout: A rank did not come.
         """
+        caller = "state_dict"
         self.wait()
-        return {"values": {name: self._likes[name](stored.memory.buffer) for name, stored in self._stored_keys.items()}}
+        if self._are_kept:
+            self._meet(caller, list(self._stored_keys.values()))
+            self._bring()
+        held = self._stored_keys.items()
+        state: dict[str, Any] = {"values": {name: self._likes[name](stored.memory.buffer) for name, stored in held}}
+        if self._are_kept:
+            state["updates"] = {name: self._beside_of(name).updates for name, _ in held}
+        if self._optimizer is not None:
+            names = self._optimizer.states
+            state["optimizer"] = self._optimizer.fields()
+            state["states"] = {
+                name: dict(zip(names, map(self._likes[name], self._beside_of(name).states), strict=False))
+                for name, _ in held
+            }
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> Pending:
         """Replace all values by rank 0's. All ranks call it alike, after `init` of the same keys.
+
+        With an optimizer in the state the store has that from then on, and what it kept; with none in it, the store's
+        own begins anew.
 
         Args:
             state: As `state_dict` gives it; on ranks other than 0 its values are only compared in dtype and shape.
@@ -275,20 +396,25 @@ class KVStore:
         """
         caller = "load_state_dict"
         self._running(caller)
-        buffers: dict[str | int, Buffer] = {}
+        loaded: _Loaded | None = None
         error: ConfigError | None = None
         try:
-            values = state["values"] if isinstance(state, dict) and "values" in state else None
-            if not isinstance(values, dict) or values.keys() != self._stored_keys.keys():
-                found = "no values" if not isinstance(values, dict) else f"the keys {shown(values)}"
-                raise ConfigError(
-                    f"penstock.KVStore.{caller}: the state has {found}, the store the keys {shown(self._stored_keys)}"
-                )
-            buffers = {name: fitting(caller, stored, values[name]) for name, stored in self._stored_keys.items()}
+            loaded = self._read_state(caller, state)
         except ConfigError as found_here:
             error = found_here
-        meet(self._engine, self._number, caller, [stored.description for stored in self._stored_keys.values()], error)
-        return self._from_rank_0([(stored, buffers[name]) for name, stored in self._stored_keys.items()])
+        optimizer = None if loaded is None else loaded.optimizer
+        if self._are_kept or optimizer is not None:
+            self.wait()
+        self._meet(caller, list(self._stored_keys.values()), error, optimizer)
+        assert loaded is not None
+        replaced = self._from_rank_0([(stored, loaded.values[name]) for name, stored in self._stored_keys.items()])
+        if self._are_kept or optimizer is not None:
+            self.wait()
+            for kept in loaded.beside.values():
+                for memory in kept.states:
+                    collectives.broadcast(memory.keep)
+            self._keep_anew(optimizer or self._optimizer, loaded.beside)
+        return replaced
 
     # What calls have in common
 
@@ -301,17 +427,32 @@ class KVStore:
                 if name in self._stored_keys:
                     raise refused(caller, name, "it was initialised before; a key is initialised once")
                 description, buffer = described(caller, name, value, rows)
-                made.append((StoredKey(self._engine, description), buffer))
+                stored = StoredKey(self._engine, description, one_by_one=self.kind == "async", average=False)
+                self._check_that_it_can_be_kept(caller, stored, self._optimizer)
+                made.append((stored, buffer))
         except ConfigError as found:
             error = found
         stored_keys = [stored for stored, _ in made]
-        meet(self._engine, self._number, caller, [stored.description for stored in stored_keys], error)
+        self._meet(caller, stored_keys, error)
         with self._lock:
             for (name, value), stored in zip(pairs, stored_keys, strict=True):
                 self._stored_keys[name] = stored
                 self._likes[name] = maker_like(value)
             self._new += stored_keys
         return self._from_rank_0(made)
+
+    def _meet(
+        self,
+        caller: str,
+        stored_keys: Sequence[StoredKey],
+        error: ConfigError | None = None,
+        optimizer: NamedOptimizer | None = None,
+    ) -> None:
+        """See `meet`; stores and optimizers are compared, too."""
+        kind = f"{self.kind}, staleness {self._staleness}"
+        said = None if optimizer is None else optimizer.fields()
+        descriptions = [stored.description for stored in stored_keys]
+        meet(self._engine, (self._number, kind), caller, descriptions, error, said)
 
     def _from_rank_0(self, values: list[tuple[StoredKey, Buffer]]) -> Pending:
         return Pending([stored.replace(value if self.rank == 0 else None) for stored, value in values])
@@ -336,9 +477,14 @@ class KVStore:
         checked = []
         for name, taken in outs:
             stored = self._stored(caller, name)
-            checked += [(stored, target) for target in targets_of(caller, stored, taken)]
+            checked.append((stored, targets_of(caller, stored, taken)))
         self._running(caller)
-        return Pending([stored.when_in(partial(stored.memory.copy_to, target)) for stored, target in checked])
+        return Pending(
+            [
+                stored.when_in(*(partial(stored.memory.copy_to, target) for target in targets))
+                for stored, targets in checked
+            ]
+        )
 
     def _open(self, pushed: list[StoredKey]) -> None:
         """If one of these has no book, open one for all that have none. How keys travel is decided here alone."""
@@ -346,16 +492,131 @@ class KVStore:
             if not any(stored.place is None for stored in pushed):
                 return
             stored_keys = self._new
-            meet(
-                self._engine, self._number, "the first push of new keys", [stored.description for stored in stored_keys]
-            )
+            self._meet("the first push of new keys", stored_keys)
             names = [str(stored.description.key) for stored in stored_keys]
             tensors = [stored.in_book(layer) for layer, stored in enumerate(stored_keys)]
-            book = self._job.servers.open_book(f"kvstore {self._number}", names, tensors)
+            book = self._job.servers.open_book(f"kvstore {self._number}", names, tensors, **self._rules())
             for tensor, stored in enumerate(stored_keys):
                 stored.place = BookPlace(self._engine, self.rank, book, tensor)
             self._by_book[book] = stored_keys
             self._new = []
+            if self._are_kept:
+                self._give(stored_keys)
+
+    # Values that owners keep
+
+    @property
+    def _are_kept(self) -> bool:
+        return self.kind == "async" or self._optimizer is not None
+
+    def _rules(self) -> dict[str, Any]:
+        """How rounds go, for `Servers.open_book`."""
+        if not self._are_kept:
+            return {}
+        fold = "kept" if self._optimizer is None else "updated"
+        if self.kind == "sync":
+            return {"fold": fold}
+        return {"fold": fold, "answered": "who-asks", "alone": True, "staleness": self._staleness}
+
+    def _change_optimizer(self, caller: str, make: Callable[[], NamedOptimizer], *, anew: bool) -> None:
+        self._running(caller)
+        optimizer: NamedOptimizer | None = None
+        error: ConfigError | None = None
+        try:
+            optimizer = make()
+            for stored in self._stored_keys.values():
+                self._check_that_it_can_be_kept(caller, stored, optimizer)
+        except ConfigError as found:
+            error = found
+        self.wait()
+        self._meet(caller, list(self._stored_keys.values()), error, optimizer)
+        assert optimizer is not None
+        if anew:
+            if self._are_kept:
+                self._bring()
+            self._keep_anew(optimizer, {})
+            return
+        self._optimizer = optimizer
+        for book, stored_keys in self._by_book.items():
+            if is_alone(self._job):
+                for stored in stored_keys:
+                    if stored.alone is not None:
+                        stored.alone.optimizer = optimizer
+            else:
+                order(self._job, book, len(stored_keys), optimizer)
+        collectives.barrier()
+
+    def _keep_anew(self, optimizer: NamedOptimizer | None, beside: dict[str | int, Kept]) -> None:
+        """Let owners keep the values that all ranks have in memory, and that beside them; nothing is under way."""
+        same_fold = self._are_kept and (self._optimizer is None) == (optimizer is None)
+        self._optimizer, self._beside = optimizer, beside
+        if same_fold:
+            for stored_keys in self._by_book.values():
+                self._give(stored_keys)
+            return
+        # Their books are of another kind. The next push opens one for all of them.
+        with self._lock:
+            self._new = list(self._stored_keys.values())
+            self._by_book = {}
+            for stored in self._new:
+                stored.place = None
+
+    def _give(self, stored_keys: list[StoredKey]) -> None:
+        """Nothing is under way: owners begin with what is in memory."""
+        for stored in stored_keys:
+            stored.wait_for(stored.last_call().number)
+        beside = [self._beside_of(stored.description.key) for stored in stored_keys]
+        keeping.give(self._job, stored_keys, self._optimizer, beside)
+
+    def _bring(self) -> None:
+        """To memory what owners keep, on all ranks. What is in no book yet is there."""
+        placed = [stored for stored in self._stored_keys.values() if stored.place is not None]
+        for stored, kept in zip(placed, keeping.bring(self._job, placed, self._optimizer), strict=True):
+            self._beside[stored.description.key] = kept
+
+    def _beside_of(self, name: str | int) -> Kept:
+        return self._beside.get(name, Kept())
+
+    def _check_that_it_can_be_kept(self, caller: str, stored: StoredKey, optimizer: NamedOptimizer | None) -> None:
+        description = stored.description
+        if description.rows and (self.kind == "async" or optimizer is not None):
+            raise refused(
+                caller, description.key, "it is pushed by rows, which are summed in rounds of a plain sync store"
+            )
+        if optimizer is not None and description.dtype not in UPDATED:
+            dtype, can = description.dtype, " and ".join(UPDATED)
+            raise refused(
+                caller, description.key, f"values of {dtype} are not updated by an optimizer; those of {can} are"
+            )
+
+    def _read_state(self, caller: str, state: Any) -> _Loaded:
+        """What a state has for this store's keys, checked."""
+        values = state["values"] if isinstance(state, dict) and "values" in state else None
+        if not isinstance(values, dict) or values.keys() != self._stored_keys.keys():
+            found = "no values" if not isinstance(values, dict) else f"the keys {shown(values)}"
+            raise ConfigError(
+                f"penstock.KVStore.{caller}: the state has {found}, the store the keys {shown(self._stored_keys)}"
+            )
+        buffers = {name: fitting(caller, stored, values[name]) for name, stored in self._stored_keys.items()}
+        optimizer, beside = None, {}
+        if state.get("optimizer") is not None:
+            given = state["optimizer"]
+            optimizer = named(f"KVStore.{caller}", given["name"], given["options"], given["rescale"])
+        for name, stored in self._stored_keys.items():
+            counted = optimizer is not None or self._optimizer is None  # else the store's own begins anew
+            updates = int(state.get("updates", {}).get(name, 0)) if counted else 0
+            states: tuple[Buffer, ...] = ()
+            if optimizer is not None:
+                self._check_that_it_can_be_kept(caller, stored, optimizer)
+                kept = state.get("states", {}).get(name, {})
+                wanted = optimizer.states if updates else []
+                if list(kept) != wanted:
+                    raise refused(
+                        caller, name, f"the state has {shown(kept)} of it, {optimizer.name} keeps {shown(wanted)}"
+                    )
+                states = tuple(copied(fitting(caller, stored, kept[field])) for field in wanted)
+            beside[name] = Kept(updates, states)
+        return _Loaded(buffers, optimizer, beside)
 
     def _set_priority(self, stored: StoredKey, priority: int) -> int:
         """The engine's places count from 0, the most urgent, and there are as many as keys of the book."""

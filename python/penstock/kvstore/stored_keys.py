@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -20,12 +21,16 @@ from penstock.buffers import DTYPES
 from penstock.errors import PenstockError
 from penstock.kvstore.rounds import (
     BookPlace,
+    Contribution,
     Copy,
+    OfOne,
     OfRows,
     OfTensors,
+    Question,
     Replacement,
     UnderWay,
     ValueMemory,
+    Versions,
     bytes_of_row,
 )
 from penstock.lending import lent_to
@@ -33,6 +38,7 @@ from penstock.lending import lent_to
 if TYPE_CHECKING:
     from penstock._native import Engine
     from penstock.buffers import Buffer
+    from penstock.kvstore.kept import Alone, Kept
 
 __all__ = ["KeyCall", "KeyDescription", "StoredKey"]
 
@@ -66,12 +72,21 @@ class KeyCall(NamedTuple):
     Attributes:
         key: The key.
         number: Of the call, among those on this key, from 1.
-        version: Of the value that it makes or gets.
+        made: Version of the value that it makes or gets, where rounds count them.
+        came: Where answers tell it, once they have.
     """
 
     key: StoredKey
     number: int
-    version: int
+    made: int
+    came: list[int] | None = None
+
+    @property
+    def version(self) -> int | None:
+        """Of the value; None before an answer tells it."""
+        if self.came is None:
+            return self.made
+        return self.came[0] if self.came else None
 
 
 class StoredKey:
@@ -86,10 +101,20 @@ class StoredKey:
         memory: Its value, if no call is under way.
         place: In a book, from the first push on.
         priority: Of the last push; larger is more urgent.
+        alone: The key's owner in a job of one process, from the first push on, if owners keep its value.
+        delays: Of this rank's contributions one by one: how many of others came between the value that this rank had
+            last pulled and each, at most over its slices; and how often.
     """
 
-    def __init__(self, engine: Engine, description: KeyDescription) -> None:
+    def __init__(self, engine: Engine, description: KeyDescription, *, one_by_one: bool, average: bool) -> None:
         self.description = description
+        self.alone: Alone | None = None
+        self.delays: Counter[int] = Counter()
+        self._one_by_one = one_by_one
+        self._op: Literal["sum", "average"] = "average" if average else "sum"
+        self._clock = 0  # contributions so far
+        self._changes = 0  # before it was in its book
+        self._seen: Sequence[int] = ()  # by slice the version of what was pulled last
         self.memory = ValueMemory(description.dtype, description.shape)
         self.place: BookPlace | None = None
         self.priority = 0
@@ -141,20 +166,68 @@ class StoredKey:
         """
         assert self.place is not None
         under_way: UnderWay
+        came: list[int] | None = None
         if self.description.rows:
             under_way = OfRows(self.place, self.memory, values, self._version)
+        elif self.alone is not None:
+            came = [] if self._one_by_one else None
+            under_way = OfOne(self.memory, values, partial(self._take_alone, came))
+        elif self._one_by_one:
+            self._clock += 1
+            came = []
+            under_way = Contribution(self.place, self.memory, values, self._clock, partial(self._is_taken, came))
         else:
-            under_way = OfTensors(self.place, self.memory, values, into, self._version)
+            under_way = OfTensors(self.place, self.memory, values, into, self._version, self._op)
         if self._made > self._done:
             self.take_further()  # perhaps the round before is in
-        call = self._add(under_way, 1, more)
+        call = self._add(under_way, 1, more)._replace(came=came)
         if not self._begun(call.number):
             PROGRESS.give(self)
         return call
 
-    def when_in(self, copy: Callable[[], None]) -> KeyCall:
-        """Make a copy of the value when the calls before are done, perhaps now."""
-        return self._add(Copy(copy), 0)
+    def when_in(self, *copies: Callable[[], None]) -> KeyCall:
+        """Make copies of the value when the calls before are done, perhaps now.
+
+        Where owners take contributions one by one they are asked for it first.
+        """
+        came: list[int] | None = [] if self._one_by_one else None
+        if came is not None and (self.alone is not None or self.place is None):
+            copies = (*copies, partial(self._has_not_moved, came))
+        elif came is not None and self.place is not None:
+            question = Question(self.place, self.memory, self._clock, partial(self._has_come, came))
+            if not self._begun(self._add(question, 0).number):
+                PROGRESS.give(self)
+        for copy in copies:
+            self._add(Copy(copy), 0)
+        return self.last_call()._replace(came=came)
+
+    def begin(self, kept: Kept, alone: Alone | None) -> None:
+        """Owners keep its value from now on, or another one; nothing is under way."""
+        assert self.place is not None
+        self.alone = alone
+        slices = len(self.place.engine.placement(self.place.book)[self.place.tensor])
+        self._seen = [kept.updates % (1 << 32)] * slices
+        self._changes = kept.updates
+
+    def _has_not_moved(self, came: list[int]) -> None:
+        """It is on this rank alone, or nobody has pushed it yet."""
+        came.append(self._changes if self.alone is None else self.alone.updates)
+
+    def _has_come(self, came: list[int], versions: Versions) -> None:
+        self._seen = versions.by_slice
+        came.append(versions.version)
+
+    def _take_alone(self, came: list[int] | None, value: Buffer, shape: tuple[int, ...], gradient: Buffer) -> None:
+        assert self.alone is not None
+        self.alone.take(value, shape, gradient)
+        if came is not None:
+            came.append(self.alone.updates)
+
+    def _is_taken(self, came: list[int], versions: Versions) -> None:
+        """Of all that changed the value since this rank pulled it, one was its own."""
+        others = [(now - seen - 1) % (1 << 32) for now, seen in zip(versions.by_slice, self._seen, strict=True)]
+        self.delays[max(others, default=0)] += 1
+        came.append(versions.version)
 
     def wait_for(self, number: int) -> None:
         """Wait until this call is done.

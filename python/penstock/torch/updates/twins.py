@@ -8,8 +8,8 @@ from typing import Any
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from penstock._native import Optimizer as Twin
-from penstock.control import Described
 from penstock.errors import ConfigError
+from penstock.optimizers import Described, adagrad, adam, rmsprop, sgd, twin
 
 __all__ = ["described", "twin_of"]
 
@@ -17,40 +17,13 @@ __all__ = ["described", "twin_of"]
 _WITHOUT_EFFECT = ("foreach", "fused", "capturable", "initial_lr")
 
 
-def _sgd(of: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(**_common(of), momentum=of["momentum"], dampening=of["dampening"], nesterov=of["nesterov"])
-
-
-def _adam(of: Mapping[str, Any]) -> dict[str, Any]:
-    beta1, beta2 = of["betas"]
-    return dict(
-        **_common(of),
-        betas=(float(beta1), float(beta2)),
-        eps=of["eps"],
-        amsgrad=of["amsgrad"],
-        decoupled=of["decoupled_weight_decay"],
-    )
-
-
-def _adagrad(of: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(**_common(of), lr_decay=of["lr_decay"], eps=of["eps"], initial=float(of["initial_accumulator_value"]))
-
-
-def _rmsprop(of: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(**_common(of), alpha=of["alpha"], eps=of["eps"], momentum=of["momentum"], centered=of["centered"])
-
-
-def _common(of: Mapping[str, Any]) -> dict[str, Any]:
-    return {"lr": float(of["lr"]), "weight_decay": float(of["weight_decay"]), "maximize": of["maximize"]}
-
-
 _USUAL = {"params", "lr", "weight_decay", "maximize", "differentiable"}
-_TWINS: dict[type[Optimizer], tuple[str, Callable[[Mapping[str, Any]], dict[str, Any]], set[str]]] = {
-    SGD: ("sgd", _sgd, {"momentum", "dampening", "nesterov"}),
-    Adam: ("adam", _adam, {"betas", "eps", "amsgrad", "decoupled_weight_decay"}),
-    AdamW: ("adam", _adam, {"betas", "eps", "amsgrad", "decoupled_weight_decay"}),
-    Adagrad: ("adagrad", _adagrad, {"lr_decay", "eps", "initial_accumulator_value"}),
-    RMSprop: ("rmsprop", _rmsprop, {"alpha", "eps", "momentum", "centered"}),
+_TWINS: dict[type[Optimizer], tuple[Callable[[Mapping[str, Any]], Described], set[str]]] = {
+    SGD: (sgd, {"momentum", "dampening", "nesterov"}),
+    Adam: (adam, {"betas", "eps", "amsgrad", "decoupled_weight_decay"}),
+    AdamW: (adam, {"betas", "eps", "amsgrad", "decoupled_weight_decay"}),
+    Adagrad: (adagrad, {"lr_decay", "eps", "initial_accumulator_value"}),
+    RMSprop: (rmsprop, {"alpha", "eps", "momentum", "centered"}),
 }
 
 
@@ -69,9 +42,7 @@ def twin_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Twin:
         >>> twin_of(adam, adam.param_groups[0]).states
         ['exp_avg', 'exp_avg_sq']
     """
-    kind, options = described(optimizer, group)
-    make: Callable[..., Twin] = getattr(Twin, kind)
-    return make(**options)
+    return twin(described(optimizer, group))
 
 
 def described(optimizer: Optimizer, group: Mapping[str, Any]) -> Described:
@@ -83,10 +54,10 @@ def described(optimizer: Optimizer, group: Mapping[str, Any]) -> Described:
             f"{kind.__module__}.{kind.__qualname__} cannot update at the servers: only {names} of torch.optim can, and "
             "no subclass of them"
         )
-    name, options_in, options = _TWINS[kind]
+    describe, options = _TWINS[kind]
     unknown = sorted(set(group) - options - _USUAL - set(_WITHOUT_EFFECT))
     if unknown:
         raise ConfigError(f"{kind.__name__} cannot update at the servers with its option {unknown[0]!r}")
     if group["differentiable"]:
         raise ConfigError(f"{kind.__name__} cannot update at the servers with differentiable=True")
-    return name, options_in(group)
+    return describe(group)
