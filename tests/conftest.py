@@ -23,6 +23,8 @@ SLOW = (
     "job/test_rendezvous.py",
     "job/test_warnings.py",
     "kvstore/test_kvstore.py",
+    "kvstore/test_kvstore_disk.py",
+    "kvstore/test_kvstore_optimizers.py",
     "lab/test_cluster.py",
     "lab/test_emulate.py",
     "lab/test_measure.py",

@@ -309,6 +309,8 @@ kv.wait()
 assert torch.equal(weight, torch.full((3,), -0.05 * ps.world_size()))
 """
     run(size, tmp_path, before, *listings("docs/kvstore.md", "## Optimizers at the owners"), after)
+    disk = listings("docs/kvstore.md", "## On disk")[0].replace("every=100", "every=1")
+    run(size, tmp_path, before, *listings("docs/kvstore.md", "## Optimizers at the owners"), disk, after)
     after = """
 assert -0.1 * ps.world_size() - 1e-6 <= weight[0] <= -0.1 + 1e-6
 assert kv.state_dict()["updates"] == {"w": ps.world_size()}

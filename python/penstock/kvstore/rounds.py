@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INDEX_BYTES",
+    "Asking",
     "BookPlace",
     "Contribution",
     "OfOne",
     "OfRows",
     "OfTensors",
-    "Question",
     "Replacement",
     "UnderWay",
     "ValueMemory",
@@ -314,7 +314,7 @@ class Contribution:
         return engine.submit(book, tensor, target.address, target.nbytes, "sum", self._step, more)
 
 
-class Question(Contribution):
+class Asking(Contribution):
     """For the value as it is when the owners are asked: it comes to the key's memory.
 
     Args:

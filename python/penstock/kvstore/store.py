@@ -12,15 +12,19 @@ they travel. It is one book for all keys that have none yet: small ones are spre
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock import collectives, job
 from penstock.buffers import Buffer
 from penstock.errors import ConfigError
+from penstock.kvstore import disk
 from penstock.kvstore import kept as keeping
 from penstock.kvstore.checks import (
     copied,
@@ -39,7 +43,7 @@ from penstock.kvstore.checks import (
 from penstock.kvstore.kept import Kept, is_alone, order
 from penstock.kvstore.meeting import meet
 from penstock.kvstore.rounds import BookPlace
-from penstock.kvstore.stored_keys import KeyCall, StoredKey
+from penstock.kvstore.stored_keys import Checkpoints, KeyCall, StoredKey
 from penstock.lending import lent_to
 from penstock.optimizers import NamedOptimizer, named
 
@@ -151,6 +155,7 @@ class KVStore:
         self._likes: dict[str | int, Callable[[Buffer], Any]] = {}
         self._new: list[StoredKey] = []  # in no book yet
         self._by_book: dict[int, list[StoredKey]] = {}
+        self._checkpoints = Checkpoints()
         self._lock = threading.RLock()
 
     def __repr__(self) -> str:
@@ -416,7 +421,127 @@ class KVStore:
             self._keep_anew(optimizer or self._optimizer, loaded.beside)
         return replaced
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `state_dict` to a file of safetensors, which is there whole or not at all. All ranks call it alike.
+
+        Rank 0 writes it; all return when it is on the disk.
+
+        Args:
+            path: Of the file.
+
+        Raises:
+            ConfigError: It cannot be written; safetensors is missing. On all ranks.
+            PeerLost: A rank was lost.
+            Timeout: A rank did not come.
+        """
+        self._running("save")
+        state = self.state_dict()
+        self._on_rank_0("save", lambda: disk.write(Path(path), state))
+
+    def load(self, path: str | os.PathLike[str]) -> int | None:
+        """`load_state_dict` of what `save` wrote, or of the newest whole checkpoint in a directory.
+
+        All ranks call it alike. Rank 0 reads it, whatever number of ranks and servers has written it. If the newest
+        checkpoint is torn a warning names it, and the one before is taken.
+
+        Args:
+            path: A file, or the directory of `checkpoint`.
+
+        Returns:
+            Of a checkpoint its number.
+
+        Raises:
+            ConfigError: It cannot be read, it is not whole, or it does not fit the store. On all ranks.
+            PeerLost: A rank was lost.
+            Timeout: A rank did not come.
+        """
+        caller, place = "load", Path(path)
+        self._running(caller)
+        read: dict[str, Any] = {}
+
+        def read_it() -> dict[str, Any]:
+            file, number = disk.newest(place) if place.is_dir() else (place, None)
+            read.update(disk.read(file))
+            fields = {name: list(states) for name, states in read.get("states", {}).items()}
+            return {
+                "file": str(file),
+                "number": number,
+                "keys": [*read["values"]],
+                "updates": [*read["updates"].values()] if "updates" in read else None,
+                "optimizer": read.get("optimizer"),
+                "fields": [*fields.values()],
+            }
+
+        told = self._on_rank_0(caller, read_it)
+        if self.rank != 0:
+            # Of values only dtype and shape matter here, and those are the store's.
+            like = {name: make(self._stored_keys[name].memory.buffer) for name, make in self._likes.items()}
+            known = [name for name in told["keys"] if name in like]
+            missing = {name: None for name in told["keys"] if name not in like}
+            read = {"values": {**{name: like[name] for name in known}, **missing}, "optimizer": told["optimizer"]}
+            if told["updates"] is not None:
+                read["updates"] = dict(zip(told["keys"], told["updates"], strict=True))
+            fields = dict(zip(told["keys"], told["fields"], strict=False))
+            read["states"] = {name: dict.fromkeys(fields.get(name, []), like[name]) for name in known}
+        self.load_state_dict(read).wait()
+        number: int | None = told["number"]
+        self._checkpoints.last, self._checkpoints.calls = told["file"], number or 0
+        return number
+
+    def checkpoint(self, directory: str | os.PathLike[str], *, every: int = 1, keep: int = 2) -> str | None:
+        """At every so manieth call write a checkpoint to a directory; call it once in a step. All ranks call it alike.
+
+        A checkpoint is what `save` writes. A manifest beside it is replaced last, so a writer that is stopped at any
+        moment leaves the checkpoints before as they were. `load` takes the newest one; after that calls are counted
+        on from its number. An error that names a lost rank names the last checkpoint, too.
+
+        Args:
+            directory: Of checkpoints of this store alone; it is made if it is not there.
+            every: Calls from one checkpoint to the next.
+            keep: How many of the newest are kept.
+
+        Returns:
+            The file that was written; None if it was not the time for one.
+
+        Raises:
+            ConfigError: ``every`` or ``keep`` is below 1; it cannot be written; safetensors is missing. On all ranks.
+            PeerLost: A rank was lost.
+            Timeout: A rank did not come.
+
+        Example:
+            >>> kv.checkpoint("checkpoints", every=100, keep=3)
+        """
+        caller = "checkpoint"
+        self._running(caller)
+        if not all(isinstance(number, int) and number >= 1 for number in (every, keep)):
+            raise ConfigError(f"penstock.KVStore.{caller}: every={every!r} and keep={keep!r} must be 1 at least")
+        self._checkpoints.calls += 1
+        number = self._checkpoints.calls
+        if number % every:
+            return None
+        state = self.state_dict()
+        place = Path(directory)
+        written: str = self._on_rank_0(caller, lambda: str(disk.write_checkpoint(place, state, number, keep)))
+        self._checkpoints.last = written
+        return written
+
     # What calls have in common
+
+    def _on_rank_0(self, caller: str, do: Callable[[], Any]) -> Any:
+        """Do something that has to do with files on rank 0; all ranks get what comes of it, or its error."""
+        told: dict[str, Any] = {}
+        if self.rank == 0:
+            try:
+                told = {"value": do()}
+            except (ConfigError, OSError) as error:
+                told = {
+                    "error": str(error) if isinstance(error, ConfigError) else f"penstock.KVStore.{caller}: {error}"
+                }
+        every = self._engine.all_gather(f"penstock.KVStore.{caller}", json.dumps(told).encode())
+        first: dict[str, Any] = json.loads(every[0])
+        if "error" in first:
+            raise ConfigError(first["error"], rank=0)
+        return first["value"]
 
     def _init(self, caller: str, pairs: list[tuple[str | int, Any]], rows: bool) -> Pending:
         self._running(caller)
@@ -427,7 +552,9 @@ class KVStore:
                 if name in self._stored_keys:
                     raise refused(caller, name, "it was initialised before; a key is initialised once")
                 description, buffer = described(caller, name, value, rows)
-                stored = StoredKey(self._engine, description, one_by_one=self.kind == "async", average=False)
+                stored = StoredKey(
+                    self._engine, description, self._checkpoints, one_by_one=self.kind == "async", average=False
+                )
                 self._check_that_it_can_be_kept(caller, stored, self._optimizer)
                 made.append((stored, buffer))
         except ConfigError as found:

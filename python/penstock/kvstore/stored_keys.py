@@ -18,15 +18,15 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from penstock.buffers import DTYPES
-from penstock.errors import PenstockError
+from penstock.errors import PeerLost, PenstockError
 from penstock.kvstore.rounds import (
+    Asking,
     BookPlace,
     Contribution,
     Copy,
     OfOne,
     OfRows,
     OfTensors,
-    Question,
     Replacement,
     UnderWay,
     ValueMemory,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from penstock.buffers import Buffer
     from penstock.kvstore.kept import Alone, Kept
 
-__all__ = ["KeyCall", "KeyDescription", "StoredKey"]
+__all__ = ["Checkpoints", "KeyCall", "KeyDescription", "StoredKey"]
 
 GATHER_BYTES_MAX = (1 << 32) - 1
 """The engine's bound of what a rank contributes to a gather; a longer push is refused by it."""
@@ -64,6 +64,19 @@ class KeyDescription:
 
     def __str__(self) -> str:
         return f"{self.key!r} of {self.dtype} {self.shape}{' by rows' if self.rows else ''}"
+
+
+@dataclass
+class Checkpoints:
+    """Of a store.
+
+    Attributes:
+        last: The file of the last one that was written or loaded.
+        calls: Of `KVStore.checkpoint`, those before included if it went on from one.
+    """
+
+    last: str | None = None
+    calls: int = 0
 
 
 class KeyCall(NamedTuple):
@@ -95,6 +108,9 @@ class StoredKey:
     Args:
         engine: The job's.
         description: Of the key.
+        checkpoints: Of the store.
+        one_by_one: Whether owners take each contribution by itself, and are asked for the value.
+        average: Whether a round's result is an average.
 
     Attributes:
         description: Of the key.
@@ -106,8 +122,17 @@ class StoredKey:
             last pulled and each, at most over its slices; and how often.
     """
 
-    def __init__(self, engine: Engine, description: KeyDescription, *, one_by_one: bool, average: bool) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        description: KeyDescription,
+        checkpoints: Checkpoints,
+        *,
+        one_by_one: bool,
+        average: bool,
+    ) -> None:
         self.description = description
+        self._checkpoints = checkpoints
         self.alone: Alone | None = None
         self.delays: Counter[int] = Counter()
         self._one_by_one = one_by_one
@@ -194,7 +219,7 @@ class StoredKey:
         if came is not None and (self.alone is not None or self.place is None):
             copies = (*copies, partial(self._has_not_moved, came))
         elif came is not None and self.place is not None:
-            question = Question(self.place, self.memory, self._clock, partial(self._has_come, came))
+            question = Asking(self.place, self.memory, self._clock, partial(self._has_come, came))
             if not self._begun(self._add(question, 0).number):
                 PROGRESS.give(self)
         for copy in copies:
@@ -309,9 +334,13 @@ class StoredKey:
                     self._calls.popleft()
                     self._has_begun = False
                     self._done += 1
-        except PenstockError:
+        except PenstockError as error:
             if self._engine.has_failed:
                 self._engine.quiet()  # the program may do with its memory what it likes once it has the error
+            last = self._checkpoints.last
+            if isinstance(error, PeerLost) and last is not None and last not in error.message:
+                error.message += f". The last checkpoint is {last}: load it when all ranks have begun anew"
+                error.args = (error.message,)
             raise
 
 

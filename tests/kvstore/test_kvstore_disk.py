@@ -1,0 +1,215 @@
+"""A `penstock.KVStore` on disk: files that are there whole or not at all, checkpoints, and what is torn."""
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from job_processes import run_well
+
+import penstock as ps
+from penstock.kvstore import disk
+
+SHAPES = {"w": (70, 300), 7: (5,), "7": (), "empty": (3, 0), "half": (4,)}
+
+
+def begin(kv):
+    for key, shape in SHAPES.items():
+        kv.init(key, torch.zeros(shape) if key == "half" else np.zeros(shape))
+
+
+def stepped(kv, steps):
+    for step in steps:
+        for key, shape in SHAPES.items():
+            kv.push(key, np.full(shape, 1.0 + step, np.float32 if key == "half" else np.float64))
+    kv.wait()
+
+
+def equal(one, other):
+    assert {name: value for name, value in one.items() if name not in {"values", "states"}} == {
+        name: value for name, value in other.items() if name not in {"values", "states"}
+    }
+    for key, value in one["values"].items():
+        np.testing.assert_array_equal(value, other["values"][key])
+        assert type(value) is type(other["values"][key])
+        for field, state in one.get("states", {}).get(key, {}).items():
+            np.testing.assert_array_equal(state, other["states"][key][field])
+
+
+def saved(rank, size, place):
+    for kind, optimizer in [("sync", None), ("sync", "AdamW"), ("async", None), ("async", "SGD")]:
+        kv = ps.KVStore(kind)
+        begin(kv)
+        if optimizer is not None:
+            kv.set_optimizer(optimizer, lr=0.01, weight_decay=0.1, rescale=0.5)
+        stepped(kv, range(3))
+        state = kv.state_dict()
+        name = place / f"{kind}-{optimizer}.safetensors"
+        kv.save(name)
+        other = ps.KVStore(kind)
+        begin(other)
+        other.load(name)
+        equal(other.state_dict(), state)
+        stepped(other, range(3, 5))
+        stepped(kv, range(3, 5))
+        if (kind, optimizer) != ("async", "SGD"):  # whose numbers depend on who is first
+            equal(other.state_dict(), kv.state_dict())
+
+
+def loaded(rank, size, place):
+    kv = ps.KVStore("sync")
+    begin(kv)
+    kv.load(place / "sync-AdamW.safetensors")
+    assert kv.state_dict()["updates"]["w"] == 3
+    stepped(kv, range(3, 4))
+    assert kv.state_dict()["updates"]["w"] == 4
+    with pytest.raises(ps.ConfigError, match=r"load: .*nothing.safetensors cannot be read"):
+        kv.load(place / "nothing.safetensors")
+    kv.init("more", np.zeros(3))
+    with pytest.raises(ps.ConfigError, match=r"the state has the keys 'w', 7, '7', .*the store .*'more'"):
+        kv.load(place / "sync-AdamW.safetensors")
+    stepped(kv, range(4, 5))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_file_has_all_of_a_store_for_any_number_of_ranks(size, tmp_path):
+    for name in ("first", "then"):
+        (tmp_path / name).mkdir()
+    run_well(size, saved, tmp_path / "first", tmp_path)
+    run_well(3 - size, loaded, tmp_path / "then", tmp_path)
+
+
+def tear(path, how):
+    data = bytearray(path.read_bytes())
+    if how == "short":
+        data = data[: len(data) // 2]
+    elif how == "other bytes":
+        data[len(data) // 2] ^= 1
+    path.unlink()
+    if how != "missing":
+        path.write_bytes(data)
+
+
+def checkpoints(rank, size, place):
+    kv = ps.KVStore("sync")
+    begin(kv)
+    kv.set_optimizer("SGD", lr=0.1, momentum=0.9)
+    written = []
+    for step in range(7):
+        stepped(kv, [step])
+        written += filter(None, [kv.checkpoint(place, every=2, keep=2)])
+    assert [Path(name).name for name in written] == [f"kvstore-{n:010d}.safetensors" for n in (2, 4, 6)]
+    assert sorted(one.name for one in place.iterdir()) == sorted(
+        [disk.MANIFEST, *(Path(name).name for name in written[1:])]
+    )
+    for bad in ({"every": 0}, {"keep": 0}, {"every": "often"}):
+        with pytest.raises(ps.ConfigError, match=r"must be 1 at least"):
+            kv.checkpoint(place, **bad)
+    for how in ("short", "other bytes", "missing"):
+        whole = Path(written[2]).read_bytes() if rank == 0 else b""
+        ps.barrier()
+        if rank == 0:
+            tear(Path(written[2]), how)
+        other = ps.KVStore("sync")
+        begin(other)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert other.load(place) == 4
+        if rank == 0:
+            assert f"checkpoint {written[2]} is torn (" in str(said[0].message)
+            assert f"{written[1]} is used" in str(said[0].message)
+            Path(written[2]).write_bytes(whole)
+        ps.barrier()
+        assert other.state_dict()["updates"]["w"] == 4
+        # It goes on counting from there.
+        stepped(other, range(4, 6))
+        assert other.checkpoint(place / "again", every=6) is None
+        assert other.checkpoint(place / "again", every=6) is not None
+        stepped(other, range(6, 7))
+        equal(other.state_dict(), kv.state_dict())
+    ps.barrier()
+    if rank == 0:
+        tear(place / disk.MANIFEST, "short")
+    with pytest.raises(ps.ConfigError, match=r"no whole checkpoint in .*: there is no readable manifest.json"):
+        kv.load(place)
+    with pytest.raises(ps.ConfigError, match=r"checkpoint: .*directory|checkpoint: .*exists"):
+        kv.checkpoint(place / disk.MANIFEST)
+
+
+def test_checkpoints(tmp_path):
+    (tmp_path / "job").mkdir()
+    run_well(2, checkpoints, tmp_path / "job", tmp_path / "kept")
+
+
+STATE = {"values": {"w": np.arange(6.0), 3: np.ones((2, 2), np.int32)}, "updates": {"w": 4, 3: 4}}
+
+
+@pytest.mark.parametrize("moment", ["_sync", "_crc"])
+def test_a_writer_that_stops_in_the_middle_leaves_what_was_there(moment, tmp_path, monkeypatch):
+    first = disk.write_checkpoint(tmp_path, STATE, 1, 2)
+    kept = getattr(disk, moment)
+    for after in range(1, 4):  # of the file, its directory, the manifest
+        count = iter(range(10))
+
+        def stop(path, count=count, after=after):
+            if next(count) == after - 1:
+                raise OSError(28, "No space left on device")
+            return kept(path)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(disk, moment, stop)
+            try:
+                disk.write_checkpoint(tmp_path, STATE, 2, 2)
+            except OSError as error:
+                assert "No space left" in str(error)
+        path, number = disk.newest(tmp_path)
+        assert number in {1, 2} and (number == 2 or path == first)
+        np.testing.assert_array_equal(disk.read(path)["values"]["w"], STATE["values"]["w"])
+        assert not [one for one in tmp_path.iterdir() if one.name.endswith(".tmp")]
+
+
+def test_a_manifest_names_nothing_outside_its_directory(tmp_path):
+    disk.write(tmp_path / "other.safetensors", STATE)
+    (tmp_path / "dir").mkdir()
+    entry = {"file": "../other.safetensors", "number": 1, "bytes": 1, "crc32": 1}
+    manifest = {"format": disk.FORMAT, "checkpoints": [entry]}
+    (tmp_path / "dir" / disk.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(ps.ConfigError, match="no whole checkpoint"):
+        disk.newest(tmp_path / "dir")
+
+
+WITHOUT_TORCH = """
+import sys
+import numpy as np
+import penstock as ps
+
+ps.init(rank=0, world_size=1)
+kv = ps.KVStore()
+kv.init("w", np.arange(3.0))
+kv.set_optimizer("Adam")
+kv.pushpull("w", np.ones(3), out=np.empty(3)).wait()
+kv.save("state.safetensors")
+other = ps.KVStore()
+other.init("w", np.zeros(3))
+other.load("state.safetensors")
+assert all(np.array_equal(a, b) for a, b in zip(kv.state_dict()["values"]["w"], other.state_dict()["values"]["w"]))
+assert "torch" not in sys.modules
+sys.modules["safetensors"] = None
+try:
+    kv.save("again.safetensors")
+except ps.ConfigError as error:
+    assert "safetensors is missing; install penstock[checkpoint]" in str(error), error
+else:
+    raise AssertionError
+"""
+
+
+def test_a_program_without_torch_saves_too(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
