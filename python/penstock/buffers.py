@@ -72,8 +72,8 @@ def view(value: Any, caller: str, *, written: bool) -> Buffer:
     like arrays, such as ``numpy.float32(1)``, and copies are refused. They may be given where they are only read.
 
     Args:
-        value: A torch tensor in main memory, a NumPy array, an object with the buffer protocol, one with DLPack, or what
-            this has returned.
+        value: A torch tensor in main memory, a NumPy array, an object with the buffer protocol, one with DLPack, or
+            what this has returned.
         caller: The public function, for messages.
         written: Whether the result goes there.
 

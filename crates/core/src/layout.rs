@@ -258,17 +258,21 @@ impl Book {
         if in_store { &self.roles.members } else { self.roles.contributors() }
     }
 
-    /// The number of a slice among those of which `peer` may have to keep payloads: with the store alone those that it owns,
-    /// otherwise all. In both cases numbers grow with the slice's own, so they order slices alike on all ranks.
+    /// The number of a slice among those of which `peer` may have to keep payloads: with the store alone, and without groups,
+    /// those that it owns, otherwise all. In both cases numbers grow with the slice's own, so they order slices alike on all ranks.
     #[must_use]
     pub fn number_at_peer(&self, slice: SliceId) -> u32 {
-        if self.collective_slices == 0 { self.slices[slice as usize].at_owner } else { slice }
+        if self.only_owners_keep() { self.slices[slice as usize].at_owner } else { slice }
+    }
+
+    fn only_owners_keep(&self) -> bool {
+        self.collective_slices == 0 && self.roles.groups.is_empty()
     }
 
     /// How many such numbers there are.
     #[must_use]
     pub fn numbers_at_peer(&self, peer: Rank) -> u32 {
-        if self.collective_slices == 0 {
+        if self.only_owners_keep() {
             self.owned_slices.get(peer.index()).copied().unwrap_or(0)
         } else {
             self.slices.len() as u32
@@ -387,7 +391,7 @@ fn check(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::roles::{MustBeIn, Rules};
+    use crate::roles::{Groups, MustBeIn, Rules};
     use proptest::prelude::*;
 
     proptest! {
@@ -498,6 +502,10 @@ mod tests {
         let alike = Roles::alike(ranks(&[0, 2, 5]));
         let these = |some: &[u32]| Rules { must_be_in: MustBeIn::These(ranks(some)), ..Rules::default() };
         let kept = Roles { rules: Rules { fold: Fold::Kept, ..Rules::default() }, ..alike.clone() };
+        let grouped = |owners: &[u32], groups: &[&[u32]]| {
+            let groups = Groups::of_members(groups.iter().map(|some| ranks(some)));
+            Roles { owners: ranks(owners), groups, ..alike.clone() }
+        };
         let deal = |roles: &Roles, route, wire| {
             let tensor = Tensor::new("w", 0, Dtype::F32, 10).with_route(route).with_wire(wire);
             let slicing = Slicing::fixed(4096, 1);
@@ -522,6 +530,31 @@ mod tests {
             (Roles { rules: these(&[0]), ..alike.clone() }, Route::STORE, Dtype::Bf16, "fits"),
             (Roles { rules: these(&[0]), ..alike.clone() }, ring, Dtype::F32, "fits"),
             (kept.clone(), Route::STORE, Dtype::F32, "fits"),
+            (grouped(&[0, 5], &[&[0, 2], &[5]]), Route::STORE, Dtype::Bf16, "fits"),
+            (
+                grouped(&[0, 5], &[&[0], &[5]]),
+                Route::STORE,
+                Dtype::F32,
+                "must have each rank that contributes once: 0, 2, 5",
+            ),
+            (
+                grouped(&[0, 5], &[&[0, 2], &[2, 5]]),
+                Route::STORE,
+                Dtype::F32,
+                "groups have the ranks 0, 2, 2, 5",
+            ),
+            (
+                grouped(&[2], &[&[0, 2], &[5]]),
+                Route::STORE,
+                Dtype::F32,
+                "rank 2 owns slices, but in its group",
+            ),
+            (
+                Roles { rules: kept.rules.clone(), ..grouped(&[0], &[&[0, 2, 5]]) },
+                Route::STORE,
+                Dtype::F32,
+                "the fresh result",
+            ),
             (kept, Route::STORE, Dtype::Bf16, "is not rounded"),
         ] {
             let said = deal(&roles, route, wire);

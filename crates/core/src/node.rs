@@ -17,10 +17,13 @@ use crate::members::Members;
 use crate::memory::Memory;
 use crate::observe::{Observation, Observe, Point};
 use crate::optimizer::Update;
+use crate::roles::Roles;
 use crate::submission::{Gives, Submission};
 use crate::types::{BookId, GroupId, LayerId, Rank, Seq, SliceId, Step, TensorId};
 use crate::way::Route;
-use crate::wire::{Destination, Header, Kind, Outgoing, other_wire_type, unexpected, wire_argument};
+use crate::wire::{
+    Destination, Header, Kind, Outgoing, other_wire_type, unexpected, wire_argument, wire_part,
+};
 use outbox::Outbox;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -195,6 +198,8 @@ struct BookState<C> {
 struct Active {
     members: Members,
     contributors: Members,
+    /// How often all workers have left and come back.
+    era: u32,
 }
 
 struct EarlyFrame<C> {
@@ -212,6 +217,8 @@ pub struct Node<M: Memory, O: Observe = ()> {
     outboxes: Vec<Outbox<M::Chunk>>,
     /// Workers that have not left.
     active: Members,
+    /// How often all have.
+    era: u32,
     /// At a server: workers that have left again before it knew that all had left, and how often. Workers agree on that among
     /// themselves, and a server hears of it when it does.
     ahead: BTreeMap<Rank, u32>,
@@ -241,6 +248,7 @@ impl<M: Memory, O: Observe> Node<M, O> {
             outboxes: (0..ranks).map(|_| Outbox::new(config.window_bytes)).collect(),
             calls: Calls::new(config.rank, config.ranks),
             active: Members::all(config.workers),
+            era: 0,
             ahead: BTreeMap::new(),
             config,
             memory,
@@ -294,7 +302,8 @@ impl<M: Memory, O: Observe> Node<M, O> {
         let stays = |rank: &Rank| rank.0 >= self.config.workers || self.active.contains(*rank);
         let those = |members: &Members| members.iter().filter(stays).collect();
         let roles = &book.roles;
-        let active = Active { members: those(&roles.members), contributors: those(roles.contributors()) };
+        let (members, contributors) = (those(&roles.members), those(roles.contributors()));
+        let active = Active { members, contributors, era: self.era };
         self.books[at] = Some(BookState { book, slices, places, active });
         for EarlyFrame { from, header, payload } in self.early.remove(&id).unwrap_or_default() {
             self.early_bytes -= header.payload_bytes as usize;
@@ -621,9 +630,10 @@ impl<M: Memory, O: Observe> Node<M, O> {
         }
         let site = site(self.config.rank, &state.book, &state.active, header.slice);
         let carries_slice = matches!(header.kind, Kind::Push | Kind::Answer);
-        if carries_slice && header.argument != wire_argument(site.dtype, site.wire) {
+        let (wire, _) = site.wire_with(from);
+        if carries_slice && wire_part(header.argument) != wire_argument(site.dtype, wire) {
             let tensor = state.book.tensor_of(header.slice);
-            return Err(other_wire_type(from, header, &tensor.name, site.wire));
+            return Err(other_wire_type(from, header, &tensor.name, wire));
         }
         let expected = state.slices[header.slice as usize].expects(from, header, &site);
         // What is done with the contributions is said by those who contribute; answers need not repeat it. A gather does nothing.
@@ -708,14 +718,23 @@ impl<M: Memory, O: Observe> Node<M, O> {
         }
         if self.active.is_empty() {
             // At once, in the same event: a peer that has seen all leave may push again before this rank's user knows.
-            // No round can end here: what is open was pushed by such peers, and this rank has not submitted yet.
+            // No round can end here: what is open was pushed by such peers, and this rank has not submitted yet. But a server may have
+            // heard from all groups.
             self.active.become_those(&Members::all(self.config.workers));
+            self.era += 1;
             for state in self.books.iter_mut().flatten() {
                 let roles = &state.book.roles;
                 state.active.members.become_those(&roles.members);
                 state.active.contributors.become_those(roles.contributors());
+                state.active.era = self.era;
             }
             actions.push(Action::AllLeft);
+            for id in 0..self.books.len() {
+                let grouped = |state: &&BookState<_>| !state.book.roles.groups.is_empty();
+                if self.books[id].as_ref().filter(grouped).is_some() {
+                    self.look_at_rounds(id as BookId, actions)?;
+                }
+            }
             for (rank, times) in std::mem::take(&mut self.ahead) {
                 (0..times).try_for_each(|_| self.leave(rank, actions))?;
             }
@@ -724,11 +743,19 @@ impl<M: Memory, O: Observe> Node<M, O> {
         for id in 0..self.books.len() {
             let Some(state) = &mut self.books[id] else { continue };
             state.active.contributors.remove(rank);
-            let slices = if state.active.members.remove(rank) { state.slices.len() } else { 0 };
-            for slice in 0..slices as u32 {
-                let header = Header { book: id as BookId, slice, ..Header::control(Kind::Push) };
-                self.exchange(&header, |exchange, context| exchange.left(&header, context), actions)?;
+            if state.active.members.remove(rank) {
+                self.look_at_rounds(id as BookId, actions)?;
             }
+        }
+        Ok(())
+    }
+
+    /// Ranks have left, or come back: ends the rounds of a book that waited for nothing else.
+    fn look_at_rounds(&mut self, book: BookId, actions: &mut Vec<Action<M::Chunk>>) -> Result<(), Error> {
+        let slices = self.books[usize::from(book)].as_ref().map_or(0, |state| state.slices.len());
+        for slice in 0..slices as u32 {
+            let header = Header { book, slice, ..Header::control(Kind::Push) };
+            self.exchange(&header, |exchange, context| exchange.left(&header, context), actions)?;
         }
         Ok(())
     }
@@ -740,10 +767,12 @@ impl<M: Memory, O: Observe> Node<M, O> {
         if frame.header.kind.is_exchange() {
             let at = usize::from(frame.header.book);
             if let Some(Some(state)) = self.books.get(at) {
-                let Tensor { dtype, wire, .. } = *state.book.tensor_of(frame.header.slice);
+                let wire = state.book.tensor_of(frame.header.slice).wire;
+                let slice_is_whole = matches!(frame.header.kind, Kind::Push | Kind::Answer);
+                let rounds = slice_is_whole && wire_part(frame.header.argument) != 0;
                 // Rounded now and not when it was queued: so no more scratch is in use than what is being written. Of an
                 // answer this loses nothing, for the result has been rounded.
-                if let Some(payload) = frame.payload.as_mut().filter(|_| wire != dtype) {
+                if let Some(payload) = frame.payload.as_mut().filter(|_| rounds) {
                     let rounded = self.memory.scratch(frame.header.payload_bytes as usize);
                     self.memory.round(wire, payload, &rounded);
                     *payload = rounded;
@@ -792,6 +821,20 @@ impl<M: Memory, O: Observe> Node<M, O> {
         distinct(ranks)
     }
 
+    /// Of the groups that this rank is the head of and that are in: the owners that owe them an answer. Also if its own program has
+    /// left, and it relays for others.
+    pub fn owners_that_owe(&self) -> Vec<Rank> {
+        let led = |state: &&BookState<_>| state.book.roles.groups.led_by(self.config.rank).is_some();
+        let grouped = self.books.iter().flatten().filter(led);
+        let owners = grouped.flat_map(|state| {
+            let site_of = |slice| site(self.config.rank, &state.book, &state.active, slice);
+            (0..)
+                .zip(&state.slices)
+                .filter_map(move |(slice, exchange)| exchange.owner_that_owes(&site_of(slice)))
+        });
+        distinct(owners.collect())
+    }
+
     /// If this worker has left: those that have not.
     pub fn late_to_leave(&self) -> Vec<Rank> {
         let stays = self.config.rank.0 >= self.config.workers || self.active.contains(self.config.rank);
@@ -806,10 +849,12 @@ fn distinct(mut ranks: Vec<Rank>) -> Vec<Rank> {
 }
 
 fn site<'a>(rank: Rank, book: &'a Book, active: &'a Active, slice: SliceId) -> Site<'a> {
-    let (members, rules, tensor) = (book.members_of(slice), &book.roles.rules, book.tensor_of(slice));
+    let (members, tensor, Roles { rules, groups, .. }) =
+        (book.members_of(slice), book.tensor_of(slice), &book.roles);
+    let era = active.era;
     let active = if tensor.route == Route::STORE { &active.members } else { &active.contributors };
     let (dtype, wire, tensor_bytes) = (tensor.dtype, tensor.wire, tensor.len_bytes());
     let layer = book.layers[tensor.layer as usize].as_str();
     let slice = &book.slices[slice as usize];
-    Site { rank, members, active, rules, slice, layer, dtype, wire, tensor_bytes }
+    Site { rank, members, active, rules, groups, era, slice, layer, dtype, wire, tensor_bytes }
 }

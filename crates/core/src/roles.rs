@@ -6,7 +6,7 @@
 //! | | owners | must be in | fold | answered |
 //! |---|---|---|---|---|
 //! | servers apart from workers | the servers | the workers | fresh | all |
-//! | groups that meet in a store | | their heads | fresh | all, members who are no heads when they ask |
+//! | groups that meet in a store ([`Groups`]) | their heads, or the servers | the workers | fresh | all |
 //! | a value on servers, updated in rounds | the servers | the workers | kept | who asks |
 //! | the same, updated by each contribution at once | the servers | nobody | kept, or updated by a standing order | who asks |
 //! | parameters, updated by an optimizer when the program says so | all, or the servers | the workers | updated | all |
@@ -26,6 +26,30 @@ pub struct Roles {
     pub owners: Members,
     /// How the store's rounds go.
     pub rules: Rules,
+    /// Who sums with whom before an owner hears of it; none where each contributes by itself.
+    pub groups: Groups,
+}
+
+/// Contributors who sum among themselves in the store, and appear to owners as one client (MXNET-MPI, section 3). The first
+/// of a group is its *head*: the others push to it, and are answered by it (`exchange/group.rs`). A head whose program has left
+/// still relays for the others.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Groups {
+    groups: Vec<Group>,
+    /// By rank: the place of its group.
+    places: Vec<Option<u32>>,
+}
+
+/// Of books without, and of the inside of one.
+pub(crate) static NO_GROUPS: Groups = Groups { groups: Vec::new(), places: Vec::new() };
+
+/// One of them; never empty.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Group {
+    /// Its ranks.
+    pub members: Members,
+    /// How a round goes inside: all that have not left must be in.
+    pub(crate) rules: Rules,
 }
 
 /// How a round goes at its owner.
@@ -105,7 +129,7 @@ impl Roles {
     /// All contribute, own slices and are answered.
     #[must_use]
     pub fn alike(members: Members) -> Self {
-        Self { owners: members.clone(), members, rules: Rules::default() }
+        Self { owners: members.clone(), members, rules: Rules::default(), groups: Groups::default() }
     }
 
     /// Those of the members whose contributions a round takes.
@@ -125,6 +149,9 @@ impl Roles {
         if let Some((what, who)) = wrong.into_iter().find(|(_, some)| !among(some)) {
             let ranks: Vec<String> = who.iter().map(|rank| rank.to_string()).collect();
             return Some(format!("ranks {:?} {what}, which must be some of its members", ranks.join(", ")));
+        }
+        if let Some(why) = self.wrong_groups() {
+            return Some(why);
         }
         let Rules { must_be_in, fold, answered, staleness, stragglers } = &self.rules;
         let alone = *must_be_in == MustBeIn::Nobody;
@@ -149,6 +176,98 @@ impl Roles {
                 )
             },
         )
+    }
+}
+
+impl Roles {
+    /// Who answers this rank on slices of that owner. A head is answered by it once its group is in
+    /// ([`crate::node::Node::owners_that_owe`]).
+    #[must_use]
+    pub fn answered_by(&self, rank: Rank, owner: Rank) -> Rank {
+        self.groups.of(rank).map(Group::head).filter(|head| *head != rank).unwrap_or(owner)
+    }
+
+    fn wrong_groups(&self) -> Option<String> {
+        if self.groups.is_empty() {
+            return None;
+        }
+        let named = |ranks: &[Rank]| ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ");
+        let mut grouped: Vec<Rank> = self.groups.iter().flat_map(|group| group.members.iter()).collect();
+        grouped.sort_unstable();
+        if !self.contributors().iter().eq(grouped.iter().copied()) {
+            let contributors: Vec<Rank> = self.contributors().iter().collect();
+            let (grouped, contributors) = (named(&grouped), named(&contributors));
+            return Some(format!(
+                "groups have the ranks {grouped}; they must have each rank that contributes once: {contributors}"
+            ));
+        }
+        let no_head = |rank: &Rank| self.groups.of(*rank).is_some_and(|group| group.head() != *rank);
+        if let Some(rank) = self.owners.iter().find(no_head) {
+            return Some(format!("rank {rank} owns slices, but in its group another one is the head"));
+        }
+        let Rules { must_be_in, fold, answered, stragglers, .. } = &self.rules;
+        let all = *must_be_in != MustBeIn::Nobody && stragglers.is_none();
+        let fits = all && *fold != Fold::Kept && *answered == Answered::All;
+        (!fits)
+            .then(|| "groups take part in rounds that all must be in and all get the fresh result of".into())
+    }
+}
+
+impl Groups {
+    /// Of these ranks, in any order; groups come in the order of their heads.
+    #[must_use]
+    pub fn of_members(groups: impl IntoIterator<Item = Members>) -> Self {
+        let group = |members: Members| {
+            let rules = Rules { must_be_in: MustBeIn::These(members.clone()), ..Rules::default() };
+            Group { members, rules }
+        };
+        let mut groups: Vec<Group> =
+            groups.into_iter().filter(|members| !members.is_empty()).map(group).collect();
+        groups.sort_by_key(Group::head);
+        let highest = groups.iter().filter_map(|group| group.members.iter().last()).max();
+        let mut places = vec![None; highest.map_or(0, |rank| rank.index() + 1)];
+        for (place, group) in (0..).zip(&groups) {
+            group.members.iter().for_each(|rank| places[rank.index()] = Some(place));
+        }
+        Self { groups, places }
+    }
+
+    /// Whether everybody contributes by itself.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.groups.is_empty()
+    }
+
+    /// In the order of their heads.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = &Group> + Clone {
+        self.groups.iter()
+    }
+
+    /// The group of a rank.
+    #[must_use]
+    pub fn of(&self, rank: Rank) -> Option<&Group> {
+        let place = (*self.places.get(rank.index())?)?;
+        self.groups.get(place as usize)
+    }
+
+    /// The group that a rank is the head of.
+    #[must_use]
+    pub fn led_by(&self, rank: Rank) -> Option<&Group> {
+        self.of(rank).filter(|group| group.head() == rank)
+    }
+
+    /// Whether both are in one group.
+    #[must_use]
+    pub fn together(&self, one: Rank, other: Rank) -> bool {
+        self.of(one).is_some_and(|group| group.members.contains(other))
+    }
+}
+
+impl Group {
+    /// Who sums.
+    #[must_use]
+    pub fn head(&self) -> Rank {
+        self.members.at(0)
     }
 }
 
@@ -185,5 +304,28 @@ impl Rules {
             || self.fold != Fold::Fresh
             || self.answered != Answered::All
             || self.stragglers.is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn some(ranks: &[u32]) -> Members {
+        ranks.iter().copied().map(Rank).collect()
+    }
+
+    #[test]
+    fn groups_are_found_by_their_ranks() {
+        let groups = Groups::of_members([some(&[4, 3]), some(&[]), some(&[5, 0])]);
+        assert_eq!(groups.iter().map(Group::head).collect::<Vec<_>>(), [Rank(0), Rank(3)]);
+        let heads = [0, 1, 3, 4, 5, 6].map(|rank| groups.of(Rank(rank)).map(|group| group.head().0));
+        assert_eq!(heads, [Some(0), None, Some(3), Some(3), Some(0), None]);
+        assert!(groups.together(Rank(5), Rank(0)) && groups.together(Rank(3), Rank(3)));
+        assert!(!groups.together(Rank(5), Rank(3)) && !groups.together(Rank(1), Rank(1)));
+        assert!(groups.led_by(Rank(3)).is_some() && groups.led_by(Rank(4)).is_none());
+        let roles = Roles { groups, ..Roles::alike(Members::all(7)) };
+        let answered_by = [0, 1, 3, 4, 5].map(|rank| roles.answered_by(Rank(rank), Rank(3)).0);
+        assert_eq!(answered_by, [3, 3, 3, 3, 0], "members by their heads, all others by the owner");
     }
 }

@@ -19,9 +19,10 @@ pub const HEADER_BYTES: usize = 24;
 /// What a frame is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kind {
-    /// Worker to owner: this rank's contribution to a slice; `argument` is its wire type.
+    /// Worker to owner: this rank's contribution to a slice; `argument` is its wire type, and from the head of a group of which
+    /// ranks it is ([`Party`]).
     Push = 1,
-    /// Worker to owner: this rank has no contribution to this slice.
+    /// Worker to owner: this rank, or group, has no contribution to this slice; `argument` as of a push.
     PushAbsent = 2,
     /// Owner to worker: the result; `argument` is its wire type.
     Answer = 3,
@@ -285,6 +286,39 @@ pub fn describe(from: Rank, header: &Header) -> String {
     format!("{kind:?}{part} of book {book}, slice {slice}, seq {seq} (step {step}) from rank {from}")
 }
 
+/// Of which ranks a group's contribution is: how many of it take part, and how often all workers had left (join) when it was
+/// made, modulo 256. What an owner knows of who has left may be older or newer, for it comes another way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Party(u32);
+
+impl Party {
+    const SHIFT: u32 = 8;
+    /// Of frames that are not a group's.
+    pub(crate) const NOBODY: Self = Self(0);
+
+    pub(crate) fn new(ranks: usize, era: u32) -> Self {
+        Self(ranks as u32 & 0xffff | (era & 0xff) << 16)
+    }
+
+    /// What a frame says; of who is no head's, nobody.
+    pub(crate) fn of(argument: u32) -> Self {
+        Self(argument >> Self::SHIFT)
+    }
+
+    pub(crate) fn argument(self) -> u32 {
+        self.0 << Self::SHIFT
+    }
+
+    pub(crate) fn ranks(self) -> u32 {
+        self.0 & 0xffff
+    }
+}
+
+/// What the argument of a push or an answer says of its wire type.
+pub(crate) fn wire_part(argument: u32) -> u32 {
+    argument & ((1 << Party::SHIFT) - 1)
+}
+
 /// The argument of a push or an answer: 0 if the elements travel as they are, otherwise which wire type they have.
 #[must_use]
 pub fn wire_argument(dtype: Dtype, wire: Dtype) -> u32 {
@@ -299,7 +333,7 @@ pub fn wire_argument(dtype: Dtype, wire: Dtype) -> u32 {
 /// The error about a slice that comes in another wire type than this rank's book says. Lengths would not tell: both halves
 /// have two bytes.
 pub(crate) fn other_wire_type(from: Rank, header: &Header, tensor: &str, wire: Dtype) -> Error {
-    let theirs = match header.argument {
+    let theirs = match wire_part(header.argument) {
         0 => "unrounded",
         1 => "as bf16",
         2 => "as f16",

@@ -3,7 +3,7 @@
 mod support;
 
 use penstock_core::layout::Tensor;
-use penstock_core::roles::{MustBeIn, Rules};
+use penstock_core::roles::{Group, Groups, MustBeIn, Rules};
 use penstock_core::{Algorithm, BookId, Dtype, Error, Gives, Members, Op, Rank, Roles, Route, Submission};
 use penstock_net::{Engine, Failure, Lent, Stop};
 use std::time::Duration;
@@ -19,7 +19,8 @@ fn some(ranks: std::ops::Range<u32>) -> Members {
 fn apart(workers: u32, servers: u32) -> Roles {
     let must_be_in = MustBeIn::These(some(0..workers));
     let rules = Rules { must_be_in, ..Rules::default() };
-    Roles { members: some(0..workers + servers), owners: some(workers..workers + servers), rules }
+    let (members, owners) = (some(0..workers + servers), some(workers..workers + servers));
+    Roles { members, owners, rules, groups: Groups::default() }
 }
 
 fn job(workers: u32, servers: u32) -> Vec<Engine> {
@@ -89,6 +90,96 @@ fn the_sum_of_workers_is_the_same_wherever_it_is_made() {
             );
         }
     }
+}
+
+/// Of the workers in these groups, with so many servers apart or with their heads as owners.
+fn grouped(groups: &[&[u32]], servers: u32) -> Roles {
+    let workers = groups.iter().map(|group| group.len() as u32).sum();
+    let members = |ranks: &&[u32]| ranks.iter().copied().map(Rank).collect::<Members>();
+    let groups = Groups::of_members(groups.iter().map(members));
+    match servers {
+        0 => {
+            let owners = groups.iter().map(Group::head).collect();
+            Roles { owners, groups, ..Roles::alike(some(0..workers)) }
+        }
+        _ => Roles { groups, ..apart(workers, servers) },
+    }
+}
+
+#[test]
+fn groups_sum_inside_and_their_heads_meet_in_the_store() {
+    const ROUNDS: u32 = 3;
+    type Case = (&'static [&'static [u32]], u32);
+    let cases: [Case; 5] = [
+        (&[&[0, 1], &[2, 3]], 0),
+        (&[&[0], &[1, 2, 3]], 0),
+        (&[&[0, 3], &[1, 2]], 2),
+        (&[&[0, 1, 2]], 0),
+        (&[&[0, 1, 2, 3]], 1),
+    ];
+    for (groups, servers) in cases {
+        let workers: u32 = groups.iter().map(|group| group.len() as u32).sum();
+        let over = Meeting::of((workers + servers) as usize);
+        let reports = on_all(job(workers, servers), |engine, rank| {
+            let book = open(engine, Some(grouped(groups, servers)));
+            let mut values = vec![0.0; ELEMS];
+            for round in (0..ROUNDS).filter(|_| rank < workers) {
+                values.fill(part(rank, round));
+                exchange(engine, book, &mut values, Gives::Whole(Op::Average)).unwrap();
+                let sum =
+                    |ranks: &[u32]| ranks.iter().map(|rank| part(*rank, round)).reduce(|a, b| a + b).unwrap();
+                let mean =
+                    groups.iter().map(|group| sum(group)).reduce(|a, b| a + b).unwrap() / workers as f32;
+                assert!(values.iter().all(|x| x.to_bits() == mean.to_bits()), "{} is not {mean}", values[0]);
+            }
+            over.wait();
+            engine.shutdown(&mut never).unwrap();
+            engine.report().unwrap()
+        });
+        // For n bytes: members n to their heads; heads n to each member, and as C workers with the owners.
+        let all = u64::from(ROUNDS) * ELEMS as u64 * 4;
+        for (rank, report) in (0u32..).zip(&reports) {
+            let owned = report.owned_bytes[rank as usize] * u64::from(ROUNDS);
+            let of = groups.iter().find(|group| group.contains(&rank));
+            let clients = groups.len() as u64;
+            let want = match of {
+                Some(group) if group[0] == rank && servers > 0 => group.len() as u64 * all,
+                Some(group) if group[0] == rank => {
+                    (group.len() as u64 - 1) * all + (all - owned) + (clients - 1) * owned
+                }
+                Some(_) => all,
+                None => clients * owned,
+            };
+            let (sent, received) = (report.bytes_sent, report.bytes_received);
+            assert_eq!((sent, received), (want, want), "rank {rank} of {groups:?} + {servers}");
+        }
+    }
+}
+
+#[test]
+fn a_head_that_has_left_relays_for_its_group() {
+    let over = Meeting::of(4);
+    on_all(job(4, 0), |engine, rank| {
+        let book = open(engine, Some(grouped(&[&[0, 1], &[2, 3]], 0)));
+        let mut values = vec![0.0; ELEMS];
+        for epoch in 0..10 {
+            // Rank 2 leads 3, and leaves after one round; and all of the first group after two.
+            let rounds = [2, 2, 1, 3][rank as usize];
+            for round in 0..rounds {
+                values.fill(rank as f32);
+                exchange(engine, book, &mut values, Gives::Whole(Op::Average)).unwrap();
+                let mean = [1.5, 4.0 / 3.0, 3.0][round];
+                assert_eq!(values[0], mean, "rank {rank}, epoch {epoch}, round {round}");
+            }
+            engine.leave(&mut never).unwrap();
+            let seq = engine.sequence(book).unwrap()[0];
+            let seqs = engine.all_gather("sequence", &seq.to_le_bytes(), &mut never).unwrap();
+            let most = seqs.iter().map(|s| u32::from_le_bytes(s[..].try_into().unwrap())).max().unwrap();
+            engine.set_sequence(book, &[most]).unwrap();
+        }
+        over.wait();
+        engine.shutdown(&mut never).unwrap();
+    });
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Who does what in a book, for those who open one.
 
 use crate::errors::bad_argument;
-use penstock_core::roles::{Answered, Fold, MustBeIn, Rules, Staleness, Stragglers};
+use penstock_core::roles::{Answered, Fold, Groups, MustBeIn, Rules, Staleness, Stragglers};
 use penstock_core::{Members, Rank, Roles};
 use pyo3::prelude::*;
 use std::time::Duration;
@@ -17,7 +17,8 @@ fn members(ranks: Vec<u32>) -> Members {
 #[pymethods]
 impl BookRoles {
     #[new]
-    #[pyo3(signature = (members, owners, must_be_in=None, fold="fresh", answered="all", staleness=None, stragglers=None))]
+    #[pyo3(signature = (members, owners, must_be_in=None, fold="fresh", answered="all", staleness=None, stragglers=None, groups=vec![]))]
+    #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     fn new(
         members: Vec<u32>,
         owners: Vec<u32>,
@@ -26,6 +27,7 @@ impl BookRoles {
         answered: &str,
         staleness: Option<(Vec<u32>, u32)>,
         stragglers: Option<(u32, f64)>,
+        groups: Vec<Vec<u32>>,
     ) -> PyResult<Self> {
         let must_be_in = match must_be_in {
             None => MustBeIn::Everybody,
@@ -55,7 +57,9 @@ impl BookRoles {
             .map(|(enough, after_s)| PyResult::Ok(Stragglers { enough, after_ns: after_ns(after_s)? }))
             .transpose()?;
         let rules = Rules { must_be_in, fold, answered, staleness, stragglers };
-        let roles = Roles { members: self::members(members), owners: self::members(owners), rules };
+        let (members, owners) = (self::members(members), self::members(owners));
+        let groups = Groups::of_members(groups.into_iter().map(self::members));
+        let roles = Roles { members, owners, rules, groups };
         match roles.wrong() {
             Some(why) => Err(bad_argument(why)),
             None => Ok(Self(roles)),

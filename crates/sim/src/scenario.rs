@@ -4,7 +4,7 @@ use crate::program::{Demands, Fault, Instruction, Links, Mishap, PEER_TIMEOUT_NS
 use crate::random::Random;
 use penstock_core::layout::{Book, Tensor};
 use penstock_core::optimizer::{Optimizer, Rule, Update};
-use penstock_core::roles::{Fold, MustBeIn, Rules};
+use penstock_core::roles::{Fold, Group, Groups, MustBeIn, Rules};
 use penstock_core::types::{BookId, Dtype, Rank, TensorId};
 use penstock_core::way::Algorithm;
 use penstock_core::wire::Op;
@@ -121,7 +121,7 @@ pub fn draw(seed: u64) -> Setup {
     }
     // The programs of servers apart are given no words to say.
     let servers = if rule.is_some() { 0 } else { draw_servers(seed, &routes) };
-    let mut roles = roles(ranks, servers);
+    let mut roles = roles(ranks, servers, draw_groups(seed, ranks, &routes));
     if rule.is_some() {
         roles.rules.fold = Fold::Updated;
     }
@@ -209,15 +209,33 @@ fn draw_servers(seed: u64, routes: &[Route]) -> u32 {
     if routes == [Route::STORE] { random.pick(&[0, 0, 1, 2, 4]) } else { 0 }
 }
 
-/// Of so many workers and servers apart; all alike without servers.
-fn roles(workers: u32, servers: u32) -> Roles {
+/// Which workers sum among themselves: where there is a store, often some; of any sizes, and any ranks together. Drawn by themselves,
+/// too.
+fn draw_groups(seed: u64, ranks: u32, routes: &[Route]) -> Groups {
+    let mut random = Random::new(seed ^ 0x6e0_0b5);
+    if ranks < 2 || !routes.contains(&Route::STORE) || random.chance(600) {
+        return Groups::default();
+    }
+    let count = random.between(1, u64::from(ranks));
+    let places: Vec<u64> = (0..ranks).map(|_| random.below(count)).collect();
+    Groups::of_members((0..count).map(|group| -> Members {
+        let of_group = places.iter().zip(0..).filter(|(place, _)| **place == group);
+        of_group.map(|(_, rank)| Rank(rank)).collect()
+    }))
+}
+
+/// Of so many workers and servers apart; all alike without servers and groups.
+fn roles(workers: u32, servers: u32, groups: Groups) -> Roles {
     let members = Members::all(workers + servers);
     if servers == 0 {
-        return Roles::alike(members);
+        let alike = Roles::alike(members);
+        let heads: Members = groups.iter().map(Group::head).collect();
+        let owners = if groups.is_empty() { alike.owners.clone() } else { heads };
+        return Roles { owners, groups, ..alike };
     }
     let rules = Rules { must_be_in: MustBeIn::These(Members::all(workers)), ..Rules::default() };
     let owners = (workers..workers + servers).map(Rank).collect();
-    Roles { members, owners, rules }
+    Roles { members, owners, rules, groups }
 }
 
 fn draw_book(random: &mut Random, id: u32, roles: &Roles, slicing: Slicing, routes: &[Route]) -> Book {
@@ -521,7 +539,11 @@ pub fn describe(setup: &Setup) -> String {
         let mut routes: Vec<&str> = book.tensors.iter().map(|tensor| tensor.route.name()).collect();
         routes.dedup();
         let (layers, fold) = (book.layers.len(), book.roles.rules.fold);
-        format!("{tensors} tensors in {layers} layers, {slices} slices, {bytes} bytes, routes {routes:?}, {fold:?}")
+        let groups = book.roles.groups.iter().map(|group| group.members.iter().map(|rank| rank.0).collect());
+        let groups: Vec<Vec<u32>> = groups.collect();
+        format!(
+            "{tensors} tensors in {layers} layers, {slices} slices, {bytes} bytes, routes {routes:?}, {fold:?}, groups {groups:?}"
+        )
     });
     let books: Vec<String> = books.collect();
     let submissions = setup.programs.iter().flatten().filter(|i| matches!(i, Instruction::Submit(_))).count();

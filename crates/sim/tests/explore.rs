@@ -3,8 +3,10 @@
 use penstock_core::Route;
 use penstock_core::layout::Tensor;
 use penstock_core::life::Evidence;
+use penstock_core::roles::Fold;
+use penstock_core::types::Rank;
 use penstock_core::way::Algorithm;
-use penstock_sim::program::Mishap;
+use penstock_sim::program::{Instruction, Mishap, Setup};
 
 /// Scenarios per test run.
 const SCENARIOS: u64 = 12_000;
@@ -25,7 +27,8 @@ fn random_schedules_violate_nothing() {
     let all = parts.into_iter().fold([0; COUNTS], sum);
     let [slices, preempted, lost, through] = [0, 1, 2, 3].map(|at| all[at]);
     let (by_scheme, rest) = all[4..].split_at(Algorithm::ALL.len());
-    let (by_fault, by_topology) = rest.split_at(FAULTS);
+    let (by_fault, rest) = rest.split_at(FAULTS);
+    let (by_topology, by_groups) = rest.split_at(APART.len() + 1);
     // The scenarios would prove nothing if they never did what they are there for.
     assert!(slices > 10 * SCENARIOS, "{slices} slices");
     assert!(preempted > SCENARIOS / 10, "{preempted} runs with preemptions");
@@ -43,6 +46,7 @@ fn random_schedules_violate_nothing() {
         by_topology.iter().all(|count| *count > SCENARIOS / 400),
         "workers and servers {APART:?}, one of which was lost: {by_topology:?}"
     );
+    assert!(by_groups.iter().all(|count| *count > SCENARIOS / 400), "groups with {GROUPED:?}: {by_groups:?}");
 }
 
 /// What the verdicts on killed, failed, stopped and hanging ranks rest on.
@@ -51,8 +55,18 @@ const EVIDENCE: [Evidence; 4] = [Evidence::Ended, Evidence::Own, Evidence::Silen
 const FAULTS: usize = EVIDENCE.len() + 1;
 /// Workers, and servers apart from them.
 const APART: [(u32, u32); 5] = [(4, 4), (4, 2), (4, 1), (3, 2), (1, 1)];
-/// The last: a server was lost.
-const COUNTS: usize = 4 + Algorithm::ALL.len() + FAULTS + APART.len() + 1;
+/// What befalls scenarios with groups of several ranks; see [`counts_of_groups`].
+const GROUPED: [&str; 7] = [
+    "equal sizes",
+    "uneven sizes",
+    "servers apart",
+    "ranks that leave",
+    "updates",
+    "a lost head",
+    "a lost member",
+];
+/// The last of the topologies: a server was lost.
+const COUNTS: usize = 4 + Algorithm::ALL.len() + FAULTS + APART.len() + 1 + GROUPED.len();
 
 /// Slices, and whether there were preemptions, whether a rank was lost, whether all came through; by algorithm whether a rank
 /// was lost where a tensor goes by it; by evidence whether it was; and whether all came through though a rank was stopped; by
@@ -65,7 +79,8 @@ fn counts(seed: u64) -> [u64; COUNTS] {
     counts[0] = report.slices;
     counts[1..4].copy_from_slice(&flags);
     let (by_scheme, rest) = counts[4..].split_at_mut(Algorithm::ALL.len());
-    let (by_fault, by_topology) = rest.split_at_mut(FAULTS);
+    let (by_fault, rest) = rest.split_at_mut(FAULTS);
+    let (by_topology, by_groups) = rest.split_at_mut(APART.len() + 1);
     for (count, evidence) in by_fault.iter_mut().zip(EVIDENCE) {
         *count = u64::from(report.lost.is_some_and(|(_, on)| on == evidence));
     }
@@ -77,11 +92,27 @@ fn counts(seed: u64) -> [u64; COUNTS] {
         *count = u64::from(apart == topology);
     }
     by_topology[APART.len()] = u64::from(report.lost.is_some_and(|(rank, _)| rank >= setup.workers));
+    by_groups.copy_from_slice(&counts_of_groups(&setup, report.lost.map(|(rank, _)| Rank(rank))));
     for (count, algorithm) in by_scheme.iter_mut().zip(Algorithm::ALL) {
         let goes_by_it = |tensor: &Tensor| tensor.route == Route::Sum(algorithm);
         *count = u64::from(lost && setup.books.iter().flat_map(|book| &book.tensors).any(goes_by_it));
     }
     counts
+}
+
+/// By what there is in [`GROUPED`].
+fn counts_of_groups(setup: &Setup, lost: Option<Rank>) -> [u64; GROUPED.len()] {
+    let roles = &setup.books[0].roles;
+    let sizes: Vec<u32> = roles.groups.iter().map(|group| group.members.count()).collect();
+    if sizes.iter().all(|size| *size == 1) {
+        return [0; GROUPED.len()];
+    }
+    let even = sizes.iter().all(|size| *size == sizes[0]);
+    let leaves = setup.programs.iter().flatten().any(|i| matches!(i, Instruction::Leave { .. }));
+    let updates = roles.rules.fold == Fold::Updated;
+    let is_head = |rank| roles.groups.of(rank).map(|group| group.head() == rank);
+    let of = |head: bool| lost.and_then(is_head) == Some(head);
+    [even, !even, setup.ranks > setup.workers, leaves, updates, of(true), of(false)].map(u64::from)
 }
 
 fn sum(a: [u64; COUNTS], b: [u64; COUNTS]) -> [u64; COUNTS] {

@@ -3,7 +3,7 @@
 use crate::layout::Slice;
 use crate::members::Members;
 use crate::memory::Memory;
-use crate::roles::Rules;
+use crate::roles::{Groups, Rules};
 use crate::types::{Dtype, Rank, Seq, Step};
 use crate::wire::Outgoing;
 
@@ -18,6 +18,10 @@ pub struct Site<'a> {
     pub active: &'a Members,
     /// How the store's rounds go.
     pub rules: &'a Rules,
+    /// Who sums with whom before the owner does.
+    pub groups: &'a Groups,
+    /// How often all workers have left.
+    pub era: u32,
     /// The slice.
     pub slice: &'a Slice,
     /// Its layer's name.

@@ -1,14 +1,15 @@
 //! A round at its owner, from the first contribution to the last: who is in, who is missing, what it comes to.
 //!
-//! It sends nothing and knows nothing of answers; those are the store's.
+//! It knows nothing of answers; those are the store's.
 
-use super::context::{Context, Site};
+use super::context::{Context, Flow, Site};
+use super::store::send;
 use crate::members::Members;
 use crate::memory::Memory;
 use crate::reduce::Reduction;
-use crate::roles::MustBeIn;
+use crate::roles::{Group, MustBeIn};
 use crate::types::{Rank, Seq, Step};
-use crate::wire::{Header, Op};
+use crate::wire::{Header, Kind, Op, Party};
 
 /// What one rank brings to a slice.
 #[derive(Debug, Clone)]
@@ -27,14 +28,22 @@ impl<C> Contribution<C> {
     }
 }
 
+/// A contribution, its step, and if it is a group's of whom it is.
+#[derive(Debug)]
+struct Part<C> {
+    what: Contribution<C>,
+    step: Step,
+    party: Party,
+}
+
 /// The owner's side of one slice.
 #[derive(Debug)]
 pub(super) struct Gathering<C> {
     seq: Seq,
     op: Op,
     step: Step,
-    /// By member its contribution, and the step of it.
-    contributions: Vec<Option<(Contribution<C>, Step)>>,
+    /// By member what it brings.
+    contributions: Vec<Option<Part<C>>>,
     /// Whether two of them differ.
     steps_differ: bool,
     arrived: u32,
@@ -66,7 +75,7 @@ impl<C: Clone> Gathering<C> {
         &mut self,
         place: usize,
         members: u32,
-        &Header { seq, op, step, .. }: &Header,
+        &Header { seq, op, step, argument, .. }: &Header,
         what: Contribution<C>,
     ) -> Result<(), String> {
         if self.contributions.is_empty() {
@@ -88,7 +97,7 @@ impl<C: Clone> Gathering<C> {
         if contribution.is_some() {
             return Err(format!("a second contribution to round {seq}"));
         }
-        *contribution = Some((what, step));
+        *contribution = Some(Part { what, step, party: Party::of(argument) });
         // Who differs is said when all are in: most ranks are right.
         self.steps_differ |= step != self.step;
         self.arrived += 1;
@@ -98,6 +107,11 @@ impl<C: Clone> Gathering<C> {
     /// Whether a round is open, and its seq and step.
     pub(super) fn open(&self) -> Option<(Seq, Step)> {
         (self.arrived > 0).then_some((self.seq, self.step))
+    }
+
+    /// Of how many ranks there are contributions to the open round, or word that they have none.
+    pub(super) fn arrived(&self) -> usize {
+        self.arrived as usize
     }
 
     /// Whether the round with this number is over.
@@ -112,13 +126,23 @@ impl<C: Clone> Gathering<C> {
 
     /// Of those that must be in, who has not contributed to the open round.
     pub(super) fn missing<'a>(&'a self, site: &'a Site<'_>) -> impl Iterator<Item = Rank> + 'a {
-        let late = |rank: Rank| site.active.contains(rank) && site.rules.needs(rank);
+        let late = |rank: Rank| match site.groups.of(rank) {
+            // A head speaks for those of its group that have not left.
+            Some(group) => {
+                group.head() == rank && group.members.iter().any(|member| site.active.contains(member))
+            }
+            None => site.active.contains(rank) && site.rules.needs(rank),
+        };
         let by_member = site.members.iter().zip(&self.contributions);
         by_member.filter(move |(rank, c)| c.is_none() && late(*rank)).map(|(rank, _)| rank)
     }
 
     /// Whether all that must be in have contributed to an open round.
-    pub(super) fn complete(&self, &Site { members, active, rules, .. }: &Site<'_>) -> bool {
+    pub(super) fn complete(&self, site: &Site<'_>) -> bool {
+        let &Site { members, active, rules, .. } = site;
+        if !site.groups.is_empty() {
+            return self.groups_complete(site);
+        }
         let everybody = rules.must_be_in == MustBeIn::Everybody;
         if self.arrived == 0 || everybody && self.arrived != active.count() {
             return false;
@@ -136,6 +160,17 @@ impl<C: Clone> Gathering<C> {
         self.arrived == count
     }
 
+    /// Who leaves tells everybody, but a head and an owner hear of it at different times. So a group is in when it counts as many
+    /// ranks as this rank believes are there: else an average would be over those that this rank happens to know of.
+    fn groups_complete(&self, &Site { members, active, groups, era, .. }: &Site<'_>) -> bool {
+        let is_in = |group: &Group| {
+            let ranks = group.members.iter().filter(|rank| active.contains(*rank)).count();
+            let part = members.position(group.head()).and_then(|place| self.contributions[place].as_ref());
+            part.map_or(ranks == 0, |part| part.party == Party::new(ranks, era))
+        };
+        self.arrived > 0 && groups.iter().all(is_in)
+    }
+
     /// What is done with the contributions to the open round.
     pub(super) fn op(&self) -> Op {
         self.op
@@ -148,19 +183,18 @@ impl<C: Clone> Gathering<C> {
 
     /// What this member brought to the open round; nothing if it takes no part.
     pub(super) fn of(&self, place: usize) -> Option<&Contribution<C>> {
-        self.contributions.get(place)?.as_ref().map(|(what, _)| what)
+        self.contributions.get(place)?.as_ref().map(|part| &part.what)
     }
 
     /// The step of each rank that has contributed.
     pub(super) fn steps(&self, members: &Members) -> impl Iterator<Item = (Rank, Step)> {
-        let steps =
-            self.contributions.iter().map(|contribution| contribution.as_ref().map(|(_, step)| *step));
+        let steps = self.contributions.iter().map(|part| part.as_ref().map(|part| part.step));
         members.iter().zip(steps).filter_map(|(rank, step)| Some((rank, step?)))
     }
 
     /// Which of the inputs of [`Gathering::outcome`] is this rank's own, if it has one.
     fn own_input(&self, me: usize) -> Option<usize> {
-        let has_data = |c: &Option<(Contribution<C>, Step)>| matches!(c, Some((Contribution::Data(_), _)));
+        let has_data = |c: &Option<Part<C>>| matches!(c, Some(Part { what: Contribution::Data(_), .. }));
         let before = self.contributions[..me].iter().filter(|c| has_data(c)).count();
         has_data(&self.contributions[me]).then_some(before)
     }
@@ -172,7 +206,7 @@ impl<C: Clone> Gathering<C> {
     pub(super) fn outcome(&self, site: &Site<'_>, inputs: &mut Vec<C>) -> Result<Outcome, String> {
         let mut last = None;
         for (rank, contribution) in site.members.iter().zip(&self.contributions) {
-            if let Some((Contribution::Data(chunk), _)) = contribution {
+            if let Some(Part { what: Contribution::Data(chunk), .. }) = contribution {
                 inputs.push(chunk.clone());
                 last = Some(rank);
             }
@@ -217,9 +251,24 @@ impl<C: Clone> Gathering<C> {
 
     /// The sum is made: the round stays open, but its contributions occupy no memory any more.
     pub(super) fn let_go(&mut self) {
-        for (what, _) in self.contributions.iter_mut().flatten() {
-            if let Contribution::Data(_) = what {
-                *what = Contribution::Summed;
+        for part in self.contributions.iter_mut().flatten() {
+            if let Contribution::Data(_) = part.what {
+                part.what = Contribution::Summed;
+            }
+        }
+    }
+
+    /// Tells those whose contributions are in the sum, of the members of `site`: their windows are free again.
+    pub(super) fn tell_summed<M: Memory<Chunk = C>>(
+        &self,
+        header: &Header,
+        site: &Site<'_>,
+        context: &mut Context<'_, M>,
+    ) {
+        let header = Header { kind: Kind::Summed, argument: 0, payload_bytes: 0, ..*header };
+        for (place, to) in site.members.iter().enumerate() {
+            if to != site.rank && matches!(self.of(place), Some(Contribution::Summed)) {
+                send(to, &header, None, Flow::Free, context);
             }
         }
     }
@@ -235,7 +284,7 @@ impl<C: Clone> Gathering<C> {
 mod tests {
     use super::*;
     use crate::layout::Slice;
-    use crate::roles::Rules;
+    use crate::roles::{Groups, NO_GROUPS, Rules};
     use crate::types::Dtype;
     use crate::wire::Kind;
     use proptest::prelude::*;
@@ -251,7 +300,9 @@ mod tests {
     /// A slice of a book for `members`, of whom `active` have not left.
     fn site<'a>(members: &'a Members, active: &'a Members, rules: &'a Rules, slice: &'a Slice) -> Site<'a> {
         let (rank, dtype) = (slice.owner, Dtype::F32);
-        Site { rank, members, active, rules, slice, layer: "layer", dtype, wire: dtype, tensor_bytes: 4 }
+        let (layer, wire, tensor_bytes) = ("layer", dtype, 4);
+        let groups = &NO_GROUPS;
+        Site { rank, members, active, rules, groups, era: 0, slice, layer, dtype, wire, tensor_bytes }
     }
 
     fn slice() -> Slice {
@@ -299,6 +350,45 @@ mod tests {
             !gathering.complete(&site(&everybody, &everybody, &rules, &slice)),
             "nor when this rank knows too"
         );
+    }
+
+    #[test]
+    fn a_group_is_in_when_it_counts_the_ranks_that_are_believed_to_be_there() {
+        let (members, rules, slice) = (Members::all(4), Rules::default(), slice());
+        let groups = Groups::of_members([some(&[2, 3]), some(&[0, 1])]);
+        let pushed = |ranks, era| {
+            let mut gathering = Gathering::default();
+            for (head, argument) in
+                [(0, Party::new(2, era).argument()), (2, Party::new(ranks, era).argument())]
+            {
+                let header = Header { argument, ..header(1, Op::Average) };
+                gathering.add(head, 4, &header, Contribution::Data(head)).unwrap();
+            }
+            gathering
+        };
+        let complete = |gathering: &Gathering<usize>, active: &Members, era| {
+            let site = Site { groups: &groups, era, ..site(&members, active, &rules, &slice) };
+            let divides = gathering.complete(&site).then(|| gathering.divisor(&site));
+            assert_eq!(gathering.missing(&site).count(), 0, "both heads have pushed");
+            divides
+        };
+        let (everybody, without_3) = (Members::all(4), some(&[0, 1, 2]));
+        assert_eq!(complete(&pushed(2, 0), &everybody, 0), Some(4));
+        // Rank 3 has left. Its head has heard of it and this rank has not, and the other way round.
+        assert_eq!(complete(&pushed(1, 0), &everybody, 0), None);
+        assert_eq!(complete(&pushed(1, 0), &without_3, 0), Some(3));
+        // Of the time after all have left, which this rank does not know yet.
+        assert_eq!(complete(&pushed(2, 1), &everybody, 0), None);
+        assert_eq!(complete(&pushed(2, 1), &everybody, 1), Some(4));
+        // Without the one that is not in, its head is missed, for the others of its group.
+        let mut gathering = Gathering::default();
+        let header = Header { argument: Party::new(2, 0).argument(), ..header(1, Op::Average) };
+        gathering.add(0, 4, &header, Contribution::Data(0)).unwrap();
+        for (active, late) in [(some(&[0, 1, 3]), vec![Rank(2)]), (some(&[0, 1]), vec![])] {
+            let site = Site { groups: &groups, ..site(&members, &active, &rules, &slice) };
+            assert_eq!(gathering.missing(&site).collect::<Vec<_>>(), late);
+            assert_eq!(gathering.complete(&site), late.is_empty());
+        }
     }
 
     #[test]

@@ -14,6 +14,7 @@ mod context;
 mod entry;
 pub mod gather;
 mod gathering;
+mod group;
 mod out_of_step;
 pub mod store;
 
@@ -102,7 +103,7 @@ impl<C: Clone> Exchange<C> {
         memory: &M,
     ) -> Option<C> {
         match self {
-            Self::Store(store) => store.destination(header, site),
+            Self::Store(store) => store.destination(header),
             Self::Collective(collective) => collective.destination(header, site, memory),
             Self::Gather(_) => None,
         }
@@ -218,6 +219,11 @@ impl<C: Clone> Exchange<C> {
         context: &mut Context<'_, M>,
     ) -> Option<u64> {
         if let Self::Store(store) = self { store.save(field, to, context) } else { None }
+    }
+
+    /// Of the head of a group all of which is in: the owner that owes it the answer.
+    pub fn owner_that_owes(&self, site: &Site<'_>) -> Option<Rank> {
+        if let Self::Store(store) = self { store.owner_that_owes(site) } else { None }
     }
 
     /// The ranks that have not contributed to the round that waits here.

@@ -2,7 +2,8 @@
 //! when the last contribution is in and answers all at once (P3 §4.2: no notify-and-pull).
 //!
 //! So it is on equal ranks. A book may have other rules ([`crate::roles`]): who must be in, what becomes of contributions, who is
-//! answered. What is said below of all ranks then holds of those that take part.
+//! answered; or who sums among themselves before (`exchange/group.rs`). What is said below of all ranks then holds of those that take
+//! part.
 //!
 //! Cost for n ranks and S bytes spread evenly over n co-located shards: 2 (n-1)/n S bytes per link and direction, two
 //! latencies (Poseidon Table 1 with P1 = P2 = n).
@@ -29,6 +30,7 @@
 use super::context::{Context, Effect, Flow, Site};
 use super::entry::{Field, SliceEntry, copy};
 use super::gathering::{Contribution, Gathering, Outcome};
+use super::group::{Inside, is_unrounded, pass_on};
 use super::out_of_step::out_of_step;
 use crate::error::Error;
 use crate::memory::Memory;
@@ -50,6 +52,8 @@ struct Mine<C> {
 pub struct Store<C> {
     mine: Option<Mine<C>>,
     gathering: Gathering<C>,
+    /// Of the head of a group.
+    inside: Option<Box<Inside<C>>>,
     /// Of an owner whose rules keep results.
     entry: Option<SliceEntry<C>>,
     pending: SumOrWord<C>,
@@ -76,7 +80,7 @@ impl<C> Default for Store<C> {
     fn default() -> Self {
         let (clocks, asking) = (Vec::new(), Vec::new());
         let (gathering, pending) = (Gathering::default(), SumOrWord::Nothing);
-        Self { mine: None, gathering, entry: None, pending, order: None, clocks, asking }
+        Self { mine: None, gathering, inside: None, entry: None, pending, order: None, clocks, asking }
     }
 }
 
@@ -94,7 +98,7 @@ impl<C: Clone> Store<C> {
                 header.slice, header.book
             )));
         }
-        let Site { rank, slice, dtype, wire, rules, .. } = context.site;
+        let Site { rank, dtype, rules, .. } = context.site;
         if !absent && !rules.takes_from(rank) {
             let (book, layer) = (header.book, context.site.layer);
             return Err(Error::Config(format!(
@@ -106,44 +110,51 @@ impl<C: Clone> Store<C> {
             return Err(Error::Config(format!("{op:?} of layer {layer} of book {book}: {why}")));
         }
         self.mine = Some(Mine { memory: memory.clone(), seq: header.seq });
-        if slice.owner == rank {
+        let to = context.site.answered_by();
+        if to == rank || context.site.led().is_some() {
+            if to != rank {
+                context.effects.push(Effect::Opens { to });
+            }
             let what = if absent { Contribution::Absent } else { Contribution::Data(memory) };
-            return self.contribute(rank, header, what, context);
+            return self.take(rank, header, what, context);
         }
-        let (frame, flow) = if absent {
-            let header = Header { kind: Kind::PushAbsent, ..*header };
-            (Outgoing { header, payload: None }, Flow::Free)
+        if absent {
+            send(to, &Header { kind: Kind::PushAbsent, ..*header }, None, Flow::Free, context);
         } else {
+            let (wire, payload_bytes) = context.site.wire_with(to);
             let argument = wire_argument(dtype, wire);
-            let header = Header { kind: Kind::Push, argument, payload_bytes: slice.wire_bytes, ..*header };
-            (Outgoing { header, payload: Some(memory) }, Flow::Window)
-        };
-        context.effects.push(Effect::Send { to: slice.owner, frame, flow });
+            let header = Header { kind: Kind::Push, argument, payload_bytes, ..*header };
+            send(to, &header, Some(memory), Flow::Window, context);
+        }
         Ok(())
     }
 
     /// Pushes come to the owner, answers from it and for the round that is open here.
     pub(super) fn expects(&self, from: Rank, header: &Header, site: &Site<'_>) -> bool {
-        let wire_bytes = site.slice.wire_bytes;
-        let (owner, payload_bytes) = match header.kind {
-            Kind::Push if site.rules.takes_from(from) => (site.rank, wire_bytes),
-            Kind::PushAbsent => (site.rank, 0),
-            Kind::Answer => (from, wire_bytes),
-            Kind::AnswerAbsent | Kind::AnswerSame => (from, 0),
-            Kind::Summed if site.rules.fold == Fold::Updated => (from, 0),
+        let payload_bytes = match header.kind {
+            Kind::Push if site.rules.takes_from(from) => site.wire_with(from).1,
+            Kind::Answer => site.wire_with(from).1,
+            Kind::PushAbsent | Kind::AnswerAbsent | Kind::AnswerSame => 0,
+            Kind::Summed if site.rules.fold == Fold::Updated => 0,
             _ => return false,
         };
-        if header.kind.takes_part() && site.rules.refused(header.op).is_some() {
+        if header.payload_bytes != payload_bytes {
             return false;
         }
-        site.slice.owner == owner
-            && header.payload_bytes == payload_bytes
-            && (header.kind.takes_part() || self.mine.as_ref().is_some_and(|mine| mine.seq == header.seq))
+        if header.kind.takes_part() {
+            return site.takes_pushes(from, header) && site.rules.refused(header.op).is_none();
+        }
+        let waits = match (&self.mine, &self.inside) {
+            (Some(mine), None) => mine.seq == header.seq,
+            (_, Some(inside)) => inside.waits_for_answer(header.seq),
+            (None, None) => false,
+        };
+        waits && site.answered_by() == from
     }
 
     /// Answers go straight into this rank's memory, unless they have to be expanded.
-    pub(super) fn destination(&self, header: &Header, site: &Site<'_>) -> Option<C> {
-        let straight = header.kind == Kind::Answer && !site.rounds();
+    pub(super) fn destination(&self, header: &Header) -> Option<C> {
+        let straight = header.kind == Kind::Answer && is_unrounded(header);
         self.mine.as_ref().filter(|_| straight).map(|mine| mine.memory.clone())
     }
 
@@ -155,18 +166,32 @@ impl<C: Clone> Store<C> {
         context: &mut Context<'_, M>,
     ) -> Result<(), Error> {
         match (header.kind, payload) {
-            (Kind::Push, Some(chunk)) => self.contribute(from, header, Contribution::Data(chunk), context),
-            (Kind::PushAbsent, None) => self.contribute(from, header, Contribution::Absent, context),
+            (Kind::Push, Some(chunk)) => self.take(from, header, Contribution::Data(chunk), context),
+            (Kind::PushAbsent, None) => self.take(from, header, Contribution::Absent, context),
             (Kind::Answer, Some(chunk)) => {
-                if let Some(mine) = self.mine.as_ref().filter(|_| context.site.rounds()) {
-                    context.memory.expand(context.site.wire, &chunk, &mine.memory);
-                }
+                let Context { site, memory, .. } = context;
+                let result = match &self.mine {
+                    _ if is_unrounded(header) => chunk,
+                    Some(mine) => {
+                        memory.expand(site.wire, &chunk, &mine.memory);
+                        mine.memory.clone()
+                    }
+                    None => {
+                        let expanded = memory.scratch(site.slice.len_bytes as usize);
+                        memory.expand(site.wire, &chunk, &expanded);
+                        expanded
+                    }
+                };
                 context.effects.push(Effect::Consumed { by: from });
+                self.spread(header, Some(&result), context);
                 self.done(header, true, context);
                 Ok(())
             }
             (Kind::AnswerAbsent | Kind::AnswerSame, None) => {
                 context.effects.push(Effect::Consumed { by: from });
+                let given = self.inside.as_ref().filter(|_| header.kind == Kind::AnswerSame);
+                let result = given.and_then(|inside| inside.given());
+                self.spread(header, result.as_ref(), context);
                 self.done(header, header.kind != Kind::AnswerAbsent, context);
                 Ok(())
             }
@@ -185,6 +210,7 @@ impl<C: Clone> Store<C> {
         context: &mut Context<'_, M>,
     ) -> Result<(), Error> {
         self.answer_who_asks(context);
+        self.sum_inside(header, context)?;
         match self.gathering.open().filter(|_| self.is_due(&context.site)) {
             Some((seq, step)) => self.finish(&Header { seq, step, ..*header }, context),
             None => Ok(()),
@@ -200,6 +226,9 @@ impl<C: Clone> Store<C> {
                 self.slowest(site).zip(site.rules.staleness.as_ref())
         {
             ranks.extend(of.iter().filter(|rank| self.clock(*rank, site) == slowest));
+        }
+        if let Some(inside) = &self.inside {
+            inside.missing(site, ranks);
         }
     }
 
@@ -231,6 +260,57 @@ impl<C: Clone> Store<C> {
                 self.asking.remove(at);
                 self.tell_late(rank, &header, context);
             }
+        }
+    }
+
+    /// Of a head: the owner that owes its group the answer.
+    pub(super) fn owner_that_owes(&self, site: &Site<'_>) -> Option<Rank> {
+        self.inside.as_ref()?.owner_that_owes(site)
+    }
+
+    /// A contribution comes to this rank: inside its group, or as to the owner.
+    fn take<M: Memory<Chunk = C>>(
+        &mut self,
+        from: Rank,
+        header: &Header,
+        what: Contribution<C>,
+        context: &mut Context<'_, M>,
+    ) -> Result<(), Error> {
+        let Site { rank, groups, .. } = context.site;
+        if !groups.together(rank, from) {
+            return self.contribute(from, header, what, context);
+        }
+        self.inside.get_or_insert_default().add(from, header, what, context)?;
+        self.sum_inside(header, context)
+    }
+
+    /// Head: once all of its group are in, passes on what they have.
+    fn sum_inside<M: Memory<Chunk = C>>(
+        &mut self,
+        header: &Header,
+        context: &mut Context<'_, M>,
+    ) -> Result<(), Error> {
+        let Some(inside) = &mut self.inside else { return Ok(()) };
+        let Some((seq, step)) = inside.due(&context.site) else { return Ok(()) };
+        let mine = self.mine.as_ref().map(|mine| mine.memory.clone());
+        let (header, what) = inside.sum(&Header { seq, step, ..*header }, mine, context)?;
+        let Site { rank, slice, .. } = context.site;
+        if slice.owner == rank {
+            return self.contribute(rank, &header, what, context);
+        }
+        pass_on(&header, what, context);
+        Ok(())
+    }
+
+    /// Head: gives its group the result, which is in this rank's memory if it has some for it.
+    fn spread<M: Memory<Chunk = C>>(
+        &mut self,
+        header: &Header,
+        result: Option<&C>,
+        context: &mut Context<'_, M>,
+    ) {
+        if let Some(inside) = &mut self.inside {
+            inside.spread(header, result, context);
         }
     }
 
@@ -302,7 +382,7 @@ impl<C: Clone> Store<C> {
         header: &Header,
         context: &mut Context<'_, M>,
     ) -> Result<(), Error> {
-        let Context { site, memory, inputs, .. } = context;
+        let Context { site, inputs, .. } = context;
         if self.gathering.steps_differ() {
             return Err(out_of_step(site, self.gathering.steps(site.members)));
         }
@@ -318,16 +398,10 @@ impl<C: Clone> Store<C> {
         } else {
             match outcome {
                 Outcome::Absent => None,
-                Outcome::Copy(source) => Some(match mine {
-                    Some(mine) if source != site.rank => {
-                        memory.reduce(site.dtype, Reduction::Sum { divisor: 1 }, inputs, &mine);
-                        // Answered from here, so that the source's buffer is free when its window is.
-                        mine
-                    }
-                    _ => inputs[0].clone(),
-                }),
+                Outcome::Copy(source) => Some(copied(source, mine, context)),
                 Outcome::Reduced(how) => {
-                    let output = mine.unwrap_or_else(|| memory.scratch(site.slice.len_bytes as usize));
+                    let len_bytes = context.site.slice.len_bytes as usize;
+                    let output = mine.unwrap_or_else(|| context.memory.scratch(len_bytes));
                     self.gathering.reduce(how, &output, context);
                     Some(output)
                 }
@@ -371,24 +445,15 @@ impl<C: Clone> Store<C> {
                 if self.order.is_some() {
                     return self.proceed(header, self.order, context);
                 }
-                let Site { rank, members, rules, layer, .. } = context.site;
+                let site = context.site;
+                let Site { rank, rules, layer, .. } = site;
                 if rules.must_be_in == MustBeIn::Nobody {
                     let book = header.book;
                     return Err(Error::Config(format!(
                         "rank {rank} was not told how to update layer {layer} of book {book}, but contributions come"
                     )));
                 }
-                for (place, to) in members.iter().enumerate() {
-                    let was_added = matches!(self.gathering.of(place), Some(Contribution::Summed));
-                    if was_added && to != rank {
-                        send(
-                            to,
-                            &Header { kind: Kind::Summed, argument: 0, payload_bytes: 0, ..*header },
-                            None,
-                            context,
-                        );
-                    }
-                }
+                self.gathering.tell_summed(header, &site, context);
                 context.effects.push(Effect::Waits);
                 Ok(())
             }
@@ -534,9 +599,11 @@ impl<C: Clone> Store<C> {
         result: Option<&C>,
         context: &mut Context<'_, M>,
     ) {
-        let Site { rank, members, active, rules, .. } = context.site;
-        let everybody = !rules.keep_results();
+        let Site { rank, members, active, rules, groups, .. } = context.site;
+        let everybody = !rules.keep_results() && groups.is_empty();
         let header = &self.versioned(header, &context.site);
+        // A head that has left takes part for the others of its group.
+        let told = if groups.is_empty() { active } else { members };
         // Whether it gets the result; nothing if it takes no part.
         let answered = |to: Rank| {
             if everybody {
@@ -545,7 +612,7 @@ impl<C: Clone> Store<C> {
             let what = self.gathering.of(members.position(to)?)?;
             Some(rules.answered == Answered::All || what.is_absent())
         };
-        for to in active.after(rank) {
+        for to in told.after(rank) {
             let Some(gets_it) = answered(to) else { continue };
             let same = gets_it && given_by == Some(to);
             tell(to, header, result.filter(|_| gets_it), same, context);
@@ -587,12 +654,13 @@ impl<C: Clone> Store<C> {
         result: Option<&C>,
         context: &mut Context<'_, M>,
     ) {
-        if let Some(mine) = &self.mine {
-            if let Some(result) = result.filter(|_| context.site.rules.keep_results()) {
-                copy(context.memory, result, &mine.memory);
-            }
-            self.done(header, result.is_some(), context);
+        let mine = self.mine.as_ref().map(|mine| mine.memory.clone());
+        if let Some((result, mine)) = result.zip(mine.as_ref()).filter(|_| context.site.rules.keep_results())
+        {
+            copy(context.memory, result, mine);
         }
+        self.spread(header, result.map(|result| mine.as_ref().unwrap_or(result)), context);
+        self.done(header, result.is_some(), context);
     }
 
     fn done<M: Memory<Chunk = C>>(&mut self, header: &Header, present: bool, context: &mut Context<'_, M>) {
@@ -602,27 +670,48 @@ impl<C: Clone> Store<C> {
     }
 }
 
+/// The one contribution to a copy, in this rank's memory if it has some: so that the source's buffer is free when its window is.
+pub(super) fn copied<M: Memory>(
+    source: Rank,
+    mine: Option<M::Chunk>,
+    context: &mut Context<'_, M>,
+) -> M::Chunk {
+    match mine {
+        Some(mine) if source != context.site.rank => {
+            copy(context.memory, &context.inputs[0], &mine);
+            mine
+        }
+        _ => context.inputs[0].clone(),
+    }
+}
+
 /// Sends word that a round has ended: with the result, without one, or that it is what the receiver gave.
-fn tell<M: Memory>(
+pub(super) fn tell<M: Memory>(
     to: Rank,
     header: &Header,
     result: Option<&M::Chunk>,
     same: bool,
     context: &mut Context<'_, M>,
 ) {
-    let Site { slice, dtype, wire, .. } = context.site;
+    let (wire, len_bytes) = context.site.wire_with(to);
     let payload = result.filter(|_| !same).cloned();
     let (kind, argument, payload_bytes) = match payload {
-        Some(_) => (Kind::Answer, wire_argument(dtype, wire), slice.wire_bytes),
+        Some(_) => (Kind::Answer, wire_argument(context.site.dtype, wire), len_bytes),
         None if same => (Kind::AnswerSame, 0, 0),
         None => (Kind::AnswerAbsent, 0, 0),
     };
-    send(to, &Header { kind, argument, payload_bytes, ..*header }, payload, context);
+    send(to, &Header { kind, argument, payload_bytes, ..*header }, payload, Flow::Free, context);
 }
 
-fn send<M: Memory>(to: Rank, header: &Header, payload: Option<M::Chunk>, context: &mut Context<'_, M>) {
+pub(super) fn send<M: Memory>(
+    to: Rank,
+    header: &Header,
+    payload: Option<M::Chunk>,
+    flow: Flow,
+    context: &mut Context<'_, M>,
+) {
     let frame = Outgoing { header: *header, payload };
-    context.effects.push(Effect::Send { to, frame, flow: Flow::Free });
+    context.effects.push(Effect::Send { to, frame, flow });
 }
 
 /// What an owner keeps, as all get it: an updated value is rounded for those who get it only. Other results are when they are made.

@@ -174,8 +174,12 @@ impl Lane {
                     continue;
                 }
                 late.extend(self.node.missing(open.id, tensor));
-                if open.book.tensors[tensor as usize].route == Route::STORE {
-                    owners.extend(open.owners_that_owe(tensor, self.index));
+                let roles = &open.book.roles;
+                // What a head is owed, the node knows.
+                let is_member = roles.groups.led_by(self.me).is_none();
+                if is_member && open.book.tensors[tensor as usize].route == Route::STORE {
+                    let owing = open.owners_that_owe(tensor, self.index);
+                    owners.extend(owing.map(|owner| roles.answered_by(self.me, owner)));
                 }
                 if what.is_empty() {
                     what = format!("layer {} of {}", open.book.layer_name(tensor), open.book.name);
@@ -186,6 +190,7 @@ impl Lane {
             late.extend(self.node.call_missing(*id));
             what = handle.to_string();
         }
+        owners.extend(self.node.owners_that_owe());
         late.extend(self.node.late_to_leave());
         late.remove(&self.me);
         owners.remove(&self.me);

@@ -52,7 +52,8 @@ impl Journeys {
         let result = !header.kind.takes_part();
         let holds = match point {
             Point::Submitted => !std::mem::replace(&mut visit.submitted, true),
-            Point::Queued => visit.submitted,
+            // The head of a group passes on what has come, also when its own program has left.
+            Point::Queued => visit.submitted || visit.arrived[0],
             Point::FirstByteOut => true,
             Point::Arrived => {
                 visit.arrived[usize::from(result)] = true;

@@ -7,6 +7,7 @@ use penstock_core::layout::{Book, Tensor};
 use penstock_core::optimizer::Update;
 use penstock_core::roles::Fold;
 use penstock_core::types::{BookId, Rank, Seq, SliceId, TensorId};
+use penstock_core::way::Algorithm;
 use penstock_core::wire::Op;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -15,7 +16,7 @@ use std::sync::Arc;
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Expected {
     Absent,
-    /// Somebody contributed, but the step was not made. Owners may have summed in their memory.
+    /// Somebody contributed, but the step was not made. Owners, and heads of groups, may have summed in their memory.
     NotMade,
     Present(Option<Vec<u8>>),
 }
@@ -212,6 +213,8 @@ impl Ledger {
         let range =
             layout.offset_bytes as usize..(layout.offset_bytes + u64::from(layout.len_bytes)) as usize;
         let round = &self.rounds[&(book, tensor, seq)];
+        let group = self.books[usize::from(book)].roles.groups.of(rank);
+        let is_head = group.is_some_and(|group| group.head() == rank);
         let name = || {
             format!(
                 "slice {slice} of book {book} ({:?} of tensor {tensor}), round {seq}, rank {rank}",
@@ -228,7 +231,7 @@ impl Ledger {
         let Some(bytes) = bytes else { return Ok(()) };
         match expected {
             Expected::Present(Some(want)) => check_bytes(&want[range], bytes, exact, name),
-            Expected::NotMade if layout.owner == rank => Ok(()),
+            Expected::NotMade if layout.owner == rank || is_head => Ok(()),
             Expected::Absent | Expected::NotMade => {
                 let before = round.parts[rank.index()].as_ref().and_then(|part| part.bytes.as_deref());
                 check_bytes(before.map_or(&[], |all| &all[range]), bytes, Checker::AbsentUntouched, name)
@@ -331,7 +334,13 @@ fn expected(book: &Book, tensor: TensorId, round: &RoundRecord) -> Expected {
         let range = slice.offset_bytes as usize..(slice.offset_bytes + u64::from(slice.len_bytes)) as usize;
         let rows: Vec<Option<&[u8]>> =
             contributions().map(|part| part?.bytes.as_deref().map(|bytes| &bytes[range.clone()])).collect();
-        result.extend(order::reduce(what, slice.owner, &rows).unwrap_or_default());
+        let groups = &book.roles.groups;
+        let sum = if algorithm == Algorithm::Store && !groups.is_empty() {
+            order::reduce_in_groups(what, slice.owner, &rows, groups.iter().map(|group| &group.members))
+        } else {
+            order::reduce(what, slice.owner, &rows)
+        };
+        result.extend(sum.unwrap_or_default());
     }
     Expected::Present(Some(result))
 }

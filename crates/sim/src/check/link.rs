@@ -80,6 +80,12 @@ struct ModelBook {
     contributed: BTreeMap<SliceId, (Seq, BTreeSet<Rank>)>,
     /// Of those, whose contributions have numbers.
     with_data: BTreeMap<SliceId, BTreeSet<Rank>>,
+    /// And of heads, of how many ranks they are, and after how many times that all had left.
+    parties: BTreeMap<(SliceId, Rank), u32>,
+    /// By slice of a group that this rank is the head of: who has contributed inside, and who has numbers; and the same of what was
+    /// passed on and is not answered.
+    inside: BTreeMap<SliceId, (Seq, BTreeSet<Rank>, BTreeSet<Rank>)>,
+    passed_on: BTreeMap<SliceId, BTreeSet<Rank>>,
     /// Slices of complete rounds that wait for the program's word; and the other way round.
     waiting: BTreeMap<SliceId, Seq>,
     said: BTreeSet<SliceId>,
@@ -109,6 +115,8 @@ pub struct LinkModel {
     me: Identity,
     books: BTreeMap<BookId, ModelBook>,
     left: BTreeSet<Rank>,
+    /// How often all have.
+    eras: u32,
     /// At a server: leaves of workers that are ahead of the others.
     again: Vec<Rank>,
     queues: Vec<Queue>,
@@ -120,7 +128,15 @@ impl LinkModel {
     #[must_use]
     pub fn new(me: Identity) -> Self {
         let queues = (0..me.ranks).map(|_| Queue::default()).collect();
-        Self { me, books: BTreeMap::new(), left: BTreeSet::new(), again: Vec::new(), queues, order: 0 }
+        Self {
+            me,
+            books: BTreeMap::new(),
+            left: BTreeSet::new(),
+            eras: 0,
+            again: Vec::new(),
+            queues,
+            order: 0,
+        }
     }
 
     /// The node opens a book with these places by layer.
@@ -133,6 +149,9 @@ impl LinkModel {
                 places,
                 contributed: BTreeMap::new(),
                 with_data: BTreeMap::new(),
+                parties: BTreeMap::new(),
+                inside: BTreeMap::new(),
+                passed_on: BTreeMap::new(),
                 waiting: BTreeMap::new(),
                 said: BTreeSet::new(),
                 collectives: BTreeMap::new(),
@@ -170,14 +189,77 @@ impl LinkModel {
             (collective.open, collective.next) = (Some((seq, !absent)), 0);
             self.open_collective(&book, id, slice_id, seq);
             self.advance(id, slice_id);
-        } else if slice.owner == self.me.rank {
-            self.contribute(self.me.rank, header);
-        } else if absent {
-            self.queue(slice.owner, What::Ready(id, slice_id, seq, 0));
         } else {
-            let (number, len_bytes) = (book.number_at_peer(slice_id), u64::from(slice.wire_bytes));
-            self.push(slice.owner, id, slice_id, seq, 0, number, len_bytes);
+            let (me, to) = (self.me.rank, book.roles.answered_by(self.me.rank, slice.owner));
+            let group = book.roles.groups.of(me);
+            if group.is_some_and(|group| group.head() == me) {
+                if to != me {
+                    self.queues[to.index()].open(id, book.number_at_peer(slice_id), seq);
+                }
+                self.contribute_inside(me, header);
+            } else if to == me {
+                self.contribute(me, header);
+            } else {
+                let len_bytes = if group.is_some() { slice.len_bytes } else { slice.wire_bytes };
+                self.push_or_word(to, id, slice_id, seq, (!absent).then_some(len_bytes));
+            }
         }
+    }
+
+    /// A contribution of so many bytes, or word that there is none.
+    fn push_or_word(&mut self, to: Rank, id: BookId, slice: SliceId, seq: Seq, len_bytes: Option<u32>) {
+        match len_bytes {
+            Some(len_bytes) => {
+                let number = self.books[&id].book.number_at_peer(slice);
+                self.push(to, id, slice, seq, 0, number, len_bytes.into());
+            }
+            None => self.queue(to, What::Ready(id, slice, seq, 0)),
+        }
+    }
+
+    fn contribute_inside(&mut self, from: Rank, header: &Header) {
+        let Some(state) = self.books.get_mut(&header.book) else { return };
+        let empty = || (header.seq, BTreeSet::new(), BTreeSet::new());
+        let (_, who, with_data) = state.inside.entry(header.slice).or_insert_with(empty);
+        who.insert(from);
+        if header.kind == Kind::Push {
+            with_data.insert(from);
+        }
+        self.pass_on_if_complete(header.book, header.slice);
+    }
+
+    /// What the group of this rank, its head, has goes on to the owner once all are in.
+    fn pass_on_if_complete(&mut self, id: BookId, slice_id: SliceId) {
+        let me = self.me.rank;
+        let Some(state) = self.books.get_mut(&id) else { return };
+        let book = state.book.clone();
+        let Some(group) = book.roles.groups.of(me) else { return };
+        let wanted: BTreeSet<Rank> = group.members.iter().filter(|rank| !self.left.contains(rank)).collect();
+        let complete = |(_, who, _): &(Seq, BTreeSet<Rank>, BTreeSet<Rank>)| *who == wanted;
+        if !state.inside.get(&slice_id).is_some_and(complete) {
+            return;
+        }
+        let Some((seq, who, with_data)) = state.inside.remove(&slice_id) else { return };
+        state.passed_on.insert(slice_id, who);
+        let (ranks, slice) = (wanted.len() as u32, &book.slices[slice_id as usize]);
+        let present = !with_data.is_empty();
+        if book.roles.rules.fold == Fold::Updated {
+            with_data.into_iter().for_each(|peer| self.answer(peer, id, slice_id, seq));
+        }
+        if slice.owner == me {
+            let kind = if present { Kind::Push } else { Kind::PushAbsent };
+            let argument = (ranks | (self.eras & 0xff) << 16) << 8;
+            let header = Header { book: id, slice: slice_id, seq, argument, ..Header::control(kind) };
+            self.contribute(me, &header);
+        } else {
+            self.push_or_word(slice.owner, id, slice_id, seq, present.then_some(slice.wire_bytes));
+        }
+    }
+
+    /// The round has ended: the head's members hear of it.
+    fn spread(&mut self, id: BookId, slice: SliceId, seq: Seq) {
+        let passed_on = self.books.get_mut(&id).and_then(|state| state.passed_on.remove(&slice));
+        passed_on.into_iter().flatten().for_each(|peer| self.answer(peer, id, slice, seq));
     }
 
     #[allow(clippy::too_many_arguments)] // The fields of `What::Push`, and to whom.
@@ -286,13 +368,22 @@ impl LinkModel {
     pub fn frame(&mut self, from: Rank, header: &Header) {
         match header.kind {
             Kind::Leave => self.leave(from),
-            Kind::Push | Kind::PushAbsent => self.contribute(from, header),
+            Kind::Push | Kind::PushAbsent => {
+                if self.books[&header.book].book.roles.groups.together(self.me.rank, from) {
+                    self.contribute_inside(from, header);
+                } else {
+                    self.contribute(from, header);
+                }
+            }
             Kind::Part | Kind::Result => self.part(header),
             // Whatever arrives, nothing is sent for it.
             Kind::Gather => {}
             Kind::Answer | Kind::AnswerAbsent | Kind::AnswerSame | Kind::Summed => {
                 let number = self.books[&header.book].book.number_at_peer(header.slice);
                 self.through(header.book, from, number);
+                if header.kind != Kind::Summed {
+                    self.spread(header.book, header.slice, header.seq);
+                }
             }
             _ => {}
         }
@@ -319,13 +410,22 @@ impl LinkModel {
         }
         if self.left.len() == self.me.workers as usize {
             self.left.clear();
+            self.eras += 1;
+            self.look_at_rounds();
             std::mem::take(&mut self.again).into_iter().for_each(|rank| self.leave(rank));
             return;
         }
+        self.look_at_rounds();
+    }
+
+    fn look_at_rounds(&mut self) {
         let open: Vec<(BookId, SliceId)> = (self.books.iter())
-            .flat_map(|(id, state)| state.contributed.keys().map(|slice| (*id, *slice)))
+            .flat_map(|(id, state)| {
+                state.inside.keys().chain(state.contributed.keys()).map(|slice| (*id, *slice))
+            })
             .collect();
         for (book, slice) in open {
+            self.pass_on_if_complete(book, slice);
             self.finish_if_complete(book, slice);
         }
     }
@@ -337,6 +437,7 @@ impl LinkModel {
             if header.kind == Kind::Push {
                 state.with_data.entry(slice).or_default().insert(from);
             }
+            state.parties.insert((slice, from), header.argument >> 8);
         }
         self.finish_if_complete(id, slice);
     }
@@ -345,7 +446,15 @@ impl LinkModel {
     pub fn proceed(&mut self, id: BookId, slice: SliceId) {
         let Some(state) = self.books.get_mut(&id) else { return };
         match state.waiting.remove(&slice) {
-            Some(seq) => (0..self.me.ranks).map(Rank).for_each(|peer| self.answer(peer, id, slice, seq)),
+            Some(seq) => {
+                let roles = state.book.roles.clone();
+                let speaks = |rank: &Rank| roles.groups.of(*rank).is_none_or(|group| group.head() == *rank);
+                (0..self.me.ranks)
+                    .map(Rank)
+                    .filter(speaks)
+                    .for_each(|peer| self.answer(peer, id, slice, seq));
+                self.spread(id, slice, seq);
+            }
             None => drop(state.said.insert(slice)),
         }
     }
@@ -361,10 +470,25 @@ impl LinkModel {
         let Some(state) = self.books.get_mut(&id) else { return };
         let roles = &state.book.roles;
         let active = |rank: &Rank| !self.left.contains(rank) && roles.rules.needs(*rank);
-        let wanted: BTreeSet<Rank> = roles.members.iter().filter(active).collect();
-        if state.contributed.get(&slice).is_none_or(|(_, who)| *who != wanted) {
+        let mut wanted: BTreeSet<Rank> = roles.members.iter().filter(active).collect();
+        if !roles.groups.is_empty() {
+            let parties = roles.groups.iter().map(|group| {
+                let ranks = group.members.iter().filter(active).count() as u32;
+                (group.head(), ranks)
+            });
+            let parties: Vec<(Rank, u32)> = parties.filter(|(_, ranks)| *ranks > 0).collect();
+            let as_here = |(head, ranks): &(Rank, u32)| {
+                state.parties.get(&(slice, *head)) == Some(&(ranks | (self.eras & 0xff) << 16))
+            };
+            if !parties.iter().all(as_here) {
+                return;
+            }
+            wanted = parties.into_iter().map(|(head, _)| head).collect();
+        }
+        if wanted.is_empty() || state.contributed.get(&slice).is_none_or(|(_, who)| *who != wanted) {
             return;
         }
+        state.parties.retain(|(of, _), _| *of != slice);
         let seq = state.contributed.remove(&slice).map_or(0, |(seq, _)| seq);
         let with_data = state.with_data.remove(&slice).unwrap_or_default();
         let updated = state.book.roles.rules.fold == Fold::Updated;
@@ -373,6 +497,9 @@ impl LinkModel {
             state.waiting.insert(slice, seq);
             with_data
         } else {
+            if wanted.contains(&self.me.rank) {
+                self.spread(id, slice, seq);
+            }
             wanted
         };
         told.into_iter().for_each(|peer| self.answer(peer, id, slice, seq));
@@ -458,8 +585,9 @@ impl LinkModel {
 
 impl What {
     fn is(&self, header: &Header) -> bool {
-        // The argument of a frame of the store is its wire type.
-        let step = if matches!(header.kind, Kind::Push | Kind::Answer) { 0 } else { header.argument };
+        // The argument of a frame of the store is its wire type, and of whom it is.
+        let in_store = matches!(header.kind, Kind::Push | Kind::PushAbsent | Kind::Answer);
+        let step = if in_store { 0 } else { header.argument };
         let id = (header.book, header.slice, header.seq, step);
         let pushed = header.kind == Kind::Push || (header.kind == Kind::Part && header.payload_bytes > 0);
         match *self {

@@ -4,6 +4,7 @@
 //! accumulator's precision, and rounded once to the element type.
 
 use half::{bf16, f16};
+use penstock_core::Members;
 use penstock_core::types::{Dtype, Rank};
 use penstock_core::way::Algorithm;
 use penstock_core::wire::Op;
@@ -193,6 +194,28 @@ pub struct Round {
     pub active: u32,
 }
 
+/// As [`reduce`], where the ranks of each group sum among themselves before: in rank order, unrounded but for what their type cannot
+/// hold. The sum of a group is its first rank's contribution.
+#[must_use]
+pub fn reduce_in_groups<'a>(
+    round: Round,
+    owner: Rank,
+    rows: &[Option<&[u8]>],
+    groups: impl Iterator<Item = &'a Members>,
+) -> Option<Vec<u8>> {
+    let op = if round.op == Op::Average { Op::Sum } else { round.op };
+    let inside = Round { wire: round.dtype, op, active: 1, ..round };
+    let mut sums: Vec<Option<Vec<u8>>> = vec![None; rows.len()];
+    for group in groups {
+        let ranks = (0..).map(Rank).zip(rows);
+        let rows: Vec<Option<&[u8]>> =
+            ranks.map(|(rank, row)| row.filter(|_| group.contains(rank))).collect();
+        sums[group.at(0).index()] = reduce(inside, owner, &rows);
+    }
+    let sums: Vec<Option<&[u8]>> = sums.iter().map(Option::as_deref).collect();
+    reduce(round, owner, &sums)
+}
+
 /// The result for one slice: `rows` by rank, `None` for those that contribute nothing; `owner` is the slice's first rank.
 #[must_use]
 pub fn reduce(round: Round, owner: Rank, rows: &[Option<&[u8]>]) -> Option<Vec<u8>> {
@@ -255,4 +278,32 @@ fn reduce_as<E: Element>(round: Round, owner: Rank, rows: &[Option<&[u8]>]) -> O
         }
     }
     Some(result)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_sum_first_and_round_once_each() {
+        // Numbers that are no halves, so that what is added when, and rounded when, shows.
+        let [a, b, c, d] = [1.0f32 / 3.0, 1e7, -1e7, 0.7];
+        let rows = [a, b, c, d].map(f32::to_le_bytes);
+        let rows: Vec<Option<&[u8]>> = rows.iter().map(|row| Some(&row[..])).collect();
+        let groups: Vec<Members> = [[0, 2], [1, 3]].map(|ranks| ranks.into_iter().map(Rank).collect()).into();
+        let sum = |wire, groups: &[Members]| {
+            let (algorithm, dtype, op) = (Algorithm::Store, Dtype::F32, Op::Average);
+            let round = Round { algorithm, dtype, wire, op, active: 4 };
+            let bytes = reduce_in_groups(round, Rank(0), &rows, groups.iter()).unwrap();
+            <f32 as Element>::read(&bytes).to_bits()
+        };
+        let want = |x: f32| x.to_bits();
+        assert_eq!(sum(Dtype::F32, &groups), want(((a + c) + (b + d)) / 4.0));
+        let alone: Vec<Members> = (0..4).map(|rank| [Rank(rank)].into_iter().collect()).collect();
+        assert_eq!(sum(Dtype::F32, &alone), want((((a + b) + c) + d) / 4.0), "as without groups");
+        assert_ne!(sum(Dtype::F32, &alone), sum(Dtype::F32, &groups));
+        let half = |x: f32| bf16::from_f32(x).to_f32();
+        let rounded = half(((a + c) + half(b + d)) / 4.0);
+        assert_eq!(sum(Dtype::Bf16, &groups), want(rounded), "the owner is in the first");
+    }
 }

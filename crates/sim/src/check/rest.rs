@@ -65,12 +65,25 @@ fn owned(book: &Book, rank: Rank) -> u64 {
 
 /// Payload bytes that a rank sends in one round of `book` to which all contribute that may. Of the store: every slice it does not own
 /// to its owner, and every slice it owns to each other rank that contributes; with even shards of S bytes that is 2 (n-1)/n S. With servers apart a worker sends all S, and a
-/// server what it owns to each worker. Of collectives:
+/// server what it owns to each worker. With groups a member sends all S to its head, and a head all S to each other member, unrounded; to
+/// the owners, and as one, it sends what a worker does if the heads are all the workers. Of collectives:
 /// what their cost functions say.
 #[must_use]
 pub fn round_bytes(book: &Book, rank: Rank, ranks: u32) -> u64 {
+    let groups = &book.roles.groups;
+    let in_store =
+        book.slices.iter().filter(|slice| book.tensors[slice.tensor as usize].route == Route::STORE);
+    let inside = match groups.of(rank) {
+        Some(group) if group.head() == rank => u64::from(group.members.count() - 1),
+        Some(_) => 1,
+        None => 0,
+    };
+    let inside = inside * in_store.map(|slice| u64::from(slice.len_bytes)).sum::<u64>();
     let (total, owned) = (book.owned_bytes.iter().sum::<u64>(), book.owned_bytes[rank.index()]);
-    let contributes = |rank: Rank| book.roles.members.contains(rank) && book.roles.rules.needs(rank);
+    let contributes = |rank: Rank| {
+        let speaks = groups.of(rank).is_none_or(|group| group.head() == rank);
+        book.roles.members.contains(rank) && book.roles.rules.needs(rank) && speaks
+    };
     let others = (0..ranks).filter(|other| *other != rank.0 && contributes(Rank(*other))).count() as u64;
     let collective = book.slices.iter().map(|slice| {
         let tensor = &book.tensors[slice.tensor as usize];
@@ -80,7 +93,7 @@ pub fn round_bytes(book: &Book, rank: Rank, ranks: u32) -> u64 {
         algorithm.slice(u64::from(slice.len_bytes) / elem_bytes, elem_bytes, ranks).sent[position as usize]
     });
     let pushed = if contributes(rank) { total - owned } else { 0 };
-    pushed + owned * others + collective.sum::<u64>()
+    inside + pushed + owned * others + collective.sum::<u64>()
 }
 
 /// The payload bytes that left a rank are those of `rounds` full rounds.
@@ -104,7 +117,9 @@ pub fn check_bytes(
 mod tests {
     use super::*;
     use penstock_core::layout::Tensor;
+    use penstock_core::roles::{Groups, MustBeIn, Roles, Rules};
     use penstock_core::types::Dtype;
+    use penstock_core::{Members, Slicing};
     use std::sync::Arc;
 
     fn book() -> Arc<Book> {
@@ -119,6 +134,31 @@ mod tests {
         assert!(check_bytes(Rank(2), 3 * 2 * 3 * total / 4, &[book()], 4, 3).is_ok());
         let error = check_bytes(Rank(2), 3 * 2 * 3 * total / 4 + 1, &[book()], 4, 3).unwrap_err();
         assert_eq!(error.checker, Checker::Bytes);
+    }
+
+    #[test]
+    fn the_formula_for_groups() {
+        let groups = |groups: &[&[u32]]| {
+            let members = |some: &&[u32]| some.iter().copied().map(Rank).collect::<Members>();
+            Groups::of_members(groups.iter().map(members))
+        };
+        let book = |owners: &[u32], members, must_be_in, groups| {
+            let rules = Rules { must_be_in, ..Rules::default() };
+            let roles = Roles { members, owners: owners.iter().copied().map(Rank).collect(), rules, groups };
+            let tensors = (0..16).map(|i| Tensor::new(format!("t{i}"), 0, Dtype::F32, 1024)).collect();
+            Book::deal("model", vec!["fc".into()], tensors, &roles, Slicing::fixed(4096, 1)).unwrap()
+        };
+        let total = 16 * 4096;
+        let sent = |book: &Book, ranks| {
+            (0..ranks).map(|rank| round_bytes(book, Rank(rank), ranks)).collect::<Vec<_>>()
+        };
+        // Two hosts of two: as two workers between them, 2 (n-1)/n S, and S each way inside.
+        let hosts = book(&[0, 2], Members::all(4), MustBeIn::Everybody, groups(&[&[0, 1], &[2, 3]]));
+        assert_eq!(sent(&hosts, 4), [2 * total, total, 2 * total, total]);
+        // A server's are C n / S, not W n / S.
+        let workers = MustBeIn::These(Members::all(4));
+        let apart = book(&[4, 5], Members::all(6), workers, groups(&[&[0], &[1, 2, 3]]));
+        assert_eq!(sent(&apart, 6), [total, 3 * total, total, total, total, total]);
     }
 
     #[test]

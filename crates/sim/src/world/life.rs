@@ -365,12 +365,15 @@ impl<M: SimMemory> World<M> {
         for (id, tensor) in worker.open_tensors() {
             let book = &self.setup.books[usize::from(id)];
             late.extend(node.missing(id, tensor));
-            if book.tensors[tensor as usize].route == Route::STORE {
+            let is_member = book.roles.groups.led_by(rank).is_none();
+            if is_member && book.tensors[tensor as usize].route == Route::STORE {
                 let mine = |slice: &u32| book.slices[*slice as usize].lane == lane;
                 let slices = worker.open_slices(id, tensor, book.slices_of(tensor)).filter(mine);
-                owners.extend(slices.map(|slice| book.slices[slice as usize].owner));
+                let owners_of = slices.map(|slice| book.slices[slice as usize].owner);
+                owners.extend(owners_of.map(|owner| book.roles.answered_by(rank, owner)));
             }
         }
+        owners.extend(node.owners_that_owe());
         late.extend(node.late_to_leave());
         if lane == 0 {
             late.extend(worker.late_to_agree(self.setup.workers));

@@ -2,7 +2,7 @@
 
 use super::Bench;
 use penstock_core::layout::{Book, Tensor};
-use penstock_core::roles::{Answered, Fold, MustBeIn, Roles, Rules};
+use penstock_core::roles::{Answered, Fold, Groups, MustBeIn, Roles, Rules};
 use penstock_core::types::{Dtype, Rank};
 use penstock_core::wire::Op;
 use penstock_core::{Members, Slicing};
@@ -63,11 +63,8 @@ fn rounds(seed: u64) {
     let fold = random.pick(&[Fold::Fresh, Fold::Kept]);
     let answered = random.pick(&[Answered::All, Answered::WhoAsks]);
     let op = random.pick(&[Op::Sum, Op::Average, Op::Copy]);
-    let book = book(&Roles {
-        members: members.clone(),
-        owners,
-        rules: Rules { must_be_in, fold, answered, ..Rules::default() },
-    });
+    let rules = Rules { must_be_in, fold, answered, ..Rules::default() };
+    let book = book(&Roles { members: members.clone(), owners, rules, groups: Groups::default() });
     let mut bench = bench(&book);
     let name = format!("seed {seed}, {op:?}, {:?}", book.roles);
     // By round what was the result; nothing before the first.
@@ -142,7 +139,7 @@ fn where_nobody_must_be_in_each_contribution_is_folded_in_as_it_comes() {
         let owners = some_of(&members, random);
         let must_be_in = MustBeIn::Nobody;
         let rules = Rules { must_be_in, fold: Fold::Kept, answered: Answered::All, ..Rules::default() };
-        let book = book(&Roles { members: members.clone(), owners, rules });
+        let book = book(&Roles { members: members.clone(), owners, rules, groups: Groups::default() });
         let (mut bench, name) = (bench(&book), format!("seed {seed}, {:?}", book.roles));
         let mut sums = 0.0;
         let mut seqs = vec![0; bench.nodes.len()];

@@ -7,7 +7,7 @@ use penstock_core::exchange::Field;
 use penstock_core::layout::{Book, Tensor};
 use penstock_core::node::{Action, Event};
 use penstock_core::optimizer::{Optimizer, Rule, Update};
-use penstock_core::roles::{Answered, Fold, MustBeIn, Roles, Rules, Staleness, Stragglers};
+use penstock_core::roles::{Answered, Fold, Groups, MustBeIn, Roles, Rules, Staleness, Stragglers};
 use penstock_core::types::{Dtype, Rank, Seq, SliceId};
 use penstock_core::wire::Op;
 use penstock_core::{Members, Slicing};
@@ -56,7 +56,7 @@ fn job(random: &mut Random, rules: impl Fn(Members) -> Rules) -> (Bench, Arc<Boo
     let members = Members::all(workers + servers);
     let owners =
         if servers == 0 { members.clone() } else { (workers..workers + servers).map(Rank).collect() };
-    let roles = Roles { members, owners, rules: rules(Members::all(workers)) };
+    let roles = Roles { members, owners, rules: rules(Members::all(workers)), groups: Groups::default() };
     let tensor = Tensor::new("w", 0, Dtype::F32, ELEMS as u64);
     let slicing = Slicing::fixed(1024, 1);
     let book = Arc::new(Book::deal("model", vec!["layer".into()], vec![tensor], &roles, slicing).unwrap());

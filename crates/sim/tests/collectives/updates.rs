@@ -6,7 +6,7 @@ use penstock_core::exchange::Field;
 use penstock_core::layout::{Book, Tensor};
 use penstock_core::node::Event;
 use penstock_core::optimizer::{Optimizer, Rule, Update};
-use penstock_core::roles::{Answered, Fold, MustBeIn, Roles, Rules};
+use penstock_core::roles::{Answered, Fold, Groups, MustBeIn, Roles, Rules};
 use penstock_core::types::{Dtype, Rank};
 use penstock_core::way::Algorithm;
 use penstock_core::wire::Op;
@@ -29,7 +29,7 @@ fn roles(random: &mut Random) -> Roles {
     let [workers, owners]: [Members; 2] =
         [0..count, count..count + servers].map(|ranks| ranks.map(Rank).collect());
     let rules = Rules { must_be_in: MustBeIn::These(workers), answered: Answered::All, ..rules };
-    Roles { members: Members::all(count + servers), owners, rules }
+    Roles { members: Members::all(count + servers), owners, rules, groups: Groups::default() }
 }
 
 fn rule(random: &mut Random) -> Rule {

@@ -1,0 +1,211 @@
+//! A group at its head, and where its members stand: the store's rounds with one more sum on the way.
+//!
+//! Members push to their head, which sums them in rank order, passes the sum on to the owner as a worker does its contribution, and
+//! gives them the answer when it comes. Every slice goes by itself, so one is passed on while others are still being summed.
+//! The sum is made in the head's own memory, or in scratch if its program has left: its node relays for the others.
+//!
+//! Inside a group nothing is rounded to a wire type, neither contributions nor results: on one host that costs more than
+//! the bytes it saves. What goes on to the owner is rounded, once for each group.
+//!
+//! For n bytes, and groups of m: a member sends n to its head and gets n back; the head sends to the owners, and gets from them,
+//! what a worker does in a job with as many workers as there are groups.
+
+use super::context::{Context, Effect, Flow, Site};
+use super::gathering::{Contribution, Gathering, Outcome};
+use super::out_of_step::out_of_step;
+use super::store::{copied, send, tell};
+use crate::error::Error;
+use crate::memory::Memory;
+use crate::roles::{Fold, Group, NO_GROUPS};
+use crate::types::{Dtype, Rank, Seq, Step};
+use crate::wire::{Header, Kind, Party, describe, wire_argument, wire_part};
+
+/// A round inside a group, at its head.
+#[derive(Debug)]
+pub(super) struct Inside<C> {
+    gathering: Gathering<C>,
+    /// What was passed on, until it is answered, and who gave it if that is one rank's copy.
+    passed_on: Option<(Contribution<C>, Option<Rank>)>,
+}
+
+impl<C> Default for Inside<C> {
+    fn default() -> Self {
+        Self { gathering: Gathering::default(), passed_on: None }
+    }
+}
+
+impl<'a> Site<'a> {
+    /// This rank's group, if it is the head.
+    pub(super) fn led(&self) -> Option<&'a Group> {
+        self.groups.led_by(self.rank)
+    }
+
+    /// To whom this rank pushes, and who answers it.
+    pub(super) fn answered_by(&self) -> Rank {
+        match self.groups.of(self.rank) {
+            Some(group) if group.head() != self.rank => group.head(),
+            _ => self.slice.owner,
+        }
+    }
+
+    /// As what this slice travels between this rank and another, and with how many bytes.
+    pub fn wire_with(&self, peer: Rank) -> (Dtype, u32) {
+        if self.wire != self.dtype && self.groups.together(self.rank, peer) {
+            (self.dtype, self.slice.len_bytes)
+        } else {
+            (self.wire, self.slice.wire_bytes)
+        }
+    }
+
+    /// Whether `from` may push to this rank, and says of whom.
+    pub(super) fn takes_pushes(&self, from: Rank, header: &Header) -> bool {
+        let party = Party::of(header.argument);
+        if self.groups.together(self.rank, from) {
+            return self.led().is_some() && party == Party::NOBODY;
+        }
+        let of_group = match self.groups.of(from) {
+            Some(group) => group.head() == from && (1..=group.members.count()).contains(&party.ranks()),
+            None => party == Party::NOBODY,
+        };
+        of_group && self.slice.owner == self.rank
+    }
+
+    /// The same slice inside a group of this rank's.
+    fn inside(&self, group: &'a Group) -> Self {
+        let Group { members, rules } = group;
+        Self { members, rules, groups: &NO_GROUPS, wire: self.dtype, ..*self }
+    }
+}
+
+impl<C: Clone> Inside<C> {
+    /// Takes a member's contribution.
+    pub(super) fn add<M: Memory<Chunk = C>>(
+        &mut self,
+        from: Rank,
+        header: &Header,
+        what: Contribution<C>,
+        context: &Context<'_, M>,
+    ) -> Result<(), Error> {
+        let members = context.site.led().map(|group| &group.members);
+        let Some((members, place)) = members.and_then(|members| Some((members, members.position(from)?)))
+        else {
+            return Err(crate::wire::unexpected(from, header));
+        };
+        self.gathering.add(place, members.count(), header, what).map_err(|why| {
+            Error::protocol(from, format!("{}, inside its group: {why}", describe(from, header)))
+        })
+    }
+
+    /// If all contributions are in and were not passed on: to which round, and of which step.
+    pub(super) fn due(&self, site: &Site<'_>) -> Option<(Seq, Step)> {
+        let group = site.led().filter(|_| self.passed_on.is_none())?;
+        self.gathering.open().filter(|_| self.gathering.complete(&site.inside(group)))
+    }
+
+    /// Sums what is in, to `mine` if this rank has memory for the result. Returns what is to be passed on, and its header.
+    pub(super) fn sum<M: Memory<Chunk = C>>(
+        &mut self,
+        header: &Header,
+        mine: Option<C>,
+        context: &mut Context<'_, M>,
+    ) -> Result<(Header, Contribution<C>), Error> {
+        let site = context.site;
+        let Some(group) = site.led() else { return Err(crate::wire::unexpected(site.rank, header)) };
+        let inside = site.inside(group);
+        if self.gathering.steps_differ() {
+            return Err(out_of_step(&inside, self.gathering.steps(&group.members)));
+        }
+        let outcome = self.gathering.outcome(&inside, context.inputs).map_err(|why| {
+            Error::protocol(site.rank, format!("slice {} of book {}: {why}", header.slice, header.book))
+        })?;
+        let op = self.gathering.op();
+        let (what, given_by) = match outcome {
+            Outcome::Absent => (Contribution::Absent, None),
+            Outcome::Copy(source) => (Contribution::Data(copied(source, mine, context)), Some(source)),
+            Outcome::Reduced(_) => {
+                let sum = mine.unwrap_or_else(|| context.memory.scratch(site.slice.len_bytes as usize));
+                // An average is divided by its owner, once.
+                context.memory.reduce(site.dtype, op.reduction(1), context.inputs, &sum);
+                (Contribution::Data(sum), None)
+            }
+        };
+        context.inputs.clear();
+        self.gathering.let_go();
+        if !what.is_absent() {
+            context.effects.push(Effect::Summed { seq: header.seq });
+        }
+        if site.rules.fold == Fold::Updated {
+            // The answer may be long in coming.
+            self.gathering.tell_summed(header, &inside, context);
+        }
+        self.passed_on = Some((what.clone(), given_by));
+        let party = Party::new(self.gathering.arrived(), site.era);
+        let (kind, wire, payload_bytes) = match what {
+            Contribution::Absent => (Kind::PushAbsent, 0, 0),
+            _ => (Kind::Push, wire_argument(site.dtype, site.wire), site.slice.wire_bytes),
+        };
+        Ok((Header { kind, op, argument: wire | party.argument(), payload_bytes, ..*header }, what))
+    }
+
+    /// Whether the owner is to answer this round.
+    pub(super) fn waits_for_answer(&self, seq: Seq) -> bool {
+        self.passed_on.is_some() && self.gathering.open().is_some_and(|(open, _)| open == seq)
+    }
+
+    /// What was passed on, where it is the result.
+    pub(super) fn given(&self) -> Option<C> {
+        match &self.passed_on {
+            Some((Contribution::Data(chunk), _)) => Some(chunk.clone()),
+            _ => None,
+        }
+    }
+
+    /// The round has ended: gives the result to the members that took part.
+    pub(super) fn spread<M: Memory<Chunk = C>>(
+        &mut self,
+        header: &Header,
+        result: Option<&C>,
+        context: &mut Context<'_, M>,
+    ) {
+        let Some(group) = context.site.led() else { return };
+        let given_by = self.passed_on.take().and_then(|(_, given_by)| given_by);
+        for to in group.members.after(context.site.rank) {
+            let place = group.members.position(to);
+            if place.and_then(|place| self.gathering.of(place)).is_some() {
+                tell(to, header, result, given_by == Some(to), context);
+            }
+        }
+        self.gathering.clear();
+    }
+
+    /// Members for whom this slice waits here.
+    pub(super) fn missing(&self, site: &Site<'_>, ranks: &mut Vec<Rank>) {
+        let open = self.passed_on.is_none() && self.gathering.open().is_some();
+        if let Some(group) = site.led().filter(|_| open) {
+            ranks.extend(self.gathering.missing(&site.inside(group)));
+        }
+    }
+
+    /// The owner, if its answer to the group is waited for.
+    pub(super) fn owner_that_owes(&self, site: &Site<'_>) -> Option<Rank> {
+        (self.passed_on.is_some() && site.slice.owner != site.rank).then_some(site.slice.owner)
+    }
+}
+
+/// Whether elements come as this rank has them, and not rounded.
+pub(super) fn is_unrounded(header: &Header) -> bool {
+    wire_part(header.argument) == 0
+}
+
+/// A head's push to the owner, as an effect.
+pub(super) fn pass_on<M: Memory>(
+    header: &Header,
+    what: Contribution<M::Chunk>,
+    context: &mut Context<'_, M>,
+) {
+    let (payload, flow) = match what {
+        Contribution::Data(chunk) => (Some(chunk), Flow::Window),
+        Contribution::Summed | Contribution::Absent => (None, Flow::Free),
+    };
+    send(context.site.slice.owner, header, payload, flow, context);
+}
