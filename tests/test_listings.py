@@ -1,4 +1,4 @@
-"""The listings of README's integration, docs/from-ddp.md and docs/kvstore.md run as they stand, alone and by two ranks.
+"""The listings of README's integration, from-ddp.md, kvstore.md and servers.md run as they stand, by one and two ranks.
 
 Each is preceded by what it takes for granted, such as a model, and followed by checks.
 """
@@ -84,6 +84,13 @@ assert seen_by_all == 64 and 0.0 < accuracy < 1.0 and right[1] == 64
 """
     counted = "seen = len(sampler)\ncorrect = int((model(x).argmax(dim=1) == y).sum())\n"
     run(size, tmp_path, GIVEN, training, counted, metric, saving, SAME_EVERYWHERE, checks)
+
+
+def test_updates_at_the_owners(size, tmp_path):
+    start = "import penstock as ps\nps.init()\nbatches = [(x[i::4], dataset.tensors[1][i::4]) for i in range(4)]\n"
+    checks = 'assert len(state["state"]) == 6 and float(state["state"][0]["step"]) == 4\n'
+    (listing,) = listings("docs/servers.md", '# Updates at the owners: `update="servers"`')
+    run(size, tmp_path, GIVEN, start, listing, checks, SAME_EVERYWHERE)
 
 
 def test_readme_s_schemes(tmp_path):

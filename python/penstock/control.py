@@ -1,4 +1,4 @@
-"""What worker 0 tells the servers of a job: typed messages, each carried out by all servers and answered by each.
+"""What worker 0 tells the servers of a job: typed messages, each carried out by all servers; most are answered by each.
 
 A server is a rank whose program is a loop: it takes a message, carries it out on its engine, and answers (`penstock
 server`, which is `penstock.server`). Messages are broadcasts in a group of worker 0 and the servers, so all servers

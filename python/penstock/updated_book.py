@@ -96,6 +96,17 @@ class UpdatedBook:
         message = Keep(self._number, tensor, nbytes, value is not None, count, updates)
         self._servers.tell(message, lambda: [broadcast(self._engine, field) for field in fields])
 
+    def meet(self, caller: str) -> None:
+        """Wait until all workers have made this call.
+
+        Args:
+            caller: The call, for messages.
+
+        Raises:
+            Timeout: Naming the ranks that have not.
+        """
+        self._engine.all_gather(caller, b"")
+
     def saved(self, tensor: int, state: int | None, into: Any) -> int | None:
         """Copy what the owners keep of a tensor to this memory, which is zero. Collective.
 

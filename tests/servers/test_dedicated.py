@@ -93,8 +93,10 @@ def alive(pid):
         return False
 
 
-@pytest.mark.parametrize("victim", ["server 1", "rank 1"])
-def test_whoever_is_killed_ends_all_and_is_named(tmp_path, victim):
+@pytest.mark.parametrize(
+    ("victim", "update"), [("server 1", "workers"), ("server 1", "servers"), ("rank 1", "workers")]
+)
+def test_whoever_is_killed_ends_all_and_is_named(tmp_path, victim, update):
     waits = tmp_path / "waits.py"
     waits.write_text(
         "import sys, torch, penstock as ps\n"
@@ -102,7 +104,8 @@ def test_whoever_is_killed_ends_all_and_is_named(tmp_path, victim):
         "print('here', flush=True)\n"
         "numbers = torch.zeros(1)\n"
         "model = torch.nn.Linear(100, 100)\n"
-        "model, optimizer = ps.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        f"model, optimizer = ps.distribute(model, optimizer, update={update!r})\n"
         "while True:\n"
         "    model(torch.ones(1, 100)).sum().backward()\n"
         "    optimizer.step()\n"

@@ -15,7 +15,8 @@ import pytest
 from updates_scenarios import SCENARIOS
 from updates_worker import CASES
 
-LIMIT_S = 280
+LIMIT_S = 240
+LONG_LIMIT_S = 1500
 AFTER_FAILURE_S = 15
 WORKER = Path(__file__).with_name("updates_worker.py")
 JOBS = [(4, 0, {}), (4, 2, {}), (3, 2, {})]  # workers, servers apart
@@ -25,7 +26,7 @@ DIFFERENCE_MAX = {"fp32": 1e-5, "fp64": 1e-10}
 FEW = ["quick-sgd-fp64", "quick-adagrad-fp32", "gpt-adamw-fp32", "gpt-rmsprop-fp64"]
 
 
-def told(directory, jobs, **plan):
+def told(directory, jobs, limit_s=LIMIT_S, **plan):
     """What each worker of each job tells."""
     (directory / "plan.json").write_text(json.dumps({"jobs": jobs, **plan}))
     count = max(workers + servers for workers, servers, _ in jobs)
@@ -36,7 +37,7 @@ def told(directory, jobs, **plan):
         for number, log in enumerate(logs)
     ]
     try:
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline and any(process.poll() is None for process in processes):
             if any(process.returncode for process in processes):
                 deadline = min(deadline, time.monotonic() + AFTER_FAILURE_S)
@@ -69,13 +70,15 @@ def again(tmp_path_factory):
 @pytest.fixture(scope="module")
 def long(tmp_path_factory):
     jobs = [*JOBS, *((workers, servers, AGAIN) for workers, servers, _ in JOBS)]
-    return told(tmp_path_factory.mktemp("long"), jobs, cases=CASES, scenarios=[], steps=LONG_STEPS)
+    return told(tmp_path_factory.mktemp("long"), jobs, LONG_LIMIT_S, cases=CASES, scenarios=[], steps=LONG_STEPS)
 
 
 def check(ranks, case):
     most = DIFFERENCE_MAX[case.rsplit("-", 1)[1]]
     for rank, outcomes in enumerate(ranks):
         outcome = outcomes[case]
+        if "difference" not in outcome:
+            continue  # of another run
         assert outcome["moved"] > 1e-4, "nothing was trained"
         assert outcome["difference"] <= most, f"rank {rank}: {outcome}"
         assert outcome["of_states"] <= 10 * most, f"rank {rank}: {outcome}"

@@ -262,6 +262,8 @@ class OwnerUpdates(PatchedOptimizer):
         with torch._C.DisableTorchFunctionSubclass(), as_if_in_step(), torch.no_grad():
             self._put(slots, sizes)
         gradients.applied(slots)
+        if not self._waiting:
+            gradients.lent.collect()  # the memory of gradients, which hold parameters now
 
     def _put(self, slots: Sequence[Slot], sizes: Sequence[int]) -> None:
         targets: list[Tensor] = []
@@ -367,6 +369,7 @@ class OwnerUpdates(PatchedOptimizer):
         """Collect the state from the owners. Collective."""
         self._distributed.ending.raise_if_lost()
         super()._before_reading()
+        self._book.meet("optimizer.state_dict")  # a rank that does not make the call is named
         state = self.optimizer.state
         with torch._C.DisableTorchFunctionSubclass():
             for slot in self._trained:
