@@ -1,6 +1,6 @@
 """What it saves a worker that the owners update: resident memory and step time, AdamW with its two states.
 
-    .venv/bin/python -m benchmarks.update_memory [--json-lines docs/benchmarks/update-memory.jsonl]
+    .venv/bin/python -m benchmarks.update_memory [--json-lines docs/benchmarks/update_memory.jsonl]
 
 Three ways to train the same model with as many workers on this machine: updates at the workers (every one has all of
 the optimizer's state), at the owners (``update="servers"``, each worker a part), and PyTorch's ZeroRedundancyOptimizer

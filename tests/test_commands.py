@@ -234,6 +234,10 @@ TABLE = {
     "python -m benchmarks.small_tensors [--json-lines docs/benchmarks/small_tensors.jsonl]": Run(
         FEW_SMALL_STEPS, clusters=True, long=True, status=JUDGED
     ),
+    "python -m benchmarks.update_memory": NAMED,
+    "python -m benchmarks.update_memory [--json-lines docs/benchmarks/update_memory.jsonl]": Run(
+        "--workers 2 --millions 3 --steps 2 --rounds 1 --clip", long=True, status=JUDGED
+    ),
     "python -m benchmarks.wire": NAMED,
     "python -m benchmarks.wire [--json-lines docs/benchmarks/wire.jsonl]": Run(
         "--pairs 1 --seconds 0.5", clusters=True, needs=("iperf3",), long=True, status=JUDGED
