@@ -15,7 +15,7 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from penstock._native import Optimizer as Twin
 
-__all__ = ["NAMES", "Described", "NamedOptimizer", "adagrad", "adam", "named", "rmsprop", "sgd", "twin"]
+__all__ = ["NAMES", "Described", "NamedOptimizer", "adagrad", "adam", "adamw", "named", "rmsprop", "sgd", "twin"]
 
 
 Described = tuple[str, dict[str, Any]]
@@ -45,10 +45,16 @@ def sgd(of: Mapping[str, Any]) -> Described:
 
 
 def adam(of: Mapping[str, Any]) -> Described:
-    """As torch.optim.Adam, or AdamW with ``decoupled_weight_decay``."""
+    """As torch.optim.Adam; ``decoupled_weight_decay`` is an option of its since torch 2.7."""
     beta1, beta2 = of["betas"]
-    more = {"eps": of["eps"], "amsgrad": of["amsgrad"], "decoupled": of["decoupled_weight_decay"]}
+    more = {"eps": of["eps"], "amsgrad": of["amsgrad"], "decoupled": of.get("decoupled_weight_decay", False)}
     return "adam", dict(**_common(of), betas=(float(beta1), float(beta2)), **more)
+
+
+def adamw(of: Mapping[str, Any]) -> Described:
+    """As torch.optim.AdamW."""
+    kind, options = adam(of)
+    return kind, {**options, "decoupled": True}
 
 
 def adagrad(of: Mapping[str, Any]) -> Described:
@@ -69,7 +75,7 @@ def _common(of: Mapping[str, Any]) -> dict[str, Any]:
 
 # By torch's names the options that have an effect, and torch's defaults.
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False}
-_MAKERS: dict[str, tuple[Callable[[Mapping[str, Any]], Described], dict[str, Any], dict[str, Any]]] = {
+_MAKERS: dict[str, tuple[Callable[[Mapping[str, Any]], Described], dict[str, Any]]] = {
     "SGD": (
         sgd,
         {
@@ -80,10 +86,9 @@ _MAKERS: dict[str, tuple[Callable[[Mapping[str, Any]], Described], dict[str, Any
             "nesterov": False,
             "maximize": False,
         },
-        {},
     ),
-    "Adam": (adam, _ADAM, {"decoupled_weight_decay": False}),
-    "AdamW": (adam, {**_ADAM, "weight_decay": 1e-2}, {"decoupled_weight_decay": True}),
+    "Adam": (adam, _ADAM),
+    "AdamW": (adamw, {**_ADAM, "weight_decay": 1e-2}),
     "Adagrad": (
         adagrad,
         {
@@ -94,7 +99,6 @@ _MAKERS: dict[str, tuple[Callable[[Mapping[str, Any]], Described], dict[str, Any
             "eps": 1e-10,
             "maximize": False,
         },
-        {},
     ),
     "RMSprop": (
         rmsprop,
@@ -107,7 +111,6 @@ _MAKERS: dict[str, tuple[Callable[[Mapping[str, Any]], Described], dict[str, Any
             "centered": False,
             "maximize": False,
         },
-        {},
     ),
 }
 NAMES = tuple(_MAKERS)
@@ -133,8 +136,8 @@ class NamedOptimizer:
 
     def described(self) -> Described:
         """As it travels."""
-        make, _, fixed = _MAKERS[self.name]
-        return make({**self.options, **fixed})
+        describe, _ = _MAKERS[self.name]
+        return describe(self.options)
 
     def twin(self) -> Twin:
         """The core's."""
@@ -183,7 +186,7 @@ def named(caller: str, algorithm: Any, options: Mapping[str, Any], rescale: Any 
             f"penstock.{caller}: there is no optimizer {kind!r} here; there are {', '.join(NAMES)}, as torch.optim "
             "has them, and no subclass of them"
         )
-    _, defaults, _ = _MAKERS[kind]
+    _, defaults = _MAKERS[kind]
     given = dict(options)
     for name, neutral in _FREE.items():
         if given.get(name, neutral) != neutral and name == "capturable":

@@ -105,3 +105,27 @@ def test_equal_to_updates_at_the_workers_after_many_steps(long, case):
 @pytest.mark.parametrize("job", range(len(JOBS)), ids=["4", "4+2", "3+2"])
 def test_scenario(short, job, scenario):
     assert [outcomes[scenario] for outcomes in short[job]] == ["ok"] * JOBS[job][0]
+
+
+def test_a_step_that_one_rank_leaves_out_is_noticed_by_another(tmp_path):
+    program = tmp_path / "leaves_out.py"
+    program.write_text(
+        "import os, torch, penstock as ps\n"
+        "ps.init(operation_timeout_s=60)\n"
+        "model = torch.nn.Linear(40, 30)\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "model, optimizer = ps.distribute(model, optimizer, update='servers')\n"
+        "try:\n"
+        "    for step in range(4):\n"
+        "        model(torch.ones(1, 40)).sum().backward()\n"
+        "        if step != 2 or ps.rank() != 1:\n"
+        "            optimizer.step()\n"
+        "        optimizer.zero_grad()\n"
+        "    ps.synchronize()\n"
+        "except ps.PenstockError as error:\n"
+        "    print(type(error).__name__, error.step, error, flush=True)\n"
+        "os._exit(0)\n"
+    )
+    said = programs.run_ranks(3, program, timeout=LIMIT_S)
+    assert "ConfigError 2 penstock" in said
+    assert "other ranks have left this step out" in said or "in a step that this rank has left out" in said

@@ -177,8 +177,9 @@ class OwnerUpdates(PatchedOptimizer):
     def _end_round(self) -> None:
         self._round_used, self._factor, self._squares = self._gradients.closed, 1.0, None
 
-    def _error(self, what: str, slot: Slot) -> ConfigError:
-        rank, step = self._gradients.rank, self._gradients.step
+    def _error(self, what: str, slot: Slot, *, before: int = 0) -> ConfigError:
+        """Of this step, or of one so many before it."""
+        rank, step = self._gradients.rank, self._gradients.step - before
         return ConfigError(
             f'penstock: with update="servers" {slot.name} {what}', rank=rank, layer=slot.layer.name, step=step
         )
@@ -273,9 +274,9 @@ class OwnerUpdates(PatchedOptimizer):
             slot.pending.end()
             restore(slot)
             if not flight.absent and flight.grad is not None and flight.grad._version != flight.version:
-                raise changed_in_flight(slot, self._gradients.step)
+                raise changed_in_flight(slot, self._gradients.step - 1)
             if not flight.absent and not size:
-                raise self._error("was not updated: other ranks have left this step out", slot)
+                raise self._error("was not updated: other ranks have left this step out", slot, before=1)
             if size:
                 assert flight.memory is not None  # it has landed there
                 targets.append(param.data)

@@ -9,7 +9,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from penstock._native import Optimizer as Twin
 from penstock.errors import ConfigError
-from penstock.optimizers import Described, adagrad, adam, rmsprop, sgd, twin
+from penstock.optimizers import Described, adagrad, adam, adamw, rmsprop, sgd, twin
 
 __all__ = ["described", "twin_of"]
 
@@ -21,7 +21,7 @@ _USUAL = {"params", "lr", "weight_decay", "maximize", "differentiable"}
 _TWINS: dict[type[Optimizer], tuple[Callable[[Mapping[str, Any]], Described], set[str]]] = {
     SGD: (sgd, {"momentum", "dampening", "nesterov"}),
     Adam: (adam, {"betas", "eps", "amsgrad", "decoupled_weight_decay"}),
-    AdamW: (adam, {"betas", "eps", "amsgrad", "decoupled_weight_decay"}),
+    AdamW: (adamw, {"betas", "eps", "amsgrad", "decoupled_weight_decay"}),
     Adagrad: (adagrad, {"lr_decay", "eps", "initial_accumulator_value"}),
     RMSprop: (rmsprop, {"alpha", "eps", "momentum", "centered"}),
 }
