@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Channel",
+    "CountLate",
     "EndServing",
     "Keep",
     "Message",
@@ -261,6 +262,21 @@ class Saved(Message):
 
 
 @dataclass(frozen=True)
+class CountLate(Message):
+    """Say whose contributions came too late for their rounds.
+
+    Attributes:
+        book: The book's number.
+    """
+
+    book: int
+
+    def carry_out(self, engine: Engine) -> list[tuple[int, int]]:
+        """Ranks, and how many of their contributions to slices."""
+        return engine.late(self.book)
+
+
+@dataclass(frozen=True)
 class EndServing(Message):
     """The job ends in order: no message follows."""
 
@@ -269,7 +285,8 @@ class EndServing(Message):
 
 
 _MESSAGES: dict[str, type[Message]] = {
-    one.__name__: one for one in (ServeBook, SetPriorities, Proceed, OrderUpdates, Squares, Keep, Saved, EndServing)
+    one.__name__: one
+    for one in (ServeBook, SetPriorities, Proceed, OrderUpdates, Squares, Keep, Saved, CountLate, EndServing)
 }
 
 
@@ -540,6 +557,12 @@ class Servers:
         self._engine.set_priorities(book, places)
         if book in self._books:
             self.tell(SetPriorities(book, places))
+
+    def late(self, book: int) -> list[tuple[int, int]]:
+        """Whose contributions came too late, as far as this worker knows: of what it owns, or worker 0 of all."""
+        if not self.ranks:
+            return self._engine.late(book)
+        return [(rank, count) for server in self.tell(CountLate(book)) for rank, count in server]
 
     def tell(self, message: Message, meanwhile: Callable[[], object] | None = None) -> list[Any]:
         """As `Channel.tell` at worker 0; at other workers nothing is done, and the list is empty."""

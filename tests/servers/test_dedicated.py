@@ -11,7 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from penstock.control import EndServing, Keep, Proceed, Saved, ServeBook, SetPriorities, Squares, decode, encode
+from penstock.control import (
+    CountLate,
+    EndServing,
+    Keep,
+    OrderUpdates,
+    Proceed,
+    Saved,
+    ServeBook,
+    SetPriorities,
+    Squares,
+    decode,
+    encode,
+)
 from penstock.errors import ConfigError, ProtocolError
 
 LIMIT_S = 150
@@ -244,7 +256,9 @@ def test_messages_are_typed_and_nothing_else_is_taken():
         SetPriorities(1, [2, 0, 1]),
         word,
         Squares(2, 7),
+        OrderUpdates(2, ["sgd", {"lr": 0.1}], 0.5, 3),
         Keep(2, 0, 12, True, None, 3),
+        CountLate(2),
         EndServing(),
     ):
         assert decode(encode(message)) == message

@@ -242,7 +242,11 @@ impl Lane {
                 let slices = self.node.owned(word.book).into();
                 return self.words.push_back((word, slices));
             }
-            Command::Order(word) => return self.order(&word),
+            Command::Order { word, reply } => {
+                self.order(&word);
+                let _ = reply.send(());
+                return;
+            }
             Command::Load { book, tensor, field, updates, whole, reply } => {
                 let _ = reply.send(self.node.load(book, tensor, (field, updates), &whole));
                 return;

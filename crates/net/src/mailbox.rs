@@ -41,7 +41,7 @@ pub(crate) enum Command {
     /// The program has come to the end of a step of a book whose owners update it.
     Proceed(Arc<Word>),
     /// And from now on it need not say so: complete rounds are updated with at once.
-    Order(Arc<Word>),
+    Order { word: Arc<Word>, reply: Sender<()> },
     /// Of what is kept of a tensor, take this.
     Load {
         book: BookId,

@@ -358,13 +358,14 @@ impl Engine {
     #[allow(clippy::needless_pass_by_value)]
     fn order(
         &self,
+        py: Python<'_>,
         book: BookId,
         optimizers: Vec<PyRef<'_, Twin>>,
         groups: Vec<u32>,
         factor: f64,
     ) -> PyResult<()> {
         let optimizers: Vec<_> = optimizers.iter().map(|optimizer| optimizer.0).collect();
-        self.engine.order(book, (&optimizers, &groups), factor).map_err(raise)
+        py.detach(|| self.engine.order(book, (&optimizers, &groups), factor)).map_err(raise)
     }
 
     fn versions(&self, book: BookId, tensor: TensorId) -> PyResult<Vec<u32>> {

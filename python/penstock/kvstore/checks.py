@@ -16,6 +16,7 @@ from penstock.kvstore.stored_keys import KeyDescription, StoredKey
 __all__ = [
     "copied",
     "described",
+    "few_enough",
     "fitting",
     "given_values",
     "is_aligned",
@@ -161,3 +162,22 @@ def maker_like(value: Any) -> Callable[[Buffer], Any]:
         return made
 
     return copy
+
+
+def few_enough(
+    kind: str, stragglers: str, enough: int | None, late_after_s: float, workers: int
+) -> tuple[int, float] | None:
+    """How many are enough for a round, and how long they wait for the others; checked."""
+    if stragglers == "wait" and enough is None:
+        return None
+    if stragglers != "drop" or kind != "sync":
+        raise ConfigError(
+            f"penstock.KVStore: stragglers={stragglers!r}, enough={enough!r} of a store of kind {kind!r}; a "
+            "synchronous one can drop them, or wait"
+        )
+    count = max(1, workers - 1) if enough is None else enough
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= workers:
+        raise ConfigError(f"penstock.KVStore: enough={enough!r} of {workers} ranks; it must be 1 to all of them")
+    if not 0 <= late_after_s < 1e9:
+        raise ConfigError(f"penstock.KVStore: late_after_s={late_after_s!r}; it must be seconds, from 0 on")
+    return count, float(late_after_s)

@@ -29,6 +29,7 @@ from penstock.kvstore import kept as keeping
 from penstock.kvstore.checks import (
     copied,
     described,
+    few_enough,
     fitting,
     given_values,
     is_aligned,
@@ -119,6 +120,11 @@ class KVStore:
             then: a rank waits for its own answers only. Results depend on who is fast.
         staleness: Of an asynchronous store: a rank that has pushed a key so many times more than the slowest one waits
             in its pull of it until that has come after (stale synchronous parallel). Without, nobody waits.
+        stragglers: Of a synchronous store: ``"drop"`` lets a round end without ranks that are late. Its result is then
+            the average over those that are in, and a push that comes later is discarded and gets the last result.
+            Results depend on who is fast.
+        enough: With ``"drop"``, how many ranks must be in; all but one without.
+        late_after_s: With ``"drop"``, how many seconds these then wait for the others.
 
     Attributes:
         kind: As given.
@@ -134,7 +140,15 @@ class KVStore:
         >>> kv.pull("w", out=gradient).wait()              # the sum over all ranks
     """
 
-    def __init__(self, kind: str = "sync", *, staleness: int | None = None) -> None:
+    def __init__(
+        self,
+        kind: str = "sync",
+        *,
+        staleness: int | None = None,
+        stragglers: str = "wait",
+        enough: int | None = None,
+        late_after_s: float = 1.0,
+    ) -> None:
         if kind not in KINDS:
             raise ConfigError(f"penstock.KVStore: unknown kind {kind!r}; there is {', '.join(map(repr, KINDS))}")
         if staleness is not None and (kind != "async" or isinstance(staleness, bool) or not 0 <= staleness < 1 << 31):
@@ -143,6 +157,7 @@ class KVStore:
                 "0 on, to an asynchronous one"
             )
         running = job.current("KVStore")
+        self._stragglers = few_enough(kind, stragglers, enough, late_after_s, running.world_size)
         self.kind = kind
         self._staleness = staleness
         self._optimizer: NamedOptimizer | None = None
@@ -421,6 +436,25 @@ class KVStore:
             self._keep_anew(optimizer or self._optimizer, loaded.beside)
         return replaced
 
+    def dropped(self) -> dict[int, int]:
+        """Who was too late, and how often, in a store that drops stragglers. All ranks call it alike.
+
+        Returns:
+            By rank how many of its contributions to slices were discarded so far, those without any left out.
+
+        Raises:
+            PeerLost: A rank was lost.
+            Timeout: A rank did not come.
+        """
+        self._running("dropped")
+        books = [book for book in self._by_book if self._stragglers is not None and not is_alone(self._job)]
+        late = [pair for book in books for pair in self._job.servers.late(book)]
+        total: Counter[int] = Counter()
+        for told in self._engine.all_gather("penstock.KVStore.dropped", json.dumps(late).encode()):
+            for rank, count in json.loads(told):
+                total[rank] += count
+        return dict(sorted(total.items()))
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `state_dict` to a file of safetensors, which is there whole or not at all. All ranks call it alike.
 
@@ -552,9 +586,8 @@ class KVStore:
                 if name in self._stored_keys:
                     raise refused(caller, name, "it was initialised before; a key is initialised once")
                 description, buffer = described(caller, name, value, rows)
-                stored = StoredKey(
-                    self._engine, description, self._checkpoints, one_by_one=self.kind == "async", average=False
-                )
+                one_by_one, average = self.kind == "async", self._stragglers is not None
+                stored = StoredKey(self._engine, description, self._checkpoints, one_by_one=one_by_one, average=average)
                 self._check_that_it_can_be_kept(caller, stored, self._optimizer)
                 made.append((stored, buffer))
         except ConfigError as found:
@@ -576,7 +609,7 @@ class KVStore:
         optimizer: NamedOptimizer | None = None,
     ) -> None:
         """See `meet`; stores and optimizers are compared, too."""
-        kind = f"{self.kind}, staleness {self._staleness}"
+        kind = f"{self.kind}, staleness {self._staleness}, stragglers {self._stragglers}"
         said = None if optimizer is None else optimizer.fields()
         descriptions = [stored.description for stored in stored_keys]
         meet(self._engine, (self._number, kind), caller, descriptions, error, said)
@@ -639,10 +672,10 @@ class KVStore:
     def _rules(self) -> dict[str, Any]:
         """How rounds go, for `Servers.open_book`."""
         if not self._are_kept:
-            return {}
+            return {"stragglers": self._stragglers}
         fold = "kept" if self._optimizer is None else "updated"
         if self.kind == "sync":
-            return {"fold": fold}
+            return {"fold": fold, "stragglers": self._stragglers}
         return {"fold": fold, "answered": "who-asks", "alone": True, "staleness": self._staleness}
 
     def _change_optimizer(self, caller: str, make: Callable[[], NamedOptimizer], *, anew: bool) -> None:
@@ -706,6 +739,10 @@ class KVStore:
 
     def _check_that_it_can_be_kept(self, caller: str, stored: StoredKey, optimizer: NamedOptimizer | None) -> None:
         description = stored.description
+        drops = self._stragglers is not None
+        if drops and (description.rows or description.dtype[0] in "iu"):
+            what = "by rows" if description.rows else f"of {description.dtype}, which has no average,"
+            raise refused(caller, description.key, f"it is {what} and stragglers are dropped from averages of tensors")
         if description.rows and (self.kind == "async" or optimizer is not None):
             raise refused(
                 caller, description.key, "it is pushed by rows, which are summed in rounds of a plain sync store"

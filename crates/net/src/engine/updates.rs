@@ -50,10 +50,9 @@ impl Engine {
         self.inner.shared.check()?;
         let updates = Some(updates_of(&open, optimizers, factor)?);
         let word = Arc::new(Word { book: open.id, step: 0, updates });
-        for mailbox in self.inner.shared.mailboxes() {
-            mailbox.send(Command::Order(Arc::clone(&word)));
-        }
-        Ok(())
+        // Whoever hears that this rank is through may push at once.
+        let answers = self.ask(|reply| Command::Order { word: Arc::clone(&word), reply });
+        self.all_answered(answers.len())
     }
 
     /// Where each contribution is a round of its own: by slice of a tensor how often the value was changed that came with the last
