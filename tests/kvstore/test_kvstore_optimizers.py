@@ -182,8 +182,12 @@ def differing(rank, size):
     with pytest.raises(ps.ConfigError, match=r"'i': values of i32 are not updated by an optimizer; those of f32 and"):
         kv.set_optimizer("SGD")
     kv.pushpull("w", np.ones(3)).wait()
+    one = ps.KVStore("async")
+    one.init("w", np.zeros(3))
+    with pytest.raises(ps.ConfigError, match=r"rank 1 says that values were updated \[1\] times, rank 0 \[0\]"):
+        one.load_state_dict({"values": {"w": np.ones(3)}, "updates": {"w": rank}})
     other = ps.KVStore("async" if rank else "sync")
-    with pytest.raises(ps.ConfigError, match=r"rank 1 means store 1 of its program \(async.*rank 0 store 1 \(sync"):
+    with pytest.raises(ps.ConfigError, match=r"rank 1 means store 2 of its program \(async.*rank 0 store 2 \(sync"):
         other.init("w", np.zeros(3))
 
 

@@ -4,6 +4,7 @@ store       what programs call                           checks   what they give
 stored_keys one key: its value, and what waits for it    rounds   what is under way, and what its result means
 arithmetic  sums that a rank takes by itself             meeting  where all ranks must agree
 kept        values that their owners keep                disk     files and checkpoints
+states      what a program saves and loads
 """
 
 from penstock.kvstore.store import KVStore

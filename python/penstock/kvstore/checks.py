@@ -14,6 +14,7 @@ from penstock.kvstore.rounds import INDEX_BYTES, new_memory
 from penstock.kvstore.stored_keys import KeyDescription, StoredKey
 
 __all__ = [
+    "check_kept",
     "copied",
     "described",
     "few_enough",
@@ -30,6 +31,8 @@ __all__ = [
 ]
 
 KEYS_NAMED_MAX = 8
+UPDATED = ("f32", "f64")
+"""What optimizers update."""
 
 
 def paired(caller: str, key: Any, value: Any) -> list[tuple[str | int, Any]]:
@@ -162,6 +165,20 @@ def maker_like(value: Any) -> Callable[[Buffer], Any]:
         return made
 
     return copy
+
+
+def check_kept(caller: str, stored: StoredKey, kind: str, updated: bool, drops: bool) -> None:
+    """Refuse a key that a store of this kind cannot have, with an optimizer or where stragglers are dropped."""
+    key, dtype, by_rows = stored.description.key, stored.description.dtype, stored.description.rows
+    if drops and (by_rows or dtype[0] in "iu"):
+        what = "by rows" if by_rows else f"of {dtype}, which has no average,"
+        raise refused(caller, key, f"it is {what} and stragglers are dropped from averages of tensors")
+    if by_rows and (kind == "async" or updated):
+        why = "it is pushed by rows, which are summed in rounds of a synchronous store without an optimizer"
+        raise refused(caller, key, why)
+    if updated and dtype not in UPDATED:
+        why = f"values of {dtype} are not updated by an optimizer; those of {' and '.join(UPDATED)} are"
+        raise refused(caller, key, why)
 
 
 def few_enough(

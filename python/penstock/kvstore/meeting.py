@@ -22,7 +22,7 @@ def meet(
     caller: str,
     keys: Sequence[KeyDescription],
     error: ConfigError | None = None,
-    optimizer: dict[str, Any] | None = None,
+    owners: dict[str, Any] | None = None,
 ) -> None:
     """Compare what the ranks are about to do.
 
@@ -32,7 +32,7 @@ def meet(
         caller: The call.
         keys: What it is about.
         error: What is wrong with it on this rank.
-        optimizer: That the call is about.
+        owners: What they shall do with these keys: ``optimizer`` and ``updates`` so far.
 
     Raises:
         ConfigError: ``error``, or that of another rank, or that two ranks' calls differ, and in what.
@@ -44,7 +44,7 @@ def meet(
         "call": caller,
         "error": None if error is None else error.message,
         "keys": [[key.key, key.dtype, key.shape, key.rows] for key in keys],
-        "optimizer": optimizer,
+        "owners": owners,
     }
     told = engine.all_gather(f"penstock.KVStore.{caller}", json.dumps(mine).encode())
     if error is not None:
@@ -86,7 +86,10 @@ def _difference(rank: int, theirs: dict[str, Any], first: dict[str, Any]) -> str
         (number, kind), (number_0, kind_0) = theirs["store"], first["store"]
         return f"rank {rank} means store {number} of its program ({kind}), rank 0 store {number_0} ({kind_0})"
     if theirs["keys"] == first["keys"]:
-        return f"rank {rank} has the optimizer {_shown(theirs['optimizer'])}, rank 0 {_shown(first['optimizer'])}"
+        one, other = theirs["owners"], first["owners"]
+        if one["optimizer"] == other["optimizer"]:
+            return f"rank {rank} says that values were updated {one['updates']} times, rank 0 {other['updates']}"
+        return f"rank {rank} has the optimizer {_shown(one['optimizer'])}, rank 0 {_shown(other['optimizer'])}"
     both = zip_longest(theirs["keys"], first["keys"])
     place, (one, other) = next((place, pair) for place, pair in enumerate(both) if pair[0] != pair[1])
     said = [

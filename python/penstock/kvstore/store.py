@@ -19,18 +19,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from penstock import collectives, job
 from penstock.buffers import Buffer
 from penstock.errors import ConfigError
-from penstock.kvstore import disk
+from penstock.kvstore import disk, states
 from penstock.kvstore import kept as keeping
 from penstock.kvstore.checks import (
-    copied,
+    check_kept,
     described,
     few_enough,
-    fitting,
     given_values,
     is_aligned,
     listed,
@@ -51,8 +50,6 @@ from penstock.optimizers import NamedOptimizer, named
 __all__ = ["KVStore", "Pending"]
 
 KINDS = ("sync", "async")
-UPDATED = ("f32", "f64")
-"""What optimizers update."""
 
 
 class Pending:
@@ -92,14 +89,6 @@ class Pending:
         changed one by one: then it says how many are in all of it.
         """
         return [call.version for call in self._calls]
-
-
-class _Loaded(NamedTuple):
-    """A state for a store: memory by key, and what is beside it."""
-
-    values: dict[str | int, Buffer]
-    optimizer: NamedOptimizer | None
-    beside: dict[str | int, Kept]
 
 
 class KVStore:
@@ -416,16 +405,19 @@ class KVStore:
         """
         caller = "load_state_dict"
         self._running(caller)
-        loaded: _Loaded | None = None
+        loaded: states.Loaded | None = None
         error: ConfigError | None = None
         try:
-            loaded = self._read_state(caller, state)
+            loaded = states.read(caller, state, self._stored_keys, self._optimizer)
+            for stored in self._stored_keys.values():
+                self._check_that_it_can_be_kept(caller, stored, loaded.optimizer)
         except ConfigError as found_here:
             error = found_here
         optimizer = None if loaded is None else loaded.optimizer
         if self._are_kept or optimizer is not None:
             self.wait()
-        self._meet(caller, list(self._stored_keys.values()), error, optimizer)
+        updates = [] if loaded is None else [kept.updates for kept in loaded.beside.values()]
+        self._meet(caller, list(self._stored_keys.values()), error, optimizer, updates)
         assert loaded is not None
         replaced = self._from_rank_0([(stored, loaded.values[name]) for name, stored in self._stored_keys.items()])
         if self._are_kept or optimizer is not None:
@@ -496,27 +488,12 @@ class KVStore:
         def read_it() -> dict[str, Any]:
             file, number = disk.newest(place) if place.is_dir() else (place, None)
             read.update(disk.read(file))
-            fields = {name: list(states) for name, states in read.get("states", {}).items()}
-            return {
-                "file": str(file),
-                "number": number,
-                "keys": [*read["values"]],
-                "updates": [*read["updates"].values()] if "updates" in read else None,
-                "optimizer": read.get("optimizer"),
-                "fields": [*fields.values()],
-            }
+            return {"file": str(file), "number": number, "has": states.shape_of(read)}
 
         told = self._on_rank_0(caller, read_it)
         if self.rank != 0:
-            # Of values only dtype and shape matter here, and those are the store's.
             like = {name: make(self._stored_keys[name].memory.buffer) for name, make in self._likes.items()}
-            known = [name for name in told["keys"] if name in like]
-            missing = {name: None for name in told["keys"] if name not in like}
-            read = {"values": {**{name: like[name] for name in known}, **missing}, "optimizer": told["optimizer"]}
-            if told["updates"] is not None:
-                read["updates"] = dict(zip(told["keys"], told["updates"], strict=True))
-            fields = dict(zip(told["keys"], told["fields"], strict=False))
-            read["states"] = {name: dict.fromkeys(fields.get(name, []), like[name]) for name in known}
+            read = states.of_shape(told["has"], like)
         self.load_state_dict(read).wait()
         number: int | None = told["number"]
         self._checkpoints.last, self._checkpoints.calls = told["file"], number or 0
@@ -607,10 +584,11 @@ class KVStore:
         stored_keys: Sequence[StoredKey],
         error: ConfigError | None = None,
         optimizer: NamedOptimizer | None = None,
+        updates: Sequence[int] = (),
     ) -> None:
-        """See `meet`; stores and optimizers are compared, too."""
+        """See `meet`; stores, optimizers, and how often what they keep was updated are compared, too."""
         kind = f"{self.kind}, staleness {self._staleness}, stragglers {self._stragglers}"
-        said = None if optimizer is None else optimizer.fields()
+        said = {"optimizer": None if optimizer is None else optimizer.fields(), "updates": list(updates)}
         descriptions = [stored.description for stored in stored_keys]
         meet(self._engine, (self._number, kind), caller, descriptions, error, said)
 
@@ -738,49 +716,7 @@ class KVStore:
         return self._beside.get(name, Kept())
 
     def _check_that_it_can_be_kept(self, caller: str, stored: StoredKey, optimizer: NamedOptimizer | None) -> None:
-        description = stored.description
-        drops = self._stragglers is not None
-        if drops and (description.rows or description.dtype[0] in "iu"):
-            what = "by rows" if description.rows else f"of {description.dtype}, which has no average,"
-            raise refused(caller, description.key, f"it is {what} and stragglers are dropped from averages of tensors")
-        if description.rows and (self.kind == "async" or optimizer is not None):
-            raise refused(
-                caller, description.key, "it is pushed by rows, which are summed in rounds of a plain sync store"
-            )
-        if optimizer is not None and description.dtype not in UPDATED:
-            dtype, can = description.dtype, " and ".join(UPDATED)
-            raise refused(
-                caller, description.key, f"values of {dtype} are not updated by an optimizer; those of {can} are"
-            )
-
-    def _read_state(self, caller: str, state: Any) -> _Loaded:
-        """What a state has for this store's keys, checked."""
-        values = state["values"] if isinstance(state, dict) and "values" in state else None
-        if not isinstance(values, dict) or values.keys() != self._stored_keys.keys():
-            found = "no values" if not isinstance(values, dict) else f"the keys {shown(values)}"
-            raise ConfigError(
-                f"penstock.KVStore.{caller}: the state has {found}, the store the keys {shown(self._stored_keys)}"
-            )
-        buffers = {name: fitting(caller, stored, values[name]) for name, stored in self._stored_keys.items()}
-        optimizer, beside = None, {}
-        if state.get("optimizer") is not None:
-            given = state["optimizer"]
-            optimizer = named(f"KVStore.{caller}", given["name"], given["options"], given["rescale"])
-        for name, stored in self._stored_keys.items():
-            counted = optimizer is not None or self._optimizer is None  # else the store's own begins anew
-            updates = int(state.get("updates", {}).get(name, 0)) if counted else 0
-            states: tuple[Buffer, ...] = ()
-            if optimizer is not None:
-                self._check_that_it_can_be_kept(caller, stored, optimizer)
-                kept = state.get("states", {}).get(name, {})
-                wanted = optimizer.states if updates else []
-                if list(kept) != wanted:
-                    raise refused(
-                        caller, name, f"the state has {shown(kept)} of it, {optimizer.name} keeps {shown(wanted)}"
-                    )
-                states = tuple(copied(fitting(caller, stored, kept[field])) for field in wanted)
-            beside[name] = Kept(updates, states)
-        return _Loaded(buffers, optimizer, beside)
+        check_kept(caller, stored, self.kind, optimizer is not None, self._stragglers is not None)
 
     def _set_priority(self, stored: StoredKey, priority: int) -> int:
         """The engine's places count from 0, the most urgent, and there are as many as keys of the book."""
