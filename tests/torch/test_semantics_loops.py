@@ -256,6 +256,20 @@ def test_join(make_optimizer):
     assert distance(results[0][:5], values(model)) < 1e-12
 
 
+def test_join_copies_into_the_memory_that_parameters_have_by_then():
+    def main(rank, engine):
+        model, optimizer = distribute(*mlp_and_sgd())
+        one_step(model, optimizer, rank, 0)
+        for param in model.parameters():
+            param.data = param.data.clone()
+        with pt.join():
+            for step in range(1, 3 + rank):
+                one_step(model, optimizer, rank, step)
+        return values(model)
+
+    assert same_everywhere(run(main, 2))
+
+
 def test_join_lets_an_exception_out_and_does_not_leave():
     def main(rank, engine):
         model, optimizer = distribute(*mlp_and_sgd())
