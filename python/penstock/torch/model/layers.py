@@ -207,14 +207,16 @@ class Reads:
     Attributes:
         eager: Also readers that nothing would make wait: its update is applied before the next forward begins.
         elsewhere: Also outside of its module's forward, for what has a gradient.
+        held: Also who holds its memory and is not seen: its update is applied before `step` returns.
         watched: Its reads are being observed.
     """
 
-    __slots__ = ("eager", "elsewhere", "watched")
+    __slots__ = ("eager", "elsewhere", "held", "watched")
 
     def __init__(self) -> None:
         self.eager = False
         self.elsewhere = False
+        self.held = False
         self.watched = False
 
 

@@ -443,7 +443,7 @@ class Watch(TorchDispatchMode):
             gc.collect()  # what is left of an earlier job holds nothing
             held = self._held()
         for slot in held:
-            slot.immediate = True
+            slot.reads.held = True
         if held:
             more = f" and {len(held) - 1} more" if len(held) > 1 else ""
             warn(

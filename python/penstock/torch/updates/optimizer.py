@@ -201,7 +201,7 @@ class Updates(PatchedOptimizer):
         self._partial.open(taken, self._groups, self._state, clone=self._writes_gradients)
         if self._joined is not None:
             self._joined.begin()
-        now = [slot.layer for slot in taken if slot.immediate]
+        now = [slot.layer for slot in taken if slot.immediate or slot.reads.held]
         if final:
             # There is nothing to wait for, and a program that sets gradients by hand may write them again at once.
             in_flight = {slot.layer for slot in taken if slot.flight.flying}
