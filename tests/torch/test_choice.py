@@ -80,6 +80,17 @@ def loop(steps, rows, seen=schemes, schemes="auto", size=3):
     return run(main, size)
 
 
+def hooks_that_count(model):
+    return sum(len(module._forward_pre_hooks_with_kwargs) for module in model.modules())
+
+
+@pytest.mark.parametrize("schemes", [None, "auto"])
+def test_forwards_of_steps_in_which_no_rows_are_counted_pay_for_no_hook_that_would(schemes):
+    counting = loop(11, lambda rank, step: 2, hooks_that_count, schemes, size=2)
+    # After a step: whether there are hooks for the next one, which is the tenth after the ninth.
+    assert counting[0] == counting[1] == [0] * 8 + [3] + [0] * 2
+
+
 @pytest.mark.fake_only
 def test_an_error_names_the_step_of_facts_as_that_of_gradients():
     def main(rank, engine):

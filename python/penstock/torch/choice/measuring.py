@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from penstock.coordinator import Coordinator, Rates
 from penstock.description import Network
@@ -129,14 +130,23 @@ class Choice:
         self.why_whole: dict[str, str] = {}
         self._width = COMMON_FACTS + len(self._names)
         self._forget()
-        self._counting = True  # the first step is due
         self._sent: Tensor | None = None  # facts on their way
         self._step = 0
         self.id = engine.open_book(name, [name], [("facts", 0, "f64", self._ranks * self._width)])
+        self._hooks: list[tuple[nn.Module, Any]] = []
         if not isinstance(model, torch.jit.ScriptModule):  # which takes no hooks: its samples stay unknown
-            model.register_forward_pre_hook(self._count_samples, with_kwargs=True)
-        for layer, gather in gathers.items():
-            gather.module.register_forward_pre_hook(self._make_count(layer, gather), with_kwargs=True)
+            self._hooks.append((model, self._count_samples))
+        self._hooks += [(gather.module, self._make_count(layer, gather)) for layer, gather in gathers.items()]
+        self._handles: list[RemovableHandle] = []  # while rows are counted: else every forward would pay for it
+        self._count(is_due(1))
+
+    def _count(self, wanted: bool) -> None:
+        """Whether rows are counted from now on."""
+        self._counting = wanted
+        for handle in self._handles:
+            handle.remove()
+        hooks = self._hooks if wanted else ()
+        self._handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in hooks]
 
     def _forget(self) -> None:
         """Begin a measurement."""
@@ -147,7 +157,7 @@ class Choice:
     # Counting. What torch.compile traces counts nothing: those layers have no rows to send either.
 
     def _count_samples(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or not self._counting:
+        if torch.compiler.is_compiling():
             return
         given = _first_tensor((*args, *kwargs.values()))
         if given is not None and given.dim() > 0 and torch.is_grad_enabled():
@@ -157,7 +167,7 @@ class Choice:
         inputs = None if isinstance(gather.module, nn.Embedding) else gather.weight.param.shape[1]
 
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if torch.compiler.is_compiling() or not self._counting:
+            if torch.compiler.is_compiling():
                 return
             given = _first_tensor((*args, *kwargs.values()))
             # A copy of the module has its hooks, too, and a functional call other parameters.
@@ -194,7 +204,7 @@ class Choice:
             self._decide(self._arrived())
         if self._counting:
             self._send(step)
-        self._counting = is_due(step + 1)
+        self._count(is_due(step + 1))
 
     def _send(self, step: int) -> None:
         rates = self._local
@@ -267,7 +277,7 @@ class Choice:
         """
         self._forget()
         self._step = step
-        self._counting = is_due(step + 1)
+        self._count(is_due(step + 1))
         schemes = self.coordinator.adopt(measured)
         self._apply({name: schemes[name] for name in self._names})
 
