@@ -36,8 +36,9 @@ __all__ = ["Updates"]
 
 LAYERS_PER_LOOK = 16
 """Of the first of several looks ahead."""
-WAIT_BYTES = 64 << 10
-"""Of small layers that are waited for and updated together: half a millisecond at 1 Gbit/s."""
+WAIT_BYTES = 112 << 10
+"""Of small layers that are waited for and updated together: about what one call of the optimizer takes (joined.py), and
+a millisecond at 1 Gbit/s. Of the first ones half as much: nothing computes while they are on their way."""
 _PLACE_IN_FORWARD = attrgetter("layer.place")
 _GROUP_AND_PLACE: Callable[[tuple[Any, ...]], Any] = itemgetter(0, 1)
 
@@ -250,11 +251,11 @@ class Updates(PatchedOptimizer):
         """
         units: dict[Layer, list[Layer]] = {}
         unit: list[Layer] = []
-        nbytes = 0
+        nbytes, most_bytes = 0, WAIT_BYTES // 2
         for layer in layers:
             more = self._small_bytes.get(layer, WAIT_BYTES)
-            if nbytes + more > WAIT_BYTES:
-                unit, nbytes = [], 0
+            if unit and nbytes + more > most_bytes:
+                unit, nbytes, most_bytes = [], 0, WAIT_BYTES
             nbytes += more
             unit.append(layer)
             units[layer] = unit
@@ -341,9 +342,9 @@ class Updates(PatchedOptimizer):
                 param.grad = grad.clone()
                 slot.flight.forget_memory()
         self._call(together, apart)
-        self._partial.close(slots, [(slot, grad) for _, _, slot, grad, _ in due])
+        self._partial.close(slots, ((slot, grad) for _, _, slot, grad, _ in due))
         gradients.applied(slot for _, _, slot, _, _ in due)
-        self._give_back([(slot, mine) for _, _, slot, _, mine in due])
+        self._give_back((slot, mine) for _, _, slot, _, mine in due)
 
     def _call(self, together: dict[tuple[int, int], list[nn.Parameter]], apart: dict[int, list[nn.Parameter]]) -> None:
         """Update these parameters, by number of their group, with what is in ``.grad``."""
