@@ -363,7 +363,7 @@ impl World {
         self.note(&format!("rank {rank} asks: {question:?}"));
         let nobody = self.omits(Omission::AskNobody);
         for lane in 0..self.scenario.lanes {
-            let answer = self.ranks[rank as usize].answer(lane, question);
+            let answer = self.ranks[rank as usize].answer(lane, question, self.omission);
             let now_ns = self.agenda.now_ns();
             self.ranks[rank as usize].life.answered(now_ns, Rank(rank), question.round, answer);
             for other in self.others(rank).filter(|_| !nobody) {

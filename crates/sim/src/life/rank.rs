@@ -180,15 +180,19 @@ impl Process {
         }
     }
 
-    pub(super) fn answer(&self, lane: u32, question: Question) -> Answer {
+    pub(super) fn answer(&self, lane: u32, question: Question, omission: Option<Omission>) -> Answer {
         let blocked = self.phase == ProcessPhase::Waiting;
         if lane > 0 {
             return Answer { blocked, ..Answer::default() };
         }
+        let silent = omission == Some(Omission::OwnersSayNothing);
         let (late, owners) = self.waits_for();
         let owned = |round: &u32| {
             let begun = self.parts.get(round).is_some_and(|came| !came.is_empty());
-            begun && matches!(self.style, Style::Owners | Style::Hub) && self.owner(*round) == self.me
+            begun
+                && !silent
+                && matches!(self.style, Style::Owners | Style::Hub)
+                && self.owner(*round) == self.me
         };
         let open = |round: &u32| self.missing(*round);
         let missing = question
@@ -431,7 +435,7 @@ impl World {
                 self.ranks[to as usize].life.departed(now_ns, Rank(from));
             }
             Frame::Ask(question) => {
-                let answer = self.ranks[to as usize].answer(lane, question);
+                let answer = self.ranks[to as usize].answer(lane, question, self.omission);
                 self.send(to, from, lane, Frame::Word(question.round, answer.encode()));
             }
             Frame::Word(round, payload) => {

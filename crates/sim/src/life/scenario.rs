@@ -49,6 +49,8 @@ pub enum Omission {
     PassNothingOn,
     /// The answers of others are ignored: whoever is waited for is blamed.
     AskNobody,
+    /// An owner does not say whose contributions it lacks.
+    OwnersSayNothing,
     /// The end of a connection means nothing.
     DeafToEnds,
     /// So does a goodbye.
