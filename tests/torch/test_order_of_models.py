@@ -1,5 +1,7 @@
 """Models of equal shapes, distributed in different orders by different ranks, are not averaged with each other."""
 
+import gc
+
 import pytest
 from ranks import run, same_everywhere, seeded, values
 from scenarios import make_mlp, one_step, sgd
@@ -96,3 +98,20 @@ def test_models_of_other_tensors_may_be_distributed_wherever_the_program_likes()
             distribute(narrow)
 
     run(main, 2)
+
+
+def test_models_are_told_apart_whoever_is_still_alive_on_which_rank():
+    def main(rank, engine):
+        kept = []
+        for seed in range(3):
+            model = seeded(nn.Linear(4, 2), seed)
+            model, optimizer = distribute(model, sgd(model))
+            optimizer.zero_grad()
+            if rank == 0:
+                kept.append((model, optimizer))
+            del model, optimizer
+            gc.collect()
+        return sorted({book for _, book, _, _ in engine.hub.submissions if book.endswith(".parameters")})
+
+    for books in run(main, 2):
+        assert books == [f"model{number}.parameters" for number in range(3)]

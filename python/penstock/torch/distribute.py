@@ -40,6 +40,7 @@ from penstock.torch.reads.safety import (
     compiled_outside,
     distributed_in,
     distributed_of,
+    next_number,
     note_compiled,
     restore,
 )
@@ -131,7 +132,7 @@ class Distributed:
         origins = engine.all_gather("penstock.distribute", origin_of(model))
         if any(other._tensors == self._tensors for other in models_of(engine)):
             check_origins(origins)
-        self.name = name = f"model{len(distributed_in(engine))}"
+        self.name = name = f"model{next_number(engine)}"
         everything = [*model.named_parameters(), *model.named_buffers()]
         self.copies = CopyBook(engine, f"{name}.parameters", everything)
         self.copies.copy_from(rank == 0, 0)

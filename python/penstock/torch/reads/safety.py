@@ -19,6 +19,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import gc
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,6 +44,8 @@ __all__ = [
     "compiled_outside",
     "defer",
     "distributed_in",
+    "forget_numbers",
+    "next_number",
     "note_compiled",
     "restore",
     "slot_of",
@@ -52,6 +55,7 @@ __all__ = [
 ANY_MODEL = -1  # where dynamo cannot tell which model a parameter belongs to
 
 _distributed: weakref.WeakValueDictionary[int, DistributedModel] = weakref.WeakValueDictionary()
+_numbers: dict[int, tuple[Engine, Iterator[int]]] = {}  # of the next model; holding the engine keeps its id unique
 # By id of the parameter. A slot holds its parameter, so an id stays unique while its slot is here. A plain dictionary:
 # every parameter of every step is looked up here, and a WeakValueDictionary is Python code.
 _slots: dict[int, weakref.ref[Slot]] = {}
@@ -171,6 +175,16 @@ def unclaim(distributed: DistributedModel, slots: Sequence[Slot]) -> None:
         if reference is not None and reference() is slot:
             del _slots[id(slot.param)]
         slot.distributed = None
+
+
+def next_number(engine: Engine) -> int:
+    """How many models have been distributed in this job: the same on all ranks, whoever is still alive on which."""
+    return next(_numbers.setdefault(id(engine), (engine, itertools.count()))[1])
+
+
+def forget_numbers(engine: Engine) -> None:
+    """The job is over."""
+    _numbers.pop(id(engine), None)
 
 
 def distributed_in(engine: Engine) -> list[DistributedModel]:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.errors import PenstockError
-from penstock.torch.reads.safety import distributed_in
+from penstock.torch.reads.safety import distributed_in, forget_numbers
 from penstock.torch.updates.whole import forget_steps, undo_steps
 
 if TYPE_CHECKING:
@@ -100,3 +100,4 @@ def let_go(engine: Engine) -> None:
         distributed.ending.settle(undone)
         distributed.ending.release()
     forget_steps(engine)
+    forget_numbers(engine)
