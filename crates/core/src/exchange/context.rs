@@ -40,6 +40,15 @@ impl Site<'_> {
     pub fn rounds(&self) -> bool {
         self.wire != self.dtype
     }
+
+    /// As what this slice travels between this rank and another, and with how many bytes.
+    pub fn wire_with(&self, peer: Rank) -> (Dtype, u32) {
+        if self.wire != self.dtype && self.groups.together(self.rank, peer) {
+            (self.dtype, self.slice.len_bytes)
+        } else {
+            (self.wire, self.slice.wire_bytes)
+        }
+    }
 }
 
 /// What an exchange works with while it handles an event.

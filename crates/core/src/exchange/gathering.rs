@@ -3,7 +3,7 @@
 //! It knows nothing of answers; those are the store's.
 
 use super::context::{Context, Flow, Site};
-use super::store::send;
+use super::frames::send;
 use crate::members::Members;
 use crate::memory::Memory;
 use crate::reduce::Reduction;

@@ -11,14 +11,14 @@
 //! what a worker does in a job with as many workers as there are groups.
 
 use super::context::{Context, Effect, Flow, Site};
+use super::frames::{copied, send, tell};
 use super::gathering::{Contribution, Gathering, Outcome};
 use super::out_of_step::out_of_step;
-use super::store::{copied, send, tell};
 use crate::error::Error;
 use crate::memory::Memory;
 use crate::roles::{Fold, Group, NO_GROUPS};
-use crate::types::{Dtype, Rank, Seq, Step};
-use crate::wire::{Header, Kind, Party, describe, wire_argument, wire_part};
+use crate::types::{Rank, Seq, Step};
+use crate::wire::{Header, Kind, Party, describe, wire_argument};
 
 /// A round inside a group, at its head.
 #[derive(Debug)]
@@ -45,15 +45,6 @@ impl<'a> Site<'a> {
         match self.groups.of(self.rank) {
             Some(group) if group.head() != self.rank => group.head(),
             _ => self.slice.owner,
-        }
-    }
-
-    /// As what this slice travels between this rank and another, and with how many bytes.
-    pub fn wire_with(&self, peer: Rank) -> (Dtype, u32) {
-        if self.wire != self.dtype && self.groups.together(self.rank, peer) {
-            (self.dtype, self.slice.len_bytes)
-        } else {
-            (self.wire, self.slice.wire_bytes)
         }
     }
 
@@ -190,11 +181,6 @@ impl<C: Clone> Inside<C> {
     pub(super) fn owner_that_owes(&self, site: &Site<'_>) -> Option<Rank> {
         (self.passed_on.is_some() && site.slice.owner != site.rank).then_some(site.slice.owner)
     }
-}
-
-/// Whether elements come as this rank has them, and not rounded.
-pub(super) fn is_unrounded(header: &Header) -> bool {
-    wire_part(header.argument) == 0
 }
 
 /// A head's push to the owner, as an effect.

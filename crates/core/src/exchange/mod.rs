@@ -12,6 +12,7 @@
 pub mod collective;
 mod context;
 mod entry;
+mod frames;
 pub mod gather;
 mod gathering;
 mod group;

@@ -29,8 +29,9 @@
 
 use super::context::{Context, Effect, Flow, Site};
 use super::entry::{Field, SliceEntry, copy};
+use super::frames::{copied, is_unrounded, send, tell};
 use super::gathering::{Contribution, Gathering, Outcome};
-use super::group::{Inside, is_unrounded, pass_on};
+use super::group::{Inside, pass_on};
 use super::out_of_step::out_of_step;
 use crate::error::Error;
 use crate::memory::Memory;
@@ -38,7 +39,7 @@ use crate::optimizer::Update;
 use crate::reduce::Reduction;
 use crate::roles::{Answered, Fold, MustBeIn, Staleness, Stragglers};
 use crate::types::{Rank, Seq, Step};
-use crate::wire::{Header, Kind, Outgoing, describe, unexpected, wire_argument};
+use crate::wire::{Header, Kind, describe, unexpected, wire_argument};
 
 /// This rank's own part in a slice, from submission to completion.
 #[derive(Debug)]
@@ -668,50 +669,6 @@ impl<C: Clone> Store<C> {
             context.effects.push(Effect::Complete { seq: header.seq, present, version: header.step });
         }
     }
-}
-
-/// The one contribution to a copy, in this rank's memory if it has some: so that the source's buffer is free when its window is.
-pub(super) fn copied<M: Memory>(
-    source: Rank,
-    mine: Option<M::Chunk>,
-    context: &mut Context<'_, M>,
-) -> M::Chunk {
-    match mine {
-        Some(mine) if source != context.site.rank => {
-            copy(context.memory, &context.inputs[0], &mine);
-            mine
-        }
-        _ => context.inputs[0].clone(),
-    }
-}
-
-/// Sends word that a round has ended: with the result, without one, or that it is what the receiver gave.
-pub(super) fn tell<M: Memory>(
-    to: Rank,
-    header: &Header,
-    result: Option<&M::Chunk>,
-    same: bool,
-    context: &mut Context<'_, M>,
-) {
-    let (wire, len_bytes) = context.site.wire_with(to);
-    let payload = result.filter(|_| !same).cloned();
-    let (kind, argument, payload_bytes) = match payload {
-        Some(_) => (Kind::Answer, wire_argument(context.site.dtype, wire), len_bytes),
-        None if same => (Kind::AnswerSame, 0, 0),
-        None => (Kind::AnswerAbsent, 0, 0),
-    };
-    send(to, &Header { kind, argument, payload_bytes, ..*header }, payload, Flow::Free, context);
-}
-
-pub(super) fn send<M: Memory>(
-    to: Rank,
-    header: &Header,
-    payload: Option<M::Chunk>,
-    flow: Flow,
-    context: &mut Context<'_, M>,
-) {
-    let frame = Outgoing { header: *header, payload };
-    context.effects.push(Effect::Send { to, frame, flow });
 }
 
 /// What an owner keeps, as all get it: an updated value is rounded for those who get it only. Other results are when they are made.
