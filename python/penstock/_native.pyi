@@ -307,6 +307,7 @@ class Roles:
         answered: Literal["all", "who-asks"] = "all",
         staleness: tuple[list[int], int] | None = None,
         stragglers: tuple[int, float] | None = None,
+        groups: list[list[int]] = [],
     ) -> Roles:
         """``members`` have to do with the book, slices are dealt to ``owners`` by bytes.
 
@@ -320,6 +321,8 @@ class Roles:
         Where nobody must be in, ``staleness`` are ranks, and by how many contributions one who asks may be ahead of the
         slowest of them. ``stragglers`` are how many are enough for a round, and how many seconds these wait for the
         others.
+
+        Contributors in ``groups`` sum among themselves first; the first of each, its head, talks to owners for it.
         """
 
 @final

@@ -12,11 +12,12 @@ import ipaddress
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypedDict
 from urllib.parse import urlsplit
 
+from penstock import grouping
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,6 +52,9 @@ class Options:
             MPICH (PMI) or Slurm if not given.
         world_size: The number of workers. Give both or neither of ``rank`` and ``world_size``.
         servers: Processes of `penstock server` that own what is summed and train nothing; 0: each worker owns a part.
+        groups: Workers that sum gradients among themselves before the store does, so that fewer bytes go between
+            hosts: ``"host"`` (those of one host), a number of groups of equal size, or lists of ranks, as
+            ``[[0, 1], [2, 3]]``. The first rank of a group talks to the store for it.
         role: ``worker``, or ``server`` in the processes of `penstock server`.
         rendezvous: Where ranks find each other if the launcher offers nothing better: ``tcp://host:port`` (rank 0
             listens there) or ``file:///directory`` (private to one user, shared by all ranks, one job at a time).
@@ -98,6 +102,7 @@ class Options:
     rank: int = 0
     world_size: int = 1
     servers: int = 0
+    groups: str | None = None
     role: str = "worker"
     rendezvous: str | None = None
     secret: bytes | None = field(default=None, repr=False)
@@ -148,6 +153,7 @@ class OptionArguments(TypedDict, total=False):
     rank: int | None
     world_size: int | None
     servers: int | str | None
+    groups: str | int | Sequence[Sequence[int]] | None
     role: str | None
     rendezvous: str | None
     secret: str | bytes | None
@@ -281,6 +287,7 @@ _FIELDS: dict[str, tuple[Callable[[object], object], str]] = {
     "rank": (_whole(0, RANKS_MAX - 1), f"a whole number from 0 to {RANKS_MAX - 1}"),
     "world_size": (_whole(1, RANKS_MAX), f"a whole number from 1 to {RANKS_MAX}"),
     "servers": (_whole(0, RANKS_MAX - 1), f"a whole number from 0 to {RANKS_MAX - 1}"),
+    "groups": (grouping.parse, grouping.ACCEPTED),
     "role": (_one_of(ROLES), " or ".join(f'"{name}"' for name in ROLES)),
     "rendezvous": (_rendezvous, '"tcp://host:port" or "file:///directory"'),
     "secret": (_secret, f"text of at least {SECRET_BYTES_MIN} bytes; to make one: {MAKE_A_SECRET}"),

@@ -17,7 +17,7 @@ import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from penstock.buffers import view
@@ -26,6 +26,7 @@ from penstock.optimizers import Described, twin
 
 if TYPE_CHECKING:
     from penstock._native import Call, Engine
+    from penstock.grouping import Groups
 
 __all__ = [
     "Channel",
@@ -90,6 +91,7 @@ class ServeBook(Message):
         answered: ``all`` or ``who-asks``.
         staleness: Whose contributions count, and by how many somebody who asks may be ahead of the slowest.
         stragglers: How many are enough for a round, and how many seconds they wait for the others.
+        groups: Workers that sum among themselves before.
     """
 
     number: int
@@ -103,6 +105,7 @@ class ServeBook(Message):
     answered: Answered = "all"
     staleness: Any = None
     stragglers: Any = None
+    groups: list[list[int]] = field(default_factory=list)
 
     def open(self, engine: Engine) -> int:
         """Open it on this rank; its fingerprint."""
@@ -110,7 +113,8 @@ class ServeBook(Message):
 
         staleness = None if self.staleness is None else (self.staleness[0], self.staleness[1])
         stragglers = None if self.stragglers is None else (self.stragglers[0], self.stragglers[1])
-        roles = Roles(self.members, self.owners, self.must_be_in, self.fold, self.answered, staleness, stragglers)
+        rules = (self.must_be_in, self.fold, self.answered, staleness, stragglers)
+        roles = Roles(self.members, self.owners, *rules, self.groups)
         number = engine.open_book(self.name, self.layers, [tuple(tensor) for tensor in self.tensors], roles)
         if number != self.number:
             raise ConfigError(f"{self.name} is book {number} here, and book {self.number} on worker 0")
@@ -464,10 +468,12 @@ class Servers:
         rank: This worker.
         workers: Number of workers.
         servers: Number of servers; perhaps none.
+        groups: Workers that sum among themselves.
     """
 
-    def __init__(self, engine: Engine, rank: int, workers: int, servers: int) -> None:
+    def __init__(self, engine: Engine, rank: int, workers: int, servers: int, groups: Groups = ()) -> None:
         self._engine = engine
+        self._groups = [list(group) for group in groups]
         self._workers = list(range(workers))
         self.ranks = range(workers, workers + servers)
         """Their ranks in the engine."""
@@ -491,6 +497,7 @@ class Servers:
         alone: bool = False,
         staleness: int | None = None,
         stragglers: tuple[int, float] | None = None,
+        in_groups: bool = False,
     ) -> int:
         """Open a book of all workers; what the store holds of it belongs to the servers, if there are some.
 
@@ -505,6 +512,7 @@ class Servers:
             alone: Each contribution is a round of its own; otherwise all workers must be in.
             staleness: Where it is, by how much a worker that asks may be ahead of the slowest.
             stragglers: How many are enough for a round, and how many seconds they wait for the others.
+            in_groups: Workers sum among themselves before, if the job has groups.
 
         Returns:
             Its number.
@@ -512,15 +520,17 @@ class Servers:
         Raises:
             ConfigError: A bound is exceeded, or a server holds another book than the workers.
         """
+        groups = self._groups if in_groups else []
         plain = (fold, answered, alone, stragglers) == ("fresh", "all", False, None)
-        if not self.ranks and plain:
+        if not self.ranks and plain and not groups:
             return self._engine.open_book(name, list(layers), list(tensors))
-        number, members, owners = self._engine.books, [*self._workers, *self.ranks], list(self.ranks or self._workers)
-        must_be_in = [] if alone else self._workers
+        number, members = self._engine.books, [*self._workers, *self.ranks]
+        owners = list(self.ranks) or [group[0] for group in groups] or self._workers
+        must_be_in = [] if alone else self._workers if self.ranks or not plain else None
         clocks = None if staleness is None else [self._workers, staleness]
         few = None if stragglers is None else list(stragglers)
         what = (number, name, list(layers), list(tensors), members, owners, must_be_in)
-        book = ServeBook(*what, fold, answered, clocks, few)
+        book = ServeBook(*what, fold, answered, clocks, few, groups)
         mine = book.open(self._engine)
         self._books.add(number)
         for server, theirs in enumerate(self.tell(book)):

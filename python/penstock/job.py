@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from penstock.collectives import Group
     from penstock.config import OptionArguments, Options
     from penstock.control import Servers
+    from penstock.grouping import Groups
     from penstock.launchers import Launch
     from penstock.rendezvous import Agreement
 
@@ -54,6 +55,7 @@ class Job:
         job_id: 16 bytes, the same on every rank and different for every start.
         address: What this rank advertises, ``host:port``.
         single_host: Whether all ranks share this machine's loopback interface.
+        groups: Of workers that sum among themselves.
         failed: Why this rank has told the others that it failed, or is about to.
         servers: Those that own what is summed, apart from the workers.
         rates: What wire and processors do, the same on every rank.
@@ -67,6 +69,7 @@ class Job:
     job_id: bytes
     address: str
     single_host: bool = False
+    groups: Groups = ()
     failed: str | None = None
     rates: Rates = field(default_factory=Rates)
     threads: weakref.WeakSet[threading.Thread] = field(default_factory=weakref.WeakSet)
@@ -88,7 +91,7 @@ class Job:
         """As a worker sees them, if there are some."""
         from penstock.control import Servers
 
-        return Servers(self.engine, self.rank, self.world_size, self.options.servers)
+        return Servers(self.engine, self.rank, self.world_size, self.options.servers, self.groups)
 
     @cached_property
     def everybody(self) -> Group:
@@ -263,7 +266,8 @@ def report() -> Report:
 
     ``lossy`` names the layers that use a lossy scheme, and which. ``line_bytes_per_s`` is the line rate as
     measured at the start, or the most that one connection has carried since if that is more; ``None`` with
-    ``line_rate_mbit="off"``. ``line_rate_source`` says where it comes from, and whether it is in doubt.
+    ``line_rate_mbit="off"``. ``line_rate_source`` says where it comes from, and whether it is in doubt. ``groups`` has
+    the ranks of workers that sum among themselves (option ``groups``), by group.
 
     Raises:
         ConfigError: Before `init` or after `shutdown`, or in a forked child.
@@ -275,6 +279,7 @@ def report() -> Report:
     found = Report(current("report").engine.report())
     front_end = sys.modules.get("penstock.torch.access")
     found["line_rate_source"] = current("report").rates.source
+    found["groups"] = [list(group) for group in current("report").groups]
     found["lossy"] = {} if front_end is None else front_end.lossy_here()
     return found
 
@@ -372,7 +377,8 @@ def _start(launch: Launch, board: Board | None = None) -> Job:
     launch = replace(launch, options=agreement.options)
     engine.connect(table)
     _announce(launch, chosen, agreement, engine.port)
-    job = Job(engine, launch, agreement.job_id, f"{chosen.host}:{engine.port}", agreement.single_host)
+    address = f"{chosen.host}:{engine.port}"
+    job = Job(engine, launch, agreement.job_id, address, agreement.single_host, agreement.groups)
     try:
         job.rates = _rates(job)
         if job.options.ranks > 1 and job.options.line_rate_mbit != 0.0:

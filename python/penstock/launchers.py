@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from penstock import config
+from penstock import config, grouping
 from penstock.config import Options
 from penstock.errors import ConfigError
 
@@ -277,6 +277,7 @@ def _check_place(options: Options, sources: Mapping[str, str]) -> None:
             f"{role} {options.rank} ({sources['rank']}) is not below the number of "
             f"{'servers' if role == 'server' else 'processes'}, {count} ({sources[of]}); {role}s count from 0"
         )
+    grouping.check(options.groups, options.world_size, sources["groups"])
     if options.ranks > config.RANKS_MAX:
         raise ConfigError(
             f"{options.world_size} workers and {options.servers} servers; a job has at most {config.RANKS_MAX} of both"
@@ -304,6 +305,7 @@ def at_store(rank: int, world_size: int, **arguments: Any) -> Launch:
             f"servers={options.servers} ({sources['servers']}): servers cannot meet in a store of torch.distributed; "
             "call penstock.init before init_process_group, or do without servers"
         )
+    grouping.check(options.groups, options.world_size, sources["groups"])
     point = MeetingPoint("launcher", found_in="the store of torch.distributed") if world_size > 1 else None
     return Launch(options, "torch.distributed", point, sources)
 

@@ -39,6 +39,7 @@ from penstock import errors, sharing
 from penstock.addresses import host_identity
 from penstock.boards import Board, first_line, open_board, polls
 from penstock.errors import ConfigError, PenstockError, ProtocolError, Timeout
+from penstock.grouping import Groups, members
 from penstock.sealing import SealedMessage, peek, seal, unseal
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Agreement:
         all_lanes: Whether slices use all of them, because rank 0 was told their number.
         options: Those of this rank. A server, which runs no program that could say them, has rank 0's where it was
             told none.
+        groups: Of workers that sum among themselves.
     """
 
     job_id: bytes
@@ -78,6 +80,7 @@ class Agreement:
     lanes: int
     all_lanes: bool
     options: Options = field(compare=False)
+    groups: Groups = ()
 
 
 class _Told(Exception):
@@ -107,6 +110,7 @@ def _listed(what: str, numbers: Collection[int]) -> str:
 _AGREED = (
     "world_size",
     "servers",
+    "groups",
     "slice_bytes",
     "broadcast_buffers",
     "line_rate_mbit",
@@ -285,16 +289,18 @@ class _Leader(_Meeting):
         opening["options"] = {name: getattr(self.options, name) for name in _AGREED}
         self.own["job"] = seal(self.version, self.secret, self.given, "job", opening)
         self.board.set("job", self.own["job"])
-        hosts = {host_identity()}
+        hosts = {0: host_identity()}
 
         def arrived(rank: int, body: dict[str, Any]) -> None:
             self._admit(rank, body)
-            hosts.add(str(body["host"]))
+            hosts[rank] = str(body["host"])
 
         self._collect("arrival", "arrive", arrived)
         all_lanes = self.options.lanes is not None
-        agreement = Agreement(job_id, self.shared.secret, len(hosts) == 1, self.lanes, all_lanes, self.options)
-        agreed = {"single_host": agreement.single_host, "lanes": agreement.lanes, "all_lanes": agreement.all_lanes}
+        groups = members(self.options.groups, [hosts[rank] for rank in range(self.options.world_size)])
+        one_host = len(set(hosts.values())) == 1
+        agreement = Agreement(job_id, self.shared.secret, one_host, self.lanes, all_lanes, self.options, groups)
+        agreed = {"single_host": one_host, "lanes": self.lanes, "all_lanes": all_lanes, "groups": groups}
         self._put("admission", {"nonces": self.nonces_by_rank(), **agreed}, keep=True)
         return agreement
 
@@ -452,7 +458,8 @@ class _Follower(_Meeting):
             assert self.secret is not None
             lanes, all_lanes = int(admission["lanes"]), bool(admission["all_lanes"])
             one_host = bool(admission["single_host"])
-            return Agreement(bytes.fromhex(job), self.secret, one_host, lanes, all_lanes, self.options)
+            groups = tuple(tuple(map(int, group)) for group in admission["groups"])
+            return Agreement(bytes.fromhex(job), self.secret, one_host, lanes, all_lanes, self.options, groups)
         if not self.job:
             raise self._late({0}, "arrive")
         keys = {rank: self._key("arrival", rank) for rank in range(1, self.size)}

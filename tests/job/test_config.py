@@ -20,6 +20,7 @@ SAMPLES = {
     "rank": ("0", 0, "-1"),
     "world_size": ("1", 1, "0"),
     "servers": ("0", 0, "-1"),
+    "groups": ("host", "host", "[[0, 1], []]"),
     "role": ("worker", "worker", "both"),
     "rendezvous": ("tcp://10.0.0.1:5000", "tcp://10.0.0.1:5000", "udp://10.0.0.1:5000"),
     "secret": (SECRET, hashlib.sha256(SECRET.encode()).digest(), "short"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.utils import parameters_to_vector
 
 import penstock as ps
 
@@ -20,16 +21,18 @@ def network():
 
 def main(directory, *options):
     ps.init(slice_bytes=8192, check_every=2)
-    model = network()
+    dtype = torch.float64 if "double" in options else torch.float32
+    model = network().to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
     schemes = {"2": "factors", "4": "ring"} if "schemes" in options else None
+    schemes = {"0": "bf16"} if "rounded" in options else schemes
     model, optimizer = ps.distribute(model, optimizer, schemes=schemes)
     before = ps.report()
     generator = torch.Generator().manual_seed(ps.rank())
-    steps = STEPS + (ps.rank() if "join" in options else 0)
+    steps = (60 if "long" in options else STEPS) + (ps.rank() if "join" in options else 0)
 
     def step():
-        x = torch.randn(9, 40, generator=generator)
+        x = torch.randn(9, 40, generator=generator).to(dtype)
         optimizer.zero_grad()
         model(x).square().sum().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -63,8 +66,10 @@ def main(directory, *options):
         "bits": bits,
         "moved": moved,
         "owned": report["owned_bytes"],
+        "groups": report["groups"],
         "parameters": sum(p.numel() for p in model.parameters()),
     }
+    torch.save(parameters_to_vector(model.parameters()).detach(), Path(directory) / f"parameters-{ps.rank()}")
     (Path(directory) / f"result-{ps.rank()}").write_text(json.dumps(told))
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock import config
+from penstock import config, grouping
 from penstock.command_line import positive, whole_number
 from penstock.config import RANKS_MAX
 from penstock.errors import ConfigError
@@ -37,6 +37,7 @@ examples:
   penstock run --hosts hosts.txt --nproc-per-node 2 train.py     2 on each host of the file, over ssh
   penstock run --hosts hosts.txt --workers 6 train.py            6 in all, by the slots=N of the file
   penstock run --workers 4 --servers 2 train.py                  2 processes more, which own what is summed
+  penstock run --workers 4 --clients 2 train.py                  2 groups that sum inside, and then between them
   penstock run --nnodes 2 --node-rank 0 --master-addr node1 --master-port 29500 train.py
                                                                  on each of 2 hosts, as with torchrun
   srun penstock run train.py                                     each task of Slurm or mpirun becomes a worker
@@ -75,6 +76,13 @@ def add_to(commands: Any) -> None:
         default=0,
         metavar="N",
         help="processes apart from the workers that own what is summed (default 0: each worker owns a part)",
+    )
+    parser.add_argument(
+        "--clients",
+        type=count,
+        metavar="C",
+        help="groups of workers that sum among themselves before the store does, all of one size (default: none; for "
+        "those of one host: PENSTOCK_GROUPS=host)",
     )
     parser.add_argument(
         "--hosts", type=Path, metavar="FILE", help="start workers on these hosts (default: on this one)"
@@ -181,7 +189,16 @@ def _is_task(options: argparse.Namespace, environment: Mapping[str, str]) -> boo
         return False
     given = [
         name
-        for name in ("workers", "nproc_per_node", "hosts", "nnodes", "node_rank", "master_addr", "master_port")
+        for name in (
+            "workers",
+            "nproc_per_node",
+            "clients",
+            "hosts",
+            "nnodes",
+            "node_rank",
+            "master_addr",
+            "master_port",
+        )
         if getattr(options, name) is not None
     ]
     given += ["servers"] if options.servers else []
@@ -210,6 +227,10 @@ def _plan(options: argparse.Namespace, environment: Mapping[str, str], command: 
     told = _told(options, environment, several=several, joint=node.count > 1)
     if servers:
         told = {name: value for name, value in told.items() if name not in ("PENSTOCK_SERVERS", "PENSTOCK_ROLE")}
+    if options.clients is not None:
+        world_size = next(worker.world_size for of in placed for worker in of)
+        grouping.check(str(options.clients), world_size, "--clients")
+        told["PENSTOCK_GROUPS"] = str(options.clients)
     connect = shlex.split(options.connect)
     if len(hosts) > 1 or hosts[0].name != THIS_MACHINE:
         _check_connect(connect)

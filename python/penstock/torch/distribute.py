@@ -165,7 +165,7 @@ class Distributed:
             lossy,
             ranks,
             fixed,
-            partial(self.servers.open_book, fold="updated") if at_owners else self.servers.open_book,
+            partial(self.servers.open_book, fold="updated" if at_owners else "fresh", in_groups=True),
         )
         self.servers.check_that_all_own(self.gradients.id, f"{name}.gradients")
         self.gathers = {gather.layer.name: gather for gather in self.gradients.rows}
