@@ -233,8 +233,8 @@ class Keep(Message):
     def carry_out(self, engine: Engine) -> None:
         """Receive it, and keep what is owned here."""
         fields = [bytearray(self.nbytes) for _ in range(self.value + (self.states or 0))]
-        for field in fields:
-            broadcast(engine, field)
+        for each in fields:
+            broadcast(engine, each)
         value = fields[0] if self.value else None
         states = None if self.states is None else fields[self.value :]
         keep(engine, self.book, self.tensor, self.nbytes, value, states, self.updates)
