@@ -116,41 +116,42 @@ class _Pair:
         self._peer = peer
         self._byte = bytearray(1)
         self._memory = bytearray()
+        self._least_trip_s = 0.0
 
     def lead(self, *, one_host: bool) -> tuple[float, list[_Burst]]:
         """Send; the latency in seconds, and the bursts that count."""
         latency_s = self._ping()
-        bursts = self._of_processors(latency_s) if one_host else self._of_the_line(latency_s)
+        bursts = self._of_processors() if one_host else self._of_the_line(latency_s)
         self._group.send(_PLAN.pack(0), self._peer, PLAN)
         return latency_s, bursts
 
-    def _of_processors(self, latency_s: float) -> list[_Burst]:
+    def _of_processors(self) -> list[_Burst]:
         """Long ones, beside which a burst's fixed costs are little; the first makes the pages."""
-        return [self._send(SIZES[-1], latency_s) for _ in range(ONE_HOST_BURSTS)]
+        return [self._send(SIZES[-1]) for _ in range(ONE_HOST_BURSTS)]
 
     def _of_the_line(self, latency_s: float) -> list[_Burst]:
         """Of a size that suits the line, as many as it takes."""
         budget_s = max(BURST_SECONDS, 4 * latency_s)
         rate = 0.0
         for size in SIZES:
-            burst = self._grow(size, latency_s, budget_s / 4)
+            burst = self._grow(size, budget_s / 4)
             rate = burst.bytes_per_s
             if burst.seconds > budget_s / 4:
                 break
         bursts: list[_Burst] = []
         began = time.perf_counter()
         while not _enough(bursts) and time.perf_counter() - began < BURSTS_SECONDS:
-            bursts.append(self._send(_burst_bytes(rate, budget_s), latency_s))
+            bursts.append(self._send(_burst_bytes(rate, budget_s)))
             rate = max(burst.bytes_per_s for burst in bursts)
         return bursts
 
-    def _grow(self, size: int, latency_s: float, slow_s: float) -> _Burst:
+    def _grow(self, size: int, slow_s: float) -> _Burst:
         """One that is to tell only how large those that count shall be; of short ones, which a pause hides, several."""
-        tried = [self._send(size, latency_s)]
+        tried = [self._send(size)]
         while size <= MESSAGE_BYTES and tried[-1].seconds > slow_s and len(tried) < GROW_TRIES:
             if len(tried) > 1 and not tried[-1].waited(CALM):
                 break
-            tried.append(self._send(size, latency_s))
+            tried.append(self._send(size))
         return min(tried, key=lambda burst: burst.seconds)
 
     def _ping(self) -> float:
@@ -162,9 +163,10 @@ class _Pair:
             self._group.send(bytes([last]), self._peer, PLAN)
             self._group.recv(self._byte, self._peer, ANSWER)
             times.append(time.perf_counter() - began)
+        self._least_trip_s = min(times[1:])
         return sorted(times[1:])[len(times[1:]) // 4] / 2
 
-    def _send(self, size: int, latency_s: float) -> _Burst:
+    def _send(self, size: int) -> _Burst:
         """So many bytes to a peer that is ready for them."""
         self._group.send(_PLAN.pack(size), self._peer, PLAN)
         memory = self._of(size)
@@ -182,8 +184,9 @@ class _Pair:
         for future in under_way:
             assert future is not None
             future.wait()
-        # What is left of a short one when a trip to and fro is taken off may be nothing.
-        seconds = max(seconds - 2 * latency_s, seconds / 2)
+        # A trip to and fro is no part of it: the shortest, as others waited for processors, which this burst may not
+        # have done. What is left of a short one may be nothing.
+        seconds = max(seconds - self._least_trip_s, seconds / 2)
         return _Burst(size, seconds, mine.waited_s + peers.waited_s, mine.busy_s + peers.busy_s)
 
     def follow(self) -> None:
