@@ -98,6 +98,7 @@ TABLE = {
     "python train.py": By("tests/test_listings.py::test_readme_s_integration"),
     "torchrun --nproc-per-node N": By("tests/test_listings.py::test_readme_s_commands_for_several_hosts"),
     "pip install torchvision": Not("changes the environment"),
+    "pip install penstock[checkpoint]": Not("changes the environment"),
     "mpirun -x PENSTOCK_SECRET": Not("takes OpenMPI"),
     # CONTRIBUTING
     "python -m pytest FILE": Run(put={"FILE": "tests/measure/test_links.py"}),
@@ -115,6 +116,10 @@ TABLE = {
     "penstock run": NAMED,
     "penstock server": NAMED,
     "penstock run --workers 4 --servers 2 train.py": SERVERS,
+    "penstock run --servers": NAMED,
+    "penstock run --workers 4 --clients 2 train.py": By(
+        "tests/servers/test_groups.py::test_training_is_the_same_and_moves_what_is_promised"
+    ),
     "penstock server --rank 0 --world-size 4 --servers 2 --rendezvous tcp://HOST:PORT": SERVERS,
     "penstock server --rank 0 --world-size 4 --servers 2 --rendezvous tcp://node1:29400": SERVERS,
     "mpirun penstock run train.py": By(

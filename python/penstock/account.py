@@ -28,8 +28,8 @@ class Report(dict[str, Any]):
         line = "not measured" if rate is None else f"{rate * 8 / 1e6:,.0f} Mbit/s"
         if self["size"] > 1:
             lines.append(f"  line rate {line} ({self['line_rate_source']})")
-        if self["groups"]:
-            groups = (", ".join(map(str, group)) for group in self["groups"])
+        if groups := self.get("groups"):  # a server has none to tell
+            groups = (", ".join(map(str, group)) for group in groups)
             lines.append(f"  ranks that sum among themselves: {'; '.join(groups)}")
         if self["lossy"]:
             lines.append("  LOSSY: " + ", ".join(f"{name} {scheme}" for name, scheme in self["lossy"].items()))

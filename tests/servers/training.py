@@ -28,6 +28,7 @@ def main(directory, *options):
     schemes = {"0": "bf16"} if "rounded" in options else schemes
     model, optimizer = ps.distribute(model, optimizer, schemes=schemes)
     before = ps.report()
+    ps.barrier()  # else somebody's first gradients may be in it
     generator = torch.Generator().manual_seed(ps.rank())
     steps = (60 if "long" in options else STEPS) + (ps.rank() if "join" in options else 0)
 

@@ -126,6 +126,7 @@ def _run(hub, function, size, shared):
             options=options,
             rates=Rates(),
             servers=Servers(engine, rank, size, 0),
+            groups=[],
         )
         try:
             results[rank] = function(rank, hub.engines[rank])

@@ -18,7 +18,6 @@ fn members(ranks: Vec<u32>) -> Members {
 impl BookRoles {
     #[new]
     #[pyo3(signature = (members, owners, must_be_in=None, fold="fresh", answered="all", staleness=None, stragglers=None, groups=vec![]))]
-    #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     fn new(
         members: Vec<u32>,
         owners: Vec<u32>,
