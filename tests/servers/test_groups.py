@@ -60,6 +60,15 @@ def test_training_is_the_same_and_moves_what_is_promised(tmp_path, alone):
     assert moved(uneven) == [STEPS * nbytes, STEPS * 3 * nbytes, STEPS * nbytes, STEPS * nbytes]
 
 
+def test_heads_update_what_their_groups_have_summed(tmp_path, alone):
+    _, plain = alone
+    results, found = trained(tmp_path / "updated", UNEVEN, "double", "update")
+    assert results[0]["groups"]
+    torch.testing.assert_close(found, plain, rtol=1e-10, atol=1e-10)
+    _, found = trained(tmp_path / "apart", ["--clients", "2", "--servers", "2"], "double", "update")
+    torch.testing.assert_close(found, plain, rtol=1e-10, atol=1e-10)
+
+
 def test_heads_that_have_left_go_on_relaying(tmp_path):
     """Rank r makes r steps more than rank 0, so heads leave first."""
     _, plain = trained(tmp_path / "alone", [], "double", "join")

@@ -26,7 +26,8 @@ def main(directory, *options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
     schemes = {"2": "factors", "4": "ring"} if "schemes" in options else None
     schemes = {"0": "bf16"} if "rounded" in options else schemes
-    model, optimizer = ps.distribute(model, optimizer, schemes=schemes)
+    update = "servers" if "update" in options else "workers"
+    model, optimizer = ps.distribute(model, optimizer, schemes=schemes, update=update)
     before = ps.report()
     ps.barrier()  # else somebody's first gradients may be in it
     generator = torch.Generator().manual_seed(ps.rank())
@@ -36,7 +37,7 @@ def main(directory, *options):
         x = torch.randn(9, 40, generator=generator).to(dtype)
         optimizer.zero_grad()
         model(x).square().sum().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        (ps if update == "servers" else torch.nn.utils).clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
     if "join" in options:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock import collectives
+from penstock.kept_book import KeptBook
 from penstock.kvstore.arithmetic import arithmetic_for
 from penstock.kvstore.rounds import new_memory
-from penstock.updated_book import UpdatedBook
 
 if TYPE_CHECKING:
     from penstock.buffers import Buffer
@@ -135,8 +135,8 @@ def order(job: Job, book: int, tensors: int, optimizer: NamedOptimizer) -> None:
     _book(job, book).order(optimizer.described(), tensors, optimizer.rescale)
 
 
-def _book(job: Job, number: int) -> UpdatedBook:
-    return UpdatedBook(job.engine, job.servers, job.rank, number)
+def _book(job: Job, number: int) -> KeptBook:
+    return KeptBook(job.engine, job.servers, job.rank, number)
 
 
 def is_alone(job: Job) -> bool:

@@ -19,6 +19,7 @@ from penstock._native import WAYS
 from penstock.control import Servers
 from penstock.coordinator import Cluster, Coordinator, Rates, best_collectives
 from penstock.errors import ConfigError, ModelMismatch
+from penstock.kept_book import KeptBook
 from penstock.lossy import LossyScheme
 from penstock.plan import STORE, Terms
 from penstock.torch.agreement.arguments import check_model, check_origins, check_parameters, optimizers_in, origin_of
@@ -53,7 +54,6 @@ from penstock.torch.schemes.survey import Schemes, choose, common_reason, gather
 from penstock.torch.updates.optimizer import Updates
 from penstock.torch.updates.owners import OwnerUpdates, check_kept
 from penstock.torch.updates.patching import PatchedOptimizer
-from penstock.updated_book import UpdatedBook
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -176,7 +176,7 @@ class Distributed:
         self.coordinator, self.choice = self._coordinate(rank, name, options, rates)
         self.gradients.synchronous = self.synchronous is not None
         self.updates: list[PatchedOptimizer] = (
-            [OwnerUpdates(self, one, UpdatedBook(engine, self.servers, rank, self.gradients.id)) for one in optimizers]
+            [OwnerUpdates(self, one, KeptBook(engine, self.servers, rank, self.gradients.id)) for one in optimizers]
             if at_owners
             else [Updates(self, one) for one in optimizers]
         )

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from penstock._native import WAYS
 from penstock.errors import ConfigError
+from penstock.kept_book import KeptBook
 from penstock.plan import STORE
 from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.reads.safety import restore
@@ -27,7 +28,6 @@ from penstock.torch.schemes.gather import changed_in_flight
 from penstock.torch.updates.patching import PatchedOptimizer, Trained, increment_versions
 from penstock.torch.updates.separable import as_if_in_step
 from penstock.torch.updates.twins import described, twin_of
-from penstock.updated_book import UpdatedBook
 
 __all__ = ["OwnerUpdates", "check_kept"]
 
@@ -79,7 +79,7 @@ class OwnerUpdates(PatchedOptimizer):
         book: Of its gradients, and the parameters in return.
     """
 
-    def __init__(self, distributed: Trained, optimizer: Optimizer, book: UpdatedBook) -> None:
+    def __init__(self, distributed: Trained, optimizer: Optimizer, book: KeptBook) -> None:
         super().__init__(distributed, optimizer)
         self._book = book
         self._waiting: dict[Layer, list[Slot]] = {}

@@ -1,4 +1,4 @@
-"""A book whose owners keep the values and update them: what every worker calls alike, wherever the owners are.
+"""A book whose owners keep the values, and perhaps update them: what every worker calls alike, wherever the owners are.
 
 Without servers a worker owns slices itself and tells its own engine; with servers worker 0 tells them
 (`penstock.control`). Memory is that of whole tensors, as the book has them. Omits who decides what is updated when.
@@ -17,14 +17,14 @@ from penstock.optimizers import Described
 if TYPE_CHECKING:
     from penstock._native import Engine
 
-__all__ = ["UpdatedBook"]
+__all__ = ["KeptBook"]
 
 _SQUARES = struct.Struct("<d")
 _UPDATES = struct.Struct("<q")
 
 
-class UpdatedBook:
-    """One book with the fold ``updated``.
+class KeptBook:
+    """One book with the fold ``kept`` or ``updated``.
 
     Args:
         engine: Of the job.
