@@ -116,7 +116,6 @@ TABLE = {
     "penstock run": NAMED,
     "penstock server": NAMED,
     "penstock run --workers 4 --servers 2 train.py": SERVERS,
-    "penstock run --servers": NAMED,
     "penstock run --workers 4 --clients 2 train.py": By(
         "tests/servers/test_groups.py::test_training_is_the_same_and_moves_what_is_promised"
     ),

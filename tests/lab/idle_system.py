@@ -1,8 +1,10 @@
 """A system without a framework, to test what all worker programs share. ``stuck``: its steps never end."""
 
+import os
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import ClassVar
 
 from lab.systems.worker import Worker, end_with_parent, main
@@ -17,7 +19,8 @@ class Idle(Worker):
         self.done = 0
         self.processes = []
         if self.options["busy_child"]:
-            self.processes.append(subprocess.Popen([sys.executable, "-c", BUSY], preexec_fn=end_with_parent))
+            ends = partial(end_with_parent, os.getpid())  # also if this process is gone before it can ask for that
+            self.processes.append(subprocess.Popen([sys.executable, "-c", BUSY], preexec_fn=ends))
         print("libraries print things")
 
     def barrier(self):
