@@ -307,7 +307,7 @@ class Roles:
         answered: Literal["all", "who-asks"] = "all",
         staleness: tuple[list[int], int] | None = None,
         stragglers: tuple[int, float] | None = None,
-        groups: list[list[int]] = [],
+        groups: list[list[int]] = ...,
     ) -> Roles:
         """``members`` have to do with the book, slices are dealt to ``owners`` by bytes.
 
