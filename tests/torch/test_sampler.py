@@ -56,9 +56,7 @@ def test_without_a_sampler_all_ranks_train_on_the_same_samples():
 
 def test_what_cannot_be_dealt_is_refused():
     # Other tests of this process may have had a job.
-    with pytest.raises(
-        ConfigError, match=r"penstock\.sampler was called (before penstock\.init|after penstock\.shutdown)"
-    ):
+    with pytest.raises(ConfigError, match=r"penstock\.sampler was called (before|after) penstock"):
         ps.sampler(SAMPLES)
 
     class Stream(IterableDataset):

@@ -373,11 +373,15 @@ class _Progress:
         while True:
             while not keys or not self._given.empty():
                 keys[self._given.get()] = None
-            for key in list(keys):
-                if not self._take_further(key):
-                    del keys[key]
+            self._take_all_further(keys)
             if keys and not self._wait(list(keys)):
                 keys.clear()
+
+    def _take_all_further(self, keys: dict[StoredKey, None]) -> None:
+        """A function of its own: a thread that waits for the next key holds none, nor what was pushed to it."""
+        for key in list(keys):
+            if not self._take_further(key):
+                del keys[key]
 
     @staticmethod
     def _take_further(key: StoredKey) -> bool:
