@@ -1,5 +1,5 @@
 //! What the engine tells a lane. Waking a lane costs a system call and a change of threads, so it is done only if the lane
-//! sleeps, and for small submissions that are followed by more only once some have come together.
+//! sleeps, and for submissions that are followed by more only once some have come together.
 
 use crate::call::Handle;
 use crate::memory::Chunk;
@@ -79,14 +79,20 @@ pub(crate) struct Word {
     pub(crate) updates: Option<Box<[Update]>>,
 }
 
-/// Small submissions that more will follow are held until they are this many bytes together, as much as the lane writes
-/// at once. Half a millisecond of a 1 Gbit/s line: what a held gradient may cost is below what waking the lane for each costs.
-const HOLD_BYTES: usize = 64 << 10;
+/// Submissions that more will follow are held until the line would take this long for them. By so much it may fall behind,
+/// while it has nothing to send and the program computes what follows.
+const HOLD_S: f64 = 0.0005;
+/// The least that is held: as much as the lane writes at once, and [`HOLD_S`] at 1 Gbit/s.
+const HOLD_BYTES_MIN: usize = 64 << 10;
+/// The most: what waking the lane costs is little beside sending and summing so much.
+const HOLD_BYTES_MAX: usize = 512 << 10;
 
 struct Contents {
     commands: Vec<Command>,
     /// Bytes of submissions that the lane has not been woken for.
     held_bytes: usize,
+    /// With so many it is woken.
+    hold_bytes: usize,
     asleep: bool,
     closed: bool,
 }
@@ -104,6 +110,7 @@ impl Mailbox {
             contents: Mutex::new(Contents {
                 commands: Vec::new(),
                 held_bytes: 0,
+                hold_bytes: HOLD_BYTES_MIN,
                 asleep: false,
                 closed: false,
             }),
@@ -115,9 +122,14 @@ impl Mailbox {
         self.contents.lock()
     }
 
+    /// The lane has so much of the line, in bytes per second.
+    pub(crate) fn set_rate(&self, bytes_per_s: f64) {
+        self.lock().hold_bytes = ((bytes_per_s * HOLD_S) as usize).clamp(HOLD_BYTES_MIN, HOLD_BYTES_MAX);
+    }
+
     /// Leaves a command. Once the lane has ended, nothing happens.
     pub(crate) fn send(&self, command: Command) {
-        self.leave([command], HOLD_BYTES);
+        self.leave([command], HOLD_BYTES_MAX);
     }
 
     /// As `send`, but a sleeping lane need not see the command before [`Mailbox::flush`], unless it and those held before
@@ -138,7 +150,7 @@ impl Mailbox {
         }
         contents.commands.extend(commands);
         contents.held_bytes = contents.held_bytes.saturating_add(bytes);
-        if contents.held_bytes >= HOLD_BYTES {
+        if contents.held_bytes >= contents.hold_bytes {
             self.rouse(contents);
         }
     }
@@ -234,13 +246,18 @@ mod tests {
     }
 
     #[test]
-    fn what_is_held_wakes_the_lane_when_it_has_become_much() {
-        let (mailbox, mut poll) = asleep();
-        for _ in 0..4 {
-            assert!(!woken(&mut poll));
-            mailbox.send_held(Command::Leave, HOLD_BYTES / 4);
+    fn what_is_held_wakes_the_lane_when_the_line_would_take_long_for_it() {
+        let gbit = 1e9 / 8.0;
+        for (bytes_per_s, much) in [(0.1 * gbit, 64 << 10), (2.0 * gbit, 125_000), (400.0 * gbit, 512 << 10)]
+        {
+            let (mailbox, mut poll) = asleep();
+            mailbox.set_rate(bytes_per_s);
+            for _ in 0..4 {
+                assert!(!woken(&mut poll));
+                mailbox.send_held(Command::Leave, much / 4);
+            }
+            assert!(woken(&mut poll), "{bytes_per_s} bytes/s: {much} bytes were held");
         }
-        assert!(woken(&mut poll));
     }
 
     #[test]

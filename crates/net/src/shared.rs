@@ -428,7 +428,9 @@ impl Shared {
     /// The line rate was measured or given: all lanes bind their connections to it.
     pub(crate) fn set_line(&self, bytes_per_s: f64) {
         *self.line() = LineRate { known: Some(bytes_per_s), highest: Some(bytes_per_s) };
-        for mailbox in self.mailboxes() {
+        let mailboxes = self.mailboxes();
+        for mailbox in mailboxes {
+            mailbox.set_rate(bytes_per_s / mailboxes.len() as f64);
             mailbox.send(Command::LineRate);
         }
     }
