@@ -189,22 +189,28 @@ impl Update {
                 let shrink = T::of(if decoupled { 1.0 - lr * weight_decay } else { 1.0 });
                 let toward = Lerp::<T>::new(1.0 - betas[0]);
                 let (keep, add) = (T::of(betas[1]), T::of(1.0 - betas[1]));
-                let (average, squares, largest) = (next(), next(), next());
-                // Not zipped with the largest, which may not be there.
-                for (at, (((value, gradient), average), square)) in
-                    pairs.zip(average).zip(squares).enumerate()
-                {
+                // Neither loop tests for each element what is the same for all: both are computed as vectors.
+                let averages = |value: &mut T, gradient: &T, average: &mut T, square: &mut T| {
                     let slope = slope(*value, *gradient);
                     *value = *value * shrink;
                     *average = toward.step(*average, slope);
                     *square = *square * keep + add * slope * slope;
-                    let most = if amsgrad {
-                        largest[at] = largest[at].larger(*square);
-                        largest[at]
-                    } else {
-                        *square
-                    };
-                    *value = *value - size * *average / (most.root() / root + eps);
+                };
+                let go = |value: &mut T, average: T, most: T| {
+                    *value = *value - size * average / (most.root() / root + eps);
+                };
+                let kept = pairs.zip(next()).zip(next());
+                if amsgrad {
+                    for ((((value, gradient), average), square), largest) in kept.zip(next()) {
+                        averages(value, gradient, average, square);
+                        *largest = largest.larger(*square);
+                        go(value, *average, *largest);
+                    }
+                } else {
+                    for (((value, gradient), average), square) in kept {
+                        averages(value, gradient, average, square);
+                        go(value, *average, *square);
+                    }
                 }
             }
             Rule::Adagrad { lr_decay, eps, .. } => {
@@ -220,26 +226,43 @@ impl Update {
             Rule::RmsProp { alpha, eps, momentum, centered } => {
                 let (lr, eps, keep) = (T::of(lr), T::of(eps), T::of(alpha));
                 let (add, toward) = (T::of(1.0 - alpha), Lerp::<T>::new(1.0 - alpha));
-                let squares = next();
-                let averages = if centered { next() } else { &mut [] };
-                let velocities = if momentum == 0.0 { &mut [] } else { next() };
-                let momentum = T::of(momentum);
-                for (at, ((value, gradient), square)) in pairs.zip(squares).enumerate() {
-                    let slope = slope(*value, *gradient);
+                let momentum_of = T::of(momentum);
+                let divide = |slope: T, square: &mut T, average: Option<&mut T>| {
                     *square = *square * keep + add * slope * slope;
-                    let mut variance = *square;
-                    if let Some(average) = averages.get_mut(at) {
+                    let variance = average.map_or(*square, |average| {
                         *average = toward.step(*average, slope);
-                        variance = variance - *average * *average;
-                    }
-                    let quotient = slope / (variance.root() + eps);
-                    *value = match velocities.get_mut(at) {
-                        Some(velocity) => {
-                            *velocity = *velocity * momentum + quotient;
-                            *value - lr * *velocity
-                        }
-                        None => *value - lr * quotient,
-                    };
+                        *square - *average * *average
+                    });
+                    slope / (variance.root() + eps)
+                };
+                let go = |value: &mut T, quotient: T, velocity: Option<&mut T>| {
+                    *value = *value
+                        - lr * velocity.map_or(quotient, |velocity| {
+                            *velocity = *velocity * momentum_of + quotient;
+                            *velocity
+                        });
+                };
+                // A loop each, so that each is computed as vectors.
+                let kept = pairs.zip(next());
+                match (centered, momentum != 0.0) {
+                    (false, false) => kept.for_each(|((value, gradient), square)| {
+                        let quotient = divide(slope(*value, *gradient), square, None);
+                        go(value, quotient, None);
+                    }),
+                    (true, false) => kept.zip(next()).for_each(|(((value, gradient), square), average)| {
+                        let quotient = divide(slope(*value, *gradient), square, Some(average));
+                        go(value, quotient, None);
+                    }),
+                    (false, true) => kept.zip(next()).for_each(|(((value, gradient), square), velocity)| {
+                        let quotient = divide(slope(*value, *gradient), square, None);
+                        go(value, quotient, Some(velocity));
+                    }),
+                    (true, true) => kept.zip(next()).zip(next()).for_each(
+                        |((((value, gradient), square), average), velocity)| {
+                            let quotient = divide(slope(*value, *gradient), square, Some(average));
+                            go(value, quotient, Some(velocity));
+                        },
+                    ),
                 }
             }
         }
