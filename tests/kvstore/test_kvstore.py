@@ -200,8 +200,8 @@ def by_threads(rank, size):
                 for name in mine:
                     kv.push(name, np.full(300, float(turn)))
                     kv.push(name, np.full(300, turn + 1.0))
-                kv.pull(mine, out=outs)
-                kv.wait() if turn % 3 else None
+                pulled = kv.pull(mine, out=outs)
+                pulled.wait() if turn % 3 else None  # not kv.wait: see there
                 shared = kv.pull(mine, out=outs)
                 waiter = threading.Thread(target=shared.wait)
                 waiter.start()

@@ -348,11 +348,15 @@ class KVStore:
         )
 
     def wait(self) -> None:
-        """Wait for all calls on this store that this rank has made.
+        """Wait for all calls on this store that this rank has made, those of its other threads too.
+
+        Threads that use a store together wait for their own futures instead. With `wait` two ranks may wait for each
+        other: each has a thread in it that waits for a key of another thread, which on the other rank is in `wait`
+        itself and has yet to push that key.
 
         Raises:
             PeerLost: A rank was lost.
-            Timeout: It took too long.
+            Timeout: It took too long; or ranks wait for each other, as above.
         """
         Pending([stored.last_call() for stored in self._stored_keys.values()]).wait()
 
