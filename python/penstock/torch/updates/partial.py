@@ -26,8 +26,10 @@ from penstock.torch.updates.whole import StepLog
 
 __all__ = ["PartialUpdates"]
 
-CUT_MIN_BYTES = 128 << 10
-"""Of a parameter that is updated in the background. Calls for many smaller ones together are cheaper than for each."""
+CUT_MIN_BYTES = 2 << 20
+"""Of a parameter that is updated in pieces: one piece of fp32. The update of a smaller one cannot hide behind the rest
+of its own transfer; and one call for many, when they are needed, is cheaper than one for each by another thread.
+"""
 BACKGROUND_WAIT_S = 0.1
 """How long the background waits for the next piece before it looks whether that is still wanted."""
 REBUILD_WAIT_S = 0.005
