@@ -163,6 +163,86 @@ def test_a_number_of_steps_that_the_program_changes_in_place_is_seen():
         assert_same(ours, plain)
 
 
+@pytest.mark.fake_only
+def test_a_state_that_the_program_has_put_aside_is_not_written():
+    """Programs keep a state, load another, and go back."""
+    plain, ours = (OPTIMIZERS["adamw"](parameters()) for _ in range(2))
+    joined = Joined(ours)
+    aside = {}
+    for step in range(8):
+        for optimizer in (plain, ours):
+            params = optimizer.param_groups[0]["params"]
+            set_gradients(params, step)
+            if step == 3:
+                aside[optimizer] = [dict(optimizer.state[param]) for param in params]
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            if step == 6:
+                for param, kept in zip(params, aside[optimizer], strict=True):
+                    optimizer.state[param] = kept
+        plain.step()
+        joined.begin()
+        assert joined.apply(ours.param_groups[0]["params"], ours.state, hyperparameters(ours)) == []
+        assert_same(ours, plain)
+
+
+@pytest.mark.fake_only
+@pytest.mark.parametrize("call_elems", [10, 100, joined.CALL_ELEMS])
+def test_states_stay_where_they_are_whatever_comes_in_together(call_elems, monkeypatch):
+    monkeypatch.setattr("penstock.torch.updates.joined.CALL_ELEMS", call_elems)
+    plain, ours = (OPTIMIZERS["adamw"](parameters()) for _ in range(2))
+    params, places = ours.param_groups[0]["params"], set()
+    joined = Joined(ours)
+    for step, parts in enumerate([(7,), (2, 7), (1, 3, 5, 7), (4, 7), (7,)]):
+        for optimizer in (plain, ours):
+            set_gradients(optimizer.param_groups[0]["params"], step)
+        plain.step()
+        joined.begin()
+        for first, end in zip((0, *parts), parts, strict=False):
+            assert joined.apply(params[first:end], ours.state, hyperparameters(ours), least=1) == []
+        assert_same(ours, plain)
+        places.add(tuple(state["exp_avg"].data_ptr() for state in ours.state.values()))
+    assert len(places) == 1
+
+
+@pytest.mark.fake_only
+def test_some_that_do_not_follow_each_other_are_joined_as_far_as_they_do():
+    plain, ours = (OPTIMIZERS["momentum"](parameters()) for _ in range(2))
+    params, alone = ours.param_groups[0]["params"], 4
+    for optimizer in (plain, ours):
+        set_gradients(optimizer.param_groups[0]["params"], 0)
+    plain.step()
+    joined = Joined(ours)
+    joined.begin()
+    left = joined.apply([*params[:3], params[alone]], ours.state, hyperparameters(ours), least=2)
+    assert [id(param) for param in left] == [id(params[alone])]
+    assert all(torch.equal(params[at], plain.param_groups[0]["params"][at]) for at in range(3))
+
+
+@pytest.mark.fake_only
+@pytest.mark.parametrize("name", ["momentum", "adam", "asgd"])
+def test_a_model_with_a_scalar_is_joined_all_the_same(name):
+    params = [*parameters(), nn.Parameter(torch.tensor(1.5))]
+    optimizer = OPTIMIZERS[name](params)
+    assert joinable(optimizer)
+    set_gradients(params, 0)
+    joined = Joined(optimizer)
+    joined.begin()
+    assert [param.dim() for param in joined.apply(params, optimizer.state, hyperparameters(optimizer))] == [0]
+
+
+@pytest.mark.fake_only
+def test_parameters_that_come_later_get_places():
+    optimizer = OPTIMIZERS["adamw"](parameters())
+    joined = Joined(optimizer)
+    joined.begin()
+    optimizer.add_param_group({"params": parameters(seed=3)})
+    joined.begin()
+    for group in optimizer.param_groups:
+        set_gradients(group["params"], 0)
+        others = {name: value for name, value in group.items() if name != "params"}
+        assert joined.apply(group["params"], optimizer.state, others) == []
+
+
 class Ending(torch.optim.SGD):
     """Treats the last numbers of each tensor otherwise, as code that works on vectors may."""
 
@@ -207,6 +287,7 @@ def test_what_fits():
     assert not fits(nn.Parameter(torch.zeros(())))
     assert not fits(nn.Parameter(torch.zeros(4, dtype=torch.complex64)))
     assert not fits(nn.Parameter(torch.zeros(4, dtype=torch.bfloat16)))
+    assert not fits(nn.Parameter(torch.zeros(4, 8)[:, ::2]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
@@ -236,13 +317,13 @@ def test_a_rank_that_reads_more_than_the_others_joins_others_and_has_the_same_bi
 
 def test_a_step_of_many_small_layers_is_a_few_calls(monkeypatch):
     calls = []
-    plain = Joined.apply_at_once
+    plain = joined._Block.update
 
-    def counted(self, params, state, group, **more):
-        calls.append(len(params))
-        return plain(self, params, state, group, **more)
+    def counted(self, shadow, run, *more):
+        calls.append(run.stop - run.start)
+        return plain(self, shadow, run, *more)
 
-    monkeypatch.setattr(Joined, "apply_at_once", counted)
+    monkeypatch.setattr(joined._Block, "update", counted)
     # As it is for programs: tests cut everything into pieces, and take nothing for small.
     monkeypatch.setattr("penstock.torch.updates.partial.CUT_MIN_BYTES", 1 << 30)
     monkeypatch.setattr("penstock.torch.updates.optimizer.WAIT_BYTES", 64 << 10)

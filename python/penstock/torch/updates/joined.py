@@ -5,15 +5,17 @@ for the numbers themselves: 400 tensors of 1 K take AdamW 14.8 ms, one tensor of
 that treats every *element* by itself does not see the difference, so it is given the small ones of a step together.
 Whether an optimizer is of that kind, and rounds alike wherever in a tensor an element lies, is tried (`joinable`).
 
-Parameters and gradients are copied to where they lie end to end, and parameters back: anybody may have put other
-memory into them. The optimizer's state lies end to end for good, once the same parameters have come together a second
-time: what the optimizer then holds for each is a part of that. A state that the program has loaded is copied again.
+Neighbours in the optimizer's order have their places in one block, whatever comes in together: a call is for some of
+them that follow each other there. Parameters and gradients are copied to these places, and parameters back: anybody may
+have put other memory into them. The optimizer's state lies there for good: what it holds for each is a part of that.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from itertools import accumulate
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
@@ -31,19 +33,18 @@ SMALL_BYTES = 16 << 10
 """Of the largest parameter that is joined: copying larger ones takes as long as it saves."""
 CALL_ELEMS = 1 << 15
 """Fewer are in one call: torch does not share them among threads, and a processor's own cache holds what they need."""
+BLOCK_ELEMS = 1 << 19
+"""So many have their places in one piece of memory: a state that is saved by itself is saved with all of that."""
+RUNS_KEPT = 256
+"""Of a block. Which parameters go into one call is mostly the same in every step."""
 CALL_PARAMETERS_MIN = 6
 """A call takes some 0.1 ms, whatever it is for: fewer parameters are updated as fast one by one."""
-CALLS_KEPT = 256
-"""Which parameters go into one call is mostly the same in every step, and what is known of a call is some KB."""
 PROBE_WIDTH = 31
 """Of tensors that are tried: hardly longer than what torch treats as vectors in one go, so that many elements are
 treated one by one in them, and as vectors when they are joined."""
 
 _ROUNDED_ALIKE = (torch.float32, torch.float64)
-_PARAMETERS, _GRADIENTS = object(), object()  # beside the keys of states
 _SHAPE, _DTYPE, _LAYOUT = map(attrgetter, ("shape", "dtype", "layout"))
-_DIM = Tensor.dim
-_unflatten: Any = torch._C._nn.unflatten_dense_tensors
 
 
 def fits(param: nn.Parameter) -> bool:
@@ -53,7 +54,8 @@ def fits(param: nn.Parameter) -> bool:
     hundred (SGD with momentum, bf16) or some ten thousand (AdamW, fp16), so that a trial misses it. Which parameters
     are joined follows from what has come in by now and from what the program reads: ranks do not share that.
     """
-    return param.dtype in _ROUNDED_ALIKE and param.dim() > 0 and 0 < param.nbytes <= SMALL_BYTES
+    small = param.dtype in _ROUNDED_ALIKE and param.dim() > 0 and 0 < param.nbytes <= SMALL_BYTES
+    return small and is_dense(param)
 
 
 class Joined:
@@ -61,247 +63,274 @@ class Joined:
 
     Args:
         optimizer: One that is `joinable`.
+        small: Which of its parameters have a place.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, small: Callable[[nn.Parameter], bool] = fits) -> None:
+        self._optimizer = optimizer
+        self._small = small
         self._shadow = Shadow(optimizer)
         self._room = _Room()
-        self._calls: dict[tuple[int, ...], _Call] = {}  # the last ones, by ids of their parameters
+        self._known: list[list[int]] = []  # by group the ids of its parameters
+        self._places: dict[int, tuple[_Block, int]] = {}  # by id of the parameter
 
     def begin(self) -> None:
         """A step begins."""
         self._shadow.begin()
+        groups = [group["params"] for group in self._optimizer.param_groups]
+        known = [list(map(id, params)) for params in groups]
+        if known == self._known:
+            return
+        self._known = known
+        with torch._C.DisableTorchFunctionSubclass():
+            small = ([*filter(self._small, params)] for params in groups)
+            blocks = [_Block(self._room, some) for params in small for some in _split(params, BLOCK_ELEMS)]
+            self._places = {id(param): (block, at) for block in blocks for at, param in enumerate(block.params)}
 
     def apply(
         self,
-        params: list[nn.Parameter],
+        params: Sequence[nn.Parameter],
         state: MutableMapping[Any, Any],
         hyperparameters: dict[str, Any],
-        *,
-        stays: bool = True,
+        least: int = CALL_PARAMETERS_MIN,
     ) -> list[nn.Parameter]:
         """Update those of these parameters that can be joined, with what is in ``.grad``.
 
         Args:
-            params: Each of which `fits`.
+            params: Of one of the optimizer's groups, in its order.
             state: The optimizer's, by parameter.
             hyperparameters: Of all of them.
-            stays: They mostly come together, so that their state may lie end to end.
+            least: So many are worth a call.
 
         Returns:
             The others.
         """
         left: list[nn.Parameter] = []
-        for some in [params] if tuple(map(id, params)) in self._calls else _split(params):
-            if len(some) < CALL_PARAMETERS_MIN or not self.apply_at_once(some, state, hyperparameters, stays=stays):
-                left += some
+        for block, first, end in self._runs(params, left):
+            for run in block.calls(first, end):
+                few = run.stop - run.start < least
+                if few or not block.update(self._shadow, run, state, hyperparameters):
+                    left += block.params[run]
         return left
 
-    @torch.no_grad()
-    def apply_at_once(
-        self,
-        params: list[nn.Parameter],
-        state: MutableMapping[Any, Any],
-        hyperparameters: dict[str, Any],
-        *,
-        stays: bool = True,
-    ) -> bool:
-        """One call for all of these; `False` if they cannot be joined: then nothing is done."""
-        grads: list[Any] = [param.grad for param in params]
-        own = [state.get(param) for param in params]
-        if {*map(_DTYPE, grads)} != {params[0].dtype} or {*map(_LAYOUT, grads)} != {torch.strided}:
-            return False
-        call = self._call(params)
-        columns = call.columns(own)
-        if columns is None:
-            return False
-        flat = call.join(_PARAMETERS, params)
-        flat.grad = call.join(_GRADIENTS, grads)
-        joined: defaultdict[Any, Any] = defaultdict(dict)
-        if own[0] is not None:
-            joined[flat] = {key: call.joined_value(key, column) for key, column in columns.items()}
-        self._shadow.step([{**hyperparameters, "params": [flat]}], joined)
-        call.part(flat, params)
-        if flat in joined:
-            call.give_back(joined[flat], columns, own if columns else [state[param] for param in params], stays=stays)
-        return True
-
-    def _call(self, params: list[nn.Parameter]) -> _Call:
-        key = tuple(map(id, params))
-        call = self._calls.get(key)
-        if call is None:
-            if len(self._calls) >= CALLS_KEPT:
-                self._calls.clear()
-            call = self._calls[key] = _Call(self._room, params)
-        return call
+    def _runs(self, params: Sequence[nn.Parameter], without: list[nn.Parameter]) -> Iterator[tuple[_Block, int, int]]:
+        """Those that follow each other in a block; what has no place goes to the list."""
+        at = 0
+        while at < len(params):
+            place = self._places.get(id(params[at]))
+            if place is None:
+                without.append(params[at])
+                at += 1
+                continue
+            block, first = place
+            same = [*map(is_, params[at:], block.params[first:])]
+            count = same.index(False) if False in same else len(same)
+            yield block, first, first + count
+            at += count
 
 
 class _Room:
-    """Where tensors lie end to end during a call: the same memory for each call."""
+    """Where parameters and gradients lie end to end during a call: the same memory for each."""
 
     def __init__(self) -> None:
-        self._flat: dict[tuple[Any, torch.dtype], Tensor] = {}
+        self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
 
-    def flat(self, what: Any, dtype: torch.dtype, elems: int) -> Tensor:
-        """The beginning of what there is for the parameters, their gradients, or a key of their states."""
-        flat = self._flat.get((what, dtype))
-        if flat is None or flat.numel() < elems:
-            flat = self._flat[what, dtype] = torch.empty(max(elems, CALL_ELEMS), dtype=dtype)
-        return flat[:elems]
+    def flat(self, what: str, dtype: torch.dtype) -> Tensor:
+        """As much as a call can need."""
+        key = what, dtype
+        if key not in self._flat:
+            self._flat[key] = torch.empty(CALL_ELEMS + SMALL_BYTES, dtype=dtype)
+        return self._flat[key]
 
 
 class _Kept:
-    """One key of the states of a call's parameters: where they lie for good, and what the optimizer has of that.
+    """One key of the states of a block's parameters: where they lie, and what the optimizer has of that.
 
     Args:
         whole: Their elements end to end; of what is one number for each parameter, these numbers.
         parts: By parameter.
-        is_number: Whether it is one number for each, and the same for all.
     """
 
-    def __init__(self, whole: Tensor, parts: list[Tensor], *, is_number: bool) -> None:
+    def __init__(self, whole: Tensor, parts: list[Tensor]) -> None:
         self.whole = whole
         self.parts = parts
-        self._is_number = is_number
-        self._version = whole._version
+        self._given = [False] * len(parts)
 
-    def holds(self, column: Sequence[Any]) -> bool:
-        """Whether this is still what the optimizer has, and the numbers are still the same."""
-        if not all(map(is_, self.parts, column)):
-            return False
-        return not self._is_number or self.whole._version == self._version
+    def holds(self, run: slice, column: Sequence[Any]) -> bool:
+        """Whether this is what the optimizer has."""
+        return all(map(is_, self.parts[run], column))
 
-    def value(self) -> Tensor:
-        """What stands for all of them in a call."""
-        return self.whole[0].clone() if self._is_number else self.whole
+    def can_give(self, run: slice) -> bool:
+        """Whether nobody has had these parts before, who might have kept them."""
+        return True not in self._given[run]
 
-    def becomes(self, value: Any) -> bool:
-        """A call has made this of it; `False` if that does not lie as it did."""
-        if not isinstance(value, Tensor) or bool(value.dim()) is self._is_number or value.dtype is not self.whole.dtype:
-            return False
-        if value is not self.whole:
-            self.whole.copy_(value)
-        self._version = self.whole._version
-        return True
+    def give(self, run: slice) -> list[Tensor]:
+        """The optimizer gets these parts."""
+        self._given[run] = [True] * len(self._given[run])
+        return self.parts[run]
 
 
-class _Call:
-    """How some parameters lie in the room, and whatever has their shapes."""
+class _Block:
+    """Some parameters, which have their places end to end, and whatever has their shapes."""
 
     def __init__(self, room: _Room, params: list[nn.Parameter]) -> None:
-        self._room = room
-        self.params = params  # kept: they are known by their ids
-        self.elems = sum(param.numel() for param in params)
-        self.uses = 0
-        self._lie_alike = all(map(is_dense, params))
-        self._places: dict[tuple[Any, torch.dtype], tuple[Tensor, list[Tensor]]] = {}
+        self.params = params
+        self._starts = [0, *accumulate(param.numel() for param in params)]
+        self._layouts = [(param.shape, param.stride()) for param in params]
+        self._flats = [room.flat(what, params[0].dtype) for what in ("parameters", "gradients")]
         self._kept: dict[Any, _Kept] = {}
+        self._rooms: dict[tuple[int, int], tuple[nn.Parameter, list[Tensor], list[Tensor]]] = {}  # of the last runs
 
-    def join(self, what: Any, tensors: list[Any]) -> Tensor:
-        """These tensors, shaped as the parameters, as one: in the room."""
-        key = what, tensors[0].dtype
-        places = self._places.get(key)
-        if places is None:
-            flat = self._room.flat(what, key[1], self.elems)
-            if what is _PARAMETERS:
-                flat = nn.Parameter(flat)
-            places = self._places[key] = flat, self._cut(flat)
-        torch._foreach_copy_(places[1], tensors)
-        return places[0]
+    def calls(self, first: int, end: int) -> Iterator[slice]:
+        """These parameters, which follow each other, in calls that are not too large."""
+        starts = self._starts
+        while first < end:
+            stop = max(bisect_left(starts, starts[first] + CALL_ELEMS, first, end + 1) - 1, first + 1)
+            yield slice(first, stop)
+            first = stop
 
-    def part(self, flat: Tensor, tensors: list[Any]) -> None:
-        """The other way."""
-        torch._foreach_copy_(tensors, self._parts(flat))
+    @torch.no_grad()
+    def update(
+        self, shadow: Shadow, run: slice, state: MutableMapping[Any, Any], hyperparameters: dict[str, Any]
+    ) -> bool:
+        """One call for these parameters; `False` if they cannot be joined: then nothing is done."""
+        params: list[Tensor] = [*self.params[run]]
+        grads: list[Any] = [param.grad for param in params]
+        if {*map(_DTYPE, grads)} != {params[0].dtype} or {*map(_LAYOUT, grads)} != {torch.strided}:
+            return False
+        states = [*map(state.get, params)]
+        placed: set[Any] = set()
+        before = self._join(run, states, placed)
+        if before is None:
+            return False
+        flat, own, theirs = self._in_room(run)
+        torch._foreach_copy_(own, params)
+        torch._foreach_copy_(theirs, grads)
+        joined: defaultdict[Any, Any] = defaultdict(dict)
+        if states[0] is not None:
+            joined[flat] = dict(before)
+        shadow.step([{**hyperparameters, "params": [flat]}], joined)
+        torch._foreach_copy_(params, own)
+        if flat in joined:
+            after: list[Any] = [state[param] for param in params] if states[0] is None else states
+            self._part(run, before, joined[flat], after, placed)
+        return True
 
-    def columns(self, states: list[Any]) -> dict[Any, list[Any]] | None:
-        """By key, the parameters' states; `None` if what is not per element is not the same for all of them."""
+    def _join(self, run: slice, states: Sequence[dict[Any, Any] | None], placed: set[Any]) -> dict[Any, Any] | None:
+        """Their states as one; `None` if what is not per element is not the same for all of them.
+
+        Args:
+            run: Which parameters.
+            states: By parameter.
+            placed: Gets the keys of which the optimizer holds what lies here.
+        """
         first = states[0]
-        if self._kept and first is not None and first.keys() == self._kept.keys() and None not in states:
+        if first is None or None in states:
+            return {} if first is None and states.count(None) == len(states) else None
+        joined: dict[Any, Any] = {}
+        for key, value in first.items():
             try:
-                columns = {key: list(map(itemgetter(key), states)) for key in first}
+                column: list[Any] = [*map(itemgetter(key), states)]  # type: ignore[arg-type]  # none is None
             except KeyError:
-                columns = {}
-            alike = {*map(len, filter(None, states))} == {len(first)}
-            if columns and alike and all(kept.holds(columns[key]) for key, kept in self._kept.items()):
-                return columns
-        self._kept.clear()
-        return _columns(states, self.params)
+                return None
+            kept = self._kept.get(key)
+            if not isinstance(value, Tensor):
+                if not _all_the_same(column):
+                    return None
+                joined[key] = value
+            elif kept is not None and kept.holds(run, column):
+                placed.add(key)
+                if value.dim():
+                    joined[key] = kept.whole[self._elems(run)]
+                elif (numbers := kept.whole[run]).ne(numbers[0]).any():
+                    return None
+                else:
+                    joined[key] = numbers[0].clone()
+            elif (found := self._joined_column(run, column)) is None:
+                return None
+            else:
+                joined[key] = found
+        return joined if {*map(len, states)} == {len(first)} else None  # type: ignore[arg-type]  # as above
 
-    def joined_value(self, key: Any, column: list[Any]) -> Any:
-        """What stands for all of them."""
-        kept, value = self._kept.get(key), column[0]
-        if kept is not None:
-            return kept.value()
-        if not isinstance(value, Tensor):
-            return value
-        return self.join(key, column) if value.dim() else value.clone()
+    def _joined_column(self, run: slice, column: list[Any]) -> Tensor | None:
+        """Tensors that lie elsewhere: end to end, or the number that is the same for all of them."""
+        first: Tensor = column[0]
+        if {*map(type, column)} != {type(first)} or {*map(_DTYPE, column)} != {first.dtype}:
+            return None
+        if list(map(_SHAPE, column)) == [shape for shape, _ in self._layouts[run]]:
+            at = self._elems(run)
+            flat = torch.empty(at.stop - at.start, dtype=first.dtype)
+            torch._foreach_copy_(self._cut(flat, run), column)
+            return flat
+        if any(value.dim() for value in column) or torch.stack(column).ne(first).any():
+            return None
+        return first.clone()
 
-    def give_back(
-        self, joined: dict[Any, Any], columns: dict[Any, list[Any]], states: Sequence[Any], *, stays: bool
+    def _part(
+        self, run: slice, before: dict[Any, Any], joined: dict[Any, Any], states: list[Any], placed: set[Any]
     ) -> None:
-        """Write what a call has made of the joined state into the parameters'."""
-        same_keys = self._kept and joined.keys() == columns.keys()
-        if same_keys and all(kept.becomes(joined[key]) for key, kept in self._kept.items()):
-            return
-        self._kept.clear()
-        for key in columns.keys() - joined.keys():
+        """Give each parameter its own of what a call has made of the joined state."""
+        for key in before.keys() - joined.keys():
             for state in states:
                 del state[key]
-        self.uses += stays
-        if self.uses > 1 and self._keep(joined):
-            for key, kept in self._kept.items():
-                for state, part in zip(states, kept.parts, strict=True):
-                    state[key] = part
-            return
         for key, value in joined.items():
             if not isinstance(value, Tensor):
                 for state in states:
                     state[key] = value
                 continue
-            parts = self._parts(value) if value.dim() else [value] * len(states)
-            column = columns.get(key)
-            if column is not None and isinstance(column[0], Tensor):
-                torch._foreach_copy_(column, parts)
-                continue
-            for state, part, param in zip(states, parts, self.params, strict=True):
-                like = param if value.dim() else part
-                state[key] = torch.empty_like(like, dtype=part.dtype).copy_(part)
+            was = before[key] if key in placed else None
+            if was is not None and value is was and was.dim():
+                continue  # changed where it lies
+            if was is None or (was.dtype, was.dim()) != (value.dtype, value.dim()):
+                parts = self._place(run, key, value).give(run)
+                for state, part in zip(states, parts, strict=True):
+                    state[key] = part
+            self._kept[key].whole[self._elems(run) if value.dim() else run].copy_(value)
 
-    def _keep(self, joined: dict[Any, Any]) -> bool:
-        """Let states lie end to end from now on, if all of them are tensors and lie as their parameters do."""
-        if not self._lie_alike or not all(isinstance(value, Tensor) for value in joined.values()):
-            return False
-        for key, value in joined.items():
-            if value.dim():
-                whole = value.clone()
-                self._kept[key] = _Kept(whole, self._cut(whole), is_number=False)
-            else:
-                numbers = value.repeat(len(self.params))
-                self._kept[key] = _Kept(numbers, [*numbers.unbind()], is_number=True)
-        return bool(self._kept)
+    def _place(self, run: slice, key: Any, value: Tensor) -> _Kept:
+        """Where this key of these parameters' states goes, which the optimizer does not hold there.
 
-    def _parts(self, flat: Tensor) -> list[Tensor]:
-        """Of what was joined, or of an optimizer's own tensor of that length."""
-        known = next((views for kept, views in self._places.values() if kept is flat), None)
-        return self._cut(flat) if known is None else known
+        If it did once, that memory is not written again: who has kept a state and loaded another gets back to it.
+        """
+        kept, per_element = self._kept.get(key), bool(value.dim())
+        elems = self._starts[-1] if per_element else len(self.params)
+        if kept is None or not kept.can_give(run) or (kept.whole.dtype, len(kept.whole)) != (value.dtype, elems):
+            whole, everything = torch.zeros(elems, dtype=value.dtype), slice(0, len(self.params))
+            kept = self._kept[key] = _Kept(whole, self._cut(whole, everything) if per_element else [*whole.unbind()])
+        return kept
 
-    def _cut(self, flat: Tensor) -> list[Tensor]:
-        """The parameters' places in it: each as its parameter lies in memory."""
-        if not self._lie_alike:
-            return [*_unflatten(flat, self.params)]
-        cut, start, flat = [], 0, flat.detach()
-        for param in self.params:
-            cut.append(torch.as_strided(flat, param.shape, param.stride(), start))
-            start += param.numel()
-        return cut
+    def _elems(self, run: slice) -> slice:
+        """Where these parameters' elements are."""
+        return slice(self._starts[run.start], self._starts[run.stop])
+
+    def _in_room(self, run: slice) -> tuple[nn.Parameter, list[Tensor], list[Tensor]]:
+        """One parameter with its gradient, and the places of these parameters and of their gradients in them."""
+        key = run.start, run.stop
+        room = self._rooms.get(key)
+        if room is None:
+            if len(self._rooms) >= RUNS_KEPT:
+                self._rooms.clear()
+            elems = self._starts[run.stop] - self._starts[run.start]
+            flat, grad = (flat[:elems] for flat in self._flats)
+            room = self._rooms[key] = nn.Parameter(flat), self._cut(flat, run), self._cut(grad, run)
+            room[0].grad = grad
+        return room
+
+    def _cut(self, flat: Tensor, run: slice) -> list[Tensor]:
+        """Places of these parameters from its beginning on: each as its parameter lies in memory."""
+        flat, first = flat.detach(), self._starts[run.start]
+        return [
+            torch.as_strided(flat, shape, stride, start - first)
+            for (shape, stride), start in zip(self._layouts[run], self._starts[run], strict=True)
+        ]
 
 
-def _split(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Neighbours of one type that go into one call."""
+def _split(params: Sequence[nn.Parameter], most_elems: int) -> Iterator[list[nn.Parameter]]:
+    """Neighbours of one type, so many numbers together."""
     some: list[nn.Parameter] = []
     elems = 0
     for param in params:
-        if some and (elems + param.numel() >= CALL_ELEMS or param.dtype is not some[0].dtype):
+        if some and (elems + param.numel() >= most_elems or param.dtype is not some[0].dtype):
             yield some
             some, elems = [], 0
         some.append(param)
@@ -310,46 +339,32 @@ def _split(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         yield some
 
 
-def _columns(states: Sequence[dict[Any, Any] | None], params: Sequence[nn.Parameter]) -> dict[Any, list[Any]] | None:
-    """As `_Call.columns`, of any states."""
-    first = states[0]
-    if first is None:
-        return {} if all(state is None for state in states) else None
-    columns: dict[Any, list[Any]] = {}
-    shapes = list(map(_SHAPE, params))
-    for state in states:
-        if state is None or state.keys() != first.keys():
-            return None
-    for key, value in first.items():
-        column = columns[key] = [state[key] for state in states if state is not None]
-        if {*map(type, column)} != {type(value)}:
-            return None
-        if type(value) is not Tensor:
-            if not (value is None or isinstance(value, (bool, int, float))) or column.count(value) != len(column):
-                return None
-        elif {*map(_DTYPE, column)} != {value.dtype}:
-            return None
-        elif list(map(_SHAPE, column)) != shapes:
-            if any(map(_DIM, column)):
-                return None
-            stacked = torch.stack(column)
-            if not torch.equal(stacked, stacked[:1].expand_as(stacked)):
-                return None
-    return columns
+def _all_the_same(column: list[Any]) -> bool:
+    """Whether these are one plain value."""
+    first = column[0]
+    plain = first is None or isinstance(first, (bool, int, float))
+    return plain and {*map(type, column)} == {type(first)} and column.count(first) == len(column)
 
 
 def joinable(optimizer: Optimizer) -> bool:
     """Try whether steps with tensors joined give the bits, and the state, of plain steps."""
     made: list[Joined] = []  # one for all steps: the state of later ones lies where that of the first was left
 
+    def has_place(param: nn.Parameter) -> bool:
+        return param.dim() > 0
+
     def step_joined(copied: Any) -> None:
-        joined = made[0] if made else Joined(copied)
+        joined = made[0] if made else Joined(copied, has_place)
         made[:] = [joined]
         joined.begin()
         for group in copied.param_groups:
             hyperparameters = {name: value for name, value in group.items() if name != "params"}
-            for some in _split(group["params"]):
-                if not joined.apply_at_once(some, copied.state, hyperparameters):
-                    raise ValueError("its state is not by element")
+            left = joined.apply(group["params"], copied.state, hyperparameters, least=1)
+            if any(map(has_place, left)):
+                raise ValueError("its state is not by element")
+            if left:
+                shadow = Shadow(copied)
+                shadow.begin()
+                shadow.step([{**hyperparameters, "params": left}], copied.state)
 
     return same_bits(optimizer, step_joined, width=PROBE_WIDTH)

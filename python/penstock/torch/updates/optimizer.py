@@ -326,16 +326,16 @@ class Updates(PatchedOptimizer):
         due.sort(key=_GROUP_AND_PLACE)
         # What an optimizer writes into a gradient, the program may look at: not into that of joined ones.
         small = self._small if self._joined is not None and not self._writes_gradients else ()
-        together: dict[tuple[int, int], list[nn.Parameter]] = {}  # to be joined, by number of the group, and by unit
+        together: dict[int, list[nn.Parameter]] = {}  # to be joined, by number of the group
         apart: dict[int, list[nn.Parameter]] = {}  # the others, by number of the group
-        in_pieces, units = self._partial.open_slots, self._units
+        in_pieces = self._partial.open_slots
         for group, _, slot, grad, _ in due:
             param = slot.param
             param.grad = grad
             if slot in in_pieces:
                 continue
             if slot in small:
-                together.setdefault((group, id(units[slot.layer])), []).append(param)
+                together.setdefault(group, []).append(param)
                 continue
             apart.setdefault(group, []).append(param)
             if self._writes_gradients and grad is slot.flight.memory and gradients.lent.holds(slot.flight.token):
@@ -346,21 +346,15 @@ class Updates(PatchedOptimizer):
         gradients.applied(slot for _, _, slot, _, _ in due)
         self._give_back((slot, mine) for _, _, slot, _, mine in due)
 
-    def _call(self, together: dict[tuple[int, int], list[nn.Parameter]], apart: dict[int, list[nn.Parameter]]) -> None:
+    def _call(self, together: dict[int, list[nn.Parameter]], apart: dict[int, list[nn.Parameter]]) -> None:
         """Update these parameters, by number of their group, with what is in ``.grad``."""
         if self.log is not None:
             self.log.keep([param for params in (*together.values(), *apart.values()) for param in params])
         optimizer = self.optimizer
         with as_if_in_step():
-            few: dict[int, list[nn.Parameter]] = {}  # of units that are not worth a call
-            for (number, _), params in together.items():
+            for number, params in together.items():
                 assert self._joined is not None  # or there are none
                 left = self._joined.apply(params, self._state, self._groups[number])
-                if left:
-                    few.setdefault(number, []).extend(left)
-            for number, params in few.items():
-                assert self._joined is not None  # as above
-                left = self._joined.apply(params, self._state, self._groups[number], stays=False)
                 if left:
                     apart.setdefault(number, []).extend(left)
             if not apart:
