@@ -272,8 +272,7 @@ class Gradients:
             raise
 
     def _submit(self, index: int, memory: Tensor, nbytes: int, flight: Flight) -> None:
-        """Submit a gradient that flies already, behind those that are bundled."""
-        self._submit_bundle()
+        """Submit a gradient that flies already. Those that are bundled need not go first: what is urgent comes last."""
         token = self.engine.submit(self.id, index, memory.data_ptr(), nbytes, "average", self.step, True)
         self.lent.tensors[token] = memory
         flight.submitted(token)
