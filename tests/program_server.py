@@ -1,9 +1,10 @@
 """The server of `programs`: imports once what programs import, forks for each, and tells when one has ended.
 
-    python program_server.py DOOR KEEPER
+    python program_server.py DOOR KEEPER EXECUTABLE
 
 Tests connect to the socket DOOR. A request is one message with three descriptors, the program's streams; the answer has
-one, of the process. When their connection is closed, their programs are killed; when KEEPER is, all are.
+one, of the process. When their connection is closed, their programs are killed; when KEEPER is, all are. EXECUTABLE
+is what programs take for their interpreter.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import io
 import json
 import os
 import runpy
@@ -117,6 +119,23 @@ def serve(door: socket.socket, keeper: socket.socket) -> dict[str, Any] | None:
             tell(place, [running[pid].pidfd], started=pid)
 
 
+def enter(pid: int, libc: ctypes.CDLL) -> None:
+    """Take over the network, the name of the host, and what is mounted, of the process that asks."""
+    for kind in ("net", "uts", "mnt"):
+        theirs = f"/proc/{pid}/ns/{kind}"
+        if os.readlink(theirs) != os.readlink(f"/proc/self/ns/{kind}"):  # noqa: PTH115
+            with open(theirs) as namespace:  # noqa: PTH123
+                assert libc.setns(namespace.fileno(), 0) == 0, f"setns {theirs}"
+
+
+def written(number: int, unbuffered: bool, errors: str | None) -> io.TextIOWrapper:
+    """A stream as an interpreter makes it when it starts."""
+    to = open(number, "wb", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
+    return io.TextIOWrapper(
+        to, errors=errors, line_buffering=number == 2 or os.isatty(number), write_through=unbuffered
+    )
+
+
 def become(request: dict[str, Any]) -> None:
     """Take over everything that a new process would have been given."""
     # The interpreter ends as ever, and the C library calls what the program has registered with it, last first. Then
@@ -125,11 +144,21 @@ def become(request: dict[str, Any]) -> None:
     libc.on_exit(libc._exit, None)
     if request["new_session"]:
         os.setsid()
+    if "namespaces_of" in request:
+        enter(request["namespaces_of"], libc)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    sys.executable = sys.argv[3]
     sys.argv = request["arguments"]
+    unbuffered = sys.argv[0] == "-u" or bool(os.environ.get("PYTHONUNBUFFERED"))
+    if sys.argv[0] == "-u":
+        del sys.argv[0]
+    # The server's own remember whether its streams can seek.
+    sys.stdin = open(0, errors=sys.stdin.errors, closefd=False)  # noqa: SIM115
+    sys.stdout = written(1, unbuffered, sys.stdout.errors)
+    sys.stderr = written(2, unbuffered, sys.stderr.errors)
     folder = str(Path(sys.argv[0]).resolve().parent)
     if sys.argv[0] in ("-c", "-m"):
         folder = request["directory"]

@@ -4,6 +4,9 @@ An interpreter with PyTorch takes seconds of processor time to start, as much to
 `start` runs is for all else the process that ``python PROGRAM ARGUMENTS`` would be: of its own environment, streams
 and session, with the interpreter's own end. Who tests how an interpreter starts, or what is imported, or environment
 that libraries read when they are loaded, starts one. So does everybody under PENSTOCK_TESTS_FRESH=1.
+
+Launchers start workers by `sys.executable`. In a program that `start` runs it is `asks_for_programs.py`, with which
+these workers are forked, too.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 SERVER = Path(__file__).with_name("program_server.py")
+ASKS = Path(__file__).with_name("asks_for_programs.py")
 START_LIMIT_S = 300.0
 """For importing PyTorch, on a busy machine."""
 
@@ -96,10 +100,16 @@ class Server:
     """The process that forks: one for all who run tests at the same time. They find it by the environment."""
 
     PLACE = "PROGRAM_SERVER"
+    INTERPRETER = "python"
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="programs-")
         os.environ[self.PLACE] = f"{self._folder.name}/door"
+        # It starts for each worker: without what it does not use, and with the interpreter that the environment has.
+        self._python = Path(self._folder.name, self.INTERPRETER)
+        head = f"#!{sys.executable} -IS\nDOOR, PYTHON = {os.environ[self.PLACE]!r}, {sys.executable!r}\n"
+        self._python.write_text(head + ASKS.read_text(encoding="utf-8"), encoding="utf-8")
+        self._python.chmod(0o700)
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._door.bind(os.environ[self.PLACE])
         self._door.listen()
@@ -115,7 +125,7 @@ class Server:
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         with self._closing, self._door, self._theirs:
             self._process = subprocess.Popen(
-                [sys.executable, str(SERVER), str(self._door.fileno()), str(self._theirs.fileno())],
+                [sys.executable, str(SERVER), str(self._door.fileno()), str(self._theirs.fileno()), str(self._python)],
                 env=environ,
                 pass_fds=[self._door.fileno(), self._theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -192,6 +202,15 @@ def _the_client() -> _Client:
 
 def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
     return {**(os.environ if env is None else env), "OMP_NUM_THREADS": "1"}
+
+
+def interpreter() -> str:
+    """What to give to a launcher that takes an interpreter for its workers: they are forked."""
+    if os.environ.get("PENSTOCK_TESTS_FRESH"):
+        return sys.executable
+    if Server.PLACE not in os.environ:
+        Server()
+    return str(Path(os.environ[Server.PLACE]).with_name(Server.INTERPRETER))
 
 
 def start_afresh(*arguments: object, **options: Any) -> subprocess.Popen[str]:

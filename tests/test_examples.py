@@ -30,7 +30,7 @@ def run_by_two(name, *arguments):
 
 
 def run_by_torchrun(name, *arguments):
-    done = programs.run(*TORCHRUN, EXAMPLES / name, *arguments, timeout=LIMIT_S)  # its workers are new processes
+    done = programs.run(*TORCHRUN, EXAMPLES / name, *arguments, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

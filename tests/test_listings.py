@@ -170,7 +170,7 @@ def test_readme_s_commands_for_several_hosts(tmp_path):
         subprocess.Popen(
             [*shell, launch.replace("--node-rank 0", f"--node-rank {host}")],
             cwd=tmp_path,
-            env=environment(),
+            env=environment(PYTHON_EXEC=programs.interpreter()),  # torchrun's name for what its workers run by
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

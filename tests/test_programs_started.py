@@ -64,6 +64,34 @@ def test_it_ends_as_a_process_does(ending, status, last):
     assert [*ended.stderr.splitlines(), ""][-2 if last else 0] == last, ended.stderr
 
 
+def test_its_streams_are_those_that_it_was_given():
+    """Not the server's, which may be files: a pipe cannot tell where in it one is."""
+    text = "import sys\nfor stream in (sys.stdout, sys.stderr): stream.reconfigure(errors='backslashreplace')\n"
+    ended = programs.run("-u", "-c", text + "print(sys.stdout.write_through)", timeout=programs.START_LIMIT_S)
+    assert (ended.stdout, ended.stderr) == ("True\n", "")
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(7)", "os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 11)", "1 / 0"])
+def test_what_launchers_start_in_it_ends_as_a_process_does(ending, tmp_path):
+    (tmp_path / "worker.py").write_text(f"import os, sys\nprint('torch' in sys.modules, flush=True)\n{ending}")
+    launcher = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode)"
+    ended = programs.run("-c", launcher, tmp_path / "worker.py", timeout=programs.START_LIMIT_S)
+    alone = programs.start_afresh(tmp_path / "worker.py", stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert (ended.stdout, alone.communicate()[0]) == ("True\n", "False\n")
+    assert ended.returncode == alone.returncode % 256
+
+
+def test_a_signal_to_what_a_launcher_starts_reaches_the_worker(tmp_path):
+    worker = "import signal, sys\nsignal.signal(15, lambda *_: sys.exit(3))\nprint('here', flush=True)\nsignal.pause()"
+    (tmp_path / "worker.py").write_text(worker)
+    launcher = (
+        "import subprocess, sys\nworker = subprocess.Popen([sys.executable, *sys.argv[1:]], stdout=subprocess.PIPE)\n"
+        "worker.stdout.readline()\nworker.terminate()\nsys.exit(worker.wait())"
+    )
+    ended = programs.run("-c", launcher, tmp_path / "worker.py", timeout=programs.START_LIMIT_S)
+    assert ended.returncode == 3, ended.stderr
+
+
 def test_signals_reach_it_and_nobody_once_it_has_ended():
     program = programs.start("-c", "print('here', flush=True); input()", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert program.stdout.readline() == "here\n" and program.poll() is None

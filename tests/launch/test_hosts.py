@@ -2,10 +2,9 @@
 
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
+import programs
 import pytest
 
 from lab.cluster import Cluster, Unavailable, check
@@ -44,8 +43,7 @@ def hosts(tmp_path):
 
 
 def run(*arguments):
-    command = [sys.executable, "-m", "penstock", "run", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = programs.run("-m", "penstock", "run", *arguments, cwd=ROOT, timeout=LIMIT_S)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import programs
 import pytest
 
 from penstock.control import (
@@ -30,14 +31,14 @@ LIMIT_S = 150
 GONE_S = 10
 STEPS = 6  # as in training.py
 TRAINING = Path(__file__).with_name("training.py")
-RUN = [sys.executable, "-m", "penstock", "run", "--grace-s", "2"]
+RUN = ["-m", "penstock", "run", "--grace-s", "2"]
 
 
 def start(directory, workers, servers, *options, program=TRAINING, **more):
     directory.mkdir(exist_ok=True)
     command = [*RUN, "--workers", str(workers), "--servers", str(servers), str(program), str(directory), *options]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=directory, text=True, **pipes, **more)
+    return programs.start(*command, cwd=directory, **pipes, **more)
 
 
 def run(*arguments, program=TRAINING):
@@ -125,8 +126,8 @@ def test_whoever_is_killed_ends_all_and_is_named(tmp_path, victim, update):
     )
     process = start(tmp_path / "job", 2, 2, program=waits)
     try:
-        while "step" not in process.stdout.readline():
-            pass
+        while "step" not in (line := process.stdout.readline()):
+            assert line, process.stderr.read()
         head = process.stderr.readline() + process.stderr.readline()
         assert "2 workers and 2 servers, which meet at" in head
         assert "localhost: ranks 0-1, servers 0-1 (pid" in head

@@ -3,9 +3,9 @@
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 
@@ -14,7 +14,7 @@ from lab.cluster import Cluster, Unavailable, check
 LIMIT_S = 150
 STEPS, LONG_STEPS = 6, 60  # as in training.py
 TRAINING = Path(__file__).with_name("training.py")
-RUN = [sys.executable, "-m", "penstock", "run", "--grace-s", "2"]
+RUN = ["-m", "penstock", "run", "--grace-s", "2"]
 UNEVEN = ["--env", "PENSTOCK_GROUPS=[[0], [1, 2, 3]]"]
 BY_LISTS = ["--env", "PENSTOCK_GROUPS=[[2, 3], [1, 0]]"]
 
@@ -23,7 +23,7 @@ def trained(directory, launching, *options, workers=4):
     """What each worker has left, and the parameters, of which all have the same bits."""
     directory.mkdir()
     command = [*RUN, "--workers", str(workers), *launching, str(TRAINING), str(directory), *options]
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = programs.run(*command, cwd=directory, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     results = [json.loads((directory / f"result-{rank}").read_text()) for rank in range(workers)]
     assert len({result["bits"] for result in results}) == 1
@@ -97,7 +97,7 @@ def test_wire_types_are_for_what_goes_between_groups(tmp_path, alone):
 )
 def test_groups_that_are_none(tmp_path, launching, said):
     command = [*RUN, "--workers", "4", *launching, str(TRAINING), str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = programs.run(*command, cwd=tmp_path, timeout=LIMIT_S)
     assert done.returncode != 0
     assert said in done.stderr, done.stderr
 

@@ -1,0 +1,57 @@
+"""An interpreter for launchers under test: has `program_server` fork what it is told to run, and ends as that does.
+
+It starts in milliseconds. Signals that can be caught are passed on; when it is killed, the server kills the program.
+What imports no PyTorch, inherits more than three streams, or asks who its parent is, runs in a new interpreter:
+Penstock's own commands, and texts behind -c. So does what the server cannot be asked for, as by another user.
+
+`programs` writes the first lines, which say where the server is, and which interpreter is the tests' own.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+
+OWN_COMMANDS = ("penstock", "penstock.launch.agent", "penstock.demo.worker")
+
+
+def forkable(arguments):
+    """Whether it is a file, or a module of somebody's own."""
+    words = [word for word in arguments[:3] if word != "-u"]
+    return words[0].endswith(".py") or (words[0] == "-m" and words[1] not in OWN_COMMANDS)
+
+
+def ask(arguments):
+    """The status of the program, once it has ended."""
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.connect(DOOR)  # noqa: F821
+    server.recv(4096)  # it is ready
+    request = {
+        "arguments": arguments,
+        "environment": dict(os.environ),
+        "directory": os.getcwd(),  # noqa: PTH109
+        "new_session": True,
+        "namespaces_of": os.getpid(),
+    }
+    early = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda number, _: early.append(number))
+    socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
+    _, [process], _, _ = socket.recv_fds(server, 4096, 1)
+    send = signal.pidfd_send_signal
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda number, _: send(process, number))
+    for number in early:
+        send(process, number)
+    return json.loads(server.recv(4096))["status"]
+
+
+if forkable(sys.argv[1:]) and os.access(DOOR, os.W_OK):  # noqa: F821
+    status = ask(sys.argv[1:])
+    if status < 0:
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+os.execv(PYTHON, [PYTHON, *sys.argv[1:]])  # noqa: F821
