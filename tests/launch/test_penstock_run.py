@@ -6,15 +6,15 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
+import programs
 import pytest
 
 LIMIT_S = 60
 GONE_S = 10
-COMMAND = [sys.executable, "-m", "penstock", "run", "--grace-s", "0.6"]
+COMMAND = ["-m", "penstock", "run", "--grace-s", "0.6"]
 SHELL = "env TEST_HOST={host} sh -c {command}"
 """Reaches a "host" that is this machine."""
 
@@ -64,14 +64,8 @@ def write(program):
 
 
 def start(*arguments, **more):
-    return subprocess.Popen(
-        [*COMMAND, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        **more,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return programs.start_afresh(*COMMAND, *arguments, start_new_session=True, **pipes, **more)
 
 
 def run(*arguments, **more):
