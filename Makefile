@@ -92,7 +92,7 @@ bench-allreduce: build ## Sums of 4 KB to 53 MB by 2, 4 and 8 hosts without limi
 	$(BIN)/python -m benchmarks.allreduce $(ARGS)
 
 # Torch's own DDP needs none. A peer that cannot be installed is reported, with the reason, and the target fails.
-lab-peers: $(ENVIRONMENT) ## Install the peers that the lab compares with: Horovod, MXNet (3 GB, 10 minutes)
+lab-peers: $(ENVIRONMENT) ## Install the peers that the lab compares with: Horovod, MXNet, MPICH (3 GB, 10 minutes)
 	$(BIN)/python -m lab.peers install $(ARGS)
 
 lint: build ## Check formats, lints, types and the architecture

@@ -26,6 +26,7 @@ JOB_ID = b"a benchmark's id"
 SECRET = bytes(32)
 PATTERN_BYTES = 1 << 20
 REPLY_S = 300.0
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class Memory:
@@ -242,39 +243,59 @@ class Server:
         return {}
 
 
-class EngineProcess:
-    """The other side of the conversation: a `Server` in a process of its own."""
+class Conversation:
+    """The other side: requests to a `Server`, and its replies."""
 
-    def __init__(self, start: Callable[..., subprocess.Popen[str]]) -> None:
-        command = [sys.executable, str(Path(__file__).resolve())]
-        self.process = start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __init__(self, requests: IO[str], replies: IO[str]) -> None:
+        self._requests, self._replies = requests, replies
 
     def ask(self, call: str, **arguments: Any) -> None:
         """Send a request; its reply is fetched later."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"call": call, **arguments}) + "\n")
-        self.process.stdin.flush()
+        self._requests.write(json.dumps({"call": call, **arguments}) + "\n")
+        self._requests.flush()
 
     def reply(self) -> dict[str, Any]:
         """The reply to the oldest request that has none."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = self._replies.readline()
         if not line:
-            raise RuntimeError(
-                f"a benchmark process ended with status {self.process.wait(REPLY_S)}; see its output above"
-            )
+            raise RuntimeError(f"a benchmark process {self._ended()}; see its output above")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
+    def _ended(self) -> str:
+        """What has become of the process."""
+        return "has ended"
+
     def close(self) -> None:
         """Let it end by itself."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        self._requests.close()
+
+
+class EngineProcess(Conversation):
+    """A `Server` in a process of its own.
+
+    Args:
+        start: As `subprocess.Popen`.
+        module: The program that serves.
+    """
+
+    def __init__(self, start: Callable[..., subprocess.Popen[str]], module: str = "benchmarks.engine_process") -> None:
+        command = [sys.executable, "-m", module]
+        self.process = start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        assert self.process.stdin is not None and self.process.stdout is not None
+        super().__init__(self.process.stdin, self.process.stdout)
+
+    def _ended(self) -> str:
+        return f"ended with status {self.process.wait(REPLY_S)}"
+
+    def close(self) -> None:
+        """Let it end by itself, and wait for that."""
+        super().close()
         self.process.wait(REPLY_S)
 
 
 def together(
-    ends: Sequence[EngineProcess], call: str, each: Sequence[dict[str, Any]] | None = None, **shared: Any
+    ends: Sequence[Conversation], call: str, each: Sequence[dict[str, Any]] | None = None, **shared: Any
 ) -> list[dict[str, Any]]:
     """Ask all ends at once, then collect the replies."""
     for number, end in enumerate(ends):
@@ -290,9 +311,8 @@ def wire_up(ends: Sequence[EngineProcess], hosts: Sequence[str], wire: str, **op
     together(ends, "connect", wire=wire, addresses=list(zip(hosts, ports, strict=True)))
 
 
-def serve(requests: IO[str], replies: IO[str]) -> None:
-    """Until the input ends."""
-    server = Server()
+def serve(server: object, requests: IO[str], replies: IO[str]) -> None:
+    """Call the server's methods as requests name them, until the input ends."""
     for line in requests:
         request = json.loads(line)
         answer = getattr(server, request.pop("call"))(**request)
@@ -301,4 +321,4 @@ def serve(requests: IO[str], replies: IO[str]) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.stdin, sys.stdout)
+    serve(Server(), sys.stdin, sys.stdout)

@@ -107,6 +107,12 @@ PEERS: dict[str, Peer] = {
             requirements=REQUIREMENTS / "mxnet.lock",
             check="import mxnet; assert mxnet.runtime.Features().is_enabled('DIST_KVSTORE'), 'no distributed store'",
         ),
+        Peer(
+            name="mpich",
+            title="MPICH 5.0.2 by mpi4py 4.1.2, on UCX",
+            requirements=REQUIREMENTS / "mpich.lock",
+            check="import numpy; from mpi4py import MPI; assert 'MPICH' in MPI.Get_library_version(), 'another MPI'",
+        ),
     )
 }
 

@@ -78,6 +78,7 @@ LINKS = "--largest 65536"
 SUMS = "--sizes 4KB --seconds 0.1"
 FEW_SMALL_STEPS = '--hosts 2 --models "400 tensors of 1 K" --repetitions 1 --blocks 1 --steps 2'
 FEW_SUMS = "--hosts 2 --megabytes 0.1 --rounds 2 --sets 1"
+FEW_TENSORS = f"{FEW_SUMS} --vectors 2"
 MODEL = {"MODEL": "lab:vgg19"}
 SERVERS = By(
     "tests/servers/test_dedicated.py::test_training_has_the_bits_of_a_job_without_servers_and_moves_what_table_1_says"
@@ -238,6 +239,16 @@ TABLE = {
     "python -m benchmarks.small_tensors [--json-lines docs/benchmarks/small_tensors.jsonl]": Run(
         FEW_SMALL_STEPS, clusters=True, long=True, status=JUDGED
     ),
+    "python -m benchmarks.tensor_collectives run": NAMED,
+    "python -m benchmarks.tensor_collectives run [--json-lines docs/benchmarks/tensors/tensors.jsonl]": Run(
+        FEW_TENSORS, clusters=True, long=True, status=JUDGED
+    ),
+    "python -m benchmarks.tensor_collectives run --json-lines docs/benchmarks/tensors/tensors.jsonl": Run(
+        FEW_TENSORS, clusters=True, long=True, status=JUDGED
+    ),
+    "python -m benchmarks.tensor_collectives report": By(
+        "tests/lab/test_benchmarks.py::TestTensorCollectives::test_page_and_picture_are_what_the_records_give"
+    ),
     "python -m benchmarks.update_memory": NAMED,
     "python -m benchmarks.update_memory [--json-lines docs/benchmarks/update_memory.jsonl]": Run(
         "--workers 2 --millions 3 --steps 2 --rounds 1 --clip", long=True, status=JUDGED
@@ -269,6 +280,7 @@ TABLE = {
     ),
     "python -m lab.peers install": Not("installs 3 GB: tests/lab/test_peers.py installs a small one"),
     "python -m lab.peers install [NAME ...]": Not("installs 3 GB: tests/lab/test_peers.py installs a small one"),
+    "python -m lab.peers install mpich": Not("installs from an index: tests/lab/test_peers.py installs a small one"),
     "python -m lab.peers list [--json]": Run(),
     "python -m lab.systems.NAME SPEC.json": Not("the lab starts it with a pipe: tests/lab/test_worker.py"),
     "python -m MODULE SPEC.json": Not("the lab starts it with a pipe: tests/lab/test_worker.py"),
@@ -355,8 +367,8 @@ def test_make_has_the_target(command):
 
 @pytest.mark.parametrize("entry", sorted({entry.test for entry in TABLE.values() if isinstance(entry, By)}))
 def test_the_other_test_exists(entry):
-    path, name = entry.split("::")
-    assert re.search(rf"^(def {name}\(|{name} = )", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+    path, *_, name = entry.split("::")  # with a class between, or without
+    assert re.search(rf"^( *def {name}\(|{name} = )", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,138 @@
+"""MPICH beside our engine: its processes on emulated hosts, and how they are started and told what to do.
+
+The wheel's MPI runs in an environment of its own (`lab.peers`), by the wheel's own launcher, whose part on each host is
+started on that host. Between the hosts it uses TCP: so it is told, for by default MPICH asks for what the machine has.
+Each process connects to a socket in a folder that all can see, and waits there without computing: MPI's own waits would
+take the processors from others.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine_process import ROOT, Conversation, serve
+
+START_S = 60.0
+TRANSPORT = {"UCX_TLS": "tcp,self", "MPIR_CVAR_CH4_NETMOD": "ucx"}
+
+
+class Server:
+    """One process of MPI: sums the vectors of this rank and of all others, into all of them."""
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self.world = MPI.COMM_WORLD
+
+    def vectors(self, count: int, vectors: int) -> dict[str, Any]:
+        """Make so many vectors of so many numbers."""
+        import numpy as np
+
+        self.x = [np.ones(count, np.float32) for _ in range(vectors)]
+        return {}
+
+    def time_tensor(self, arm: str) -> dict[str, Any]:
+        """One sum between two barriers: the vectors of this rank first, then those of all."""
+        from mpi4py import MPI
+
+        number = self.world.rank * len(self.x)
+        for index, vector in enumerate(self.x):
+            vector.fill(number + index + 1)
+        self.world.Barrier()
+        began, cpu = time.perf_counter(), time.process_time()
+        first, *others = self.x
+        for other in others:
+            first += other
+        self.world.Allreduce(MPI.IN_PLACE, first)
+        for other in others:
+            other[:] = first
+        seconds = time.perf_counter() - began
+        self.world.Barrier()
+        cpu_s = time.process_time() - cpu
+        members = self.world.size * len(self.x)
+        wrong = any(bool((vector != members * (members + 1) / 2).any()) for vector in self.x)
+        return {"seconds": seconds, "cpu_s": cpu_s, "wrong": wrong, "arm": arm}
+
+
+class _End(Conversation):
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        super().__init__(connection.makefile("w"), connection.makefile("r"))
+
+    def close(self) -> None:
+        super().close()
+        self._connection.shutdown(socket.SHUT_WR)
+
+
+class MpiJob:
+    """The processes, one on each host.
+
+    Args:
+        hosts: Of a `lab.cluster.Cluster`.
+        python: The interpreter of MPICH's environment.
+        folder: Which is empty.
+
+    Raises:
+        RuntimeError: They did not start in time, or ended.
+    """
+
+    def __init__(self, hosts: list[Any], python: str, folder: Path) -> None:
+        place = folder / "ends"
+        environment = {**os.environ, **TRANSPORT, "UCX_NET_DEVICES": hosts[0].interface, "OMP_NUM_THREADS": "1"}
+        launcher = [str(Path(python).parent / "mpiexec"), "-launcher", "manual", "-iface", hosts[0].interface]
+        where = ["-hosts", ",".join(host.address for host in hosts), "-ppn", "1", "-n", str(len(hosts))]
+        program = [python, "-m", "benchmarks.mpi_process", str(place)]
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(place))
+            listener.listen(len(hosts))
+            listener.settimeout(START_S)
+            self._launcher: subprocess.Popen[str] = hosts[0].start(
+                [*launcher, *where, *program], env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT
+            )
+            assert self._launcher.stdout is not None
+            # It says what to start on each host, in their order, and waits for that.
+            proxies = iter(hosts)
+            for line in self._launcher.stdout:
+                word, _, command = line.partition(": ")
+                if word == "HYDRA_LAUNCH":
+                    next(proxies).start(shlex.split(command), env=environment, cwd=ROOT)
+                elif line.startswith("HYDRA_LAUNCH_END"):
+                    break
+            ends: dict[int, _End] = {}
+            for _ in hosts:
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    raise RuntimeError(f"{len(ends)} of {len(hosts)} processes of MPI came; see above") from None
+                connection.settimeout(None)
+                end = _End(connection)
+                ends[end.reply()["rank"]] = end
+        self.ends = [ends[rank] for rank in range(len(hosts))]
+
+    def close(self) -> None:
+        """Let all end, and wait for that."""
+        for end in self.ends:
+            end.close()
+        self._launcher.wait(START_S)
+
+
+def main() -> None:
+    """A process of MPI."""
+    server = Server()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(sys.argv[1])
+        replies = connection.makefile("w")
+        replies.write(f'{{"rank": {server.world.rank}}}\n')
+        replies.flush()
+        serve(server, connection.makefile("r"), replies)
+
+
+if __name__ == "__main__":
+    main()
