@@ -23,6 +23,26 @@ START_S = 60.0
 TRANSPORT = {"UCX_TLS": "tcp,self", "MPIR_CVAR_CH4_NETMOD": "ucx"}
 
 
+def lent(python: str, folder: Path) -> dict[str, str]:
+    """What this interpreter's environment needs for the mpi4py and the MPI of MPICH's, whose interpreter this is.
+
+    Args:
+        python: Of MPICH's environment.
+        folder: Which is empty, for what is made here.
+
+    Raises:
+        RuntimeError: That environment is for another version of Python.
+    """
+    library = Path(python).parents[1] / "lib"
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    package = library / version / "site-packages" / "mpi4py"
+    if not package.is_dir():
+        raise RuntimeError(f"mpi4py of {python} is for another Python than {version}")
+    (folder / "mpi4py").symlink_to(package)
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths), "MPI4PY_LIBMPI": str(next(library.glob("libmpi.so.*")))}
+
+
 class Server:
     """One process of MPI: sums the vectors of this rank and of all others, into all of them."""
 

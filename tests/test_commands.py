@@ -100,6 +100,7 @@ TABLE = {
     "torchrun --nproc-per-node N": By("tests/test_listings.py::test_readme_s_commands_for_several_hosts"),
     "pip install torchvision": Not("changes the environment"),
     "pip install penstock[checkpoint]": Not("changes the environment"),
+    "pip install mpi4py mpich": Not("changes the environment"),
     "mpirun -x PENSTOCK_SECRET": Not("takes OpenMPI"),
     # CONTRIBUTING
     "python -m pytest FILE": Run(put={"FILE": "tests/measure/test_links.py"}),

@@ -19,6 +19,7 @@ Example:
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from penstock._native import Call, Engine
     from penstock._native import _Algorithm as Algorithm
+    from penstock.inside import InsideSums, Operation
 
 __all__ = [
     "Future",
@@ -57,7 +59,7 @@ class Future:
 
     __slots__ = ("_call", "_ranks")
 
-    def __init__(self, call: Call, ranks: Sequence[int]) -> None:
+    def __init__(self, call: Call | Operation, ranks: Sequence[int]) -> None:
         self._call = call
         self._ranks = ranks
 
@@ -91,6 +93,8 @@ class Future:
 
 class Group:
     """Ranks that make calls together. `new_group` makes one; ``penstock.allreduce`` and the others take one."""
+
+    _inside: InsideSums | None = None  # where MPI has a part in its sums
 
     def __init__(self, engine: Engine, number: int, ranks: Sequence[int], rank: int) -> None:
         self._engine = engine
@@ -126,6 +130,10 @@ class Group:
                 names = ", ".join(ALGORITHMS)
                 raise ConfigError(f"penstock.allreduce: unknown algorithm {algorithm!r}; the algorithms are {names}")
         vectors = self._vectors("allreduce", tensor, written=True)
+        if self._inside is not None:
+            memory = self._only("allreduce", vectors)
+            self._summed("allreduce", op, vectors)
+            return self._future(self._inside.allreduce(memory, op, algorithm), async_)
         return self._call("allreduce", 0, vectors, vectors, op=op, algorithm=algorithm, async_=async_)
 
     def reduce(self, tensor: Any, root: int = 0, op: str = "sum", *, async_: bool = False) -> Future | None:
@@ -133,13 +141,19 @@ class Group:
         at_root = root == self._rank
         memory = view(tensor, "reduce", written=at_root)
         index = self._member("reduce", root)
+        if self._inside is not None:
+            self._summed("reduce", op, [memory])
+            return self._future(self._inside.reduce(memory, root, op), async_)
         return self._call("reduce", index, [memory], [memory] if at_root else [], op=op, async_=async_)
 
     def broadcast(self, tensor: Any, root: int = 0, *, async_: bool = False) -> Future | None:
         """See `penstock.broadcast`."""
         is_list = isinstance(tensor, (list, tuple))
         vectors = self._vectors("broadcast", tensor, written=is_list or root != self._rank)
-        return self._call("broadcast", self._member("broadcast", root), [], vectors, async_=async_)
+        index = self._member("broadcast", root)
+        if self._inside is not None:
+            return self._future(self._inside.broadcast(self._only("broadcast", vectors), root), async_)
+        return self._call("broadcast", index, [], vectors, async_=async_)
 
     def reduce_scatter(self, tensors: Any, output: Any, op: str = "sum", *, async_: bool = False) -> Future | None:
         """See `penstock.reduce_scatter`."""
@@ -231,6 +245,20 @@ class Group:
             return Future(call, self.ranks)
         call.wait()
         return None
+
+    def _future(self, begun: Operation, async_: bool) -> Future | None:
+        if async_:
+            return Future(begun, self.ranks)
+        begun.wait()
+        return None
+
+    def _only(self, caller: str, vectors: list[Buffer]) -> Buffer:
+        if len(vectors) > 1:
+            raise ConfigError(
+                f"penstock.{caller}: a list of {len(vectors)} tensors, and {self} has MPI inside, which sums one of "
+                "each rank; sum them first, or give each a rank of its own"
+            )
+        return vectors[0]
 
     def _summed(self, caller: str, op: str, buffers: list[Buffer]) -> str:
         if op not in OPS:
@@ -334,17 +362,26 @@ def _group(group: Group | None, caller: str) -> Group:
     return _groups.of_all(caller) if group is None else group
 
 
-def new_group(ranks: Sequence[int]) -> Group:
+def new_group(ranks: Sequence[int] | Sequence[Group], *, inside: Any = None) -> Group:
     """Form a group. All ranks of the job call it, members or not, in the same order with the same list.
 
+    With ``inside`` the sums inside the group are MPI's: `allreduce`, `reduce` and `broadcast` with this group go by
+    that library, and all other calls by Penstock. A larger group is made of such groups, by giving those instead of
+    ranks: its sums go inside each group by MPI, across by Penstock between the groups' first ranks (their *heads*),
+    and back inside by MPI (MXNET-MPI, section 4).
+
     Args:
-        ranks: The members, distinct ranks of the job; their order is that of blocks and sums.
+        ranks: The members, distinct ranks of the job; their order is that of blocks and sums. Or groups that share no
+            rank, each of them with MPI inside or of a single rank; the members are theirs, one group after the other.
+        inside: On members, a communicator of mpi4py over exactly these ranks in this order, made from
+            ``MPI.COMM_WORLD``; it is copied, and may be used otherwise. Ranks that are no members give None.
 
     Returns:
         The group; a rank that is no member can pass it on but make no call with it.
 
     Raises:
-        ConfigError: The list is empty, names a rank twice or one that does not exist, or differs between ranks.
+        ConfigError: The list is empty, names a rank twice or one that does not exist, or differs between ranks. A
+            communicator does not fit the ranks, or mpi4py is missing.
         PeerLost: A rank was lost.
         Timeout: A rank did not come.
 
@@ -352,29 +389,132 @@ def new_group(ranks: Sequence[int]) -> Group:
         >>> odd = ps.new_group([1, 3])
         >>> if ps.rank() in odd.ranks:
         ...     ps.allreduce(loss, group=odd)
+        >>> # Hosts of 4 ranks each, started by mpiexec: sums inside a host by MPI, across by Penstock.
+        >>> here = MPI.COMM_WORLD.Split(ps.rank() // 4)
+        >>> hosts = [list(range(first, first + 4)) for first in range(0, ps.world_size(), 4)]
+        >>> groups = [ps.new_group(host, inside=here if ps.rank() in host else None) for host in hosts]
+        >>> ps.allreduce(loss, group=ps.new_group(groups))
     """
     running = job.current("new_group")
     _groups.of_all("new_group")
-    members = [int(rank) for rank in ranks]
+    parts = [list(item.ranks) for item in ranks if isinstance(item, Group)]
+    if parts and len(parts) < len(ranks):
+        raise ConfigError("penstock.new_group: some groups and some ranks; a group is made of one or of the other")
+    members = [int(rank) for part in parts for rank in part] or [int(rank) for rank in ranks]  # type: ignore[arg-type]
     size = running.world_size
     if not members or len(set(members)) < len(members) or not all(0 <= rank < size for rank in members):
         raise ConfigError(f"penstock.new_group: {members} is no list of distinct ranks from 0 to {size - 1}")
-    told = running.engine.all_gather("new_group", ",".join(map(str, members)).encode())
-    for rank, theirs in enumerate(told):
-        if theirs != told[0]:
-            raise ConfigError(
-                f"penstock.new_group: rank {rank} forms a group of {theirs.decode()}, rank 0 one of "
-                f"{told[0].decode()}; every rank must call new_group with the same list",
-                rank=rank,
-            )
+    joined = _agree(running, members, [item for item in ranks if isinstance(item, Group)], inside)
+    heads = [part[0] for part in parts]
+    group = _form(running, members)
+    if not joined:
+        return group
+    across = _form(running, heads) if len(heads) > 1 else None
+    if running.rank in members:
+        from penstock.inside import InsideSums, communicator
+
+        if parts:
+            own = next(item for item in ranks if isinstance(item, Group) and running.rank in item.ranks)
+            inside = None if own._inside is None else own._inside.comm
+        limit_s = running.options.operation_timeout_s
+        comm = None if inside is None else communicator(inside, running, limit_s)
+        plain = Group(running.engine, group._number, members, running.rank)
+        at_head = running.rank in heads
+        group._inside = InsideSums(running, limit_s, plain, comm, parts or [members], across if at_head else None)
+    return group
+
+
+def _form(running: job.Job, members: Sequence[int]) -> Group:
+    """The next group."""
     with _groups.lock:
         _groups.formed += 1
         number = _groups.formed
     if number >= GROUPS_MAX:
         raise ConfigError(f"penstock.new_group: no more than {GROUPS_MAX - 1} groups; keep those that are used again")
     if running.rank in members:
-        running.engine.form_group(number, members)
+        running.engine.form_group(number, list(members))
     return Group(running.engine, number, members, running.rank)
+
+
+def _agree(running: job.Job, members: list[int], parts: list[Group], inside: Any) -> bool:
+    """Whether MPI has a part in the sums of a group to be formed; every rank finds the same.
+
+    Raises:
+        ConfigError: Ranks form different groups, or communicators do not fit.
+    """
+    mine: dict[str, Any] = {"ranks": members, "parts": [list(part.ranks) for part in parts]}
+    mine["joined"] = [part._inside is not None for part in parts if running.rank in part.ranks]
+    if inside is not None:
+        from penstock.inside import processes
+
+        try:
+            mine["process"], mine["inside"] = processes(inside)
+        except ConfigError as error:
+            mine["refused"] = str(error)
+    told: list[dict[str, Any]] = []
+    for rank, blob in enumerate(running.engine.all_gather("new_group", json.dumps(mine).encode())):
+        theirs = _told(blob)
+        if theirs is None:
+            raise ConfigError(
+                f"penstock.new_group: rank {rank} makes something else: all of them must call new_group",
+                rank=rank,
+            )
+        told.append(theirs)
+    for rank, theirs in enumerate(told):
+        for what in ("ranks", "parts"):
+            if theirs[what] != told[0][what]:
+                raise ConfigError(
+                    f"penstock.new_group: rank {rank} forms a group of {_listed(theirs)}, rank 0 one of "
+                    f"{_listed(told[0])}; every rank must call new_group with the same list",
+                    rank=rank,
+                )
+    for rank, theirs in enumerate(told):
+        if "refused" in theirs:
+            raise ConfigError(f"{theirs['refused']} (rank {rank})", rank=rank)
+    for part in parts:
+        if part.size > 1 and not all(told[rank]["joined"] == [True] for rank in part.ranks):
+            raise ConfigError(f"penstock.new_group: {part} has no MPI inside; form it with inside=, or give its ranks")
+    givers = [rank for rank, theirs in enumerate(told) if "inside" in theirs]
+    if not givers:
+        return bool(parts)
+    _fit(members, bool(parts), {rank: told[rank] for rank in givers})
+    return True
+
+
+def _told(blob: bytes) -> dict[str, Any] | None:
+    """What a rank has said of a group; nothing if it has said something else."""
+    try:
+        told = json.loads(blob)
+    except ValueError:
+        return None
+    return told if isinstance(told, dict) and "joined" in told else None
+
+
+def _listed(told: dict[str, Any]) -> str:
+    return " and ".join(map(str, told["parts"])) or ",".join(map(str, told["ranks"]))
+
+
+def _fit(members: list[int], made_of_groups: bool, given: dict[int, dict[str, Any]]) -> None:
+    """Check the communicators of a group: what each rank has given, by rank."""
+    for rank in sorted(given):
+        if made_of_groups or rank not in members:
+            why = "groups have theirs already" if made_of_groups else f"it is no member of {members}"
+            raise ConfigError(f"penstock.new_group: rank {rank} gives inside a communicator, and {why}", rank=rank)
+    for rank in members:
+        if rank not in given:
+            raise ConfigError(
+                f"penstock.new_group: rank {min(given)} gives inside a communicator, and rank {rank} of {members} none",
+                rank=rank,
+            )
+    ranks_of = {theirs["process"]: rank for rank, theirs in given.items()}
+    for rank in members:
+        found = [ranks_of.get(process, f"another, MPI's process {process}") for process in given[rank]["inside"]]
+        if found != members:
+            raise ConfigError(
+                f"penstock.new_group: a group of ranks {members}, and the communicator that rank {rank} gives inside "
+                f"is of ranks {found}; make one over exactly these in this order by MPI.COMM_WORLD.Split(color, key)",
+                rank=rank,
+            )
 
 
 def allreduce(

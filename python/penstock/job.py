@@ -125,6 +125,7 @@ class Job:
         finally:
             # Not earlier: what is pending belongs to the current job.
             _process.forget()
+            _after(self, at_exit=True)
 
 
 class _Process:
@@ -308,6 +309,7 @@ def shutdown() -> None:
             _finish(job)
         finally:
             _process.forget()
+            _after(job, at_exit=False)
 
 
 def current(caller: str = "this call") -> Job:
@@ -493,9 +495,12 @@ def _finish(job: Job, by_status: str | None = None) -> None:
         by_status: In order only if the exit status of the process will be 0; otherwise the reason that the others get.
     """
     front_end = sys.modules.get("penstock.torch")
+    inside = sys.modules.get("penstock.inside")
     try:
         if front_end is not None and job.failed is None:
             front_end.finish_all()
+        if inside is not None and job.failed is None:
+            inside.finish(job.options.operation_timeout_s)
     except BaseException as error:
         job.abort(described(error))
         raise
@@ -525,6 +530,13 @@ def _finish(job: Job, by_status: str | None = None) -> None:
                 if front_end is not None:
                     front_end.let_go(job.engine)
                 lending.forget_lent(job.engine)
+
+
+def _after(job: Job, *, at_exit: bool) -> None:
+    """After the end of a job: where it has failed, an MPI inside its groups must not keep the process."""
+    inside = sys.modules.get("penstock.inside")
+    if inside is not None and (job.failed is not None or job.engine.has_failed):
+        inside.end_mpi(job.options.peer_timeout_s, now=at_exit)
 
 
 def _after_fork_in_child() -> None:
