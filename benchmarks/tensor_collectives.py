@@ -10,6 +10,7 @@ A host has the vectors of its devices (here in main memory), and all shall hold 
     sum first    vectors of a host are summed, the ring sums over hosts, and the result is copied
     call, ring   `ps.allreduce([...], algorithm="ring")`: as many rings as there are slices
     call         `ps.allreduce([...])`, which chooses by itself
+    mpich inside a process for each vector: MPICH sums in a host, our call over hosts (`ps.new_group([group, ...])`)
     gloo, mpich  the peers: vectors of a host are summed, the library sums over hosts, and the result is copied
 
 The first two are written in Python here, of our messages and torch's sums. All but MPICH run in the same processes;
@@ -29,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine_process import EngineProcess, together, wire_up
+from benchmarks.engine_process import Conversation, EngineProcess, together, wire_up
 from benchmarks.mpi_process import MpiJob
 from lab import peers
 from lab.cluster import Cluster, Unavailable
@@ -38,7 +39,7 @@ from lab.records import ROOT, note, publish, result_arguments, shown, spread, wa
 FOLDER = ROOT / "docs" / "benchmarks" / "tensors"
 LINES = FOLDER / "tensors.jsonl"
 PORT = 29500  # of the first set of processes
-OURS = ("one ring", "two rings", "sum first", "call, ring", "call")
+OURS = ("one ring", "two rings", "sum first", "call, ring", "call", "mpich inside")
 PEERS = ("gloo", "mpich")
 COLOURS = {
     "one ring": "tab:cyan",
@@ -46,6 +47,7 @@ COLOURS = {
     "sum first": "tab:olive",
     "call, ring": "tab:green",
     "call": "tab:purple",
+    "mpich inside": "tab:pink",
     "gloo": "tab:orange",
     "mpich": "tab:red",
 }
@@ -55,24 +57,33 @@ SCENARIO = ("hosts", "megabytes", "vectors", "rate_mbit")
 class Arms:
     """The processes of one set, and every way to sum in them."""
 
-    def __init__(self, cluster: Cluster, port: int, mpich: str | None, folder: Path) -> None:
+    def __init__(self, cluster: Cluster, port: int, mpich: str | None, folder: Path, vectors: Sequence[int]) -> None:
         hosts = [host.address for host in cluster.hosts]
         self.ends = [EngineProcess(host.start, "benchmarks.tensor_process") for host in cluster.hosts]
         wire_up(self.ends, hosts, "w", slice_bytes=0)
         each = [{"rank": rank, "interface": host.interface} for rank, host in enumerate(cluster.hosts)]
         together(self.ends, "join_gloo", each, size=len(hosts), root=hosts[0], port=port)
         self.measured: dict[str, Any] = together(self.ends, "measure", wire="w")[0]  # the call's choice follows
-        self.mpi = None if mpich is None else MpiJob(cluster.hosts, mpich, folder)
+        self.mpi: MpiJob | None = None
+        self.inside: dict[int, MpiJob] = {}  # by how many vectors a host has
+        if mpich is not None:
+            self.mpi = MpiJob(cluster.hosts, mpich, _made(folder / "mpich"))
+            for count in vectors:
+                self.inside[count] = MpiJob(cluster.hosts, mpich, _made(folder / f"inside-{count}"), count)
 
     def vectors(self, count: int, vectors: int) -> None:
         """From now on so many vectors of so many numbers on each host."""
         together(self.ends, "vectors", wire="w", count=count, vectors=vectors)
         if self.mpi is not None:
             together(self.mpi.ends, "vectors", count=count, vectors=vectors)
+            together(self.inside[vectors].ends, "vectors", count=count, vectors=1)
+            self.now = self.inside[vectors]
 
     def round(self, arm: str) -> tuple[float, float]:
         """Seconds of the slowest host, and processor seconds of all, for one sum; every result is checked."""
-        ends = self.mpi.ends if self.mpi is not None and arm == "mpich" else self.ends
+        ends: Sequence[Conversation] = self.ends
+        if self.mpi is not None and arm in ("mpich", "mpich inside"):
+            ends = self.mpi.ends if arm == "mpich" else self.now.ends
         replies = together(ends, "time_tensor", arm=arm)
         wrong = [rank for rank, reply in enumerate(replies) if reply["wrong"]]
         assert not wrong, f"{arm}: the sum is wrong on ranks {wrong}"
@@ -81,23 +92,29 @@ class Arms:
     def close(self) -> None:
         """In order."""
         if self.mpi is not None:
-            self.mpi.close()
+            for job in (self.mpi, *self.inside.values()):
+                job.close()
         together(self.ends, "shutdown", wire="w")
         for end in self.ends:
             end.close()
 
 
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
 def measure(arguments: argparse.Namespace, hosts: int, mpich: str | None) -> list[dict[str, Any]]:
     """All points of so many hosts: each set of processes takes its share of the rounds of every point."""
     points = [(megabytes, vectors) for megabytes in arguments.megabytes for vectors in arguments.vectors]
-    arms = [*OURS, *(peer for peer in PEERS if peer != "mpich" or mpich is not None)]
+    arms = [arm for arm in (*OURS, *PEERS) if "mpich" not in arm or mpich is not None]
     taken: dict[tuple[float, int], dict[str, list[tuple[float, float]]]]
     taken = {point: {arm: [] for arm in arms} for point in points}
     measured = []
     with Cluster(hosts, arguments.mbit) as cluster:
         for begun in range(arguments.sets):
             with tempfile.TemporaryDirectory(prefix="penstock-tensors-") as folder:
-                processes = Arms(cluster, PORT + begun, mpich, Path(folder))
+                processes = Arms(cluster, PORT + begun, mpich, Path(folder), arguments.vectors)
                 measured.append(processes.measured)
                 for megabytes, vectors in points:
                     processes.vectors(round(megabytes * 1e6 / 4), vectors)
@@ -138,9 +155,14 @@ def is_met(record: Mapping[str, Any]) -> bool:
     return best(record, (*OURS, *PEERS)) in OURS
 
 
+def arms_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The arms that any of the records has."""
+    return [arm for arm in (*OURS, *PEERS) if any(arm in record["arms"] for record in records)]
+
+
 def table(records: Sequence[Mapping[str, Any]]) -> str:
     """As Markdown, the fastest of each point in bold."""
-    arms = [*OURS, *PEERS]
+    arms = arms_of(records)
     head = ["hosts", "vectors", "MB of each", *arms, "best of ours / best peer"]
     lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
     for record in records:
@@ -164,20 +186,23 @@ def draw(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     hosts = sorted({record["hosts"] for record in records})
     figure = Figure(figsize=(4.2 * len(sizes), 3 * len(numbers) + 0.6), layout="constrained")
     panels = figure.subplots(len(numbers), len(sizes), squeeze=False, sharey="col")
-    width = 0.8 / len(COLOURS)
+    arms = arms_of(records)
+    width = 0.8 / len(arms)
     for record in records:
         axes = panels[numbers.index(record["vectors"])][sizes.index(record["megabytes"])]
-        for number, (arm, colour) in enumerate(COLOURS.items()):
+        for number, arm in enumerate(arms):
             ms = record["arms"].get(arm, {}).get("ms")
             if ms is None:
                 continue
-            place = hosts.index(record["hosts"]) + (number - (len(COLOURS) - 1) / 2) * width
+            place = hosts.index(record["hosts"]) + (number - (len(arms) - 1) / 2) * width
             around = [[ms["median"] - ms["quarter"]], [ms["three_quarters"] - ms["median"]]]
             label = arm if record is records[0] else None
-            axes.bar(place, ms["median"], width, color=colour, label=label, yerr=around, error_kw={"linewidth": 0.8})
+            axes.bar(
+                place, ms["median"], width, color=COLOURS[arm], label=label, yerr=around, error_kw={"linewidth": 0.8}
+            )
         axes.set_xticks(range(len(hosts)), [f"{count} hosts" for count in hosts])
         axes.set(title=f"{record['vectors']} vectors of {record['megabytes']:g} MB on each host", ylabel="ms")
-    figure.legend(loc="outside lower center", ncols=len(COLOURS))
+    figure.legend(loc="outside lower center", ncols=len(arms))
     figure.savefig(path, dpi=130)
 
 
@@ -225,7 +250,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 for arm, of in record["arms"].items():
                     mark = ", the fastest" if arm == best(record, (*OURS, *PEERS)) else ""
                     cpu = of["cpu_s_per_gb"]["median"]
-                    print(f"  {arm:10} {shown(of['ms'], ' ms')}, {cpu:.2f} CPU s per GB{mark}", flush=True)
+                    print(f"  {arm:12} {shown(of['ms'], ' ms')}, {cpu:.2f} CPU s per GB{mark}", flush=True)
     return 0 if met else 1
 
 

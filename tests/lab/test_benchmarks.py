@@ -90,7 +90,7 @@ class TestCollectives:
 
 def tensors(megabytes, **medians):
     """What a run of `benchmarks.tensor_collectives` records of one point, in as much as is shown."""
-    names = {"rings": "two rings"}
+    names = {"rings": "two rings", "inside": "mpich inside"}
     arms = {
         names.get(arm, arm): {"ms": {"median": ms, "quarter": 0.9 * ms, "three_quarters": 1.1 * ms}}
         for arm, ms in medians.items()
@@ -105,13 +105,17 @@ class TestTensorCollectives:
         assert tensor_collectives.is_met(tensors(4.0, call=2.0, gloo=2.5))
 
     def test_page_and_picture_are_what_the_records_give(self, tmp_path, monkeypatch):
-        records = [tensors(4.0, rings=3.0, call=2.0, gloo=2.5), tensors(64.0, rings=30.0, call=20.0, gloo=16.0)]
+        records = [
+            tensors(4.0, rings=3.0, call=2.0, inside=2.2, gloo=2.5),
+            tensors(64.0, rings=30.0, call=20.0, gloo=16.0),
+        ]
         (tmp_path / "tensors.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         (tmp_path / "README.md").write_text("before\n<!-- measured: begin -->\nold\n<!-- measured: end -->\nafter\n")
         monkeypatch.setattr("sys.argv", ["tensor_collectives", "report", "--folder", str(tmp_path)])
         assert tensor_collectives.main() == 0
         page = (tmp_path / "README.md").read_text()
         assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page
-        assert "| 2 | 4 | 4 | missing | 3.0 | missing | missing | **2.0** | 2.5 | missing | 0.80 |" in page
-        assert "| 20.0 | **16.0** | missing | 1.25 |" in page
+        assert "| hosts | vectors | MB of each | two rings | call | mpich inside | gloo | best" in page
+        assert "| 2 | 4 | 4 | 3.0 | **2.0** | 2.2 | 2.5 | 0.80 |" in page
+        assert "| 2 | 4 | 64 | 30.0 | 20.0 | missing | **16.0** | 1.25 |" in page
         assert (tmp_path / "tensors.png").read_bytes().startswith(b"\x89PNG")
