@@ -81,7 +81,7 @@ struct ModelBook {
     /// Of those, whose contributions have numbers.
     with_data: BTreeMap<SliceId, BTreeSet<Rank>>,
     /// And of heads, of how many ranks they are, and after how many times that all had left.
-    parties: BTreeMap<(SliceId, Rank), u32>,
+    clients: BTreeMap<(SliceId, Rank), u32>,
     /// By slice of a group that this rank is the head of: who has contributed inside, and who has numbers; and the same of what was
     /// passed on and is not answered.
     inside: BTreeMap<SliceId, (Seq, BTreeSet<Rank>, BTreeSet<Rank>)>,
@@ -149,7 +149,7 @@ impl LinkModel {
                 places,
                 contributed: BTreeMap::new(),
                 with_data: BTreeMap::new(),
-                parties: BTreeMap::new(),
+                clients: BTreeMap::new(),
                 inside: BTreeMap::new(),
                 passed_on: BTreeMap::new(),
                 waiting: BTreeMap::new(),
@@ -437,7 +437,7 @@ impl LinkModel {
             if header.kind == Kind::Push {
                 state.with_data.entry(slice).or_default().insert(from);
             }
-            state.parties.insert((slice, from), header.argument >> 8);
+            state.clients.insert((slice, from), header.argument >> 8);
         }
         self.finish_if_complete(id, slice);
     }
@@ -472,23 +472,23 @@ impl LinkModel {
         let active = |rank: &Rank| !self.left.contains(rank) && roles.rules.needs(*rank);
         let mut wanted: BTreeSet<Rank> = roles.members.iter().filter(active).collect();
         if !roles.groups.is_empty() {
-            let parties = roles.groups.iter().map(|group| {
+            let clients = roles.groups.iter().map(|group| {
                 let ranks = group.members.iter().filter(active).count() as u32;
                 (group.head(), ranks)
             });
-            let parties: Vec<(Rank, u32)> = parties.filter(|(_, ranks)| *ranks > 0).collect();
+            let clients: Vec<(Rank, u32)> = clients.filter(|(_, ranks)| *ranks > 0).collect();
             let as_here = |(head, ranks): &(Rank, u32)| {
-                state.parties.get(&(slice, *head)) == Some(&(ranks | (self.eras & 0xff) << 16))
+                state.clients.get(&(slice, *head)) == Some(&(ranks | (self.eras & 0xff) << 16))
             };
-            if !parties.iter().all(as_here) {
+            if !clients.iter().all(as_here) {
                 return;
             }
-            wanted = parties.into_iter().map(|(head, _)| head).collect();
+            wanted = clients.into_iter().map(|(head, _)| head).collect();
         }
         if wanted.is_empty() || state.contributed.get(&slice).is_none_or(|(_, who)| *who != wanted) {
             return;
         }
-        state.parties.retain(|(of, _), _| *of != slice);
+        state.clients.retain(|(of, _), _| *of != slice);
         let seq = state.contributed.remove(&slice).map_or(0, |(seq, _)| seq);
         let with_data = state.with_data.remove(&slice).unwrap_or_default();
         let updated = state.book.roles.rules.fold == Fold::Updated;
