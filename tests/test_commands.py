@@ -152,6 +152,8 @@ TABLE = {
     "penstock explain lab:vgg19": Run(),
     "penstock explain lab:vgg19 --workers 8": Run(),
     "penstock explain lab:vgg19 --workers 8 --servers 2": Run(),
+    "penstock explain lab:vgg19 --workers 8 --per-host 4 --groups host": Run(),
+    "penstock explain vgg19 --workers 8 --per-host 4 --groups host": Run(put=NO_TORCHVISION),
     "penstock explain MODEL --workers W --servers S": Run(put=MODEL | {" W ": " 4 ", " S": " 2"}),
     "penstock explain lab:vgg19 --workers 8 --policy paper": Run(),
     "penstock explain vgg19 --workers 8 --batch 32": Run(put=NO_TORCHVISION),

@@ -97,7 +97,7 @@ _Tensor = (
 )
 _Phase = Literal["backward", "forward", "other"]
 _Kind = Literal["linear", "embedding", "other"]
-_Rates = tuple[float, float, float, float, float]
+_Rates = tuple[float, float, float, float, float, float]
 
 @type_check_only
 class LayerReport(TypedDict):
@@ -148,6 +148,8 @@ class Estimate(TypedDict):
     direction_bytes: int
     node_bytes: int
     total_bytes: int
+    inside_bytes: int
+    busy_s: float
     wire_s: float
     rebuild_s: float
 
@@ -198,6 +200,8 @@ def best_scheme(
     collective_slice_bytes: int,
     rates: _Rates,
     servers_apart: bool = False,
+    groups: list[list[int]] = ...,
+    hosts: list[int] = ...,
     allowed: list[str] | None = None,
     current: str | None = None,
     adopted: bool = False,
@@ -211,10 +215,11 @@ def best_scheme(
 
     ``shape`` is (outputs, inputs) of a linear layer, (vocabulary, width) of an embedding, ignored for others. ``elems``
     counts all of the layer's tensors. ``servers`` hold a shard each: the first workers, or others, ``servers_apart``.
-    ``rows`` are K by worker, or empty. Slices have two sizes, of the store and
-    of collectives. ``rates`` are bytes per second, latency in
-    seconds, bytes summed per second, floating point operations of a matrix product per second, seconds of work for an
-    exchange of rows.
+    ``groups`` are workers that sum among themselves, of which the first ones then hold the shards unless servers do;
+    ``hosts`` by rank a number for each host, or empty where each has its own. ``rows`` are K by worker, or empty.
+    Slices have two sizes, of the store and of collectives. ``rates`` are bytes per second of a line and inside a host,
+    latency in seconds, bytes summed per second, floating point operations of a matrix product per second, seconds of
+    work for an exchange of rows.
 
     Of ``allowed`` one may be chosen besides the store; without, whatever may be chosen while training. ``current`` is
     in use, and stays for now if it is ``adopted`` from ranks that went on.

@@ -13,11 +13,14 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock.command_line import Parser, add_json, fail, list_of, nbytes, positive, print_json, whole_number
 from penstock.config import RANKS_MAX
 from penstock.launch import start
+
+if TYPE_CHECKING:
+    from penstock.coordinator import Cluster
 
 DEMO_EXAMPLES = """\
 examples:
@@ -55,6 +58,7 @@ examples:
   penstock explain lab:vgg19 --workers 8                     a network of the lab, from the root of the repository
   penstock explain lab:vgg19 --workers 8 --policy paper      Poseidon's Algorithm 1 instead of predicted seconds
   penstock explain lab:vgg19 --workers 8 --servers 2         with 2 servers apart from the workers
+  penstock explain lab:vgg19 --workers 8 --per-host 4 --groups host     4 workers on each host, which sum first
   penstock explain vgg19 --workers 8 --compute-s 0.9 --json  with a prediction of step times, for programs
 
 For each layer: what its gradient weighs, what each way to synchronise it would move, which one is chosen and why.
@@ -193,6 +197,19 @@ def _add_explain(commands: Any) -> None:
         "a shard of the store)",
     )
     explain.add_argument(
+        "--per-host",
+        type=whole_number(1, RANKS_MAX),
+        default=1,
+        metavar="N",
+        help="workers on each host, which share its interface (default 1); servers have hosts of their own",
+    )
+    explain.add_argument(
+        "--groups",
+        metavar="GROUPS",
+        help="workers that sum among themselves before the store does, as in penstock.init: host, a number of groups, "
+        "or lists as [[0,1],[2,3]] (default: none)",
+    )
+    explain.add_argument(
         "--batch",
         type=whole_number(1, 1 << 24),
         metavar="N",
@@ -203,7 +220,14 @@ def _add_explain(commands: Any) -> None:
         type=positive,
         default=1000.0,
         metavar="X",
-        help="one direction of a worker's interface, in megabits per second (default 1000)",
+        help="one direction of a host's interface, in megabits per second (default 1000)",
+    )
+    explain.add_argument(
+        "--inside-mbit",
+        type=positive,
+        default=16_000.0,
+        metavar="X",
+        help="what a worker sends to others of its host, or gets from them, in megabits per second (default 16000)",
     )
     explain.add_argument(
         "--latency-us", type=positive, default=100.0, metavar="X", help="one message, in microseconds (default 100)"
@@ -388,7 +412,7 @@ def _explain(options: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from penstock import lossy, models
-    from penstock.coordinator import Cluster, Coordinator, Rates, best_collectives
+    from penstock.coordinator import Coordinator, Rates, best_collectives
     from penstock.errors import ConfigError
     from penstock.explanation import Explanation
     from penstock.plan import Terms
@@ -411,13 +435,14 @@ def _explain(options: argparse.Namespace) -> int:
         if compute_s is None and arithmetic > 0.0 and network.arithmetic_is_known:
             compute_s, source = arithmetic / gflops / 1e9, f"{source}; compute: as the products imply"
         given = lossy.of_layers(options.lossy, network.layers)
-        cluster = Cluster(options.workers, options.servers or options.workers, servers_apart=options.servers > 0)
         rates = Rates(
             bytes_per_s=options.bandwidth_mbit * 1e6 / 8,
+            inside_bytes_per_s=options.inside_mbit * 1e6 / 8,
             latency_s=options.latency_us * 1e-6,
             product_flops_per_s=gflops * 1e9,
             source=source,
         )
+        cluster = _cluster(options)
         collectives: dict[str, str] = {}
         if options.collective_schemes:
             collectives = best_collectives(network, cluster, policy=options.policy, rates=rates)
@@ -437,6 +462,36 @@ def _explain(options: argparse.Namespace) -> int:
     else:
         sys.stdout.write(explanation.render())
     return 0
+
+
+def _cluster(options: argparse.Namespace) -> Cluster:
+    """What the options describe."""
+    from penstock import grouping
+    from penstock.coordinator import Cluster
+    from penstock.errors import ConfigError
+
+    workers, servers, per_host = options.workers, options.servers, options.per_host
+    if workers % per_host:
+        raise ConfigError(
+            f"--per-host {per_host}: {workers} workers do not fill hosts of {per_host}; give a number that divides "
+            "--workers"
+        )
+    hosts = [*(worker // per_host for worker in range(workers)), *(workers + server for server in range(servers))]
+    cluster = Cluster(
+        workers,
+        servers or workers,
+        servers_apart=servers > 0,
+        hosts=tuple(hosts) if per_host > 1 else (),
+    )
+    if options.groups is None:
+        return cluster
+    try:
+        groups = grouping.parse(options.groups)
+    except ValueError:
+        raise ConfigError(f"--groups {options.groups}: accepted are {grouping.ACCEPTED}") from None
+    grouping.check(groups, workers, "--groups")
+    known = cluster.hosts[:workers] or range(workers)
+    return cluster.in_groups(grouping.members(groups, known))
 
 
 def _line_rate(options: argparse.Namespace) -> int:

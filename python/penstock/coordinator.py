@@ -13,12 +13,13 @@ import difflib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.config import POLICIES
 from penstock.description import Layer, Network
 from penstock.errors import ConfigError
+from penstock.grouping import HOST, Groups, members
 from penstock.plan import STORE, LayerPlan, Terms
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ class Rates:
     """What wire and processors do: of the slowest node, since all wait for it.
 
     Attributes:
-        bytes_per_s: One direction of an interface.
+        bytes_per_s: One direction of a host's interface, whoever of its ranks uses it.
+        inside_bytes_per_s: What a rank sends to others of its host, or gets from them.
         latency_s: One message of a byte, from one rank's engine to another's.
         summed_bytes_per_s: Bytes of input added to a sum.
         product_flops_per_s: Of a matrix product; a multiplication and an addition are two.
@@ -44,6 +46,7 @@ class Rates:
     """
 
     bytes_per_s: float = 125e6
+    inside_bytes_per_s: float = 2e9
     latency_s: float = 100e-6
     summed_bytes_per_s: float = 4e9
     product_flops_per_s: float = 50e9
@@ -51,9 +54,10 @@ class Rates:
     call_s: float = 0.0
     source: str = "assumed"
 
-    def native(self) -> tuple[float, float, float, float, float]:
+    def native(self) -> tuple[float, float, float, float, float, float]:
         """As the native module takes them."""
-        return (self.bytes_per_s, self.latency_s, self.summed_bytes_per_s, self.product_flops_per_s, self.gather_s)
+        rates = (self.bytes_per_s, self.inside_bytes_per_s, self.latency_s)
+        return (*rates, self.summed_bytes_per_s, self.product_flops_per_s, self.gather_s)
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,10 @@ class Cluster:
         collective_slice_bytes: Largest slice of layers that travel by a collective.
         lanes: Lanes that carry slices.
         servers_apart: Whether the shards are held by processes of their own (`penstock server`), not by workers.
+        hosts: By rank, workers first, then servers apart: the number of its host, whose ranks share an interface. Empty
+            where each has its own, or all ranks are on one host: then there is no line to share.
+        groups: Workers that sum among themselves before the store does; the first of each talks to the others, and
+            holds a shard unless servers do.
     """
 
     n_worker: int
@@ -75,6 +83,18 @@ class Cluster:
     collective_slice_bytes: int = 512 * 1024
     lanes: int = 1
     servers_apart: bool = False
+    hosts: tuple[int, ...] = ()
+    groups: Groups = ()
+
+    def in_groups(self, groups: Groups) -> Cluster:
+        """The same with other groups, or with none."""
+        n_server = self.n_server if self.servers_apart else len(groups) or self.n_worker
+        return replace(self, groups=groups, n_server=n_server)
+
+    @property
+    def by_host(self) -> Groups:
+        """The groups that the workers of a host make; none where no two share one, or hosts are not known."""
+        return members(HOST, self.hosts[: self.n_worker])
 
 
 class Placed(NamedTuple):
@@ -278,7 +298,21 @@ class Coordinator:
             why_whole=layer.why_whole,
             whole_on=self._whole.get(name),
         )
-        return LayerPlan.of(layer, choice, rows, self.rates.bytes_per_s)
+        return LayerPlan.of(layer, choice, rows)
+
+    def in_groups(self, groups: Groups) -> Coordinator:
+        """What would be decided with the same facts in a cluster with other groups, or with none: to compare."""
+        other = Coordinator(
+            self.network,
+            self.cluster.in_groups(groups),
+            policy=self.policy,
+            rates=self.rates,
+            batchsize=self.batchsize,
+            terms=self.terms,
+        )
+        other._rows, other._whole = dict(self._rows), dict(self._whole)
+        other._decide(first=True)
+        return other
 
     # Asked by anybody
 
@@ -315,9 +349,10 @@ class Coordinator:
 
         Args:
             names: ``n_worker``, ``n_server``, ``batchsize`` (samples per worker, `None` while not known), ``policy``,
-                ``rates``, ``slice_bytes``, ``collective_slice_bytes``, ``lanes``, ``layers`` (their names); the name of
-                a layer gives its `Layer`, that of a tensor of a distributed model a list of `Placed`: where the slices
-                of its gradient live whenever it travels whole, and not as rows or shortened.
+                ``rates``, ``slice_bytes``, ``collective_slice_bytes``, ``lanes``, ``hosts`` and ``groups`` (see
+                `Cluster`), ``layers`` (their names); the name of a layer gives its `Layer`, that of a tensor of a
+                distributed model a list of `Placed`: where the slices of its gradient live whenever it travels whole,
+                and not as rows or shortened.
 
         Returns:
             The value for one name, a tuple for several.
@@ -417,6 +452,8 @@ def _best(
         workers=cluster.n_worker,
         servers=cluster.n_server,
         servers_apart=cluster.servers_apart,
+        groups=[list(group) for group in cluster.groups],
+        hosts=list(cluster.hosts),
         slice_bytes=cluster.slice_bytes,
         collective_slice_bytes=cluster.collective_slice_bytes,
         rates=rates.native(),

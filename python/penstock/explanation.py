@@ -2,9 +2,10 @@
 
     penstock explain MODEL --workers 8 --batch 32
 
-Bytes are those of one step on the busiest direction of one node's interface: a worker that also holds a shard sends and
-receives as much. Times are limits (crates/core/src/cost/overlap.rs): what plain DDP and Penstock could attain at best,
-with the same compute time and the same wire. Omitted are latencies, which a step overlaps, and headers.
+Bytes are those of one step on the busiest direction of one host's interface: a worker that also holds a shard sends and
+receives as much, and workers of one host share it. Times are limits (crates/core/src/cost/overlap.rs): what plain DDP
+and Penstock could attain at best, with the same compute time and the same wire. Omitted are latencies, which a step
+overlaps, and headers.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from penstock.account import duration, plural, shortened, size
 from penstock.plan import STORE, LayerPlan, rows_scheme
 
 if TYPE_CHECKING:
-    from penstock.coordinator import Coordinator, Rates
+    from penstock.coordinator import Cluster, Coordinator, Rates
+    from penstock.grouping import Groups
 
-__all__ = ["Explanation", "StepTimes", "predict"]
+__all__ = ["Explanation", "OtherGroups", "StepTimes", "predict"]
 
 WIDTH = 120
 SHAPE_WIDTH_MAX = 14
@@ -48,6 +50,23 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
+class OtherGroups:
+    """What the same choices would come to in other groups: in none, if there are groups, else in those of hosts.
+
+    Attributes:
+        groups: Ranks by group, or nothing.
+        store_bytes: As of `Explanation`.
+        chosen_bytes: As of `Explanation`.
+        times: As of `Explanation`.
+    """
+
+    groups: Groups
+    store_bytes: int
+    chosen_bytes: int
+    times: StepTimes | None
+
+
+@dataclass(frozen=True)
 class Explanation:
     """Everything; see `Explanation.render` and `Explanation.as_dict`."""
 
@@ -58,12 +77,15 @@ class Explanation:
     n_worker: int
     n_server: int
     servers_apart: bool
+    hosts: tuple[int, ...]
+    groups: Groups
     batchsize: int | None
     rates: Rates
     layers: tuple[LayerPlan, ...]
     store_bytes: int
     chosen_bytes: int
     times: StepTimes | None
+    other_groups: OtherGroups | None
 
     @classmethod
     def of(cls, coordinator: Coordinator, compute_s: float | None = None) -> Explanation:
@@ -73,7 +95,8 @@ class Explanation:
             coordinator: With the present facts.
             compute_s: Forward and backward of one worker alone; without it no step time is predicted.
         """
-        plans = tuple(coordinator.decision(layer.name) for layer in coordinator.network.forward_order if layer.tensors)
+        plans, cluster = _plans(coordinator), coordinator.cluster
+        store_bytes, chosen_bytes = _sums(plans)
         notes = coordinator.network.notes
         if compute_s is not None and not any(layer.flops for layer in coordinator.network.layers):
             notes = (*notes, EVEN_COMPUTE)
@@ -82,15 +105,18 @@ class Explanation:
             source=coordinator.network.source,
             notes=notes,
             policy=coordinator.policy,
-            n_worker=coordinator.cluster.n_worker,
-            n_server=coordinator.cluster.n_server,
-            servers_apart=coordinator.cluster.servers_apart,
+            n_worker=cluster.n_worker,
+            n_server=cluster.n_server,
+            servers_apart=cluster.servers_apart,
+            hosts=cluster.hosts,
+            groups=cluster.groups,
             batchsize=coordinator.batchsize,
             rates=coordinator.rates,
             layers=plans,
-            store_bytes=sum(plan.scheme_bytes[STORE] for plan in plans),
-            chosen_bytes=sum(plan.scheme_bytes.get(plan.scheme, plan.scheme_bytes[STORE]) for plan in plans),
+            store_bytes=store_bytes,
+            chosen_bytes=chosen_bytes,
             times=None if compute_s is None else predict(coordinator, plans, compute_s),
+            other_groups=_in_other_groups(coordinator, compute_s),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -100,6 +126,26 @@ class Explanation:
     def render(self) -> str:
         """For people."""
         return _Text(self).text()
+
+
+def _plans(coordinator: Coordinator) -> tuple[LayerPlan, ...]:
+    return tuple(coordinator.decision(layer.name) for layer in coordinator.network.forward_order if layer.tensors)
+
+
+def _sums(plans: Sequence[LayerPlan]) -> tuple[int, int]:
+    """Bytes of all layers through the store, and by the choices."""
+    chosen = (plan.scheme_bytes.get(plan.scheme, plan.scheme_bytes[STORE]) for plan in plans)
+    return sum(plan.scheme_bytes[STORE] for plan in plans), sum(chosen)
+
+
+def _in_other_groups(coordinator: Coordinator, compute_s: float | None) -> OtherGroups | None:
+    cluster: Cluster = coordinator.cluster
+    groups = () if cluster.groups else cluster.by_host
+    if groups == cluster.groups:
+        return None
+    other = coordinator.in_groups(groups)
+    plans = _plans(other)
+    return OtherGroups(groups, *_sums(plans), None if compute_s is None else predict(other, plans, compute_s))
 
 
 def predict(coordinator: Coordinator, plans: tuple[LayerPlan, ...], compute_s: float) -> StepTimes:
@@ -112,15 +158,18 @@ def predict(coordinator: Coordinator, plans: tuple[LayerPlan, ...], compute_s: f
     """
     from penstock._native import step_times
 
-    network, workers, rate = coordinator.network, coordinator.cluster.n_worker, coordinator.rates.bytes_per_s
+    network, cluster, rates = coordinator.network, coordinator.cluster, coordinator.rates
+    # In DDP's ring ranks of a host follow each other, so that its interface carries what one of them sends.
+    on_one_host = len(set(cluster.hosts[: cluster.n_worker])) == 1
+    rate = rates.inside_bytes_per_s if on_one_host else rates.bytes_per_s
     times = network.compute(compute_s)
     by_name = {plan.name: plan for plan in plans}
-    ring_share = 2.0 * (workers - 1) / workers
+    ring_share = 2.0 * (cluster.n_worker - 1) / cluster.n_worker
     ddp, store, chosen = [], [], []
     for layer, (forward_s, backward_s) in zip(network.forward_order, times, strict=True):
         plan = by_name.get(layer.name)
         ddp.append((forward_s, backward_s, ring_share * layer.nbytes / rate))
-        store.append((forward_s, backward_s, plan.scheme_bytes[STORE] / rate if plan else 0.0))
+        store.append((forward_s, backward_s, plan.scheme_wire_s[STORE] if plan else 0.0))
         # A gradient is rebuilt when its factors are in: before the layer's forward, and it delays that.
         rebuild_s, wire_s = (plan.rebuild_s, plan.wire_s) if plan else (0.0, 0.0)
         chosen.append((forward_s + rebuild_s, backward_s, wire_s))
@@ -146,20 +195,29 @@ class _Text:
         it = self._it
         batch = f", {it.batchsize} samples per worker" if it.batchsize is not None else ""
         lines = [
-            f"{it.network} on {plural(it.n_worker, 'worker')}{batch}; the store is sharded over {self._servers()}",
+            f"{it.network} on {plural(it.n_worker, 'worker')}{self._hosts()}{batch}; the store is sharded over "
+            f"{self._servers()}",
+            *([f"workers that sum among themselves first: {_listed(it.groups)}"] if it.groups else []),
             f"policy {it.policy}: " + _POLICY[it.policy],
         ]
         if it.policy == "measured" or it.times is not None:
             rates = it.rates
             lines.append(
                 f"wire {rates.bytes_per_s * 8 / 1e6:,.0f} Mbit/s per direction, "
-                f"latency {rates.latency_s * 1e6:,.0f} us, "
+                + (f"{rates.inside_bytes_per_s * 8 / 1e6:,.0f} inside hosts, " if it.hosts or it.groups else "")
+                + f"latency {rates.latency_s * 1e6:,.0f} us, "
                 f"matrix products {rates.product_flops_per_s / 1e9:,.0f} Gflop/s ({rates.source})"
             )
         lines += [f"note: {note}" for note in it.notes]
         return lines
 
+    def _hosts(self) -> str:
+        hosts = set(self._it.hosts[: self._it.n_worker])
+        return f" on {plural(len(hosts), 'host')}" if hosts else ""
+
     def _servers(self) -> str:
+        if self._it.groups and not self._it.servers_apart:
+            return f"the {plural(self._it.n_server, 'head')} of their groups"
         if not self._it.servers_apart:
             return "all of them"
         return f"{plural(self._it.n_server, 'server')} apart from them"
@@ -220,7 +278,7 @@ class _Text:
 
     def _legend(self) -> list[str]:
         return [
-            "Sizes are per step, on the busier direction of the busiest node's interface. rows sent: of a linear layer",
+            "Sizes are per step, on the busier direction of the busiest host's interface. rows sent: of a linear layer",
             "factors, K rows of its input and of its output's gradient, from all to all; of an embedding pairs (index,",
             "row). adam: Project Adam's scheme (factors up, matrix down) at the layer's owner, to compare. half: the",
             "store with gradients rounded to bf16 or fp16 on the wire, which is lossy and on request only. all: a",
@@ -236,6 +294,7 @@ class _Text:
         lines = [
             f"{plural(len(it.layers), 'layer')}: {chosen}",
             f"with these choices {size(it.chosen_bytes)} per node and direction, {share:.0%} of the store alone",
+            *self._other_bytes(),
             *self._lossy(),
         ]
         if it.times is None:
@@ -254,8 +313,24 @@ class _Text:
             f"  {'the store alone: hidden under backward and forward':<58}{duration(times.store_s):>9}",
             f"  {'these choices: hidden under backward and forward':<58}{duration(times.chosen_s):>9}"
             f"   {times.ddp_s / times.chosen_s:.2f} times as fast as DDP",
+            *self._other_time(times),
         ]
         return lines
+
+    def _other_bytes(self) -> list[str]:
+        other = self._it.other_groups
+        if other is None:
+            return []
+        sizes = f"{size(other.chosen_bytes)}, with the store alone {size(other.store_bytes)}"
+        return [f"{OTHER_GROUPS[bool(other.groups)]} it would be {sizes}"]
+
+    def _other_time(self, times: StepTimes) -> list[str]:
+        other = self._it.other_groups
+        if other is None or other.times is None:
+            return []
+        what = f"choices {OTHER_GROUPS[bool(other.groups)]}"
+        share = other.times.chosen_s / times.chosen_s
+        return [f"  {what:<58}{duration(other.times.chosen_s):>9}   {share:.2f} of the time of these"]
 
     def _lossy(self) -> list[str]:
         layers = [plan for plan in self._it.layers if plan.lossy]
@@ -267,6 +342,19 @@ class _Text:
         if any(plan.code == "lossy" for plan in layers):
             lines.append("What 1bit and dgc compute to make gradients short, and to sum them, is in no prediction.")
         return lines
+
+
+OTHER_GROUPS = {False: "without groups", True: 'in groups by host (groups="host")'}
+
+
+def _listed(groups: Groups) -> str:
+    """``0-3; 4-7``: ranks by group."""
+
+    def one(group: Sequence[int]) -> str:
+        in_a_row = len(group) > 1 and list(group) == list(range(group[0], group[-1] + 1))
+        return f"{group[0]}-{group[-1]}" if in_a_row else ", ".join(map(str, group))
+
+    return "; ".join(map(one, groups))
 
 
 _POLICY = {

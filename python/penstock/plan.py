@@ -72,14 +72,17 @@ class LayerPlan:
         shape: Of its weight.
         rows: Most rows of any worker, or `None` while unknown.
         gradient_bytes: Its gradient.
-        scheme_bytes: By scheme that fits the layer, bytes on the busiest direction of an interface in one step.
+        scheme_bytes: By scheme that fits the layer, bytes on the busiest direction of an interface in one step. All
+            ranks of a host share one.
+        scheme_wire_s: By scheme, seconds for which that is busy, or the busiest rank inside its host if that takes
+            longer.
         scheme_s: By scheme, predicted seconds if the layer has the wire for itself, rebuilding included.
         scheme: How it is synchronised.
         given: Whether the user has asked for that; otherwise it is chosen.
         may_change: Whether a later measurement may lead to another.
         code: The reason in one word.
         reason: The reason.
-        wire_s: Seconds of the scheme on the busiest direction.
+        wire_s: Of `scheme_wire_s` that of the scheme.
         rebuild_s: Seconds to rebuild the gradient from its factors, beyond what is computed anyway.
         lossy: Whether the scheme loses something.
     """
@@ -90,6 +93,7 @@ class LayerPlan:
     rows: int | None
     gradient_bytes: int
     scheme_bytes: dict[str, int]
+    scheme_wire_s: dict[str, float]
     scheme_s: dict[str, float]
     scheme: str
     given: bool
@@ -101,14 +105,13 @@ class LayerPlan:
     lossy: bool
 
     @classmethod
-    def of(cls, layer: Layer, choice: Decision, rows: list[int], bytes_per_s: float) -> LayerPlan:
+    def of(cls, layer: Layer, choice: Decision, rows: list[int]) -> LayerPlan:
         """What the native module has decided.
 
         Args:
             layer: The layer.
             choice: The decision.
             rows: Of each rank, or none while they are not known.
-            bytes_per_s: The line rate.
         """
         estimates = {estimate["scheme"]: estimate for estimate in choice["estimates"]}
         # A scheme that was given or adopted may need rows that are not known here: then the store's bytes stand for
@@ -121,13 +124,14 @@ class LayerPlan:
             rows=max(rows) if rows and layer.kind != "other" else None,
             gradient_bytes=layer.nbytes,
             scheme_bytes={scheme: estimate["direction_bytes"] for scheme, estimate in estimates.items()},
+            scheme_wire_s={scheme: estimate["busy_s"] for scheme, estimate in estimates.items()},
             scheme_s={scheme: estimate["wire_s"] + estimate["rebuild_s"] for scheme, estimate in estimates.items()},
             scheme=choice["scheme"],
             given=choice["given"],
             may_change=choice["may_change"],
             code=choice["code"],
             reason=choice["reason"],
-            wire_s=chosen["direction_bytes"] / bytes_per_s,
+            wire_s=chosen["busy_s"],
             rebuild_s=chosen["rebuild_s"],
             lossy=choice["lossy"],
         )

@@ -217,3 +217,40 @@ def test_ranks_with_different_collectives_are_told():
         blobs = []
         books[1].agree(lambda _, blob: blobs.append(blob) or [blob, blob], rank=1)
         books[0].agree(lambda _, blob: [blob, *blobs], rank=0)
+
+
+TWO_HOSTS = (0, 0, 0, 0, 1, 1, 1, 1)
+BY_HOST = ((0, 1, 2, 3), (4, 5, 6, 7))
+
+
+def test_groups_are_those_of_the_workers_of_a_host():
+    assert Cluster(8, 8, hosts=TWO_HOSTS).by_host == BY_HOST
+    assert Cluster(8, 2, servers_apart=True, hosts=(*TWO_HOSTS, 0, 1)).by_host == BY_HOST, "servers are in none"
+    assert Cluster(8, 8).by_host == Cluster(3, 3, hosts=(0, 1, 2)).by_host == ()
+    grouped = Cluster(8, 8, hosts=TWO_HOSTS).in_groups(BY_HOST)
+    assert grouped.n_server == 2, "their heads own"
+    assert grouped.in_groups(()).n_server == 8
+    apart = Cluster(8, 3, servers_apart=True, hosts=(*TWO_HOSTS, 2, 3, 4))
+    assert apart.in_groups(BY_HOST).n_server == apart.in_groups(BY_HOST).in_groups(()).n_server == 3
+
+
+def test_rows_are_compared_with_the_store_of_the_jobs_groups():
+    """4096 x 4096 with 200 rows: factors send 16 x 200 x 8192 numbers from a host, the store 4096^2 or 4 times that."""
+    net = Network("net", (linear("fc", 4096, 4096),))
+    without = Coordinator(net, Cluster(8, 8, hosts=TWO_HOSTS), rates=FAST_PRODUCTS, batchsize=200)
+    assert without.best_scheme("fc") == "factors"
+    book = without.in_groups(BY_HOST)
+    assert book.best_scheme("fc") == "store"
+    assert book.decision("fc").scheme_bytes["store"] * 4 == without.decision("fc").scheme_bytes["store"]
+    assert book.query("groups", "hosts", "n_server") == (BY_HOST, TWO_HOSTS, 2)
+    assert book.update(rows={"fc": [100] * 8}, rates=FAST_PRODUCTS) == {"fc": "factors"}
+    assert without.in_groups(()).decision("fc") == without.decision("fc")
+
+
+def test_ranks_with_other_hosts_or_groups_are_told():
+    one = Cluster(4, 4, hosts=(0, 0, 1, 1))
+    net = Network("net", (linear("fc", 10, 20),))
+    errors = agree([Coordinator(net, cluster) for cluster in (one, replace(one, hosts=(0, 1, 0, 1)))])
+    assert all("differ in hosts: [0, 0, 1, 1] on rank 0, [0, 1, 0, 1] on rank 1" in str(error) for error in errors)
+    errors = agree([Coordinator(net, cluster) for cluster in (one, one.in_groups(one.by_host))])
+    assert all("differ in n_server" in str(error) for error in errors)

@@ -8,8 +8,8 @@ import pytest
 from penstock import _native
 from penstock.errors import ConfigError
 
-BYTES_ALONE = (1e9, 0.0, 1e30, 1e30, 0.0)
-GIGABIT = (125e6, 100e-6, 4e9, 50e9, 200e-6)
+BYTES_ALONE = (1e9, 1e30, 0.0, 1e30, 1e30, 0.0)
+GIGABIT = (125e6, 2e9, 100e-6, 4e9, 50e9, 200e-6)
 
 
 def choose(policy, outputs, inputs, rows, workers, rates=BYTES_ALONE, **changes):
@@ -59,7 +59,7 @@ def test_the_boundary_is_exact():
 
 
 def test_a_slow_product_is_counted_by_the_measured_policy_alone():
-    slow = (1e9, 0.0, 1e30, 1e10, 0.0)
+    slow = (1e9, 1e30, 0.0, 1e30, 1e10, 0.0)
     assert choose("measured", 4096, 4096, 32, 8, rates=slow)["code"] == "store-fastest"
     assert choose("paper", 4096, 4096, 32, 8, rates=slow)["scheme"] == "factors"
 
@@ -116,7 +116,11 @@ def test_step_times_are_in_order():
         (lambda: choose("paper", 10, 10, 1, 2, servers=0), "servers"),
         (lambda: choose("paper", 10, 10, [1], 2), "rows of 1 workers"),
         (lambda: choose("paper", 10, 10, 1 << 60, 2), "rows"),
-        (lambda: choose("paper", 10, 10, 1, 2, rates=(0.0, 0.0, 1.0, 1.0, 0.0)), "bytes_per_s"),
+        (lambda: choose("paper", 10, 10, 1, 2, rates=(0.0, 1.0, 0.0, 1.0, 1.0, 0.0)), "bytes_per_s"),
+        (lambda: choose("paper", 10, 10, 1, 2, rates=(1.0, 0.0, 0.0, 1.0, 1.0, 0.0)), "inside_bytes_per_s"),
+        (lambda: choose("paper", 10, 10, 1, 2, hosts=[0]), "hosts of 1 ranks"),
+        (lambda: choose("paper", 10, 10, 1, 2, groups=[[0], [0]]), "each of 2 workers must be in one"),
+        (lambda: choose("paper", 10, 10, 1, 2, groups=[[0, 1]]), "1 groups, whose heads hold the shards, and 2 shards"),
         (lambda: _native.allreduce_cost("factors", 1, 4, 2, 1, GIGABIT), "unknown algorithm"),
         (lambda: _native.allreduce_cost("ring", 1, 4, 0, 1, GIGABIT), "bounds"),
         (lambda: _native.step_times([(-1.0, 0.0, 0.0)]), "negative"),

@@ -441,3 +441,57 @@ def test_step_times_at_run_time():
 def test_lossy_schemes_that_cannot_be(given, message):
     with pytest.raises(ConfigError, match=message):
         of_layers([given], description.read(NETWORKS["vgg19"](), "vgg19").layers)
+
+
+ON_HOSTS = ("lab:vgg19", "--workers", "8", "--per-host", "4", "--batch", "32", "--compute-s", "1")
+
+
+def test_workers_of_a_host_share_its_interface_and_groups_spare_it():
+    """2 hosts of 4: the store moves 2 m (C-1)/C n = 4 n through each interface, in groups n."""
+    without, grouped = explained(*ON_HOSTS), explained(*ON_HOSTS, "--groups", "host")
+    nbytes = sum(layer["gradient_bytes"] for layer in without["layers"])
+    assert without["store_bytes"] == pytest.approx(4 * nbytes, rel=1e-4)
+    assert grouped["store_bytes"] == pytest.approx(nbytes, rel=1e-4)
+    assert (without["groups"], grouped["groups"]) == ([], [[0, 1, 2, 3], [4, 5, 6, 7]])
+    # Each has the other to compare with.
+    for found, other in ((without, grouped), (grouped, without)):
+        assert found["other_groups"]["groups"] == other["groups"]
+        for name in ("store_bytes", "chosen_bytes", "times"):
+            assert found["other_groups"][name] == other[name]
+    # DDP's ring passes each interface once, in groups or not.
+    assert grouped["times"]["ddp_s"] == without["times"]["ddp_s"]
+    assert grouped["times"]["store_s"] < 0.5 * without["times"]["store_s"]
+
+
+def test_groups_are_shown_beside_what_would_be_without_them(explain_here, folder):
+    (folder / "nets.py").write_text("from torch import nn\ndef net():\n    return nn.Conv2d(64, 640, 9)\n")
+    arguments = ("nets:net", "--workers", "4", "--per-host", "2", "--compute-s", "0.01")
+    text = explain_here(*arguments, "--groups", "host").stdout
+    assert "on 4 workers on 2 hosts" in text and "the store is sharded over the 2 heads of their groups" in text
+    assert "workers that sum among themselves first: 0-1; 2-3" in text
+    assert "without groups it would be 26.5 MB, with the store alone 26.5 MB" in text
+    assert "choices without groups" in text
+    text = explain_here(*arguments).stdout
+    assert 'in groups by host (groups="host") it would be 13.3 MB' in text
+    assert 'choices in groups by host (groups="host")' in text
+    apart = explain_here(*arguments, "--servers", "2", "--groups", "2", "--json")
+    found = json.loads(apart.stdout)
+    nbytes = found["layers"][0]["gradient_bytes"]
+    assert found["store_bytes"] == nbytes, "a host sends that of one worker, and a server gets C n / S"
+    assert found["other_groups"]["store_bytes"] == 2 * nbytes
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--per-host", "3"), "--per-host 3: 8 workers do not fill hosts of 3; give a number that divides --workers"),
+        (("--groups", "3"), "option groups: 3 (--groups): 8 workers do not make 3 groups of equal size"),
+        (("--groups", "hosts"), '--groups hosts: accepted are "host", a number of groups'),
+        (("--groups", "[[0, 1], [2, 3]]"), "each of the ranks 0 to 7 must be in one of the lists"),
+    ],
+)
+def test_groups_and_hosts_that_cannot_be(explain_here, folder, options, said):
+    (folder / "nets.py").write_text("from torch import nn\ndef net():\n    return nn.Linear(8, 8)\n")
+    done = explain_here("nets:net", "--workers", "8", *options)
+    assert done.returncode == 2
+    assert said in done.stderr

@@ -229,6 +229,7 @@ mod tests {
     /// No latency, no sums, a product that costs nothing: bytes alone decide.
     const BYTES_ALONE: Rates = Rates {
         bytes_per_s: 1e9,
+        inside_bytes_per_s: 1e30,
         latency_s: 0.0,
         summed_bytes_per_s: 1e30,
         product_flops_per_s: 1e30,
@@ -256,6 +257,8 @@ mod tests {
             workers,
             servers: workers,
             servers_apart: false,
+            groups: &[],
+            hosts: &[],
             slice_bytes: 512 << 10,
             collective_slice_bytes: 512 << 10,
             rates,
@@ -420,6 +423,77 @@ mod tests {
         }
     }
 
+    /// Eight workers on two hosts, `groups` or none, and servers on hosts of their own.
+    fn on_two_hosts<'a>(rows: &'a [u64], groups: &'a [Vec<u32>], rates: Rates) -> Facts<'a> {
+        let servers = if groups.is_empty() { 8 } else { groups.len() as u32 };
+        Facts { groups, servers, hosts: &[0, 0, 0, 0, 1, 1, 1, 1], ..linear(4096, 4096, rows, rates) }
+    }
+
+    fn by_host() -> Vec<Vec<u32>> {
+        vec![vec![0, 1, 2, 3], vec![4, 5, 6, 7]]
+    }
+
+    #[test]
+    fn groups_of_a_host_leave_its_interface_an_mth_of_the_stores_bytes() {
+        let (rows, groups, bytes) = ([32; 8], by_host(), 4096 * 4096 * 4);
+        let with = on_two_hosts(&rows, &groups, BYTES_ALONE).estimate(Way::STORE).unwrap();
+        let without = on_two_hosts(&rows, &[], BYTES_ALONE).estimate(Way::STORE).unwrap();
+        assert_eq!((with.direction_bytes, with.inside_bytes, with.steps), (bytes, 3 * bytes, 4));
+        assert_eq!((without.direction_bytes, without.inside_bytes), (4 * bytes, 3 * bytes / 4));
+        assert_eq!((with.busy_s, without.busy_s), (bytes as f64 / 1e9, 4.0 * bytes as f64 / 1e9));
+        assert!(with.wire_s < 0.3 * without.wire_s, "{} and {}", with.wire_s, without.wire_s);
+        // Where it is slow inside that is what counts: (m-1) n at a head.
+        let slow = Rates { inside_bytes_per_s: 1e9, ..BYTES_ALONE };
+        let with = on_two_hosts(&rows, &groups, slow).estimate(Way::STORE).unwrap();
+        assert_eq!(with.busy_s, 3.0 * bytes as f64 / 1e9);
+        assert!(with.wire_s > 3.0 * bytes as f64 / 1e9);
+    }
+
+    #[test]
+    fn other_ways_are_compared_with_the_store_of_groups() {
+        // Of factors 16 x K x 8192 numbers leave a host, to the store without groups 4 x 4096^2: the same at 512 rows. In groups
+        // it is 4096^2, and factors are less up to 128 rows.
+        let groups = by_host();
+        for (rows, with, without) in [
+            (100, Way::FACTORS, Way::FACTORS),
+            (200, Way::STORE, Way::FACTORS),
+            (600, Way::STORE, Way::STORE),
+        ] {
+            let rows = [rows; 8];
+            assert_eq!(
+                choice(Policy::Measured, &on_two_hosts(&rows, &groups, BYTES_ALONE)),
+                with,
+                "{rows:?}"
+            );
+            assert_eq!(choice(Policy::Measured, &on_two_hosts(&rows, &[], BYTES_ALONE)), without, "{rows:?}");
+        }
+    }
+
+    #[test]
+    fn algorithm_1_takes_groups_for_the_stores_clients() {
+        // 2 x 300 x 7 x 8192 numbers are more than the 2 x 4096^2 of two clients, and less than the 3.5 x 4096^2 of eight.
+        let (rows, groups) = ([300; 8], by_host());
+        assert_eq!(choice(Policy::Paper, &on_two_hosts(&rows, &groups, BYTES_ALONE)), Way::STORE);
+        assert_eq!(choice(Policy::Paper, &on_two_hosts(&rows, &[], BYTES_ALONE)), Way::FACTORS);
+    }
+
+    #[test]
+    fn collectives_share_their_hosts_interface() {
+        let rows = [32; 8];
+        let ring = Way::sum(Algorithm::Ring);
+        let apart = linear(4096, 4096, &rows, BYTES_ALONE).estimate(ring).unwrap();
+        let shared = on_two_hosts(&rows, &[], BYTES_ALONE).estimate(ring).unwrap();
+        assert_eq!(
+            (shared.direction_bytes, shared.total_bytes),
+            (4 * apart.direction_bytes, apart.total_bytes)
+        );
+        assert!((shared.wire_s / apart.wire_s - 4.0).abs() < 1e-9);
+        let rates = Rates { inside_bytes_per_s: 10.0 * BYTES_ALONE.bytes_per_s, ..BYTES_ALONE };
+        let one_host = Facts { hosts: &[0; 8], ..linear(4096, 4096, &rows, rates) }.estimate(ring).unwrap();
+        assert_eq!((one_host.direction_bytes, one_host.inside_bytes), (0, apart.direction_bytes));
+        assert!((10.0 * one_host.wire_s / apart.wire_s - 1.0).abs() < 1e-9);
+    }
+
     #[test]
     fn halves_on_the_wire_are_half_the_bytes_and_never_chosen() {
         let rows = [600; 4];
@@ -507,6 +581,8 @@ mod tests {
     fn facts_out_of_bounds_are_named() {
         let good = linear(4096, 4096, &[32; 8], Rates::default());
         assert_eq!(good.check(), Ok(()));
+        let (two, lacking) = (by_host(), [vec![0, 1, 2, 3], vec![4, 5, 6, 6]]);
+        assert_eq!(Facts { groups: &two, servers: 2, ..good.clone() }.check(), Ok(()));
         let wrong = [
             (Facts { workers: 0, ..good.clone() }, "workers"),
             (Facts { servers: 5000, ..good.clone() }, "servers"),
@@ -514,6 +590,9 @@ mod tests {
             (Facts { rows: &[u64::MAX; 8], ..good.clone() }, "rows"),
             (Facts { elems: u64::MAX, ..good.clone() }, "elements"),
             (Facts { elem_bytes: 0, ..good.clone() }, "elements"),
+            (Facts { hosts: &[1, 1], ..good.clone() }, "hosts of 2 ranks"),
+            (Facts { groups: &lacking, servers: 2, ..good.clone() }, "each of 8 workers must be in one"),
+            (Facts { groups: &two, ..good.clone() }, "2 groups, whose heads hold the shards, and 8 shards"),
             (Facts { slice_bytes: 0, ..good.clone() }, "slice_bytes"),
             (Facts { collective_slice_bytes: 0, ..good.clone() }, "collective_slice_bytes"),
             (

@@ -10,9 +10,9 @@ use penstock_core::{Error, limits};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-/// Bytes per second, latency in seconds, bytes summed per second, floating point operations per second of a product,
+/// Bytes per second of a line and inside a host, latency in seconds, bytes summed per second, floating point operations per second of a product,
 /// seconds of work for an exchange of rows.
-pub(crate) type RatesTuple = (f64, f64, f64, f64, f64);
+pub(crate) type RatesTuple = (f64, f64, f64, f64, f64, f64);
 
 #[allow(clippy::needless_pass_by_value)] // For `map_err(config)`.
 fn config(error: Error) -> PyErr {
@@ -20,8 +20,16 @@ fn config(error: Error) -> PyErr {
 }
 
 pub(crate) fn rates_of(given: RatesTuple) -> PyResult<Rates> {
-    let (bytes_per_s, latency_s, summed_bytes_per_s, product_flops_per_s, gather_s) = given;
-    let rates = Rates { bytes_per_s, latency_s, summed_bytes_per_s, product_flops_per_s, gather_s };
+    let (bytes_per_s, inside_bytes_per_s, latency_s, summed_bytes_per_s, product_flops_per_s, gather_s) =
+        given;
+    let rates = Rates {
+        bytes_per_s,
+        inside_bytes_per_s,
+        latency_s,
+        summed_bytes_per_s,
+        product_flops_per_s,
+        gather_s,
+    };
     match rates.wrong() {
         Some(name) => Err(bad_argument(format!("{name} must be a positive number"))),
         None => Ok(rates),
@@ -53,7 +61,7 @@ fn check_message(elems: u64, elem_bytes: u64, workers: u32, slices: u64) -> PyRe
 
 #[pyfunction]
 #[pyo3(signature = (policy, *, kind, shape, elems, elem_bytes, rows, workers, servers, slice_bytes,
-                    collective_slice_bytes, rates, servers_apart=false, allowed=None, current=None, adopted=false, given=None,
+                    collective_slice_bytes, rates, servers_apart=false, groups=vec![], hosts=vec![], allowed=None, current=None, adopted=false, given=None,
                     shortened=None, collective=None, why_whole=None, whole_on=None))]
 #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)] // Keywords in Python.
 pub(crate) fn best_scheme<'py>(
@@ -70,6 +78,8 @@ pub(crate) fn best_scheme<'py>(
     collective_slice_bytes: usize,
     rates: RatesTuple,
     servers_apart: bool,
+    groups: Vec<Vec<u32>>,
+    hosts: Vec<u32>,
     allowed: Option<Vec<String>>,
     current: Option<String>,
     adopted: bool,
@@ -89,6 +99,8 @@ pub(crate) fn best_scheme<'py>(
         workers,
         servers,
         servers_apart,
+        groups: &groups,
+        hosts: &hosts,
         slice_bytes,
         collective_slice_bytes,
         rates: rates_of(rates)?,
@@ -132,6 +144,8 @@ fn estimate_to_python<'py>(py: Python<'py>, estimate: &Estimate) -> PyResult<Bou
     dict.set_item("direction_bytes", estimate.direction_bytes)?;
     dict.set_item("node_bytes", estimate.node_bytes)?;
     dict.set_item("total_bytes", estimate.total_bytes)?;
+    dict.set_item("inside_bytes", estimate.inside_bytes)?;
+    dict.set_item("busy_s", estimate.busy_s)?;
     dict.set_item("wire_s", estimate.wire_s)?;
     dict.set_item("rebuild_s", estimate.rebuild_s)?;
     Ok(dict)

@@ -13,6 +13,7 @@ use penstock_core::{Error, Gives, Header, Members, Route, Slicing, Submission};
 use penstock_sim::check::order::{self, Round};
 use penstock_sim::memory::{Chunk, RealMemory, SimMemory};
 use penstock_sim::random::Random;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 #[path = "collectives/costs.rs"]
@@ -62,6 +63,8 @@ struct Bench {
     /// Contributions that were late, as far as a test has counted them.
     late: u32,
     counted: Counted,
+    /// Bytes from one rank to another.
+    moved: BTreeMap<(Rank, Rank), u64>,
 }
 
 impl Bench {
@@ -85,6 +88,7 @@ impl Bench {
             others: Vec::new(),
             late: 0,
             counted: Counted { steps: 0, sent: vec![0; ranks as usize], received: vec![0; ranks as usize] },
+            moved: BTreeMap::new(),
         };
         for node in &mut bench.nodes {
             node.open_book(0, book.clone(), &mut bench.actions).unwrap();
@@ -136,6 +140,7 @@ impl Bench {
     fn deliver(&mut self, at: usize) -> Result<(), Error> {
         let UnderWay { from, to, frame: Outgoing { header, payload }, bytes } = self.under_way.remove(at);
         self.counted.received[to.index()] += u64::from(header.payload_bytes);
+        *self.moved.entry((from, to)).or_default() += u64::from(header.payload_bytes);
         // The sender's memory may change from now on.
         assert_eq!(payload.as_ref().and_then(Chunk::to_bytes), bytes, "changed before it was written");
         drop(payload);

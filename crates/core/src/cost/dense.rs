@@ -2,7 +2,7 @@
 //!
 //! `elems` elements of `elem_bytes` each, `p` ranks. Where a message is cut, [`part_start`] says where.
 
-use super::{Rates, Traffic};
+use super::{Clients, Rates, Traffic};
 use crate::parts::{ceil_log2, floor_log2, part_start};
 use crate::way::Algorithm;
 
@@ -101,43 +101,13 @@ pub fn rooted(elems: u64, elem_bytes: u64, p: u32) -> Traffic {
 /// * `servers`: ranks with a shard, the first ones; at least 1, at most `p`.
 #[must_use]
 pub fn store(elems: u64, elem_bytes: u64, p: u32, servers: u32) -> Traffic {
-    let servers = servers.clamp(1, p.max(1));
-    let mut traffic = Traffic::none(p as usize);
-    for owner in 0..servers {
-        let start = |index: u32| part_start(elems, u64::from(servers), u64::from(index));
-        traffic.join(&rooted(start(owner + 1) - start(owner), elem_bytes, p), owner as usize);
-    }
-    let largest = part_start(elems, u64::from(servers), 1) * elem_bytes;
-    // A worker without a shard has the whole message to send; an owner receives a part from each of the others.
-    let whole = if servers < p { elems * elem_bytes } else { elems * elem_bytes - largest };
-    let others = u64::from(p.saturating_sub(1));
-    traffic.path_bytes = if p > 1 { 2 * whole.max(others * largest) } else { 0 };
-    traffic.path_summed_bytes = others * largest;
-    traffic.summed_bytes = others * largest;
-    traffic
+    Clients::workers(p, servers).store(elems, elem_bytes, servers)
 }
 
 /// The store on machines of its own: positions are `p` workers, then `servers` (Poseidon, Table 1, columns 1 and 2).
 #[must_use]
 pub fn store_dedicated(elems: u64, elem_bytes: u64, p: u32, servers: u32) -> Traffic {
-    let (bytes, workers) = (elems * elem_bytes, u64::from(p));
-    let servers = servers.max(1);
-    let mut traffic = Traffic::none((p + servers) as usize);
-    for worker in 0..p as usize {
-        (traffic.sent[worker], traffic.received[worker]) = (bytes, bytes);
-    }
-    for server in 0..servers {
-        let part = |i: u32| part_start(elems, u64::from(servers), u64::from(i));
-        let all = workers * (part(server + 1) - part(server)) * elem_bytes;
-        let position = (p + server) as usize;
-        (traffic.sent[position], traffic.received[position]) = (all, all);
-    }
-    let largest = part_start(elems, u64::from(servers), 1) * elem_bytes;
-    traffic.steps = if p > 0 { 2 } else { 0 };
-    traffic.path_bytes = 2 * traffic.busiest_direction_bytes();
-    traffic.path_summed_bytes = workers.saturating_sub(1) * largest;
-    traffic.summed_bytes = traffic.path_summed_bytes;
-    traffic
+    Clients::with_servers(p, servers).store(elems, elem_bytes, servers)
 }
 
 /// A binomial tree (FireCaffe, equation 2): position v, whose lowest set bit is 2^j, sends its sum to v - 2^j when it has
@@ -241,35 +211,6 @@ pub fn butterfly(elems: u64, elem_bytes: u64, p: u32) -> Traffic {
     traffic
 }
 
-/// Groups of workers in front of a store (MXNET-MPI, section 4.2): each group sums up a binomial tree to its first rank,
-/// the first ranks are a store of their own, and the result goes down the trees.
-///
-/// * `groups`: near-equal groups of neighbouring ranks, at least 1, at most `p`; positions are ranks.
-#[must_use]
-pub fn groups(elems: u64, elem_bytes: u64, p: u32, groups: u32) -> Traffic {
-    let groups = groups.clamp(1, p.max(1));
-    let start = |group: u32| part_start(u64::from(p), u64::from(groups), u64::from(group)) as usize;
-    let mut traffic = Traffic::none(p as usize);
-    let heads = store(elems, elem_bytes, groups, groups);
-    // The first group is the largest, so its sum is the last to be there.
-    let inside = tree(elems, elem_bytes, start(1) as u32);
-    for group in 0..groups {
-        let size = (start(group + 1) - start(group)) as u32;
-        let members = tree(elems, elem_bytes, size);
-        for position in 0..size as usize {
-            traffic.sent[start(group) + position] += members.sent[position];
-            traffic.received[start(group) + position] += members.received[position];
-        }
-        traffic.sent[start(group)] += heads.sent[group as usize];
-        traffic.received[start(group)] += heads.received[group as usize];
-    }
-    traffic.steps = inside.steps + heads.steps;
-    traffic.path_bytes = inside.path_bytes + heads.path_bytes;
-    traffic.path_summed_bytes = inside.path_summed_bytes + heads.path_summed_bytes;
-    traffic.summed_bytes = inside.summed_bytes + heads.summed_bytes;
-    traffic
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::paper;
@@ -278,6 +219,7 @@ mod tests {
 
     const RATES: Rates = Rates {
         bytes_per_s: 1e6,
+        inside_bytes_per_s: 1e300,
         latency_s: 1e-3,
         summed_bytes_per_s: 1e300,
         product_flops_per_s: 1.0,
@@ -335,6 +277,7 @@ mod tests {
             height: 4096,
             rows: 32,
             workers: 8,
+            clients: 8,
             servers: 8,
             apart: false,
         };
@@ -350,19 +293,6 @@ mod tests {
             (dedicated.sent[8] + dedicated.received[8]) as f64,
             paper::FullyConnected { servers: 2, ..fc }.store_server()
         );
-    }
-
-    #[test]
-    fn groups_of_one_and_one_group() {
-        assert_eq!(groups(100, 4, 6, 6), store(100, 4, 6, 6));
-        assert_eq!(groups(100, 4, 6, 1), tree(100, 4, 6));
-        let found = groups(100, 4, 6, 2);
-        // Two trees of three, whose roots 0 and 3 share 400 bytes: 800 inside, 400 between.
-        assert_eq!(found.sent, [1200, 400, 400, 1200, 400, 400]);
-        assert_eq!(found.steps, 2 + 2);
-        assert_eq!(found.path_bytes, 1600 + 400);
-        // Four and three ranks: both roots take two messages, but in the tree of four one waits for another.
-        assert_eq!((groups(100, 4, 7, 2).steps, groups(100, 4, 7, 2).path_bytes), (4 + 2, 1600 + 400));
     }
 
     #[test]

@@ -12,8 +12,10 @@ pub struct FullyConnected {
     pub height: u64,
     /// K, the batch size: rows of activation per worker.
     pub rows: u64,
-    /// P1.
+    /// P1 where all send to all.
     pub workers: u64,
+    /// P1 of the store: the workers, or the groups in which they have summed before, each of which is one client.
+    pub clients: u64,
     /// P2, at least 1.
     pub servers: u64,
     /// Whether no node is both: the paper's first two columns, and not its third.
@@ -39,7 +41,7 @@ impl FullyConnected {
     /// PS, a server: 2 P1 MN / P2.
     #[must_use]
     pub fn store_server(&self) -> f64 {
-        2.0 * self.workers as f64 * self.matrix() as f64 / self.servers as f64
+        2.0 * self.clients as f64 * self.matrix() as f64 / self.servers as f64
     }
 
     /// PS, a node that is both: 2 MN (P1 + P2 - 2) / P2.
@@ -55,12 +57,12 @@ impl FullyConnected {
     }
 
     fn store_times_servers(&self) -> u128 {
-        let most = u128::from(self.workers.max(self.servers));
+        let most = u128::from(self.clients.max(self.servers));
         if self.apart { 2 * self.matrix() * most } else { self.store_both_times_servers() }
     }
 
     fn store_both_times_servers(&self) -> u128 {
-        2 * self.matrix() * (u128::from(self.workers) + u128::from(self.servers)).saturating_sub(2)
+        2 * self.matrix() * (u128::from(self.clients) + u128::from(self.servers)).saturating_sub(2)
     }
 
     /// SFB, a worker: 2 K (P1 - 1) (M + N).
@@ -129,7 +131,7 @@ mod tests {
     use super::*;
 
     fn layer(width: u64, height: u64, rows: u64, nodes: u64) -> FullyConnected {
-        FullyConnected { width, height, rows, workers: nodes, servers: nodes, apart: false }
+        FullyConnected { width, height, rows, workers: nodes, clients: nodes, servers: nodes, apart: false }
     }
 
     /// Section 3.2: "4096 x 4096, batch size 32, P1 = P2 = 8: about 34, 34, 58.7 and 3.7 million".
@@ -155,7 +157,7 @@ mod tests {
         assert_eq!(fc.store_both(), 50_000.0); // 2 x 10,000 x 5 / 2
         assert_eq!(fc.factors_worker(), 24_240.0); // 2 x 3 x 4 x 1010
         // One node more decides which column counts where servers are apart.
-        let apart = |workers, servers| FullyConnected { workers, servers, apart: true, ..fc };
+        let apart = |clients, servers| FullyConnected { clients, servers, apart: true, ..fc };
         assert_eq!(
             [apart(5, 2), apart(2, 2), apart(2, 5)].map(|fc| fc.store()),
             [50_000.0, 20_000.0, 20_000.0]

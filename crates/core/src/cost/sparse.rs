@@ -1,41 +1,57 @@
 //! Schemes that send what a gradient is made of instead of the gradient: exact, and smaller only while rows are few.
 
-use super::Traffic;
+use super::{Hosts, Traffic};
 
 /// Sufficient factors or (index, row) pairs: every rank sends its rows to every other (Poseidon, section 3.2, figure 2b).
 ///
 /// * `rows`: of each rank: K of a linear layer, or the merged rows of an embedding.
 /// * `row_bytes`: (M + N) e of an M x N linear layer with elements of e bytes, its bias included; index and row of a pair.
+/// * `hosts`: where these ranks are. Each row goes to every rank of another host.
 #[must_use]
-pub fn broadcast(rows: &[u64], row_bytes: u64) -> Traffic {
-    let others = (rows.len() as u64).saturating_sub(1);
-    let all_rows: u64 = rows.iter().sum();
-    let mut traffic = Traffic::none(rows.len());
-    for (position, own_rows) in rows.iter().enumerate() {
-        traffic.sent[position] = others * own_rows * row_bytes;
-        traffic.received[position] = (all_rows - own_rows) * row_bytes;
+pub fn broadcast(rows: &[u64], row_bytes: u64, hosts: &Hosts) -> Traffic {
+    let (ranks, all_rows) = (rows.len() as u64, rows.iter().sum::<u64>());
+    let rows_on = hosts.sums(rows);
+    let mut traffic = Traffic::none(hosts.count());
+    for (host, rows_here) in rows_on.iter().enumerate() {
+        let here = hosts.ranks_of(host);
+        traffic.sent[host] = (ranks - here) * rows_here * row_bytes;
+        traffic.received[host] = here * (all_rows - rows_here) * row_bytes;
     }
-    traffic.steps = u32::from(others > 0);
+    for (rank, own_rows) in rows.iter().enumerate() {
+        let host = hosts.of(rank);
+        let (sent, received) = ((hosts.ranks_of(host) - 1) * own_rows, rows_on[host] - own_rows);
+        traffic.inside_bytes = traffic.inside_bytes.max(sent.max(received) * row_bytes);
+    }
+    traffic.steps = u32::from(ranks > 1);
     traffic.path_bytes = traffic.busiest_direction_bytes();
+    traffic.inside_path_bytes = traffic.inside_bytes;
     traffic
 }
 
 /// Project Adam's scheme: factors up to the layer's owner, at position 0, and the full matrix down to all (Poseidon,
 /// Table 1, row 3). The owner is where the load is.
 ///
-/// * `rows`, `row_bytes`: as in [`broadcast`].
+/// * `rows`, `row_bytes`, `hosts`: as in [`broadcast`].
 /// * `dense_bytes`: the matrix, and its bias.
 #[must_use]
-pub fn adam(rows: &[u64], row_bytes: u64, dense_bytes: u64) -> Traffic {
-    let mut traffic = Traffic::none(rows.len());
-    for (position, own_rows) in rows.iter().enumerate().skip(1) {
-        traffic.sent[position] = own_rows * row_bytes;
-        traffic.received[position] = dense_bytes;
+pub fn adam(rows: &[u64], row_bytes: u64, dense_bytes: u64, hosts: &Hosts) -> Traffic {
+    let mut traffic = Traffic::none(hosts.count());
+    let mut inside = (0, 0);
+    for (rank, own_rows) in rows.iter().enumerate().skip(1) {
+        let host = hosts.of(rank);
+        if host == hosts.of(0) {
+            inside = (inside.0 + dense_bytes, inside.1 + own_rows * row_bytes);
+            continue;
+        }
+        traffic.sent[host] += own_rows * row_bytes;
+        traffic.received[host] += dense_bytes;
         traffic.sent[0] += dense_bytes;
         traffic.received[0] += own_rows * row_bytes;
     }
     traffic.steps = if rows.len() > 1 { 2 } else { 0 };
     traffic.path_bytes = traffic.sent.first().map_or(0, |sent| sent + traffic.received[0]);
+    traffic.inside_bytes = inside.0.max(inside.1);
+    traffic.inside_path_bytes = inside.0 + inside.1;
     traffic
 }
 
@@ -55,23 +71,31 @@ mod tests {
 
     #[test]
     fn with_equal_rows_it_is_what_poseidon_counts() {
-        let traffic = broadcast(&[32; 8], (4096 + 4096) * 4);
-        let fc = FullyConnected { width: 4096, height: 4096, rows: 32, workers: 8, servers: 8, apart: false };
+        let traffic = broadcast(&[32; 8], (4096 + 4096) * 4, &Hosts::apart(8));
+        let fc = FullyConnected {
+            width: 4096,
+            height: 4096,
+            rows: 32,
+            workers: 8,
+            clients: 8,
+            servers: 8,
+            apart: false,
+        };
         assert_eq!(traffic.busiest_node_bytes() as f64, 4.0 * fc.factors_worker());
         assert_eq!(traffic.busiest_direction_bytes(), 7 * 32 * 8192 * 4);
         assert_eq!(traffic.steps, 1);
-        let owner = adam(&[32; 8], 8192 * 4, 4096 * 4096 * 4);
+        let owner = adam(&[32; 8], 8192 * 4, 4096 * 4096 * 4, &Hosts::apart(8));
         assert_eq!(owner.busiest_node_bytes() as f64, 4.0 * fc.adam_both());
         assert_eq!((owner.sent[3] + owner.received[3]) as f64, 4.0 * fc.adam_worker());
     }
 
     #[test]
     fn uneven_rows_count_for_those_who_have_them() {
-        let traffic = broadcast(&[1, 0, 5], 10);
+        let traffic = broadcast(&[1, 0, 5], 10, &Hosts::apart(3));
         assert_eq!(traffic.sent, [20, 0, 100]);
         assert_eq!(traffic.received, [50, 60, 10]);
         assert_eq!(rebuild_flops(&[1, 0, 5], 3, 7), 2.0 * 6.0 * 21.0);
-        let to_owner = adam(&[1, 0, 5], 10, 1000);
+        let to_owner = adam(&[1, 0, 5], 10, 1000, &Hosts::apart(3));
         assert_eq!(to_owner.sent, [2000, 0, 50]);
         assert_eq!(to_owner.received, [50, 1000, 1000]);
         assert_eq!(to_owner.path_bytes, 2050);
@@ -79,9 +103,9 @@ mod tests {
 
     #[test]
     fn one_rank_sends_nothing() {
-        assert_eq!(broadcast(&[32], 100), Traffic::none(1));
-        assert_eq!(adam(&[32], 100, 100), Traffic::none(1));
+        assert_eq!(broadcast(&[32], 100, &Hosts::apart(1)), Traffic::none(1));
+        assert_eq!(adam(&[32], 100, 100, &Hosts::apart(1)), Traffic::none(1));
         assert_eq!(rebuild_flops(&[32], 10, 10), 0.0);
-        assert_eq!(broadcast(&[], 100), Traffic::none(0));
+        assert_eq!(broadcast(&[], 100, &Hosts::apart(0)), Traffic::none(0));
     }
 }

@@ -1,8 +1,7 @@
 //! What a choice depends on, and what each way costs by it.
 
-use crate::cost::dense;
 use crate::cost::paper::FullyConnected;
-use crate::cost::{Rates, Traffic, sparse};
+use crate::cost::{Clients, Hosts, Rates, Traffic, sparse};
 use crate::error::Error;
 use crate::way::{Algorithm, Payload, Route, Way};
 use crate::{layout, limits};
@@ -64,6 +63,10 @@ pub struct Facts<'a> {
     pub servers: u32,
     /// Whether they are no workers.
     pub servers_apart: bool,
+    /// Workers by group, each in one; none where each contributes by itself. Without servers apart the first of each has a shard.
+    pub groups: &'a [Vec<u32>],
+    /// By rank, workers first, then servers apart: a number that ranks of one host have in common. Empty: each counts as a host.
+    pub hosts: &'a [u32],
     /// Largest slice of the store.
     pub slice_bytes: usize,
     /// Largest slice of a collective.
@@ -98,6 +101,7 @@ impl Facts<'_> {
                 self.elems, self.elem_bytes
             ));
         }
+        self.check_places()?;
         // What all ranks send together must fit its type, with room for the sums of both directions.
         let row_numbers = match self.kind {
             LayerKind::Linear { outputs, inputs } => u128::from(outputs) + u128::from(inputs),
@@ -126,6 +130,42 @@ impl Facts<'_> {
         self.rates.wrong().map_or(Ok(()), |name| fail(format!("{name} must be a positive number")))
     }
 
+    /// Groups have each worker once and as many heads as there are shards; hosts have every rank.
+    fn check_places(&self) -> Result<(), Error> {
+        let fail = |what: String| Err(Error::Config(what));
+        let ranks = self.workers + if self.servers_apart { self.servers } else { 0 };
+        if !self.hosts.is_empty() && self.hosts.len() != ranks as usize {
+            return fail(format!("hosts of {} ranks are given, but there are {ranks}", self.hosts.len()));
+        }
+        if self.groups.is_empty() {
+            return Ok(());
+        }
+        let mut grouped: Vec<u32> = self.groups.iter().flatten().copied().collect();
+        grouped.sort_unstable();
+        if !grouped.iter().copied().eq(0..self.workers) || self.groups.iter().any(Vec::is_empty) {
+            return fail(format!(
+                "groups have the ranks {grouped:?}; each of {} workers must be in one",
+                self.workers
+            ));
+        }
+        if !self.servers_apart && self.groups.len() != self.servers as usize {
+            let (groups, servers) = (self.groups.len(), self.servers);
+            return fail(format!("{groups} groups, whose heads hold the shards, and {servers} shards"));
+        }
+        Ok(())
+    }
+
+    /// Where the workers are.
+    fn hosts_of_workers(&self) -> Hosts {
+        self.hosts.get(..self.workers as usize).map_or_else(|| Hosts::apart(self.workers), Hosts::numbered)
+    }
+
+    fn clients(&self) -> Clients {
+        let of = if self.servers_apart { Clients::with_servers } else { Clients::workers };
+        let clients = of(self.workers, self.servers).in_groups(self.groups);
+        if self.hosts.is_empty() { clients } else { clients.on(Hosts::numbered(self.hosts)) }
+    }
+
     fn row_bytes(&self) -> u64 {
         match self.kind {
             LayerKind::Linear { outputs, inputs } => (outputs + inputs) * self.elem_bytes,
@@ -151,25 +191,26 @@ impl Facts<'_> {
             return None;
         }
         let alone = |traffic: Traffic| (self.rates.seconds(&traffic), traffic);
+        let hosts = self.hosts_of_workers();
         let (wire_s, traffic) = match (way.payload, way.route) {
             (Payload::Whole, Route::Sum(Algorithm::Store)) => {
                 // Rounding is left out: one core rounds 9 GB of fp32 per second or more, which a wire of 36 Gbit/s carries.
                 let wire_bytes = if way.wire.is_some() { HALF_BYTES } else { self.elem_bytes };
                 // The book evens out over the model what each owner has, whatever a layer's own slices are.
-                (self.store_s(wire_bytes), self.store(self.elems, wire_bytes, self.servers))
+                (self.store_s(wire_bytes), self.clients().store(self.elems, wire_bytes, self.servers))
             }
             (Payload::Whole, Route::Sum(algorithm)) => {
-                let (traffic, seconds) = self.in_slices(algorithm, self.elem_bytes);
+                let (traffic, seconds) = self.in_slices(algorithm, self.elem_bytes, &hosts);
                 (seconds, traffic)
             }
             (_, Route::Owner) => {
-                alone(sparse::adam(self.rows, self.row_bytes(), self.elems * self.elem_bytes))
+                alone(sparse::adam(self.rows, self.row_bytes(), self.elems * self.elem_bytes, &hosts))
             }
             // What packing and summing take is not estimated.
             (Payload::OneBit | Payload::Dgc, _) => {
-                alone(sparse::broadcast(&vec![1; self.workers as usize], self.short_bytes))
+                alone(sparse::broadcast(&vec![1; self.workers as usize], self.short_bytes, &hosts))
             }
-            _ => alone(sparse::broadcast(self.rows, self.row_bytes())),
+            _ => alone(sparse::broadcast(self.rows, self.row_bytes(), &hosts)),
         };
         Some(Estimate {
             way,
@@ -177,28 +218,26 @@ impl Facts<'_> {
             direction_bytes: traffic.busiest_direction_bytes(),
             node_bytes: traffic.busiest_node_bytes(),
             total_bytes: traffic.total_bytes(),
+            inside_bytes: traffic.inside_bytes,
+            busy_s: self.rates.busy_s(&traffic),
             wire_s,
             rebuild_s: if way.sends_rows() { self.rebuild_s() } else { 0.0 },
         })
     }
 
-    /// Traffic of a message in the store, in one part for each of so many shards.
-    fn store(&self, elems: u64, wire_bytes: u64, shards: u32) -> Traffic {
-        let cost = if self.servers_apart { dense::store_dedicated } else { dense::store };
-        cost(elems, wire_bytes, self.workers, shards)
-    }
-
     fn store_s(&self, wire_bytes: u64) -> f64 {
-        if self.servers_apart {
-            let slices = self.slices(self.slice_bytes, self.servers).max(1);
-            let (slice, round) = (self.elems.div_ceil(slices), slices.min(u64::from(self.servers)));
-            let of_round = self.store(slice * round, wire_bytes, round as u32);
-            let all = self.store(self.elems, wire_bytes, self.servers);
-            self.rates.pipelined_s(&self.store(slice, wire_bytes, 1), &of_round, &all)
+        let clients = self.clients();
+        let (places_matter, owners) = (!self.groups.is_empty() || !self.hosts.is_empty(), clients.owners());
+        let all = || clients.store(self.elems, wire_bytes, owners);
+        if self.servers_apart || places_matter {
+            let slices = self.slices(self.slice_bytes, owners).max(1);
+            let (slice, round) = (self.elems.div_ceil(slices), slices.min(u64::from(owners)));
+            let of_round = clients.store(slice * round, wire_bytes, round as u32);
+            self.rates.pipelined_s(&clients.store(slice, wire_bytes, 1), &of_round, &all())
         } else if self.servers == self.workers {
-            self.in_slices(Algorithm::Store, wire_bytes).1
+            self.in_slices(Algorithm::Store, wire_bytes, &Hosts::apart(self.workers)).1
         } else {
-            self.rates.seconds(&self.store(self.elems, wire_bytes, self.servers))
+            self.rates.seconds(&all())
         }
     }
 
@@ -210,12 +249,28 @@ impl Facts<'_> {
         if pieces < owners { pieces } else { pieces.next_multiple_of(owners) }
     }
 
+    /// Ranks that share an interface have an equal part of it: what a collective moves inside a host is not counted out.
+    ///
     /// * `wire_bytes`: of a number on the wire. Where slices are cut depends on its bytes in memory.
-    fn in_slices(&self, algorithm: Algorithm, wire_bytes: u64) -> (Traffic, f64) {
+    /// * `hosts`: where the workers are.
+    fn in_slices(&self, algorithm: Algorithm, wire_bytes: u64, hosts: &Hosts) -> (Traffic, f64) {
         let slice_bytes =
             if algorithm == Algorithm::Store { self.slice_bytes } else { self.collective_slice_bytes };
         let slices = self.slices(slice_bytes, self.workers);
-        algorithm.message(self.elems, wire_bytes, self.workers, slices, &self.rates)
+        let on_one_host = hosts.count() == 1;
+        let sharing = hosts.most_ranks().max(1) as f64;
+        let bytes_per_s =
+            if on_one_host { self.rates.inside_bytes_per_s } else { self.rates.bytes_per_s / sharing };
+        let rates = Rates { bytes_per_s, ..self.rates };
+        let (mut traffic, seconds) = algorithm.message(self.elems, wire_bytes, self.workers, slices, &rates);
+        if on_one_host {
+            traffic.inside_bytes = traffic.busiest_direction_bytes();
+            traffic.inside_path_bytes = std::mem::take(&mut traffic.path_bytes);
+            (traffic.sent, traffic.received) = (vec![0], vec![0]);
+        } else {
+            (traffic.sent, traffic.received) = (hosts.sums(&traffic.sent), hosts.sums(&traffic.received));
+        }
+        (traffic, seconds)
     }
 
     fn rebuild_s(&self) -> f64 {
@@ -236,8 +291,9 @@ impl Facts<'_> {
         let LayerKind::Linear { outputs, inputs } = self.kind else { return None };
         let rows = self.rows.iter().max().copied()?;
         let (workers, servers) = (u64::from(self.workers), u64::from(self.servers));
+        let clients = if self.groups.is_empty() { workers } else { self.groups.len() as u64 };
         let apart = self.servers_apart;
-        Some(FullyConnected { width: outputs, height: inputs, rows, workers, servers, apart })
+        Some(FullyConnected { width: outputs, height: inputs, rows, workers, clients, servers, apart })
     }
 }
 
@@ -248,12 +304,16 @@ pub struct Estimate {
     pub way: Way,
     /// Messages that wait for each other.
     pub steps: u32,
-    /// Bytes on the busiest direction of an interface.
+    /// Bytes on the busiest direction of an interface, which all ranks of a host share.
     pub direction_bytes: u64,
-    /// Bytes sent and received by the busiest node.
+    /// Bytes sent and received through the busiest interface.
     pub node_bytes: u64,
     /// Bytes sent by all nodes.
     pub total_bytes: u64,
+    /// Bytes of one direction between ranks of one host, of the rank that has most: no interface carries them.
+    pub inside_bytes: u64,
+    /// Seconds for which the busiest interface is busy, or that rank if it is for longer.
+    pub busy_s: f64,
     /// Seconds on the wire, sums included.
     pub wire_s: f64,
     /// Seconds to put rows together and to rebuild the gradient from what came, beyond what the dense path computes.

@@ -1,11 +1,12 @@
 //! Bytes and steps, as counted, against the functions of [`penstock_core::cost`], exactly, for 1 to 17 ranks.
 //!
-//! Neither counts headers of frames. What is not one exchange (a message in parts, groups, Project Adam's scheme) is counted as
-//! the exchanges that it is made of.
+//! Neither counts headers of frames. What is not one exchange (a message in parts, Project Adam's scheme) is counted as the
+//! exchanges that it is made of.
 
 use super::*;
-use penstock_core::cost::{Rates, Traffic, dense, sparse};
+use penstock_core::cost::{Clients, Hosts, Rates, Traffic, dense, sparse};
 use penstock_core::parts::part_start;
+use penstock_core::roles::{Groups, MustBeIn, Roles, Rules};
 
 /// Algorithms that cut a slice into a part for each rank.
 const CUTS: [Algorithm; 2] = [Algorithm::Ring, Algorithm::Butterfly];
@@ -45,6 +46,23 @@ impl Bench {
             gives: Gives::Gathered { len_bytes, only_to },
         });
         self.step(rank, event).unwrap();
+    }
+
+    /// What was counted, by host: bytes sent to others and received from others; and what the rank moved inside its own, in one
+    /// direction, that moved most.
+    fn on(&self, hosts: &Hosts) -> (Vec<u64>, Vec<u64>, u64) {
+        let (mut sent, mut received) = (vec![0; hosts.count()], vec![0; hosts.count()]);
+        let mut inside = vec![[0; 2]; self.nodes.len()];
+        for (&(from, to), bytes) in &self.moved {
+            if hosts.of(from.index()) == hosts.of(to.index()) {
+                inside[from.index()][0] += bytes;
+                inside[to.index()][1] += bytes;
+            } else {
+                sent[hosts.of(from.index())] += bytes;
+                received[hosts.of(to.index())] += bytes;
+            }
+        }
+        (sent, received, inside.into_iter().flatten().max().unwrap_or(0))
     }
 
     /// What was counted when these ranks have everything, for what is counted before that is no whole exchange.
@@ -185,38 +203,102 @@ fn a_store_on_ranks_of_its_own_moves_what_its_cost_function_says() {
     }
 }
 
-/// There is no exchange of groups yet, but there are those it is made of: a tree in each group, and a store whose ranks are
-/// the first ones of the groups, with a part of the message each. Sums go up the trees, through the store, and down the trees.
-fn count_groups(elems: u64, ranks: u32, groups: u32) -> Counted {
-    let start = |group: u32| part_start(u64::from(ranks), u64::from(groups), u64::from(group)) as usize;
-    let heads = count(&parts(elems, groups, groups), groups);
-    let mut all = Counted { steps: 0, sent: vec![0; ranks as usize], received: vec![0; ranks as usize] };
-    for group in 0..groups {
-        let size = (start(group + 1) - start(group)) as u32;
-        let tree = book(Route::Sum(Algorithm::Tree), Dtype::F32, elems, size, 1024);
-        assert_eq!(tree.slices.len(), 1);
-        let members = count(&tree, size);
-        // The store begins when the slowest group has its sum, and the slowest group is the last to have the result.
-        all.steps = all.steps.max(members.steps + heads.steps);
-        for position in 0..size as usize {
-            let head = if position == 0 { group as usize } else { usize::MAX };
-            let between = |bytes: &[u64]| bytes.get(head).copied().unwrap_or(0);
-            all.sent[start(group) + position] = members.sent[position] + between(&heads.sent);
-            all.received[start(group) + position] = members.received[position] + between(&heads.received);
-        }
+/// A message in the store, in one slice for each owner, of workers in groups and of servers apart, if there are some.
+fn grouped(elems: u64, workers: u32, servers: u32, groups: &[Vec<u32>]) -> Arc<Book> {
+    let members = |ranks: &[u32]| ranks.iter().copied().map(Rank).collect::<Members>();
+    let heads: Vec<u32> = groups.iter().map(|group| group[0]).collect();
+    let apart: Vec<u32> = (workers..workers + servers).collect();
+    let (owners, must_be_in) = match servers {
+        0 => (members(&heads), MustBeIn::Everybody),
+        _ => (members(&apart), MustBeIn::These(Members::all(workers))),
+    };
+    let count = u64::from(owners.count());
+    let roles = Roles {
+        members: Members::all(workers + servers),
+        owners,
+        rules: Rules { must_be_in, ..Rules::default() },
+        groups: Groups::of_members(groups.iter().map(|group| members(group))),
+    };
+    let part = |i: u64| part_start(elems, count, i + 1) - part_start(elems, count, i);
+    let tensors = (0..count).map(|i| Tensor::new(format!("part{i}"), 0, Dtype::F32, part(i))).collect();
+    let slicing = Slicing::fixed(4096, 1);
+    let book = Book::deal("model", vec!["layer".into()], tensors, &roles, slicing).unwrap();
+    assert_eq!(book.slices.len() as u64, elems.min(count));
+    Arc::new(book)
+}
+
+/// Of so many workers: groups of one size, of neighbours and dealt in turn, and an uneven pair.
+fn groupings(workers: u32) -> Vec<Vec<Vec<u32>>> {
+    let mut found: Vec<Vec<Vec<u32>>> = Vec::new();
+    for size in (1..=workers).filter(|size| workers.is_multiple_of(*size)) {
+        let count = workers / size;
+        found.push((0..count).map(|group| (group * size..(group + 1) * size).collect()).collect());
+        found.push((0..count).map(|group| (group..workers).step_by(count as usize).collect()).collect());
     }
-    all
+    if workers > 2 {
+        found.push(vec![vec![0], (1..workers).collect()]);
+    }
+    found
+}
+
+/// Of so many ranks: each its own host, all one, neighbours by two and by three, and two hosts in turn.
+fn hosts_of(ranks: u32) -> [Vec<u32>; 5] {
+    let by = |host: fn(u32) -> u32| (0..ranks).map(host).collect();
+    [by(|rank| rank), by(|_| 0), by(|rank| rank / 2), by(|rank| rank / 3), by(|rank| rank % 2)]
 }
 
 #[test]
-fn groups_in_front_of_a_store_move_what_their_trees_and_their_store_do() {
-    for ranks in RANKS {
-        for groups in 1..=ranks {
-            for elems in [1, 97] {
-                let want = expected(dense::groups(elems, 4, ranks, groups));
-                let counted = count_groups(elems, ranks, groups);
-                assert_eq!(counted, want, "{ranks} ranks in {groups} groups, {elems} elements");
+fn groups_and_hosts_move_what_their_cost_function_says() {
+    for (workers, servers) in (1..=9).flat_map(|workers| [0, 1, 2, 5].map(|servers| (workers, servers))) {
+        for (groups, elems) in
+            groupings(workers).iter().flat_map(|groups| [1, 97].map(|elems| (groups, elems)))
+        {
+            let clients = if servers > 0 {
+                Clients::with_servers(workers, servers)
+            } else {
+                Clients::workers(workers, workers)
+            };
+            let clients = clients.in_groups(groups);
+            let book = grouped(elems, workers, servers, groups);
+            let mut bench = Bench::new(&book, workers + servers);
+            (0..workers).for_each(|worker| bench.contribute(&book, worker));
+            bench.run_in_rounds();
+            let name = format!("{groups:?}, {servers} servers, {elems} elements");
+            for worker in 0..workers as usize {
+                assert_eq!(
+                    bench.complete[worker].len(),
+                    book.slices.len(),
+                    "{name}: worker {worker} is not done"
+                );
             }
+            for hosts in hosts_of(workers + servers).map(|numbers| Hosts::numbered(&numbers)) {
+                let want = clients.clone().on(hosts.clone()).store(elems, 4, clients.owners());
+                assert_eq!(bench.counted.steps, want.steps, "{name}");
+                let (sent, received, inside) = bench.on(&hosts);
+                assert_eq!((sent, received), (want.sent, want.received), "{name}, {hosts:?}");
+                assert_eq!(inside, want.inside_bytes, "{name}, {hosts:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_of_ranks_that_share_hosts_move_what_their_cost_functions_say() {
+    const ROW: u64 = ROW_BYTES[0];
+    for (ranks, rows) in (1..=9).flat_map(|ranks| rows(ranks).map(|rows| (ranks, rows))) {
+        let book = gathers(&[61 * ROW], ranks);
+        let mut bench = Bench::new(&book, ranks);
+        for (rank, own_rows) in (0..).zip(&rows) {
+            bench.gather(rank, 0, own_rows * ROW, None);
+        }
+        bench.run_in_rounds();
+        for hosts in hosts_of(ranks).map(|numbers| Hosts::numbered(&numbers)) {
+            let want = sparse::broadcast(&rows, ROW, &hosts);
+            assert_eq!(
+                bench.on(&hosts),
+                (want.sent, want.received, want.inside_bytes),
+                "{rows:?} on {hosts:?}"
+            );
         }
     }
 }
@@ -254,7 +336,7 @@ fn factors_and_pairs_move_what_their_cost_function_says_whatever_rows_each_rank_
             let counted = bench.count(&book, 0..ranks);
             assert_eq!(
                 counted,
-                expected(sparse::broadcast(rows, row_bytes)),
+                expected(sparse::broadcast(rows, row_bytes, &Hosts::apart(ranks))),
                 "{rows:?} of {row_bytes} bytes"
             );
         }
@@ -279,7 +361,7 @@ fn factors_to_an_owner_and_its_matrix_move_what_their_cost_function_says() {
             assert_eq!(bench.complete[0].len(), 1);
             bench.gather(0, DOWN, dense_bytes, None);
             let counted = bench.count(&book, 0..ranks);
-            let want = expected(sparse::adam(rows, row_bytes, dense_bytes));
+            let want = expected(sparse::adam(rows, row_bytes, dense_bytes, &Hosts::apart(ranks)));
             assert_eq!(counted, want, "{rows:?} of {row_bytes} bytes");
         }
     }
