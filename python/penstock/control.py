@@ -473,7 +473,8 @@ class Servers:
 
     def __init__(self, engine: Engine, rank: int, workers: int, servers: int, groups: Groups = ()) -> None:
         self._engine = engine
-        self._groups = [list(group) for group in groups]
+        self.groups = groups
+        """Workers that sum among themselves."""
         self._workers = list(range(workers))
         self.ranks = range(workers, workers + servers)
         """Their ranks in the engine."""
@@ -520,7 +521,7 @@ class Servers:
         Raises:
             ConfigError: A bound is exceeded, or a server holds another book than the workers.
         """
-        groups = self._groups if in_groups else []
+        groups = [list(group) for group in self.groups] if in_groups else []
         plain = (fold, answered, alone, stragglers) == ("fresh", "all", False, None)
         if not self.ranks and plain and not groups:
             return self._engine.open_book(name, list(layers), list(tensors))

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -56,6 +57,7 @@ class Job:
         address: What this rank advertises, ``host:port``.
         single_host: Whether all ranks share this machine's loopback interface.
         groups: Of workers that sum among themselves.
+        hosts: By rank, as `penstock.coordinator.Cluster` has them: empty where no two ranks share one, or all do.
         failed: Why this rank has told the others that it failed, or is about to.
         servers: Those that own what is summed, apart from the workers.
         rates: What wire and processors do, the same on every rank.
@@ -70,6 +72,7 @@ class Job:
     address: str
     single_host: bool = False
     groups: Groups = ()
+    hosts: tuple[int, ...] = ()
     failed: str | None = None
     rates: Rates = field(default_factory=Rates)
     threads: weakref.WeakSet[threading.Thread] = field(default_factory=weakref.WeakSet)
@@ -380,11 +383,13 @@ def _start(launch: Launch, board: Board | None = None) -> Job:
     engine.connect(table)
     _announce(launch, chosen, agreement, engine.port)
     address = f"{chosen.host}:{engine.port}"
+    hosts = agreement.hosts
     job = Job(engine, launch, agreement.job_id, address, agreement.single_host, agreement.groups)
+    job.hosts = hosts if 1 < len(set(hosts)) < len(hosts) else ()
     try:
         job.rates = _rates(job)
         if job.options.ranks > 1 and job.options.line_rate_mbit != 0.0:
-            engine.set_rates(job.rates.native())
+            engine.set_rates(_of_each(job).native())
             if job.options.engine_rank == 0:
                 slice_bytes, _, slicing_lanes = engine.slicing()
                 _log.info("slices of up to %d KiB on %d of %d lanes", slice_bytes >> 10, slicing_lanes, agreement.lanes)
@@ -396,6 +401,13 @@ def _start(launch: Launch, board: Board | None = None) -> Job:
             engine.shutdown()
         raise
     return job
+
+
+def _of_each(job: Job) -> Rates:
+    """What a rank has of its host's line while others of the host use it, too; in groups that is the head alone."""
+    members = {rank for group in job.groups for rank in group[1:]}
+    using = Counter(host for rank, host in enumerate(job.hosts) if rank not in members)
+    return replace(job.rates, bytes_per_s=job.rates.bytes_per_s / max(using.values(), default=1))
 
 
 def _rates(job: Job) -> Rates:

@@ -72,6 +72,7 @@ class Agreement:
         options: Those of this rank. A server, which runs no program that could say them, has rank 0's where it was
             told none.
         groups: Of workers that sum among themselves.
+        hosts: By rank, workers first: the number of its host, from 0 in the order of ranks.
     """
 
     job_id: bytes
@@ -81,6 +82,7 @@ class Agreement:
     all_lanes: bool
     options: Options = field(compare=False)
     groups: Groups = ()
+    hosts: tuple[int, ...] = ()
 
 
 class _Told(Exception):
@@ -298,9 +300,12 @@ class _Leader(_Meeting):
         self._collect("arrival", "arrive", arrived)
         all_lanes = self.options.lanes is not None
         groups = members(self.options.groups, [hosts[rank] for rank in range(self.options.world_size)])
-        one_host = len(set(hosts.values())) == 1
-        agreement = Agreement(job_id, self.shared.secret, one_host, self.lanes, all_lanes, self.options, groups)
-        agreed = {"single_host": one_host, "lanes": self.lanes, "all_lanes": all_lanes, "groups": groups}
+        known = list(dict.fromkeys(hosts[rank] for rank in range(self.size)))
+        numbers = tuple(known.index(hosts[rank]) for rank in range(self.size))
+        one_host = len(known) == 1
+        secret, lanes = self.shared.secret, self.lanes
+        agreement = Agreement(job_id, secret, one_host, lanes, all_lanes, self.options, groups, numbers)
+        agreed = {"lanes": lanes, "all_lanes": all_lanes, "groups": groups, "hosts": numbers}
         self._put("admission", {"nonces": self.nonces_by_rank(), **agreed}, keep=True)
         return agreement
 
@@ -457,9 +462,10 @@ class _Follower(_Meeting):
                 continue
             assert self.secret is not None
             lanes, all_lanes = int(admission["lanes"]), bool(admission["all_lanes"])
-            one_host = bool(admission["single_host"])
             groups = tuple(tuple(map(int, group)) for group in admission["groups"])
-            return Agreement(bytes.fromhex(job), self.secret, one_host, lanes, all_lanes, self.options, groups)
+            hosts = tuple(map(int, admission["hosts"]))
+            one_host, job_id = len(set(hosts)) == 1, bytes.fromhex(job)
+            return Agreement(job_id, self.secret, one_host, lanes, all_lanes, self.options, groups, hosts)
         if not self.job:
             raise self._late({0}, "arrive")
         keys = {rank: self._key("arrival", rank) for rank in range(1, self.size)}

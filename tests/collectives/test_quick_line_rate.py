@@ -89,6 +89,13 @@ def test_the_fastest_burst_counts_and_is_in_doubt_if_threads_waited_for_most_of_
     assert quick._line_rate([burst(2e9, waited=2.0)], one_host=True) == (pytest.approx(2e9), False)
 
 
+def test_inside_a_host_what_is_slower_than_its_processors_counts():
+    assert quick._inside_rate([burst(1.2e7, waited=2.0)]) == pytest.approx(1e9), "it only waited for processors"
+    slow = burst(1.2e7, waited=0.0)
+    assert quick._inside_rate([slow, slow]) == pytest.approx(1.2e7), "they were free"
+    assert quick._inside_rate([slow, burst(2e9, waited=2.0)]) == pytest.approx(2e9)
+
+
 def test_a_burst_is_longer_than_what_a_token_bucket_lets_pass():
     for mbit, least in ((1000, 1_000_000), (100, 500_000), (10, 50_000)):
         rate = mbit * 1e6 / 8
@@ -171,3 +178,24 @@ def test_a_rank_lost_meanwhile_is_named_in_time(tmp_path):
             if process.is_alive():
                 process.kill()
             process.join()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "between", "inside"),
+    [
+        ([0, 0, 1, 1], [[(0, 2)]], [(0, 1), (2, 3)]),
+        ([0, 1, 0, 2, 1], [[(0, 1)], [(0, 3)]], [(0, 2), (1, 4)]),  # three heads: in two rounds all have a partner
+    ],
+)
+def test_one_rank_of_each_host_measures_its_line(hosts, between, inside):
+    *lines, last = quick._matches(len(hosts), hosts)
+    assert last == (inside, True)
+    assert {rank for pairs, _ in lines for pair in pairs for rank in pair} == {hosts.index(host) for host in hosts}
+    assert not any(in_hosts for _, in_hosts in lines) and len(lines) == len(between)
+
+
+@pytest.mark.parametrize("hosts", [[], [0, 0, 0], [0, 1, 2]])
+def test_where_no_line_is_shared_all_ranks_measure_theirs(hosts):
+    found = quick._matches(3, hosts)
+    assert len(found) == 2 and not any(in_hosts for _, in_hosts in found)
+    assert {rank for pairs, _ in found for pair in pairs for rank in pair} == {0, 1, 2}

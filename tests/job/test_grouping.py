@@ -59,7 +59,7 @@ def test_groups_that_a_job_cannot_have(groups, said):
 def test_all_ranks_hear_of_the_hosts_that_rank_0_has_heard_of(tmp_path, monkeypatch):
     monkeypatch.setattr(rendezvous, "host_identity", lambda: "this one")
     agreement = assert_met(meet(3, rendezvous=f"file://{tmp_path / 'meet'}", groups="host"))
-    assert agreement.groups == ((0, 1, 2),)
+    assert (agreement.groups, agreement.hosts, agreement.single_host) == (((0, 1, 2),), (0, 0, 0), True)
 
 
 def test_ranks_with_other_groups_are_named(tmp_path):

@@ -126,7 +126,8 @@ def _run(hub, function, size, shared):
             options=options,
             rates=Rates(),
             servers=Servers(engine, rank, size, 0),
-            groups=[],
+            groups=(),
+            hosts=(),
         )
         try:
             results[rank] = function(rank, hub.engines[rank])

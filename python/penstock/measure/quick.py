@@ -7,6 +7,9 @@ pair leads first, then the other:
 2. Bursts that grow until one of them takes a moment. They also use up what a token bucket lets pass at once.
 3. Bursts of a size that suits what was seen, each until the peer says that all is there: the rate.
 
+Where some ranks share a host and others do not, one rank of each host does this for all of it, so that it has the line
+for itself; then two ranks of each host do it between them, which is the rate inside.
+
 Whatever else runs on the two hosts only makes a burst slower, so the fastest counts. The kernel tells how long threads
 waited for processors: if they did not in the first burst, it is the only one. Otherwise there are more, until the two
 fastest are alike or time is up. If threads waited for most of the fastest, too, the line may be faster than that, and
@@ -28,6 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import statistics
 import struct
 import time
@@ -37,6 +41,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.collectives import Future, Group
 from penstock.coordinator import Rates
+from penstock.grouping import HOST, members
 from penstock.measure.links import rounds
 
 if TYPE_CHECKING:
@@ -127,7 +132,10 @@ class _Pair:
 
     def _of_processors(self) -> list[_Burst]:
         """Long ones, beside which a burst's fixed costs are little; the first makes the pages."""
-        return [self._send(SIZES[-1]) for _ in range(ONE_HOST_BURSTS)]
+        bursts: list[_Burst] = []
+        while len(bursts) < ONE_HOST_BURSTS and sum(burst.seconds for burst in bursts) < BURSTS_SECONDS:
+            bursts.append(self._send(SIZES[-1]))
+        return bursts
 
     def _of_the_line(self, latency_s: float) -> list[_Burst]:
         """Of a size that suits the line, as many as it takes."""
@@ -275,6 +283,16 @@ def _line_rate(bursts: Sequence[_Burst], *, one_host: bool) -> tuple[float, bool
     return best.bytes_per_s, best.waited(DOUBTFUL)
 
 
+def _inside_rate(bursts: Sequence[_Burst]) -> float:
+    """Bytes per second between ranks of one host: by processor time, or by what took longer than waiting for those."""
+
+    def of(burst: _Burst) -> float:
+        undisturbed_s = max(burst.seconds - burst.waited_s, burst.busy_s)
+        return max(burst.bytes_per_s, burst.size / undisturbed_s)
+
+    return max(map(of, bursts))
+
+
 def _step_and_call(taken: Mapping[Algorithm, float], size: int, trip_s: float) -> tuple[float, float]:
     """The latency between two engines, and the seconds of a call without its steps.
 
@@ -317,7 +335,18 @@ def _tiny_sum(group: Group, algorithm: Algorithm, calls: int) -> float:
     return statistics.median(times[1:])
 
 
-def group_rates(group: Group, calls: int = CALLS, *, one_host: bool = False) -> Rates:
+def _matches(size: int, hosts: Sequence[int]) -> list[tuple[list[tuple[int, int]], bool]]:
+    """Rounds of pairs that share no rank, and of each whether its pairs are inside hosts."""
+    if len(set(hosts)) in (0, 1, size):
+        return [(pairs, False) for pairs in rounds(size, (size + 1) // 2)]
+    by_host = members(HOST, hosts)
+    heads = [group[0] for group in by_host]  # ascending, so that the lower rank of a pair still is the lower one
+    between = rounds(len(heads), (len(heads) + 1) // 2)
+    inside = [(group[0], group[1]) for group in by_host if len(group) > 1]
+    return [*(([(heads[low], heads[high]) for low, high in pairs], False) for pairs in between), (inside, True)]
+
+
+def group_rates(group: Group, calls: int = CALLS, *, one_host: bool = False, hosts: Sequence[int] = ()) -> Rates:
     """What the links of a group do, and how fast its ranks add. All of its ranks call it.
 
     Args:
@@ -325,6 +354,7 @@ def group_rates(group: Group, calls: int = CALLS, *, one_host: bool = False) -> 
         calls: Tiny sums by each of two algorithms, which tell the latency and the time of a call; more are more exact.
             Where links are far there are fewer.
         one_host: Whether there is no line between the ranks.
+        hosts: By rank of the group the number of its host, if some share one.
 
     Returns:
         The slowest of the links' and processors' rates; of latency and call, which are those of all ranks together, the
@@ -340,7 +370,8 @@ def group_rates(group: Group, calls: int = CALLS, *, one_host: bool = False) -> 
     assert me is not None and size > 1, f"measured by a member of {group}, with others"
     trips_s: list[float] = []
     links: list[tuple[float, bool]] = []
-    for matches in rounds(size, (size + 1) // 2):
+    inside: list[float] = []
+    for matches, in_hosts in _matches(size, hosts):
         match = next((pair for pair in matches if me in pair), None)
         if match is None:
             continue
@@ -348,14 +379,21 @@ def group_rates(group: Group, calls: int = CALLS, *, one_host: bool = False) -> 
         pair = _Pair(group, group.ranks[high if me == low else low])
         for leads in (me == low, me != low):
             if leads:
-                trip_s, bursts = pair.lead(one_host=one_host)
-                trips_s.append(trip_s)
-                links.append(_line_rate(bursts, one_host=one_host))
+                trip_s, bursts = pair.lead(one_host=one_host or in_hosts)
+                if in_hosts:
+                    inside.append(_inside_rate(bursts))
+                else:
+                    trips_s.append(trip_s)
+                    links.append(_line_rate(bursts, one_host=one_host))
             else:
                 pair.follow()
-    rate, doubtful = min(links)
-    trips, rates, doubts, sums = told_by_all(group, max(trips_s), rate, doubtful, summing_rate())
-    slowest = min(rates)
+    # Who has measured nothing has nothing to say.
+    rate, doubtful = min(links, default=(math.inf, False))
+    mine = (max(trips_s, default=0.0), rate, doubtful, min(inside, default=math.inf), summing_rate())
+    trips, rates, doubts, insides, sums = told_by_all(group, *mine)
+    slowest, slowest_inside = min(rates), min(insides)
+    if math.isinf(slowest_inside):
+        slowest_inside = slowest if one_host else Rates().inside_bytes_per_s
     doubtful = all(doubt for rate, doubt in zip(rates, doubts, strict=True) if rate == slowest)
     calls = _affordable(calls, size, max(trips))
     algorithms: tuple[Algorithm, ...] = ("store", "ring")
@@ -364,6 +402,7 @@ def group_rates(group: Group, calls: int = CALLS, *, one_host: bool = False) -> 
     latency_s, call_s = _step_and_call(taken, size, max(trips))
     return Rates(
         bytes_per_s=slowest,
+        inside_bytes_per_s=slowest_inside,
         latency_s=latency_s,
         summed_bytes_per_s=min(sums),
         call_s=call_s,
@@ -392,12 +431,13 @@ def quick_rates(job: Job) -> Rates:
     group = job.everybody
     if group.size < 2:
         return Rates()
-    found = group_rates(group, one_host=job.single_host)
+    found = group_rates(group, one_host=job.single_host, hosts=job.hosts)
     if group.rank == 0:
         _log.info(
-            "line rate: %s%.0f Mbit/s, latency %.0f us, interface %s (%s); sums: %.1f GB/s",
+            "line rate: %s%.0f Mbit/s%s, latency %.0f us, interface %s (%s); sums: %.1f GB/s",
             "at least " if found.source == AT_LEAST else "",
             found.bytes_per_s * 8 / 1e6,
+            f", inside hosts {found.inside_bytes_per_s * 8 / 1e6:.0f}" if job.hosts else "",
             found.latency_s * 1e6,
             interface_of(job.address),
             "the slowest of the links that were measured" if found.source == MEASURED else found.source,

@@ -85,7 +85,8 @@ class Distributed:
         options: Of this rank.
         rates: The job's, the same on every rank.
         given: The model or its wrapper, as the program has it.
-        servers: Those of the job, if there are some.
+        servers: Those of the job, if there are some, and the groups of its workers.
+        hosts: As `Cluster.hosts`.
         at_owners: Whether updates are made by those who own the sums.
 
     Attributes:
@@ -110,10 +111,12 @@ class Distributed:
         rates: Rates,
         given: nn.Module | None = None,
         servers: Servers | None = None,
+        hosts: tuple[int, ...] = (),
         at_owners: bool = False,
     ) -> None:
         self.engine = engine
         self.servers = Servers(engine, rank, options.world_size, 0) if servers is None else servers
+        self.hosts = hosts
         self.model = model
         self.key = next(_keys)
         self.whole_steps = options.whole_steps
@@ -206,7 +209,9 @@ class Distributed:
     def _cluster(self, slice_bytes: int, collective_slice_bytes: int, lanes: int) -> Cluster:
         apart = self.servers.count
         servers = apart or self.ranks
-        return Cluster(self.ranks, servers, slice_bytes, collective_slice_bytes, lanes, servers_apart=apart > 0)
+        slices = (slice_bytes, collective_slice_bytes, lanes)
+        cluster = Cluster(self.ranks, servers, *slices, servers_apart=apart > 0, hosts=self.hosts)
+        return cluster.in_groups(self.servers.groups)
 
     def _coordinate(self, rank: int, name: str, options: Options, rates: Rates) -> tuple[Coordinator, Choice]:
         """The information book, and what keeps it in step on all ranks. Collective."""
@@ -628,6 +633,7 @@ def distribute(
             rates=running.rates,
             given=model,
             servers=running.servers,
+            hosts=running.hosts,
             at_owners=update == "servers",
         )  # the hooks on the model keep it
     except BaseException:
