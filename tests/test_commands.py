@@ -132,6 +132,9 @@ TABLE = {
     "penstock run --hosts hosts.txt --nproc-per-node 2 train.py": By(
         "tests/launch/test_hosts.py::test_a_job_on_two_hosts_needs_nothing_else"
     ),
+    "penstock run --hosts hosts.txt --clients auto train.py": By(
+        "tests/servers/test_groups.py::test_the_grouping_that_is_chosen_is_the_faster_one"
+    ),
     "penstock run --hosts hosts.txt --workers 6 train.py": By(
         "tests/launch/test_where_workers_run.py::test_ranks_go_up_host_by_host"
     ),

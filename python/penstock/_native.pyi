@@ -24,6 +24,7 @@ __all__ = [
     "Way",
     "allreduce_cost",
     "best_algorithm",
+    "best_groups",
     "best_scheme",
     "digests",
     "step_times",
@@ -228,6 +229,17 @@ def best_scheme(
     and how many bytes a rank sends to each other. ``collective`` takes the store's place in the book. ``why_whole`` is
     why the gradient must travel whole, if it must; ``whole_on`` the rank that would send it whole at present.
     """
+
+def best_groups(
+    *,
+    workers: int,
+    servers: int,
+    servers_apart: bool,
+    hosts: list[int],
+    slice_bytes: int,
+    rates: _Rates,
+) -> tuple[list[list[int]], str]:
+    """Which workers shall sum among themselves before the store does, if any, and why; arguments as `best_scheme`'s."""
 
 def allreduce_cost(algorithm: str, elems: int, elem_bytes: int, workers: int, slices: int, rates: _Rates) -> Allreduce:
     """What ``store``, ``central``, ``tree``, ``ring`` or ``butterfly`` costs for a message in so many slices."""

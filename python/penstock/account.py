@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.grouping import NONE_ASKED_FOR
+
 __all__ = ["Report", "communication_lines", "duration", "plural", "shortened", "size", "summary"]
 
 BUSY = ("backward", "forward", "stalled", "other")
@@ -30,7 +32,9 @@ class Report(dict[str, Any]):
             lines.append(f"  line rate {line} ({self['line_rate_source']})")
         if groups := self.get("groups"):  # a server has none to tell
             groups = (", ".join(map(str, group)) for group in groups)
-            lines.append(f"  ranks that sum among themselves: {'; '.join(groups)}")
+            lines.append(f"  ranks that sum among themselves: {'; '.join(groups)} ({self['groups_reason']})")
+        elif self.get("groups_reason", NONE_ASKED_FOR) != NONE_ASKED_FOR:
+            lines.append(f"  no ranks sum among themselves ({self['groups_reason']})")
         if self["lossy"]:
             lines.append("  LOSSY: " + ", ".join(f"{name} {scheme}" for name, scheme in self["lossy"].items()))
         return "\n".join([*lines, ""])

@@ -20,7 +20,7 @@ from penstock.config import RANKS_MAX
 from penstock.launch import start
 
 if TYPE_CHECKING:
-    from penstock.coordinator import Cluster
+    from penstock.coordinator import Cluster, Rates
 
 DEMO_EXAMPLES = """\
 examples:
@@ -207,7 +207,7 @@ def _add_explain(commands: Any) -> None:
         "--groups",
         metavar="GROUPS",
         help="workers that sum among themselves before the store does, as in penstock.init: host, a number of groups, "
-        "or lists as [[0,1],[2,3]] (default: none)",
+        "lists as [[0,1],[2,3]], or auto: those that pay (default: none)",
     )
     explain.add_argument(
         "--batch",
@@ -442,7 +442,8 @@ def _explain(options: argparse.Namespace) -> int:
             product_flops_per_s=gflops * 1e9,
             source=source,
         )
-        cluster = _cluster(options)
+        cluster, why = _cluster(options, rates)
+        network = replace(network, notes=(*network.notes, *why))
         collectives: dict[str, str] = {}
         if options.collective_schemes:
             collectives = best_collectives(network, cluster, policy=options.policy, rates=rates)
@@ -464,8 +465,8 @@ def _explain(options: argparse.Namespace) -> int:
     return 0
 
 
-def _cluster(options: argparse.Namespace) -> Cluster:
-    """What the options describe."""
+def _cluster(options: argparse.Namespace, rates: Rates) -> tuple[Cluster, list[str]]:
+    """What the options describe, and a note if groups were to be chosen."""
     from penstock import grouping
     from penstock.coordinator import Cluster
     from penstock.errors import ConfigError
@@ -484,14 +485,17 @@ def _cluster(options: argparse.Namespace) -> Cluster:
         hosts=tuple(hosts) if per_host > 1 else (),
     )
     if options.groups is None:
-        return cluster
+        return cluster, []
     try:
         groups = grouping.parse(options.groups)
     except ValueError:
         raise ConfigError(f"--groups {options.groups}: accepted are {grouping.ACCEPTED}") from None
     grouping.check(groups, workers, "--groups")
+    if groups == grouping.AUTO:
+        chosen, why = cluster.best_groups(rates)
+        return cluster.in_groups(chosen), [f"groups, as chosen: {why}"]
     known = cluster.hosts[:workers] or range(workers)
-    return cluster.in_groups(grouping.members(groups, known))
+    return cluster.in_groups(grouping.members(groups, known)), []
 
 
 def _line_rate(options: argparse.Namespace) -> int:

@@ -96,6 +96,20 @@ class Cluster:
         """The groups that the workers of a host make; none where no two share one, or hosts are not known."""
         return members(HOST, self.hosts[: self.n_worker])
 
+    def best_groups(self, rates: Rates) -> tuple[Groups, str]:
+        """The groups that make the store fastest, or none, before there is a model; and why."""
+        from penstock._native import best_groups
+
+        groups, why = best_groups(
+            workers=self.n_worker,
+            servers=self.n_server,
+            servers_apart=self.servers_apart,
+            hosts=list(self.hosts),
+            slice_bytes=self.slice_bytes,
+            rates=rates.native(),
+        )
+        return tuple(map(tuple, groups)), why
+
 
 class Placed(NamedTuple):
     """Where one slice of a tensor lives: bytes from its start, length, the rank that sums it, its lane.

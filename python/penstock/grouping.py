@@ -1,7 +1,8 @@
 """Which workers sum among themselves before the store does: the option ``groups``, and what it comes to in a job.
 
-What groups do is in docs/decisions/0016-heads-sum-their-groups.md. Nothing here is collective: rank 0 decides, as it
-alone hears of all hosts, and tells the others when they meet (rendezvous.py).
+What groups do is in docs/decisions/0016-heads-sum-their-groups.md. Nothing here is collective: rank 0, which hears of
+all hosts, tells the others when they meet (rendezvous.py). With ``auto`` all choose alike, from the same rates, once
+those were measured (job.py).
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from collections.abc import Sequence
 
 from penstock.errors import ConfigError
 
-__all__ = ["ACCEPTED", "HOST", "Groups", "check", "members", "parse"]
+__all__ = ["ACCEPTED", "AUTO", "HOST", "NONE_ASKED_FOR", "Groups", "check", "members", "parse"]
 
-HOST = "host"
-ACCEPTED = f'"{HOST}", a number of groups, or all ranks in lists, as [[0, 1], [2, 3]]'
+HOST, AUTO = "host", "auto"
+NONE_ASKED_FOR = "none asked for"
+"""Why there are no groups unless somebody says otherwise."""
+ACCEPTED = f'"{HOST}", "{AUTO}", a number of groups, or all ranks in lists, as [[0, 1], [2, 3]]'
 
 Groups = tuple[tuple[int, ...], ...]
 """Ranks of workers by group, ascending, in the order of their first ones. Empty where each worker is alone."""
@@ -28,8 +31,8 @@ def parse(raw: object) -> str:
         ('[[0, 1], [2, 3]]', '2', 'host')
     """
     if isinstance(raw, str):
-        if raw.strip() == HOST:
-            return HOST
+        if raw.strip() in (HOST, AUTO):
+            return raw.strip()
         raw = json.loads(raw)
     if isinstance(raw, int) and not isinstance(raw, bool) and raw > 0:
         return str(raw)
@@ -56,14 +59,14 @@ def check(groups: str | None, world_size: int, source: str) -> None:
     Raises:
         ConfigError: Groups of equal size are not possible, or ranks are missing, twice there, or too many.
     """
-    if groups in (None, HOST):
+    if groups in (None, HOST, AUTO):
         return
     found = json.loads(str(groups))
     if isinstance(found, int):
         if world_size % found:
             raise ConfigError(
                 f"option groups: {found} ({source}): {world_size} workers do not make {found} groups of equal size; "
-                'give a number that divides it, "host", or lists of ranks'
+                f'give a number that divides it, "{HOST}", "{AUTO}", or lists of ranks'
             )
         return
     ranks = sorted(rank for group in found for rank in group)
@@ -78,14 +81,14 @@ def members(groups: str | None, hosts: Sequence[object]) -> Groups:
     """What the option comes to.
 
     Args:
-        groups: As `parse` returns it, and `check` has let it pass.
+        groups: As `parse` returns it, and `check` has let it pass. With ``auto`` there are none yet.
         hosts: By rank of worker what tells its host from others.
 
     Example:
         >>> members("host", ["a", "b", "a"]), members("2", ["a"] * 4), members("4", ["a"] * 4)
         (((0, 2), (1,)), ((0, 1), (2, 3)), ())
     """
-    if groups is None:
+    if groups in (None, AUTO):
         return ()
     if groups == HOST:
         by_host: dict[object, list[int]] = {}
@@ -93,7 +96,7 @@ def members(groups: str | None, hosts: Sequence[object]) -> Groups:
             by_host.setdefault(host, []).append(rank)
         found = list(by_host.values())
     else:
-        found = json.loads(groups)
+        found = json.loads(str(groups))
         if isinstance(found, int):
             size = len(hosts) // found
             found = [list(range(first, first + size)) for first in range(0, len(hosts), size)]

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING
 
 from penstock import addresses, config, launchers, lending, rendezvous
 from penstock.account import Report
-from penstock.coordinator import Rates
+from penstock.coordinator import Cluster, Rates
 from penstock.ending import Hooks, described
 from penstock.errors import ConfigError, PenstockError
+from penstock.grouping import AUTO, NONE_ASKED_FOR
 from penstock.version import installed_version
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Job:
         address: What this rank advertises, ``host:port``.
         single_host: Whether all ranks share this machine's loopback interface.
         groups: Of workers that sum among themselves.
+        groups_reason: Why these, or none.
         hosts: By rank, as `penstock.coordinator.Cluster` has them: empty where no two ranks share one, or all do.
         failed: Why this rank has told the others that it failed, or is about to.
         servers: Those that own what is summed, apart from the workers.
@@ -72,6 +74,7 @@ class Job:
     address: str
     single_host: bool = False
     groups: Groups = ()
+    groups_reason: str = NONE_ASKED_FOR
     hosts: tuple[int, ...] = ()
     failed: str | None = None
     rates: Rates = field(default_factory=Rates)
@@ -271,7 +274,8 @@ def report() -> Report:
     ``lossy`` names the layers that use a lossy scheme, and which. ``line_bytes_per_s`` is the line rate as
     measured at the start, or the most that one connection has carried since if that is more; ``None`` with
     ``line_rate_mbit="off"``. ``line_rate_source`` says where it comes from, and whether it is in doubt. ``groups`` has
-    the ranks of workers that sum among themselves (option ``groups``), by group.
+    the ranks of workers that sum among themselves (option ``groups``), by group, and ``groups_reason`` says why these,
+    or why none.
 
     Raises:
         ConfigError: Before `init` or after `shutdown`, or in a forked child.
@@ -284,6 +288,7 @@ def report() -> Report:
     front_end = sys.modules.get("penstock.torch.access")
     found["line_rate_source"] = current("report").rates.source
     found["groups"] = [list(group) for group in current("report").groups]
+    found["groups_reason"] = current("report").groups_reason
     found["lossy"] = {} if front_end is None else front_end.lossy_here()
     return found
 
@@ -388,6 +393,7 @@ def _start(launch: Launch, board: Board | None = None) -> Job:
     job.hosts = hosts if 1 < len(set(hosts)) < len(hosts) else ()
     try:
         job.rates = _rates(job)
+        _choose_groups(job, hosts)
         if job.options.ranks > 1 and job.options.line_rate_mbit != 0.0:
             engine.set_rates(_of_each(job).native())
             if job.options.engine_rank == 0:
@@ -401,6 +407,19 @@ def _start(launch: Launch, board: Board | None = None) -> Job:
             engine.shutdown()
         raise
     return job
+
+
+def _choose_groups(job: Job, hosts: tuple[int, ...]) -> None:
+    """With ``groups="auto"``: those that pay, if any. Each rank decides, from hosts and rates that all have alike."""
+    options = job.options
+    if options.groups != AUTO:
+        job.groups_reason = NONE_ASKED_FOR if options.groups is None else f"as given: {options.groups}"
+        return
+    workers, servers = options.world_size, options.servers
+    cluster = Cluster(workers, servers or workers, servers_apart=servers > 0, hosts=hosts)
+    job.groups, job.groups_reason = cluster.best_groups(job.rates)
+    if options.engine_rank == 0:
+        _log.info("groups, as chosen: %s", job.groups_reason)
 
 
 def _of_each(job: Job) -> Rates:

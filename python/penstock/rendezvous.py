@@ -71,7 +71,7 @@ class Agreement:
         all_lanes: Whether slices use all of them, because rank 0 was told their number.
         options: Those of this rank. A server, which runs no program that could say them, has rank 0's where it was
             told none.
-        groups: Of workers that sum among themselves.
+        groups: Of workers that sum among themselves, as far as the option says it by itself.
         hosts: By rank, workers first: the number of its host, from 0 in the order of ranks.
     """
 

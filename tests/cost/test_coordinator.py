@@ -234,6 +234,29 @@ def test_groups_are_those_of_the_workers_of_a_host():
     assert apart.in_groups(BY_HOST).n_server == apart.in_groups(BY_HOST).in_groups(()).n_server == 3
 
 
+@pytest.mark.parametrize(
+    ("mbit", "hosts", "groups", "why"),
+    [
+        ((1000, 16_000), TWO_HOSTS, BY_HOST, "by host: 16.8 MB through the store take "),
+        ((1000, 1000), TWO_HOSTS, ((0, 1), (2, 3), (4, 5), (6, 7)), "by host in 2 parts: 16.8 MB "),
+        ((100_000, 16_000), TWO_HOSTS, (), "none: 16.8 MB through the store would take "),
+        ((1000, 16_000), (0,) * 8, (), "none: all ranks are on one host"),
+        ((1000, 16_000), tuple(range(8)), (), "none: no two workers share a host"),
+        ((1000, 16_000), (), (), "none: no two workers share a host"),
+    ],
+)
+def test_groups_are_those_with_which_the_store_is_fastest(mbit, hosts, groups, why):
+    line, inside = (one * 125e3 for one in mbit)
+    rates = Rates(bytes_per_s=line, inside_bytes_per_s=inside, summed_bytes_per_s=1e12, latency_s=1e-6)
+    found, reason = Cluster(8, 8, hosts=hosts).best_groups(rates)
+    assert found == groups and reason.startswith(why), reason
+
+
+def test_hosts_that_are_not_of_all_ranks_are_refused():
+    with pytest.raises(ConfigError, match="hosts of 3 ranks are given, but there are 4"):
+        Cluster(4, 4, hosts=(0, 0, 1)).best_groups(Rates())
+
+
 def test_rows_are_compared_with_the_store_of_the_jobs_groups():
     """4096 x 4096 with 200 rows: factors send 16 x 200 x 8192 numbers from a host, the store 4096^2 or 4 times that."""
     net = Network("net", (linear("fc", 4096, 4096),))

@@ -474,6 +474,12 @@ def test_groups_are_shown_beside_what_would_be_without_them(explain_here, folder
     text = explain_here(*arguments).stdout
     assert 'in groups by host (groups="host") it would be 13.3 MB' in text
     assert 'choices in groups by host (groups="host")' in text
+    auto = explain_here(*arguments, "--groups", "auto").stdout
+    assert "groups, as chosen: by host: 16.8 MB through the store take " in auto
+    fast = explain_here(*arguments, "--groups", "auto", "--bandwidth-mbit", "100000").stdout
+    assert "groups, as chosen: none: 16.8 MB" in fast
+    slow_inside = explain_here(*arguments, "--groups", "auto", "--inside-mbit", "100").stdout
+    assert "groups, as chosen: none: 16.8 MB" in slow_inside
     apart = explain_here(*arguments, "--servers", "2", "--groups", "2", "--json")
     found = json.loads(apart.stdout)
     nbytes = found["layers"][0]["gradient_bytes"]
@@ -486,7 +492,7 @@ def test_groups_are_shown_beside_what_would_be_without_them(explain_here, folder
     [
         (("--per-host", "3"), "--per-host 3: 8 workers do not fill hosts of 3; give a number that divides --workers"),
         (("--groups", "3"), "option groups: 3 (--groups): 8 workers do not make 3 groups of equal size"),
-        (("--groups", "hosts"), '--groups hosts: accepted are "host", a number of groups'),
+        (("--groups", "hosts"), '--groups hosts: accepted are "host", "auto", a number of groups'),
         (("--groups", "[[0, 1], [2, 3]]"), "each of the ranks 0 to 7 must be in one of the lists"),
     ],
 )

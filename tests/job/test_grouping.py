@@ -10,8 +10,9 @@ from penstock.launchers import discover
 
 
 def test_what_is_given_has_one_form():
-    assert [parse(raw) for raw in ("host", 3, "3", [[2, 1], (0,)], "[[0],[1,2]]")] == [
+    assert [parse(raw) for raw in ("host", " auto", 3, "3", [[2, 1], (0,)], "[[0],[1,2]]")] == [
         "host",
+        "auto",
         "3",
         "3",
         "[[0], [1, 2]]",
@@ -26,6 +27,7 @@ def test_what_is_given_has_one_form():
     ("groups", "found"),
     [
         (None, ()),
+        ("auto", ()),
         ("1", ((0, 1, 2, 3, 4, 5),)),
         ("2", ((0, 1, 2), (3, 4, 5))),
         ("6", ()),

@@ -68,7 +68,8 @@ def test_before_init_and_after_shutdown_say_what_to_do(engine):
     ps.shutdown()  # nothing to shut down is nothing wrong
     ps.init()
     assert (ps.rank(), ps.world_size()) == (0, 1)
-    assert ps.report() == {"rank": 0, "size": 1, "lossy": {}, "line_rate_source": "assumed", "groups": []}
+    groups = {"groups": [], "groups_reason": "none asked for"}
+    assert ps.report() == {"rank": 0, "size": 1, "lossy": {}, "line_rate_source": "assumed", **groups}
     ps.shutdown()
     ps.shutdown()
     with pytest.raises(ps.ConfigError, match=r"after penstock\.shutdown"):

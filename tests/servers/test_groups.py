@@ -1,5 +1,6 @@
 """Groups of workers that sum among themselves, in real jobs: results as without, and the bytes that are promised."""
 
+import contextlib
 import json
 import re
 import subprocess
@@ -13,7 +14,7 @@ from lab.cluster import Cluster, Unavailable, check
 
 LIMIT_S = 150
 STEPS, LONG_STEPS = 6, 60  # as in training.py
-TRAINING = Path(__file__).with_name("training.py")
+TRAINING, TIMED = (Path(__file__).with_name(name) for name in ("training.py", "timed.py"))
 RUN = ["-m", "penstock", "run", "--grace-s", "2"]
 UNEVEN = ["--env", "PENSTOCK_GROUPS=[[0], [1, 2, 3]]"]
 BY_LISTS = ["--env", "PENSTOCK_GROUPS=[[2, 3], [1, 0]]"]
@@ -92,6 +93,8 @@ def test_wire_types_are_for_what_goes_between_groups(tmp_path, alone):
     ("launching", "said"),
     [
         (["--clients", "3"], "option groups: 3 (--clients): 4 workers do not make 3 groups of equal size"),
+        (["--clients", "hosts"], "argument --clients: 'hosts' is not a whole number; host and auto are accepted, too"),
+        (["--clients", "0"], "argument --clients: 0 is not between 1 and 4096; host and auto are accepted, too"),
         (["--env", "PENSTOCK_GROUPS=3"], "option groups: 3 (environment variable PENSTOCK_GROUPS): 4 workers do not"),
     ],
 )
@@ -110,19 +113,25 @@ def carried(host):
     return int(counts[8]), int(counts[0])
 
 
-def test_hosts_move_the_bytes_of_one_worker_each(tmp_path):
-    """2 hosts with 2 ranks: what the interfaces count, beside the cost function."""
+@contextlib.contextmanager
+def two_hosts(place, rate_mbit=None):
+    """An emulated cluster, and what `penstock run` needs to start 2 workers on each host of it."""
     try:
         check()
     except Unavailable as reason:
         pytest.skip(str(reason))
-    with Cluster(2) as cluster:
+    with Cluster(2, rate_mbit) as cluster:
         names = "".join(f"{host.namespace} slots=2\n" for host in cluster.hosts)
-        (tmp_path / "hosts").write_text(names, encoding="utf-8")
+        (place / "hosts").write_text(names, encoding="utf-8")
         connect = ["--connect", "ip netns exec {host} sh -c {command}", "--master-addr", cluster.hosts[0].address]
-        launching = ["--hosts", str(tmp_path / "hosts"), *connect]
+        yield cluster, ["--hosts", str(place / "hosts"), *connect]
+
+
+def test_hosts_move_the_bytes_of_one_worker_each(tmp_path):
+    """2 hosts with 2 ranks: what the interfaces count, beside the cost function."""
+    with two_hosts(tmp_path) as (cluster, launching):
         moved = {}
-        for groups in ("host", None):
+        for groups in ("host", "auto", None):
             before = [carried(host) for host in cluster.hosts]
             told = ["--env", "PENSTOCK_LINE_RATE_MBIT=1000"]  # given: measuring it would move as much again
             told += [] if groups is None else ["--env", f"PENSTOCK_GROUPS={groups}"]
@@ -137,4 +146,39 @@ def test_hosts_move_the_bytes_of_one_worker_each(tmp_path):
     for way in (0, 1):
         for host in (0, 1):
             assert nbytes <= moved["host"][host][way] <= 1.25 * nbytes
+            assert nbytes <= moved["auto"][host][way] <= 1.25 * nbytes, "at 1 Gbit/s they pay"
             assert 2 * nbytes <= moved[None][host][way] <= 2.25 * nbytes
+
+
+def timed(directory, launching, groups):
+    """Seconds of a step, the groups and why these."""
+    directory.mkdir()
+    told = [] if groups is None else ["--clients", groups]
+    command = [*RUN, "--workers", "4", *launching, *told, str(TIMED), str(directory)]
+    done = programs.run(*command, cwd=directory, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    ranks = [json.loads((directory / f"timed-{rank}").read_text()) for rank in range(4)]
+    assert len({json.dumps([rank["groups"], rank["why"]]) for rank in ranks}) == 1
+    return max(rank["step_s"] for rank in ranks), ranks[0]["groups"], ranks[0]["why"]
+
+
+@pytest.mark.parametrize(
+    ("inside_mbit", "chosen", "other", "why"),
+    [
+        (None, [[0, 1], [2, 3]], None, "by host: "),
+        # Loopback carries both directions: n without groups, 2 n with them, and the line 2 n and n in each.
+        (50, [], "host", "none: "),
+    ],
+)
+def test_the_grouping_that_is_chosen_is_the_faster_one(tmp_path, inside_mbit, chosen, other, why):
+    """One takes twice as long as the other by the model, at 200 Mbit/s between hosts; a fifth longer is asked for."""
+    with two_hosts(tmp_path, 200) as (cluster, launching):
+        if inside_mbit is not None:
+            for host in cluster.hosts:
+                bucket = ["tbf", "rate", f"{inside_mbit}mbit", "burst", "256kb", "latency", "400ms"]
+                command = ["ip", "netns", "exec", host.namespace, "tc", "qdisc", "add", "dev", "lo", "root", *bucket]
+                subprocess.run(command, check=True)
+        auto_s, groups, said = timed(tmp_path / "auto", launching, "auto")
+        assert groups == chosen and said.startswith(why), said
+        other_s, _, _ = timed(tmp_path / "other", launching, other)
+    assert other_s > 1.2 * auto_s, f"{other_s} s and {auto_s} s with {said}"

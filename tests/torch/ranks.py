@@ -127,6 +127,7 @@ def _run(hub, function, size, shared):
             rates=Rates(),
             servers=Servers(engine, rank, size, 0),
             groups=(),
+            groups_reason="none asked for",
             hosts=(),
         )
         try:

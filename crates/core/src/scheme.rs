@@ -6,12 +6,14 @@
 //! do not make it waver. Neither ever chooses a scheme that its own model says is slower than the store.
 
 mod facts;
+mod grouping;
 mod reason;
 
 use crate::cost::Rates;
 use crate::types::Unknown;
 use crate::way::{Algorithm, Way};
 pub use facts::{Estimate, Facts, INDEX_BYTES, LayerKind};
+pub use grouping::{GROUPS_BYTES, Grouping, GroupsReason, best_groups};
 pub use reason::{MARGIN, Reason};
 use std::str::FromStr;
 

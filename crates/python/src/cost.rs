@@ -152,6 +152,37 @@ fn estimate_to_python<'py>(py: Python<'py>, estimate: &Estimate) -> PyResult<Bou
 }
 
 #[pyfunction]
+#[pyo3(signature = (*, workers, servers, servers_apart, hosts, slice_bytes, rates))]
+#[allow(clippy::needless_pass_by_value)]
+pub(crate) fn best_groups(
+    workers: u32,
+    servers: u32,
+    servers_apart: bool,
+    hosts: Vec<u32>,
+    slice_bytes: usize,
+    rates: RatesTuple,
+) -> PyResult<(Vec<Vec<u32>>, String)> {
+    let job = Facts {
+        kind: LayerKind::Other,
+        elems: 0,
+        elem_bytes: 4,
+        rows: &[],
+        short_bytes: 0,
+        workers,
+        servers,
+        servers_apart,
+        groups: &[],
+        hosts: &hosts,
+        slice_bytes,
+        collective_slice_bytes: slice_bytes,
+        rates: rates_of(rates)?,
+    };
+    job.check().map_err(config)?;
+    let found = scheme::best_groups(&job);
+    Ok((found.groups, found.reason.to_string()))
+}
+
+#[pyfunction]
 pub(crate) fn allreduce_cost<'py>(
     py: Python<'py>,
     algorithm: &str,

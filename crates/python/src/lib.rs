@@ -36,7 +36,7 @@ mod _native {
     #[pymodule_export]
     use super::call::Call;
     #[pymodule_export]
-    use super::cost::{allreduce_cost, best_algorithm, best_scheme, step_times, summing_rate};
+    use super::cost::{allreduce_cost, best_algorithm, best_groups, best_scheme, step_times, summing_rate};
     #[pymodule_export]
     use super::digest::digests;
     #[pymodule_export]

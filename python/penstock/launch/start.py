@@ -37,6 +37,7 @@ examples:
   penstock run --hosts hosts.txt --nproc-per-node 2 train.py     2 on each host of the file, over ssh
   penstock run --hosts hosts.txt --workers 6 train.py            6 in all, by the slots=N of the file
   penstock run --workers 4 --servers 2 train.py                  2 processes more, which own what is summed
+  penstock run --hosts hosts.txt --clients auto train.py         those of a host sum first if that is faster
   penstock run --workers 4 --clients 2 train.py                  2 groups that sum inside, and then between them
   penstock run --nnodes 2 --node-rank 0 --master-addr node1 --master-port 29500 train.py
                                                                  on each of 2 hosts, as with torchrun
@@ -79,10 +80,10 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument(
         "--clients",
-        type=count,
+        type=_clients,
         metavar="C",
-        help="groups of workers that sum among themselves before the store does, all of one size (default: none; for "
-        "those of one host: PENSTOCK_GROUPS=host)",
+        help="groups of workers that sum among themselves before the store does, all of one size; host: those of one "
+        "host; auto: those of one host, or of parts of it, if that makes the store faster (default: none)",
     )
     parser.add_argument(
         "--hosts", type=Path, metavar="FILE", help="start workers on these hosts (default: on this one)"
@@ -182,6 +183,16 @@ def _program(options: argparse.Namespace) -> list[str]:
     return [sys.executable, program, *arguments]
 
 
+def _clients(text: str) -> str:
+    """The type of an option that is a number of groups, or by what they are made."""
+    if text in (grouping.HOST, grouping.AUTO):
+        return text
+    try:
+        return str(whole_number(1, RANKS_MAX)(text))
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; {grouping.HOST} and {grouping.AUTO} are accepted, too") from None
+
+
 def _is_task(options: argparse.Namespace, environment: Mapping[str, str]) -> bool:
     """Whether mpirun or srun started this very process as one rank of a job."""
     task = next((names for names in TASKS if all(name in environment for name in names)), None)
@@ -229,8 +240,8 @@ def _plan(options: argparse.Namespace, environment: Mapping[str, str], command: 
         told = {name: value for name, value in told.items() if name not in ("PENSTOCK_SERVERS", "PENSTOCK_ROLE")}
     if options.clients is not None:
         world_size = next(worker.world_size for of in placed for worker in of)
-        grouping.check(str(options.clients), world_size, "--clients")
-        told["PENSTOCK_GROUPS"] = str(options.clients)
+        grouping.check(options.clients, world_size, "--clients")
+        told["PENSTOCK_GROUPS"] = options.clients
     connect = shlex.split(options.connect)
     if len(hosts) > 1 or hosts[0].name != THIS_MACHINE:
         _check_connect(connect)

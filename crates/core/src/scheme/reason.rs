@@ -143,7 +143,7 @@ impl fmt::Display for Numbers {
     }
 }
 
-struct Seconds(f64);
+pub(super) struct Seconds(pub(super) f64);
 
 impl fmt::Display for Seconds {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
