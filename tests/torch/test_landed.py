@@ -33,6 +33,29 @@ def test_a_step_of_many_layers_takes_few_looks_at_what_has_landed(monkeypatch):
     assert run(main, 2, lazy=False) == [[4, 4]] * 2
 
 
+@pytest.mark.fake_only
+def test_small_gradients_between_large_ones_are_submitted_together():
+    """A large one goes by itself and takes nothing along; ten small ones are too few to go before the backward ends."""
+
+    def main(rank, engine):
+        together, plain = [], engine.submit_together
+
+        def counted(book, tensors, op, step):
+            together.append(len(tensors))
+            return plain(book, tensors, op, step)
+
+        engine.submit_together = counted
+        model = nn.Sequential(*[nn.Linear(80, 80) for _ in range(10)])  # weights of 26 KB, biases of 320 bytes
+        model, optimizer = distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 80)).sum().backward()
+            optimizer.step()
+        return together
+
+    assert run(main, 2) == [[10, 10, 10]] * 2
+
+
 def test_memory_is_let_go_of_as_averages_come_in():
     """No look is made for that alone, and nothing stays behind."""
 

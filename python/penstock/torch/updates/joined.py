@@ -136,10 +136,10 @@ class _Room:
         self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def flat(self, what: str, dtype: torch.dtype) -> Tensor:
-        """As much as a call can need."""
+        """As much as a call can need: that has fewer than `CALL_ELEMS`, or one parameter."""
         key = what, dtype
         if key not in self._flat:
-            self._flat[key] = torch.empty(CALL_ELEMS + SMALL_BYTES, dtype=dtype)
+            self._flat[key] = torch.empty(max(CALL_ELEMS, SMALL_BYTES // dtype.itemsize), dtype=dtype)
         return self._flat[key]
 
 

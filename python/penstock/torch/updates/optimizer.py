@@ -246,8 +246,7 @@ class Updates(PatchedOptimizer):
     def _in_units(self, layers: Iterable[Layer]) -> dict[Layer, list[Layer]]:
         """By layer, itself and the small ones next to it that are waited for and updated together.
 
-        They come in at almost the same time, and one call for all of them takes hardly longer than one for each. They
-        are the same ones in every step: what lies end to end for such a call can stay where it is.
+        They come in at almost the same time, and one call for all of them takes hardly longer than one for each.
         """
         units: dict[Layer, list[Layer]] = {}
         unit: list[Layer] = []
