@@ -278,9 +278,8 @@ impl Connection {
                 node.destination(from, &header).inspect_err(|_| self.skip = header.payload_bytes as usize)?;
             match destination {
                 Destination::Chunk(chunk) => {
-                    if chunk.len() >= STAGING_BYTES {
-                        self.ahead_bytes = AHEAD_BYTES;
-                    }
+                    let long = chunk.len() >= STAGING_BYTES;
+                    self.ahead_bytes = if long { AHEAD_BYTES } else { STAGING_BYTES };
                     self.arriving = Some(Arriving { header, chunk, filled: 0 });
                 }
                 Destination::None => {
