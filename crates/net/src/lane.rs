@@ -186,6 +186,11 @@ impl Lane {
 
     fn poll_once(&mut self, events: &mut Events, sleep: Duration) -> io::Result<()> {
         let busy = !self.work.is_empty() || !self.words.is_empty();
+        if !busy && self.all_written() {
+            // What it waits for comes from others, and maybe they wait for this processor: whoever then sends to a lane that
+            // still stands in line need not wake it, and what has come meanwhile is read at once.
+            std::thread::yield_now();
+        }
         let closing = self.closing.first().map(|(at, ..)| at.saturating_duration_since(self.now));
         let sleep = closing.map_or(sleep, |closing| sleep.min(closing));
         let patience = if !busy && self.mailbox.try_sleep() { sleep } else { Duration::ZERO };
@@ -204,6 +209,11 @@ impl Lane {
             self.enqueue(peer);
         }
         Ok(())
+    }
+
+    /// Whether nothing waits for a socket to take it. Otherwise the lane must be there the moment one does, or the line idles.
+    fn all_written(&self) -> bool {
+        self.peers.iter().filter_map(|peer| peer.connection.as_ref()).all(Connection::all_written)
     }
 
     fn enqueue(&mut self, peer: usize) {
@@ -517,8 +527,7 @@ impl Lane {
 
     /// Once the peers are told of the failure, whoever called `abort` may go on.
     fn note_told(&mut self) {
-        let mut connections = self.peers.iter().filter_map(|peer| peer.connection.as_ref());
-        if !self.told && connections.all(Connection::all_written) && self.unreached().next().is_none() {
+        if !self.told && self.all_written() && self.unreached().next().is_none() {
             self.told = true;
             self.shared.update(|state| state.lanes_told += 1);
         }
