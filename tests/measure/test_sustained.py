@@ -106,12 +106,12 @@ def test_over_links_of_a_known_rate_it_is_that_rate(cluster):
 @pytest.mark.slow
 def test_no_sum_is_faster_than_the_line(cluster):
     hosts, mbit = cluster
-    measure = ["-m", "penstock.cli", "measure", "allreduce", "--sizes", "16MB", "--algorithms", "store,butterfly"]
+    measure = ["-m", "penstock.cli", "measure", "allreduce", "--sizes", "8MB", "--algorithms", "store,butterfly"]
     count = str(len(hosts.hosts))
 
     def command(rank, size, place):
         ranks = ["--rank", rank, "--world-size", size, "--rendezvous", place, "--interface", "10.77.0.0/24"]
-        return [*measure, "--json", "--seconds", "2", "--workers", count, *ranks]
+        return [*measure, "--json", "--seconds", "1", "--workers", count, *ranks]
 
     def fits(result):
         (group,) = result["groups"]

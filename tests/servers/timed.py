@@ -11,8 +11,8 @@ from torch import nn
 
 import penstock as ps
 
-STEPS, WARM_UP = 8, 2
-SIDE = 1000  # two layers of 4 MB
+STEPS, WARM_UP = 6, 2
+SIDE = 700  # two layers of 2 MB
 
 
 def main(directory):
