@@ -186,9 +186,10 @@ impl Lane {
 
     fn poll_once(&mut self, events: &mut Events, sleep: Duration) -> io::Result<()> {
         let busy = !self.work.is_empty() || !self.words.is_empty();
-        if !busy && self.all_written() {
-            // What it waits for comes from others, and maybe they wait for this processor: whoever then sends to a lane that
-            // still stands in line need not wake it, and what has come meanwhile is read at once.
+        if !busy && self.has_books() && self.all_written() {
+            // In training, what it waits for comes from others, and maybe they wait for this processor: whoever then sends to a
+            // lane that still stands in line need not wake it, and what has come meanwhile is read at once. Not before: where
+            // other programs keep the processors busy, the line's rate would be read too low.
             std::thread::yield_now();
         }
         let closing = self.closing.first().map(|(at, ..)| at.saturating_duration_since(self.now));
@@ -214,6 +215,10 @@ impl Lane {
     /// Whether nothing waits for a socket to take it. Otherwise the lane must be there the moment one does, or the line idles.
     fn all_written(&self) -> bool {
         self.peers.iter().filter_map(|peer| peer.connection.as_ref()).all(Connection::all_written)
+    }
+
+    fn has_books(&self) -> bool {
+        self.books.iter().any(Option::is_some)
     }
 
     fn enqueue(&mut self, peer: usize) {
@@ -361,7 +366,7 @@ impl Lane {
         if at >= self.books.len() {
             self.books.resize_with(at + 1, || None);
         }
-        let first = self.books.iter().all(Option::is_none);
+        let first = !self.has_books();
         self.books[at] = Some(Arc::clone(book));
         if first {
             self.bind_connections();
