@@ -47,7 +47,7 @@ def test_what_a_scheme_cannot_do_is_refused_where_it_is_asked_for(connected_pair
             engines[0].submit(book, 0, address, 4 * elems, op, 1)
     with pytest.raises(ps.ConfigError, match=r"counts.weight of test is synchronised by ring.*store"):
         engines[0].leave()
-    with pytest.raises(ps.ConfigError, match='unknown scheme "star": expected one of store'):
+    with pytest.raises(ps.ConfigError, match='unknown route "star": expected one of store'):
         engines[0].open_book("wrong", ["only"], [("w", 0, "f32", 1, "star")])
 
 

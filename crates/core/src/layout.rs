@@ -1,4 +1,5 @@
-//! The information book: which layers, tensors and slices exist, and who owns each slice. The same on every rank.
+//! The book: which layers, tensors and slices there are, and who owns each slice. The same on every rank. (The coordinator's
+//! information book is another one, of what choices are made from.)
 
 use crate::error::Error;
 use crate::limits;
@@ -77,7 +78,7 @@ pub struct Slice {
     pub lane: u32,
 }
 
-/// The information book.
+/// A book.
 #[derive(Debug, Clone)]
 pub struct Book {
     /// What is synchronised, for messages and reports.

@@ -25,7 +25,7 @@ pub const CULPRITS_MAX: usize = 64;
 /// Longest payload of an abort frame, in bytes.
 pub const ABORT_BYTES_MAX: usize = 12 + 4 * CULPRITS_MAX + REASON_BYTES_MAX;
 /// Longest word of a rank on whom it waits for, in bytes: four lists of all ranks, and a description.
-pub const WORD_BYTES_MAX: usize = 1 + 4 * (2 + 2 * RANKS_MAX as usize) + 256;
+pub const REPLY_BYTES_MAX: usize = 1 + 4 * (2 + 2 * RANKS_MAX as usize) + 256;
 /// Longest contribution to a gather, in bytes: its length travels in 32 bits.
 pub const GATHER_BYTES_MAX: u64 = u32::MAX as u64;
 /// Bytes of frames kept for books that peers have opened before this rank did; beyond it the peer is in error.

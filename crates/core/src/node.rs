@@ -7,6 +7,7 @@
 
 mod calls;
 mod outbox;
+mod waits;
 
 use crate::calls::{Call, Calls};
 use crate::error::Error;
@@ -27,6 +28,7 @@ use crate::wire::{
 use outbox::Outbox;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+pub use waits::Waits;
 
 /// Who this node is, and its options.
 #[derive(Debug, Clone)]
@@ -796,56 +798,6 @@ impl<M: Memory, O: Observe> Node<M, O> {
     pub fn has_frame(&self, peer: Rank) -> bool {
         self.outboxes[peer.index()].has_frame()
     }
-
-    /// Of the slices of `tensor` that wait here: the ranks they wait for.
-    pub fn missing(&self, book: BookId, tensor: TensorId) -> Vec<Rank> {
-        let Some(Some(state)) = self.books.get(usize::from(book)) else { return Vec::new() };
-        if tensor as usize >= state.book.tensors.len() {
-            return Vec::new();
-        }
-        self.missing_of(state, state.book.slices_of(tensor))
-    }
-
-    /// Of all slices of all books that wait here: the ranks they wait for.
-    pub fn missing_anywhere(&self) -> Vec<Rank> {
-        let of_book = |state| self.missing_of(state, 0..state.slices.len() as SliceId);
-        distinct(self.books.iter().flatten().flat_map(of_book).collect())
-    }
-
-    fn missing_of(&self, state: &BookState<M::Chunk>, slices: impl Iterator<Item = SliceId>) -> Vec<Rank> {
-        let mut ranks = Vec::new();
-        for slice in slices {
-            let site = site(self.config.rank, &state.book, &state.active, slice);
-            state.slices[slice as usize].missing(&site, &mut ranks);
-        }
-        distinct(ranks)
-    }
-
-    /// Of the groups that this rank is the head of and that are in: the owners that owe them an answer. Also if its own program has
-    /// left, and it relays for others.
-    pub fn owners_that_owe(&self) -> Vec<Rank> {
-        let led = |state: &&BookState<_>| state.book.roles.groups.led_by(self.config.rank).is_some();
-        let grouped = self.books.iter().flatten().filter(led);
-        let owners = grouped.flat_map(|state| {
-            let site_of = |slice| site(self.config.rank, &state.book, &state.active, slice);
-            (0..)
-                .zip(&state.slices)
-                .filter_map(move |(slice, exchange)| exchange.owner_that_owes(&site_of(slice)))
-        });
-        distinct(owners.collect())
-    }
-
-    /// If this worker has left: those that have not.
-    pub fn late_to_leave(&self) -> Vec<Rank> {
-        let stays = self.config.rank.0 >= self.config.workers || self.active.contains(self.config.rank);
-        if stays { Vec::new() } else { self.active.iter().collect() }
-    }
-}
-
-fn distinct(mut ranks: Vec<Rank>) -> Vec<Rank> {
-    ranks.sort_unstable();
-    ranks.dedup();
-    ranks
 }
 
 fn site<'a>(rank: Rank, book: &'a Book, active: &'a Active, slice: SliceId) -> Site<'a> {

@@ -93,7 +93,12 @@ pub struct Best {
     pub reason: Reason,
 }
 
-/// How a layer is synchronised: as given, or the best way that is allowed.
+/// How a layer is synchronised: the way of the fewest seconds, unless one of these overrides it, the first that applies.
+///
+/// 1. *Given*: what the user has asked for, lossy or not; the store only where there is a choice.
+/// 2. *Adopted*: what the ranks use that went on while this one was away.
+/// 3. *Store only*: the gradient must travel whole, or would from some rank at present.
+/// 4. *Kept*: the collective that the book has, or the way in use unless another gains [`MARGIN`].
 #[must_use]
 pub fn decide(policy: Policy, facts: &Facts<'_>, terms: &Terms<'_>) -> Decision {
     let open = terms.leave_a_choice(facts);

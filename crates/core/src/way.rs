@@ -52,8 +52,8 @@ pub enum Route {
     Sum(Algorithm),
     /// Every rank's bytes, of any length up to the tensor's, to every other rank; nothing is summed.
     Gather,
-    /// Every rank's bytes to the layer's owner, which answers with the whole. Of layers alone: in a book that is one tensor
-    /// that is gathered, for one rank, and one in the store.
+    /// Every rank's bytes to the layer's owner, which answers with the whole. Of layers alone: in a book that is two gathers, one
+    /// for the owner alone, and one in which only the owner has anything.
     Owner,
 }
 
@@ -87,7 +87,7 @@ impl std::str::FromStr for Route {
     /// Those that a tensor of a book can have.
     fn from_str(name: &str) -> Result<Self, Unknown> {
         let all = Algorithm::ALL.map(Self::Sum).into_iter().chain([Self::Gather]);
-        Unknown::unless_among("scheme", name, all, Self::name)
+        Unknown::unless_among("route", name, all, Self::name)
     }
 }
 

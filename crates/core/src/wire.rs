@@ -46,8 +46,8 @@ pub enum Kind {
     Result = 12,
     /// To all: whom do you wait for? See [`crate::life::Question`].
     Ask = 13,
-    /// The answer of one lane, a [`crate::life::Answer`]; `seq` is the question's.
-    Word = 14,
+    /// The answer of one lane, a [`crate::life::Reply`]; `seq` is the question's.
+    Reply = 14,
     /// To all: a piece of this rank's contribution to a gather; `argument` is the length of the whole contribution.
     Gather = 16,
     /// Owner to worker, where the result is made later: this worker's contribution is in the sum.
@@ -79,7 +79,7 @@ impl Kind {
         Self::Part,
         Self::Result,
         Self::Ask,
-        Self::Word,
+        Self::Reply,
         Self::Gather,
         Self::Summed,
         Self::Message,
@@ -125,7 +125,7 @@ impl Kind {
             Self::MessagePart => limits::PART_BYTES_MAX,
             Self::Blob => limits::BLOB_BYTES_MAX,
             Self::Abort => limits::ABORT_BYTES_MAX,
-            Self::Word => limits::WORD_BYTES_MAX,
+            Self::Reply => limits::REPLY_BYTES_MAX,
             _ => 0,
         }
     }

@@ -372,7 +372,7 @@ impl Connection {
         Progress::Idle
     }
 
-    /// Bounds what the kernel holds for this connection by a line rate; see [`crate::flight`].
+    /// Bounds what the kernel holds for this connection by a line rate; see [`crate::send_buffer`].
     pub(crate) fn bind_send_buffer(&mut self, bytes_per_s: f64) {
         self.bytes_per_s = Some(bytes_per_s);
         // An older kernel: the connection works as it is.

@@ -202,7 +202,7 @@ impl Engine {
         self.inner.port
     }
 
-    /// Opens an information book, numbered in the order of calls. Every rank must open the same; without `roles` it is for all
+    /// Opens a book, numbered in the order of calls. Every rank must open the same; without `roles` it is for all
     /// workers alike. A rank that is none of its members opens it for its number.
     ///
     /// # Errors

@@ -73,14 +73,15 @@ impl Failure {
             Error::Timeout(text) => {
                 (Evidence::Unanswered, self.rank.unwrap_or(me), format!("rank {me} gave up waiting: {text}"))
             }
-            Error::Config(text) | Error::Authentication(text) => {
-                (Evidence::Own, me, format!("rank {me} failed: {text}"))
-            }
+            Error::Config(text) | Error::Authentication(text) => match self.rank.filter(|rank| *rank != me) {
+                Some(peer) => (Evidence::Frame, peer, format!("rank {me} ended the job: {text}")),
+                None => (Evidence::Own, me, format!("rank {me} failed: {text}")),
+            },
         };
         Verdict::new(evidence, self.step, me, vec![culprit], text)
     }
 
-    /// What calls of rank `me` raise for a verdict.
+    /// What calls of rank `me` raise for a verdict. Layer and step are those that the caller waited for: `Shared::blame` adds them.
     pub(crate) fn of(verdict: &Verdict, me: Rank) -> Self {
         let Verdict { evidence, accuser, culprits, reason, .. } = verdict;
         let reason = if culprits.contains(&me) && *accuser != me {

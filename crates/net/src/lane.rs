@@ -73,7 +73,7 @@ pub(crate) struct Lane {
     /// Rounds in which enough are, and until when they wait for the others.
     closing: BTreeSet<(Instant, BookId, SliceId, Seq)>,
     peers: Vec<Peer>,
-    /// Before the connections were last asked what got through.
+    /// A moment before the connections were last asked what got through.
     looked: Instant,
     /// Peers whose connection may have something to do.
     work: VecDeque<usize>,

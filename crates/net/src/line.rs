@@ -2,7 +2,7 @@
 //!
 //! All connections begin with the line rate that is measured at the start, that of the slowest link, or given. It may be
 //! wrong: the link was busy then, or changes later, or this connection is between two hosts that are faster than others.
-//! Only what the connection holds in the kernel ([`crate::flight`]) follows the correction. How books are cut, their
+//! Only what the connection holds in the kernel ([`crate::send_buffer`]) follows the correction. How books are cut, their
 //! lanes, and choices by cost stay as they were: all ranks agreed on those, and frames, the order of additions and so
 //! the bits depend on them.
 //!

@@ -13,7 +13,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use penstock_core::life::Life;
 use penstock_core::observe::Counters;
 use penstock_core::roles::{Fold, MustBeIn};
-use penstock_core::{Book, BookId, Error, Rank, Seq, Step, TensorId};
+use penstock_core::{Book, BookId, Error, Rank, Seq, SliceId, Step, TensorId};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, OnceLock};
@@ -180,10 +180,10 @@ impl OpenBook {
     }
 
     /// The owners of a lane's slices of a tensor whose results are not in memory.
-    pub(crate) fn owners_that_owe(&self, tensor: TensorId, lane: u32) -> impl Iterator<Item = Rank> {
-        let slices = self.book.slices_of(tensor).map(|slice| (slice, &self.book.slices[slice as usize]));
-        let owes = move |slice: u32| !self.in_memory[slice as usize].load(Ordering::Acquire);
-        slices.filter(move |(id, slice)| slice.lane == lane && owes(*id)).map(|(_, slice)| slice.owner)
+    pub(crate) fn open_slices(&self, tensor: TensorId, lane: u32) -> impl Iterator<Item = SliceId> {
+        let in_lane = move |slice: &SliceId| self.book.slices[*slice as usize].lane == lane;
+        let is_open = |slice: &SliceId| !self.in_memory[*slice as usize].load(Ordering::Acquire);
+        self.book.slices_of(tensor).filter(in_lane).filter(is_open)
     }
 
     /// A lane has all contributions to a gather.
@@ -278,7 +278,7 @@ pub(crate) struct State {
     /// Blobs of all-gathers by call and rank.
     pub(crate) blobs: BTreeMap<Seq, Vec<Option<Vec<u8>>>>,
     /// The all-gather that this rank is in, or would be in next.
-    pub(crate) gathering: Seq,
+    pub(crate) blobs_of: Seq,
     /// What is being waited for besides tensors and calls.
     pub(crate) collective: Option<JointWait>,
     /// Lanes on which every rank has left.
@@ -295,7 +295,8 @@ pub(crate) struct State {
 }
 
 impl State {
-    pub(crate) fn has_failed(&self) -> bool {
+    /// There is a verdict, and it is settled: calls raise it.
+    pub(crate) fn is_settled(&self) -> bool {
         self.failure.is_some()
     }
 }
@@ -342,7 +343,7 @@ impl Shared {
             released: Vec::new(),
             done_calls: Vec::new(),
             blobs: BTreeMap::new(),
-            gathering: 1,
+            blobs_of: 1,
             collective: None,
             lanes_left: 0,
             lanes_done: 0,
@@ -456,8 +457,8 @@ impl Shared {
         self.progressed();
         self.update(|state| {
             // A rank can be one call ahead: it has everything of this one, and we do not.
-            if seq != state.gathering && seq != state.gathering + 1 {
-                let expected = state.gathering;
+            if seq != state.blobs_of && seq != state.blobs_of + 1 {
+                let expected = state.blobs_of;
                 return Err(Error::protocol(
                     from,
                     format!("a blob of all-gather {seq}, expected {expected}"),

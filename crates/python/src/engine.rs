@@ -42,25 +42,25 @@ pub(crate) fn parse_op(name: &str) -> PyResult<Op> {
     }
 }
 
-/// One tensor of a book: name, layer, dtype, elements, and perhaps a scheme and a wire type.
+/// One tensor of a book: name, layer, dtype, elements, and perhaps a route and a wire type.
 #[derive(FromPyObject)]
 enum TensorEntry {
     InTheStore(String, u32, String, u64),
-    WithScheme(String, u32, String, u64, String),
+    WithRoute(String, u32, String, u64, String),
     WithWire(String, u32, String, u64, String, String),
 }
 
 fn parse_tensor(entry: TensorEntry) -> PyResult<Tensor> {
-    let (name, layer, dtype, elems, scheme, wire) = match entry {
+    let (name, layer, dtype, elems, route_name, wire) = match entry {
         TensorEntry::InTheStore(name, layer, dtype, elems) => (name, layer, dtype, elems, None, None),
-        TensorEntry::WithScheme(name, layer, dtype, elems, scheme) => {
-            (name, layer, dtype, elems, Some(scheme), None)
+        TensorEntry::WithRoute(name, layer, dtype, elems, route_name) => {
+            (name, layer, dtype, elems, Some(route_name), None)
         }
-        TensorEntry::WithWire(name, layer, dtype, elems, scheme, wire) => {
-            (name, layer, dtype, elems, Some(scheme), Some(wire))
+        TensorEntry::WithWire(name, layer, dtype, elems, route_name, wire) => {
+            (name, layer, dtype, elems, Some(route_name), Some(wire))
         }
     };
-    let route = scheme.map_or(Ok(Route::STORE), |scheme| named(&scheme))?;
+    let route = route_name.map_or(Ok(Route::STORE), |route_name| named(&route_name))?;
     let dtype = named(&dtype)?;
     let wire = wire.map_or(Ok(dtype), |wire| named(&wire))?;
     Ok(Tensor::new(name, layer, dtype, elems).with_route(route).with_wire(wire))

@@ -565,7 +565,8 @@ impl World {
             }
         }
         for (rank, node) in self.nodes.iter_mut().enumerate() {
-            let idle = (0..self.ranks).all(|peer| !node.has_frame(Rank(peer)) && !node.waits_for(Rank(peer)));
+            let idle =
+                (0..self.ranks).all(|peer| !node.has_frame(Rank(peer)) && !node.a_call_waits_for(Rank(peer)));
             if !idle || node.memory().held_bytes() > 0 {
                 return Err(format!(
                     "rank {rank}: {} bytes of scratch, or frames, are left",

@@ -80,6 +80,7 @@ fn every_rule_is_missed() {
         Omission::PassNothingOn,
         Omission::AskNobody,
         Omission::OwnersSayNothing,
+        Omission::AllAreBlocked,
         Omission::DeafToEnds,
         Omission::DeafToGoodbyes,
         Omission::NoHeartbeats,

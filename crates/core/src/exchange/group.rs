@@ -12,8 +12,8 @@
 
 use super::context::{Context, Effect, Flow, Site};
 use super::frames::{copied, send, tell};
-use super::gathering::{Contribution, Gathering, Outcome};
 use super::out_of_step::out_of_step;
+use super::round::{Contribution, Outcome, Round};
 use crate::error::Error;
 use crate::memory::Memory;
 use crate::roles::{Fold, Group, NO_GROUPS};
@@ -23,14 +23,14 @@ use crate::wire::{Header, Kind, Party, describe, wire_argument};
 /// A round inside a group, at its head.
 #[derive(Debug)]
 pub(super) struct Inside<C> {
-    gathering: Gathering<C>,
+    round: Round<C>,
     /// What was passed on, until it is answered, and who gave it if that is one rank's copy.
     passed_on: Option<(Contribution<C>, Option<Rank>)>,
 }
 
 impl<C> Default for Inside<C> {
     fn default() -> Self {
-        Self { gathering: Gathering::default(), passed_on: None }
+        Self { round: Round::default(), passed_on: None }
     }
 }
 
@@ -82,7 +82,7 @@ impl<C: Clone> Inside<C> {
         else {
             return Err(crate::wire::unexpected(from, header));
         };
-        self.gathering.add(place, members.count(), header, what).map_err(|why| {
+        self.round.add(place, members.count(), header, what).map_err(|why| {
             Error::protocol(from, format!("{}, inside its group: {why}", describe(from, header)))
         })
     }
@@ -90,7 +90,7 @@ impl<C: Clone> Inside<C> {
     /// If all contributions are in and were not passed on: to which round, and of which step.
     pub(super) fn due(&self, site: &Site<'_>) -> Option<(Seq, Step)> {
         let group = site.led().filter(|_| self.passed_on.is_none())?;
-        self.gathering.open().filter(|_| self.gathering.complete(&site.inside(group)))
+        self.round.open().filter(|_| self.round.complete(&site.inside(group)))
     }
 
     /// Sums what is in, to `mine` if this rank has memory for the result. Returns what is to be passed on, and its header.
@@ -103,13 +103,13 @@ impl<C: Clone> Inside<C> {
         let site = context.site;
         let Some(group) = site.led() else { return Err(crate::wire::unexpected(site.rank, header)) };
         let inside = site.inside(group);
-        if self.gathering.steps_differ() {
-            return Err(out_of_step(&inside, self.gathering.steps(&group.members)));
+        if self.round.steps_differ() {
+            return Err(out_of_step(&inside, self.round.steps(&group.members)));
         }
-        let outcome = self.gathering.outcome(&inside, context.inputs).map_err(|why| {
+        let outcome = self.round.outcome(&inside, context.inputs).map_err(|why| {
             Error::protocol(site.rank, format!("slice {} of book {}: {why}", header.slice, header.book))
         })?;
-        let op = self.gathering.op();
+        let op = self.round.op();
         let (what, given_by) = match outcome {
             Outcome::Absent => (Contribution::Absent, None),
             Outcome::Copy(source) => (Contribution::Data(copied(source, mine, context)), Some(source)),
@@ -121,16 +121,16 @@ impl<C: Clone> Inside<C> {
             }
         };
         context.inputs.clear();
-        self.gathering.let_go();
+        self.round.let_go();
         if !what.is_absent() {
             context.effects.push(Effect::Summed { seq: header.seq });
         }
         if site.rules.fold == Fold::Updated {
             // The answer may be long in coming.
-            self.gathering.tell_summed(header, &inside, context);
+            self.round.tell_summed(header, &inside, context);
         }
         self.passed_on = Some((what.clone(), given_by));
-        let party = Party::new(self.gathering.arrived(), site.era);
+        let party = Party::new(self.round.arrived(), site.era);
         let (kind, wire, payload_bytes) = match what {
             Contribution::Absent => (Kind::PushAbsent, 0, 0),
             _ => (Kind::Push, wire_argument(site.dtype, site.wire), site.slice.wire_bytes),
@@ -140,7 +140,7 @@ impl<C: Clone> Inside<C> {
 
     /// Whether the owner is to answer this round.
     pub(super) fn waits_for_answer(&self, seq: Seq) -> bool {
-        self.passed_on.is_some() && self.gathering.open().is_some_and(|(open, _)| open == seq)
+        self.passed_on.is_some() && self.round.open().is_some_and(|(open, _)| open == seq)
     }
 
     /// What was passed on, where it is the result.
@@ -162,18 +162,18 @@ impl<C: Clone> Inside<C> {
         let given_by = self.passed_on.take().and_then(|(_, given_by)| given_by);
         for to in group.members.after(context.site.rank) {
             let place = group.members.position(to);
-            if place.and_then(|place| self.gathering.of(place)).is_some() {
+            if place.and_then(|place| self.round.of(place)).is_some() {
                 tell(to, header, result, given_by == Some(to), context);
             }
         }
-        self.gathering.clear();
+        self.round.clear();
     }
 
     /// Members for whom this slice waits here.
     pub(super) fn missing(&self, site: &Site<'_>, ranks: &mut Vec<Rank>) {
-        let open = self.passed_on.is_none() && self.gathering.open().is_some();
+        let open = self.passed_on.is_none() && self.round.open().is_some();
         if let Some(group) = site.led().filter(|_| open) {
-            ranks.extend(self.gathering.missing(&site.inside(group)));
+            ranks.extend(self.round.missing(&site.inside(group)));
         }
     }
 

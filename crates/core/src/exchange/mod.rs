@@ -14,9 +14,9 @@ mod context;
 mod entry;
 mod frames;
 pub mod gather;
-mod gathering;
 mod group;
 mod out_of_step;
+mod round;
 pub mod store;
 
 pub use context::{Context, Effect, Flow, Site};

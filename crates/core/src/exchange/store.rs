@@ -30,9 +30,9 @@
 use super::context::{Context, Effect, Flow, Site};
 use super::entry::{Field, SliceEntry, copy};
 use super::frames::{copied, is_unrounded, send, tell};
-use super::gathering::{Contribution, Gathering, Outcome};
 use super::group::{Inside, pass_on};
 use super::out_of_step::out_of_step;
+use super::round::{Contribution, Outcome, Round};
 use crate::error::Error;
 use crate::memory::Memory;
 use crate::optimizer::Update;
@@ -52,7 +52,7 @@ struct Mine<C> {
 #[derive(Debug)]
 pub struct Store<C> {
     mine: Option<Mine<C>>,
-    gathering: Gathering<C>,
+    round: Round<C>,
     /// Of the head of a group.
     inside: Option<Box<Inside<C>>>,
     /// Of an owner whose rules keep results.
@@ -80,8 +80,8 @@ enum SumOrWord<C> {
 impl<C> Default for Store<C> {
     fn default() -> Self {
         let (clocks, asking) = (Vec::new(), Vec::new());
-        let (gathering, pending) = (Gathering::default(), SumOrWord::Nothing);
-        Self { mine: None, gathering, inside: None, entry: None, pending, order: None, clocks, asking }
+        let (round, pending) = (Round::default(), SumOrWord::Nothing);
+        Self { mine: None, round, inside: None, entry: None, pending, order: None, clocks, asking }
     }
 }
 
@@ -212,15 +212,15 @@ impl<C: Clone> Store<C> {
     ) -> Result<(), Error> {
         self.answer_who_asks(context);
         self.sum_inside(header, context)?;
-        match self.gathering.open().filter(|_| self.is_due(&context.site)) {
+        match self.round.open().filter(|_| self.is_due(&context.site)) {
             Some((seq, step)) => self.finish(&Header { seq, step, ..*header }, context),
             None => Ok(()),
         }
     }
 
     pub(super) fn missing(&self, site: &Site<'_>, ranks: &mut Vec<Rank>) {
-        if self.gathering.open().is_some() {
-            ranks.extend(self.gathering.missing(site));
+        if self.round.open().is_some() {
+            ranks.extend(self.round.missing(site));
         }
         if !self.asking.is_empty()
             && let Some((slowest, Staleness { of, .. })) =
@@ -326,7 +326,7 @@ impl<C: Clone> Store<C> {
         let Site { members, rules, .. } = context.site;
         let Some(place) = members.position(from) else { return Err(unexpected(from, header)) };
         let alone = rules.must_be_in == MustBeIn::Nobody;
-        let (asks, over) = (what.is_absent() && !rules.needs(from), self.gathering.has_ended(header.seq));
+        let (asks, over) = (what.is_absent() && !rules.needs(from), self.round.has_ended(header.seq));
         if asks && alone && self.is_ahead(from, &context.site) {
             self.asking.push((from, *header));
             return Ok(());
@@ -339,15 +339,15 @@ impl<C: Clone> Store<C> {
             return Ok(());
         }
         if alone {
-            self.gathering.forget_round();
+            self.round.forget_round();
         }
-        self.gathering
+        self.round
             .add(place, members.count(), header, what)
             .map_err(|why| Error::protocol(from, format!("{}: {why}", describe(from, header))))?;
         if self.is_due(&context.site) {
             self.finish(header, context)?;
         } else if let Some(Stragglers { enough, after_ns }) = rules.stragglers
-            && self.gathering.has(enough)
+            && self.round.has(enough)
         {
             context.effects.push(Effect::Enough { seq: header.seq, after_ns });
         }
@@ -365,7 +365,7 @@ impl<C: Clone> Store<C> {
         header: &Header,
         context: &mut Context<'_, M>,
     ) -> Result<(), Error> {
-        let open = self.gathering.open().filter(|(seq, _)| *seq == header.seq);
+        let open = self.round.open().filter(|(seq, _)| *seq == header.seq);
         match open.filter(|_| !matches!(self.pending, SumOrWord::Sum(_))) {
             Some((seq, step)) => self.finish(&Header { seq, step, ..*header }, context),
             None => Ok(()),
@@ -374,7 +374,7 @@ impl<C: Clone> Store<C> {
 
     /// Whether the last contribution to a round is in and nothing was made of them yet.
     fn is_due(&self, site: &Site<'_>) -> bool {
-        !matches!(self.pending, SumOrWord::Sum(_)) && self.gathering.complete(site)
+        !matches!(self.pending, SumOrWord::Sum(_)) && self.round.complete(site)
     }
 
     /// Owner: sums in rank order and answers everybody at once.
@@ -384,10 +384,10 @@ impl<C: Clone> Store<C> {
         context: &mut Context<'_, M>,
     ) -> Result<(), Error> {
         let Context { site, inputs, .. } = context;
-        if self.gathering.steps_differ() {
-            return Err(out_of_step(site, self.gathering.steps(site.members)));
+        if self.round.steps_differ() {
+            return Err(out_of_step(site, self.round.steps(site.members)));
         }
-        let outcome = self.gathering.outcome(site, inputs).map_err(|why| {
+        let outcome = self.round.outcome(site, inputs).map_err(|why| {
             Error::protocol(site.rank, format!("slice {} of book {}: {why}", header.slice, header.book))
         })?;
         let mine = self.mine.as_ref().map(|mine| mine.memory.clone());
@@ -403,7 +403,7 @@ impl<C: Clone> Store<C> {
                 Outcome::Reduced(how) => {
                     let len_bytes = context.site.slice.len_bytes as usize;
                     let output = mine.unwrap_or_else(|| context.memory.scratch(len_bytes));
-                    self.gathering.reduce(how, &output, context);
+                    self.round.reduce(how, &output, context);
                     Some(output)
                 }
             }
@@ -412,7 +412,7 @@ impl<C: Clone> Store<C> {
         context.effects.extend(result.is_some().then_some(Effect::Summed { seq: header.seq }));
         let same = if let Outcome::Copy(source) = outcome { Some(source) } else { None };
         self.answer(header, same, result.as_ref(), context);
-        self.gathering.clear();
+        self.round.clear();
         Ok(())
     }
 
@@ -429,17 +429,17 @@ impl<C: Clone> Store<C> {
                 let len_bytes = context.site.slice.len_bytes as usize;
                 // Where this rank is in the round: it may be in no round and ask, or be late for this one.
                 let Site { rank, members, .. } = context.site;
-                let is_in = members.position(rank).and_then(|place| self.gathering.of(place)).is_some();
+                let is_in = members.position(rank).and_then(|place| self.round.of(place)).is_some();
                 let mine = self.mine.as_ref().filter(|_| is_in).map(|mine| mine.memory.clone());
                 let sum = mine.unwrap_or_else(|| context.memory.scratch(len_bytes));
-                self.gathering.reduce(how, &sum, context);
+                self.round.reduce(how, &sum, context);
                 context.effects.push(Effect::Summed { seq: header.seq });
                 Some(sum)
             }
             Outcome::Absent | Outcome::Copy(_) => None,
         };
         context.inputs.clear();
-        self.gathering.let_go();
+        self.round.let_go();
         match std::mem::replace(&mut self.pending, SumOrWord::Sum(sum)) {
             SumOrWord::Word(step, update) => self.proceed(&Header { step, ..*header }, update, context),
             SumOrWord::Nothing | SumOrWord::Sum(_) => {
@@ -454,7 +454,7 @@ impl<C: Clone> Store<C> {
                         "rank {rank} was not told how to update layer {layer} of book {book}, but contributions come"
                     )));
                 }
-                self.gathering.tell_summed(header, &site, context);
+                self.round.tell_summed(header, &site, context);
                 context.effects.push(Effect::Waits);
                 Ok(())
             }
@@ -477,7 +477,7 @@ impl<C: Clone> Store<C> {
         if rules.fold != Fold::Updated || slice.owner != rank {
             return fail("this rank is told to update what it does not keep".into());
         }
-        let open = self.gathering.open();
+        let open = self.round.open();
         let sum = match (std::mem::replace(&mut self.pending, SumOrWord::Nothing), open) {
             (SumOrWord::Nothing, _) => {
                 self.pending = SumOrWord::Word(header.step, update);
@@ -509,9 +509,9 @@ impl<C: Clone> Store<C> {
             }
             _ => None,
         };
-        let (seq, op) = (open.map_or(header.seq, |(seq, _)| seq), self.gathering.op());
+        let (seq, op) = (open.map_or(header.seq, |(seq, _)| seq), self.round.op());
         self.answer(&Header { seq, op, ..*header }, None, result.as_ref(), context);
-        self.gathering.clear();
+        self.round.clear();
         Ok(())
     }
 
@@ -523,7 +523,7 @@ impl<C: Clone> Store<C> {
         context: &mut Context<'_, M>,
     ) -> Result<(), Error> {
         self.order = Some(update);
-        match (&self.pending, self.gathering.open()) {
+        match (&self.pending, self.round.open()) {
             (SumOrWord::Sum(_), Some((_, step))) => {
                 self.proceed(&Header { step, ..*header }, Some(update), context)
             }
@@ -579,14 +579,14 @@ impl<C: Clone> Store<C> {
             Outcome::Reduced(how) => how,
         };
         let result = context.memory.scratch(context.site.slice.len_bytes as usize);
-        self.gathering.reduce(how, &result, context);
+        self.round.reduce(how, &result, context);
         let last = self.entry.take();
         let before = last.as_ref().filter(|_| fold == Fold::Kept && matches!(outcome, Outcome::Reduced(_)));
         if let Some(before) = before {
             let Context { site, memory, inputs, .. } = context;
             inputs.clear();
             inputs.extend([before.value().0.clone(), result.clone()]);
-            memory.reduce(site.dtype, self.gathering.op().reduction(1), inputs, &result);
+            memory.reduce(site.dtype, self.round.op().reduction(1), inputs, &result);
         }
         self.entry = Some(SliceEntry::after(last.as_ref(), result.clone(), step));
         Some(result)
@@ -610,7 +610,7 @@ impl<C: Clone> Store<C> {
             if everybody {
                 return Some(true);
             }
-            let what = self.gathering.of(members.position(to)?)?;
+            let what = self.round.of(members.position(to)?)?;
             Some(rules.answered == Answered::All || what.is_absent())
         };
         for to in told.after(rank) {

@@ -5,7 +5,7 @@
 //! some ranks wait for each other.
 
 use super::verdict::Evidence;
-use crate::limits::{RANKS_MAX, WORD_BYTES_MAX};
+use crate::limits::{RANKS_MAX, REPLY_BYTES_MAX};
 use crate::types::{BookId, Rank, Step, TensorId};
 use crate::wire::{Header, Kind};
 use std::collections::BTreeSet;
@@ -41,7 +41,7 @@ impl Question {
 
 /// What one lane of a rank says to a [`Question`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Answer {
+pub struct Reply {
     /// A thread of its program stands in a call.
     pub blocked: bool,
     /// The ranks that have not come to what this rank takes part in.
@@ -56,7 +56,7 @@ pub struct Answer {
     pub what: String,
 }
 
-impl Answer {
+impl Reply {
     /// Adds what another lane of the same rank says.
     fn merge(&mut self, other: Self) {
         self.blocked |= other.blocked;
@@ -80,11 +80,11 @@ impl Answer {
         let end =
             (0..=self.what.len().min(WHAT_BYTES_MAX)).rev().find(|&end| self.what.is_char_boundary(end));
         bytes.extend(&self.what.as_bytes()[..end.unwrap_or(0)]);
-        debug_assert!(bytes.len() <= WORD_BYTES_MAX);
+        debug_assert!(bytes.len() <= REPLY_BYTES_MAX);
         bytes
     }
 
-    /// Reads what [`Answer::encode`] wrote, in a job of `ranks`.
+    /// Reads what [`Reply::encode`] wrote, in a job of `ranks`.
     ///
     /// # Errors
     /// A sentence that says what is wrong with it.
@@ -129,7 +129,7 @@ pub(super) struct Inquiry {
     pub(super) round: u32,
     pub(super) since_ns: u64,
     /// By rank: lanes that have answered, and what they say together.
-    told: Vec<(u32, Answer)>,
+    told: Vec<(u32, Reply)>,
 }
 
 /// What the answers show.
@@ -143,10 +143,10 @@ pub(super) struct Finding {
 
 impl Inquiry {
     pub(super) fn new(me: Rank, expired: Expired, round: u32, since_ns: u64, ranks: u32) -> Self {
-        Self { me, expired, round, since_ns, told: vec![(0, Answer::default()); ranks as usize] }
+        Self { me, expired, round, since_ns, told: vec![(0, Reply::default()); ranks as usize] }
     }
 
-    pub(super) fn answered(&mut self, from: Rank, answer: Answer) {
+    pub(super) fn answered(&mut self, from: Rank, answer: Reply) {
         let (lanes, told) = &mut self.told[from.index()];
         *lanes += 1;
         told.merge(answer);
@@ -156,7 +156,7 @@ impl Inquiry {
         self.told[rank.index()].0 >= lanes
     }
 
-    fn answer(&self, rank: Rank) -> Option<&Answer> {
+    fn answer(&self, rank: Rank) -> Option<&Reply> {
         let (lanes, answer) = &self.told[rank.index()];
         (*lanes > 0).then_some(answer)
     }
@@ -289,7 +289,7 @@ mod tests {
         for (rank, answer) in answers.iter().enumerate() {
             if let Some((late, owners, missing)) = answer {
                 let (late, owners, missing) = (ranks(late), ranks(owners), ranks(missing));
-                let answer = Answer {
+                let answer = Reply {
                     blocked: true,
                     late,
                     owners,
@@ -297,7 +297,7 @@ mod tests {
                     missing,
                     what: "a call".into(),
                 };
-                inquiry.answered(Rank(rank as u32), Answer::decode(&answer.encode(), 9).unwrap());
+                inquiry.answered(Rank(rank as u32), Reply::decode(&answer.encode(), 9).unwrap());
             }
         }
         inquiry
@@ -331,8 +331,7 @@ mod tests {
         // Rank 0 is ahead of the others, who wait for what it has left out and owns.
         let mut inquiry = inquiry(&[None, Some((&[], &[0], &[])), Some((&[], &[0], &[]))], 0);
         let (late, lacking) = (ranks(&[1, 2]), ranks(&[0, 1, 2]));
-        let answer =
-            Answer { blocked: true, late: late.clone(), missing: late, lacking, ..Answer::default() };
+        let answer = Reply { blocked: true, late: late.clone(), missing: late, lacking, ..Reply::default() };
         inquiry.answered(Rank(0), answer);
         assert_eq!(inquiry.finding().culprits, ranks(&[0, 1, 2]));
     }
@@ -358,24 +357,24 @@ mod tests {
     fn of_those_who_wait_for_each_other_the_one_is_named_that_does_not_stand_in_a_call() {
         let mut inquiry = inquiry(&[Some((&[1], &[], &[])), None], 0);
         let late = ranks(&[0]);
-        inquiry.answered(Rank(1), Answer { blocked: false, late, ..Answer::default() });
+        inquiry.answered(Rank(1), Reply { blocked: false, late, ..Reply::default() });
         assert_eq!(inquiry.finding().culprits, ranks(&[1]));
     }
 
     #[test]
     fn lanes_speak_for_their_rank_together() {
         let mut inquiry = inquiry(&[Some((&[1], &[], &[])), None, Some((&[], &[], &[]))], 0);
-        inquiry.answered(Rank(1), Answer::default());
+        inquiry.answered(Rank(1), Reply::default());
         assert!(!inquiry.has_answered(Rank(1), 2));
-        inquiry.answered(Rank(1), Answer { late: ranks(&[2]), ..Answer::default() });
+        inquiry.answered(Rank(1), Reply { late: ranks(&[2]), ..Reply::default() });
         assert!(inquiry.has_answered(Rank(1), 2));
         assert_eq!(inquiry.finding().culprits, ranks(&[2]));
     }
 
     #[test]
     fn ranks_that_do_not_exist_are_refused() {
-        let answer = Answer { late: ranks(&[3]), ..Answer::default() };
-        assert!(Answer::decode(&answer.encode(), 3).is_err());
-        assert!(Answer::decode(&[], 3).is_err() && Answer::decode(&[1, 255, 255], 3).is_err());
+        let answer = Reply { late: ranks(&[3]), ..Reply::default() };
+        assert!(Reply::decode(&answer.encode(), 3).is_err());
+        assert!(Reply::decode(&[], 3).is_err() && Reply::decode(&[1, 255, 255], 3).is_err());
     }
 }

@@ -21,7 +21,7 @@ mod inquiry;
 mod pulse;
 mod verdict;
 
-pub use inquiry::{Answer, Expired, Question};
+pub use inquiry::{Expired, Question, Reply};
 pub use pulse::{Absence, Contact, Farewell, PeerTimes, Pulse, Sign};
 pub use verdict::{Evidence, Verdict};
 
@@ -291,7 +291,7 @@ impl Life {
     }
 
     /// One lane of a rank, perhaps of this one, has answered.
-    pub fn answered(&mut self, now_ns: u64, from: Rank, round: u32, answer: Answer) {
+    pub fn answered(&mut self, now_ns: u64, from: Rank, round: u32, answer: Reply) {
         if let Some(inquiry) = self.inquiry.as_mut().filter(|inquiry| inquiry.round == round) {
             inquiry.answered(from, answer);
             self.conclude(now_ns);

@@ -126,7 +126,20 @@ impl Pulse {
         self.peers[peer.index()].heard = true;
     }
 
-    /// Whether this peer has said goodbye on this lane: then its connection may end.
+    /// Why the end of this peer's connection on this lane is a loss; none if it has said goodbye, for then it may end.
+    #[must_use]
+    pub fn loss(&self, peer: Rank, why: String) -> Option<String> {
+        (!self.has_heard_goodbye(peer)).then_some(why)
+    }
+
+    /// A peer that has said goodbye on this lane and is `needed`: it will not come, for a goodbye comes after everything else.
+    #[must_use]
+    pub fn parted(&self, needed: impl Fn(Rank) -> bool) -> Option<Rank> {
+        let mut ranks = (0..).map(Rank).zip(&self.peers).filter(|(_, goodbyes)| goodbyes.heard);
+        ranks.find(|(rank, _)| needed(*rank)).map(|(rank, _)| rank)
+    }
+
+    /// Whether this peer has said goodbye on this lane.
     #[must_use]
     pub fn has_heard_goodbye(&self, peer: Rank) -> bool {
         self.peers[peer.index()].heard

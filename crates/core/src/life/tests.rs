@@ -132,8 +132,7 @@ fn who_has_left_is_blamed_when_nothing_moves_and_it_is_needed() {
 fn a_question_ends_with_its_last_answer_or_its_time() {
     let expired =
         Expired { about: Some((1, 2)), step: Some(3), what: "timeout: a wait".into(), hint: "Look.".into() };
-    let answer =
-        |late: &[u32]| Answer { late: late.iter().copied().map(Rank).collect(), ..Answer::default() };
+    let answer = |late: &[u32]| Reply { late: late.iter().copied().map(Rank).collect(), ..Reply::default() };
     for all_answer in [true, false] {
         let mut life = life(3);
         life.expired(0, expired.clone());
@@ -143,10 +142,10 @@ fn a_question_ends_with_its_last_answer_or_its_time() {
         assert_eq!(life.take_effects(), [Effect::Ask(question)], "one at a time");
         life.answered(1, Rank(0), 1, answer(&[1]));
         life.answered(1, Rank(1), 1, answer(&[2]));
-        life.answered(1, Rank(2), 9, Answer::default());
+        life.answered(1, Rank(2), 9, Reply::default());
         assert_eq!(life.verdict(), None);
         if all_answer {
-            life.answered(2, Rank(2), 1, Answer::default());
+            life.answered(2, Rank(2), 1, Reply::default());
         } else {
             quiet(&mut life, INQUIRY_NS);
         }
@@ -194,7 +193,7 @@ fn who_was_away_for_too_long_and_finds_the_others_gone_blames_itself() {
         assert_eq!(found(&mut life), if noticed { itself } else { another(Evidence::Silent) });
         let mut life = back();
         life.expired(9, Expired { about: None, step: None, what: String::new(), hint: String::new() });
-        life.answered(9, Rank(0), 1, Answer { late: vec![Rank(1)], ..Answer::default() });
+        life.answered(9, Rank(0), 1, Reply { late: vec![Rank(1)], ..Reply::default() });
         assert_eq!(found(&mut life), if noticed { itself } else { another(Evidence::Unanswered) });
         // Somebody goes on: it was not given up.
         let mut life = back();

@@ -49,16 +49,4 @@ impl<M: Memory, O: Observe> Node<M, O> {
         actions.extend(sources.map(|(id, from)| Action::CallSource { id, from }));
         actions.extend(self.calls.effects.complete.drain(..).map(Action::CallComplete));
     }
-
-    /// The ranks that a call of this rank waits for.
-    #[must_use]
-    pub fn call_missing(&self, id: u64) -> Vec<Rank> {
-        self.calls.missing(id)
-    }
-
-    /// Whether a call of this rank waits for `peer`.
-    #[must_use]
-    pub fn waits_for(&self, peer: Rank) -> bool {
-        self.calls.waits_for(peer)
-    }
 }

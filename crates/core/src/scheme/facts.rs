@@ -249,7 +249,8 @@ impl Facts<'_> {
         if pieces < owners { pieces } else { pieces.next_multiple_of(owners) }
     }
 
-    /// Ranks that share an interface have an equal part of it: what a collective moves inside a host is not counted out.
+    /// Ranks that share an interface have an equal part of it: what a collective moves inside a host counts as if it
+    /// went over the line.
     ///
     /// * `wire_bytes`: of a number on the wire. Where slices are cut depends on its bytes in memory.
     /// * `hosts`: where the workers are.

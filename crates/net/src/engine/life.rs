@@ -238,7 +238,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Whether the job is over: it has failed, or this engine is shut down.
+    /// Whether the job is over: there is a verdict, settled or not, or this engine is shut down.
     #[must_use]
     pub fn has_failed(&self) -> bool {
         self.inner.shared.is_failing()

@@ -171,7 +171,7 @@ impl Engine {
             shared.lock().accounting.wait_began(begin);
         }
         open.await_parts(&parts);
-        let over = |state: &mut State| (any() || state.has_failed()).then_some(());
+        let over = |state: &mut State| (any() || state.is_settled()).then_some(());
         let outcome = shared.wait(begin.checked_add(patience), interrupted, over);
         open.no_longer_await_parts(&parts);
         if stalls {
@@ -261,7 +261,7 @@ impl Engine {
         let payload = (!blob.is_empty()).then(|| shared.pool.copy_of(blob));
         let seq = shared.update(|state| {
             state.collective = Some(JointWait::Gather(what.into()));
-            state.gathering
+            state.blobs_of
         });
         shared.progressed();
         let header = Header { seq, payload_bytes: blob.len() as u32, ..Header::control(Kind::Blob) };
@@ -277,7 +277,7 @@ impl Engine {
             Ok(Some(mut blobs)) => {
                 shared.update(|state| {
                     state.blobs.remove(&seq);
-                    state.gathering += 1;
+                    state.blobs_of += 1;
                     state.collective = None;
                 });
                 blobs[me] = Some(blob.to_vec());

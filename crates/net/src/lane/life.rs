@@ -2,17 +2,18 @@
 
 use super::{Lane, Peer};
 use crate::memory::Chunk;
-use penstock_core::life::{Answer, Contact, Farewell, PeerTimes, Question, Sign};
+use crate::shared::OpenBook;
+use penstock_core::life::{Contact, Farewell, PeerTimes, Question, Reply, Sign};
+use penstock_core::node::Waits;
 use penstock_core::wire::Outgoing;
-use penstock_core::{Error, Header, Kind, Rank, Route};
-use std::collections::BTreeSet;
+use penstock_core::{Error, Header, Kind, Rank, TensorId};
 use std::sync::atomic::Ordering;
 
 impl Lane {
     /// A control frame has arrived.
     pub(super) fn control(&mut self, from: Rank, header: &Header, payload: Option<&Chunk>) {
         let bytes = payload.map(Chunk::to_vec).unwrap_or_default();
-        self.idle_frames += u64::from(matches!(header.kind, Kind::Heartbeat | Kind::Ask | Kind::Word));
+        self.idle_frames += u64::from(matches!(header.kind, Kind::Heartbeat | Kind::Ask | Kind::Reply));
         match header.kind {
             Kind::Blob => {
                 if let Err(error) = self.shared.blob(from, header.seq, bytes) {
@@ -29,10 +30,10 @@ impl Lane {
                 let question = Question::of(header);
                 let word = self.answer(question).encode();
                 let payload_bytes = word.len() as u32;
-                let header = Header { seq: question.round, payload_bytes, ..Header::control(Kind::Word) };
+                let header = Header { seq: question.round, payload_bytes, ..Header::control(Kind::Reply) };
                 self.say(from, Outgoing { header, payload: Some(self.shared.pool.copy_of(&word)) });
             }
-            Kind::Word => match Answer::decode(&bytes, self.peers.len() as u32) {
+            Kind::Reply => match Reply::decode(&bytes, self.peers.len() as u32) {
                 Ok(answer) => {
                     self.shared.live(|life, now_ns| life.answered(now_ns, from, header.seq, answer));
                 }
@@ -63,8 +64,7 @@ impl Lane {
     }
 
     pub(super) fn closed(&mut self, peer: usize, why: String) {
-        let parted = self.pulse.has_heard_goodbye(Rank(peer as u32));
-        self.drop_connection(peer, (!parted).then_some(why));
+        self.drop_connection(peer, self.pulse.loss(Rank(peer as u32), why));
     }
 
     /// Tells every peer of the verdict that is held now.
@@ -109,7 +109,7 @@ impl Lane {
             self.look_at_peers();
         }
         self.shared.look(|rank| {
-            let Answer { late, owners, .. } = self.waits_for();
+            let Waits { late, owners } = self.waits();
             late.contains(&rank) || owners.contains(&rank)
         });
     }
@@ -139,64 +139,57 @@ impl Lane {
             }
         }
         self.signs = signs;
-        let ranks = (0..self.peers.len() as u32).map(Rank);
-        let parted = |rank: &Rank| self.pulse.has_heard_goodbye(*rank) && self.node.waits_for(*rank);
-        if let Some(rank) = ranks.into_iter().find(parted) {
+        if let Some(rank) = self.pulse.parted(|rank| self.node.a_call_waits_for(rank)) {
             self.shared.live(|life, now_ns| life.needed(now_ns, rank));
         }
     }
 
     /// What this lane says to a question.
-    pub(super) fn answer(&self, question: Question) -> Answer {
-        let mut answer = self.waits_for();
-        if let Some((book, tensor)) = question.about {
-            answer.missing = self.node.missing(book, tensor);
-        }
-        answer.lacking = self.node.missing_anywhere();
-        let Answer { blocked, late, what, .. } = self.shared.answer();
-        answer.blocked |= blocked;
+    pub(super) fn answer(&self, question: Question) -> Reply {
+        let Waits { mut late, owners } = self.waits();
+        let of_job = self.shared.answer();
         if self.index == 0 {
-            answer.late.extend(late);
+            late.extend(of_job.late);
         }
-        if !what.is_empty() {
-            answer.what = what;
+        let missing = question.about.map_or_else(Vec::new, |(book, tensor)| self.node.missing(book, tensor));
+        let what = if of_job.what.is_empty() { self.under_way() } else { of_job.what };
+        Reply {
+            blocked: of_job.blocked || self.calls.values().any(|handle| handle.is_awaited()),
+            late: late.into_iter().collect(),
+            owners: owners.into_iter().collect(),
+            missing,
+            lacking: self.node.missing_anywhere(),
+            what,
         }
-        answer
     }
 
-    /// Whom what is under way in this lane waits for.
-    fn waits_for(&self) -> Answer {
-        let (mut late, mut owners, mut what) = (BTreeSet::new(), BTreeSet::new(), String::new());
+    /// The tensors of which this lane has slices that are not in memory.
+    fn open_tensors(&self) -> impl Iterator<Item = (&OpenBook, TensorId)> {
         let lane = 1 << self.index;
-        for open in self.books.iter().flatten() {
-            for (tensor, state) in (0u32..).zip(&open.tensors) {
-                if state.remaining.load(Ordering::Acquire) == 0 || open.lanes[tensor as usize] & lane == 0 {
-                    continue;
-                }
-                late.extend(self.node.missing(open.id, tensor));
-                let roles = &open.book.roles;
-                // What a head is owed, the node knows.
-                let is_member = roles.groups.led_by(self.me).is_none();
-                if is_member && open.book.tensors[tensor as usize].route == Route::STORE {
-                    let owing = open.owners_that_owe(tensor, self.index);
-                    owners.extend(owing.map(|owner| roles.answered_by(self.me, owner)));
-                }
-                if what.is_empty() {
-                    what = format!("layer {} of {}", open.book.layer_name(tensor), open.book.name);
-                }
-            }
+        self.books.iter().flatten().flat_map(move |open| {
+            let is_open = move |tensor: &TensorId| {
+                let state = &open.tensors[*tensor as usize];
+                state.remaining.load(Ordering::Acquire) != 0 && open.lanes[*tensor as usize] & lane != 0
+            };
+            (0..open.tensors.len() as TensorId).filter(is_open).map(|tensor| (&**open, tensor))
+        })
+    }
+
+    fn waits(&self) -> Waits {
+        let open =
+            self.open_tensors().map(|(open, tensor)| (open.id, tensor, open.open_slices(tensor, self.index)));
+        self.node.waits(open, self.calls.keys().copied())
+    }
+
+    /// In words, one thing that is under way here: a call if there is one.
+    fn under_way(&self) -> String {
+        if let Some(handle) = self.calls.values().next_back() {
+            return handle.to_string();
         }
-        for (id, handle) in &self.calls {
-            late.extend(self.node.call_missing(*id));
-            what = handle.to_string();
-        }
-        owners.extend(self.node.owners_that_owe());
-        late.extend(self.node.late_to_leave());
-        late.remove(&self.me);
-        owners.remove(&self.me);
-        let blocked = self.calls.values().any(|handle| handle.is_awaited());
-        let (late, owners) = (late.into_iter().collect(), owners.into_iter().collect());
-        Answer { blocked, late, owners, what, ..Answer::default() }
+        let first = self.open_tensors().next();
+        first.map_or_else(String::new, |(open, tensor)| {
+            format!("layer {} of {}", open.book.layer_name(tensor), open.book.name)
+        })
     }
 
     /// While leaving: says goodbye to each peer that has everything, and finds out when all is said.

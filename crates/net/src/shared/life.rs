@@ -5,7 +5,7 @@ use super::{JointWait, Shared};
 use crate::failure::{Failure, naming_servers};
 use crate::mailbox::Command;
 use parking_lot::MutexGuard;
-use penstock_core::life::{Answer, Effect, Expired, Life, Verdict};
+use penstock_core::life::{Effect, Expired, Life, Reply, Verdict};
 use penstock_core::{Header, Kind, Rank};
 use std::sync::atomic::Ordering;
 
@@ -140,14 +140,14 @@ impl Shared {
         if !matches!(state.collective, Some(JointWait::Gather(_))) {
             return Vec::new();
         }
-        let blobs = state.blobs.get(&state.gathering);
+        let blobs = state.blobs.get(&state.blobs_of);
         let late =
             |rank: &u32| *rank != self.me.0 && blobs.is_none_or(|blobs| blobs[*rank as usize].is_none());
         (0..self.workers).filter(late).map(Rank).collect()
     }
 
     /// What this process as a whole says to a question, to which each lane adds its own.
-    pub(crate) fn answer(&self) -> Answer {
+    pub(crate) fn answer(&self) -> Reply {
         let late = self.late_in_gather();
         let state = self.lock();
         let what = match &state.collective {
@@ -156,7 +156,7 @@ impl Shared {
             None => String::new(),
         };
         let blocked = state.collective.is_some() || state.accounting.is_waiting();
-        Answer { blocked, late, what, ..Answer::default() }
+        Reply { blocked, late, what, ..Reply::default() }
     }
 
     /// Until when a rank that has left waits for the others, if nothing moves at any rank; `None` for ever.

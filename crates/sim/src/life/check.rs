@@ -29,7 +29,7 @@ pub(super) fn check(scenario: &Scenario, ends: &[End], fault_ns: Option<u64>) ->
         return Err(format!("rank {rank} never ends: {where_}"));
     }
     let failed: Vec<(usize, &Verdict, u64)> = ends.iter().enumerate().filter_map(failure).collect();
-    let Some((first, verdict, _)) = failed.first().copied() else {
+    let Some((first, verdict, ended_ns)) = failed.first().copied() else {
         return check_nobody(scenario, ends, fault_ns);
     };
     // Of two who are alone, or before the others begin, and do not hear each other, each can only blame the other.
@@ -48,6 +48,11 @@ pub(super) fn check(scenario: &Scenario, ends: &[End], fault_ns: Option<u64>) ->
         Fault::Cut(..) | Fault::Reset(..) => named.iter().all(|rank| may.contains(rank)),
         // Who comes back, and lets all go on, just while everybody is asked: answers of different moments make a circle.
         Fault::Stop(..) if verdict.evidence == Evidence::Circle => scenario.operation_ns < PEER_TIMEOUT_NS,
+        // Or make an owner look late that has just gone on, while its result is on the way.
+        Fault::Stop(_, at_ns, for_ns) if verdict.evidence == Evidence::Absent && named != may => {
+            let since_ns = ended_ns.saturating_sub(at_ns + for_ns);
+            scenario.operation_ns < PEER_TIMEOUT_NS && ended_ns >= at_ns + for_ns && since_ns < SLACK_NS
+        }
         _ => named == may,
     };
     if !right {
@@ -107,7 +112,8 @@ fn expected(scenario: &Scenario) -> (Vec<u32>, Vec<Evidence>, u64) {
     let waited_ns = operation_ns + INQUIRY_NS;
     // A rank may compute before it comes to where it waits for the one at fault.
     let longest_ns = scenario.compute_ns.iter().map(|rounds| rounds.iter().sum::<u64>()).max().unwrap_or(0);
-    let begun_ns = if scenario.style == Style::Join { longest_ns } else { 7 * SECOND };
+    let apart = scenario.style == Style::Join || scenario.window.iter().any(|window| *window > 1);
+    let begun_ns = if apart { longest_ns } else { 7 * SECOND };
     let (may, mut evidence, mut limit_ns) = match scenario.fault {
         Fault::None => (vec![], vec![], 0),
         Fault::Kill(rank, _) => (vec![rank], vec![Evidence::Ended], SUSPICION_NS),

@@ -37,7 +37,7 @@ pub(super) enum Frame {
     Goodbye,
     Abort(Vec<u8>),
     Ask(Question),
-    Word(u32, Vec<u8>),
+    Reply(u32, Vec<u8>),
     /// The connection has ended.
     End,
 }
@@ -94,8 +94,7 @@ impl Link {
 
     /// Whether something waits for the peer that no connection has taken.
     pub(super) fn owes(&self) -> bool {
-        !self.owed.is_empty()
-            || matches!(self.state, ConnectionState::Dialling(_)) && !self.unwritten.is_empty()
+        !self.owed.is_empty() || matches!(self.contact(), Contact::Never) && !self.unwritten.is_empty()
     }
 }
 
@@ -227,8 +226,8 @@ impl World {
         if self.links[link].state != ConnectionState::Dialling(dial) || !self.ranks[from as usize].lives() {
             return;
         }
+        // What it has for the peer waits on: the peer may yet be there, and connect by itself.
         self.links[link].state = ConnectionState::Never;
-        self.links[link].unwritten.clear();
         self.note(&format!("rank {from} cannot connect to rank {to}"));
         let text = format!("rank {to} could not be connected to by rank {from}");
         self.ranks[from as usize].life.unreachable(self.agenda.now_ns(), Rank(to), text);

@@ -6,14 +6,14 @@ use super::scenario::{Fault, MS, PEER_TIMEOUT_NS, Scenario, Style};
 use super::{Happening, Omission, World};
 use penstock_core::Rank;
 use penstock_core::life::{
-    Absence, Answer, Contact, Evidence, Expired, Life, PeerTimes, Pulse, Question, Sign, Verdict,
+    Absence, Contact, Evidence, Expired, Life, PeerTimes, Pulse, Question, Reply, Sign, Verdict,
 };
 use std::collections::{BTreeMap, BTreeSet};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ProcessPhase {
     Computing,
-    /// In the round of this number, or, after the last, in the wait for all to leave.
+    /// For the first of its open rounds, or, after the last, for all to leave.
     Waiting,
     Hung,
     /// Its program is through; it says goodbye.
@@ -49,8 +49,14 @@ pub(super) struct Process {
     moved_ns: u64,
     style: Style,
     lanes: u32,
-    round: u32,
-    rounds: u32,
+    /// The rounds, as its program begins them.
+    order: Vec<u32>,
+    /// How many of these it has begun.
+    begun: usize,
+    /// Begun, and not complete.
+    open: Vec<u32>,
+    /// So many open rounds it waits with.
+    window: usize,
     waits: u32,
     /// Who has contributed, by round.
     parts: BTreeMap<u32, BTreeSet<u32>>,
@@ -86,8 +92,10 @@ impl Process {
             moved_ns: 0,
             style,
             lanes,
-            round: 0,
-            rounds: scenario.compute_ns[me as usize].len() as u32,
+            order: scenario.order[me as usize].clone(),
+            begun: 0,
+            open: Vec::new(),
+            window: scenario.window[me as usize],
             waits: 0,
             parts: BTreeMap::new(),
             results: BTreeSet::new(),
@@ -132,7 +140,7 @@ impl Process {
             (_, ProcessPhase::Dead) => End::Dead,
             (_, ProcessPhase::Through) => End::Through,
             (Some((verdict, at_ns)), _) => End::Failed(verdict.clone(), *at_ns),
-            (None, phase) => End::Stuck(format!("{phase:?} in round {}, {:?}", self.round, self.life)),
+            (None, phase) => End::Stuck(format!("{phase:?} with {:?} open, {:?}", self.open, self.life)),
         }
     }
 
@@ -163,29 +171,46 @@ impl Process {
         (0..self.ranks).filter(lacks).map(Rank).collect()
     }
 
-    /// Whom it waits for directly, and which owners owe it an answer.
+    /// Whom it waits for directly, and which owners owe it an answer: also while its program computes.
     fn waits_for(&self) -> (Vec<Rank>, Vec<Rank>) {
-        if self.phase != ProcessPhase::Waiting {
-            return (vec![], vec![]);
+        if self.style == Style::Join && self.phase == ProcessPhase::Waiting {
+            return (self.others().filter(|rank| !self.left.contains(rank)).map(Rank).collect(), vec![]);
         }
+        let own = |round: &u32| self.style == Style::Direct || self.owner(*round) == self.me;
+        let (own, others): (Vec<u32>, Vec<u32>) = self.open.iter().partition(|round| own(round));
+        let late = own.into_iter().flat_map(|round| self.missing(round)).collect();
+        (late, others.into_iter().map(|round| Rank(self.owner(round))).collect())
+    }
+
+    /// The round that its program waits for.
+    fn awaited(&self) -> Option<u32> {
+        self.open.first().copied().filter(|_| self.phase == ProcessPhase::Waiting)
+    }
+
+    fn is_complete(&self, round: u32) -> bool {
         match self.style {
-            Style::Join => {
-                (self.others().filter(|rank| !self.left.contains(rank)).map(Rank).collect(), vec![])
-            }
-            Style::Direct => (self.missing(self.round), vec![]),
-            Style::Owners | Style::Hub if self.owner(self.round) == self.me => {
-                (self.missing(self.round), vec![])
-            }
-            Style::Owners | Style::Hub => (vec![], vec![Rank(self.owner(self.round))]),
+            Style::Direct => self.missing(round).is_empty(),
+            _ => self.results.contains(&round),
         }
     }
 
-    pub(super) fn answer(&self, lane: u32, question: Question, omission: Option<Omission>) -> Answer {
+    /// Takes the complete ones out of the open rounds.
+    fn complete(&mut self) {
+        let (complete, open): (Vec<u32>, Vec<u32>) =
+            self.open.iter().partition(|round| self.is_complete(**round));
+        self.open = open;
+        for round in complete {
+            self.parts.remove(&round);
+        }
+    }
+
+    pub(super) fn answer(&self, lane: u32, question: Question, omission: Option<Omission>) -> Reply {
         let blocked = self.phase == ProcessPhase::Waiting;
         if lane > 0 {
-            return Answer { blocked, ..Answer::default() };
+            return Reply { blocked, ..Reply::default() };
         }
         let silent = omission == Some(Omission::OwnersSayNothing);
+        let blocked = blocked || omission == Some(Omission::AllAreBlocked);
         let (late, owners) = self.waits_for();
         let owned = |round: &u32| {
             let begun = self.parts.get(round).is_some_and(|came| !came.is_empty());
@@ -203,8 +228,8 @@ impl Process {
             .flat_map(open)
             .collect();
         let lacking = self.parts.keys().filter(|round| owned(round)).flat_map(open).collect();
-        let what = if blocked { format!("round {}", self.round) } else { String::new() };
-        Answer { blocked, late, owners, missing, lacking, what }
+        let what = self.awaited().map_or_else(String::new, |round| format!("round {round}"));
+        Reply { blocked, late, owners, missing, lacking, what }
     }
 
     pub(super) fn look(
@@ -248,9 +273,10 @@ impl Process {
 
     /// A rank that has said goodbye on the lane on which its part is waited for.
     fn parted_with(&self, lane: u32) -> Option<Rank> {
-        let direct = self.style == Style::Direct && self.phase == ProcessPhase::Waiting;
-        let late = if direct && self.round % self.lanes == lane { self.missing(self.round) } else { vec![] };
-        late.into_iter().find(|rank| self.pulses[lane as usize].has_heard_goodbye(*rank))
+        let direct = self.style == Style::Direct;
+        let rounds = self.open.iter().filter(|round| direct && *round % self.lanes == lane);
+        let late: Vec<Rank> = rounds.flat_map(|round| self.missing(*round)).collect();
+        self.pulses[lane as usize].parted(|rank| late.contains(&rank))
     }
 
     fn progressed(&mut self, now_ns: u64) {
@@ -263,7 +289,7 @@ impl World {
     /// Begins to compute before the next round, or leaves.
     pub(super) fn compute(&mut self, rank: u32) {
         let process = &mut self.ranks[rank as usize];
-        let round = process.round;
+        let Some(&round) = process.order.get(process.begun) else { return self.finish(rank) };
         process.phase = ProcessPhase::Computing;
         match self.scenario.fault {
             Fault::Hang(who, before) if (who, before) == (rank, round) => {
@@ -272,28 +298,34 @@ impl World {
                 return self.note(&format!("rank {rank} hangs before round {round}"));
             }
             Fault::Skip(who, which) if (who, which) == (rank, round) => {
-                process.round += 1;
+                process.begun += 1;
                 self.fault_ns = Some(self.agenda.now_ns());
             }
             Fault::Depart(who, before)
                 if (who, before) == (rank, round) && self.scenario.style != Style::Join =>
             {
-                process.round = process.rounds;
+                process.begun = process.order.len();
                 self.fault_ns = Some(self.agenda.now_ns());
             }
             _ => {}
         }
         let process = &self.ranks[rank as usize];
-        if process.round < process.rounds {
-            let compute_ns = self.scenario.compute_ns[rank as usize][process.round as usize];
-            self.agenda.after(compute_ns, Happening::Computed(rank));
-        } else if self.scenario.style == Style::Join {
+        let Some(&round) = process.order.get(process.begun) else { return self.finish(rank) };
+        let compute_ns = self.scenario.compute_ns[rank as usize][round as usize];
+        self.agenda.after(compute_ns, Happening::Computed(rank));
+    }
+
+    /// All rounds are begun: waits for those that are open, or for the others, and leaves.
+    fn finish(&mut self, rank: u32) {
+        if !self.ranks[rank as usize].open.is_empty() {
+            return self.wait(rank);
+        }
+        if self.scenario.style == Style::Join {
             self.wait(rank);
             self.others(rank).for_each(|other| self.give(rank, other, 0, Frame::Left));
-            self.came(rank);
-        } else {
-            self.leave(rank);
+            return self.came(rank);
         }
+        self.leave(rank);
     }
 
     fn leave(&mut self, rank: u32) {
@@ -316,13 +348,16 @@ impl World {
         if process.life.verdict().is_some() || process.phase != ProcessPhase::Computing {
             return;
         }
-        let (round, owner) = (process.round, process.owner(process.round));
+        let round = process.order[process.begun];
+        process.begun += 1;
+        process.progressed(self.agenda.now_ns());
+        if process.style == Style::Join {
+            return self.compute(rank);
+        }
+        process.open.push(round);
+        let owner = process.owner(round);
         match process.style {
-            Style::Join => {
-                process.progressed(self.agenda.now_ns());
-                process.round += 1;
-                return self.compute(rank);
-            }
+            Style::Join => {}
             Style::Direct => {
                 process.parts.entry(round).or_default().insert(rank);
                 self.others(rank).for_each(|other| self.give(rank, other, round, Frame::Part(round)));
@@ -330,8 +365,14 @@ impl World {
             Style::Owners | Style::Hub if owner == rank => self.contributed(rank, rank, round),
             Style::Owners | Style::Hub => self.give(rank, owner, round, Frame::Part(round)),
         }
-        self.wait(rank);
-        self.came(rank);
+        self.ranks[rank as usize].complete();
+        self.go_on(rank);
+    }
+
+    /// Waits if as many rounds are open as may be, or computes before the next.
+    fn go_on(&mut self, rank: u32) {
+        let process = &self.ranks[rank as usize];
+        if process.open.len() >= process.window { self.wait(rank) } else { self.compute(rank) }
     }
 
     /// At `rank`, a contribution is here.
@@ -348,25 +389,21 @@ impl World {
     /// Whether what it waits for has come: then it goes on.
     fn came(&mut self, rank: u32) {
         let process = &mut self.ranks[rank as usize];
-        if process.phase != ProcessPhase::Waiting || process.life.verdict().is_some() {
+        if process.life.verdict().is_some() {
             return;
         }
+        let awaited = process.awaited();
+        process.complete();
         let here = match process.style {
-            Style::Direct => process.missing(process.round).is_empty(),
-            Style::Owners | Style::Hub => process.results.contains(&process.round),
             Style::Join => process.left.len() as u32 == process.ranks - 1,
+            _ => process.open.first().copied() != awaited,
         };
-        if !here {
+        if process.phase != ProcessPhase::Waiting || !here {
             return;
         }
         process.progressed(self.agenda.now_ns());
-        process.parts.remove(&process.round);
         process.waits += 1;
-        if process.style == Style::Join {
-            return self.leave(rank);
-        }
-        process.round += 1;
-        self.compute(rank);
+        if process.style == Style::Join { self.leave(rank) } else { self.go_on(rank) }
     }
 
     pub(super) fn expire(&mut self, rank: u32, wait: u32) {
@@ -381,8 +418,10 @@ impl World {
         }
         match process.phase {
             ProcessPhase::Leaving => {
+                // A connection may just have come about: goodbyes are said in every turn, not only at looks at the clock.
+                (0..self.scenario.lanes).for_each(|lane| self.part(rank, lane));
                 // Who has not said goodbye by now is busy with something that does not need this rank.
-                process.phase = ProcessPhase::Through;
+                self.ranks[rank as usize].phase = ProcessPhase::Through;
                 return self.close(rank);
             }
             ProcessPhase::Waiting => {}
@@ -393,9 +432,10 @@ impl World {
             return self.agenda.at(until_ns, Happening::Expire(rank, wait));
         }
         let owned = matches!(process.style, Style::Owners | Style::Hub);
-        let what = format!("timeout: rank {rank}, round {}, after {} ms", process.round, now_ns / MS);
-        let about = owned.then_some((0, process.round));
-        let expired = Expired { about, step: Some(process.round), what, hint: String::new() };
+        let awaited = process.awaited();
+        let what = format!("timeout: rank {rank}, round {awaited:?}, after {} ms", now_ns / MS);
+        let about = awaited.filter(|_| owned).map(|round| (0, round));
+        let expired = Expired { about, step: awaited, what, hint: String::new() };
         process.life.expired(now_ns, expired);
         self.follow(rank);
     }
@@ -436,10 +476,10 @@ impl World {
             }
             Frame::Ask(question) => {
                 let answer = self.ranks[to as usize].answer(lane, question, self.omission);
-                self.send(to, from, lane, Frame::Word(question.round, answer.encode()));
+                self.send(to, from, lane, Frame::Reply(question.round, answer.encode()));
             }
-            Frame::Word(round, payload) => {
-                if let Ok(answer) = Answer::decode(&payload, self.scenario.ranks) {
+            Frame::Reply(round, payload) => {
+                if let Ok(answer) = Reply::decode(&payload, self.scenario.ranks) {
                     self.ranks[to as usize].life.answered(now_ns, Rank(from), round, answer);
                 }
             }
@@ -480,8 +520,7 @@ impl World {
         let back = self.link(to, from, lane);
         self.links[back].state = ConnectionState::Gone;
         let process = &mut self.ranks[to as usize];
-        let parted = process.pulses[lane as usize].has_heard_goodbye(Rank(from));
-        let why = (!parted).then(|| "its connection was closed".to_owned());
+        let why = process.pulses[lane as usize].loss(Rank(from), "its connection was closed".into());
         if self.omits(Omission::DeafToEnds) {
             return;
         }

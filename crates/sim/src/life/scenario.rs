@@ -51,6 +51,8 @@ pub enum Omission {
     AskNobody,
     /// An owner does not say whose contributions it lacks.
     OwnersSayNothing,
+    /// Whoever takes part in anything is said to stand in a call.
+    AllAreBlocked,
     /// The end of a connection means nothing.
     DeafToEnds,
     /// So does a goodbye.
@@ -116,6 +118,10 @@ pub(super) struct Scenario {
     pub(super) operation_ns: u64,
     /// By rank, how long it computes before each round.
     pub(super) compute_ns: Vec<Vec<u64>>,
+    /// By rank, in which order its program begins the rounds.
+    pub(super) order: Vec<Vec<u32>>,
+    /// By rank, with how many of them begun and not complete it waits: with 1 every round is a call that blocks.
+    pub(super) window: Vec<usize>,
     /// By sender and receiver.
     pub(super) delay_ns: Vec<Vec<u64>>,
     pub(super) jitter_ns: u64,
@@ -135,14 +141,18 @@ pub(super) fn draw(seed: u64) -> Scenario {
     let ranks = random.between(2, 6) as u32;
     let style =
         random.pick(&[Style::Direct, Style::Direct, Style::Owners, Style::Owners, Style::Hub, Style::Join]);
-    let rounds = random.between(2, 5);
-    let longest_ns = random.pick(&[20 * MS, 300 * MS, 6 * SECOND]);
+    let ahead = style != Style::Join && random.chance(300);
+    let rounds = random.between(2, if ahead { 8 } else { 5 });
+    // Who begins the second of two rounds first waits while others compute before both, and may be stopped or begin late besides.
+    let longest_ns = random.pick(&[20 * MS, 300 * MS, if ahead { 2 } else { 6 } * SECOND]);
     let compute_ns: Vec<Vec<u64>> = (0..ranks)
         .map(|_| {
             let rounds = if style == Style::Join { random.between(1, 4 * rounds) } else { rounds };
             (0..rounds).map(|_| random.magnitude(1000, longest_ns)).collect()
         })
         .collect();
+    let (order, window) =
+        compute_ns.iter().map(|rounds| draw_order(random, rounds.len() as u32, ahead)).unzip();
     let most_ns = random.magnitude(10_000, 5 * MS);
     let mut delay_ns: Vec<Vec<u64>> =
         (0..ranks).map(|_| (0..ranks).map(|_| random.magnitude(1000, most_ns)).collect()).collect();
@@ -152,11 +162,11 @@ pub(super) fn draw(seed: u64) -> Scenario {
         delay_ns[other as usize][one as usize] = 50 * MS;
     }
     let meshed = random.chance(500);
-    let short = longest_ns <= OPERATION_TIMEOUTS_NS[1] / 3 && random.chance(400);
+    let short = !ahead && longest_ns <= OPERATION_TIMEOUTS_NS[1] / 3 && random.chance(400);
     let apart_ns = APART_NS[usize::from(short)];
     let begin_ns: Vec<u64> =
         (0..ranks).map(|_| if meshed { 0 } else { random.magnitude(1000, apart_ns) }).collect();
-    let fault = draw_fault(random, ranks, style, &compute_ns, &begin_ns);
+    let fault = draw_fault(random, ranks, (style, ahead), &compute_ns, &begin_ns);
     Scenario {
         meshed,
         begin_ns,
@@ -166,12 +176,28 @@ pub(super) fn draw(seed: u64) -> Scenario {
         lanes: random.pick(&[1, 1, 2]),
         style,
         compute_ns,
+        order,
+        window,
         delay_ns,
         jitter_ns: random.magnitude(1000, 10 * MS),
         owed_ns: random.magnitude(1000, 100 * MS),
         exit_ns: random.magnitude(1000, SECOND),
         fault,
     }
+}
+
+/// One after the other; or, where ranks go ahead, most rounds without waiting, or two of them in the other order: those who begin
+/// these in order must not wait between them.
+fn draw_order(random: &mut Random, rounds: u32, ahead: bool) -> (Vec<u32>, usize) {
+    let mut order: Vec<u32> = (0..rounds).collect();
+    if !ahead {
+        return (order, 1);
+    }
+    if random.chance(500) {
+        return (order, random.between(2, 8) as usize);
+    }
+    order.chunks_exact_mut(2).for_each(|pair| pair.swap(0, 1));
+    (order, 1)
 }
 
 fn two(random: &mut Random, ranks: u32) -> (u32, u32) {
@@ -183,7 +209,7 @@ fn two(random: &mut Random, ranks: u32) -> (u32, u32) {
 fn draw_fault(
     random: &mut Random,
     ranks: u32,
-    style: Style,
+    (style, ahead): (Style, bool),
     compute_ns: &[Vec<u64>],
     begin_ns: &[u64],
 ) -> Fault {
@@ -199,8 +225,10 @@ fn draw_fault(
     };
     // Between two ranks alone nobody can say which of them is at fault, and a hub's silence is not told from its spokes'.
     let pairs = ranks > 2 && matches!(style, Style::Direct | Style::Owners);
+    // And ranks that make calls in different orders wait for each other in a circle as soon as one makes another call less.
     let kinds = match style {
         Style::Join => 6,
+        _ if ahead => 6,
         _ if pairs => 10,
         _ => 8,
     };

@@ -7,10 +7,10 @@ use crate::check::{Checker, Violation, check};
 use crate::memory::{Chunk, RealMemory, SimMemory};
 use crate::network::ConnectionId;
 use crate::program::{Instruction, Mishap, OPERATION_TIMEOUT_NS, PEER_TIMEOUT_NS, Sabotage, Setup};
-use penstock_core::Route;
 use penstock_core::life::{
-    Answer, Contact, Effect, Expired, Farewell, Life, PeerTimes, Pulse, Question, Sign, Verdict,
+    Contact, Effect, Expired, Farewell, Life, PeerTimes, Pulse, Question, Reply, Sign, Verdict,
 };
+use penstock_core::node::Waits;
 use penstock_core::types::{BookId, Rank, Seq, TensorId};
 use penstock_core::wire::{Header, Kind, Outgoing};
 use std::collections::BTreeSet;
@@ -96,8 +96,7 @@ impl<M: SimMemory> World<M> {
             return Ok(());
         }
         let fate = &mut self.fates[to.index()];
-        let parted = fate.pulses[lane as usize].has_heard_goodbye(from);
-        let why = (!parted).then(|| "its connection was closed".to_owned());
+        let why = fate.pulses[lane as usize].loss(from, "its connection was closed".into());
         fate.life.ended(self.agenda.now_ns(), from, why);
         self.follow(to)
     }
@@ -136,11 +135,11 @@ impl<M: SimMemory> World<M> {
             Kind::Ask => {
                 let question = Question::of(header);
                 let word = self.answer(rank, lane, question).encode();
-                let frame = said(Header { seq: question.round, ..Header::control(Kind::Word) }, &word);
+                let frame = said(Header { seq: question.round, ..Header::control(Kind::Reply) }, &word);
                 self.say(self.network.id(rank, from, lane), frame);
             }
-            Kind::Word => {
-                let answer = Answer::decode(payload, self.setup.ranks)
+            Kind::Reply => {
+                let answer = Reply::decode(payload, self.setup.ranks)
                     .map_err(|why| Violation::new(Checker::Protocol, format!("rank {from} sent {why}")))?;
                 fate.life.answered(now_ns, from, header.seq, answer);
             }
@@ -311,7 +310,7 @@ impl<M: SimMemory> World<M> {
         }
         let mut needed = BTreeSet::new();
         for lane in 0..self.setup.lanes {
-            let (late, owners) = self.waits_for(rank, lane);
+            let Waits { late, owners } = self.waits_for(rank, lane);
             needed.extend(late.into_iter().chain(owners));
         }
         let now_ns = self.agenda.now_ns();
@@ -349,38 +348,30 @@ impl<M: SimMemory> World<M> {
     }
 
     /// What a lane says to a question.
-    fn answer(&self, rank: Rank, lane: u32, question: Question) -> Answer {
+    fn answer(&self, rank: Rank, lane: u32, question: Question) -> Reply {
         let node = &self.nodes[self.at(rank, lane)];
-        let (late, owners) = self.waits_for(rank, lane);
+        let Waits { late, owners } = self.waits_for(rank, lane);
+        let (late, owners) = (late.into_iter().collect(), owners.into_iter().collect());
         let blocked = self.fates[rank.index()].waiting_ns.is_some();
         let missing = question.about.map_or_else(Vec::new, |(book, tensor)| node.missing(book, tensor));
         let what = format!("instruction {}", self.workers[rank.index()].instruction);
-        Answer { blocked, late, owners, missing, lacking: node.missing_anywhere(), what }
+        Reply { blocked, late, owners, missing, lacking: node.missing_anywhere(), what }
     }
 
-    /// Whom what is under way in this lane waits for: ranks that are late, and owners that owe an answer.
-    fn waits_for(&self, rank: Rank, lane: u32) -> (Vec<Rank>, Vec<Rank>) {
-        let (mut late, mut owners) = (BTreeSet::new(), BTreeSet::new());
+    /// Whom what is under way in this lane waits for; in the first lane also the program's own agreements.
+    fn waits_for(&self, rank: Rank, lane: u32) -> Waits {
         let (node, worker) = (&self.nodes[self.at(rank, lane)], &self.workers[rank.index()]);
-        for (id, tensor) in worker.open_tensors() {
+        let open = worker.open_tensors().map(|(id, tensor)| {
             let book = &self.setup.books[usize::from(id)];
-            late.extend(node.missing(id, tensor));
-            let is_member = book.roles.groups.led_by(rank).is_none();
-            if is_member && book.tensors[tensor as usize].route == Route::STORE {
-                let mine = |slice: &u32| book.slices[*slice as usize].lane == lane;
-                let slices = worker.open_slices(id, tensor, book.slices_of(tensor)).filter(mine);
-                let owners_of = slices.map(|slice| book.slices[slice as usize].owner);
-                owners.extend(owners_of.map(|owner| book.roles.answered_by(rank, owner)));
-            }
-        }
-        owners.extend(node.owners_that_owe());
-        late.extend(node.late_to_leave());
+            let slices = worker.open_slices(id, tensor, book.slices_of(tensor));
+            (id, tensor, slices.filter(move |slice| book.slices[*slice as usize].lane == lane))
+        });
+        let mut waits = node.waits(open, []);
         if lane == 0 {
-            late.extend(worker.late_to_agree(self.setup.workers));
+            let late = worker.late_to_agree(self.setup.workers);
+            waits.late.extend(late.into_iter().filter(|late| *late != rank));
         }
-        late.remove(&rank);
-        owners.remove(&rank);
-        (late.into_iter().collect(), owners.into_iter().collect())
+        waits
     }
 
     fn is_written(&mut self, id: ConnectionId) -> bool {

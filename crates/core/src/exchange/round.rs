@@ -38,7 +38,7 @@ struct Part<C> {
 
 /// The owner's side of one slice.
 #[derive(Debug)]
-pub(super) struct Gathering<C> {
+pub(super) struct Round<C> {
     seq: Seq,
     op: Op,
     step: Step,
@@ -49,7 +49,7 @@ pub(super) struct Gathering<C> {
     arrived: u32,
 }
 
-impl<C> Default for Gathering<C> {
+impl<C> Default for Round<C> {
     fn default() -> Self {
         Self { seq: 0, op: Op::Average, step: 0, contributions: Vec::new(), steps_differ: false, arrived: 0 }
     }
@@ -66,7 +66,7 @@ pub(super) enum Outcome {
     Reduced(Reduction),
 }
 
-impl<C: Clone> Gathering<C> {
+impl<C: Clone> Round<C> {
     /// Takes a contribution.
     ///
     /// # Errors
@@ -192,7 +192,7 @@ impl<C: Clone> Gathering<C> {
         members.iter().zip(steps).filter_map(|(rank, step)| Some((rank, step?)))
     }
 
-    /// Which of the inputs of [`Gathering::outcome`] is this rank's own, if it has one.
+    /// The index of this rank's own contribution among the inputs of [`Round::outcome`], if it has one.
     fn own_input(&self, me: usize) -> Option<usize> {
         let has_data = |c: &Option<Part<C>>| matches!(c, Some(Part { what: Contribution::Data(_), .. }));
         let before = self.contributions[..me].iter().filter(|c| has_data(c)).count();
@@ -319,35 +319,35 @@ mod tests {
 
     #[test]
     fn ends_when_the_last_active_rank_is_in_and_keeps_rank_order() {
-        let mut gathering = Gathering::default();
+        let mut round = Round::default();
         let (members, active, rules, slice) = (Members::all(4), some(&[0, 2, 3]), Rules::default(), slice());
         let site = site(&members, &active, &rules, &slice);
         for (rank, data) in [(3, Some("d")), (0, None), (2, Some("c"))] {
-            assert!(!gathering.complete(&site));
+            assert!(!round.complete(&site));
             let what = data.map_or(Contribution::Absent, Contribution::Data);
-            gathering.add(rank, 4, &header(1, Op::Average), what).unwrap();
+            round.add(rank, 4, &header(1, Op::Average), what).unwrap();
         }
-        assert!(gathering.complete(&site));
+        assert!(round.complete(&site));
         let mut inputs = Vec::new();
-        let outcome = gathering.outcome(&site, &mut inputs);
+        let outcome = round.outcome(&site, &mut inputs);
         assert_eq!(outcome, Ok(Outcome::Reduced(Reduction::Sum { divisor: 3 })));
         assert_eq!(inputs, ["c", "d"]);
-        assert_eq!([0, 2, 3].map(|rank| gathering.own_input(rank)), [None, Some(0), Some(1)]);
-        gathering.clear();
-        assert!(gathering.open().is_none());
-        let again = gathering.add(0, 4, &header(1, Op::Average), Contribution::Absent);
+        assert_eq!([0, 2, 3].map(|rank| round.own_input(rank)), [None, Some(0), Some(1)]);
+        round.clear();
+        assert!(round.open().is_none());
+        let again = round.add(0, 4, &header(1, Op::Average), Contribution::Absent);
         assert!(again.is_err(), "round 1 has ended");
     }
 
     #[test]
     fn who_knows_first_that_all_have_left_does_not_end_a_round_alone() {
-        let mut gathering = Gathering::default();
+        let mut round = Round::default();
         let (everybody, rules, slice) = (Members::all(3), Rules::default(), slice());
         // Rank 2's leave has reached rank 0 but not this rank, which believes that rank 2 goes on.
-        gathering.add(0, 3, &header(1, Op::Average), Contribution::Data("a")).unwrap();
-        assert!(!gathering.complete(&site(&everybody, &some(&[2]), &rules, &slice)));
+        round.add(0, 3, &header(1, Op::Average), Contribution::Data("a")).unwrap();
+        assert!(!round.complete(&site(&everybody, &some(&[2]), &rules, &slice)));
         assert!(
-            !gathering.complete(&site(&everybody, &everybody, &rules, &slice)),
+            !round.complete(&site(&everybody, &everybody, &rules, &slice)),
             "nor when this rank knows too"
         );
     }
@@ -357,19 +357,19 @@ mod tests {
         let (members, rules, slice) = (Members::all(4), Rules::default(), slice());
         let groups = Groups::of_members([some(&[2, 3]), some(&[0, 1])]);
         let pushed = |ranks, era| {
-            let mut gathering = Gathering::default();
+            let mut round = Round::default();
             for (head, argument) in
                 [(0, Party::new(2, era).argument()), (2, Party::new(ranks, era).argument())]
             {
                 let header = Header { argument, ..header(1, Op::Average) };
-                gathering.add(head, 4, &header, Contribution::Data(head)).unwrap();
+                round.add(head, 4, &header, Contribution::Data(head)).unwrap();
             }
-            gathering
+            round
         };
-        let complete = |gathering: &Gathering<usize>, active: &Members, era| {
+        let complete = |round: &Round<usize>, active: &Members, era| {
             let site = Site { groups: &groups, era, ..site(&members, active, &rules, &slice) };
-            let divides = gathering.complete(&site).then(|| gathering.divisor(&site));
-            assert_eq!(gathering.missing(&site).count(), 0, "both heads have pushed");
+            let divides = round.complete(&site).then(|| round.divisor(&site));
+            assert_eq!(round.missing(&site).count(), 0, "both heads have pushed");
             divides
         };
         let (everybody, without_3) = (Members::all(4), some(&[0, 1, 2]));
@@ -381,27 +381,27 @@ mod tests {
         assert_eq!(complete(&pushed(2, 1), &everybody, 0), None);
         assert_eq!(complete(&pushed(2, 1), &everybody, 1), Some(4));
         // Without the one that is not in, its head is missed, for the others of its group.
-        let mut gathering = Gathering::default();
+        let mut round = Round::default();
         let header = Header { argument: Party::new(2, 0).argument(), ..header(1, Op::Average) };
-        gathering.add(0, 4, &header, Contribution::Data(0)).unwrap();
+        round.add(0, 4, &header, Contribution::Data(0)).unwrap();
         for (active, late) in [(some(&[0, 1, 3]), vec![Rank(2)]), (some(&[0, 1]), vec![])] {
             let site = Site { groups: &groups, ..site(&members, &active, &rules, &slice) };
-            assert_eq!(gathering.missing(&site).collect::<Vec<_>>(), late);
-            assert_eq!(gathering.complete(&site), late.is_empty());
+            assert_eq!(round.missing(&site).collect::<Vec<_>>(), late);
+            assert_eq!(round.complete(&site), late.is_empty());
         }
     }
 
     #[test]
     fn refuses_what_does_not_fit_the_open_round() {
-        let mut gathering = Gathering::default();
-        let mut add = |place, seq, op, what| gathering.add(place, 2, &header(seq, op), what);
+        let mut round = Round::default();
+        let mut add = |place, seq, op, what| round.add(place, 2, &header(seq, op), what);
         add(0, 5, Op::Copy, Contribution::Data("a")).unwrap();
         assert!(add(0, 5, Op::Copy, Contribution::Absent).unwrap_err().contains("second"));
         assert!(add(1, 6, Op::Copy, Contribution::Absent).is_err());
         assert!(add(1, 5, Op::Sum, Contribution::Absent).is_err());
         add(1, 5, Op::Copy, Contribution::Data("b")).unwrap();
         let (members, rules, slice) = (Members::all(2), Rules::default(), slice());
-        let outcome = gathering.outcome(&site(&members, &members, &rules, &slice), &mut Vec::new());
+        let outcome = round.outcome(&site(&members, &members, &rules, &slice), &mut Vec::new());
         assert!(outcome.unwrap_err().contains("copy"));
     }
 
@@ -418,24 +418,24 @@ mod tests {
             let (active, must_be_in) = (of(|is| is.0), of(|is| is.0 && is.1));
             let (rules, slice) = (Rules { must_be_in: MustBeIn::These(of(|is| is.1)), ..Rules::default() }, slice());
             let site = site(&members, &active, &rules, &slice);
-            let mut gathering = Gathering::default();
+            let mut round = Round::default();
             let mut order: Vec<Rank> = must_be_in.iter().collect();
             let len = order.len().max(1);
             order.rotate_left(rotation % len);
             for (i, rank) in order.iter().enumerate() {
-                prop_assert!(!gathering.complete(&site));
+                prop_assert!(!round.complete(&site));
                 if i > 0 {
-                    let missing: Members = gathering.missing(&site).collect();
+                    let missing: Members = round.missing(&site).collect();
                     let late: Members = order[i..].iter().copied().collect();
                     prop_assert_eq!(missing, late);
                 }
                 let place = members.position(*rank).unwrap();
-                gathering.add(place, members.count(), &header(1, Op::Sum), Contribution::Data(*rank)).unwrap();
+                round.add(place, members.count(), &header(1, Op::Sum), Contribution::Data(*rank)).unwrap();
             }
-            prop_assert_eq!(gathering.complete(&site), !order.is_empty());
-            prop_assert_eq!(gathering.divisor(&site), must_be_in.count());
+            prop_assert_eq!(round.complete(&site), !order.is_empty());
+            prop_assert_eq!(round.divisor(&site), must_be_in.count());
             let mut inputs = Vec::new();
-            let outcome = gathering.outcome(&site, &mut inputs);
+            let outcome = round.outcome(&site, &mut inputs);
             prop_assert!(inputs.iter().copied().eq(must_be_in.iter()), "in rank order");
             prop_assert_eq!(outcome == Ok(Outcome::Absent), order.is_empty());
         }
