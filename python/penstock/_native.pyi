@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _Op = Literal["average", "sum", "copy", "min", "max"]
-_Scheme = Literal["store", "central", "tree", "ring", "butterfly", "gather"]
+_Route = Literal["store", "central", "tree", "ring", "butterfly", "gather"]
 _Algorithm = Literal["store", "central", "tree", "ring", "butterfly"]
 
 ALGORITHMS: tuple[_Algorithm, ...]
@@ -94,7 +94,7 @@ RECORD: list[tuple[str, str]]
 """The fields of a record, 32 bytes in all, and their types: ``numpy.dtype(RECORD)``; see `Engine.observations`."""
 
 _Tensor = (
-    tuple[str, int, str, int] | tuple[str, int, str, int, _Scheme] | tuple[str, int, str, int, Literal["store"], str]
+    tuple[str, int, str, int] | tuple[str, int, str, int, _Route] | tuple[str, int, str, int, Literal["store"], str]
 )
 _Phase = Literal["backward", "forward", "other"]
 _Kind = Literal["linear", "embedding", "other"]

@@ -133,7 +133,7 @@ class Coordinator:
         policy: ``measured`` or ``paper``.
         rates: Until others are measured.
         batchsize: Samples per worker and step, if known: then rows follow from it.
-        terms: By layer, what is settled of it beforehand; nothing of layers that are missing.
+        terms: By layer, what is fixed of it beforehand; nothing of layers that are missing.
         placements: Gives by tensor where its slices live, as the engine's book says. Without, no tensor lives anywhere
             yet, and `query` says so.
 

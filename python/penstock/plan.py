@@ -30,10 +30,11 @@ def rows_scheme(kind: str) -> str | None:
 
 @dataclass(frozen=True)
 class Terms:
-    """What is settled of a layer's scheme before training.
+    """What is fixed of a layer's scheme before training.
 
     Attributes:
-        given: What the user has asked for: a scheme's name, or an object if it has options.
+        given: What is not chosen: a scheme's name, or an object if it has options. The user has asked for it, or its
+            gradients are sparse, and leave no other.
         collective: What takes the store's place for the whole gradient, chosen before training.
     """
 
@@ -78,7 +79,7 @@ class LayerPlan:
             longer.
         scheme_s: By scheme, predicted seconds if the layer has the wire for itself, rebuilding included.
         scheme: How it is synchronised.
-        given: Whether the user has asked for that; otherwise it is chosen.
+        given: Whether the user has asked for that, or sparse gradients leave nothing else; otherwise it is chosen.
         may_change: Whether a later measurement may lead to another.
         code: The reason in one word.
         reason: The reason.

@@ -45,7 +45,7 @@ from penstock.torch.reads.safety import (
     note_compiled,
     restore,
 )
-from penstock.torch.release.failure import settled
+from penstock.torch.release.failure import tells_what_is_whole
 from penstock.torch.release.one_model import ModelEnding
 from penstock.torch.schemes import residuals
 from penstock.torch.schemes.factors import numerics
@@ -90,7 +90,7 @@ class Distributed:
         at_owners: Whether updates are made by those who own the sums.
 
     Attributes:
-        terms: By name of the layer, what is settled of its scheme.
+        terms: By name of the layer, what is fixed of its scheme.
         gathers: By name, the layers that can send what their gradients are made of, on every rank.
         why_whole: By name, all other layers, and why they cannot.
         lossy: By name, the layers whose gradients are made short.
@@ -380,7 +380,7 @@ class Distributed:
 
     # The life of a step
 
-    @settled
+    @tells_what_is_whole
     def before_forward(self, layers: list[Layer]) -> None:
         """Apply what this module needs; at the first forward after a step, also what has unknown readers."""
         needed = layers
@@ -444,7 +444,7 @@ class Distributed:
         except ConfigError:
             return False
 
-    @settled
+    @tells_what_is_whole
     def finish(self) -> None:
         """Apply all outstanding updates: somebody is about to read."""
         self.ending.warn_if_torn()
@@ -458,7 +458,7 @@ class Distributed:
         for distributed in models_of(self.engine):
             distributed.finish()
 
-    @settled
+    @tells_what_is_whole
     def synchronize(self) -> None:
         """Make parameters and gradients final."""
         self.ending.raise_if_lost()

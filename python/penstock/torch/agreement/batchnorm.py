@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from penstock.errors import ConfigError, ModelMismatch, ProtocolError
 from penstock.torch.gradients.hooks import Gradients
 from penstock.torch.model.layout import COMPILED_PREFIX, ROOT
-from penstock.torch.release.failure import settled
+from penstock.torch.release.failure import tells_what_is_whole
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -103,7 +103,7 @@ class SyncedNorms:
                     layer=layer,
                 )
 
-    @settled
+    @tells_what_is_whole
     def exchange(self, norm: Norm, direction: int, values: int, numbers: Tensor) -> list[ChannelNumbers]:
         """Every rank's part, in rank order; of ranks that have left (`penstock.join`) none.
 

@@ -34,7 +34,7 @@ from penstock.torch.model.flight import Flight
 from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.model.layout import same_order
 from penstock.torch.reads.safety import DeferredParameter, defer, restore
-from penstock.torch.release.failure import after_failure, settled
+from penstock.torch.release.failure import after_failure, tells_what_is_whole
 from penstock.torch.schemes.adam import OwnerDuties
 from penstock.torch.schemes.gather import Gather, changed_in_flight
 from penstock.torch.schemes.making import make_lossy, make_rows
@@ -72,7 +72,7 @@ class Gradients:
         rows: The layers that could send rows, in the order of `layers`: each with its module and its scheme.
         lossy: The layers whose gradients are made short, each with its module and its scheme's options.
         ranks: How many there are.
-        fixed: By name of the layer, how its gradients travel where that is not the store as it is; see `book_scheme`.
+        fixed: By name of the layer, its route and its wire type where it is not the store as it is.
         open_book: Opens the book, perhaps with servers; the engine's own if it is not given.
     """
 
@@ -150,7 +150,7 @@ class Gradients:
             self._handles.append(slot.param.register_post_accumulate_grad_hook(after))
             slot.param.requires_grad_(wanted)
 
-    def settle(self) -> None:
+    def put_away(self) -> None:
         """The job is over: nothing is in flight any more, and nothing will be. What was reads as ``None``."""
         self.closed, self._task = self.rounds, -1
         self.bundle.empty()
@@ -332,7 +332,7 @@ class Gradients:
         if not _nested(sys._getframe(1)):
             Variable._execution_engine.queue_callback(self.close)
 
-    @settled
+    @tells_what_is_whole
     def close(self) -> None:
         """The backward is over: what it did not touch is sent if it holds anything, or announced absent."""
         if self.rounds == self.closed:
@@ -436,7 +436,7 @@ class Gradients:
         """
         self.duties.serve(self._contributed)
 
-    @settled
+    @tells_what_is_whole
     def finish(self, slots: Iterable[Slot]) -> None:
         """Wait until these gradients are final, and give them to the caller to do with as it likes."""
         flying = [slot for slot in slots if slot.flight.flying]
@@ -527,9 +527,9 @@ class Gradients:
             flight.forget()
 
 
-def _entry(slot: Slot, scheme: str, wire: str | None) -> Any:
+def _entry(slot: Slot, route: str, wire: str | None) -> Any:
     """What the book says of a parameter's gradient."""
-    entry = (slot.name, slot.layer.index, slot.code, slot.elems, scheme)
+    entry = (slot.name, slot.layer.index, slot.code, slot.elems, route)
     return (*entry, wire) if wire is not None and slot.code == "f32" else entry
 
 

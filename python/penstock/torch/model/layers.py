@@ -113,7 +113,7 @@ class Ending(Protocol):
         """Whatever works on the model beside the program ends."""
         ...
 
-    def settle(self, undone: Sequence[StepLog]) -> None:
+    def put_away(self, undone: Sequence[StepLog]) -> None:
         """Make everything readable."""
         ...
 

@@ -22,14 +22,14 @@ from penstock.torch.updates.whole import forget_steps, undo_steps
 if TYPE_CHECKING:
     from penstock._native import Engine
 
-__all__ = ["after_failure", "let_go", "settled"]
+__all__ = ["after_failure", "let_go", "tells_what_is_whole"]
 
 CallT = TypeVar("CallT", bound=Callable[..., Any])
 LAYERS_NAMED_MAX = 8
 
 
-def settled(method: CallT) -> CallT:
-    """For methods of what has an `engine`: if they find that the job has failed, everything is settled first."""
+def tells_what_is_whole(method: CallT) -> CallT:
+    """For methods of what has an `engine`: where the job has failed, put models away, and say what is whole."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +39,6 @@ def settled(method: CallT) -> CallT:
             after_failure(self.engine, error)
             raise
 
-    call.__penstock_settled__ = True  # type: ignore[attr-defined]
     return call  # type: ignore[return-value]
 
 
@@ -59,7 +58,7 @@ def after_failure(engine: Engine, error: PenstockError) -> None:
             distributed.ending.stop_work()
         undone = undo_steps(engine)
         for distributed in models:
-            distributed.ending.settle(undone)
+            distributed.ending.put_away(undone)
         text = _said(
             [(distributed.name, distributed.ending.whole_step, distributed.ending.torn) for distributed in models]
         )
@@ -97,7 +96,7 @@ def let_go(engine: Engine) -> None:
         distributed.ending.stop_work()
     undone = undo_steps(engine)
     for distributed in models:
-        distributed.ending.settle(undone)
+        distributed.ending.put_away(undone)
         distributed.ending.release()
     forget_steps(engine)
     forget_numbers(engine)

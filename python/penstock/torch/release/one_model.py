@@ -23,7 +23,7 @@ from penstock.warning import warn
 __all__ = ["ModelEnding"]
 
 
-class Released(DistributedModel, Protocol):
+class EndingModel(DistributedModel, Protocol):
     """The model whose end it is (distribute.py).
 
     Attributes:
@@ -58,7 +58,7 @@ class ModelEnding:
         torn: Layers that have all or part of an update that others will never have.
     """
 
-    def __init__(self, distributed: Released, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, distributed: EndingModel, optimizers: Sequence[Optimizer]) -> None:
         self.lost: tuple[PenstockError, str] | None = None
         self.torn: tuple[str, ...] = ()
         self._distributed = distributed
@@ -91,7 +91,7 @@ class ModelEnding:
         self._distributed.gradients.rebuilds.abandon()
         self._begun = [update.stop() for update in self._distributed.updates]
 
-    def settle(self, undone: Sequence[StepLog]) -> None:
+    def put_away(self, undone: Sequence[StepLog]) -> None:
         """After `stop_work` on all models: make everything readable.
 
         Args:
@@ -99,7 +99,7 @@ class ModelEnding:
         """
         distributed = self._distributed
         was_in_flight = any(slot.flight.flying for slot in distributed.slots)
-        distributed.gradients.settle()
+        distributed.gradients.put_away()
         if distributed.buffers is not None:
             distributed.buffers.abandon()
         for update, begun in zip(distributed.updates, self._begun, strict=True):

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from penstock.errors import ConfigError
 from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.reads.safety import defer, restore, slot_of
-from penstock.torch.release.failure import settled
+from penstock.torch.release.failure import tells_what_is_whole
 from penstock.torch.schemes.gather import mark_average
 from penstock.torch.updates import joined
 from penstock.torch.updates.partial import PartialUpdates
@@ -91,7 +91,7 @@ class Updates(PatchedOptimizer):
 
     # step
 
-    @settled
+    @tells_what_is_whole
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Take the gradients of this moment, and return; see the module."""
         self._distributed.ending.raise_if_lost()
@@ -215,7 +215,7 @@ class Updates(PatchedOptimizer):
 
     # Applying
 
-    @settled
+    @tells_what_is_whole
     def finish(self, needed: Iterable[Layer]) -> None:
         """Apply the updates of these layers, waiting for their averages, and in the same call those of all that are in.
 

@@ -23,7 +23,7 @@ from penstock.kept_book import KeptBook
 from penstock.plan import STORE
 from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.reads.safety import restore
-from penstock.torch.release.failure import settled
+from penstock.torch.release.failure import tells_what_is_whole
 from penstock.torch.schemes.gather import changed_in_flight
 from penstock.torch.updates.patching import PatchedOptimizer, Trained, increment_versions
 from penstock.torch.updates.separable import as_if_in_step
@@ -112,7 +112,7 @@ class OwnerUpdates(PatchedOptimizer):
 
     # step
 
-    @settled
+    @tells_what_is_whole
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Say the word for the gradients of this step, and return."""
         self._distributed.ending.raise_if_lost()
@@ -190,7 +190,7 @@ class OwnerUpdates(PatchedOptimizer):
             if slot.param._version != self._versions[slot.index]:
                 self._give_value(slot)
 
-    @settled
+    @tells_what_is_whole
     def drop(self, *, adding: bool) -> None:
         """Gradients of a backward that no step followed are given up, if there are some.
 
@@ -243,7 +243,7 @@ class OwnerUpdates(PatchedOptimizer):
         if self._waiting:
             self.finish(list(self._waiting))
 
-    @settled
+    @tells_what_is_whole
     def finish(self, needed: Iterable[Layer]) -> None:
         """Wait for the parameters of these layers, and put them in place.
 
