@@ -366,11 +366,11 @@ impl World {
             Style::Owners | Style::Hub => self.give(rank, owner, round, Frame::Part(round)),
         }
         self.ranks[rank as usize].complete();
-        self.go_on(rank);
+        self.wait_or_compute(rank);
     }
 
     /// Waits if as many rounds are open as may be, or computes before the next.
-    fn go_on(&mut self, rank: u32) {
+    fn wait_or_compute(&mut self, rank: u32) {
         let process = &self.ranks[rank as usize];
         if process.open.len() >= process.window { self.wait(rank) } else { self.compute(rank) }
     }
@@ -403,7 +403,7 @@ impl World {
         }
         process.progressed(self.agenda.now_ns());
         process.waits += 1;
-        if process.style == Style::Join { self.leave(rank) } else { self.go_on(rank) }
+        if process.style == Style::Join { self.leave(rank) } else { self.wait_or_compute(rank) }
     }
 
     pub(super) fn expire(&mut self, rank: u32, wait: u32) {
