@@ -72,7 +72,8 @@ class Options:
             or ``"auto"``: 64 to 512 KiB, by the line rate and the number of ranks.
         lanes: Threads that move data, each with one connection per peer. ``None`` or ``"auto"``: by rank 0's cores, and
             slices use no more of them than the line rate needs. A number: slices use all of them, whatever the rate.
-        window_bytes: Bytes pushed to one owner and not answered yet. ``None`` or ``"auto"``: 1 to 8 MiB, by job size.
+        window_bytes: Bytes pushed to one owner and not answered yet. ``None`` or ``"auto"``: 1 to 8 MiB, by job size;
+            to a server apart up to 20 MiB.
         congestion_control: TCP's, on our connections: a name that the kernel allows, ``"system"``, or ``"auto"``: the
             system's unless that is ``bbr``, whose pauses stall all ranks; then ``cubic`` or ``reno``.
         priority: Send what the next forward pass needs first. Off only for comparisons.

@@ -43,6 +43,11 @@ const POOL_KEEP_BYTES: usize = 20 << 20;
 const WINDOWS_BYTES: u64 = 20 << 20;
 /// Bounds of one window, if the engine decides; it takes at least two slices in any case.
 const WINDOW_BYTES: std::ops::RangeInclusive<u64> = 1 << 20..=8 << 20;
+/// What a server may hold for all workers together. It trains nothing and has memory to spare, and is one of few, so that much of
+/// a step's backlog is its own: what workers have pushed of it before something more urgent overtook it stays unanswered to the
+/// end of the step. Windows of 5 MiB were filled by that, and ResNet-50 over one server sent at 0.7 of the line for half of each
+/// step.
+const SERVER_BYTES: u64 = 256 << 20;
 /// How long a lane may take to answer a question: it answers in its next turn, if the machine lets it have one.
 const ANSWER: Duration = Duration::from_secs(5);
 
@@ -625,10 +630,18 @@ fn submitted_again(open: &OpenBook, id: TensorId) -> Failure {
 }
 
 fn window_bytes(config: &EngineConfig) -> u64 {
-    let windows = u64::from(config.size.saturating_sub(1).max(1)) * u64::from(config.lanes);
-    let share = (WINDOWS_BYTES / windows).clamp(*WINDOW_BYTES.start(), *WINDOW_BYTES.end());
     let slice_bytes = if config.slice_bytes == 0 { slicing::SLICE_BYTES } else { config.slice_bytes };
-    share.max(2 * slice_bytes as u64)
+    window_share(config.workers(), config.servers, config.lanes).max(2 * slice_bytes as u64)
+}
+
+/// A window's part of what all of a worker's may hold, and, if servers own, of what a server may hold.
+fn window_share(workers: u32, servers: u32, lanes: u32) -> u64 {
+    let (least, most) = WINDOW_BYTES.into_inner();
+    let (owners, most) = match servers {
+        0 => (workers.saturating_sub(1).max(1), most),
+        _ => (servers, (SERVER_BYTES / (u64::from(workers) * u64::from(lanes))).max(least)),
+    };
+    (WINDOWS_BYTES / (u64::from(owners) * u64::from(lanes))).clamp(least, most)
 }
 
 /// Whether this memory may be a tensor to be combined; if not, why.
@@ -655,5 +668,19 @@ fn chosen_slicing(config: &EngineConfig, rates: &Rates) -> Slicing {
         Slicing { lanes, ..chosen }
     } else {
         Slicing::fixed(config.slice_bytes, lanes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn windows_share_what_workers_may_hold_and_what_servers_may() {
+        const MIB: u64 = 1 << 20;
+        let share = |workers, servers, lanes| window_share(workers, servers, lanes) / MIB;
+        assert_eq!([share(2, 0, 1), share(4, 0, 1), share(4, 0, 2), share(100, 0, 1)], [8, 6, 3, 1]);
+        assert_eq!([share(4, 1, 1), share(4, 2, 1), share(4, 4, 1)], [20, 10, 5], "among servers");
+        assert_eq!([share(64, 1, 1), share(64, 2, 2), share(500, 1, 1)], [4, 2, 1], "a server holds 256 MiB");
     }
 }
