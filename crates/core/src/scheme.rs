@@ -97,8 +97,9 @@ pub struct Best {
 ///
 /// 1. *Given*: what the user has asked for, lossy or not; the store only where there is a choice.
 /// 2. *Adopted*: what the ranks use that went on while this one was away.
-/// 3. *Store only*: the gradient must travel whole, or would from some rank at present.
-/// 4. *Kept*: the collective that the book has, or the way in use unless another gains [`MARGIN`].
+/// 3. *Kept*, of a collective: it is in the store's place, which the book does not have for the layer.
+/// 4. *Store only*: the gradient must travel whole, or would from some rank at present.
+/// 5. *Kept*, of the way in use: no other gains [`MARGIN`].
 #[must_use]
 pub fn decide(policy: Policy, facts: &Facts<'_>, terms: &Terms<'_>) -> Decision {
     let open = terms.leave_a_choice(facts);

@@ -153,6 +153,18 @@ mod tests {
     use super::*;
 
     #[test]
+    fn all_ranks_blame_whom_this_rank_blames() {
+        let culprit = |rank| {
+            let failure = Failure { rank, ..Error::Authentication("another secret".into()).into() };
+            let verdict = failure.verdict(Rank(0));
+            (verdict.evidence, verdict.culprit())
+        };
+        assert_eq!(culprit(Some(Rank(2))), (Evidence::Frame, Rank(2)), "whose dial was refused");
+        assert_eq!(culprit(Some(Rank(0))), (Evidence::Own, Rank(0)));
+        assert_eq!(culprit(None), (Evidence::Own, Rank(0)));
+    }
+
+    #[test]
     fn servers_have_numbers_of_their_own_and_an_address() {
         let address = |rank: Rank| Some(format!("host{rank}:1"));
         let said = |text| naming_servers(text, 3, address);

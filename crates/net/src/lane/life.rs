@@ -28,10 +28,10 @@ impl Lane {
             }
             Kind::Ask => {
                 let question = Question::of(header);
-                let word = self.answer(question).encode();
-                let payload_bytes = word.len() as u32;
+                let reply = self.answer(question).encode();
+                let payload_bytes = reply.len() as u32;
                 let header = Header { seq: question.round, payload_bytes, ..Header::control(Kind::Reply) };
-                self.say(from, Outgoing { header, payload: Some(self.shared.pool.copy_of(&word)) });
+                self.say(from, Outgoing { header, payload: Some(self.shared.pool.copy_of(&reply)) });
             }
             Kind::Reply => match Reply::decode(&bytes, self.peers.len() as u32) {
                 Ok(answer) => {

@@ -50,8 +50,8 @@ pub(super) fn check(scenario: &Scenario, ends: &[End], fault_ns: Option<u64>) ->
         Fault::Stop(..) if verdict.evidence == Evidence::Circle => scenario.operation_ns < PEER_TIMEOUT_NS,
         // Or make an owner look late that has just gone on, while its result is on the way.
         Fault::Stop(_, at_ns, for_ns) if verdict.evidence == Evidence::Absent && named != may => {
-            let since_ns = ended_ns.saturating_sub(at_ns + for_ns);
-            scenario.operation_ns < PEER_TIMEOUT_NS && ended_ns >= at_ns + for_ns && since_ns < SLACK_NS
+            let back_ns = at_ns + for_ns;
+            scenario.operation_ns < PEER_TIMEOUT_NS && (back_ns..back_ns + SLACK_NS).contains(&ended_ns)
         }
         _ => named == may,
     };
