@@ -2,7 +2,7 @@
 
 mod call;
 mod gather;
-mod life;
+mod start_end;
 mod updates;
 mod wait;
 

@@ -142,6 +142,16 @@ pub enum Stop {
     Interrupted,
 }
 
+impl Stop {
+    /// The same with more said of the failure.
+    pub(crate) fn map(self, more: impl FnOnce(Failure) -> Failure) -> Self {
+        match self {
+            Self::Failed(failure) => more(*failure).into(),
+            Self::Interrupted => Self::Interrupted,
+        }
+    }
+}
+
 impl From<Failure> for Stop {
     fn from(failure: Failure) -> Self {
         Self::Failed(Box::new(failure))

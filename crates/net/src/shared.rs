@@ -8,9 +8,9 @@ use crate::accounting::Accounting;
 use crate::failure::{Failure, Stop};
 use crate::mailbox::{Command, Mailbox};
 use crate::memory::{Chunk, Lender, Pool};
-use life::Fate;
+use life::{Fate, ns};
 use parking_lot::{Condvar, Mutex, MutexGuard};
-use penstock_core::life::Life;
+use penstock_core::life::{Life, Wait};
 use penstock_core::observe::Counters;
 use penstock_core::roles::{Fold, MustBeIn};
 use penstock_core::{Book, BookId, Error, Rank, Seq, SliceId, Step, TensorId};
@@ -21,8 +21,6 @@ use std::time::{Duration, Instant};
 
 /// How often a call that waits asks whether the program was interrupted.
 const INTERRUPT_CHECK: Duration = Duration::from_millis(100);
-/// A sleep that lasts this much longer than asked for was a stop of the whole process.
-const STOPPED_MIN: Duration = Duration::from_secs(1);
 
 /// Bytes per second.
 #[derive(Default)]
@@ -477,11 +475,10 @@ impl Shared {
         })
     }
 
-    /// Waits until `done` gives something, the job fails, the deadline passes (`None`), or `interrupted` says so. Time in
-    /// which this process was stopped does not count.
+    /// Waits until `done` gives something, the job fails, the wait is over (`None`), or `interrupted` says so.
     pub(crate) fn wait<T>(
         &self,
-        mut deadline: Option<Instant>,
+        wait: &mut Wait,
         interrupted: &mut dyn FnMut() -> bool,
         mut done: impl FnMut(&mut State) -> Option<T>,
     ) -> Result<Option<T>, Stop> {
@@ -496,34 +493,32 @@ impl Shared {
                 return Err(failure.into());
             }
             let now = Instant::now();
-            if deadline.is_some_and(|deadline| now >= deadline) {
-                return Ok(None);
+            let left = Duration::from_nanos(wait.until_ns().saturating_sub(self.ns_of(now)));
+            let check = INTERRUPT_CHECK.saturating_sub(now.saturating_duration_since(checked));
+            // Without the lock, which comes after that of life.
+            if left.is_zero() {
+                drop(state);
+                if self.is_over(wait) {
+                    return Ok(None);
+                }
+                state = self.lock();
+                continue;
             }
-            let mut patience = INTERRUPT_CHECK.saturating_sub(now.saturating_duration_since(checked));
-            if patience.is_zero() {
+            if check.is_zero() {
                 drop(state);
                 if interrupted() {
                     return Err(Stop::Interrupted);
                 }
                 self.settle();
                 checked = Instant::now();
-                patience = INTERRUPT_CHECK;
                 state = self.lock();
-                if let Some(result) = done(&mut state) {
-                    return Ok(Some(result));
-                }
+                continue;
             }
-            if let Some(deadline) = deadline {
-                patience = patience.min(deadline.saturating_duration_since(now));
-            }
-            let slept = Instant::now();
+            let patience = check.min(left);
             state.waiters += 1;
             self.changed.wait_for(&mut state, patience);
             state.waiters -= 1;
-            let overslept = slept.elapsed().saturating_sub(patience);
-            if overslept >= STOPPED_MIN {
-                deadline = deadline.and_then(|deadline| deadline.checked_add(overslept));
-            }
+            wait.slept(ns(patience), ns(now.elapsed()));
         }
     }
 }

@@ -79,6 +79,8 @@ fn every_rule_is_missed() {
         Omission::KeepTheFirst,
         Omission::PassNothingOn,
         Omission::AskNobody,
+        Omission::DoubtNothing,
+        Omission::NeverWithdraw,
         Omission::OwnersSayNothing,
         Omission::AllAreBlocked,
         Omission::DeafToEnds,

@@ -10,6 +10,11 @@ use crate::types::{BookId, Rank, Step, TensorId};
 use crate::wire::{Header, Kind};
 use std::collections::BTreeSet;
 
+/// How long answers to a question may take: ample for a busy machine's lanes, and a small part of any timeout.
+pub const INQUIRY_NS: u64 = 2_000_000_000;
+/// How long what all answers show is held back, in case what is waited for is on its way.
+pub const DOUBT_NS: u64 = 300_000_000;
+
 /// Longest description of what a rank is in, in bytes.
 const WHAT_BYTES_MAX: usize = 200;
 
@@ -127,7 +132,9 @@ pub(super) struct Inquiry {
     me: Rank,
     pub(super) expired: Expired,
     pub(super) round: u32,
-    pub(super) since_ns: u64,
+    since_ns: u64,
+    /// Since when all have answered.
+    pub(super) all_ns: Option<u64>,
     /// By rank: lanes that have answered, and what they say together.
     told: Vec<(u32, Reply)>,
 }
@@ -143,7 +150,12 @@ pub(super) struct Finding {
 
 impl Inquiry {
     pub(super) fn new(me: Rank, expired: Expired, round: u32, since_ns: u64, ranks: u32) -> Self {
-        Self { me, expired, round, since_ns, told: vec![(0, Reply::default()); ranks as usize] }
+        Self { me, expired, round, since_ns, all_ns: None, told: vec![(0, Reply::default()); ranks as usize] }
+    }
+
+    /// When it ends.
+    pub(super) fn until_ns(&self) -> u64 {
+        self.all_ns.map_or(self.since_ns + INQUIRY_NS, |all_ns| all_ns + DOUBT_NS)
     }
 
     pub(super) fn answered(&mut self, from: Rank, answer: Reply) {

@@ -11,8 +11,9 @@
 //! dead, or others speak for it), and [`SETTLE_NS`] at most.
 //!
 //! **Where the evidence is.** The end of a connection is held back for [`SUSPICION_NS`], because the rank itself, or who ended the
-//! job, may say more. So is that a peer cannot be connected to. A rank whose wait takes too long knows only whom it waits for; it
-//! asks everybody ([`Question`]) and follows the answers to those who wait for nobody.
+//! job, may say more. So is that a peer cannot be connected to. A rank whose [`Wait`] takes too long knows only whom it waits for; it
+//! asks everybody ([`Question`]) and follows the answers to those who wait for nobody. Answers are of different moments, and more may
+//! be on its way: what they show is held back for [`DOUBT_NS`], and forgotten if what it waits for comes.
 //!
 //! **Who was away.** A process that was stopped for so long that others may have given it up, and that then finds them gone
 //! without a word, is itself the reason: their word may not have reached it.
@@ -20,10 +21,12 @@
 mod inquiry;
 mod pulse;
 mod verdict;
+mod wait;
 
-pub use inquiry::{Expired, Question, Reply};
-pub use pulse::{Absence, Contact, Farewell, PeerTimes, Pulse, Sign};
+pub use inquiry::{DOUBT_NS, Expired, INQUIRY_NS, Question, Reply};
+pub use pulse::{Contact, Farewell, PeerTimes, Pulse, Sign, TimeAway};
 pub use verdict::{Evidence, Verdict};
+pub use wait::{Wait, WaitKind};
 
 use crate::types::Rank;
 use inquiry::Inquiry;
@@ -34,8 +37,6 @@ const MS: u64 = 1_000_000;
 pub const SUSPICION_NS: u64 = 300 * MS;
 /// How long nothing may move for a rank that has said goodbye before that counts as its fault.
 pub const DEPARTURE_GRACE_NS: u64 = 2000 * MS;
-/// How long a question may take: ample for a busy machine's lanes, and a small part of any timeout.
-pub const INQUIRY_NS: u64 = 2000 * MS;
 /// How long a verdict may take to settle.
 pub const SETTLE_NS: u64 = 2000 * MS;
 /// How long it takes at least if a rank does not tell its own here: word of a better one may come through others.
@@ -95,7 +96,7 @@ pub struct Life {
     /// This process was away until then: what has not come before that is nobody's fault.
     back_ns: u64,
     /// How long it was away, if others may have given it up for that; until it hears that they have not.
-    absent_ns: Option<u64>,
+    away_ns: Option<u64>,
     effects: Vec<Effect>,
 }
 
@@ -113,7 +114,7 @@ impl Life {
             case: None,
             others_moved_ns: 0,
             back_ns: 0,
-            absent_ns: None,
+            away_ns: None,
             effects: Vec::new(),
         }
     }
@@ -184,25 +185,27 @@ impl Life {
         }
         // What was said while it was away has been read by then.
         if now_ns > self.back_ns + SUSPICION_NS {
-            self.absent_ns = None;
+            self.away_ns = None;
         }
     }
 
-    /// Until when a rank that has left (join) waits for the others: they may rightly train for hours, but not stand still for
-    /// `timeout_ns`. `moved_ns` is when data last moved here.
+    /// Whether a wait of the program has lasted too long. `moved_ns` is when data last moved here. If not, [`Wait::until_ns`] says
+    /// when to look again.
     #[must_use]
-    pub fn patience_ns(&self, moved_ns: u64, timeout_ns: u64) -> u64 {
-        self.others_moved_ns.max(moved_ns).max(self.back_ns).saturating_add(timeout_ns)
+    pub fn is_over(&self, wait: &mut Wait, now_ns: u64, moved_ns: u64) -> bool {
+        wait.is_over(now_ns, self.others_moved_ns.max(moved_ns).max(self.back_ns))
     }
 
     /// This process was away: it has read nothing of what others sent meanwhile.
-    pub fn was_away(&mut self, now_ns: u64, absence: Absence) {
+    pub fn was_away(&mut self, now_ns: u64, away: TimeAway) {
         self.back_ns = now_ns;
-        self.absent_ns = self.absent_ns.max(absence.noticed.then_some(absence.ns));
+        self.away_ns = self.away_ns.max(away.noticed.then_some(away.ns));
         self.suspect.iter_mut().for_each(|suspect| suspect.since_ns = now_ns);
-        self.inquiry.iter_mut().for_each(|inquiry| inquiry.since_ns = now_ns);
         if let Some(case) = self.case.as_mut().filter(|case| !case.settled) {
             case.since_ns = now_ns;
+        }
+        if let Some(Inquiry { expired, .. }) = self.inquiry.take() {
+            self.expired(now_ns, &expired);
         }
     }
 
@@ -228,8 +231,8 @@ impl Life {
 
     /// Peers are gone without a word. If they may have given this rank up, that is why.
     fn gone(&mut self, now_ns: u64, otherwise: Verdict) {
-        let Some(absent_ns) = self.absent_ns else { return self.accuse(now_ns, otherwise) };
-        let (me, seconds) = (self.me, absent_ns as f64 / 1e9);
+        let Some(away_ns) = self.away_ns else { return self.accuse(now_ns, otherwise) };
+        let (me, seconds) = (self.me, away_ns as f64 / 1e9);
         let text = format!(
             "rank {me} was stopped, or its machine slept, for {seconds:.1} s, and the others have gone on without it or ended the job"
         );
@@ -279,15 +282,21 @@ impl Life {
         self.settle(now_ns);
     }
 
-    /// The time of a wait of this rank is up. Either it, or another verdict, is settled in bounded time.
-    pub fn expired(&mut self, now_ns: u64, expired: Expired) {
+    /// A wait of this rank has lasted too long. Either it, or another verdict, is settled in bounded time, unless what it waits for
+    /// comes meanwhile. Nothing while another wait is being asked about: to be called again until one of the three has happened.
+    pub fn expired(&mut self, now_ns: u64, expired: &Expired) {
         if self.case.is_some() || self.inquiry.is_some() {
             return;
         }
         self.rounds += 1;
         let question = Question { round: self.rounds, about: expired.about };
-        self.inquiry = Some(Inquiry::new(self.me, expired, self.rounds, now_ns, self.ranks()));
+        self.inquiry = Some(Inquiry::new(self.me, expired.clone(), self.rounds, now_ns, self.ranks()));
         self.effects.push(Effect::Ask(question));
+    }
+
+    /// What this wait was for has come after all.
+    pub fn came(&mut self, expired: &Expired) {
+        self.inquiry.take_if(|inquiry| inquiry.expired == *expired);
     }
 
     /// One lane of a rank, perhaps of this one, has answered.
@@ -298,16 +307,16 @@ impl Life {
         }
     }
 
-    /// Ends the inquiry when everybody has answered, or time is up.
+    /// Ends the inquiry some time after everybody has answered, or when time is up.
     fn conclude(&mut self, now_ns: u64) {
-        let Some(inquiry) = &self.inquiry else { return };
-        let lost = |rank: Rank| {
-            let Peer { links, ended, .. } = self.peers[rank.index()];
-            ended && links == 0
+        let Some(inquiry) = &mut self.inquiry else { return };
+        let answers = |(rank, peer): (u32, &Peer)| {
+            (peer.ended && peer.links == 0) || inquiry.has_answered(Rank(rank), self.lanes)
         };
-        let mut ranks = (0..self.ranks()).map(Rank);
-        let all = ranks.all(|rank| lost(rank) || inquiry.has_answered(rank, self.lanes));
-        if !all && now_ns.saturating_sub(inquiry.since_ns) < INQUIRY_NS {
+        if (0..).zip(&self.peers).all(answers) {
+            inquiry.all_ns.get_or_insert(now_ns);
+        }
+        if now_ns < inquiry.until_ns() {
             return;
         }
         let finding = inquiry.finding();
@@ -395,7 +404,7 @@ impl Life {
         let departed = self.peers.iter().filter_map(|peer| peer.departed_ns);
         let departed = departed.map(|since_ns| since_ns.max(moved_ns) + DEPARTURE_GRACE_NS);
         let suspect = self.suspect.as_ref().map(|suspect| suspect.since_ns + SUSPICION_NS);
-        let inquiry = self.inquiry.as_ref().map(|inquiry| inquiry.since_ns + INQUIRY_NS);
+        let inquiry = self.inquiry.as_ref().map(Inquiry::until_ns);
         departed.chain(suspect).chain(inquiry).min()
     }
 }

@@ -31,7 +31,7 @@ pub enum Sign {
 
 /// This process was not there: a signal stopped it, or the machine slept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Absence {
+pub struct TimeAway {
     /// For how long, in nanoseconds.
     pub ns: u64,
     /// So long that others may rightly have given it up.
@@ -98,7 +98,7 @@ impl Pulse {
         now_ns: u64,
         links: impl Iterator<Item = PeerTimes>,
         signs: &mut Vec<Sign>,
-    ) -> Option<Absence> {
+    ) -> Option<TimeAway> {
         let gap_ns = now_ns.saturating_sub(self.looked_ns);
         self.looked_ns = now_ns;
         if gap_ns > self.timeout_ns / 2 {
@@ -118,7 +118,7 @@ impl Pulse {
         // A peer may have heard the last heartbeat one interval before.
         let noticed = gap_ns >= self.beat_ns * (HEARTBEATS_PER_TIMEOUT - 1);
         let away = noticed || gap_ns > (self.timeout_ns / 2).min(DEPARTURE_GRACE_NS / 2);
-        away.then_some(Absence { ns: gap_ns, noticed })
+        away.then_some(TimeAway { ns: gap_ns, noticed })
     }
 
     /// This peer has said goodbye on this lane.
@@ -166,7 +166,7 @@ impl Pulse {
 mod tests {
     use super::*;
 
-    fn look(pulse: &mut Pulse, now_ns: u64, heard_ns: u64, spoke_ns: u64) -> (Option<Absence>, Vec<Sign>) {
+    fn look(pulse: &mut Pulse, now_ns: u64, heard_ns: u64, spoke_ns: u64) -> (Option<TimeAway>, Vec<Sign>) {
         let mut signs = Vec::new();
         let link = PeerTimes { peer: Rank(1), heard_ns, spoke_ns, written: true };
         (pulse.look(now_ns, [link].into_iter(), &mut signs), signs)
@@ -195,7 +195,7 @@ mod tests {
     fn a_process_that_was_away_blames_nobody_for_the_silence() {
         let mut pulse = Pulse::new(2, 1000, 5000, 0);
         assert_eq!(look(&mut pulse, 400, 0, 400), (None, vec![]));
-        assert_eq!(look(&mut pulse, 1500, 0, 1500), (Some(Absence { ns: 1100, noticed: true }), vec![]));
+        assert_eq!(look(&mut pulse, 1500, 0, 1500), (Some(TimeAway { ns: 1100, noticed: true }), vec![]));
         assert_eq!(look(&mut pulse, 2000, 0, 2000), (None, vec![]));
         assert_eq!(look(&mut pulse, 2499, 0, 2499), (None, vec![]));
         assert_eq!(look(&mut pulse, 2500, 0, 2500), (None, vec![Sign::Silent(Rank(1), 1000)]));
@@ -204,8 +204,8 @@ mod tests {
     #[test]
     fn an_absence_may_be_noticed_from_four_heartbeats_on() {
         let mut pulse = Pulse::new(2, 1000, 5000, 0);
-        assert_eq!(look(&mut pulse, 799, 0, 799).0, Some(Absence { ns: 799, noticed: false }));
-        assert_eq!(look(&mut pulse, 1599, 0, 1599).0, Some(Absence { ns: 800, noticed: true }));
+        assert_eq!(look(&mut pulse, 799, 0, 799).0, Some(TimeAway { ns: 799, noticed: false }));
+        assert_eq!(look(&mut pulse, 1599, 0, 1599).0, Some(TimeAway { ns: 800, noticed: true }));
     }
 
     #[test]

@@ -122,54 +122,105 @@ fn who_has_left_is_blamed_when_nothing_moves_and_it_is_needed() {
     };
     assert_eq!(look(&mut life, 10 + DEPARTURE_GRACE_NS, 0, false), None);
     assert_eq!(look(&mut life, 10 + DEPARTURE_GRACE_NS, 11, true), None);
-    life.was_away(12, Absence { ns: 1, noticed: false });
+    life.was_away(12, TimeAway { ns: 1, noticed: false });
     assert_eq!(look(&mut life, 11 + DEPARTURE_GRACE_NS, 11, true), None);
     assert_eq!(life.deadline_ns(11), Some(12 + DEPARTURE_GRACE_NS));
     assert_eq!(look(&mut life, 12 + DEPARTURE_GRACE_NS, 11, true), Some(Rank(2)));
 }
 
-#[test]
-fn a_question_ends_with_its_last_answer_or_its_time() {
-    let expired =
-        Expired { about: Some((1, 2)), step: Some(3), what: "timeout: a wait".into(), hint: "Look.".into() };
-    let answer = |late: &[u32]| Reply { late: late.iter().copied().map(Rank).collect(), ..Reply::default() };
-    for all_answer in [true, false] {
-        let mut life = life(3);
-        life.expired(0, expired.clone());
-        life.expired(1, expired.clone());
-        let question = Question { round: 1, about: Some((1, 2)) };
-        assert_eq!(Question::of(&question.header()), question);
-        assert_eq!(life.take_effects(), [Effect::Ask(question)], "one at a time");
-        life.answered(1, Rank(0), 1, answer(&[1]));
-        life.answered(1, Rank(1), 1, answer(&[2]));
-        life.answered(1, Rank(2), 9, Reply::default());
-        assert_eq!(life.verdict(), None);
-        if all_answer {
-            life.answered(2, Rank(2), 1, Reply::default());
-        } else {
-            quiet(&mut life, INQUIRY_NS);
-        }
-        let verdict = life.verdict().unwrap();
-        let evidence = if all_answer { Evidence::Absent } else { Evidence::Unanswered };
-        assert_eq!((verdict.evidence, verdict.step, verdict.culprit()), (evidence, 3, Rank(2)));
-        assert!(
-            verdict
-                .reason
-                .starts_with("timeout: a wait: it waits for rank 1; rank 1 itself waits for rank 2")
-        );
-    }
+fn expired(what: &str) -> Expired {
+    Expired { about: Some((1, 2)), step: Some(3), what: what.into(), hint: "Look.".into() }
+}
+
+fn late(ranks: &[u32]) -> Reply {
+    Reply { late: ranks.iter().copied().map(Rank).collect(), ..Reply::default() }
+}
+
+/// Rank 0 waits for rank 1, that for rank 2, which waits for nobody.
+fn all_answer(life: &mut Life, now_ns: u64, round: u32) {
+    life.answered(now_ns, Rank(0), round, late(&[1]));
+    life.answered(now_ns, Rank(1), round, late(&[2]));
+    life.answered(now_ns, Rank(2), round, Reply::default());
 }
 
 #[test]
-fn progress_of_others_comes_with_heartbeats_and_an_older_one_is_no_news() {
+fn a_question_ends_some_time_after_its_last_answer() {
+    let mut life = life(3);
+    life.expired(0, &expired("timeout: a wait"));
+    life.expired(1, &expired("timeout: another"));
+    let question = Question { round: 1, about: Some((1, 2)) };
+    assert_eq!(Question::of(&question.header()), question);
+    assert_eq!(life.take_effects(), [Effect::Ask(question)], "one at a time");
+    assert_eq!(life.deadline_ns(0), Some(INQUIRY_NS));
+    life.answered(5, Rank(1), 9, Reply::default());
+    all_answer(&mut life, 7, 1);
+    assert_eq!(life.deadline_ns(0), Some(7 + DOUBT_NS));
+    quiet(&mut life, 7 + DOUBT_NS - 1);
+    assert_eq!(life.verdict(), None);
+    quiet(&mut life, 7 + DOUBT_NS);
+    let verdict = life.verdict().unwrap();
+    assert_eq!((verdict.evidence, verdict.step, verdict.culprit()), (Evidence::Absent, 3, Rank(2)));
+    let begins = "timeout: a wait: it waits for rank 1; rank 1 itself waits for rank 2";
+    assert!(verdict.reason.starts_with(begins), "{}", verdict.reason);
+}
+
+#[test]
+fn who_does_not_answer_in_time_is_blamed() {
+    let mut life = life(3);
+    life.expired(0, &expired("timeout: a wait"));
+    life.answered(1, Rank(0), 1, late(&[1]));
+    life.answered(1, Rank(1), 1, late(&[2]));
+    quiet(&mut life, INQUIRY_NS - 1);
+    assert_eq!(life.verdict(), None);
+    quiet(&mut life, INQUIRY_NS);
+    let found = life.verdict().map(|verdict| (verdict.evidence, verdict.culprit()));
+    assert_eq!(found, Some((Evidence::Unanswered, Rank(2))));
+}
+
+#[test]
+fn what_comes_after_all_ends_the_question() {
+    let mut life = life(3);
+    life.expired(0, &expired("timeout: a wait"));
+    life.came(&expired("timeout: another"));
+    all_answer(&mut life, 1, 1);
+    life.came(&expired("timeout: a wait"));
+    quiet(&mut life, 1 + DOUBT_NS);
+    assert_eq!(life.verdict(), None);
+    life.expired(INQUIRY_NS, &expired("timeout: another"));
+    let asked = Effect::Ask(Question { round: 2, about: Some((1, 2)) });
+    assert_eq!(life.take_effects().last(), Some(&asked));
+}
+
+#[test]
+fn a_process_that_was_away_asks_anew() {
+    let mut life = life(3);
+    life.expired(0, &expired("timeout: a wait"));
+    all_answer(&mut life, 0, 1);
+    life.was_away(INQUIRY_NS, TimeAway { ns: INQUIRY_NS, noticed: false });
+    quiet(&mut life, INQUIRY_NS);
+    assert_eq!(life.verdict(), None);
+    let asked = Effect::Ask(Question { round: 2, about: Some((1, 2)) });
+    assert_eq!(life.take_effects().last(), Some(&asked));
+}
+
+#[test]
+fn who_has_left_waits_as_long_as_anything_moves_anywhere() {
     let mut life = life(2);
+    let mut wait = Wait::new(WaitKind::Leavers, 0, 100);
     life.heartbeat(5, Rank(1), 2);
     life.heartbeat(6, Rank(1), 2);
     life.heartbeat(7, Rank(1), 1);
-    assert_eq!(life.patience_ns(4, 100), 105);
+    let mut until_ns = |life: &Life, moved_ns| {
+        assert!(!life.is_over(&mut wait, 9, moved_ns));
+        wait.until_ns()
+    };
+    assert_eq!(until_ns(&life, 4), 105, "an older number is no news");
     life.heartbeat(8, Rank(1), 3);
-    assert_eq!(life.patience_ns(4, 100), 108);
-    assert_eq!(life.patience_ns(9, 100), 109);
+    assert_eq!(until_ns(&life, 4), 108);
+    assert_eq!(until_ns(&life, 9), 109);
+    life.was_away(10, TimeAway { ns: 1, noticed: false });
+    assert_eq!(until_ns(&life, 9), 110);
+    assert!(life.is_over(&mut wait, 110, 9));
 }
 
 #[test]
@@ -182,7 +233,7 @@ fn who_was_away_for_too_long_and_finds_the_others_gone_blames_itself() {
         };
         let back = || {
             let mut life = life(2);
-            life.was_away(9, Absence { ns: 7, noticed });
+            life.was_away(9, TimeAway { ns: 7, noticed });
             life
         };
         let mut life = back();
@@ -192,8 +243,8 @@ fn who_was_away_for_too_long_and_finds_the_others_gone_blames_itself() {
         life.unreachable(9, Rank(1), "it refuses".into());
         assert_eq!(found(&mut life), if noticed { itself } else { another(Evidence::Silent) });
         let mut life = back();
-        life.expired(9, Expired { about: None, step: None, what: String::new(), hint: String::new() });
-        life.answered(9, Rank(0), 1, Reply { late: vec![Rank(1)], ..Reply::default() });
+        life.expired(9, &expired("timeout: a wait"));
+        life.answered(9, Rank(0), 1, late(&[1]));
         assert_eq!(found(&mut life), if noticed { itself } else { another(Evidence::Unanswered) });
         // Somebody goes on: it was not given up.
         let mut life = back();

@@ -5,9 +5,10 @@ use crate::call::Handle;
 use crate::failure::{Failure, Stop};
 use crate::mailbox::Command;
 use crate::memory::{Chunk, Lender, RealMemory};
+use crate::shared::State;
 use penstock_core::calls::{self, Call, Calls, Request, Shape, Share};
 use penstock_core::cost::Rates;
-use penstock_core::life::Expired;
+use penstock_core::life::{Expired, WaitKind};
 use penstock_core::types::GroupId;
 use penstock_core::way::Algorithm;
 use penstock_core::{Dtype, Op, Rank, limits};
@@ -16,7 +17,7 @@ use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// AddressRange of the program: where it starts, and its length in bytes.
 type AddressRange = (usize, usize);
@@ -258,22 +259,14 @@ impl Engine {
         }
         self.alive("wait")?;
         let timeout = timeout.unwrap_or(self.inner.config.operation_timeout);
-        let deadline = Instant::now().checked_add(timeout);
         let shared = &self.inner.shared;
+        let mut wait = shared.begin_wait(WaitKind::Result, timeout);
+        let done = |_: &mut State| handle.is_done().then_some(());
         // Still awaited while the ranks find out who is late.
-        let outcome = handle.awaited(|| {
-            match shared.wait(deadline, interrupted, |_| handle.is_done().then_some(()))? {
-                Some(()) => Ok(()),
-                None => Err(self.call_timed_out(handle, timeout, interrupted)?.into()),
-            }
-        });
-        match outcome {
-            Ok(()) => Ok(()),
-            Err(Stop::Failed(failure)) => {
-                Err(failure.add(&format!(" (noticed by rank {} in {handle})", shared.me)).into())
-            }
-            Err(Stop::Interrupted) => Err(Stop::Interrupted),
-        }
+        let outcome = handle
+            .awaited(|| self.await_result(&mut wait, interrupted, done, || self.late_call(handle, timeout)));
+        let noticed = format!(" (noticed by rank {} in {handle})", shared.me);
+        outcome.map_err(|stop| stop.map(|failure| failure.add(&noticed)))
     }
 
     /// Whether a call is done.
@@ -298,28 +291,22 @@ impl Engine {
     /// The job's failure: calls that are not done will never be.
     pub fn take_done(&self, patience: Duration) -> Result<Vec<u64>, Failure> {
         self.alive("take_done")?;
-        let deadline = Instant::now().checked_add(patience);
-        let take = |state: &mut crate::shared::State| {
-            (!state.done_calls.is_empty()).then(|| std::mem::take(&mut state.done_calls))
-        };
-        match self.inner.shared.wait(deadline, &mut || false, take) {
+        let shared = &self.inner.shared;
+        let take =
+            |state: &mut State| (!state.done_calls.is_empty()).then(|| std::mem::take(&mut state.done_calls));
+        match shared.wait(&mut shared.begin_wait(WaitKind::Optional, patience), &mut || false, take) {
             Ok(done) => Ok(done.unwrap_or_default()),
             Err(Stop::Failed(failure)) => Err(*failure),
             Err(Stop::Interrupted) => Ok(Vec::new()),
         }
     }
 
-    fn call_timed_out(
-        &self,
-        handle: &Handle,
-        timeout: Duration,
-        interrupted: &mut dyn FnMut() -> bool,
-    ) -> Result<Failure, Stop> {
+    fn late_call(&self, handle: &Handle, timeout: Duration) -> Expired {
         let (me, seconds) = (self.inner.shared.me, timeout.as_secs_f64());
         let what = format!(
             "timeout: rank {me}, {handle}: not done within {seconds:.1} s (operation_timeout_s, or the timeout of the call)"
         );
         let hint = "Every rank of the group must make the same calls in the same order; if one is only slow, raise the limit";
-        self.expire(Expired { about: None, step: None, what, hint: hint.into() }, interrupted)
+        Expired { about: None, step: None, what, hint: hint.into() }
     }
 }

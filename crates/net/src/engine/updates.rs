@@ -3,7 +3,7 @@
 use super::{Engine, wait};
 use crate::failure::{Failure, Stop};
 use crate::mailbox::{Command, Word};
-use crate::shared::OpenBook;
+use crate::shared::{OpenBook, State};
 use penstock_core::exchange::Field;
 use penstock_core::optimizer::{Optimizer, Update};
 use penstock_core::roles::Fold;
@@ -139,24 +139,18 @@ impl Engine {
         self.all_are_submitted(&open, step)?;
         self.flush();
         let me = Rank(self.inner.config.rank);
-        let begin = Instant::now();
-        let deadline = begin.checked_add(self.inner.config.operation_timeout);
         let shared = &self.inner.shared;
-        shared.lock().accounting.wait_began(begin);
+        shared.lock().accounting.wait_began(Instant::now());
         // Before the first look: whoever brings the last sum sees this and wakes the waiting thread.
         open.sums_awaited.fetch_add(1, Ordering::AcqRel);
-        let done = shared.wait(deadline, interrupted, |_| open.late_sum(me).is_none().then_some(()));
+        let late = || open.late_sum(me).unwrap_or(0);
+        let done = |_: &mut State| open.late_sum(me).is_none().then_some(());
+        let expired = || self.late_tensor(&open, late(), step);
+        let outcome = self.await_result(&mut self.begin_wait(), interrupted, done, expired);
         open.sums_awaited.fetch_sub(1, Ordering::AcqRel);
         shared.lock().accounting.wait_ended(Instant::now());
-        let late = open.late_sum(me).unwrap_or(0);
-        match done {
-            Ok(Some(())) => {}
-            Ok(None) => return Err(self.timed_out(&open, late, step, interrupted)?.into()),
-            Err(Stop::Failed(failure)) => {
-                return Err(wait::blame(*failure, "waiting for", &open, late, step).into());
-            }
-            Err(Stop::Interrupted) => return Err(Stop::Interrupted),
-        }
+        outcome
+            .map_err(|stop| stop.map(|failure| wait::blame(failure, "waiting for", &open, late(), step)))?;
         let answers = self.ask(|reply| Command::Squares { book, reply });
         self.all_answered(answers.len())?;
         let Some(mut all) = answers.into_iter().collect::<Option<Vec<_>>>().map(|all| all.concat()) else {

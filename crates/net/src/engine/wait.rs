@@ -4,13 +4,16 @@ use super::Engine;
 use crate::failure::{Failure, Stop};
 use crate::mailbox::Command;
 use crate::shared::{JointWait, OpenBook, State};
-use penstock_core::life::{Expired, INQUIRY_NS, SETTLE_NS};
+use penstock_core::life::{DOUBT_NS, Expired, INQUIRY_NS, SETTLE_NS, Wait, WaitKind};
 use penstock_core::{BookId, Error, Header, Kind, Step, TensorId};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+/// How often whoever has waited too long tries to ask who is late, as long as another thread asks. Longer than between two looks
+/// whether the program was interrupted.
+const ASK_AGAIN: Duration = Duration::from_millis(250);
 /// How long a verdict on a wait that took too long may take at most; see [`penstock_core::life`].
-const VERDICT: Duration = Duration::from_nanos(INQUIRY_NS + SETTLE_NS + 10_000_000_000);
+const VERDICT: Duration = Duration::from_nanos(INQUIRY_NS + DOUBT_NS + SETTLE_NS + 10_000_000_000);
 
 /// What has come back of what was submitted.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
@@ -71,7 +74,7 @@ impl Engine {
         begin: Instant,
         interrupted: &mut dyn FnMut() -> bool,
     ) -> Result<(), Stop> {
-        let deadline = begin.checked_add(self.inner.config.operation_timeout);
+        let mut wait = self.begin_wait();
         let mut since = begin;
         for &tensor in tensors {
             if is_in(open, tensor, released) {
@@ -80,27 +83,48 @@ impl Engine {
             // Before the first look: whoever completes it later sees this and wakes the waiting thread.
             let awaited = &open.tensors[tensor as usize].awaited;
             awaited.fetch_add(1, Ordering::AcqRel);
-            let done = self
-                .inner
-                .shared
-                .wait(deadline, interrupted, |_| is_in(open, tensor, released).then_some(()));
+            let step = open.tensors[tensor as usize].step.load(Ordering::Relaxed);
+            let expired = || self.late_tensor(open, tensor, step);
+            let done = |_: &mut State| is_in(open, tensor, released).then_some(());
+            let outcome = self.await_result(&mut wait, interrupted, done, expired);
             awaited.fetch_sub(1, Ordering::AcqRel);
             let now = Instant::now();
             note_stall(open, tensor, since, now);
             since = now;
-            let step = open.tensors[tensor as usize].step.load(Ordering::Relaxed);
-            match done {
-                Ok(Some(())) => {}
-                Ok(None) => {
-                    return Err(self.timed_out(open, tensor, step, interrupted)?.into());
-                }
-                Err(Stop::Failed(failure)) => {
-                    return Err(blame(*failure, "waiting for", open, tensor, step).into());
-                }
-                Err(Stop::Interrupted) => return Err(Stop::Interrupted),
-            }
+            outcome.map_err(|stop| stop.map(|failure| blame(failure, "waiting for", open, tensor, step)))?;
         }
         Ok(())
+    }
+
+    /// A wait for results that begins now.
+    pub(super) fn begin_wait(&self) -> Wait {
+        self.inner.shared.begin_wait(WaitKind::Result, self.inner.config.operation_timeout)
+    }
+
+    /// Waits until `done` gives something. If that takes too long, the ranks find out together who is late, which ends the job,
+    /// unless it comes meanwhile.
+    pub(super) fn await_result<T>(
+        &self,
+        wait: &mut Wait,
+        interrupted: &mut dyn FnMut() -> bool,
+        mut done: impl FnMut(&mut State) -> Option<T>,
+        expired: impl FnOnce() -> Expired,
+    ) -> Result<T, Stop> {
+        let shared = &self.inner.shared;
+        if let Some(result) = shared.wait(wait, interrupted, &mut done)? {
+            return Ok(result);
+        }
+        let (expired, begin) = (expired(), Instant::now());
+        while begin.elapsed() < VERDICT {
+            shared.expired(&expired);
+            let mut wait = shared.begin_wait(WaitKind::Optional, ASK_AGAIN);
+            if let Some(result) = shared.wait(&mut wait, interrupted, &mut done)? {
+                shared.came(&expired);
+                return Ok(result);
+            }
+        }
+        // The lanes have ended.
+        Err(self.end_with(Error::Timeout(expired.what).into()).into())
     }
 
     /// What has landed of these tensors, and what is released. With `until` it waits, but no longer than that says, until any of
@@ -172,7 +196,7 @@ impl Engine {
         }
         open.await_parts(&parts);
         let over = |state: &mut State| (any() || state.is_settled()).then_some(());
-        let outcome = shared.wait(begin.checked_add(patience), interrupted, over);
+        let outcome = shared.wait(&mut shared.begin_wait(WaitKind::Optional, patience), interrupted, over);
         open.no_longer_await_parts(&parts);
         if stalls {
             let now = Instant::now();
@@ -182,14 +206,8 @@ impl Engine {
         outcome.map(|_| ())
     }
 
-    /// Ends the job: a result did not come in time.
-    pub(super) fn timed_out(
-        &self,
-        open: &OpenBook,
-        tensor: TensorId,
-        step: Step,
-        interrupted: &mut dyn FnMut() -> bool,
-    ) -> Result<Failure, Stop> {
+    /// A tensor's result did not come in time.
+    pub(super) fn late_tensor(&self, open: &OpenBook, tensor: TensorId, step: Step) -> Expired {
         let (book, me) = (&open.book, self.inner.shared.me);
         let (name, layer) = (&book.tensors[tensor as usize].name, book.layer_name(tensor));
         let seconds = self.inner.config.operation_timeout.as_secs_f64();
@@ -199,26 +217,7 @@ impl Engine {
             book.name
         );
         let hint = "If that is slow and not stuck, raise operation_timeout_s".into();
-        let expired = Expired { about: Some((open.id, tensor)), step: Some(step), what, hint };
-        let failure = self.expire(expired, interrupted)?;
-        Ok(blame(failure, "waiting for", open, tensor, step))
-    }
-
-    /// A wait took too long: the ranks find out together who is late, which ends the job.
-    pub(super) fn expire(
-        &self,
-        expired: Expired,
-        interrupted: &mut dyn FnMut() -> bool,
-    ) -> Result<Failure, Stop> {
-        let shared = &self.inner.shared;
-        let text = expired.what.clone();
-        shared.expired(expired);
-        match shared.wait(Instant::now().checked_add(VERDICT), interrupted, |_| None::<()>) {
-            Err(Stop::Failed(failure)) => Ok(*failure),
-            Err(Stop::Interrupted) => Err(Stop::Interrupted),
-            // The lanes have ended.
-            Ok(_) => Ok(self.end_with(Error::Timeout(text).into())),
-        }
+        Expired { about: Some((open.id, tensor)), step: Some(step), what, hint }
     }
 
     /// Fails the job, unless it has failed already, and gives its failure.
@@ -267,42 +266,41 @@ impl Engine {
         let header = Header { seq, payload_bytes: blob.len() as u32, ..Header::control(Kind::Blob) };
         lane.send(Command::Control { header, payload });
         let me = shared.me.index();
-        let deadline = Instant::now().checked_add(self.inner.config.operation_timeout);
-        let outcome = shared.wait(deadline, interrupted, |state| {
+        let mut is_late = false;
+        let expired = || {
+            is_late = true;
+            self.late_gather(what)
+        };
+        let done = |state: &mut State| {
             let blobs = state.blobs.entry(seq).or_insert_with(|| vec![None; size]);
             let all = (0..size).all(|rank| rank == me || blobs[rank].is_some());
             all.then(|| std::mem::take(blobs))
-        });
-        match outcome {
-            Ok(Some(mut blobs)) => {
-                shared.update(|state| {
-                    state.blobs.remove(&seq);
-                    state.blobs_of += 1;
-                    state.collective = None;
-                });
-                blobs[me] = Some(blob.to_vec());
-                Ok(blobs.into_iter().flatten().collect())
-            }
-            Ok(None) => {
-                let failure = self.gather_timed_out(what, interrupted);
-                shared.update(|state| state.collective = None);
-                Err(failure?.into())
-            }
-            Err(Stop::Failed(failure)) => {
-                shared.update(|state| state.collective = None);
-                Err(failure.add(&format!(" (this rank was waiting for the others: {what})")).into())
-            }
-            Err(Stop::Interrupted) => Err(Stop::Interrupted),
+        };
+        let outcome = self.await_result(&mut self.begin_wait(), interrupted, done, expired);
+        if !matches!(outcome, Err(Stop::Interrupted)) {
+            shared.update(|state| state.collective = None);
         }
+        let mut blobs = outcome.map_err(|stop| match is_late {
+            true => stop,
+            false => {
+                stop.map(|failure| failure.add(&format!(" (this rank was waiting for the others: {what})")))
+            }
+        })?;
+        shared.update(|state| {
+            state.blobs.remove(&seq);
+            state.blobs_of += 1;
+        });
+        blobs[me] = Some(blob.to_vec());
+        Ok(blobs.into_iter().flatten().collect())
     }
 
-    fn gather_timed_out(&self, what: &str, interrupted: &mut dyn FnMut() -> bool) -> Result<Failure, Stop> {
+    fn late_gather(&self, what: &str) -> Expired {
         let me = self.inner.shared.me;
         let seconds = self.inner.config.operation_timeout.as_secs_f64();
         let what =
             format!("timeout: rank {me}: {what}: not done within {seconds:.1} s (operation_timeout_s)");
         let hint = "Every rank must come here; if one is only slow, raise operation_timeout_s".into();
-        self.expire(Expired { about: None, step: None, what, hint }, interrupted)
+        Expired { about: None, step: None, what, hint }
     }
 }
 

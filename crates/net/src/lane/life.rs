@@ -123,8 +123,8 @@ impl Lane {
                 (self.shared.ns_of(connection.heard), self.shared.ns_of(connection.spoke));
             Some(PeerTimes { peer: Rank(peer as u32), heard_ns, spoke_ns, written: connection.all_written() })
         });
-        if let Some(absence) = self.pulse.look(now_ns, links, &mut signs) {
-            self.shared.live(|life, now_ns| life.was_away(now_ns, absence));
+        if let Some(away) = self.pulse.look(now_ns, links, &mut signs) {
+            self.shared.live(|life, now_ns| life.was_away(now_ns, away));
         }
         for sign in signs.drain(..) {
             match sign {

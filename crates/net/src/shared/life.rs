@@ -5,10 +5,9 @@ use super::{JointWait, Shared};
 use crate::failure::{Failure, naming_servers};
 use crate::mailbox::Command;
 use parking_lot::MutexGuard;
-use penstock_core::life::{Effect, Expired, Life, Reply, Verdict};
+use penstock_core::life::{Effect, Expired, Life, Reply, Verdict, Wait, WaitKind};
 use penstock_core::{Header, Kind, Rank};
 use std::sync::atomic::Ordering;
-
 use std::time::{Duration, Instant};
 
 /// Under a lock of its own, which is taken before that of the state.
@@ -31,7 +30,7 @@ impl Shared {
 
     /// A time as the state machine knows it.
     pub(crate) fn ns_of(&self, time: Instant) -> u64 {
-        u64::try_from(time.saturating_duration_since(self.started).as_nanos()).unwrap_or(u64::MAX)
+        ns(time.saturating_duration_since(self.started))
     }
 
     /// When data last moved here, as the state machine knows it.
@@ -159,15 +158,29 @@ impl Shared {
         Reply { blocked, late, what, ..Reply::default() }
     }
 
-    /// Until when a rank that has left waits for the others, if nothing moves at any rank; `None` for ever.
-    pub(crate) fn patience(&self, timeout: Duration) -> Option<Instant> {
-        let timeout_ns = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
-        let until_ns = self.live(|life, _| life.patience_ns(self.moved_ns(), timeout_ns));
-        self.started.checked_add(Duration::from_nanos(until_ns))
+    /// A wait of the program that begins now.
+    pub(crate) fn begin_wait(&self, kind: WaitKind, timeout: Duration) -> Wait {
+        Wait::new(kind, self.ns_of(Instant::now()), ns(timeout))
     }
 
-    /// A wait took too long: asks who is late. A verdict follows in bounded time.
-    pub(crate) fn expired(&self, expired: Expired) {
+    /// Whether a wait has lasted too long.
+    pub(super) fn is_over(&self, wait: &mut Wait) -> bool {
+        self.live(|life, now_ns| life.is_over(wait, now_ns, self.moved_ns()))
+    }
+
+    /// A wait has lasted too long: asks who is late, if nothing else is being asked. A verdict follows in bounded time, unless what
+    /// it was for comes.
+    pub(crate) fn expired(&self, expired: &Expired) {
         self.live(|life, now_ns| life.expired(now_ns, expired));
     }
+
+    /// What it was for has come after all.
+    pub(crate) fn came(&self, expired: &Expired) {
+        self.live(|life, _| life.came(expired));
+    }
+}
+
+/// As the state machine counts time.
+pub(super) fn ns(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }

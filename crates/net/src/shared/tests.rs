@@ -3,6 +3,7 @@
 use super::*;
 use penstock_core::Dtype;
 use penstock_core::layout::Tensor;
+use penstock_core::life::WaitKind;
 
 /// One tensor of four slices, none of which is in memory.
 fn submitted() -> OpenBook {
@@ -66,7 +67,8 @@ fn the_slice_that_completes_a_part_wakes_who_waits_for_it() {
             threads.spawn(|| {
                 open.await_parts(&[(0, 2048)]);
                 let came = |_: &mut State| (open.arrived_bytes(0) >= 2048).then_some(());
-                assert_eq!(open.shared.wait(None, &mut || false, came).unwrap(), Some(()));
+                let mut wait = open.shared.begin_wait(WaitKind::Result, Duration::MAX);
+                assert_eq!(open.shared.wait(&mut wait, &mut || false, came).unwrap(), Some(()));
             });
             while open.shared.lock().waiters == 0 {
                 std::thread::yield_now();

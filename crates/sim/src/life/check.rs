@@ -2,7 +2,7 @@
 //! right one, for the right reason.
 
 use super::scenario::{Fault, MS, PEER_TIMEOUT_NS, SECOND, Scenario, Style};
-use penstock_core::life::{Evidence, INQUIRY_NS, SETTLE_NS, SUSPICION_NS, Verdict};
+use penstock_core::life::{DOUBT_NS, Evidence, INQUIRY_NS, SETTLE_NS, SUSPICION_NS, Verdict};
 
 /// How a rank ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -29,7 +29,7 @@ pub(super) fn check(scenario: &Scenario, ends: &[End], fault_ns: Option<u64>) ->
         return Err(format!("rank {rank} never ends: {where_}"));
     }
     let failed: Vec<(usize, &Verdict, u64)> = ends.iter().enumerate().filter_map(failure).collect();
-    let Some((first, verdict, ended_ns)) = failed.first().copied() else {
+    let Some((first, verdict, _)) = failed.first().copied() else {
         return check_nobody(scenario, ends, fault_ns);
     };
     // Of two who are alone, or before the others begin, and do not hear each other, each can only blame the other.
@@ -46,13 +46,6 @@ pub(super) fn check(scenario: &Scenario, ends: &[End], fault_ns: Option<u64>) ->
         Fault::Skip(..) => may.iter().all(|rank| named.contains(rank)),
         // A wait that ends before the silence is noticed names them both, or the one that is waited for.
         Fault::Cut(..) | Fault::Reset(..) => named.iter().all(|rank| may.contains(rank)),
-        // Who comes back, and lets all go on, just while everybody is asked: answers of different moments make a circle.
-        Fault::Stop(..) if verdict.evidence == Evidence::Circle => scenario.operation_ns < PEER_TIMEOUT_NS,
-        // Or make an owner look late that has just gone on, while its result is on the way.
-        Fault::Stop(_, at_ns, for_ns) if verdict.evidence == Evidence::Absent && named != may => {
-            let back_ns = at_ns + for_ns;
-            scenario.operation_ns < PEER_TIMEOUT_NS && (back_ns..back_ns + SLACK_NS).contains(&ended_ns)
-        }
         _ => named == may,
     };
     if !right {
@@ -109,7 +102,7 @@ fn check_nobody(scenario: &Scenario, ends: &[End], fault_ns: Option<u64>) -> Res
 /// Whom errors may name, on what evidence, and how long after the fault they come.
 fn expected(scenario: &Scenario) -> (Vec<u32>, Vec<Evidence>, u64) {
     let operation_ns = scenario.operation_ns;
-    let waited_ns = operation_ns + INQUIRY_NS;
+    let waited_ns = operation_ns + INQUIRY_NS + DOUBT_NS;
     // A rank may compute before it comes to where it waits for the one at fault.
     let longest_ns = scenario.compute_ns.iter().map(|rounds| rounds.iter().sum::<u64>()).max().unwrap_or(0);
     let apart = scenario.style == Style::Join || scenario.window.iter().any(|window| *window > 1);
@@ -123,7 +116,7 @@ fn expected(scenario: &Scenario) -> (Vec<u32>, Vec<Evidence>, u64) {
             let short = for_ns < (PEER_TIMEOUT_NS * 4 / 5 - SLACK_NS / 2).min(operation_ns - SECOND);
             (if short { vec![] } else { vec![rank] }, vec![Evidence::Silent], PEER_TIMEOUT_NS)
         }
-        Fault::Hang(rank, _) => (vec![rank], vec![Evidence::Absent], waited_ns + begun_ns),
+        Fault::Hang(rank, _) => (vec![rank], vec![Evidence::Absent], operation_ns + DOUBT_NS + begun_ns),
         Fault::Garble(rank, ..) => (vec![rank], vec![Evidence::Frame], 0),
         Fault::Skip(rank, _) => {
             (vec![rank], vec![Evidence::Circle, Evidence::Absent, Evidence::Departed], 6 * waited_ns)
@@ -138,6 +131,8 @@ fn expected(scenario: &Scenario) -> (Vec<u32>, Vec<Evidence>, u64) {
         limit_ns += longest_ns + 2 * waited_ns + PEER_TIMEOUT_NS;
     }
     let waits = matches!(scenario.fault, Fault::Skip(..) | Fault::Depart(..));
+    // A spoke that another connects to, to ask it, may be about to end.
+    evidence.extend((waits && scenario.style == Style::Hub).then_some(Evidence::Ended));
     if operation_ns < PEER_TIMEOUT_NS && (waits || evidence.contains(&Evidence::Silent)) {
         evidence.extend([Evidence::Unanswered, Evidence::Absent, Evidence::Circle]);
     }

@@ -228,7 +228,8 @@ impl World {
             }
             Fault::Stop(rank, _, for_ns) if self.ranks[rank as usize].lives() => {
                 self.note(&format!("rank {rank} is stopped for {} ms", for_ns / MS));
-                self.ranks[rank as usize].stopped = true;
+                let process = &mut self.ranks[rank as usize];
+                (process.stopped, process.stopped_ns) = (true, self.agenda.now_ns());
                 self.agenda.after(for_ns, Happening::Resume(rank));
             }
             Fault::Cut(one, other, _) | Fault::Reset(one, other, _) => self.break_links(one, other),
@@ -276,7 +277,8 @@ impl World {
         self.note(&format!("rank {rank} goes on"));
         let process = &mut self.ranks[rank as usize];
         process.stopped = false;
-        process.was_stopped = true;
+        let stopped_ns = self.agenda.now_ns() - process.stopped_ns;
+        process.wait.iter_mut().for_each(|wait| wait.slept(0, stopped_ns));
         let mut postponed = std::mem::take(&mut process.postponed);
         if self.random.chance(500) {
             postponed.sort_by_key(|what| !matches!(what, Happening::Tick(..)));
@@ -362,10 +364,11 @@ impl World {
     fn ask(&mut self, rank: u32, question: Question) {
         self.note(&format!("rank {rank} asks: {question:?}"));
         let nobody = self.omits(Omission::AskNobody);
+        let now_ns = self.agenda.now_ns();
         for lane in 0..self.scenario.lanes {
-            let answer = self.ranks[rank as usize].answer(lane, question, self.omission);
-            let now_ns = self.agenda.now_ns();
-            self.ranks[rank as usize].life.answered(now_ns, Rank(rank), question.round, answer);
+            let process = &mut self.ranks[rank as usize];
+            let answer = process.answer(lane, question, self.omission);
+            process.life.answered(now_ns, Rank(rank), question.round, answer);
             for other in self.others(rank).filter(|_| !nobody) {
                 self.send(rank, other, lane, Frame::Ask(question));
             }

@@ -6,7 +6,8 @@ use super::scenario::{Fault, MS, PEER_TIMEOUT_NS, Scenario, Style};
 use super::{Happening, Omission, World};
 use penstock_core::Rank;
 use penstock_core::life::{
-    Absence, Contact, Evidence, Expired, Life, PeerTimes, Pulse, Question, Reply, Sign, Verdict,
+    Contact, DOUBT_NS, Evidence, Expired, Life, PeerTimes, Pulse, Question, Reply, Sign, TimeAway, Verdict,
+    Wait, WaitKind,
 };
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -31,7 +32,7 @@ pub(super) struct Process {
     pub(super) phase: ProcessPhase,
     /// It does not run, or not yet.
     pub(super) stopped: bool,
-    pub(super) was_stopped: bool,
+    pub(super) stopped_ns: u64,
     pub(super) postponed: Vec<Happening>,
     pub(super) failed: Option<(Verdict, u64)>,
     /// It has held a verdict.
@@ -57,7 +58,13 @@ pub(super) struct Process {
     open: Vec<u32>,
     /// So many open rounds it waits with.
     window: usize,
+    /// Counts waits, so that nothing is taken for news of a later one.
     waits: u32,
+    pub(super) wait: Option<Wait>,
+    /// Its time is up, and it has asked who is late.
+    asked: Option<Expired>,
+    /// Who has answered which of its questions.
+    answered: BTreeSet<(u32, u32)>,
     /// Who has contributed, by round.
     parts: BTreeMap<u32, BTreeSet<u32>>,
     results: BTreeSet<u32>,
@@ -78,7 +85,7 @@ impl Process {
             pulses: Vec::new(),
             phase: ProcessPhase::Computing,
             stopped: true,
-            was_stopped: false,
+            stopped_ns: 0,
             postponed: Vec::new(),
             failed: None,
             tells: false,
@@ -97,6 +104,9 @@ impl Process {
             open: Vec::new(),
             window: scenario.window[me as usize],
             waits: 0,
+            wait: None,
+            asked: None,
+            answered: BTreeSet::new(),
             parts: BTreeMap::new(),
             results: BTreeSet::new(),
             left: BTreeSet::new(),
@@ -252,9 +262,9 @@ impl Process {
                 }
             };
             let links: Vec<PeerTimes> = (0..).zip(links).filter_map(facts).collect();
-            if let Some(absence) = self.pulses[lane as usize].look(now_ns, links.into_iter(), &mut signs) {
-                let noticed = absence.noticed && omission != Some(Omission::NeverItself);
-                self.life.was_away(now_ns, Absence { noticed, ..absence });
+            if let Some(away) = self.pulses[lane as usize].look(now_ns, links.into_iter(), &mut signs) {
+                let noticed = away.noticed && omission != Some(Omission::NeverItself);
+                self.life.was_away(now_ns, TimeAway { noticed, ..away });
             }
             if let Some(peer) = self.parted_with(lane) {
                 self.life.needed(now_ns, peer);
@@ -330,16 +340,23 @@ impl World {
 
     fn leave(&mut self, rank: u32) {
         self.ranks[rank as usize].phase = ProcessPhase::Leaving;
-        let wait = self.ranks[rank as usize].waits;
-        self.agenda.after(self.scenario.operation_ns, Happening::Expire(rank, wait));
+        self.begin_wait(rank, WaitKind::Optional);
     }
 
     fn wait(&mut self, rank: u32) {
         let process = &mut self.ranks[rank as usize];
         process.phase = ProcessPhase::Waiting;
-        process.waits += 1;
         process.progressed(self.agenda.now_ns());
-        self.agenda.after(self.scenario.operation_ns, Happening::Expire(rank, process.waits));
+        let awaited = if process.style == Style::Join { WaitKind::Leavers } else { WaitKind::Result };
+        self.begin_wait(rank, awaited);
+    }
+
+    fn begin_wait(&mut self, rank: u32, kind: WaitKind) {
+        let process = &mut self.ranks[rank as usize];
+        process.waits += 1;
+        let wait = Wait::new(kind, self.agenda.now_ns(), self.scenario.operation_ns);
+        self.agenda.at(wait.until_ns(), Happening::Expire(rank, process.waits));
+        process.wait = Some(wait);
     }
 
     /// Takes part in a round.
@@ -403,39 +420,36 @@ impl World {
         }
         process.progressed(self.agenda.now_ns());
         process.waits += 1;
+        process.wait = None;
+        if let Some(asked) = process.asked.take().filter(|_| self.omission != Some(Omission::NeverWithdraw)) {
+            process.life.came(&asked);
+        }
         if process.style == Style::Join { self.leave(rank) } else { self.wait_or_compute(rank) }
     }
 
-    pub(super) fn expire(&mut self, rank: u32, wait: u32) {
+    pub(super) fn expire(&mut self, rank: u32, number: u32) {
         let now_ns = self.agenda.now_ns();
         let process = &mut self.ranks[rank as usize];
-        if process.waits != wait || process.life.verdict().is_some() {
+        if process.waits != number || process.life.verdict().is_some() {
             return;
         }
-        if std::mem::take(&mut process.was_stopped) {
-            // Time in which the process was stopped does not count.
-            return self.agenda.after(self.scenario.operation_ns, Happening::Expire(rank, wait));
+        let Some(wait) = &mut process.wait else { return };
+        if !process.life.is_over(wait, now_ns, process.moved_ns) {
+            return self.agenda.at(wait.until_ns(), Happening::Expire(rank, number));
         }
-        match process.phase {
-            ProcessPhase::Leaving => {
-                // A connection may just have come about: goodbyes are said in every turn, not only at looks at the clock.
-                (0..self.scenario.lanes).for_each(|lane| self.part(rank, lane));
-                // Who has not said goodbye by now is busy with something that does not need this rank.
-                self.ranks[rank as usize].phase = ProcessPhase::Through;
-                return self.close(rank);
-            }
-            ProcessPhase::Waiting => {}
-            _ => return,
-        }
-        let until_ns = process.life.patience_ns(process.moved_ns, self.scenario.operation_ns);
-        if process.style == Style::Join && now_ns < until_ns {
-            return self.agenda.at(until_ns, Happening::Expire(rank, wait));
+        if !wait.asks() {
+            // A connection may just have come about: goodbyes are said in every turn, not only at looks at the clock.
+            (0..self.scenario.lanes).for_each(|lane| self.part(rank, lane));
+            self.ranks[rank as usize].phase = ProcessPhase::Through;
+            return self.close(rank);
         }
         let owned = matches!(process.style, Style::Owners | Style::Hub);
         let awaited = process.awaited();
-        let what = format!("timeout: rank {rank}, round {awaited:?}, after {} ms", now_ns / MS);
-        let about = awaited.filter(|_| owned).map(|round| (0, round));
-        let expired = Expired { about, step: awaited, what, hint: String::new() };
+        let expired = process.asked.get_or_insert_with(|| {
+            let what = format!("timeout: rank {rank}, round {awaited:?}, after {} ms", now_ns / MS);
+            let about = awaited.filter(|_| owned).map(|round| (0, round));
+            Expired { about, step: awaited, what, hint: String::new() }
+        });
         process.life.expired(now_ns, expired);
         self.follow(rank);
     }
@@ -478,9 +492,16 @@ impl World {
                 let answer = self.ranks[to as usize].answer(lane, question, self.omission);
                 self.send(to, from, lane, Frame::Reply(question.round, answer.encode()));
             }
+            Frame::Reply(round, _)
+                if !self.ranks[to as usize].answered.insert((round, from))
+                    && self.omits(Omission::OneLaneAnswers) => {}
             Frame::Reply(round, payload) => {
                 if let Ok(answer) = Reply::decode(&payload, self.scenario.ranks) {
-                    self.ranks[to as usize].life.answered(now_ns, Rank(from), round, answer);
+                    let life = &mut self.ranks[to as usize].life;
+                    life.answered(now_ns, Rank(from), round, answer);
+                    if self.omission == Some(Omission::DoubtNothing) {
+                        life.look(now_ns + DOUBT_NS, u64::MAX, |_| false);
+                    }
                 }
             }
         }

@@ -49,6 +49,10 @@ pub enum Omission {
     PassNothingOn,
     /// The answers of others are ignored: whoever is waited for is blamed.
     AskNobody,
+    /// What answers show is not held back.
+    DoubtNothing,
+    /// What comes while everybody is asked who is late does not end the question.
+    NeverWithdraw,
     /// An owner does not say whose contributions it lacks.
     OwnersSayNothing,
     /// Whoever takes part in anything is said to stand in a call.

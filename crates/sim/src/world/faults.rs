@@ -5,7 +5,7 @@ use super::{Happening, World};
 use crate::check::{Checker, Violation, check};
 use crate::memory::SimMemory;
 use crate::program::{Fault, Mishap, OPERATION_TIMEOUT_NS, PEER_TIMEOUT_NS};
-use penstock_core::life::{Evidence, INQUIRY_NS, SETTLE_NS, SUSPICION_NS, Verdict};
+use penstock_core::life::{DOUBT_NS, Evidence, SETTLE_NS, SUSPICION_NS, Verdict};
 use penstock_core::types::Rank;
 
 /// How long anything takes that depends on links and programs alone.
@@ -19,7 +19,7 @@ impl<M: SimMemory> World<M> {
             Happening::Exit(rank) | Happening::Close(rank) => rank,
             Happening::Fill(id) => self.network.connection(id).from,
             Happening::Read(id, _) | Happening::Cut(id) => self.network.connection(id).to,
-            Happening::Moved(_) | Happening::Fault | Happening::GoOn(_) => return false,
+            Happening::Moved(_) | Happening::Fault | Happening::GoOn(..) => return false,
         };
         let fate = &mut self.fates[whose.index()];
         if fate.stopped {
@@ -51,12 +51,12 @@ impl<M: SimMemory> World<M> {
             }
             Mishap::Stop(for_ns) => {
                 self.fates[rank.index()].stopped = true;
-                self.agenda.after(for_ns, Happening::GoOn(rank));
+                self.agenda.after(for_ns, Happening::GoOn(rank, for_ns));
                 Ok(())
             }
             Mishap::Hang => {
                 self.workers[rank.index()].hangs = true;
-                self.fates[rank.index()].waiting_ns = None;
+                self.fates[rank.index()].wait = None;
                 Ok(())
             }
             Mishap::Raise => {
@@ -68,10 +68,11 @@ impl<M: SimMemory> World<M> {
     }
 
     /// A stopped rank goes on with what it has not done, in order; but whether it reads or looks at the clock first is open.
-    pub(super) fn resume(&mut self, rank: Rank) {
+    pub(super) fn resume(&mut self, rank: Rank, stopped_ns: u64) {
         self.trace(|| format!("rank {rank} goes on"));
         let fate = &mut self.fates[rank.index()];
         fate.stopped = false;
+        fate.wait.iter_mut().for_each(|wait| wait.slept(0, stopped_ns));
         let mut postponed = std::mem::take(&mut fate.postponed);
         if self.random.chance(500) {
             postponed.sort_by_key(|what| !matches!(what, Happening::Tick(..)));
@@ -119,7 +120,7 @@ impl<M: SimMemory> World<M> {
             Mishap::Kill => (Evidence::Ended, SUSPICION_NS),
             Mishap::Stop(_) => (Evidence::Silent, PEER_TIMEOUT_NS),
             Mishap::Raise => (Evidence::Own, 0),
-            Mishap::Hang => (Evidence::Absent, OPERATION_TIMEOUT_NS + INQUIRY_NS),
+            Mishap::Hang => (Evidence::Absent, OPERATION_TIMEOUT_NS + DOUBT_NS),
         };
         let stopped_ns = match what {
             Mishap::Stop(for_ns) if rank == struck.index() => for_ns,

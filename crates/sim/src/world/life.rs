@@ -8,7 +8,8 @@ use crate::memory::{Chunk, RealMemory, SimMemory};
 use crate::network::ConnectionId;
 use crate::program::{Instruction, Mishap, OPERATION_TIMEOUT_NS, PEER_TIMEOUT_NS, Sabotage, Setup};
 use penstock_core::life::{
-    Contact, Effect, Expired, Farewell, Life, PeerTimes, Pulse, Question, Reply, Sign, Verdict,
+    Contact, Effect, Expired, Farewell, Life, PeerTimes, Pulse, Question, Reply, Sign, Verdict, Wait,
+    WaitKind,
 };
 use penstock_core::node::Waits;
 use penstock_core::types::{BookId, Rank, Seq, TensorId};
@@ -32,8 +33,10 @@ pub(super) struct Fate {
     pulses: Vec<Pulse>,
     /// When data last moved here.
     pub(super) moved_ns: u64,
-    /// Since when the program stands in a call.
-    pub(super) waiting_ns: Option<u64>,
+    /// The program stands in a call.
+    pub(super) wait: Option<Wait>,
+    /// Its time is up, and it has asked who is late.
+    pub(super) asked: Option<Expired>,
     /// The next look that is planned.
     look_ns: Option<u64>,
     /// Its process is stopped; what happens to it meanwhile.
@@ -55,7 +58,8 @@ impl Fate {
             life,
             pulses: (0..lanes).map(pulse).collect(),
             moved_ns: 0,
-            waiting_ns: None,
+            wait: None,
+            asked: None,
             look_ns: None,
             stopped: false,
             postponed: Vec::new(),
@@ -283,10 +287,8 @@ impl<M: SimMemory> World<M> {
         }
         let mut signs = Vec::new();
         let fate = &mut self.fates[rank.index()];
-        if let Some(absence) = fate.pulses[lane as usize].look(now_ns, links.into_iter(), &mut signs) {
-            fate.life.was_away(now_ns, absence);
-            // Time in which the process was stopped does not count.
-            fate.waiting_ns = fate.waiting_ns.map(|_| now_ns);
+        if let Some(away) = fate.pulses[lane as usize].look(now_ns, links.into_iter(), &mut signs) {
+            fate.life.was_away(now_ns, away);
         }
         for sign in signs {
             match sign {
@@ -319,32 +321,47 @@ impl<M: SimMemory> World<M> {
         self.follow(rank)
     }
 
-    /// Whether the program waits for too long: then everybody is asked, or who has only goodbyes to hear goes without.
+    /// Whether the program waits for too long: then everybody is asked, or it goes on without what it waits for.
     fn expire(&mut self, rank: Rank) -> Result<(), Violation> {
         let now_ns = self.agenda.now_ns();
-        let fate = &self.fates[rank.index()];
-        let Some(since_ns) = fate.waiting_ns else { return Ok(()) };
-        let worker = &self.workers[rank.index()];
-        let until_ns = match worker.phase {
-            WorkerPhase::Left { .. } => fate.life.patience_ns(fate.moved_ns, OPERATION_TIMEOUT_NS),
-            _ => since_ns + OPERATION_TIMEOUT_NS,
-        };
-        if now_ns < until_ns {
+        let fate = &mut self.fates[rank.index()];
+        let Some(wait) = &mut fate.wait else { return Ok(()) };
+        if !fate.life.is_over(wait, now_ns, fate.moved_ns) {
             return Ok(());
         }
         // All else is noticed earlier.
         let hangs = self.setup.fault.is_some_and(|fault| fault.what == Mishap::Hang);
+        let asks = wait.asks();
         check(hangs, Checker::NoDeadlock, || format!("rank {rank} waits for ever: {}", self.standing()))?;
-        if worker.phase == WorkerPhase::Finishing {
+        if !asks {
             self.done(rank);
             return Ok(());
         }
-        let about = worker.first_open();
-        let what = format!("timeout: rank {rank}, instruction {}", worker.instruction);
-        let (about, step) = (about.map(|(book, tensor, _)| (book, tensor)), about.map(|(.., seq)| seq));
-        let expired = Expired { about, step, what, hint: String::new() };
-        self.fates[rank.index()].life.expired(now_ns, expired);
+        let worker = &self.workers[rank.index()];
+        let expired = || {
+            let about = worker.first_open();
+            let what = format!("timeout: rank {rank}, instruction {}", worker.instruction);
+            let (about, step) = (about.map(|(book, tensor, _)| (book, tensor)), about.map(|(.., seq)| seq));
+            Expired { about, step, what, hint: String::new() }
+        };
+        let fate = &mut self.fates[rank.index()];
+        fate.life.expired(now_ns, fate.asked.get_or_insert_with(expired));
         Ok(())
+    }
+
+    /// The program waits, if it does not already, or goes on.
+    pub(super) fn waits(&mut self, rank: Rank, awaited: Option<WaitKind>) {
+        let fate = &mut self.fates[rank.index()];
+        match awaited {
+            Some(awaited) if fate.wait.is_none() => {
+                fate.wait = Some(Wait::new(awaited, self.agenda.now_ns(), OPERATION_TIMEOUT_NS));
+            }
+            Some(_) => {}
+            None => {
+                fate.wait = None;
+                fate.asked.take().iter().for_each(|asked| fate.life.came(asked));
+            }
+        }
     }
 
     /// What a lane says to a question.
@@ -352,7 +369,7 @@ impl<M: SimMemory> World<M> {
         let node = &self.nodes[self.at(rank, lane)];
         let Waits { late, owners } = self.waits_for(rank, lane);
         let (late, owners) = (late.into_iter().collect(), owners.into_iter().collect());
-        let blocked = self.fates[rank.index()].waiting_ns.is_some();
+        let blocked = self.fates[rank.index()].wait.is_some();
         let missing = question.about.map_or_else(Vec::new, |(book, tensor)| node.missing(book, tensor));
         let what = format!("instruction {}", self.workers[rank.index()].instruction);
         Reply { blocked, late, owners, missing, lacking: node.missing_anywhere(), what }

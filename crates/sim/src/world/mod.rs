@@ -42,8 +42,8 @@ enum Happening {
     Read(ConnectionId, u64),
     /// What goes wrong in the scenario does.
     Fault,
-    /// A stopped rank goes on.
-    GoOn(Rank),
+    /// A rank goes on that was stopped for so long.
+    GoOn(Rank, u64),
     /// A connection ends, behind all that has come.
     Cut(ConnectionId),
     /// A lane looks at the clock.
@@ -221,8 +221,8 @@ impl<M: SimMemory> World<M> {
                 self.advance(to)
             }
             Happening::Fault => self.befall(),
-            Happening::GoOn(rank) => {
-                self.resume(rank);
+            Happening::GoOn(rank, stopped_ns) => {
+                self.resume(rank, stopped_ns);
                 Ok(())
             }
             Happening::Cut(id) => self.ended(id),

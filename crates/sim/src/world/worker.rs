@@ -7,6 +7,7 @@ use crate::memory::{Chunk, SimMemory};
 use crate::program::{Instruction, Sabotage, Setup, Submission};
 use crate::random::Random;
 use penstock_core::exchange::Field;
+use penstock_core::life::WaitKind;
 use penstock_core::node::Event;
 use penstock_core::optimizer::Update;
 use penstock_core::types::{BookId, Dtype, Rank, Seq, SliceId, TensorId};
@@ -150,16 +151,25 @@ impl<M: SimMemory> World<M> {
                 }
                 WorkerPhase::Done | WorkerPhase::Failed | WorkerPhase::Dead => false,
             };
-            let (fate, now_ns) = (&mut self.fates[rank.index()], self.agenda.now_ns());
             if !went_on {
-                let worker = &self.workers[rank.index()];
-                let instruction = setup.programs[rank.index()].get(worker.instruction);
-                // A server waits for as long as there are workers.
-                let serves = matches!(instruction, Some(Instruction::Serve));
-                fate.waiting_ns = fate.waiting_ns.or((!serves).then_some(now_ns));
+                self.waits(rank, self.awaits(rank));
                 return Ok(());
             }
-            fate.waiting_ns = None;
+            self.waits(rank, None);
+        }
+    }
+
+    /// What its program waits for, if it is in a wait that has an end.
+    fn awaits(&self, rank: Rank) -> Option<WaitKind> {
+        let worker = &self.workers[rank.index()];
+        match worker.phase {
+            WorkerPhase::Left { .. } => Some(WaitKind::Leavers),
+            WorkerPhase::Finishing => Some(WaitKind::Optional),
+            _ => {
+                let instruction = self.setup.programs[rank.index()].get(worker.instruction);
+                // A server waits for as long as there are workers.
+                (!matches!(instruction, Some(Instruction::Serve))).then_some(WaitKind::Result)
+            }
         }
     }
 

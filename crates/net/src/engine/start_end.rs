@@ -7,9 +7,9 @@ use crate::exit;
 use crate::failure::{Failure, Stop};
 use crate::lane::{Lane, WAKER};
 use crate::mailbox::{Command, Mailbox};
-use crate::shared::JointWait;
+use crate::shared::{JointWait, State};
 use mio::{Poll, Waker};
-use penstock_core::life::Expired;
+use penstock_core::life::{Expired, WaitKind};
 use penstock_core::{Error, Rank, node};
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -140,39 +140,22 @@ impl Engine {
         for mailbox in shared.mailboxes() {
             mailbox.send(Command::Leave);
         }
-        let outcome = self.wait_for_all_to_leave(interrupted);
+        let EngineConfig { lanes, operation_timeout, .. } = self.inner.config;
+        let expired = || {
+            let (me, seconds) = (shared.me, operation_timeout.as_secs_f64());
+            let what = format!(
+                "timeout: rank {me} has left (join) and waits for the others, but nothing has moved at any rank for {seconds:.1} s \
+                 (operation_timeout_s)"
+            );
+            let hint = "If a rank only computes for so long, raise operation_timeout_s".into();
+            Expired { about: None, step: None, what, hint }
+        };
+        let mut wait = shared.begin_wait(WaitKind::Leavers, operation_timeout);
+        let all = |state: &mut State| (state.lanes_left == lanes).then_some(());
+        let outcome = self.await_result(&mut wait, interrupted, all, expired);
         shared.update(|state| state.collective = None);
-        outcome.map_err(|stop| match stop {
-            Stop::Failed(failure) => {
-                failure.add(" (this rank was waiting for the others to finish: join)").into()
-            }
-            Stop::Interrupted => Stop::Interrupted,
-        })
-    }
-
-    /// The others may rightly train for hours; but not stand still.
-    fn wait_for_all_to_leave(&self, interrupted: &mut dyn FnMut() -> bool) -> Result<(), Stop> {
-        let shared = &self.inner.shared;
-        let lanes = self.inner.config.lanes;
-        let timeout = self.inner.config.operation_timeout;
-        loop {
-            let deadline = shared.patience(timeout);
-            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                let (me, seconds) = (shared.me, timeout.as_secs_f64());
-                let what = format!(
-                    "timeout: rank {me} has left (join) and waits for the others, but nothing has moved at any rank for \
-                     {seconds:.1} s (operation_timeout_s)"
-                );
-                let hint = "If a rank only computes for so long, raise operation_timeout_s".into();
-                let expired = Expired { about: None, step: None, what, hint };
-                return Err(self.expire(expired, interrupted)?.into());
-            }
-            let left =
-                shared.wait(deadline, interrupted, |state| (state.lanes_left == lanes).then_some(()))?;
-            if left.is_some() {
-                return Ok(());
-            }
-        }
+        let waiting = " (this rank was waiting for the others to finish: join)";
+        outcome.map_err(|stop| stop.map(|failure| failure.add(waiting)))
     }
 
     /// What workers do together is no concern of a server.
@@ -303,7 +286,7 @@ impl Engine {
             return Ok(());
         }
         let raised = self.inner.shared.lock().failure_raised;
-        let outcome = self.part(interrupted);
+        let outcome = self.end_in_order(interrupted);
         self.close();
         match outcome {
             Err(Stop::Failed(_)) if raised => Ok(()),
@@ -312,22 +295,21 @@ impl Engine {
     }
 
     /// The orderly part of a shutdown.
-    fn part(&self, interrupted: &mut dyn FnMut() -> bool) -> Result<(), Stop> {
+    fn end_in_order(&self, interrupted: &mut dyn FnMut() -> bool) -> Result<(), Stop> {
         self.wait_idle("shutdown", false, interrupted)?;
         let shared = &self.inner.shared;
         let lanes = shared.mailboxes().len() as u32;
-        let deadline = Instant::now().checked_add(self.inner.config.operation_timeout);
+        let mut wait = shared.begin_wait(WaitKind::Optional, self.inner.config.operation_timeout);
         // Calls that nobody waits for: messages that were sent and not received yet, above all.
         let calls = || shared.calls_open.load(Ordering::Acquire);
-        if shared.wait(deadline, interrupted, |_| (calls() == 0).then_some(()))?.is_none() {
+        if shared.wait(&mut wait, interrupted, |_| (calls() == 0).then_some(()))?.is_none() {
             let text = format!("timeout: {} calls of rank {} are not done at shutdown()", calls(), shared.me);
             return Err(self.end_with(Error::Timeout(text).into()).into());
         }
         for mailbox in shared.mailboxes() {
             mailbox.send(Command::Goodbye);
         }
-        // Who has not said goodbye by the deadline is busy with something that does not need this rank.
-        shared.wait(deadline, interrupted, |state| (state.lanes_done >= lanes).then_some(())).map(|_| ())
+        shared.wait(&mut wait, interrupted, |state| (state.lanes_done >= lanes).then_some(())).map(|_| ())
     }
 
     /// Stops the threads and closes everything. Bounded: lanes flush for at most a second or two.
