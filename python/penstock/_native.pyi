@@ -207,7 +207,8 @@ def best_scheme(
     current: str | None = None,
     adopted: bool = False,
     given: str | None = None,
-    shortened: tuple[str, int] | None = None,
+    what: str = "",
+    short_bytes: int = 0,
     collective: str | None = None,
     why_whole: str | None = None,
     whole_on: int | None = None,
@@ -225,9 +226,10 @@ def best_scheme(
     Of ``allowed`` one may be chosen besides the store; without, whatever may be chosen while training. ``current`` is
     in use, and stays for now if it is ``adopted`` from ranks that went on.
 
-    ``given`` is what the user has asked for; if that sends less than the gradient, ``shortened`` is what it leaves out,
-    and how many bytes a rank sends to each other. ``collective`` takes the store's place in the book. ``why_whole`` is
-    why the gradient must travel whole, if it must; ``whole_on`` the rank that would send it whole at present.
+    ``given`` is what the user has asked for, or the only one possible: ``what`` says why. If it sends less than the
+    gradient, ``what`` is what it leaves out, and ``short_bytes`` what a rank sends to each other. ``collective`` takes
+    the store's place in the book. ``why_whole`` is why the gradient must travel whole, if it must; ``whole_on`` the
+    rank that would send it whole at present.
     """
 
 def best_groups(

@@ -169,7 +169,7 @@ class Coordinator:
         self.terms = dict(terms or {})
         self._layers = {layer.name: layer for layer in network.layers}
         self._rows: dict[str, list[int]] = {}
-        self._whole: dict[str, int] = {}
+        self._whole_on: dict[str, int] = {}
         if batchsize is not None:
             for layer in network.layers:
                 self._rows[layer.name] = [math.ceil(layer.rows * batchsize)] * cluster.n_worker
@@ -239,8 +239,8 @@ class Coordinator:
         """
         for name, by_rank in rows.items():
             self._rows[self._layer(name).name] = list(by_rank)
-            self._whole.pop(name, None)
-        self._whole.update(whole or {})
+            self._whole_on.pop(name, None)
+        self._whole_on.update(whole or {})
         self.rates = rates
         self.batchsize = batchsize if batchsize is not None else self.batchsize
         before = self._schemes()
@@ -252,7 +252,7 @@ class Coordinator:
         """All that is measured and changes, and what it has led to; for `adopt` on another rank. Fit for JSON."""
         return {
             "rows": dict(self._rows),
-            "whole": dict(self._whole),
+            "whole": dict(self._whole_on),
             "rates": asdict(self.rates),
             "batchsize": self.batchsize,
             "schemes": self._schemes(),
@@ -268,7 +268,7 @@ class Coordinator:
             By layer, the scheme that the other rank uses.
         """
         self._rows = {self._layer(name).name: list(by_rank) for name, by_rank in measured["rows"].items()}
-        self._whole = dict(measured["whole"])
+        self._whole_on = dict(measured["whole"])
         self.rates = Rates(**measured["rates"])
         self.batchsize = measured["batchsize"]
         schemes: dict[str, str] = dict(measured["schemes"])
@@ -295,7 +295,7 @@ class Coordinator:
         """
         name, rows = layer.name, self._rows.get(layer.name, [])
         terms = self.terms.get(name, Terms())
-        given = terms.options
+        options = terms.options
         # Pairs of one row are merged, so there are no more than rows.
         counted = [min(count, layer.shape[0]) for count in rows] if layer.kind == "embedding" else rows
         choice = _best(
@@ -307,10 +307,11 @@ class Coordinator:
             current=current,
             adopted=adopted,
             given=None if terms.given is None else terms.scheme,
-            shortened=None if given is None else (given.describe(), given.contribution_bytes(layer.tensors)),
+            what=terms.what if options is None else options.describe(),
+            short_bytes=0 if options is None else options.contribution_bytes(layer.tensors),
             collective=terms.collective,
             why_whole=layer.why_whole,
-            whole_on=self._whole.get(name),
+            whole_on=self._whole_on.get(name),
         )
         return LayerPlan.of(layer, choice, rows)
 
@@ -324,7 +325,7 @@ class Coordinator:
             batchsize=self.batchsize,
             terms=self.terms,
         )
-        other._rows, other._whole = dict(self._rows), dict(self._whole)
+        other._rows, other._whole_on = dict(self._rows), dict(self._whole_on)
         other._decide(first=True)
         return other
 

@@ -36,10 +36,12 @@ class Terms:
         given: What is not chosen: a scheme's name, or an object if it has options. The user has asked for it, or its
             gradients are sparse, and leave no other.
         collective: What takes the store's place for the whole gradient, chosen before training.
+        what: Why what is given is the only one possible, for the reader; empty if the user may give another.
     """
 
     given: str | LossyScheme | None = None
     collective: str | None = None
+    what: str = ""
 
     @property
     def options(self) -> LossyScheme | None:

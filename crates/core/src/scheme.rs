@@ -36,7 +36,7 @@ impl FromStr for Policy {
 }
 
 /// What may be decided for a layer, and what is decided already.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy)]
 pub struct Terms<'a> {
     /// Ways that may be chosen besides the store; those that do not fit the layer, or are lossy, are passed over.
     pub allowed: &'a [Way],
@@ -54,6 +54,21 @@ pub struct Terms<'a> {
     pub whole_on: Option<u32>,
 }
 
+impl Default for Terms<'_> {
+    /// Nothing is decided, and what may be chosen while training may be.
+    fn default() -> Self {
+        Self {
+            allowed: &Way::WHILE_TRAINING,
+            current: None,
+            adopted: false,
+            given: None,
+            collective: None,
+            why_whole: None,
+            whole_on: None,
+        }
+    }
+}
+
 impl Terms<'_> {
     /// Whether there is anything but the whole gradient that the layer could ever be chosen to send.
     fn leave_a_choice(&self, facts: &Facts<'_>) -> bool {
@@ -67,7 +82,7 @@ impl Terms<'_> {
 pub struct Given<'a> {
     /// The way.
     pub way: Way,
-    /// If it shortens gradients: what is left out, in words.
+    /// In words, what it leaves out if it shortens gradients, or why no other is possible; may be empty.
     pub what: &'a str,
 }
 
@@ -110,7 +125,7 @@ pub fn decide(policy: Policy, facts: &Facts<'_>, terms: &Terms<'_>) -> Decision 
         let reason = match (way.shortens(), way.wire) {
             (true, _) => Reason::Shortened(what.into()),
             (false, Some(wire)) => Reason::Rounded(wire),
-            (false, None) => Reason::Given,
+            (false, None) => Reason::Given(what.into()),
         };
         return Decision { way, reason, given: true, may_change: false };
     }
@@ -531,6 +546,8 @@ mod tests {
         assert_eq!(said(free).1, "faster");
         let given = |way, what| Terms { given: Some(Given { way, what }), ..free };
         assert_eq!(said(given(Way::STORE, "")), ("store", "given", "as given".into()));
+        let sparse = ("pairs", "given", "as given: its gradients are sparse".into());
+        assert_eq!(said(given(Way::PAIRS, "its gradients are sparse")), sparse);
         let rounded = "LOSSY, as given: rounded to fp16 on the wire, summed in fp32";
         assert_eq!(said(given(Way::FP16, "")), ("fp16", "given", rounded.into()));
         let shortened = ("1bit", "lossy", "LOSSY, as given: signs alone".to_string());
@@ -554,7 +571,7 @@ mod tests {
         let rows = [32; 8];
         let facts = linear(4096, 4096, &rows, BYTES_ALONE);
         let other = Facts { kind: LayerKind::Other, ..facts.clone() };
-        let free = Terms { allowed: &Way::WHILE_TRAINING, ..Terms::default() };
+        let free = Terms::default();
         let store = Terms { given: Some(Given { way: Way::STORE, what: "" }), ..free };
         let said = |facts: &Facts<'_>, terms: &Terms<'_>| {
             let decision = decide(Policy::Measured, facts, terms);

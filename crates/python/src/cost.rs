@@ -62,7 +62,7 @@ fn check_message(elems: u64, elem_bytes: u64, workers: u32, slices: u64) -> PyRe
 #[pyfunction]
 #[pyo3(signature = (policy, *, kind, shape, elems, elem_bytes, rows, workers, servers, slice_bytes,
                     collective_slice_bytes, rates, servers_apart=false, groups=vec![], hosts=vec![], allowed=None, current=None, adopted=false, given=None,
-                    shortened=None, collective=None, why_whole=None, whole_on=None))]
+                    what="", short_bytes=0, collective=None, why_whole=None, whole_on=None))]
 #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)] // Keywords in Python.
 pub(crate) fn best_scheme<'py>(
     py: Python<'py>,
@@ -84,12 +84,12 @@ pub(crate) fn best_scheme<'py>(
     current: Option<String>,
     adopted: bool,
     given: Option<String>,
-    shortened: Option<(String, u64)>,
+    what: &str,
+    short_bytes: u64,
     collective: Option<String>,
     why_whole: Option<String>,
     whole_on: Option<u32>,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let (what, short_bytes) = shortened.unwrap_or_default();
     let facts = Facts {
         kind: kind_of(kind, shape)?,
         elems,
@@ -107,13 +107,11 @@ pub(crate) fn best_scheme<'py>(
     };
     facts.check().map_err(config)?;
     let policy = named::<Policy>(policy)?;
-    let allowed = match allowed {
-        Some(names) => names.iter().map(|name| named(name)).collect::<PyResult<Vec<Way>>>()?,
-        None => Way::WHILE_TRAINING.to_vec(),
-    };
-    let given = given.as_deref().map(named).transpose()?.map(|way| Given { way, what: &what });
+    let allowed: Option<Vec<Way>> =
+        allowed.map(|names| names.iter().map(|name| named(name)).collect()).transpose()?;
+    let given = given.as_deref().map(named).transpose()?.map(|way| Given { way, what });
     let terms = Terms {
-        allowed: &allowed,
+        allowed: allowed.as_deref().unwrap_or(Terms::default().allowed),
         current: current.as_deref().map(named).transpose()?,
         adopted,
         given,

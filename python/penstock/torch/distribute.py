@@ -49,7 +49,7 @@ from penstock.torch.release.failure import tells_what_is_whole
 from penstock.torch.release.one_model import ModelEnding
 from penstock.torch.schemes import residuals
 from penstock.torch.schemes.factors import numerics
-from penstock.torch.schemes.pairs import EmbeddingPairs
+from penstock.torch.schemes.pairs import EmbeddingPairs, only_scheme
 from penstock.torch.schemes.survey import Schemes, choose, common_reason, gather_scheme, survey
 from penstock.torch.updates.optimizer import Updates
 from penstock.torch.updates.owners import OwnerUpdates, check_kept
@@ -175,6 +175,7 @@ class Distributed:
         self.lossy = {gather.layer.name: gather for gather in self.gradients.lossy}
         residuals.check_optimizers(optimizers, self.gradients.lossy)
         residuals.attach(optimizers, self.gradients.lossy, rank, ranks)
+        # The coordinator's first choice is the same: before the first step no rows are known.
         self.set_schemes({layer: terms.scheme for layer, terms in self.terms.items()})
         self.coordinator, self.choice = self._coordinate(rank, name, options, rates)
         self.gradients.synchronous = self.synchronous is not None
@@ -275,7 +276,8 @@ class Distributed:
         if automatic:
             self._choose_sparse(chosen, modules, reasons)
         self.terms = {
-            name: Terms(None if automatic and one == STORE else one) for name, one in zip(names, chosen, strict=True)
+            name: Terms(None if automatic and one == STORE else one, what=only_scheme(module, one) or "")
+            for name, module, one in zip(names, modules, chosen, strict=True)
         }
         self.why_whole = {name: why for name, why in zip(names, reasons, strict=True) if why is not None}
         rows: list[tuple[Layer, nn.Module, str]] = []
@@ -304,7 +306,7 @@ class Distributed:
     ) -> None:
         """Sparse gradients stay sparse, as optimizers such as SparseAdam want them: the store's averages are dense."""
         for index, (module, why) in enumerate(zip(modules, reasons, strict=True)):
-            if why is None and isinstance(module, nn.Embedding) and module.sparse:
+            if why is None and only_scheme(module, EmbeddingPairs.scheme):
                 chosen[index] = EmbeddingPairs.scheme
 
     def set_schemes(self, schemes: Mapping[str, str]) -> None:

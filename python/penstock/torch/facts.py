@@ -72,8 +72,6 @@ def explain(model: nn.Module, compute_s: float | None = None) -> Explanation:
         if gather is None:
             return plan
         reason = plan.reason
-        if gather.is_sparse and plan.code == "given":
-            reason += ": its gradients are sparse"
         if plan.name in distributed.choice.why_whole:
             reason += f"; cannot leave rows on this rank: {distributed.choice.why_whole[plan.name]}"
         if gather.dense_sent:

@@ -55,8 +55,8 @@ pub enum Reason {
         /// The present one's seconds.
         seconds: f64,
     },
-    /// The user has asked for it.
-    Given,
+    /// The user has asked for it, or no other is possible: why, in words, if it is that.
+    Given(String),
     /// The user has asked for this type on the wire.
     Rounded(Dtype),
     /// The user has asked for a way that sends less; what it leaves out, in words.
@@ -84,7 +84,7 @@ impl Reason {
             Self::Faster { .. } => "faster",
             Self::StoreFastest { .. } => "store-fastest",
             Self::Kept { .. } | Self::KeptCollective(_) => "kept",
-            Self::Given | Self::Rounded(_) => "given",
+            Self::Given(_) | Self::Rounded(_) => "given",
             Self::Shortened(_) => "lossy",
             Self::StoreOnly(_) | Self::WholeOn(_) => "store-only",
             Self::Adopted => "adopted",
@@ -121,7 +121,8 @@ impl fmt::Display for Reason {
                     MARGIN * 100.0
                 )
             }
-            Self::Given => f.write_str("as given"),
+            Self::Given(why) if why.is_empty() => f.write_str("as given"),
+            Self::Given(why) => write!(f, "as given: {why}"),
             Self::Rounded(wire) => {
                 let name = if *wire == Dtype::F16 { "fp16" } else { wire.name() };
                 write!(f, "LOSSY, as given: rounded to {name} on the wire, summed in fp32")

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from penstock.lossy import LossyScheme
 from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.runtime.memory import Reused
 from penstock.torch.schemes.gather import Contribution, Submitter, sum_type
 from penstock.torch.schemes.rows import LayerCall, Rows, capturing
 
-__all__ = ["EmbeddingPairs"]
+__all__ = ["EmbeddingPairs", "only_scheme"]
 
 
 class EmbeddingPairs(Rows):
@@ -105,6 +106,12 @@ class EmbeddingPairs(Rows):
     def capture(self) -> Callable[..., Tensor]:
         """As the module's own forward, which it calls wherever a gradient is needed as such."""
         return _make_forward(self)
+
+
+def only_scheme(module: nn.Module, scheme: str | LossyScheme) -> str | None:
+    """Why no scheme but this is possible for a layer, if that is so."""
+    is_sparse = isinstance(module, nn.Embedding) and module.sparse
+    return "its gradients are sparse" if is_sparse and scheme == EmbeddingPairs.scheme else None
 
 
 def _make_forward(gather: EmbeddingPairs) -> Callable[..., Tensor]:
