@@ -71,6 +71,8 @@ BARS = {
     "resnet50-custom-functions": ("resnet50", 1.0, 1.2, 800, 3, 1.06, None),
     "resnet50-servers": ("resnet50", 1.0, 1.2, 1000, 4, 1.06, None),
     "vgg19-half-servers": ("vgg19", 0.5, 2.0, 1000, 4, 1.06, None),
+    "resnet50-2x2-groups": ("resnet50", 1.0, 1.2, 300, 2, 1.06, None),
+    "vgg19-half-2x2-groups": ("vgg19", 0.5, 2.0, 250, 2, 1.06, None),
 }
 SERVERS = {"resnet50-servers": [1, 2, 4], "vgg19-half-servers": [1, 2, 4]}
 # System, against, time of the one / that of the other at most. "No worse" than the store has DDP's allowance for noise.
@@ -78,9 +80,16 @@ BETWEEN = {
     "resnet50-600-auto": ("penstock", "penstock-store", 1.02),
     "resnet50-600-bf16": ("penstock-bf16", "ddp-bf16", 1.0),
     "resnet50-servers": ("penstock", "mxnet-sync-update", 0.8),
+    # 1.7 times as fast.
+    "resnet50-2x2-groups": ("penstock", "penstock-flat", 0.588),
+    "vgg19-half-2x2-groups": ("penstock", "penstock-flat", 0.588),
 }
 # Of systems, where a scenario has any.
-LISTS = {system: {"lists": True} for system in ("alone", "penstock", "ddp")}
+OPTIONS = {
+    "resnet50-custom-functions": {system: {"lists": True} for system in ("alone", "penstock", "ddp")},
+    "resnet50-2x2-groups": {"penstock": {"init": {"groups": "host"}}},
+    "vgg19-half-2x2-groups": {"penstock": {"init": {"groups": "host"}}},
+}
 # The fastest of these is what the last bar is against.
 PEERS = {"ddp", "horovod", "mxnet-sync", "mxnet-p3"}
 
@@ -103,8 +112,9 @@ def test_nobody_loosens_a_bar_or_what_it_is_for(name):
     between = [tuple(bar[key] for key in ("system", "against", "at_most")) for bar in point.targets.get("between", [])]
     assert between == ([BETWEEN[name]] if name in BETWEEN else [])
     assert point.slow == ({"host": 3, "rate_mbit": 250} if name == "resnet50-one-slow-host" else {})
-    options = LISTS if name == "resnet50-custom-functions" else {}
-    assert point.options == ({"penstock": {"schemes": "auto"}} if name.endswith("-auto") else options)
+    chosen = {"penstock": {"schemes": "auto"}} if name.endswith("-auto") else {}
+    assert point.options == OPTIONS.get(name, chosen)
+    assert point.workers_per_host == (2 if "2x2" in name else 1)
     assert point.batch is None and point.repetitions >= REPETITIONS_MIN
     peers = PEERS if peer_ratio else {"mxnet-sync-update"} if name in SERVERS else {"ddp"}
     assert {"penstock", *peers} <= set(point.systems)
