@@ -82,15 +82,26 @@ def test_what_has_no_twin_is_named():
     class Mine(torch.optim.SGD):
         pass
 
+    newer = torch.optim.SGD([parameter])
+    newer.defaults["lookahead"] = newer.param_groups[0]["lookahead"] = True  # as a later torch may
     for optimizer, said in [
         (torch.optim.NAdam([parameter]), "NAdam cannot update at the servers: only Adagrad, Adam, AdamW, RMSprop, SGD"),
         (Mine([parameter]), "Mine cannot update at the servers"),
         (torch.optim.SGD([parameter], lr=0.1, differentiable=True), "SGD cannot update at the servers with diff"),
-        (torch.optim.SGD([{"params": [parameter], "layer_decay": 0.3}], lr=0.1), "with its option 'layer_decay'"),
+        (newer, "SGD cannot update at the servers with its option 'lookahead'"),
     ]:
         with pytest.raises(ConfigError) as error:
             twin_of(optimizer, optimizer.param_groups[0])
         assert said in str(error.value)
+
+
+def test_what_others_note_in_a_group_is_no_option():
+    parameter = torch.zeros(3, requires_grad=True)
+    optimizer = torch.optim.SGD([{"params": [parameter], "name": "body", "layer_decay": 0.3}], lr=0.1, momentum=0.9)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+    (group,) = optimizer.param_groups
+    assert {"name", "layer_decay", "max_lr", "initial_lr", "max_momentum"} <= set(group)
+    assert twin_of(optimizer, group).states == ["momentum_buffer"]
 
 
 def test_memory_that_does_not_fit_is_refused():

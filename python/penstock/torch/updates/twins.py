@@ -14,10 +14,8 @@ from penstock.optimizers import Described, adagrad, adam, adamw, rmsprop, sgd, t
 __all__ = ["described", "twin_of"]
 
 # How an update is computed on a device, and not what it is.
-_WITHOUT_EFFECT = ("foreach", "fused", "capturable", "initial_lr")
-
-
-_USUAL = {"params", "lr", "weight_decay", "maximize", "differentiable"}
+_WITHOUT_EFFECT = {"foreach", "fused", "capturable"}
+_USUAL = {"lr", "weight_decay", "maximize", "differentiable"}
 _TWINS: dict[type[Optimizer], tuple[Callable[[Mapping[str, Any]], Described], set[str]]] = {
     SGD: (sgd, {"momentum", "dampening", "nesterov"}),
     Adam: (adam, {"betas", "eps", "amsgrad", "decoupled_weight_decay"}),
@@ -55,7 +53,8 @@ def described(optimizer: Optimizer, group: Mapping[str, Any]) -> Described:
             "no subclass of them"
         )
     describe, options = _TWINS[kind]
-    unknown = sorted(set(group) - options - _USUAL - set(_WITHOUT_EFFECT))
+    # The options of torch's class. What else a group has, notes of schedulers for instance, torch does not read either.
+    unknown = sorted(set(optimizer.defaults) - options - _USUAL - _WITHOUT_EFFECT)
     if unknown:
         raise ConfigError(f"{kind.__name__} cannot update at the servers with its option {unknown[0]!r}")
     if group["differentiable"]:
