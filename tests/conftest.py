@@ -34,6 +34,7 @@ SLOW = (
     "lab/test_worker.py",
     "launch/test_hosts.py",
     "launch/test_penstock_run.py",
+    "launch/test_tasks.py",
     "measure/test_allreduce.py",
     "measure/test_busy_processors.py",
     "measure/test_line_rate.py",

@@ -80,6 +80,7 @@ FEW_SMALL_STEPS = '--hosts 2 --models "400 tensors of 1 K" --repetitions 1 --blo
 FEW_SUMS = "--hosts 2 --megabytes 0.1 --rounds 2 --sets 1"
 FEW_TENSORS = f"{FEW_SUMS} --vectors 2"
 MODEL = {"MODEL": "lab:vgg19"}
+TASKS = By("tests/launch/test_tasks.py::test_a_job_of_tasks_with_a_server")
 SERVERS = By(
     "tests/servers/test_dedicated.py::test_training_has_the_bits_of_a_job_without_servers_and_moves_what_table_1_says"
 )
@@ -123,6 +124,10 @@ TABLE = {
     ),
     "penstock server --rank 0 --world-size 4 --servers 2 --rendezvous tcp://HOST:PORT": SERVERS,
     "penstock server --rank 0 --world-size 4 --servers 2 --rendezvous tcp://node1:29400": SERVERS,
+    "mpirun penstock run --servers 2 train.py": By("tests/launch/test_tasks.py::test_a_job_of_tasks_with_a_server"),
+    "mpirun -n 6 penstock run --servers 2 train.py": By(
+        "tests/launch/test_tasks.py::test_a_job_of_tasks_with_a_server"
+    ),
     "mpirun penstock run train.py": By(
         "tests/launch/test_penstock_run.py::test_a_task_of_another_launcher_becomes_the_program"
     ),

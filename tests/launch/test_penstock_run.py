@@ -275,7 +275,6 @@ def test_what_a_worker_leaves_behind_ends_with_it():
         (["--node-rank", "1", "train.py"], "--node-rank 1 is not below --nnodes 1"),
         (["--env", "NOT_SET_ANYWHERE", "train.py"], "--env NOT_SET_ANYWHERE: it is not set here"),
         (["-m", "--no-python", "train"], "give one of them"),
-        (["--servers", "1", "--nnodes", "2", "--node-rank", "0", *MEET, "train.py"], "start `penstock server` by hand"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(tmp_path, arguments, said):

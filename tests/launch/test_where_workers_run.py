@@ -117,6 +117,19 @@ def test_servers_come_behind_all_workers_and_are_dealt_over_the_hosts():
     assert (third.rank, third.number, third.local_rank, third.local_size, third.servers) == (5, 2, 0, 1, 3)
 
 
+def test_each_of_several_launchers_has_its_part_of_the_servers():
+    here = [Host("localhost")]
+
+    def part(node, count, servers):
+        of = NodeRank(count, node)
+        return [(server.rank, server.host) for server in place_servers(here, place(here, None, 2, of), servers, of)[0]]
+
+    assert [part(node, 3, 4) for node in range(3)] == [[(6, 0), (7, 0)], [(8, 1)], [(9, 2)]]
+    assert [part(node, 2, 1) for node in range(2)] == [[(4, 0)], []]
+    with pytest.raises(ConfigError, match="8 workers and 4090 servers"):
+        part(0, 4, 4090)
+
+
 def test_a_server_is_told_what_it_is():
     hosts = [Host("a", 2)]
     server = place_servers(hosts, place(hosts, None, None), 2)[0][1]

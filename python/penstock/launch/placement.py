@@ -154,13 +154,16 @@ def place(
     return placed
 
 
-def place_servers(hosts: Sequence[Host], placed: Sequence[Sequence[Place]], servers: int) -> list[list[Place]]:
+def place_servers(
+    hosts: Sequence[Host], placed: Sequence[Sequence[Place]], servers: int, node: NodeRank = NodeRank()
+) -> list[list[Place]]:
     """Give each server a host: as the file of hosts says, or in turn.
 
     Args:
         hosts: As for `place`.
         placed: Its result.
-        servers: Number of servers; 0: as many as the file says.
+        servers: Number of servers of the job; 0: as many as the file says.
+        node: As for `place`.
 
     Returns:
         For each host its servers, numbered behind all workers.
@@ -168,7 +171,7 @@ def place_servers(hosts: Sequence[Host], placed: Sequence[Sequence[Place]], serv
     Raises:
         ConfigError: The numbers do not fit each other.
     """
-    world_size = sum(map(len, placed))
+    world_size = next(worker.world_size for of in placed for worker in of)
     said = [host.servers for host in hosts]
     total = sum(count or 0 for count in said)
     if servers == 0:
@@ -177,11 +180,12 @@ def place_servers(hosts: Sequence[Host], placed: Sequence[Sequence[Place]], serv
         raise ConfigError(f"--servers {servers}: the file of hosts has servers={total} in all")
     if world_size + servers > RANKS_MAX:
         raise ConfigError(f"{world_size} workers and {servers} servers; a job has at most {RANKS_MAX} of both")
-    even = [servers // len(hosts) + (index < servers % len(hosts)) for index in range(len(hosts))]
-    counts = [count or 0 for count in said] if total else even
-    result, rank = [], world_size
+    of_job = max(node.count, len(hosts))
+    even = [servers // of_job + (index < servers % of_job) for index in range(of_job)]
+    counts = [count or 0 for count in said] if total else even[node.rank : node.rank + len(hosts)]
+    result, rank = [], world_size + sum(even[: node.rank])
     for index, count in enumerate(counts):
-        of = (count, index, len(hosts), world_size, servers)
+        of = (count, node.rank + index, of_job, world_size, servers)
         result.append([Place(rank + local, local, *of) for local in range(count)])
         rank += count
     return result

@@ -17,6 +17,7 @@ from penstock import config, grouping
 from penstock.command_line import positive, whole_number
 from penstock.config import RANKS_MAX
 from penstock.errors import ConfigError
+from penstock.launch import tasks
 from penstock.launch.placement import THIS_MACHINE, Host, NodeRank, parse_hosts, place, place_servers
 from penstock.launch.supervisor import Interrupted, JobFailed, LaunchPlan, Supervisor
 
@@ -24,13 +25,6 @@ __all__ = ["add_to", "run"]
 
 CONNECT = "ssh -o BatchMode=yes -o ConnectTimeout=20 {host} {command}"
 DEFAULT_GRACE_S = 3.0
-TASKS = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("SLURM_STEP_ID", "SLURM_PROCID"),  # a batch script has a number, too, and no step
-)
-"""Variables that each task of mpirun or srun has."""
-
 EXAMPLES = """\
 examples:
   penstock run --nproc-per-node 4 train.py --epochs 3            4 workers on this machine
@@ -42,6 +36,7 @@ examples:
   penstock run --nnodes 2 --node-rank 0 --master-addr node1 --master-port 29500 train.py
                                                                  on each of 2 hosts, as with torchrun
   srun penstock run train.py                                     each task of Slurm or mpirun becomes a worker
+  mpirun penstock run --servers 2 train.py                       the last two tasks become servers
 
 The file of hosts has a name per line, with slots=N behind it if that many workers are its share. Hosts have the same
 directory, and the same Python at the same place. Another way to reach them than ssh is a command in which {host}
@@ -142,7 +137,9 @@ def run(options: argparse.Namespace) -> int:
     environment = config.current_environment()
     try:
         command = _program(options)
-        if _is_task(options, environment):
+        task = tasks.found_in(environment)
+        if task is not None:
+            command, environment = tasks.become(task, options, command, environment)
             os.execvpe(command[0], command, environment)
         plan = _plan(options, environment, command)
     except ConfigError as error:
@@ -193,44 +190,11 @@ def _clients(text: str) -> str:
         raise argparse.ArgumentTypeError(f"{error}; {grouping.HOST} and {grouping.AUTO} are accepted, too") from None
 
 
-def _is_task(options: argparse.Namespace, environment: Mapping[str, str]) -> bool:
-    """Whether mpirun or srun started this very process as one rank of a job."""
-    task = next((names for names in TASKS if all(name in environment for name in names)), None)
-    if task is None:
-        return False
-    given = [
-        name
-        for name in (
-            "workers",
-            "nproc_per_node",
-            "clients",
-            "hosts",
-            "nnodes",
-            "node_rank",
-            "master_addr",
-            "master_port",
-        )
-        if getattr(options, name) is not None
-    ]
-    given += ["servers"] if options.servers else []
-    if given:
-        raise ConfigError(
-            f"--{given[0].replace('_', '-')}: this process is one task of another launcher ({task[0]} is set), which "
-            "says where ranks run; leave it out, or start penstock run outside of that launcher"
-        )
-    return True
-
-
 def _plan(options: argparse.Namespace, environment: Mapping[str, str], command: list[str]) -> LaunchPlan:
     hosts, node = _hosts(options)
     placed = place(hosts, options.workers, options.nproc_per_node, node)
-    if options.servers and node.count > 1:
-        raise ConfigError(
-            "--servers: with --nnodes there is a launcher on each host, and none of them starts servers; start "
-            "`penstock server` by hand, or leave --nnodes out and use --hosts"
-        )
-    apart = place_servers(hosts, placed, options.servers)
-    servers = sum(map(len, apart))
+    apart = place_servers(hosts, placed, options.servers, node)
+    servers = options.servers or sum(map(len, apart))
     places = [
         [*(replace(worker, servers=servers) for worker in of), *more] for of, more in zip(placed, apart, strict=True)
     ]
@@ -260,6 +224,7 @@ def _plan(options: argparse.Namespace, environment: Mapping[str, str], command: 
         run_id=f"{options.master_addr}:{options.master_port}" if node.count > 1 else secrets.token_hex(8),
         grace_s=options.grace_s,
         log_dir=options.log_dir,
+        joint=node.count > 1,
     )
 
 

@@ -60,6 +60,8 @@ class LaunchPlan:
         meet_host: Where the ranks meet, as all hosts know it; None: the first host's name.
         meet_port: The port there; None: one that is free.
         run_id: Tells this run from others.
+        joint: Whether other launchers start workers of the same job. Then servers here may have to outlive the workers
+            here; they end by themselves when all have ended, or one is lost.
         grace_s: After a failure, seconds that the others have to end by themselves, and to save what they hold.
         log_dir: Where each worker's output is kept as a file, too; or None.
     """
@@ -73,6 +75,7 @@ class LaunchPlan:
     meet_host: str | None
     meet_port: int | None
     run_id: str
+    joint: bool = field(default=False, kw_only=True)
     grace_s: float
     log_dir: Path | None = None
 
@@ -194,7 +197,8 @@ class Supervisor:
                 started(self._who_is_where(meet))
                 while self._workers_run():
                     self._handle(math.inf)
-                self._wait(lambda: not self._running(), SERVERS_S, self._servers_left)
+                limit_s = math.inf if self._plan.joint else SERVERS_S
+                self._wait(lambda: not self._running(), limit_s, self._servers_left)
             except JobFailed as failure:
                 raise self._cause(failure) from None
             except Interrupted:

@@ -1,0 +1,120 @@
+"""Servers that no single launcher starts: tasks of mpirun or srun, and those of a launcher on each host."""
+
+import argparse
+import os
+import socket
+import subprocess
+
+import programs
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.launch.tasks import become, found_in
+
+LIMIT_S = 120
+PROGRAM = """
+import os, numpy, penstock as ps
+ps.init()
+kv = ps.KVStore()
+kv.init("w", numpy.zeros(70_000, numpy.float32))
+here = numpy.full(70_000, ps.rank() + 1.0, numpy.float32)
+kv.push("w", here)
+kv.pull("w", out=here)
+kv.wait()
+print("rank", ps.rank(), "of", ps.world_size(), "sum", here[-1])
+ps.shutdown()
+"""
+GIVEN = ("workers", "nproc_per_node", "hosts", "nnodes", "node_rank", "master_addr", "master_port", "clients")
+OTHERS = ("PENSTOCK_", "SLURM_", "PMI", "OMPI_", "RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "MPI_")
+
+
+def options(**given):
+    return argparse.Namespace(**dict.fromkeys(GIVEN) | {"servers": 0} | given)
+
+
+def task(rank, size, **more):
+    """What MPICH's mpirun tells a task, all of which are on this machine."""
+    return {"PMI_RANK": str(rank), "PMI_SIZE": str(size), "MPI_LOCALNRANKS": str(size), **more}
+
+
+def becomes(environment, **given):
+    variable = found_in(environment)
+    command, told = become(variable, options(**given), ["python", "train.py"], environment)
+    return command[-1], {
+        name.removeprefix("PENSTOCK_"): told[name] for name in sorted(told) if name.startswith("PENST")
+    }
+
+
+def test_the_last_tasks_become_servers():
+    places = [becomes(task(rank, 5), servers=2) for rank in range(5)]
+    assert [program for program, _ in places] == ["train.py"] * 3 + ["server"] * 2
+    assert [(told["ROLE"], told["RANK"]) for _, told in places] == [
+        *(("worker", str(rank)) for rank in range(3)),
+        *(("server", str(rank)) for rank in range(2)),
+    ]
+    assert {(told["WORLD_SIZE"], told["SERVERS"]) for _, told in places} == {("3", "2")}
+    (meet,) = {told["RENDEZVOUS"] for _, told in places}
+    assert meet.startswith("file:///")
+
+
+def test_tasks_of_slurm_on_several_nodes_meet_where_they_would_without_servers():
+    slurm = {"SLURM_STEP_ID": "4", "SLURM_PROCID": "2", "SLURM_NTASKS": "3", "SLURM_JOB_ID": "123", "SLURM_NNODES": "2"}
+    program, told = becomes({**slurm, "SLURM_STEP_NODELIST": "node[07-08]"}, servers=1)
+    assert (program, told["RANK"], told["WORLD_SIZE"]) == ("server", "0", "2")
+    assert told["RENDEZVOUS"] == "tcp://node07:15127"
+    _, told = becomes({**slurm, "MASTER_ADDR": "node9", "MASTER_PORT": "77"}, servers=1)
+    assert told["RENDEZVOUS"] == "tcp://node9:77"
+
+
+def test_tasks_in_groups():
+    assert becomes(task(0, 5), servers=1, clients="2")[1]["GROUPS"] == "2"
+    assert becomes(task(0, 4), clients="2")[1] == {"GROUPS": "2"}
+    with pytest.raises(ConfigError, match="--clients"):
+        becomes(task(0, 4), servers=1, clients="2")
+
+
+@pytest.mark.parametrize("servers", [2, 3])
+def test_some_task_must_be_a_worker(servers):
+    with pytest.raises(ConfigError, match=rf"--servers {servers}: the last tasks become servers, and there are 2"):
+        becomes(task(1, 2), servers=servers)
+
+
+def ended(processes):
+    try:
+        return [(*process.communicate(timeout=LIMIT_S), process.returncode) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(*arguments, **told):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(OTHERS)}
+    return programs.start_afresh("-m", "penstock", "run", *arguments, env={**clean, **told}, **pipes)
+
+
+def test_a_job_of_tasks_with_a_server(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(PROGRAM)
+    more = {"TMPDIR": str(tmp_path)}
+    done = ended([start("--servers", "1", "train.py", **task(rank, 3, **more)) for rank in range(3)])
+    assert [status for *_, status in done] == [0, 0, 0], done
+    assert [out.strip() for out, *_ in done[:2]] == [f"rank {rank} of 2 sum 3.0" for rank in range(2)]
+    assert done[2][0].startswith("ended in order: ")
+
+
+def test_a_launcher_on_each_host_starts_its_part_of_the_servers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(PROGRAM)
+    meet = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    both = [start(*meet, "--node-rank", str(node), "--servers", "3", "train.py") for node in range(2)]
+    (one, one_said, status), (other, other_said, other_status) = ended(both)
+    assert (status, other_status) == (0, 0), (one_said, other_said)
+    assert "[rank 0] rank 0 of 2 sum 3.0" in one and "[rank 1] rank 1 of 2 sum 3.0" in other
+    assert "[server 1]" in one and "[server 2]" in other and "[server 2]" not in one
