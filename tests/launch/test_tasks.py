@@ -76,7 +76,7 @@ def test_tasks_in_groups():
 @pytest.mark.parametrize("servers", [2, 3])
 def test_some_task_must_be_a_worker(servers):
     with pytest.raises(ConfigError, match=rf"--servers {servers}: the last tasks become servers, and there are 2"):
-        becomes(task(1, 2), servers=servers)
+        becomes(task(1, 2), servers=servers, clients="2")
 
 
 def ended(processes):

@@ -57,16 +57,16 @@ def become(
     plain = {name: value for name, value in environment.items() if name not in _OF_ROLES}
     launch = discover(plain, parent_pid=os.getppid())
     rank, workers = launch.options.rank, launch.options.world_size - options.servers
+    if workers < 1:
+        raise ConfigError(
+            f"--servers {options.servers}: the last tasks become servers, and there are {launch.options.world_size}; "
+            "start as many as there are to be workers and servers"
+        )
     if options.clients is not None:
         grouping.check(options.clients, workers, "--clients")
         told["PENSTOCK_GROUPS"] = options.clients
     if not options.servers:
         return list(command), told
-    if workers < 1:
-        raise ConfigError(
-            f"--servers {options.servers}: the last tasks become servers, and there are {launch.options.world_size}; "
-            "start more, as many as there are to be workers and servers"
-        )
     is_server = rank >= workers
     told |= {
         "PENSTOCK_RANK": str(rank - workers if is_server else rank),
