@@ -79,9 +79,8 @@ SYSTEMS: dict[str, System] = {
         _penstock("penstock-fifo", "Penstock, slices without priority", {"mode": "fifo"}),
         # On request only: gradients are rounded on the wire.
         _penstock("penstock-bf16", "Penstock, bf16", {"schemes": {"*": "bf16"}}, exact=False),
+        # Beside "penstock" where a scenario gives that schemes to choose from, or groups.
         _penstock("penstock-store", "Penstock, the store alone", {"mode": "full"}),
-        # Beside "penstock" where a scenario gives that groups.
-        _penstock("penstock-flat", "Penstock, without groups", {"mode": "full"}),
         System("ddp", "DDP (gloo)", True, "project", "lab.systems.ddp"),
         System("ddp-bf16", "DDP (gloo), bf16 hook", False, "project", "lab.systems.ddp", {"hook": "bf16"}),
         # One bucket for all: the hook sums three times for each bucket, each time when the sum before has ended, and

@@ -81,8 +81,8 @@ BETWEEN = {
     "resnet50-600-bf16": ("penstock-bf16", "ddp-bf16", 1.0),
     "resnet50-servers": ("penstock", "mxnet-sync-update", 0.8),
     # 1.7 times as fast.
-    "resnet50-2x2-groups": ("penstock", "penstock-flat", 0.588),
-    "vgg19-half-2x2-groups": ("penstock", "penstock-flat", 0.588),
+    "resnet50-2x2-groups": ("penstock", "penstock-store", 0.588),
+    "vgg19-half-2x2-groups": ("penstock", "penstock-store", 0.588),
 }
 # Of systems, where a scenario has any.
 OPTIONS = {

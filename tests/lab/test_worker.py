@@ -156,7 +156,6 @@ def test_the_table_of_systems_is_complete():
     modes = {
         "penstock",
         "penstock-store",
-        "penstock-flat",
         "penstock-bf16",
         "penstock-vanilla",
         "penstock-wait-free",
