@@ -9,6 +9,7 @@ import programs
 import pytest
 
 from penstock.errors import ConfigError
+from penstock.launch.supervisor import SERVERS_S
 from penstock.launch.tasks import become, found_in
 
 LIMIT_S = 120
@@ -110,8 +111,11 @@ def test_a_job_of_tasks_with_a_server(tmp_path, monkeypatch):
 
 
 def test_a_launcher_on_each_host_starts_its_part_of_the_servers(tmp_path, monkeypatch):
+    """Rank 0 has ended for longer than a launcher waits for servers that are its alone, and rank 1 still needs them."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(PROGRAM)
+    longer = f"import time; time.sleep(ps.rank() * {SERVERS_S + 3})\nps.shutdown()"
+    program = PROGRAM.replace("ps.init()", "ps.init(operation_timeout_s=1)").replace("ps.shutdown()", longer)
+    (tmp_path / "train.py").write_text(program)
     meet = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     both = [start(*meet, "--node-rank", str(node), "--servers", "3", "train.py") for node in range(2)]
     (one, one_said, status), (other, other_said, other_status) = ended(both)
