@@ -18,7 +18,6 @@ COMMAND = ["-m", "penstock", "run", "--grace-s", "0.6"]
 SHELL = "env TEST_HOST={host} sh -c {command}"
 """Reaches a "host" that is this machine."""
 
-MEET = ["--master-addr", "127.0.0.1", "--master-port", "1"]
 WAITS = "import os, signal; print('here', os.environ['RANK'], flush=True); signal.pause()"
 TELLS = """
 import json, os, sys
