@@ -147,7 +147,7 @@ class Server:
 
         engine = self.wires[wire].engine
         rates = group_rates(Group(engine, 0, range(self.size), self.rank))
-        engine.set_rates(rates.native())
+        engine.set_rates(rates)
         slice_bytes, _, lanes = engine.slicing()
         return {"line_bytes_per_s": rates.bytes_per_s, "slice_bytes": slice_bytes, "lanes": lanes}
 

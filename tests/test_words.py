@@ -20,6 +20,7 @@ SAME = {
     "Layer": "a module with parameters: of a model, of its description, of a simulated chain",
     "Tensor": "a parameter's numbers: in a book, in a description, at a simulated worker",
     "Rates": "of wire and processors",
+    "Cluster": "what a job runs on: facts in core, in Python, or emulated in the lab",
     "StepTimes": "predicted seconds per step",
     "Terms": "what is settled of a layer's scheme before training",
     "Lent": "memory lent to the engine",

@@ -10,6 +10,8 @@ raises it. In a forked child every call raises `ConfigError`.
 from collections.abc import Sequence
 from typing import Literal, TypedDict, final, type_check_only
 
+from penstock.coordinator import Cluster, Rates
+
 __all__ = [
     "ALGORITHMS",
     "COLLECTIVES",
@@ -98,7 +100,6 @@ _Tensor = (
 )
 _Phase = Literal["backward", "forward", "other"]
 _Kind = Literal["linear", "embedding", "other"]
-_Rates = tuple[float, float, float, float, float, float]
 
 @type_check_only
 class LayerReport(TypedDict):
@@ -189,20 +190,14 @@ class StepTimes(TypedDict):
 
 def best_scheme(
     policy: str,
+    cluster: Cluster,
+    rates: Rates,
     *,
     kind: _Kind,
     shape: tuple[int, int],
     elems: int,
     elem_bytes: int,
     rows: list[int],
-    workers: int,
-    servers: int,
-    slice_bytes: int,
-    collective_slice_bytes: int,
-    rates: _Rates,
-    servers_apart: bool = False,
-    groups: list[list[int]] = ...,
-    hosts: list[int] = ...,
     allowed: list[str] | None = None,
     current: str | None = None,
     adopted: bool = False,
@@ -216,12 +211,7 @@ def best_scheme(
     """The best scheme for a layer by policy ``paper`` or ``measured``.
 
     ``shape`` is (outputs, inputs) of a linear layer, (vocabulary, width) of an embedding, ignored for others. ``elems``
-    counts all of the layer's tensors. ``servers`` hold a shard each: the first workers, or others, ``servers_apart``.
-    ``groups`` are workers that sum among themselves, of which the first ones then hold the shards unless servers do;
-    ``hosts`` by rank a number for each host, or empty where each has its own. ``rows`` are K by worker, or empty.
-    Slices have two sizes, of the store and of collectives. ``rates`` are bytes per second of a line and inside a host,
-    latency in seconds, bytes summed per second, floating point operations of a matrix product per second, seconds of
-    work for an exchange of rows.
+    counts all of the layer's tensors. ``rows`` are K by worker, or empty.
 
     Of ``allowed`` one may be chosen besides the store; without, whatever may be chosen while training. ``current`` is
     in use, and stays for now if it is ``adopted`` from ranks that went on.
@@ -232,22 +222,17 @@ def best_scheme(
     rank that would send it whole at present.
     """
 
-def best_groups(
-    *,
-    workers: int,
-    servers: int,
-    servers_apart: bool,
-    hosts: list[int],
-    slice_bytes: int,
-    rates: _Rates,
-) -> tuple[list[list[int]], str]:
-    """Which workers shall sum among themselves before the store does, if any, and why; arguments as `best_scheme`'s."""
+def best_groups(cluster: Cluster, rates: Rates) -> tuple[list[list[int]], str]:
+    """Which workers shall sum among themselves before the store does, if any, and why.
 
-def allreduce_cost(algorithm: str, elems: int, elem_bytes: int, workers: int, slices: int, rates: _Rates) -> Allreduce:
+    Groups of the cluster are left aside.
+    """
+
+def allreduce_cost(algorithm: str, elems: int, elem_bytes: int, workers: int, slices: int, rates: Rates) -> Allreduce:
     """What ``store``, ``central``, ``tree``, ``ring`` or ``butterfly`` costs for a message in so many slices."""
 
 def best_algorithm(
-    elems: int, elem_bytes: int, workers: int, slices: int, rates: _Rates, allowed: list[str]
+    elems: int, elem_bytes: int, workers: int, slices: int, rates: Rates, allowed: list[str]
 ) -> tuple[str, float]:
     """The fastest of ``allowed`` for one message, and its seconds."""
 
@@ -601,7 +586,7 @@ class Engine:
         nothing but its lane.
         """
 
-    def set_rates(self, rates: _Rates) -> None:
+    def set_rates(self, rates: Rates) -> None:
         """Set what the choice of an algorithm assumes, from the next call on; see `best_scheme`.
 
         Also sets `slicing`, and how much the connections hold in the kernel.

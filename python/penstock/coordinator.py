@@ -54,11 +54,6 @@ class Rates:
     call_s: float = 0.0
     source: str = "assumed"
 
-    def native(self) -> tuple[float, float, float, float, float, float]:
-        """As the native module takes them."""
-        rates = (self.bytes_per_s, self.inside_bytes_per_s, self.latency_s)
-        return (*rates, self.summed_bytes_per_s, self.product_flops_per_s, self.gather_s)
-
 
 @dataclass(frozen=True)
 class Cluster:
@@ -100,14 +95,7 @@ class Cluster:
         """The groups that make the store fastest, or none, before there is a model; and why."""
         from penstock._native import best_groups
 
-        groups, why = best_groups(
-            workers=self.n_worker,
-            servers=self.n_server,
-            servers_apart=self.servers_apart,
-            hosts=list(self.hosts),
-            slice_bytes=self.slice_bytes,
-            rates=rates.native(),
-        )
+        groups, why = best_groups(self, rates)
         return tuple(map(tuple, groups)), why
 
 
@@ -459,19 +447,13 @@ def _best(
     matrix = layer.shape if layer.kind != "other" else (1, 1)
     return best_scheme(
         policy,
+        cluster,
+        rates,
         kind=layer.kind,
         shape=(matrix[0], matrix[1]),
         elems=layer.elems,
         elem_bytes=layer.elem_bytes,
         rows=list(rows),
-        workers=cluster.n_worker,
-        servers=cluster.n_server,
-        servers_apart=cluster.servers_apart,
-        groups=[list(group) for group in cluster.groups],
-        hosts=list(cluster.hosts),
-        slice_bytes=cluster.slice_bytes,
-        collective_slice_bytes=cluster.collective_slice_bytes,
-        rates=rates.native(),
         **terms,
     )
 

@@ -395,7 +395,7 @@ def _start(launch: Launch, board: Board | None = None) -> Job:
         job.rates = _rates(job)
         _choose_groups(job, hosts)
         if job.options.ranks > 1 and job.options.line_rate_mbit != 0.0:
-            engine.set_rates(_of_each(job).native())
+            engine.set_rates(_of_each(job))
             if job.options.engine_rank == 0:
                 slice_bytes, _, slicing_lanes = engine.slicing()
                 _log.info("slices of up to %d KiB on %d of %d lanes", slice_bytes >> 10, slicing_lanes, agreement.lanes)

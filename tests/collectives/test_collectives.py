@@ -14,6 +14,7 @@ import penstock as ps
 import penstock.job
 from penstock._native import ALGORITHMS
 from penstock.buffers import view
+from penstock.coordinator import Rates
 
 LENGTHS = (0, 1, 13, 4096, 70_001, 400_003)
 """Elements; from nothing to more than one piece."""
@@ -117,13 +118,13 @@ def test_every_collective_gives_the_expected_values(size, tmp_path):
 def algorithms(rank, size):
     engine = penstock.job.current("a test").engine
     # Where messages cost nothing bytes decide; where each takes a second, how many wait for each other.
-    engine.set_rates((1e9, 1e9, 0.0, 1e30, 1.0, 0.0))
+    engine.set_rates(Rates(1e9, 1e9, 0.0, 1e30, 1.0, 0.0))
     fast = engine.allreduce_plan(1000, "f32", 16)[0]
-    engine.set_rates((1e9, 1e9, 1.0, 1e30, 1.0, 0.0))
+    engine.set_rates(Rates(1e9, 1e9, 1.0, 1e30, 1.0, 0.0))
     slow = engine.allreduce_plan(1000, "f32", 16)[0]
     assert (fast, slow) == ("ring", "store")
     with pytest.raises(ps.ConfigError, match="bytes_per_s"):
-        engine.set_rates((0.0, 1.0, 1.0, 1.0, 1.0, 0.0))
+        engine.set_rates(Rates(0.0, 1.0, 1.0, 1.0, 1.0, 0.0))
     for algorithm in (None, *ALGORITHMS):
         taken, slices = engine.allreduce_plan(400_003, "f32", size, algorithm)
         assert taken == (algorithm or "store") and slices > 1

@@ -3,6 +3,7 @@
 import pytest
 
 from penstock._native import Engine
+from penstock.coordinator import Rates
 from penstock.errors import ConfigError
 
 KIB = 1024
@@ -35,7 +36,7 @@ def longest(here, book):
 
 
 def rates(mbit):
-    return (mbit * 125e3, 2e9, 100e-6, 4e9, 50e9, 200e-6)
+    return Rates(bytes_per_s=mbit * 125e3)
 
 
 def test_what_is_said_of_a_book_is_how_it_was_cut():

@@ -1,33 +1,30 @@
 """The native cost functions as Python sees them: the papers' numbers, exact bytes, clear errors."""
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from penstock import _native
+from penstock.coordinator import Cluster, Rates
 from penstock.errors import ConfigError
 
-BYTES_ALONE = (1e9, 1e30, 0.0, 1e30, 1e30, 0.0)
-GIGABIT = (125e6, 2e9, 100e-6, 4e9, 50e9, 200e-6)
+BYTES_ALONE = Rates(1e9, 1e30, 0.0, 1e30, 1e30, 0.0)
+GIGABIT = Rates()
 
 
-def choose(policy, outputs, inputs, rows, workers, rates=BYTES_ALONE, **changes):
+def choose(policy, outputs, inputs, rows, workers, rates=BYTES_ALONE, cluster=None, **changes):
     facts = {
         "kind": "linear",
         "shape": (outputs, inputs),
         "elems": outputs * inputs,
         "elem_bytes": 4,
         "rows": rows if isinstance(rows, list) else [rows] * workers,
-        "workers": workers,
-        "servers": workers,
-        "slice_bytes": 512 * 1024,
-        "collective_slice_bytes": 512 * 1024,
-        "rates": rates,
         "allowed": ["factors", "pairs"],
         **changes,
     }
-    return _native.best_scheme(policy, **facts)
+    return _native.best_scheme(policy, cluster or Cluster(workers, workers), rates, **facts)
 
 
 def estimate(choice, scheme):
@@ -59,7 +56,7 @@ def test_the_boundary_is_exact():
 
 
 def test_a_slow_product_is_counted_by_the_measured_policy_alone():
-    slow = (1e9, 1e30, 0.0, 1e30, 1e10, 0.0)
+    slow = replace(BYTES_ALONE, product_flops_per_s=1e10)
     assert choose("measured", 4096, 4096, 32, 8, rates=slow)["code"] == "store-fastest"
     assert choose("paper", 4096, 4096, 32, 8, rates=slow)["scheme"] == "factors"
 
@@ -113,14 +110,20 @@ def test_step_times_are_in_order():
         (lambda: choose("poseidon", 10, 10, 1, 2), "policy"),
         (lambda: choose("paper", 10, 10, 1, 2, kind="dense"), "kind"),
         (lambda: choose("paper", 10, 10, 1, 2, allowed=["fastest"]), "scheme"),
-        (lambda: choose("paper", 10, 10, 1, 2, servers=0), "servers"),
+        (lambda: choose("paper", 10, 10, 1, 2, cluster=Cluster(2, 0)), "servers"),
         (lambda: choose("paper", 10, 10, [1], 2), "rows of 1 workers"),
         (lambda: choose("paper", 10, 10, 1 << 60, 2), "rows"),
-        (lambda: choose("paper", 10, 10, 1, 2, rates=(0.0, 1.0, 0.0, 1.0, 1.0, 0.0)), "bytes_per_s"),
-        (lambda: choose("paper", 10, 10, 1, 2, rates=(1.0, 0.0, 0.0, 1.0, 1.0, 0.0)), "inside_bytes_per_s"),
-        (lambda: choose("paper", 10, 10, 1, 2, hosts=[0]), "hosts of 1 ranks"),
-        (lambda: choose("paper", 10, 10, 1, 2, groups=[[0], [0]]), "each of 2 workers must be in one"),
-        (lambda: choose("paper", 10, 10, 1, 2, groups=[[0, 1]]), "1 groups, whose heads hold the shards, and 2 shards"),
+        (lambda: choose("paper", 10, 10, 1, 2, rates=Rates(bytes_per_s=0.0)), "bytes_per_s"),
+        (lambda: choose("paper", 10, 10, 1, 2, rates=Rates(inside_bytes_per_s=0.0)), "inside_bytes_per_s"),
+        (lambda: choose("paper", 10, 10, 1, 2, cluster=Cluster(2, 2, hosts=(0,))), "hosts of 1 ranks"),
+        (
+            lambda: choose("paper", 10, 10, 1, 2, cluster=Cluster(2, 2, groups=((0,), (0,)))),
+            "each of 2 workers must be in one",
+        ),
+        (
+            lambda: choose("paper", 10, 10, 1, 2, cluster=Cluster(2, 2, groups=((0, 1),))),
+            "1 groups, whose heads hold the shards, and 2 shards",
+        ),
         (lambda: _native.allreduce_cost("factors", 1, 4, 2, 1, GIGABIT), "unknown algorithm"),
         (lambda: _native.allreduce_cost("ring", 1, 4, 0, 1, GIGABIT), "bounds"),
         (lambda: _native.step_times([(-1.0, 0.0, 0.0)]), "negative"),

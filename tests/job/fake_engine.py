@@ -39,7 +39,7 @@ class FakeEngine:
         self.table = addresses
         self._called("connect")
 
-    def set_rates(self, rates: tuple[float, ...]) -> None:
+    def set_rates(self, rates: object) -> None:
         self._called("set_rates")
 
     def report(self) -> dict[str, Any]:

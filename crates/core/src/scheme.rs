@@ -5,6 +5,7 @@
 //! product that rebuilds a gradient from its factors; a change of scheme must gain [`MARGIN`], so that facts that waver
 //! do not make it waver. Neither ever chooses a scheme that its own model says is slower than the store.
 
+mod cluster;
 mod facts;
 mod grouping;
 mod reason;
@@ -12,6 +13,7 @@ mod reason;
 use crate::cost::Rates;
 use crate::types::Unknown;
 use crate::way::{Algorithm, Way};
+pub use cluster::Cluster;
 pub use facts::{Estimate, Facts, INDEX_BYTES, LayerKind};
 pub use grouping::{GROUPS_BYTES, Grouping, GroupsReason, best_groups};
 pub use reason::{MARGIN, Reason};
@@ -184,7 +186,7 @@ fn paper(facts: &Facts<'_>, allowed: &[Way]) -> Best {
 
 fn measured(facts: &Facts<'_>, allowed: &[Way], current: Option<Way>) -> Best {
     let decide = |way, reason| Best { way, reason };
-    if facts.workers < 2 {
+    if facts.cluster.workers < 2 {
         return decide(Way::STORE, Reason::OneWorker);
     }
     let candidates: Vec<Estimate> = Way::ALL
@@ -277,15 +279,24 @@ mod tests {
             elem_bytes: 4,
             rows,
             short_bytes: 0,
-            workers,
-            servers: workers,
-            servers_apart: false,
-            groups: &[],
-            hosts: &[],
-            slice_bytes: 512 << 10,
-            collective_slice_bytes: 512 << 10,
-            rates,
+            cluster: Cluster {
+                workers,
+                servers: workers,
+                servers_apart: false,
+                groups: Vec::new(),
+                hosts: Vec::new(),
+                slice_bytes: 512 << 10,
+                collective_slice_bytes: 512 << 10,
+                rates,
+            },
         }
+    }
+
+    /// The same layer on another cluster.
+    fn on<'a>(facts: &Facts<'a>, change: impl FnOnce(&mut Cluster)) -> Facts<'a> {
+        let mut facts = facts.clone();
+        change(&mut facts.cluster);
+        facts
     }
 
     fn embedding(vocabulary: u64, width: u64, rows: &[u64], rates: Rates) -> Facts<'_> {
@@ -418,8 +429,8 @@ mod tests {
         let rows = [32; 4];
         let both = linear(4096, 4096, &rows, Rates::default());
         let seconds = |facts: &Facts<'_>, way| facts.estimate(way).unwrap().wire_s;
-        let store = Facts { slice_bytes: 64 << 10, ..both.clone() };
-        let collective = Facts { collective_slice_bytes: 64 << 10, ..both.clone() };
+        let store = on(&both, |cluster| cluster.slice_bytes = 64 << 10);
+        let collective = on(&both, |cluster| cluster.collective_slice_bytes = 64 << 10);
         let tree = Way::sum(Algorithm::Tree);
         assert!(seconds(&store, Way::STORE) < seconds(&both, Way::STORE));
         assert_eq!(seconds(&store, tree), seconds(&both, tree));
@@ -433,7 +444,9 @@ mod tests {
         let rows = [600; 4];
         let bytes = 4096 * 4096 * 4;
         for (servers, busiest) in [(1, 4 * bytes), (2, 2 * bytes), (4, bytes), (8, bytes)] {
-            let facts = Facts { servers, servers_apart: true, ..linear(4096, 4096, &rows, BYTES_ALONE) };
+            let facts = on(&linear(4096, 4096, &rows, BYTES_ALONE), |cluster| {
+                (cluster.servers, cluster.servers_apart) = (servers, true);
+            });
             let store = facts.estimate(Way::STORE).unwrap();
             assert_eq!((store.direction_bytes, store.total_bytes, store.steps), (busiest, 8 * bytes, 2));
             // While answers leave, contributions come: all but the first slice's way back is hidden.
@@ -447,9 +460,11 @@ mod tests {
     }
 
     /// Eight workers on two hosts, `groups` or none, and servers on hosts of their own.
-    fn on_two_hosts<'a>(rows: &'a [u64], groups: &'a [Vec<u32>], rates: Rates) -> Facts<'a> {
-        let servers = if groups.is_empty() { 8 } else { groups.len() as u32 };
-        Facts { groups, servers, hosts: &[0, 0, 0, 0, 1, 1, 1, 1], ..linear(4096, 4096, rows, rates) }
+    fn on_two_hosts<'a>(rows: &'a [u64], groups: &[Vec<u32>], rates: Rates) -> Facts<'a> {
+        on(&linear(4096, 4096, rows, rates), |cluster| {
+            cluster.hosts = vec![0, 0, 0, 0, 1, 1, 1, 1];
+            *cluster = cluster.in_groups(groups);
+        })
     }
 
     fn by_host() -> Vec<Vec<u32>> {
@@ -512,7 +527,8 @@ mod tests {
         );
         assert!((shared.wire_s / apart.wire_s - 4.0).abs() < 1e-9);
         let rates = Rates { inside_bytes_per_s: 10.0 * BYTES_ALONE.bytes_per_s, ..BYTES_ALONE };
-        let one_host = Facts { hosts: &[0; 8], ..linear(4096, 4096, &rows, rates) }.estimate(ring).unwrap();
+        let one_host = on(&linear(4096, 4096, &rows, rates), |cluster| cluster.hosts = vec![0; 8]);
+        let one_host = one_host.estimate(ring).unwrap();
         assert_eq!((one_host.direction_bytes, one_host.inside_bytes), (0, apart.direction_bytes));
         assert!((10.0 * one_host.wire_s / apart.wire_s - 1.0).abs() < 1e-9);
     }
@@ -607,24 +623,27 @@ mod tests {
         let good = linear(4096, 4096, &[32; 8], Rates::default());
         assert_eq!(good.check(), Ok(()));
         let (two, lacking) = (by_host(), [vec![0, 1, 2, 3], vec![4, 5, 6, 6]]);
-        assert_eq!(Facts { groups: &two, servers: 2, ..good.clone() }.check(), Ok(()));
+        assert_eq!(on(&good, |cluster| *cluster = cluster.in_groups(&two)).check(), Ok(()));
         let wrong = [
-            (Facts { workers: 0, ..good.clone() }, "workers"),
-            (Facts { servers: 5000, ..good.clone() }, "servers"),
+            (on(&good, |cluster| cluster.workers = 0), "workers"),
+            (on(&good, |cluster| cluster.servers = 5000), "servers"),
             (Facts { rows: &[1, 2], ..good.clone() }, "rows of 2"),
             (Facts { rows: &[u64::MAX; 8], ..good.clone() }, "rows"),
             (Facts { elems: u64::MAX, ..good.clone() }, "elements"),
             (Facts { elem_bytes: 0, ..good.clone() }, "elements"),
-            (Facts { hosts: &[1, 1], ..good.clone() }, "hosts of 2 ranks"),
-            (Facts { groups: &lacking, servers: 2, ..good.clone() }, "each of 8 workers must be in one"),
-            (Facts { groups: &two, ..good.clone() }, "2 groups, whose heads hold the shards, and 8 shards"),
-            (Facts { slice_bytes: 0, ..good.clone() }, "slice_bytes"),
-            (Facts { collective_slice_bytes: 0, ..good.clone() }, "collective_slice_bytes"),
+            (on(&good, |cluster| cluster.hosts = vec![1, 1]), "hosts of 2 ranks"),
+            (on(&good, |cluster| *cluster = cluster.in_groups(&lacking)), "each of 8 workers must be in one"),
+            (
+                on(&good, |cluster| cluster.groups = two),
+                "2 groups, whose heads hold the shards, and 8 shards",
+            ),
+            (on(&good, |cluster| cluster.slice_bytes = 0), "slice_bytes"),
+            (on(&good, |cluster| cluster.collective_slice_bytes = 0), "collective_slice_bytes"),
             (
                 Facts { kind: LayerKind::Linear { outputs: u64::MAX, inputs: u64::MAX }, ..good.clone() },
                 "numbers",
             ),
-            (Facts { rates: Rates { latency_s: -1.0, ..good.rates }, ..good.clone() }, "latency_s"),
+            (on(&good, |cluster| cluster.rates.latency_s = -1.0), "latency_s"),
         ];
         for (facts, word) in wrong {
             let message = facts.check().unwrap_err().to_string();
@@ -651,7 +670,7 @@ mod tests {
             } else {
                 linear(outputs, inputs, &rows, rates)
             };
-            let facts = Facts { servers: servers.min(base.workers), ..base };
+            let facts = on(&base, |cluster| cluster.servers = servers.min(cluster.workers));
             prop_assert_eq!(facts.check(), Ok(()));
             let allowed: Vec<Way> =
                 EVERYTHING.into_iter().enumerate().filter(|(i, _)| allowed >> i & 1 == 1).map(|(_, s)| s).collect();

@@ -4,31 +4,63 @@
 use crate::errors::{bad_argument, named};
 use penstock_core::cost::Rates;
 use penstock_core::cost::overlap::{LayerTime, step_times as limits_of};
-use penstock_core::scheme::{self, Estimate, Facts, Given, LayerKind, Policy, Terms};
+use penstock_core::scheme::{self, Cluster, Estimate, Facts, Given, LayerKind, Policy, Terms};
 use penstock_core::way::{Algorithm, Way};
 use penstock_core::{Error, limits};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-/// Bytes per second of a line and inside a host, latency in seconds, bytes summed per second, floating point operations per second of a product,
-/// seconds of work for an exchange of rows.
-pub(crate) type RatesTuple = (f64, f64, f64, f64, f64, f64);
+/// `penstock.coordinator.Rates`, by its attributes.
+#[derive(Clone, Copy, FromPyObject)]
+pub(crate) struct RatesObject {
+    bytes_per_s: f64,
+    inside_bytes_per_s: f64,
+    latency_s: f64,
+    summed_bytes_per_s: f64,
+    product_flops_per_s: f64,
+    gather_s: f64,
+}
+
+/// `penstock.coordinator.Cluster`, by its attributes.
+#[derive(FromPyObject)]
+pub(crate) struct ClusterObject {
+    n_worker: u32,
+    n_server: u32,
+    slice_bytes: usize,
+    collective_slice_bytes: usize,
+    servers_apart: bool,
+    hosts: Vec<u32>,
+    groups: Vec<Vec<u32>>,
+}
+
+impl ClusterObject {
+    fn with(self, rates: Rates) -> Cluster {
+        Cluster {
+            workers: self.n_worker,
+            servers: self.n_server,
+            servers_apart: self.servers_apart,
+            groups: self.groups,
+            hosts: self.hosts,
+            slice_bytes: self.slice_bytes,
+            collective_slice_bytes: self.collective_slice_bytes,
+            rates,
+        }
+    }
+}
 
 #[allow(clippy::needless_pass_by_value)] // For `map_err(config)`.
 fn config(error: Error) -> PyErr {
     bad_argument(error.to_string())
 }
 
-pub(crate) fn rates_of(given: RatesTuple) -> PyResult<Rates> {
-    let (bytes_per_s, inside_bytes_per_s, latency_s, summed_bytes_per_s, product_flops_per_s, gather_s) =
-        given;
+pub(crate) fn rates_of(given: RatesObject) -> PyResult<Rates> {
     let rates = Rates {
-        bytes_per_s,
-        inside_bytes_per_s,
-        latency_s,
-        summed_bytes_per_s,
-        product_flops_per_s,
-        gather_s,
+        bytes_per_s: given.bytes_per_s,
+        inside_bytes_per_s: given.inside_bytes_per_s,
+        latency_s: given.latency_s,
+        summed_bytes_per_s: given.summed_bytes_per_s,
+        product_flops_per_s: given.product_flops_per_s,
+        gather_s: given.gather_s,
     };
     match rates.wrong() {
         Some(name) => Err(bad_argument(format!("{name} must be a positive number"))),
@@ -60,26 +92,19 @@ fn check_message(elems: u64, elem_bytes: u64, workers: u32, slices: u64) -> PyRe
 }
 
 #[pyfunction]
-#[pyo3(signature = (policy, *, kind, shape, elems, elem_bytes, rows, workers, servers, slice_bytes,
-                    collective_slice_bytes, rates, servers_apart=false, groups=vec![], hosts=vec![], allowed=None, current=None, adopted=false, given=None,
-                    what="", short_bytes=0, collective=None, why_whole=None, whole_on=None))]
+#[pyo3(signature = (policy, cluster, rates, *, kind, shape, elems, elem_bytes, rows, allowed=None, current=None,
+                    adopted=false, given=None, what="", short_bytes=0, collective=None, why_whole=None, whole_on=None))]
 #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)] // Keywords in Python.
 pub(crate) fn best_scheme<'py>(
     py: Python<'py>,
     policy: &str,
+    cluster: ClusterObject,
+    rates: RatesObject,
     kind: &str,
     shape: (u64, u64),
     elems: u64,
     elem_bytes: u64,
     rows: Vec<u64>,
-    workers: u32,
-    servers: u32,
-    slice_bytes: usize,
-    collective_slice_bytes: usize,
-    rates: RatesTuple,
-    servers_apart: bool,
-    groups: Vec<Vec<u32>>,
-    hosts: Vec<u32>,
     allowed: Option<Vec<String>>,
     current: Option<String>,
     adopted: bool,
@@ -96,14 +121,7 @@ pub(crate) fn best_scheme<'py>(
         elem_bytes,
         rows: &rows,
         short_bytes,
-        workers,
-        servers,
-        servers_apart,
-        groups: &groups,
-        hosts: &hosts,
-        slice_bytes,
-        collective_slice_bytes,
-        rates: rates_of(rates)?,
+        cluster: cluster.with(rates_of(rates)?),
     };
     facts.check().map_err(config)?;
     let policy = named::<Policy>(policy)?;
@@ -150,33 +168,11 @@ fn estimate_to_python<'py>(py: Python<'py>, estimate: &Estimate) -> PyResult<Bou
 }
 
 #[pyfunction]
-#[pyo3(signature = (*, workers, servers, servers_apart, hosts, slice_bytes, rates))]
 #[allow(clippy::needless_pass_by_value)]
-pub(crate) fn best_groups(
-    workers: u32,
-    servers: u32,
-    servers_apart: bool,
-    hosts: Vec<u32>,
-    slice_bytes: usize,
-    rates: RatesTuple,
-) -> PyResult<(Vec<Vec<u32>>, String)> {
-    let job = Facts {
-        kind: LayerKind::Other,
-        elems: 0,
-        elem_bytes: 4,
-        rows: &[],
-        short_bytes: 0,
-        workers,
-        servers,
-        servers_apart,
-        groups: &[],
-        hosts: &hosts,
-        slice_bytes,
-        collective_slice_bytes: slice_bytes,
-        rates: rates_of(rates)?,
-    };
-    job.check().map_err(config)?;
-    let found = scheme::best_groups(&job);
+pub(crate) fn best_groups(cluster: ClusterObject, rates: RatesObject) -> PyResult<(Vec<Vec<u32>>, String)> {
+    let cluster = cluster.with(rates_of(rates)?);
+    cluster.check().map_err(config)?;
+    let found = scheme::best_groups(&cluster);
     Ok((found.groups, found.reason.to_string()))
 }
 
@@ -188,7 +184,7 @@ pub(crate) fn allreduce_cost<'py>(
     elem_bytes: u64,
     workers: u32,
     slices: u64,
-    rates: RatesTuple,
+    rates: RatesObject,
 ) -> PyResult<Bound<'py, PyDict>> {
     check_message(elems, elem_bytes, workers, slices)?;
     let (traffic, seconds) =
@@ -208,7 +204,7 @@ pub(crate) fn best_algorithm(
     elem_bytes: u64,
     workers: u32,
     slices: u64,
-    rates: RatesTuple,
+    rates: RatesObject,
     allowed: Vec<String>,
 ) -> PyResult<(&'static str, f64)> {
     check_message(elems, elem_bytes, workers, slices)?;

@@ -1,7 +1,7 @@
 //! The class `Engine`. Calls that may block run without the GIL; while they wait, signals are looked at.
 
 use crate::call::{self, AddressRange, Call};
-use crate::cost::{RatesTuple, rates_of};
+use crate::cost::{RatesObject, rates_of};
 use crate::errors::{bad_argument, named, raise, raise_stop};
 use crate::optimizer::Twin;
 use crate::report;
@@ -488,7 +488,7 @@ impl Engine {
         self.engine.form_group(group, &members).map_err(raise)
     }
 
-    fn set_rates(&self, rates: RatesTuple) -> PyResult<()> {
+    fn set_rates(&self, rates: RatesObject) -> PyResult<()> {
         self.engine.set_rates(rates_of(rates)?).map_err(raise)
     }
 

@@ -281,7 +281,7 @@ def allreduce(
             cells += [
                 _summary(job, rates, count, elems, algorithm, found[algorithm], short) for algorithm in algorithms
             ]
-    job.engine.set_rates(job.rates.native())
+    job.engine.set_rates(job.rates)
     return {
         "ranks": names,
         "interface": interface_of(job.address),
@@ -301,7 +301,7 @@ def _rates_of(job: Job, group: Group) -> Rates:
         mine = replace(mine, bytes_per_s=sustained_rate(group, mine.bytes_per_s))
     told = job.engine.all_gather("the group's rates", json.dumps(asdict(mine)).encode())
     rates = Rates(**json.loads(told[0]))
-    job.engine.set_rates(rates.native())
+    job.engine.set_rates(rates)
     return rates
 
 
@@ -322,9 +322,9 @@ def _summary(
     best = best_seconds(nbytes, workers, rates)
     if short is not None:
         rates = short.rates(rates, taken)
-    cost = allreduce_cost(taken, elems, ELEM_BYTES, workers, slices, rates.native())
+    cost = allreduce_cost(taken, elems, ELEM_BYTES, workers, slices, rates)
     endless = replace(rates, bytes_per_s=ENDLESS_BYTES_PER_S)
-    without_wire = allreduce_cost(taken, elems, ELEM_BYTES, workers, slices, endless.native())
+    without_wire = allreduce_cost(taken, elems, ELEM_BYTES, workers, slices, endless)
     median = statistics.median(times)
     return {
         "workers": workers,

@@ -5,11 +5,11 @@
 //!
 //! Omitted: groups across hosts, which spare no interface anything, and parts of different sizes on hosts that are alike.
 
+use super::MARGIN;
+use super::cluster::Cluster;
 use super::reason::Seconds;
-use super::{Facts, LayerKind, MARGIN};
 use crate::cost::Rates;
 use crate::parts::part_start;
-use crate::way::Way;
 use std::fmt;
 
 /// Of gradients: by what groupings are compared, before there is a model. More take longer by the same factor.
@@ -91,51 +91,38 @@ impl fmt::Display for GroupsReason {
 /// Chooses groups: those with which the store is fastest, if they save [`MARGIN`] of what it takes without. Of groupings the
 /// coarser one stays, which spares the line more, unless the finer saves as much again.
 ///
-/// * `job`: workers, servers, hosts and rates of the job; its layer and groups are left aside.
+/// * `cluster`: its own groups are left aside.
 #[must_use]
-pub fn best_groups(job: &Facts<'_>) -> Grouping {
+pub fn best_groups(cluster: &Cluster) -> Grouping {
     let none = |reason| Grouping { groups: Vec::new(), reason };
-    if job.hosts.is_empty() {
+    if cluster.hosts.is_empty() {
         return none(GroupsReason::NoneShared);
     }
-    if job.hosts.iter().all(|host| *host == job.hosts[0]) {
+    if cluster.hosts.iter().all(|host| *host == cluster.hosts[0]) {
         return none(GroupsReason::OneHost);
     }
-    let on_hosts = by_host(&job.hosts[..job.workers as usize]);
+    let on_hosts = by_host(&cluster.hosts[..cluster.workers as usize]);
     let most = on_hosts.iter().map(Vec::len).max().unwrap_or(0);
     let in_parts = (0..u32::BITS).map(|power| 1 << power).take_while(|count| (*count as usize) < most);
     let candidates = in_parts.map(|count| (count, parted(&on_hosts, count)));
     let better = |seconds: f64, than_s: f64| seconds <= than_s * (1.0 - MARGIN);
     let mut best: Option<(u32, Vec<Vec<u32>>, f64)> = None;
     for (count, groups) in candidates {
-        let seconds = store_s(job, &groups);
+        let seconds = store_s(cluster, &groups);
         if best.as_ref().is_none_or(|(_, _, best_s)| better(seconds, *best_s)) {
             best = Some((count, groups, seconds));
         }
     }
     let Some((on_a_host, groups, seconds)) = best else { return none(GroupsReason::NoneShared) };
-    let without_s = store_s(job, &[]);
+    let without_s = store_s(cluster, &[]);
     let grouped = better(seconds, without_s);
-    let reason = GroupsReason::Compared { grouped, on_a_host, seconds, without_s, rates: job.rates };
+    let reason = GroupsReason::Compared { grouped, on_a_host, seconds, without_s, rates: cluster.rates };
     if grouped { Grouping { groups, reason } } else { none(reason) }
 }
 
-/// Seconds of [`GROUPS_BYTES`] through the store, in these groups.
-fn store_s(job: &Facts<'_>, groups: &[Vec<u32>]) -> f64 {
-    let servers = match groups.len() {
-        _ if job.servers_apart => job.servers,
-        0 => job.workers,
-        heads => heads as u32,
-    };
-    let facts = Facts {
-        kind: LayerKind::Other,
-        elems: GROUPS_BYTES / 4,
-        elem_bytes: 4,
-        groups,
-        servers,
-        ..job.clone()
-    };
-    facts.estimate(Way::STORE).map_or(0.0, |store| store.seconds())
+/// Seconds of [`GROUPS_BYTES`] of fp32 through the store, in these groups.
+fn store_s(cluster: &Cluster, groups: &[Vec<u32>]) -> f64 {
+    cluster.in_groups(groups).through_the_store(GROUPS_BYTES / 4, 4, 4).0
 }
 
 /// Workers by host, in the order of their first ones.
@@ -168,19 +155,14 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn job(hosts: &[u32], rates: Rates) -> Facts<'_> {
+    fn cluster(hosts: &[u32], rates: Rates) -> Cluster {
         let workers = hosts.len() as u32;
-        Facts {
-            kind: LayerKind::Other,
-            elems: 0,
-            elem_bytes: 4,
-            rows: &[],
-            short_bytes: 0,
+        Cluster {
             workers,
             servers: workers,
             servers_apart: false,
-            groups: &[],
-            hosts,
+            groups: Vec::new(),
+            hosts: hosts.to_vec(),
             slice_bytes: 512 << 10,
             collective_slice_bytes: 512 << 10,
             rates,
@@ -195,12 +177,12 @@ mod tests {
 
     #[test]
     fn groups_are_those_of_hosts_where_the_line_is_slow_and_none_where_it_is_fast() {
-        let slow = best_groups(&job(&TWO_HOSTS, rates(125e6, 2e9)));
+        let slow = best_groups(&cluster(&TWO_HOSTS, rates(125e6, 2e9)));
         assert_eq!(slow.groups, [[0, 1, 2, 3], [4, 5, 6, 7]]);
         let said = slow.reason.to_string();
         assert!(said.starts_with("by host: 16.8 MB through the store take 1"), "{said}");
         assert!(said.ends_with(", at 1000 Mbit/s between hosts and 16000 inside"), "{said}");
-        let fast = best_groups(&job(&TWO_HOSTS, rates(12.5e9, 2e9)));
+        let fast = best_groups(&cluster(&TWO_HOSTS, rates(12.5e9, 2e9)));
         assert_eq!((fast.groups.len(), fast.reason.code()), (0, "not-faster"));
         let said = fast.reason.to_string();
         assert!(said.starts_with("none: 16.8 MB") && said.contains("groups must gain 10 %"), "{said}");
@@ -210,7 +192,7 @@ mod tests {
     #[test]
     fn on_uniform_links_two_heads_on_each_host_are_faster_than_one() {
         let uniform = Rates { summed_bytes_per_s: 1e12, latency_s: 1e-6, ..rates(125e6, 125e6) };
-        let found = best_groups(&job(&TWO_HOSTS, uniform));
+        let found = best_groups(&cluster(&TWO_HOSTS, uniform));
         assert_eq!(found.groups, [[0, 1], [2, 3], [4, 5], [6, 7]]);
         assert!(found.reason.to_string().starts_with("by host in 2 parts: "), "{}", found.reason);
     }
@@ -218,7 +200,7 @@ mod tests {
     #[test]
     fn where_no_line_is_shared_there_are_no_groups() {
         let reason = |hosts: &[u32]| {
-            let found = best_groups(&job(hosts, Rates::default()));
+            let found = best_groups(&cluster(hosts, Rates::default()));
             assert!(found.groups.is_empty());
             found.reason.code()
         };
@@ -228,11 +210,12 @@ mod tests {
     #[test]
     fn the_busiest_interface_decides() {
         // That of host 0 moves 3 n without groups, and as much as the others with them: 12/7 n.
-        let found = best_groups(&job(&[0, 0, 1, 2, 3, 4, 5, 6], Rates::default()));
+        let found = best_groups(&cluster(&[0, 0, 1, 2, 3, 4, 5, 6], Rates::default()));
         assert_eq!(found.groups.len(), 7);
         // The one server's moves 15 n, and still 14 n.
         let hosts: Vec<u32> = [0].into_iter().chain(0..15).collect();
-        let server = Facts { workers: 15, servers: 1, servers_apart: true, ..job(&hosts, Rates::default()) };
+        let server =
+            Cluster { workers: 15, servers: 1, servers_apart: true, ..cluster(&hosts, Rates::default()) };
         let found = best_groups(&server);
         assert_eq!((found.groups.len(), found.reason.code()), (0, "not-faster"));
     }
@@ -240,7 +223,8 @@ mod tests {
     #[test]
     fn servers_apart_stay_owners_and_are_in_no_group() {
         let hosts = [0, 0, 0, 0, 1, 1, 1, 1, 2, 3];
-        let apart = Facts { workers: 8, servers: 2, servers_apart: true, ..job(&hosts, rates(125e6, 2e9)) };
+        let apart =
+            Cluster { workers: 8, servers: 2, servers_apart: true, ..cluster(&hosts, rates(125e6, 2e9)) };
         assert_eq!(best_groups(&apart).groups, [[0, 1, 2, 3], [4, 5, 6, 7]]);
     }
 
@@ -266,13 +250,12 @@ mod tests {
             let workers = hosts.len() as u32;
             let mut places = hosts.clone();
             places.extend(100..100 + servers);
-            let base = job(&places, rates(mbit * 125e3, inside_mbit * 125e3));
+            let base = cluster(&places, rates(mbit * 125e3, inside_mbit * 125e3));
             let owners = if servers == 0 { workers } else { servers };
-            let facts = Facts { workers, servers: owners, servers_apart: servers > 0, ..base };
-            prop_assert_eq!(facts.check(), Ok(()));
-            let found = best_groups(&facts);
-            let shards = if servers > 0 || found.groups.is_empty() { owners } else { found.groups.len() as u32 };
-            prop_assert_eq!(Facts { groups: &found.groups, servers: shards, ..facts.clone() }.check(), Ok(()));
+            let given = Cluster { workers, servers: owners, servers_apart: servers > 0, ..base };
+            prop_assert_eq!(given.check(), Ok(()));
+            let found = best_groups(&given);
+            prop_assert_eq!(given.in_groups(&found.groups).check(), Ok(()));
             for group in &found.groups {
                 prop_assert!(group.iter().all(|rank| hosts[*rank as usize] == hosts[group[0] as usize]));
             }
@@ -290,11 +273,11 @@ mod tests {
             let slow = rates(mbit * 125e3, inside_mbit * 125e3);
             let groups = parted(&by_host(&hosts), count);
             for of in [&groups[..], &[]] {
-                let taken_s = store_s(&job(&hosts, slow), of);
+                let taken_s = store_s(&cluster(&hosts, slow), of);
                 let line = Rates { bytes_per_s: slow.bytes_per_s * factor, ..slow };
                 let inside = Rates { inside_bytes_per_s: slow.inside_bytes_per_s * factor, ..slow };
                 for faster in [line, inside] {
-                    prop_assert!(store_s(&job(&hosts, faster), of) <= taken_s * (1.0 + 1e-12));
+                    prop_assert!(store_s(&cluster(&hosts, faster), of) <= taken_s * (1.0 + 1e-12));
                 }
             }
         }
@@ -302,8 +285,8 @@ mod tests {
         #[test]
         fn groups_of_one_cost_what_no_groups_do(hosts in proptest::collection::vec(0u32..4, 2..13)) {
             let alone: Vec<Vec<u32>> = (0..hosts.len() as u32).map(|rank| vec![rank]).collect();
-            let job = job(&hosts, Rates::default());
-            prop_assert_eq!(store_s(&job, &alone), store_s(&job, &[]));
+            let all = cluster(&hosts, Rates::default());
+            prop_assert_eq!(store_s(&all, &alone), store_s(&all, &[]));
         }
     }
 }
