@@ -6,187 +6,31 @@
 //! ([`crate::exchange`]); what may go to a peer, and when, is its outbox's (`node/outbox.rs`).
 
 mod calls;
+mod events;
 mod outbox;
+mod presence;
 mod waits;
 
-use crate::calls::{Call, Calls};
+use crate::calls::Calls;
 use crate::error::Error;
 use crate::exchange::{Context, Effect, Exchange, Field, Flow, Site};
 use crate::layout::{Book, Tensor};
 use crate::limits;
-use crate::members::Members;
 use crate::memory::Memory;
 use crate::observe::{Observation, Observe, Point};
-use crate::optimizer::Update;
 use crate::roles::Roles;
 use crate::submission::{Gives, Submission};
-use crate::types::{BookId, GroupId, LayerId, Rank, Seq, SliceId, Step, TensorId};
+use crate::types::{BookId, LayerId, Rank, SliceId, TensorId};
 use crate::way::Route;
 use crate::wire::{
     Destination, Header, Kind, Outgoing, other_wire_type, unexpected, wire_argument, wire_part,
 };
+pub use events::{Action, Config, Event};
 use outbox::Outbox;
+use presence::{Active, Left, Presence};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 pub use waits::Waits;
-
-/// Who this node is, and its options.
-#[derive(Debug, Clone)]
-pub struct Config {
-    /// This rank.
-    pub rank: Rank,
-    /// Ranks in the job.
-    pub ranks: u32,
-    /// How many of them, the first ones, are workers, who leave and come back (join). The others are servers.
-    pub workers: u32,
-    /// This lane.
-    pub lane: u32,
-    /// Lanes per rank.
-    pub lanes: u32,
-    /// Bytes that may be pushed to one owner for one book and not be answered yet. Bounds what an owner must hold for a
-    /// slow rank; `node/outbox.rs` has the exception that keeps it free of deadlock.
-    pub window_bytes: u64,
-    /// Whether the place in the forward pass decides (otherwise: first in, first out).
-    pub priority: bool,
-}
-
-/// What happened.
-#[derive(Debug)]
-pub enum Event<C> {
-    /// This rank takes part in the next exchange of a tensor.
-    Submit(Submission<C>),
-    /// A frame arrived; its payload lies where [`Node::destination`] said.
-    Frame {
-        /// The sender.
-        from: Rank,
-        /// Its header.
-        header: Header,
-        /// Its payload, if it has one.
-        payload: Option<C>,
-    },
-    /// A control frame (a blob, a question) is to be sent, before all data.
-    Control {
-        /// The receiver; if `None` all other ranks, of a blob all other workers.
-        to: Option<Rank>,
-        /// Its header.
-        header: Header,
-        /// Its payload, if it has one.
-        payload: Option<C>,
-    },
-    /// This rank's program has come to the end of a step, as far as a slice goes that it owns and an optimizer is applied to
-    /// ([`crate::roles::Fold::Updated`]). Said once for every round, before the next one: the answer waits for it.
-    Proceed {
-        /// The book.
-        book: BookId,
-        /// The slice.
-        slice: SliceId,
-        /// Which step, as its contributions say.
-        step: Step,
-        /// What is to be done; nothing if the step is not made.
-        update: Option<Update>,
-    },
-    /// From now on, until the next order, a slice that this rank owns is updated so whenever a round is complete, without a word.
-    Order {
-        /// The book.
-        book: BookId,
-        /// The slice.
-        slice: SliceId,
-        /// What is to be done.
-        update: Update,
-    },
-    /// The time of [`Action::Enough`] is over.
-    Close {
-        /// The book.
-        book: BookId,
-        /// The slice.
-        slice: SliceId,
-        /// The round.
-        seq: Seq,
-    },
-    /// This worker contributes no more until every worker has left (join). Everything it submitted must be complete, and released:
-    /// a contribution to a gather may be complete here and still be queued for a slower rank, and this word overtakes it.
-    Leave,
-    /// A group for calls, whose members are all in this order; see [`crate::calls`].
-    Group(GroupId, Vec<Rank>),
-    /// This rank's part in a call.
-    Call(Box<Call<C>>),
-}
-
-/// What the driver must do or pass on.
-#[derive(Debug)]
-pub enum Action<C> {
-    /// There may be something to send to this peer.
-    Wake(Rank),
-    /// The result of a slice of this rank's submission is in its memory.
-    Complete {
-        /// The book.
-        book: BookId,
-        /// The slice.
-        slice: SliceId,
-        /// Which submission.
-        seq: Seq,
-        /// Whether anybody contributed; if not, the memory is as it was.
-        present: bool,
-        /// Where each contribution is a round of its own: how often the value that came has been changed.
-        version: Step,
-    },
-    /// Enough are in a round of a slice that this rank owns: [`Event::Close`] is due so long from now.
-    Enough {
-        /// The book.
-        book: BookId,
-        /// The slice.
-        slice: SliceId,
-        /// The round.
-        seq: Seq,
-        /// In nanoseconds.
-        after_ns: u64,
-    },
-    /// A contribution to a slice that this rank owns came too late for its round, and was discarded.
-    Late {
-        /// The book.
-        book: BookId,
-        /// The slice.
-        slice: SliceId,
-        /// Whose.
-        of: Rank,
-    },
-    /// The sum of a slice that this rank owns waits for [`Event::Proceed`].
-    Waits {
-        /// The book.
-        book: BookId,
-        /// The slice.
-        slice: SliceId,
-    },
-    /// All contributions to a tensor that is gathered are here; [`Action::Complete`] follows.
-    Gathered {
-        /// The book.
-        book: BookId,
-        /// The tensor's slice.
-        slice: SliceId,
-        /// By rank the payloads of its contribution, in order; `None` for this rank and those that took no part.
-        parts: Vec<Option<Vec<C>>>,
-    },
-    /// Every worker has left; from now on all take part again.
-    AllLeft,
-    /// The call with this id, which receives from anybody, receives from this member of its group.
-    CallSource {
-        /// The call.
-        id: u64,
-        /// An index in the group.
-        from: u32,
-    },
-    /// The results of the call with this id are in memory; its messages may still be waiting to be sent.
-    CallComplete(u64),
-    /// A control frame arrived.
-    Control {
-        /// The sender.
-        from: Rank,
-        /// Its header.
-        header: Header,
-        /// Its payload.
-        payload: Option<C>,
-    },
-}
 
 struct BookState<C> {
     book: Arc<Book>,
@@ -194,14 +38,6 @@ struct BookState<C> {
     /// Place in the forward pass by layer.
     places: Vec<u32>,
     active: Active,
-}
-
-/// Of a book's members those that have not left; of them, those who contribute.
-struct Active {
-    members: Members,
-    contributors: Members,
-    /// How often all workers have left and come back.
-    era: u32,
 }
 
 struct EarlyFrame<C> {
@@ -217,13 +53,7 @@ pub struct Node<M: Memory, O: Observe = ()> {
     observer: O,
     books: Vec<Option<BookState<M::Chunk>>>,
     outboxes: Vec<Outbox<M::Chunk>>,
-    /// Workers that have not left.
-    active: Members,
-    /// How often all have.
-    era: u32,
-    /// At a server: workers that have left again before it knew that all had left, and how often. Workers agree on that among
-    /// themselves, and a server hears of it when it does.
-    ahead: BTreeMap<Rank, u32>,
+    presence: Presence,
     /// Frames for books that peers have opened before this rank did.
     early: BTreeMap<BookId, Vec<EarlyFrame<M::Chunk>>>,
     early_bytes: usize,
@@ -249,9 +79,7 @@ impl<M: Memory, O: Observe> Node<M, O> {
         Self {
             outboxes: (0..ranks).map(|_| Outbox::new(config.window_bytes)).collect(),
             calls: Calls::new(config.rank, config.ranks),
-            active: Members::all(config.workers),
-            era: 0,
-            ahead: BTreeMap::new(),
+            presence: Presence::of_all(config.workers, config.rank),
             config,
             memory,
             observer,
@@ -301,11 +129,7 @@ impl<M: Memory, O: Observe> Node<M, O> {
         let slices =
             (0..book.slices.len() as u32).map(|slice| Exchange::new(book.tensor_of(slice).route)).collect();
         let places = (0..book.layers.len() as u32).collect();
-        let stays = |rank: &Rank| rank.0 >= self.config.workers || self.active.contains(*rank);
-        let those = |members: &Members| members.iter().filter(stays).collect();
-        let roles = &book.roles;
-        let (members, contributors) = (those(&roles.members), those(roles.contributors()));
-        let active = Active { members, contributors, era: self.era };
+        let active = self.presence.of_book(&book.roles);
         self.books[at] = Some(BookState { book, slices, places, active });
         for EarlyFrame { from, header, payload } in self.early.remove(&id).unwrap_or_default() {
             self.early_bytes -= header.payload_bytes as usize;
@@ -710,46 +534,33 @@ impl<M: Memory, O: Observe> Node<M, O> {
 
     /// A rank has left: rounds that only waited for it end now.
     fn leave(&mut self, rank: Rank, actions: &mut Vec<Action<M::Chunk>>) -> Result<(), Error> {
-        if !self.active.remove(rank) {
-            let serves = self.config.rank.0 >= self.config.workers;
-            if !serves || rank.0 >= self.config.workers {
-                return Err(Error::protocol(rank, "it left twice, or is a server"));
+        match self.presence.leave(rank)? {
+            Left::Ahead => Ok(()),
+            Left::One => {
+                for id in 0..self.books.len() {
+                    if self.books[id].as_mut().is_some_and(|state| state.active.leave(rank)) {
+                        self.look_at_rounds(id as BookId, actions)?;
+                    }
+                }
+                Ok(())
             }
-            *self.ahead.entry(rank).or_default() += 1;
-            return Ok(());
-        }
-        if self.active.is_empty() {
             // At once, in the same event: a peer that has seen all leave may push again before this rank's user knows.
             // No round can end here: what is open was pushed by such peers, and this rank has not submitted yet. But a server may have
             // heard from all groups.
-            self.active.become_those(&Members::all(self.config.workers));
-            self.era += 1;
-            for state in self.books.iter_mut().flatten() {
-                let roles = &state.book.roles;
-                state.active.members.become_those(&roles.members);
-                state.active.contributors.become_those(roles.contributors());
-                state.active.era = self.era;
-            }
-            actions.push(Action::AllLeft);
-            for id in 0..self.books.len() {
-                let grouped = |state: &&BookState<_>| !state.book.roles.groups.is_empty();
-                if self.books[id].as_ref().filter(grouped).is_some() {
-                    self.look_at_rounds(id as BookId, actions)?;
+            Left::All { again } => {
+                for state in self.books.iter_mut().flatten() {
+                    state.active = self.presence.of_book(&state.book.roles);
                 }
-            }
-            for (rank, times) in std::mem::take(&mut self.ahead) {
-                (0..times).try_for_each(|_| self.leave(rank, actions))?;
-            }
-            return Ok(());
-        }
-        for id in 0..self.books.len() {
-            let Some(state) = &mut self.books[id] else { continue };
-            state.active.contributors.remove(rank);
-            if state.active.members.remove(rank) {
-                self.look_at_rounds(id as BookId, actions)?;
+                actions.push(Action::AllLeft);
+                for id in 0..self.books.len() {
+                    let grouped = |state: &&BookState<_>| !state.book.roles.groups.is_empty();
+                    if self.books[id].as_ref().filter(grouped).is_some() {
+                        self.look_at_rounds(id as BookId, actions)?;
+                    }
+                }
+                again.into_iter().try_for_each(|rank| self.leave(rank, actions))
             }
         }
-        Ok(())
     }
 
     /// Ranks have left, or come back: ends the rounds of a book that waited for nothing else.

@@ -154,22 +154,22 @@ impl Roles {
             return Some(why);
         }
         let Rules { must_be_in, fold, answered, staleness, stragglers } = &self.rules;
-        let alone = *must_be_in == MustBeIn::Nobody;
-        if *fold == Fold::Updated && !alone && *answered != Answered::All {
+        let one_by_one = *must_be_in == MustBeIn::Nobody;
+        if *fold == Fold::Updated && !one_by_one && *answered != Answered::All {
             return Some(
                 "who contributes to a round of values that are updated gets them: all must be answered"
                     .into(),
             );
         }
         if let Some(Staleness { of, .. }) = staleness
-            && (!alone || !among(of))
+            && (!one_by_one || !among(of))
         {
             return Some(
                 "staleness is bounded where each contribution is a round of its own, and the clocks are members'".into(),
             );
         }
         let count = self.contributors().count();
-        stragglers.filter(|rule| alone || !(1..=count).contains(&rule.enough)).map(
+        stragglers.filter(|rule| one_by_one || !(1..=count).contains(&rule.enough)).map(
             |Stragglers { enough, .. }| {
                 format!(
                     "{enough} of {count} that contribute are enough for a round: it must be 1 to all of them"
@@ -180,13 +180,6 @@ impl Roles {
 }
 
 impl Roles {
-    /// Who answers this rank on slices of that owner. A head is answered by it once its group is in
-    /// ([`crate::node::Node::owners_that_owe`]).
-    #[must_use]
-    pub fn answered_by(&self, rank: Rank, owner: Rank) -> Rank {
-        self.groups.of(rank).map(Group::head).filter(|head| *head != rank).unwrap_or(owner)
-    }
-
     fn wrong_groups(&self) -> Option<String> {
         if self.groups.is_empty() {
             return None;
@@ -254,6 +247,12 @@ impl Groups {
     #[must_use]
     pub fn led_by(&self, rank: Rank) -> Option<&Group> {
         self.of(rank).filter(|group| group.head() == rank)
+    }
+
+    /// To whom this rank pushes slices of that owner, and who answers it. A head is answered by the owner, once its group is in.
+    #[must_use]
+    pub fn answered_by(&self, rank: Rank, owner: Rank) -> Rank {
+        self.of(rank).map(Group::head).filter(|head| *head != rank).unwrap_or(owner)
     }
 
     /// Whether both are in one group.
@@ -324,8 +323,7 @@ mod tests {
         assert!(groups.together(Rank(5), Rank(0)) && groups.together(Rank(3), Rank(3)));
         assert!(!groups.together(Rank(5), Rank(3)) && !groups.together(Rank(1), Rank(1)));
         assert!(groups.led_by(Rank(3)).is_some() && groups.led_by(Rank(4)).is_none());
-        let roles = Roles { groups, ..Roles::alike(Members::all(7)) };
-        let answered_by = [0, 1, 3, 4, 5].map(|rank| roles.answered_by(Rank(rank), Rank(3)).0);
+        let answered_by = [0, 1, 3, 4, 5].map(|rank| groups.answered_by(Rank(rank), Rank(3)).0);
         assert_eq!(answered_by, [3, 3, 3, 3, 0], "members by their heads, all others by the owner");
     }
 }

@@ -20,7 +20,7 @@ use crate::memory::{Chunk, RealMemory};
 use crate::observed::{LaneNode, Recorder};
 use crate::shared::{OpenBook, Shared};
 use mio::{Events, Interest, Poll, Token};
-use penstock_core::life::{Pulse, Sign};
+use penstock_core::life::{Pulse, Sign, may_end};
 use penstock_core::node::{self, Action, Event, Node};
 use penstock_core::wire::{HEADER_BYTES, Outgoing};
 use penstock_core::{BookId, Error, Rank, Seq, SliceId};
@@ -32,10 +32,6 @@ use std::time::{Duration, Instant};
 pub(crate) const WAKER: Token = Token(usize::MAX);
 /// Longest sleep between two looks at the clock.
 const TICK_MAX: Duration = Duration::from_millis(100);
-/// How long the end of a lane waits for its last frames to reach the peers.
-const FLUSH: Duration = Duration::from_secs(1);
-/// How long after a failure it waits for connections to peers that have none yet: they may still be starting.
-const REACH: Duration = Duration::from_secs(2);
 /// What a lane updates per turn, in bytes: some tenths of a millisecond, in which nothing is sent or read.
 const UPDATE_BYTES: usize = 256 << 10;
 /// Readiness events per turn; the rest waits in the kernel.
@@ -552,8 +548,7 @@ impl Lane {
             let mut connections = self.peers.iter().filter_map(|peer| peer.connection.as_ref());
             let arrived = connections.all(|c| c.all_written() && c.unacknowledged_bytes() == 0);
             let reached = self.failed.is_none() || self.unreached().next().is_none();
-            let bound = if reached { FLUSH } else { REACH };
-            if arrived && reached || self.now.saturating_duration_since(started) >= bound {
+            if may_end(nanoseconds(self.now.saturating_duration_since(started)), arrived, reached) {
                 return Ok(());
             }
             self.poll_once(events, Duration::from_millis(5))?;

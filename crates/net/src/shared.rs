@@ -177,7 +177,7 @@ impl OpenBook {
         if is_complete && !state.present.load(Ordering::Acquire) { 0 } else { self.arrived_bytes(tensor) }
     }
 
-    /// The owners of a lane's slices of a tensor whose results are not in memory.
+    /// A lane's slices of a tensor whose results are not in memory.
     pub(crate) fn open_slices(&self, tensor: TensorId, lane: u32) -> impl Iterator<Item = SliceId> {
         let in_lane = move |slice: &SliceId| self.book.slices[*slice as usize].lane == lane;
         let is_open = |slice: &SliceId| !self.in_memory[*slice as usize].load(Ordering::Acquire);

@@ -42,10 +42,7 @@ impl<'a> Site<'a> {
 
     /// To whom this rank pushes, and who answers it.
     pub(super) fn answered_by(&self) -> Rank {
-        match self.groups.of(self.rank) {
-            Some(group) if group.head() != self.rank => group.head(),
-            _ => self.slice.owner,
-        }
+        self.groups.answered_by(self.rank, self.slice.owner)
     }
 
     /// Whether `from` may push to this rank, and says of whom.

@@ -30,7 +30,7 @@ impl<C> Contribution<C> {
 
 /// A contribution, its step, and if it is a group's of whom it is.
 #[derive(Debug)]
-struct Part<C> {
+struct Received<C> {
     what: Contribution<C>,
     step: Step,
     party: Party,
@@ -43,7 +43,7 @@ pub(super) struct Round<C> {
     op: Op,
     step: Step,
     /// By member what it brings.
-    contributions: Vec<Option<Part<C>>>,
+    contributions: Vec<Option<Received<C>>>,
     /// Whether two of them differ.
     steps_differ: bool,
     arrived: u32,
@@ -97,7 +97,7 @@ impl<C: Clone> Round<C> {
         if contribution.is_some() {
             return Err(format!("a second contribution to round {seq}"));
         }
-        *contribution = Some(Part { what, step, party: Party::of(argument) });
+        *contribution = Some(Received { what, step, party: Party::of(argument) });
         // Who differs is said when all are in: most ranks are right.
         self.steps_differ |= step != self.step;
         self.arrived += 1;
@@ -194,7 +194,8 @@ impl<C: Clone> Round<C> {
 
     /// The index of this rank's own contribution among the inputs of [`Round::outcome`], if it has one.
     fn own_input(&self, me: usize) -> Option<usize> {
-        let has_data = |c: &Option<Part<C>>| matches!(c, Some(Part { what: Contribution::Data(_), .. }));
+        let has_data =
+            |c: &Option<Received<C>>| matches!(c, Some(Received { what: Contribution::Data(_), .. }));
         let before = self.contributions[..me].iter().filter(|c| has_data(c)).count();
         has_data(&self.contributions[me]).then_some(before)
     }
@@ -206,7 +207,7 @@ impl<C: Clone> Round<C> {
     pub(super) fn outcome(&self, site: &Site<'_>, inputs: &mut Vec<C>) -> Result<Outcome, String> {
         let mut last = None;
         for (rank, contribution) in site.members.iter().zip(&self.contributions) {
-            if let Some(Part { what: Contribution::Data(chunk), .. }) = contribution {
+            if let Some(Received { what: Contribution::Data(chunk), .. }) = contribution {
                 inputs.push(chunk.clone());
                 last = Some(rank);
             }

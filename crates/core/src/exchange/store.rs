@@ -325,20 +325,20 @@ impl<C: Clone> Store<C> {
     ) -> Result<(), Error> {
         let Site { members, rules, .. } = context.site;
         let Some(place) = members.position(from) else { return Err(unexpected(from, header)) };
-        let alone = rules.must_be_in == MustBeIn::Nobody;
+        let one_by_one = rules.must_be_in == MustBeIn::Nobody;
         let (asks, over) = (what.is_absent() && !rules.needs(from), self.round.has_ended(header.seq));
-        if asks && alone && self.is_ahead(from, &context.site) {
+        if asks && one_by_one && self.is_ahead(from, &context.site) {
             self.asking.push((from, *header));
             return Ok(());
         }
-        if asks && (alone || over) || over && rules.stragglers.is_some() {
+        if asks && (one_by_one || over) || over && rules.stragglers.is_some() {
             if !what.is_absent() {
                 context.effects.push(Effect::Late { of: from });
             }
             self.tell_late(from, header, context);
             return Ok(());
         }
-        if alone {
+        if one_by_one {
             self.round.forget_round();
         }
         self.round
@@ -625,8 +625,8 @@ impl<C: Clone> Store<C> {
 
     /// An answer says of which step its round is; where there are no rounds it says how often the value was changed.
     fn versioned(&self, header: &Header, site: &Site<'_>) -> Header {
-        let alone = site.rules.must_be_in == MustBeIn::Nobody;
-        let changes = self.entry.as_ref().filter(|_| alone).map(SliceEntry::updates);
+        let one_by_one = site.rules.must_be_in == MustBeIn::Nobody;
+        let changes = self.entry.as_ref().filter(|_| one_by_one).map(SliceEntry::updates);
         #[allow(clippy::cast_possible_truncation)] // as on the wire; who compares subtracts
         Header { step: changes.map_or(header.step, |changes| changes as Step), ..*header }
     }

@@ -20,11 +20,13 @@
 
 mod inquiry;
 mod pulse;
+mod reach;
 mod verdict;
 mod wait;
 
 pub use inquiry::{DOUBT_NS, Expired, INQUIRY_NS, Question, Reply};
 pub use pulse::{Contact, Farewell, PeerTimes, Pulse, Sign, TimeAway};
+pub use reach::{Attempts, FLUSH_NS, REACH_NS, may_end, unreached};
 pub use verdict::{Evidence, Verdict};
 pub use wait::{Wait, WaitKind};
 
@@ -393,7 +395,8 @@ impl Life {
         }
     }
 
-    /// When [`Life::look`] may have something to say next, if nothing happens before.
+    /// When [`Life::look`] may have something to say next, if nothing happens before. A driver that looks every now and then
+    /// anyway, as real lanes do for their line and their peers, need not ask.
     #[must_use]
     pub fn deadline_ns(&self, moved_ns: u64) -> Option<u64> {
         if let Some(case) = &self.case {

@@ -1,7 +1,8 @@
 //! Whom this rank waits for: what is under way here, and who has not done their part. Questions are answered from that
-//! ([`crate::life::Reply`]), and so it decides who is blamed.
+//! ([`Reply`]), and so it decides who is blamed.
 
 use super::{BookState, Node, site};
+use crate::life::{Question, Reply};
 use crate::memory::Memory;
 use crate::observe::Observe;
 use crate::types::{BookId, Rank, SliceId, TensorId};
@@ -35,15 +36,31 @@ impl<M: Memory, O: Observe> Node<M, O> {
             let is_member = book.roles.groups.led_by(me).is_none();
             if is_member && book.tensors[tensor as usize].route == Route::STORE {
                 let owners = slices.into_iter().map(|slice| book.slices[slice as usize].owner);
-                waits.owners.extend(owners.map(|owner| book.roles.answered_by(me, owner)));
+                waits.owners.extend(owners.map(|owner| book.roles.groups.answered_by(me, owner)));
             }
         }
         waits.late.extend(calls.into_iter().flat_map(|id| self.call_missing(id)));
-        waits.late.extend(self.late_to_leave());
+        waits.late.extend(self.presence.late_to_leave());
         waits.owners.extend(self.owners_that_owe());
         waits.late.remove(&me);
         waits.owners.remove(&me);
         waits
+    }
+
+    /// What this lane says to a question.
+    ///
+    /// * `waits`: as [`Node::waits`] has it.
+    /// * `program`: whether the rank's program stands in a call, in which, and who is late for what all agree on there. One lane
+    ///   speaks of those.
+    pub fn answer(&self, question: Question, waits: Waits, program: Reply) -> Reply {
+        let Waits { mut late, owners } = waits;
+        if self.config.lane == 0 {
+            late.extend(program.late);
+            late.remove(&self.config.rank);
+        }
+        let missing = question.about.map_or_else(Vec::new, |(book, tensor)| self.missing(book, tensor));
+        let (late, owners) = (late.into_iter().collect(), owners.into_iter().collect());
+        Reply { late, owners, missing, lacking: self.missing_anywhere(), ..program }
     }
 
     /// Of the slices of `tensor` that wait here: the ranks they wait for.
@@ -82,12 +99,6 @@ impl<M: Memory, O: Observe> Node<M, O> {
                 .filter_map(move |(slice, exchange)| exchange.owner_that_owes(&site_of(slice)))
         });
         distinct(owners.collect())
-    }
-
-    /// If this worker has left: those that have not.
-    fn late_to_leave(&self) -> Vec<Rank> {
-        let stays = self.config.rank.0 >= self.config.workers || self.active.contains(self.config.rank);
-        if stays { Vec::new() } else { self.active.iter().collect() }
     }
 
     /// The ranks that a call of this rank waits for.

@@ -4,17 +4,14 @@ use super::{Gate, Timer, fresh_nonce, send};
 use crate::descriptors::{self, Registration};
 use crate::handshake::{DialFailure, Dialer, DialerStep};
 use mio::net::TcpStream;
+use penstock_core::life::Attempts;
 use penstock_core::{Error, Rank};
 use std::io::{self, ErrorKind, Read};
+use std::ops::RangeInclusive;
 use std::time::{Duration, Instant};
 
 /// A lane and a peer.
 pub(super) type DialKey = (u32, Rank);
-
-/// Pauses between attempts grow from the first to the second: a peer that starts at the same time is found at once, and
-/// one that is away costs nothing.
-const PAUSE_MIN: Duration = Duration::from_millis(10);
-const PAUSE_MAX: Duration = Duration::from_secs(1);
 
 /// Everything about one connection that is wanted.
 pub(super) struct Dial {
@@ -22,7 +19,7 @@ pub(super) struct Dial {
     give_up: Instant,
     /// When the timer of this dial rings: the deadline of the attempt, or the start of the next.
     due: Instant,
-    pause: Duration,
+    attempts: Attempts,
     attempt: Option<Attempt>,
     /// What went wrong last, for the message.
     problem: String,
@@ -73,7 +70,7 @@ impl Gate {
             started: now,
             give_up: now + self.dial_timeout,
             due: now,
-            pause: PAUSE_MIN,
+            attempts: Attempts::default(),
             attempt: None,
             problem: "not tried yet".into(),
             starved: false,
@@ -203,8 +200,7 @@ impl Gate {
         let Some(dial) = self.dials.get_mut(&key) else { return };
         dial.problem = problem;
         dial.starved = false;
-        let pause = jittered(dial.pause);
-        dial.pause = (dial.pause * 2).min(PAUSE_MAX);
+        let pause = drawn(dial.attempts.failed());
         let due = (Instant::now() + pause).min(dial.give_up);
         self.set_due(key, due);
     }
@@ -283,10 +279,11 @@ fn finish_connect(stream: &mut TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)
 }
 
-/// Between half of it and all of it, so that the ranks of a large job do not all come back at the same moment.
-fn jittered(pause: Duration) -> Duration {
+/// One of these, in nanoseconds.
+fn drawn(range_ns: RangeInclusive<u64>) -> Duration {
     let mut byte = [0; 1];
-    // Without randomness the full pause is right too.
+    // Without randomness the longest is right too.
     let _ = getrandom::fill(&mut byte);
-    pause - pause / 2 * u32::from(byte[0]) / 255
+    let (start_ns, end_ns) = range_ns.into_inner();
+    Duration::from_nanos(end_ns - (end_ns - start_ns) / 255 * u64::from(byte[0]))
 }

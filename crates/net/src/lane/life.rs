@@ -3,11 +3,21 @@
 use super::{Lane, Peer};
 use crate::memory::Chunk;
 use crate::shared::OpenBook;
-use penstock_core::life::{Contact, Farewell, PeerTimes, Question, Reply, Sign};
+use penstock_core::life::{Contact, Farewell, PeerTimes, Question, Reply, Sign, unreached};
 use penstock_core::node::Waits;
 use penstock_core::wire::Outgoing;
 use penstock_core::{Error, Header, Kind, Rank, TensorId};
 use std::sync::atomic::Ordering;
+
+impl Peer {
+    fn contact(&self) -> Contact {
+        match &self.connection {
+            Some(connection) => Contact::Open { written: connection.all_written() },
+            None if self.gone => Contact::Gone,
+            None => Contact::Never,
+        }
+    }
+}
 
 impl Lane {
     /// A control frame has arrived.
@@ -87,18 +97,16 @@ impl Lane {
         self.note_told();
     }
 
-    /// Connects to the peers that this rank has no connection to yet: who is still starting must hear the verdict, too, and would
-    /// otherwise find this rank gone and blame it. One lane is enough.
+    /// Connects to the peers that have yet to hear of the verdict.
     fn reach_all(&self) {
-        let Some(admission) = self.admission.get().filter(|_| self.index == 0) else { return };
+        let Some(admission) = self.admission.get() else { return };
         self.unreached().for_each(|rank| admission.dial(self.index, rank));
     }
 
     /// Peers that are still to be connected, to be told of the verdict.
     pub(super) fn unreached(&self) -> impl Iterator<Item = Rank> {
-        let unreached = |(_, peer): &(u32, &Peer)| self.index == 0 && peer.connection.is_none() && !peer.gone;
-        let ranks = (0..).zip(&self.peers).filter(unreached).map(|(rank, _)| Rank(rank));
-        ranks.filter(|rank| *rank != self.me)
+        let others = (0..).map(Rank).zip(&self.peers).filter(|(rank, _)| *rank != self.me);
+        unreached(self.index, others.map(|(rank, peer)| (rank, peer.contact())))
     }
 
     /// What only the clock tells.
@@ -146,21 +154,12 @@ impl Lane {
 
     /// What this lane says to a question.
     pub(super) fn answer(&self, question: Question) -> Reply {
-        let Waits { mut late, owners } = self.waits();
-        let of_job = self.shared.answer();
-        if self.index == 0 {
-            late.extend(of_job.late);
+        let mut program = self.shared.answer();
+        program.blocked |= self.calls.values().any(|handle| handle.is_awaited());
+        if program.what.is_empty() {
+            program.what = self.under_way();
         }
-        let missing = question.about.map_or_else(Vec::new, |(book, tensor)| self.node.missing(book, tensor));
-        let what = if of_job.what.is_empty() { self.under_way() } else { of_job.what };
-        Reply {
-            blocked: of_job.blocked || self.calls.values().any(|handle| handle.is_awaited()),
-            late: late.into_iter().collect(),
-            owners: owners.into_iter().collect(),
-            missing,
-            lacking: self.node.missing_anywhere(),
-            what,
-        }
+        self.node.answer(question, self.waits(), program)
     }
 
     /// The tensors of which this lane has slices that are not in memory.
@@ -200,12 +199,7 @@ impl Lane {
         let mut done = true;
         let me = self.me;
         for rank in (0..self.peers.len() as u32).map(Rank).filter(|rank| *rank != me) {
-            let place = &self.peers[rank.index()];
-            let contact = match &place.connection {
-                Some(connection) => Contact::Open { written: connection.all_written() },
-                None if place.gone => Contact::Gone,
-                None => Contact::Never,
-            };
+            let contact = self.peers[rank.index()].contact();
             match self.pulse.farewell(rank, contact, self.node.has_frame(rank)) {
                 Farewell::Done => {}
                 Farewell::Wait => done = false,

@@ -190,7 +190,7 @@ impl LinkModel {
             self.open_collective(&book, id, slice_id, seq);
             self.advance(id, slice_id);
         } else {
-            let (me, to) = (self.me.rank, book.roles.answered_by(self.me.rank, slice.owner));
+            let (me, to) = (self.me.rank, book.roles.groups.answered_by(self.me.rank, slice.owner));
             let group = book.roles.groups.of(me);
             if group.is_some_and(|group| group.head() == me) {
                 if to != me {

@@ -8,19 +8,12 @@
 use super::scenario::{MS, PEER_TIMEOUT_NS};
 use super::{Happening, Omission, World};
 use penstock_core::Rank;
-use penstock_core::life::{Contact, Question};
+use penstock_core::life::{Attempts, Contact, Question, may_end, unreached};
 use std::collections::VecDeque;
 
 /// How long a peer is dialled: one that cannot be reached is as lost as one that is silent.
 pub(super) const DIAL_TIMEOUT_NS: u64 = PEER_TIMEOUT_NS;
-/// Pauses between attempts grow from the first to the second.
-const PAUSE_MIN_NS: u64 = 10 * MS;
-const PAUSE_MAX_NS: u64 = 1000 * MS;
-/// How long the end of a process waits for its last frames to be written.
-const FLUSH_NS: u64 = 1000 * MS;
-/// How long it waits for connections to peers that have none yet.
-pub(super) const REACH_NS: u64 = 2000 * MS;
-/// How often it looks whether that is so.
+/// How often a process that has given up looks whether it may end.
 const FLUSH_LOOK_NS: u64 = 20 * MS;
 
 /// What is on a link.
@@ -64,7 +57,7 @@ pub(super) struct Link {
     unwritten: VecDeque<Frame>,
     /// Frames of exchanges, not given out yet.
     pub(super) owed: VecDeque<Frame>,
-    pause_ns: u64,
+    attempts: Attempts,
     last_ns: u64,
     pub(super) cut: bool,
 }
@@ -157,7 +150,7 @@ impl World {
         }
         self.dials += 1;
         self.links[link].state = ConnectionState::Dialling(self.dials);
-        self.links[link].pause_ns = PAUSE_MIN_NS;
+        self.links[link].attempts = Attempts::default();
         self.agenda.after(DIAL_TIMEOUT_NS, Happening::GiveUp(link, self.dials));
         self.attempt(link, self.dials);
     }
@@ -179,9 +172,8 @@ impl World {
         }
         if !self.ranks[to as usize].lives() {
             // Refused: it has ended, and its listener with it.
-            let pause_ns = self.links[link].pause_ns;
-            self.links[link].pause_ns = (2 * pause_ns).min(PAUSE_MAX_NS);
-            let again_ns = self.crossing_ns(to, from) + self.random.between(pause_ns / 2, pause_ns);
+            let (least_ns, most_ns) = self.links[link].attempts.failed().into_inner();
+            let again_ns = self.crossing_ns(to, from) + self.random.between(least_ns, most_ns);
             return self.agenda.after(again_ns, Happening::Redial(link, dial));
         }
         if matches!(self.links[back].state, ConnectionState::Open | ConnectionState::Gone) {
@@ -242,12 +234,15 @@ impl World {
         self.unreached(rank).collect::<Vec<_>>().into_iter().for_each(|link| self.dial(link));
     }
 
-    /// To peers that lane 0 has never had a connection to.
+    /// To peers that have yet to hear of a verdict.
     fn unreached(&self, rank: u32) -> impl Iterator<Item = usize> + '_ {
-        let links = self.others(rank).map(move |other| self.link(rank, other, 0));
-        links.filter(|link| {
-            matches!(self.links[*link].state, ConnectionState::Never | ConnectionState::Dialling(_))
-        })
+        let contacts = move |lane| {
+            let links = self.others(rank).map(move |other| (Rank(other), self.link(rank, other, lane)));
+            links.map(|(other, link)| (other, self.links[link].contact()))
+        };
+        let lanes = (0..self.scenario.lanes)
+            .flat_map(move |lane| unreached(lane, contacts(lane)).map(move |peer| (lane, peer)));
+        lanes.map(move |(lane, peer)| self.link(rank, peer.0, lane))
     }
 
     /// Ends a process that has given up: once its last frames are written, or after a bounded time.
@@ -267,8 +262,7 @@ impl World {
         let delays_ns = self.scenario.delay_ns[rank as usize].iter();
         let arrived = written && now_ns >= since_ns + 2 * delays_ns.max().copied().unwrap_or(0);
         let reached = self.omits(Omission::ReachNobody) || self.unreached(rank).next().is_none();
-        let bound_ns = if reached { FLUSH_NS } else { REACH_NS };
-        if (arrived && reached) || now_ns >= since_ns + bound_ns {
+        if may_end(now_ns - since_ns, arrived, reached) {
             return self.close(rank);
         }
         self.agenda.after(FLUSH_LOOK_NS, Happening::Flush(rank));

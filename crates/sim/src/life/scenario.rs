@@ -1,7 +1,7 @@
 //! Jobs drawn from a seed in which ranks hang, die, stop, leave and fail, over links that are slow, cut or reset.
 
-use super::links::REACH_NS;
 use crate::random::Random;
+use penstock_core::life::REACH_NS;
 
 pub(super) const MS: u64 = 1_000_000;
 pub(super) const SECOND: u64 = 1000 * MS;

@@ -64,7 +64,7 @@ impl<M: SimMemory> World<M> {
                 Action::AllLeft => self.workers[rank.index()].lanes_left += 1,
                 // Its program says the word whether it waits or not.
                 Action::Waits { .. } => {}
-                // Rounds that end early have a test of their own: tests/collectives/stragglers.rs.
+                // Rounds that end early have a test of their own: tests/collectives/unordered.rs.
                 Action::Enough { .. } | Action::Late { .. } => {}
                 // Calls have a world of their own: `crate::calls`.
                 Action::CallComplete(_) | Action::CallSource { .. } => {}

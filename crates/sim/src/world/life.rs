@@ -8,8 +8,8 @@ use crate::memory::{Chunk, RealMemory, SimMemory};
 use crate::network::ConnectionId;
 use crate::program::{Instruction, Mishap, OPERATION_TIMEOUT_NS, PEER_TIMEOUT_NS, Sabotage, Setup};
 use penstock_core::life::{
-    Contact, Effect, Expired, Farewell, Life, PeerTimes, Pulse, Question, Reply, Sign, Verdict, Wait,
-    WaitKind,
+    Contact, Effect, Expired, FLUSH_NS, Farewell, Life, PeerTimes, Pulse, Question, Reply, Sign, Verdict,
+    Wait, WaitKind,
 };
 use penstock_core::node::Waits;
 use penstock_core::types::{BookId, Rank, Seq, TensorId};
@@ -19,9 +19,8 @@ use std::collections::BTreeSet;
 const SECOND: u64 = 1_000_000_000;
 /// How often a lane looks at the clock.
 const TICK_NS: u64 = SECOND / 10;
-/// How long a process takes to end after its error, at most; and how long it waits for its last frames to be written.
+/// How long a process takes to end after its error, at most.
 const EXIT_NS: u64 = SECOND / 2;
-const FLUSH_NS: u64 = SECOND;
 /// Nobody who has not ended by then ever will; time runs out, so that the checker says so.
 const END_NS: u64 = 1000 * SECOND;
 
@@ -310,7 +309,7 @@ impl<M: SimMemory> World<M> {
         if self.rests(rank) {
             return Ok(());
         }
-        let mut needed = BTreeSet::new();
+        let mut needed: BTreeSet<Rank> = self.late_to_agree(rank).into_iter().collect();
         for lane in 0..self.setup.lanes {
             let Waits { late, owners } = self.waits_for(rank, lane);
             needed.extend(late.into_iter().chain(owners));
@@ -366,16 +365,21 @@ impl<M: SimMemory> World<M> {
 
     /// What a lane says to a question.
     fn answer(&self, rank: Rank, lane: u32, question: Question) -> Reply {
-        let node = &self.nodes[self.at(rank, lane)];
-        let Waits { late, owners } = self.waits_for(rank, lane);
-        let (late, owners) = (late.into_iter().collect(), owners.into_iter().collect());
         let blocked = self.fates[rank.index()].wait.is_some();
-        let missing = question.about.map_or_else(Vec::new, |(book, tensor)| node.missing(book, tensor));
+        let late = self.late_to_agree(rank);
         let what = format!("instruction {}", self.workers[rank.index()].instruction);
-        Reply { blocked, late, owners, missing, lacking: node.missing_anywhere(), what }
+        let program = Reply { blocked, late, what, ..Reply::default() };
+        self.nodes[self.at(rank, lane)].answer(question, self.waits_for(rank, lane), program)
     }
 
-    /// Whom what is under way in this lane waits for; in the first lane also the program's own agreements.
+    /// Who has not come to what the program agrees on with all others.
+    fn late_to_agree(&self, rank: Rank) -> Vec<Rank> {
+        let mut late = self.workers[rank.index()].late_to_agree(self.setup.workers);
+        late.retain(|late| *late != rank);
+        late
+    }
+
+    /// Whom what is under way in this lane waits for.
     fn waits_for(&self, rank: Rank, lane: u32) -> Waits {
         let (node, worker) = (&self.nodes[self.at(rank, lane)], &self.workers[rank.index()]);
         let open = worker.open_tensors().map(|(id, tensor)| {
@@ -383,12 +387,7 @@ impl<M: SimMemory> World<M> {
             let slices = worker.open_slices(id, tensor, book.slices_of(tensor));
             (id, tensor, slices.filter(move |slice| book.slices[*slice as usize].lane == lane))
         });
-        let mut waits = node.waits(open, []);
-        if lane == 0 {
-            let late = worker.late_to_agree(self.setup.workers);
-            waits.late.extend(late.into_iter().filter(|late| *late != rank));
-        }
-        waits
+        node.waits(open, [])
     }
 
     fn is_written(&mut self, id: ConnectionId) -> bool {
