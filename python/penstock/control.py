@@ -495,7 +495,7 @@ class Servers:
         fold: Fold = "fresh",
         answered: Answered = "all",
         *,
-        alone: bool = False,
+        one_by_one: bool = False,
         staleness: int | None = None,
         stragglers: tuple[int, float] | None = None,
         in_groups: bool = False,
@@ -510,7 +510,7 @@ class Servers:
             tensors: As `Engine.open_book` takes them.
             fold: What becomes of contributions, as in `Roles`.
             answered: Who gets the result, likewise.
-            alone: Each contribution is a round of its own; otherwise all workers must be in.
+            one_by_one: Each contribution is a round of its own; otherwise all workers must be in.
             staleness: Where it is, by how much a worker that asks may be ahead of the slowest.
             stragglers: How many are enough for a round, and how many seconds they wait for the others.
             in_groups: Workers sum among themselves before, if the job has groups.
@@ -522,12 +522,12 @@ class Servers:
             ConfigError: A bound is exceeded, or a server holds another book than the workers.
         """
         groups = [list(group) for group in self.groups] if in_groups else []
-        plain = (fold, answered, alone, stragglers) == ("fresh", "all", False, None)
+        plain = (fold, answered, one_by_one, stragglers) == ("fresh", "all", False, None)
         if not self.ranks and plain and not groups:
             return self._engine.open_book(name, list(layers), list(tensors))
         number, members = self._engine.books, [*self._workers, *self.ranks]
         owners = list(self.ranks) or [group[0] for group in groups] or self._workers
-        must_be_in = [] if alone else self._workers if self.ranks or not plain else None
+        must_be_in = [] if one_by_one else self._workers if self.ranks or not plain else None
         clocks = None if staleness is None else [self._workers, staleness]
         few = None if stragglers is None else list(stragglers)
         what = (number, name, list(layers), list(tensors), members, owners, must_be_in)

@@ -82,10 +82,14 @@ def add_up(arrays):
 
 
 class Model:
-    """What the store must hold, and give."""
+    """What the store must hold, and give.
 
-    def __init__(self, size):
-        self.size = size
+    Args:
+        groups: Ranks that sum among themselves first; each rank is in one.
+    """
+
+    def __init__(self, groups):
+        self.groups = groups
         self.values = {}
 
     def take(self, step, values):
@@ -94,7 +98,8 @@ class Model:
         if step["call"] == "init":
             self.values[key] = values[0][0].copy()
         elif step["call"] in {"push", "pushpull"}:
-            self.values[key] = add_up([add_up(own) for own in values])
+            sums = [add_up([add_up(values[rank]) for rank in group]) for group in self.groups]
+            self.values[key] = add_up(sums)
         elif step["call"] == "push rows":
             self.values[key] = self.rows(key, [self.joined(key, own) for own in values])
         elif step["call"] == "pull rows":
@@ -133,7 +138,8 @@ def random_program(rank, size, seed):
     """Run a program that all ranks draw alike, wait at moments that each draws for itself, and compare every bit."""
     print(f"seed {seed}")  # shown if it fails
     steps, mine = program(seed), np.random.default_rng([seed, rank])
-    model, kv, checks = Model(size), ps.KVStore("sync"), []
+    groups = ps.report()["groups"] or [[rank] for rank in range(size)]
+    model, kv, checks = Model(groups), ps.KVStore("sync"), []
 
     def later(future, found, expected, what):
         checks.append((future, found, expected, f"seed {seed}, rank {rank}, {what}"))

@@ -24,11 +24,13 @@ SEEDS = int(os.environ.get("SEEDS", "3"))
 # Random programs
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_random_programs_give_the_bits_of_a_plain_model(size, tmp_path):
+@pytest.mark.parametrize(
+    ("size", "groups"), [(1, None), (2, None), (3, None), (4, None), (3, [[0], [2, 1]]), (4, [[1, 3], [0, 2]])]
+)
+def test_random_programs_give_the_bits_of_a_plain_model(size, groups, tmp_path):
     for seed in range(SEEDS):
         (tmp_path / str(seed)).mkdir()
-        values = run_well(size, random_program, tmp_path / str(seed), 1000 * size + seed)
+        values = run_well(size, random_program, tmp_path / str(seed), 1000 * size + seed, groups=groups)
         assert all(value == values[0] for value in values), f"seed {1000 * size + seed}"
 
 

@@ -653,12 +653,12 @@ class KVStore:
 
     def _rules(self) -> dict[str, Any]:
         """How rounds go, for `Servers.open_book`."""
-        if not self._are_kept:
-            return {"stragglers": self._stragglers}
-        fold = "kept" if self._optimizer is None else "updated"
-        if self.kind == "sync":
-            return {"fold": fold, "stragglers": self._stragglers}
-        return {"fold": fold, "answered": "who-asks", "alone": True, "staleness": self._staleness}
+        if self.kind == "async":
+            fold = "kept" if self._optimizer is None else "updated"
+            return {"fold": fold, "answered": "who-asks", "one_by_one": True, "staleness": self._staleness}
+        # A group is in when all of it is: it cannot go on without one that is late.
+        rules = {"stragglers": self._stragglers, "in_groups": self._stragglers is None}
+        return rules if self._optimizer is None else {"fold": "updated", **rules}
 
     def _change_optimizer(self, caller: str, make: Callable[[], NamedOptimizer], *, anew: bool) -> None:
         self._running(caller)
