@@ -1,6 +1,7 @@
 //! Numbers and types that all of the protocol speaks of. On this file everything else stands, and it on nothing.
 
-/// A worker's number, `0..ranks`. Every worker process also holds one shard of the store under the same number.
+/// A process's number, `0..ranks`: workers first, then servers apart, if there are some. Without these every worker also holds one
+/// shard of the store, under the same number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Rank(pub u32);
 
@@ -26,7 +27,7 @@ pub type LayerId = u32;
 pub type TensorId = u32;
 /// The number of a slice in its book.
 pub type SliceId = u32;
-/// The number of a group for calls; 0 is all ranks.
+/// The number of a group for calls; 0 is all workers.
 pub type GroupId = u16;
 /// Counts the submissions of one tensor: the exchange of a slice is named by (book, slice, seq).
 pub type Seq = u32;

@@ -140,9 +140,9 @@ impl Way {
     /// Project Adam's: factors to the layer's owner, the full matrix back. For comparison; chosen only if asked for.
     pub const ADAM: Self = Self::by(Payload::Factors, Route::Owner);
     /// The store with fp32 gradients rounded to bf16 on the wire.
-    pub const BF16: Self = Self { wire: Some(Dtype::Bf16), ..Self::STORE };
+    pub const BF16: Self = Self::STORE.rounded_to(Dtype::Bf16);
     /// The same with IEEE half precision.
-    pub const FP16: Self = Self { wire: Some(Dtype::F16), ..Self::STORE };
+    pub const FP16: Self = Self::STORE.rounded_to(Dtype::F16);
     /// 1-bit quantisation.
     pub const ONE_BIT: Self = Self::by(Payload::OneBit, Route::Gather);
     /// Deep Gradient Compression.
@@ -174,6 +174,12 @@ impl Way {
     #[must_use]
     pub const fn sum(algorithm: Algorithm) -> Self {
         Self::by(Payload::Whole, Route::Sum(algorithm))
+    }
+
+    /// The same, rounded on the wire.
+    #[must_use]
+    pub const fn rounded_to(self, wire: Dtype) -> Self {
+        Self { wire: Some(wire), ..self }
     }
 
     /// Its word in the glossary.

@@ -1,6 +1,6 @@
 //! `Engine.report()` as plain dictionaries.
 
-use penstock_core::Dtype;
+use penstock_core::way::Way;
 use penstock_net::{BookReport, LayerReport, Report};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -51,7 +51,7 @@ fn of_layer<'py>(py: Python<'py>, layer: &LayerReport) -> PyResult<Bound<'py, Py
     let dict = PyDict::new(py);
     dict.set_item("name", &layer.name)?;
     // By the name of the scheme.
-    let lossy = layer.rounded_to.map(|wire| if wire == Dtype::F16 { "fp16" } else { wire.name() });
+    let lossy = layer.rounded_to.map(|wire| Way::STORE.rounded_to(wire).name());
     dict.set_item("lossy", lossy)?;
     dict.set_item("bytes_sent", layer.bytes_sent)?;
     dict.set_item("bytes_received", layer.bytes_received)?;

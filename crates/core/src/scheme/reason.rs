@@ -124,7 +124,7 @@ impl fmt::Display for Reason {
             Self::Given(why) if why.is_empty() => f.write_str("as given"),
             Self::Given(why) => write!(f, "as given: {why}"),
             Self::Rounded(wire) => {
-                let name = if *wire == Dtype::F16 { "fp16" } else { wire.name() };
+                let name = Way::STORE.rounded_to(*wire).name();
                 write!(f, "LOSSY, as given: rounded to {name} on the wire, summed in fp32")
             }
             Self::Shortened(what) => write!(f, "LOSSY, as given: {what}"),

@@ -17,10 +17,8 @@ from penstock.torch.model.flight import Flight
 if TYPE_CHECKING:
     from penstock._native import Engine
 
-__all__ = ["SMALL_BYTES", "Bundle"]
+__all__ = ["Bundle"]
 
-SMALL_BYTES = 16 << 10
-"""Of the largest gradient that is bundled."""
 BUNDLE_BYTES = 64 << 10
 """With so many it is submitted: what the engine holds back of small submissions, and half a millisecond at 1 Gbit/s."""
 

@@ -29,10 +29,10 @@ from penstock.coordinator import Placed
 from penstock.errors import ConfigError, PenstockError
 from penstock.lending import lent_to
 from penstock.lossy import LossyScheme
-from penstock.torch.gradients.bundle import SMALL_BYTES, Bundle
+from penstock.torch.gradients.bundle import Bundle
 from penstock.torch.model.flight import Flight
 from penstock.torch.model.layers import Layer, Slot
-from penstock.torch.model.layout import same_order
+from penstock.torch.model.layout import SMALL_BYTES, same_order
 from penstock.torch.reads.safety import DeferredParameter, defer, restore
 from penstock.torch.release.failure import after_failure, tells_what_is_whole
 from penstock.torch.schemes.adam import OwnerDuties

@@ -7,7 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["CODES", "COMPILED_PREFIX", "ROOT", "is_dense", "memory_order", "same_order", "without_repeats"]
+__all__ = [
+    "CODES",
+    "COMPILED_PREFIX",
+    "ROOT",
+    "SMALL_BYTES",
+    "is_dense",
+    "memory_order",
+    "same_order",
+    "without_repeats",
+]
 
 # The engine averages these; the average of complex numbers is that of their parts.
 CODES: dict[torch.dtype, tuple[str, int]] = {
@@ -20,6 +29,8 @@ CODES: dict[torch.dtype, tuple[str, int]] = {
 }
 ROOT = "(root)"  # the name of the layer that the model itself is
 COMPILED_PREFIX = "_orig_mod."  # torch.compile's wrapper; ranks may differ in whether they compile
+SMALL_BYTES = 16 << 10
+"""Of gradients that are bundled and parameters that are joined: copying larger ones takes as long as it saves."""
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -23,14 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from penstock.torch.model.layout import is_dense
+from penstock.torch.model.layout import SMALL_BYTES, is_dense
 from penstock.torch.updates.separable import same_bits
 from penstock.torch.updates.shadow import Shadow
 
 __all__ = ["Joined", "fits", "joinable"]
 
-SMALL_BYTES = 16 << 10
-"""Of the largest parameter that is joined: copying larger ones takes as long as it saves."""
 CALL_ELEMS = 1 << 15
 """Fewer are in one call: torch does not share them among threads, and a processor's own cache holds what they need."""
 BLOCK_ELEMS = 1 << 19
