@@ -193,11 +193,16 @@ impl Inquiry {
     }
 
     /// All ranks that these wait for, directly or through others, themselves included.
-    fn reached(&self, from: &BTreeSet<Rank>) -> BTreeSet<Rank> {
+    ///
+    /// * `heads`: and for owners that are owed an answer themselves, though they lack others.
+    fn reached(&self, from: &BTreeSet<Rank>, heads: bool) -> BTreeSet<Rank> {
+        let is_owed = |rank: &Rank| self.answer(*rank).is_some_and(|answer| !answer.owners.is_empty());
         let mut reached = from.clone();
         let mut next: Vec<Rank> = from.iter().copied().collect();
         while let Some(rank) = next.pop() {
-            next.extend(self.waits_for(rank).into_iter().filter(|late| reached.insert(*late)));
+            let owners = self.answer(rank).filter(|_| heads).map_or(&[][..], |answer| &answer.owners);
+            let owners = owners.iter().copied().filter(is_owed);
+            next.extend(self.waits_for(rank).into_iter().chain(owners).filter(|late| reached.insert(*late)));
         }
         reached
     }
@@ -206,13 +211,14 @@ impl Inquiry {
     pub(super) fn finding(&self) -> Finding {
         let me = self.me;
         let direct = self.waits_for(me);
-        let reached = self.reached(&direct);
-        let those =
-            |which: &dyn Fn(Rank) -> bool| reached.iter().copied().filter(|rank| which(*rank)).collect();
-        let absent: Vec<Rank> =
-            those(&|rank| rank != me && self.answer(rank).is_some() && self.waits_for(rank).is_empty());
-        let unanswered: Vec<Rank> = those(&|rank| rank != me && self.answer(rank).is_none());
-        let (evidence, culprits) = if !absent.is_empty() {
+        let mut reached = self.reached(&direct, false);
+        let those = |reached: &BTreeSet<Rank>, which: &dyn Fn(Rank) -> bool| -> Vec<Rank> {
+            reached.iter().copied().filter(|rank| *rank != me && which(*rank)).collect()
+        };
+        let is_absent = |rank| self.answer(rank).is_some() && self.waits_for(rank).is_empty();
+        let absent = those(&reached, &is_absent);
+        let unanswered = those(&reached, &|rank| self.answer(rank).is_none());
+        let (mut evidence, mut culprits) = if !absent.is_empty() {
             (Evidence::Absent, absent)
         } else if !unanswered.is_empty() {
             (Evidence::Unanswered, unanswered)
@@ -221,6 +227,14 @@ impl Inquiry {
         } else {
             self.circle(&reached)
         };
+        if evidence == Evidence::Circle {
+            // What the head of a group lacks may be held back by a window until its own owner answers.
+            let further = self.reached(&direct, true);
+            let absent = those(&further, &is_absent);
+            if !absent.is_empty() {
+                (evidence, culprits, reached) = (Evidence::Absent, absent, further);
+            }
+        }
         let text = self.text(&direct, &reached, evidence, &culprits);
         Finding { evidence, culprits, text }
     }
@@ -228,7 +242,7 @@ impl Inquiry {
     /// Everybody waits: of those from whom there is no way out, the ones whose programs do not stand in a call, or all.
     fn circle(&self, reached: &BTreeSet<Rank>) -> (Evidence, Vec<Rank>) {
         let ways: Vec<(Rank, BTreeSet<Rank>)> =
-            reached.iter().map(|rank| (*rank, self.reached(&self.waits_for(*rank)))).collect();
+            reached.iter().map(|rank| (*rank, self.reached(&self.waits_for(*rank), false))).collect();
         let way = |rank: Rank| ways.iter().find(|(of, _)| *of == rank).map(|(_, way)| way);
         let comes_back = |(rank, onward): &&(Rank, BTreeSet<Rank>)| {
             onward.iter().all(|next| way(*next).is_some_and(|way| way.contains(rank)))
@@ -363,6 +377,20 @@ mod tests {
         let everybody =
             [Some((&[1, 2][..], &[][..], &[][..])), Some((&[0, 2], &[], &[])), Some((&[0, 1], &[], &[]))];
         assert_eq!(found(&everybody, 0), (Evidence::Circle, vec![0, 1, 2]));
+    }
+
+    #[test]
+    fn who_a_head_itself_waits_for_counts_before_those_whom_it_lacks_are_said_to_wait_for_each_other() {
+        // Rank 0 is the head of ranks 1 and 2, whose contributions to the next slices windows hold back; rank 3 owns the slice.
+        let answers = [
+            Some((&[][..], &[3][..], &[1, 2][..])),
+            Some((&[], &[0], &[])),
+            Some((&[], &[0], &[])),
+            Some((&[], &[], &[])),
+        ];
+        for asking in [0, 1, 2] {
+            assert_eq!(found(&answers, asking), (Evidence::Absent, vec![3]), "rank {asking}");
+        }
     }
 
     #[test]
