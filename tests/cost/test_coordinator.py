@@ -257,16 +257,17 @@ def test_hosts_that_are_not_of_all_ranks_are_refused():
         Cluster(4, 4, hosts=(0, 0, 1)).best_groups(Rates())
 
 
-def test_rows_are_compared_with_the_store_of_the_jobs_groups():
-    """4096 x 4096 with 200 rows: factors send 16 x 200 x 8192 numbers from a host, the store 4096^2 or 4 times that."""
+def test_ways_are_compared_with_the_jobs_groups():
+    """200 rows of 8192: in groups 4 x 200 x 8192 numbers leave a host, through the store 4096^2; else fourfold."""
     net = Network("net", (linear("fc", 4096, 4096),))
     without = Coordinator(net, Cluster(8, 8, hosts=TWO_HOSTS), rates=FAST_PRODUCTS, batchsize=200)
-    assert without.best_scheme("fc") == "factors"
     book = without.in_groups(BY_HOST)
-    assert book.best_scheme("fc") == "store"
-    assert book.decision("fc").scheme_bytes["store"] * 4 == without.decision("fc").scheme_bytes["store"]
+    for scheme, numbers in (("factors", 4 * 200 * 8192), ("store", 4096**2)):
+        assert book.decision("fc").scheme_bytes[scheme] == 4 * numbers
+        assert without.decision("fc").scheme_bytes[scheme] == 4 * 4 * numbers
+    assert (book.best_scheme("fc"), without.best_scheme("fc")) == ("factors", "factors")
     assert book.query("groups", "hosts", "n_server") == (BY_HOST, TWO_HOSTS, 2)
-    assert book.update(rows={"fc": [100] * 8}, rates=FAST_PRODUCTS) == {"fc": "factors"}
+    assert book.update(rows={"fc": [600] * 8}, rates=FAST_PRODUCTS) == {"fc": "store"}
     assert without.in_groups(()).decision("fc") == without.decision("fc")
 
 

@@ -13,7 +13,7 @@ import struct
 from dataclasses import dataclass, replace
 
 MAGIC = b"PNSTOCK1"
-VERSION = 4
+VERSION = 5
 CHALLENGE_BYTES = 1 + 32 + 32
 REFUSAL_BYTES = 3
 HEADER = struct.Struct("<BBHIIIII")

@@ -18,7 +18,7 @@ from kvstore_model import random_program, same_bits
 import penstock as ps
 import penstock.job
 
-SEEDS = int(os.environ.get("SEEDS", "3"))
+SEEDS = int(os.environ.get("SEEDS", "2"))
 
 
 # Random programs

@@ -77,6 +77,29 @@ def test_heads_that_have_left_go_on_relaying(tmp_path):
     torch.testing.assert_close(found, plain, rtol=1e-10, atol=1e-10)
 
 
+def test_rows_go_once_to_each_other_group(tmp_path):
+    """All layers by factors: each rank makes its averages by itself, of what the others gave, with the same bits."""
+    results, _ = trained(tmp_path / "alone", [], "double", "rows")
+    counts = [result["moved"]["model0.gradients"] for result in results]
+    own = counts[0]["bytes_sent"] // 3
+    assert all(count == {"bytes_sent": 3 * own, "bytes_received": 3 * own} for count in counts)
+    grouped, _ = trained(tmp_path / "pairs", BY_LISTS, "double", "rows")
+    assert grouped[0]["bits"] == results[0]["bits"]
+    # A member gives its own and gets the others'. A head gives 2 to the other one, 3 to its member, and gets 2 and 1.
+    sent = [result["moved"]["model0.gradients"]["bytes_sent"] for result in grouped]
+    received = [result["moved"]["model0.gradients"]["bytes_received"] for result in grouped]
+    assert sent == [(2 + 3) * own, own] * 2
+    assert received == [(2 + 1) * own, 3 * own] * 2
+    apart, _ = trained(tmp_path / "apart", ["--clients", "2", "--servers", "2"], "double", "rows")
+    assert apart[0]["bits"] == results[0]["bits"], "servers have no part in it"
+
+
+def test_heads_that_have_left_go_on_passing_rows_on(tmp_path):
+    plain, _ = trained(tmp_path / "alone", [], "double", "rows", "join")
+    grouped, _ = trained(tmp_path / "grouped", UNEVEN, "double", "rows", "join")
+    assert grouped[0]["bits"] == plain[0]["bits"]
+
+
 def test_wire_types_are_for_what_goes_between_groups(tmp_path, alone):
     _, plain = alone
     results, found = trained(tmp_path / "rounded", BY_LISTS, "rounded")

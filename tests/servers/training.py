@@ -26,6 +26,7 @@ def main(directory, *options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
     schemes = {"2": "factors", "4": "ring"} if "schemes" in options else None
     schemes = {"0": "bf16"} if "rounded" in options else schemes
+    schemes = dict.fromkeys("024", "factors") if "rows" in options else schemes
     update = "servers" if "update" in options else "workers"
     model, optimizer = ps.distribute(model, optimizer, schemes=schemes, update=update)
     before = ps.report()

@@ -18,7 +18,7 @@ use crate::layout::{Book, Tensor};
 use crate::limits;
 use crate::memory::Memory;
 use crate::observe::{Observation, Observe, Point};
-use crate::roles::Roles;
+use crate::roles::{NO_GROUPS, Roles};
 use crate::submission::{Gives, Submission};
 use crate::types::{BookId, LayerId, Rank, SliceId, TensorId};
 use crate::way::Route;
@@ -463,7 +463,7 @@ impl<M: Memory, O: Observe> Node<M, O> {
         }
         let expected = state.slices[header.slice as usize].expects(from, header, &site);
         // What is done with the contributions is said by those who contribute; answers need not repeat it. A gather does nothing.
-        let combined = header.kind.takes_part() && header.kind != Kind::Gather;
+        let combined = header.kind.takes_part() && !header.kind.is_gathers();
         let refused = combined && header.op.refused_on_wire(site.dtype, site.wire).is_some();
         if expected && !refused { Ok(()) } else { Err(unexpected(from, header)) }
     }
@@ -614,6 +614,8 @@ impl<M: Memory, O: Observe> Node<M, O> {
 fn site<'a>(rank: Rank, book: &'a Book, active: &'a Active, slice: SliceId) -> Site<'a> {
     let (members, tensor, Roles { rules, groups, .. }) =
         (book.members_of(slice), book.tensor_of(slice), &book.roles);
+    // What goes to an owner, each rank sends by itself.
+    let groups = if tensor.route == Route::Owner { &NO_GROUPS } else { groups };
     let era = active.era;
     let active = if tensor.route == Route::STORE { &active.members } else { &active.contributors };
     let (dtype, wire, tensor_bytes) = (tensor.dtype, tensor.wire, tensor.len_bytes());

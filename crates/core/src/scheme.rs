@@ -489,22 +489,18 @@ mod tests {
 
     #[test]
     fn other_ways_are_compared_with_the_store_of_groups() {
-        // Of factors 16 x K x 8192 numbers leave a host, to the store without groups 4 x 4096^2: the same at 512 rows. In groups
-        // it is 4096^2, and factors are less up to 128 rows.
-        let groups = by_host();
-        for (rows, with, without) in [
-            (100, Way::FACTORS, Way::FACTORS),
-            (200, Way::STORE, Way::FACTORS),
-            (600, Way::STORE, Way::STORE),
-        ] {
-            let rows = [rows; 8];
-            assert_eq!(
-                choice(Policy::Measured, &on_two_hosts(&rows, &groups, BYTES_ALONE)),
-                with,
-                "{rows:?}"
-            );
-            assert_eq!(choice(Policy::Measured, &on_two_hosts(&rows, &[], BYTES_ALONE)), without, "{rows:?}");
+        // Of factors 4 x K x 8192 numbers leave a host in groups and four times that without, to the store 4096^2 and four times that:
+        // the same at 512 rows.
+        let (groups, slow) = (by_host(), Rates { inside_bytes_per_s: 1e9, ..BYTES_ALONE });
+        let chosen = |rows: u64, groups: &[Vec<u32>], rates| {
+            choice(Policy::Measured, &on_two_hosts(&[rows; 8], groups, rates))
+        };
+        for (rows, way) in [(400, Way::FACTORS), (600, Way::STORE)] {
+            assert_eq!(chosen(rows, &groups, BYTES_ALONE), way, "{rows}");
+            assert_eq!(chosen(rows, &[], BYTES_ALONE), way, "{rows}");
         }
+        // Where it is slow inside heads count: 24 x K x 8192 numbers come and go there, or 3 x 4096^2.
+        assert_eq!([100, 400].map(|rows| chosen(rows, &groups, slow)), [Way::FACTORS, Way::STORE]);
     }
 
     #[test]

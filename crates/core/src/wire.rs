@@ -12,7 +12,7 @@ use crate::reduce::Reduction;
 use crate::types::{BookId, Dtype, Rank, Seq, SliceId, Step};
 
 /// Version of frames and handshake; peers with another version are refused at the handshake.
-pub const VERSION: u16 = 4;
+pub const VERSION: u16 = 5;
 /// Length of a header.
 pub const HEADER_BYTES: usize = 24;
 
@@ -52,6 +52,12 @@ pub enum Kind {
     Gather = 16,
     /// Owner to worker, where the result is made later: this worker's contribution is in the sum.
     Summed = 17,
+    /// Gathers, head to head: its group is in, and what its ranks have given follows; `argument` is of whom ([`Party`]).
+    GroupIn = 18,
+    /// Gathers, from a head: a piece of what the next rank has given of those it speaks for; `argument` as of a gather.
+    Passed = 19,
+    /// Gathers, from a head: the next rank of those takes no part.
+    NotIn = 20,
     /// A whole message of a call; `book`, `slice` and `step` are group, call and tag, `seq` is the call's signature.
     Message = 32,
     /// A message of `argument` bytes is there to be asked for.
@@ -65,7 +71,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    const ALL: [Self; 21] = [
+    const ALL: [Self; 24] = [
         Self::Push,
         Self::PushAbsent,
         Self::Answer,
@@ -82,6 +88,9 @@ impl Kind {
         Self::Reply,
         Self::Gather,
         Self::Summed,
+        Self::GroupIn,
+        Self::Passed,
+        Self::NotIn,
         Self::Message,
         Self::Offer,
         Self::Ready,
@@ -101,15 +110,20 @@ impl Kind {
                 | Self::AnswerSame
                 | Self::Part
                 | Self::Result
-                | Self::Gather
                 | Self::Summed
-        )
+        ) || self.is_gathers()
     }
 
     /// Whether the frame may begin a round, and so come before this rank has opened its book.
     #[must_use]
     pub fn takes_part(self) -> bool {
-        matches!(self, Self::Push | Self::PushAbsent | Self::Part | Self::Gather)
+        self.is_gathers() || matches!(self, Self::Push | Self::PushAbsent | Self::Part)
+    }
+
+    /// Whether the frame is part of a gather.
+    #[must_use]
+    pub fn is_gathers(self) -> bool {
+        matches!(self, Self::Gather | Self::GroupIn | Self::Passed | Self::NotIn)
     }
 
     /// Whether the frame is part of a call; see [`crate::calls`].
@@ -120,7 +134,9 @@ impl Kind {
 
     fn payload_bytes_max(self) -> usize {
         match self {
-            Self::Push | Self::Answer | Self::Part | Self::Result | Self::Gather => limits::SLICE_BYTES_MAX,
+            Self::Push | Self::Answer | Self::Part | Self::Result | Self::Gather | Self::Passed => {
+                limits::SLICE_BYTES_MAX
+            }
             Self::Message => limits::EAGER_BYTES_MAX,
             Self::MessagePart => limits::PART_BYTES_MAX,
             Self::Blob => limits::BLOB_BYTES_MAX,
@@ -311,6 +327,10 @@ impl Party {
 
     pub(crate) fn ranks(self) -> u32 {
         self.0 & 0xffff
+    }
+
+    pub(crate) fn era(self) -> u32 {
+        self.0 >> 16 & 0xff
     }
 }
 

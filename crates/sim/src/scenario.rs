@@ -271,7 +271,7 @@ fn draw_book(random: &mut Random, id: u32, roles: &Roles, slicing: Slicing, rout
         }
     }
     if roles.rules != Rules::default() {
-        tensors.retain(|tensor| tensor.route == Route::STORE);
+        tensors.retain(|tensor| [Route::STORE, Route::Gather].contains(&tensor.route));
     }
     let layers = (0..layers).map(|layer| format!("b{id}.layer{layer}")).collect();
     Book::deal(format!("book{id}"), layers, tensors, roles, slicing).expect("within all limits")

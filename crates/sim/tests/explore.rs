@@ -56,7 +56,7 @@ const FAULTS: usize = EVIDENCE.len() + 1;
 /// Workers, and servers apart from them.
 const APART: [(u32, u32); 5] = [(4, 4), (4, 2), (4, 1), (3, 2), (1, 1)];
 /// What befalls scenarios with groups of several ranks; see [`counts_of_groups`].
-const GROUPED: [&str; 7] = [
+const GROUPED: [&str; 10] = [
     "equal sizes",
     "uneven sizes",
     "servers apart",
@@ -64,6 +64,9 @@ const GROUPED: [&str; 7] = [
     "updates",
     "a lost head",
     "a lost member",
+    "gathers",
+    "gathers and ranks that leave",
+    "gathers and servers apart",
 ];
 /// The last of the topologies: a server was lost.
 const COUNTS: usize = 4 + Algorithm::ALL.len() + FAULTS + APART.len() + 1 + GROUPED.len();
@@ -112,7 +115,12 @@ fn counts_of_groups(setup: &Setup, lost: Option<Rank>) -> [u64; GROUPED.len()] {
     let updates = roles.rules.fold == Fold::Updated;
     let is_head = |rank| roles.groups.of(rank).map(|group| group.head() == rank);
     let of = |head: bool| lost.and_then(is_head) == Some(head);
-    [even, !even, setup.ranks > setup.workers, leaves, updates, of(true), of(false)].map(u64::from)
+    let gathers =
+        setup.books.iter().flat_map(|book| &book.tensors).any(|tensor| tensor.route == Route::Gather);
+    let apart = setup.ranks > setup.workers;
+    let of_gathers = [gathers, gathers && leaves, gathers && apart];
+    let [all, leaving, with_servers] = of_gathers;
+    [even, !even, apart, leaves, updates, of(true), of(false), all, leaving, with_servers].map(u64::from)
 }
 
 fn sum(a: [u64; COUNTS], b: [u64; COUNTS]) -> [u64; COUNTS] {

@@ -28,6 +28,47 @@ pub fn broadcast(rows: &[u64], row_bytes: u64, hosts: &Hosts) -> Traffic {
     traffic
 }
 
+/// The same where workers sum in groups (`exchange/relay.rs`): members send their rows to their heads, each head those of its group to
+/// each other head, and all others' to its members. So a row goes to each other group once.
+///
+/// * `rows`, `row_bytes`, `hosts`: as in [`broadcast`].
+/// * `groups`: ranks, each in one; the first is the head.
+#[must_use]
+pub fn relayed(rows: &[u64], row_bytes: u64, groups: &[Vec<u32>], hosts: &Hosts) -> Traffic {
+    let all_rows = rows.iter().sum::<u64>();
+    let mut traffic = Traffic::none(hosts.count());
+    let mut inside = vec![(0, 0); rows.len()];
+    let mut send = |from: u32, to: u32, rows: u64| {
+        let (from, to, bytes) = (from as usize, to as usize, rows * row_bytes);
+        if hosts.of(from) == hosts.of(to) {
+            inside[from].0 += bytes;
+            inside[to].1 += bytes;
+        } else {
+            traffic.sent[hosts.of(from)] += bytes;
+            traffic.received[hosts.of(to)] += bytes;
+        }
+    };
+    for group in groups {
+        let head = group[0];
+        for member in &group[1..] {
+            let own = rows[*member as usize];
+            send(*member, head, own);
+            send(head, *member, all_rows - own);
+        }
+        let of_group = group.iter().map(|rank| rows[*rank as usize]).sum();
+        for other in groups.iter().map(|group| group[0]).filter(|other| *other != head) {
+            send(head, other, of_group);
+        }
+    }
+    traffic.inside_bytes = inside.iter().map(|(sent, received)| *sent.max(received)).max().unwrap_or(0);
+    // A head has all before it gives any.
+    traffic.inside_path_bytes = inside.iter().map(|(sent, received)| sent + received).max().unwrap_or(0);
+    traffic.path_bytes = traffic.busiest_direction_bytes();
+    let members = groups.iter().any(|group| group.len() > 1);
+    traffic.steps = 2 * u32::from(members) + u32::from(groups.len() > 1);
+    traffic
+}
+
 /// Project Adam's scheme: factors up to the layer's owner, at position 0, and the full matrix down to all (Poseidon,
 /// Table 1, row 3). The owner is where the load is.
 ///
@@ -99,6 +140,21 @@ mod tests {
         assert_eq!(to_owner.sent, [2000, 0, 50]);
         assert_eq!(to_owner.received, [50, 1000, 1000]);
         assert_eq!(to_owner.path_bytes, 2050);
+    }
+
+    #[test]
+    fn heads_send_each_row_once_to_each_other_group() {
+        let (groups, hosts) = (vec![vec![0, 1, 2], vec![3, 4, 5]], Hosts::numbered(&[0, 0, 0, 1, 1, 1]));
+        let rows = [1, 2, 3, 10, 20, 30];
+        let relayed_here = relayed(&rows, 4, &groups, &hosts);
+        assert_eq!((&relayed_here.sent[..], &relayed_here.received[..]), (&[24, 240][..], &[240, 24][..]));
+        // The head of the first group gives 64 and 63 rows, the other's 46 and 36.
+        assert_eq!((relayed_here.inside_bytes, relayed_here.steps), (4 * 127, 3));
+        let without = broadcast(&rows, 4, &hosts);
+        assert_eq!(without.sent, [3 * 24, 3 * 240], "to every rank of the other host");
+        let alone: Vec<Vec<u32>> = (0..6).map(|rank| vec![rank]).collect();
+        let apart = Hosts::apart(6);
+        assert_eq!(relayed(&rows, 4, &alone, &apart), broadcast(&rows, 4, &apart));
     }
 
     #[test]

@@ -10,6 +10,9 @@
 //! A contribution may be meant for one rank alone, which is how Project Adam's scheme sends factors to a layer's owner (Poseidon
 //! Table 1, Adam). To the others it is then an empty one: the round is the same on all ranks, whoever gets what in it.
 //!
+//! Where workers sum in groups ([`crate::roles::Groups`]), heads pass contributions on ([`super::relay`]): then each goes once to a
+//! host, and not to every rank of it.
+//!
 //! **Why nothing waits for ever.** A contribution is sent without asking anybody, and is taken whenever it comes: no window
 //! holds it back. So once all active ranks have submitted a round, it ends.
 //!
@@ -22,38 +25,17 @@
 //! the complete round that the program reads, 2 (n-1) times the tensor, and with rows of usual numbers far less.
 
 use super::context::{Context, Effect, Flow, Site};
+use super::contributions::{OfRound, cut};
+use super::frames::send;
 use super::out_of_step::out_of_step;
+use super::relay::{Passage, passage};
 use crate::error::Error;
 use crate::memory::Memory;
 use crate::types::{Rank, Seq, Step};
-use crate::wire::{Header, Kind, Outgoing, describe, unexpected};
+use crate::wire::{Header, Kind, describe, unexpected};
 
 /// A peer is at most one round ahead.
 const OPEN_ROUNDS_MAX: usize = 2;
-
-/// What has come from one rank.
-#[derive(Debug)]
-struct Contribution<C> {
-    step: Step,
-    total_bytes: u32,
-    filled_bytes: u32,
-    /// The payloads, in order.
-    chunks: Vec<C>,
-}
-
-impl<C> Contribution<C> {
-    fn is_whole(&self) -> bool {
-        self.filled_bytes == self.total_bytes
-    }
-}
-
-/// A round that some rank has begun and that is not complete here.
-#[derive(Debug)]
-struct Round<C> {
-    seq: Seq,
-    /// By member; this one's own is never here.
-    contributions: Vec<Option<Contribution<C>>>,
-}
 
 /// One tensor's exchange on one rank.
 #[derive(Debug)]
@@ -65,12 +47,14 @@ pub struct Gather<C> {
     /// The last one that was complete here.
     done: Seq,
     /// By seq.
-    rounds: Vec<Round<C>>,
+    rounds: Vec<OfRound<C>>,
+    /// Of the head of a group: the last one that was over here, for its members or because it has none.
+    over: Seq,
 }
 
 impl<C> Default for Gather<C> {
     fn default() -> Self {
-        Self { submitted: 0, step: 0, done: 0, rounds: Vec::new() }
+        Self { submitted: 0, step: 0, done: 0, rounds: Vec::new(), over: 0 }
     }
 }
 
@@ -83,7 +67,7 @@ impl<C: Clone> Gather<C> {
         only_to: Option<Rank>,
         context: &mut Context<'_, M>,
     ) -> Result<(), Error> {
-        let Site { rank, active, slice, tensor_bytes, .. } = context.site;
+        let Site { rank, active, slice, tensor_bytes, groups, .. } = context.site;
         let total_bytes = header.argument;
         if self.submitted > self.done || header.seq <= self.done || u64::from(total_bytes) > tensor_bytes {
             return Err(Error::Config(format!(
@@ -92,45 +76,43 @@ impl<C: Clone> Gather<C> {
             )));
         }
         (self.submitted, self.step) = (header.seq, header.step);
-        for to in active.after(rank) {
-            let total_bytes = if only_to.is_none_or(|one| one == to) { total_bytes } else { 0 };
-            let mut start = 0;
-            loop {
-                let payload_bytes = slice.len_bytes.min(total_bytes - start);
-                // Even if it is empty: that the memory is released says that the frame is written.
-                let payload = Some(context.memory.part(memory, start as usize, payload_bytes as usize));
+        let receivers: Vec<Rank> = match groups.of(rank) {
+            None => active.after(rank).collect(),
+            Some(group) if group.head() != rank => vec![group.head()],
+            Some(_) => Vec::new(),
+        };
+        for to in &receivers {
+            let total_bytes = if only_to.is_none_or(|one| one == *to) { total_bytes } else { 0 };
+            // Even if it is empty: that the memory is released says that the frame is written.
+            for (payload_bytes, payload) in cut(memory, total_bytes, slice.len_bytes, context.memory) {
                 let header = Header { kind: Kind::Gather, payload_bytes, argument: total_bytes, ..*header };
-                let frame = Outgoing { header, payload };
-                context.effects.push(Effect::Send { to, frame, flow: Flow::Free });
-                start += payload_bytes;
-                if start == total_bytes {
-                    break;
-                }
+                send(*to, &header, Some(payload), Flow::Free, context);
             }
         }
-        self.end_if_complete(context)
+        if groups.led_by(rank).is_some() {
+            let chunks = cut(memory, total_bytes, slice.len_bytes, context.memory);
+            let place = context.site.members.position(rank).ok_or_else(|| unexpected(rank, header))?;
+            self.round(header, &context.site).set_whole(place, header.step, total_bytes, chunks);
+        }
+        self.advance(header, context)
     }
 
     /// Whether a frame continues, or begins, its rank's contribution to a round that may be open here.
     pub(super) fn expects(&self, from: Rank, header: &Header, site: &Site<'_>) -> bool {
-        let (total_bytes, len_bytes) = (header.argument, header.payload_bytes);
-        let fits = header.kind == Kind::Gather
-            && from != site.rank
-            && u64::from(total_bytes) <= site.tensor_bytes
-            && (len_bytes > 0) == (total_bytes > 0);
+        let fits = header.payload_bytes <= site.slice.len_bytes && from != site.rank;
         if !fits || is_for_others(from, site) {
-            return fits && len_bytes <= site.slice.len_bytes;
+            return fits && header.kind == Kind::Gather;
         }
-        let Some(place) = site.members.position(from) else { return false };
         let round = self.rounds.iter().find(|round| round.seq == header.seq);
-        let (known_bytes, filled_bytes) = match round.map(|round| &round.contributions[place]) {
-            Some(Some(contribution)) if contribution.is_whole() => return false,
-            Some(Some(contribution)) => (contribution.total_bytes, contribution.filled_bytes),
-            Some(None) => (total_bytes, 0),
-            None if header.seq > self.done && self.rounds.len() < OPEN_ROUNDS_MAX => (total_bytes, 0),
-            None => return false,
-        };
-        known_bytes == total_bytes && len_bytes == site.slice.len_bytes.min(total_bytes - filled_bytes)
+        let known =
+            round.is_some() || header.seq > self.done.max(self.over) && self.rounds.len() < OPEN_ROUNDS_MAX;
+        match passage(from, header, site) {
+            // What comes from ranks whose groups go on when nobody is left in this one.
+            Some(Passage::Between) if round.is_none() && header.seq <= self.over => true,
+            Some(Passage::Down) if self.submitted == self.done || header.seq != self.submitted => false,
+            Some(way) => known && way.fits(round, from, header, site),
+            None => false,
+        }
     }
 
     pub(super) fn frame<M: Memory<Chunk = C>>(
@@ -140,87 +122,119 @@ impl<C: Clone> Gather<C> {
         payload: Option<C>,
         context: &mut Context<'_, M>,
     ) -> Result<(), Error> {
-        if is_for_others(from, &context.site) {
+        let site = context.site;
+        if is_for_others(from, &site)
+            || header.seq <= self.over && passage(from, header, &site) == Some(Passage::Between)
+        {
             return Ok(());
         }
-        let members = context.site.members;
-        let Some(place) = members.position(from) else { return Err(unexpected(from, header)) };
-        let at = self.rounds.partition_point(|round| round.seq < header.seq);
-        if self.rounds.get(at).is_none_or(|round| round.seq != header.seq) {
-            let contributions = members.iter().map(|_| None).collect();
-            self.rounds.insert(at, Round { seq: header.seq, contributions });
-        }
-        let contribution = self.rounds[at].contributions[place].get_or_insert_with(|| Contribution {
-            step: header.step,
-            total_bytes: header.argument,
-            filled_bytes: 0,
-            chunks: Vec::with_capacity(header.argument.div_ceil(header.payload_bytes.max(1)) as usize),
-        });
         if payload.is_some() != (header.payload_bytes > 0) {
             return Err(unexpected(from, header));
         }
-        contribution.chunks.extend(payload);
-        contribution.filled_bytes += header.payload_bytes;
+        let way = passage(from, header, &site).ok_or_else(|| unexpected(from, header))?;
+        let round = self.round(header, &site);
+        way.take(round, from, header, payload, &site).ok_or_else(|| unexpected(from, header))?;
         if self.submitted > self.done && header.seq < self.submitted {
             let why = format!("{}: this rank is at round {}", describe(from, header), self.submitted);
             return Err(Error::protocol(from, why));
         }
-        self.end_if_complete(context)
+        self.advance(header, context)
     }
 
     /// A round that only waited for the rank that has left ends now. What others still send to this rank after it has left
-    /// itself is none of its business.
-    pub(super) fn left<M: Memory<Chunk = C>>(&mut self, context: &mut Context<'_, M>) -> Result<(), Error> {
-        let Site { rank, members, active, .. } = context.site;
-        if !active.contains(rank) {
+    /// itself is none of its business, unless it is the head of a group.
+    pub(super) fn left<M: Memory<Chunk = C>>(
+        &mut self,
+        header: &Header,
+        context: &mut Context<'_, M>,
+    ) -> Result<(), Error> {
+        let Site { rank, members, active, groups, .. } = context.site;
+        if !active.contains(rank) && groups.is_empty() {
             for round in &mut self.rounds {
-                let contributions = round.contributions.iter_mut().zip(members.iter());
-                let others = contributions.filter(|(_, member)| active.contains(*member));
-                others.for_each(|(contribution, _)| *contribution = None);
+                round.forget(members.iter().map(|member| active.contains(member)));
             }
-            self.rounds.retain(|round| round.contributions.iter().any(Option::is_some));
+            self.rounds.retain(|round| !round.is_empty());
         }
-        self.end_if_complete(context)
+        self.advance(header, context)
     }
 
     pub(super) fn missing(&self, site: &Site<'_>, ranks: &mut Vec<Rank>) {
         let Site { rank: me, members, active, .. } = *site;
-        if self.submitted == self.done {
+        if site.led().is_some() {
+            ranks.extend(self.rounds.iter().flat_map(|round| round.missing_inside(site)));
+        }
+        if self.submitted == self.done || !site.groups.is_empty() {
             return;
         }
         let round = self.rounds.iter().find(|round| round.seq == self.submitted);
-        let is_whole = |place: usize| {
-            round.and_then(|round| round.contributions[place].as_ref()).is_some_and(Contribution::is_whole)
-        };
-        let late = members
-            .iter()
-            .enumerate()
-            .filter(|&(place, rank)| rank != me && active.contains(rank) && !is_whole(place));
+        let is_in = |place: usize| round.is_some_and(|round| round.is_in(place));
+        let places = members.iter().enumerate();
+        let late = places.filter(|&(place, rank)| rank != me && active.contains(rank) && !is_in(place));
         ranks.extend(late.map(|(_, rank)| rank));
     }
 
+    /// Of the head of a group that is in: the heads of those that are not.
+    pub(super) fn owners_that_owe(&self, site: &Site<'_>, ranks: &mut Vec<Rank>) {
+        if site.led().is_some() {
+            ranks.extend(self.rounds.iter().flat_map(|round| round.missing_heads(site)));
+        }
+    }
+
+    fn round(&mut self, header: &Header, site: &Site<'_>) -> &mut OfRound<C> {
+        let at = self.rounds.partition_point(|round| round.seq < header.seq);
+        if self.rounds.get(at).is_none_or(|round| round.seq != header.seq) {
+            self.rounds.insert(at, OfRound::begun_by(header, site.members));
+        }
+        &mut self.rounds[at]
+    }
+
+    /// Passes on what can be, and ends what is complete.
+    fn advance<M: Memory<Chunk = C>>(
+        &mut self,
+        header: &Header,
+        context: &mut Context<'_, M>,
+    ) -> Result<(), Error> {
+        if context.site.led().is_some() {
+            for round in &mut self.rounds {
+                round.pass_on(header, context);
+            }
+            let (own, site) = (self.submitted > self.done, context.site);
+            let is_own = |round: &OfRound<C>| own && round.seq == self.submitted;
+            for round in self.rounds.iter().filter(|round| round.is_over(&site)) {
+                self.over = self.over.max(round.seq);
+            }
+            self.rounds.retain(|round| is_own(round) || !round.is_over(&site));
+        }
+        self.end_if_complete(context)
+    }
+
     fn end_if_complete<M: Memory<Chunk = C>>(&mut self, context: &mut Context<'_, M>) -> Result<(), Error> {
-        let Site { rank, members, active, .. } = context.site;
+        let Site { rank, members, active, groups, .. } = context.site;
         if self.submitted == self.done {
             return Ok(());
         }
         let at = self.rounds.iter().position(|round| round.seq == self.submitted);
         // A rank may have left since it contributed; its contribution counts all the same, as it does on ranks that were faster.
-        let is_in = |place: usize, other| {
-            let contribution = at.and_then(|at| self.rounds[at].contributions[place].as_ref());
-            contribution.map_or(!active.contains(other), Contribution::is_whole)
+        // Of groups heads say who takes part.
+        let is_in = |place: usize, other| match at {
+            Some(at) if self.rounds[at].has_begun(place) => self.rounds[at].is_in(place),
+            _ => groups.is_empty() && !active.contains(other),
         };
-        if members.iter().enumerate().any(|(place, other)| other != rank && !is_in(place, other)) {
+        let passed_on = at.is_none_or(|at| self.rounds[at].is_served() || context.site.led().is_none());
+        if !passed_on
+            || members.iter().enumerate().any(|(place, other)| other != rank && !is_in(place, other))
+        {
             return Ok(());
         }
         self.done = self.submitted;
-        let contributions = at.map(|at| self.rounds.remove(at).contributions).unwrap_or_default();
-        let others = members.iter().zip(&contributions);
-        let steps = others.filter_map(|(other, contribution)| Some((other, contribution.as_ref()?.step)));
-        if steps.clone().any(|(_, step)| step != self.step) {
-            return Err(out_of_step(&context.site, steps.chain([(rank, self.step)])));
+        let round = at.map(|at| self.rounds.remove(at));
+        if let Some(round) = &round {
+            let steps = round.steps(members).filter(|(other, _)| *other != rank);
+            if steps.clone().any(|(_, step)| step != self.step) {
+                return Err(out_of_step(&context.site, steps.chain([(rank, self.step)])));
+            }
         }
-        let parts = contributions.into_iter().map(|contribution| contribution.map(|c| c.chunks)).collect();
+        let parts = round.map(|round| round.into_parts(members.position(rank))).unwrap_or_default();
         context.effects.push(Effect::Gathered { parts });
         context.effects.push(Effect::Complete { seq: self.done, present: true, version: 0 });
         Ok(())
@@ -229,5 +243,5 @@ impl<C: Clone> Gather<C> {
 
 /// Whether this rank has left and `from` has not: it goes on with the others, and did not know yet when it sent this.
 fn is_for_others(from: Rank, site: &Site<'_>) -> bool {
-    !site.active.contains(site.rank) && site.active.contains(from)
+    site.groups.is_empty() && !site.active.contains(site.rank) && site.active.contains(from)
 }

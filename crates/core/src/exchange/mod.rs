@@ -11,11 +11,13 @@
 
 pub mod collective;
 mod context;
+mod contributions;
 mod entry;
 mod frames;
 pub mod gather;
 mod group;
 mod out_of_step;
+mod relay;
 mod round;
 pub mod store;
 
@@ -140,7 +142,7 @@ impl<C: Clone> Exchange<C> {
         match self {
             Self::Store(store) => store.left(header, context),
             Self::Collective(collective) => collective.left(header, &context.site),
-            Self::Gather(gather) => gather.left(context),
+            Self::Gather(gather) => gather.left(header, context),
         }
     }
 
@@ -222,9 +224,13 @@ impl<C: Clone> Exchange<C> {
         if let Self::Store(store) = self { store.save(field, to, context) } else { None }
     }
 
-    /// Of the head of a group all of which is in: the owner that owes it the answer.
-    pub fn owner_that_owes(&self, site: &Site<'_>) -> Option<Rank> {
-        if let Self::Store(store) = self { store.owner_that_owes(site) } else { None }
+    /// Of the head of a group all of which is in: the owner that owes it the answer, or the heads that owe it what they pass on.
+    pub fn owners_that_owe(&self, site: &Site<'_>, ranks: &mut Vec<Rank>) {
+        match self {
+            Self::Store(store) => ranks.extend(store.owner_that_owes(site)),
+            Self::Gather(gather) => gather.owners_that_owe(site, ranks),
+            Self::Collective(_) => {}
+        }
     }
 
     /// The ranks that have not contributed to the round that waits here.

@@ -11,8 +11,9 @@ pub enum WaitKind {
     /// That all others leave, too (join). They may rightly train for hours, but not stand still: time counts since data last moved
     /// at any rank. Then as for a result.
     Leavers,
-    /// What is welcome and not needed, the others' goodbyes above all: who has not said one by then is busy with something that does
-    /// not need this rank. The program goes on without it.
+    /// What no other rank can be late for. The others' goodbyes above all: who has not said one by then is busy with something that
+    /// does not need this rank, and the program goes on without it. Or that the program's own calls are done at its end, which is its
+    /// own fault if they are not.
     Optional,
 }
 
@@ -37,7 +38,7 @@ impl Wait {
         self.until_ns
     }
 
-    /// Whether everybody is asked who is late when it is over; otherwise the program goes on without what it waited for.
+    /// Whether everybody is asked who is late when it is over; otherwise what follows is up to whoever waited.
     #[must_use]
     pub fn asks(&self) -> bool {
         self.kind != WaitKind::Optional

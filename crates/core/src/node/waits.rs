@@ -34,7 +34,11 @@ impl<M: Memory, O: Observe> Node<M, O> {
             let Some(Some(BookState { book, .. })) = self.books.get(usize::from(id)) else { continue };
             // What a head is owed, its exchanges know.
             let is_member = book.roles.groups.led_by(me).is_none();
-            if is_member && book.tensors[tensor as usize].route == Route::STORE {
+            let answered = match book.tensors[tensor as usize].route {
+                Route::Gather => !book.roles.groups.is_empty(),
+                route => route == Route::STORE,
+            };
+            if is_member && answered {
                 let owners = slices.into_iter().map(|slice| book.slices[slice as usize].owner);
                 waits.owners.extend(owners.map(|owner| book.roles.groups.answered_by(me, owner)));
             }
@@ -92,13 +96,14 @@ impl<M: Memory, O: Observe> Node<M, O> {
     fn owners_that_owe(&self) -> Vec<Rank> {
         let led = |state: &&BookState<_>| state.book.roles.groups.led_by(self.config.rank).is_some();
         let grouped = self.books.iter().flatten().filter(led);
-        let owners = grouped.flat_map(|state| {
-            let site_of = |slice| site(self.config.rank, &state.book, &state.active, slice);
-            (0..)
-                .zip(&state.slices)
-                .filter_map(move |(slice, exchange)| exchange.owner_that_owes(&site_of(slice)))
-        });
-        distinct(owners.collect())
+        let mut owners = Vec::new();
+        for state in grouped {
+            for (slice, exchange) in (0..).zip(&state.slices) {
+                let site = site(self.config.rank, &state.book, &state.active, slice);
+                exchange.owners_that_owe(&site, &mut owners);
+            }
+        }
+        distinct(owners)
     }
 
     /// The ranks that a call of this rank waits for.

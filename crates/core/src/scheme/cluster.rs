@@ -1,6 +1,6 @@
 //! What a job runs on, and what a message of any layer costs there.
 
-use crate::cost::{Clients, Hosts, Rates, Traffic};
+use crate::cost::{Clients, Hosts, Rates, Traffic, sparse};
 use crate::error::Error;
 use crate::way::Algorithm;
 use crate::{layout, limits};
@@ -111,6 +111,16 @@ impl Cluster {
             self.rates.seconds(&clients.store(elems, wire_bytes, owners))
         };
         (seconds, traffic)
+    }
+
+    /// What moves when every worker's rows go to all others.
+    pub(super) fn gathered(&self, rows: &[u64], row_bytes: u64) -> Traffic {
+        let hosts = self.hosts_of_workers();
+        if self.groups.is_empty() {
+            sparse::broadcast(rows, row_bytes, &hosts)
+        } else {
+            sparse::relayed(rows, row_bytes, &self.groups, &hosts)
+        }
     }
 
     /// Seconds of so many numbers by a collective of all workers, and what moves.

@@ -141,9 +141,9 @@ impl Facts<'_> {
             }
             // What packing and summing take is not estimated.
             (Payload::OneBit | Payload::Dgc, _) => {
-                alone(sparse::broadcast(&vec![1; cluster.workers as usize], self.short_bytes, &hosts))
+                alone(cluster.gathered(&vec![1; cluster.workers as usize], self.short_bytes))
             }
-            _ => alone(sparse::broadcast(self.rows, self.row_bytes(), &hosts)),
+            _ => alone(cluster.gathered(self.rows, self.row_bytes())),
         };
         Some(Estimate {
             way,

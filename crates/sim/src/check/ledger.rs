@@ -261,9 +261,11 @@ impl Ledger {
             if last.is_some_and(|last| *last != Expected::Absent) { bytes } else { 0 }
         };
         let books = (0..).zip(&self.books).filter(|(_, book)| book.roles.rules.keep_results());
+        let of_store = |book: &Book, tensor| book.tensors[tensor as usize].route == Route::STORE;
         books
             .flat_map(|(id, book)| {
-                (0..book.tensors.len() as u32).map(move |tensor| of_tensor(id, book, tensor))
+                let tensors = (0..book.tensors.len() as u32).filter(|tensor| of_store(book, *tensor));
+                tensors.map(move |tensor| of_tensor(id, book, tensor))
             })
             .sum()
     }

@@ -226,7 +226,7 @@ impl<M: SimMemory> World<M> {
         // From now on and until all is here the memory holds a part of the payload: nobody may read it.
         chunk.write(|bytes| bytes.fill(0xEE));
         // A rank that has left sums into scratch, and a blob is the driver's: neither is under a window.
-        let held = matches!(header.kind, Kind::Push | Kind::Part | Kind::Gather);
+        let held = matches!(header.kind, Kind::Push | Kind::Part | Kind::Gather | Kind::Passed);
         if self.workers[to.index()].phase == WorkerPhase::Running && held {
             let held_bytes = self.nodes[at].memory().held_bytes();
             let setup = &self.setup;
