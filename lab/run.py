@@ -35,6 +35,8 @@ from lab.systems import SYSTEMS
 __all__ = ["main"]
 
 RESULTS = ROOT / "docs" / "benchmarks" / "lab"
+MEASURED_ALIKE = ("scenario", "sweep", "servers", "system")
+"""A record with the same values in these takes the place of the earlier one."""
 LINE_RATE_S = 2.0
 LINE_RATE_TIMEOUT_S = 30.0
 LINE_RATE_RUNS = 2  # before all turns, and as many after them
@@ -308,7 +310,9 @@ def main(arguments: Sequence[str]) -> int:
             lines = chosen.output / f"{point.name}.jsonl"
             for record in run.records():
                 full = {"run": stamp, **busy, **record}
-                publish(full, benchmark="lab", seed=point.seed, as_json=chosen.json, lines=lines)
+                # What was measured takes the place of what was before; that a system was not in this run does not.
+                same = None if record["missing"] else MEASURED_ALIKE
+                publish(full, benchmark="lab", seed=point.seed, as_json=chosen.json, lines=lines, scenario=same)
                 progress.write(_shown(record), file=sys.stderr)
     return 0
 

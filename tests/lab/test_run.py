@@ -74,11 +74,14 @@ def run(tmp_path, text):
 @pytest.mark.slow
 @pytest.mark.usefixtures("clusters")
 def test_what_a_run_writes_also_of_a_system_that_fails(tmp_path):
+    alike = {"benchmark": "lab", "scenario": "small", "sweep": None, "servers": 0, "run": "before"}
+    before = [{**alike, "system": "penstock"}, {**alike, "system": "ddp-bf16"}]
+    (tmp_path / "small.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in before))
     done, found = run(tmp_path, SCENARIO)
     assert done.returncode == 0, done.stderr
     assert list(found) == ["alone", "penstock", "ddp", "ddp-bf16"]
     kept = [json.loads(line) for line in (tmp_path / "small.jsonl").read_text().splitlines()]
-    assert kept == list(found.values())
+    assert kept == [before[1], *found.values()], "what was measured again goes"
     assert "none such" in found.pop("ddp-bf16")["missing"]
     nbytes = 145_578 * 4
     for system, line in found.items():
