@@ -82,7 +82,7 @@ def work(case: str, rank: int, size: int, directory: str, steps: int, seed: int)
     model, optimizer = ps.distribute(model, optimizer)
     owner: Any = distributed_of(next(iter(model.parameters())))
     update = owner.updates[0]
-    log = Timed(owner.engine, optimizer)
+    log = Timed(owner.engine)
     chance = random.Random(seed)
     times: dict[str, list[float]] = {"with": [], "without": []}
     x = torch.zeros(1)
