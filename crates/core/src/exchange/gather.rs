@@ -220,7 +220,7 @@ impl<C: Clone> Gather<C> {
             Some(at) if self.rounds[at].has_begun(place) => self.rounds[at].is_in(place),
             _ => groups.is_empty() && !active.contains(other),
         };
-        let passed_on = at.is_none_or(|at| self.rounds[at].is_served() || context.site.led().is_none());
+        let passed_on = at.is_none_or(|at| self.rounds[at].served || context.site.led().is_none());
         if !passed_on
             || members.iter().enumerate().any(|(place, other)| other != rank && !is_in(place, other))
         {

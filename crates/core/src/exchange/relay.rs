@@ -65,7 +65,10 @@ impl Passage {
         match (self, header.kind) {
             (Self::Between, Kind::GroupIn) => !told && empty,
             (Self::Between, _) if !told => false,
-            (_, Kind::NotIn) => empty && self.place(round, from, site).is_some(),
+            (_, Kind::NotIn) => {
+                let has_begun = |place| round.is_some_and(|round| round.has_begun(place));
+                empty && self.place(round, from, site).is_some_and(|place| !has_begun(place))
+            }
             _ => self.place(round, from, site).is_some_and(|place| OfRound::fits(round, place, header, site)),
         }
     }
@@ -184,10 +187,6 @@ impl<C: Clone> OfRound<C> {
 
     fn all_are_in(&self, site: &Site<'_>) -> bool {
         (0..site.members.count() as usize).all(|place| self.is_in(place))
-    }
-
-    pub(super) fn is_served(&self) -> bool {
-        self.served
     }
 
     /// Whether this head has done its part: its members have all, or none of them takes part.
