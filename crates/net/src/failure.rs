@@ -1,6 +1,6 @@
 //! Why a call, or the whole job, has failed: an error and what it was about.
 
-use penstock_core::life::{Evidence, Verdict};
+use penstock_core::life::Verdict;
 use penstock_core::{Error, Rank, Step};
 use std::collections::BTreeSet;
 
@@ -59,26 +59,6 @@ impl Failure {
             | Error::Mismatch { reason: text, .. }
             | Error::Protocol { reason: text, .. } => text,
         }
-    }
-
-    /// What the other ranks are told of a failure that rank `me` has found.
-    pub(crate) fn verdict(&self, me: Rank) -> Verdict {
-        let (evidence, culprit, text) = match &self.error {
-            Error::PeerLost { rank, reason } if *rank == me => (Evidence::Own, me, reason.clone()),
-            Error::PeerLost { rank, reason } => (Evidence::Silent, *rank, reason.clone()),
-            Error::Mismatch { rank, reason, .. } => (Evidence::Frame, *rank, reason.clone()),
-            Error::Protocol { peer, .. } => {
-                (Evidence::Frame, *peer, format!("rank {me} ended the job: {}", self.error))
-            }
-            Error::Timeout(text) => {
-                (Evidence::Unanswered, self.rank.unwrap_or(me), format!("rank {me} gave up waiting: {text}"))
-            }
-            Error::Config(text) | Error::Authentication(text) => match self.rank.filter(|rank| *rank != me) {
-                Some(peer) => (Evidence::Frame, peer, format!("rank {me} ended the job: {text}")),
-                None => (Evidence::Own, me, format!("rank {me} failed: {text}")),
-            },
-        };
-        Verdict::new(evidence, self.step, me, vec![culprit], text)
     }
 
     /// What calls of rank `me` raise for a verdict. Layer and step are those that the caller waited for: `Shared::blame` adds them.
@@ -161,18 +141,7 @@ impl From<Failure> for Stop {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn all_ranks_blame_whom_this_rank_blames() {
-        let culprit = |rank| {
-            let failure = Failure { rank, ..Error::Authentication("another secret".into()).into() };
-            let verdict = failure.verdict(Rank(0));
-            (verdict.evidence, verdict.culprit())
-        };
-        assert_eq!(culprit(Some(Rank(2))), (Evidence::Frame, Rank(2)), "whose dial was refused");
-        assert_eq!(culprit(Some(Rank(0))), (Evidence::Own, Rank(0)));
-        assert_eq!(culprit(None), (Evidence::Own, Rank(0)));
-    }
+    use penstock_core::life::Evidence;
 
     #[test]
     fn servers_have_numbers_of_their_own_and_an_address() {
@@ -190,11 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_verdict_names_the_culprit_and_reads_the_same_wherever_it_is_raised() {
-        let lost = Failure::lost(Rank(3), "it is gone").verdict(Rank(1));
-        assert_eq!((lost.culprit(), lost.evidence), (Rank(3), Evidence::Silent));
-        assert_eq!(Failure::config("no").verdict(Rank(1)).culprit(), Rank(1));
-        assert_eq!(Failure::lost(Rank(1), "mine").verdict(Rank(1)).evidence, Evidence::Own);
+    fn a_verdict_reads_the_same_wherever_it_is_raised() {
         let late = Verdict::new(Evidence::Absent, Some(7), Rank(1), vec![Rank(2)], "late".into());
         for me in 0..4 {
             let failure = Failure::of(&late, Rank(me));

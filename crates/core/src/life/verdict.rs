@@ -1,5 +1,6 @@
 //! Why a job has failed, and who is at fault: one value, the same on every rank once they have agreed.
 
+use crate::error::Error;
 use crate::limits::{CULPRITS_MAX, REASON_BYTES_MAX};
 use crate::types::{Rank, Step};
 
@@ -83,6 +84,28 @@ impl Verdict {
         Self { evidence, step: step.unwrap_or(Step::MAX), accuser, culprits, reason }
     }
 
+    /// What rank `me` tells the others of an error that it has found. `at_fault` is whose fault it is, where the error itself does
+    /// not say.
+    #[must_use]
+    pub fn of_error(error: &Error, at_fault: Option<Rank>, step: Option<Step>, me: Rank) -> Self {
+        let (evidence, culprit, text) = match error {
+            Error::PeerLost { rank, reason } if *rank == me => (Evidence::Own, me, reason.clone()),
+            Error::PeerLost { rank, reason } => (Evidence::Silent, *rank, reason.clone()),
+            Error::Mismatch { rank, reason, .. } => (Evidence::Frame, *rank, reason.clone()),
+            Error::Protocol { peer, .. } => {
+                (Evidence::Frame, *peer, format!("rank {me} ended the job: {error}"))
+            }
+            Error::Timeout(text) => {
+                (Evidence::Unanswered, at_fault.unwrap_or(me), format!("rank {me} gave up waiting: {text}"))
+            }
+            Error::Config(text) | Error::Authentication(text) => match at_fault.filter(|rank| *rank != me) {
+                Some(peer) => (Evidence::Frame, peer, format!("rank {me} ended the job: {text}")),
+                None => (Evidence::Own, me, format!("rank {me} failed: {text}")),
+            },
+        };
+        Self::new(evidence, step, me, vec![culprit], text)
+    }
+
     pub(super) fn standing(&self) -> Standing {
         (self.evidence, self.step, self.accuser)
     }
@@ -154,6 +177,24 @@ mod tests {
                 prop_assert!(!verdict.culprits.is_empty() && verdict.culprits.iter().all(|rank| rank.0 < 4));
             }
         }
+    }
+
+    #[test]
+    fn all_ranks_blame_whom_this_rank_blames() {
+        let found = |error: Error, at_fault| {
+            let verdict = Verdict::of_error(&error, at_fault, None, Rank(1));
+            (verdict.evidence, verdict.culprit())
+        };
+        let refused = || Error::Authentication("another secret".into());
+        assert_eq!(found(refused(), Some(Rank(2))), (Evidence::Frame, Rank(2)), "whose dial was refused");
+        for (error, at_fault) in
+            [(refused(), Some(Rank(1))), (refused(), None), (Error::Config("no".into()), None)]
+        {
+            assert_eq!(found(error, at_fault), (Evidence::Own, Rank(1)));
+        }
+        let lost = |rank| Error::PeerLost { rank, reason: "it is gone".into() };
+        assert_eq!(found(lost(Rank(3)), None), (Evidence::Silent, Rank(3)));
+        assert_eq!(found(lost(Rank(1)), None).0, Evidence::Own);
     }
 
     #[test]

@@ -88,7 +88,7 @@ impl Shared {
     /// Ends the job, unless it has failed already: the peers are told, and once the verdict is settled every call raises it.
     pub(crate) fn fail(&self, failure: impl Into<Failure>) {
         let failure = failure.into();
-        let verdict = failure.verdict(self.me);
+        let verdict = Verdict::of_error(&failure.error, failure.rank, failure.step, self.me);
         let mut fate = self.fate();
         if fate.life.verdict().is_none() {
             fate.own = Some(failure);
