@@ -493,6 +493,23 @@ fn a_wait_can_be_interrupted() {
 }
 
 #[test]
+fn who_stops_waiting_while_all_are_asked_ends_nothing() {
+    let engines = job_with(2, |config| config.operation_timeout = Duration::from_millis(200));
+    let books = [open(&engines[0]), open(&engines[1])];
+    let mut mine = [1.0; 3];
+    submit(&engines[0], books[0], 1, &mut mine, Op::Sum, false).unwrap();
+    let begin = Instant::now();
+    let mut soon = || begin.elapsed() > Duration::from_millis(300);
+    let stop = engines[0].wait(books[0], &[1], false, &mut soon).unwrap_err();
+    assert!(matches!(stop, Stop::Interrupted), "{stop:?}");
+    // What the answers show would be held back for less.
+    std::thread::sleep(Duration::from_secs(1));
+    exchange(&engines[1], books[1], 1, &mut [1.0; 3], Op::Sum, false).unwrap();
+    engines[0].wait(books[0], &[1], false, &mut never).unwrap();
+    assert_eq!(mine, [2.0; 3]);
+}
+
+#[test]
 fn what_does_not_fit_is_refused_and_harms_nothing() {
     let engines = job(1);
     let engine = &engines[0];

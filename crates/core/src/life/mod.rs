@@ -296,7 +296,7 @@ impl Life {
         self.effects.push(Effect::Ask(question));
     }
 
-    /// What this wait was for has come after all.
+    /// What this wait was for has come after all, or the program does not wait for it any more.
     pub fn came(&mut self, expired: &Expired) {
         self.inquiry.take_if(|inquiry| inquiry.expired == *expired);
     }

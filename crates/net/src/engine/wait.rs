@@ -118,10 +118,10 @@ impl Engine {
         while begin.elapsed() < VERDICT {
             shared.expired(&expired);
             let mut wait = shared.begin_wait(WaitKind::Optional, ASK_AGAIN);
-            if let Some(result) = shared.wait(&mut wait, interrupted, &mut done)? {
-                shared.came(&expired);
-                return Ok(result);
-            }
+            let Some(outcome) = shared.wait(&mut wait, interrupted, &mut done).transpose() else { continue };
+            // It has come, or the program waits no more.
+            shared.came(&expired);
+            return outcome;
         }
         // The lanes have ended.
         Err(self.end_with(Error::Timeout(expired.what).into()).into())

@@ -174,7 +174,7 @@ impl Shared {
         self.live(|life, now_ns| life.expired(now_ns, expired));
     }
 
-    /// What it was for has come after all.
+    /// What it was for has come after all, or the program does not wait for it any more.
     pub(crate) fn came(&self, expired: &Expired) {
         self.live(|life, _| life.came(expired));
     }
