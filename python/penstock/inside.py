@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from penstock.attached import Attached, attach
 from penstock.buffers import DTYPES, Buffer
 from penstock.errors import ConfigError, PenstockError, Timeout
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from penstock._native import Engine
     from penstock._native import _Algorithm as Algorithm
 
-__all__ = ["InsideSums", "Operation", "communicator", "end_mpi", "finish", "processes"]
+__all__ = ["InsideSums", "Operation", "communicator", "processes"]
 
 INSTALL = (
     "inside= takes mpi4py and an MPI library on every rank of the group, as `pip install mpi4py mpich` installs them"
@@ -246,35 +247,32 @@ class _Mover:
 _mover = _Mover()
 
 
-def finish(limit_s: float) -> None:
-    """Wait for all calls under way, as the job ends.
+class _Calls(Attached):
+    """All calls that MPI carries out."""
 
-    Raises:
-        PenstockError: One has failed, or takes longer than ``limit_s``.
-    """
-    _mover.finish(limit_s)
+    def finish(self, limit_s: float) -> None:
+        """Wait for those under way."""
+        _mover.finish(limit_s)
+
+    def end_failed(self, limit_s: float, *, at_exit: bool) -> None:
+        """End MPI as the process ends, and the process without it if that takes longer.
+
+        MPI waits at its end for all processes, for one that is stopped or lost as well. What starts MPI's processes
+        ends the others when one of them ends so.
+        """
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+            return
+        if not at_exit:
+            atexit.register(self.end_failed, limit_s, at_exit=True)
+            return
+        # mpi4py keeps Python's lock meanwhile: no thread of Python can watch. This one says where it is, and ends it.
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=STDERR)
+        mpi.Finalize()
+        faulthandler.cancel_dump_traceback_later()
 
 
-def end_mpi(limit_s: float, *, now: bool) -> None:
-    """After a failure: end MPI as the process ends, and the process without it if that takes longer.
-
-    MPI waits at its end for all processes, for one that is stopped or lost as well. What starts MPI's processes ends
-    the others when one of them ends so.
-
-    Args:
-        limit_s: The longest wait for MPI.
-        now: Whether the process is ending already.
-    """
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
-        return
-    if not now:
-        atexit.register(end_mpi, limit_s, now=True)
-        return
-    # mpi4py keeps Python's lock meanwhile, so no thread of Python can watch; this one says where it is, and ends it.
-    faulthandler.dump_traceback_later(limit_s, exit=True, file=STDERR)
-    mpi.Finalize()
-    faulthandler.cancel_dump_traceback_later()
+attach(_Calls())
 
 
 def _mpi(caller: str) -> Any:

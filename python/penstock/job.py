@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from penstock import addresses, config, launchers, lending, rendezvous
 from penstock.account import Report
+from penstock.attached import attached
 from penstock.coordinator import Cluster, Rates
 from penstock.ending import Hooks, described
 from penstock.errors import ConfigError, PenstockError
@@ -285,11 +286,12 @@ def report() -> Report:
         >>> print(ps.report().render())
     """
     found = Report(current("report").engine.report())
-    front_end = sys.modules.get("penstock.torch.access")
     found["line_rate_source"] = current("report").rates.source
     found["groups"] = [list(group) for group in current("report").groups]
     found["groups_reason"] = current("report").groups_reason
-    found["lossy"] = {} if front_end is None else front_end.lossy_here()
+    found["lossy"] = {}
+    for one in attached():
+        found.update(one.report())
     return found
 
 
@@ -525,13 +527,9 @@ def _finish(job: Job, by_status: str | None = None) -> None:
         job: The job.
         by_status: In order only if the exit status of the process will be 0; otherwise the reason that the others get.
     """
-    front_end = sys.modules.get("penstock.torch")
-    inside = sys.modules.get("penstock.inside")
     try:
-        if front_end is not None and job.failed is None:
-            front_end.finish_all()
-        if inside is not None and job.failed is None:
-            inside.finish(job.options.operation_timeout_s)
+        for one in attached() if job.failed is None else ():
+            one.finish(job.options.operation_timeout_s)
     except BaseException as error:
         job.abort(described(error))
         raise
@@ -553,21 +551,20 @@ def _finish(job: Job, by_status: str | None = None) -> None:
                 finally:
                     job.engine.shutdown()
         except PenstockError as error:
-            if front_end is not None:
-                front_end.after_failure(job.engine, error)
+            for one in attached():
+                one.explain(job.engine, error)
             raise
         finally:
             if by_status is None:
-                if front_end is not None:
-                    front_end.let_go(job.engine)
+                for one in attached():
+                    one.let_go(job.engine)
                 lending.forget_lent(job.engine)
 
 
 def _after(job: Job, *, at_exit: bool) -> None:
-    """After the end of a job: where it has failed, an MPI inside its groups must not keep the process."""
-    inside = sys.modules.get("penstock.inside")
-    if inside is not None and (job.failed is not None or job.engine.has_failed):
-        inside.end_mpi(job.options.peer_timeout_s, now=at_exit)
+    """After the end of a job: where it has failed, nothing may keep the process."""
+    for one in attached() if job.failed is not None or job.engine.has_failed else ():
+        one.end_failed(job.options.peer_timeout_s, at_exit=at_exit)
 
 
 def _after_fork_in_child() -> None:

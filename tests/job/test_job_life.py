@@ -15,7 +15,7 @@ import pytest
 from meeting import free_port
 
 import penstock as ps
-from penstock import config, job
+from penstock import attached, config, job
 
 HERE = Path(__file__).parent
 PREAMBLE = "import sys, pathlib, fake_engine, penstock as ps; fake_engine.install(pathlib.Path(sys.argv[1]))\n"
@@ -157,17 +157,16 @@ def test_hooks_are_removed_by_shutdown(engine):
     assert (sys.excepthook, sys.exit) == before
 
 
-def stand_in_for_torch(monkeypatch, finish_all):
-    front_end = type(sys)("penstock.torch")
-    front_end.finish_all, front_end.let_go = finish_all, lambda engine: None
-    front_end.after_failure = lambda engine, error: None
-    monkeypatch.setitem(sys.modules, "penstock.torch", front_end)
+def attach_only(monkeypatch, finish_all):
+    front_end = attached.Attached()
+    front_end.finish = lambda limit_s: finish_all()
+    monkeypatch.setattr(attached, "_attached", [front_end])
     return front_end
 
 
 def test_shutdown_finishes_pending_updates_first(engine, monkeypatch):
     order = []
-    front_end = stand_in_for_torch(monkeypatch, finish_all=lambda: order.append("finish_all"))
+    front_end = attach_only(monkeypatch, finish_all=lambda: order.append("finish_all"))
     front_end.let_go = lambda engine: order.append(engine.calls[-1][0])
     ps.init()
     running = job.current().engine
@@ -194,13 +193,13 @@ def test_a_failed_update_at_shutdown_is_raised_and_told(engine, monkeypatch):
     def finish_all():
         raise ps.PeerLost("rank 1 was lost", rank=1)
 
-    stand_in_for_torch(monkeypatch, finish_all=finish_all)
+    attach_only(monkeypatch, finish_all=finish_all)
     ps.init()
     running = job.current().engine
     with pytest.raises(ps.PeerLost):
         ps.shutdown()
     assert running.calls[-2:] == [["abort", "PeerLost: rank 1 was lost"], ["shutdown"]]
-    monkeypatch.delitem(sys.modules, "penstock.torch")
+    monkeypatch.setattr(attached, "_attached", [])
     ps.init()  # the job is over, and the next one may begin
     assert job.current().engine is not running
 

@@ -13,8 +13,10 @@ from torch import nn
 
 from penstock import job
 from penstock.errors import PeerLost
-from penstock.torch import distribute, finish_all, let_go, synchronize
+from penstock.torch import distribute, synchronize
+from penstock.torch.access import finish_all
 from penstock.torch.reads.safety import DeferredParameter
+from penstock.torch.release.failure import let_go
 from penstock.torch.updates import partial
 
 OPTIMIZERS = {

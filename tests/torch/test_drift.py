@@ -286,7 +286,7 @@ def test_what_was_compared_last_is_judged_at_the_end():
                 model[0].bias.data += 1
             optimizer.step()
         with pytest.raises(ModelMismatch, match="rank 1 has drifted apart from ranks 0 and 2"):
-            pt.finish_all()
+            pt.access.finish_all()
         return True
 
     assert all(run(main, 3, check_every=10))

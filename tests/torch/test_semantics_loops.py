@@ -326,7 +326,7 @@ def test_one_rank_changes_nothing():
         with model.no_sync(), pt.no_sync(model), pt.join():
             one_step(model, optimizer, 0, 0)
         pt.synchronize(optimizer)
-        pt.finish_all()
+        pt.access.finish_all()
         return engine.books
 
     assert run(main, 1) == [[]]

@@ -13,25 +13,25 @@ agreement   what is the same on all ranks          release    what becomes of mo
 runtime     memory used again, threads             backend    for torch.distributed
 """
 
-from penstock.torch.access import finish_all, no_sync, synchronize
+from penstock.attached import attach
+from penstock.torch.access import no_sync, synchronize
 from penstock.torch.clipping import GradScaler, clip_grad_norm_
 from penstock.torch.distribute import distribute
 from penstock.torch.facts import coordinator_of, explain
 from penstock.torch.join import join
-from penstock.torch.release.failure import after_failure, let_go
+from penstock.torch.release.of_job import Models
 from penstock.torch.sampling import sampler
 
 __all__ = [
     "GradScaler",
-    "after_failure",
     "clip_grad_norm_",
     "coordinator_of",
     "distribute",
     "explain",
-    "finish_all",
     "join",
-    "let_go",
     "no_sync",
     "sampler",
     "synchronize",
 ]
+
+attach(Models())

@@ -1,0 +1,35 @@
+"""What the job asks of all its distributed models when it ends. `penstock.torch` attaches it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from penstock.attached import Attached
+from penstock.torch.access import finish_all, lossy_here
+from penstock.torch.release.failure import after_failure, let_go
+
+if TYPE_CHECKING:
+    from penstock._native import Engine
+    from penstock.errors import PenstockError
+
+__all__ = ["Models"]
+
+
+class Models(Attached):
+    """The models and optimizers of the job."""
+
+    def finish(self, limit_s: float) -> None:
+        """Every wait in it has the engine's own limit."""
+        finish_all()
+
+    def explain(self, engine: Engine, error: PenstockError) -> None:
+        """Which layers are whole."""
+        after_failure(engine, error)
+
+    def let_go(self, engine: Engine) -> None:
+        """They are the program's own again."""
+        let_go(engine)
+
+    def report(self) -> dict[str, Any]:
+        """The lossy layers, and their schemes."""
+        return {"lossy": lossy_here()}
