@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.account import duration, plural, shortened, size
-from penstock.plan import STORE, LayerPlan, rows_scheme
+from penstock.plan import ADAM, HALF, STORE, LayerPlan, rows_scheme
 
 if TYPE_CHECKING:
     from penstock.coordinator import Cluster, Coordinator, Rates
@@ -224,7 +224,7 @@ class _Text:
 
     def _table(self) -> list[str]:
         """A row for each layer; layers in succession that differ in nothing but their names share one."""
-        header = ("layer", "shape", "rows", "gradient", STORE, "rows sent", "adam", "half", "choice")
+        header = ("layer", "shape", "rows", "gradient", STORE, "rows sent", ADAM, "half", "choice")
         folded = _folded(self._it.layers)
         whys = [self._why(plans[0]) for plans in folded]
         reasons = list(dict.fromkeys(whys))
@@ -239,8 +239,8 @@ class _Text:
                     size(plan.gradient_bytes),
                     size(plan.scheme_bytes[STORE]),
                     size(plan.scheme_bytes.get(rows_scheme(plan.kind) or "")),
-                    size(plan.scheme_bytes.get("adam")),
-                    size(plan.scheme_bytes.get("bf16")),
+                    size(plan.scheme_bytes.get(ADAM)),
+                    size(plan.scheme_bytes.get(HALF)),
                     f"{plan.scheme} [{reasons.index(why) + 1}]",
                 )
             )
@@ -274,7 +274,7 @@ class _Text:
             return size(sum(sizes.get(scheme, sizes[STORE]) for sizes, scheme in plans))
 
         gathers = total(lambda plan: rows_scheme(plan.kind) or "")
-        return size(self._it.store_bytes), gathers, size(None), total(lambda _: "bf16")
+        return size(self._it.store_bytes), gathers, size(None), total(lambda _: HALF)
 
     def _legend(self) -> list[str]:
         return [

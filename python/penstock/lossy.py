@@ -201,7 +201,9 @@ def of_layers(given: Sequence[str], layers: Sequence[Layer]) -> dict[str, LossyS
 def _is_able(layer: Layer, scheme: LossyScheme | str) -> bool:
     if isinstance(scheme, str):
         return any(tensor.dtype == "f32" for tensor in layer.tensors)
-    return layer.kind == "linear" or not isinstance(scheme, OneBit)
+    from penstock._native import WAYS
+
+    return WAYS[scheme.name].kind in (None, layer.kind)
 
 
 def parse(scheme: object) -> LossyScheme | None:

@@ -15,9 +15,11 @@ from penstock.lossy import LossyScheme
 if TYPE_CHECKING:
     from penstock._native import Decision
 
-__all__ = ["STORE", "LayerPlan", "Terms", "rows_scheme"]
+__all__ = ["ADAM", "HALF", "STORE", "LayerPlan", "Terms", "rows_scheme"]
 
 STORE = "store"
+ADAM = "adam"
+HALF = "bf16"  # sends as many bytes as the other half type
 """Every layer's scheme unless something else is given or chosen."""
 
 

@@ -169,9 +169,10 @@ def why_exact(module: nn.Module, params: Sequence[Tensor], scheme: LossyScheme) 
     strange = next((param.dtype for param in params if param.dtype not in _FLOATING), None)
     if strange is not None:
         return f"it has a parameter of type {strange}"
-    if isinstance(scheme, OneBit):
-        if not isinstance(module, nn.Linear):
-            return f"it is a {type(module).__name__}, and 1bit is for nn.Linear"
+    kind = WAYS[scheme.name].kind
+    if kind is not None:
+        if kind_of(module) != kind:
+            return _of_another_kind(module, scheme.name, kind)
         weight = module._parameters.get("weight")
         if weight is None:
             return "its weight is computed from other parameters"
@@ -243,9 +244,11 @@ def _why_not(module: nn.Module, reason: str | None, scheme: str | LossyScheme, p
         return None if "f32" in types.values() else f"{scheme} is for fp32 gradients, and these are {_shortened(types)}"
     if way.kind is None:
         return None
-    if kind_of(module) != way.kind:
-        return f"it is a {type(module).__name__}, and {scheme} is for nn.{_PLAIN[way.kind].__name__}"
-    return reason
+    return reason if kind_of(module) == way.kind else _of_another_kind(module, scheme, way.kind)
+
+
+def _of_another_kind(module: nn.Module, scheme: str, kind: Kind) -> str:
+    return f"it is a {type(module).__name__}, and {scheme} is for nn.{_PLAIN[kind].__name__}"
 
 
 def _shortened(names: Iterable[object], most: int = 12) -> str:
