@@ -91,6 +91,9 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:  # where tests are dealt by group: a file is one
+            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(HERE))))
     rank = {HERE / name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: rank.get(item.path, len(FIRST)))
 

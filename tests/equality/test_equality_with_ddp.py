@@ -24,17 +24,32 @@ def start(worker, directory, rank, **options):
     return (programs.start if rank else programs.start_afresh)(worker, directory, rank, **options)
 
 
+def part_of(case):
+    """All cases take too long for one of several pytest processes that run tests at a time: these go to the same."""
+    return f"{case.network}-{case.size}"
+
+
 @pytest.fixture(scope="session")
 def outcomes(request, tmp_path_factory):
-    """Of the cases that were selected. The group runs when the first is asked for."""
+    """Of a selected case. A group of processes runs it with the others of its part, when the first is asked for."""
     items = [item for item in request.session.items if item.path == Path(__file__) and "outcomes" in item.fixturenames]
     cases = list(dict.fromkeys(item.callspec.params["case"] for item in items))
-    return run_cases(WORKER, tmp_path_factory.mktemp, cases, start=start)
+    in_parts = getattr(request.config.option, "loadgroup", False)
+    known = {}
+
+    def outcome(case):
+        part = part_of(case) if in_parts else "all"
+        if part not in known:
+            of_part = [one for one in cases if not in_parts or part_of(one) == part]
+            known[part] = run_cases(WORKER, tmp_path_factory.mktemp, of_part, start=start)
+        return known[part][case]
+
+    return outcome
 
 
 def trained(outcomes, case):
     """What each rank has to say of a case."""
-    ranks = outcomes[case]
+    ranks = outcomes(case)
     if isinstance(ranks, str):
         pytest.fail(f"{case}, seed {SEED}:\n{ranks}", pytrace=False)
     return ranks
@@ -55,7 +70,14 @@ def test_every_number_of_workers_sends_rows_whatever_the_loop_does():
 
 
 def marked(cases):
-    return [pytest.param(case, id=str(case), marks=() if case in CASES else pytest.mark.long) for case in cases]
+    return [
+        pytest.param(
+            case,
+            id=str(case),
+            marks=[pytest.mark.xdist_group(part_of(case)), *([] if case in CASES else [pytest.mark.long])],
+        )
+        for case in cases
+    ]
 
 
 @pytest.mark.parametrize("case", marked(ALL_CASES))
