@@ -461,7 +461,7 @@ mod tests {
                 prop_assert_eq!(slice, &Slice { owner, ..other.clone() });
             }
             for rank in (0..book.owned_bytes.len() as u32).map(Rank) {
-                let of = members.position(rank).map_or((0, 0), |at| (alike.owned_bytes[at], alike.owned_slices[at]));
+                let of = members.index_of(rank).map_or((0, 0), |at| (alike.owned_bytes[at], alike.owned_slices[at]));
                 prop_assert_eq!((book.owned_bytes[rank.index()], book.owned_slices[rank.index()]), of);
                 prop_assert!(book.collective_slices > 0 || book.numbers_at_peer(rank) == of.1);
             }

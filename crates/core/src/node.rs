@@ -616,10 +616,9 @@ fn site<'a>(rank: Rank, book: &'a Book, active: &'a Active, slice: SliceId) -> S
         (book.members_of(slice), book.tensor_of(slice), &book.roles);
     // What goes to an owner, each rank sends by itself.
     let groups = if tensor.route == Route::Owner { &NO_GROUPS } else { groups };
-    let era = active.era;
     let active = if tensor.route == Route::STORE { &active.members } else { &active.contributors };
     let (dtype, wire, tensor_bytes) = (tensor.dtype, tensor.wire, tensor.len_bytes());
     let layer = book.layers[tensor.layer as usize].as_str();
     let slice = &book.slices[slice as usize];
-    Site { rank, members, active, rules, groups, era, slice, layer, dtype, wire, tensor_bytes }
+    Site { rank, members, active, rules, groups, slice, layer, dtype, wire, tensor_bytes }
 }

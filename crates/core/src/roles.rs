@@ -36,12 +36,12 @@ pub struct Roles {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Groups {
     groups: Vec<Group>,
-    /// By rank: the place of its group.
-    places: Vec<Option<u32>>,
+    /// By rank: the index of its group.
+    of_rank: Vec<Option<u32>>,
 }
 
 /// Of books without, and of the inside of one.
-pub(crate) static NO_GROUPS: Groups = Groups { groups: Vec::new(), places: Vec::new() };
+pub(crate) static NO_GROUPS: Groups = Groups { groups: Vec::new(), of_rank: Vec::new() };
 
 /// One of them; never empty.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -218,11 +218,11 @@ impl Groups {
             groups.into_iter().filter(|members| !members.is_empty()).map(group).collect();
         groups.sort_by_key(Group::head);
         let highest = groups.iter().filter_map(|group| group.members.iter().last()).max();
-        let mut places = vec![None; highest.map_or(0, |rank| rank.index() + 1)];
-        for (place, group) in (0..).zip(&groups) {
-            group.members.iter().for_each(|rank| places[rank.index()] = Some(place));
+        let mut of_rank = vec![None; highest.map_or(0, |rank| rank.index() + 1)];
+        for (index, group) in (0..).zip(&groups) {
+            group.members.iter().for_each(|rank| of_rank[rank.index()] = Some(index));
         }
-        Self { groups, places }
+        Self { groups, of_rank }
     }
 
     /// Whether everybody contributes by itself.
@@ -239,8 +239,8 @@ impl Groups {
     /// The group of a rank.
     #[must_use]
     pub fn of(&self, rank: Rank) -> Option<&Group> {
-        let place = (*self.places.get(rank.index())?)?;
-        self.groups.get(place as usize)
+        let index = (*self.of_rank.get(rank.index())?)?;
+        self.groups.get(index as usize)
     }
 
     /// The group that a rank is the head of.

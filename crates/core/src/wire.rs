@@ -302,8 +302,8 @@ pub fn describe(from: Rank, header: &Header) -> String {
     format!("{kind:?}{part} of book {book}, slice {slice}, seq {seq} (step {step}) from rank {from}")
 }
 
-/// Of which ranks a group's contribution is: how many of it take part, and how often all workers had left (join) when it was
-/// made, modulo 256. What an owner knows of who has left may be older or newer, for it comes another way.
+/// Of which ranks a group's contribution is: how many of it take part, and the epoch of the members when it was made, modulo
+/// 256. What an owner knows of who has left may be older or newer, for it comes another way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Party(u32);
 
@@ -312,8 +312,8 @@ impl Party {
     /// Of frames that are not a group's.
     pub(crate) const NOBODY: Self = Self(0);
 
-    pub(crate) fn new(ranks: usize, era: u32) -> Self {
-        Self(ranks as u32 & 0xffff | (era & 0xff) << 16)
+    pub(crate) fn new(ranks: usize, epoch: u32) -> Self {
+        Self(ranks as u32 & 0xffff | (epoch & 0xff) << 16)
     }
 
     /// What a frame says; of who is no head's, nobody.
@@ -329,7 +329,7 @@ impl Party {
         self.0 & 0xffff
     }
 
-    pub(crate) fn era(self) -> u32 {
+    pub(crate) fn epoch(self) -> u32 {
         self.0 >> 16 & 0xff
     }
 }

@@ -228,7 +228,7 @@ fn check_members(algorithm: Algorithm, (dtype, wire): (Dtype, Dtype), op: Op, me
     let book = Arc::new(Book::cut("model", vec!["layer".into()], vec![tensor], members, slicing).unwrap());
     let job = members.iter().last().map_or(0, |rank| rank.0 + 1);
     let mut bench = Bench::new(&book, job);
-    let place = |rank| members.position(rank).unwrap();
+    let index = |rank| members.index_of(rank).unwrap();
     for seq in 1..=2 {
         let nobody = random.chance(50);
         let root = random.below(u64::from(ranks)) as u32;
@@ -242,7 +242,7 @@ fn check_members(algorithm: Algorithm, (dtype, wire): (Dtype, Dtype), op: Op, me
         let mut order: Vec<Rank> = members.iter().collect();
         random.shuffle(&mut order);
         for rank in order {
-            bench.submit(rank.0, seq, op, rows[place(rank)].as_deref()).unwrap();
+            bench.submit(rank.0, seq, op, rows[index(rank)].as_deref()).unwrap();
             if random.chance(500) && !bench.under_way.is_empty() {
                 bench.deliver(0).unwrap();
             }
@@ -262,7 +262,7 @@ fn check_members(algorithm: Algorithm, (dtype, wire): (Dtype, Dtype), op: Op, me
                     slice.offset_bytes as usize..(slice.offset_bytes as usize + slice.len_bytes as usize);
                 let parts: Vec<Option<&[u8]>> =
                     rows.iter().map(|row| row.as_deref().map(|row| &row[range.clone()])).collect();
-                let owner = Rank(place(slice.owner) as u32);
+                let owner = Rank(index(slice.owner) as u32);
                 let want = order::reduce(Round { algorithm, dtype, wire, op, active: ranks }, owner, &parts);
                 let want = want.unwrap_or_else(|| vec![0x5A; range.len()]);
                 assert_eq!(got[range], want[..], "{}, rank {rank}", name());

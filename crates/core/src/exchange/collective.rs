@@ -79,7 +79,7 @@ struct Arrived<C> {
 struct Places<'a> {
     post: Post,
     members: &'a Members,
-    /// The place of position 0 among the members.
+    /// The index of position 0 among the members.
     owner: u32,
     elem_bytes: u64,
 }
@@ -88,9 +88,9 @@ impl<'a> Places<'a> {
     fn new(algorithm: Algorithm, site: &Site<'a>) -> Self {
         let Site { members, slice, .. } = *site;
         let (positions, elem_bytes) = (members.count(), site.dtype.size_bytes() as u64);
-        let place = |rank| members.position(rank).unwrap_or(0) as u32;
-        let (owner, elems) = (place(slice.owner), u64::from(slice.len_bytes) / elem_bytes);
-        let position = (place(site.rank) + positions - owner) % positions;
+        let index = |rank| members.index_of(rank).unwrap_or(0) as u32;
+        let (owner, elems) = (index(slice.owner), u64::from(slice.len_bytes) / elem_bytes);
+        let position = (index(site.rank) + positions - owner) % positions;
         Self { post: Post { algorithm, positions, position, elems }, members, owner, elem_bytes }
     }
 

@@ -14,14 +14,12 @@ pub struct Site<'a> {
     pub rank: Rank,
     /// Who takes part: all whom the book is for, or those of them who contribute where it is not the store's.
     pub members: &'a Members,
-    /// Those of them that have not left (join).
+    /// Those of them that have not left (join), in the epoch that this rank knows of.
     pub active: &'a Members,
     /// How the store's rounds go.
     pub rules: &'a Rules,
     /// Who sums with whom before the owner does.
     pub groups: &'a Groups,
-    /// How often all workers have left.
-    pub era: u32,
     /// The slice.
     pub slice: &'a Slice,
     /// Its layer's name.

@@ -32,7 +32,7 @@ pub(super) struct OfRound<C> {
     pub(super) step: Step,
     /// By member; this one's own is here if it is the head of a group.
     contributions: Vec<Option<Contribution<C>>>,
-    /// Of the head of a group: those of others that have said that their groups are in, and in which era.
+    /// Of the head of a group: those of others that have said that their groups are in, and in which epoch.
     pub(super) told: Vec<(Rank, u32)>,
     /// Of the head of a group: whether others have what its members gave.
     pub(super) passed_on: bool,
@@ -72,24 +72,24 @@ impl<C> OfRound<C> {
         those.for_each(|(contribution, _)| *contribution = None);
     }
 
-    pub(super) fn of(&self, place: usize) -> Option<&Contribution<C>> {
-        self.contributions[place].as_ref()
+    pub(super) fn of(&self, index: usize) -> Option<&Contribution<C>> {
+        self.contributions[index].as_ref()
     }
 
     /// Whether anything has come from there.
-    pub(super) fn has_begun(&self, place: usize) -> bool {
-        self.contributions[place].is_some()
+    pub(super) fn has_begun(&self, index: usize) -> bool {
+        self.contributions[index].is_some()
     }
 
     /// Whether everything has.
-    pub(super) fn is_in(&self, place: usize) -> bool {
-        self.of(place).is_some_and(Contribution::is_in)
+    pub(super) fn is_in(&self, index: usize) -> bool {
+        self.of(index).is_some_and(Contribution::is_in)
     }
 
     /// Whether a frame is the next piece from there, or the first of a round that is not open.
-    pub(super) fn fits(round: Option<&Self>, place: usize, header: &Header, site: &Site<'_>) -> bool {
+    pub(super) fn fits(round: Option<&Self>, index: usize, header: &Header, site: &Site<'_>) -> bool {
         let (total_bytes, len_bytes) = (header.argument, header.payload_bytes);
-        let (known_bytes, filled_bytes) = match round.and_then(|round| round.of(place)) {
+        let (known_bytes, filled_bytes) = match round.and_then(|round| round.of(index)) {
             Some(contribution) if contribution.is_in() => return false,
             Some(Contribution::Pieces { total_bytes, filled_bytes, .. }) => (*total_bytes, *filled_bytes),
             _ => (total_bytes, 0),
@@ -100,7 +100,7 @@ impl<C> OfRound<C> {
     }
 
     /// Takes a piece.
-    pub(super) fn add(&mut self, place: usize, header: &Header, payload: Option<C>) {
+    pub(super) fn add(&mut self, index: usize, header: &Header, payload: Option<C>) {
         let empty = || Contribution::Pieces {
             step: header.step,
             total_bytes: header.argument,
@@ -108,7 +108,7 @@ impl<C> OfRound<C> {
             chunks: Vec::with_capacity(header.argument.div_ceil(header.payload_bytes.max(1)) as usize),
         };
         if let Contribution::Pieces { filled_bytes, chunks, .. } =
-            self.contributions[place].get_or_insert_with(empty)
+            self.contributions[index].get_or_insert_with(empty)
         {
             chunks.extend(payload.map(|payload| (header.payload_bytes, payload)));
             *filled_bytes += header.payload_bytes;
@@ -116,13 +116,13 @@ impl<C> OfRound<C> {
     }
 
     /// This rank's own.
-    pub(super) fn set_whole(&mut self, place: usize, step: Step, total_bytes: u32, chunks: Vec<(u32, C)>) {
+    pub(super) fn set_whole(&mut self, index: usize, step: Step, total_bytes: u32, chunks: Vec<(u32, C)>) {
         let whole = Contribution::Pieces { step, total_bytes, filled_bytes: total_bytes, chunks };
-        self.contributions[place] = Some(whole);
+        self.contributions[index] = Some(whole);
     }
 
-    pub(super) fn set_absent(&mut self, place: usize) {
-        self.contributions[place] = Some(Contribution::Absent);
+    pub(super) fn set_absent(&mut self, index: usize) {
+        self.contributions[index] = Some(Contribution::Absent);
     }
 
     /// Of which steps they are.
@@ -135,8 +135,8 @@ impl<C> OfRound<C> {
 
     /// By member the payloads; none of this rank.
     pub(super) fn into_parts(self, me: Option<usize>) -> Vec<Option<Vec<C>>> {
-        let chunks = |(place, contribution)| match contribution {
-            Some(Contribution::Pieces { chunks, .. }) if Some(place) != me => {
+        let chunks = |(index, contribution)| match contribution {
+            Some(Contribution::Pieces { chunks, .. }) if Some(index) != me => {
                 Some(chunks.into_iter().map(|(_, chunk)| chunk).collect())
             }
             _ => None,

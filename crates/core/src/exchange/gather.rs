@@ -91,8 +91,8 @@ impl<C: Clone> Gather<C> {
         }
         if groups.led_by(rank).is_some() {
             let chunks = cut(memory, total_bytes, slice.len_bytes, context.memory);
-            let place = context.site.members.position(rank).ok_or_else(|| unexpected(rank, header))?;
-            self.round(header, &context.site).set_whole(place, header.step, total_bytes, chunks);
+            let index = context.site.members.index_of(rank).ok_or_else(|| unexpected(rank, header))?;
+            self.round(header, &context.site).set_whole(index, header.step, total_bytes, chunks);
         }
         self.advance(header, context)
     }
@@ -167,9 +167,9 @@ impl<C: Clone> Gather<C> {
             return;
         }
         let round = self.rounds.iter().find(|round| round.seq == self.submitted);
-        let is_in = |place: usize| round.is_some_and(|round| round.is_in(place));
-        let places = members.iter().enumerate();
-        let late = places.filter(|&(place, rank)| rank != me && active.contains(rank) && !is_in(place));
+        let is_in = |index: usize| round.is_some_and(|round| round.is_in(index));
+        let all = members.iter().enumerate();
+        let late = all.filter(|&(index, rank)| rank != me && active.contains(rank) && !is_in(index));
         ranks.extend(late.map(|(_, rank)| rank));
     }
 
@@ -216,13 +216,13 @@ impl<C: Clone> Gather<C> {
         let at = self.rounds.iter().position(|round| round.seq == self.submitted);
         // A rank may have left since it contributed; its contribution counts all the same, as it does on ranks that were faster.
         // Of groups heads say who takes part.
-        let is_in = |place: usize, other| match at {
-            Some(at) if self.rounds[at].has_begun(place) => self.rounds[at].is_in(place),
+        let is_in = |index: usize, other| match at {
+            Some(at) if self.rounds[at].has_begun(index) => self.rounds[at].is_in(index),
             _ => groups.is_empty() && !active.contains(other),
         };
         let passed_on = at.is_none_or(|at| self.rounds[at].served || context.site.led().is_none());
         if !passed_on
-            || members.iter().enumerate().any(|(place, other)| other != rank && !is_in(place, other))
+            || members.iter().enumerate().any(|(index, other)| other != rank && !is_in(index, other))
         {
             return Ok(());
         }
@@ -234,7 +234,7 @@ impl<C: Clone> Gather<C> {
                 return Err(out_of_step(&context.site, steps.chain([(rank, self.step)])));
             }
         }
-        let parts = round.map(|round| round.into_parts(members.position(rank))).unwrap_or_default();
+        let parts = round.map(|round| round.into_parts(members.index_of(rank))).unwrap_or_default();
         context.effects.push(Effect::Gathered { parts });
         context.effects.push(Effect::Complete { seq: self.done, present: true, version: 0 });
         Ok(())

@@ -75,11 +75,11 @@ impl<C: Clone> Inside<C> {
         context: &Context<'_, M>,
     ) -> Result<(), Error> {
         let members = context.site.led().map(|group| &group.members);
-        let Some((members, place)) = members.and_then(|members| Some((members, members.position(from)?)))
+        let Some((members, index)) = members.and_then(|members| Some((members, members.index_of(from)?)))
         else {
             return Err(crate::wire::unexpected(from, header));
         };
-        self.round.add(place, members.count(), header, what).map_err(|why| {
+        self.round.add(index, members.count(), header, what).map_err(|why| {
             Error::protocol(from, format!("{}, inside its group: {why}", describe(from, header)))
         })
     }
@@ -127,7 +127,7 @@ impl<C: Clone> Inside<C> {
             self.round.tell_summed(header, &inside, context);
         }
         self.passed_on = Some((what.clone(), given_by));
-        let party = Party::new(self.round.arrived(), site.era);
+        let party = Party::new(self.round.arrived(), site.active.epoch());
         let (kind, wire, payload_bytes) = match what {
             Contribution::Absent => (Kind::PushAbsent, 0, 0),
             _ => (Kind::Push, wire_argument(site.dtype, site.wire), site.slice.wire_bytes),
@@ -158,8 +158,8 @@ impl<C: Clone> Inside<C> {
         let Some(group) = context.site.led() else { return };
         let given_by = self.passed_on.take().and_then(|(_, given_by)| given_by);
         for to in group.members.after(context.site.rank) {
-            let place = group.members.position(to);
-            if place.and_then(|place| self.round.of(place)).is_some() {
+            let index = group.members.index_of(to);
+            if index.and_then(|index| self.round.of(index)).is_some() {
                 tell(to, header, result, given_by == Some(to), context);
             }
         }

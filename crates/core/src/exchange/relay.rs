@@ -13,7 +13,7 @@
 //! all have says so for every round that others begin.
 //!
 //! A contribution of a rank that seems to have left is for the time after all have: it has heard already that they have. So is the word
-//! of a head of a later era. Such rounds wait until this rank has heard it too.
+//! of a head of a later epoch. Such rounds wait until this rank has heard it too.
 
 use super::context::{Context, Flow, Site};
 use super::contributions::{Contribution, OfRound};
@@ -66,10 +66,12 @@ impl Passage {
             (Self::Between, Kind::GroupIn) => !told && empty,
             (Self::Between, _) if !told => false,
             (_, Kind::NotIn) => {
-                let has_begun = |place| round.is_some_and(|round| round.has_begun(place));
-                empty && self.place(round, from, site).is_some_and(|place| !has_begun(place))
+                let has_begun = |index| round.is_some_and(|round| round.has_begun(index));
+                empty && self.next_of(round, from, site).is_some_and(|index| !has_begun(index))
             }
-            _ => self.place(round, from, site).is_some_and(|place| OfRound::fits(round, place, header, site)),
+            _ => {
+                self.next_of(round, from, site).is_some_and(|index| OfRound::fits(round, index, header, site))
+            }
         }
     }
 
@@ -83,33 +85,33 @@ impl Passage {
         site: &Site<'_>,
     ) -> Option<()> {
         if header.kind == Kind::GroupIn {
-            round.told.push((from, Party::of(header.argument).era()));
+            round.told.push((from, Party::of(header.argument).epoch()));
             return Some(());
         }
-        let place = self.place(Some(round), from, site)?;
+        let index = self.next_of(Some(round), from, site)?;
         match header.kind {
-            Kind::NotIn => round.set_absent(place),
-            _ => round.add(place, header, payload),
+            Kind::NotIn => round.set_absent(index),
+            _ => round.add(index, header, payload),
         }
         Some(())
     }
 
-    /// Of which member the next frame is.
-    fn place<C>(self, round: Option<&OfRound<C>>, from: Rank, site: &Site<'_>) -> Option<usize> {
-        let not_in = |place: &usize| !round.is_some_and(|round| round.is_in(*place));
-        let own = site.members.position(site.rank);
+    /// Of which member the next frame is: its index among all.
+    fn next_of<C>(self, round: Option<&OfRound<C>>, from: Rank, site: &Site<'_>) -> Option<usize> {
+        let not_in = |index: &usize| !round.is_some_and(|round| round.is_in(*index));
+        let own = site.members.index_of(site.rank);
         match self {
-            Self::Own => site.members.position(from),
-            Self::Between => places(site.groups.of(from)?, site).find(not_in),
-            Self::Down => (0..site.members.count() as usize).filter(|place| Some(*place) != own).find(not_in),
+            Self::Own => site.members.index_of(from),
+            Self::Between => indices(site.groups.of(from)?, site).find(not_in),
+            Self::Down => (0..site.members.count() as usize).filter(|index| Some(*index) != own).find(not_in),
         }
     }
 }
 
-/// The places of a group's ranks among all members.
-fn places<'a>(group: &'a Group, site: &Site<'a>) -> impl Iterator<Item = usize> + use<'a> {
+/// The indices of a group's ranks among all members.
+fn indices<'a>(group: &'a Group, site: &Site<'a>) -> impl Iterator<Item = usize> + use<'a> {
     let members = site.members;
-    group.members.iter().filter_map(|rank| members.position(rank))
+    group.members.iter().filter_map(|rank| members.index_of(rank))
 }
 
 impl<C: Clone> OfRound<C> {
@@ -120,27 +122,26 @@ impl<C: Clone> OfRound<C> {
         let Some(group) = site.led() else { return };
         if !self.passed_on && self.group_is_in(group, &site) {
             self.passed_on = true;
-            let ranks = group.members.iter().zip(places(group, &site));
+            let ranks = group.members.iter().zip(indices(group, &site));
             let ranks: Vec<(Rank, usize)> = ranks.collect();
-            let count = ranks.iter().filter(|(_, place)| self.has_begun(*place)).count();
-            let argument = Party::new(count, site.era).argument();
+            let argument = Party::new(0, site.active.epoch()).argument();
             for head in site.groups.iter().map(Group::head).filter(|head| *head != site.rank) {
                 let said = Header { kind: Kind::GroupIn, argument, ..self.header(header) };
                 send(head, &said, None, Flow::Free, context);
-                ranks.iter().for_each(|(_, place)| self.send(*place, head, header, context));
+                ranks.iter().for_each(|(_, index)| self.send(*index, head, header, context));
             }
-            for (_, place) in ranks {
-                if !self.has_begun(place) {
-                    self.set_absent(place);
+            for (_, index) in ranks {
+                if !self.has_begun(index) {
+                    self.set_absent(index);
                 }
             }
         }
         if self.passed_on && !self.served && self.all_are_in(&site) {
             self.served = true;
-            for (rank, own) in group.members.iter().zip(places(group, &site)) {
+            for (rank, own) in group.members.iter().zip(indices(group, &site)) {
                 let waits = rank != site.rank && matches!(self.of(own), Some(Contribution::Pieces { .. }));
-                for place in (0..site.members.count() as usize).filter(|place| waits && *place != own) {
-                    self.send(place, rank, header, context);
+                for index in (0..site.members.count() as usize).filter(|index| waits && *index != own) {
+                    self.send(index, rank, header, context);
                 }
             }
         }
@@ -149,13 +150,13 @@ impl<C: Clone> OfRound<C> {
     /// Sends what one rank gave, or that it gave nothing.
     fn send<M: Memory<Chunk = C>>(
         &self,
-        place: usize,
+        index: usize,
         to: Rank,
         header: &Header,
         context: &mut Context<'_, M>,
     ) {
         let said = self.header(header);
-        let Some(Contribution::Pieces { step, total_bytes, chunks, .. }) = self.of(place) else {
+        let Some(Contribution::Pieces { step, total_bytes, chunks, .. }) = self.of(index) else {
             return send(to, &Header { kind: Kind::NotIn, ..said }, None, Flow::Free, context);
         };
         let said = Header { kind: Kind::Passed, step: *step, argument: *total_bytes, ..said };
@@ -176,24 +177,24 @@ impl<C: Clone> OfRound<C> {
 
     /// Whether each member has given all of what it gives, or has left.
     fn group_is_in(&self, group: &Group, site: &Site<'_>) -> bool {
-        let mut members = group.members.iter().zip(places(group, site));
-        self.told.iter().all(|(_, era)| *era == Party::new(0, site.era).era())
-            && members.all(|(rank, place)| {
-                site.active.contains(rank) == self.has_begun(place) && {
-                    !self.has_begun(place) || self.is_in(place)
+        let mut members = group.members.iter().zip(indices(group, site));
+        self.told.iter().all(|(_, epoch)| *epoch == Party::new(0, site.active.epoch()).epoch())
+            && members.all(|(rank, index)| {
+                site.active.contains(rank) == self.has_begun(index) && {
+                    !self.has_begun(index) || self.is_in(index)
                 }
             })
     }
 
     fn all_are_in(&self, site: &Site<'_>) -> bool {
-        (0..site.members.count() as usize).all(|place| self.is_in(place))
+        (0..site.members.count() as usize).all(|index| self.is_in(index))
     }
 
     /// Whether this head has done its part: its members have all, or none of them takes part.
     pub(super) fn is_over(&self, site: &Site<'_>) -> bool {
         let nobody = || {
-            let given = |place| matches!(self.of(place), Some(Contribution::Pieces { .. }));
-            site.led().is_some_and(|group| !places(group, site).any(given))
+            let given = |index| matches!(self.of(index), Some(Contribution::Pieces { .. }));
+            site.led().is_some_and(|group| !indices(group, site).any(given))
         };
         self.served || self.passed_on && nobody()
     }
@@ -201,14 +202,14 @@ impl<C: Clone> OfRound<C> {
     /// At a head: members for whom the round waits.
     pub(super) fn missing_inside<'a>(&'a self, site: &'a Site<'_>) -> impl Iterator<Item = Rank> + 'a {
         let group = site.led().filter(|_| !self.passed_on);
-        let members = group.into_iter().flat_map(|group| group.members.iter().zip(places(group, site)));
-        let late = members.filter(|(rank, place)| site.active.contains(*rank) && !self.is_in(*place));
+        let members = group.into_iter().flat_map(|group| group.members.iter().zip(indices(group, site)));
+        let late = members.filter(|(rank, index)| site.active.contains(*rank) && !self.is_in(*index));
         late.map(|(rank, _)| rank).filter(|rank| *rank != site.rank)
     }
 
     /// At a head that has passed on: heads of groups from which not all is here.
     pub(super) fn missing_heads<'a>(&'a self, site: &'a Site<'_>) -> impl Iterator<Item = Rank> + 'a {
         let others = site.groups.iter().filter(|group| self.passed_on && group.head() != site.rank);
-        others.filter(|group| places(group, site).any(|place| !self.is_in(place))).map(Group::head)
+        others.filter(|group| indices(group, site).any(|index| !self.is_in(index))).map(Group::head)
     }
 }

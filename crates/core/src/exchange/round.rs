@@ -73,7 +73,7 @@ impl<C: Clone> Round<C> {
     /// A sentence, if it belongs to another round or operation than those already here, or is the second of its rank.
     pub(super) fn add(
         &mut self,
-        place: usize,
+        index: usize,
         members: u32,
         &Header { seq, op, step, argument, .. }: &Header,
         what: Contribution<C>,
@@ -93,7 +93,7 @@ impl<C: Clone> Round<C> {
                 self.seq, self.op, self.step
             ));
         }
-        let contribution = &mut self.contributions[place];
+        let contribution = &mut self.contributions[index];
         if contribution.is_some() {
             return Err(format!("a second contribution to round {seq}"));
         }
@@ -162,11 +162,11 @@ impl<C: Clone> Round<C> {
 
     /// Who leaves tells everybody, but a head and an owner hear of it at different times. So a group is in when it counts as many
     /// ranks as this rank believes are there: else an average would be over those that this rank happens to know of.
-    fn groups_complete(&self, &Site { members, active, groups, era, .. }: &Site<'_>) -> bool {
+    fn groups_complete(&self, &Site { members, active, groups, .. }: &Site<'_>) -> bool {
         let is_in = |group: &Group| {
             let ranks = group.members.iter().filter(|rank| active.contains(*rank)).count();
-            let part = members.position(group.head()).and_then(|place| self.contributions[place].as_ref());
-            part.map_or(ranks == 0, |part| part.party == Party::new(ranks, era))
+            let part = members.index_of(group.head()).and_then(|index| self.contributions[index].as_ref());
+            part.map_or(ranks == 0, |part| part.party == Party::new(ranks, active.epoch()))
         };
         self.arrived > 0 && groups.iter().all(is_in)
     }
@@ -182,8 +182,8 @@ impl<C: Clone> Round<C> {
     }
 
     /// What this member brought to the open round; nothing if it takes no part.
-    pub(super) fn of(&self, place: usize) -> Option<&Contribution<C>> {
-        self.contributions.get(place)?.as_ref().map(|part| &part.what)
+    pub(super) fn of(&self, index: usize) -> Option<&Contribution<C>> {
+        self.contributions.get(index)?.as_ref().map(|part| &part.what)
     }
 
     /// The step of each rank that has contributed.
@@ -243,7 +243,7 @@ impl<C: Clone> Round<C> {
     ) {
         let Context { site, memory, inputs, .. } = context;
         if site.rounds() {
-            let own = site.members.position(site.rank).and_then(|me| self.own_input(me));
+            let own = site.members.index_of(site.rank).and_then(|me| self.own_input(me));
             memory.reduce_rounded(site.wire, how, inputs, own, output);
         } else {
             memory.reduce(site.dtype, how, inputs, output);
@@ -267,8 +267,8 @@ impl<C: Clone> Round<C> {
         context: &mut Context<'_, M>,
     ) {
         let header = Header { kind: Kind::Summed, argument: 0, payload_bytes: 0, ..*header };
-        for (place, to) in site.members.iter().enumerate() {
-            if to != site.rank && matches!(self.of(place), Some(Contribution::Summed)) {
+        for (index, to) in site.members.iter().enumerate() {
+            if to != site.rank && matches!(self.of(index), Some(Contribution::Summed)) {
                 send(to, &header, None, Flow::Free, context);
             }
         }
@@ -303,7 +303,7 @@ mod tests {
         let (rank, dtype) = (slice.owner, Dtype::F32);
         let (layer, wire, tensor_bytes) = ("layer", dtype, 4);
         let groups = &NO_GROUPS;
-        Site { rank, members, active, rules, groups, era: 0, slice, layer, dtype, wire, tensor_bytes }
+        Site { rank, members, active, rules, groups, slice, layer, dtype, wire, tensor_bytes }
     }
 
     fn slice() -> Slice {
@@ -357,18 +357,19 @@ mod tests {
     fn a_group_is_in_when_it_counts_the_ranks_that_are_believed_to_be_there() {
         let (members, rules, slice) = (Members::all(4), Rules::default(), slice());
         let groups = Groups::of_members([some(&[2, 3]), some(&[0, 1])]);
-        let pushed = |ranks, era| {
+        let pushed = |ranks, epoch| {
             let mut round = Round::default();
             for (head, argument) in
-                [(0, Party::new(2, era).argument()), (2, Party::new(ranks, era).argument())]
+                [(0, Party::new(2, epoch).argument()), (2, Party::new(ranks, epoch).argument())]
             {
                 let header = Header { argument, ..header(1, Op::Average) };
                 round.add(head, 4, &header, Contribution::Data(head)).unwrap();
             }
             round
         };
-        let complete = |round: &Round<usize>, active: &Members, era| {
-            let site = Site { groups: &groups, era, ..site(&members, active, &rules, &slice) };
+        let complete = |round: &Round<usize>, active: &Members, epoch| {
+            let active = active.clone().in_epoch(epoch);
+            let site = Site { groups: &groups, ..site(&members, &active, &rules, &slice) };
             let divides = round.complete(&site).then(|| round.divisor(&site));
             assert_eq!(round.missing(&site).count(), 0, "both heads have pushed");
             divides
@@ -395,7 +396,7 @@ mod tests {
     #[test]
     fn refuses_what_does_not_fit_the_open_round() {
         let mut round = Round::default();
-        let mut add = |place, seq, op, what| round.add(place, 2, &header(seq, op), what);
+        let mut add = |index, seq, op, what| round.add(index, 2, &header(seq, op), what);
         add(0, 5, Op::Copy, Contribution::Data("a")).unwrap();
         assert!(add(0, 5, Op::Copy, Contribution::Absent).unwrap_err().contains("second"));
         assert!(add(1, 6, Op::Copy, Contribution::Absent).is_err());
@@ -410,11 +411,11 @@ mod tests {
         /// Any members, any of them that must be in, some of those having left, in any order.
         #[test]
         fn any_subset_may_have_to_be_in(
-            places in proptest::collection::btree_map(0u32..40, (any::<bool>(), any::<bool>()), 1..12), rotation in 0usize..12
+            drawn in proptest::collection::btree_map(0u32..40, (any::<bool>(), any::<bool>()), 1..12), rotation in 0usize..12
         ) {
-            let members: Members = places.keys().copied().map(Rank).collect();
+            let members: Members = drawn.keys().copied().map(Rank).collect();
             let of = |which: fn(&(bool, bool)) -> bool| -> Members {
-                places.iter().filter(|(_, is)| which(is)).map(|(rank, _)| Rank(*rank)).collect()
+                drawn.iter().filter(|(_, is)| which(is)).map(|(rank, _)| Rank(*rank)).collect()
             };
             let (active, must_be_in) = (of(|is| is.0), of(|is| is.0 && is.1));
             let (rules, slice) = (Rules { must_be_in: MustBeIn::These(of(|is| is.1)), ..Rules::default() }, slice());
@@ -430,8 +431,8 @@ mod tests {
                     let late: Members = order[i..].iter().copied().collect();
                     prop_assert_eq!(missing, late);
                 }
-                let place = members.position(*rank).unwrap();
-                round.add(place, members.count(), &header(1, Op::Sum), Contribution::Data(*rank)).unwrap();
+                let index = members.index_of(*rank).unwrap();
+                round.add(index, members.count(), &header(1, Op::Sum), Contribution::Data(*rank)).unwrap();
             }
             prop_assert_eq!(round.complete(&site), !order.is_empty());
             prop_assert_eq!(round.divisor(&site), must_be_in.count());

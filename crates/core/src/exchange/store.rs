@@ -235,7 +235,7 @@ impl<C: Clone> Store<C> {
 
     /// How often a member has contributed.
     fn clock(&self, rank: Rank, site: &Site<'_>) -> u32 {
-        site.members.position(rank).and_then(|place| self.clocks.get(place)).copied().unwrap_or(0)
+        site.members.index_of(rank).and_then(|index| self.clocks.get(index)).copied().unwrap_or(0)
     }
 
     /// The lowest clock that counts.
@@ -324,7 +324,7 @@ impl<C: Clone> Store<C> {
         context: &mut Context<'_, M>,
     ) -> Result<(), Error> {
         let Site { members, rules, .. } = context.site;
-        let Some(place) = members.position(from) else { return Err(unexpected(from, header)) };
+        let Some(index) = members.index_of(from) else { return Err(unexpected(from, header)) };
         let one_by_one = rules.must_be_in == MustBeIn::Nobody;
         let (asks, over) = (what.is_absent() && !rules.needs(from), self.round.has_ended(header.seq));
         if asks && one_by_one && self.is_ahead(from, &context.site) {
@@ -342,7 +342,7 @@ impl<C: Clone> Store<C> {
             self.round.forget_round();
         }
         self.round
-            .add(place, members.count(), header, what)
+            .add(index, members.count(), header, what)
             .map_err(|why| Error::protocol(from, format!("{}: {why}", describe(from, header))))?;
         if self.is_due(&context.site) {
             self.finish(header, context)?;
@@ -353,7 +353,7 @@ impl<C: Clone> Store<C> {
         }
         if rules.staleness.is_some() {
             self.clocks.resize(members.count() as usize, 0);
-            self.clocks[place] += 1;
+            self.clocks[index] += 1;
             self.answer_who_asks(context);
         }
         Ok(())
@@ -429,7 +429,7 @@ impl<C: Clone> Store<C> {
                 let len_bytes = context.site.slice.len_bytes as usize;
                 // Where this rank is in the round: it may be in no round and ask, or be late for this one.
                 let Site { rank, members, .. } = context.site;
-                let is_in = members.position(rank).and_then(|place| self.round.of(place)).is_some();
+                let is_in = members.index_of(rank).and_then(|index| self.round.of(index)).is_some();
                 let mine = self.mine.as_ref().filter(|_| is_in).map(|mine| mine.memory.clone());
                 let sum = mine.unwrap_or_else(|| context.memory.scratch(len_bytes));
                 self.round.reduce(how, &sum, context);
@@ -610,7 +610,7 @@ impl<C: Clone> Store<C> {
             if everybody {
                 return Some(true);
             }
-            let what = self.round.of(members.position(to)?)?;
+            let what = self.round.of(members.index_of(to)?)?;
             Some(rules.answered == Answered::All || what.is_absent())
         };
         for to in told.after(rank) {

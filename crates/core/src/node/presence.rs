@@ -12,8 +12,6 @@ pub(super) struct Presence {
     workers: u32,
     me: Rank,
     active: Members,
-    /// How often all have left.
-    era: u32,
     /// At a server: workers that have left again before it knew that all had left, and how often. Workers agree on that among
     /// themselves, and a server hears of it when it does.
     ahead: BTreeMap<Rank, u32>,
@@ -34,7 +32,7 @@ pub(super) enum Left {
 
 impl Presence {
     pub(super) fn of_all(workers: u32, me: Rank) -> Self {
-        Self { workers, me, active: Members::all(workers), era: 0, ahead: BTreeMap::new() }
+        Self { workers, me, active: Members::all(workers), ahead: BTreeMap::new() }
     }
 
     /// A worker has left.
@@ -52,8 +50,7 @@ impl Presence {
         if !self.active.is_empty() {
             return Ok(Left::One);
         }
-        self.active.become_those(&Members::all(self.workers));
-        self.era += 1;
+        self.active = Members::all(self.workers).in_epoch(self.active.epoch() + 1);
         let ahead = std::mem::take(&mut self.ahead).into_iter();
         let again = ahead.flat_map(|(rank, times)| std::iter::repeat_n(rank, times as usize));
         Ok(Left::All { again: again.collect() })
@@ -75,8 +72,11 @@ impl Presence {
 
     /// Those of a book that have not left.
     pub(super) fn of_book(&self, roles: &Roles) -> Active {
-        let those = |members: &Members| members.iter().filter(|rank| self.stays(*rank)).collect();
-        Active { members: those(&roles.members), contributors: those(roles.contributors()), era: self.era }
+        let those = |members: &Members| {
+            let staying: Members = members.iter().filter(|rank| self.stays(*rank)).collect();
+            staying.in_epoch(self.active.epoch())
+        };
+        Active { members: those(&roles.members), contributors: those(roles.contributors()) }
     }
 }
 
@@ -84,8 +84,6 @@ impl Presence {
 pub(super) struct Active {
     pub(super) members: Members,
     pub(super) contributors: Members,
-    /// How often all workers have left and come back.
-    pub(super) era: u32,
 }
 
 impl Active {

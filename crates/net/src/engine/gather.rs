@@ -80,8 +80,8 @@ impl Engine {
             .book
             .roles
             .contributors()
-            .position(rank)
-            .and_then(|place| gathered.parts.get(place)?.as_ref());
+            .index_of(rank)
+            .and_then(|index| gathered.parts.get(index)?.as_ref());
         for chunk in part.into_iter().flatten() {
             let from = skip.min(chunk.len());
             let count = chunk.copy_to(from, target);

@@ -6,10 +6,13 @@
 //! parts of a collective from its steps and what has come. The steps themselves are the node's; what they come to is
 //! checked by the ledger.
 
+mod gather;
+
 use super::{Checker, Violation, check};
+use gather::RelayedRound;
 use penstock_core::Route;
 use penstock_core::layout::Book;
-use penstock_core::roles::{Fold, Group};
+use penstock_core::roles::Fold;
 use penstock_core::types::{BookId, Rank, Seq, SliceId};
 use penstock_core::wire::{Header, Kind};
 use std::collections::{BTreeMap, BTreeSet};
@@ -95,22 +98,6 @@ struct ModelBook {
     over: BTreeMap<SliceId, Seq>,
 }
 
-/// A round of a gather at the head of a group.
-#[derive(Debug, Default)]
-struct RelayedRound {
-    /// By rank: the bytes of its contribution and those of them that are here; nothing if it takes no part.
-    given: BTreeMap<Rank, Option<(u32, u32)>>,
-    /// Eras of the other heads' words.
-    eras: BTreeSet<u32>,
-    passed_on: bool,
-}
-
-impl RelayedRound {
-    fn is_in(&self, rank: Rank) -> bool {
-        self.given.get(&rank).is_some_and(|given| given.is_none_or(|(all, here)| all == here))
-    }
-}
-
 /// Who the modelled node is.
 #[derive(Debug, Clone)]
 pub struct Identity {
@@ -134,8 +121,8 @@ pub struct LinkModel {
     me: Identity,
     books: BTreeMap<BookId, ModelBook>,
     left: BTreeSet<Rank>,
-    /// How often all have.
-    eras: u32,
+    /// How often all have, and are back.
+    epoch: u32,
     /// At a server: leaves of workers that are ahead of the others.
     again: Vec<Rank>,
     queues: Vec<Queue>,
@@ -151,7 +138,7 @@ impl LinkModel {
             me,
             books: BTreeMap::new(),
             left: BTreeSet::new(),
-            eras: 0,
+            epoch: 0,
             again: Vec::new(),
             queues,
             order: 0,
@@ -184,115 +171,6 @@ impl LinkModel {
     pub fn set_priorities(&mut self, id: BookId, places: &[u32]) {
         if let Some(book) = self.books.get_mut(&id) {
             book.places = places.to_vec();
-        }
-    }
-
-    /// The rank contributes `argument` bytes to a gather: frames to all others, or to the head of its group, which nothing holds back.
-    fn gather(&mut self, header: &Header) {
-        let Header { book: id, slice: slice_id, seq, argument: len_bytes, .. } = *header;
-        let (me, book) = (self.me.rank, self.books[&id].book.clone());
-        match book.roles.groups.of(me).map(Group::head) {
-            Some(head) if head == me => {
-                self.take_given(me, &Header { payload_bytes: len_bytes, ..*header });
-            }
-            Some(head) => self.pieces(head, (id, slice_id, seq), len_bytes),
-            None => {
-                for peer in book.roles.contributors().iter() {
-                    if peer != me && !self.left.contains(&peer) {
-                        self.pieces(peer, (id, slice_id, seq), len_bytes);
-                    }
-                }
-            }
-        }
-    }
-
-    /// A contribution to a gather, in frames.
-    fn pieces(&mut self, to: Rank, (id, slice, seq): (BookId, SliceId, Seq), len_bytes: u32) {
-        let frames = len_bytes.div_ceil(self.books[&id].book.slices[slice as usize].len_bytes).max(1);
-        (0..frames).for_each(|_| self.queue(to, What::Ready(id, slice, seq, len_bytes)));
-    }
-
-    /// Something of a gather has come to the head of a group.
-    fn take_given(&mut self, from: Rank, header: &Header) {
-        let Header { book: id, slice, seq, argument, payload_bytes, .. } = *header;
-        let Some(state) = self.books.get_mut(&id) else { return };
-        let groups = &state.book.roles.groups;
-        if groups.led_by(self.me.rank).is_none() || state.over.get(&slice).is_some_and(|over| seq <= *over) {
-            return;
-        }
-        let round = state.relayed.entry((slice, seq)).or_default();
-        if header.kind == Kind::GroupIn {
-            round.eras.insert(argument >> 24);
-        } else {
-            let next =
-                groups.of(from).and_then(|group| group.members.iter().find(|rank| !round.is_in(*rank)));
-            let whose = if header.kind == Kind::Gather { Some(from) } else { next };
-            let Some(whose) = whose else { return };
-            if header.kind == Kind::NotIn {
-                round.given.insert(whose, None);
-            } else if let Some((_, here)) = round.given.entry(whose).or_insert(Some((argument, 0))) {
-                *here += payload_bytes;
-            }
-        }
-        self.relay(id, slice);
-    }
-
-    /// The head of a group passes on what it can of a gather.
-    fn relay(&mut self, id: BookId, slice: SliceId) {
-        let me = self.me.rank;
-        let book = self.books[&id].book.clone();
-        let Some(group) = book.roles.groups.led_by(me) else { return };
-        let of_slice = self.books[&id].relayed.keys().filter(|(of, _)| *of == slice);
-        for seq in of_slice.map(|(_, seq)| *seq).collect::<Vec<_>>() {
-            let Some(state) = self.books.get_mut(&id) else { return };
-            let Some(mut round) = state.relayed.remove(&(slice, seq)) else { return };
-            let gives = |round: &RelayedRound, rank: Rank| matches!(round.given.get(&rank), Some(Some(_)));
-            let is_in = |rank: Rank| {
-                let gives = gives(&round, rank);
-                gives != self.left.contains(&rank) && (!gives || round.is_in(rank))
-            };
-            if !round.passed_on
-                && round.eras.iter().all(|era| *era == self.eras & 0xff)
-                && group.members.iter().all(is_in)
-            {
-                round.passed_on = true;
-                let count = group.members.iter().filter(|rank| gives(&round, *rank)).count() as u32;
-                for rank in group.members.iter() {
-                    round.given.entry(rank).or_insert(None);
-                }
-                for head in book.roles.groups.iter().map(Group::head).filter(|head| *head != me) {
-                    let argument = (count | (self.eras & 0xff) << 16) << 8;
-                    self.queue(head, What::Ready(id, slice, seq, argument));
-                    group
-                        .members
-                        .iter()
-                        .for_each(|rank| self.told(head, (id, slice, seq), round.given[&rank]));
-                }
-            }
-            let contributors: Vec<Rank> = book.roles.contributors().iter().collect();
-            let complete = round.passed_on && contributors.iter().all(|rank| round.is_in(*rank));
-            let waiting: Vec<Rank> = group.members.iter().filter(|rank| gives(&round, *rank)).collect();
-            if complete {
-                for member in waiting.iter().filter(|rank| **rank != me) {
-                    for of in contributors.iter().filter(|of| *of != member) {
-                        self.told(*member, (id, slice, seq), round.given[of]);
-                    }
-                }
-            }
-            let Some(state) = self.books.get_mut(&id) else { return };
-            if complete || round.passed_on && waiting.is_empty() {
-                state.over.insert(slice, seq);
-            } else {
-                state.relayed.insert((slice, seq), round);
-            }
-        }
-    }
-
-    /// What one rank gave, or that it gave nothing.
-    fn told(&mut self, to: Rank, name: (BookId, SliceId, Seq), given: Option<(u32, u32)>) {
-        match given {
-            Some((len_bytes, _)) => self.pieces(to, name, len_bytes),
-            None => self.queue(to, What::Ready(name.0, name.1, name.2, 0)),
         }
     }
 
@@ -367,7 +245,7 @@ impl LinkModel {
         }
         if slice.owner == me {
             let kind = if present { Kind::Push } else { Kind::PushAbsent };
-            let argument = (ranks | (self.eras & 0xff) << 16) << 8;
+            let argument = (ranks | (self.epoch & 0xff) << 16) << 8;
             let header = Header { book: id, slice: slice_id, seq, argument, ..Header::control(kind) };
             self.contribute(me, &header);
         } else {
@@ -528,7 +406,7 @@ impl LinkModel {
         }
         if self.left.len() == self.me.workers as usize {
             self.left.clear();
-            self.eras += 1;
+            self.epoch += 1;
             self.look_at_rounds();
             std::mem::take(&mut self.again).into_iter().for_each(|rank| self.leave(rank));
             return;
@@ -599,7 +477,7 @@ impl LinkModel {
             });
             let clients: Vec<(Rank, u32)> = clients.filter(|(_, ranks)| *ranks > 0).collect();
             let as_here = |(head, ranks): &(Rank, u32)| {
-                state.clients.get(&(slice, *head)) == Some(&(ranks | (self.eras & 0xff) << 16))
+                state.clients.get(&(slice, *head)) == Some(&(ranks | (self.epoch & 0xff) << 16))
             };
             if !clients.iter().all(as_here) {
                 return;
