@@ -101,6 +101,11 @@ fn every_rule_is_missed() {
         Omission::DialNobody,
         Omission::DeafFlush,
         Omission::ReachNobody,
+        Omission::DeafToSilence,
+        Omission::DeafToTheUnreachable,
+        Omission::NeedNobody,
+        Omission::MissNobody,
+        Omission::SettleWithoutStrangers,
     ] {
         let violation = (0..SEEDS).find_map(|seed| run(seed, Some(omission)).err());
         let violation = violation.unwrap_or_else(|| panic!("{omission:?} goes unnoticed in {SEEDS} jobs"));

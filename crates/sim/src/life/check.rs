@@ -2,7 +2,9 @@
 //! right one, for the right reason.
 
 use super::scenario::{Fault, MS, PEER_TIMEOUT_NS, SECOND, Scenario, Style};
-use penstock_core::life::{DOUBT_NS, Evidence, INQUIRY_NS, SETTLE_NS, SUSPICION_NS, Verdict};
+use penstock_core::life::{
+    DEPARTURE_GRACE_NS, DOUBT_NS, Evidence, INQUIRY_NS, SETTLE_NS, SUSPICION_NS, Verdict,
+};
 
 /// How a rank ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -121,7 +123,14 @@ fn expected(scenario: &Scenario) -> (Vec<u32>, Vec<Evidence>, u64) {
         Fault::Skip(rank, _) => {
             (vec![rank], vec![Evidence::Circle, Evidence::Absent, Evidence::Departed], 6 * waited_ns)
         }
-        Fault::Depart(rank, _) => (vec![rank], vec![Evidence::Departed], 6 * waited_ns),
+        Fault::Depart(rank, _) => {
+            // The others come to need it, at the latest after all that they compute. Who needs it directly knows at once, and with
+            // everybody connected that settles at once.
+            let at_once = scenario.style == Style::Direct && scenario.meshed;
+            let limit_ns = longest_ns + DEPARTURE_GRACE_NS + SECOND;
+            let limit_ns = if at_once { longest_ns.saturating_sub(SETTLE_NS) } else { limit_ns };
+            (vec![rank], vec![Evidence::Departed], limit_ns)
+        }
         Fault::Cut(one, other, _) => (vec![one, other], vec![Evidence::Silent], PEER_TIMEOUT_NS),
         Fault::Reset(one, other, _) => (vec![one, other], vec![Evidence::Ended], SUSPICION_NS),
     };

@@ -221,6 +221,9 @@ impl World {
         // What it has for the peer waits on: the peer may yet be there, and connect by itself.
         self.links[link].state = ConnectionState::Never;
         self.note(&format!("rank {from} cannot connect to rank {to}"));
+        if self.omits(Omission::DeafToTheUnreachable) {
+            return;
+        }
         let text = format!("rank {to} could not be connected to by rank {from}");
         self.ranks[from as usize].life.unreachable(self.agenda.now_ns(), Rank(to), text);
         self.follow(from);

@@ -319,6 +319,7 @@ impl World {
             match sign {
                 Sign::Heartbeat(_) if self.omits(Omission::NoHeartbeats) => {}
                 Sign::Heartbeat(peer) => self.send(rank, peer.0, lane, Frame::Heartbeat(progress)),
+                Sign::Silent(..) if self.omits(Omission::DeafToSilence) => {}
                 Sign::Silent(peer, silence_ns) => {
                     self.ranks[rank as usize].life.silent(now_ns, peer, silence_ns);
                 }

@@ -6,8 +6,8 @@ use super::scenario::{Fault, MS, PEER_TIMEOUT_NS, Scenario, Style};
 use super::{Happening, Omission, World};
 use penstock_core::Rank;
 use penstock_core::life::{
-    Contact, DOUBT_NS, Evidence, Expired, Life, PeerTimes, Pulse, Question, Reply, Sign, TimeAway, Verdict,
-    Wait, WaitKind,
+    Contact, DOUBT_NS, Evidence, Expired, Life, PeerTimes, Pulse, Question, Reply, SETTLE_INDIRECT_NS, Sign,
+    TimeAway, Verdict, Wait, WaitKind,
 };
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -266,7 +266,7 @@ impl Process {
                 let noticed = away.noticed && omission != Some(Omission::NeverItself);
                 self.life.was_away(now_ns, TimeAway { noticed, ..away });
             }
-            if let Some(peer) = self.parted_with(lane) {
+            if let Some(peer) = self.parted_with(lane).filter(|_| omission != Some(Omission::NeedNobody)) {
                 self.life.needed(now_ns, peer);
             }
         }
@@ -276,7 +276,8 @@ impl Process {
         }
         let (late, owners) = self.waits_for();
         let everybody = omission == Some(Omission::NeedEverybody);
-        let needs = |rank: Rank| everybody || late.contains(&rank) || owners.contains(&rank);
+        let nobody = omission == Some(Omission::MissNobody);
+        let needs = |rank: Rank| !nobody && (everybody || late.contains(&rank) || owners.contains(&rank));
         self.life.look(now_ns, self.moved_ns, needs);
         signs
     }
@@ -518,6 +519,9 @@ impl World {
         }
         if !deaf {
             life.aborted(now_ns, Rank(from), payload);
+        }
+        if self.omission == Some(Omission::SettleWithoutStrangers) {
+            life.look(now_ns + SETTLE_INDIRECT_NS, u64::MAX, |_| false);
         }
     }
 

@@ -93,6 +93,16 @@ pub enum Omission {
     DeafFlush,
     /// It does not wait for connections that are being made.
     ReachNobody,
+    /// Silence means nothing.
+    DeafToSilence,
+    /// Nor does that a peer cannot be connected to.
+    DeafToTheUnreachable,
+    /// That a call takes the part of a rank that has said goodbye is not looked for.
+    NeedNobody,
+    /// A rank that has said goodbye is not missed where nothing moves any more.
+    MissNobody,
+    /// A verdict settles without waiting for what those may tell others to whom this rank has no connection.
+    SettleWithoutStrangers,
 }
 
 /// How the ranks wait for each other.
