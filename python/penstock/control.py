@@ -319,7 +319,9 @@ def keep(
     value: Any,
     states: Sequence[Any] | None,
     updates: int | None,
-) -> None:
+    *,
+    lent: bool = False,
+) -> bool:
     """Replace what this rank keeps of a tensor, if it owns some of it.
 
     Args:
@@ -330,6 +332,10 @@ def keep(
         value: Memory of the whole value; none: it stays.
         states: Of each of the optimizer's states; none: they stay.
         updates: How often the value was updated; none: as often as now.
+        lent: Whether the value's memory is this program's and stays, as `Engine.lend` wants it.
+
+    Returns:
+        Whether the engine reads the value there.
     """
 
     def saved(state: int | None) -> tuple[bytearray, int | None]:
@@ -342,10 +348,15 @@ def keep(
         states = []
         while (field := saved(len(states)))[1] is not None:
             states = [*states, field[0]]
+    is_lent = False
     for state, field in enumerate([own if value is None else value, *states]):
         memory = view(field, "what is kept", written=False)
         number = (count or 0) if updates is None else updates
-        engine.load(book, tensor, state - 1 if state else None, number, memory.address, memory.nbytes)
+        if lent and not state:
+            is_lent = engine.lend(book, tensor, number, memory.address, memory.nbytes)
+        else:
+            engine.load(book, tensor, state - 1 if state else None, number, memory.address, memory.nbytes)
+    return is_lent
 
 
 def encode(message: Message) -> bytes:

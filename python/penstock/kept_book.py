@@ -36,6 +36,11 @@ class KeptBook:
     def __init__(self, engine: Engine, servers: Servers, rank: int, number: int) -> None:
         self._engine, self._servers, self._rank, self._number = engine, servers, rank, number
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the workers own it themselves."""
+        return not self._servers.ranks
+
     def proceed(self, step: int, optimizers: Sequence[Described], groups: Sequence[int], factor: float) -> None:
         """All tensors of a step are submitted: the owners update. Waits for nothing.
 
@@ -78,7 +83,9 @@ class KeptBook:
         value: Any = None,
         states: Sequence[Any] | None = None,
         updates: int | None = None,
-    ) -> None:
+        *,
+        lent: bool = False,
+    ) -> bool:
         """Let the owners of a tensor keep this. Every worker calls it with the same bytes.
 
         Args:
@@ -87,14 +94,19 @@ class KeptBook:
             value: Memory of the value; none: it stays.
             states: Of the optimizer's states; none: they stay.
             updates: How often it was updated; none: as often as it was.
+            lent: Whether the value's memory stays where it is and gets every answer; only where the workers are the
+                owners, which then need none of their own.
+
+        Returns:
+            Whether that is so.
         """
         if not self._servers.ranks:
-            keep(self._engine, self._number, tensor, nbytes, value, states, updates)
-            return
+            return keep(self._engine, self._number, tensor, nbytes, value, states, updates, lent=lent)
         fields = [*([] if value is None else [value]), *(states or ())]
         count = None if states is None else len(states)
         message = Keep(self._number, tensor, nbytes, value is not None, count, updates)
         self._servers.tell(message, lambda: [broadcast(self._engine, field) for field in fields])
+        return False
 
     def meet(self, caller: str) -> None:
         """Wait until all workers have made this call.

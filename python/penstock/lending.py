@@ -15,11 +15,13 @@ class Lent:
 
     Attributes:
         tensors: By token, what keeps the memory: a tensor, an array, a buffer.
+        values: By book, what keeps the memory that the engine reads for an update under way (`Engine.lend`).
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.tensors: dict[int, object] = {}
+        self.values: dict[int, object] = {}
 
     def landed(
         self,

@@ -209,6 +209,8 @@ def changed(model, optimizer):
         if number == 1:
             with torch.no_grad():
                 model[2].weight.clamp_(-0.05, 0.05)
+        if number == 2:
+            model[0].weight.data = 0.5 * model[0].weight.data
     return values(model)
 
 

@@ -4,7 +4,7 @@
 use crate::error::Error;
 use crate::limits;
 use crate::members::Members;
-use crate::roles::{Fold, Roles};
+use crate::roles::{Answered, Fold, Roles};
 use crate::slicing::Slicing;
 use crate::types::{Dtype, LayerId, Rank, SliceId, TensorId};
 use crate::way::{Algorithm, Route};
@@ -257,6 +257,17 @@ impl Book {
     pub fn members_of(&self, slice: SliceId) -> &Members {
         let in_store = self.tensor_of(slice).route == Route::STORE;
         if in_store { &self.roles.members } else { self.roles.contributors() }
+    }
+
+    /// Whether an owner may read a tensor's value in the memory in which it gets the answers: they are not rounded, and every member
+    /// gets the result of each round when it ends, and at no other time.
+    #[must_use]
+    pub fn may_lend(&self, tensor: TensorId) -> bool {
+        let Roles { members, rules, .. } = &self.roles;
+        let at_once = rules.answered == Answered::All && rules.stragglers.is_none();
+        let of = self.tensors.get(tensor as usize);
+        let exact = of.is_some_and(|of| of.route == Route::STORE && of.wire == of.dtype);
+        exact && at_once && members.iter().all(|rank| rules.needs(rank))
     }
 
     /// The number of a slice among those of which `peer` may have to keep payloads: with the store alone, and without groups,

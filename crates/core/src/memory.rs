@@ -41,8 +41,9 @@ pub trait Memory {
     /// Whether there is another piece of this chunk's memory.
     fn is_shared(&self, chunk: &Self::Chunk) -> bool;
 
-    /// Makes update `number`, from 1, of `value` with its `gradient`; all have the same length, and the book has checked that values
-    /// of this type have updates.
+    /// Makes update `number`, from 1, of `value` with its `gradient`, and writes the new value to `output`, which is either of the two.
+    /// All have the same length, and the book has checked that values of this type have updates.
+    #[allow(clippy::too_many_arguments)]
     fn update(
         &mut self,
         dtype: Dtype,
@@ -51,6 +52,7 @@ pub trait Memory {
         value: &Self::Chunk,
         gradient: &Self::Chunk,
         states: &[Self::Chunk],
+        output: &Self::Chunk,
     );
 
     /// Fills a chunk of such a type with a number.

@@ -280,6 +280,9 @@ impl<M: Memory, O: Observe> Node<M, O> {
         (field, updates): (Field, u64),
         whole: &M::Chunk,
     ) -> Result<(), Error> {
+        let open = self.books.get(usize::from(book)).and_then(Option::as_ref);
+        let may_lend = open.is_some_and(|state| state.book.may_lend(tensor));
+        let field = if field == Field::Lent && !may_lend { Field::Value } else { field };
         for (slice, start, len) in self.kept_of(book, tensor) {
             let from = self.memory.part(whole, start, len);
             let header = Header { book, slice, ..Header::control(Kind::Push) };

@@ -68,6 +68,9 @@ pub enum Rule {
 /// Most states that an optimizer has.
 pub const STATES_MAX: usize = 3;
 
+/// Of a value that is updated elsewhere, as much as is taken at a time.
+const NEAR_BYTES: usize = 16 << 10;
+
 /// What is to be done with the gradients of a step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Update {
@@ -136,20 +139,52 @@ impl Update {
         gradient: &[u8],
         states: &mut [&mut [u8]],
     ) -> Result<(), Misfit> {
-        let needed = self.optimizer.states().len();
-        let fits = states.len() == needed
-            && states.iter().all(|state| state.len() == value.len())
-            && gradient.len() == value.len();
-        if !fits {
-            let (value, gradient, found) = (value.len(), gradient.len(), states.len());
-            return Err(Misfit::Lengths { value, gradient, found, states: needed });
-        }
+        self.check(value.len(), gradient.len(), states)?;
         match dtype {
             Dtype::F32 => self.apply_as::<f32>(step, value, gradient, states),
             Dtype::F64 => self.apply_as::<f64>(step, value, gradient, states),
             other => return Err(Misfit::Dtype(other.name())),
         }
         Ok(())
+    }
+
+    /// As [`Update::apply`], but leaves the value as it is: the new one takes the gradient's place.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn apply_elsewhere(
+        &self,
+        dtype: Dtype,
+        step: u64,
+        value: &[u8],
+        gradient: &mut [u8],
+        states: &mut [&mut [u8]],
+    ) -> Result<(), Misfit> {
+        self.check(value.len(), gradient.len(), states)?;
+        // Each element is updated by itself: in pieces that stay near the processor.
+        let mut near = [0_u64; NEAR_BYTES / 8];
+        let near: &mut [u8] = bytemuck::cast_slice_mut(&mut near);
+        let count = states.len();
+        for (number, value) in value.chunks(NEAR_BYTES).enumerate() {
+            let (new, piece) =
+                (&mut near[..value.len()], number * NEAR_BYTES..number * NEAR_BYTES + value.len());
+            new.copy_from_slice(value);
+            let mut pieces: [&mut [u8]; STATES_MAX] = Default::default();
+            for (of_piece, state) in pieces.iter_mut().zip(&mut *states) {
+                *of_piece = &mut state[piece.clone()];
+            }
+            self.apply(dtype, step, new, &gradient[piece.clone()], &mut pieces[..count])?;
+            gradient[piece].copy_from_slice(new);
+        }
+        Ok(())
+    }
+
+    fn check(&self, value: usize, gradient: usize, states: &[&mut [u8]]) -> Result<(), Misfit> {
+        let (found, needed) = (states.len(), self.optimizer.states().len());
+        if found == needed && gradient == value && states.iter().all(|state| state.len() == value) {
+            return Ok(());
+        }
+        Err(Misfit::Lengths { value, gradient, found, states: needed })
     }
 
     fn apply_as<T: Real>(&self, step: u64, value: &mut [u8], gradient: &[u8], states: &mut [&mut [u8]]) {
@@ -397,6 +432,29 @@ mod tests {
             states.iter_mut().map(|state| bytemuck::cast_slice_mut(&mut state[..])).collect();
         let (value, gradient) = (bytemuck::cast_slice_mut(value), bytemuck::cast_slice(gradient));
         plain(*optimizer).apply(Dtype::F64, number, value, gradient, &mut states).unwrap();
+    }
+
+    #[test]
+    fn elsewhere_are_the_same_bits_and_the_value_stays() {
+        fn bytes(numbers: &mut [f32]) -> &mut [u8] {
+            bytemuck::cast_slice_mut(numbers)
+        }
+        let adam = Rule::Adam { betas: [0.9, 0.99], eps: 1e-8, amsgrad: false, decoupled: true };
+        let update = plain(Optimizer { weight_decay: 0.1, rule: adam, ..SGD });
+        for elems in [0, 1, NEAR_BYTES / 4, NEAR_BYTES / 4 + 1, 3 * NEAR_BYTES / 4 - 1] {
+            let numbers =
+                |by: f32| -> Vec<f32> { (0..elems).map(|at| (at as f32 * by).sin().abs()).collect() };
+            let (mut value, mut gradient) = (numbers(0.1), numbers(0.7));
+            let [mut one, mut two] = [numbers(0.2), numbers(0.3)];
+            let (mut here, [mut three, mut four]) = (value.clone(), [one.clone(), two.clone()]);
+            let states = &mut [bytes(&mut three), bytes(&mut four)];
+            update.apply(Dtype::F32, 3, bytes(&mut here), bytes(&mut gradient), states).unwrap();
+            let (before, states) = (value.clone(), &mut [bytes(&mut one), bytes(&mut two)]);
+            let value_bytes: &[u8] = bytes(&mut value);
+            update.apply_elsewhere(Dtype::F32, 3, value_bytes, bytes(&mut gradient), states).unwrap();
+            assert_eq!((gradient, one, two, value), (here, three, four, before));
+        }
+        assert!(plain(SGD).apply_elsewhere(Dtype::F32, 1, &[0; 4], &mut [0; 8], &mut [&mut [0; 4]]).is_err());
     }
 
     #[test]

@@ -46,7 +46,7 @@ impl Memory for Lengths {
         false
     }
 
-    fn update(&mut self, _: Dtype, _: &Update, _: u64, _: &usize, _: &usize, _: &[usize]) {
+    fn update(&mut self, _: Dtype, _: &Update, _: u64, _: &usize, _: &usize, _: &[usize], _: &usize) {
         unreachable!("calls update nothing");
     }
 

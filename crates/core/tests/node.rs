@@ -88,8 +88,17 @@ impl Memory for Lengths {
         Rc::strong_count(&chunk.0) > 1
     }
 
-    fn update(&mut self, _: Dtype, _: &Update, _: u64, value: &Chunk, gradient: &Chunk, states: &[Chunk]) {
-        assert!(states.iter().chain([gradient]).all(|other| other.1 == value.1));
+    fn update(
+        &mut self,
+        _: Dtype,
+        _: &Update,
+        _: u64,
+        value: &Chunk,
+        gradient: &Chunk,
+        states: &[Chunk],
+        output: &Chunk,
+    ) {
+        assert!(states.iter().chain([gradient, output]).all(|other| other.1 == value.1));
     }
 
     fn fill(&mut self, _: Dtype, _: f64, _: &Chunk) {}

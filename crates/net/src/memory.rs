@@ -409,13 +409,18 @@ impl Memory for RealMemory {
         value: &Chunk,
         gradient: &Chunk,
         states: &[Chunk],
+        output: &Chunk,
     ) {
         let mut views: [&mut [u8]; STATES_MAX] = Default::default();
         for (view, state) in views.iter_mut().zip(states) {
             *view = state.bytes_mut(0);
         }
         let views = &mut views[..states.len()];
-        let made = update.apply(dtype, number, value.bytes_mut(0), gradient.bytes(0), views);
+        let made = if output.start() == value.start() {
+            update.apply(dtype, number, value.bytes_mut(0), gradient.bytes(0), views)
+        } else {
+            update.apply_elsewhere(dtype, number, value.bytes(0), output.bytes_mut(0), views)
+        };
         made.expect("the book has checked the type, and the entry the states");
     }
 

@@ -402,6 +402,21 @@ impl Engine {
         py.detach(|| self.engine.load(book, tensor, (field, updates), whole)).map_err(raise)
     }
 
+    fn lend(
+        &self,
+        py: Python<'_>,
+        book: BookId,
+        tensor: TensorId,
+        updates: u64,
+        ptr: usize,
+        nbytes: usize,
+    ) -> PyResult<bool> {
+        let memory = Lent { address: ptr, len_bytes: nbytes };
+        // SAFETY: who lends keeps the memory during updates (`penstock.lending`), and tells the engine where it has gone before the
+        // next one.
+        py.detach(|| unsafe { self.engine.lend(book, tensor, updates, memory) }).map_err(raise)
+    }
+
     fn save(
         &self,
         py: Python<'_>,

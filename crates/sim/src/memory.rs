@@ -199,6 +199,7 @@ impl Memory for RealMemory {
         value: &Chunk,
         gradient: &Chunk,
         states: &[Chunk],
+        output: &Chunk,
     ) {
         // In copies: several views of one block cannot be borrowed at a time.
         let mut kept: Vec<Box<[u8]>> = states.iter().chain([value]).filter_map(Chunk::to_bytes).collect();
@@ -206,7 +207,7 @@ impl Memory for RealMemory {
         let (last, first) = kept.split_last_mut().expect("a value");
         let mut views: Vec<&mut [u8]> = first.iter_mut().map(|state| &mut state[..]).collect();
         update.apply(dtype, number, last, &gradient, &mut views).expect("the book has checked the type");
-        for (chunk, bytes) in states.iter().chain([value]).zip(&kept) {
+        for (chunk, bytes) in states.iter().chain([output]).zip(&kept) {
             chunk.write(|memory| memory.copy_from_slice(bytes));
         }
     }
@@ -271,8 +272,17 @@ impl Memory for VirtualMemory {
         chunk.is_shared()
     }
 
-    fn update(&mut self, _: Dtype, _: &Update, _: u64, value: &Chunk, gradient: &Chunk, states: &[Chunk]) {
-        let same = states.iter().chain([gradient]).all(|other| other.len_bytes == value.len_bytes);
+    fn update(
+        &mut self,
+        _: Dtype,
+        _: &Update,
+        _: u64,
+        value: &Chunk,
+        gradient: &Chunk,
+        states: &[Chunk],
+        output: &Chunk,
+    ) {
+        let same = states.iter().chain([gradient, output]).all(|other| other.len_bytes == value.len_bytes);
         assert!(same, "lengths differ in an update");
     }
 

@@ -31,7 +31,7 @@ impl Memory for Lengths {
         false
     }
 
-    fn update(&mut self, _: Dtype, _: &Update, _: u64, _: &usize, _: &usize, _: &[usize]) {}
+    fn update(&mut self, _: Dtype, _: &Update, _: u64, _: &usize, _: &usize, _: &[usize], _: &usize) {}
 
     fn fill(&mut self, _: Dtype, _: f64, _: &usize) {}
 

@@ -11,6 +11,9 @@ use crate::types::{Dtype, Step};
 pub enum Field {
     /// The value.
     Value,
+    /// The value, in memory of this rank's program that stays: the program puts every answer there, and it is only read here. Of
+    /// tensors that do not allow it ([`Book::may_lend`](crate::layout::Book::may_lend)) this is as [`Field::Value`].
+    Lent,
     /// One of the optimizer's states, in the order of [`crate::optimizer::Optimizer::states`].
     State(u8),
 }
@@ -19,6 +22,8 @@ pub enum Field {
 #[derive(Debug)]
 pub struct SliceEntry<C> {
     value: C,
+    /// The value is in the program's memory.
+    lent: bool,
     /// Of the round that it comes from.
     step: Step,
     /// None before the first update.
@@ -30,7 +35,7 @@ pub struct SliceEntry<C> {
 impl<C: Clone> SliceEntry<C> {
     /// A value that nothing was done to yet.
     pub(super) fn new(value: C, step: Step) -> Self {
-        Self { value, step, states: Vec::new(), updates: 0 }
+        Self { value, lent: false, step, states: Vec::new(), updates: 0 }
     }
 
     /// The same, after one more change of `before`.
@@ -48,7 +53,7 @@ impl<C: Clone> SliceEntry<C> {
         self.updates
     }
 
-    /// Applies an optimizer to the value.
+    /// Applies an optimizer to the value, and gives the new one: of a value that is lent, in the memory of the gradient.
     ///
     /// # Errors
     /// A sentence, if what is kept is not what it needs.
@@ -59,7 +64,7 @@ impl<C: Clone> SliceEntry<C> {
         gradient: &C,
         site: &Site<'_>,
         memory: &mut M,
-    ) -> Result<(), String> {
+    ) -> Result<C, String> {
         let (needed, len_bytes) = (update.optimizer.states(), site.slice.len_bytes as usize);
         if self.states.len() != needed.len() {
             if self.updates > 0 || !self.states.is_empty() {
@@ -75,7 +80,7 @@ impl<C: Clone> SliceEntry<C> {
                 self.states.push(state);
             }
         }
-        if memory.is_shared(&self.value) {
+        if !self.lent && memory.is_shared(&self.value) {
             // The last answer still waits for somebody who need not be in.
             let value = memory.scratch(len_bytes);
             copy(memory, &self.value, &value);
@@ -83,8 +88,9 @@ impl<C: Clone> SliceEntry<C> {
         }
         self.updates += 1;
         self.step = step;
-        memory.update(site.dtype, update, self.updates, &self.value, gradient, &self.states);
-        Ok(())
+        let output = if self.lent { gradient } else { &self.value };
+        memory.update(site.dtype, update, self.updates, &self.value, gradient, &self.states, output);
+        Ok(output.clone())
     }
 
     /// Takes what is kept from `from`. A value begins an entry anew; states follow in their order.
@@ -98,10 +104,16 @@ impl<C: Clone> SliceEntry<C> {
         from: &C,
         context: &mut Context<'_, M>,
     ) -> Result<(), String> {
-        let kept = context.memory.scratch(context.site.slice.len_bytes as usize);
-        copy(context.memory, from, &kept);
+        let lent = field == Field::Lent;
+        let kept =
+            if lent { from.clone() } else { context.memory.scratch(context.site.slice.len_bytes as usize) };
+        if !lent {
+            copy(context.memory, from, &kept);
+        }
         match (field, entry) {
-            (Field::Value, entry) => *entry = Some(Self { updates, ..Self::new(kept, 0) }),
+            (Field::Value | Field::Lent, entry) => {
+                *entry = Some(Self { updates, lent, ..Self::new(kept, 0) });
+            }
             (Field::State(at), Some(entry)) if usize::from(at) == entry.states.len() => {
                 entry.states.push(kept);
             }
@@ -118,7 +130,7 @@ impl<C: Clone> SliceEntry<C> {
     /// Copies what is kept to `to`, if there is such a thing.
     pub(super) fn save<M: Memory<Chunk = C>>(&self, field: Field, to: &C, memory: &mut M) -> bool {
         let kept = match field {
-            Field::Value => Some(&self.value),
+            Field::Value | Field::Lent => Some(&self.value),
             Field::State(at) => self.states.get(usize::from(at)),
         };
         if let Some(kept) = kept {

@@ -501,11 +501,10 @@ impl<C: Clone> Store<C> {
                     return fail("there is no value to update: load the parameters first".into());
                 };
                 let (site, step) = (context.site, header.step);
-                if let Err(why) = entry.update(&update, step, &sum, &site, context.memory) {
-                    return fail(why);
+                match entry.update(&update, step, &sum, &site, context.memory) {
+                    Ok(value) => Some(as_answered(value, context)),
+                    Err(why) => return fail(why),
                 }
-                let value = entry.value().0.clone();
-                Some(as_answered(value, context))
             }
             _ => None,
         };

@@ -73,6 +73,31 @@ fn the_answer_waits_for_the_word_and_who_contributed_hears_that_it_is_in() {
 }
 
 #[test]
+fn a_value_that_is_lent_is_neither_copied_nor_written() {
+    let mut bench = Bench::new(0, 2, 1 << 20);
+    let rules = Rules { fold: Fold::Updated, ..Rules::default() };
+    // Tensor 0 travels as it is; of tensor 2, which does not, the owner keeps a value that is not rounded.
+    for (number, wire, copies) in [(0, Dtype::F32, 0), (1, Dtype::F16, 1)] {
+        let book = deal(&roles(rules.clone()), Dtype::F32, wire).unwrap();
+        bench.node.open_book(number, Arc::new(book), &mut bench.actions).unwrap();
+        let (mine, before) = (user_memory(4096), bench.node.memory().scratch.get());
+        bench.node.load(number, 0, (Field::Lent, 5), &mine).unwrap();
+        assert_eq!(bench.node.memory().scratch.get() - before, copies);
+        assert_eq!(bench.node.memory().is_shared(&mine), copies == 0);
+        assert_eq!(bench.node.save(number, 0, Field::Value, &user_memory(4096)).unwrap(), Some(5));
+    }
+    let lent = user_memory(4096);
+    bench.node.load(0, 0, (Field::Lent, 0), &lent).unwrap();
+    let before = bench.node.memory().scratch.get();
+    bench.submit(0, 1, Op::Average, false);
+    bench.frame(1, exchange(Kind::Push, 0, 1, Op::Average)).unwrap();
+    bench.proceed(0, 1, Some(UPDATE)).unwrap();
+    assert_eq!((bench.kinds(1), bench.completed()), (vec![Kind::Summed, Kind::Answer], 1));
+    // The contribution has gone, and the result is in this rank's own memory of the gradient: there are two states.
+    assert_eq!(bench.node.memory().scratch.get(), before + 2);
+}
+
+#[test]
 fn a_word_that_comes_first_spares_the_other_frame() {
     let mut bench = updating(0, 1 << 20);
     bench.proceed(0, 1, Some(UPDATE)).unwrap();

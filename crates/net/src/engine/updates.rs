@@ -1,13 +1,15 @@
 //! Books whose owners update what they keep: the word to go on, what is kept, and how large gradients are.
 
-use super::{Engine, wait};
+use super::{Engine, Lent, wait};
 use crate::failure::{Failure, Stop};
 use crate::mailbox::{Command, Word};
+use crate::memory::{Chunk, Lender};
 use crate::shared::{OpenBook, State};
 use penstock_core::exchange::Field;
 use penstock_core::optimizer::{Optimizer, Update};
 use penstock_core::roles::Fold;
 use penstock_core::{BookId, Rank, Step, TensorId};
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -178,7 +180,45 @@ impl Engine {
         self.alive("load")?;
         let open = self.kept_book(book)?;
         self.check_whole_of(&open, tensor, whole.len())?;
-        let whole = self.inner.shared.pool.copy_of(whole);
+        self.load_from((book, tensor), (field, updates), &self.inner.shared.pool.copy_of(whole))
+    }
+
+    /// As [`Engine::load`] of a value, but memory is read in place whenever the value is updated, and none is kept here
+    /// ([`Field::Lent`]). Between the end of a step and the arrival of its result the program leaves it alone. Says whether it is so:
+    /// not of every tensor it can be.
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Safety
+    /// The memory is there whenever an update is under way or the value is saved, until another value is loaded.
+    pub unsafe fn lend(
+        &self,
+        book: BookId,
+        tensor: TensorId,
+        updates: u64,
+        memory: Lent,
+    ) -> Result<bool, Failure> {
+        self.alive("lend")?;
+        let open = self.kept_book(book)?;
+        self.check_whole_of(&open, tensor, memory.len_bytes)?;
+        let of = &open.book.tensors[tensor as usize];
+        if !memory.address.is_multiple_of(of.dtype.size_bytes()) {
+            return Err(Failure::config(format!("the memory of {} is not aligned to its elements", of.name)));
+        }
+        let start = NonNull::new(memory.address as *mut u8).unwrap_or(NonNull::dangling());
+        // SAFETY: the caller vouches for the memory; its length was checked against the book.
+        let whole = unsafe { Chunk::handed(start, memory.len_bytes, Arc::new(NobodyAsks), tensor, 0) };
+        self.load_from((book, tensor), (Field::Lent, updates), &whole)?;
+        Ok(open.book.may_lend(tensor))
+    }
+
+    fn load_from(
+        &self,
+        (book, tensor): (BookId, TensorId),
+        (field, updates): (Field, u64),
+        whole: &Chunk,
+    ) -> Result<(), Failure> {
         let answers =
             self.ask(|reply| Command::Load { book, tensor, field, updates, whole: whole.clone(), reply });
         self.all_answered(answers.len())?;
@@ -244,6 +284,13 @@ impl Engine {
         }
         Err(Failure::config(format!("{}: its owners update nothing", open.book.name)))
     }
+}
+
+/// Of memory that is lent for good: whoever lent it keeps it as long as the engine lives.
+struct NobodyAsks;
+
+impl Lender for NobodyAsks {
+    fn released(&self, _: u32, _: u64) {}
 }
 
 /// By tensor of a book what is done with its gradients.

@@ -49,6 +49,8 @@ pub struct Ledger {
     rounds: BTreeMap<(BookId, TensorId, Seq), RoundRecord>,
     /// Of books whose owners update them: each tensor, as it is after the rounds so far.
     values: BTreeMap<(BookId, TensorId), Values>,
+    /// And who has lent the memory of its own.
+    lent: BTreeSet<(Rank, BookId, TensorId)>,
 }
 
 /// What a rank says about a slice.
@@ -72,7 +74,7 @@ impl Ledger {
     /// An empty record.
     #[must_use]
     pub fn new(books: Vec<Arc<Book>>, ranks: u32) -> Self {
-        Self { books, ranks, rounds: BTreeMap::new(), values: BTreeMap::new() }
+        Self { books, ranks, rounds: BTreeMap::new(), values: BTreeMap::new(), lent: BTreeSet::new() }
     }
 
     /// A rank takes part in a round with what its memory holds; `active` ranks will.
@@ -106,7 +108,8 @@ impl Ledger {
     }
 
     /// What a tensor begins with, on every rank.
-    pub fn load(&mut self, book: BookId, tensor: TensorId, bytes: Option<Box<[u8]>>) {
+    pub fn load(&mut self, book: BookId, tensor: TensorId, bytes: Option<Box<[u8]>>, lent_by: Option<Rank>) {
+        self.lent.extend(lent_by.map(|rank| (rank, book, tensor)));
         self.values
             .entry((book, tensor))
             .or_insert_with(|| Values::new(bytes.unwrap_or_default().into_vec()));
@@ -256,7 +259,8 @@ impl Ledger {
             let here = here.filter(|slice| slice.owner == owner && slice.lane == lane);
             let bytes: u64 = here.map(|slice| u64::from(slice.len_bytes)).sum();
             if let Some(values) = self.values.get(&(book, tensor)) {
-                return bytes * (1 + values.states());
+                let lent = layout.may_lend(tensor) && self.lent.contains(&(owner, book, tensor));
+                return bytes * (u64::from(!lent) + values.states());
             }
             if last.is_some_and(|last| *last != Expected::Absent) { bytes } else { 0 }
         };

@@ -49,12 +49,25 @@ pub(super) struct Tensor {
     parts: Vec<Option<Vec<Chunk>>>,
     /// Memory of earlier contributions to it that may still be on its way.
     lent: Vec<Chunk>,
+    /// Of a parameter whose owners may read its value here: what was put there last.
+    value: Option<(Chunk, Option<Box<[u8]>>)>,
 }
 
 impl Tensor {
     fn is_released(&mut self) -> bool {
         self.lent.retain(Chunk::is_shared);
         self.lent.is_empty() && !self.memory.is_shared()
+    }
+
+    /// All of a result is in memory: an updated value is put where its owners read it.
+    fn land(&mut self) -> bool {
+        let Some((value, last)) = &mut self.value else { return true };
+        let untouched = value.to_bytes() == *last;
+        if self.present == Some(true) {
+            *last = self.memory.to_bytes();
+            value.write(|bytes| bytes.copy_from_slice(last.as_deref().unwrap_or_default()));
+        }
+        untouched
     }
 
     /// The bytes that came, by rank; the inner `None` for virtual memory.
@@ -240,6 +253,7 @@ impl<M: SimMemory> World<M> {
             present: None,
             parts: Vec::new(),
             lent: Vec::new(),
+            value: None,
         };
         self.workers[rank.index()].tensors[usize::from(book)] =
             Some(layout.tensors.iter().map(tensor).collect());
@@ -272,10 +286,15 @@ impl<M: SimMemory> World<M> {
             let mut random =
                 Random::new(name.iter().fold(0, |mix, part| Random::new(mix ^ (part + 1)).bits()));
             memory.write(|bytes| fill(layout.dtype, &mut random, bytes));
-            self.ledger.load(book, id as TensorId, memory.to_bytes());
+            let field = if random.bits() >> (rank.0 % 64) & 1 == 1 { Field::Lent } else { Field::Value };
+            let lent_by = (field == Field::Lent).then_some(rank);
+            self.ledger.load(book, id as TensorId, memory.to_bytes(), lent_by);
+            if let Some(tensor) = self.workers[rank.index()].tensor(book, id as TensorId) {
+                tensor.value = (field == Field::Lent).then(|| (memory.clone(), memory.to_bytes()));
+            }
             for lane in 0..setup.lanes {
                 let at = self.at(rank, lane);
-                let loaded = self.nodes[at].load(book, id as TensorId, (Field::Value, 0), &memory);
+                let loaded = self.nodes[at].load(book, id as TensorId, (field, 0), &memory);
                 loaded.map_err(|error| Violation::new(Checker::Protocol, format!("rank {rank}: {error}")))?;
             }
         }
@@ -407,7 +426,11 @@ impl<M: SimMemory> World<M> {
         if touch {
             memory.write(|bytes| bytes[0] ^= 1);
         }
+        let untouched = tensor.remaining > 0 || tensor.land();
         let completion = Completion { rank, book, slice, seq, present, bytes: None };
+        check(untouched, Checker::ResultStays, || {
+            format!("the value that was lent has changed: {completion:?}")
+        })?;
         let exact =
             memory.read(|bytes| self.ledger.complete(&Completion { bytes: Some(bytes), ..completion }));
         exact.unwrap_or_else(|| self.ledger.complete(&completion))?;

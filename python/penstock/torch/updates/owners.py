@@ -87,7 +87,8 @@ class OwnerUpdates(PatchedOptimizer):
         self._round_used = 0  # the last whose word was said
         self._factor = 1.0  # for the gradients of this round
         self._squares: float | None = None  # of them, if they were asked for
-        self._versions: dict[int, int] = {}  # by number of the slot, of the value that the owners know
+        self._given: dict[int, tuple[int, int]] = {}  # by number of the slot, address and version that the owners know
+        self._lent: set[int] = set()  # of these, the values that they read where they are
         self._trained: list[Slot] = []  # that the optimizer has
         self._group_of: list[int] = []  # by number of the slot
         self._check_groups()
@@ -158,6 +159,8 @@ class OwnerUpdates(PatchedOptimizer):
             self.drop(adding=False)  # there is no gradient: nothing is updated, as in torch
             return
         optimizers = [described(self.optimizer, group) for group in self.optimizer.param_groups]
+        # Not what detach() gives: who has that besides makes step() wait.
+        gradients.lent.values[gradients.id] = [slot.param for slot in gradients.slots if slot.index in self._lent]
         self._book.proceed(gradients.step, optimizers, self._group_of, self._factor)
         self._end_round()
         for slot in contributed:
@@ -171,7 +174,7 @@ class OwnerUpdates(PatchedOptimizer):
         # A graph made before this step must not be used after it: say so at the time the plain optimizer would.
         increment_versions([slot.param for slot in contributed])
         for slot in contributed:
-            self._versions[slot.index] = slot.param._version
+            self._note_given(slot)
         gradients.step += 1
 
     def _end_round(self) -> None:
@@ -185,9 +188,11 @@ class OwnerUpdates(PatchedOptimizer):
         )
 
     def _follow_changes(self) -> None:
-        """What the program has written into parameters (load_state_dict) goes to the owners."""
+        """What the program has written into parameters (load_state_dict) goes to owners that do not read it there."""
         for slot in self._gradients.slots:
-            if slot.param._version != self._versions[slot.index]:
+            address, version = self._given[slot.index]
+            moved = slot.param.data_ptr() != address
+            if moved or (slot.param._version != version and slot.index not in self._lent):
                 self._give_value(slot)
 
     @tells_what_is_whole
@@ -264,6 +269,7 @@ class OwnerUpdates(PatchedOptimizer):
             self._put(slots, sizes)
         gradients.applied(slots)
         if not self._waiting:
+            gradients.lent.values.pop(gradients.id, None)
             gradients.lent.collect()  # the memory of gradients, which hold parameters now
 
     def _put(self, slots: Sequence[Slot], sizes: Sequence[int]) -> None:
@@ -339,8 +345,19 @@ class OwnerUpdates(PatchedOptimizer):
 
     @torch.no_grad()
     def _give_value(self, slot: Slot) -> None:
-        self._book.keep(slot.index, slot.nbytes, self._memory(slot, slot.param))
-        self._versions[slot.index] = slot.param._version
+        self._give(slot)
+
+    def _give(self, slot: Slot, states: Sequence[Tensor] | None = None, updates: int | None = None) -> None:
+        """The owners take this parameter: who is one itself reads it where it is, if it is laid out as the book is."""
+        param = slot.param
+        lent = self._book.is_here and not slot.staged and param.stride() == slot.stride
+        value = self._flat(param.detach()) if lent else self._memory(slot, param)
+        lent = self._book.keep(slot.index, slot.nbytes, value, states, updates, lent=lent)
+        (self._lent.add if lent else self._lent.discard)(slot.index)
+        self._note_given(slot)
+
+    def _note_given(self, slot: Slot) -> None:
+        self._given[slot.index] = slot.param.data_ptr(), slot.param._version
 
     @torch.no_grad()
     def _give_all(self, *, values: bool) -> None:
@@ -355,10 +372,10 @@ class OwnerUpdates(PatchedOptimizer):
                 if states and len(states) < len(names):
                     raise self._error(f"has some of the states {', '.join(names)}, and not all", slot)
                 fields = [self._memory(slot, one) for one in states] if updates else []
-                value = self._memory(slot, slot.param) if values else None
-                self._book.keep(slot.index, slot.nbytes, value, fields, updates)
-                if values:
-                    self._versions[slot.index] = slot.param._version
+                if values or slot.index in self._lent:
+                    self._give(slot, fields, updates)
+                else:
+                    self._book.keep(slot.index, slot.nbytes, None, fields, updates)
         optimizer.state.clear()
 
     def _twin(self, slot: Slot) -> Any:
@@ -370,6 +387,7 @@ class OwnerUpdates(PatchedOptimizer):
         """Collect the state from the owners. Collective."""
         self._distributed.ending.raise_if_lost()
         super()._before_reading()
+        self._follow_changes()
         self._book.meet("optimizer.state_dict")  # a rank that does not make the call is named
         state = self.optimizer.state
         with torch._C.DisableTorchFunctionSubclass():
