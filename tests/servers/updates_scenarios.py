@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 import penstock as ps
+from penstock import job
 from penstock.errors import ConfigError
+from penstock.torch.access import distributed_for
 
 STEPS = 4
 
@@ -218,6 +220,13 @@ def what_the_program_writes_reaches_the_owners():
     both(changed)
 
 
+def owners_that_are_workers_read_values_in_the_model():
+    here = not job.current().options.servers
+    for schemes, read in (({}, here), ({"*": "bf16"}, False)):
+        model, _ = started("servers", dtype=torch.float32, schemes=schemes)
+        assert len(distributed_for(model).updates[0]._lent) == (6 if read else 0)
+
+
 def gradients_that_are_not_finite_are_applied():
     model, optimizer = started("servers")
     model(next(inputs())).square().mean().backward()
@@ -288,6 +297,7 @@ SCENARIOS = {
         what_has_no_gradient_is_not_updated,
         rounded_answers,
         what_the_program_writes_reaches_the_owners,
+        owners_that_are_workers_read_values_in_the_model,
         gradients_that_are_not_finite_are_applied,
         groups_and_rates_may_change,
         mistakes_are_refused_at_the_call,
