@@ -15,7 +15,7 @@ use penstock_core::node::{Action, Config, Event, Node};
 use penstock_core::types::{Dtype, Rank};
 use penstock_core::way::Algorithm;
 use penstock_core::wire::{Destination, Op};
-use penstock_core::{Gives, Route, Submission};
+use penstock_core::{Gives, Members, Route, Submission};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -32,8 +32,8 @@ impl Job {
     fn new(ranks: u32) -> Self {
         let config = |rank| Config {
             rank: Rank(rank),
-            ranks,
-            workers: ranks,
+            members: Members::all(ranks),
+            workers: Members::all(ranks),
             lane: 0,
             lanes: 1,
             window_bytes: 8 << 20,

@@ -14,7 +14,7 @@ use penstock_core::node::{Action, Config, Event, Node};
 use penstock_core::observe::{Counters, Observe};
 use penstock_core::types::{Dtype, Rank, Seq};
 use penstock_core::wire::{Destination, Op, Outgoing};
-use penstock_core::{Gives, Submission};
+use penstock_core::{Gives, Members, Submission};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -35,8 +35,8 @@ impl<O: Observe + Default> Job<O> {
             let (rank, window_bytes) = (Rank(rank), 8 << 20);
             let config = Config {
                 rank,
-                ranks: RANKS,
-                workers: RANKS,
+                members: Members::all(RANKS),
+                workers: Members::all(RANKS),
                 lane: 0,
                 lanes: 1,
                 window_bytes,

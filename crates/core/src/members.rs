@@ -22,6 +22,12 @@ impl Members {
         self.ranks.len() as u32
     }
 
+    /// How long a table by rank must be, in which each has its place.
+    #[must_use]
+    pub fn end(&self) -> usize {
+        self.ranks.last().map_or(0, |last| last.index() + 1)
+    }
+
     /// Whether there is nobody.
     #[must_use]
     pub fn is_empty(&self) -> bool {
@@ -107,6 +113,7 @@ mod tests {
             let model: Vec<Rank> = given.iter().copied().map(Rank).collect::<BTreeSet<_>>().into_iter().collect();
             prop_assert_eq!(members.iter().collect::<Vec<_>>(), &model[..]);
             prop_assert_eq!((members.count() as usize, members.is_empty()), (model.len(), false));
+            prop_assert_eq!(Some(members.end()), model.last().map(|last| last.index() + 1));
             for rank in (0..50).map(Rank) {
                 prop_assert_eq!(members.index_of(rank), model.iter().position(|one| *one == rank));
             }

@@ -16,6 +16,7 @@ use crate::error::Error;
 use crate::exchange::{Context, Effect, Exchange, Field, Flow, Site};
 use crate::layout::{Book, Tensor};
 use crate::limits;
+use crate::members::Members;
 use crate::memory::Memory;
 use crate::observe::{Observation, Observe, Point};
 use crate::roles::{NO_GROUPS, Roles};
@@ -75,11 +76,10 @@ impl<M: Memory> Node<M> {
 impl<M: Memory, O: Observe> Node<M, O> {
     /// A node without books, and who watches it.
     pub fn watched(config: Config, memory: M, observer: O) -> Self {
-        let ranks = config.ranks as usize;
         Self {
-            outboxes: (0..ranks).map(|_| Outbox::new(config.window_bytes)).collect(),
-            calls: Calls::new(config.rank, config.ranks),
-            presence: Presence::of_all(config.workers, config.rank),
+            outboxes: (0..config.members.end()).map(|_| Outbox::new(config.window_bytes)).collect(),
+            calls: Calls::new(config.rank, config.members.clone()),
+            presence: Presence::of_all(config.workers.clone(), config.rank),
             config,
             memory,
             observer,
@@ -90,6 +90,11 @@ impl<M: Memory, O: Observe> Node<M, O> {
             inputs: Vec::new(),
             effects: Vec::new(),
         }
+    }
+
+    /// All processes of the job.
+    pub fn members(&self) -> &Members {
+        &self.config.members
     }
 
     /// The memory this node runs over.
@@ -526,8 +531,9 @@ impl<M: Memory, O: Observe> Node<M, O> {
         actions: &mut Vec<Action<M::Chunk>>,
     ) {
         // All-gathers are the workers' own.
-        let count = if header.kind == Kind::Blob { self.config.workers } else { self.config.ranks };
-        for peer in (0..count).map(Rank).filter(|peer| *peer != self.config.rank) {
+        let Config { rank, members, workers, .. } = &self.config;
+        let all = if header.kind == Kind::Blob { workers } else { members };
+        for peer in all.iter().filter(|peer| peer != rank) {
             if to.is_none_or(|to| to == peer) {
                 self.outboxes[peer.index()].queue_control(Outgoing { header, payload: payload.cloned() });
                 actions.push(Action::Wake(peer));

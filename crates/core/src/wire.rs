@@ -132,6 +132,12 @@ impl Kind {
         matches!(self, Self::Message | Self::Offer | Self::Ready | Self::MessagePart | Self::Credit)
     }
 
+    /// Whether the frame is a sign of life alone: it does not show that data moves.
+    #[must_use]
+    pub fn is_idle(self) -> bool {
+        matches!(self, Self::Heartbeat | Self::Ask | Self::Reply)
+    }
+
     fn payload_bytes_max(self) -> usize {
         match self {
             Self::Push | Self::Answer | Self::Part | Self::Result | Self::Gather | Self::Passed => {

@@ -1,5 +1,6 @@
 //! Calls that do not fit each other: both ranks' names and what differs, instead of a wait without end.
 
+use penstock_core::Members;
 use penstock_core::calls::{Call, CallKind, Calls, Request, Share};
 use penstock_core::memory::Memory;
 use penstock_core::optimizer::Update;
@@ -64,7 +65,7 @@ struct Pair([Calls<Lengths>; 2]);
 impl Pair {
     fn new() -> Self {
         Self([0, 1].map(|rank| {
-            let mut calls = Calls::new(Rank(rank), 2);
+            let mut calls = Calls::new(Rank(rank), Members::all(2));
             calls.form(0, vec![Rank(0), Rank(1)]).unwrap();
             calls
         }))
@@ -206,7 +207,7 @@ fn a_call_too_many_for_one_that_is_complete_is_an_error() {
 
 #[test]
 fn what_does_not_fit_the_group_is_refused() {
-    let mut calls = Calls::<Lengths>::new(Rank(0), 3);
+    let mut calls = Calls::<Lengths>::new(Rank(0), Members::all(3));
     for members in [vec![Rank(1), Rank(2)], vec![Rank(0), Rank(0)], vec![Rank(0), Rank(3)]] {
         assert!(calls.form(1, members).is_err());
     }
@@ -228,7 +229,7 @@ fn what_does_not_fit_the_group_is_refused() {
 
 #[test]
 fn a_peer_that_ignores_the_window_or_sends_unasked_is_refused() {
-    let mut calls = Calls::<Lengths>::new(Rank(0), 2);
+    let mut calls = Calls::<Lengths>::new(Rank(0), Members::all(2));
     let header = Header { payload_bytes: limits::EAGER_BYTES_MAX as u32, ..Header::control(Kind::Message) };
     let mut taken = 0;
     while let Ok(Destination::Chunk(chunk)) = calls.destination(Rank(1), &header, &mut Lengths) {

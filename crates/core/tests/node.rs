@@ -10,7 +10,7 @@ use penstock_core::reduce::Reduction;
 use penstock_core::types::{Dtype, Rank, Seq};
 use penstock_core::way::Algorithm;
 use penstock_core::wire::{Destination, Header, Kind, Op, Outgoing};
-use penstock_core::{Gives, Route, Submission};
+use penstock_core::{Gives, Members, Route, Submission};
 use proptest::prelude::*;
 use std::cell::Cell;
 use std::rc::Rc;
@@ -158,8 +158,8 @@ impl Bench {
     fn new(rank: u32, ranks: u32, window_bytes: u64) -> Self {
         let config = Config {
             rank: Rank(rank),
-            ranks,
-            workers: ranks,
+            members: Members::all(ranks),
+            workers: Members::all(ranks),
             lane: 0,
             lanes: 1,
             window_bytes,

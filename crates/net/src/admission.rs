@@ -58,7 +58,7 @@ pub struct AdmissionConfig {
     /// How long one attempt, from connecting to acceptance, and one stranger may take.
     pub handshake_timeout: Duration,
     /// How long a peer that cannot be reached, or that prefers a connection of its own, is tried again.
-    pub dial_timeout: Duration,
+    pub peer_timeout: Duration,
 }
 
 /// What the admission thread has for a lane.
@@ -211,7 +211,7 @@ struct Gate {
     addresses: Vec<SocketAddr>,
     member: Member,
     handshake_timeout: Duration,
-    dial_timeout: Duration,
+    peer_timeout: Duration,
     deliver: Deliver,
     shared: Arc<SharedWithLanes>,
     /// By token, so the oldest first.
@@ -242,7 +242,7 @@ impl Gate {
         socket2::SockRef::from(&listener).listen(BACKLOG)?;
         let mut listener = mio::net::TcpListener::from_std(listener);
         poll.registry().register(&mut listener, LISTENER, Interest::READABLE)?;
-        let AdmissionConfig { rank, ranks, lanes, job_id, secret, handshake_timeout, dial_timeout } = config;
+        let AdmissionConfig { rank, ranks, lanes, job_id, secret, handshake_timeout, peer_timeout } = config;
         Ok(Self {
             _noted: [descriptors::register(&listener), descriptors::register(&poll)],
             listener,
@@ -250,7 +250,7 @@ impl Gate {
             addresses,
             member: Member { rank, ranks, lanes, job_id, secret },
             handshake_timeout,
-            dial_timeout,
+            peer_timeout,
             deliver,
             shared,
             strangers: BTreeMap::new(),

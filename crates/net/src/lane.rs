@@ -18,7 +18,7 @@ use crate::failure::Failure;
 use crate::mailbox::{Command, Mailbox, Word};
 use crate::memory::{Chunk, RealMemory};
 use crate::observed::{LaneNode, Recorder};
-use crate::shared::{OpenBook, Shared};
+use crate::shared::{OpenBook, Shared, ns};
 use mio::{Events, Interest, Poll, Token};
 use penstock_core::life::{Pulse, Sign, may_end};
 use penstock_core::node::{self, Action, Event, Node};
@@ -111,15 +111,10 @@ impl Lane {
             calls: BTreeMap::new(),
             words: VecDeque::new(),
             closing: BTreeSet::new(),
-            pulse: Pulse::new(
-                config.ranks,
-                nanoseconds(peer_timeout),
-                nanoseconds(operation_timeout),
-                shared.ns_of(now),
-            ),
+            pulse: Pulse::new(&config.members, ns(peer_timeout), ns(operation_timeout), shared.ns_of(now)),
             signs: Vec::new(),
             idle_frames: 0,
-            peers: (0..config.ranks).map(|_| Peer::default()).collect(),
+            peers: (0..config.members.end()).map(|_| Peer::default()).collect(),
             node: Node::watched(config, RealMemory::new(Arc::clone(&shared.pool)), recorder),
             shared,
             looked: now,
@@ -234,9 +229,8 @@ impl Lane {
             }
             Command::Control { header, payload } => Event::Control { to: None, header, payload },
             Command::Ask(question) => {
-                let answer = self.answer(question);
-                let me = self.me;
-                self.shared.live(|life, now_ns| life.answered(now_ns, me, question.round, answer));
+                let (me, reply) = (self.me, self.reply(question));
+                self.shared.live(|life, now_ns| life.replied(now_ns, me, question.number, reply));
                 Event::Control { to: None, header: question.header(), payload: None }
             }
             Command::Leave => Event::Leave,
@@ -548,14 +542,10 @@ impl Lane {
             let mut connections = self.peers.iter().filter_map(|peer| peer.connection.as_ref());
             let arrived = connections.all(|c| c.all_written() && c.unacknowledged_bytes() == 0);
             let reached = self.failed.is_none() || self.unreached().next().is_none();
-            if may_end(nanoseconds(self.now.saturating_duration_since(started)), arrived, reached) {
+            if may_end(ns(self.now.saturating_duration_since(started)), arrived, reached) {
                 return Ok(());
             }
             self.poll_once(events, Duration::from_millis(5))?;
         }
     }
-}
-
-fn nanoseconds(time: Duration) -> u64 {
-    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }

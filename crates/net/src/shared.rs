@@ -8,9 +8,11 @@ use crate::accounting::Accounting;
 use crate::failure::{Failure, Stop};
 use crate::mailbox::{Command, Mailbox};
 use crate::memory::{Chunk, Lender, Pool};
-use life::{Fate, ns};
+use life::Fate;
+pub(crate) use life::ns;
 use parking_lot::{Condvar, Mutex, MutexGuard};
-use penstock_core::life::{Life, Wait};
+use penstock_core::Members;
+use penstock_core::life::{Life, Over, Wait};
 use penstock_core::observe::Counters;
 use penstock_core::roles::{Fold, MustBeIn};
 use penstock_core::{Book, BookId, Error, Rank, Seq, SliceId, Step, TensorId};
@@ -21,6 +23,21 @@ use std::time::{Duration, Instant};
 
 /// How often a call that waits asks whether the program was interrupted.
 const INTERRUPT_CHECK: Duration = Duration::from_millis(100);
+
+/// How a wait has ended.
+pub(crate) enum Waited<T> {
+    /// With what it was for.
+    Came(T),
+    /// It has lasted too long, and this is what follows.
+    Over(Over),
+}
+
+impl<T> Waited<T> {
+    /// What it was for, if it has come.
+    pub(crate) fn came(self) -> Option<T> {
+        if let Self::Came(result) = self { Some(result) } else { None }
+    }
+}
 
 /// Bytes per second.
 #[derive(Default)]
@@ -356,7 +373,7 @@ impl Shared {
             pool,
             congestion_control,
             line: Mutex::new(LineRate::default()),
-            fate: Mutex::new(Fate::new(Life::new(me, ranks, lanes))),
+            fate: Mutex::new(Fate::new(Life::new(me, Members::all(ranks), lanes))),
             state: Mutex::new(state),
             changed: Condvar::new(),
             failed: AtomicBool::new(false),
@@ -475,18 +492,18 @@ impl Shared {
         })
     }
 
-    /// Waits until `done` gives something, the job fails, the wait is over (`None`), or `interrupted` says so.
+    /// Waits until `done` gives something, the wait is over, the job fails, or `interrupted` says so.
     pub(crate) fn wait<T>(
         &self,
         wait: &mut Wait,
         interrupted: &mut dyn FnMut() -> bool,
         mut done: impl FnMut(&mut State) -> Option<T>,
-    ) -> Result<Option<T>, Stop> {
+    ) -> Result<Waited<T>, Stop> {
         let mut state = self.lock();
         let mut checked = Instant::now();
         loop {
             if let Some(result) = done(&mut state) {
-                return Ok(Some(result));
+                return Ok(Waited::Came(result));
             }
             if let Some(failure) = state.failure.clone() {
                 state.failure_raised = true;
@@ -498,8 +515,8 @@ impl Shared {
             // Without the lock, which comes after that of life.
             if left.is_zero() {
                 drop(state);
-                if self.is_over(wait) {
-                    return Ok(None);
+                if let Some(over) = self.over(wait) {
+                    return Ok(Waited::Over(over));
                 }
                 state = self.lock();
                 continue;

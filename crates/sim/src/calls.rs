@@ -11,6 +11,7 @@
 use crate::memory::{Chunk, RealMemory, SimMemory};
 use crate::random::Random;
 use bits::{ORDERED_ELEMS_MAX, draw_elems, is_plain, numbers, sum, sum_in_any_order, tensor, whole_numbers};
+use penstock_core::Members;
 use penstock_core::calls::{Call, CallKind, Request, Shape, Share, lanes};
 use penstock_core::node::{Action, Config, Event, Node};
 use penstock_core::types::{Dtype, GroupId, Rank};
@@ -142,8 +143,8 @@ impl World {
         }
         let config = |rank| Config {
             rank: Rank(rank),
-            ranks,
-            workers: ranks,
+            members: Members::all(ranks),
+            workers: Members::all(ranks),
             lane: 0,
             lanes: 1,
             window_bytes: 1 << 20,

@@ -71,8 +71,8 @@ impl Bench {
     fn new(book: &Arc<Book>, ranks: u32) -> Self {
         let config = |rank| Config {
             rank: Rank(rank),
-            ranks,
-            workers: ranks,
+            members: Members::all(ranks),
+            workers: Members::all(ranks),
             lane: 0,
             lanes: 1,
             window_bytes: 1 << 20,
@@ -384,8 +384,8 @@ fn a_rank_that_has_not_submitted_holds_no_more_than_the_windows_of_its_peers() {
             for rank in 0..ranks {
                 let config = Config {
                     rank: Rank(rank),
-                    ranks,
-                    workers: ranks,
+                    members: Members::all(ranks),
+                    workers: Members::all(ranks),
                     lane: 0,
                     lanes: 1,
                     window_bytes,

@@ -24,6 +24,7 @@ pub use stage::{Buffer, Local, Plan, Span, Stage, Transfer};
 
 use crate::error::Error;
 use crate::limits;
+use crate::members::Members;
 use crate::memory::Memory;
 use crate::types::{Dtype, GroupId, Rank};
 use crate::wire::{Destination, Header, Op, Outgoing};
@@ -116,6 +117,9 @@ impl<C> Default for Effects<C> {
 /// All calls of one lane of one rank.
 pub struct Calls<M: Memory> {
     me: Rank,
+    /// All processes of the job.
+    members: Members,
+    /// By rank.
     mail: Vec<Mail<M::Chunk>>,
     groups: BTreeMap<GroupId, Group>,
     running: BTreeMap<u64, Running<M::Chunk>>,
@@ -129,10 +133,11 @@ pub struct Calls<M: Memory> {
 impl<M: Memory> Calls<M> {
     /// No calls, and no groups.
     #[must_use]
-    pub fn new(me: Rank, ranks: u32) -> Self {
+    pub fn new(me: Rank, members: Members) -> Self {
         Self {
             me,
-            mail: (0..ranks).map(|_| Mail::new()).collect(),
+            mail: (0..members.end()).map(|_| Mail::new()).collect(),
+            members,
             groups: BTreeMap::new(),
             running: BTreeMap::new(),
             any_source: Vec::new(),
@@ -147,7 +152,7 @@ impl<M: Memory> Calls<M> {
     /// [`Error::Config`] if the number is taken, or the members are not distinct ranks of the job, this one among them.
     pub fn form(&mut self, id: GroupId, members: Vec<Rank>) -> Result<(), Error> {
         let distinct: BTreeSet<Rank> = members.iter().copied().collect();
-        let known = distinct.iter().all(|rank| rank.index() < self.mail.len());
+        let known = distinct.iter().all(|rank| self.members.contains(*rank));
         let me = members.iter().position(|rank| *rank == self.me);
         let (Some(me), true, false) =
             (me, known && distinct.len() == members.len(), self.groups.contains_key(&id))

@@ -1,4 +1,4 @@
-//! Who is late: the question that a rank asks all others when its time is up, and what follows from the answers.
+//! Who is late: the question that a rank asks all others when its time is up, and what follows from the replies.
 //!
 //! A rank that waits sees only whom it waits for, and that one may wait itself. So everybody is asked whom he waits for, and the
 //! edges are followed: a rank that is waited for and waits for nobody has not come to where the others are. If there is none,
@@ -6,13 +6,14 @@
 
 use super::verdict::Evidence;
 use crate::limits::{RANKS_MAX, REPLY_BYTES_MAX};
+use crate::members::Members;
 use crate::types::{BookId, Rank, Step, TensorId};
 use crate::wire::{Header, Kind};
 use std::collections::BTreeSet;
 
-/// How long answers to a question may take: ample for a busy machine's lanes, and a small part of any timeout.
+/// How long replies to a question may take: ample for a busy machine's lanes, and a small part of any timeout.
 pub const INQUIRY_NS: u64 = 2_000_000_000;
-/// How long what all answers show is held back, in case what is waited for is on its way.
+/// How long what all replies show is held back, in case what is waited for is on its way.
 pub const DOUBT_NS: u64 = 300_000_000;
 
 /// Longest description of what a rank is in, in bytes.
@@ -22,7 +23,7 @@ const WHAT_BYTES_MAX: usize = 200;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Question {
     /// Counts the questions of a rank.
-    pub round: u32,
+    pub number: u32,
     /// The tensor that the asking rank waits for, if it is one: owners say who lacks.
     pub about: Option<(BookId, TensorId)>,
 }
@@ -33,14 +34,14 @@ impl Question {
     pub fn header(&self) -> Header {
         let (book, slice) = self.about.unwrap_or_default();
         let argument = u32::from(self.about.is_some());
-        Header { book, slice, seq: self.round, argument, ..Header::control(Kind::Ask) }
+        Header { book, slice, seq: self.number, argument, ..Header::control(Kind::Ask) }
     }
 
     /// What such a frame asks.
     #[must_use]
     pub fn of(header: &Header) -> Self {
         let about = (header.argument == 1).then_some((header.book, header.slice));
-        Self { round: header.seq, about }
+        Self { number: header.seq, about }
     }
 }
 
@@ -89,11 +90,11 @@ impl Reply {
         bytes
     }
 
-    /// Reads what [`Reply::encode`] wrote, in a job of `ranks`.
+    /// Reads what [`Reply::encode`] wrote, in a job of these `members`.
     ///
     /// # Errors
     /// A sentence that says what is wrong with it.
-    pub fn decode(bytes: &[u8], ranks: u32) -> Result<Self, String> {
+    pub fn decode(bytes: &[u8], members: &Members) -> Result<Self, String> {
         let wrong = || format!("a word of {} bytes on whom it waits for that makes no sense", bytes.len());
         let (blocked, mut rest) = bytes.split_first().ok_or_else(wrong)?;
         let mut next = |limit: u16| {
@@ -103,9 +104,11 @@ impl Reply {
         };
         let mut list = || {
             let count = next(RANKS_MAX as u16 + 1)?;
-            (0..count)
-                .map(|_| next(ranks as u16).map(|rank| Rank(u32::from(rank))))
-                .collect::<Result<Vec<_>, _>>()
+            let mut member = || {
+                let rank = Rank(u32::from(next(u16::MAX)?));
+                if members.contains(rank) { Ok(rank) } else { Err(wrong()) }
+            };
+            (0..count).map(|_| member()).collect::<Result<Vec<_>, _>>()
         };
         let (late, owners, missing, lacking) = (list()?, list()?, list()?, list()?);
         let what = String::from_utf8_lossy(rest).into_owned();
@@ -126,20 +129,20 @@ pub struct Expired {
     pub hint: String,
 }
 
-/// A question that is being answered.
+/// A question to which replies come.
 #[derive(Debug)]
 pub(super) struct Inquiry {
     me: Rank,
     pub(super) expired: Expired,
-    pub(super) round: u32,
+    pub(super) number: u32,
     since_ns: u64,
-    /// Since when all have answered.
+    /// Since when all have replied.
     pub(super) all_ns: Option<u64>,
-    /// By rank: lanes that have answered, and what they say together.
+    /// By rank: lanes that have replied, and what they say together.
     told: Vec<(u32, Reply)>,
 }
 
-/// What the answers show.
+/// What the replies show.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Finding {
     pub(super) evidence: Evidence,
@@ -149,8 +152,9 @@ pub(super) struct Finding {
 }
 
 impl Inquiry {
-    pub(super) fn new(me: Rank, expired: Expired, round: u32, since_ns: u64, ranks: u32) -> Self {
-        Self { me, expired, round, since_ns, all_ns: None, told: vec![(0, Reply::default()); ranks as usize] }
+    pub(super) fn new(me: Rank, expired: Expired, number: u32, since_ns: u64, members: &Members) -> Self {
+        let told = vec![(0, Reply::default()); members.end()];
+        Self { me, expired, number, since_ns, all_ns: None, told }
     }
 
     /// When it ends.
@@ -158,30 +162,30 @@ impl Inquiry {
         self.all_ns.map_or(self.since_ns + INQUIRY_NS, |all_ns| all_ns + DOUBT_NS)
     }
 
-    pub(super) fn answered(&mut self, from: Rank, answer: Reply) {
+    pub(super) fn replied(&mut self, from: Rank, reply: Reply) {
         let (lanes, told) = &mut self.told[from.index()];
         *lanes += 1;
-        told.merge(answer);
+        told.merge(reply);
     }
 
-    pub(super) fn has_answered(&self, rank: Rank, lanes: u32) -> bool {
+    pub(super) fn has_replied(&self, rank: Rank, lanes: u32) -> bool {
         self.told[rank.index()].0 >= lanes
     }
 
-    fn answer(&self, rank: Rank) -> Option<&Reply> {
-        let (lanes, answer) = &self.told[rank.index()];
-        (*lanes > 0).then_some(answer)
+    fn reply(&self, rank: Rank) -> Option<&Reply> {
+        let (lanes, reply) = &self.told[rank.index()];
+        (*lanes > 0).then_some(reply)
     }
 
     /// Whom a rank waits for, as far as anybody has said.
     fn waits_for(&self, rank: Rank) -> BTreeSet<Rank> {
-        let Some(answer) = self.answer(rank) else { return BTreeSet::new() };
-        let mut ranks: BTreeSet<Rank> = answer.late.iter().copied().collect();
-        for &owner in &answer.owners {
-            let lacking = self.answer(owner).map(|answer| match &answer.missing[..] {
-                [] => &answer.lacking[..],
+        let Some(reply) = self.reply(rank) else { return BTreeSet::new() };
+        let mut ranks: BTreeSet<Rank> = reply.late.iter().copied().collect();
+        for &owner in &reply.owners {
+            let lacking = self.reply(owner).map(|reply| match &reply.missing[..] {
+                [] => &reply.lacking[..],
                 missing if rank == self.me => missing,
-                _ => &answer.lacking[..],
+                _ => &reply.lacking[..],
             });
             let others: Vec<Rank> =
                 lacking.unwrap_or_default().iter().copied().filter(|late| *late != rank).collect();
@@ -196,11 +200,11 @@ impl Inquiry {
     ///
     /// * `heads`: and for owners that are owed an answer themselves, though they lack others.
     fn reached(&self, from: &BTreeSet<Rank>, heads: bool) -> BTreeSet<Rank> {
-        let is_owed = |rank: &Rank| self.answer(*rank).is_some_and(|answer| !answer.owners.is_empty());
+        let is_owed = |rank: &Rank| self.reply(*rank).is_some_and(|reply| !reply.owners.is_empty());
         let mut reached = from.clone();
         let mut next: Vec<Rank> = from.iter().copied().collect();
         while let Some(rank) = next.pop() {
-            let owners = self.answer(rank).filter(|_| heads).map_or(&[][..], |answer| &answer.owners);
+            let owners = self.reply(rank).filter(|_| heads).map_or(&[][..], |reply| &reply.owners);
             let owners = owners.iter().copied().filter(is_owed);
             next.extend(self.waits_for(rank).into_iter().chain(owners).filter(|late| reached.insert(*late)));
         }
@@ -215,9 +219,9 @@ impl Inquiry {
         let those = |reached: &BTreeSet<Rank>, which: &dyn Fn(Rank) -> bool| -> Vec<Rank> {
             reached.iter().copied().filter(|rank| *rank != me && which(*rank)).collect()
         };
-        let is_absent = |rank| self.answer(rank).is_some() && self.waits_for(rank).is_empty();
+        let is_absent = |rank| self.reply(rank).is_some() && self.waits_for(rank).is_empty();
         let absent = those(&reached, &is_absent);
-        let unanswered = those(&reached, &|rank| self.answer(rank).is_none());
+        let unanswered = those(&reached, &|rank| self.reply(rank).is_none());
         let (mut evidence, mut culprits) = if !absent.is_empty() {
             (Evidence::Absent, absent)
         } else if !unanswered.is_empty() {
@@ -251,7 +255,7 @@ impl Inquiry {
         let away: Vec<Rank> = circle
             .iter()
             .copied()
-            .filter(|rank| self.answer(*rank).is_some_and(|answer| !answer.blocked))
+            .filter(|rank| self.reply(*rank).is_some_and(|reply| !reply.blocked))
             .collect();
         if away.is_empty() { (Evidence::Circle, circle) } else { (Evidence::Absent, away) }
     }
@@ -269,8 +273,8 @@ impl Inquiry {
         }
         let mut parts = vec![format!("it waits for {}", listed(direct.iter()))];
         for rank in reached.iter().filter(|rank| !culprits.contains(rank) || evidence == Evidence::Circle) {
-            let (onward, answer) = (self.waits_for(*rank), self.answer(*rank));
-            let what = answer.map(|answer| &answer.what[..]).filter(|what| !what.is_empty());
+            let (onward, reply) = (self.waits_for(*rank), self.reply(*rank));
+            let what = reply.map(|reply| &reply.what[..]).filter(|what| !what.is_empty());
             if !onward.is_empty() {
                 let what = what.map_or_else(String::new, |what| format!(" in {what}"));
                 parts.push(format!("rank {rank} itself waits for {}{what}", listed(onward.iter())));
@@ -311,7 +315,7 @@ mod tests {
     /// What each rank has said.
     fn inquiry(answers: &[Said], me: u32) -> Inquiry {
         let expired = Expired { about: None, step: None, what: String::new(), hint: String::new() };
-        let mut inquiry = Inquiry::new(Rank(me), expired, 1, 0, answers.len() as u32);
+        let mut inquiry = Inquiry::new(Rank(me), expired, 1, 0, &Members::all(answers.len() as u32));
         for (rank, answer) in answers.iter().enumerate() {
             if let Some((late, owners, missing)) = answer {
                 let (late, owners, missing) = (ranks(late), ranks(owners), ranks(missing));
@@ -323,7 +327,8 @@ mod tests {
                     missing,
                     what: "a call".into(),
                 };
-                inquiry.answered(Rank(rank as u32), Reply::decode(&answer.encode(), 9).unwrap());
+                inquiry
+                    .replied(Rank(rank as u32), Reply::decode(&answer.encode(), &Members::all(9)).unwrap());
             }
         }
         inquiry
@@ -358,7 +363,7 @@ mod tests {
         let mut inquiry = inquiry(&[None, Some((&[], &[0], &[])), Some((&[], &[0], &[]))], 0);
         let (late, lacking) = (ranks(&[1, 2]), ranks(&[0, 1, 2]));
         let answer = Reply { blocked: true, late: late.clone(), missing: late, lacking, ..Reply::default() };
-        inquiry.answered(Rank(0), answer);
+        inquiry.replied(Rank(0), answer);
         assert_eq!(inquiry.finding().culprits, ranks(&[0, 1, 2]));
     }
 
@@ -397,24 +402,27 @@ mod tests {
     fn of_those_who_wait_for_each_other_the_one_is_named_that_does_not_stand_in_a_call() {
         let mut inquiry = inquiry(&[Some((&[1], &[], &[])), None], 0);
         let late = ranks(&[0]);
-        inquiry.answered(Rank(1), Reply { blocked: false, late, ..Reply::default() });
+        inquiry.replied(Rank(1), Reply { blocked: false, late, ..Reply::default() });
         assert_eq!(inquiry.finding().culprits, ranks(&[1]));
     }
 
     #[test]
     fn lanes_speak_for_their_rank_together() {
         let mut inquiry = inquiry(&[Some((&[1], &[], &[])), None, Some((&[], &[], &[]))], 0);
-        inquiry.answered(Rank(1), Reply::default());
-        assert!(!inquiry.has_answered(Rank(1), 2));
-        inquiry.answered(Rank(1), Reply { late: ranks(&[2]), ..Reply::default() });
-        assert!(inquiry.has_answered(Rank(1), 2));
+        inquiry.replied(Rank(1), Reply::default());
+        assert!(!inquiry.has_replied(Rank(1), 2));
+        inquiry.replied(Rank(1), Reply { late: ranks(&[2]), ..Reply::default() });
+        assert!(inquiry.has_replied(Rank(1), 2));
         assert_eq!(inquiry.finding().culprits, ranks(&[2]));
     }
 
     #[test]
     fn ranks_that_do_not_exist_are_refused() {
         let answer = Reply { late: ranks(&[3]), ..Reply::default() };
-        assert!(Reply::decode(&answer.encode(), 3).is_err());
-        assert!(Reply::decode(&[], 3).is_err() && Reply::decode(&[1, 255, 255], 3).is_err());
+        assert!(Reply::decode(&answer.encode(), &Members::all(3)).is_err());
+        assert!(
+            Reply::decode(&[], &Members::all(3)).is_err()
+                && Reply::decode(&[1, 255, 255], &Members::all(3)).is_err()
+        );
     }
 }

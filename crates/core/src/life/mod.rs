@@ -12,7 +12,7 @@
 //!
 //! **Where the evidence is.** The end of a connection is held back for [`SUSPICION_NS`], because the rank itself, or who ended the
 //! job, may say more. So is that a peer cannot be connected to. A rank whose [`Wait`] takes too long knows only whom it waits for; it
-//! asks everybody ([`Question`]) and follows the answers to those who wait for nobody. Answers are of different moments, and more may
+//! asks everybody ([`Question`]) and follows the replies to those who wait for nobody. Replies are of different moments, and more may
 //! be on its way: what they show is held back for [`DOUBT_NS`], and forgotten if what it waits for comes.
 //!
 //! **Who was away.** A process that was stopped for so long that others may have given it up, and that then finds them gone
@@ -21,33 +21,26 @@
 mod inquiry;
 mod pulse;
 mod reach;
+mod times;
 mod verdict;
 mod wait;
 
 pub use inquiry::{DOUBT_NS, Expired, INQUIRY_NS, Question, Reply};
 pub use pulse::{Contact, Farewell, PeerTimes, Pulse, Sign, TimeAway};
-pub use reach::{Attempts, FLUSH_NS, REACH_NS, may_end, unreached};
+pub use reach::{Attempts, FLUSH_NS, Obstacle, REACH_NS, VERDICT_NS, may_end, unreached};
+pub use times::{DEPARTURE_GRACE_NS, SETTLE_INDIRECT_NS, SETTLE_NS, SUSPICION_NS};
 pub use verdict::{Evidence, Verdict};
-pub use wait::{Wait, WaitKind};
+pub use wait::{Over, Wait, WaitKind};
 
+use crate::members::Members;
 use crate::types::Rank;
 use inquiry::Inquiry;
 use verdict::Standing;
 
-const MS: u64 = 1_000_000;
-/// How long the end of a connection without a goodbye is held back, in case another rank knows the reason.
-pub const SUSPICION_NS: u64 = 300 * MS;
-/// How long nothing may move for a rank that has said goodbye before that counts as its fault.
-pub const DEPARTURE_GRACE_NS: u64 = 2000 * MS;
-/// How long a verdict may take to settle.
-pub const SETTLE_NS: u64 = 2000 * MS;
-/// How long it takes at least if a rank does not tell its own here: word of a better one may come through others.
-pub const SETTLE_INDIRECT_NS: u64 = 500 * MS;
-
 /// What the driver must do.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
-    /// Ask every rank, this one included, on every lane; answers go to [`Life::answered`].
+    /// Ask every rank, this one included, on every lane; what they say goes to [`Life::replied`].
     Ask(Question),
     /// Send this verdict to every peer, on every lane; to those that connect later, too. Nothing else is sent any more.
     Tell(Verdict),
@@ -87,11 +80,15 @@ struct Case {
 #[derive(Debug)]
 pub struct Life {
     me: Rank,
+    /// All processes of the job, this one included.
+    members: Members,
     lanes: u32,
+    /// By rank.
     peers: Vec<Peer>,
     suspect: Option<Suspect>,
     inquiry: Option<Inquiry>,
-    rounds: u32,
+    /// How many questions this rank has asked.
+    questions: u32,
     case: Option<Case>,
     /// When a peer's heartbeat last said that data has moved there.
     others_moved_ns: u64,
@@ -103,16 +100,17 @@ pub struct Life {
 }
 
 impl Life {
-    /// Of a rank whose peers are connected by up to `lanes` connections each.
+    /// Of a rank whose peers, all other `members` of the job, are connected by up to `lanes` connections each.
     #[must_use]
-    pub fn new(me: Rank, ranks: u32, lanes: u32) -> Self {
+    pub fn new(me: Rank, members: Members, lanes: u32) -> Self {
         Self {
             me,
             lanes,
-            peers: vec![Peer::default(); ranks as usize],
+            peers: vec![Peer::default(); members.end()],
+            members,
             suspect: None,
             inquiry: None,
-            rounds: 0,
+            questions: 0,
             case: None,
             others_moved_ns: 0,
             back_ns: 0,
@@ -138,10 +136,6 @@ impl Life {
         self.case.as_ref().is_some_and(|case| case.settled)
     }
 
-    fn ranks(&self) -> u32 {
-        self.peers.len() as u32
-    }
-
     /// A connection to this peer is open.
     pub fn connected(&mut self, peer: Rank) {
         self.peers[peer.index()].links += 1;
@@ -160,9 +154,13 @@ impl Life {
         self.settle(now_ns);
     }
 
-    /// A peer could not be connected to in all the time there is. The first such rank is blamed if nobody knows better in time.
-    pub fn unreachable(&mut self, now_ns: u64, peer: Rank, why: String) {
-        self.suspect(now_ns, Evidence::Silent, peer, why);
+    /// A peer cannot be connected to: it has said why not, or this rank cannot open a connection, or there was no answer in all
+    /// the time there is ([`Attempts`]). The last is held back: somebody may know better.
+    pub fn unreachable(&mut self, now_ns: u64, verdict: Verdict) {
+        match verdict.evidence {
+            Evidence::Silent => self.suspect(now_ns, Evidence::Silent, verdict.culprit(), verdict.reason),
+            _ => self.accuse(now_ns, verdict),
+        }
     }
 
     fn suspect(&mut self, since_ns: u64, evidence: Evidence, rank: Rank, text: String) {
@@ -191,11 +189,11 @@ impl Life {
         }
     }
 
-    /// Whether a wait of the program has lasted too long. `moved_ns` is when data last moved here. If not, [`Wait::until_ns`] says
-    /// when to look again.
+    /// What follows if a wait of the program has lasted too long. `moved_ns` is when data last moved here. If it has not,
+    /// [`Wait::until_ns`] says when to look again.
     #[must_use]
-    pub fn is_over(&self, wait: &mut Wait, now_ns: u64, moved_ns: u64) -> bool {
-        wait.is_over(now_ns, self.others_moved_ns.max(moved_ns).max(self.back_ns))
+    pub fn over(&self, wait: &mut Wait, now_ns: u64, moved_ns: u64) -> Option<Over> {
+        wait.over(now_ns, self.others_moved_ns.max(moved_ns).max(self.back_ns))
     }
 
     /// This process was away: it has read nothing of what others sent meanwhile.
@@ -232,7 +230,7 @@ impl Life {
     }
 
     /// Peers are gone without a word. If they may have given this rank up, that is why.
-    fn gone(&mut self, now_ns: u64, otherwise: Verdict) {
+    fn accuse_unless_away(&mut self, now_ns: u64, otherwise: Verdict) {
         let Some(away_ns) = self.away_ns else { return self.accuse(now_ns, otherwise) };
         let (me, seconds) = (self.me, away_ns as f64 / 1e9);
         let text = format!(
@@ -269,7 +267,7 @@ impl Life {
 
     /// A peer has told its verdict, as the payload of an abort.
     pub fn aborted(&mut self, now_ns: u64, from: Rank, payload: &[u8]) {
-        let verdict = match Verdict::decode(payload, self.ranks()) {
+        let verdict = match Verdict::decode(payload, &self.members) {
             Ok(verdict) => verdict,
             Err(why) => return self.found(now_ns, Evidence::Frame, from, format!("rank {from} sent {why}")),
         };
@@ -290,9 +288,9 @@ impl Life {
         if self.case.is_some() || self.inquiry.is_some() {
             return;
         }
-        self.rounds += 1;
-        let question = Question { round: self.rounds, about: expired.about };
-        self.inquiry = Some(Inquiry::new(self.me, expired.clone(), self.rounds, now_ns, self.ranks()));
+        self.questions += 1;
+        let question = Question { number: self.questions, about: expired.about };
+        self.inquiry = Some(Inquiry::new(self.me, expired.clone(), self.questions, now_ns, &self.members));
         self.effects.push(Effect::Ask(question));
     }
 
@@ -301,21 +299,22 @@ impl Life {
         self.inquiry.take_if(|inquiry| inquiry.expired == *expired);
     }
 
-    /// One lane of a rank, perhaps of this one, has answered.
-    pub fn answered(&mut self, now_ns: u64, from: Rank, round: u32, answer: Reply) {
-        if let Some(inquiry) = self.inquiry.as_mut().filter(|inquiry| inquiry.round == round) {
-            inquiry.answered(from, answer);
+    /// One lane of a rank, perhaps of this one, has replied to the question of this number.
+    pub fn replied(&mut self, now_ns: u64, from: Rank, number: u32, reply: Reply) {
+        if let Some(inquiry) = self.inquiry.as_mut().filter(|inquiry| inquiry.number == number) {
+            inquiry.replied(from, reply);
             self.conclude(now_ns);
         }
     }
 
-    /// Ends the inquiry some time after everybody has answered, or when time is up.
+    /// Ends the inquiry some time after everybody has replied, or when time is up.
     fn conclude(&mut self, now_ns: u64) {
         let Some(inquiry) = &mut self.inquiry else { return };
-        let answers = |(rank, peer): (u32, &Peer)| {
-            (peer.ended && peer.links == 0) || inquiry.has_answered(Rank(rank), self.lanes)
+        let is_heard = |rank: Rank| {
+            let peer = &self.peers[rank.index()];
+            (peer.ended && peer.links == 0) || inquiry.has_replied(rank, self.lanes)
         };
-        if (0..).zip(&self.peers).all(answers) {
+        if self.members.iter().all(is_heard) {
             inquiry.all_ns.get_or_insert(now_ns);
         }
         if now_ns < inquiry.until_ns() {
@@ -326,7 +325,7 @@ impl Life {
         let step = inquiry.expired.step;
         let verdict = Verdict::new(finding.evidence, step, self.me, finding.culprits, reason);
         if finding.evidence == Evidence::Unanswered {
-            self.gone(now_ns, verdict);
+            self.accuse_unless_away(now_ns, verdict);
         } else {
             self.accuse(now_ns, verdict);
         }
@@ -341,7 +340,7 @@ impl Life {
         if let Some(Suspect { evidence, rank, text, .. }) =
             self.suspect.take_if(|suspect| now_ns.saturating_sub(suspect.since_ns) >= SUSPICION_NS)
         {
-            return self.gone(now_ns, Verdict::new(evidence, None, self.me, vec![rank], text));
+            return self.accuse_unless_away(now_ns, Verdict::new(evidence, None, self.me, vec![rank], text));
         }
         if let Some(rank) = self.missed(now_ns, moved_ns, needs) {
             let text = format!(
@@ -358,9 +357,9 @@ impl Life {
     /// that the other will never take part in.
     fn missed(&self, now_ns: u64, moved_ns: u64, needs: impl Fn(Rank) -> bool) -> Option<Rank> {
         let moved_ns = moved_ns.max(self.back_ns);
-        let gone = |since_ns: u64| now_ns.saturating_sub(since_ns.max(moved_ns)) >= DEPARTURE_GRACE_NS;
-        let mut ranks = (0..self.ranks()).map(Rank);
-        ranks.find(|rank| self.peers[rank.index()].departed_ns.is_some_and(gone) && needs(*rank))
+        let long_ago = |since_ns: u64| now_ns.saturating_sub(since_ns.max(moved_ns)) >= DEPARTURE_GRACE_NS;
+        let mut ranks = self.members.iter();
+        ranks.find(|rank| self.peers[rank.index()].departed_ns.is_some_and(long_ago) && needs(*rank))
     }
 
     /// Settles the verdict once no better one can come, or it has taken too long.
@@ -371,7 +370,7 @@ impl Life {
         let silent = matches!(verdict.evidence, Evidence::Silent | Evidence::Unanswered);
         let mut indirect = false;
         let mut agreed = true;
-        for rank in (0..self.ranks()).map(Rank) {
+        for rank in self.members.iter() {
             let peer = &self.peers[rank.index()];
             if rank == self.me || (peer.departed_ns.is_some() && peer.links == 0) {
                 continue;

@@ -1,6 +1,7 @@
 //! One lane's side of life: heartbeats, silence, whether this process itself was away, and goodbyes.
 
-use super::DEPARTURE_GRACE_NS;
+use super::times::DEPARTURE_GRACE_NS;
+use crate::members::Members;
 use crate::types::Rank;
 
 /// A connected peer hears something this many times within the shortest time after which silence, or that nothing moves, means
@@ -82,11 +83,11 @@ pub struct Pulse {
 }
 
 impl Pulse {
-    /// Of a lane that begins now. `timeout_ns` of silence mean loss; heartbeats also say whether data moves, for peers that wait
+    /// Of a lane that begins now, in a job of these `members`. `timeout_ns` of silence mean loss; heartbeats also say whether data moves, for peers that wait
     /// at most `operation_ns` for that.
     #[must_use]
-    pub fn new(ranks: u32, timeout_ns: u64, operation_ns: u64, now_ns: u64) -> Self {
-        let peers = vec![Goodbyes::default(); ranks as usize];
+    pub fn new(members: &Members, timeout_ns: u64, operation_ns: u64, now_ns: u64) -> Self {
+        let peers = vec![Goodbyes::default(); members.end()];
         let beat_ns = timeout_ns.min(operation_ns) / HEARTBEATS_PER_TIMEOUT;
         Self { timeout_ns, beat_ns, looked_ns: now_ns, back_ns: now_ns, peers }
     }
@@ -174,7 +175,7 @@ mod tests {
 
     #[test]
     fn silence_counts_from_the_limit_on_and_heartbeats_come_five_times_as_often() {
-        let mut pulse = Pulse::new(2, 1000, 5000, 0);
+        let mut pulse = Pulse::new(&Members::all(2), 1000, 5000, 0);
         assert_eq!(look(&mut pulse, 199, 199, 0).1, []);
         assert_eq!(look(&mut pulse, 200, 0, 0).1, [Sign::Heartbeat(Rank(1))]);
         assert_eq!(look(&mut pulse, 600, 0, 600).1, []);
@@ -186,14 +187,14 @@ mod tests {
 
     #[test]
     fn heartbeats_come_more_often_where_waits_are_short() {
-        let mut pulse = Pulse::new(2, 1000, 500, 0);
+        let mut pulse = Pulse::new(&Members::all(2), 1000, 500, 0);
         assert_eq!(look(&mut pulse, 99, 0, 0).1, []);
         assert_eq!(look(&mut pulse, 100, 0, 0).1, [Sign::Heartbeat(Rank(1))]);
     }
 
     #[test]
     fn a_process_that_was_away_blames_nobody_for_the_silence() {
-        let mut pulse = Pulse::new(2, 1000, 5000, 0);
+        let mut pulse = Pulse::new(&Members::all(2), 1000, 5000, 0);
         assert_eq!(look(&mut pulse, 400, 0, 400), (None, vec![]));
         assert_eq!(look(&mut pulse, 1500, 0, 1500), (Some(TimeAway { ns: 1100, noticed: true }), vec![]));
         assert_eq!(look(&mut pulse, 2000, 0, 2000), (None, vec![]));
@@ -203,14 +204,14 @@ mod tests {
 
     #[test]
     fn an_absence_may_be_noticed_from_four_heartbeats_on() {
-        let mut pulse = Pulse::new(2, 1000, 5000, 0);
+        let mut pulse = Pulse::new(&Members::all(2), 1000, 5000, 0);
         assert_eq!(look(&mut pulse, 799, 0, 799).0, Some(TimeAway { ns: 799, noticed: false }));
         assert_eq!(look(&mut pulse, 1599, 0, 1599).0, Some(TimeAway { ns: 800, noticed: true }));
     }
 
     #[test]
     fn goodbyes_come_last_and_are_said_once() {
-        let mut pulse = Pulse::new(2, 1000, 5000, 0);
+        let mut pulse = Pulse::new(&Members::all(2), 1000, 5000, 0);
         let open = Contact::Open { written: true };
         assert_eq!(pulse.farewell(Rank(1), open, true), Farewell::Wait);
         assert_eq!(pulse.farewell(Rank(1), Contact::Open { written: false }, false), Farewell::Wait);
@@ -220,6 +221,9 @@ mod tests {
         pulse.goodbye_heard(Rank(1));
         assert_eq!(pulse.farewell(Rank(1), open, false), Farewell::Done);
         assert_eq!(pulse.farewell(Rank(1), Contact::Gone, false), Farewell::Done);
-        assert_eq!(Pulse::new(2, 1, 1, 0).farewell(Rank(1), Contact::Never, false), Farewell::Done);
+        assert_eq!(
+            Pulse::new(&Members::all(2), 1, 1, 0).farewell(Rank(1), Contact::Never, false),
+            Farewell::Done
+        );
     }
 }

@@ -4,7 +4,7 @@ use super::*;
 
 /// Rank 0 of so many, connected to all others by one lane.
 fn life(ranks: u32) -> Life {
-    let mut life = Life::new(Rank(0), ranks, 1);
+    let mut life = Life::new(Rank(0), Members::all(ranks), 1);
     (1..ranks).for_each(|peer| life.connected(Rank(peer)));
     life
 }
@@ -84,7 +84,7 @@ fn a_verdict_settles_in_bounded_time_whoever_is_silent() {
 
 #[test]
 fn where_some_are_not_connected_a_verdict_waits_for_word_through_others() {
-    let mut life = Life::new(Rank(0), 3, 1);
+    let mut life = Life::new(Rank(0), Members::all(3), 1);
     life.connected(Rank(1));
     life.aborted(7, Rank(1), &verdict(Evidence::Absent, 1, 1).encode());
     assert!(!life.is_settled());
@@ -137,23 +137,23 @@ fn late(ranks: &[u32]) -> Reply {
 }
 
 /// Rank 0 waits for rank 1, that for rank 2, which waits for nobody.
-fn all_answer(life: &mut Life, now_ns: u64, round: u32) {
-    life.answered(now_ns, Rank(0), round, late(&[1]));
-    life.answered(now_ns, Rank(1), round, late(&[2]));
-    life.answered(now_ns, Rank(2), round, Reply::default());
+fn all_reply(life: &mut Life, now_ns: u64, number: u32) {
+    life.replied(now_ns, Rank(0), number, late(&[1]));
+    life.replied(now_ns, Rank(1), number, late(&[2]));
+    life.replied(now_ns, Rank(2), number, Reply::default());
 }
 
 #[test]
-fn a_question_ends_some_time_after_its_last_answer() {
+fn a_question_ends_some_time_after_its_last_reply() {
     let mut life = life(3);
     life.expired(0, &expired("timeout: a wait"));
     life.expired(1, &expired("timeout: another"));
-    let question = Question { round: 1, about: Some((1, 2)) };
+    let question = Question { number: 1, about: Some((1, 2)) };
     assert_eq!(Question::of(&question.header()), question);
     assert_eq!(life.take_effects(), [Effect::Ask(question)], "one at a time");
     assert_eq!(life.deadline_ns(0), Some(INQUIRY_NS));
-    life.answered(5, Rank(1), 9, Reply::default());
-    all_answer(&mut life, 7, 1);
+    life.replied(5, Rank(1), 9, Reply::default());
+    all_reply(&mut life, 7, 1);
     assert_eq!(life.deadline_ns(0), Some(7 + DOUBT_NS));
     quiet(&mut life, 7 + DOUBT_NS - 1);
     assert_eq!(life.verdict(), None);
@@ -168,8 +168,8 @@ fn a_question_ends_some_time_after_its_last_answer() {
 fn who_does_not_answer_in_time_is_blamed() {
     let mut life = life(3);
     life.expired(0, &expired("timeout: a wait"));
-    life.answered(1, Rank(0), 1, late(&[1]));
-    life.answered(1, Rank(1), 1, late(&[2]));
+    life.replied(1, Rank(0), 1, late(&[1]));
+    life.replied(1, Rank(1), 1, late(&[2]));
     quiet(&mut life, INQUIRY_NS - 1);
     assert_eq!(life.verdict(), None);
     quiet(&mut life, INQUIRY_NS);
@@ -182,12 +182,12 @@ fn what_comes_after_all_ends_the_question() {
     let mut life = life(3);
     life.expired(0, &expired("timeout: a wait"));
     life.came(&expired("timeout: another"));
-    all_answer(&mut life, 1, 1);
+    all_reply(&mut life, 1, 1);
     life.came(&expired("timeout: a wait"));
     quiet(&mut life, 1 + DOUBT_NS);
     assert_eq!(life.verdict(), None);
     life.expired(INQUIRY_NS, &expired("timeout: another"));
-    let asked = Effect::Ask(Question { round: 2, about: Some((1, 2)) });
+    let asked = Effect::Ask(Question { number: 2, about: Some((1, 2)) });
     assert_eq!(life.take_effects().last(), Some(&asked));
 }
 
@@ -195,11 +195,11 @@ fn what_comes_after_all_ends_the_question() {
 fn a_process_that_was_away_asks_anew() {
     let mut life = life(3);
     life.expired(0, &expired("timeout: a wait"));
-    all_answer(&mut life, 0, 1);
+    all_reply(&mut life, 0, 1);
     life.was_away(INQUIRY_NS, TimeAway { ns: INQUIRY_NS, noticed: false });
     quiet(&mut life, INQUIRY_NS);
     assert_eq!(life.verdict(), None);
-    let asked = Effect::Ask(Question { round: 2, about: Some((1, 2)) });
+    let asked = Effect::Ask(Question { number: 2, about: Some((1, 2)) });
     assert_eq!(life.take_effects().last(), Some(&asked));
 }
 
@@ -211,7 +211,7 @@ fn who_has_left_waits_as_long_as_anything_moves_anywhere() {
     life.heartbeat(6, Rank(1), 2);
     life.heartbeat(7, Rank(1), 1);
     let mut until_ns = |life: &Life, moved_ns| {
-        assert!(!life.is_over(&mut wait, 9, moved_ns));
+        assert_eq!(life.over(&mut wait, 9, moved_ns), None);
         wait.until_ns()
     };
     assert_eq!(until_ns(&life, 4), 105, "an older number is no news");
@@ -220,7 +220,7 @@ fn who_has_left_waits_as_long_as_anything_moves_anywhere() {
     assert_eq!(until_ns(&life, 9), 109);
     life.was_away(10, TimeAway { ns: 1, noticed: false });
     assert_eq!(until_ns(&life, 9), 110);
-    assert!(life.is_over(&mut wait, 110, 9));
+    assert_eq!(life.over(&mut wait, 110, 9), Some(Over::Ask));
 }
 
 #[test]
@@ -240,11 +240,11 @@ fn who_was_away_for_too_long_and_finds_the_others_gone_blames_itself() {
         life.ended(9, Rank(1), Some("it was closed".into()));
         assert_eq!(found(&mut life), if noticed { itself } else { another(Evidence::Ended) });
         let mut life = back();
-        life.unreachable(9, Rank(1), "it refuses".into());
+        life.unreachable(9, verdict(Evidence::Silent, 0, 1));
         assert_eq!(found(&mut life), if noticed { itself } else { another(Evidence::Silent) });
         let mut life = back();
         life.expired(9, &expired("timeout: a wait"));
-        life.answered(9, Rank(0), 1, late(&[1]));
+        life.replied(9, Rank(0), 1, late(&[1]));
         assert_eq!(found(&mut life), if noticed { itself } else { another(Evidence::Unanswered) });
         // Somebody goes on: it was not given up.
         let mut life = back();
@@ -255,9 +255,16 @@ fn who_was_away_for_too_long_and_finds_the_others_gone_blames_itself() {
 }
 
 #[test]
+fn what_a_peer_says_when_it_refuses_a_connection_is_known_at_once() {
+    let mut life = life(3);
+    life.unreachable(5, verdict(Evidence::Frame, 0, 2));
+    assert_eq!(life.verdict().map(Verdict::culprit), Some(Rank(2)));
+}
+
+#[test]
 fn that_a_peer_cannot_be_connected_to_is_held_back() {
     let mut life = life(3);
-    life.unreachable(5, Rank(2), "it refuses".into());
+    life.unreachable(5, verdict(Evidence::Silent, 0, 2));
     assert_eq!(life.deadline_ns(0), Some(5 + SUSPICION_NS));
     life.aborted(6, Rank(1), &verdict(Evidence::Ended, 1, 1).encode());
     quiet(&mut life, 5 + SUSPICION_NS);

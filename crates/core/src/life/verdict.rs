@@ -2,6 +2,7 @@
 
 use crate::error::Error;
 use crate::limits::{CULPRITS_MAX, REASON_BYTES_MAX};
+use crate::members::Members;
 use crate::types::{Rank, Step};
 
 /// What shows that a rank is at fault. The strongest first: of two verdicts the one with the stronger evidence holds.
@@ -128,11 +129,11 @@ impl Verdict {
         bytes
     }
 
-    /// Reads what [`Verdict::encode`] wrote, in a job of `ranks`.
+    /// Reads what [`Verdict::encode`] wrote, in a job of these `members`.
     ///
     /// # Errors
     /// A sentence that says what is wrong with it.
-    pub fn decode(bytes: &[u8], ranks: u32) -> Result<Self, String> {
+    pub fn decode(bytes: &[u8], members: &Members) -> Result<Self, String> {
         let short = || format!("an abort of {} bytes", bytes.len());
         let (fixed, rest) = bytes.split_first_chunk::<FIXED_BYTES>().ok_or_else(short)?;
         let u32_at = |bytes: &[u8], at: usize| {
@@ -147,7 +148,7 @@ impl Verdict {
         }
         let culprits: Vec<Rank> = (0..count).map(|at| Rank(u32_at(rest, 4 * at))).collect();
         let (step, accuser) = (u32_at(fixed, 4), Rank(u32_at(fixed, 8)));
-        if let Some(rank) = culprits.iter().chain([&accuser]).find(|rank| rank.0 >= ranks) {
+        if let Some(rank) = culprits.iter().chain([&accuser]).find(|rank| !members.contains(**rank)) {
             return Err(format!("an abort that names rank {rank}, which does not exist"));
         }
         let reason = String::from_utf8_lossy(&rest[4 * count..]).into_owned();
@@ -168,12 +169,12 @@ mod tests {
         ) {
             let culprits = culprits.into_iter().map(Rank).collect();
             let verdict = Verdict::new(Evidence::ALL[evidence], Some(step), Rank(accuser), culprits, reason);
-            prop_assert_eq!(Verdict::decode(&verdict.encode(), 9), Ok(verdict));
+            prop_assert_eq!(Verdict::decode(&verdict.encode(), &Members::all(9)), Ok(verdict));
         }
 
         #[test]
         fn any_bytes_decode_or_are_refused(bytes: Vec<u8>) {
-            if let Ok(verdict) = Verdict::decode(&bytes, 4) {
+            if let Ok(verdict) = Verdict::decode(&bytes, &Members::all(4)) {
                 prop_assert!(!verdict.culprits.is_empty() && verdict.culprits.iter().all(|rank| rank.0 < 4));
             }
         }

@@ -11,10 +11,33 @@ pub enum WaitKind {
     /// That all others leave, too (join). They may rightly train for hours, but not stand still: time counts since data last moved
     /// at any rank. Then as for a result.
     Leavers,
-    /// What no other rank can be late for. The others' goodbyes above all: who has not said one by then is busy with something that
-    /// does not need this rank, and the program goes on without it. Or that the program's own calls are done at its end, which is its
-    /// own fault if they are not.
-    Optional,
+    /// The others' goodbyes: who has not said one by then is busy with something that does not need this rank.
+    Goodbyes,
+    /// That what the program has called and waits for no more is done at its end: nobody else can be late for that.
+    OwnCalls,
+    /// Whatever comes first; the program only looks whether it has.
+    Look,
+}
+
+/// What follows when a wait has lasted too long.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Over {
+    /// Everybody is asked who is late ([`super::Life::expired`]).
+    Ask,
+    /// The program goes on without what it waited for.
+    GoOn,
+    /// The job ends, and it is this rank's own fault.
+    Fail,
+}
+
+impl WaitKind {
+    fn over(self) -> Over {
+        match self {
+            Self::Result | Self::Leavers => Over::Ask,
+            Self::Goodbyes | Self::Look => Over::GoOn,
+            Self::OwnCalls => Over::Fail,
+        }
+    }
 }
 
 /// A wait of the program. Time in which its process was stopped does not count.
@@ -38,19 +61,19 @@ impl Wait {
         self.until_ns
     }
 
-    /// Whether everybody is asked who is late when it is over; otherwise what follows is up to whoever waited.
+    /// What it waited for has come; in the time that is left it waits for something else.
     #[must_use]
-    pub fn asks(&self) -> bool {
-        self.kind != WaitKind::Optional
+    pub fn then(self, kind: WaitKind) -> Self {
+        Self { kind, ..self }
     }
 
-    /// Whether it has lasted too long. `moved_ns` is when data last moved at any rank, as far as this one knows. If not,
-    /// [`Wait::until_ns`] says when to look again.
-    pub(super) fn is_over(&mut self, now_ns: u64, moved_ns: u64) -> bool {
+    /// What follows if it has lasted too long. `moved_ns` is when data last moved at any rank, as far as this one knows. If it has
+    /// not, [`Wait::until_ns`] says when to look again.
+    pub(super) fn over(&mut self, now_ns: u64, moved_ns: u64) -> Option<Over> {
         if self.kind == WaitKind::Leavers {
             self.until_ns = self.until_ns.max(moved_ns.saturating_add(self.timeout_ns));
         }
-        now_ns >= self.until_ns
+        (now_ns >= self.until_ns).then(|| self.kind.over())
     }
 
     /// Its thread slept for `slept_ns` where it had asked for `asked_ns`.
@@ -68,15 +91,34 @@ mod tests {
 
     #[test]
     fn a_wait_for_a_result_is_over_when_its_time_is_up_whatever_moves() {
-        for kind in [WaitKind::Result, WaitKind::Optional] {
+        let follows = [
+            (WaitKind::Result, Over::Ask),
+            (WaitKind::Goodbyes, Over::GoOn),
+            (WaitKind::Look, Over::GoOn),
+            (WaitKind::OwnCalls, Over::Fail),
+        ];
+        for (kind, over) in follows {
             let mut wait = Wait::new(kind, 5, 100);
-            assert!(!wait.is_over(104, 60));
+            assert_eq!(wait.over(104, 60), None);
             assert_eq!(wait.until_ns(), 105);
-            assert!(wait.is_over(105, 60));
-            assert_eq!(wait.asks(), kind == WaitKind::Result);
+            assert_eq!(wait.over(105, 60), Some(over));
         }
         let mut for_ever = Wait::new(WaitKind::Result, 5, u64::MAX);
-        assert!(!for_ever.is_over(u64::MAX - 1, 0));
+        assert_eq!(for_ever.over(u64::MAX - 1, 0), None);
+    }
+
+    #[test]
+    fn who_waits_for_all_to_leave_is_patient_as_long_as_data_moves() {
+        let mut wait = Wait::new(WaitKind::Leavers, 5, 100);
+        assert_eq!(wait.over(105, 60), None);
+        assert_eq!(wait.over(159, 60), None);
+        assert_eq!(wait.over(160, 60), Some(Over::Ask));
+    }
+
+    #[test]
+    fn what_follows_in_the_same_wait_has_the_time_that_is_left() {
+        let mut wait = Wait::new(WaitKind::OwnCalls, 5, 100).then(WaitKind::Goodbyes);
+        assert_eq!((wait.over(104, 0), wait.over(105, 0)), (None, Some(Over::GoOn)));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! What a driver says to a node, and what the node answers.
 
 use crate::calls::Call;
+use crate::members::Members;
 use crate::optimizer::Update;
 use crate::submission::Submission;
 use crate::types::{BookId, GroupId, Rank, Seq, SliceId, Step};
@@ -11,10 +12,10 @@ use crate::wire::Header;
 pub struct Config {
     /// This rank.
     pub rank: Rank,
-    /// Ranks in the job.
-    pub ranks: u32,
-    /// How many of them, the first ones, are workers, who leave and come back (join). The others are servers.
-    pub workers: u32,
+    /// All processes of the job.
+    pub members: Members,
+    /// Those of them that are workers, who leave and come back (join). The others are servers.
+    pub workers: Members,
     /// This lane.
     pub lane: u32,
     /// Lanes per rank.

@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 
 /// Workers of the job that have not left, as one node knows.
 pub(super) struct Presence {
-    /// How many ranks, the first ones, are workers.
-    workers: u32,
+    /// Those of the job.
+    workers: Members,
     me: Rank,
     active: Members,
     /// At a server: workers that have left again before it knew that all had left, and how often. Workers agree on that among
@@ -31,8 +31,8 @@ pub(super) enum Left {
 }
 
 impl Presence {
-    pub(super) fn of_all(workers: u32, me: Rank) -> Self {
-        Self { workers, me, active: Members::all(workers), ahead: BTreeMap::new() }
+    pub(super) fn of_all(workers: Members, me: Rank) -> Self {
+        Self { me, active: workers.clone(), workers, ahead: BTreeMap::new() }
     }
 
     /// A worker has left.
@@ -50,14 +50,14 @@ impl Presence {
         if !self.active.is_empty() {
             return Ok(Left::One);
         }
-        self.active = Members::all(self.workers).in_epoch(self.active.epoch() + 1);
+        self.active = self.workers.clone().in_epoch(self.active.epoch() + 1);
         let ahead = std::mem::take(&mut self.ahead).into_iter();
         let again = ahead.flat_map(|(rank, times)| std::iter::repeat_n(rank, times as usize));
         Ok(Left::All { again: again.collect() })
     }
 
     fn is_worker(&self, rank: Rank) -> bool {
-        rank.0 < self.workers
+        self.workers.contains(rank)
     }
 
     /// Servers always do.

@@ -1,5 +1,5 @@
-//! Whom this rank waits for: what is under way here, and who has not done their part. Questions are answered from that
-//! ([`Reply`]), and so it decides who is blamed.
+//! Whom this rank waits for: what is under way here, and who has not done their part. Replies to questions are made
+//! of that ([`Reply`]), and so it decides who is blamed.
 
 use super::{BookState, Node, site};
 use crate::life::{Question, Reply};
@@ -56,7 +56,7 @@ impl<M: Memory, O: Observe> Node<M, O> {
     /// * `waits`: as [`Node::waits`] has it.
     /// * `program`: whether the rank's program stands in a call, in which, and who is late for what all agree on there. One lane
     ///   speaks of those.
-    pub fn answer(&self, question: Question, waits: Waits, program: Reply) -> Reply {
+    pub fn reply(&self, question: Question, waits: Waits, program: Reply) -> Reply {
         let Waits { mut late, owners } = waits;
         if self.config.lane == 0 {
             late.extend(program.late);

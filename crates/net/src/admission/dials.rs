@@ -3,8 +3,9 @@
 use super::{Gate, Timer, fresh_nonce, send};
 use crate::descriptors::{self, Registration};
 use crate::handshake::{DialFailure, Dialer, DialerStep};
+use crate::shared::ns;
 use mio::net::TcpStream;
-use penstock_core::life::Attempts;
+use penstock_core::life::{Attempts, Obstacle};
 use penstock_core::{Error, Rank};
 use std::io::{self, ErrorKind, Read};
 use std::ops::RangeInclusive;
@@ -16,18 +17,22 @@ pub(super) type DialKey = (u32, Rank);
 /// Everything about one connection that is wanted.
 pub(super) struct Dial {
     started: Instant,
-    give_up: Instant,
     /// When the timer of this dial rings: the deadline of the attempt, or the start of the next.
     due: Instant,
     attempts: Attempts,
     attempt: Option<Attempt>,
     /// What went wrong last, for the message.
     problem: String,
-    /// What went wrong last is that this process has no descriptors left.
-    starved: bool,
     /// The peer may have taken a connection of this dial without this process knowing yet. Stays true if an attempt's
     /// deadline passed in that state.
     pub(super) proof_unanswered: bool,
+}
+
+impl Dial {
+    /// When no more attempts are made.
+    fn give_up(&self) -> Instant {
+        self.started + Duration::from_nanos(self.attempts.give_up_ns())
+    }
 }
 
 struct Attempt {
@@ -68,12 +73,10 @@ impl Gate {
         let now = Instant::now();
         let dial = Dial {
             started: now,
-            give_up: now + self.dial_timeout,
             due: now,
-            attempts: Attempts::default(),
+            attempts: Attempts::new(0, ns(self.peer_timeout)),
             attempt: None,
             problem: "not tried yet".into(),
-            starved: false,
             proof_unanswered: false,
         };
         self.dials.insert(key, dial);
@@ -84,8 +87,8 @@ impl Gate {
     pub(super) fn dial_due(&mut self, key: DialKey) {
         let Some(dial) = self.dials.get(&key) else { return };
         if dial.attempt.is_some() {
-            self.try_later(key, "it did not answer in time".into());
-        } else if Instant::now() >= dial.give_up {
+            self.try_later(key, Obstacle::There, "it did not answer in time".into());
+        } else if Instant::now() >= dial.give_up() {
             let (culprit, error) = self.unreachable(key);
             self.fail(key, culprit, error);
         } else {
@@ -100,14 +103,13 @@ impl Gate {
                 self.dialing.insert(attempt.token, key);
                 let Some(dial) = self.dials.get_mut(&key) else { return };
                 dial.attempt = Some(attempt);
-                let due = deadline.min(dial.give_up);
+                let due = deadline.min(dial.give_up());
                 self.set_due(key, due);
             }
             Err(error) => {
-                self.try_later(key, error.to_string());
-                if let Some(dial) = self.dials.get_mut(&key) {
-                    dial.starved = descriptors::are_exhausted(&error);
-                }
+                let starved = descriptors::are_exhausted(&error);
+                let obstacle = if starved { Obstacle::Here } else { Obstacle::There };
+                self.try_later(key, obstacle, error.to_string());
             }
         }
     }
@@ -129,13 +131,13 @@ impl Gate {
                     ErrorKind::UnexpectedEof => "it closed the connection during the handshake".into(),
                     _ => error.to_string(),
                 };
-                self.try_later(key, problem);
+                self.try_later(key, Obstacle::There, problem);
             }
             AttemptEnd::Failed(failure) => {
                 self.proof_answered(key);
                 match failure.error(key.1) {
                     Ok(error) => self.fail(key, key.1, error),
-                    Err(problem) => self.try_later(key, problem.into()),
+                    Err(problem) => self.try_later(key, Obstacle::There, problem.into()),
                 }
             }
         }
@@ -195,13 +197,12 @@ impl Gate {
     }
 
     /// Ends the attempt and sets the time of the next.
-    fn try_later(&mut self, key: DialKey, problem: String) {
+    fn try_later(&mut self, key: DialKey, obstacle: Obstacle, problem: String) {
         self.end_attempt(key);
         let Some(dial) = self.dials.get_mut(&key) else { return };
         dial.problem = problem;
-        dial.starved = false;
-        let pause = drawn(dial.attempts.failed());
-        let due = (Instant::now() + pause).min(dial.give_up);
+        let pause = drawn(dial.attempts.failed(obstacle));
+        let due = (Instant::now() + pause).min(dial.give_up());
         self.set_due(key, due);
     }
 
@@ -239,13 +240,15 @@ impl Gate {
 
     /// Why a peer cannot be connected to after all that time, and whose fault it is.
     fn unreachable(&self, key: DialKey) -> (Rank, Error) {
-        let (peer, address) = (key.1, self.addresses[key.1.index()]);
-        let (problem, waited_s) = match self.dials.get(&key) {
-            Some(dial) => (dial.problem.as_str(), dial.started.elapsed().as_secs_f64()),
-            None => ("", 0.0),
+        let (me, peer, address) = (self.member.rank, key.1, self.addresses[key.1.index()]);
+        let (problem, waited_s, culprit) = match self.dials.get(&key) {
+            Some(dial) => {
+                let waited_s = dial.started.elapsed().as_secs_f64();
+                (dial.problem.as_str(), waited_s, dial.attempts.culprit(me, peer))
+            }
+            None => ("", 0.0, peer),
         };
-        if self.dials.get(&key).is_some_and(|dial| dial.starved) {
-            let me = self.member.rank;
+        if culprit == me {
             let limit = descriptors::limit().map_or_else(|| "all".into(), |limit| limit.to_string());
             let error = Error::Config(format!(
                 "rank {me} has no file descriptor left for its connection to rank {peer}, for {waited_s:.1} s now \

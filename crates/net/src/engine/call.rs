@@ -11,7 +11,7 @@ use penstock_core::cost::Rates;
 use penstock_core::life::{Expired, WaitKind};
 use penstock_core::types::GroupId;
 use penstock_core::way::Algorithm;
-use penstock_core::{Dtype, Op, Rank, limits};
+use penstock_core::{Dtype, Members, Op, Rank, limits};
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
@@ -74,7 +74,7 @@ impl Agreed {
 
 /// The calls of a job of one rank, which has no lanes.
 pub(super) fn laneless() -> Calls<RealMemory> {
-    Calls::new(Rank(0), 1)
+    Calls::new(Rank(0), Members::all(1))
 }
 
 impl Engine {
@@ -266,7 +266,7 @@ impl Engine {
         let outcome = handle
             .awaited(|| self.await_result(&mut wait, interrupted, done, || self.late_call(handle, timeout)));
         let noticed = format!(" (noticed by rank {} in {handle})", shared.me);
-        outcome.map_err(|stop| stop.map(|failure| failure.add(&noticed)))
+        outcome.map(|_| ()).map_err(|stop| stop.map(|failure| failure.add(&noticed)))
     }
 
     /// Whether a call is done.
@@ -294,8 +294,8 @@ impl Engine {
         let shared = &self.inner.shared;
         let take =
             |state: &mut State| (!state.done_calls.is_empty()).then(|| std::mem::take(&mut state.done_calls));
-        match shared.wait(&mut shared.begin_wait(WaitKind::Optional, patience), &mut || false, take) {
-            Ok(done) => Ok(done.unwrap_or_default()),
+        match shared.wait(&mut shared.begin_wait(WaitKind::Look, patience), &mut || false, take) {
+            Ok(waited) => Ok(waited.came().unwrap_or_default()),
             Err(Stop::Failed(failure)) => Err(*failure),
             Err(Stop::Interrupted) => Ok(Vec::new()),
         }

@@ -9,16 +9,15 @@ use crate::lane::{Lane, WAKER};
 use crate::mailbox::{Command, Mailbox};
 use crate::shared::{JointWait, State};
 use mio::{Poll, Waker};
-use penstock_core::life::{Expired, WaitKind};
-use penstock_core::{Error, Rank, node};
+use penstock_core::Members;
+use penstock_core::life::{Expired, FLUSH_NS, WaitKind};
+use penstock_core::{Rank, node};
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-/// How long `abort` waits for the peers to be told.
-const TELL: Duration = Duration::from_secs(1);
 /// How long `quiet` waits for the lanes' next turns before it ends them.
 const QUIET: Duration = Duration::from_secs(5);
 
@@ -83,8 +82,8 @@ impl Engine {
 
     fn lane_config(&self, lane: u32) -> node::Config {
         let EngineConfig { rank, size, lanes, window_bytes, priority, .. } = self.inner.config;
-        let workers = self.inner.config.workers();
-        node::Config { rank: Rank(rank), ranks: size, workers, lane, lanes, window_bytes, priority }
+        let (members, workers) = (Members::all(size), Members::all(self.inner.config.workers()));
+        node::Config { rank: Rank(rank), members, workers, lane, lanes, window_bytes, priority }
     }
 
     fn admission_config(&self) -> AdmissionConfig {
@@ -96,8 +95,7 @@ impl Engine {
             job_id: config.job_id,
             secret: config.secret.clone(),
             handshake_timeout: config.handshake_timeout,
-            // A rank that cannot be reached is as lost as one that is silent.
-            dial_timeout: config.peer_timeout,
+            peer_timeout: config.peer_timeout,
         }
     }
 
@@ -107,13 +105,10 @@ impl Engine {
             Delivery::Connected { lane, peer, stream } => {
                 mailboxes[lane as usize].send(Command::Connected { peer, stream });
             }
-            Delivery::Failed { error: Error::PeerLost { rank, reason }, .. } => {
-                shared.live(|life, now_ns| life.unreachable(now_ns, rank, reason));
-            }
             Delivery::Failed { culprit, error, .. } => {
                 let mut failure = Failure::from(error);
                 failure.rank.get_or_insert(culprit);
-                shared.fail(failure);
+                shared.unreachable(failure);
             }
         })
     }
@@ -155,7 +150,7 @@ impl Engine {
         let outcome = self.await_result(&mut wait, interrupted, all, expired);
         shared.update(|state| state.collective = None);
         let waiting = " (this rank was waiting for the others to finish: join)";
-        outcome.map_err(|stop| stop.map(|failure| failure.add(waiting)))
+        outcome.map(|_| ()).map_err(|stop| stop.map(|failure| failure.add(waiting)))
     }
 
     /// What workers do together is no concern of a server.
@@ -208,7 +203,7 @@ impl Engine {
         let me = shared.me;
         shared.fail(Failure::lost(me, format!("rank {me} failed: {reason}")));
         let lanes = shared.mailboxes().len() as u32;
-        let deadline = Instant::now() + TELL;
+        let deadline = Instant::now() + Duration::from_nanos(FLUSH_NS);
         // Not `wait`, which would give up at once on a failure.
         let mut told = false;
         while !told && Instant::now() < deadline {
@@ -299,17 +294,20 @@ impl Engine {
         self.wait_idle("shutdown", false, interrupted)?;
         let shared = &self.inner.shared;
         let lanes = shared.mailboxes().len() as u32;
-        let mut wait = shared.begin_wait(WaitKind::Optional, self.inner.config.operation_timeout);
+        let mut wait = shared.begin_wait(WaitKind::OwnCalls, self.inner.config.operation_timeout);
         // Calls that nobody waits for: messages that were sent and not received yet, above all.
         let calls = || shared.calls_open.load(Ordering::Acquire);
-        if shared.wait(&mut wait, interrupted, |_| (calls() == 0).then_some(()))?.is_none() {
-            let text = format!("timeout: {} calls of rank {} are not done at shutdown()", calls(), shared.me);
-            return Err(self.end_with(Error::Timeout(text).into()).into());
-        }
+        let expired = || {
+            let what = format!("timeout: {} calls of rank {} are not done at shutdown()", calls(), shared.me);
+            Expired { about: None, step: None, what, hint: String::new() }
+        };
+        self.await_result(&mut wait, interrupted, |_| (calls() == 0).then_some(()), expired)?;
         for mailbox in shared.mailboxes() {
             mailbox.send(Command::Goodbye);
         }
-        shared.wait(&mut wait, interrupted, |state| (state.lanes_done >= lanes).then_some(())).map(|_| ())
+        let mut wait = wait.then(WaitKind::Goodbyes);
+        let parted = |state: &mut State| (state.lanes_done >= lanes).then_some(());
+        self.await_result(&mut wait, interrupted, parted, expired).map(|_| ())
     }
 
     /// Stops the threads and closes everything. Bounded: lanes flush for at most a second or two.

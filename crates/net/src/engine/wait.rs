@@ -3,8 +3,8 @@
 use super::Engine;
 use crate::failure::{Failure, Stop};
 use crate::mailbox::Command;
-use crate::shared::{JointWait, OpenBook, State};
-use penstock_core::life::{DOUBT_NS, Expired, INQUIRY_NS, SETTLE_NS, Wait, WaitKind};
+use crate::shared::{JointWait, OpenBook, State, Waited};
+use penstock_core::life::{Expired, Over, VERDICT_NS, Wait, WaitKind};
 use penstock_core::{BookId, Error, Header, Kind, Step, TensorId};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -12,8 +12,6 @@ use std::time::{Duration, Instant};
 /// How often whoever has waited too long tries to ask who is late, as long as another thread asks. Longer than between two looks
 /// whether the program was interrupted.
 const ASK_AGAIN: Duration = Duration::from_millis(250);
-/// How long a verdict on a wait that took too long may take at most; see [`penstock_core::life`].
-const VERDICT: Duration = Duration::from_nanos(INQUIRY_NS + DOUBT_NS + SETTLE_NS + 10_000_000_000);
 
 /// What has come back of what was submitted.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
@@ -101,30 +99,39 @@ impl Engine {
         self.inner.shared.begin_wait(WaitKind::Result, self.inner.config.operation_timeout)
     }
 
-    /// Waits until `done` gives something. If that takes too long, the ranks find out together who is late, which ends the job,
-    /// unless it comes meanwhile.
+    /// Waits until `done` gives something. What follows if that takes too long is up to the kind of the wait: nothing comes, or the
+    /// job ends, or the ranks find out together who is late, which ends it, too, unless it comes meanwhile.
     pub(super) fn await_result<T>(
         &self,
         wait: &mut Wait,
         interrupted: &mut dyn FnMut() -> bool,
         mut done: impl FnMut(&mut State) -> Option<T>,
         expired: impl FnOnce() -> Expired,
-    ) -> Result<T, Stop> {
+    ) -> Result<Option<T>, Stop> {
         let shared = &self.inner.shared;
-        if let Some(result) = shared.wait(wait, interrupted, &mut done)? {
-            return Ok(result);
-        }
-        let (expired, begin) = (expired(), Instant::now());
-        while begin.elapsed() < VERDICT {
+        let expired = match shared.wait(wait, interrupted, &mut done)? {
+            Waited::Came(result) => return Ok(Some(result)),
+            Waited::Over(Over::GoOn) => return Ok(None),
+            Waited::Over(Over::Fail) => return Err(self.timed_out(expired().what).into()),
+            Waited::Over(Over::Ask) => expired(),
+        };
+        let begin = Instant::now();
+        while begin.elapsed() < Duration::from_nanos(VERDICT_NS) {
             shared.expired(&expired);
-            let mut wait = shared.begin_wait(WaitKind::Optional, ASK_AGAIN);
-            let Some(outcome) = shared.wait(&mut wait, interrupted, &mut done).transpose() else { continue };
-            // It has come, or the program waits no more.
-            shared.came(&expired);
-            return outcome;
+            let mut look = shared.begin_wait(WaitKind::Look, ASK_AGAIN);
+            let outcome = shared.wait(&mut look, interrupted, &mut done);
+            if !matches!(outcome, Ok(Waited::Over(_))) {
+                // It has come, or the program waits no more.
+                shared.came(&expired);
+                return outcome.map(Waited::came);
+            }
         }
         // The lanes have ended.
-        Err(self.end_with(Error::Timeout(expired.what).into()).into())
+        Err(self.timed_out(expired.what).into())
+    }
+
+    fn timed_out(&self, what: String) -> Failure {
+        self.end_with(Error::Timeout(what).into())
     }
 
     /// What has landed of these tensors, and what is released. With `until` it waits, but no longer than that says, until any of
@@ -196,7 +203,7 @@ impl Engine {
         }
         open.await_parts(&parts);
         let over = |state: &mut State| (any() || state.is_settled()).then_some(());
-        let outcome = shared.wait(&mut shared.begin_wait(WaitKind::Optional, patience), interrupted, over);
+        let outcome = shared.wait(&mut shared.begin_wait(WaitKind::Look, patience), interrupted, over);
         open.no_longer_await_parts(&parts);
         if stalls {
             let now = Instant::now();
@@ -280,12 +287,13 @@ impl Engine {
         if !matches!(outcome, Err(Stop::Interrupted)) {
             shared.update(|state| state.collective = None);
         }
-        let mut blobs = outcome.map_err(|stop| match is_late {
+        let blobs = outcome.map_err(|stop| match is_late {
             true => stop,
             false => {
                 stop.map(|failure| failure.add(&format!(" (this rank was waiting for the others: {what})")))
             }
         })?;
+        let mut blobs = blobs.unwrap_or_default();
         shared.update(|state| {
             state.blobs.remove(&seq);
             state.blobs_of += 1;

@@ -23,7 +23,7 @@ impl Lane {
     /// A control frame has arrived.
     pub(super) fn control(&mut self, from: Rank, header: &Header, payload: Option<&Chunk>) {
         let bytes = payload.map(Chunk::to_vec).unwrap_or_default();
-        self.idle_frames += u64::from(matches!(header.kind, Kind::Heartbeat | Kind::Ask | Kind::Reply));
+        self.idle_frames += u64::from(header.kind.is_idle());
         match header.kind {
             Kind::Blob => {
                 if let Err(error) = self.shared.blob(from, header.seq, bytes) {
@@ -38,14 +38,14 @@ impl Lane {
             }
             Kind::Ask => {
                 let question = Question::of(header);
-                let reply = self.answer(question).encode();
+                let reply = self.reply(question).encode();
                 let payload_bytes = reply.len() as u32;
-                let header = Header { seq: question.round, payload_bytes, ..Header::control(Kind::Reply) };
+                let header = Header { seq: question.number, payload_bytes, ..Header::control(Kind::Reply) };
                 self.say(from, Outgoing { header, payload: Some(self.shared.pool.copy_of(&reply)) });
             }
-            Kind::Reply => match Reply::decode(&bytes, self.peers.len() as u32) {
-                Ok(answer) => {
-                    self.shared.live(|life, now_ns| life.answered(now_ns, from, header.seq, answer));
+            Kind::Reply => match Reply::decode(&bytes, self.node.members()) {
+                Ok(reply) => {
+                    self.shared.live(|life, now_ns| life.replied(now_ns, from, header.seq, reply));
                 }
                 Err(why) => self.shared.fail(Error::protocol(from, why)),
             },
@@ -64,9 +64,9 @@ impl Lane {
 
     /// A connection is gone; `why` if it ended without a goodbye.
     pub(super) fn drop_connection(&mut self, peer: usize, why: Option<String>) {
-        let place = &mut self.peers[peer];
-        place.gone = true;
-        if let Some(mut connection) = place.connection.take() {
+        let dropped = &mut self.peers[peer];
+        dropped.gone = true;
+        if let Some(mut connection) = dropped.connection.take() {
             // Fails only if it is not registered, which is what is wanted.
             let _ = self.poll.registry().deregister(connection.stream());
             self.shared.live(|life, now_ns| life.ended(now_ns, Rank(peer as u32), why));
@@ -153,13 +153,13 @@ impl Lane {
     }
 
     /// What this lane says to a question.
-    pub(super) fn answer(&self, question: Question) -> Reply {
-        let mut program = self.shared.answer();
+    pub(super) fn reply(&self, question: Question) -> Reply {
+        let mut program = self.shared.reply();
         program.blocked |= self.calls.values().any(|handle| handle.is_awaited());
         if program.what.is_empty() {
             program.what = self.under_way();
         }
-        self.node.answer(question, self.waits(), program)
+        self.node.reply(question, self.waits(), program)
     }
 
     /// The tensors of which this lane has slices that are not in memory.

@@ -5,7 +5,7 @@ use super::{JointWait, Shared};
 use crate::failure::{Failure, naming_servers};
 use crate::mailbox::Command;
 use parking_lot::MutexGuard;
-use penstock_core::life::{Effect, Expired, Life, Reply, Verdict, Wait, WaitKind};
+use penstock_core::life::{Effect, Expired, Life, Over, Reply, Verdict, Wait, WaitKind};
 use penstock_core::{Header, Kind, Rank};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -87,13 +87,21 @@ impl Shared {
 
     /// Ends the job, unless it has failed already: the peers are told, and once the verdict is settled every call raises it.
     pub(crate) fn fail(&self, failure: impl Into<Failure>) {
-        let failure = failure.into();
+        self.report(failure.into(), Life::accuse);
+    }
+
+    /// A peer cannot be connected to.
+    pub(crate) fn unreachable(&self, failure: Failure) {
+        self.report(failure, Life::unreachable);
+    }
+
+    fn report(&self, failure: Failure, tell: impl FnOnce(&mut Life, u64, Verdict)) {
         let verdict = Verdict::of_error(&failure.error, failure.rank, failure.step, self.me);
         let mut fate = self.fate();
         if fate.life.verdict().is_none() {
             fate.own = Some(failure);
         }
-        fate.life.accuse(self.ns_of(Instant::now()), verdict);
+        tell(&mut fate.life, self.ns_of(Instant::now()), verdict);
         self.carry_out(&mut fate);
     }
 
@@ -146,7 +154,7 @@ impl Shared {
     }
 
     /// What this process as a whole says to a question, to which each lane adds its own.
-    pub(crate) fn answer(&self) -> Reply {
+    pub(crate) fn reply(&self) -> Reply {
         let late = self.late_in_gather();
         let state = self.lock();
         let what = match &state.collective {
@@ -163,9 +171,9 @@ impl Shared {
         Wait::new(kind, self.ns_of(Instant::now()), ns(timeout))
     }
 
-    /// Whether a wait has lasted too long.
-    pub(super) fn is_over(&self, wait: &mut Wait) -> bool {
-        self.live(|life, now_ns| life.is_over(wait, now_ns, self.moved_ns()))
+    /// What follows if a wait has lasted too long.
+    pub(super) fn over(&self, wait: &mut Wait) -> Option<Over> {
+        self.live(|life, now_ns| life.over(wait, now_ns, self.moved_ns()))
     }
 
     /// A wait has lasted too long: asks who is late, if nothing else is being asked. A verdict follows in bounded time, unless what
@@ -181,6 +189,6 @@ impl Shared {
 }
 
 /// As the state machine counts time.
-pub(super) fn ns(time: Duration) -> u64 {
+pub(crate) fn ns(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }

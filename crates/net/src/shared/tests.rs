@@ -68,7 +68,7 @@ fn the_slice_that_completes_a_part_wakes_who_waits_for_it() {
                 open.await_parts(&[(0, 2048)]);
                 let came = |_: &mut State| (open.arrived_bytes(0) >= 2048).then_some(());
                 let mut wait = open.shared.begin_wait(WaitKind::Result, Duration::MAX);
-                assert_eq!(open.shared.wait(&mut wait, &mut || false, came).unwrap(), Some(()));
+                assert_eq!(open.shared.wait(&mut wait, &mut || false, came).unwrap().came(), Some(()));
             });
             while open.shared.lock().waiters == 0 {
                 std::thread::yield_now();

@@ -143,29 +143,29 @@ fn a_second_connection_is_refused_and_the_first_goes_on() {
 }
 
 #[test]
-fn a_peer_that_is_away_is_lost_after_the_dial_timeout() {
+fn a_peer_that_is_away_is_lost_after_the_peer_timeout() {
     // The port of a connection's near end: nobody listens there, and nobody else gets it while that lives.
     let (listener, _) = bind();
     let taken = connect(listener.local_addr().unwrap());
     let address = taken.local_addr().unwrap();
     let mut config = config(0);
-    config.dial_timeout = Duration::from_millis(300);
+    config.peer_timeout = Duration::from_millis(300);
     let process = Process::start(bind().0, &[address; 2], config.clone());
     let start = Instant::now();
     process.admission.dial(0, Rank(1));
     let error = process.failed();
-    assert!(start.elapsed() >= config.dial_timeout);
+    assert!(start.elapsed() >= config.peer_timeout);
     assert!(matches!(&error, Error::PeerLost { rank: Rank(1), .. }), "{error}");
     assert!(error.to_string().contains(&address.to_string()), "{error}");
     process.stop();
 }
 
 #[test]
-fn a_silent_peer_is_lost_after_the_dial_timeout() {
+fn a_silent_peer_is_lost_after_the_peer_timeout() {
     let (_silent, address) = bind();
     let mut config = config(0);
     config.handshake_timeout = Duration::from_millis(100);
-    config.dial_timeout = Duration::from_millis(300);
+    config.peer_timeout = Duration::from_millis(300);
     let process = Process::start(bind().0, &[address; 2], config);
     process.admission.dial(0, Rank(1));
     let error = process.failed();

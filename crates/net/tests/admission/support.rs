@@ -22,7 +22,7 @@ pub(crate) fn config(rank: u32) -> AdmissionConfig {
         job_id: *b"0123456789abcdef",
         secret: b"a secret of this job".to_vec(),
         handshake_timeout: PATIENCE,
-        dial_timeout: PATIENCE,
+        peer_timeout: PATIENCE,
     }
 }
 

@@ -7,12 +7,10 @@
 
 use super::scenario::{MS, PEER_TIMEOUT_NS};
 use super::{Happening, Omission, World};
-use penstock_core::Rank;
-use penstock_core::life::{Attempts, Contact, Question, may_end, unreached};
+use penstock_core::life::{Attempts, Contact, Obstacle, Question, Verdict, may_end, unreached};
+use penstock_core::{Error, Kind, Rank};
 use std::collections::VecDeque;
 
-/// How long a peer is dialled: one that cannot be reached is as lost as one that is silent.
-pub(super) const DIAL_TIMEOUT_NS: u64 = PEER_TIMEOUT_NS;
 /// How often a process that has given up looks whether it may end.
 const FLUSH_LOOK_NS: u64 = 20 * MS;
 
@@ -33,6 +31,23 @@ pub(super) enum Frame {
     Reply(u32, Vec<u8>),
     /// The connection has ended.
     End,
+}
+
+impl Frame {
+    /// What travels so on the wire; what only a connection shows does not.
+    pub(super) fn kind(&self) -> Option<Kind> {
+        Some(match self {
+            Self::Accepted | Self::End => return None,
+            Self::Part(_) => Kind::Part,
+            Self::Result(_) => Kind::Result,
+            Self::Left => Kind::Leave,
+            Self::Heartbeat(_) => Kind::Heartbeat,
+            Self::Goodbye => Kind::Goodbye,
+            Self::Abort(_) => Kind::Abort,
+            Self::Ask(_) => Kind::Ask,
+            Self::Reply(..) => Kind::Reply,
+        })
+    }
 }
 
 /// What a lane has of a peer.
@@ -57,7 +72,7 @@ pub(super) struct Link {
     unwritten: VecDeque<Frame>,
     /// Frames of exchanges, not given out yet.
     pub(super) owed: VecDeque<Frame>,
-    attempts: Attempts,
+    attempts: Option<Attempts>,
     last_ns: u64,
     pub(super) cut: bool,
 }
@@ -150,8 +165,9 @@ impl World {
         }
         self.dials += 1;
         self.links[link].state = ConnectionState::Dialling(self.dials);
-        self.links[link].attempts = Attempts::default();
-        self.agenda.after(DIAL_TIMEOUT_NS, Happening::GiveUp(link, self.dials));
+        let attempts = Attempts::new(self.agenda.now_ns(), PEER_TIMEOUT_NS);
+        self.links[link].attempts = Some(attempts);
+        self.agenda.at(attempts.give_up_ns(), Happening::GiveUp(link, self.dials));
         self.attempt(link, self.dials);
     }
 
@@ -172,7 +188,8 @@ impl World {
         }
         if !self.ranks[to as usize].lives() {
             // Refused: it has ended, and its listener with it.
-            let (least_ns, most_ns) = self.links[link].attempts.failed().into_inner();
+            let Some(attempts) = &mut self.links[link].attempts else { return };
+            let (least_ns, most_ns) = attempts.failed(Obstacle::There).into_inner();
             let again_ns = self.crossing_ns(to, from) + self.random.between(least_ns, most_ns);
             return self.agenda.after(again_ns, Happening::Redial(link, dial));
         }
@@ -224,8 +241,10 @@ impl World {
         if self.omits(Omission::DeafToTheUnreachable) {
             return;
         }
-        let text = format!("rank {to} could not be connected to by rank {from}");
-        self.ranks[from as usize].life.unreachable(self.agenda.now_ns(), Rank(to), text);
+        let culprit = self.links[link].attempts.map_or(Rank(to), |it| it.culprit(Rank(from), Rank(to)));
+        let error = Error::PeerLost { rank: culprit, reason: format!("not connected to by rank {from}") };
+        let verdict = Verdict::of_error(&error, None, None, Rank(from));
+        self.ranks[from as usize].life.unreachable(self.agenda.now_ns(), verdict);
         self.follow(from);
     }
 

@@ -13,8 +13,8 @@ use crate::agenda::Agenda;
 use crate::random::Random;
 use check::End;
 use links::{ConnectionState, Frame, Link};
-use penstock_core::Rank;
 use penstock_core::life::{Contact, Effect, Evidence, Farewell, Question, Sign, Verdict};
+use penstock_core::{Error, Rank};
 use rank::{Process, ProcessPhase};
 pub use scenario::{Fault, Omission};
 use scenario::{MS, Scenario, Style};
@@ -215,8 +215,7 @@ impl World {
             }
             Fault::Raise(rank, _) if self.ranks[rank as usize].is_in_program() => {
                 self.note(&format!("rank {rank} raises"));
-                let own =
-                    Verdict::new(Evidence::Own, None, Rank(rank), vec![Rank(rank)], "a bad batch".into());
+                let own = Verdict::of_error(&Error::Config("a bad batch".into()), None, None, Rank(rank));
                 let now_ns = self.agenda.now_ns();
                 let life = &mut self.ranks[rank as usize].life;
                 if self.omission == Some(Omission::AskWhetherItFailed) {
@@ -368,8 +367,8 @@ impl World {
         let now_ns = self.agenda.now_ns();
         for lane in 0..self.scenario.lanes {
             let process = &mut self.ranks[rank as usize];
-            let answer = process.answer(lane, question, self.omission);
-            process.life.answered(now_ns, Rank(rank), question.round, answer);
+            let reply = process.reply(lane, question, self.omission);
+            process.life.replied(now_ns, Rank(rank), question.number, reply);
             for other in self.others(rank).filter(|_| !nobody) {
                 self.send(rank, other, lane, Frame::Ask(question));
             }

@@ -4,11 +4,11 @@ use super::check::End;
 use super::links::{ConnectionState, Frame};
 use super::scenario::{Fault, MS, PEER_TIMEOUT_NS, Scenario, Style};
 use super::{Happening, Omission, World};
-use penstock_core::Rank;
 use penstock_core::life::{
-    Contact, DOUBT_NS, Evidence, Expired, Life, PeerTimes, Pulse, Question, Reply, SETTLE_INDIRECT_NS, Sign,
+    Contact, DOUBT_NS, Expired, Life, Over, PeerTimes, Pulse, Question, Reply, SETTLE_INDIRECT_NS, Sign,
     TimeAway, Verdict, Wait, WaitKind,
 };
+use penstock_core::{Error, Members, Rank};
 use std::collections::{BTreeMap, BTreeSet};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,8 +63,8 @@ pub(super) struct Process {
     pub(super) wait: Option<Wait>,
     /// Its time is up, and it has asked who is late.
     asked: Option<Expired>,
-    /// Who has answered which of its questions.
-    answered: BTreeSet<(u32, u32)>,
+    /// Who has replied to which of its questions.
+    replied: BTreeSet<(u32, u32)>,
     /// Who has contributed, by round.
     parts: BTreeMap<u32, BTreeSet<u32>>,
     results: BTreeSet<u32>,
@@ -81,7 +81,7 @@ impl Process {
         Self {
             me,
             ranks,
-            life: Life::new(Rank(me), ranks, answering),
+            life: Life::new(Rank(me), Members::all(ranks), answering),
             pulses: Vec::new(),
             phase: ProcessPhase::Computing,
             stopped: true,
@@ -106,7 +106,7 @@ impl Process {
             waits: 0,
             wait: None,
             asked: None,
-            answered: BTreeSet::new(),
+            replied: BTreeSet::new(),
             parts: BTreeMap::new(),
             results: BTreeSet::new(),
             left: BTreeSet::new(),
@@ -115,7 +115,8 @@ impl Process {
 
     /// Its lanes begin.
     pub(super) fn begin(&mut self, operation_ns: u64, now_ns: u64) {
-        let pulse = |_| Pulse::new(self.ranks, PEER_TIMEOUT_NS, operation_ns, now_ns);
+        let members = Members::all(self.ranks);
+        let pulse = |_| Pulse::new(&members, PEER_TIMEOUT_NS, operation_ns, now_ns);
         self.pulses = (0..self.lanes).map(pulse).collect();
         self.stopped = false;
     }
@@ -214,7 +215,7 @@ impl Process {
         }
     }
 
-    pub(super) fn answer(&self, lane: u32, question: Question, omission: Option<Omission>) -> Reply {
+    pub(super) fn reply(&self, lane: u32, question: Question, omission: Option<Omission>) -> Reply {
         let blocked = self.phase == ProcessPhase::Waiting;
         if lane > 0 {
             return Reply { blocked, ..Reply::default() };
@@ -341,7 +342,7 @@ impl World {
 
     fn leave(&mut self, rank: u32) {
         self.ranks[rank as usize].phase = ProcessPhase::Leaving;
-        self.begin_wait(rank, WaitKind::Optional);
+        self.begin_wait(rank, WaitKind::Goodbyes);
     }
 
     fn wait(&mut self, rank: u32) {
@@ -435,10 +436,10 @@ impl World {
             return;
         }
         let Some(wait) = &mut process.wait else { return };
-        if !process.life.is_over(wait, now_ns, process.moved_ns) {
+        let Some(over) = process.life.over(wait, now_ns, process.moved_ns) else {
             return self.agenda.at(wait.until_ns(), Happening::Expire(rank, number));
-        }
-        if !wait.asks() {
+        };
+        if over != Over::Ask && self.omission != Some(Omission::AskForGoodbyes) {
             // A connection may just have come about: goodbyes are said in every turn, not only at looks at the clock.
             (0..self.scenario.lanes).for_each(|lane| self.part(rank, lane));
             self.ranks[rank as usize].phase = ProcessPhase::Through;
@@ -469,6 +470,9 @@ impl World {
         let at = self.ranks[to as usize].at(from, lane);
         self.ranks[to as usize].heard_ns[at] = now_ns;
         let holds = self.ranks[to as usize].life.verdict().is_some();
+        if !holds && frame.kind().is_some_and(|kind| !kind.is_idle()) {
+            self.ranks[to as usize].progressed(now_ns);
+        }
         match frame {
             Frame::Abort(_) if holds && self.omits(Omission::KeepTheFirst) => {}
             Frame::Abort(payload) => self.aborted(to, from, &payload),
@@ -490,16 +494,16 @@ impl World {
                 self.ranks[to as usize].life.departed(now_ns, Rank(from));
             }
             Frame::Ask(question) => {
-                let answer = self.ranks[to as usize].answer(lane, question, self.omission);
-                self.send(to, from, lane, Frame::Reply(question.round, answer.encode()));
+                let reply = self.ranks[to as usize].reply(lane, question, self.omission);
+                self.send(to, from, lane, Frame::Reply(question.number, reply.encode()));
             }
-            Frame::Reply(round, _)
-                if !self.ranks[to as usize].answered.insert((round, from))
+            Frame::Reply(number, _)
+                if !self.ranks[to as usize].replied.insert((number, from))
                     && self.omits(Omission::OneLaneAnswers) => {}
-            Frame::Reply(round, payload) => {
-                if let Ok(answer) = Reply::decode(&payload, self.scenario.ranks) {
+            Frame::Reply(number, payload) => {
+                if let Ok(reply) = Reply::decode(&payload, &Members::all(self.scenario.ranks)) {
                     let life = &mut self.ranks[to as usize].life;
-                    life.answered(now_ns, Rank(from), round, answer);
+                    life.replied(now_ns, Rank(from), number, reply);
                     if self.omission == Some(Omission::DoubtNothing) {
                         life.look(now_ns + DOUBT_NS, u64::MAX, |_| false);
                     }
@@ -511,7 +515,7 @@ impl World {
 
     fn aborted(&mut self, rank: u32, from: u32, payload: &[u8]) {
         let now_ns = self.agenda.now_ns();
-        let nonsense = Verdict::decode(payload, self.scenario.ranks).is_err();
+        let nonsense = Verdict::decode(payload, &Members::all(self.scenario.ranks)).is_err();
         let deaf = nonsense && self.omits(Omission::DeafToNonsense);
         let life = &mut self.ranks[rank as usize].life;
         if nonsense && life.verdict().is_none() {
@@ -526,8 +530,6 @@ impl World {
     }
 
     fn data(&mut self, from: u32, to: u32, frame: &Frame) {
-        let now_ns = self.agenda.now_ns();
-        self.ranks[to as usize].progressed(now_ns);
         match frame {
             Frame::Part(round) => self.contributed(to, from, *round),
             Frame::Result(round) => {
@@ -554,8 +556,8 @@ impl World {
         let life = &mut self.ranks[to as usize].life;
         life.ended(now_ns, Rank(from), why);
         if at_once {
-            let lost = format!("rank {from} is lost");
-            life.accuse(now_ns, Verdict::new(Evidence::Ended, None, Rank(to), vec![Rank(from)], lost));
+            let lost = Error::PeerLost { rank: Rank(from), reason: format!("rank {from} is lost") };
+            life.accuse(now_ns, Verdict::of_error(&lost, None, None, Rank(to)));
         }
     }
 }

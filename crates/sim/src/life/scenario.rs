@@ -103,6 +103,8 @@ pub enum Omission {
     MissNobody,
     /// A verdict settles without waiting for what those may tell others to whom this rank has no connection.
     SettleWithoutStrangers,
+    /// A rank that waits too long for the others' goodbyes asks who is late.
+    AskForGoodbyes,
 }
 
 /// How the ranks wait for each other.

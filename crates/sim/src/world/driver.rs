@@ -195,7 +195,7 @@ impl<M: SimMemory> World<M> {
                 return Ok(());
             }
             let header = Header::decode(&bytes).map_err(|error| protocol(to, error))?;
-            if !matches!(header.kind, Kind::Heartbeat | Kind::Ask | Kind::Reply) {
+            if !header.kind.is_idle() {
                 self.fates[to.index()].moved_ns = self.agenda.now_ns();
             }
             if to_place && !self.fates[to.index()].fails() {

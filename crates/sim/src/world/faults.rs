@@ -5,6 +5,7 @@ use super::{Happening, World};
 use crate::check::{Checker, Violation, check};
 use crate::memory::SimMemory;
 use crate::program::{Fault, Mishap, OPERATION_TIMEOUT_NS, PEER_TIMEOUT_NS};
+use penstock_core::Error;
 use penstock_core::life::{DOUBT_NS, Evidence, SETTLE_NS, SUSPICION_NS, Verdict};
 use penstock_core::types::Rank;
 
@@ -60,7 +61,7 @@ impl<M: SimMemory> World<M> {
                 Ok(())
             }
             Mishap::Raise => {
-                let own = Verdict::new(Evidence::Own, None, rank, vec![rank], "a bad batch".into());
+                let own = Verdict::of_error(&Error::Config("a bad batch".into()), None, None, rank);
                 self.fates[rank.index()].life.accuse(self.agenda.now_ns(), own);
                 self.follow(rank)
             }

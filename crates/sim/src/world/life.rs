@@ -7,9 +7,10 @@ use crate::check::{Checker, Violation, check};
 use crate::memory::{Chunk, RealMemory, SimMemory};
 use crate::network::ConnectionId;
 use crate::program::{Instruction, Mishap, OPERATION_TIMEOUT_NS, PEER_TIMEOUT_NS, Sabotage, Setup};
+use penstock_core::Members;
 use penstock_core::life::{
-    Contact, Effect, Expired, FLUSH_NS, Farewell, Life, PeerTimes, Pulse, Question, Reply, Sign, Verdict,
-    Wait, WaitKind,
+    Contact, Effect, Expired, FLUSH_NS, Farewell, Life, Over, PeerTimes, Pulse, Question, Reply, Sign,
+    Verdict, Wait, WaitKind,
 };
 use penstock_core::node::Waits;
 use penstock_core::types::{BookId, Rank, Seq, TensorId};
@@ -48,11 +49,12 @@ pub(super) struct Fate {
 impl Fate {
     pub(super) fn new(setup: &Setup, rank: Rank) -> Self {
         let Setup { ranks, lanes, .. } = *setup;
-        let mut life = Life::new(rank, ranks, lanes);
+        let members = Members::all(ranks);
+        let mut life = Life::new(rank, members.clone(), lanes);
         for peer in (0..ranks).map(Rank).filter(|peer| *peer != rank) {
             (0..lanes).for_each(|_| life.connected(peer));
         }
-        let pulse = |_| Pulse::new(ranks, PEER_TIMEOUT_NS, OPERATION_TIMEOUT_NS, 0);
+        let pulse = |_| Pulse::new(&members, PEER_TIMEOUT_NS, OPERATION_TIMEOUT_NS, 0);
         Self {
             life,
             pulses: (0..lanes).map(pulse).collect(),
@@ -137,14 +139,14 @@ impl<M: SimMemory> World<M> {
             }
             Kind::Ask => {
                 let question = Question::of(header);
-                let word = self.answer(rank, lane, question).encode();
-                let frame = said(Header { seq: question.round, ..Header::control(Kind::Reply) }, &word);
+                let word = self.reply(rank, lane, question).encode();
+                let frame = said(Header { seq: question.number, ..Header::control(Kind::Reply) }, &word);
                 self.say(self.network.id(rank, from, lane), frame);
             }
             Kind::Reply => {
-                let answer = Reply::decode(payload, self.setup.ranks)
+                let reply = Reply::decode(payload, &Members::all(self.setup.ranks))
                     .map_err(|why| Violation::new(Checker::Protocol, format!("rank {from} sent {why}")))?;
-                fate.life.answered(now_ns, from, header.seq, answer);
+                fate.life.replied(now_ns, from, header.seq, reply);
             }
             _ => {}
         }
@@ -185,9 +187,9 @@ impl<M: SimMemory> World<M> {
     fn ask(&mut self, rank: Rank, question: Question) -> Result<(), Violation> {
         self.trace(|| format!("rank {rank} asks: {question:?}"));
         for lane in 0..self.setup.lanes {
-            let answer = self.answer(rank, lane, question);
+            let reply = self.reply(rank, lane, question);
             let now_ns = self.agenda.now_ns();
-            self.fates[rank.index()].life.answered(now_ns, rank, question.round, answer);
+            self.fates[rank.index()].life.replied(now_ns, rank, question.number, reply);
             self.control(rank, lane, question.header(), None)?;
         }
         Ok(())
@@ -325,16 +327,17 @@ impl<M: SimMemory> World<M> {
         let now_ns = self.agenda.now_ns();
         let fate = &mut self.fates[rank.index()];
         let Some(wait) = &mut fate.wait else { return Ok(()) };
-        if !fate.life.is_over(wait, now_ns, fate.moved_ns) {
-            return Ok(());
-        }
+        let Some(over) = fate.life.over(wait, now_ns, fate.moved_ns) else { return Ok(()) };
         // All else is noticed earlier.
         let hangs = self.setup.fault.is_some_and(|fault| fault.what == Mishap::Hang);
-        let asks = wait.asks();
         check(hangs, Checker::NoDeadlock, || format!("rank {rank} waits for ever: {}", self.standing()))?;
-        if !asks {
-            self.done(rank);
-            return Ok(());
+        match over {
+            Over::Ask => {}
+            Over::GoOn => {
+                self.done(rank);
+                return Ok(());
+            }
+            Over::Fail => unreachable!("programs here have no calls of their own"),
         }
         let worker = &self.workers[rank.index()];
         let expired = || {
@@ -364,12 +367,12 @@ impl<M: SimMemory> World<M> {
     }
 
     /// What a lane says to a question.
-    fn answer(&self, rank: Rank, lane: u32, question: Question) -> Reply {
+    fn reply(&self, rank: Rank, lane: u32, question: Question) -> Reply {
         let blocked = self.fates[rank.index()].wait.is_some();
         let late = self.late_to_agree(rank);
         let what = format!("instruction {}", self.workers[rank.index()].instruction);
         let program = Reply { blocked, late, what, ..Reply::default() };
-        self.nodes[self.at(rank, lane)].answer(question, self.waits_for(rank, lane), program)
+        self.nodes[self.at(rank, lane)].reply(question, self.waits_for(rank, lane), program)
     }
 
     /// Who has not come to what the program agrees on with all others.

@@ -18,6 +18,7 @@ use crate::network::{ConnectionId, Fabric, Moved};
 use crate::program::{Sabotage, Setup};
 use crate::random::Random;
 use life::Fate;
+use penstock_core::Members;
 use penstock_core::node::{Action, Config, Node};
 use penstock_core::observe::Counters;
 use penstock_core::types::Rank;
@@ -138,8 +139,15 @@ impl<M: SimMemory> World<M> {
         }
         let unseen = self.setup.sabotaged(Sabotage::WideWindowUnseen);
         let window = wide(unseen || self.setup.sabotaged(Sabotage::WideWindow));
-        let config =
-            Config { rank, ranks, workers, lane, lanes, window_bytes: window, priority: node_priority };
+        let config = Config {
+            rank,
+            members: Members::all(ranks),
+            workers: Members::all(workers),
+            lane,
+            lanes,
+            window_bytes: window,
+            priority: node_priority,
+        };
         self.nodes.push(Node::watched(config, M::default(), Watcher::default()));
         let window_bytes = wide(unseen);
         self.models.push(LinkModel::new(Identity {

@@ -177,7 +177,7 @@ impl<M: SimMemory> World<M> {
         let worker = &self.workers[rank.index()];
         match worker.phase {
             WorkerPhase::Left { .. } => Some(WaitKind::Leavers),
-            WorkerPhase::Finishing => Some(WaitKind::Optional),
+            WorkerPhase::Finishing => Some(WaitKind::Goodbyes),
             _ => {
                 let instruction = self.setup.programs[rank.index()].get(worker.instruction);
                 // A server waits for as long as there are workers.
