@@ -35,6 +35,23 @@ CORE_NEVER = {
 CORE_DEPENDENCIES = {"bytemuck", "half", "thiserror"}
 """Plain computation only. A new one is a rare decision: write it into docs/decisions/."""
 
+FLOORS = (
+    {"types", "limits", "bits", "parts"},
+    {"error", "members", "way", "optimizer", "reduce", "slicing", "queue"},
+    {"wire", "memory", "steps", "cost"},
+    {"roles", "observe", "submission"},
+    {"layout", "life"},
+    {"scheme", "exchange"},
+    {"calls"},
+    {"node"},
+)
+"""Of the core: each stands on those before it."""
+
+# What decides who is at fault, and when. Drivers report what has happened; the simulator's files that judge the
+# outcome know it, too.
+VERDICTS = r"\bEvidence::|\bVerdict::new\b|\bSUSPICION_NS\b|\bDEPARTURE_GRACE_NS\b|\bSETTLE_NS\b"
+JUDGES = {"sim/src/life/check.rs", "sim/src/world/faults.rs"}
+
 CIRCLE_MAX = 3
 """Files that import each other in a circle, counting what is imported for types only."""
 
@@ -170,8 +187,10 @@ class Crate:
         paths = [path for tree in re.findall(r"(?<!pub )\buse ([^;]+);", text) for path in flattened(tree)]
         code = re.sub(r"\b(pub )?(use|mod) [^;{]+(\{[^;]*\})?;", "", text)
         paths += [path.split("::") for path in re.findall(r"(?<![\w:])[a-z_]\w*(?:::\w+)+", code)]
-        found = {self.written(absolute) for path in paths if (absolute := self._absolute(name, path)) is not None}
-        return found - {name}
+        # What it gives to others it may use itself.
+        given = [path for as_, path in self.renamed[name].items() if path and re.search(rf"(?<![\w:.]){as_}\b", code)]
+        absolute = [*given, *(self._absolute(name, path) for path in paths)]
+        return {self.written(path) for path in absolute if path is not None} - {name}
 
     def cycle(self):
         """Files that use each other in a circle, if any."""
@@ -213,11 +232,32 @@ def test_no_files_of_core_use_each_other_in_a_circle():
     assert circle is None, " uses ".join(circle)
 
 
-def test_what_all_of_core_stands_on_stands_on_nothing():
+def test_each_part_of_core_stands_on_the_floors_below_it():
     core = Crate(CRATES / "core" / "src")
-    assert not core.used("types")
+    floor = {name: number for number, names in enumerate(FLOORS) for name in names}
+    used = {(name.split("::")[0], other.split("::")[0]) for name in core.files for other in core.used(name)}
+    assert set(floor) == {name.split("::")[0] for name in core.files} - {Crate.TOP}
+    wrong = [f"{name} uses {other}" for name, other in sorted(used) if name != other and floor[name] <= floor[other]]
+    assert not wrong, wrong
     assert core.used("steps::ring") == {"steps::step"}
-    assert core.used("way") == {"types"}
+
+
+def test_drivers_decide_nothing_about_life():
+    sources = [path for crate in ("net", "sim") for path in (CRATES / crate / "src").rglob("*.rs")]
+    texts = {
+        str(path.relative_to(CRATES)): re.split(r"#\[cfg\(test\)\]", path.read_text(encoding="utf-8"))[0]
+        for path in sources
+        if path.name != "tests.rs"
+    }
+    assert set(texts) >= JUDGES
+    wrong = [
+        f"{name}: {line.strip()}"
+        for name, text in texts.items()
+        if name not in JUDGES
+        for line in without_comments(text).splitlines()
+        if re.search(VERDICTS, line) and "Omission::" not in line
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_circles_of_files_are_found(tmp_path):
