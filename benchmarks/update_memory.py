@@ -1,8 +1,10 @@
 """What it saves a worker that the owners update: resident memory and step time, AdamW with its two states.
 
     .venv/bin/python -m benchmarks.update_memory [--json-lines docs/benchmarks/update_memory.jsonl]
+    sudo .venv/bin/python -m benchmarks.update_memory --mbit 1000
 
-Three ways to train the same model with as many workers on this machine: updates at the workers (every one has all of
+Three ways to train the same model with as many workers on this machine, or with `--mbit` each on an emulated host whose
+link has that rate (needs root and iproute2): updates at the workers (every one has all of
 the optimizer's state), at the owners (``update="servers"``, each worker a part), and PyTorch's ZeroRedundancyOptimizer
 under DistributedDataParallel over gloo. Each round starts the jobs of all ways one after the other, in turn first, so
 that neither always meets the quiet machine. Memory is what a process has more than before it built the model: the peak,
@@ -13,6 +15,7 @@ With `--clip` the gradients are clipped by their global norm in each step, which
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -27,6 +30,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import penstock as ps
 from benchmarks.overhead import ALLOCATORS, Piece
 from benchmarks.workers import run_workers
+from lab.cluster import Cluster, Unavailable
 from lab.records import publish, result_arguments, shown, spread, wait_for_quiet
 
 WAYS = ("workers", "servers", "zero")
@@ -96,12 +100,16 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All ways, in turn."""
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     options = (arguments.millions, arguments.steps, int(arguments.clip))
-    for number in range(arguments.rounds):
-        for way in WAYS[number % len(WAYS) :] + WAYS[: number % len(WAYS)]:
-            size, allocator = arguments.workers, ALLOCATORS["returning"]
-            found[way] += run_workers(__spec__.name, way, size, *options, environment=allocator)
+    size, allocator = arguments.workers, ALLOCATORS["returning"]
+    with contextlib.ExitStack() as stack:
+        apart = arguments.mbit is not None
+        hosts = stack.enter_context(Cluster(size, arguments.mbit)).hosts if apart else ()
+        for number in range(arguments.rounds):
+            for way in WAYS[number % len(WAYS) :] + WAYS[: number % len(WAYS)]:
+                found[way] += run_workers(__spec__.name, way, size, *options, environment=allocator, hosts=hosts)
     record: dict[str, Any] = {
-        "workers": arguments.workers,
+        "workers": size,
+        "rate_mbit": arguments.mbit,
         "millions": arguments.millions,
         "clip": arguments.clip,
         "parameters_mb": round(4 * sum(param.numel() for param in model_of(arguments.millions).parameters()) / 1e6, 1),
@@ -121,7 +129,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def show(record: dict[str, Any]) -> None:
     """For people."""
-    print(f"AdamW, {record['parameters_mb']} MB of parameters, {record['workers']} workers, by who updates:")
+    link = "no limit" if record["rate_mbit"] is None else f"{record['rate_mbit']:g} Mbit/s"
+    print(f"AdamW, {record['parameters_mb']} MB of parameters, {record['workers']} workers, {link}, by who updates:")
     for way in WAYS:
         one = record["by_way"][way]
         memory = f"peak {shown(one['peak_mb'], ' MB')}, held {shown(one['held_mb'], ' MB')}"
@@ -138,6 +147,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--millions", type=float, default=100, help="of parameters")
     parser.add_argument("--steps", type=int, default=8, help="of each job, besides warming up")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--mbit", type=float, help="of each link in each direction (default: all on this machine)")
     parser.add_argument("--clip", action="store_true", help="clip by the global norm")
     result_arguments(parser)
     parser.add_argument("--worker", nargs=7, help=argparse.SUPPRESS)
@@ -151,14 +161,18 @@ def main() -> int:
         way, rank, size, directory, millions, steps, clip = arguments.worker
         work(way, int(rank), int(size), directory, float(millions), int(steps), bool(int(clip)))
         return 0
-    record = {"busy_cores": wait_for_quiet(arguments.wait_quiet), **measure(arguments)}
+    try:
+        record = {"busy_cores": wait_for_quiet(arguments.wait_quiet), **measure(arguments)}
+    except Unavailable as error:
+        print(f"update-memory: {error}", file=sys.stderr)
+        return 2
     publish(
         record,
         benchmark="update_memory",
         seed=0,
         as_json=arguments.json,
         lines=arguments.json_lines,
-        scenario=("workers", "millions", "clip"),
+        scenario=("workers", "millions", "clip", "rate_mbit"),
     )
     if not arguments.json:
         show(record)

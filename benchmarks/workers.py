@@ -7,17 +7,23 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from lab.cluster import Host
 from lab.records import ROOT
 
 LIMIT_S = 900.0
 
 
 def run_workers(
-    module: str, kind: str, size: int, *more: object, environment: Mapping[str, str] = MappingProxyType({})
+    module: str,
+    kind: str,
+    size: int,
+    *more: object,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    hosts: Sequence[Host] = (),
 ) -> list[dict[str, Any]]:
     """What each worker prints last, as JSON, by rank. None is left running, whatever happens.
 
@@ -27,6 +33,7 @@ def run_workers(
         size: How many workers.
         more: Behind the directory in which they meet, which is new and empty.
         environment: What theirs has beyond this process's.
+        hosts: One for each, if they shall not all be on this machine; gloo and Penstock use their interfaces.
 
     Raises:
         RuntimeError: Some failed.
@@ -39,7 +46,12 @@ def run_workers(
             for rank in range(size):
                 words = map(str, (kind, rank, size, directory, *more))
                 command = [sys.executable, "-m", module, "--worker", *words]
-                processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=inherited, cwd=ROOT))
+                start: Any = subprocess.Popen
+                its = inherited
+                if hosts:
+                    start, interface = hosts[rank].start, f"{hosts[rank].address}/32"
+                    its = {**inherited, "GLOO_SOCKET_IFNAME": hosts[rank].interface, "PENSTOCK_INTERFACE": interface}
+                processes.append(start(command, stdout=subprocess.PIPE, text=True, env=its, cwd=ROOT))
             outputs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
         finally:
             for process in processes:

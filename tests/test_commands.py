@@ -264,6 +264,9 @@ TABLE = {
     "python -m benchmarks.update_memory [--json-lines docs/benchmarks/update_memory.jsonl]": Run(
         "--workers 2 --millions 3 --steps 2 --rounds 1 --clip", long=True, status=JUDGED
     ),
+    "python -m benchmarks.update_memory --mbit 1000": Run(
+        "--workers 2 --millions 3 --steps 2 --rounds 1", clusters=True, long=True, status=JUDGED
+    ),
     "python -m benchmarks.wire": NAMED,
     "python -m benchmarks.wire [--json-lines docs/benchmarks/wire.jsonl]": Run(
         "--pairs 1 --seconds 0.5", clusters=True, needs=("iperf3",), long=True, status=JUDGED
