@@ -20,10 +20,16 @@ LONG_LIMIT_S = 1500
 AFTER_FAILURE_S = 15
 WORKER = Path(__file__).with_name("updates_worker.py")
 JOBS = [(4, 0, {}), (4, 2, {}), (3, 2, {})]  # workers, servers apart
+GROUPED = [(4, 1, {"groups": 2}), (4, 2, {"groups": 2}), (4, 0, {"groups": 1})]  # whose one head owns all
 AGAIN = {"slice_bytes": 4096, "lanes": 2, "priority": False}  # which must not change a bit
 SHORT_STEPS, LONG_STEPS = 4, 100
 DIFFERENCE_MAX = {"fp32": 1e-5, "fp64": 1e-10}
 FEW = ["quick-sgd-fp64", "quick-adagrad-fp32", "gpt-adamw-fp32", "gpt-rmsprop-fp64"]
+FEW_GROUPED = ["quick-sgd-fp64", "gpt-adamw-fp32"]
+
+
+def once_more(jobs):
+    return [(workers, servers, {**options, **AGAIN}) for workers, servers, options in jobs]
 
 
 def told(directory, jobs, limit_s=LIMIT_S, **plan):
@@ -63,14 +69,31 @@ def short(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def again(tmp_path_factory):
-    jobs = [(workers, servers, AGAIN) for workers, servers, _ in JOBS]
-    return told(tmp_path_factory.mktemp("again"), jobs, cases=FEW, scenarios=[], steps=SHORT_STEPS)
+    return told(tmp_path_factory.mktemp("again"), once_more(JOBS), cases=FEW, scenarios=[], steps=SHORT_STEPS)
+
+
+@pytest.fixture(scope="module")
+def grouped(tmp_path_factory):
+    plan = {"cases": FEW_GROUPED, "scenarios": [], "steps": SHORT_STEPS}
+    return told(tmp_path_factory.mktemp("grouped"), [*GROUPED, *once_more(GROUPED)], **plan)
 
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory):
-    jobs = [*JOBS, *((workers, servers, AGAIN) for workers, servers, _ in JOBS)]
-    return told(tmp_path_factory.mktemp("long"), jobs, LONG_LIMIT_S, cases=CASES, scenarios=[], steps=LONG_STEPS)
+    plan = {"cases": CASES, "scenarios": [], "steps": LONG_STEPS}
+    return told(tmp_path_factory.mktemp("long"), [*JOBS, *once_more(JOBS)], LONG_LIMIT_S, **plan)
+
+
+@pytest.fixture(scope="module")
+def long_grouped(tmp_path_factory):
+    plan = {"cases": CASES, "scenarios": [], "steps": LONG_STEPS}
+    return told(tmp_path_factory.mktemp("long"), [*GROUPED, *once_more(GROUPED)], LONG_LIMIT_S, **plan)
+
+
+@pytest.fixture(scope="module")
+def grouped_scenarios(tmp_path_factory):
+    plan = {"cases": [], "scenarios": list(SCENARIOS), "steps": SHORT_STEPS}
+    return told(tmp_path_factory.mktemp("scenarios"), GROUPED, **plan)
 
 
 def check(ranks, case):
@@ -93,6 +116,21 @@ def test_equal_to_updates_at_the_workers(short, again, case):
     assert bits[0][0] == bits[0][1], "where the owners are shows in the bits"
 
 
+def check_grouped(jobs, case):
+    """Workers' updates, with which `check` compares, are of the same groups."""
+    bits = [check(ranks, case) for ranks in jobs]
+    assert bits[: len(GROUPED)] == bits[len(GROUPED) :], "two runs have different bits"
+    assert bits[0] == bits[1], "how many servers there are shows in the bits"
+    return bits
+
+
+@pytest.mark.parametrize("case", FEW_GROUPED)
+def test_equal_to_updates_at_the_workers_in_groups(grouped, short, case):
+    bits = check_grouped(grouped, case)
+    assert bits[2] == check(short[0], case), "one group sums in the order of the ranks, as owners without groups do"
+    assert bits[0] != bits[2], "there were no groups"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_equal_to_updates_at_the_workers_after_many_steps(long, case):
@@ -101,10 +139,23 @@ def test_equal_to_updates_at_the_workers_after_many_steps(long, case):
     assert bits[0] == bits[1], "where the owners are shows in the bits"
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
+def test_equal_to_updates_at_the_workers_in_groups_after_many_steps(long_grouped, case):
+    check_grouped(long_grouped, case)
+
+
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("job", range(len(JOBS)), ids=["4", "4+2", "3+2"])
 def test_scenario(short, job, scenario):
     assert [outcomes[scenario] for outcomes in short[job]] == ["ok"] * JOBS[job][0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_scenario_in_groups(grouped_scenarios, scenario):
+    for ranks in grouped_scenarios:
+        assert [outcomes[scenario] for outcomes in ranks] == ["ok"] * len(ranks)
 
 
 def test_a_step_that_one_rank_leaves_out_is_noticed_by_another(tmp_path):

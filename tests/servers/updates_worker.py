@@ -167,7 +167,7 @@ def main(directory, process):
         folder.mkdir(exist_ok=True)
         if process < workers:
             ps.init(rank=process, operation_timeout_s=60, **common)
-            work(folder, process, workers, servers, plan, compare=not options)
+            work(folder, process, workers, servers, plan, compare=options.keys() <= {"groups"})
             ps.shutdown()
         elif process < workers + servers:
             faulthandler.cancel_dump_traceback_later()  # the workers watch over all
