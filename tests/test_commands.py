@@ -84,6 +84,9 @@ TASKS = By("tests/launch/test_tasks.py::test_a_job_of_tasks_with_a_server")
 SERVERS = By(
     "tests/servers/test_dedicated.py::test_training_has_the_bits_of_a_job_without_servers_and_moves_what_table_1_says"
 )
+SERVER_BY_HAND = By(
+    "tests/servers/test_dedicated.py::test_servers_that_are_started_by_hand_serve_workers_that_something_else_starts"
+)
 NO_TORCHVISION = {"vgg19": "lab:vgg19"}  # tests/cost/test_explain.py has a torchvision
 IMAGES = {"DIR": "../shared/data/cifar10"}
 
@@ -122,8 +125,8 @@ TABLE = {
     "penstock run --workers 4 --clients 2 train.py": By(
         "tests/servers/test_groups.py::test_training_is_the_same_and_moves_what_is_promised"
     ),
-    "penstock server --rank 0 --world-size 4 --servers 2 --rendezvous tcp://HOST:PORT": SERVERS,
-    "penstock server --rank 0 --world-size 4 --servers 2 --rendezvous tcp://node1:29400": SERVERS,
+    "penstock server --rank 0 --world-size 4 --servers 2 --rendezvous tcp://HOST:PORT": SERVER_BY_HAND,
+    "penstock server --rank 0 --world-size 4 --servers 2 --rendezvous tcp://node1:29400": SERVER_BY_HAND,
     "mpirun penstock run --servers 2 train.py": By("tests/launch/test_tasks.py::test_a_job_of_tasks_with_a_server"),
     "mpirun -n 6 penstock run --servers 2 train.py": By(
         "tests/launch/test_tasks.py::test_a_job_of_tasks_with_a_server"

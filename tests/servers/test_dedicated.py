@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -83,6 +84,41 @@ def test_training_has_the_bits_of_a_job_without_servers_and_moves_what_table_1_s
     assert sum(owned) == nbytes
     assert max(owned) - min(owned) <= 8192, "no more than a slice"
     assert moved_by_servers == [(STEPS * workers * share, STEPS * workers * share) for share in owned]
+
+
+def test_servers_that_are_started_by_hand_serve_workers_that_something_else_starts(tmp_path):
+    """Over TCP, as docs/running.md has it; what is the same on all ranks only the workers' program says."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meet = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    place = tmp_path / "by hand"
+    place.mkdir()
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+    clean["PENSTOCK_SECRET"] = "correct horse battery staple"
+    told = {**clean, "PENSTOCK_RENDEZVOUS": meet, "PENSTOCK_SERVERS": "2", "WORLD_SIZE": "4"}
+    given = ["--world-size", "4", "--servers", "2", "--rendezvous", meet]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+
+    def server(number):
+        return programs.start_afresh("-m", "penstock", "server", "--rank", number, *given, env=clean, **pipes)
+
+    def worker(rank):
+        here = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "4"}
+        return programs.start(TRAINING, place, env={**told, **here}, **pipes)
+
+    started = [server(1), *map(worker, range(4)), server(0)]  # in any order
+    try:
+        said = [process.communicate(timeout=LIMIT_S) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in started] == [0] * 6, said
+    assert all(re.fullmatch(r"ended in order: [1-9]\d* bytes .*\n", out) for out, _ in (said[0], said[-1])), said
+    by_hand = [json.loads((place / f"result-{rank}").read_text()) for rank in range(4)]
+    by_launcher, _ = trained(tmp_path / "run", 4, 2)
+    assert {result["bits"] for result in by_hand} == {by_launcher[0]["bits"]}
+    assert by_hand[0]["owned"] == by_launcher[0]["owned"]
 
 
 def test_what_servers_make_no_sense_for_goes_among_the_workers(tmp_path):
