@@ -121,6 +121,31 @@ def test_hosts_are_reached_by_the_command_that_is_given(tmp_path):
     assert "which meet at one:" in err
 
 
+def test_servers_run_on_the_hosts_that_the_file_gives_them(tmp_path):
+    write(
+        "import json, os, numpy, penstock as ps\n"
+        "ps.init(groups='host')\n"
+        "kv = ps.KVStore()\n"
+        "kv.init('w', numpy.zeros(70_000, numpy.float32))\n"
+        "here = numpy.full(70_000, ps.rank() + 1.0, numpy.float32)\n"
+        "kv.pushpull('w', here).wait()\n"
+        "owned = ps.report()['owned_bytes']\n"
+        "print(json.dumps([ps.rank(), os.environ['TEST_HOST'], float(here[-1]), owned]), flush=True)\n"
+        "ps.shutdown()\n"
+    )
+    (tmp_path / "hosts").write_text("one slots=2\ntwo slots=1\nstore slots=0 servers=2\n")
+    meet = ["--master-addr", "127.0.0.1"]  # these hosts are none that a name leads to
+    status, out, err = run("--hosts", "hosts", "--servers", "2", "--connect", SHELL, *meet, "train.py")
+    assert status == 0, err
+    assert "3 workers and 2 servers, which meet at 127.0.0.1:" in err
+    assert re.search(r"store: servers 0-1 \(pid \d+, \d+\)", err)
+    told = sorted(json.loads(text) for text in re.findall(r"^\[rank \d\] (.*)", out, re.MULTILINE))
+    assert [fact[:3] for fact in told] == [[0, "one", 6.0], [1, "one", 6.0], [2, "two", 6.0]]
+    for *_, owned in told:
+        assert not any(owned[:3]) and sum(owned[3:]) == 4 * 70_000 and all(owned[3:])
+    assert sorted(re.findall(r"^\[(server \d)\] ended in order: [1-9]", out, re.MULTILINE)) == ["server 0", "server 1"]
+
+
 def test_the_secret_of_a_job_on_hosts_is_in_no_command_line(tmp_path):
     write("import os, signal; print(os.environ['PENSTOCK_SECRET'], flush=True); signal.pause()")
     (tmp_path / "hosts").write_text("one\ntwo\n")
@@ -208,22 +233,27 @@ def test_nothing_is_left_of_a_launcher_that_is_killed():
     process.communicate(timeout=LIMIT_S)  # ends when the last worker has let go of its output
 
 
-def test_a_signal_reaches_the_workers_who_may_end_by_themselves():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_reaches_the_workers_who_may_end_by_themselves(number):
     write(
         "import os, signal, sys\n"
         "signal.signal(signal.SIGUSR1, lambda *_: print('noted', flush=True))\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('saved', flush=True)))\n"
+        f"signal.signal(signal.{number.name}, lambda *_: sys.exit(print('saved', flush=True)))\n"
         "print('here', os.environ['RANK'], flush=True)\nwhile True: signal.pause()"
     )
-    process = start("--workers", "2", "train.py")
+    before = signal.signal(number, signal.SIG_DFL)  # nohup's SIGHUP stays ignored
+    try:
+        process = start("--workers", "2", "train.py")
+    finally:
+        signal.signal(number, before)
     until_here(process, 2)
     process.send_signal(signal.SIGUSR1)
     assert {process.stdout.readline()[9:] for _ in range(2)} == {"noted\n"}
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     out, err = process.communicate(timeout=LIMIT_S)
     assert out.count("saved") == 2
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "ended by SIGTERM; all workers have ended" in err
+    assert process.returncode == 128 + number
+    assert f"ended by {number.name}; all workers have ended" in err
 
 
 def test_ctrl_c():

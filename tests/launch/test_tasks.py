@@ -2,12 +2,16 @@
 
 import argparse
 import os
+import re
 import socket
 import subprocess
+import sys
+from pathlib import Path
 
 import programs
 import pytest
 
+from lab import peers
 from penstock.errors import ConfigError
 from penstock.launch.supervisor import SERVERS_S
 from penstock.launch.tasks import become, found_in
@@ -108,6 +112,29 @@ def test_a_job_of_tasks_with_a_server(tmp_path, monkeypatch):
     assert [status for *_, status in done] == [0, 0, 0], done
     assert [out.strip() for out, *_ in done[:2]] == [f"rank {rank} of 2 sum 3.0" for rank in range(2)]
     assert done[2][0].startswith("ended in order: ")
+
+
+def test_tasks_of_a_real_mpiexec_with_servers_and_groups(tmp_path, monkeypatch):
+    found = peers.state(peers.PEERS["mpich"])
+    if found.state != "installed":
+        pytest.skip(f"MPICH is not here: `python -m lab.peers install mpich` ({found.reason})")
+    monkeypatch.chdir(tmp_path)
+    program = PROGRAM.replace("[-1])", "[-1], ps.report()['groups'], flush=True)")
+    (tmp_path / "train.py").write_text(program)
+    command = [sys.executable, "-m", "penstock", "run", "--servers", "2", "--clients", "2", "train.py"]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(OTHERS)}
+    done = subprocess.run(
+        [Path(found.python).with_name("mpiexec"), "-n", "6", "-prepend-rank", *command],
+        env={**clean, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    said = dict(re.findall(r"^\[(\d)\] (.*)$", done.stdout, re.MULTILINE))
+    groups = [[0, 1], [2, 3]]
+    assert [said.pop(str(rank)) for rank in range(4)] == [f"rank {rank} of 4 sum 10.0 {groups}" for rank in range(4)]
+    assert sorted(said) == ["4", "5"] and all(text.startswith("ended in order: ") for text in said.values())
 
 
 def test_a_launcher_on_each_host_starts_its_part_of_the_servers(tmp_path, monkeypatch):
