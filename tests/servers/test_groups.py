@@ -136,23 +136,26 @@ def carried(host):
     return int(counts[8]), int(counts[0])
 
 
+TWO_HOSTS = ("slots=2", "slots=2")
+
+
 @contextlib.contextmanager
-def two_hosts(place, rate_mbit=None):
-    """An emulated cluster, and what `penstock run` needs to start 2 workers on each host of it."""
+def hosts(place, each=TWO_HOSTS, rate_mbit=None):
+    """An emulated cluster, and what `penstock run` needs to start on each host of it what the file of hosts says."""
     try:
         check()
     except Unavailable as reason:
         pytest.skip(str(reason))
-    with Cluster(2, rate_mbit) as cluster:
-        names = "".join(f"{host.namespace} slots=2\n" for host in cluster.hosts)
-        (place / "hosts").write_text(names, encoding="utf-8")
+    with Cluster(len(each), rate_mbit) as cluster:
+        names = (f"{host.namespace} {what}\n" for host, what in zip(cluster.hosts, each, strict=True))
+        (place / "hosts").write_text("".join(names), encoding="utf-8")
         connect = ["--connect", "ip netns exec {host} sh -c {command}", "--master-addr", cluster.hosts[0].address]
         yield cluster, ["--hosts", str(place / "hosts"), *connect]
 
 
 def test_hosts_move_the_bytes_of_one_worker_each(tmp_path):
     """2 hosts with 2 ranks: what the interfaces count, beside the cost function."""
-    with two_hosts(tmp_path) as (cluster, launching):
+    with hosts(tmp_path) as (cluster, launching):
         moved = {}
         for groups in ("host", "auto", None):
             before = [carried(host) for host in cluster.hosts]
@@ -171,6 +174,37 @@ def test_hosts_move_the_bytes_of_one_worker_each(tmp_path):
             assert nbytes <= moved["host"][host][way] <= 1.25 * nbytes
             assert nbytes <= moved["auto"][host][way] <= 1.25 * nbytes, "at 1 Gbit/s they pay"
             assert 2 * nbytes <= moved[None][host][way] <= 2.25 * nbytes
+
+
+@pytest.mark.parametrize(
+    ("groups", "servers"),
+    [("host", 2), *(pytest.param(*which, marks=pytest.mark.long) for which in [("host", 0), (None, 2)])],
+)
+def test_hosts_with_4_ranks_and_servers_move_the_bytes_of_the_cost_function(tmp_path, groups, servers):
+    """What each interface has carried, beside what `penstock explain` says of the busiest one; here all are."""
+    each = ["slots=4"] * 2 + ["slots=0 servers=1"] * servers
+    told = ["explain", "training:network", "--workers", "8", "--per-host", "4", "--batch", "9", "--json"]
+    told += ["--servers", str(servers)] if servers else []
+    told += ["--groups", groups] if groups else []
+    done = programs.run("-m", "penstock", *told, cwd=TRAINING.parent, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    promised = LONG_STEPS * json.loads(done.stdout)["store_bytes"]
+    with hosts(tmp_path, each) as (cluster, launching):
+        told = ["--env", "PENSTOCK_LINE_RATE_MBIT=1000"]  # given: measuring it would move as much again
+        told += ["--clients", groups] if groups else []
+        told += ["--servers", str(servers)] if servers else []
+        before = [carried(host) for host in cluster.hosts]
+        results, _ = trained(tmp_path / "job", [*launching, *told], "long", workers=8)
+        after = [carried(host) for host in cluster.hosts]
+    assert results[0]["groups"] == ([[0, 1, 2, 3], [4, 5, 6, 7]] if groups else [])
+    nbytes = LONG_STEPS * 4 * results[0]["parameters"]
+    assert promised == pytest.approx(nbytes * (1 if groups else 4), rel=1e-4), "whole elements, by server"
+    moved = [[now - then for now, then in zip(*pair, strict=True)] for pair in zip(after, before, strict=True)]
+    for host in moved:
+        for way in host:
+            assert promised <= way <= 1.1 * promised, (
+                f"{moved} of {promised}, with headers and what is said at the start"
+            )
 
 
 def timed(directory, launching, groups):
@@ -195,7 +229,7 @@ def timed(directory, launching, groups):
 )
 def test_the_grouping_that_is_chosen_is_the_faster_one(tmp_path, inside_mbit, chosen, other, why):
     """One takes twice as long as the other by the model, at 200 Mbit/s between hosts; a fifth longer is asked for."""
-    with two_hosts(tmp_path, 200) as (cluster, launching):
+    with hosts(tmp_path, rate_mbit=200) as (cluster, launching):
         if inside_mbit is not None:
             for host in cluster.hosts:
                 bucket = ["tbf", "rate", f"{inside_mbit}mbit", "burst", "256kb", "latency", "400ms"]

@@ -76,4 +76,5 @@ def main(directory, *options):
     (Path(directory) / f"result-{ps.rank()}").write_text(json.dumps(told))
 
 
-main(*sys.argv[1:])
+if __name__ == "__main__":
+    main(*sys.argv[1:])
