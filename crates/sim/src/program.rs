@@ -2,7 +2,7 @@
 
 use penstock_core::layout::Book;
 use penstock_core::optimizer::Update;
-use penstock_core::types::{BookId, Rank, TensorId};
+use penstock_core::types::{BookId, Rank, Seq, TensorId};
 use penstock_core::wire::Op;
 use std::sync::Arc;
 
@@ -29,6 +29,15 @@ pub enum Instruction {
         /// The book.
         book: BookId,
         /// What is done with the gradients, the same on all ranks; nothing if the step is not made.
+        update: Option<Update>,
+    },
+    /// Of a server: waits until worker 0 has come to the end of a step, and tells what this rank owns of a book to go on with it.
+    Heed {
+        /// The book.
+        book: BookId,
+        /// The round of each of its tensors that the step is for.
+        seq: Seq,
+        /// What worker 0 says is done with the gradients.
         update: Option<Update>,
     },
     /// Waits for everything, leaves (join) until all have left, and then agrree with the others on sequence numbers.

@@ -103,7 +103,14 @@ fn draw_rule(seed: u64) -> Option<Rule> {
         nesterov: random.chance(500),
     };
     let adam = Rule::Adam { betas: [0.9, 0.99], eps: 1e-8, amsgrad: false, decoupled: true };
-    Some(random.pick(&[sgd, adam]))
+    let adagrad = Rule::Adagrad { lr_decay: 0.1, eps: 1e-10, initial: random.pick(&[0.0, 0.5]) };
+    let rms_prop = Rule::RmsProp {
+        alpha: 0.9,
+        eps: 1e-8,
+        momentum: random.pick(&[0.0, 0.5]),
+        centered: random.chance(500),
+    };
+    Some(random.pick(&[sgd, adam, adagrad, rms_prop]))
 }
 
 /// Draws a scenario.
@@ -119,8 +126,7 @@ pub fn draw(seed: u64) -> Setup {
     if rule.is_some() {
         routes = vec![Route::STORE];
     }
-    // The programs of servers apart are given no words to say.
-    let servers = if rule.is_some() { 0 } else { draw_servers(seed, &routes) };
+    let servers = draw_servers(seed, &routes);
     let mut roles = roles(ranks, servers, draw_groups(seed, ranks, &routes));
     if rule.is_some() {
         roles.rules.fold = Fold::Updated;
@@ -393,12 +399,27 @@ impl JobPlan {
         program
     }
 
-    /// A server opens the books, some of them late, and is there until the workers have gone.
+    /// A server opens the books, some of them late, hears after each step what becomes of it, if values are updated, and is there
+    /// until the workers have gone.
     fn server(&self, random: &mut Random) -> Vec<Instruction> {
         let late_ns_max = 20 * self.compute_ns_max * u64::from(random.chance(300));
-        let open = (0..self.books.len() as BookId)
-            .flat_map(|book| [Instruction::Compute(random.below(late_ns_max + 1)), Instruction::Open(book)]);
-        open.chain([Instruction::Serve]).collect()
+        let mut program = Vec::new();
+        for book in 0..self.books.len() as BookId {
+            program.extend([Instruction::Compute(random.below(late_ns_max + 1)), Instruction::Open(book)]);
+            program.extend(self.rule.map(|_| Instruction::Load(book)));
+        }
+        let mut seq = 0;
+        for (number, epoch) in self.epochs.iter().enumerate().filter(|_| self.rule.is_some()) {
+            for round in 0..epoch.plans.len() as u32 {
+                seq += 1;
+                for book in 0..self.books.len() as BookId {
+                    let update = self.update(number as u64, round, book);
+                    program.push(Instruction::Heed { book, seq, update });
+                }
+            }
+        }
+        program.push(Instruction::Serve);
+        program
     }
 
     /// The submissions of one round, with computing between them.
@@ -445,20 +466,27 @@ impl JobPlan {
         }
     }
 
-    /// The end of a step, if values are updated: by other numbers in each, and now and then not at all.
+    /// The end of a step, if values are updated.
     fn step(&self, epoch: u64, round: u32, slow: &mut Slow<'_>, program: &mut Vec<Instruction>) {
-        let Some(rule) = self.rule else { return };
-        for book in 0..self.books.len() as BookId {
-            let name = [epoch, u64::from(round), u64::from(book)];
-            let mix = name.iter().fold(self.order_seed, |mix, part| Random::new(mix ^ (part + 1)).bits());
-            let shared = &mut Random::new(mix);
-            let (lr, weight_decay) = (shared.pick(&[0.5, 0.01]), shared.pick(&[0.0, 0.1]));
-            let optimizer = Optimizer { lr, weight_decay, maximize: false, rule };
-            let update = Update { optimizer, factor: shared.pick(&[1.0, 1.0, 0.3]) };
-            let update = (!shared.chance(150)).then_some(update);
-            program.push(slow.compute());
-            program.push(Instruction::Proceed { book, update });
+        if self.rule.is_none() {
+            return;
         }
+        for book in 0..self.books.len() as BookId {
+            program.push(slow.compute());
+            program.push(Instruction::Proceed { book, update: self.update(epoch, round, book) });
+        }
+    }
+
+    /// What becomes of the gradients of a step: other numbers in each, and now and then nothing at all.
+    fn update(&self, epoch: u64, round: u32, book: BookId) -> Option<Update> {
+        let rule = self.rule?;
+        let name = [epoch, u64::from(round), u64::from(book)];
+        let mix = name.iter().fold(self.order_seed, |mix, part| Random::new(mix ^ (part + 1)).bits());
+        let shared = &mut Random::new(mix);
+        let (lr, weight_decay) = (shared.pick(&[0.5, 0.01]), shared.pick(&[0.0, 0.1]));
+        let optimizer = Optimizer { lr, weight_decay, maximize: false, rule };
+        let update = Update { optimizer, factor: shared.pick(&[1.0, 1.0, 0.3]) };
+        (!shared.chance(150)).then_some(update)
     }
 
     fn forward(&self, slow: &mut Slow<'_>, program: &mut Vec<Instruction>) {

@@ -28,7 +28,8 @@ fn random_schedules_violate_nothing() {
     let [slices, preempted, lost, through] = [0, 1, 2, 3].map(|at| all[at]);
     let (by_scheme, rest) = all[4..].split_at(Algorithm::ALL.len());
     let (by_fault, rest) = rest.split_at(FAULTS);
-    let (by_topology, by_groups) = rest.split_at(APART.len() + 1);
+    let (by_topology, rest) = rest.split_at(APART.len() + 1);
+    let (by_groups, by_clients) = rest.split_at(GROUPED.len());
     // The scenarios would prove nothing if they never did what they are there for.
     assert!(slices > 10 * SCENARIOS, "{slices} slices");
     assert!(preempted > SCENARIOS / 10, "{preempted} runs with preemptions");
@@ -47,6 +48,12 @@ fn random_schedules_violate_nothing() {
         "workers and servers {APART:?}, one of which was lost: {by_topology:?}"
     );
     assert!(by_groups.iter().all(|count| *count > SCENARIOS / 400), "groups with {GROUPED:?}: {by_groups:?}");
+    let (fresh, updated) = by_clients.split_at(CLIENTS.len());
+    assert!(
+        fresh.iter().all(|count| *count > SCENARIOS / 1000),
+        "workers, servers, clients {CLIENTS:?}: {fresh:?}"
+    );
+    assert!(updated.iter().all(|count| *count > SCENARIOS / 4000), "{CLIENTS:?} that update: {updated:?}");
 }
 
 /// What the verdicts on killed, failed, stopped and hanging ranks rest on.
@@ -55,13 +62,18 @@ const EVIDENCE: [Evidence; 4] = [Evidence::Ended, Evidence::Own, Evidence::Silen
 const FAULTS: usize = EVIDENCE.len() + 1;
 /// Workers, and servers apart from them.
 const APART: [(u32, u32); 5] = [(4, 4), (4, 2), (4, 1), (3, 2), (1, 1)];
+/// Workers, servers apart and clients: workers that sum by themselves, and groups of them. Counted once where owners sum, and once where they
+/// update as well. Without servers apart workers own slices: all of them, or the heads of groups.
+const CLIENTS: [(u32, u32, u32); 7] =
+    [(4, 0, 4), (4, 4, 4), (4, 2, 4), (4, 1, 2), (4, 2, 2), (3, 2, 3), (4, 0, 1)];
 /// What befalls scenarios with groups of several ranks; see [`counts_of_groups`].
-const GROUPED: [&str; 10] = [
+const GROUPED: [&str; 11] = [
     "equal sizes",
     "uneven sizes",
     "servers apart",
     "ranks that leave",
     "updates",
+    "updates and servers apart",
     "a lost head",
     "a lost member",
     "gathers",
@@ -69,11 +81,11 @@ const GROUPED: [&str; 10] = [
     "gathers and servers apart",
 ];
 /// The last of the topologies: a server was lost.
-const COUNTS: usize = 4 + Algorithm::ALL.len() + FAULTS + APART.len() + 1 + GROUPED.len();
+const COUNTS: usize = 4 + Algorithm::ALL.len() + FAULTS + APART.len() + 1 + GROUPED.len() + 2 * CLIENTS.len();
 
 /// Slices, and whether there were preemptions, whether a rank was lost, whether all came through; by algorithm whether a rank
 /// was lost where a tensor goes by it; by evidence whether it was; and whether all came through though a rank was stopped; by
-/// numbers of workers and servers apart whether it has these; whether a server was lost.
+/// numbers of workers and servers apart whether it has these; whether a server was lost; by what groups do; by [`CLIENTS`].
 fn counts(seed: u64) -> [u64; COUNTS] {
     let report = penstock_sim::run(seed).unwrap_or_else(|failure| panic!("{failure}"));
     let lost = report.lost.is_some();
@@ -83,7 +95,8 @@ fn counts(seed: u64) -> [u64; COUNTS] {
     counts[1..4].copy_from_slice(&flags);
     let (by_scheme, rest) = counts[4..].split_at_mut(Algorithm::ALL.len());
     let (by_fault, rest) = rest.split_at_mut(FAULTS);
-    let (by_topology, by_groups) = rest.split_at_mut(APART.len() + 1);
+    let (by_topology, rest) = rest.split_at_mut(APART.len() + 1);
+    let (by_groups, by_clients) = rest.split_at_mut(GROUPED.len());
     for (count, evidence) in by_fault.iter_mut().zip(EVIDENCE) {
         *count = u64::from(report.lost.is_some_and(|(_, on)| on == evidence));
     }
@@ -96,6 +109,14 @@ fn counts(seed: u64) -> [u64; COUNTS] {
     }
     by_topology[APART.len()] = u64::from(report.lost.is_some_and(|(rank, _)| rank >= setup.workers));
     by_groups.copy_from_slice(&counts_of_groups(&setup, report.lost.map(|(rank, _)| Rank(rank))));
+    let roles = &setup.books[0].roles;
+    let clients = if roles.groups.is_empty() { setup.workers } else { roles.groups.iter().len() as u32 };
+    let by_store = setup.books[0].tensors.iter().any(|tensor| tensor.route == Route::STORE);
+    let (fresh, updated) = by_clients.split_at_mut(CLIENTS.len());
+    let of_its_fold = if roles.rules.fold == Fold::Updated { updated } else { fresh };
+    for (count, topology) in of_its_fold.iter_mut().zip(CLIENTS) {
+        *count = u64::from(by_store && (apart.0, apart.1, clients) == topology);
+    }
     for (count, algorithm) in by_scheme.iter_mut().zip(Algorithm::ALL) {
         let goes_by_it = |tensor: &Tensor| tensor.route == Route::Sum(algorithm);
         *count = u64::from(lost && setup.books.iter().flat_map(|book| &book.tensors).any(goes_by_it));
@@ -120,7 +141,9 @@ fn counts_of_groups(setup: &Setup, lost: Option<Rank>) -> [u64; GROUPED.len()] {
     let apart = setup.ranks > setup.workers;
     let of_gathers = [gathers, gathers && leaves, gathers && apart];
     let [all, leaving, with_servers] = of_gathers;
-    [even, !even, apart, leaves, updates, of(true), of(false), all, leaving, with_servers].map(u64::from)
+    let at_servers = updates && apart;
+    [even, !even, apart, leaves, updates, at_servers, of(true), of(false), all, leaving, with_servers]
+        .map(u64::from)
 }
 
 fn sum(a: [u64; COUNTS], b: [u64; COUNTS]) -> [u64; COUNTS] {

@@ -134,6 +134,15 @@ impl Ledger {
         check(agree, Checker::Protocol, || format!("the programs disagree about the update of {name:?}"))
     }
 
+    /// Whether this rank has told all that it owns of a book to go on with a round.
+    #[must_use]
+    pub fn has_told(&self, rank: Rank, book: BookId, seq: Seq) -> bool {
+        let count = self.books[usize::from(book)].tensors.len() as TensorId;
+        let told =
+            |tensor| self.rounds.get(&(book, tensor, seq)).is_some_and(|round| round.told.contains(&rank));
+        (0..count).all(told)
+    }
+
     /// A slice is complete on a rank: exactly once, not before all took part, and exact.
     ///
     /// # Errors

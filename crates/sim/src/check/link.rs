@@ -448,10 +448,8 @@ impl LinkModel {
             Some(seq) => {
                 let roles = state.book.roles.clone();
                 let speaks = |rank: &Rank| roles.groups.of(*rank).is_none_or(|group| group.head() == *rank);
-                (0..self.me.ranks)
-                    .map(Rank)
-                    .filter(speaks)
-                    .for_each(|peer| self.answer(peer, id, slice, seq));
+                let clients = roles.contributors().iter().filter(speaks);
+                clients.for_each(|peer| self.answer(peer, id, slice, seq));
                 self.spread(id, slice, seq);
             }
             None => drop(state.said.insert(slice)),

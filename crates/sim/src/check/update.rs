@@ -28,9 +28,21 @@ impl Values {
     /// Updates all with their gradients.
     pub(super) fn update(&mut self, update: &Update, dtype: Dtype, gradient: &[u8]) {
         self.updates += 1;
-        let kept = if matches!(update.optimizer.rule, Rule::Adam { .. }) { 2 } else { 1 };
-        self.states.resize(kept, vec![0; self.value.len()]);
+        let (kept, initial) = match update.optimizer.rule {
+            Rule::Sgd { .. } => (1, 0.0),
+            Rule::Adam { .. } => (2, 0.0),
+            Rule::Adagrad { initial, .. } => (1, initial),
+            Rule::RmsProp { momentum, centered, .. } => {
+                (1 + usize::from(momentum != 0.0) + usize::from(centered), 0.0)
+            }
+        };
         let width = dtype.size_bytes();
+        let initial = if dtype == Dtype::F64 {
+            initial.to_le_bytes().to_vec()
+        } else {
+            (initial as f32).to_le_bytes().to_vec()
+        };
+        self.states.resize(kept, initial.repeat(self.value.len() / width));
         for at in (0..self.value.len()).step_by(width) {
             match dtype {
                 Dtype::F64 => self.element_f64(update, at, gradient),
@@ -75,7 +87,27 @@ macro_rules! element {
                         let below = kept[1].sqrt() / number(two.sqrt()) + number(eps);
                         value -= number(lr / one) * kept[0] / below;
                     }
-                    Rule::Adagrad { .. } | Rule::RmsProp { .. } => unreachable!("no scenario has them"),
+                    Rule::Adagrad { lr_decay, eps, .. } => {
+                        gradient += number(decay) * value;
+                        kept[0] += gradient * gradient;
+                        let lr = lr / (1.0 + (self.updates - 1) as f64 * lr_decay);
+                        value -= number(lr) * gradient / (kept[0].sqrt() + number(eps));
+                    }
+                    Rule::RmsProp { alpha, eps, momentum, centered } => {
+                        gradient += number(decay) * value;
+                        kept[0] = kept[0] * number(alpha) + number(1.0 - alpha) * gradient * gradient;
+                        let mut variance = kept[0];
+                        if centered {
+                            kept[1] += number(1.0 - alpha) * (gradient - kept[1]);
+                            variance -= kept[1] * kept[1];
+                        }
+                        let mut way = gradient / (variance.sqrt() + number(eps));
+                        if let (Some(velocity), true) = (kept.last_mut(), momentum != 0.0) {
+                            *velocity = *velocity * number(momentum) + way;
+                            way = *velocity;
+                        }
+                        value -= number(lr) * way;
+                    }
                 }
                 self.value[range.clone()].copy_from_slice(&value.to_le_bytes());
                 for (state, number) in self.states.iter_mut().zip(kept) {

@@ -17,7 +17,7 @@ impl<M: SimMemory> World<M> {
     pub(super) fn postpone(&mut self, happening: Happening) -> bool {
         let whose = match happening {
             Happening::Resume(rank) | Happening::Tick(rank, _) | Happening::Look(rank) => rank,
-            Happening::Exit(rank) | Happening::Close(rank) => rank,
+            Happening::Told(rank) | Happening::Exit(rank) | Happening::Close(rank) => rank,
             Happening::Fill(id) => self.network.connection(id).from,
             Happening::Read(id, _) | Happening::Cut(id) => self.network.connection(id).to,
             Happening::Moved(_) | Happening::Fault | Happening::GoOn(..) => return false,

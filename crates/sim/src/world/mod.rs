@@ -36,6 +36,8 @@ const EVENTS_MAX: u64 = 50_000_000;
 enum Happening {
     /// A rank has computed what it was computing.
     Resume(Rank),
+    /// A server is told by worker 0 that a step has come to its end.
+    Told(Rank),
     /// A lane looks for frames for a connection.
     Fill(ConnectionId),
     Moved(Moved),
@@ -212,6 +214,7 @@ impl<M: SimMemory> World<M> {
                 self.workers[rank.index()].computing = false;
                 self.advance(rank)
             }
+            Happening::Told(rank) => self.advance(rank),
             Happening::Fill(id) => {
                 self.fill(id)?;
                 let from = self.network.connection(id).from;

@@ -181,7 +181,8 @@ impl<M: SimMemory> World<M> {
             _ => {
                 let instruction = self.setup.programs[rank.index()].get(worker.instruction);
                 // A server waits for as long as there are workers.
-                (!matches!(instruction, Some(Instruction::Serve))).then_some(WaitKind::Result)
+                let serves = matches!(instruction, Some(Instruction::Serve | Instruction::Heed { .. }));
+                (!serves).then_some(WaitKind::Result)
             }
         }
     }
@@ -213,7 +214,20 @@ impl<M: SimMemory> World<M> {
                 self.read(rank, *book, tensors)?;
             }
             Instruction::Load(book) => self.load(rank, *book)?,
-            Instruction::Proceed { book, update } => self.proceed(rank, *book, *update)?,
+            Instruction::Proceed { book, update } => {
+                self.proceed(rank, *book, None, *update)?;
+                if rank == Rank(0) {
+                    let delay_ns = self.setup.links.delay_ns;
+                    let servers = (self.setup.workers..self.setup.ranks).map(Rank);
+                    servers.for_each(|server| self.agenda.after(delay_ns, Happening::Told(server)));
+                }
+            }
+            Instruction::Heed { book, seq, update } => {
+                if !self.ledger.has_told(Rank(0), *book, *seq) {
+                    return Ok(false);
+                }
+                self.proceed(rank, *book, Some(*seq), *update)?;
+            }
             Instruction::Leave { agree } => {
                 let worker = &mut self.workers[rank.index()];
                 if !worker.all_complete() || !worker.all_released() {
@@ -301,21 +315,24 @@ impl<M: SimMemory> World<M> {
         Ok(())
     }
 
-    /// The program has come to the end of a step.
-    fn proceed(&mut self, rank: Rank, book: BookId, update: Option<Update>) -> Result<(), Violation> {
+    /// The program has come to the end of a step: that of its last submissions, or of these that worker 0 has made.
+    fn proceed(
+        &mut self,
+        rank: Rank,
+        book: BookId,
+        of_worker_0: Option<Seq>,
+        update: Option<Update>,
+    ) -> Result<(), Violation> {
         let setup = self.setup.clone();
         let layout = &setup.books[usize::from(book)];
         for tensor in 0..layout.tensors.len() as TensorId {
-            let Some(seq) = self.workers[rank.index()].tensor(book, tensor).map(|tensor| tensor.seq) else {
-                continue;
-            };
+            let last = self.workers[rank.index()].tensor(book, tensor).map(|tensor| tensor.seq);
+            let Some(seq) = of_worker_0.or(last) else { continue };
             self.ledger.proceed(rank, (book, tensor, seq), update)?;
         }
         for (slice, at) in layout.slices.iter().enumerate().filter(|(_, at)| at.owner == rank) {
-            let Some(seq) = self.workers[rank.index()].tensor(book, at.tensor).map(|tensor| tensor.seq)
-            else {
-                continue;
-            };
+            let last = self.workers[rank.index()].tensor(book, at.tensor).map(|tensor| tensor.seq);
+            let Some(seq) = of_worker_0.or(last) else { continue };
             let slice = slice as SliceId;
             if let Some(model) = self.model(rank, at.lane) {
                 model.proceed(book, slice);

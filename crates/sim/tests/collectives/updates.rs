@@ -6,7 +6,7 @@ use penstock_core::exchange::Field;
 use penstock_core::layout::{Book, Tensor};
 use penstock_core::node::Event;
 use penstock_core::optimizer::{Optimizer, Rule, Update};
-use penstock_core::roles::{Answered, Fold, Groups, MustBeIn, Roles, Rules};
+use penstock_core::roles::{Answered, Fold, Group, Groups, MustBeIn, Roles, Rules};
 use penstock_core::types::{Dtype, Rank};
 use penstock_core::way::Algorithm;
 use penstock_core::wire::Op;
@@ -18,18 +18,35 @@ use std::sync::Arc;
 
 const ROUNDS: u32 = 5;
 
-/// Any of a job's ranks own slices, any must be in: alike, or servers apart from workers.
+/// Workers, servers apart and clients. Without servers apart workers own slices: all of them, or the heads of groups.
+const TOPOLOGIES: [(u32, u32, u32); 7] =
+    [(4, 0, 4), (4, 4, 4), (4, 2, 4), (4, 1, 2), (4, 2, 2), (3, 2, 3), (4, 0, 1)];
+
+/// Any of a job's ranks own slices, any must be in: alike, or servers apart from workers, which may sum in groups of any ranks.
 fn roles(random: &mut Random) -> Roles {
     let rules = Rules { fold: Fold::Updated, ..Rules::default() };
     let count = random.between(1, 6) as u32;
+    let groups = groups(random, count);
     if random.chance(500) {
-        return Roles { rules, ..Roles::alike(Members::all(count)) };
+        let heads: Members = groups.iter().map(Group::head).collect();
+        let owners = if groups.is_empty() { Members::all(count) } else { heads };
+        return Roles { rules, owners, groups, ..Roles::alike(Members::all(count)) };
     }
-    let servers = random.between(1, 3) as u32;
+    let servers = random.between(1, 4) as u32;
     let [workers, owners]: [Members; 2] =
         [0..count, count..count + servers].map(|ranks| ranks.map(Rank).collect());
     let rules = Rules { must_be_in: MustBeIn::These(workers), answered: Answered::All, ..rules };
-    Roles { members: Members::all(count + servers), owners, rules, groups: Groups::default() }
+    Roles { members: Members::all(count + servers), owners, rules, groups }
+}
+
+fn groups(random: &mut Random, workers: u32) -> Groups {
+    if random.chance(500) {
+        return Groups::default();
+    }
+    let count = random.between(1, u64::from(workers)) as usize;
+    let mut ranks = vec![Vec::new(); count];
+    (0..workers).for_each(|rank| ranks[random.below(count as u64) as usize].push(Rank(rank)));
+    Groups::of_members(ranks.into_iter().map(Members::from_iter))
 }
 
 fn rule(random: &mut Random) -> Rule {
@@ -93,7 +110,8 @@ fn load(bench: &mut Bench, book: &Book, whole: &Whole) {
     }
 }
 
-fn rounds(seed: u64) {
+/// Which of [`TOPOLOGIES`] it had, perhaps.
+fn rounds(seed: u64) -> (u32, u32, u32) {
     let random = &mut Random::new(seed);
     let roles = roles(random);
     let (dtype, wire) = random.pick(&[
@@ -175,7 +193,13 @@ fn rounds(seed: u64) {
                 let parts: Vec<Option<&[u8]>> =
                     rows.iter().map(|row| row.as_deref().map(|row| &row[range.clone()])).collect();
                 let round = Round { algorithm: Algorithm::Store, dtype, wire, op, active: workers.count() };
-                gradient.extend(order::reduce(round, slice.owner, &parts).unwrap());
+                let sum = if roles.groups.is_empty() {
+                    order::reduce(round, slice.owner, &parts)
+                } else {
+                    let groups = roles.groups.iter().map(|group| &group.members);
+                    order::reduce_in_groups(round, slice.owner, &parts, groups)
+                };
+                gradient.extend(sum.unwrap());
             }
             whole.update(&update, dtype, &gradient);
         }
@@ -210,11 +234,17 @@ fn rounds(seed: u64) {
         let fields = 1 + whole.states.len() as u64;
         assert_eq!(node.memory().held_bytes(), owned * fields, "{name}: rank {rank} keeps more than it owns");
     }
+    let clients = if roles.groups.is_empty() { workers.count() } else { roles.groups.iter().len() as u32 };
+    (workers.count(), roles.members.count() - workers.count(), clients)
 }
 
 #[test]
 fn any_order_of_contributions_and_words_gives_the_bits_of_the_optimizer_on_the_ordered_sum() {
-    (0..2000).for_each(rounds);
+    let found: Vec<(u32, u32, u32)> = (0..3000).map(rounds).collect();
+    for topology in TOPOLOGIES {
+        let count = found.iter().filter(|one| **one == topology).count();
+        assert!(count > 5, "{topology:?} occurred {count} times");
+    }
 }
 
 #[test]
