@@ -437,17 +437,21 @@ def test_what_ranks_say_differently_names_two_of_them(tmp_path):
     run_well(3, differences, tmp_path)
 
 
-def other_keys(rank, size):
+def other_keys(rank, size, odd):
     kv = ps.KVStore()
     kv.init(["a", "b"], [np.zeros(4), np.zeros(4)])
-    kv.push("a" if rank else "b", np.ones(4)).wait()
+    kv.push("b" if rank == odd else "a", np.ones(4)).wait()
 
 
-def test_ranks_that_push_different_keys_are_named_with_them(tmp_path):
-    outcomes = run(2, other_keys, tmp_path, operation_timeout_s=2.0)
+@pytest.mark.parametrize(("size", "groups", "odd"), [(2, None, 0), (4, [[0, 1], [2, 3]], 2), (4, [[0, 1], [2, 3]], 3)])
+def test_ranks_that_push_different_keys_are_named_with_them(tmp_path, size, groups, odd):
+    """Also inside a group, of which the head or the other one is odd."""
+    outcomes = run(size, other_keys, tmp_path, odd, operation_timeout_s=2.0, groups=groups)
     for outcome in outcomes:
         assert isinstance(outcome.error, (ps.Timeout, ps.PeerLost)), outcome.error
-        assert "layer a" in str(outcome.error) and "layer b" in str(outcome.error), outcome.error
+        said = str(outcome.error)
+        assert "layer a" in said and "layer b" in said, said
+        assert f"ranks {'2, 3' if groups else '0, 1'} wait for each other: they make different calls" in said, said
 
 
 def lost(rank, size, others, how):

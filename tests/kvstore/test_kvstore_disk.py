@@ -1,12 +1,14 @@
 """A `penstock.KVStore` on disk: files that are there whole or not at all, checkpoints, and what is torn."""
 
 import json
+import signal
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import numpy as np
+import programs
 import pytest
 import torch
 from job_processes import run_well
@@ -170,6 +172,60 @@ def test_a_writer_that_stops_in_the_middle_leaves_what_was_there(moment, tmp_pat
         assert number in {1, 2} and (number == 2 or path == first)
         np.testing.assert_array_equal(disk.read(path)["values"]["w"], STATE["values"]["w"])
         assert not [one for one in tmp_path.iterdir() if one.name.endswith(".tmp")]
+
+
+WRITES = """
+import itertools, os, pathlib, signal, sys
+import numpy as np
+import penstock as ps
+
+place, moment = sys.argv[1:]
+ps.init(rank=0, world_size=1)
+kv = ps.KVStore()
+kv.init("w", np.zeros(3))
+kv.set_optimizer("SGD", lr=1.0, momentum=0.5)
+before = kv.load(place) if os.path.exists(place) else 0
+value = np.empty(3)
+kv.pull("w", out=value).wait()
+print("from", before, value[0], flush=True)
+kv.pushpull("w", np.ones(3), out=value).wait()
+kv.checkpoint(place, every=1)
+if moment != "none":
+    replace, count = pathlib.Path.replace, itertools.count()
+
+    def killed(path, target):
+        if next(count) == int(moment):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return replace(path, target)
+
+    pathlib.Path.replace = killed
+    kv.pushpull("w", np.ones(3), out=value).wait()
+    kv.checkpoint(place, every=1)
+ps.shutdown()
+"""
+
+
+@pytest.mark.parametrize("moment", [0, 1], ids=["the state's", "the manifest's"])
+def test_what_a_writer_leaves_that_is_killed_before_a_file_has_its_name_is_never_read(moment, tmp_path):
+    (tmp_path / "writes.py").write_text(WRITES)
+    place = tmp_path / "kept"
+
+    def written(when):
+        return programs.run(tmp_path / "writes.py", place, when, timeout=120)
+
+    done = written(moment)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "from 0 0.0\n"), done.stderr
+    (left,) = (one for one in place.iterdir() if one.name.endswith(".tmp"))
+    of = f"kvstore-{2:010d}.safetensors" if moment == 0 else disk.MANIFEST
+    assert left.name.startswith(f".{of}.") and left.stat().st_size > 0
+    whole = left.read_bytes()
+    for turn, value in ((1, -1.0), (2, -2.5)):  # by momentum: 1, 1.5, 1.75
+        done = written("none")
+        assert (done.returncode, done.stdout) == (0, f"from {turn} {value}\n"), done.stderr
+    assert disk.newest(place)[1] == 3
+    assert left.read_bytes() == whole, "nobody else's"
+    names = {disk.MANIFEST, *(f"kvstore-{number:010d}.safetensors" for number in (2, 3))}
+    assert {one.name for one in place.iterdir()} == {left.name, *names}
 
 
 def test_a_manifest_names_nothing_outside_its_directory(tmp_path):

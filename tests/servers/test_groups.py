@@ -94,6 +94,23 @@ def test_rows_go_once_to_each_other_group(tmp_path):
     assert apart[0]["bits"] == results[0]["bits"], "servers have no part in it"
 
 
+@pytest.mark.parametrize("kind", ["pairs", pytest.param("sparse", marks=pytest.mark.long)])
+def test_the_rows_that_were_looked_up_go_once_to_each_other_group(tmp_path, kind):
+    """An embedding by pairs, whose numbers differ between ranks and steps; other layers through the store."""
+    plain, parameters = trained(tmp_path / "alone", [], "double", kind)
+    own = [result["layers"]["0"] // 3 for result in plain]
+    assert len(set(own)) == 4 and min(own) > 0
+    for name, launching in (("uneven", UNEVEN), ("apart", ["--clients", "2", "--servers", "2"])):
+        results, found = trained(tmp_path / name, launching, "double", kind)
+        torch.testing.assert_close(found, parameters, rtol=1e-10, atol=1e-10)
+        sent = list(own)
+        for group in results[0]["groups"]:
+            head, *others = group
+            of_group = sum(own[rank] for rank in group)
+            sent[head] = of_group + sum(sum(own) - own[rank] for rank in others)
+        assert [result["layers"]["0"] for result in results] == sent
+
+
 def test_heads_that_have_left_go_on_passing_rows_on(tmp_path):
     plain, _ = trained(tmp_path / "alone", [], "double", "rows", "join")
     grouped, _ = trained(tmp_path / "grouped", UNEVEN, "double", "rows", "join")

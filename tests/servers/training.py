@@ -12,6 +12,7 @@ from torch.nn.utils import parameters_to_vector
 import penstock as ps
 
 STEPS = 6
+WORDS = 500
 
 
 def network():
@@ -19,14 +20,22 @@ def network():
     return nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 7))
 
 
+def words(sparse):
+    """Looks up 4 of them, of which many are in nobody's batch."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Embedding(WORDS, 10, sparse=sparse), nn.Flatten(), *network())
+
+
 def main(directory, *options):
     ps.init(slice_bytes=8192, check_every=2)
     dtype = torch.float64 if "double" in options else torch.float32
-    model = network().to(dtype)
+    looks_up = not {"pairs", "sparse"}.isdisjoint(options)
+    model = (words("sparse" in options) if looks_up else network()).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
     schemes = {"2": "factors", "4": "ring"} if "schemes" in options else None
     schemes = {"0": "bf16"} if "rounded" in options else schemes
     schemes = dict.fromkeys("024", "factors") if "rows" in options else schemes
+    schemes = {"0": "pairs"} if looks_up else schemes
     update = "servers" if "update" in options else "workers"
     model, optimizer = ps.distribute(model, optimizer, schemes=schemes, update=update)
     before = ps.report()
@@ -35,10 +44,12 @@ def main(directory, *options):
     steps = (60 if "long" in options else STEPS) + (ps.rank() if "join" in options else 0)
 
     def step():
-        x = torch.randn(9, 40, generator=generator).to(dtype)
         optimizer.zero_grad()
-        model(x).square().sum().backward()
-        (ps if update == "servers" else torch.nn.utils).clip_grad_norm_(model.parameters(), 1.0)
+        if looks_up:  # of each rank another number
+            model(torch.randint(WORDS, (9 + ps.rank(), 4), generator=generator)).square().mean().backward()
+        else:
+            model(torch.randn(9, 40, generator=generator).to(dtype)).square().sum().backward()
+            (ps if update == "servers" else torch.nn.utils).clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
     if "join" in options:
@@ -62,7 +73,9 @@ def main(directory, *options):
         for book in report["books"]
         if book["name"] in was
     }
+    of_layers = {layer["name"]: layer["bytes_sent"] for book in report["books"] for layer in book["layers"]}
     told = {
+        "layers": of_layers,
         "rank": ps.rank(),
         "world_size": ps.world_size(),
         "ranks": total.item(),
