@@ -180,3 +180,19 @@ def test_a_step_that_one_rank_leaves_out_is_noticed_by_another(tmp_path):
     said = programs.run_ranks(3, program, timeout=LIMIT_S)
     assert "ConfigError 2 penstock" in said
     assert "other ranks have left this step out" in said or "in a step that this rank has left out" in said
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_whole_steps_are_not_to_be_had(tmp_path, ranks):
+    program = tmp_path / "whole.py"
+    program.write_text(
+        "import torch, penstock as ps\n"
+        "ps.init(whole_steps=True)\n"
+        "model = torch.nn.Linear(4, 3)\n"
+        "try:\n"
+        "    ps.distribute(model, torch.optim.AdamW(model.parameters()), update='servers')\n"
+        "except ps.ConfigError as error:\n"
+        "    print(error, flush=True)\n"
+    )
+    said = programs.run_ranks(ranks, program, timeout=LIMIT_S)
+    assert said.count('penstock.distribute: update="servers" and the option whole_steps exclude each other') == ranks

@@ -33,7 +33,8 @@ def distribute_alone(
     schemes: Schemes | str | None,
     engine: Engine,
     *,
-    at_owners: bool = False,
+    at_owners: bool,
+    whole_steps: bool,
 ) -> None:
     """What `distribute` does in a job of one process.
 
@@ -44,6 +45,7 @@ def distribute_alone(
         schemes: As in `distribute`.
         engine: That of the job.
         at_owners: Whether several ranks would let owners update.
+        whole_steps: The option of that name.
 
     Raises:
         ConfigError: As for several ranks, as far as no other rank need be asked.
@@ -63,7 +65,7 @@ def distribute_alone(
     chosen = choose(names, modules, survey(given, modules), patterns, params)
     if at_owners:
         given_names = [one if isinstance(one, str) else one.name for one in chosen]
-        check_kept(slots, optimizers, dict(zip(names, given_names, strict=True)))
+        check_kept(slots, optimizers, dict(zip(names, given_names, strict=True)), whole_steps=whole_steps)
     residuals.refuse_momentum_of_nobody(patterns)
     enroll(model, engine)
     given.no_sync = nullcontext

@@ -291,12 +291,8 @@ class Distributed:
 
     def _only_whole(self, optimizers: Sequence[Optimizer]) -> tuple[list[Any], list[Any], bool]:
         """Owners that update need gradients whole: no layer sends anything else, and there is nothing to choose."""
-        check_kept(self.slots, optimizers, {name: terms.scheme for name, terms in self.terms.items()})
-        if self.whole_steps:
-            raise ConfigError(
-                'penstock.distribute: update="servers" and the option whole_steps exclude each other: what is lost '
-                "with an owner cannot be given back"
-            )
+        schemes = {name: terms.scheme for name, terms in self.terms.items()}
+        check_kept(self.slots, optimizers, schemes, whole_steps=self.whole_steps)
         self.why_whole = {layer.name: "its owners update it, from the whole gradient" for layer in self.layers}
         return [], [], False
 
@@ -618,7 +614,10 @@ def distribute(
     optimizers = optimizers_in(optimizer)
     inner = getattr(model, "_orig_mod", model)  # torch.compile's wrapper has no parameters of its own
     if running.world_size == 1:
-        distribute_alone(model, inner, optimizers, schemes, running.engine, at_owners=update == "servers")
+        at_owners, whole_steps = update == "servers", running.options.whole_steps
+        distribute_alone(
+            model, inner, optimizers, schemes, running.engine, at_owners=at_owners, whole_steps=whole_steps
+        )
         return model, optimizer
     if broadcast_buffers is None:
         broadcast_buffers = running.options.broadcast_buffers

@@ -32,17 +32,22 @@ from penstock.torch.updates.twins import described, twin_of
 __all__ = ["OwnerUpdates", "check_kept"]
 
 
-def check_kept(slots: Sequence[Slot], optimizers: Sequence[Optimizer], schemes: Mapping[str, str]) -> None:
+def check_kept(
+    slots: Sequence[Slot], optimizers: Sequence[Optimizer], schemes: Mapping[str, str], *, whole_steps: bool
+) -> None:
     """Refuse what owners cannot update, before anything is opened: the same on every rank.
 
     Args:
         slots: The model's parameters.
         optimizers: As given to `penstock.distribute`.
         schemes: By layer, how its gradient would travel.
+        whole_steps: The option of that name.
 
     Raises:
         ConfigError: Naming what it is.
     """
+    if whole_steps:
+        raise _refused("and the option whole_steps exclude each other: what is lost with an owner cannot be given back")
     if len(optimizers) != 1:
         raise _refused(f"takes one optimizer, and was given {len(optimizers)}")
     optimizer = optimizers[0]
