@@ -258,15 +258,41 @@ def mistakes_are_refused_at_the_call():
     def with_lbfgs(model):
         return torch.optim.LBFGS(model.parameters())
 
+    def overlapping(model):
+        memory = torch.randn(5000)
+        for layer, numbers in ((model[0], memory[:2400]), (model[2], memory[2000:])):
+            layer.weight.data = numbers.view_as(layer.weight)
+        return model
+
     refused("LBFGS cannot update at the servers: only Adagrad, Adam", with_lbfgs)
     refused("takes one optimizer, and was given 0", lambda _: None)
     refused("takes one optimizer, and was given 2", lambda model: [adamw(model), adamw(model)])
     refused("at the owners, by store, bf16, fp16; 0 is given factors", adamw, schemes={"0": "factors"})
     refused("fp16; 2 is given 1bit", adamw, schemes={"2": "1bit"})
     refused("fp16; 4 is given ring", adamw, schemes={"4": "ring"})
+    refused("and 0.weight and 2.weight share memory|and 2.weight and 0.weight share memory", adamw, overlapping)
     refused("updates float32 and float64, and 0.weight is torch.bfloat16", adamw, lambda model: model.bfloat16())
     with pytest.raises(ConfigError, match='expected "workers" or "servers"'):
         started("elsewhere")
+
+
+def what_is_in_no_group_is_refused_until_it_is_frozen():
+    def some(model):
+        return torch.optim.AdamW([*model[0].parameters(), *model[2].parameters(), model[4].weight], lr=1e-2)
+
+    def train(model, optimizer):
+        model[4].bias.requires_grad_(False)
+        return steps(model, optimizer)
+
+    model, optimizer = started("servers", some)
+    before = values(model).clone()
+    model(next(inputs())).square().mean().backward()
+    with pytest.raises(ConfigError, match=r"4\.bias .*is in no group of the optimizer\. Freeze it: requires_grad_"):
+        optimizer.step()
+    model.zero_grad()  # not the optimizer's, which does not know of that one
+    assert torch.equal(values(model), before)
+    expected = train(*started("workers", some))
+    close(train(model, optimizer), expected)
 
 
 def gradients_cannot_be_read_after_backward():
@@ -301,6 +327,7 @@ SCENARIOS = {
         gradients_that_are_not_finite_are_applied,
         groups_and_rates_may_change,
         mistakes_are_refused_at_the_call,
+        what_is_in_no_group_is_refused_until_it_is_frozen,
         gradients_cannot_be_read_after_backward,
     )
 }
