@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements/dev.lock
 
-LONG := test-long test-failures test-delays fuzz
+LONG := test-long test-failures test-delays explore fuzz
 
 ENVIRONMENT := $(VENV)/.requirements-installed
 NATIVE := $(VENV)/.native-installed
@@ -18,7 +18,7 @@ export CARGO_TARGET_DIR := $(CURDIR)/target
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo check test test-rust test-python long test-long test-failures test-delays fuzz bench-wire bench-priority bench-overhead bench-allreduce lab-peers lint format lock clean
+.PHONY: help venv build demo check test test-rust test-python long test-long test-failures test-delays explore fuzz bench-wire bench-priority bench-overhead bench-allreduce lab-peers lint format lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,6 +71,13 @@ test-failures: build ## Kill, freeze, hang or break a rank in 50 seeded runs; th
 SEEDS ?= 60
 test-delays: ## Run the Rust tests of threads and sockets with threads delayed at random, SEEDS runs of each
 	$(PYTHON) tests/delays/many_seeds.py --seeds $(SEEDS) $(ARGS)
+
+FIRST ?= $(shell date +%s)
+LIVES ?= 500000
+SCENARIOS ?= 100000
+explore: ## Simulate jobs with losses, LIVES of life alone and SCENARIOS of everything, from seed FIRST on (now)
+	PENSTOCK_SIM_SEED=$(FIRST) PENSTOCK_SIM_LIVES=$(LIVES) cargo test --release --locked --quiet -p penstock-sim --test life -- --nocapture
+	PENSTOCK_SIM_SEED=$(FIRST) PENSTOCK_SIM_SCENARIOS=$(SCENARIOS) cargo test --release --locked --quiet -p penstock-sim --test explore -- --nocapture
 
 CASES ?= 200000
 fuzz: ## Feed random bytes and frames to everything that parses them, CASES of each

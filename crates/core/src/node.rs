@@ -387,6 +387,8 @@ impl<M: Memory, O: Observe> Node<M, O> {
                     self.order += 1;
                     let outbox = &mut self.outboxes[to.index()];
                     let sent = frame.header;
+                    // Before the answer, whatever becomes of the layer's place meanwhile: who has that expects nothing more.
+                    let place = if sent.kind == Kind::Summed { 0 } else { place };
                     let overtakes = match flow {
                         Flow::Window => outbox.queue_push(place, self.order, number, frame),
                         Flow::Free => outbox.queue_ready(place, self.order, frame),

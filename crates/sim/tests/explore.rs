@@ -1,4 +1,7 @@
-//! Ten thousand random schedules, all checkers on. A failure prints its seed and how to replay it.
+//! Thousands of random schedules, all checkers on. A failure prints its seed and how to replay it.
+
+// How many had losses is worth reading: `cargo test -p penstock-sim --test explore -- --nocapture`.
+#![allow(clippy::print_stdout)]
 
 use penstock_core::Route;
 use penstock_core::layout::Tensor;
@@ -8,19 +11,22 @@ use penstock_core::types::Rank;
 use penstock_core::way::Algorithm;
 use penstock_sim::program::{Instruction, Mishap, Setup};
 
-/// Scenarios per test run.
+/// Scenarios per test run, unless PENSTOCK_SIM_SCENARIOS says how many.
 const SCENARIOS: u64 = 12_000;
+
+fn number_in(variable: &str, otherwise: u64) -> u64 {
+    std::env::var(variable).map_or(otherwise, |number| number.parse().expect("a number"))
+}
 
 #[test]
 fn random_schedules_violate_nothing() {
     // Another base seed explores other schedules; the default makes a test run repeatable.
-    let base: u64 = std::env::var("PENSTOCK_SIM_SEED")
-        .ok()
-        .map_or(0, |seed| seed.parse().expect("PENSTOCK_SIM_SEED is a number"));
+    let (base, scenarios) =
+        (number_in("PENSTOCK_SIM_SEED", 0), number_in("PENSTOCK_SIM_SCENARIOS", SCENARIOS));
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let parts = std::thread::scope(|scope| {
         let explore =
-            |first| (base + first..base + SCENARIOS).step_by(cores).map(counts).fold([0; COUNTS], sum);
+            |first| (base + first..base + scenarios).step_by(cores).map(counts).fold([0; COUNTS], sum);
         let threads: Vec<_> = (0..cores as u64).map(|first| scope.spawn(move || explore(first))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
     });
@@ -30,30 +36,33 @@ fn random_schedules_violate_nothing() {
     let (by_fault, rest) = rest.split_at(FAULTS);
     let (by_topology, rest) = rest.split_at(APART.len() + 1);
     let (by_groups, by_clients) = rest.split_at(GROUPED.len());
+    println!(
+        "{scenarios} runs of the seeds from {base} on, {lost} with a loss: {by_fault:?} of each fault, {through} came through"
+    );
     // The scenarios would prove nothing if they never did what they are there for.
-    assert!(slices > 10 * SCENARIOS, "{slices} slices");
-    assert!(preempted > SCENARIOS / 10, "{preempted} runs with preemptions");
-    assert!(lost > SCENARIOS / 50 && through > SCENARIOS / 2, "{lost} lost, {through} came through");
+    assert!(slices > 10 * scenarios, "{slices} slices");
+    assert!(preempted > scenarios / 10, "{preempted} runs with preemptions");
+    assert!(lost > scenarios / 50 && through > scenarios / 2, "{lost} lost, {through} came through");
     assert!(
-        by_scheme.iter().all(|lost| *lost > SCENARIOS / 400),
+        by_scheme.iter().all(|lost| *lost > scenarios / 400),
         "lost in books with each of {:?}: {by_scheme:?}",
         Algorithm::ALL
     );
     assert!(
-        by_fault.iter().all(|count| *count > SCENARIOS / 400),
+        by_fault.iter().all(|count| *count > scenarios / 400),
         "ended on {EVIDENCE:?}, or not in spite of a stop: {by_fault:?}"
     );
     assert!(
-        by_topology.iter().all(|count| *count > SCENARIOS / 400),
+        by_topology.iter().all(|count| *count > scenarios / 400),
         "workers and servers {APART:?}, one of which was lost: {by_topology:?}"
     );
-    assert!(by_groups.iter().all(|count| *count > SCENARIOS / 400), "groups with {GROUPED:?}: {by_groups:?}");
+    assert!(by_groups.iter().all(|count| *count > scenarios / 400), "groups with {GROUPED:?}: {by_groups:?}");
     let (fresh, updated) = by_clients.split_at(CLIENTS.len());
     assert!(
-        fresh.iter().all(|count| *count > SCENARIOS / 1000),
+        fresh.iter().all(|count| *count > scenarios / 1000),
         "workers, servers, clients {CLIENTS:?}: {fresh:?}"
     );
-    assert!(updated.iter().all(|count| *count > SCENARIOS / 4000), "{CLIENTS:?} that update: {updated:?}");
+    assert!(updated.iter().all(|count| *count > scenarios / 4000), "{CLIENTS:?} that update: {updated:?}");
 }
 
 /// What the verdicts on killed, failed, stopped and hanging ranks rest on.

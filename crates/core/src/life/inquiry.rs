@@ -182,15 +182,16 @@ impl Inquiry {
         let Some(reply) = self.reply(rank) else { return BTreeSet::new() };
         let mut ranks: BTreeSet<Rank> = reply.late.iter().copied().collect();
         for &owner in &reply.owners {
-            let lacking = self.reply(owner).map(|reply| match &reply.missing[..] {
-                [] => &reply.lacking[..],
-                missing if rank == self.me => missing,
-                _ => &reply.lacking[..],
+            let others = |lacking: &[Rank]| -> Vec<Rank> {
+                lacking.iter().copied().filter(|late| *late != rank).collect()
+            };
+            let lacking = self.reply(owner).map_or_else(Vec::new, |at_owner| {
+                // What it lacks of the tensor may be this rank's own part, held back by a window until something else is answered.
+                let missing = if rank == self.me { others(&at_owner.missing) } else { Vec::new() };
+                if missing.is_empty() { others(&at_owner.lacking) } else { missing }
             });
-            let others: Vec<Rank> =
-                lacking.unwrap_or_default().iter().copied().filter(|late| *late != rank).collect();
             // It lacks nobody: then what it has to send itself has not come.
-            ranks.extend(if others.is_empty() { vec![owner] } else { others });
+            ranks.extend(if lacking.is_empty() { vec![owner] } else { lacking });
         }
         ranks.remove(&rank);
         ranks

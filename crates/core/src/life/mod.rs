@@ -50,10 +50,14 @@ pub enum Effect {
 
 #[derive(Debug, Clone, Default)]
 struct Peer {
-    /// Connections that are open.
+    /// Connections that are open, and how many there have been.
     links: u32,
+    opened: u32,
+    /// Lanes on which it has said goodbye.
+    goodbyes: u32,
     /// One has ended.
     ended: bool,
+    /// Since when it has said goodbye on all of them. Before, it may have been stopped in the middle of that.
     departed_ns: Option<u64>,
     /// The verdict that it last told.
     standing: Option<Standing>,
@@ -138,15 +142,17 @@ impl Life {
 
     /// A connection to this peer is open.
     pub fn connected(&mut self, peer: Rank) {
-        self.peers[peer.index()].links += 1;
+        let peer = &mut self.peers[peer.index()];
+        peer.links += 1;
+        peer.opened += 1;
     }
 
     /// A connection has ended, and without a goodbye if `why` says how. The first such rank is blamed if nobody knows better in
     /// time.
     pub fn ended(&mut self, now_ns: u64, peer: Rank, why: Option<String>) {
-        let place = &mut self.peers[peer.index()];
-        place.links = place.links.saturating_sub(1);
-        place.ended = true;
+        let known = &mut self.peers[peer.index()];
+        known.links = known.links.saturating_sub(1);
+        known.ended = true;
         if let Some(why) = why {
             let text = format!("rank {peer} is lost: {why} (found by rank {})", self.me);
             self.suspect(now_ns, Evidence::Ended, peer, text);
@@ -169,9 +175,13 @@ impl Life {
         }
     }
 
-    /// A peer has said goodbye, on any lane.
+    /// A peer has said goodbye on one more lane.
     pub fn departed(&mut self, now_ns: u64, peer: Rank) {
-        self.peers[peer.index()].departed_ns.get_or_insert(now_ns);
+        let peer = &mut self.peers[peer.index()];
+        peer.goodbyes += 1;
+        if peer.goodbyes >= peer.opened {
+            peer.departed_ns.get_or_insert(now_ns);
+        }
         self.settle(now_ns);
     }
 

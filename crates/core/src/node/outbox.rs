@@ -217,6 +217,16 @@ impl<C> Outbox<C> {
         !pushes.queue.is_empty()
     }
 
+    /// Whether something of this slice waits that the window holds back, though the peer has nothing of this book: the slice whose
+    /// turn it is has nothing to send yet. The peer is no reason for that.
+    pub(super) fn holds_back(&self, book: BookId, number: u32) -> bool {
+        let at = usize::from(book);
+        self.pushes.get(at).and_then(Option::as_ref).is_some_and(|pushes| {
+            let waits = pushes.slices.get(number as usize).is_some_and(|slice| slice.waiting > 0);
+            waits && pushes.pushed_bytes == 0 && pushes.next(at, self.window_bytes).is_none()
+        })
+    }
+
     fn next(&self) -> Option<Next> {
         if !self.control.is_empty() {
             return Some(Next::Control);

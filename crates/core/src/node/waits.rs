@@ -2,6 +2,7 @@
 //! of that ([`Reply`]), and so it decides who is blamed.
 
 use super::{BookState, Node, site};
+use crate::layout::Book;
 use crate::life::{Question, Reply};
 use crate::memory::Memory;
 use crate::observe::Observe;
@@ -39,8 +40,11 @@ impl<M: Memory, O: Observe> Node<M, O> {
                 route => route == Route::STORE,
             };
             if is_member && answered {
-                let owners = slices.into_iter().map(|slice| book.slices[slice as usize].owner);
-                waits.owners.extend(owners.map(|owner| book.roles.groups.answered_by(me, owner)));
+                let owners = slices.into_iter().map(|slice| {
+                    (slice, book.roles.groups.answered_by(me, book.slices[slice as usize].owner))
+                });
+                let owe = owners.filter(|(slice, owner)| !self.holds_back(id, book, *slice, *owner));
+                waits.owners.extend(owe.map(|(_, owner)| owner));
             }
         }
         waits.late.extend(calls.into_iter().flat_map(|id| self.call_missing(id)));
@@ -67,19 +71,21 @@ impl<M: Memory, O: Observe> Node<M, O> {
         Reply { late, owners, missing, lacking: self.missing_anywhere(), ..program }
     }
 
-    /// Of the slices of `tensor` that wait here: the ranks they wait for.
+    /// Of the slices of `tensor` that wait here: the ranks they wait for. This one, if it has not opened the book.
     pub fn missing(&self, book: BookId, tensor: TensorId) -> Vec<Rank> {
-        let Some(Some(state)) = self.books.get(usize::from(book)) else { return Vec::new() };
+        let Some(Some(state)) = self.books.get(usize::from(book)) else { return vec![self.config.rank] };
         if tensor as usize >= state.book.tensors.len() {
             return Vec::new();
         }
         self.missing_of(state, state.book.slices_of(tensor))
     }
 
-    /// Of all slices of all books that wait here: the ranks they wait for.
+    /// Of all slices of all books that wait here: the ranks they wait for. This one, if it has not opened a book of which it has
+    /// frames already.
     pub fn missing_anywhere(&self) -> Vec<Rank> {
         let of_book = |state| self.missing_of(state, 0..state.slices.len() as SliceId);
-        distinct(self.books.iter().flatten().flat_map(of_book).collect())
+        let late_to_open = (!self.early.is_empty()).then_some(self.config.rank);
+        distinct(self.books.iter().flatten().flat_map(of_book).chain(late_to_open).collect())
     }
 
     fn missing_of(&self, state: &BookState<M::Chunk>, slices: impl Iterator<Item = SliceId>) -> Vec<Rank> {
@@ -94,16 +100,26 @@ impl<M: Memory, O: Observe> Node<M, O> {
     /// Of the groups that this rank is the head of and that are in: the owners that owe them an answer. Also if its own program has
     /// left, and it relays for others.
     fn owners_that_owe(&self) -> Vec<Rank> {
-        let led = |state: &&BookState<_>| state.book.roles.groups.led_by(self.config.rank).is_some();
-        let grouped = self.books.iter().flatten().filter(led);
+        let led = |state: &BookState<_>| state.book.roles.groups.led_by(self.config.rank).is_some();
+        let books = (0..).zip(&self.books).filter_map(|(id, state)| Some((id, state.as_ref()?)));
         let mut owners = Vec::new();
-        for state in grouped {
+        for (id, state) in books.filter(|(_, state)| led(state)) {
             for (slice, exchange) in (0..).zip(&state.slices) {
+                let owner = state.book.slices[slice as usize].owner;
+                if self.holds_back(id, &state.book, slice, owner) {
+                    continue;
+                }
                 let site = site(self.config.rank, &state.book, &state.active, slice);
                 exchange.owners_that_owe(&site, &mut owners);
             }
         }
         distinct(owners)
+    }
+
+    /// Whether what an owner would owe an answer to has not been sent, and not for its sake: [`outbox::Outbox::holds_back`].
+    fn holds_back(&self, id: BookId, book: &Book, slice: SliceId, owner: Rank) -> bool {
+        let outbox = &self.outboxes[owner.index()];
+        book.tensor_of(slice).route == Route::STORE && outbox.holds_back(id, book.number_at_peer(slice))
     }
 
     /// The ranks that a call of this rank waits for.

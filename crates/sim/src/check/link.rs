@@ -27,6 +27,8 @@ enum What {
     Control(Kind),
     /// An answer, an absence, a result of this step, or a piece of a gather of this length.
     Ready(BookId, SliceId, Seq, u32),
+    /// Word that a contribution is in the sum: before the answer, whatever has become of the layer's place meanwhile.
+    Summed(BookId, SliceId, Seq),
     /// What counts under the window: a push, or a partial sum of this step.
     Push {
         book: BookId,
@@ -241,7 +243,7 @@ impl LinkModel {
         let (ranks, slice) = (wanted.len() as u32, &book.slices[slice_id as usize]);
         let present = !with_data.is_empty();
         if book.roles.rules.fold == Fold::Updated {
-            with_data.into_iter().for_each(|peer| self.answer(peer, id, slice_id, seq));
+            self.tell(with_data, What::Summed(id, slice_id, seq));
         }
         if slice.owner == me {
             let kind = if present { Kind::Push } else { Kind::PushAbsent };
@@ -256,7 +258,7 @@ impl LinkModel {
     /// The round has ended: the head's members hear of it.
     fn spread(&mut self, id: BookId, slice: SliceId, seq: Seq) {
         let passed_on = self.books.get_mut(&id).and_then(|state| state.passed_on.remove(&slice));
-        passed_on.into_iter().flatten().for_each(|peer| self.answer(peer, id, slice, seq));
+        self.tell(passed_on.into_iter().flatten(), What::Ready(id, slice, seq, 0));
     }
 
     #[allow(clippy::too_many_arguments)] // The fields of `What::Push`, and to whom.
@@ -449,18 +451,17 @@ impl LinkModel {
                 let roles = state.book.roles.clone();
                 let speaks = |rank: &Rank| roles.groups.of(*rank).is_none_or(|group| group.head() == *rank);
                 let clients = roles.contributors().iter().filter(speaks);
-                clients.for_each(|peer| self.answer(peer, id, slice, seq));
+                self.tell(clients, What::Ready(id, slice, seq, 0));
                 self.spread(id, slice, seq);
             }
             None => drop(state.said.insert(slice)),
         }
     }
 
-    /// To a peer, but not to the rank itself.
-    fn answer(&mut self, peer: Rank, id: BookId, slice: SliceId, seq: Seq) {
-        if peer != self.me.rank {
-            self.queue(peer, What::Ready(id, slice, seq, 0));
-        }
+    /// Tells these, but not the rank itself.
+    fn tell(&mut self, those: impl IntoIterator<Item = Rank>, what: What) {
+        let me = self.me.rank;
+        those.into_iter().filter(|peer| *peer != me).for_each(|peer| self.queue(peer, what));
     }
 
     fn finish_if_complete(&mut self, id: BookId, slice: SliceId) {
@@ -490,7 +491,8 @@ impl LinkModel {
         let with_data = state.with_data.remove(&slice).unwrap_or_default();
         let updated = state.book.roles.rules.fold == Fold::Updated;
         // Nobody has a result yet; who gave numbers hears that they are in.
-        let told = if updated && !state.said.remove(&slice) {
+        let is_summed = updated && !state.said.remove(&slice);
+        let told = if is_summed {
             state.waiting.insert(slice, seq);
             with_data
         } else {
@@ -499,7 +501,8 @@ impl LinkModel {
             }
             wanted
         };
-        told.into_iter().for_each(|peer| self.answer(peer, id, slice, seq));
+        let what = if is_summed { What::Summed(id, slice, seq) } else { What::Ready(id, slice, seq, 0) };
+        self.tell(told, what);
     }
 
     fn queue(&mut self, peer: Rank, what: What) {
@@ -591,7 +594,11 @@ impl What {
             Self::Control(kind) => kind == header.kind,
             Self::Push { book, slice, seq, step, .. } => pushed && (book, slice, seq, step) == id,
             Self::Ready(book, slice, seq, step) => {
-                header.kind.is_exchange() && !pushed && (book, slice, seq, step) == id
+                let ready = header.kind.is_exchange() && !pushed && header.kind != Kind::Summed;
+                ready && (book, slice, seq, step) == id
+            }
+            Self::Summed(book, slice, seq) => {
+                header.kind == Kind::Summed && (book, slice, seq) == (header.book, header.slice, header.seq)
             }
         }
     }
@@ -625,7 +632,7 @@ impl Queue {
         window.open.insert(number, seq);
         if seq > window.newest {
             window.newest = seq;
-            let older = |what: &What| matches!(what, What::Ready(book, _, of, _) if *book == id && *of < seq);
+            let older = |what: &What| matches!(what, What::Ready(book, _, of, _) | What::Summed(book, _, of) if *book == id && *of < seq);
             self.waiting.iter_mut().filter(|w| older(&w.what)).for_each(|w| w.overdue = true);
         }
     }
@@ -641,7 +648,7 @@ impl Queue {
         let control = |what: &What| matches!(what, What::Control(_));
         candidates.extend(first(&control).map(|w| (false, w)));
         let ready = |of: Option<BookId>| {
-            let is = |w: &&WaitingFrame| matches!(w.what, What::Ready(book, ..) if w.overdue.then_some(book) == of);
+            let is = |w: &&WaitingFrame| matches!(w.what, What::Ready(book, ..) | What::Summed(book, ..) if w.overdue.then_some(book) == of);
             self.waiting.iter().filter(is).min_by_key(|w| (w.place, w.order)).map(|w| (false, *w))
         };
         candidates.extend(ready(None));

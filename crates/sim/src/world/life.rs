@@ -242,10 +242,11 @@ impl<M: SimMemory> World<M> {
         }
     }
 
-    /// Whether this is a server that waits for the goodbye of a worker that hangs, and that nobody else needs.
+    /// Whether this is a server that waits for the word or the goodbye of a worker that hangs, and that nobody else needs.
     pub(super) fn serves_for_ever(&self, rank: Rank) -> bool {
         let instruction = self.setup.programs[rank.index()].get(self.workers[rank.index()].instruction);
-        matches!(instruction, Some(Instruction::Serve)) && self.workers.iter().any(|worker| worker.hangs)
+        let serves = matches!(instruction, Some(Instruction::Serve | Instruction::Heed { .. }));
+        serves && self.workers.iter().any(|worker| worker.hangs)
     }
 
     /// Whether there is nothing to look at any more.
@@ -368,11 +369,20 @@ impl<M: SimMemory> World<M> {
 
     /// What a lane says to a question.
     fn reply(&self, rank: Rank, lane: u32, question: Question) -> Reply {
-        let blocked = self.fates[rank.index()].wait.is_some();
-        let late = self.late_to_agree(rank);
+        let heeds = self.heeds(rank);
+        let blocked = self.fates[rank.index()].wait.is_some() || heeds.is_some();
+        let mut late = self.late_to_agree(rank);
+        late.extend(heeds);
         let what = format!("instruction {}", self.workers[rank.index()].instruction);
         let program = Reply { blocked, late, what, ..Reply::default() };
         self.nodes[self.at(rank, lane)].reply(question, self.waits_for(rank, lane), program)
+    }
+
+    /// For whose word this rank stands there, if it is a server: worker 0 has a message for it after each step.
+    fn heeds(&self, rank: Rank) -> Option<Rank> {
+        let instruction = self.setup.programs[rank.index()].get(self.workers[rank.index()].instruction);
+        let heeds = matches!(instruction, Some(Instruction::Heed { .. }));
+        (heeds && !self.workers[rank.index()].hangs).then_some(Rank(0))
     }
 
     /// Who has not come to what the program agrees on with all others.
