@@ -165,7 +165,7 @@ class Coordinator:
         self._placements = placements
         self._placement: dict[str, list[Placed]] | None = None
         self._plans: dict[str, LayerPlan] = {}
-        self._decide(first=True)
+        self._plan_layers(first=True)
 
     # The same on all ranks
 
@@ -232,7 +232,7 @@ class Coordinator:
         self.rates = rates
         self.batchsize = batchsize if batchsize is not None else self.batchsize
         before = self._schemes()
-        self._decide(first=False)
+        self._plan_layers(first=False)
         return {name: scheme for name, scheme in self._schemes().items() if scheme != before[name]}
 
     @property
@@ -267,7 +267,8 @@ class Coordinator:
     def _schemes(self) -> dict[str, str]:
         return {name: plan.scheme for name, plan in self._plans.items()}
 
-    def _decide(self, *, first: bool) -> None:
+    def _plan_layers(self, *, first: bool) -> None:
+        """Decide for every layer, from the present facts."""
         for layer in self.network.layers:
             if layer.tensors:
                 current = None if first else self._plans[layer.name].scheme
@@ -314,7 +315,7 @@ class Coordinator:
             terms=self.terms,
         )
         other._rows, other._whole_on = dict(self._rows), dict(self._whole_on)
-        other._decide(first=True)
+        other._plan_layers(first=True)
         return other
 
     # Asked by anybody

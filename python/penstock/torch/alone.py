@@ -17,7 +17,7 @@ from penstock.torch.model.enrolment import distributed_name, distributed_twice, 
 from penstock.torch.model.layers import describe
 from penstock.torch.model.layout import ROOT
 from penstock.torch.schemes import residuals
-from penstock.torch.schemes.survey import Schemes, choose, survey
+from penstock.torch.schemes.survey import Schemes, as_asked, survey
 from penstock.torch.updates.owners import check_kept
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def distribute_alone(
     modules = [named[layer.name] for layer in layers]
     params = [[slot.param for slot in layer.slots] for layer in layers]
     names = [layer.name for layer in layers]
-    chosen = choose(names, modules, survey(given, modules), patterns, params)
+    chosen = as_asked(names, modules, survey(given, modules), patterns, params)
     if at_owners:
         given_names = [one if isinstance(one, str) else one.name for one in chosen]
         check_kept(slots, optimizers, dict(zip(names, given_names, strict=True)), whole_steps=whole_steps)

@@ -50,7 +50,7 @@ from penstock.torch.release.one_model import ModelEnding
 from penstock.torch.schemes import residuals
 from penstock.torch.schemes.factors import numerics
 from penstock.torch.schemes.pairs import EmbeddingPairs, only_scheme
-from penstock.torch.schemes.survey import Schemes, choose, common_reason, gather_scheme, survey
+from penstock.torch.schemes.survey import Schemes, as_asked, common_reason, gather_scheme, survey
 from penstock.torch.updates.optimizer import Updates
 from penstock.torch.updates.owners import OwnerUpdates, check_kept
 from penstock.torch.updates.patching import PatchedOptimizer
@@ -272,7 +272,7 @@ class Distributed:
                         f"({everyone[0]['numerics']})"
                     )
         params = [[slot.param for slot in layer.slots] for layer in self.layers]
-        chosen = choose(names, modules, reasons, schemes, params)
+        chosen = as_asked(names, modules, reasons, schemes, params)
         if automatic:
             self._choose_sparse(chosen, modules, reasons)
         self.terms = {

@@ -201,7 +201,7 @@ class Choice:
             return  # one of several optimizers of one step
         self._step = step
         if self._sent is not None:
-            self._decide(self._arrived())
+            self._update_from(self._arrived())
         if self._counting:
             self._send(step)
         self._count(is_due(step + 1))
@@ -227,7 +227,8 @@ class Choice:
         by_rank: list[list[float]] = facts.tolist()
         return by_rank
 
-    def _decide(self, by_rank: Sequence[Sequence[float]]) -> None:
+    def _update_from(self, by_rank: Sequence[Sequence[float]]) -> None:
+        """Give the coordinator the facts of all ranks, and apply what it decides anew."""
         there = [facts for facts in by_rank if facts[1] > 0.0]
         if not there:
             return

@@ -32,7 +32,7 @@ from penstock.torch.reads.safety import DeferredParameter
 
 __all__ = [
     "Schemes",
-    "choose",
+    "as_asked",
     "common_reason",
     "foreign_hooks",
     "gather_scheme",
@@ -183,7 +183,7 @@ def why_exact(module: nn.Module, params: Sequence[Tensor], scheme: LossyScheme) 
     return None
 
 
-def choose(
+def as_asked(
     names: Sequence[str],
     modules: Sequence[nn.Module],
     reasons: Sequence[str | None],
