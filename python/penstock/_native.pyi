@@ -216,10 +216,10 @@ def best_scheme(
     Of ``allowed`` one may be chosen besides the store; without, whatever may be chosen while training. ``current`` is
     in use, and stays for now if it is ``adopted`` from ranks that went on.
 
-    ``given`` is what the user has asked for, or the only one possible: ``what`` says why. If it sends less than the
-    gradient, ``what`` is what it leaves out, and ``short_bytes`` what a rank sends to each other. ``collective`` takes
-    the store's place in the book. ``why_whole`` is why the gradient must travel whole, if it must; ``whole_on`` the
-    rank that would send it whole at present.
+    ``given`` is not chosen: asked for, the default, or the only one possible. ``what`` says why, unless the user has
+    asked for it. If it sends less than the gradient, ``what`` is what it leaves out, and ``short_bytes`` what a rank
+    sends to each other. ``collective`` takes the store's place in the book. ``why_whole`` is why the gradient must
+    travel whole, if it must; ``whole_on`` the rank that would send it whole at present.
     """
 
 def best_groups(cluster: Cluster, rates: Rates) -> tuple[list[list[int]], str]:

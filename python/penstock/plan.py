@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["ADAM", "HALF", "STORE", "LayerPlan", "Terms", "rows_scheme"]
 
 STORE = "store"
+"""Every layer's scheme unless something else is given or chosen."""
 ADAM = "adam"
 HALF = "bf16"  # sends as many bytes as the other half type
-"""Every layer's scheme unless something else is given or chosen."""
 
 
 def rows_scheme(kind: str) -> str | None:
@@ -35,10 +35,10 @@ class Terms:
     """What is fixed of a layer's scheme before training.
 
     Attributes:
-        given: What is not chosen: a scheme's name, or an object if it has options. The user has asked for it, or its
-            gradients are sparse, and leave no other.
+        given: What is not chosen: a scheme's name, or an object if it has options. The user has asked for it, or it is
+            the default, or the only one possible (sparse gradients leave no other). None: it is chosen.
         collective: What takes the store's place for the whole gradient, chosen before training.
-        what: Why what is given is the only one possible, for the reader; empty if the user may give another.
+        what: Why that is given which the user has not asked for, or why there is no other, for the reader; else empty.
     """
 
     given: str | LossyScheme | None = None
@@ -83,7 +83,7 @@ class LayerPlan:
             longer.
         scheme_s: By scheme, predicted seconds if the layer has the wire for itself, rebuilding included.
         scheme: How it is synchronised.
-        given: Whether the user has asked for that, or sparse gradients leave nothing else; otherwise it is chosen.
+        given: Whether that is not chosen: asked for, the default, or the only one possible.
         may_change: Whether a later measurement may lead to another.
         code: The reason in one word.
         reason: The reason.

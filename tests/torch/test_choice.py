@@ -272,6 +272,17 @@ def test_schemes_that_are_given_stay():
     assert [step["0"] for step in found[0]] == ["store"] * 3
 
 
+@pytest.mark.parametrize("asked", [None, {"0": "store"}, {"*": "factors"}])
+def test_what_was_asked_for_and_the_default_are_told_apart(asked):
+    def main(rank, engine):
+        model, _ = distribute(make(), None, schemes=asked)
+        return [(plan.given, plan.reason) for plan in ps.explain(model).layers]
+
+    default, as_given = "not chosen: the store is the default", "as given"
+    expected = [default] * 2 if asked is None else [as_given, default if "0" in asked else as_given]
+    assert run(main, 2) == [[(True, reason) for reason in expected]] * 2
+
+
 def test_ranks_that_leave_early_come_back_to_what_the_others_use():
     def main(rank, engine):
         model = make()

@@ -174,7 +174,7 @@ def test_a_sparse_module_stays_with_pairs_whatever_its_rows():
 
     for used, whole, why in run(main, 3):
         assert (used, whole) == (["pairs"] * 12, 12)
-        assert why.startswith("as given: its gradients are sparse; sent whole 12 times")
+        assert why.startswith("not chosen: its gradients are sparse; sent whole 12 times")
 
 
 def test_accumulation_and_several_calls():

@@ -46,7 +46,7 @@ pub struct Terms<'a> {
     pub current: Option<Way>,
     /// Whether the way in use stays for now in any case: it is that of ranks that went on while this one was away.
     pub adopted: bool,
-    /// What the user has asked for.
+    /// What is not chosen, if anything is: asked for by the user, the default, or the only one possible.
     pub given: Option<Given<'a>>,
     /// The collective that takes the store's place in the book, if one does; chosen before training.
     pub collective: Option<Algorithm>,
@@ -84,7 +84,7 @@ impl Terms<'_> {
 pub struct Given<'a> {
     /// The way.
     pub way: Way,
-    /// In words, what it leaves out if it shortens gradients, or why no other is possible; may be empty.
+    /// In words, what it leaves out if it shortens gradients; else why it is given, unless the user has asked for it.
     pub what: &'a str,
 }
 
@@ -95,7 +95,7 @@ pub struct Decision {
     pub way: Way,
     /// Why.
     pub reason: Reason,
-    /// Whether the user has asked for it.
+    /// Whether it is not chosen: as [`Terms::given`].
     pub given: bool,
     /// Whether a later measurement may change it.
     pub may_change: bool,
@@ -112,7 +112,8 @@ pub struct Best {
 
 /// How a layer is synchronised: the way of the fewest seconds, unless one of these overrides it, the first that applies.
 ///
-/// 1. *Given*: what the user has asked for, lossy or not; the store only where there is a choice.
+/// 1. *Given*: what was asked for (lossy or not), the default, or the only one possible. A layer that could have nothing but the
+///    store has it in any case; for such a layer the rules below give the reason.
 /// 2. *Adopted*: what the ranks use that went on while this one was away.
 /// 3. *Kept*, of a collective: it is in the store's place, which the book does not have for the layer.
 /// 4. *Store only*: the gradient must travel whole, or would from some rank at present.
@@ -121,7 +122,7 @@ pub struct Best {
 pub fn decide(policy: Policy, facts: &Facts<'_>, terms: &Terms<'_>) -> Decision {
     let open = terms.leave_a_choice(facts);
     if let Some(Given { way, what }) = terms.given
-        // The store for a layer that has nothing else is no choice, and its own reason says more.
+        // The store of a layer that could have nothing else: why it could not is said below.
         && (way != Way::STORE || open || terms.collective.is_some())
     {
         let reason = match (way.shortens(), way.wire) {
@@ -142,7 +143,7 @@ pub fn decide(policy: Policy, facts: &Facts<'_>, terms: &Terms<'_>) -> Decision 
     }
 }
 
-/// The best way for a layer of which nothing is given, under its terms.
+/// The best way for a layer under its terms, whatever is given.
 fn chosen(policy: Policy, facts: &Facts<'_>, terms: &Terms<'_>) -> Best {
     let must_be_whole = terms.why_whole.is_some() || terms.whole_on.is_some();
     let mut allowed = if must_be_whole { Vec::new() } else { terms.allowed.to_vec() };
@@ -185,9 +186,9 @@ fn paper(facts: &Facts<'_>, allowed: &[Way]) -> Best {
 }
 
 fn measured(facts: &Facts<'_>, allowed: &[Way], current: Option<Way>) -> Best {
-    let decide = |way, reason| Best { way, reason };
+    let found = |way, reason| Best { way, reason };
     if facts.cluster.workers < 2 {
-        return decide(Way::STORE, Reason::OneWorker);
+        return found(Way::STORE, Reason::OneWorker);
     }
     let candidates: Vec<Estimate> = Way::ALL
         .into_iter()
@@ -203,7 +204,7 @@ fn measured(facts: &Facts<'_>, allowed: &[Way], current: Option<Way>) -> Best {
     }
     let Some(best) = best else {
         let gathers = allowed.iter().any(|way| way.sends_rows() && facts.fit(*way));
-        return decide(Way::STORE, if gathers { Reason::RowsUnknown } else { Reason::Dense });
+        return found(Way::STORE, if gathers { Reason::RowsUnknown } else { Reason::Dense });
     };
     let best_s = best.seconds();
     let (winner, winner_s) = if best_s < store_s { (best.way, best_s) } else { (Way::STORE, store_s) };
@@ -216,12 +217,12 @@ fn measured(facts: &Facts<'_>, allowed: &[Way], current: Option<Way>) -> Best {
         Some((way, seconds))
             if way != winner && seconds <= store_s && winner_s > seconds * (1.0 - MARGIN) =>
         {
-            decide(way, Reason::Kept { other: winner, other_s: winner_s, seconds })
+            found(way, Reason::Kept { other: winner, other_s: winner_s, seconds })
         }
         _ if winner == Way::STORE => {
-            decide(winner, Reason::StoreFastest { other: best.way, other_s: best_s, store_s })
+            found(winner, Reason::StoreFastest { other: best.way, other_s: best_s, store_s })
         }
-        _ => decide(winner, Reason::Faster { seconds: winner_s, store_s }),
+        _ => found(winner, Reason::Faster { seconds: winner_s, store_s }),
     }
 }
 
@@ -391,18 +392,18 @@ mod tests {
 
     #[test]
     fn a_change_must_gain_a_tenth() {
-        let decide = |rows: u64, current| {
+        let best = |rows: u64, current| {
             best_way(Policy::Measured, &linear(2560, 2560, &[rows; 8], BYTES_ALONE), &GATHERS, Some(current))
         };
         // Equal at 320 rows. At 300 factors gain 6 %, at 288 exactly a tenth, at 280 more.
-        assert_eq!(decide(300, Way::STORE).way, Way::STORE);
-        assert_eq!(decide(300, Way::STORE).reason.code(), "kept");
-        assert_eq!(decide(280, Way::STORE).way, Way::FACTORS);
-        assert_eq!(decide(280, Way::STORE).reason.code(), "faster");
+        assert_eq!(best(300, Way::STORE).way, Way::STORE);
+        assert_eq!(best(300, Way::STORE).reason.code(), "kept");
+        assert_eq!(best(280, Way::STORE).way, Way::FACTORS);
+        assert_eq!(best(280, Way::STORE).reason.code(), "faster");
         // Factors in use stay until they are slower than the store, and then go at once.
-        assert_eq!(decide(319, Way::FACTORS).way, Way::FACTORS);
-        assert_eq!(decide(321, Way::FACTORS).way, Way::STORE);
-        assert_eq!(decide(321, Way::FACTORS).reason.code(), "store-fastest");
+        assert_eq!(best(319, Way::FACTORS).way, Way::FACTORS);
+        assert_eq!(best(321, Way::FACTORS).way, Way::STORE);
+        assert_eq!(best(321, Way::FACTORS).reason.code(), "store-fastest");
     }
 
     #[test]
@@ -558,7 +559,7 @@ mod tests {
         assert_eq!(said(free).1, "faster");
         let given = |way, what| Terms { given: Some(Given { way, what }), ..free };
         assert_eq!(said(given(Way::STORE, "")), ("store", "given", "as given".into()));
-        let sparse = ("pairs", "given", "as given: its gradients are sparse".into());
+        let sparse = ("pairs", "given", "not chosen: its gradients are sparse".into());
         assert_eq!(said(given(Way::PAIRS, "its gradients are sparse")), sparse);
         let rounded = "LOSSY, as given: rounded to fp16 on the wire, summed in fp32";
         assert_eq!(said(given(Way::FP16, "")), ("fp16", "given", rounded.into()));

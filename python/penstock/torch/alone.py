@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
+from penstock.plan import Terms
 from penstock.torch.agreement.arguments import check_parameters
 from penstock.torch.model.enrolment import distributed_name, distributed_twice, enroll
 from penstock.torch.model.layers import describe
@@ -62,10 +63,10 @@ def distribute_alone(
     modules = [named[layer.name] for layer in layers]
     params = [[slot.param for slot in layer.slots] for layer in layers]
     names = [layer.name for layer in layers]
-    chosen = as_asked(names, modules, survey(given, modules), patterns, params)
+    asked = as_asked(names, modules, survey(given, modules), patterns, params)
     if at_owners:
-        given_names = [one if isinstance(one, str) else one.name for one in chosen]
-        check_kept(slots, optimizers, dict(zip(names, given_names, strict=True)), whole_steps=whole_steps)
+        schemes_of = [Terms(one).scheme for one in asked]
+        check_kept(slots, optimizers, dict(zip(names, schemes_of, strict=True)), whole_steps=whole_steps)
     residuals.refuse_momentum_of_nobody(patterns)
     enroll(model, engine)
     given.no_sync = nullcontext

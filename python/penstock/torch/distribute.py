@@ -71,6 +71,9 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 _keys = itertools.count()
 
+DEFAULT = "the store is the default"
+"""Why layers use it of which nothing is asked and nothing is to be chosen."""
+
 
 class Distributed:
     """What belongs to one distributed model. The hooks on the model hold it; nothing global does.
@@ -272,21 +275,23 @@ class Distributed:
                         f"({everyone[0]['numerics']})"
                     )
         params = [[slot.param for slot in layer.slots] for layer in self.layers]
-        chosen = as_asked(names, modules, reasons, schemes, params)
+        asked = as_asked(names, modules, reasons, schemes, params)
         if automatic:
-            self._choose_sparse(chosen, modules, reasons)
+            self._keep_sparse(asked, modules, reasons)
         self.terms = {
-            name: Terms(None if automatic and one == STORE else one, what=only_scheme(module, one) or "")
-            for name, module, one in zip(names, modules, chosen, strict=True)
+            name: (Terms() if automatic else Terms(STORE, what=DEFAULT))
+            if one is None
+            else Terms(one, what=only_scheme(module, one) or "")
+            for name, module, one in zip(names, modules, asked, strict=True)
         }
         self.why_whole = {name: why for name, why in zip(names, reasons, strict=True) if why is not None}
         rows: list[tuple[Layer, nn.Module, str]] = []
         lossy: list[tuple[Layer, nn.Module, LossyScheme]] = []
-        for layer, module, one, why in zip(self.layers, modules, chosen, reasons, strict=True):
-            if not isinstance(one, str):
+        for layer, module, one, why in zip(self.layers, modules, asked, reasons, strict=True):
+            if one is not None and not isinstance(one, str):
                 lossy.append((layer, module, one))
             elif why is None and (scheme := gather_scheme(module)) is not None:
-                rows.append((layer, module, one if WAYS[one].sends_rows else scheme))
+                rows.append((layer, module, one if one is not None and WAYS[one].sends_rows else scheme))
         return rows, lossy
 
     def _only_whole(self, optimizers: Sequence[Optimizer]) -> tuple[list[Any], list[Any], bool]:
@@ -297,13 +302,13 @@ class Distributed:
         return [], [], False
 
     @staticmethod
-    def _choose_sparse(
-        chosen: list[str | LossyScheme], modules: Sequence[nn.Module], reasons: Sequence[str | None]
+    def _keep_sparse(
+        asked: list[str | LossyScheme | None], modules: Sequence[nn.Module], reasons: Sequence[str | None]
     ) -> None:
         """Sparse gradients stay sparse, as optimizers such as SparseAdam want them: the store's averages are dense."""
         for index, (module, why) in enumerate(zip(modules, reasons, strict=True)):
             if why is None and only_scheme(module, EmbeddingPairs.scheme):
-                chosen[index] = EmbeddingPairs.scheme
+                asked[index] = EmbeddingPairs.scheme
 
     def set_schemes(self, schemes: Mapping[str, str]) -> None:
         """Change how layers are synchronised, from the next backward on.

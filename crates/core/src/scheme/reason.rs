@@ -55,7 +55,7 @@ pub enum Reason {
         /// The present one's seconds.
         seconds: f64,
     },
-    /// The user has asked for it, or no other is possible: why, in words, if it is that.
+    /// The user has asked for it; or in words, why it is not chosen all the same: the default, or the only one possible.
     Given(String),
     /// The user has asked for this type on the wire.
     Rounded(Dtype),
@@ -122,7 +122,7 @@ impl fmt::Display for Reason {
                 )
             }
             Self::Given(why) if why.is_empty() => f.write_str("as given"),
-            Self::Given(why) => write!(f, "as given: {why}"),
+            Self::Given(why) => write!(f, "not chosen: {why}"),
             Self::Rounded(wire) => {
                 let name = Way::STORE.rounded_to(*wire).name();
                 write!(f, "LOSSY, as given: rounded to {name} on the wire, summed in fp32")

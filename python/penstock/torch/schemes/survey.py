@@ -26,7 +26,7 @@ from penstock._native import WAYS
 from penstock.description import Kind
 from penstock.errors import ConfigError
 from penstock.lossy import DGC, LossyScheme, OneBit, parse
-from penstock.plan import STORE, rows_scheme
+from penstock.plan import rows_scheme
 from penstock.torch.model.layout import CODES
 from penstock.torch.reads.safety import DeferredParameter
 
@@ -189,7 +189,7 @@ def as_asked(
     reasons: Sequence[str | None],
     schemes: Schemes,
     params: Sequence[Sequence[Tensor]] | None = None,
-) -> list[str | LossyScheme]:
+) -> list[str | LossyScheme | None]:
     """What a user's patterns say of each layer.
 
     Args:
@@ -200,13 +200,13 @@ def as_asked(
         params: The parameters that count for each layer. By default all of the module's own.
 
     Returns:
-        A scheme for each layer, lossy ones with their options. A layer that cannot use what its pattern says, but was
-        matched together with one that can, uses the store.
+        A scheme for each layer, lossy ones with their options. None for a layer that no pattern matches, and for one
+        that cannot use what its pattern says, but was matched together with one that can.
 
     Raises:
         ConfigError: There is no such scheme, no layer matches a pattern, or none that matches can use the scheme.
     """
-    chosen: list[str | LossyScheme] = [STORE] * len(names)
+    asked: list[str | LossyScheme | None] = [None] * len(names)
     open_layers = set(range(len(names)))
     owned = [list(module.parameters(recurse=False)) for module in modules] if params is None else params
     for pattern, given in schemes.items():
@@ -230,9 +230,9 @@ def as_asked(
             raise ConfigError(f"penstock.distribute: schemes: no layer of {pattern!r} can use {name}: {why}")
         for index in matched:
             if index in open_layers and refused[index] is None:
-                chosen[index] = scheme
+                asked[index] = scheme
         open_layers.difference_update(matched)
-    return chosen
+    return asked
 
 
 def _why_not(module: nn.Module, reason: str | None, scheme: str | LossyScheme, params: Sequence[Tensor]) -> str | None:
