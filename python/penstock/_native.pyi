@@ -403,7 +403,7 @@ class Engine:
         """Set each layer's place in the forward pass, from 0. What is queued already keeps its place."""
 
     def submit(self, book: int, tensor: int, ptr: int, nbytes: int, op: _Op, step: int, more: bool = False) -> int:
-        """Contribute the tensor at ``ptr`` to its next exchange; the result is written to the same memory.
+        """Contribute the tensor at ``ptr`` to its next round; the result is written to the same memory.
 
         With ``more``, a small tensor may be held back until others have come, or `phase`, `landed` or `wait` is called.
 
@@ -464,7 +464,7 @@ class Engine:
         step of the first that is not complete; what is held back is sent; and a wait counts as a stall of the first
         tensor's layer. Otherwise a failure is left to the calls that raise it.
 
-        Returns those of ``tensors`` whose exchange is complete; for each of them how many leading bytes of its result
+        Returns those of ``tensors`` whose round is complete; for each of them how many leading bytes of its result
         are in memory, all if it is complete, and none if it is and no rank contributed; and the tokens whose memory
         will never be touched again, since the last call with whatever arguments. `penstock.lending` takes these in:
         nobody else calls this.
@@ -490,7 +490,7 @@ class Engine:
         """Ranks, and how many of their contributions to slices that this rank owns came too late for their round."""
 
     def discard(self, book: int, step: int) -> None:
-        """As `proceed`, but the step is not made: the exchanges end as if nobody had contributed (`landed`).
+        """As `proceed`, but the step is not made: the rounds end as if nobody had contributed (`landed`).
 
         What is then in the memory that was submitted is the sum where this rank owns it, and else what it was.
         """

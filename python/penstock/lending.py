@@ -35,7 +35,7 @@ class Lent:
         """What has landed of these tensors of a book, as `Engine.landed` tells it; what is released is let go of.
 
         Returns:
-            Those of `tensors` whose exchange is complete; and for each how many leading bytes of its result are in
+            Those of `tensors` whose round is complete; and for each how many leading bytes of its result are in
             memory, all if it is complete, none if it is and no rank contributed.
         """
         complete, nbytes, released = self._engine.landed(book, tensors, least, patience_s, needed)

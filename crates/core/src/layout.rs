@@ -252,7 +252,7 @@ impl Book {
         tensor.first_slice..tensor.first_slice + tensor.slice_count
     }
 
-    /// Those who take part in a slice's exchanges.
+    /// Those who take part in a slice's rounds.
     #[must_use]
     pub fn members_of(&self, slice: SliceId) -> &Members {
         let in_store = self.tensor_of(slice).route == Route::STORE;

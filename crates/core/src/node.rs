@@ -593,10 +593,10 @@ impl<M: Memory, O: Observe> Node<M, O> {
             if let Some(Some(state)) = self.books.get(at) {
                 let wire = state.book.tensor_of(frame.header.slice).wire;
                 let slice_is_whole = matches!(frame.header.kind, Kind::Push | Kind::Answer);
-                let rounds = slice_is_whole && wire_part(frame.header.argument) != 0;
+                let is_rounded = slice_is_whole && wire_part(frame.header.argument) != 0;
                 // Rounded now and not when it was queued: so no more scratch is in use than what is being written. Of an
                 // answer this loses nothing, for the result has been rounded.
-                if let Some(payload) = frame.payload.as_mut().filter(|_| rounds) {
+                if let Some(payload) = frame.payload.as_mut().filter(|_| is_rounded) {
                     let rounded = self.memory.scratch(frame.header.payload_bytes as usize);
                     self.memory.round(wire, payload, &rounded);
                     *payload = rounded;

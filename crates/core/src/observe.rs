@@ -20,7 +20,7 @@ use crate::wire::Header;
 /// Where a slice is on its journey.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Point {
-    /// This rank takes part in the slice's exchange.
+    /// This rank takes part in a round of the slice.
     Submitted,
     /// A frame with a contribution, or a sum of some, waits to be sent to the peer.
     Queued,

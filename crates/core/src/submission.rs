@@ -1,9 +1,9 @@
-//! This rank's part in the next exchange of a tensor: one struct from the program to the headers of its frames.
+//! This rank's part in the next round of a tensor: one struct from the program to the headers of its frames.
 
 use crate::types::{BookId, Rank, Seq, SliceId, Step, TensorId};
 use crate::wire::{Header, Kind, Op};
 
-/// A rank's part in an exchange of one tensor. `C` is what it calls memory: an address in the program, a chunk from the lanes on.
+/// A rank's part in a round of one tensor. `C` is what it calls memory: an address in the program, a chunk from the lanes on.
 #[derive(Debug, Clone, Copy)]
 pub struct Submission<C> {
     /// The book.
@@ -20,7 +20,7 @@ pub struct Submission<C> {
     pub gives: Gives,
 }
 
-/// What a rank gives to an exchange.
+/// What a rank gives to a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Gives {
     /// The tensor, to be combined so with those of the others.

@@ -29,9 +29,9 @@ pub type TensorId = u32;
 pub type SliceId = u32;
 /// The number of a group for calls; 0 is all workers.
 pub type GroupId = u16;
-/// Counts the submissions of one tensor: the exchange of a slice is named by (book, slice, seq).
+/// Counts the submissions of one tensor: a round of a slice is named by (book, slice, seq).
 pub type Seq = u32;
-/// The user's iteration: for reports and messages, and to send first what peers need for an older one. Exchanges are told apart
+/// The user's iteration: for reports and messages, and to send first what peers need for an older one. Rounds are told apart
 /// by [`Seq`].
 pub type Step = u32;
 

@@ -73,7 +73,7 @@ impl Job {
             let memory = Lent { address: values.as_mut_ptr() as usize, len_bytes: size_of_val(&values[..]) };
             let (book, step, gives) = (*book, self.step, Gives::Whole(Op::Average));
             let submission = Submission { book, tensor: 0, seq: 0, step, memory, gives };
-            // SAFETY: `values` stays, and is left alone, until the exchange is released.
+            // SAFETY: `values` stays, and is left alone, until it is released.
             unsafe { engine.submit(submission, false) }?;
         }
         for (engine, book) in &self.engines {

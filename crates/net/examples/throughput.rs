@@ -66,7 +66,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for round in 0..ROUNDS {
         engine.all_gather("begin", b"", &mut || false).map_err(stop)?;
         let (begin, cpu) = (Instant::now(), cpu_seconds());
-        // SAFETY: `values` lives until the end of `main` and is not touched before the exchange is released.
+        // SAFETY: `values` lives until the end of `main` and is not touched before it is released.
         unsafe {
             engine.submit(
                 Submission {

@@ -254,7 +254,7 @@ impl Engine {
         chosen_slicing(&self.inner.config, &self.inner.agreed.lock().rates)
     }
 
-    /// How the tensors of an open book are cut, and who owns which slice: what all exchanges of that book follow.
+    /// How the tensors of an open book are cut, and who owns which slice: what all rounds of that book follow.
     ///
     /// # Errors
     /// `Config` if there is no such book.
@@ -285,17 +285,17 @@ impl Engine {
         Ok(())
     }
 
-    /// Takes part in the next exchange of a tensor. Returns a token: once [`Engine::landed`] gives it back, the
+    /// Takes part in the next round of a tensor. Returns a token: once [`Engine::landed`] gives it back, the
     /// memory is not touched any more. Of a gather what came of the last one is dropped.
     ///
     /// * `more`: others follow at once, or a call that waits, or [`Engine::phase`]: a small submission may be held back until
     ///   then and travel with its neighbours.
     ///
     /// # Errors
-    /// `Config` if it does not fit the book or the tensor's last exchange is not complete; the job's failure.
+    /// `Config` if it does not fit the book or the tensor's last round is not complete; the job's failure.
     ///
     /// # Safety
-    /// The memory must stay allocated until the token is released. Until the exchange is complete nobody else may read
+    /// The memory must stay allocated until the token is released. Until the round is complete nobody else may read
     /// or write it, and from then until the token is released nobody may write it. What is gathered may be read all the time.
     pub unsafe fn submit(&self, submission: Submission<Lent>, more: bool) -> Result<u64, Failure> {
         self.alive("submit")?;

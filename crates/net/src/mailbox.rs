@@ -22,7 +22,7 @@ pub(crate) enum Command {
     Open(Arc<OpenBook>),
     /// Each layer's place in the forward pass.
     Places { book: BookId, places: Arc<[u32]> },
-    /// This rank's part in the next exchange of a tensor, and when the program said so.
+    /// This rank's part in the next round of a tensor, and when the program said so.
     Submit { submission: Submission<Chunk>, at_ns: u64 },
     /// A control frame to all other ranks, or a blob to all other workers.
     Control { header: Header, payload: Option<Chunk> },

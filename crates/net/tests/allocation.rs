@@ -76,7 +76,7 @@ fn allocate_nothing_per_slice(route: Route, wire: Dtype) {
                     memory: Lent { address, len_bytes },
                     gives: Gives::Whole(Op::Average),
                 };
-                // SAFETY: `values` stays until the exchange is released.
+                // SAFETY: `values` stays until it is released.
                 unsafe { engine.submit(part, false) }.unwrap();
                 engine.wait(book, &[0], true, &mut || false).unwrap();
                 meeting.wait();

@@ -26,7 +26,7 @@ fn submit(
     absent: bool,
 ) -> Result<u64, Failure> {
     let (address, len_bytes) = (values.as_mut_ptr() as usize, std::mem::size_of_val(values));
-    // SAFETY: the callers below keep `values` until the exchange is released, or leak it.
+    // SAFETY: the callers below keep `values` until it is released, or leak it.
     unsafe {
         engine.submit(
             Submission {
@@ -42,7 +42,7 @@ fn submit(
     }
 }
 
-/// One exchange of a tensor from start to release.
+/// One round of a tensor from start to release.
 fn exchange(
     engine: &Engine,
     book: BookId,

@@ -24,7 +24,7 @@ fn train(engine: &Engine) -> Observations {
         let (address, len_bytes) = (values.as_mut_ptr() as usize, size_of_val(&values[..]));
         let (memory, gives) = (Lent { address, len_bytes }, Gives::Whole(Op::Average));
         let submission = Submission { book, tensor: 0, seq: 0, step, memory, gives };
-        // SAFETY: `values` stays, and is left alone, until the exchange is released.
+        // SAFETY: `values` stays, and is left alone, until it is released.
         unsafe { engine.submit(submission, false) }.unwrap();
         engine.wait(book, &[0], true, &mut never).unwrap();
         engine.applied(book, &[0]).unwrap();

@@ -65,7 +65,7 @@ fn submit(
 ) -> Result<u64, Failure> {
     let memory = Lent { address: values.as_mut_ptr() as usize, len_bytes: size_of_val(values) };
     let gives = Gives::Whole(Op::Average);
-    // SAFETY: the callers below keep `values` until the exchange is released.
+    // SAFETY: the callers below keep `values` until it is released.
     unsafe {
         engine.submit(Submission { book, tensor: tensor as TensorId, seq: 0, step, memory, gives }, false)
     }

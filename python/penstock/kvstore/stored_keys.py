@@ -1,6 +1,6 @@
 """One key: its value on this rank, and its calls, which take effect in the order of the program.
 
-One of them is under way at a time: the engine has one exchange of a tensor at a time. The others wait for their turn.
+One of them is under way at a time: the engine has one round of a tensor at a time. The others wait for their turn.
 Whoever makes a call or waits for one takes them further; only if a push has to wait for its turn, and nobody else may
 come in time, a thread does. Nothing is held while a thread waits but the turn, so making a call never waits.
 """

@@ -13,9 +13,9 @@
 //! nobody adds zeros, and if nobody contributes every memory stays as it was.
 //!
 //! **Memory and deadlock.** Partial sums may come before this rank has submitted, so they count under the sender's window
-//! ([`Flow::Window`]) until the exchange is complete there: then everybody has added everything. Results need no window: who
-//! is sent one has contributed, so it waits for it with its memory. `node/outbox.rs` lets one exchange pass the window, the
-//! first in an order that is the same on all ranks. Among the exchanges that every rank has submitted and that are not
+//! ([`Flow::Window`]) until the round is complete there: then everybody has added everything. Results need no window: who
+//! is sent one has contributed, so it waits for it with its memory. `node/outbox.rs` lets one round pass the window, the
+//! first in an order that is the same on all ranks. Among the rounds that every rank has submitted and that are not
 //! complete everywhere, the first in that order is first on every rank where it is not complete; so all of its parts may
 //! be sent, all of its results may be sent, every rank takes in whatever comes, and it completes. Then the next is first.
 //!

@@ -26,7 +26,7 @@ pub struct Site<'a> {
     pub layer: &'a str,
     /// Its element type.
     pub dtype: Dtype,
-    /// Its wire type; if it is another, the exchange rounds.
+    /// Its wire type; if it is another, what travels is rounded.
     pub wire: Dtype,
     /// Length of the whole tensor, in bytes.
     pub tensor_bytes: u64,
@@ -35,7 +35,7 @@ pub struct Site<'a> {
 impl Site<'_> {
     /// Whether contributions and results are rounded to the wire type.
     #[must_use]
-    pub fn rounds(&self) -> bool {
+    pub fn is_rounded(&self) -> bool {
         self.wire != self.dtype
     }
 

@@ -87,7 +87,7 @@ impl<C: Clone> Inside<C> {
     /// If all contributions are in and were not passed on: to which round, and of which step.
     pub(super) fn due(&self, site: &Site<'_>) -> Option<(Seq, Step)> {
         let group = site.led().filter(|_| self.passed_on.is_none())?;
-        self.round.open().filter(|_| self.round.complete(&site.inside(group)))
+        self.round.open().filter(|_| self.round.is_complete(&site.inside(group)))
     }
 
     /// Sums what is in, to `mine` if this rank has memory for the result. Returns what is to be passed on, and its header.

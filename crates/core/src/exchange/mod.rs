@@ -1,7 +1,7 @@
 //! Exchanges: how the contributions to one slice become one result on every rank.
 //!
-//! Each slice is its own exchange, named by (book, slice, seq), so ranks need not agree on an order and a slice may
-//! overtake any other. One file per route. An exchange decides and sums, and no more: it is told what was submitted, what
+//! Each slice has an exchange of its own, a state machine for all its rounds. A round is named by (book, slice, seq): so ranks
+//! need not agree on an order, and a slice may overtake any other. One file per route. An exchange decides and sums, and no more: it is told what was submitted, what
 //! arrived and who left, and says what to send to whom and when the slice is complete ([`Effect`]). Queues, windows,
 //! priorities and counts are the node's.
 //!

@@ -25,7 +25,7 @@ pub(super) fn out_of_step(site: &Site<'_>, steps: impl Iterator<Item = (Rank, St
         groups.iter().map(|(step, ranks)| format!("{} at step {step}", are(ranks))).collect();
     let layer = site.layer;
     let reason = format!(
-        "{} in the same exchange of layer {layer}: the ranks do not call backward() and step() equally often, or layers \
+        "{} in the same round of layer {layer}: the ranks do not call backward() and step() equally often, or layers \
          that synchronise in forward. A rank does more backward passes per step than the others (use no_sync() on all of \
          them), has left out a step(), for a NaN for example, or has caught an exception in backward() and gone on; ranks \
          with fewer batches go under ps.join()",

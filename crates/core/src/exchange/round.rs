@@ -55,7 +55,7 @@ impl<C> Default for Round<C> {
     }
 }
 
-/// How a slice ended.
+/// How a round ended.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
     /// Nobody contributed.
@@ -138,7 +138,7 @@ impl<C: Clone> Round<C> {
     }
 
     /// Whether all that must be in have contributed to an open round.
-    pub(super) fn complete(&self, site: &Site<'_>) -> bool {
+    pub(super) fn is_complete(&self, site: &Site<'_>) -> bool {
         let &Site { members, active, rules, .. } = site;
         if !site.groups.is_empty() {
             return self.groups_complete(site);
@@ -147,7 +147,7 @@ impl<C: Clone> Round<C> {
         if self.arrived == 0 || everybody && self.arrived != active.count() {
             return false;
         }
-        // A rank leaves only after all its exchanges are answered. So the contribution of one that has left is for the time
+        // A rank leaves only after all its rounds are answered. So the contribution of one that has left is for the time
         // after all have left: it knows already that they have, this rank does not, and the round waits for everybody.
         self.contributions.iter().zip(members.iter()).all(|(c, rank)| {
             let goes_on = active.contains(rank);
@@ -242,7 +242,7 @@ impl<C: Clone> Round<C> {
         context: &mut Context<'_, M>,
     ) {
         let Context { site, memory, inputs, .. } = context;
-        if site.rounds() {
+        if site.is_rounded() {
             let own = site.members.index_of(site.rank).and_then(|me| self.own_input(me));
             memory.reduce_rounded(site.wire, how, inputs, own, output);
         } else {
@@ -324,11 +324,11 @@ mod tests {
         let (members, active, rules, slice) = (Members::all(4), some(&[0, 2, 3]), Rules::default(), slice());
         let site = site(&members, &active, &rules, &slice);
         for (rank, data) in [(3, Some("d")), (0, None), (2, Some("c"))] {
-            assert!(!round.complete(&site));
+            assert!(!round.is_complete(&site));
             let what = data.map_or(Contribution::Absent, Contribution::Data);
             round.add(rank, 4, &header(1, Op::Average), what).unwrap();
         }
-        assert!(round.complete(&site));
+        assert!(round.is_complete(&site));
         let mut inputs = Vec::new();
         let outcome = round.outcome(&site, &mut inputs);
         assert_eq!(outcome, Ok(Outcome::Reduced(Reduction::Sum { divisor: 3 })));
@@ -346,9 +346,9 @@ mod tests {
         let (everybody, rules, slice) = (Members::all(3), Rules::default(), slice());
         // Rank 2's leave has reached rank 0 but not this rank, which believes that rank 2 goes on.
         round.add(0, 3, &header(1, Op::Average), Contribution::Data("a")).unwrap();
-        assert!(!round.complete(&site(&everybody, &some(&[2]), &rules, &slice)));
+        assert!(!round.is_complete(&site(&everybody, &some(&[2]), &rules, &slice)));
         assert!(
-            !round.complete(&site(&everybody, &everybody, &rules, &slice)),
+            !round.is_complete(&site(&everybody, &everybody, &rules, &slice)),
             "nor when this rank knows too"
         );
     }
@@ -370,7 +370,7 @@ mod tests {
         let complete = |round: &Round<usize>, active: &Members, epoch| {
             let active = active.clone().in_epoch(epoch);
             let site = Site { groups: &groups, ..site(&members, &active, &rules, &slice) };
-            let divides = round.complete(&site).then(|| round.divisor(&site));
+            let divides = round.is_complete(&site).then(|| round.divisor(&site));
             assert_eq!(round.missing(&site).count(), 0, "both heads have pushed");
             divides
         };
@@ -389,7 +389,7 @@ mod tests {
         for (active, late) in [(some(&[0, 1, 3]), vec![Rank(2)]), (some(&[0, 1]), vec![])] {
             let site = Site { groups: &groups, ..site(&members, &active, &rules, &slice) };
             assert_eq!(round.missing(&site).collect::<Vec<_>>(), late);
-            assert_eq!(round.complete(&site), late.is_empty());
+            assert_eq!(round.is_complete(&site), late.is_empty());
         }
     }
 
@@ -425,7 +425,7 @@ mod tests {
             let len = order.len().max(1);
             order.rotate_left(rotation % len);
             for (i, rank) in order.iter().enumerate() {
-                prop_assert!(!round.complete(&site));
+                prop_assert!(!round.is_complete(&site));
                 if i > 0 {
                     let missing: Members = round.missing(&site).collect();
                     let late: Members = order[i..].iter().copied().collect();
@@ -434,7 +434,7 @@ mod tests {
                 let index = members.index_of(*rank).unwrap();
                 round.add(index, members.count(), &header(1, Op::Sum), Contribution::Data(*rank)).unwrap();
             }
-            prop_assert_eq!(round.complete(&site), !order.is_empty());
+            prop_assert_eq!(round.is_complete(&site), !order.is_empty());
             prop_assert_eq!(round.divisor(&site), must_be_in.count());
             let mut inputs = Vec::new();
             let outcome = round.outcome(&site, &mut inputs);

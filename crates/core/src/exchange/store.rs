@@ -14,10 +14,10 @@
 //! have the same bits; but they depend on which rank owns the slice. A payload cannot be read into the tensor: answers, too, go
 //! to scratch, and are expanded from there.
 //!
-//! **Updates.** Where the owner applies an optimizer ([`Fold::Updated`]), the answer is the slice of the parameter. Contributions
-//! are summed as they come, during backward, and whoever contributed hears at once that its contribution is in the sum: its window is
-//! free again. The optimizer is applied when this rank's program says so, which may be before or after the last contribution.
-//! What has no contribution is not updated. The owner's value is never rounded; with a wire type all ranks, the owner included,
+//! **Updates.** Where the owner applies an optimizer ([`Fold::Updated`]), the answer is the slice of the parameter. The optimizer is
+//! applied when this rank's program says so, which may be before or after the last contribution. If it has not said so yet, the
+//! sum is made all the same when the last contribution is in, during backward as a rule, and whoever contributed hears that it
+//! is: its window is free again. What has no contribution is not updated. The owner's value is never rounded; with a wire type all ranks, the owner included,
 //! get the rounded one. With a standing order the owner needs no word: a round ends with its last contribution.
 //!
 //! **Rounds of one.** Where nobody must be in, each contribution changes the value when it comes, one after the other, and whoever
@@ -374,7 +374,7 @@ impl<C: Clone> Store<C> {
 
     /// Whether the last contribution to a round is in and nothing was made of them yet.
     fn is_due(&self, site: &Site<'_>) -> bool {
-        !matches!(self.pending, SumOrWord::Sum(_)) && self.round.complete(site)
+        !matches!(self.pending, SumOrWord::Sum(_)) && self.round.is_complete(site)
     }
 
     /// Owner: sums in rank order and answers everybody at once.
@@ -673,7 +673,7 @@ impl<C: Clone> Store<C> {
 /// What an owner keeps, as all get it: an updated value is rounded for those who get it only. Other results are when they are made.
 fn as_answered<M: Memory>(value: M::Chunk, context: &mut Context<'_, M>) -> M::Chunk {
     let Context { site, memory, .. } = context;
-    if !site.rounds() || site.rules.fold != Fold::Updated {
+    if !site.is_rounded() || site.rules.fold != Fold::Updated {
         return value;
     }
     let [rounded, expanded] =

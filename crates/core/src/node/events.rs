@@ -30,7 +30,7 @@ pub struct Config {
 /// What happened.
 #[derive(Debug)]
 pub enum Event<C> {
-    /// This rank takes part in the next exchange of a tensor.
+    /// This rank takes part in the next round of a tensor.
     Submit(Submission<C>),
     /// A frame arrived; its payload lies where [`crate::node::Node::destination`] said.
     Frame {

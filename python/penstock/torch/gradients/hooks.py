@@ -5,8 +5,8 @@ average has landed in it. Three rules follow, and all of this file serves them:
 
 - nothing else may use that memory meanwhile: an aliased gradient is copied first (`_private`), and before a second
   accumulation the first average is waited for;
-- every rank takes part in every exchange once per synchronising backward: what was not touched is announced absent at
-  its end, so that no rank waits for a gradient that will never come;
+- every rank takes part in one round of every parameter per synchronising backward: what was not touched is announced
+  absent at its end, so that no rank waits for a gradient that will never come;
 - memory that the engine may still be sending is read, but not written: `own` gives ``.grad`` a copy if need be.
 """
 
@@ -61,7 +61,7 @@ _BACKWARD_CODE = autograd_graph._engine_run_backward.__code__
 
 
 class Gradients:
-    """The gradients of one model: one book, one exchange per parameter and synchronising backward.
+    """The gradients of one model: one book, one round per parameter and synchronising backward.
 
     Args:
         engine: The engine.

@@ -6,7 +6,7 @@ By parameter, with gradient g of this rank:
     u = momentum u + g;  v = v + u        momentum correction
     send the largest |v|; there u = v = 0     momentum factor masking
 
-A second exchange within one optimizer step adds its gradient without another decay, so that gradients that were
+A second round within one optimizer step adds its gradient without another decay, so that gradients that were
 accumulated over several synchronised backwards count as their sum.
 """
 

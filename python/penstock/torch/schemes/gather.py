@@ -3,7 +3,7 @@
 The dense path (hooks.py) has the owners sum; here every rank gets every rank's contribution and sums by itself, in
 rank order, so that all come to the same bits. A contribution describes itself, and that is what makes this safe: it is
 in the scheme's own form (rows.py, error_feedback.py), or *dense*, the gradient itself, whenever this rank has one that
-does not fit that form. Both may meet in one exchange.
+does not fit that form. Both may meet in one round.
 
 Whatever this rank's ``.grad`` held before the backward counts as in DDP, but an earlier average, which all ranks hold,
 is not sent again: a contribution names it, and each rank adds its own copy.
@@ -270,7 +270,7 @@ class Gather(ABC):
     # Out
 
     def submit(self) -> None:
-        """Take part in the layer's next exchange with all that there is."""
+        """Take part in the layer's next round with all that there is."""
         submitter = self.submitter
         for slot in self.slots:
             if slot.is_busy:

@@ -70,7 +70,7 @@ class Rebuilds:
         return bool(self._coming) or self._making is not None
 
     def expect(self, gather: Rebuilt) -> None:
-        """This rank has contributed to a layer's exchange: make its averages once all others have."""
+        """This rank has contributed to a round of a layer: make its averages once all others have."""
         # Without the turn, or backward would wait for averages.
         self._coming.append(gather)
         if len(self._coming) == 1:
