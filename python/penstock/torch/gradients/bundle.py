@@ -24,7 +24,7 @@ BUNDLE_BYTES = 64 << 10
 
 
 class Bundle:
-    """Gradients that fly and are not submitted yet. Whoever waits for one submits it first.
+    """Gradients that fly already and are not submitted yet. Whoever waits for one submits it first.
 
     Args:
         engine: The engine.

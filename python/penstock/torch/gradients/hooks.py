@@ -119,7 +119,7 @@ class Gradients:
         self.bundle = Bundle(engine, self.id, self.lent)
         self.rebuilds = Rebuilds(engine, self.id)
         self.step = 0
-        self.rounds = 0  # synchronising backwards so far; the running one included
+        self.backwards = 0  # synchronising backwards so far; the running one included
         self.closed = 0  # those of them whose absences have been announced
         self._contributed = 0  # those of them for which all rows of this rank are on their way
         self.quiet = False  # under no_sync
@@ -152,7 +152,7 @@ class Gradients:
 
     def put_away(self) -> None:
         """The job is over: nothing is in flight any more, and nothing will be. What was reads as ``None``."""
-        self.closed, self._task = self.rounds, -1
+        self.closed, self._task = self.backwards, -1
         self.bundle.empty()
         for gather in self.gathers:
             gather.abandon()
@@ -239,7 +239,7 @@ class Gradients:
                 memory = grad
             else:
                 grad, memory = gradients._private(gradients.slots[index], grad)
-            take_off(grad, memory, gradients.rounds)
+            take_off(grad, memory, gradients.backwards)
             try:
                 if small:
                     add(index, memory, nbytes, flight, gradients.step)
@@ -272,7 +272,10 @@ class Gradients:
             raise
 
     def _submit(self, index: int, memory: Tensor, nbytes: int, flight: Flight) -> None:
-        """Submit a gradient that flies already. Those that are bundled need not go first: what is urgent comes last."""
+        """Submit a gradient that flies already.
+
+        It may overtake those in the bundle: backward came to them first, so they are of later layers, and less urgent.
+        """
         token = self.engine.submit(self.id, index, memory.data_ptr(), nbytes, "average", self.step, True)
         self.lent.tensors[token] = memory
         flight.submitted(token)
@@ -319,12 +322,12 @@ class Gradients:
 
     def _begin(self, task: int) -> None:
         self._task = task
-        if self.rounds == self.closed:
+        if self.backwards == self.closed:
             if self.drop is not None:
                 self.drop(adding=True)
             if self.begin_step is not None:
                 self.begin_step(self.step)
-            self.rounds += 1
+            self.backwards += 1
             self.engine.phase("backward")
             self.lent.collect()
         # A backward inside a backward (reentrant checkpointing) ends too early: its callback would announce gradients
@@ -335,15 +338,15 @@ class Gradients:
     @tells_what_is_whole
     def close(self) -> None:
         """The backward is over: what it did not touch is sent if it holds anything, or announced absent."""
-        if self.rounds == self.closed:
+        if self.backwards == self.closed:
             return
-        self.closed = self.rounds
+        self.closed = self.backwards
         self._task = -1
-        current = self.rounds
+        current = self.backwards
         self._submit_bundle()
         self._submit_gathers()
         for slot in self.slots:
-            if slot.flight.round != current:
+            if slot.flight.backward != current:
                 self._settle_untouched(slot, leftover=True)
         self._finish_unwatched()
         if self.begin_step is not None:
@@ -361,19 +364,19 @@ class Gradients:
             if slot.pending.by is not None:
                 slot.pending.by.finish([slot.layer])
         self.finish(self.slots)
-        self.rounds += 1
-        self.closed = self.rounds
+        self.backwards += 1
+        self.closed = self.backwards
         for gather in self.gathers:
             if gather.engaged:
                 gather.submit_accumulated()
-        self._contributed = self.rounds
+        self._contributed = self.backwards
         for slot in self.slots:
-            if slot.flight.round != self.rounds:
+            if slot.flight.backward != self.backwards:
                 self._settle_untouched(slot, leftover=False)
         self._finish_unwatched()
 
     def _finish_unwatched(self) -> None:
-        """The round is over: what nobody could be made to wait for is waited for now."""
+        """The backward is over: what nobody could be made to wait for is waited for now."""
         if self.drop is not None:
             return
         if self.synchronous:
@@ -384,9 +387,9 @@ class Gradients:
     def _submit_gathers(self) -> None:
         """Layers that send rows, as far as this backward has not come to all of their parameters."""
         for gather in self.gathers:
-            if gather.engaged and (gather.round != self.rounds or gather.pending):
+            if gather.engaged and (gather.backward != self.backwards or gather.pending):
                 gather.submit()
-        self._contributed = self.rounds
+        self._contributed = self.backwards
 
     def _settle_untouched(self, slot: Slot, *, leftover: bool) -> None:
         """Take part for a parameter that this backward did not reach.
@@ -402,14 +405,14 @@ class Gradients:
         if contributes:
             assert grad is not None
             grad, memory = self._private(slot, grad)
-            flight.take_off(grad, memory, self.rounds)
+            flight.take_off(grad, memory, self.backwards)
             self._submit(slot.index, memory, slot.nbytes, flight)
         else:
             memory = flight.memory_for_others(self.lent.holds, slot.empty)
             submit = self.engine.submit_absent
             token = submit(self.id, slot.index, memory.data_ptr(), slot.nbytes, "average", self.step, True)
             self.lent.tensors[token] = memory
-            flight.take_off_absent(token, memory, self.rounds, keeps=grad is not None)
+            flight.take_off_absent(token, memory, self.backwards, keeps=grad is not None)
         defer(slot)
 
     @contextmanager

@@ -12,8 +12,9 @@ __all__ = ["Flight"]
 class Flight:
     """One parameter's gradient, on its way or not.
 
-    A gradient *flies* from its submission until the average is known to be in memory. `assigned` says whether ``.grad``
-    is, or will be, that memory: ``zero_grad`` ends that, while the update that took the gradient still needs it.
+    A gradient *flies* from the moment that it is ready to be sent, be it that it waits in a `Bundle` first, until the
+    average is known to be in memory. `assigned` says whether ``.grad`` is, or will be, that memory: ``zero_grad`` ends
+    that, while the update that took the gradient still needs it.
 
     The hooks of a parameter hold its flight, unseen by the garbage collector: nothing here may lead to the model.
 
@@ -29,7 +30,7 @@ class Flight:
         number: The tensor of the book that brings the average: the parameter's own, or its layer's gather.
         brought: The one that has brought the last.
         token: Of the submission.
-        round: The last synchronisation that it took part in.
+        backward: The last synchronising backward that it took part in, as they are counted.
         grad: The gradient, or what a gathered average is added to.
         memory: What the engine writes: the gradient itself, unless that is staged.
         version: Of `grad`, when it was taken.
@@ -41,6 +42,7 @@ class Flight:
         "_spare_token",
         "absent",
         "assigned",
+        "backward",
         "brought",
         "dirty",
         "diverted",
@@ -51,7 +53,6 @@ class Flight:
         "kept",
         "memory",
         "number",
-        "round",
         "token",
         "version",
     )
@@ -61,7 +62,7 @@ class Flight:
         self.flying = self.absent = self.assigned = self.gathered = False
         self.dirty = self.kept = self.diverted = False
         self.fresh = True
-        self.token = self.round = -1
+        self.token = self.backward = -1
         self.grad: Tensor | None = None
         self.memory: Tensor | None = None
         self.version = 0
@@ -89,13 +90,13 @@ class Flight:
     # Off
 
     def take_off(self, grad: Tensor, memory: Tensor, now: int) -> None:
-        """It flies from now on, in round `now`; `submitted` follows."""
+        """It flies from now on, made by backward `now`; `submitted` follows, at once or with its bundle."""
         self.grad = grad
         self.memory = memory
         self.version = grad._version
         self.flying = self.assigned = True
         self.absent = self.dirty = False
-        self.round = now
+        self.backward = now
 
     def submitted(self, token: int) -> None:
         """The engine has it, under this token."""
@@ -121,7 +122,7 @@ class Flight:
         self.absent, self.kept = True, keeps
         self.flying, self.assigned = True, not keeps
         self.dirty = False
-        self.round = now
+        self.backward = now
 
     def take_off_gathered(self, token: int, number: int, now: int) -> None:
         """The gather of its layer is submitted, which tensor `number` of the book brings back."""
@@ -129,7 +130,7 @@ class Flight:
         self.flying = self.assigned = self.gathered = True
         self.absent = self.dirty = False
         self.memory = None
-        self.round = now
+        self.backward = now
 
     def comes_as(self, number: int) -> None:
         """Another tensor of the book brings the average."""

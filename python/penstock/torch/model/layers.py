@@ -176,21 +176,21 @@ class PendingUpdate:
     Attributes:
         by: Who will apply it; none: nothing is pending.
         group: The number of its parameter group.
-        place: Its place in that group.
+        index: Its index in that group.
         zero_after: ``zero_grad`` was called meanwhile, and wants zeros.
     """
 
-    __slots__ = ("by", "group", "place", "zero_after")
+    __slots__ = ("by", "group", "index", "zero_after")
 
     def __init__(self) -> None:
         self.by: Updater | None = None
         self.group = 0
-        self.place = 0
+        self.index = 0
         self.zero_after = False
 
-    def take(self, by: Updater, group: int = 0, place: int = 0) -> None:
+    def take(self, by: Updater, group: int = 0, index: int = 0) -> None:
         """A step has taken the parameter's gradient."""
-        self.by, self.group, self.place, self.zero_after = by, group, place, False
+        self.by, self.group, self.index, self.zero_after = by, group, index, False
 
     def end(self) -> None:
         """It is applied, or never will be."""

@@ -136,9 +136,9 @@ class OwnerDuties:
         ]
 
     def serve(self, until: int) -> None:
-        """Answer those who wait for this rank, up to a round for which all of its own factors are on their way."""
-        for owned in sorted(self._owned, key=_round):
-            if owned.round <= until:
+        """Answer those who wait for this rank, up to a backward for which all of its own factors are on their way."""
+        for owned in sorted(self._owned, key=_backward):
+            if owned.backward <= until:
                 owned.serve()
 
     @property
@@ -147,5 +147,5 @@ class OwnerDuties:
         return next((owned.layer.name for owned in self._owned if owned.engaged), None)
 
 
-def _round(owned: FactorsToOwner) -> int:
-    return owned.round
+def _backward(owned: FactorsToOwner) -> int:
+    return owned.backward

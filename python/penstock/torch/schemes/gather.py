@@ -88,7 +88,7 @@ class Submitter(Protocol):
         id: The model's book.
         rank: This rank.
         step: Steps taken so far.
-        rounds: Synchronising backwards so far, the running one included.
+        backwards: The synchronising ones so far, the running one included.
         quiet: Gradients are only accumulated at present.
         rebuilds: Who makes averages in the background.
     """
@@ -97,7 +97,7 @@ class Submitter(Protocol):
     id: int
     rank: int
     step: int
-    rounds: int
+    backwards: int
     quiet: bool
     rebuilds: Rebuilds
 
@@ -145,7 +145,7 @@ class Gather(ABC):
         self.dense_reason = ""
         self.only_to: int | None = None  # the one rank that gets this rank's contributions, if not all do
         self.seq = 0  # submissions
-        self.round = -1  # of the last one
+        self.backward = -1  # the last that it was submitted in
         self.pending = 0  # parameters that this backward has come to and that are not submitted, as bits
         self._mine: Tensor | None = None  # the contribution in flight
         self._threads = 0  # with which this rank computed when it contributed
@@ -276,14 +276,14 @@ class Gather(ABC):
             if slot.is_busy:
                 submitter.clear_for_accumulation(slot)
         self.pending = 0
-        self.round = submitter.rounds
+        self.backward = submitter.backwards
         self.seq += 1
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             blob = self.packed()
         token = submitter.submit_gather(self.index, blob, submitter.step, self.only_to)
         self._mine, self._averages, self._threads = blob, None, torch.get_num_threads()
         for slot in self.slots:
-            slot.flight.take_off_gathered(token, self.index, self.round)
+            slot.flight.take_off_gathered(token, self.index, self.backward)
             defer(slot)
         # What was in ``.grad`` before is added when the program asks: until then it may change it.
         if self.rebuilt and all(slot.flight.grad is None for slot in self.slots):

@@ -59,7 +59,7 @@ class Updates(PatchedOptimizer):
         self._units: dict[Layer, list[Layer]] = {}  # of `_taken`
         self._groups: list[dict[str, Any]] = []  # hyperparameters at the time of step
         self._state: Any = None  # the optimizer's own, likewise
-        self._round_used = 0  # the last synchronisation that a step has used
+        self._backward_used = 0  # the last synchronising backward that a step has used
         self._writes_gradients = True  # until a step has been seen not to
         self._warned = False
         self._separable = separable(optimizer)
@@ -145,7 +145,7 @@ class Updates(PatchedOptimizer):
         self._gradients.applied(slot for param, _ in given if (slot := slot_of(param)) is not None)
         if closure is None and grads:
             self._writes_gradients = any(grad._version != version for grad, version in grads)
-        self._round_used = self._gradients.closed
+        self._backward_used = self._gradients.closed
         self._gradients.step += 1
         self._distributed.after_step()
         return result
@@ -154,12 +154,12 @@ class Updates(PatchedOptimizer):
         """Make sure that this rank has taken part in a synchronisation since the last step."""
         gradients = self._gradients
         gradients.close()
-        if gradients.closed == self._round_used:
+        if gradients.closed == self._backward_used:
             gradients.close_without_backward()
             # Whether what this rank keeps is the gradient, the other ranks decide.
             params = (param for group in self.optimizer.param_groups for param in group["params"])
             gradients.finish([slot for param in params if (slot := slot_of(param)) is not None and slot.flight.kept])
-        self._round_used = gradients.closed
+        self._backward_used = gradients.closed
 
     def _take_gradients(self) -> None:
         gradients = self._gradients
@@ -170,7 +170,7 @@ class Updates(PatchedOptimizer):
         final: list[Slot] = []
         with torch._C.DisableTorchFunctionSubclass():
             for number, group in enumerate(self.optimizer.param_groups):
-                for place, param in enumerate(group["params"]):
+                for index, param in enumerate(group["params"]):
                     slot = slot_of(param)
                     if slot is None:
                         if param.grad is not None and param.numel():
@@ -186,7 +186,7 @@ class Updates(PatchedOptimizer):
                         flight.is_final(param.grad)
                         defer(slot)
                         final.append(slot)
-                    slot.pending.take(self, number, place)
+                    slot.pending.take(self, number, index)
                     taken.append(slot)
         taken.sort(key=_PLACE_IN_FORWARD)
         for slot in taken:
@@ -312,7 +312,7 @@ class Updates(PatchedOptimizer):
     def _apply(self, slots: list[Slot]) -> None:
         """One call of the optimizer for these parameters, whose averages are in memory."""
         gradients = self._gradients
-        due: list[tuple[int, int, Slot, Tensor, Tensor | None]] = []  # by group and place in it
+        due: list[tuple[int, int, Slot, Tensor, Tensor | None]] = []  # by group and index in it
         for slot in slots:
             slot.pending.end()
             restore(slot)
@@ -321,7 +321,7 @@ class Updates(PatchedOptimizer):
             grad = gradients.land(slot) if flight.flying else self._unchanged(slot)
             if grad is not None:  # some rank contributed
                 mine = None if flight.assigned else slot.param.grad
-                due.append((pending.group, pending.place, slot, grad, mine))
+                due.append((pending.group, pending.index, slot, grad, mine))
         due.sort(key=_GROUP_AND_PLACE)
         # What an optimizer writes into a gradient, the program may look at: not into that of joined ones.
         small = self._small if self._joined is not None and not self._writes_gradients else ()

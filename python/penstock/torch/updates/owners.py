@@ -89,8 +89,8 @@ class OwnerUpdates(PatchedOptimizer):
         self._book = book
         self._waiting: dict[Layer, list[Slot]] = {}
         self._taken: list[Layer] = []
-        self._round_used = 0  # the last whose word was said
-        self._factor = 1.0  # for the gradients of this round
+        self._backward_used = 0  # the last whose word was said
+        self._factor = 1.0  # for the gradients of this backward
         self._squares: float | None = None  # of them, if they were asked for
         self._given: dict[int, tuple[int, int]] = {}  # by number of the slot, address and version that the owners know
         self._lent: set[int] = set()  # of these, the values that they read where they are
@@ -133,7 +133,7 @@ class OwnerUpdates(PatchedOptimizer):
         with self._as_step():
             gradients = self._gradients
             gradients.close()
-            if gradients.closed == self._round_used:
+            if gradients.closed == self._backward_used:
                 gradients.close_without_backward()
             with torch._C.DisableTorchFunctionSubclass():
                 self._take()
@@ -167,7 +167,7 @@ class OwnerUpdates(PatchedOptimizer):
         # Not what detach() gives: who has that besides makes step() wait.
         gradients.lent.values[gradients.id] = [slot.param for slot in gradients.slots if slot.index in self._lent]
         self._book.proceed(gradients.step, optimizers, self._group_of, self._factor)
-        self._end_round()
+        self._note_used()
         for slot in contributed:
             slot.param.grad = None
             slot.flight.leave_to_caller()
@@ -182,8 +182,8 @@ class OwnerUpdates(PatchedOptimizer):
             self._note_given(slot)
         gradients.step += 1
 
-    def _end_round(self) -> None:
-        self._round_used, self._factor, self._squares = self._gradients.closed, 1.0, None
+    def _note_used(self) -> None:
+        self._backward_used, self._factor, self._squares = self._gradients.closed, 1.0, None
 
     def _error(self, what: str, slot: Slot, *, before: int = 0) -> ConfigError:
         """Of this step, or of one so many before it."""
@@ -211,15 +211,15 @@ class OwnerUpdates(PatchedOptimizer):
             ConfigError: That would add to them, or other ranks have made the step.
         """
         gradients = self._gradients
-        if gradients.rounds == self._round_used:
+        if gradients.backwards == self._backward_used:
             return
         flying = [slot for slot in gradients.slots if slot.flight.flying]
-        if gradients.closed != gradients.rounds:
+        if gradients.closed != gradients.backwards:
             if flying:
                 raise self._error("has a second gradient in one backward, and the first is at the servers", flying[0])
             return
         kept = [slot for slot in flying if slot.flight.assigned and not slot.flight.absent]
-        self._end_round()
+        self._note_used()
         self._book.discard(gradients.step)
         gradients.wait(flying)
         sizes = gradients.lent.landed(gradients.id, [slot.index for slot in flying])[1]
@@ -308,7 +308,7 @@ class OwnerUpdates(PatchedOptimizer):
         """The global norm of the averages of this backward, as they will be used. Collective."""
         gradients = self._gradients
         gradients.close()
-        if gradients.closed == self._round_used:
+        if gradients.closed == self._backward_used:
             gradients.close_without_backward()
         if self._squares is None:
             self._squares = self._book.squares(gradients.step)
