@@ -16,17 +16,15 @@ SAME = {
     "Call": "a message or collective under way; the binding's is held by Python",
     "Engine": "what the binding wraps",
     "Gather": "the exchange that brings every rank's bytes to all; in Python with what is in the bytes",
-    "Group": "ranks that make calls together",
+    "Group": "ranks that make calls together; the core's, and what programs hold",
     "Layer": "a module with parameters: of a model, of its description, of a simulated chain",
     "Tensor": "a parameter's numbers: in a book, in a description, at a simulated worker",
     "Rates": "of wire and processors",
     "Cluster": "what a job runs on: facts in core, in Python, or emulated in the lab",
     "StepTimes": "predicted seconds per step",
     "Terms": "what is settled of a layer's scheme before training",
-    "Lent": "memory lent to the engine",
-    "Contribution": "what one rank adds: a present or absent slice, bytes of a gather, what Python reads of them",
+    "Contribution": "what one rank adds: to a slice; to a gather, as Python reads it",
     "Buffer": "memory that a call reads or writes",
-    "AddressRange": "memory of the program, by address and length",
     "Report": "counts of a run",
     # both drivers carry out what core decides
     "Effect": "what a state machine asks of whoever runs it",
@@ -36,16 +34,12 @@ SAME = {
     "Fate": "a rank's life, with what only its driver knows",
     "Peer": "another rank, as it is seen from here",
     "Submission": "handing in a tensor; the simulator's is an instruction to do so",
-    "Worker": "a training process",
     # the simulator's jobs, each with its own
     "Fault": "what befalls a rank",
     "Happening": "what is on the agenda",
     "Link": "one direction between two ranks",
     "World": "everything of one run",
     "Writing": "a frame that is being written",
-    # one thing, seen from several sides
-    "Round": "one exchange of a slice by all ranks",
-    "_Pair": "one rank's side of the measurement of one pair",
 }
 """Names of several types that are one thing, and which."""
 

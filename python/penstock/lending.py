@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from penstock._native import Engine
 
-__all__ = ["Lent", "forget_lent", "lent_to"]
+__all__ = ["LentMemory", "forget_lent", "lent_to"]
 
 
-class Lent:
+class LentMemory:
     """What is lent to one engine, by token. Python never writes one of these: the engine may be sending it.
 
     Attributes:
@@ -57,12 +57,12 @@ class Lent:
 
 
 # Tokens are the engine's, so all that use one engine share its ledger. Holding the engine keeps its id unique.
-_by_engine: dict[int, Lent] = {}
+_by_engine: dict[int, LentMemory] = {}
 
 
-def lent_to(engine: Engine) -> Lent:
+def lent_to(engine: Engine) -> LentMemory:
     """The ledger of this engine."""
-    return _by_engine.setdefault(id(engine), Lent(engine))
+    return _by_engine.setdefault(id(engine), LentMemory(engine))
 
 
 def forget_lent(engine: Engine) -> None:

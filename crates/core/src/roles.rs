@@ -35,7 +35,7 @@ pub struct Roles {
 /// still relays for the others.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Groups {
-    groups: Vec<Group>,
+    groups: Vec<ClientGroup>,
     /// By rank: the index of its group.
     of_rank: Vec<Option<u32>>,
 }
@@ -43,9 +43,9 @@ pub struct Groups {
 /// Of books without, and of the inside of one.
 pub(crate) static NO_GROUPS: Groups = Groups { groups: Vec::new(), of_rank: Vec::new() };
 
-/// One of them; never empty.
+/// Workers that are one client of the store; never none.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Group {
+pub struct ClientGroup {
     /// Its ranks.
     pub members: Members,
     /// How a round goes inside: all that have not left must be in.
@@ -212,11 +212,11 @@ impl Groups {
     pub fn of_members(groups: impl IntoIterator<Item = Members>) -> Self {
         let group = |members: Members| {
             let rules = Rules { must_be_in: MustBeIn::These(members.clone()), ..Rules::default() };
-            Group { members, rules }
+            ClientGroup { members, rules }
         };
-        let mut groups: Vec<Group> =
+        let mut groups: Vec<ClientGroup> =
             groups.into_iter().filter(|members| !members.is_empty()).map(group).collect();
-        groups.sort_by_key(Group::head);
+        groups.sort_by_key(ClientGroup::head);
         let highest = groups.iter().filter_map(|group| group.members.iter().last()).max();
         let mut of_rank = vec![None; highest.map_or(0, |rank| rank.index() + 1)];
         for (index, group) in (0..).zip(&groups) {
@@ -232,27 +232,27 @@ impl Groups {
     }
 
     /// In the order of their heads.
-    pub fn iter(&self) -> impl ExactSizeIterator<Item = &Group> + Clone {
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = &ClientGroup> + Clone {
         self.groups.iter()
     }
 
     /// The group of a rank.
     #[must_use]
-    pub fn of(&self, rank: Rank) -> Option<&Group> {
+    pub fn of(&self, rank: Rank) -> Option<&ClientGroup> {
         let index = (*self.of_rank.get(rank.index())?)?;
         self.groups.get(index as usize)
     }
 
     /// The group that a rank is the head of.
     #[must_use]
-    pub fn led_by(&self, rank: Rank) -> Option<&Group> {
+    pub fn led_by(&self, rank: Rank) -> Option<&ClientGroup> {
         self.of(rank).filter(|group| group.head() == rank)
     }
 
     /// To whom this rank pushes slices of that owner, and who answers it. A head is answered by the owner, once its group is in.
     #[must_use]
     pub fn answered_by(&self, rank: Rank, owner: Rank) -> Rank {
-        self.of(rank).map(Group::head).filter(|head| *head != rank).unwrap_or(owner)
+        self.of(rank).map(ClientGroup::head).filter(|head| *head != rank).unwrap_or(owner)
     }
 
     /// Whether both are in one group.
@@ -262,7 +262,7 @@ impl Groups {
     }
 }
 
-impl Group {
+impl ClientGroup {
     /// Who sums.
     #[must_use]
     pub fn head(&self) -> Rank {
@@ -317,7 +317,7 @@ mod tests {
     #[test]
     fn groups_are_found_by_their_ranks() {
         let groups = Groups::of_members([some(&[4, 3]), some(&[]), some(&[5, 0])]);
-        assert_eq!(groups.iter().map(Group::head).collect::<Vec<_>>(), [Rank(0), Rank(3)]);
+        assert_eq!(groups.iter().map(ClientGroup::head).collect::<Vec<_>>(), [Rank(0), Rank(3)]);
         let heads = [0, 1, 3, 4, 5, 6].map(|rank| groups.of(Rank(rank)).map(|group| group.head().0));
         assert_eq!(heads, [Some(0), None, Some(3), Some(3), Some(0), None]);
         assert!(groups.together(Rank(5), Rank(0)) && groups.together(Rank(3), Rank(3)));

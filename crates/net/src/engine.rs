@@ -16,7 +16,7 @@ use crate::memory::{Chunk, Lender, Pool, RealMemory};
 use crate::observed::{Observations, Record, Rings, now_ns};
 use crate::report::{self, Report};
 use crate::shared::{OpenBook, Shared};
-pub use call::CallPart;
+pub use call::{AddressRange, CallPart};
 use gather::check_bytes;
 use parking_lot::{Mutex, RwLock};
 use penstock_core::calls::Calls;
@@ -134,7 +134,7 @@ struct Inner {
     rings: Option<Rings>,
     threads: Mutex<Threads>,
     /// One all-gather, leave or shutdown at a time.
-    collective: Mutex<()>,
+    joint: Mutex<()>,
 }
 
 #[derive(Default)]
@@ -196,7 +196,7 @@ impl Engine {
                 listener: Mutex::new(Some((descriptors::register(&listener), listener))),
                 rings,
                 threads: Mutex::default(),
-                collective: Mutex::default(),
+                joint: Mutex::default(),
             }),
         })
     }

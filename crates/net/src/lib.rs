@@ -28,7 +28,7 @@ mod summing;
 
 pub use accounting::{Busy, Phase};
 pub use call::Handle;
-pub use engine::{CallPart, Engine, EngineConfig, Landed, Lent, Until};
+pub use engine::{AddressRange, CallPart, Engine, EngineConfig, Landed, Lent, Until};
 pub use failure::{Failure, Stop};
 pub use observed::{Observations, Record};
 pub use report::{BookReport, LayerReport, Report};

@@ -275,7 +275,7 @@ impl Lender for OpenBook {
 /// What a rank waits for together with all others.
 pub(crate) enum JointWait {
     /// An all-gather of blobs, and what for.
-    Gather(String),
+    AllGather(String),
     /// That all have left.
     Leave,
 }
@@ -294,8 +294,8 @@ pub(crate) struct State {
     pub(crate) blobs: BTreeMap<Seq, Vec<Option<Vec<u8>>>>,
     /// The all-gather that this rank is in, or would be in next.
     pub(crate) blobs_of: Seq,
-    /// What is being waited for besides tensors and calls.
-    pub(crate) collective: Option<JointWait>,
+    /// What is being waited for together with all, besides tensors and calls.
+    pub(crate) joint: Option<JointWait>,
     /// Lanes on which every rank has left.
     pub(crate) lanes_left: u32,
     /// Lanes on which all goodbyes are said and heard.
@@ -359,7 +359,7 @@ impl Shared {
             done_calls: Vec::new(),
             blobs: BTreeMap::new(),
             blobs_of: 1,
-            collective: None,
+            joint: None,
             lanes_left: 0,
             lanes_done: 0,
             lanes_told: 0,

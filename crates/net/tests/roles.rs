@@ -3,7 +3,7 @@
 mod support;
 
 use penstock_core::layout::Tensor;
-use penstock_core::roles::{Group, Groups, MustBeIn, Rules};
+use penstock_core::roles::{ClientGroup, Groups, MustBeIn, Rules};
 use penstock_core::{Algorithm, BookId, Dtype, Error, Gives, Members, Op, Rank, Roles, Route, Submission};
 use penstock_net::{Engine, Failure, Lent, Stop};
 use std::time::Duration;
@@ -99,7 +99,7 @@ fn grouped(groups: &[&[u32]], servers: u32) -> Roles {
     let groups = Groups::of_members(groups.iter().map(members));
     match servers {
         0 => {
-            let owners = groups.iter().map(Group::head).collect();
+            let owners = groups.iter().map(ClientGroup::head).collect();
             Roles { owners, groups, ..Roles::alike(some(0..workers)) }
         }
         _ => Roles { groups, ..apart(workers, servers) },

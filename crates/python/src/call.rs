@@ -5,13 +5,10 @@ use crate::errors::{bad_argument, named, raise};
 use penstock_core::calls::{CallKind, Request};
 use penstock_core::types::GroupId;
 use penstock_core::way::Algorithm;
-use penstock_net::{CallPart, Handle};
+use penstock_net::{AddressRange, CallPart, Handle};
 use pyo3::prelude::*;
 use std::sync::Arc;
 use std::time::Duration;
-
-/// Address and length in bytes.
-pub(crate) type AddressRange = (usize, usize);
 
 /// A message or collective under way.
 #[pyclass(module = "penstock._native", frozen)]

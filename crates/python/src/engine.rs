@@ -1,6 +1,6 @@
 //! The class `Engine`. Calls that may block run without the GIL; while they wait, signals are looked at.
 
-use crate::call::{self, AddressRange, Call};
+use crate::call::{self, Call};
 use crate::cost::{RatesObject, rates_of};
 use crate::errors::{bad_argument, named, raise, raise_stop};
 use crate::optimizer::Twin;
@@ -10,7 +10,7 @@ use penstock_core::exchange::Field;
 use penstock_core::layout::Tensor;
 use penstock_core::types::GroupId;
 use penstock_core::{Book, BookId, Gives, Op, Rank, Route, Seq, Slicing, Step, Submission, TensorId};
-use penstock_net::{EngineConfig, Landed, Lent, Observations, Phase, Record, Stop, Until};
+use penstock_net::{AddressRange, EngineConfig, Landed, Lent, Observations, Phase, Record, Stop, Until};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use std::ptr::NonNull;

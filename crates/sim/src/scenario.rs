@@ -4,7 +4,7 @@ use crate::program::{Demands, Fault, Instruction, Links, Mishap, PEER_TIMEOUT_NS
 use crate::random::Random;
 use penstock_core::layout::{Book, Tensor};
 use penstock_core::optimizer::{Optimizer, Rule, Update};
-use penstock_core::roles::{Fold, Group, Groups, MustBeIn, Rules};
+use penstock_core::roles::{ClientGroup, Fold, Groups, MustBeIn, Rules};
 use penstock_core::types::{BookId, Dtype, Rank, TensorId};
 use penstock_core::way::Algorithm;
 use penstock_core::wire::Op;
@@ -235,7 +235,7 @@ fn roles(workers: u32, servers: u32, groups: Groups) -> Roles {
     let members = Members::all(workers + servers);
     if servers == 0 {
         let alike = Roles::alike(members);
-        let heads: Members = groups.iter().map(Group::head).collect();
+        let heads: Members = groups.iter().map(ClientGroup::head).collect();
         let owners = if groups.is_empty() { alike.owners.clone() } else { heads };
         return Roles { owners, groups, ..alike };
     }

@@ -10,7 +10,7 @@ use penstock_core::types::{Dtype, Rank, SliceId};
 use penstock_core::way::Algorithm;
 use penstock_core::wire::{Destination, Kind, Op, Outgoing};
 use penstock_core::{Error, Gives, Header, Members, Route, Slicing, Submission};
-use penstock_sim::check::order::{self, Round};
+use penstock_sim::check::order::{self, Summation};
 use penstock_sim::memory::{Chunk, RealMemory, SimMemory};
 use penstock_sim::random::Random;
 use std::collections::BTreeMap;
@@ -263,7 +263,8 @@ fn check_members(algorithm: Algorithm, (dtype, wire): (Dtype, Dtype), op: Op, me
                 let parts: Vec<Option<&[u8]>> =
                     rows.iter().map(|row| row.as_deref().map(|row| &row[range.clone()])).collect();
                 let owner = Rank(index(slice.owner) as u32);
-                let want = order::reduce(Round { algorithm, dtype, wire, op, active: ranks }, owner, &parts);
+                let want =
+                    order::reduce(Summation { algorithm, dtype, wire, op, active: ranks }, owner, &parts);
                 let want = want.unwrap_or_else(|| vec![0x5A; range.len()]);
                 assert_eq!(got[range], want[..], "{}, rank {rank}", name());
             }

@@ -24,10 +24,10 @@ __all__ = [
     "INDEX_BYTES",
     "Asking",
     "BookPlace",
-    "Contribution",
     "OfOne",
     "OfRows",
     "OfTensors",
+    "OneByOne",
     "Replacement",
     "UnderWay",
     "ValueMemory",
@@ -260,7 +260,7 @@ class Versions(NamedTuple):
     by_slice: Sequence[int]
 
 
-class Contribution:
+class OneByOne:
     """A contribution that the owners take when it comes, one after the other. Nothing comes back but its version.
 
     Args:
@@ -314,7 +314,7 @@ class Contribution:
         return engine.submit(book, tensor, target.address, target.nbytes, "sum", self._step, more)
 
 
-class Asking(Contribution):
+class Asking(OneByOne):
     """For the value as it is when the owners are asked: it comes to the key's memory.
 
     Args:

@@ -22,11 +22,11 @@ from penstock.errors import PeerLost, PenstockError
 from penstock.kvstore.rounds import (
     Asking,
     BookPlace,
-    Contribution,
     Copy,
     OfOne,
     OfRows,
     OfTensors,
+    OneByOne,
     Replacement,
     UnderWay,
     ValueMemory,
@@ -200,7 +200,7 @@ class StoredKey:
         elif self._one_by_one:
             self._clock += 1
             came = []
-            under_way = Contribution(self.place, self.memory, values, self._clock, partial(self._is_taken, came))
+            under_way = OneByOne(self.place, self.memory, values, self._clock, partial(self._is_taken, came))
         else:
             under_way = OfTensors(self.place, self.memory, values, into, self._version, self._op)
         if self._made > self._done:

@@ -53,7 +53,7 @@ class Reports:
                 data = data[os.write(self._fd, data) :]
 
 
-class Worker:
+class WorkerProcess:
     """One process, with the threads that read its output and wait for its end."""
 
     def __init__(self, rank: int, command: list[str], environment: dict[str, str], cwd: str, reports: Reports) -> None:
@@ -139,10 +139,10 @@ def main() -> int:
     orders = decode(sys.stdin.buffer.readline(LINE_MAX))
     if orders is None:
         return 0
-    workers: list[Worker] = []
+    workers: list[WorkerProcess] = []
     for order in orders["workers"]:
         try:
-            workers.append(Worker(order["rank"], order["command"], order["environment"], orders["cwd"], reports))
+            workers.append(WorkerProcess(order["rank"], order["command"], order["environment"], orders["cwd"], reports))
         except (OSError, subprocess.SubprocessError) as error:
             reports.send(failed=order["rank"], why=str(error))
             break
@@ -156,7 +156,7 @@ def main() -> int:
     return 0
 
 
-def _end(workers: list[Worker], waiters: list[threading.Thread]) -> None:
+def _end(workers: list[WorkerProcess], waiters: list[threading.Thread]) -> None:
     """End all processes: first by asking them."""
     for number, wait_s in ((signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, TERMINATE_S)):
         for worker in workers:

@@ -35,7 +35,7 @@ LATENCY_REPEATS = 20
 PLAN, DATA, ANSWER = 1, 2, 3
 
 
-class _Pair:
+class _PairBySize:
     """One rank's side of the measurement of one pair."""
 
     def __init__(self, group: Group, me: int, peer: int) -> None:
@@ -120,7 +120,7 @@ def _measure(job: Job, sizes: Sequence[int], pairs: int | None) -> list[Link]:
             continue
         low, high = match
         peer = high if me == low else low
-        latency_s, times = _Pair(group, me, peer).measure(sizes, leads=me == low)
+        latency_s, times = _PairBySize(group, me, peer).measure(sizes, leads=me == low)
         mine.append({"target": peer, "latency_s": latency_s, "seconds": times})
     told = job.engine.all_gather("measured links", json.dumps(mine).encode())
     return [

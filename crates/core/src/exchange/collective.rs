@@ -43,7 +43,7 @@ pub struct Collective<C> {
     /// The last round that this rank has submitted.
     seq: Seq,
     /// The open round.
-    round: Option<Round<C>>,
+    round: Option<OpenRound<C>>,
     /// What has come and whose step has not, of this round and the next. No more than the steps that receive, twice.
     arrived: Vec<Arrived<C>>,
     /// What has come to be added, when its addition is due.
@@ -54,7 +54,7 @@ pub struct Collective<C> {
 
 /// This rank's part in the open round.
 #[derive(Debug)]
-struct Round<C> {
+struct OpenRound<C> {
     /// The submission's.
     header: Header,
     /// The contribution, the partial sums, and in the end the result.
@@ -138,7 +138,7 @@ impl<C: Clone> Collective<C> {
             self.receivers = receivers(&places);
         }
         context.effects.extend(self.receivers.iter().map(|to| Effect::Opens { to: *to }));
-        self.round = Some(Round {
+        self.round = Some(OpenRound {
             header: *header,
             memory,
             contributes: !absent,
@@ -260,7 +260,7 @@ impl<C: Clone> Collective<C> {
 }
 
 fn send_part<M: Memory>(
-    round: &Round<M::Chunk>,
+    round: &OpenRound<M::Chunk>,
     places: &Places<'_>,
     number: u32,
     Send { to, elems }: &Send,
@@ -278,7 +278,7 @@ fn send_part<M: Memory>(
 
 /// The step's part is here.
 fn take_in<C>(
-    round: &mut Round<C>,
+    round: &mut OpenRound<C>,
     parts: &mut Vec<C>,
     combine: Combine,
     Arrived { from, header, payload }: Arrived<C>,
@@ -305,7 +305,7 @@ fn take_in<C>(
 
 /// Adds what has come, in one pass: what this rank has first, then the parts in the order of their steps.
 fn add_up<M: Memory>(
-    round: &mut Round<M::Chunk>,
+    round: &mut OpenRound<M::Chunk>,
     parts: &mut Vec<M::Chunk>,
     places: &Places<'_>,
     Adding { elems, to_own, last }: &Adding,

@@ -6,9 +6,9 @@ use crate::memory::Memory;
 use crate::types::{Rank, Seq, Step};
 use crate::wire::Header;
 
-/// What has come from one rank.
+/// One rank's contribution, as far as it has come.
 #[derive(Debug)]
-pub(super) enum Contribution<C> {
+pub(super) enum OfMember<C> {
     /// So many bytes of all of it.
     Pieces {
         /// Its step.
@@ -31,7 +31,7 @@ pub(super) struct OfRound<C> {
     /// That of whoever began it.
     pub(super) step: Step,
     /// By member; this one's own is here if it is the head of a group.
-    contributions: Vec<Option<Contribution<C>>>,
+    contributions: Vec<Option<OfMember<C>>>,
     /// Of the head of a group: those of others that have said that their groups are in, and in which epoch.
     pub(super) told: Vec<(Rank, u32)>,
     /// Of the head of a group: whether others have what its members gave.
@@ -40,7 +40,7 @@ pub(super) struct OfRound<C> {
     pub(super) served: bool,
 }
 
-impl<C> Contribution<C> {
+impl<C> OfMember<C> {
     fn is_in(&self) -> bool {
         match self {
             Self::Pieces { total_bytes, filled_bytes, .. } => filled_bytes == total_bytes,
@@ -72,7 +72,7 @@ impl<C> OfRound<C> {
         those.for_each(|(contribution, _)| *contribution = None);
     }
 
-    pub(super) fn of(&self, index: usize) -> Option<&Contribution<C>> {
+    pub(super) fn of(&self, index: usize) -> Option<&OfMember<C>> {
         self.contributions[index].as_ref()
     }
 
@@ -83,7 +83,7 @@ impl<C> OfRound<C> {
 
     /// Whether everything has.
     pub(super) fn is_in(&self, index: usize) -> bool {
-        self.of(index).is_some_and(Contribution::is_in)
+        self.of(index).is_some_and(OfMember::is_in)
     }
 
     /// Whether a frame is the next piece from there, or the first of a round that is not open.
@@ -91,7 +91,7 @@ impl<C> OfRound<C> {
         let (total_bytes, len_bytes) = (header.argument, header.payload_bytes);
         let (known_bytes, filled_bytes) = match round.and_then(|round| round.of(index)) {
             Some(contribution) if contribution.is_in() => return false,
-            Some(Contribution::Pieces { total_bytes, filled_bytes, .. }) => (*total_bytes, *filled_bytes),
+            Some(OfMember::Pieces { total_bytes, filled_bytes, .. }) => (*total_bytes, *filled_bytes),
             _ => (total_bytes, 0),
         };
         known_bytes == total_bytes
@@ -101,13 +101,13 @@ impl<C> OfRound<C> {
 
     /// Takes a piece.
     pub(super) fn add(&mut self, index: usize, header: &Header, payload: Option<C>) {
-        let empty = || Contribution::Pieces {
+        let empty = || OfMember::Pieces {
             step: header.step,
             total_bytes: header.argument,
             filled_bytes: 0,
             chunks: Vec::with_capacity(header.argument.div_ceil(header.payload_bytes.max(1)) as usize),
         };
-        if let Contribution::Pieces { filled_bytes, chunks, .. } =
+        if let OfMember::Pieces { filled_bytes, chunks, .. } =
             self.contributions[index].get_or_insert_with(empty)
         {
             chunks.extend(payload.map(|payload| (header.payload_bytes, payload)));
@@ -117,18 +117,18 @@ impl<C> OfRound<C> {
 
     /// This rank's own.
     pub(super) fn set_whole(&mut self, index: usize, step: Step, total_bytes: u32, chunks: Vec<(u32, C)>) {
-        let whole = Contribution::Pieces { step, total_bytes, filled_bytes: total_bytes, chunks };
+        let whole = OfMember::Pieces { step, total_bytes, filled_bytes: total_bytes, chunks };
         self.contributions[index] = Some(whole);
     }
 
     pub(super) fn set_absent(&mut self, index: usize) {
-        self.contributions[index] = Some(Contribution::Absent);
+        self.contributions[index] = Some(OfMember::Absent);
     }
 
     /// Of which steps they are.
     pub(super) fn steps(&self, members: &Members) -> impl Iterator<Item = (Rank, Step)> + Clone {
         members.iter().zip(&self.contributions).filter_map(|(rank, contribution)| match contribution {
-            Some(Contribution::Pieces { step, .. }) => Some((rank, *step)),
+            Some(OfMember::Pieces { step, .. }) => Some((rank, *step)),
             _ => None,
         })
     }
@@ -136,7 +136,7 @@ impl<C> OfRound<C> {
     /// By member the payloads; none of this rank.
     pub(super) fn into_parts(self, me: Option<usize>) -> Vec<Option<Vec<C>>> {
         let chunks = |(index, contribution)| match contribution {
-            Some(Contribution::Pieces { chunks, .. }) if Some(index) != me => {
+            Some(OfMember::Pieces { chunks, .. }) if Some(index) != me => {
                 Some(chunks.into_iter().map(|(_, chunk)| chunk).collect())
             }
             _ => None,

@@ -16,7 +16,7 @@ use super::out_of_step::out_of_step;
 use super::round::{Contribution, Outcome, Round};
 use crate::error::Error;
 use crate::memory::Memory;
-use crate::roles::{Fold, Group, NO_GROUPS};
+use crate::roles::{ClientGroup, Fold, NO_GROUPS};
 use crate::types::{Rank, Seq, Step};
 use crate::wire::{Header, Kind, Party, describe, wire_argument};
 
@@ -36,7 +36,7 @@ impl<C> Default for Inside<C> {
 
 impl<'a> Site<'a> {
     /// This rank's group, if it is the head.
-    pub(super) fn led(&self) -> Option<&'a Group> {
+    pub(super) fn led(&self) -> Option<&'a ClientGroup> {
         self.groups.led_by(self.rank)
     }
 
@@ -59,8 +59,8 @@ impl<'a> Site<'a> {
     }
 
     /// The same slice inside a group of this rank's.
-    fn inside(&self, group: &'a Group) -> Self {
-        let Group { members, rules } = group;
+    fn inside(&self, group: &'a ClientGroup) -> Self {
+        let ClientGroup { members, rules } = group;
         Self { members, rules, groups: &NO_GROUPS, wire: self.dtype, ..*self }
     }
 }

@@ -16,10 +16,10 @@
 //! of a head of a later epoch. Such rounds wait until this rank has heard it too.
 
 use super::context::{Context, Flow, Site};
-use super::contributions::{Contribution, OfRound};
+use super::contributions::{OfMember, OfRound};
 use super::frames::send;
 use crate::memory::Memory;
-use crate::roles::Group;
+use crate::roles::ClientGroup;
 use crate::types::Rank;
 use crate::wire::{Header, Kind, Party};
 
@@ -109,7 +109,7 @@ impl Passage {
 }
 
 /// The indices of a group's ranks among all members.
-fn indices<'a>(group: &'a Group, site: &Site<'a>) -> impl Iterator<Item = usize> + use<'a> {
+fn indices<'a>(group: &'a ClientGroup, site: &Site<'a>) -> impl Iterator<Item = usize> + use<'a> {
     let members = site.members;
     group.members.iter().filter_map(|rank| members.index_of(rank))
 }
@@ -125,7 +125,7 @@ impl<C: Clone> OfRound<C> {
             let ranks = group.members.iter().zip(indices(group, &site));
             let ranks: Vec<(Rank, usize)> = ranks.collect();
             let argument = Party::new(0, site.active.epoch()).argument();
-            for head in site.groups.iter().map(Group::head).filter(|head| *head != site.rank) {
+            for head in site.groups.iter().map(ClientGroup::head).filter(|head| *head != site.rank) {
                 let said = Header { kind: Kind::GroupIn, argument, ..self.header(header) };
                 send(head, &said, None, Flow::Free, context);
                 ranks.iter().for_each(|(_, index)| self.send(*index, head, header, context));
@@ -139,7 +139,7 @@ impl<C: Clone> OfRound<C> {
         if self.passed_on && !self.served && self.all_are_in(&site) {
             self.served = true;
             for (rank, own) in group.members.iter().zip(indices(group, &site)) {
-                let waits = rank != site.rank && matches!(self.of(own), Some(Contribution::Pieces { .. }));
+                let waits = rank != site.rank && matches!(self.of(own), Some(OfMember::Pieces { .. }));
                 for index in (0..site.members.count() as usize).filter(|index| waits && *index != own) {
                     self.send(index, rank, header, context);
                 }
@@ -156,7 +156,7 @@ impl<C: Clone> OfRound<C> {
         context: &mut Context<'_, M>,
     ) {
         let said = self.header(header);
-        let Some(Contribution::Pieces { step, total_bytes, chunks, .. }) = self.of(index) else {
+        let Some(OfMember::Pieces { step, total_bytes, chunks, .. }) = self.of(index) else {
             return send(to, &Header { kind: Kind::NotIn, ..said }, None, Flow::Free, context);
         };
         let said = Header { kind: Kind::Passed, step: *step, argument: *total_bytes, ..said };
@@ -176,7 +176,7 @@ impl<C: Clone> OfRound<C> {
     }
 
     /// Whether each member has given all of what it gives, or has left.
-    fn group_is_in(&self, group: &Group, site: &Site<'_>) -> bool {
+    fn group_is_in(&self, group: &ClientGroup, site: &Site<'_>) -> bool {
         let mut members = group.members.iter().zip(indices(group, site));
         self.told.iter().all(|(_, epoch)| *epoch == Party::new(0, site.active.epoch()).epoch())
             && members.all(|(rank, index)| {
@@ -193,7 +193,7 @@ impl<C: Clone> OfRound<C> {
     /// Whether this head has done its part: its members have all, or none of them takes part.
     pub(super) fn is_over(&self, site: &Site<'_>) -> bool {
         let nobody = || {
-            let given = |index| matches!(self.of(index), Some(Contribution::Pieces { .. }));
+            let given = |index| matches!(self.of(index), Some(OfMember::Pieces { .. }));
             site.led().is_some_and(|group| !indices(group, site).any(given))
         };
         self.served || self.passed_on && nobody()
@@ -210,6 +210,6 @@ impl<C: Clone> OfRound<C> {
     /// At a head that has passed on: heads of groups from which not all is here.
     pub(super) fn missing_heads<'a>(&'a self, site: &'a Site<'_>) -> impl Iterator<Item = Rank> + 'a {
         let others = site.groups.iter().filter(|group| self.passed_on && group.head() != site.rank);
-        others.filter(|group| indices(group, site).any(|index| !self.is_in(index))).map(Group::head)
+        others.filter(|group| indices(group, site).any(|index| !self.is_in(index))).map(ClientGroup::head)
     }
 }

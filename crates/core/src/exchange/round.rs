@@ -7,7 +7,7 @@ use super::frames::send;
 use crate::members::Members;
 use crate::memory::Memory;
 use crate::reduce::Reduction;
-use crate::roles::{Group, MustBeIn};
+use crate::roles::{ClientGroup, MustBeIn};
 use crate::types::{Rank, Seq, Step};
 use crate::wire::{Header, Kind, Op, Party};
 
@@ -163,7 +163,7 @@ impl<C: Clone> Round<C> {
     /// Who leaves tells everybody, but a head and an owner hear of it at different times. So a group is in when it counts as many
     /// ranks as this rank believes are there: else an average would be over those that this rank happens to know of.
     fn groups_complete(&self, &Site { members, active, groups, .. }: &Site<'_>) -> bool {
-        let is_in = |group: &Group| {
+        let is_in = |group: &ClientGroup| {
             let ranks = group.members.iter().filter(|rank| active.contains(*rank)).count();
             let part = members.index_of(group.head()).and_then(|index| self.contributions[index].as_ref());
             part.map_or(ranks == 0, |part| part.party == Party::new(ranks, active.epoch()))

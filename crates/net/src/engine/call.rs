@@ -19,8 +19,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// AddressRange of the program: where it starts, and its length in bytes.
-type AddressRange = (usize, usize);
+/// Memory of the program: its address, and its length in bytes.
+pub type AddressRange = (usize, usize);
 
 /// This rank's part in a call; see [`penstock_core::calls`].
 pub struct CallPart {

@@ -129,8 +129,8 @@ impl Engine {
             return Ok(());
         }
         self.check_that_ranks_may_leave()?;
-        let _one_at_a_time = self.inner.collective.lock();
-        shared.update(|state| (state.lanes_left, state.collective) = (0, Some(JointWait::Leave)));
+        let _one_at_a_time = self.inner.joint.lock();
+        shared.update(|state| (state.lanes_left, state.joint) = (0, Some(JointWait::Leave)));
         shared.progressed();
         for mailbox in shared.mailboxes() {
             mailbox.send(Command::Leave);
@@ -148,7 +148,7 @@ impl Engine {
         let mut wait = shared.begin_wait(WaitKind::Leavers, operation_timeout);
         let all = |state: &mut State| (state.lanes_left == lanes).then_some(());
         let outcome = self.await_result(&mut wait, interrupted, all, expired);
-        shared.update(|state| state.collective = None);
+        shared.update(|state| state.joint = None);
         let waiting = " (this rank was waiting for the others to finish: join)";
         outcome.map(|_| ()).map_err(|stop| stop.map(|failure| failure.add(waiting)))
     }

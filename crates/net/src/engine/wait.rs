@@ -263,10 +263,10 @@ impl Engine {
         let Some(lane) = shared.mailboxes().first() else {
             return Err(Failure::config(format!("{what}: all_gather() was called before connect()")).into());
         };
-        let _one_at_a_time = self.inner.collective.lock();
+        let _one_at_a_time = self.inner.joint.lock();
         let payload = (!blob.is_empty()).then(|| shared.pool.copy_of(blob));
         let seq = shared.update(|state| {
-            state.collective = Some(JointWait::Gather(what.into()));
+            state.joint = Some(JointWait::AllGather(what.into()));
             state.blobs_of
         });
         shared.progressed();
@@ -285,7 +285,7 @@ impl Engine {
         };
         let outcome = self.await_result(&mut self.begin_wait(), interrupted, done, expired);
         if !matches!(outcome, Err(Stop::Interrupted)) {
-            shared.update(|state| state.collective = None);
+            shared.update(|state| state.joint = None);
         }
         let blobs = outcome.map_err(|stop| match is_late {
             true => stop,

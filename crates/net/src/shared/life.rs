@@ -144,7 +144,7 @@ impl Shared {
     /// Of the all-gather that this rank is in: who has not come.
     fn late_in_gather(&self) -> Vec<Rank> {
         let state = self.lock();
-        if !matches!(state.collective, Some(JointWait::Gather(_))) {
+        if !matches!(state.joint, Some(JointWait::AllGather(_))) {
             return Vec::new();
         }
         let blobs = state.blobs.get(&state.blobs_of);
@@ -157,12 +157,12 @@ impl Shared {
     pub(crate) fn reply(&self) -> Reply {
         let late = self.late_in_gather();
         let state = self.lock();
-        let what = match &state.collective {
-            Some(JointWait::Gather(what)) => what.clone(),
+        let what = match &state.joint {
+            Some(JointWait::AllGather(what)) => what.clone(),
             Some(JointWait::Leave) => "the wait for all to leave (join)".into(),
             None => String::new(),
         };
-        let blocked = state.collective.is_some() || state.accounting.is_waiting();
+        let blocked = state.joint.is_some() || state.accounting.is_waiting();
         Reply { blocked, late, what, ..Reply::default() }
     }
 

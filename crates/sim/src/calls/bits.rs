@@ -79,12 +79,12 @@ pub(super) fn sum(algorithm: Algorithm, dtype: Dtype, op: Op, rows: &[Vec<u8>]) 
     }
     let elems = (rows[0].len() / elem_bytes) as u64;
     let count = slices(algorithm, elems, elem_bytes as u64, p);
-    let round = order::Round { algorithm, dtype, wire: dtype, op, active: p };
+    let how = order::Summation { algorithm, dtype, wire: dtype, op, active: p };
     let start = |slice| part_start(elems, u64::from(count), u64::from(slice)) as usize * elem_bytes;
     let slice = |number: u32| {
         let parts: Vec<Option<&[u8]>> =
             rows.iter().map(|row| Some(&row[start(number)..start(number + 1)])).collect();
-        order::reduce(round, Rank(number % p), &parts).unwrap_or_default()
+        order::reduce(how, Rank(number % p), &parts).unwrap_or_default()
     };
     (0..count).flat_map(slice).collect()
 }

@@ -343,7 +343,7 @@ fn expected(book: &Book, tensor: TensorId, round: &RoundRecord) -> Expected {
     }
     let active = round.parts.iter().flatten().count() as u32;
     let Tensor { dtype, wire, .. } = *layout;
-    let what = order::Round { algorithm, dtype, wire, op: round.op, active };
+    let how = order::Summation { algorithm, dtype, wire, op: round.op, active };
     let mut result = Vec::with_capacity(layout.len_bytes() as usize);
     for slice in &book.slices[layout.first_slice as usize..][..layout.slice_count as usize] {
         let range = slice.offset_bytes as usize..(slice.offset_bytes + u64::from(slice.len_bytes)) as usize;
@@ -351,9 +351,9 @@ fn expected(book: &Book, tensor: TensorId, round: &RoundRecord) -> Expected {
             contributions().map(|part| part?.bytes.as_deref().map(|bytes| &bytes[range.clone()])).collect();
         let groups = &book.roles.groups;
         let sum = if algorithm == Algorithm::Store && !groups.is_empty() {
-            order::reduce_in_groups(what, slice.owner, &rows, groups.iter().map(|group| &group.members))
+            order::reduce_in_groups(how, slice.owner, &rows, groups.iter().map(|group| &group.members))
         } else {
-            order::reduce(what, slice.owner, &rows)
+            order::reduce(how, slice.owner, &rows)
         };
         result.extend(sum.unwrap_or_default());
     }

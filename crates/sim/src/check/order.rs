@@ -179,9 +179,9 @@ fn value<E: Element>(
     Some(E::write(divisor.map_or(total, |divisor| E::divide(total, divisor))))
 }
 
-/// What a round is about.
+/// How the contributions to a slice become one sum.
 #[derive(Debug, Clone, Copy)]
-pub struct Round {
+pub struct Summation {
     /// How the sum is made.
     pub algorithm: Algorithm,
     /// Its element type.
@@ -198,13 +198,13 @@ pub struct Round {
 /// hold. The sum of a group is its first rank's contribution.
 #[must_use]
 pub fn reduce_in_groups<'a>(
-    round: Round,
+    how: Summation,
     owner: Rank,
     rows: &[Option<&[u8]>],
     groups: impl Iterator<Item = &'a Members>,
 ) -> Option<Vec<u8>> {
-    let op = if round.op == Op::Average { Op::Sum } else { round.op };
-    let inside = Round { wire: round.dtype, op, active: 1, ..round };
+    let op = if how.op == Op::Average { Op::Sum } else { how.op };
+    let inside = Summation { wire: how.dtype, op, active: 1, ..how };
     let mut sums: Vec<Option<Vec<u8>>> = vec![None; rows.len()];
     for group in groups {
         let ranks = (0..).map(Rank).zip(rows);
@@ -213,35 +213,35 @@ pub fn reduce_in_groups<'a>(
         sums[group.at(0).index()] = reduce(inside, owner, &rows);
     }
     let sums: Vec<Option<&[u8]>> = sums.iter().map(Option::as_deref).collect();
-    reduce(round, owner, &sums)
+    reduce(how, owner, &sums)
 }
 
 /// The result for one slice: `rows` by rank, `None` for those that contribute nothing; `owner` is the slice's first rank.
 #[must_use]
-pub fn reduce(round: Round, owner: Rank, rows: &[Option<&[u8]>]) -> Option<Vec<u8>> {
-    if round.wire != round.dtype {
+pub fn reduce(how: Summation, owner: Rank, rows: &[Option<&[u8]>]) -> Option<Vec<u8>> {
+    if how.wire != how.dtype {
         let rounded = |(rank, row): (usize, &Option<&[u8]>)| {
-            row.map(|row| if rank == owner.index() { row.to_vec() } else { through(round.wire, row) })
+            row.map(|row| if rank == owner.index() { row.to_vec() } else { through(how.wire, row) })
         };
         let rows: Vec<Option<Vec<u8>>> = rows.iter().enumerate().map(rounded).collect();
         let rows: Vec<Option<&[u8]>> = rows.iter().map(Option::as_deref).collect();
-        let result = reduce(Round { wire: round.dtype, ..round }, owner, &rows)?;
-        return Some(through(round.wire, &result));
+        let result = reduce(Summation { wire: how.dtype, ..how }, owner, &rows)?;
+        return Some(through(how.wire, &result));
     }
     let present = || rows.iter().flatten();
-    if round.op == Op::Copy {
+    if how.op == Op::Copy {
         return present().next().map(|row| row.to_vec());
     }
-    match round.dtype {
-        Dtype::F32 => reduce_as::<f32>(round, owner, rows),
-        Dtype::F64 => reduce_as::<f64>(round, owner, rows),
-        Dtype::F16 => reduce_as::<f16>(round, owner, rows),
-        Dtype::Bf16 => reduce_as::<bf16>(round, owner, rows),
-        Dtype::I64 => reduce_as::<i64>(round, owner, rows),
-        Dtype::I32 => reduce_as::<i32>(round, owner, rows),
-        Dtype::I16 => reduce_as::<i16>(round, owner, rows),
-        Dtype::I8 => reduce_as::<i8>(round, owner, rows),
-        Dtype::U8 => reduce_as::<u8>(round, owner, rows),
+    match how.dtype {
+        Dtype::F32 => reduce_as::<f32>(how, owner, rows),
+        Dtype::F64 => reduce_as::<f64>(how, owner, rows),
+        Dtype::F16 => reduce_as::<f16>(how, owner, rows),
+        Dtype::Bf16 => reduce_as::<bf16>(how, owner, rows),
+        Dtype::I64 => reduce_as::<i64>(how, owner, rows),
+        Dtype::I32 => reduce_as::<i32>(how, owner, rows),
+        Dtype::I16 => reduce_as::<i16>(how, owner, rows),
+        Dtype::I8 => reduce_as::<i8>(how, owner, rows),
+        Dtype::U8 => reduce_as::<u8>(how, owner, rows),
         Dtype::Bytes => present().next().map(|row| row.to_vec()),
     }
 }
@@ -258,23 +258,23 @@ pub fn through(wire: Dtype, row: &[u8]) -> Vec<u8> {
     row.chunks_exact(4).flat_map(one).collect()
 }
 
-fn reduce_as<E: Element>(round: Round, owner: Rank, rows: &[Option<&[u8]>]) -> Option<Vec<u8>> {
+fn reduce_as<E: Element>(how: Summation, owner: Rank, rows: &[Option<&[u8]>]) -> Option<Vec<u8>> {
     let elems = rows.iter().flatten().next()?.len() / E::BYTES;
     let p = rows.len() as u32;
     // The store sums in rank order, whoever owns the slice; collectives count from its first rank.
-    let first = if round.algorithm == Algorithm::Store { 0 } else { owner.index() };
+    let first = if how.algorithm == Algorithm::Store { 0 } else { owner.index() };
     let by_position: Vec<Option<&[u8]>> = (0..rows.len()).map(|i| rows[(i + first) % rows.len()]).collect();
-    let divisor = (round.op == Op::Average && round.active > 1).then_some(round.active);
-    let parts = part_count(round.algorithm, p);
+    let divisor = (how.op == Op::Average && how.active > 1).then_some(how.active);
+    let parts = part_count(how.algorithm, p);
     let mut result = Vec::with_capacity(elems * E::BYTES);
     for part in 0..parts {
-        let sum = sum_of(round.algorithm, p, part);
+        let sum = sum_of(how.algorithm, p, part);
         // The first parts have one element more if there is a remainder.
         let (even, more) = (elems / parts as usize, elems % parts as usize);
         let len = even + usize::from((part as usize) < more);
         for _ in 0..len {
             let at = result.len();
-            result.extend(value::<E>(&sum, &by_position, at, round.op, divisor)?);
+            result.extend(value::<E>(&sum, &by_position, at, how.op, divisor)?);
         }
     }
     Some(result)
@@ -293,8 +293,8 @@ mod tests {
         let groups: Vec<Members> = [[0, 2], [1, 3]].map(|ranks| ranks.into_iter().map(Rank).collect()).into();
         let sum = |wire, groups: &[Members]| {
             let (algorithm, dtype, op) = (Algorithm::Store, Dtype::F32, Op::Average);
-            let round = Round { algorithm, dtype, wire, op, active: 4 };
-            let bytes = reduce_in_groups(round, Rank(0), &rows, groups.iter()).unwrap();
+            let how = Summation { algorithm, dtype, wire, op, active: 4 };
+            let bytes = reduce_in_groups(how, Rank(0), &rows, groups.iter()).unwrap();
             <f32 as Element>::read(&bytes).to_bits()
         };
         let want = |x: f32| x.to_bits();

@@ -12,7 +12,7 @@ use penstock_core::node::Event;
 use penstock_core::optimizer::Update;
 use penstock_core::types::{BookId, Dtype, Rank, Seq, SliceId, TensorId};
 use penstock_core::wire::{Header, Kind};
-use penstock_core::{Gives, Route, Submission as Part};
+use penstock_core::{Gives, Route};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Where a rank is.
@@ -365,7 +365,7 @@ impl<M: SimMemory> World<M> {
         for lane in 0..setup.lanes {
             let memory = memory.clone();
             let gives = Gives::unless_absent(op, absent);
-            let part = Part { book, tensor, seq, step, memory, gives };
+            let part = penstock_core::Submission { book, tensor, seq, step, memory, gives };
             self.step(rank, lane, Event::Submit(part))?;
         }
         let slices = setup.books[usize::from(book)].slices_of(tensor);
@@ -398,7 +398,7 @@ impl<M: SimMemory> World<M> {
         self.ledger.submit(rank, submission, seq, memory.to_bytes())?;
         let lane = setup.books[usize::from(book)].slices[layout.first_slice as usize].lane;
         let gives = Gives::Gathered { len_bytes, only_to: None };
-        let part = Part { book, tensor, seq, step: seq, memory, gives };
+        let part = penstock_core::Submission { book, tensor, seq, step: seq, memory, gives };
         self.step(rank, lane, Event::Submit(part))
     }
 

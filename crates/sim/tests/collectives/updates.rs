@@ -6,12 +6,12 @@ use penstock_core::exchange::Field;
 use penstock_core::layout::{Book, Tensor};
 use penstock_core::node::Event;
 use penstock_core::optimizer::{Optimizer, Rule, Update};
-use penstock_core::roles::{Answered, Fold, Group, Groups, MustBeIn, Roles, Rules};
+use penstock_core::roles::{Answered, ClientGroup, Fold, Groups, MustBeIn, Roles, Rules};
 use penstock_core::types::{Dtype, Rank};
 use penstock_core::way::Algorithm;
 use penstock_core::wire::Op;
 use penstock_core::{Members, Slicing};
-use penstock_sim::check::order::{self, Round};
+use penstock_sim::check::order::{self, Summation};
 use penstock_sim::memory::{Chunk, RealMemory, SimMemory};
 use penstock_sim::random::Random;
 use std::sync::Arc;
@@ -28,7 +28,7 @@ fn roles(random: &mut Random) -> Roles {
     let count = random.between(1, 6) as u32;
     let groups = groups(random, count);
     if random.chance(500) {
-        let heads: Members = groups.iter().map(Group::head).collect();
+        let heads: Members = groups.iter().map(ClientGroup::head).collect();
         let owners = if groups.is_empty() { Members::all(count) } else { heads };
         return Roles { rules, owners, groups, ..Roles::alike(Members::all(count)) };
     }
@@ -192,12 +192,12 @@ fn rounds(seed: u64) -> (u32, u32, u32) {
                     slice.offset_bytes as usize..(slice.offset_bytes + u64::from(slice.len_bytes)) as usize;
                 let parts: Vec<Option<&[u8]>> =
                     rows.iter().map(|row| row.as_deref().map(|row| &row[range.clone()])).collect();
-                let round = Round { algorithm: Algorithm::Store, dtype, wire, op, active: workers.count() };
+                let how = Summation { algorithm: Algorithm::Store, dtype, wire, op, active: workers.count() };
                 let sum = if roles.groups.is_empty() {
-                    order::reduce(round, slice.owner, &parts)
+                    order::reduce(how, slice.owner, &parts)
                 } else {
                     let groups = roles.groups.iter().map(|group| &group.members);
-                    order::reduce_in_groups(round, slice.owner, &parts, groups)
+                    order::reduce_in_groups(how, slice.owner, &parts, groups)
                 };
                 gradient.extend(sum.unwrap());
             }

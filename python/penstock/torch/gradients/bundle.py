@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from penstock.lending import Lent
+from penstock.lending import LentMemory
 from penstock.torch.model.flight import Flight
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Bundle:
         lent: Keeps their memory.
     """
 
-    def __init__(self, engine: Engine, book: int, lent: Lent) -> None:
+    def __init__(self, engine: Engine, book: int, lent: LentMemory) -> None:
         self._engine = engine
         self._book = book
         self._lent = lent

@@ -1,7 +1,7 @@
 //! Which frames of gathers wait: from everybody to everybody, and in groups from head to head.
 
 use super::{LinkModel, What};
-use penstock_core::roles::Group;
+use penstock_core::roles::ClientGroup;
 use penstock_core::types::{BookId, Rank, Seq, SliceId};
 use penstock_core::wire::{Header, Kind};
 use std::collections::{BTreeMap, BTreeSet};
@@ -27,7 +27,7 @@ impl LinkModel {
     pub(super) fn gather(&mut self, header: &Header) {
         let Header { book: id, slice: slice_id, seq, argument: len_bytes, .. } = *header;
         let (me, book) = (self.me.rank, self.books[&id].book.clone());
-        match book.roles.groups.of(me).map(Group::head) {
+        match book.roles.groups.of(me).map(ClientGroup::head) {
             Some(head) if head == me => {
                 self.take_given(me, &Header { payload_bytes: len_bytes, ..*header });
             }
@@ -95,7 +95,7 @@ impl LinkModel {
                 for rank in group.members.iter() {
                     round.given.entry(rank).or_insert(None);
                 }
-                for head in book.roles.groups.iter().map(Group::head).filter(|head| *head != me) {
+                for head in book.roles.groups.iter().map(ClientGroup::head).filter(|head| *head != me) {
                     let argument = (self.epoch & 0xff) << 24;
                     self.queue(head, What::Ready(id, slice, seq, argument));
                     group
