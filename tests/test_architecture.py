@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -436,12 +437,30 @@ def test_python_has_no_second_table_of_schemes():
             assert not tables, f"{name}: {tables}"
 
 
+def test_types_spell_out_what_the_core_lists():
+    """A `Literal` needs the words themselves."""
+    from penstock._native import ALGORITHMS, LAYER_KINDS, WAYS
+    from penstock.description import Kind
+
+    stubs = (PACKAGE / "_native.pyi").read_text(encoding="utf-8")
+    literals = dict(re.findall(r"^(\w+) = Literal\[(.+)\]$", stubs, re.MULTILINE))
+    assert ast.literal_eval(literals["_Algorithm"]) == ALGORITHMS
+    routes = dict.fromkeys(way.route for way in WAYS.values() if way.route != "owner")  # which no tensor of a book has
+    assert ast.literal_eval(literals["_Route"]) == tuple(routes)
+    assert get_args(Kind) == LAYER_KINDS
+    halves = [name for name, way in WAYS.items() if way.wire is not None]
+    for line, words in tables_of(set(WAYS), stubs):
+        assert words in (sorted(ALGORITHMS), sorted(halves)), f"_native.pyi:{line}"
+
+
 def test_what_implements_a_scheme_is_called_as_the_core_calls_it():
     from penstock._native import WAYS
     from penstock.lossy import DGC, OneBit
     from penstock.torch.schemes.making import OF_ROWS
+    from penstock.torch.schemes.survey import PLAIN
 
     assert set(OF_ROWS) == {name for name, way in WAYS.items() if way.sends_rows}
+    assert set(PLAIN) == {way.kind for way in WAYS.values()} - {None}
     assert {OneBit.name, DGC.name} == {name for name, way in WAYS.items() if way.shortens}
 
 

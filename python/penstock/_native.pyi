@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from typing import Literal, TypedDict, final, type_check_only
 
 from penstock.coordinator import Cluster, Rates
+from penstock.description import Kind
 
 __all__ = [
     "ALGORITHMS",
     "COLLECTIVES",
+    "LAYER_KINDS",
     "POINTS",
     "RECORD",
     "VECTORS_MAX",
@@ -46,6 +48,9 @@ VECTORS_MAX: int
 COLLECTIVES: tuple[_Algorithm, ...]
 """Those of them that are not the store."""
 
+LAYER_KINDS: tuple[Kind, ...]
+"""By what gradients are made of; all that there are, the last for whatever is none of the others."""
+
 @final
 class Way:
     """A way in which a layer can travel, which users call a scheme; see crates/core/src/way.rs."""
@@ -55,7 +60,7 @@ class Way:
         """The scheme's name."""
 
     @property
-    def kind(self) -> Literal["linear", "embedding"] | None:
+    def kind(self) -> Kind | None:
         """The kind of layer that it is for; none: every kind."""
 
     @property
@@ -99,7 +104,6 @@ _Tensor = (
     tuple[str, int, str, int] | tuple[str, int, str, int, _Route] | tuple[str, int, str, int, Literal["store"], str]
 )
 _Phase = Literal["backward", "forward", "other"]
-_Kind = Literal["linear", "embedding", "other"]
 
 @type_check_only
 class LayerReport(TypedDict):
@@ -193,7 +197,7 @@ def best_scheme(
     cluster: Cluster,
     rates: Rates,
     *,
-    kind: _Kind,
+    kind: Kind,
     shape: tuple[int, int],
     elems: int,
     elem_bytes: int,

@@ -7,13 +7,14 @@ shapes can be read, too, by `read`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from penstock.errors import ConfigError
 
 __all__ = ["DTYPE_BYTES", "Kind", "Layer", "Network", "Tensor", "read"]
 
 Kind: TypeAlias = Literal["linear", "embedding", "other"]
+"""As the core has them (`penstock._native.LAYER_KINDS`)."""
 DTYPE_BYTES = {"f32": 4, "f64": 8, "f16": 2, "bf16": 2}
 
 BACKWARD_PER_FORWARD = 2.0
@@ -176,7 +177,7 @@ def _read_layer(layer: Any) -> Layer:
         shapes.append(shape)
         tensors.append(Tensor(str(tensor.name), "f32", elems, shape))
     matrix = bool(shapes) and len(shapes[0]) == 2
-    kind: Kind = layer.kind if layer.kind in ("linear", "embedding") and matrix else "other"
+    kind: Kind = layer.kind if layer.kind in get_args(Kind) and matrix else "other"
     return Layer(
         name=str(layer.name),
         kind=kind,

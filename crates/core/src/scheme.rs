@@ -14,7 +14,7 @@ use crate::cost::Rates;
 use crate::types::Unknown;
 use crate::way::{Algorithm, Way};
 pub use cluster::Cluster;
-pub use facts::{Estimate, Facts, INDEX_BYTES, LayerKind};
+pub use facts::{Estimate, Facts, INDEX_BYTES, LayerShape};
 pub use grouping::{GROUPS_BYTES, Grouping, GroupsReason, best_groups};
 pub use reason::{MARGIN, Reason};
 use std::str::FromStr;
@@ -173,7 +173,7 @@ pub fn best_way(policy: Policy, facts: &Facts<'_>, allowed: &[Way], current: Opt
 /// Poseidon's Algorithm 1, BESTSCHEME.
 fn paper(facts: &Facts<'_>, allowed: &[Way]) -> Best {
     let store = |reason| Best { way: Way::STORE, reason };
-    if !matches!(facts.kind, LayerKind::Linear { .. }) || !allowed.contains(&Way::FACTORS) {
+    if !matches!(facts.shape, LayerShape::Linear { .. }) || !allowed.contains(&Way::FACTORS) {
         return store(Reason::Dense);
     }
     let Some(layer) = facts.fully_connected() else { return store(Reason::RowsUnknown) };
@@ -275,7 +275,7 @@ mod tests {
     fn linear(outputs: u64, inputs: u64, rows: &[u64], rates: Rates) -> Facts<'_> {
         let workers = rows.len() as u32;
         Facts {
-            kind: LayerKind::Linear { outputs, inputs },
+            shape: LayerShape::Linear { outputs, inputs },
             elems: outputs * inputs,
             elem_bytes: 4,
             rows,
@@ -301,7 +301,11 @@ mod tests {
     }
 
     fn embedding(vocabulary: u64, width: u64, rows: &[u64], rates: Rates) -> Facts<'_> {
-        Facts { kind: LayerKind::Embedding { width }, elems: vocabulary * width, ..linear(1, 1, rows, rates) }
+        Facts {
+            shape: LayerShape::Embedding { width },
+            elems: vocabulary * width,
+            ..linear(1, 1, rows, rates)
+        }
     }
 
     fn choice(policy: Policy, facts: &Facts<'_>) -> Way {
@@ -376,7 +380,7 @@ mod tests {
 
     #[test]
     fn what_cannot_be_or_is_not_known_stays_with_the_store() {
-        let other = Facts { kind: LayerKind::Other, ..linear(100, 100, &[1; 4], BYTES_ALONE) };
+        let other = Facts { shape: LayerShape::Other, ..linear(100, 100, &[1; 4], BYTES_ALONE) };
         for policy in [Policy::Paper, Policy::Measured] {
             let decision = best_way(policy, &other, &GATHERS, None);
             assert_eq!(decision, Best { way: Way::STORE, reason: Reason::Dense });
@@ -583,7 +587,7 @@ mod tests {
     fn a_decision_says_whether_it_was_given_and_may_change() {
         let rows = [32; 8];
         let facts = linear(4096, 4096, &rows, BYTES_ALONE);
-        let other = Facts { kind: LayerKind::Other, ..facts.clone() };
+        let other = Facts { shape: LayerShape::Other, ..facts.clone() };
         let free = Terms::default();
         let store = Terms { given: Some(Given { way: Way::STORE, what: "" }), ..free };
         let said = |facts: &Facts<'_>, terms: &Terms<'_>| {
@@ -637,7 +641,7 @@ mod tests {
             (on(&good, |cluster| cluster.slice_bytes = 0), "slice_bytes"),
             (on(&good, |cluster| cluster.collective_slice_bytes = 0), "collective_slice_bytes"),
             (
-                Facts { kind: LayerKind::Linear { outputs: u64::MAX, inputs: u64::MAX }, ..good.clone() },
+                Facts { shape: LayerShape::Linear { outputs: u64::MAX, inputs: u64::MAX }, ..good.clone() },
                 "numbers",
             ),
             (on(&good, |cluster| cluster.rates.latency_s = -1.0), "latency_s"),

@@ -91,6 +91,40 @@ impl std::str::FromStr for Route {
     }
 }
 
+/// Kinds of layers, by what their gradients are made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum LayerKind {
+    /// A product of two matrices.
+    Linear,
+    /// Rows that a step looked up.
+    Embedding,
+    /// Anything else: indecomposable.
+    Other,
+}
+
+impl LayerKind {
+    /// All.
+    pub const ALL: [Self; 3] = [Self::Linear, Self::Embedding, Self::Other];
+
+    /// Its word.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Linear => "linear",
+            Self::Embedding => "embedding",
+            Self::Other => "other",
+        }
+    }
+}
+
+impl std::str::FromStr for LayerKind {
+    type Err = Unknown;
+
+    fn from_str(name: &str) -> Result<Self, Unknown> {
+        Unknown::unless_among("kind", name, Self::ALL, Self::name)
+    }
+}
+
 /// What of a layer's gradient travels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Payload {
@@ -107,12 +141,12 @@ pub enum Payload {
 }
 
 impl Payload {
-    /// The kind of layer that has it, as [`LayerKind::name`](crate::scheme::LayerKind::name) says; none: every kind.
+    /// The kind of layer that has it; none: every kind.
     #[must_use]
-    pub fn kind(self) -> Option<&'static str> {
+    pub fn kind(self) -> Option<LayerKind> {
         match self {
-            Self::Factors | Self::OneBit => Some("linear"),
-            Self::Pairs => Some("embedding"),
+            Self::Factors | Self::OneBit => Some(LayerKind::Linear),
+            Self::Pairs => Some(LayerKind::Embedding),
             Self::Whole | Self::Dgc => None,
         }
     }
@@ -235,9 +269,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_way_has_a_name_of_its_own() {
+    fn every_way_and_every_kind_of_layer_has_a_name_of_its_own() {
         for way in Way::ALL {
             assert_eq!(way.name().parse(), Ok(way));
+        }
+        for kind in LayerKind::ALL {
+            assert_eq!(kind.name().parse(), Ok(kind));
         }
         assert_eq!(
             Way::ALL.map(Way::name).join(" "),

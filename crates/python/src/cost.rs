@@ -4,7 +4,7 @@
 use crate::errors::{bad_argument, named};
 use penstock_core::cost::Rates;
 use penstock_core::cost::overlap::{LayerTime, step_times as limits_of};
-use penstock_core::scheme::{self, Cluster, Estimate, Facts, Given, LayerKind, Policy, Terms};
+use penstock_core::scheme::{self, Cluster, Estimate, Facts, Given, LayerShape, Policy, Terms};
 use penstock_core::way::{Algorithm, Way};
 use penstock_core::{Error, limits};
 use pyo3::prelude::*;
@@ -68,15 +68,6 @@ pub(crate) fn rates_of(given: RatesObject) -> PyResult<Rates> {
     }
 }
 
-fn kind_of(kind: &str, (height, width): (u64, u64)) -> PyResult<LayerKind> {
-    match kind {
-        "linear" => Ok(LayerKind::Linear { outputs: height, inputs: width }),
-        "embedding" => Ok(LayerKind::Embedding { width }),
-        "other" => Ok(LayerKind::Other),
-        _ => Err(bad_argument(format!("unknown kind {kind:?}: expected linear, embedding or other"))),
-    }
-}
-
 /// A message within the bounds that cost functions count in.
 fn check_message(elems: u64, elem_bytes: u64, workers: u32, slices: u64) -> PyResult<()> {
     let fits = elems <= limits::COST_ELEMS_MAX
@@ -116,7 +107,7 @@ pub(crate) fn best_scheme<'py>(
     whole_on: Option<u32>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let facts = Facts {
-        kind: kind_of(kind, shape)?,
+        shape: LayerShape::of(named(kind)?, shape),
         elems,
         elem_bytes,
         rows: &rows,

@@ -16,17 +16,18 @@ mod way;
 mod _native {
     use penstock_core::calls::VECTORS_MAX;
     use penstock_core::observe::Point;
-    use penstock_core::way::Algorithm;
+    use penstock_core::way::{Algorithm, LayerKind};
     use penstock_net::Record;
     use pyo3::prelude::*;
     use pyo3::types::{PyList, PyTuple};
 
-    /// The names of algorithms, and of ways, have one list, which is the core's.
+    /// The names of algorithms, of ways, and of kinds of layers have one list each, which is the core's.
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         let names = |of: &[Algorithm]| PyTuple::new(module.py(), of.iter().map(|one| one.name()));
         module.add("ALGORITHMS", names(&Algorithm::ALL)?)?;
         module.add("COLLECTIVES", names(&Algorithm::COLLECTIVES)?)?;
+        module.add("LAYER_KINDS", PyTuple::new(module.py(), LayerKind::ALL.map(LayerKind::name))?)?;
         module.add("POINTS", PyTuple::new(module.py(), Point::ALL.map(Point::name))?)?;
         module.add("RECORD", PyList::new(module.py(), Record::FIELDS)?)?;
         module.add("VECTORS_MAX", VECTORS_MAX)?;

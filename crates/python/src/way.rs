@@ -1,6 +1,6 @@
 //! How a layer can travel, for those who ask by its name.
 
-use penstock_core::way::Way;
+use penstock_core::way::{LayerKind, Way};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -17,7 +17,7 @@ impl NamedWay {
 
     #[getter]
     fn kind(&self) -> Option<&'static str> {
-        self.0.payload.kind()
+        self.0.payload.kind().map(LayerKind::name)
     }
 
     #[getter]

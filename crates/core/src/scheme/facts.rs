@@ -5,7 +5,7 @@ use crate::cost::paper::FullyConnected;
 use crate::cost::{Traffic, sparse};
 use crate::error::Error;
 use crate::limits;
-use crate::way::{Algorithm, Payload, Route, Way};
+use crate::way::{Algorithm, LayerKind, Payload, Route, Way};
 
 /// Bytes of a row's index in an (index, row) pair; as many as an element's where those are more.
 pub const INDEX_BYTES: u64 = 4;
@@ -14,9 +14,9 @@ pub const INDEX_BYTES: u64 = 4;
 const FP32_BYTES: u64 = 4;
 const HALF_BYTES: u64 = 2;
 
-/// What a layer's gradient is made of.
+/// What a layer's gradient is made of, and how large that is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LayerKind {
+pub enum LayerShape {
     /// dY^T X of a linear layer.
     Linear {
         /// M: its outputs.
@@ -29,18 +29,26 @@ pub enum LayerKind {
         /// Numbers per row.
         width: u64,
     },
-    /// Anything else: indecomposable.
+    /// Anything else.
     Other,
 }
 
-impl LayerKind {
-    /// Its word.
+impl LayerShape {
+    /// Of a layer with a weight of so many rows and columns, which do not matter for other kinds than the first two.
     #[must_use]
-    pub fn name(self) -> &'static str {
+    pub fn of(kind: LayerKind, (height, width): (u64, u64)) -> Self {
+        match kind {
+            LayerKind::Linear => Self::Linear { outputs: height, inputs: width },
+            LayerKind::Embedding => Self::Embedding { width },
+            LayerKind::Other => Self::Other,
+        }
+    }
+
+    fn kind(self) -> LayerKind {
         match self {
-            Self::Linear { .. } => "linear",
-            Self::Embedding { .. } => "embedding",
-            Self::Other => "other",
+            Self::Linear { .. } => LayerKind::Linear,
+            Self::Embedding { .. } => LayerKind::Embedding,
+            Self::Other => LayerKind::Other,
         }
     }
 }
@@ -49,7 +57,7 @@ impl LayerKind {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Facts<'a> {
     /// What the layer is.
-    pub kind: LayerKind,
+    pub shape: LayerShape,
     /// Numbers in all of its tensors.
     pub elems: u64,
     /// Bytes of a number.
@@ -83,10 +91,10 @@ impl Facts<'_> {
             ));
         }
         // What all ranks send together must fit its type, with room for the sums of both directions.
-        let row_numbers = match self.kind {
-            LayerKind::Linear { outputs, inputs } => u128::from(outputs) + u128::from(inputs),
-            LayerKind::Embedding { width } => u128::from(width) + u128::from(INDEX_BYTES),
-            LayerKind::Other => 0,
+        let row_numbers = match self.shape {
+            LayerShape::Linear { outputs, inputs } => u128::from(outputs) + u128::from(inputs),
+            LayerShape::Embedding { width } => u128::from(width) + u128::from(INDEX_BYTES),
+            LayerShape::Other => 0,
         };
         let rows: u128 = self.rows.iter().copied().map(u128::from).sum();
         let numbers = rows * row_numbers;
@@ -101,10 +109,10 @@ impl Facts<'_> {
     }
 
     fn row_bytes(&self) -> u64 {
-        match self.kind {
-            LayerKind::Linear { outputs, inputs } => (outputs + inputs) * self.elem_bytes,
-            LayerKind::Embedding { width } => INDEX_BYTES.max(self.elem_bytes) + width * self.elem_bytes,
-            LayerKind::Other => 0,
+        match self.shape {
+            LayerShape::Linear { outputs, inputs } => (outputs + inputs) * self.elem_bytes,
+            LayerShape::Embedding { width } => INDEX_BYTES.max(self.elem_bytes) + width * self.elem_bytes,
+            LayerShape::Other => 0,
         }
     }
 
@@ -113,7 +121,7 @@ impl Facts<'_> {
         match way.payload {
             // Of wire types there are those of fp32.
             Payload::Whole => way.wire.is_none() || self.elem_bytes == FP32_BYTES,
-            Payload::Factors | Payload::Pairs => way.payload.kind() == Some(self.kind.name()),
+            Payload::Factors | Payload::Pairs => way.payload.kind() == Some(self.shape.kind()),
             Payload::OneBit | Payload::Dgc => self.short_bytes > 0,
         }
     }
@@ -159,21 +167,21 @@ impl Facts<'_> {
     }
 
     fn rebuild_s(&self) -> f64 {
-        let product_s = match self.kind {
-            LayerKind::Linear { outputs, inputs } => {
+        let product_s = match self.shape {
+            LayerShape::Linear { outputs, inputs } => {
                 sparse::rebuild_flops(self.rows, outputs, inputs) / self.cluster.rates.product_flops_per_s
             }
-            LayerKind::Embedding { width } => {
+            LayerShape::Embedding { width } => {
                 let rows: u64 = self.rows.iter().sum();
                 (rows * width * self.elem_bytes) as f64 / self.cluster.rates.summed_bytes_per_s
             }
-            LayerKind::Other => 0.0,
+            LayerShape::Other => 0.0,
         };
         self.cluster.rates.gather_s + product_s
     }
 
     pub(super) fn fully_connected(&self) -> Option<FullyConnected> {
-        let LayerKind::Linear { outputs, inputs } = self.kind else { return None };
+        let LayerShape::Linear { outputs, inputs } = self.shape else { return None };
         let rows = self.rows.iter().max().copied()?;
         let Cluster { workers, servers, servers_apart: apart, ref groups, .. } = self.cluster;
         let (workers, servers) = (u64::from(workers), u64::from(servers));

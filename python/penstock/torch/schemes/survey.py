@@ -45,13 +45,13 @@ __all__ = [
 Schemes: TypeAlias = Mapping[str, "str | LossyScheme"]
 """Patterns of layer names, and for each what these layers use, by name or, if it has options, as an object."""
 
-_PLAIN: dict[Kind, type[nn.Module]] = {"linear": nn.Linear, "embedding": nn.Embedding}
+PLAIN: dict[Kind, type[nn.Module]] = {"linear": nn.Linear, "embedding": nn.Embedding}
 _FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def kind_of(module: nn.Module) -> Kind:
     """``linear`` for `nn.Linear`, ``embedding`` for `nn.Embedding`, subclasses included, and ``other`` for all else."""
-    return next((kind for kind, plain in _PLAIN.items() if isinstance(module, plain)), "other")
+    return next((kind for kind, plain in PLAIN.items() if isinstance(module, plain)), "other")
 
 
 def gather_scheme(module: nn.Module) -> str | None:
@@ -74,7 +74,7 @@ def why_whole(module: nn.Module, model: nn.Module | None = None) -> str | None:
         >>> why_whole(nn.Conv2d(3, 8, 3))
         'it is a Conv2d; only nn.Linear and nn.Embedding have a shorter form'
     """
-    plain = _PLAIN.get(kind_of(module))
+    plain = PLAIN.get(kind_of(module))
     if plain is None:
         return f"it is a {type(module).__name__}; only nn.Linear and nn.Embedding have a shorter form"
     reason = _why_module(module, plain) or _why_parameters(module)
@@ -248,7 +248,7 @@ def _why_not(module: nn.Module, reason: str | None, scheme: str | LossyScheme, p
 
 
 def _of_another_kind(module: nn.Module, scheme: str, kind: Kind) -> str:
-    return f"it is a {type(module).__name__}, and {scheme} is for nn.{_PLAIN[kind].__name__}"
+    return f"it is a {type(module).__name__}, and {scheme} is for nn.{PLAIN[kind].__name__}"
 
 
 def _shortened(names: Iterable[object], most: int = 12) -> str:
