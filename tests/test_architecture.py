@@ -53,6 +53,9 @@ FLOORS = (
 VERDICTS = r"\bEvidence::|\bVerdict::new\b|\bSUSPICION_NS\b|\bDEPARTURE_GRACE_NS\b|\bSETTLE_NS\b"
 JUDGES = {"sim/src/life/check.rs", "sim/src/world/faults.rs"}
 
+PICKLES = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+"""Modules that run what they read."""
+
 CIRCLE_MAX = 3
 """Files that import each other in a circle, counting what is imported for types only."""
 
@@ -518,6 +521,47 @@ def test_only_the_ledger_of_lent_memory_is_told_what_is_released():
         if isinstance(node, ast.Attribute) and node.attr == "landed" and ast.unparse(node.value).endswith("engine")
     }
     assert callers == {"lending.py"}
+
+
+def pickles_in(source):
+    """What a Python source may read a pickle by: modules, and loads that do not say that they read none."""
+    told = {"torch.load": ("weights_only", True), "np.load": ("allow_pickle", False)}
+    safe = set()
+    for node in ast.walk(ast.parse(source)):  # a call comes before what is called
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] in PICKLES)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name for name in names if name.split(".")[0] in PICKLES or name == "torch.load")
+        elif isinstance(node, ast.Call) and (option := told.get(ast.unparse(node.func))):
+            given = {word.arg: word.value.value for word in node.keywords if isinstance(word.value, ast.Constant)}
+            if given.get(option[0]) is option[1]:
+                safe.add(node.func)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) in told and node not in safe:
+            yield ast.unparse(node)
+
+
+def test_what_reads_a_pickle_is_found():
+    for source in (
+        "import json, pickle as p",
+        "def f():\n    from marshal import loads",
+        "import joblib.memory",
+        "from torch import load",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "torch.load(path, weights_only=wanted)",
+        "read(with_=torch.load)",
+        "np.load(path, allow_pickle=True)",
+    ):
+        assert list(pickles_in(source)), source
+    for source in ("import json", "torch.load(path, weights_only=True)", "np.load(path, allow_pickle=False)"):
+        assert not list(pickles_in(source)), source
+
+
+def test_nothing_reads_a_pickle():
+    for path in python_modules():
+        found = list(pickles_in(path.read_text(encoding="utf-8")))
+        assert not found, f"{path.relative_to(PACKAGE)}: {found}"
 
 
 def test_only_config_reads_the_environment():
