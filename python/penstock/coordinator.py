@@ -66,8 +66,8 @@ class Cluster:
         collective_slice_bytes: Largest slice of layers that travel by a collective.
         lanes: Lanes that carry slices.
         servers_apart: Whether the shards are held by processes of their own (`penstock server`), not by workers.
-        hosts: By rank, workers first, then servers apart: the number of its host, whose ranks share an interface. Empty
-            where each has its own, or all ranks are on one host: then there is no line to share.
+        hosts: By rank, workers first, then servers apart: the number of its host, whose ranks share an interface.
+            Empty: each counts as a host of its own.
         groups: Workers that sum among themselves before the store does; the first of each talks to the others, and
             holds a shard unless servers do.
     """

@@ -159,7 +159,8 @@ def predict(coordinator: Coordinator, plans: tuple[LayerPlan, ...], compute_s: f
     from penstock._native import step_times
 
     network, cluster, rates = coordinator.network, coordinator.cluster, coordinator.rates
-    # In DDP's ring ranks of a host follow each other, so that its interface carries what one of them sends.
+    # In DDP's ring ranks of a host follow each other, so that its interface carries what one of them sends. A
+    # described cluster may be one host; the ranks of such a job count as hosts of their own (`penstock.job.Job.hosts`).
     on_one_host = len(set(cluster.hosts[: cluster.n_worker])) == 1
     rate = rates.inside_bytes_per_s if on_one_host else rates.bytes_per_s
     times = network.compute(compute_s)

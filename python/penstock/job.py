@@ -60,7 +60,8 @@ class Job:
         single_host: Whether all ranks share this machine's loopback interface.
         groups: Of workers that sum among themselves.
         groups_reason: Why these, or none.
-        hosts: By rank, as `penstock.coordinator.Cluster` has them: empty where no two ranks share one, or all do.
+        hosts: By rank, as `penstock.coordinator.Cluster` has them: empty where no two ranks share one, or all do. Then
+            they have no line to share, and the rate of their line is what was measured between any two.
         failed: Why this rank has told the others that it failed, or is about to.
         servers: Those that own what is summed, apart from the workers.
         rates: What wire and processors do, the same on every rank.

@@ -463,6 +463,14 @@ def test_workers_of_a_host_share_its_interface_and_groups_spare_it():
     assert grouped["times"]["store_s"] < 0.5 * without["times"]["store_s"]
 
 
+def test_on_one_host_ddp_too_goes_by_the_rate_inside():
+    common = ("lab:vgg19", "--workers", "4", "--batch", "32", "--compute-s", "1")
+    inside = explained(*common, "--per-host", "4", "--inside-mbit", "8000", "--bandwidth-mbit", "100")
+    apart = explained(*common, "--bandwidth-mbit", "8000")
+    assert inside["times"]["ddp_s"] == apart["times"]["ddp_s"]
+    assert inside["store_bytes"] == 0, "no interface carries any"
+
+
 def test_groups_are_shown_beside_what_would_be_without_them(explain_here, folder):
     (folder / "nets.py").write_text("from torch import nn\ndef net():\n    return nn.Conv2d(64, 640, 9)\n")
     arguments = ("nets:net", "--workers", "4", "--per-host", "2", "--compute-s", "0.01")

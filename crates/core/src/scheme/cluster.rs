@@ -16,7 +16,8 @@ pub struct Cluster {
     pub servers_apart: bool,
     /// Workers by group, each in one; none where each contributes by itself. Without servers apart the first of each has a shard.
     pub groups: Vec<Vec<u32>>,
-    /// By rank, workers first, then servers apart: a number that ranks of one host have in common. Empty: each counts as a host.
+    /// By rank, workers first, then servers apart: a number that ranks of one host have in common. Empty: each counts as a host
+    /// of its own.
     pub hosts: Vec<u32>,
     /// Largest slice of the store.
     pub slice_bytes: usize,
