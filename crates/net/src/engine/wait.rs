@@ -16,9 +16,9 @@ const ASK_AGAIN: Duration = Duration::from_millis(250);
 /// What has come back of what was submitted.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Landed {
-    /// Of the tensors that were asked about, those whose last exchange is complete.
+    /// Of the tensors that were asked about, those whose last round is complete.
     pub complete: Vec<TensorId>,
-    /// For each of them the length of the leading part of its result that is in memory: all of it if it is complete, 0 if it
+    /// For each tensor that was asked about the length of the leading part of its result that is in memory: all of it if it is complete, 0 if it
     /// is and nobody contributed.
     pub bytes: Vec<u64>,
     /// Tokens whose memory will never be touched again, since the last look at whatever tensors.
