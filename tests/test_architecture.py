@@ -39,7 +39,7 @@ CORE_DEPENDENCIES = {"bytemuck", "half", "thiserror"}
 FLOORS = (
     {"types", "limits", "bits", "parts"},
     {"error", "members", "way", "optimizer", "reduce", "slicing", "queue"},
-    {"wire", "memory", "steps", "cost"},
+    {"wire", "memory", "steps", "cost", "all_gather"},
     {"roles", "observe", "submission"},
     {"layout", "life"},
     {"scheme", "exchange"},

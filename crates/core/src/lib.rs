@@ -12,6 +12,7 @@
 //! does next) → [`queue`] (which frame goes first) → [`wire`] (its bytes) and, on the other side, back up to
 //! [`reduce`] (the sum in the algorithm's order). Who is alive, and whose fault it is if the job fails: [`life`].
 
+pub mod all_gather;
 pub mod bits;
 pub mod calls;
 pub mod cost;

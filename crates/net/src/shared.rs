@@ -12,6 +12,7 @@ use life::Fate;
 pub(crate) use life::ns;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use penstock_core::Members;
+use penstock_core::all_gather::AllGather;
 use penstock_core::life::{Life, Over, Wait};
 use penstock_core::observe::Counters;
 use penstock_core::roles::{Fold, MustBeIn};
@@ -290,10 +291,8 @@ pub(crate) struct State {
     pub(crate) released: Vec<u64>,
     /// Watched calls that are done.
     pub(crate) done_calls: Vec<u64>,
-    /// Blobs of all-gathers by call and rank.
-    pub(crate) blobs: BTreeMap<Seq, Vec<Option<Vec<u8>>>>,
-    /// The all-gather that this rank is in, or would be in next.
-    pub(crate) blobs_of: Seq,
+    /// The workers' all-gathers of blobs.
+    pub(crate) all_gather: AllGather,
     /// What is being waited for together with all, besides tensors and calls.
     pub(crate) joint: Option<JointWait>,
     /// Lanes on which every rank has left.
@@ -357,8 +356,7 @@ impl Shared {
             accounting: Accounting::new(now),
             released: Vec::new(),
             done_calls: Vec::new(),
-            blobs: BTreeMap::new(),
-            blobs_of: 1,
+            all_gather: AllGather::new(me, Members::all(workers)),
             joint: None,
             lanes_left: 0,
             lanes_done: 0,
@@ -470,26 +468,7 @@ impl Shared {
     /// A blob of an all-gather has arrived.
     pub(crate) fn blob(&self, from: Rank, seq: Seq, blob: Vec<u8>) -> Result<(), Error> {
         self.progressed();
-        self.update(|state| {
-            // A rank can be one call ahead: it has everything of this one, and we do not.
-            if seq != state.blobs_of && seq != state.blobs_of + 1 {
-                let expected = state.blobs_of;
-                return Err(Error::protocol(
-                    from,
-                    format!("a blob of all-gather {seq}, expected {expected}"),
-                ));
-            }
-            let workers = self.workers as usize;
-            if from.index() >= workers {
-                return Err(Error::protocol(from, "a server sent a blob of an all-gather"));
-            }
-            let place = &mut state.blobs.entry(seq).or_insert_with(|| vec![None; workers])[from.index()];
-            if place.is_some() {
-                return Err(Error::protocol(from, format!("a second blob of all-gather {seq}")));
-            }
-            *place = Some(blob);
-            Ok(())
-        })
+        self.update(|state| state.all_gather.arrived(from, seq, blob))
     }
 
     /// Waits until `done` gives something, the wait is over, the job fails, or `interrupted` says so.

@@ -267,22 +267,17 @@ impl Engine {
         let payload = (!blob.is_empty()).then(|| shared.pool.copy_of(blob));
         let seq = shared.update(|state| {
             state.joint = Some(JointWait::AllGather(what.into()));
-            state.blobs_of
+            state.all_gather.give(blob.to_vec())
         });
         shared.progressed();
         let header = Header { seq, payload_bytes: blob.len() as u32, ..Header::control(Kind::Blob) };
         lane.send(Command::Control { header, payload });
-        let me = shared.me.index();
         let mut is_late = false;
         let expired = || {
             is_late = true;
             self.late_gather(what)
         };
-        let done = |state: &mut State| {
-            let blobs = state.blobs.entry(seq).or_insert_with(|| vec![None; size]);
-            let all = (0..size).all(|rank| rank == me || blobs[rank].is_some());
-            all.then(|| std::mem::take(blobs))
-        };
+        let done = |state: &mut State| state.all_gather.take();
         let outcome = self.await_result(&mut self.begin_wait(), interrupted, done, expired);
         if !matches!(outcome, Err(Stop::Interrupted)) {
             shared.update(|state| state.joint = None);
@@ -293,13 +288,7 @@ impl Engine {
                 stop.map(|failure| failure.add(&format!(" (this rank was waiting for the others: {what})")))
             }
         })?;
-        let mut blobs = blobs.unwrap_or_default();
-        shared.update(|state| {
-            state.blobs.remove(&seq);
-            state.blobs_of += 1;
-        });
-        blobs[me] = Some(blob.to_vec());
-        Ok(blobs.into_iter().flatten().collect())
+        Ok(blobs.unwrap_or_default())
     }
 
     fn late_gather(&self, what: &str) -> Expired {

@@ -147,10 +147,7 @@ impl Shared {
         if !matches!(state.joint, Some(JointWait::AllGather(_))) {
             return Vec::new();
         }
-        let blobs = state.blobs.get(&state.blobs_of);
-        let late =
-            |rank: &u32| *rank != self.me.0 && blobs.is_none_or(|blobs| blobs[*rank as usize].is_none());
-        (0..self.workers).filter(late).map(Rank).collect()
+        state.all_gather.late()
     }
 
     /// What this process as a whole says to a question, to which each lane adds its own.

@@ -89,8 +89,8 @@ impl<M: SimMemory> World<M> {
         payload: Option<&Chunk>,
     ) -> Result<(), Violation> {
         let bytes = payload.and_then(Chunk::to_bytes).unwrap_or_default().into_vec();
-        let again = self.workers[rank.index()].blobs.insert((header.seq, from), bytes).is_some();
-        check(!again, Checker::ExactlyOnce, || format!("rank {rank}: a second blob from {from}"))
+        let taken = self.workers[rank.index()].all_gather.arrived(from, header.seq, bytes);
+        taken.map_err(|error| protocol(rank, error))
     }
 
     /// Takes frames, decided now, until the connection has no room or there is nothing to send.

@@ -387,9 +387,7 @@ impl<M: SimMemory> World<M> {
 
     /// Who has not come to what the program agrees on with all others.
     fn late_to_agree(&self, rank: Rank) -> Vec<Rank> {
-        let mut late = self.workers[rank.index()].late_to_agree(self.setup.workers);
-        late.retain(|late| *late != rank);
-        late
+        self.workers[rank.index()].all_gather.late()
     }
 
     /// Whom what is under way in this lane waits for.
@@ -480,12 +478,5 @@ impl Worker {
     ) -> impl Iterator<Item = u32> {
         let tensor = self.tensors[usize::from(book)].as_ref().map(|tensors| &tensors[tensor as usize]);
         slices.filter(move |slice| tensor.is_some_and(|tensor| !tensor.complete.contains(slice)))
-    }
-
-    /// Of the agreement that it waits for: who has not said.
-    fn late_to_agree(&self, ranks: u32) -> Vec<Rank> {
-        let agreeing = self.phase == WorkerPhase::Agreeing;
-        let late = |rank: &Rank| agreeing && !self.blobs.contains_key(&(self.gathers, *rank));
-        (0..ranks).map(Rank).filter(late).collect()
     }
 }

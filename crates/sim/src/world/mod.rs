@@ -104,7 +104,7 @@ impl<M: SimMemory> World<M> {
             network,
             nodes: Vec::new(),
             models: Vec::new(),
-            workers: (0..setup.ranks).map(|_| Worker::new(&setup)).collect(),
+            workers: (0..setup.ranks).map(|rank| Worker::new(Rank(rank), &setup)).collect(),
             fates: (0..setup.ranks).map(|rank| Fate::new(&setup, Rank(rank))).collect(),
             said: (0..setup.ranks * setup.ranks * setup.lanes).map(|_| VecDeque::new()).collect(),
             ledger: Ledger::new(setup.books.clone(), setup.ranks),

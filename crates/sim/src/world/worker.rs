@@ -6,6 +6,8 @@ use crate::check::{Checker, Violation, check};
 use crate::memory::{Chunk, SimMemory};
 use crate::program::{Instruction, Sabotage, Setup, Submission};
 use crate::random::Random;
+use penstock_core::Members;
+use penstock_core::all_gather::AllGather;
 use penstock_core::exchange::Field;
 use penstock_core::life::WaitKind;
 use penstock_core::node::Event;
@@ -13,7 +15,7 @@ use penstock_core::optimizer::Update;
 use penstock_core::types::{BookId, Dtype, Rank, Seq, SliceId, TensorId};
 use penstock_core::wire::{Header, Kind};
 use penstock_core::{Gives, Route};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 /// Where a rank is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -94,14 +96,13 @@ pub(super) struct Worker {
     pub(super) tensors: Vec<Option<Vec<Tensor>>>,
     /// Lanes on which all ranks have left.
     pub(super) lanes_left: u32,
-    /// How often this rank has agreed on sequence numbers, and what the others said, by time and rank.
-    pub(super) gathers: u32,
-    pub(super) blobs: BTreeMap<(u32, Rank), Vec<u8>>,
+    /// On sequence numbers.
+    pub(super) all_gather: AllGather,
     pub(super) marks_ns: Vec<u64>,
 }
 
 impl Worker {
-    pub(super) fn new(setup: &Setup) -> Self {
+    pub(super) fn new(rank: Rank, setup: &Setup) -> Self {
         Self {
             instruction: 0,
             computing: true,
@@ -110,8 +111,7 @@ impl Worker {
             exits: false,
             tensors: setup.books.iter().map(|_| None).collect(),
             lanes_left: 0,
-            gathers: 0,
-            blobs: BTreeMap::new(),
+            all_gather: AllGather::new(rank, Members::all(setup.workers)),
             marks_ns: Vec::new(),
         }
     }
@@ -502,11 +502,9 @@ impl<M: SimMemory> World<M> {
             worker.phase = WorkerPhase::Running;
             return Ok(true);
         }
-        worker.gathers += 1;
-        let gather = worker.gathers;
         let blob: Vec<u8> =
             worker.tensors.iter().flatten().flatten().flat_map(|t| t.seq.to_le_bytes()).collect();
-        worker.blobs.insert((gather, rank), blob.clone());
+        let gather = worker.all_gather.give(blob.clone());
         worker.phase = WorkerPhase::Agreeing;
         let chunk = M::tensor(blob.len());
         chunk.write(|bytes| bytes.copy_from_slice(&blob));
@@ -518,14 +516,9 @@ impl<M: SimMemory> World<M> {
 
     /// Takes the largest sequence numbers of all ranks, once they are here.
     fn agreed(&mut self, rank: Rank) -> bool {
-        let ranks = self.setup.workers;
         let worker = &mut self.workers[rank.index()];
-        let gather = worker.gathers;
-        if (0..ranks).any(|peer| !worker.blobs.contains_key(&(gather, Rank(peer)))) {
-            return false;
-        }
-        for peer in (0..ranks).map(Rank) {
-            let blob = worker.blobs.remove(&(gather, peer)).unwrap_or_default();
+        let Some(blobs) = worker.all_gather.take() else { return false };
+        for blob in blobs {
             let tensors = worker.tensors.iter_mut().flatten().flatten();
             for (tensor, seq) in tensors.zip(blob.chunks_exact(4)) {
                 tensor.seq = tensor.seq.max(Seq::from_le_bytes([seq[0], seq[1], seq[2], seq[3]]));
