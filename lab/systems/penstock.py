@@ -46,11 +46,11 @@ MODES: dict[str, dict[str, Any]] = {
 class Penstock(TorchWorker):
     """The sharded store, in the workers or in servers apart.
 
-    ``init`` is given to `penstock.init` on top of the mode; ``schemes`` to `penstock.distribute`: by default the store
-    for every layer, for that is what the modes are compared in.
+    ``init`` is given to `penstock.init` on top of the mode; ``schemes`` and ``update`` to `penstock.distribute`: by default
+    the store for every layer, for that is what the modes are compared in, and updates at the workers.
     """
 
-    defaults: ClassVar[Mapping[str, Any]] = {"mode": "full", "init": {}, "schemes": None}
+    defaults: ClassVar[Mapping[str, Any]] = {"mode": "full", "init": {}, "schemes": None, "update": "workers"}
 
     def join(self) -> None:
         """Join the job."""
@@ -62,7 +62,8 @@ class Penstock(TorchWorker):
 
     def adopt(self) -> None:
         """The two objects come back, with hooks."""
-        self.model, self.optimizer = ps.distribute(self.model, self.optimizer, schemes=self.options["schemes"])
+        given = {name: self.options[name] for name in ("schemes", "update")}
+        self.model, self.optimizer = ps.distribute(self.model, self.optimizer, **given)
 
     def barrier(self) -> None:
         """One round of small messages."""

@@ -156,6 +156,7 @@ def test_the_table_of_systems_is_complete():
     modes = {
         "penstock",
         "penstock-store",
+        "penstock-update",
         "penstock-bf16",
         "penstock-vanilla",
         "penstock-wait-free",
