@@ -62,7 +62,7 @@ STYLES = {
     "penstock-slicing": Style("#3A93CC", ">", (0, (4, 1))),
     "penstock-fifo": Style("#1F80B8", "h", (0, (5, 1, 1, 1))),
     "penstock-store": Style("#004C78", "H", (0, (4, 1))),
-    "penstock-update": Style("#2B5C8A", "P", (0, (2, 1))),
+    "penstock-update": Style("#2B5C8A", "8", (0, (2, 1))),
     "penstock-bf16": Style("#7C93B8", "p", (0, (4, 1))),
     "ddp": Style("#D55E00", "s"),
     "ddp-bf16": Style("#F29A5C", "D", (0, (4, 1))),

@@ -46,8 +46,8 @@ MODES: dict[str, dict[str, Any]] = {
 class Penstock(TorchWorker):
     """The sharded store, in the workers or in servers apart.
 
-    ``init`` is given to `penstock.init` on top of the mode; ``schemes`` and ``update`` to `penstock.distribute`: by default
-    the store for every layer, for that is what the modes are compared in, and updates at the workers.
+    ``init`` is given to `penstock.init` on top of the mode; ``schemes`` and ``update`` to `penstock.distribute`: by
+    default the store for every layer, for that is what the modes are compared in, and updates at the workers.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {"mode": "full", "init": {}, "schemes": None, "update": "workers"}
