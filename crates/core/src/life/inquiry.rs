@@ -341,6 +341,14 @@ mod tests {
     }
 
     #[test]
+    fn an_owner_that_lacks_the_asking_rank_alone_is_asked_whom_else_it_lacks() {
+        let mut inquiry = inquiry(&[Some((&[], &[2], &[])), Some((&[], &[], &[])), None], 0);
+        let (missing, lacking) = (ranks(&[0]), ranks(&[0, 1]));
+        inquiry.replied(Rank(2), Reply { missing, lacking, ..Reply::default() });
+        assert_eq!(inquiry.finding().culprits, [Rank(1)]);
+    }
+
+    #[test]
     fn who_waits_for_nobody_is_found_behind_those_who_wait() {
         let chain = [Some((&[1][..], &[][..], &[][..])), Some((&[2], &[], &[])), Some((&[], &[], &[]))];
         assert_eq!(found(&chain, 0), (Evidence::Absent, vec![2]));

@@ -83,8 +83,8 @@ pub struct Pulse {
 }
 
 impl Pulse {
-    /// Of a lane that begins now, in a job of these `members`. `timeout_ns` of silence mean loss; heartbeats also say whether data moves, for peers that wait
-    /// at most `operation_ns` for that.
+    /// Of a lane that begins now, in a job of these `members`. `timeout_ns` of silence mean loss; heartbeats also say whether data
+    /// moves, for peers that wait at most `operation_ns` for that.
     #[must_use]
     pub fn new(members: &Members, timeout_ns: u64, operation_ns: u64, now_ns: u64) -> Self {
         let peers = vec![Goodbyes::default(); members.end()];

@@ -204,6 +204,18 @@ fn a_process_that_was_away_asks_anew() {
 }
 
 #[test]
+fn who_is_stopped_between_its_goodbyes_has_not_left() {
+    let mut life = Life::new(Rank(0), Members::all(2), 2);
+    (0..2).for_each(|_| life.connected(Rank(1)));
+    life.departed(10, Rank(1));
+    life.look(10 + DEPARTURE_GRACE_NS, 0, |_| true);
+    assert_eq!(life.verdict(), None);
+    life.departed(20, Rank(1));
+    life.look(20 + DEPARTURE_GRACE_NS, 0, |_| true);
+    assert_eq!(life.verdict().map(|verdict| verdict.evidence), Some(Evidence::Departed));
+}
+
+#[test]
 fn who_has_left_waits_as_long_as_anything_moves_anywhere() {
     let mut life = life(2);
     let mut wait = Wait::new(WaitKind::Leavers, 0, 100);

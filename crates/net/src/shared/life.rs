@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 /// Under a lock of its own, which is taken before that of the state.
 pub(super) struct Fate {
     life: Life,
-    /// What this rank has found itself, as its own calls raise it if it becomes the verdict.
-    own: Option<Failure>,
+    /// What this rank has reported last, and as what its own calls raise it if it becomes the verdict.
+    own: Option<(Verdict, Failure)>,
 }
 
 impl Fate {
@@ -76,8 +76,9 @@ impl Shared {
         }
     }
 
-    fn failure_of(&self, verdict: &Verdict, own: Option<Failure>) -> Failure {
-        let own = own.filter(|_| verdict.accuser == self.me);
+    fn failure_of(&self, verdict: &Verdict, own: Option<(Verdict, Failure)>) -> Failure {
+        // What was reported may have been a suspicion only, and the verdict another one.
+        let own = own.filter(|(reported, _)| reported == verdict).map(|(_, failure)| failure);
         let mut failure = own.unwrap_or_else(|| Failure::of(verdict, self.me));
         failure.peer = failure.peer.or_else(|| self.address_of(failure.rank?));
         let text = naming_servers(failure.text(), self.workers, |rank| self.address_of(rank));
@@ -99,7 +100,7 @@ impl Shared {
         let verdict = Verdict::of_error(&failure.error, failure.rank, failure.step, self.me);
         let mut fate = self.fate();
         if fate.life.verdict().is_none() {
-            fate.own = Some(failure);
+            fate.own = Some((verdict.clone(), failure));
         }
         tell(&mut fate.life, self.ns_of(Instant::now()), verdict);
         self.carry_out(&mut fate);

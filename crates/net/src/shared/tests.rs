@@ -1,4 +1,4 @@
-//! Who is woken by which slice.
+//! Who is woken by which slice, and what calls raise.
 
 use super::*;
 use penstock_core::Dtype;
@@ -14,6 +14,16 @@ fn submitted() -> OpenBook {
     open.shared.lock().accounting.submitted(1, Instant::now());
     open.tensors[0].remaining.store(4, Ordering::Relaxed);
     open
+}
+
+#[test]
+fn a_peer_that_could_not_be_reached_is_not_blamed_for_the_silence_of_another() {
+    let shared = Shared::new(Rank(0), 3, 3, 1, Pool::new(0), None);
+    let reason = "it refuses".into();
+    shared.unreachable(Error::PeerLost { rank: Rank(2), reason }.into());
+    shared.live(|life, now_ns| life.silent(now_ns, Rank(1), 5));
+    shared.live(|life, now_ns| life.look(now_ns + 3_000_000_000, 0, |_| false));
+    assert_eq!(shared.check().unwrap_err().rank, Some(Rank(1)));
 }
 
 #[test]
