@@ -662,7 +662,9 @@ fn check_whole(tensor: &Tensor, Lent { address, len_bytes }: Lent, op: Op) -> Re
 }
 
 fn chosen_slicing(config: &EngineConfig, rates: &Rates) -> Slicing {
-    let chosen = Slicing::for_link(rates.bytes_per_s, config.window_bytes);
+    // Workers own about as much each, so that what they send to each other is spread over all links.
+    let sharers = if config.servers == 0 { 1 } else { config.workers() };
+    let chosen = Slicing::for_link(rates.bytes_per_s, config.window_bytes, sharers);
     let lanes = if config.all_lanes { config.lanes } else { chosen.lanes.min(config.lanes) };
     if config.slice_bytes == 0 {
         Slicing { lanes, ..chosen }
