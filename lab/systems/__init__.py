@@ -81,8 +81,12 @@ SYSTEMS: dict[str, System] = {
         _penstock("penstock-bf16", "Penstock, bf16", {"schemes": {"*": "bf16"}}, exact=False),
         # Beside "penstock" where a scenario gives that schemes to choose from, or groups.
         _penstock("penstock-store", "Penstock, the store alone", {"mode": "full"}),
-        # As MXNet's dist_sync can, beside it.
-        _penstock("penstock-update", "Penstock, optimizer on servers", {"mode": "full", "update": "servers"}),
+        # As MXNet's dist_sync can, beside it: its servers, too, update when the last gradient of a parameter is there.
+        _penstock(
+            "penstock-update",
+            "Penstock, optimizer on servers",
+            {"mode": "full", "update": "servers-in-backward"},
+        ),
         System("ddp", "DDP (gloo)", True, "project", "lab.systems.ddp"),
         System("ddp-bf16", "DDP (gloo), bf16 hook", False, "project", "lab.systems.ddp", {"hook": "bf16"}),
         # One bucket for all: the hook sums three times for each bucket, each time when the sum before has ended, and

@@ -474,11 +474,14 @@ class Engine:
         nobody else calls this.
         """
 
-    def proceed(self, book: int, step: int, optimizers: list[Optimizer], groups: list[int], factor: float) -> None:
+    def proceed(
+        self, book: int, step: int, optimizers: list[Optimizer], groups: list[int], factor: float, in_advance: bool
+    ) -> None:
         """Say that this rank's program has come to the end of a step: what it owns is updated, and all get it.
 
         For a book with the fold ``updated``; all its tensors must be submitted for this step. ``groups`` says by tensor
         which of the ``optimizers`` it is updated by; gradients are multiplied by ``factor`` before. Said once per step.
+        ``in_advance``: nothing of the step need be submitted yet, and all of the step before must be through.
         """
 
     def order(self, book: int, optimizers: list[Optimizer], groups: list[int], factor: float) -> None:

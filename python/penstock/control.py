@@ -154,6 +154,7 @@ class Proceed(Message):
         optimizers: By parameter group, as of this step; none: the step is not made.
         groups: By tensor, its group.
         factor: What gradients are multiplied by before.
+        in_advance: Gradients of the step are yet to come.
     """
 
     book: int
@@ -161,13 +162,14 @@ class Proceed(Message):
     optimizers: Sequence[Described] = ()
     groups: Sequence[int] = ()
     factor: float = 1.0
+    in_advance: bool = False
     awaited: ClassVar[bool] = False
 
     def carry_out(self, engine: Engine) -> None:
         """Say it to the engine."""
         if self.optimizers:
             twins = [twin(described) for described in self.optimizers]
-            engine.proceed(self.book, self.step, twins, list(self.groups), self.factor)
+            engine.proceed(self.book, self.step, twins, list(self.groups), self.factor, self.in_advance)
         else:
             engine.discard(self.book, self.step)
 

@@ -41,7 +41,15 @@ class KeptBook:
         """Whether the workers own it themselves."""
         return not self._servers.ranks
 
-    def proceed(self, step: int, optimizers: Sequence[Described], groups: Sequence[int], factor: float) -> None:
+    def proceed(
+        self,
+        step: int,
+        optimizers: Sequence[Described],
+        groups: Sequence[int],
+        factor: float,
+        *,
+        in_advance: bool = False,
+    ) -> None:
         """All tensors of a step are submitted: the owners update. Waits for nothing.
 
         Args:
@@ -49,8 +57,9 @@ class KeptBook:
             optimizers: By parameter group.
             groups: By tensor.
             factor: What gradients are multiplied by before.
+            in_advance: They are not, but will be: each slice is updated as soon as its sum is complete.
         """
-        self._servers.say(Proceed(self._number, step, optimizers, groups, factor))
+        self._servers.say(Proceed(self._number, step, optimizers, groups, factor, in_advance))
 
     def order(self, optimizer: Described, tensors: int, factor: float) -> None:
         """Let the owners update all tensors whenever a round is complete, until another order.

@@ -272,7 +272,7 @@ def mistakes_are_refused_at_the_call():
     refused("fp16; 4 is given ring", adamw, schemes={"4": "ring"})
     refused("and 0.weight and 2.weight share memory|and 2.weight and 0.weight share memory", adamw, overlapping)
     refused("updates float32 and float64, and 0.weight is torch.bfloat16", adamw, lambda model: model.bfloat16())
-    with pytest.raises(ConfigError, match='expected "workers" or "servers"'):
+    with pytest.raises(ConfigError, match='expected one of "workers", "servers", "servers-in-backward"'):
         started("elsewhere")
 
 
@@ -311,6 +311,80 @@ def gradients_cannot_be_read_after_backward():
         pass
 
 
+def updates_in_backward_have_the_same_bits():
+    def followed(model, optimizer):
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        for x, _ in zip(inputs(), range(STEPS), strict=False):
+            model(x).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        kept = optimizer.state_dict()["state"]
+        return torch.cat([values(model), *(kept[place]["exp_avg_sq"].flatten() for place in sorted(kept))])
+
+    def left_to_others(model, optimizer):
+        for number, (x, _) in enumerate(zip(inputs(), range(STEPS), strict=False)):
+            if number % 2 == 0 or ps.rank():
+                model(x).square().mean().backward()
+            optimizer.step()  # with the average of those that had a backward
+            optimizer.zero_grad()
+        return values(model)
+
+    for train in (followed, accumulated, partly_used, changed, left_to_others):
+        found, expected = (train(*started(update)) for update in ("servers-in-backward", "servers"))
+        assert torch.equal(found, expected), train.__name__
+    model, optimizer = started("servers-in-backward", dtype=torch.float32, schemes={"*": "bf16"})
+    found = [
+        values(model) for x, _ in zip(inputs(dtype=torch.float32), range(2), strict=False) if one(model, optimizer, x)
+    ]
+    assert torch.equal(found[-1], found[-1].bfloat16().float())
+
+
+def one(model, optimizer, x):
+    model(x).square().mean().backward()
+    optimizer.step()
+    return True
+
+
+def updates_in_backward_are_under_way_before_step():
+    model, optimizer = started("servers-in-backward")
+    model(next(inputs())).square().mean().backward()
+    slots = distributed_for(model).gradients.slots
+    distributed_for(model).gradients.wait(slots)  # for nothing, without an update in backward
+    optimizer.step()
+
+
+def what_updates_in_backward_cannot_take_back_is_refused():
+    def begun():
+        model, optimizer = started("servers-in-backward")
+        steps(model, optimizer, 1)
+        model(next(inputs())).square().mean().backward()
+        return model, optimizer
+
+    model, optimizer = begun()
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(ConfigError, match=r"since it began lr of parameter group 0 has been changed\. Do that"):
+        optimizer.step()
+    model, optimizer = begun()
+    with torch.no_grad():
+        model[2].weight.clamp_(-0.05, 0.05)
+    with pytest.raises(ConfigError, match=r"2\.weight has been written to"):
+        optimizer.step()
+    model, _ = begun()
+    with pytest.raises(ConfigError, match="no step was made"):
+        model(next(inputs())).square().mean().backward()
+    model, optimizer = begun()
+    optimizer.zero_grad()
+    with pytest.raises(ConfigError, match="gradients have been reset"):
+        optimizer.step()
+    model, _ = begun()
+    with pytest.raises(ConfigError, match=r'the norm of all gradients .* or use update="servers"'):
+        ps.clip_grad_norm_(model.parameters(), 1.0)
+    model, _ = started("servers-in-backward", lambda model: torch.optim.AdamW(model[0].parameters()))
+    with pytest.raises(ConfigError, match=r"is in no group of the optimizer"):
+        model(next(inputs())).square().mean().backward()
+
+
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
@@ -328,6 +402,9 @@ SCENARIOS = {
         groups_and_rates_may_change,
         mistakes_are_refused_at_the_call,
         what_is_in_no_group_is_refused_until_it_is_frozen,
+        updates_in_backward_have_the_same_bits,
+        updates_in_backward_are_under_way_before_step,
+        what_updates_in_backward_cannot_take_back_is_refused,
         gradients_cannot_be_read_after_backward,
     )
 }

@@ -125,6 +125,13 @@ fn what_all_get_is_what_one_process_would_have() {
             let mut values: Vec<Vec<f32>> =
                 (0..ELEMS.len()).map(|tensor| gradient(tensor, rank, 0)).collect();
             for step in 0..STEPS {
+                let in_advance = step % 2 == 1;
+                let proceed = || {
+                    engine.proceed(book, step, (&optimizers(step), &[0, 1, 0, 1]), 0.5, in_advance).unwrap();
+                };
+                if in_advance {
+                    proceed();
+                }
                 for tensor in (0..ELEMS.len()).rev() {
                     values[tensor] = gradient(tensor, rank, step);
                     submit(engine, book, tensor, step, &mut values[tensor]).unwrap();
@@ -135,7 +142,9 @@ fn what_all_get_is_what_one_process_would_have() {
                     assert_eq!(squares, engine.squares(book, step, &mut never).unwrap());
                     assert!(squares > 0.0);
                 }
-                engine.proceed(book, step, (&optimizers(step), &[0, 1, 0, 1]), 0.5).unwrap();
+                if !in_advance {
+                    proceed();
+                }
                 engine.wait(book, &[0, 1, 2, 3], true, &mut never).unwrap();
             }
             let expected = alone(size, 0..STEPS, 0.5);
@@ -185,7 +194,7 @@ fn what_is_summed_frees_the_window_before_there_is_a_result() {
             submit(engine, book, tensor, 0, values).unwrap();
         }
         assert!(engine.squares(book, 0, &mut never).unwrap() > 0.0);
-        engine.proceed(book, 0, (&optimizers(0), &[0, 1, 0, 1]), 1.0).unwrap();
+        engine.proceed(book, 0, (&optimizers(0), &[0, 1, 0, 1]), 1.0, false).unwrap();
         engine.wait(book, &[0, 1, 2, 3], true, &mut never).unwrap();
         assert!(values[3] == alone(2, 0..1, 1.0)[3][0]);
         engine.shutdown(&mut never).unwrap();
@@ -209,13 +218,17 @@ fn what_does_not_fit_is_refused_at_the_call_and_goes_no_further() {
             submit(engine, book, tensor, 0, values).unwrap();
         }
         assert!(
-            said(engine.proceed(book, 1, (&optimizers(0), &groups), 1.0))
+            said(engine.proceed(book, 1, (&optimizers(0), &groups), 1.0, false))
                 .contains("not submitted for step 1")
         );
-        assert!(said(engine.proceed(book, 0, (&optimizers(0), &groups[1..]), 1.0)).contains("3 tensors"));
-        assert!(said(engine.proceed(book, 0, (&optimizers(0)[..1], &groups), 1.0)).contains("below 1"));
-        engine.proceed(book, 0, (&optimizers(0), &groups), 1.0).unwrap();
-        let text = said(engine.proceed(book, 0, (&optimizers(0), &groups), 1.0));
+        assert!(
+            said(engine.proceed(book, 0, (&optimizers(0), &groups[1..]), 1.0, false)).contains("3 tensors")
+        );
+        assert!(
+            said(engine.proceed(book, 0, (&optimizers(0)[..1], &groups), 1.0, false)).contains("below 1")
+        );
+        engine.proceed(book, 0, (&optimizers(0), &groups), 1.0, false).unwrap();
+        let text = said(engine.proceed(book, 0, (&optimizers(0), &groups), 1.0, false));
         assert!(text.contains("step 0 was told to go on already"), "{text}");
         engine.wait(book, &[0, 1, 2, 3], true, &mut never).unwrap();
         assert!(

@@ -350,9 +350,10 @@ impl Engine {
         optimizers: Vec<PyRef<'_, Twin>>,
         groups: Vec<u32>,
         factor: f64,
+        in_advance: bool,
     ) -> PyResult<()> {
         let optimizers: Vec<_> = optimizers.iter().map(|optimizer| optimizer.0).collect();
-        self.engine.proceed(book, step, (&optimizers, &groups), factor).map_err(raise)
+        self.engine.proceed(book, step, (&optimizers, &groups), factor, in_advance).map_err(raise)
     }
 
     #[allow(clippy::needless_pass_by_value)]

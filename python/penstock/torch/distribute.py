@@ -51,6 +51,7 @@ from penstock.torch.schemes import residuals
 from penstock.torch.schemes.factors import numerics
 from penstock.torch.schemes.pairs import EmbeddingPairs, only_scheme
 from penstock.torch.schemes.survey import Schemes, as_asked, common_reason, gather_scheme, survey
+from penstock.torch.updates.in_backward import BackwardUpdates
 from penstock.torch.updates.optimizer import Updates
 from penstock.torch.updates.owners import OwnerUpdates, check_kept
 from penstock.torch.updates.patching import PatchedOptimizer
@@ -66,6 +67,8 @@ __all__ = [
     "models_of",
 ]
 
+Update = Literal["workers", "servers", "servers-in-backward"]
+_AT_OWNERS = {kind.option: kind for kind in (OwnerUpdates, BackwardUpdates)}
 ModelT = TypeVar("ModelT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -90,7 +93,7 @@ class Distributed:
         given: The model or its wrapper, as the program has it.
         servers: Those of the job, if there are some, and the groups of its workers.
         hosts: As `Cluster.hosts`.
-        at_owners: Whether updates are made by those who own the sums.
+        update: As in `distribute`.
 
     Attributes:
         terms: By name of the layer, what is fixed of its scheme.
@@ -115,8 +118,9 @@ class Distributed:
         given: nn.Module | None = None,
         servers: Servers | None = None,
         hosts: tuple[int, ...] = (),
-        at_owners: bool = False,
+        update: Update = "workers",
     ) -> None:
+        at_owners = update != "workers"
         self.engine = engine
         self.servers = Servers(engine, rank, options.world_size, 0) if servers is None else servers
         self.hosts = hosts
@@ -132,7 +136,7 @@ class Distributed:
         for optimizer in optimizers:
             self.check_optimizer(optimizer)
         automatic = schemes == "auto"
-        arguments = {"broadcast_buffers": broadcast_buffers, 'schemes="auto"': automatic, "update": at_owners}
+        arguments = {"broadcast_buffers": broadcast_buffers, 'schemes="auto"': automatic, "update": update}
         self._tensors = fingerprint(model, optimizers, self.slots, arguments)
         check_same_model(engine.all_gather("penstock.distribute", self._tensors))
         origins = engine.all_gather("penstock.distribute", origin_of(model))
@@ -183,9 +187,12 @@ class Distributed:
         self.coordinator, self.choice = self._coordinate(rank, name, options, rates)
         self.gradients.synchronous = self.synchronous is not None
         self.updates: list[PatchedOptimizer] = (
-            [OwnerUpdates(self, one, KeptBook(engine, self.servers, rank, self.gradients.id)) for one in optimizers]
-            if at_owners
-            else [Updates(self, one) for one in optimizers]
+            [Updates(self, one) for one in optimizers]
+            if not at_owners
+            else [
+                _AT_OWNERS[update](self, one, KeptBook(engine, self.servers, rank, self.gradients.id))
+                for one in optimizers
+            ]
         )
         self.drift = Drift(
             engine, model, optimizers, self.finish, rank=rank, ranks=ranks, name=name, every=options.check_every
@@ -519,7 +526,7 @@ def distribute(
     *,
     broadcast_buffers: bool | None = None,
     schemes: Schemes | str | None = None,
-    update: Literal["workers", "servers"] = "workers",
+    update: Update = "workers",
 ) -> tuple[ModelT, None]: ...
 @overload
 def distribute(
@@ -528,7 +535,7 @@ def distribute(
     *,
     broadcast_buffers: bool | None = None,
     schemes: Schemes | str | None = None,
-    update: Literal["workers", "servers"] = "workers",
+    update: Update = "workers",
 ) -> tuple[ModelT, OptimizerT]: ...
 @overload
 def distribute(
@@ -537,7 +544,7 @@ def distribute(
     *,
     broadcast_buffers: bool | None = None,
     schemes: Schemes | str | None = None,
-    update: Literal["workers", "servers"] = "workers",
+    update: Update = "workers",
 ) -> tuple[ModelT, Sequence[Optimizer]]: ...
 def distribute(
     model: Any,
@@ -545,7 +552,7 @@ def distribute(
     *,
     broadcast_buffers: bool | None = None,
     schemes: Schemes | str | None = None,
-    update: Literal["workers", "servers"] = "workers",
+    update: Update = "workers",
 ) -> tuple[Any, Any]:
     """Make a model train on all ranks as one: the same two objects come back and are used as before. Collective.
 
@@ -589,7 +596,9 @@ def distribute(
             who sums a slice keeps its value and the optimizer's state and updates it (the workers themselves, a part
             each, or servers apart), and workers get parameters back. For SGD, Adam, AdamW, Adagrad and RMSprop of
             torch, of parameters in fp32 and fp64, by the schemes ``store``, ``bf16`` and ``fp16``. ``.grad`` cannot be
-            read between backward and `step`, and is None after it; see docs/servers.md.
+            read between backward and `step`, and is None after it; see docs/servers.md. ``"servers-in-backward"``: the
+            same, but owners update while backward runs, which hides the way back: the optimizer's options are those
+            when backward begins, every backward is followed by `step`, and nothing is clipped or scaled.
 
     Returns:
         ``(model, optimizer)``, the objects that were given.
@@ -608,8 +617,9 @@ def distribute(
         >>> model, optimizer = ps.distribute(model, optimizer, update="servers")
     """
     running = job.current("distribute")
-    if update not in ("workers", "servers"):
-        raise ConfigError(f'penstock.distribute: update={update!r}: expected "workers" or "servers"')
+    if update != "workers" and update not in _AT_OWNERS:
+        expected = ", ".join(f'"{name}"' for name in ("workers", *_AT_OWNERS))
+        raise ConfigError(f"penstock.distribute: update={update!r}: expected one of {expected}")
     if isinstance(schemes, str) and schemes != "auto":
         raise ConfigError(
             f'penstock.distribute: schemes={schemes!r}: expected "auto", None, or a dictionary such as '
@@ -619,7 +629,7 @@ def distribute(
     optimizers = optimizers_in(optimizer)
     inner = getattr(model, "_orig_mod", model)  # torch.compile's wrapper has no parameters of its own
     if running.world_size == 1:
-        at_owners, whole_steps = update == "servers", running.options.whole_steps
+        at_owners, whole_steps = update != "workers", running.options.whole_steps
         distribute_alone(
             model, inner, optimizers, schemes, running.engine, at_owners=at_owners, whole_steps=whole_steps
         )
@@ -640,7 +650,7 @@ def distribute(
             given=model,
             servers=running.servers,
             hosts=running.hosts,
-            at_owners=update == "servers",
+            update=update,
         )  # the hooks on the model keep it
     except BaseException:
         if not any(distributed_of(param) is not None for param in inner.parameters()):

@@ -16,7 +16,8 @@ use std::time::Instant;
 
 impl Engine {
     /// This rank's program has come to the end of a step: what it owns of a book is updated, and all get it. Where this rank
-    /// contributes, it must have submitted all tensors of the book for that step. Said once for each.
+    /// contributes, it must have submitted all tensors of the book for that step, or this is said in advance: before it submits the
+    /// first, when all of the step before is through. Said once for each.
     ///
     /// * `optimizers`, `groups`: by parameter group the optimizer with its options of this step, and by tensor its group.
     /// * `factor`: what gradients are multiplied by before.
@@ -29,10 +30,14 @@ impl Engine {
         step: Step,
         (optimizers, groups): (&[Optimizer], &[u32]),
         factor: f64,
+        in_advance: bool,
     ) -> Result<(), Failure> {
         self.alive("proceed")?;
         let open = self.updated_book(book)?;
         let updates = updates_of(&open, (optimizers, groups), factor)?;
+        if !in_advance {
+            self.all_are_submitted(&open, step)?;
+        }
         self.say(&open, step, Some(updates))
     }
 
@@ -87,12 +92,12 @@ impl Engine {
     pub fn discard(&self, book: BookId, step: Step) -> Result<(), Failure> {
         self.alive("discard")?;
         let open = self.updated_book(book)?;
+        self.all_are_submitted(&open, step)?;
         self.say(&open, step, None)
     }
 
     fn say(&self, open: &Arc<OpenBook>, step: Step, updates: Option<Box<[Update]>>) -> Result<(), Failure> {
         self.inner.shared.check()?;
-        self.all_are_submitted(open, step)?;
         let said = u64::from(step) + 1;
         if open.said.swap(said, Ordering::AcqRel) == said {
             let name = &open.book.name;

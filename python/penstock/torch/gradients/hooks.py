@@ -128,6 +128,8 @@ class Gradients:
         self.synchronous = False  # gradients are final when backward returns
         # Where owners update, gradients never come back, and a backward without a step is given up by this.
         self.drop: Drop | None = None
+        # Where they update in backward, the word is said by this when one begins.
+        self.on_backward: Callable[[], None] | None = None
         self._task = -1  # the autograd graph task seen last
         self._handles: list[RemovableHandle] = []
         self._unswapped = [slot for slot in slots if not slot.swappable]
@@ -325,6 +327,8 @@ class Gradients:
         if self.backwards == self.closed:
             if self.drop is not None:
                 self.drop(adding=True)
+            if self.on_backward is not None:
+                self.on_backward()
             if self.begin_step is not None:
                 self.begin_step(self.step)
             self.backwards += 1
@@ -364,6 +368,8 @@ class Gradients:
             if slot.pending.by is not None:
                 slot.pending.by.finish([slot.layer])
         self.finish(self.slots)
+        if self.on_backward is not None:
+            self.on_backward()
         self.backwards += 1
         self.closed = self.backwards
         for gather in self.gathers:

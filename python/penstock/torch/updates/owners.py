@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from penstock._native import WAYS
 from penstock.errors import ConfigError
 from penstock.kept_book import KeptBook
+from penstock.optimizers import Described
 from penstock.plan import STORE
 from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.reads.safety import restore
@@ -83,6 +84,9 @@ class OwnerUpdates(PatchedOptimizer):
         optimizer: Its optimizer, which is patched.
         book: Of its gradients, and the parameters in return.
     """
+
+    option: ClassVar[str] = "servers"
+    """Its name in `penstock.distribute`."""
 
     def __init__(self, distributed: Trained, optimizer: Optimizer, book: KeptBook) -> None:
         super().__init__(distributed, optimizer)
@@ -159,14 +163,10 @@ class OwnerUpdates(PatchedOptimizer):
             raise self._error(
                 "had its gradient reset between backward and step, and others had not: all of them, or none", cleared[0]
             )
-        self._follow_changes()
         if cleared:
-            self.drop(adding=False)  # there is no gradient: nothing is updated, as in torch
+            self._leave_out()
             return
-        optimizers = [described(self.optimizer, group) for group in self.optimizer.param_groups]
-        # Not what detach() gives: who has that besides makes step() wait.
-        gradients.lent.values[gradients.id] = [slot.param for slot in gradients.slots if slot.index in self._lent]
-        self._book.proceed(gradients.step, optimizers, self._group_of, self._factor)
+        self._say()
         self._note_used()
         for slot in contributed:
             slot.param.grad = None
@@ -182,6 +182,24 @@ class OwnerUpdates(PatchedOptimizer):
             self._note_given(slot)
         gradients.step += 1
 
+    def _leave_out(self) -> None:
+        """There is no gradient any more: nothing is updated, as in torch."""
+        self.drop(adding=False)
+
+    def _say(self) -> None:
+        """Say the word to the owners."""
+        self._proceed(in_advance=False)
+
+    def _proceed(self, *, in_advance: bool) -> list[Described]:
+        """Let the owners update with the options of now, which are returned."""
+        self._follow_changes()
+        gradients = self._gradients
+        options = [described(self.optimizer, group) for group in self.optimizer.param_groups]
+        # Not what detach() gives: who has that besides makes step() wait.
+        gradients.lent.values[gradients.id] = [slot.param for slot in gradients.slots if slot.index in self._lent]
+        self._book.proceed(gradients.step, options, self._group_of, self._factor, in_advance=in_advance)
+        return options
+
     def _note_used(self) -> None:
         self._backward_used, self._factor, self._squares = self._gradients.closed, 1.0, None
 
@@ -189,7 +207,7 @@ class OwnerUpdates(PatchedOptimizer):
         """Of this step, or of one so many before it."""
         rank, step = self._gradients.rank, self._gradients.step - before
         return ConfigError(
-            f'penstock: with update="servers" {slot.name} {what}', rank=rank, layer=slot.layer.name, step=step
+            f'penstock: with update="{self.option}" {slot.name} {what}', rank=rank, layer=slot.layer.name, step=step
         )
 
     def _follow_changes(self) -> None:
@@ -220,11 +238,9 @@ class OwnerUpdates(PatchedOptimizer):
             return
         kept = [slot for slot in flying if slot.flight.assigned and not slot.flight.absent]
         self._note_used()
-        self._book.discard(gradients.step)
-        gradients.wait(flying)
-        sizes = gradients.lent.landed(gradients.id, [slot.index for slot in flying])[1]
+        updated = self._give_up(flying)
         with torch._C.DisableTorchFunctionSubclass():
-            for slot, size in zip(flying, sizes, strict=True):
+            for slot in flying:
                 restore(slot)
                 slot.flight.land()
                 if slot.flight.absent:
@@ -232,7 +248,7 @@ class OwnerUpdates(PatchedOptimizer):
                 elif slot.flight.assigned:
                     slot.param.grad = None
                 slot.flight.forget()
-                if size:
+                if slot in updated:
                     raise self._error("was updated by other ranks in a step that this rank has left out", slot)
         gradients.step += 1
         if kept and adding:
@@ -241,6 +257,17 @@ class OwnerUpdates(PatchedOptimizer):
                 "no_sync, or call zero_grad() before a backward if the step before is left out",
                 kept[0],
             )
+
+    def _give_up(self, flying: Sequence[Slot]) -> list[Slot]:
+        """Nothing of these is under way any more, and nothing comes of it; those that were updated all the same."""
+        self._book.discard(self._gradients.step)
+        return self._landed(flying)
+
+    def _landed(self, flying: Sequence[Slot]) -> list[Slot]:
+        gradients = self._gradients
+        gradients.wait(flying)
+        sizes = gradients.lent.landed(gradients.id, [slot.index for slot in flying])[1]
+        return [slot for slot, size in zip(flying, sizes, strict=True) if size]
 
     # Applying
 
