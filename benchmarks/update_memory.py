@@ -3,13 +3,14 @@
     .venv/bin/python -m benchmarks.update_memory [--json-lines docs/benchmarks/update_memory.jsonl]
     sudo .venv/bin/python -m benchmarks.update_memory --mbit 1000
 
-Three ways to train the same model with as many workers on this machine, or with `--mbit` each on an emulated host whose
+Four ways to train the same model with as many workers on this machine, or with `--mbit` each on an emulated host whose
 link has that rate (needs root and iproute2): updates at the workers (every one has all of
-the optimizer's state), at the owners (``update="servers"``, each worker a part), and PyTorch's ZeroRedundancyOptimizer
-under DistributedDataParallel over gloo. Each round starts the jobs of all ways one after the other, in turn first, so
-that neither always meets the quiet machine. Memory is what a process has more than before it built the model: the peak,
-and what it holds between two steps. The allocator returns freed tensors at once, so that only memory in use counts.
-With `--clip` the gradients are clipped by their global norm in each step, which costs the owners a round trip.
+the optimizer's state), at the owners (``update="servers"``, each worker a part), the same in backward, and PyTorch's
+ZeroRedundancyOptimizer under DistributedDataParallel over gloo. Each round starts the jobs of all ways one after the
+other, in turn first, so that neither always meets the quiet machine. Memory is what a process has more than before it
+built the model: the peak, and what it holds between two steps. The allocator returns freed tensors at once, so that
+only memory in use counts. With `--clip` the gradients are clipped by their global norm in each step, which costs the
+owners a round trip, and cannot be had in backward.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from benchmarks.workers import run_workers
 from lab.cluster import Cluster, Unavailable
 from lab.records import publish, result_arguments, shown, spread, wait_for_quiet
 
-WAYS = ("workers", "servers", "zero")
+IN_BACKWARD = "servers-in-backward"
+WAYS = ("workers", "servers", IN_BACKWARD, "zero")
 WIDTH = 1024
 WARM_STEPS = 2
 
@@ -70,7 +72,7 @@ def work(way: str, rank: int, size: int, directory: str, millions: float, steps:
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-6)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
-        model, optimizer = ps.distribute(model, optimizer, update="servers" if way == "servers" else "workers")
+        model, optimizer = ps.distribute(model, optimizer, update=way)  # type: ignore[arg-type]
     norm = torch.nn.utils.clip_grad_norm_ if way == "zero" else ps.clip_grad_norm_
     took_s: list[float] = []
     x = torch.zeros(1)
@@ -98,14 +100,15 @@ def work(way: str, rank: int, size: int, directory: str, millions: float, steps:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All ways, in turn."""
-    found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    ways = tuple(way for way in WAYS if not (arguments.clip and way == IN_BACKWARD))
+    found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     options = (arguments.millions, arguments.steps, int(arguments.clip))
     size, allocator = arguments.workers, ALLOCATORS["returning"]
     with contextlib.ExitStack() as stack:
         apart = arguments.mbit is not None
         hosts = stack.enter_context(Cluster(size, arguments.mbit)).hosts if apart else ()
         for number in range(arguments.rounds):
-            for way in WAYS[number % len(WAYS) :] + WAYS[: number % len(WAYS)]:
+            for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
                 found[way] += run_workers(__spec__.name, way, size, *options, environment=allocator, hosts=hosts)
     record: dict[str, Any] = {
         "workers": size,
@@ -122,8 +125,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             "step_ms": spread([one["step_ms"] for one in ranks], 1),
             "receive_buffers_mb": round(max(one.get("pool_bytes", 0) for one in ranks) / 1e6, 1),
         }
-    peaks, times = ({way: by_way[way][what]["median"] for way in WAYS} for what in ("peak_mb", "step_ms"))
-    record["met"] = peaks["servers"] <= peaks["zero"] and times["servers"] <= times["workers"]
+    peaks, times = ({way: by_way[way][what]["median"] for way in ways} for what in ("peak_mb", "step_ms"))
+    fastest = "servers" if arguments.clip else IN_BACKWARD
+    record["met"] = max(peaks["servers"], peaks[fastest]) <= peaks["zero"] and times[fastest] <= times["workers"]
     return record
 
 
@@ -131,13 +135,15 @@ def show(record: dict[str, Any]) -> None:
     """For people."""
     link = "no limit" if record["rate_mbit"] is None else f"{record['rate_mbit']:g} Mbit/s"
     print(f"AdamW, {record['parameters_mb']} MB of parameters, {record['workers']} workers, {link}, by who updates:")
-    for way in WAYS:
-        one = record["by_way"][way]
+    for way, one in record["by_way"].items():
         memory = f"peak {shown(one['peak_mb'], ' MB')}, held {shown(one['held_mb'], ' MB')}"
         memory += f", receive buffers {one['receive_buffers_mb']} MB"
         print(f"  {way}: {memory}, step {shown(one['step_ms'], ' ms')}")
     verdict = "met" if record["met"] else "MISSED"
-    print(f"  target: servers hold no more than zero, and take no longer than workers: {verdict}", flush=True)
+    print(
+        f"  target: servers hold no more than zero, and their faster way takes no longer than workers: {verdict}",
+        flush=True,
+    )
 
 
 def parse() -> argparse.Namespace:
