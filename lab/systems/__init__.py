@@ -87,6 +87,14 @@ SYSTEMS: dict[str, System] = {
             "Penstock, optimizer on servers",
             {"mode": "full", "update": "servers-in-backward"},
         ),
+        # Poseidon's section 5.1 says of TensorFlow: each tensor whole on one server, parameters fetched before forward.
+        _penstock(
+            "penstock-whole-tensors",
+            "Penstock, whole tensors updated at the servers",
+            {"mode": "wait-free", "update": "servers"},
+        ),
+        # Fully connected layers only, and workers update: the matrix that comes back is as large either way.
+        _penstock("penstock-adam", "Penstock, Project Adam's scheme", {"mode": "full", "schemes": {"*": "adam"}}),
         System("ddp", "DDP (gloo)", True, "project", "lab.systems.ddp"),
         System("ddp-bf16", "DDP (gloo), bf16 hook", False, "project", "lab.systems.ddp", {"hook": "bf16"}),
         # One bucket for all: the hook sums three times for each bucket, each time when the sum before has ended, and

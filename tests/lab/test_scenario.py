@@ -79,7 +79,7 @@ SERVERS = {"resnet50-servers": [1, 2, 4], "vgg19-half-servers": [1, 2, 4]}
 BETWEEN = {
     "resnet50-600-auto": ("penstock", "penstock-store", 1.02),
     "resnet50-600-bf16": ("penstock-bf16", "ddp-bf16", 1.0),
-    "resnet50-servers": ("penstock", "mxnet-sync-update", 0.8),
+    "resnet50-servers": ("penstock-update", "mxnet-sync-update", 0.8),
     # 1.7 times as fast.
     "resnet50-2x2-groups": ("penstock", "penstock-store", 0.588),
     "vgg19-half-2x2-groups": ("penstock", "penstock-store", 0.588),

@@ -157,6 +157,8 @@ def test_the_table_of_systems_is_complete():
         "penstock",
         "penstock-store",
         "penstock-update",
+        "penstock-whole-tensors",
+        "penstock-adam",
         "penstock-bf16",
         "penstock-vanilla",
         "penstock-wait-free",
