@@ -33,6 +33,7 @@ __all__ = [
     "digests",
     "step_times",
     "summing_rate",
+    "whole_scheme",
 ]
 
 _Op = Literal["average", "sum", "copy", "min", "max"]
@@ -224,6 +225,12 @@ def best_scheme(
     asked for it. If it sends less than the gradient, ``what`` is what it leaves out, and ``short_bytes`` what a rank
     sends to each other. ``collective`` takes the store's place in the book. ``why_whole`` is why the gradient must
     travel whole, if it must; ``whole_on`` the rank that would send it whole at present.
+    """
+
+def whole_scheme(given: str | None, collective: str | None) -> str:
+    """By which a layer's whole gradient travels, whenever it does: the engine's book is opened so.
+
+    ``given`` and ``collective`` are those of `best_scheme`.
     """
 
 def best_groups(cluster: Cluster, rates: Rates) -> tuple[list[list[int]], str]:

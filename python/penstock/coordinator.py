@@ -295,7 +295,7 @@ class Coordinator:
             rows=counted,
             current=current,
             adopted=adopted,
-            given=None if terms.given is None else terms.scheme,
+            given=terms.scheme,
             what=terms.what if options is None else options.describe(),
             short_bytes=0 if options is None else options.contribution_bytes(layer.tensors),
             collective=terms.collective,

@@ -51,20 +51,16 @@ class Terms:
         return None if isinstance(self.given, str) else self.given
 
     @property
-    def scheme(self) -> str:
-        """What is used until something is chosen."""
-        if self.given is None:
-            return self.whole
-        return self.given if isinstance(self.given, str) else self.given.name
+    def scheme(self) -> str | None:
+        """The name of what is given, if anything is."""
+        return self.given if self.given is None or isinstance(self.given, str) else self.given.name
 
     @property
     def whole(self) -> str:
         """By which the whole gradient travels, whenever it does: that is fixed with the engine's book."""
-        from penstock._native import WAYS
+        from penstock._native import whole_scheme
 
-        if isinstance(self.given, str) and WAYS[self.given].is_whole:
-            return self.given
-        return self.collective or STORE
+        return whole_scheme(self.scheme, self.collective)
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,15 @@ impl Default for Terms<'_> {
 }
 
 impl Terms<'_> {
+    /// By which the whole gradient travels, whenever it does: the book is opened so.
+    #[must_use]
+    pub fn whole(&self) -> Way {
+        match self.given {
+            Some(Given { way, .. }) if way.is_whole() => way,
+            _ => self.collective.map_or(Way::STORE, Way::sum),
+        }
+    }
+
     /// Whether there is anything but the whole gradient that the layer could ever be chosen to send.
     fn leave_a_choice(&self, facts: &Facts<'_>) -> bool {
         let is_other = |way: &Way| *way != Way::STORE && !way.is_lossy() && facts.fit(*way);
@@ -151,8 +160,8 @@ fn chosen(policy: Policy, facts: &Facts<'_>, terms: &Terms<'_>) -> Best {
     let best = best_way(policy, facts, &allowed, terms.current);
     let reason = match (terms.collective, terms.why_whole, terms.whole_on) {
         // The book does not have the store for this layer.
-        (Some(algorithm), ..) if best.way == Way::STORE => {
-            return Best { way: Way::sum(algorithm), reason: Reason::KeptCollective(Box::new(best.reason)) };
+        (Some(_), ..) if best.way == Way::STORE => {
+            return Best { way: terms.whole(), reason: Reason::KeptCollective(Box::new(best.reason)) };
         }
         (_, Some(why), _) if best.reason == Reason::Dense => Reason::StoreOnly(why.into()),
         (_, None, Some(rank)) if best.reason == Reason::Dense => Reason::WholeOn(rank),
@@ -581,6 +590,27 @@ mod tests {
         let adopted = Terms { current: Some(Way::STORE), adopted: true, ..free };
         assert_eq!(said(adopted), ("store", "adopted", "as on the ranks that went on".into()));
         assert_eq!(said(Terms { current: Some(Way::FACTORS), ..adopted }).1, "faster");
+    }
+
+    #[test]
+    fn the_book_has_what_is_given_of_whole_gradients_else_the_collective_else_the_store() {
+        let rows = [32; 8];
+        let facts = linear(4096, 4096, &rows, BYTES_ALONE);
+        let ring = Way::sum(Algorithm::Ring);
+        for (given, collective, whole) in [
+            (None, None, Way::STORE),
+            (None, Some(Algorithm::Ring), ring),
+            (Some(Way::STORE), Some(Algorithm::Ring), Way::STORE),
+            (Some(Way::BF16), Some(Algorithm::Ring), Way::BF16),
+            (Some(Way::FACTORS), None, Way::STORE),
+            (Some(Way::ONE_BIT), Some(Algorithm::Ring), ring),
+        ] {
+            let given = given.map(|way| Given { way, what: "" });
+            let terms = Terms { given, collective, whole_on: Some(0), ..Terms::default() };
+            assert_eq!(terms.whole(), whole, "{terms:?}");
+            let way = decide(Policy::Measured, &facts, &terms).way;
+            assert!(!way.is_whole() || way == whole, "no layer sends its gradient whole by another: {way}");
+        }
     }
 
     #[test]

@@ -231,6 +231,12 @@ impl Way {
         }
     }
 
+    /// Whether all of the gradient travels, as the book says.
+    #[must_use]
+    pub fn is_whole(self) -> bool {
+        self.payload == Payload::Whole
+    }
+
     /// Whether what travels is rows of activations, from which every gradient is rebuilt exactly.
     #[must_use]
     pub fn sends_rows(self) -> bool {

@@ -144,6 +144,15 @@ pub(crate) fn best_scheme<'py>(
     Ok(dict)
 }
 
+#[pyfunction]
+#[pyo3(signature = (given, collective))]
+#[allow(clippy::needless_pass_by_value)]
+pub(crate) fn whole_scheme(given: Option<String>, collective: Option<String>) -> PyResult<&'static str> {
+    let given = given.as_deref().map(named).transpose()?.map(|way| Given { way, what: "" });
+    let collective = collective.as_deref().map(named).transpose()?;
+    Ok(Terms { given, collective, ..Terms::default() }.whole().name())
+}
+
 fn estimate_to_python<'py>(py: Python<'py>, estimate: &Estimate) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     dict.set_item("scheme", estimate.way.name())?;

@@ -37,7 +37,9 @@ mod _native {
     #[pymodule_export]
     use super::call::Call;
     #[pymodule_export]
-    use super::cost::{allreduce_cost, best_algorithm, best_groups, best_scheme, step_times, summing_rate};
+    use super::cost::{
+        allreduce_cost, best_algorithm, best_groups, best_scheme, step_times, summing_rate, whole_scheme,
+    };
     #[pymodule_export]
     use super::digest::digests;
     #[pymodule_export]

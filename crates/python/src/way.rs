@@ -32,7 +32,7 @@ impl NamedWay {
 
     #[getter]
     fn is_whole(&self) -> bool {
-        !self.0.sends_rows() && !self.0.shortens()
+        self.0.is_whole()
     }
 
     #[getter]

@@ -182,9 +182,8 @@ class Distributed:
         self.lossy = {gather.layer.name: gather for gather in self.gradients.lossy}
         residuals.check_optimizers(optimizers, self.gradients.lossy)
         residuals.attach(optimizers, self.gradients.lossy, rank, ranks)
-        # The coordinator's first choice is the same: before the first step no rows are known.
-        self.set_schemes({layer: terms.scheme for layer, terms in self.terms.items()})
         self.coordinator, self.choice = self._coordinate(rank, name, options, rates)
+        self.set_schemes({plan.name: plan.scheme for plan in self.coordinator.plans})
         self.gradients.synchronous = self.synchronous is not None
         self.updates: list[PatchedOptimizer] = (
             [Updates(self, one) for one in optimizers]

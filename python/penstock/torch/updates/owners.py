@@ -34,14 +34,14 @@ __all__ = ["OwnerUpdates", "check_kept"]
 
 
 def check_kept(
-    slots: Sequence[Slot], optimizers: Sequence[Optimizer], schemes: Mapping[str, str], *, whole_steps: bool
+    slots: Sequence[Slot], optimizers: Sequence[Optimizer], schemes: Mapping[str, str | None], *, whole_steps: bool
 ) -> None:
     """Refuse what owners cannot update, before anything is opened: the same on every rank.
 
     Args:
         slots: The model's parameters.
         optimizers: As given to `penstock.distribute`.
-        schemes: By layer, how its gradient would travel.
+        schemes: By layer, what is given; none: the store.
         whole_steps: The option of that name.
 
     Raises:
@@ -60,7 +60,7 @@ def check_kept(
         param, name, layer = slot.param, slot.name, slot.layer.name
         if param.dtype not in (torch.float32, torch.float64):
             raise _refused(f"updates float32 and float64, and {name} is {param.dtype}", layer)
-        if schemes[layer] not in fits:
+        if schemes[layer] not in (None, *fits):
             raise _refused(
                 f"needs whole gradients at the owners, by {', '.join(fits)}; {layer} is given {schemes[layer]}",
                 layer,
