@@ -164,7 +164,8 @@ class Estimate(TypedDict):
 class Decision(TypedDict):
     """A layer's scheme and why; `code` is one word, `estimates` are of all schemes that fit the layer.
 
-    `may_change`: a later measurement may lead to another.
+    `may_change`: a later measurement may lead to another. `schemes`: what the layer can change between while training,
+    if all ranks are told to, that of the whole gradient first.
     """
 
     scheme: str
@@ -172,6 +173,7 @@ class Decision(TypedDict):
     reason: str
     given: bool
     may_change: bool
+    schemes: tuple[str, ...]
     lossy: bool
     estimates: list[Estimate]
 

@@ -81,6 +81,7 @@ class LayerPlan:
         scheme: How it is synchronised.
         given: Whether that is not chosen: asked for, the default, or the only one possible.
         may_change: Whether a later measurement may lead to another.
+        schemes: What it can change between while training, if all ranks are told to; that of the whole gradient first.
         code: The reason in one word.
         reason: The reason.
         wire_s: Of `scheme_wire_s` that of the scheme.
@@ -99,6 +100,7 @@ class LayerPlan:
     scheme: str
     given: bool
     may_change: bool
+    schemes: tuple[str, ...]
     code: str
     reason: str
     wire_s: float
@@ -130,6 +132,7 @@ class LayerPlan:
             scheme=choice["scheme"],
             given=choice["given"],
             may_change=choice["may_change"],
+            schemes=choice["schemes"],
             code=choice["code"],
             reason=choice["reason"],
             wire_s=chosen["busy_s"],

@@ -29,6 +29,9 @@ def test_switching_at_run_time():
             owner.set_schemes({"0": "factors" if step % 2 else "store"})
         with pytest.raises(ConfigError, match="pairs is not for"):
             owner.set_schemes({"0": "pairs"})
+        with pytest.raises(ConfigError, match="no layer 'other'"):
+            owner.set_schemes({"0": "store", "other": "store"})
+        assert owner.gathers["0"].engaged, "all or none"
         return values(model)
 
     both_paths(loop)

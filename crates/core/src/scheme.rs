@@ -81,10 +81,19 @@ impl Terms<'_> {
         }
     }
 
-    /// Whether there is anything but the whole gradient that the layer could ever be chosen to send.
-    fn leave_a_choice(&self, facts: &Facts<'_>) -> bool {
-        let is_other = |way: &Way| *way != Way::STORE && !way.is_lossy() && facts.fit(*way);
-        self.why_whole.is_none() && self.allowed.iter().any(is_other)
+    /// The ways that the layer can change between while training, that of the whole gradient first. One alone stays.
+    fn ways(&self, facts: &Facts<'_>) -> Vec<Way> {
+        let given = self.given.map(|given| given.way);
+        match given {
+            // What the book has for whole gradients is fixed, and who shortens them keeps what is not sent yet.
+            Some(way) if way != Way::STORE && !way.sends_rows() => vec![way],
+            Some(way) if way.sends_rows() => vec![self.whole(), way],
+            _ => {
+                let fits = |way: &Way| self.why_whole.is_none() && way.sends_rows() && facts.fit(*way);
+                let rows = self.allowed.iter().copied().find(fits);
+                [self.whole()].into_iter().chain(rows).collect()
+            }
+        }
     }
 }
 
@@ -108,6 +117,8 @@ pub struct Decision {
     pub given: bool,
     /// Whether a later measurement may change it.
     pub may_change: bool,
+    /// What it can change between while training, if all ranks are told to.
+    pub ways: Vec<Way>,
 }
 
 /// The best of some ways.
@@ -129,7 +140,8 @@ pub struct Best {
 /// 5. *Kept*, of the way in use: no other gains [`MARGIN`].
 #[must_use]
 pub fn decide(policy: Policy, facts: &Facts<'_>, terms: &Terms<'_>) -> Decision {
-    let open = terms.leave_a_choice(facts);
+    let ways = terms.ways(facts);
+    let open = ways.len() > 1;
     if let Some(Given { way, what }) = terms.given
         // The store of a layer that could have nothing else: why it could not is said below.
         && (way != Way::STORE || open || terms.collective.is_some())
@@ -139,17 +151,16 @@ pub fn decide(policy: Policy, facts: &Facts<'_>, terms: &Terms<'_>) -> Decision 
             (false, Some(wire)) => Reason::Rounded(wire),
             (false, None) => Reason::Given(what.into()),
         };
-        return Decision { way, reason, given: true, may_change: false };
+        return Decision { way, reason, given: true, may_change: false, ways };
     }
     let Best { way, reason } = chosen(policy, facts, terms);
     let given = terms.given.is_some();
     let may_change = open && !given;
-    match terms.current {
-        Some(current) if terms.adopted && current != way => {
-            Decision { way: current, reason: Reason::Adopted, given, may_change }
-        }
-        _ => Decision { way, reason, given, may_change },
-    }
+    let (way, reason) = match terms.current {
+        Some(current) if terms.adopted && current != way => (current, Reason::Adopted),
+        _ => (way, reason),
+    };
+    Decision { way, reason, given, may_change, ways }
 }
 
 /// The best way for a layer under its terms, whatever is given.
@@ -630,6 +641,35 @@ mod tests {
         assert_eq!(said(&other, &store), ("dense", true, false), "there was no choice");
         assert_eq!(said(&facts, &Terms { why_whole: Some("tied"), ..store }), ("store-only", true, false));
         assert_eq!(said(&facts, &Terms { whole_on: Some(0), ..free }), ("store-only", false, true));
+    }
+
+    #[test]
+    fn a_layer_changes_between_its_whole_gradient_and_its_rows_unless_the_book_or_a_residual_forbids() {
+        let rows = [32; 8];
+        let linear = Facts { short_bytes: 1000, ..linear(4096, 4096, &rows, BYTES_ALONE) };
+        let other = Facts { shape: LayerShape::Other, ..linear.clone() };
+        let ways = |facts: &Facts<'_>, terms: &Terms<'_>| {
+            let Decision { way, ways, .. } = decide(Policy::Measured, facts, terms);
+            assert!(ways.contains(&way), "{way} is not among {ways:?}");
+            ways.into_iter().map(Way::name).collect::<Vec<_>>().join(" ")
+        };
+        let free = Terms::default();
+        let given = |way| Terms { given: Some(Given { way, what: "" }), ..free };
+        assert_eq!(ways(&linear, &free), "store factors");
+        assert_eq!(ways(&embedding(100, 10, &rows, BYTES_ALONE), &free), "store pairs");
+        assert_eq!(ways(&other, &free), "store");
+        assert_eq!(ways(&linear, &Terms { why_whole: Some("tied"), ..free }), "store");
+        assert_eq!(ways(&linear, &Terms { collective: Some(Algorithm::Ring), ..free }), "ring factors");
+        for (way, between) in [
+            (Way::STORE, "store factors"),
+            (Way::FACTORS, "store factors"),
+            (Way::ADAM, "store adam"),
+            (Way::sum(Algorithm::Ring), "ring"),
+            (Way::BF16, "bf16"),
+            (Way::ONE_BIT, "1bit"),
+        ] {
+            assert_eq!(ways(&linear, &given(way)), between);
+        }
     }
 
     #[test]

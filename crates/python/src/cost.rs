@@ -8,7 +8,7 @@ use penstock_core::scheme::{self, Cluster, Estimate, Facts, Given, LayerShape, P
 use penstock_core::way::{Algorithm, Way};
 use penstock_core::{Error, limits};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyDict, PyList, PyTuple};
 
 /// `penstock.coordinator.Rates`, by its attributes.
 #[derive(Clone, Copy, FromPyObject)]
@@ -139,6 +139,7 @@ pub(crate) fn best_scheme<'py>(
     dict.set_item("reason", decision.reason.to_string())?;
     dict.set_item("given", decision.given)?;
     dict.set_item("may_change", decision.may_change)?;
+    dict.set_item("schemes", PyTuple::new(py, decision.ways.into_iter().map(Way::name))?)?;
     dict.set_item("lossy", decision.way.is_lossy())?;
     dict.set_item("estimates", PyList::new(py, estimates)?)?;
     Ok(dict)

@@ -21,7 +21,7 @@ from penstock.coordinator import Cluster, Coordinator, Rates, best_collectives
 from penstock.errors import ConfigError, ModelMismatch
 from penstock.kept_book import KeptBook
 from penstock.lossy import LossyScheme
-from penstock.plan import STORE, Terms
+from penstock.plan import STORE, LayerPlan, Terms
 from penstock.torch.agreement.arguments import check_model, check_origins, check_parameters, optimizers_in, origin_of
 from penstock.torch.agreement.batchnorm import SyncedNorms
 from penstock.torch.agreement.copies import BufferCopy, CopyBook
@@ -322,32 +322,30 @@ class Distributed:
         Every rank must make the same change between the same two backward passes.
 
         Args:
-            schemes: By name of the layer, ``store`` (or what was fixed in its place) or what its kind of layer can use;
-                other layers stay as they are.
+            schemes: By name of the layer, one of its `LayerPlan.schemes`; other layers stay as they are.
 
         Raises:
-            ConfigError: A layer cannot use its scheme.
+            ConfigError: A layer cannot use its scheme. Then all stay as they are.
         """
         for name, scheme in schemes.items():
-            terms, gather, lossy = self.terms[name], self.gathers.get(name), self.lossy.get(name)
-            whole_is_given = terms.given == terms.whole != STORE
-            if lossy is not None and scheme == lossy.scheme:
-                lossy.engage(True)
-            elif gather is not None and not whole_is_given and scheme in (terms.whole, gather.scheme):
+            plan = self.coordinator.decision(name)
+            if scheme not in plan.schemes:
+                raise self._cannot_change(plan, scheme)
+        for name, scheme in schemes.items():
+            gather = self.lossy.get(name) or self.gathers.get(name)
+            if gather is not None:
                 gather.engage(scheme == gather.scheme)
-            elif scheme != terms.whole or lossy is not None:
-                raise self._cannot_change(name, scheme, whole_is_given=whole_is_given)
 
-    def _cannot_change(self, name: str, scheme: str, *, whole_is_given: bool) -> ConfigError:
-        lossy, whole = self.lossy.get(name), self.terms[name].whole
-        if lossy is not None:
+    def _cannot_change(self, plan: LayerPlan, scheme: str) -> ConfigError:
+        name, first = plan.name, plan.schemes[0]
+        if WAYS[first].shortens:
             what = (
-                f"is sent by {lossy.scheme}, which keeps what it has not sent yet: it cannot change to {scheme} while "
+                f"is sent by {first}, which keeps what it has not sent yet: it cannot change to {scheme} while "
                 "training. Say so at penstock.distribute"
             )
-        elif whole_is_given or WAYS[scheme].is_whole:
+        elif WAYS[scheme].is_whole or (plan.given and first != STORE):
             what = (
-                f"cannot change from {'the store' if whole == STORE else whole} to {scheme}: collectives and types on "
+                f"cannot change from {'the store' if first == STORE else first} to {scheme}: collectives and types on "
                 "the wire are fixed by penstock.distribute(..., schemes=...)"
             )
         else:
