@@ -24,6 +24,8 @@ mod observe;
 mod steps;
 #[path = "node/updates.rs"]
 mod updates;
+#[path = "node/waits.rs"]
+mod waits;
 #[path = "node/wire_types.rs"]
 mod wire_types;
 

@@ -269,3 +269,42 @@ impl<C> Outbox<C> {
         Some(frame)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::Tensor;
+    use crate::types::Dtype;
+    use crate::wire::Kind;
+
+    /// To a peer that owns four slices, by a window that holds back every slice but the one whose turn it is.
+    fn outbox() -> Outbox<()> {
+        let tensors = (0..8).map(|i| Tensor::new(format!("t{i}"), 0, Dtype::F32, 1024)).collect();
+        let book = Book::new("model", vec!["layer".into()], tensors, 2, 4096, 1).unwrap();
+        let mut outbox = Outbox::new(1);
+        outbox.open_book(0, &book, Rank(1));
+        outbox
+    }
+
+    fn push(outbox: &mut Outbox<()>, number: u32) {
+        let header =
+            Header { seq: 1, step: 1, slice: number, payload_bytes: 4096, ..Header::control(Kind::Push) };
+        outbox.queue_push(0, u64::from(number), number, Outgoing { header, payload: None });
+    }
+
+    #[test]
+    fn a_window_holds_back_what_waits_for_a_turn_while_the_peer_has_nothing() {
+        let mut outbox = outbox();
+        outbox.open_slice(0, 3, 1, 1);
+        assert!(!outbox.holds_back(0, 1), "it has not begun");
+        push(&mut outbox, 1);
+        assert!(outbox.holds_back(0, 1) && !outbox.has_frame());
+        assert!(!outbox.holds_back(0, 3), "its turn, and nothing of it waits");
+        push(&mut outbox, 3);
+        assert!(!outbox.holds_back(0, 1), "it comes next but one");
+        assert_eq!(outbox.pop().map(|frame| frame.header.slice), Some(3));
+        assert!(!outbox.has_frame() && !outbox.holds_back(0, 1), "the peer has something to answer");
+        outbox.consumed(0, 3);
+        assert!(!outbox.holds_back(0, 1) && outbox.has_frame(), "its own turn");
+    }
+}
