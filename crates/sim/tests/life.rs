@@ -13,7 +13,7 @@ const JOBS: u64 = 20_000;
 const SEEDS: u64 = 20_000;
 
 /// How many jobs had each fault, and ended for each kind of evidence.
-type Counts = ([u64; 10], [u64; 8]);
+type Counts = ([u64; 11], [u64; 8]);
 
 fn number(fault: Fault) -> usize {
     match fault {
@@ -27,6 +27,7 @@ fn number(fault: Fault) -> usize {
         Fault::Cut(..) => 7,
         Fault::Reset(..) => 8,
         Fault::Garble(..) => 9,
+        Fault::Sleep(..) => 10,
     }
 }
 
@@ -53,7 +54,7 @@ fn all_ranks_end_in_time_and_name_the_same_rank_and_the_right_one() {
         let threads: Vec<_> = (0..cores as u64).map(|first| scope.spawn(move || explore(first))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
-    for fault in 0..10 {
+    for fault in 0..11 {
         let jobs: u64 = parts.iter().map(|counts| counts.0[fault]).sum();
         assert!(jobs > count / 50, "{jobs} jobs with fault {fault}");
     }
@@ -107,6 +108,7 @@ fn every_rule_is_missed() {
         Omission::MissNobody,
         Omission::SettleWithoutStrangers,
         Omission::AskForGoodbyes,
+        Omission::CountStops,
     ] {
         let violation = (0..SEEDS).find_map(|seed| run(seed, Some(omission)).err());
         let violation = violation.unwrap_or_else(|| panic!("{omission:?} goes unnoticed in {SEEDS} jobs"));

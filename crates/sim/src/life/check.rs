@@ -110,7 +110,7 @@ fn expected(scenario: &Scenario) -> (Vec<u32>, Vec<Evidence>, u64) {
     let apart = scenario.style == Style::Join || scenario.window.iter().any(|window| *window > 1);
     let begun_ns = if apart { longest_ns } else { 7 * SECOND };
     let (may, mut evidence, mut limit_ns) = match scenario.fault {
-        Fault::None => (vec![], vec![], 0),
+        Fault::None | Fault::Sleep(..) => (vec![], vec![], 0),
         Fault::Kill(rank, _) => (vec![rank], vec![Evidence::Ended], SUSPICION_NS),
         Fault::Raise(rank, _) => (vec![rank], vec![Evidence::Own], 0),
         Fault::Stop(rank, _, for_ns) => {

@@ -21,6 +21,8 @@ use scenario::{MS, Scenario, Style};
 
 /// How often a lane looks at the clock.
 const TICK_NS: u64 = 100 * MS;
+/// By how much processes of a machine that has slept go on one after the other.
+const WAKE_NS: u64 = 10 * MS;
 /// Events after which a job counts as going round in circles.
 const EVENTS_MAX: u64 = 1_000_000;
 /// Virtual time after which nobody who has not ended ever will.
@@ -106,6 +108,7 @@ impl World {
         let at_ns = match world.scenario.fault {
             Fault::Kill(_, at) | Fault::Raise(_, at) | Fault::Stop(_, at, _) => Some(at),
             Fault::Cut(_, _, at) | Fault::Reset(_, _, at) | Fault::Garble(_, _, at) => Some(at),
+            Fault::Sleep(at, _) => Some(at),
             _ => None,
         };
         if let Some(at_ns) = at_ns {
@@ -226,10 +229,15 @@ impl World {
                 self.follow(rank);
             }
             Fault::Stop(rank, _, for_ns) if self.ranks[rank as usize].lives() => {
-                self.note(&format!("rank {rank} is stopped for {} ms", for_ns / MS));
-                let process = &mut self.ranks[rank as usize];
-                (process.stopped, process.stopped_ns) = (true, self.agenda.now_ns());
-                self.agenda.after(for_ns, Happening::Resume(rank));
+                self.stop(rank, for_ns);
+            }
+            Fault::Sleep(_, for_ns) => {
+                for rank in 0..self.scenario.ranks {
+                    if self.ranks[rank as usize].lives() {
+                        let later_ns = self.random.below(WAKE_NS);
+                        self.stop(rank, for_ns + later_ns);
+                    }
+                }
             }
             Fault::Cut(one, other, _) | Fault::Reset(one, other, _) => self.break_links(one, other),
             Fault::Garble(rank, to, _) if self.ranks[rank as usize].is_in_program() => {
@@ -238,6 +246,13 @@ impl World {
             }
             _ => {}
         }
+    }
+
+    fn stop(&mut self, rank: u32, for_ns: u64) {
+        self.note(&format!("rank {rank} is stopped for {} ms", for_ns / MS));
+        let process = &mut self.ranks[rank as usize];
+        (process.stopped, process.stopped_ns) = (true, self.agenda.now_ns());
+        self.agenda.after(for_ns, Happening::Resume(rank));
     }
 
     fn break_links(&mut self, one: u32, other: u32) {
@@ -277,7 +292,9 @@ impl World {
         let process = &mut self.ranks[rank as usize];
         process.stopped = false;
         let stopped_ns = self.agenda.now_ns() - process.stopped_ns;
-        process.wait.iter_mut().for_each(|wait| wait.slept(0, stopped_ns));
+        if self.omission != Some(Omission::CountStops) {
+            process.wait.iter_mut().for_each(|wait| wait.slept(0, stopped_ns));
+        }
         let mut postponed = std::mem::take(&mut process.postponed);
         if self.random.chance(500) {
             postponed.sort_by_key(|what| !matches!(what, Happening::Tick(..)));

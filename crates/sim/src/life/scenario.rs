@@ -24,6 +24,8 @@ pub enum Fault {
     Raise(u32, u64),
     /// This rank's process is stopped at a time, for so long.
     Stop(u32, u64, u64),
+    /// All processes are stopped at a time, for so long: their machine sleeps.
+    Sleep(u64, u64),
     /// This rank's program hangs before its round of this number; its lanes live.
     Hang(u32, u32),
     /// This rank's program leaves this round out.
@@ -105,6 +107,8 @@ pub enum Omission {
     SettleWithoutStrangers,
     /// A rank that waits too long for the others' goodbyes asks who is late.
     AskForGoodbyes,
+    /// Time in which a process was stopped counts for its waits.
+    CountStops,
 }
 
 /// How the ranks wait for each other.
@@ -182,7 +186,7 @@ pub(super) fn draw(seed: u64) -> Scenario {
     let apart_ns = APART_NS[usize::from(short)];
     let begin_ns: Vec<u64> =
         (0..ranks).map(|_| if meshed { 0 } else { random.magnitude(1000, apart_ns) }).collect();
-    let fault = draw_fault(random, ranks, (style, ahead), &compute_ns, &begin_ns);
+    let fault = draw_fault(random, ranks, (style, ahead, meshed), &compute_ns, &begin_ns);
     Scenario {
         meshed,
         begin_ns,
@@ -225,7 +229,7 @@ fn two(random: &mut Random, ranks: u32) -> (u32, u32) {
 fn draw_fault(
     random: &mut Random,
     ranks: u32,
-    (style, ahead): (Style, bool),
+    (style, ahead, meshed): (Style, bool, bool),
     compute_ns: &[Vec<u64>],
     begin_ns: &[u64],
 ) -> Fault {
@@ -249,6 +253,8 @@ fn draw_fault(
         _ => 8,
     };
     match random.below(kinds) {
+        // A connection that is being made while they sleep has taken too long.
+        0 if meshed && random.chance(500) => Fault::Sleep(at_ns, random.between(2 * SECOND, 30 * SECOND)),
         0 => Fault::None,
         1 => Fault::Kill(rank, at_ns),
         2 => Fault::Raise(rank, at_ns),
