@@ -230,14 +230,16 @@ impl Inquiry {
         } else if reached.is_empty() {
             (Evidence::Unanswered, vec![me])
         } else {
-            self.circle(&reached)
+            self.circle(&reached, false)
         };
         if evidence == Evidence::Circle {
             // What the head of a group lacks may be held back by a window until its own owner answers.
             let further = self.reached(&direct, true);
             let absent = those(&further, &is_absent);
-            if !absent.is_empty() {
-                (evidence, culprits, reached) = (Evidence::Absent, absent, further);
+            let behind =
+                if absent.is_empty() { self.circle(&further, true) } else { (Evidence::Absent, absent) };
+            if behind.0 == Evidence::Absent {
+                ((evidence, culprits), reached) = (behind, further);
             }
         }
         let text = self.text(&direct, &reached, evidence, &culprits);
@@ -245,9 +247,11 @@ impl Inquiry {
     }
 
     /// Everybody waits: of those from whom there is no way out, the ones whose programs do not stand in a call, or all.
-    fn circle(&self, reached: &BTreeSet<Rank>) -> (Evidence, Vec<Rank>) {
+    ///
+    /// * `heads`: as in [`Inquiry::reached`].
+    fn circle(&self, reached: &BTreeSet<Rank>, heads: bool) -> (Evidence, Vec<Rank>) {
         let ways: Vec<(Rank, BTreeSet<Rank>)> =
-            reached.iter().map(|rank| (*rank, self.reached(&self.waits_for(*rank), false))).collect();
+            reached.iter().map(|rank| (*rank, self.reached(&self.waits_for(*rank), heads))).collect();
         let way = |rank: Rank| ways.iter().find(|(of, _)| *of == rank).map(|(_, way)| way);
         let comes_back = |(rank, onward): &&(Rank, BTreeSet<Rank>)| {
             onward.iter().all(|next| way(*next).is_some_and(|way| way.contains(rank)))
@@ -404,6 +408,24 @@ mod tests {
         ];
         for asking in [0, 1, 2] {
             assert_eq!(found(&answers, asking), (Evidence::Absent, vec![3]), "rank {asking}");
+        }
+    }
+
+    #[test]
+    fn who_computes_behind_a_head_is_named_though_it_is_owed_an_answer_too() {
+        // Rank 3 owns what rank 0, the head of ranks 1 and 2, waits for, has not come to it, and has contributed to what windows hold back
+        // at ranks 1 and 2.
+        let answers = [
+            Some((&[1, 2][..], &[3][..], &[1, 2][..])),
+            Some((&[], &[0], &[])),
+            Some((&[], &[0], &[])),
+            None,
+        ];
+        for asking in [0, 1, 2] {
+            let mut inquiry = inquiry(&answers, asking);
+            let (owners, lacking) = (ranks(&[0]), ranks(&[3]));
+            inquiry.replied(Rank(3), Reply { owners, lacking, ..Reply::default() });
+            assert_eq!(inquiry.finding().culprits, [Rank(3)], "rank {asking}");
         }
     }
 
