@@ -67,6 +67,8 @@ pub(super) struct Process {
     replied: BTreeSet<(u32, u32)>,
     /// Who has contributed, by round.
     parts: BTreeMap<u32, BTreeSet<u32>>,
+    /// The rounds that its group has come to and its head has given to their owners.
+    passed_on: BTreeSet<u32>,
     results: BTreeSet<u32>,
     left: BTreeSet<u32>,
 }
@@ -108,6 +110,7 @@ impl Process {
             asked: None,
             replied: BTreeSet::new(),
             parts: BTreeMap::new(),
+            passed_on: BTreeSet::new(),
             results: BTreeSet::new(),
             left: BTreeSet::new(),
         }
@@ -167,7 +170,42 @@ impl Process {
     }
 
     fn owner(&self, round: u32) -> u32 {
-        if self.style == Style::Hub { 0 } else { round % self.ranks }
+        match self.style {
+            Style::Hub => 0,
+            Style::Groups(second) => [0, second][round as usize % 2],
+            _ => round % self.ranks,
+        }
+    }
+
+    /// The first of a rank's group, or the rank itself.
+    fn head(&self, rank: u32) -> u32 {
+        match self.style {
+            Style::Groups(second) if rank >= second => second,
+            Style::Groups(_) => 0,
+            _ => rank,
+        }
+    }
+
+    /// To whom its part of a round goes, and who answers it.
+    fn answered_by(&self, round: u32) -> u32 {
+        let head = self.head(self.me);
+        if head == self.me { self.owner(round) } else { head }
+    }
+
+    /// Whether the parts of others come here, and go on from here all at once.
+    fn collects(&self, round: u32) -> bool {
+        match self.style {
+            Style::Direct | Style::Join => false,
+            Style::Owners | Style::Hub => self.owner(round) == self.me,
+            Style::Groups(_) => self.head(self.me) == self.me,
+        }
+    }
+
+    /// Whose parts come here: as an owner those of everybody, or of its own group and of other heads; as a head those of its group.
+    fn expects(&self, round: u32, rank: u32) -> bool {
+        let Style::Groups(_) = self.style else { return true };
+        let (head, owns) = (self.head(rank), self.owner(round) == self.me);
+        head == self.me || owns && head == rank
     }
 
     fn others(&self) -> impl Iterator<Item = u32> + use<> {
@@ -179,7 +217,7 @@ impl Process {
     fn missing(&self, round: u32) -> Vec<Rank> {
         let came = self.parts.get(&round);
         let lacks = |rank: &u32| !came.is_some_and(|came| came.contains(rank));
-        (0..self.ranks).filter(lacks).map(Rank).collect()
+        (0..self.ranks).filter(|rank| self.expects(round, *rank)).filter(lacks).map(Rank).collect()
     }
 
     /// Whom it waits for directly, and which owners owe it an answer: also while its program computes.
@@ -187,10 +225,12 @@ impl Process {
         if self.style == Style::Join && self.phase == ProcessPhase::Waiting {
             return (self.others().filter(|rank| !self.left.contains(rank)).map(Rank).collect(), vec![]);
         }
-        let own = |round: &u32| self.style == Style::Direct || self.owner(*round) == self.me;
+        let own = |round: &u32| {
+            self.style == Style::Direct || self.collects(*round) && !self.passed_on.contains(round)
+        };
         let (own, others): (Vec<u32>, Vec<u32>) = self.open.iter().partition(|round| own(round));
         let late = own.into_iter().flat_map(|round| self.missing(round)).collect();
-        (late, others.into_iter().map(|round| Rank(self.owner(round))).collect())
+        (late, others.into_iter().map(|round| Rank(self.answered_by(round))).collect())
     }
 
     /// The round that its program waits for.
@@ -222,13 +262,10 @@ impl Process {
         }
         let silent = omission == Some(Omission::OwnersSayNothing);
         let blocked = blocked || omission == Some(Omission::AllAreBlocked);
-        let (late, owners) = self.waits_for();
+        let (late, mut owners) = self.waits_for();
         let owned = |round: &u32| {
             let begun = self.parts.get(round).is_some_and(|came| !came.is_empty());
-            begun
-                && !silent
-                && matches!(self.style, Style::Owners | Style::Hub)
-                && self.owner(*round) == self.me
+            begun && !silent && self.collects(*round)
         };
         let open = |round: &u32| self.missing(*round);
         let missing = question
@@ -238,7 +275,11 @@ impl Process {
             .filter(|round| owned(round))
             .flat_map(open)
             .collect();
-        let lacking = self.parts.keys().filter(|round| owned(round)).flat_map(open).collect();
+        let lacking: Vec<Rank> = self.parts.keys().filter(|round| owned(round)).flat_map(open).collect();
+        let heads = matches!(self.style, Style::Groups(_));
+        if heads && omission == Some(Omission::HeadsSayNothing) && !lacking.is_empty() {
+            owners.clear();
+        }
         let what = self.awaited().map_or_else(String::new, |round| format!("round {round}"));
         Reply { blocked, late, owners, missing, lacking, what }
     }
@@ -374,15 +415,17 @@ impl World {
             return self.compute(rank);
         }
         process.open.push(round);
-        let owner = process.owner(round);
         match process.style {
             Style::Join => {}
             Style::Direct => {
                 process.parts.entry(round).or_default().insert(rank);
                 self.others(rank).for_each(|other| self.give(rank, other, round, Frame::Part(round)));
             }
-            Style::Owners | Style::Hub if owner == rank => self.contributed(rank, rank, round),
-            Style::Owners | Style::Hub => self.give(rank, owner, round, Frame::Part(round)),
+            _ if process.collects(round) => self.contributed(rank, rank, round),
+            _ => {
+                let to = process.answered_by(round);
+                self.give(rank, to, round, Frame::Part(round));
+            }
         }
         self.ranks[rank as usize].complete();
         self.wait_or_compute(rank);
@@ -400,8 +443,22 @@ impl World {
         process.parts.entry(round).or_default().insert(from);
         if process.style != Style::Direct && process.missing(round).is_empty() {
             process.parts.remove(&round);
-            process.results.insert(round);
-            self.others(rank).for_each(|other| self.give(rank, other, round, Frame::Result(round)));
+            let owner = process.owner(round);
+            if owner == rank {
+                return self.answer(rank, round);
+            }
+            process.passed_on.insert(round);
+            self.give(rank, owner, round, Frame::Part(round));
+        }
+    }
+
+    /// The result of a round is here, and goes to those whose parts came here.
+    fn answer(&mut self, rank: u32, round: u32) {
+        let process = &mut self.ranks[rank as usize];
+        process.results.insert(round);
+        if process.collects(round) {
+            let to: Vec<u32> = process.others().filter(|other| process.expects(round, *other)).collect();
+            to.into_iter().for_each(|other| self.give(rank, other, round, Frame::Result(round)));
         }
     }
 
@@ -445,7 +502,7 @@ impl World {
             self.ranks[rank as usize].phase = ProcessPhase::Through;
             return self.close(rank);
         }
-        let owned = matches!(process.style, Style::Owners | Style::Hub);
+        let owned = !matches!(process.style, Style::Direct | Style::Join);
         let awaited = process.awaited();
         let expired = process.asked.get_or_insert_with(|| {
             let what = format!("timeout: rank {rank}, round {awaited:?}, after {} ms", now_ns / MS);
@@ -532,9 +589,7 @@ impl World {
     fn data(&mut self, from: u32, to: u32, frame: &Frame) {
         match frame {
             Frame::Part(round) => self.contributed(to, from, *round),
-            Frame::Result(round) => {
-                self.ranks[to as usize].results.insert(*round);
-            }
+            Frame::Result(round) => self.answer(to, *round),
             Frame::Left => {
                 self.ranks[to as usize].left.insert(from);
             }

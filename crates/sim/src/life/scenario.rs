@@ -109,6 +109,8 @@ pub enum Omission {
     AskForGoodbyes,
     /// Time in which a process was stopped counts for its waits.
     CountStops,
+    /// The head of a group that lacks its members does not say who owes it an answer.
+    HeadsSayNothing,
 }
 
 /// How the ranks wait for each other.
@@ -120,6 +122,9 @@ pub(super) enum Style {
     Owners,
     /// As `Owners`, but one rank owns everything, and nobody else has a connection.
     Hub,
+    /// As `Owners`, but in two groups, the second of which begins with this rank: everybody sends to the first of its group, its
+    /// head, and heads, who own rounds in turn, send to each other when their groups have come.
+    Groups(u32),
     /// Ranks go on alone, with different numbers of rounds, and wait at the end until all have left.
     Join,
 }
@@ -187,7 +192,7 @@ pub(super) fn draw(seed: u64) -> Scenario {
     let begin_ns: Vec<u64> =
         (0..ranks).map(|_| if meshed { 0 } else { random.magnitude(1000, apart_ns) }).collect();
     let fault = draw_fault(random, ranks, (style, ahead, meshed), &compute_ns, &begin_ns);
-    Scenario {
+    let scenario = Scenario {
         meshed,
         begin_ns,
         operation_ns: OPERATION_TIMEOUTS_NS[usize::from(short)],
@@ -203,7 +208,13 @@ pub(super) fn draw(seed: u64) -> Scenario {
         owed_ns: random.magnitude(1000, 100 * MS),
         exit_ns: random.magnitude(1000, SECOND),
         fault,
+    };
+    // A head goes ahead of its group only where all may.
+    if style == Style::Owners && ahead && random.chance(500) {
+        let second = random.between(1, u64::from(ranks) - 1) as u32;
+        return Scenario { style: Style::Groups(second), ..scenario };
     }
+    scenario
 }
 
 /// One after the other; or, where ranks go ahead, most rounds without waiting, or two of them in the other order: those who begin
