@@ -24,8 +24,8 @@ from typing import Any
 from penstock import collectives, job
 from penstock.buffers import Buffer
 from penstock.errors import ConfigError
-from penstock.kvstore import disk, states
 from penstock.kvstore import kept as keeping
+from penstock.kvstore import states
 from penstock.kvstore.checks import (
     check_kept,
     described,
@@ -42,53 +42,16 @@ from penstock.kvstore.checks import (
 )
 from penstock.kvstore.kept import Kept, is_alone, order
 from penstock.kvstore.meeting import meet
+from penstock.kvstore.pending import Pending
 from penstock.kvstore.rounds import BookPlace
+from penstock.kvstore.saving import Files
 from penstock.kvstore.stored_keys import Checkpoints, KeyCall, StoredKey
 from penstock.lending import lent_to
 from penstock.optimizers import NamedOptimizer, named
 
-__all__ = ["KVStore", "Pending"]
+__all__ = ["KVStore"]
 
 KINDS = ("sync", "async")
-
-
-class Pending:
-    """A call on a store that is under way: a future. What was given must be left alone until it is done."""
-
-    __slots__ = ("_calls",)
-
-    def __init__(self, calls: Sequence[KeyCall]) -> None:
-        self._calls = calls
-
-    def wait(self) -> None:
-        """Wait until results are in memory and what was given may be changed.
-
-        It takes at most ``operation_timeout_s`` for each key.
-
-        Raises:
-            PeerLost: A rank was lost.
-            Timeout: It took too long; the message names the ranks that are waited for. The job ends.
-        """
-        for call in self._calls:
-            call.key.wait_for(call.number)
-
-    def done(self) -> bool:
-        """Whether that is so; does not wait.
-
-        Raises:
-            PenstockError: The job has failed, and this will never be done.
-        """
-        return all(call.key.is_done(call.number) for call in self._calls)
-
-    @property
-    def versions(self) -> list[int | None]:
-        """By key the version of its value that the call makes or gets.
-
-        In a synchronous store it is 1 as initialised, and one more with each push. In an asynchronous one it counts all
-        ranks' pushes that are in the value, and is None until an answer has told it. Slices of a large value are
-        changed one by one: then it says how many are in all of it.
-        """
-        return [call.version for call in self._calls]
 
 
 class KVStore:
@@ -160,6 +123,7 @@ class KVStore:
         self._new: list[StoredKey] = []  # in no book yet
         self._by_book: dict[int, list[StoredKey]] = {}
         self._checkpoints = Checkpoints()
+        self._files = Files(running.engine, running.rank, self._checkpoints)
         self._lock = threading.RLock()
 
     def __repr__(self) -> str:
@@ -465,8 +429,7 @@ class KVStore:
             Timeout: A rank did not come.
         """
         self._running("save")
-        state = self.state_dict()
-        self._on_rank_0("save", lambda: disk.write(Path(path), state))
+        self._files.write("save", Path(path), self.state_dict())
 
     def load(self, path: str | os.PathLike[str]) -> int | None:
         """`load_state_dict` of what `save` wrote, or of the newest whole checkpoint in a directory.
@@ -485,23 +448,15 @@ class KVStore:
             PeerLost: A rank was lost.
             Timeout: A rank did not come.
         """
-        caller, place = "load", Path(path)
+        caller = "load"
         self._running(caller)
-        read: dict[str, Any] = {}
-
-        def read_it() -> dict[str, Any]:
-            file, number = disk.newest(place) if place.is_dir() else (place, None)
-            read.update(disk.read(file))
-            return {"file": str(file), "number": number, "has": states.shape_of(read)}
-
-        told = self._on_rank_0(caller, read_it)
-        if self.rank != 0:
-            like = {name: make(self._stored_keys[name].memory.buffer) for name, make in self._likes.items()}
-            read = states.of_shape(told["has"], like)
-        self.load_state_dict(read).wait()
-        number: int | None = told["number"]
-        self._checkpoints.last, self._checkpoints.calls = told["file"], number or 0
-        return number
+        likes = self._likes.items()
+        found = self._files.read(
+            caller, Path(path), lambda: {name: make(self._stored_keys[name].memory.buffer) for name, make in likes}
+        )
+        self.load_state_dict(found.state).wait()
+        self._files.go_on_from(found)
+        return found.number
 
     def checkpoint(self, directory: str | os.PathLike[str], *, every: int = 1, keep: int = 2) -> str | None:
         """At every so manieth call write a checkpoint to a directory; call it once in a step. All ranks call it alike.
@@ -530,33 +485,11 @@ class KVStore:
         self._running(caller)
         if not all(isinstance(number, int) and number >= 1 for number in (every, keep)):
             raise ConfigError(f"penstock.KVStore.{caller}: every={every!r} and keep={keep!r} must be 1 at least")
-        self._checkpoints.calls += 1
-        number = self._checkpoints.calls
-        if number % every:
+        if not self._files.is_due(every):
             return None
-        state = self.state_dict()
-        place = Path(directory)
-        written: str = self._on_rank_0(caller, lambda: str(disk.write_checkpoint(place, state, number, keep)))
-        self._checkpoints.last = written
-        return written
+        return self._files.write_checkpoint(caller, Path(directory), self.state_dict(), keep)
 
     # What calls have in common
-
-    def _on_rank_0(self, caller: str, do: Callable[[], Any]) -> Any:
-        """Do something that has to do with files on rank 0; all ranks get what comes of it, or its error."""
-        told: dict[str, Any] = {}
-        if self.rank == 0:
-            try:
-                told = {"value": do()}
-            except (ConfigError, OSError) as error:
-                told = {
-                    "error": str(error) if isinstance(error, ConfigError) else f"penstock.KVStore.{caller}: {error}"
-                }
-        every = self._engine.all_gather(f"penstock.KVStore.{caller}", json.dumps(told).encode())
-        first: dict[str, Any] = json.loads(every[0])
-        if "error" in first:
-            raise ConfigError(first["error"], rank=0)
-        return first["value"]
 
     def _init(self, caller: str, pairs: list[tuple[str | int, Any]], rows: bool) -> Pending:
         self._running(caller)
