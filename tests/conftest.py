@@ -26,6 +26,7 @@ SLOW = (
     "kvstore/test_kvstore_disk.py",
     "kvstore/test_kvstore_optimizers.py",
     "kvstore/test_kvstore_stragglers.py",
+    "kvstore/test_kvstore_wire.py",
     "lab/test_cluster.py",
     "lab/test_emulate.py",
     "lab/test_measure.py",

@@ -258,6 +258,23 @@ indices, gradient_rows, wanted = np.array([ps.rank(), 8]), np.ones((2, 2)), np.a
     run(size, tmp_path, before, *listings("docs/kvstore.md", "## Rows"), after)
 
 
+def test_the_listing_on_two_bytes(size, tmp_path):
+    before = """
+import numpy as np
+import penstock as ps
+
+ps.init()
+kv = ps.KVStore("sync")
+weight, bias = np.zeros(3, np.float32), np.zeros(1, np.float32)
+"""
+    after = """
+gradient = np.full(3, 1 + 2**-9, np.float32)
+kv.pushpull("w", gradient).wait()
+assert (gradient == (1 + 2**-9 if ps.world_size() == 1 else 2)).all()
+"""
+    run(size, tmp_path, before, *listings("docs/kvstore.md", "## Two bytes for four"), after)
+
+
 PAPER_GIVEN = """
 import numpy as np
 import penstock as ps

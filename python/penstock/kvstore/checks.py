@@ -71,7 +71,7 @@ def listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, list) else [given]
 
 
-def described(caller: str, name: str | int, value: Any, rows: bool) -> tuple[KeyDescription, Buffer]:
+def described(caller: str, name: str | int, value: Any, rows: bool, wire: str | None) -> tuple[KeyDescription, Buffer]:
     """What a first value says of its key, and its memory."""
     if isinstance(value, (list, tuple)) or not hasattr(value, "shape"):
         raise refused(caller, name, f"its value is a {type(value).__name__}; give one torch tensor or NumPy array")
@@ -81,7 +81,21 @@ def described(caller: str, name: str | int, value: Any, rows: bool) -> tuple[Key
     shape = tuple(int(length) for length in value.shape)
     if rows and (not shape or 0 in shape):
         raise refused(caller, name, f"a value of shape {shape} has no rows")
-    return KeyDescription(name, buffer.dtype, shape, rows), buffer
+    if wire is not None:
+        _check_wire(caller, name, buffer.dtype, rows, wire)
+    return KeyDescription(name, buffer.dtype, shape, rows, wire), buffer
+
+
+def _check_wire(caller: str, name: str | int, dtype: str, rows: bool, wire: Any) -> None:
+    from penstock._native import WAYS
+
+    halves = [each for each, way in WAYS.items() if way.wire is not None]
+    if wire not in halves:
+        raise refused(caller, name, f"unknown wire type {wire!r}; there is {', '.join(map(repr, halves))}")
+    if rows:
+        raise refused(caller, name, f"it is pushed by rows, which travel as they are and not as {wire}")
+    if dtype != "f32":
+        raise refused(caller, name, f"values of {dtype} do not travel as {wire}; those of f32 can")
 
 
 def fitting(caller: str, stored: StoredKey, value: Any, *, written: bool = False) -> Buffer:

@@ -43,7 +43,7 @@ def meet(
         "store": list(store),
         "call": caller,
         "error": None if error is None else error.message,
-        "keys": [[key.key, key.dtype, key.shape, key.rows] for key in keys],
+        "keys": [[key.key, key.dtype, key.shape, key.rows, key.wire] for key in keys],
         "owners": owners,
     }
     told = engine.all_gather(f"penstock.KVStore.{caller}", json.dumps(mine).encode())
@@ -93,7 +93,7 @@ def _difference(rank: int, theirs: dict[str, Any], first: dict[str, Any]) -> str
     both = zip_longest(theirs["keys"], first["keys"])
     place, (one, other) = next((place, pair) for place, pair in enumerate(both) if pair[0] != pair[1])
     said = [
-        "no more keys" if each is None else str(KeyDescription(each[0], each[1], tuple(each[2]), each[3]))
+        "no more keys" if each is None else str(KeyDescription(each[0], each[1], tuple(each[2]), *each[3:]))
         for each in (one, other)
     ]
     return f"as key {place} of the call rank {rank} has {said[0]}, rank 0 {said[1]}"

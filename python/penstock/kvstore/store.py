@@ -139,21 +139,29 @@ class KVStore:
         """The number of processes that push, as `penstock.world_size` gives it."""
         return self._job.world_size
 
-    def init(self, key: Any, value: Any, *, rows: bool = False) -> Pending:
+    def init(self, key: Any, value: Any, *, rows: bool = False, wire: str | None = None) -> Pending:
         """Give keys their first value: rank 0's, which all ranks' stores receive. All ranks call it alike.
 
         Args:
             key: One that was not initialised, or a list.
             value: Its tensor, of the same dtype and shape on all ranks, or a list.
             rows: Let `push` take pairs of indices and rows, for an embedding of which a step touches few rows.
+            wire: ``"bf16"`` or ``"fp16"``: what is pushed, and what comes back, travels rounded to two bytes, for
+                values of fp32. Lossy: each push is rounded when it is sent, the owner adds in fp32, and rounds what it
+                answers once, so that all ranks have the same bits (docs/summation.md). What an owner keeps is never
+                rounded. The first value travels as it is, and so do `state_dict` and `load_state_dict`.
 
         Raises:
-            ConfigError: A key was initialised before; a value cannot be used; ranks differ in keys, their order, dtypes
-                or shapes, and the message names two that do. No key is initialised then, on any rank.
+            ConfigError: A key was initialised before; a value cannot be used, or not travel as ``wire``; ranks differ
+                in keys, their order, dtypes, shapes or wire types, and the message names two that do. No key is
+                initialised then, on any rank.
             PeerLost: A rank was lost.
             Timeout: A rank did not come.
+
+        Example:
+            >>> kv.init("w", weights, wire="bf16")
         """
-        return self._init("init", paired("init", key, value), rows)
+        return self._init("init", paired("init", key, value), rows, wire)
 
     def set_optimizer(self, algorithm: Any, *, rescale: float = 1.0, **options: Any) -> None:
         """Let the owners update values by an optimizer: what is pushed is a gradient from now on.
@@ -220,7 +228,7 @@ class KVStore:
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> Pending:
         """As `init` with ``value``, and then `pull` into ``out``."""
         pairs, outs = paired("broadcast", key, value), paired("broadcast", key, out)
-        self._init("broadcast", pairs, False)
+        self._init("broadcast", pairs)
         return self._pull("broadcast", outs)
 
     def push(self, key: Any, value: Any, priority: int = 0) -> Pending:
@@ -491,7 +499,9 @@ class KVStore:
 
     # What calls have in common
 
-    def _init(self, caller: str, pairs: list[tuple[str | int, Any]], rows: bool) -> Pending:
+    def _init(
+        self, caller: str, pairs: list[tuple[str | int, Any]], rows: bool = False, wire: str | None = None
+    ) -> Pending:
         self._running(caller)
         made: list[tuple[StoredKey, Buffer]] = []
         error: ConfigError | None = None
@@ -499,7 +509,7 @@ class KVStore:
             for name, value in pairs:
                 if name in self._stored_keys:
                     raise refused(caller, name, "it was initialised before; a key is initialised once")
-                description, buffer = described(caller, name, value, rows)
+                description, buffer = described(caller, name, value, rows, wire)
                 one_by_one, average = self.kind == "async", self._stragglers is not None
                 stored = StoredKey(self._engine, description, self._checkpoints, one_by_one=one_by_one, average=average)
                 self._check_that_it_can_be_kept(caller, stored, self._optimizer)
@@ -569,7 +579,8 @@ class KVStore:
             stored_keys = self._new
             self._meet("the first push of new keys", stored_keys)
             names = [str(stored.description.key) for stored in stored_keys]
-            tensors = [stored.in_book(layer) for layer, stored in enumerate(stored_keys)]
+            travels = not is_alone(self._job)  # else nothing is rounded for the way
+            tensors = [stored.in_book(layer, travels) for layer, stored in enumerate(stored_keys)]
             book = self._job.servers.open_book(f"kvstore {self._number}", names, tensors, **self._rules())
             for tensor, stored in enumerate(stored_keys):
                 stored.place = BookPlace(self._engine, self.rank, book, tensor)

@@ -55,15 +55,18 @@ class KeyDescription:
         dtype: The engine's name.
         shape: Of the value.
         rows: Whether pairs of indices and rows are pushed, and not whole tensors.
+        wire: The scheme's name of the type to which what travels is rounded; none: the key's own.
     """
 
     key: str | int
     dtype: str
     shape: tuple[int, ...]
     rows: bool
+    wire: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.key!r} of {self.dtype} {self.shape}{' by rows' if self.rows else ''}"
+        how = f"{' by rows' if self.rows else ''}{f' that travels as {self.wire}' if self.wire else ''}"
+        return f"{self.key!r} of {self.dtype} {self.shape}{how}"
 
 
 @dataclass
@@ -152,13 +155,28 @@ class StoredKey:
         self._lock = threading.Lock()  # of the above, and held for moments only
         self._turn = threading.Lock()  # whoever takes calls further
 
-    def in_book(self, layer: int) -> tuple[str, int, str, int] | tuple[str, int, str, int, Literal["gather"]]:
-        """How it travels, for `Engine.open_book`."""
+    def in_book(
+        self, layer: int, travels: bool = True
+    ) -> (
+        tuple[str, int, str, int]
+        | tuple[str, int, str, int, Literal["gather"]]
+        | tuple[str, int, str, int, Literal["store"], str]
+    ):
+        """How it travels, for `Engine.open_book`.
+
+        Args:
+            layer: Its index in the book.
+            travels: Whether there are other ranks; else nothing is rounded.
+        """
+        from penstock._native import WAYS
+
         name, value = str(self.description.key), self.memory.buffer
         if self.description.rows:
             longest = min(self.description.shape[0] * bytes_of_row(self.memory), GATHER_BYTES_MAX)
             return (name, layer, "bytes", longest, "gather")
-        return (name, layer, value.dtype, value.nbytes // DTYPES[value.dtype])
+        elems, wire = value.nbytes // DTYPES[value.dtype], self.description.wire
+        half = WAYS[wire].wire if wire is not None and travels else None
+        return (name, layer, value.dtype, elems) if half is None else (name, layer, value.dtype, elems, "store", half)
 
     def last_call(self) -> KeyCall:
         """The last one so far."""

@@ -11,7 +11,8 @@
 //! **Wire types.** Of a tensor that travels as another type than it has, a worker's contribution is rounded when it is sent
 //! ([`crate::node::Node::next_frame`]). The owner adds in fp32, in rank order. Its own contribution is *not* rounded: it need not
 //! travel, and the error is smaller. The result is rounded once, and all keep the rounded one, the owner included. So all ranks
-//! have the same bits; but they depend on which rank owns the slice. A payload cannot be read into the tensor: answers, too, go
+//! have the same bits; but they depend on which rank owns the slice. A value that is kept is never rounded, only what comes and what is
+//! answered. A payload cannot be read into the tensor: answers, too, go
 //! to scratch, and are expanded from there.
 //!
 //! **Updates.** Where the owner applies an optimizer ([`Fold::Updated`]), the answer is the slice of the parameter. The optimizer is
@@ -395,7 +396,7 @@ impl<C: Clone> Store<C> {
             return self.wait_for_word(header, &outcome, context);
         }
         let result = if site.rules.keep_results() {
-            self.keep(&outcome, header.step, context)
+            self.keep(&outcome, header.step, context).map(|value| as_answered(value, context))
         } else {
             match outcome {
                 Outcome::Absent => None,
@@ -427,10 +428,11 @@ impl<C: Clone> Store<C> {
         let sum = match *outcome {
             Outcome::Reduced(how) => {
                 let len_bytes = context.site.slice.len_bytes as usize;
-                // Where this rank is in the round: it may be in no round and ask, or be late for this one.
-                let Site { rank, members, .. } = context.site;
+                // Where this rank is in the round and gets its result: it may be in no round and ask, or be late for this one.
+                let Site { rank, members, rules, .. } = context.site;
                 let is_in = members.index_of(rank).and_then(|index| self.round.of(index)).is_some();
-                let mine = self.mine.as_ref().filter(|_| is_in).map(|mine| mine.memory.clone());
+                let is_answered = is_in && rules.answered == Answered::All;
+                let mine = self.mine.as_ref().filter(|_| is_answered).map(|mine| mine.memory.clone());
                 let sum = mine.unwrap_or_else(|| context.memory.scratch(len_bytes));
                 self.round.reduce(how, &sum, context);
                 context.effects.push(Effect::Summed { seq: header.seq });
@@ -670,10 +672,11 @@ impl<C: Clone> Store<C> {
     }
 }
 
-/// What an owner keeps, as all get it: an updated value is rounded for those who get it only. Other results are when they are made.
+/// What an owner keeps, as all get it: a value that goes into the next round is rounded for those who get it only. Other results are
+/// when they are made.
 fn as_answered<M: Memory>(value: M::Chunk, context: &mut Context<'_, M>) -> M::Chunk {
     let Context { site, memory, .. } = context;
-    if !site.is_rounded() || site.rules.fold != Fold::Updated {
+    if !site.is_rounded() || site.rules.fold == Fold::Fresh {
         return value;
     }
     let [rounded, expanded] =

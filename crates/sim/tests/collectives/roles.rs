@@ -37,8 +37,8 @@ fn some_of(members: &Members, random: &mut Random) -> Members {
     members.iter().filter(|_| random.chance(400)).chain([one]).collect()
 }
 
-fn book(roles: &Roles) -> Arc<Book> {
-    let tensor = Tensor::new("w", 0, Dtype::F32, ELEMS);
+fn book(roles: &Roles, wire: Dtype) -> Arc<Book> {
+    let tensor = Tensor::new("w", 0, Dtype::F32, ELEMS).with_wire(wire);
     let slicing = Slicing::fixed(1024, 1);
     Arc::new(Book::deal("model", vec!["layer".into()], vec![tensor], roles, slicing).unwrap())
 }
@@ -64,9 +64,11 @@ fn rounds(seed: u64) {
     let answered = random.pick(&[Answered::All, Answered::WhoAsks]);
     let op = random.pick(&[Op::Sum, Op::Average, Op::Copy]);
     let rules = Rules { must_be_in, fold, answered, ..Rules::default() };
-    let book = book(&Roles { members: members.clone(), owners, rules, groups: Groups::default() });
+    // A half has these numbers without rounding. A copy keeps every bit, so it is not for tensors with a wire type.
+    let wire = if op == Op::Copy { Dtype::F32 } else { random.pick(&[Dtype::F32, Dtype::F16]) };
+    let book = book(&Roles { members: members.clone(), owners, rules, groups: Groups::default() }, wire);
     let mut bench = bench(&book);
-    let name = format!("seed {seed}, {op:?}, {:?}", book.roles);
+    let name = format!("seed {seed}, {op:?}, {wire:?}, {:?}", book.roles);
     // By round what was the result; nothing before the first.
     let mut results = vec![None];
     let mut asked = vec![0; bench.nodes.len()];
@@ -120,7 +122,8 @@ fn rounds(seed: u64) {
     }
     let kept = book.roles.rules.keep_results() && results[ROUNDS as usize].is_some();
     for (rank, node) in bench.nodes.iter_mut().enumerate() {
-        let owned = book.owned_bytes.get(rank).copied().unwrap_or(0);
+        let owned = book.slices.iter().filter(|slice| slice.owner.index() == rank);
+        let owned = owned.map(|slice| u64::from(slice.len_bytes)).sum();
         assert_eq!(node.memory().held_bytes(), if kept { owned } else { 0 }, "{name}: rank {rank}");
     }
 }
@@ -139,7 +142,8 @@ fn where_nobody_must_be_in_each_contribution_is_folded_in_as_it_comes() {
         let owners = some_of(&members, random);
         let must_be_in = MustBeIn::Nobody;
         let rules = Rules { must_be_in, fold: Fold::Kept, answered: Answered::All, ..Rules::default() };
-        let book = book(&Roles { members: members.clone(), owners, rules, groups: Groups::default() });
+        let wire = random.pick(&[Dtype::F32, Dtype::Bf16]);
+        let book = book(&Roles { members: members.clone(), owners, rules, groups: Groups::default() }, wire);
         let (mut bench, name) = (bench(&book), format!("seed {seed}, {:?}", book.roles));
         let mut sums = 0.0;
         let mut seqs = vec![0; bench.nodes.len()];
@@ -176,7 +180,7 @@ fn who_need_not_be_in_cannot_contribute() {
     let [members, heads]: [Members; 2] =
         [&[0, 1, 2][..], &[0, 1]].map(|ranks| ranks.iter().copied().map(Rank).collect());
     let rules = Rules { must_be_in: MustBeIn::These(heads), ..Rules::default() };
-    let book = book(&Roles { rules, ..Roles::alike(members) });
+    let book = book(&Roles { rules, ..Roles::alike(members) }, Dtype::F32);
     let mut bench = bench(&book);
     let error = bench.submit(2, 1, Op::Sum, Some(&bytes_of(1.0))).unwrap_err().to_string();
     assert!(error.contains("rank 2 contributes to layer layer") && error.contains("only ask"), "{error}");
