@@ -24,6 +24,7 @@ SLOW = (
     "job/test_warnings.py",
     "kvstore/test_kvstore.py",
     "kvstore/test_kvstore_disk.py",
+    "kvstore/test_kvstore_groups.py",
     "kvstore/test_kvstore_optimizers.py",
     "kvstore/test_kvstore_stragglers.py",
     "kvstore/test_kvstore_wire.py",

@@ -539,9 +539,10 @@ class Servers:
         if not self.ranks and plain and not groups:
             return self._engine.open_book(name, list(layers), list(tensors))
         number, members = self._engine.books, [*self._workers, *self.ranks]
-        owners = list(self.ranks) or [group[0] for group in groups] or self._workers
+        clients = [group[0] for group in groups] or self._workers
+        owners = list(self.ranks) or clients
         must_be_in = [] if one_by_one else self._workers if self.ranks or not plain else None
-        clocks = None if staleness is None else [self._workers, staleness]
+        clocks = None if staleness is None else [clients, staleness]
         few = None if stragglers is None else list(stragglers)
         what = (number, name, list(layers), list(tensors), members, owners, must_be_in)
         book = ServeBook(*what, fold, answered, clocks, few, groups)

@@ -394,7 +394,7 @@ fn check(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::roles::{Groups, MustBeIn, Rules};
+    use crate::roles::{Groups, MustBeIn, Rules, Staleness};
     use proptest::prelude::*;
 
     proptest! {
@@ -509,6 +509,10 @@ mod tests {
             let groups = Groups::of_members(groups.iter().map(|some| ranks(some)));
             Roles { owners: ranks(owners), groups, ..alike.clone() }
         };
+        let one_by_one = |clocks: &[u32]| {
+            let staleness = Some(Staleness { of: ranks(clocks), most: 1 });
+            Rules { must_be_in: MustBeIn::Nobody, fold: Fold::Kept, staleness, ..Rules::default() }
+        };
         let deal = |roles: &Roles, route, wire| {
             let tensor = Tensor::new("w", 0, Dtype::F32, 10).with_route(route).with_wire(wire);
             let slicing = Slicing::fixed(4096, 1);
@@ -557,6 +561,18 @@ mod tests {
                 Route::STORE,
                 Dtype::F32,
                 "the fresh result",
+            ),
+            (
+                Roles { rules: one_by_one(&[0]), ..grouped(&[0, 5], &[&[0, 2]]) },
+                Route::STORE,
+                Dtype::F32,
+                "fits",
+            ),
+            (
+                Roles { rules: one_by_one(&[0, 2]), ..grouped(&[0, 5], &[&[0, 2]]) },
+                Route::STORE,
+                Dtype::F32,
+                "rank 2 has no clock of its own",
             ),
             (kept, Route::STORE, Dtype::Bf16, "fits"),
         ] {

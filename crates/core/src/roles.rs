@@ -9,6 +9,7 @@
 //! | groups that meet in a store ([`Groups`]) | their heads, or the servers | the workers | fresh | all |
 //! | a value on servers, updated in rounds | the servers | the workers | kept | who asks |
 //! | the same, updated by each contribution at once | the servers | nobody | kept, or updated by a standing order | who asks |
+//! | the same, by each group's ([`Groups`]) | the servers, or heads | nobody; of a group all its members | the same | who asks |
 //! | parameters, updated by an optimizer when the program says so | all, or the servers | the workers | updated | all |
 //!
 //! What travels by other routes than the store is for those who contribute ([`Roles::contributors`]), all alike.
@@ -32,7 +33,8 @@ pub struct Roles {
 
 /// Contributors who sum among themselves in the store, and appear to owners as one client (MXNET-MPI, section 3). The first
 /// of a group is its *head*: the others push to it, and are answered by it (`exchange/group.rs`). A head whose program has left
-/// still relays for the others.
+/// still relays for the others. Where each contribution is a round of its own, a group's is: its members make the same calls in the
+/// same order, and all contribute or all ask.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Groups {
     groups: Vec<ClientGroup>,
@@ -187,7 +189,16 @@ impl Roles {
         let named = |ranks: &[Rank]| ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ");
         let mut grouped: Vec<Rank> = self.groups.iter().flat_map(|group| group.members.iter()).collect();
         grouped.sort_unstable();
-        if !self.contributors().iter().eq(grouped.iter().copied()) {
+        let Rules { must_be_in, fold, answered, stragglers, .. } = &self.rules;
+        let one_by_one = *must_be_in == MustBeIn::Nobody;
+        let once = grouped.windows(2).all(|two| two[0] < two[1]);
+        // Where nobody must be in all may contribute, servers among them, which are in no group.
+        let each_once = if one_by_one {
+            once && grouped.iter().all(|rank| self.members.contains(*rank))
+        } else {
+            self.contributors().iter().eq(grouped.iter().copied())
+        };
+        if !each_once {
             let contributors: Vec<Rank> = self.contributors().iter().collect();
             let (grouped, contributors) = (named(&grouped), named(&contributors));
             return Some(format!(
@@ -198,11 +209,13 @@ impl Roles {
         if let Some(rank) = self.owners.iter().find(no_head) {
             return Some(format!("rank {rank} owns slices, but in its group another one is the head"));
         }
-        let Rules { must_be_in, fold, answered, stragglers, .. } = &self.rules;
-        let all = *must_be_in != MustBeIn::Nobody && stragglers.is_none();
-        let fits = all && *fold != Fold::Kept && *answered == Answered::All;
-        (!fits)
-            .then(|| "groups take part in rounds that all must be in and all get the fresh result of".into())
+        if let Some(rank) = self.rules.staleness.as_ref().and_then(|rule| rule.of.iter().find(no_head)) {
+            return Some(format!("rank {rank} has no clock of its own, but the head of its group has one"));
+        }
+        let fits = one_by_one || stragglers.is_none() && *fold != Fold::Kept && *answered == Answered::All;
+        (!fits).then(|| {
+            "groups take part in rounds that all must be in and all get the fresh result of, or each contributes by itself".into()
+        })
     }
 }
 

@@ -42,7 +42,7 @@ class Pending:
         """By key the version of its value that the call makes or gets.
 
         In a synchronous store it is 1 as initialised, and one more with each push. In an asynchronous one it counts all
-        ranks' pushes that are in the value, and is None until an answer has told it. Slices of a large value are
-        changed one by one: then it says how many are in all of it.
+        ranks' pushes, or groups', that are in the value, and is None until an answer has told it. Slices of a large
+        value are changed one by one: then it says how many are in all of it.
         """
         return [call.version for call in self._calls]

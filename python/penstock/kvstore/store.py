@@ -69,7 +69,9 @@ class KVStore:
     Args:
         kind: ``"sync"``: a round of a key is complete when all ranks have pushed it. Its result is their sum. With
             ``"async"`` each push changes the value when it comes, one after the other, and `pull` gets it as it is
-            then: a rank waits for its own answers only. Results depend on who is fast.
+            then: a rank waits for its own answers only. Results depend on who is fast. Where the job has groups each is
+            one such client: its ranks make the same calls on a key in the same order, pushes are summed over it, and
+            it waits for no other group.
         staleness: Of an asynchronous store: a rank that has pushed a key so many times more than the slowest one waits
             in its pull of it until that has come after (stale synchronous parallel). Without, nobody waits.
         stragglers: Of a synchronous store: ``"drop"`` lets a round end without ranks that are late. Its result is then
@@ -599,7 +601,8 @@ class KVStore:
         """How rounds go, for `Servers.open_book`."""
         if self.kind == "async":
             fold = "kept" if self._optimizer is None else "updated"
-            return {"fold": fold, "answered": "who-asks", "one_by_one": True, "staleness": self._staleness}
+            alone = {"one_by_one": True, "staleness": self._staleness, "in_groups": True}
+            return {"fold": fold, "answered": "who-asks", **alone}
         # A group is in when all of it is: it cannot go on without one that is late.
         rules = {"stragglers": self._stragglers, "in_groups": self._stragglers is None}
         return rules if self._optimizer is None else {"fold": "updated", **rules}

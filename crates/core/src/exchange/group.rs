@@ -4,6 +4,8 @@
 //! gives them the answer when it comes. Every slice goes by itself, so one is passed on while others are still being summed.
 //! The sum is made in the head's own memory, or in scratch if its program has left: its node relays for the others.
 //!
+//! Where nobody must be in, a group's sum is a round of its own at the owner, and a question of all members is one question.
+//!
 //! Inside a group nothing is rounded to a wire type, neither contributions nor results: on one host that costs more than
 //! the bytes it saves. What goes on to the owner is rounded, once for each group.
 //!
@@ -16,7 +18,7 @@ use super::out_of_step::out_of_step;
 use super::round::{Contribution, Outcome, Round};
 use crate::error::Error;
 use crate::memory::Memory;
-use crate::roles::{ClientGroup, Fold, NO_GROUPS};
+use crate::roles::{Answered, ClientGroup, Fold, MustBeIn, NO_GROUPS};
 use crate::types::{Rank, Seq, Step};
 use crate::wire::{Header, Kind, Party, describe, wire_argument};
 
@@ -100,6 +102,10 @@ impl<C: Clone> Inside<C> {
         let site = context.site;
         let Some(group) = site.led() else { return Err(crate::wire::unexpected(site.rank, header)) };
         let inside = site.inside(group);
+        let one_by_one = site.rules.must_be_in == MustBeIn::Nobody;
+        if one_by_one && let Some(error) = self.split(header, &inside) {
+            return Err(error);
+        }
         if self.round.steps_differ() {
             return Err(out_of_step(&inside, self.round.steps(&group.members)));
         }
@@ -111,6 +117,8 @@ impl<C: Clone> Inside<C> {
             Outcome::Absent => (Contribution::Absent, None),
             Outcome::Copy(source) => (Contribution::Data(copied(source, mine, context)), Some(source)),
             Outcome::Reduced(_) => {
+                // Who contributes and is not answered has what it gave.
+                let mine = mine.filter(|_| site.rules.answered == Answered::All);
                 let sum = mine.unwrap_or_else(|| context.memory.scratch(site.slice.len_bytes as usize));
                 // An average is divided by its owner, once.
                 context.memory.reduce(site.dtype, op.reduction(1), context.inputs, &sum);
@@ -133,6 +141,26 @@ impl<C: Clone> Inside<C> {
             _ => (Kind::Push, wire_argument(site.dtype, site.wire), site.slice.wire_bytes),
         };
         Ok((Header { kind, op, argument: wire | party.argument(), payload_bytes, ..*header }, what))
+    }
+
+    /// What is wrong if some members contribute and others ask.
+    fn split(&self, header: &Header, inside: &Site<'_>) -> Option<Error> {
+        let which = |asks: bool| {
+            let of = move |rank: &Rank| {
+                let what = inside.members.index_of(*rank).and_then(|index| self.round.of(index));
+                what.is_some_and(|what| what.is_absent() == asks)
+            };
+            inside.members.iter().filter(of).collect::<Vec<_>>()
+        };
+        let (gives, asks) = (which(false), which(true));
+        let (giver, asker) = (gives.first()?, asks.first()?);
+        let layer = inside.layer;
+        let reason = format!(
+            "of one group rank {giver} contributes to layer {layer} and rank {asker} asks for it: the members of a group make the \
+             same calls in the same order"
+        );
+        let odd = if asks.len() > gives.len() { *giver } else { *asker };
+        Some(Error::Mismatch { rank: odd, layer: layer.into(), step: header.step, reason })
     }
 
     /// Whether the owner is to answer this round.
@@ -166,10 +194,14 @@ impl<C: Clone> Inside<C> {
         self.round.clear();
     }
 
+    /// Whether some are in, and not all.
+    pub(super) fn waits_for_members(&self) -> bool {
+        self.passed_on.is_none() && self.round.open().is_some()
+    }
+
     /// Members for whom this slice waits here.
     pub(super) fn missing(&self, site: &Site<'_>, ranks: &mut Vec<Rank>) {
-        let open = self.passed_on.is_none() && self.round.open().is_some();
-        if let Some(group) = site.led().filter(|_| open) {
+        if let Some(group) = site.led().filter(|_| self.waits_for_members()) {
             ranks.extend(self.round.missing(&site.inside(group)));
         }
     }

@@ -141,7 +141,8 @@ impl<C: Clone> Round<C> {
     pub(super) fn is_complete(&self, site: &Site<'_>) -> bool {
         let &Site { members, active, rules, .. } = site;
         if !site.groups.is_empty() {
-            return self.groups_complete(site);
+            let nobody = rules.must_be_in == MustBeIn::Nobody;
+            return if nobody { self.arrived > 0 } else { self.groups_complete(site) };
         }
         let everybody = rules.must_be_in == MustBeIn::Everybody;
         if self.arrived == 0 || everybody && self.arrived != active.count() {
@@ -230,7 +231,10 @@ impl<C: Clone> Round<C> {
         match &site.rules.must_be_in {
             MustBeIn::Everybody => site.active.count(),
             MustBeIn::These(these) => these.iter().filter(|rank| site.active.contains(*rank)).count() as u32,
-            MustBeIn::Nobody => 1,
+            // Of one rank, or all of a group.
+            MustBeIn::Nobody => {
+                self.contributions.iter().flatten().map(|part| part.party.ranks().max(1)).sum()
+            }
         }
     }
 

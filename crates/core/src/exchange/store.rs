@@ -227,7 +227,10 @@ impl<C: Clone> Store<C> {
             && let Some((slowest, Staleness { of, .. })) =
                 self.slowest(site).zip(site.rules.staleness.as_ref())
         {
-            ranks.extend(of.iter().filter(|rank| self.clock(*rank, site) == slowest));
+            // Of this rank's own group those are named below for whom it waits.
+            let is_named = self.inside.as_ref().is_some_and(|inside| inside.waits_for_members());
+            let slow = |rank: &Rank| self.clock(*rank, site) == slowest && !(is_named && *rank == site.rank);
+            ranks.extend(of.iter().filter(slow));
         }
         if let Some(inside) = &self.inside {
             inside.missing(site, ranks);

@@ -7,7 +7,9 @@ use penstock_core::exchange::Field;
 use penstock_core::layout::{Book, Tensor};
 use penstock_core::node::{Action, Event};
 use penstock_core::optimizer::{Optimizer, Rule, Update};
-use penstock_core::roles::{Answered, Fold, Groups, MustBeIn, Roles, Rules, Staleness, Stragglers};
+use penstock_core::roles::{
+    Answered, ClientGroup, Fold, Groups, MustBeIn, Roles, Rules, Staleness, Stragglers,
+};
 use penstock_core::types::{Dtype, Rank, Seq, SliceId};
 use penstock_core::wire::Op;
 use penstock_core::{Members, Slicing};
@@ -49,14 +51,31 @@ fn by_worker(bench: &Bench, rank: u32, book: &Book, slice: SliceId) -> Vec<f32> 
     numbers[..PERIOD].to_vec()
 }
 
-/// A job of workers that are alike or have servers apart, its book, and how many are workers. Those who keep something begin with 0.
-fn job(random: &mut Random, rules: impl Fn(Members) -> Rules) -> (Bench, Arc<Book>, u32, String) {
+/// Of any sizes, and any ranks together.
+fn groups_of(workers: u32, random: &mut Random) -> Groups {
+    let count = random.between(1, u64::from(workers) + 1);
+    let places: Vec<u64> = (0..workers).map(|_| random.below(count)).collect();
+    let group =
+        |number: u64| (0..workers).filter(|rank| places[*rank as usize] == number).map(Rank).collect();
+    Groups::of_members((0..count).map(group).collect::<Vec<Members>>())
+}
+
+/// A job of workers that are alike or have servers apart, in groups or not; its book, and how many are workers. Those who keep something
+/// begin with 0. Rules are for the clients: all workers, or the heads of groups.
+fn job(
+    random: &mut Random,
+    in_groups: bool,
+    rules: impl Fn(Members) -> Rules,
+) -> (Bench, Arc<Book>, u32, String) {
     let workers = random.between(1, 6) as u32;
     let servers = random.pick(&[0, 0, 1, 3]);
     let members = Members::all(workers + servers);
+    let groups = if in_groups { groups_of(workers, random) } else { Groups::default() };
+    let clients: Members =
+        if in_groups { groups.iter().map(ClientGroup::head).collect() } else { Members::all(workers) };
     let owners =
-        if servers == 0 { members.clone() } else { (workers..workers + servers).map(Rank).collect() };
-    let roles = Roles { members, owners, rules: rules(Members::all(workers)), groups: Groups::default() };
+        if servers == 0 { clients.clone() } else { (workers..workers + servers).map(Rank).collect() };
+    let roles = Roles { members, owners, rules: rules(clients), groups };
     let tensor = Tensor::new("w", 0, Dtype::F32, ELEMS as u64);
     let slicing = Slicing::fixed(1024, 1);
     let book = Arc::new(Book::deal("model", vec!["layer".into()], vec![tensor], &roles, slicing).unwrap());
@@ -89,7 +108,8 @@ struct Worker {
     last: BTreeMap<SliceId, Vec<f32>>,
 }
 
-/// Pushes and questions in turn, as fast as chance says; one worker rests before its last push until nothing moves any more.
+/// Pushes and questions in turn, as fast as chance says; one worker rests before its last push until nothing moves any more. A group
+/// goes from call to call together, and has one clock.
 fn one_by_one(seed: u64) {
     let random = &mut Random::new(seed);
     let fold = random.pick(&[Fold::Kept, Fold::Updated]);
@@ -102,9 +122,15 @@ fn one_by_one(seed: u64) {
         staleness: most.map(|most| Staleness { of: workers, most }),
         stragglers: None,
     };
-    let (mut bench, book, workers, name) = job(random, rules);
+    let in_groups = random.chance(500);
+    let (mut bench, book, workers, name) = job(random, in_groups, rules);
     let name = format!("seed {seed}, {name}");
     let slow = random.below(u64::from(workers)) as u32;
+    let groups = &book.roles.groups;
+    // Of each client the rank whose calls count.
+    let clients: Vec<u32> =
+        if in_groups { groups.iter().map(|group| group.head().0).collect() } else { (0..workers).collect() };
+    let slow_client = groups.of(Rank(slow)).map_or(Rank(slow), ClientGroup::head);
     let mut resting = true;
     let mut programs: Vec<Worker> = (0..workers).map(|_| Worker::default()).collect();
     loop {
@@ -112,7 +138,9 @@ fn one_by_one(seed: u64) {
         for rank in 0..workers {
             let worker = &mut programs[rank as usize];
             let told = &mut bench.versions[rank as usize];
-            if worker.seq > 0 && told.len() < book.slices.len() {
+            // A head's memory goes on to its group.
+            if worker.seq > 0 && (told.len() < book.slices.len() || bench.memories[rank as usize].is_shared())
+            {
                 continue;
             }
             let rests = rank == slow && resting && worker.pushes + 1 == pushes && worker.asks;
@@ -127,7 +155,8 @@ fn one_by_one(seed: u64) {
                     let clocks = &value[..workers as usize];
                     let slowest = clocks.iter().copied().fold(f32::INFINITY, f32::min);
                     assert_eq!(clocks[rank as usize], worker.pushes as f32, "{name}: its own");
-                    assert_eq!(clocks.iter().sum::<f32>(), version as f32, "{name}: a version for each push");
+                    let pushed: f32 = clients.iter().map(|rank| clocks[*rank as usize]).sum();
+                    assert_eq!(pushed, version as f32, "{name}: a version for each push");
                     if let Some(most) = most {
                         assert!(
                             worker.pushes as f32 - slowest <= most as f32,
@@ -159,12 +188,20 @@ fn one_by_one(seed: u64) {
             let least = programs.iter().map(|worker| worker.pushes).min().unwrap();
             for (rank, worker) in programs.iter().enumerate() {
                 if worker.seq > 0 && bench.versions[rank].len() < book.slices.len() {
+                    if groups.together(Rank(rank as u32), Rank(slow)) {
+                        let head = &bench.nodes[slow_client.index()];
+                        assert_eq!(head.missing(0, 0), [Rank(slow)], "{name}: its group waits for it");
+                        continue;
+                    }
                     assert!(
                         worker.asks && worker.pushes > least.saturating_add(most.unwrap()),
                         "{name}: {rank}"
                     );
                     let owner = book.slices[0].owner;
-                    assert!(bench.nodes[owner.index()].missing(0, 0).contains(&Rank(slow)), "{name}");
+                    // An owner knows clients, and of its own group the members.
+                    let missing = bench.nodes[owner.index()].missing(0, 0);
+                    let its_own = owner == slow_client && missing.contains(&Rank(slow));
+                    assert!(missing.contains(&slow_client) || its_own, "{name}");
                 }
             }
             if !std::mem::replace(&mut resting, false) {
@@ -180,7 +217,9 @@ fn one_by_one(seed: u64) {
         );
     }
     // Whoever asks now gets all of it.
-    bench.submit(0, programs[0].seq + 1, Op::Sum, None).unwrap();
+    for rank in (0..workers).filter(|rank| *rank == 0 || groups.together(Rank(0), Rank(*rank))) {
+        bench.submit(rank, programs[rank as usize].seq + 1, Op::Sum, None).unwrap();
+    }
     bench.run_at_random(random);
     for slice in 0..book.slices.len() as SliceId {
         let clocks = by_worker(&bench, 0, &book, slice);
@@ -190,7 +229,27 @@ fn one_by_one(seed: u64) {
 
 #[test]
 fn contributions_one_by_one_are_each_in_the_value_once_and_nobody_runs_too_far_ahead() {
-    (0..3000).for_each(one_by_one);
+    (0..6000).for_each(one_by_one);
+}
+
+#[test]
+fn a_group_of_which_some_contribute_and_others_ask_is_told_who() {
+    let members = Members::all(3);
+    let groups = Groups::of_members([members.clone()]);
+    let rules = Rules { must_be_in: MustBeIn::Nobody, fold: Fold::Kept, ..Rules::default() };
+    let roles = Roles { owners: [Rank(0)].into_iter().collect(), members, rules, groups };
+    let tensor = Tensor::new("w", 0, Dtype::F32, 1);
+    let slicing = Slicing::fixed(1024, 1);
+    let book = Arc::new(Book::deal("model", vec!["fc".into()], vec![tensor], &roles, slicing).unwrap());
+    let mut bench = Bench::new(&book, 3);
+    for rank in 0..3 {
+        bench.submit(rank, 1, Op::Sum, (rank != 1).then_some(&[0; 4][..])).unwrap();
+    }
+    bench.deliver(0).unwrap();
+    let error = bench.deliver(0).unwrap_err().to_string();
+    for word in ["rank 0 contributes to layer fc and rank 1 asks", "the same calls in the same order"] {
+        assert!(error.contains(word), "{error}");
+    }
 }
 
 /// Rounds of averages; time is over for one when chance says so, perhaps never.
@@ -205,7 +264,7 @@ fn stragglers(seed: u64) {
         must_be_in: MustBeIn::These(workers),
         ..Rules::default()
     };
-    let (mut bench, book, workers, name) = job(random, rules);
+    let (mut bench, book, workers, name) = job(random, false, rules);
     let name = format!("seed {seed}, {name}");
     let enough = book.roles.rules.stragglers.unwrap().enough;
     let slow = random.below(u64::from(workers)) as u32;
