@@ -37,6 +37,7 @@ SLOW = (
     "launch/test_hosts.py",
     "launch/test_penstock_run.py",
     "launch/test_tasks.py",
+    "local/test_local_updates.py",
     "measure/test_allreduce.py",
     "measure/test_busy_processors.py",
     "measure/test_line_rate.py",

@@ -1,4 +1,4 @@
-"""The listings of README's integration, from-ddp.md, from-mxnet.md, kvstore.md and servers.md run as they stand.
+"""The listings of README's integration and of several pages of docs run as they stand.
 
 One and two ranks run them. Each is preceded by what it takes for granted, such as a model, and followed by checks.
 """
@@ -91,6 +91,13 @@ def test_updates_at_the_owners(size, tmp_path):
     checks = 'assert len(state["state"]) == 6 and float(state["state"][0]["step"]) == 4\n'
     (listing,) = listings("docs/servers.md", '# Updates at the owners: `update="servers"`')
     run(size, tmp_path, GIVEN, start, listing, checks, SAME_EVERYWHERE)
+
+
+def test_local_updates(size, tmp_path):
+    start = "import penstock as ps\nps.init()\nloader = [(x[i::8], dataset.tensors[1][i::8]) for i in range(8)] * 5\n"
+    training, saving = listings("docs/local-updates.md", "# Local updates: `ps.LocalSGD` and `ps.DiLoCo`")
+    checks = 'assert "DiLoCo every 30 steps, after 40" in ps.report()["local_updates"][0]\n'
+    run(size, tmp_path, GIVEN, start, training, saving, checks, SAME_EVERYWHERE)
 
 
 def test_readme_s_schemes(tmp_path):

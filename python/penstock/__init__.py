@@ -62,6 +62,8 @@ if TYPE_CHECKING:
     from penstock.torch.distribute import distribute
     from penstock.torch.facts import coordinator_of, explain
     from penstock.torch.join import join
+    from penstock.torch.local.diloco import DiLoCo
+    from penstock.torch.local.local_sgd import LocalSGD
     from penstock.torch.sampling import sampler
 
     __version__: str
@@ -71,10 +73,12 @@ __all__ = [
     "AuthenticationError",
     "ConfigError",
     "Coordinator",
+    "DiLoCo",
     "Future",
     "GradScaler",
     "Group",
     "KVStore",
+    "LocalSGD",
     "ModelMismatch",
     "OneBit",
     "Options",
@@ -115,10 +119,12 @@ _HOME_OF = {
     "ConfigError": "errors",
     "Coordinator": "coordinator",
     "DGC": "lossy",
+    "DiLoCo": "torch",
     "Future": "collectives",
     "GradScaler": "torch",
     "Group": "collectives",
     "KVStore": "kvstore",
+    "LocalSGD": "torch",
     "ModelMismatch": "errors",
     "OneBit": "lossy",
     "Options": "config",

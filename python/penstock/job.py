@@ -273,11 +273,11 @@ def world_size() -> int:
 def report() -> Report:
     """What was moved and when, as counted by the engine since `init`: bytes, seconds, slices, preemptions by layer.
 
-    ``lossy`` names the layers that use a lossy scheme, and which. ``line_bytes_per_s`` is the line rate as
-    measured at the start, or the most that one connection has carried since if that is more; ``None`` with
-    ``line_rate_mbit="off"``. ``line_rate_source`` says where it comes from, and whether it is in doubt. ``groups`` has
-    the ranks of workers that sum among themselves (option ``groups``), by group, and ``groups_reason`` says why these,
-    or why none.
+    ``lossy`` names the layers that use a lossy scheme, and which; ``local_updates`` what trains by local updates, whose
+    results are not those of synchronous training. ``line_bytes_per_s`` is the line rate as measured at the start, or
+    the most that one connection has carried since if that is more; ``None`` with ``line_rate_mbit="off"``.
+    ``line_rate_source`` says where it comes from, and whether it is in doubt. ``groups`` has the ranks of workers that
+    sum among themselves (option ``groups``), by group, and ``groups_reason`` says why these, or why none.
 
     Raises:
         ConfigError: Before `init` or after `shutdown`, or in a forked child.
@@ -290,7 +290,7 @@ def report() -> Report:
     found["line_rate_source"] = current("report").rates.source
     found["groups"] = [list(group) for group in current("report").groups]
     found["groups_reason"] = current("report").groups_reason
-    found["lossy"] = {}
+    found["lossy"], found["local_updates"] = {}, []
     for one in attached():
         found.update(one.report())
     return found

@@ -11,6 +11,7 @@ gradients   gradients in, averages back            updates    updates out, layer
 schemes     averages that every rank makes         choice     schemes chosen while training
 agreement   what is the same on all ranks          release    what becomes of models when the job is over
 runtime     memory used again, threads             backend    for torch.distributed
+local       ranks that train by themselves, and meet now and then
 """
 
 from penstock.attached import attach
@@ -19,11 +20,16 @@ from penstock.torch.clipping import GradScaler, clip_grad_norm_
 from penstock.torch.distribute import distribute
 from penstock.torch.facts import coordinator_of, explain
 from penstock.torch.join import join
+from penstock.torch.local.diloco import DiLoCo
+from penstock.torch.local.local_sgd import LocalSGD
+from penstock.torch.local.local_steps import LocalUpdates
 from penstock.torch.release.of_job import Models
 from penstock.torch.sampling import sampler
 
 __all__ = [
+    "DiLoCo",
     "GradScaler",
+    "LocalSGD",
     "clip_grad_norm_",
     "coordinator_of",
     "distribute",
@@ -35,3 +41,4 @@ __all__ = [
 ]
 
 attach(Models())
+attach(LocalUpdates())

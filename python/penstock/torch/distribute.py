@@ -32,7 +32,7 @@ from penstock.torch.choice.measuring import Choice, measured_rates, network_of
 from penstock.torch.choice.probe import exchange_cost
 from penstock.torch.gradients.hooks import Gradients
 from penstock.torch.model import patches
-from penstock.torch.model.enrolment import distributed_twice, enroll
+from penstock.torch.model.enrolment import distributed_name, distributed_twice, enroll
 from penstock.torch.model.layers import Layer, Slot, describe
 from penstock.torch.model.layout import ROOT
 from penstock.torch.reads.safety import (
@@ -129,9 +129,9 @@ class Distributed:
         self.whole_steps = options.whole_steps
         self.ending = ModelEnding(self, optimizers)
         self.layers, self.slots = describe(model)
-        taken = next((slot for slot in self.slots if distributed_of(slot.param) is not None), None)
-        if taken is not None:
-            raise distributed_twice(taken.name)
+        for slot in self.slots:
+            if distributed_of(slot.param) is not None or distributed_name(slot.param) is not None:
+                raise distributed_twice(slot.name)
         self._known = {id(param): param for param in model.parameters()}
         for optimizer in optimizers:
             self.check_optimizer(optimizer)

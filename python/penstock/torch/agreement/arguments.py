@@ -28,23 +28,27 @@ def averages_by_itself(module: nn.Module) -> str | None:
     return next((name for name in names if name in AVERAGING_WRAPPERS), None)
 
 
-def check_model(model: object) -> None:
+def check_model(model: object, caller: str = "distribute") -> None:
     """Refuse what is no model, or what averages its gradients already.
+
+    Args:
+        model: What was given as one.
+        caller: The public function, for messages.
 
     Raises:
         ConfigError: Naming what it is.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"penstock.distribute: the model is {_shown(model)}, not a torch.nn.Module. Call "
-            "penstock.distribute(model, optimizer)"
+            f"penstock.{caller}: the model is {_shown(model)}, not a torch.nn.Module. Call "
+            f"penstock.{caller}(model, optimizer)"
         )
     for name, module in model.named_modules():
         wrapper = averages_by_itself(module)
         if wrapper is not None:
             where = f"{name} of the model" if name else "the model"
             raise ConfigError(
-                f"penstock.distribute: {where} is wrapped in {wrapper}, which averages gradients, too. Pass the model "
+                f"penstock.{caller}: {where} is wrapped in {wrapper}, which averages gradients, too. Pass the model "
                 "itself, as it was before wrapping (model.module), and use that from then on"
             )
 

@@ -1,0 +1,156 @@
+"""What all ranks have alike of a model that each trains by itself, and how a round changes it.
+
+Both kinds travel in a `KVStore`, so by slices, over owners that are all ranks or servers apart, and while the program
+computes. A round of some tensors has three parts: `prepare`, `send`, and after `wait` `land`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from penstock.kvstore import KVStore
+from penstock.kvstore.pending import Pending
+from penstock.torch.local.checking import options_of
+
+__all__ = ["Averages", "OuterUpdates"]
+
+
+class Averages:
+    """Tensors in whose place their average over all ranks comes.
+
+    Args:
+        named: By name; of one dtype or several.
+
+    Attributes:
+        held: By name memory that is this rank's contribution first, and then the result of the round.
+    """
+
+    def __init__(self, named: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(named)
+        self.held = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in named.items()}
+        self._kv = KVStore("sync")
+        self._share = 1 / self._kv.num_workers
+        self._pending: Pending | None = None
+        self._fill()
+        if named:
+            self._kv.init([*self.held], [*self.held.values()]).wait()
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        for name, tensor in self._tensors.items():
+            self.held[name].copy_(tensor)
+
+    @torch.no_grad()
+    def prepare(self, names: Sequence[str]) -> str | None:
+        """Make this rank's contribution; returns the first tensor of which it is not finite."""
+        for name in names:
+            self._contribute(self._tensors[name], self.held[name])
+        return next((name for name in names if not _is_finite(self.held[name])), None)
+
+    def _contribute(self, tensor: Tensor, into: Tensor) -> None:
+        torch.mul(tensor, self._share, out=into)
+
+    def send(self, names: Sequence[str], *, void: bool) -> None:
+        """Let the round begin. All ranks do, in the same order.
+
+        Args:
+            names: Of `prepare`.
+            void: Contribute nothing: what is not finite must not reach those who sum, and they wait for this rank.
+        """
+        memory = [self.held[name] for name in names]
+        if void:
+            for one in memory:
+                one.zero_()
+        if names:
+            self._pending = self._kv.pushpull(list(names), memory)
+
+    def wait(self) -> None:
+        """Until `held` has the result.
+
+        Raises:
+            PeerLost: A rank was lost.
+            Timeout: A rank did not come.
+        """
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+
+    @torch.no_grad()
+    def land(self, names: Sequence[str], alpha: float) -> None:
+        """Put the result in place, but for this share of what is there."""
+        for name in names:
+            tensor, result = self._tensors[name], self.held[name]
+            tensor.copy_(torch.lerp(result, tensor, alpha) if alpha else result)
+
+    def state_dict(self, names: Sequence[str]) -> dict[str, Any]:
+        """The results of these that are not in place; nothing else is kept from round to round."""
+        return {name: self.held[name].clone() for name in names}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take it back. The tensors themselves are loaded."""
+        self._fill()
+        for name, value in state.items():
+            self.held[name].copy_(value)
+
+
+class OuterUpdates(Averages):
+    """Parameters that an outer optimizer updates at the owners.
+
+    A rank contributes the common value minus its own: an *outer gradient* (DiLoCo, arXiv 2311.08105, algorithm 1). The
+    owners average it, update the value that they keep, and answer with that.
+
+    Args:
+        named: By name.
+        outer: The optimizer, whose options are read at each round; the owners have its twin.
+    """
+
+    def __init__(self, named: Mapping[str, Tensor], outer: Optimizer) -> None:
+        super().__init__(named)
+        self._outer = outer
+        self._options = self._wanted()
+        self._kv.set_optimizer(type(outer), **self._options)
+
+    def _wanted(self) -> dict[str, Any]:
+        return {**options_of(self._outer, self._outer.param_groups[0]), "rescale": self._share}
+
+    def _contribute(self, tensor: Tensor, into: Tensor) -> None:
+        torch.sub(into, tensor, out=into)
+
+    def send(self, names: Sequence[str], *, void: bool) -> None:
+        """See `Averages`. A scheduler may have changed options: then ranks meet first."""
+        wanted = self._wanted()
+        changed = {name: value for name, value in wanted.items() if value != self._options[name]}
+        if changed:
+            self._kv.set_hyperparameters(**changed)
+            self._options = wanted
+        self._outer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
+        super().send(names, void=void)
+
+    def state_dict(self, names: Sequence[str]) -> dict[str, Any]:
+        """The common values, the optimizer and what it keeps. All ranks call it alike.
+
+        Beside the owners' options, which are those of the last round, there are the present ones.
+        """
+        return {**self._kv.state_dict(), "present": options_of(self._outer, self._outer.param_groups[0])}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take rank 0's. All ranks call it alike; there may be another number of them."""
+        self._kv.load_state_dict(dict(state)).wait()
+        self._kv.pull([*self.held], [*self.held.values()]).wait()
+        given = state["optimizer"]
+        loaded = {**given["options"], "rescale": given["rescale"]}
+        self._options = {name: loaded.get(name, value) for name, value in self._options.items()}
+        options = {name: tuple(one) if isinstance(one, list) else one for name, one in state["present"].items()}
+        self._outer.param_groups[0].update(options)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """One pass without memory; a second one where a sum of large numbers overflows."""
+    return math.isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all())

@@ -1,0 +1,344 @@
+"""Steps of an optimizer by every rank for itself, and rounds in which fragments of the model meet.
+
+An optimizer is wrapped: after its own step the schedule says whether a fragment's contribution is taken, or a result
+lands. In between training goes on, and the store moves what is under way. Who has a parameter that is not finite
+contributes nothing, says so beside the round, and all ranks raise when the round lands: nobody waits in vain, and the
+common values stay numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from penstock import collectives, job
+from penstock.attached import Attached
+from penstock.collectives import Future
+from penstock.errors import ConfigError, PenstockError
+from penstock.torch.agreement.copies import CopyBook
+from penstock.torch.local.checking import DTYPES, agree, check_inner, check_local_model, outer_group
+from penstock.torch.local.common_values import Averages, OuterUpdates
+from penstock.torch.local.schedule import Schedule, cuts
+from penstock.torch.model.enrolment import enroll
+
+__all__ = ["LocalSteps", "LocalUpdates"]
+
+
+class _Trained(NamedTuple):
+    """Names of some of a model's tensors that meet other ranks': of a layer, of a fragment, or of all of it."""
+
+    parameters: list[str]
+    statistics: list[str]
+
+
+class LocalSteps:
+    """What `LocalSGD` and `DiLoCo` have in common.
+
+    Args:
+        model: What is trained.
+        inner: Its optimizer.
+        schedule: When what meets.
+        outer: The optimizer of the common values; without, they are averages.
+
+    Attributes:
+        model: As given.
+        inner: As given.
+    """
+
+    def __init__(self, model: nn.Module, inner: Any, schedule: Schedule, outer: Any = None) -> None:
+        caller = self._caller
+        running = job.current(caller)
+        error: ConfigError | None = None
+        try:
+            schedule.check(caller, self._every)
+            check_local_model(caller, model)
+            check_inner(caller, inner, model)
+            if outer is not None or self._needs_outer:
+                trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+                outer_group(caller, outer, inner, trained)
+            layers, sizes = _layers_of(model)
+            if not layers:
+                raise ConfigError(f"penstock.{caller}: no parameter of the model is trained (requires_grad)")
+            if schedule.fragments > len(layers):
+                raise ConfigError(
+                    f"penstock.{caller}: fragments={schedule.fragments}, and the model has {len(layers)} layers; a "
+                    "fragment is one at least"
+                )
+        except ConfigError as found:
+            error = found
+        facts = () if error is not None else _facts(model, schedule, layers)
+        agree(running.engine, caller, facts, error)
+        self.model = model
+        self.inner = inner
+        self._schedule = schedule
+        self._running = running
+        self._steps = 0
+        self._under_way: int | None = None
+        self._landed_after = [0] * schedule.fragments
+        self._told = torch.empty(running.world_size, dtype=torch.int64)
+        self._telling: Future | None = None
+        ends = cuts(sizes, schedule.fragments)
+        self._fragments = [_joined(layers[start:end]) for start, end in pairwise(ends)]
+        everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        if running.world_size > 1:
+            book = CopyBook(running.engine, f"{caller} {running.engine.books}", list(everything.items()))
+            book.copy_from(running.rank == 0, 0)
+        names = _joined(layers)
+        self._names = [*names.parameters, *names.statistics]  # a rank tells one by its place here
+        self._tensors = {name: everything[name] for name in self._names}
+        parameters = {name: everything[name] for name in names.parameters}
+        self._parameters = Averages(parameters) if outer is None else OuterUpdates(parameters, outer)
+        self._statistics = Averages({name: everything[name] for name in names.statistics})
+        enroll(model, running.engine)
+        _alive.add(self)
+
+    _needs_outer = False
+    _every = "sync_every"  # what programs call it
+
+    @property
+    def _caller(self) -> str:
+        return type(self).__name__
+
+    def __repr__(self) -> str:
+        return f"{self._caller} every {self._schedule.sync_every} steps, after {self._steps}"
+
+    # What optimizers have
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's."""
+        groups: list[dict[str, Any]] = self.inner.param_groups
+        return groups
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """The inner optimizer's."""
+        self.inner.zero_grad(*args, **kwargs)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """The inner optimizer's step; after it, by the schedule, a part of a round with the other ranks.
+
+        All ranks make as many steps. Arguments and what it returns are those of the inner step.
+
+        Raises:
+            PenstockError: A parameter of some rank is not finite; the message names both, on all ranks.
+            PeerLost: A rank was lost.
+            Timeout: A rank did not come.
+        """
+        result = self.inner.step(*args, **kwargs)
+        self._steps += 1
+        number = self._schedule.taken_after(self._steps)
+        if number is not None:
+            self._take(number)
+        if self._under_way is not None and self._schedule.lands_after(self._steps):
+            self._land(self._schedule.alpha)
+        return result
+
+    def synchronize(self) -> None:
+        """Let all ranks have the same parameters now, as before evaluating or saving the model. All ranks call it.
+
+        What is under way lands; fragments that were trained since they landed make a round of their own. All are then
+        the common values, whatever `fragment_update_alpha` is. The steps of the schedule stay as they are.
+
+        Raises:
+            PenstockError: As for `step`.
+        """
+        if self._under_way is not None:
+            self._land(0.0)
+        for number in range(self._schedule.fragments):
+            if self._landed_after[number] != self._steps:
+                self._take(number)
+            self._under_way = number
+            self._land(0.0)
+
+    # A round
+
+    def _take(self, number: int) -> None:
+        self._check_running("step")
+        late = next((name for name, param in self.model.named_parameters() if self._comes_late(name, param)), None)
+        if late is not None:
+            raise ConfigError(
+                f"penstock.{self._caller}: {late} is trained, and was frozen or not there when the model was given: "
+                "ranks would differ in it. Make it trainable before"
+            )
+        fragment = self._fragments[number]
+        parts = self._parts(fragment)
+        found = [values.prepare(names) for values, names in parts]
+        bad = next((name for name in found if name is not None), None)
+        mine = torch.tensor([-1 if bad is None else self._names.index(bad)])
+        self._telling = collectives.all_gather(mine, self._told, async_=True)
+        self._under_way = number
+        for values, names in parts:
+            values.send(names, void=bad is not None)
+
+    def _comes_late(self, name: str, param: Tensor) -> bool:
+        return param.requires_grad and self._tensors.get(name) is not param
+
+    def _parts(self, fragment: _Trained) -> Sequence[tuple[Averages, list[str]]]:
+        return (self._parameters, fragment.parameters), (self._statistics, fragment.statistics)
+
+    def _wait(self) -> None:
+        """Until what is under way is in memory; who has a parameter that is not finite is named then."""
+        self._parameters.wait()
+        self._statistics.wait()
+        if self._telling is None:
+            return
+        self._telling.wait()
+        self._telling = None
+        told = self._told.tolist()
+        rank = next((rank for rank, place in enumerate(told) if place >= 0), None)
+        if rank is not None:
+            self._under_way = None
+            raise PenstockError(
+                f"penstock.{self._caller}: {self._names[told[rank]]} of rank {rank} is not finite (NaN or infinity) at "
+                f"step {self._steps - 1}. Nothing of it has reached other ranks. Load the last "
+                "checkpoint on all ranks, or begin anew with a smaller learning rate",
+                rank=rank,
+                step=self._steps - 1,
+            )
+
+    def _land(self, alpha: float) -> None:
+        self._check_running("step")
+        self._wait()
+        number, self._under_way = self._under_way, None
+        assert number is not None
+        for values, names in self._parts(self._fragments[number]):
+            values.land(names, alpha)
+        self._landed_after[number] = self._steps
+
+    def _check_running(self, what: str) -> None:
+        if job.current(f"{self._caller}.{what}").engine is not self._running.engine:
+            raise ConfigError(f"penstock.{self._caller}.{what}: it belongs to a job that is over; make another one")
+
+    # What is saved
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that training goes on from. All ranks call it alike, and each saves its own: between rounds they differ.
+
+        Returns:
+            This rank's ``model`` and ``inner`` optimizer, as their `state_dict` gives them; the ``common`` values, with
+            an outer optimizer and what it keeps, the same on all ranks; ``steps``, and what is under way.
+
+        Raises:
+            PenstockError: As for `step`, of what is under way.
+        """
+        self._check_running("state_dict")
+        self._wait()
+        kept = [] if self._under_way is None else [self._under_way]
+        if self._schedule.alpha:  # what landed just now is mixed: the common values are not in the model
+            kept += [number for number, step in enumerate(self._landed_after) if step == self._steps]
+        names = _joined([self._fragments[number] for number in kept])
+        return {
+            "of": self._caller,
+            "schedule": dict(vars(self._schedule)),
+            "steps": self._steps,
+            "landed_after": list(self._landed_after),
+            "under_way": self._under_way,
+            "model": self.model.state_dict(),
+            "inner": self.inner.state_dict(),
+            "common": self._parameters.state_dict(names.parameters),
+            "statistics": self._statistics.state_dict(names.statistics),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state. All ranks call it alike, each with its own; common values are rank 0's.
+
+        There may be another number of ranks: one that has no state of its own takes another rank's.
+
+        Raises:
+            ConfigError: It is no state, or of another schedule.
+            ModelMismatch: Ranks' states are of different steps.
+            PeerLost: A rank was lost.
+            Timeout: A rank did not come.
+        """
+        caller = f"{self._caller}.load_state_dict"
+        self._check_running("load_state_dict")
+        mine = self._schedule
+        error: ConfigError | None = None
+        if not isinstance(state, dict) or state.get("of") != self._caller:
+            error = ConfigError(f"penstock.{caller}: this is no state of {self._caller}")
+        elif state["schedule"] != vars(mine):
+            error = ConfigError(f"penstock.{caller}: the state is of {state['schedule']}, this of {vars(mine)}")
+        facts = () if error is not None else [(name, state[name]) for name in ("steps", "landed_after", "under_way")]
+        agree(self._running.engine, caller, facts, error)
+        self._parameters.wait()
+        self._statistics.wait()
+        self.model.load_state_dict(state["model"])
+        self.inner.load_state_dict(copy.deepcopy(state["inner"]))
+        self._parameters.load_state_dict(state["common"])
+        self._statistics.load_state_dict(state["statistics"])
+        self._steps, self._landed_after = state["steps"], list(state["landed_after"])
+        self._under_way, self._telling = state["under_way"], None
+
+    # For the job
+
+    def belongs_to(self, engine: object) -> bool:
+        """Whether it is of this job."""
+        return self._running.engine is engine
+
+    def finish(self) -> None:
+        """Before the job ends: others may need what this rank has under way."""
+        self._parameters.wait()
+        self._statistics.wait()
+        if self._telling is not None:
+            self._telling.wait()
+
+
+_alive: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
+
+
+class LocalUpdates(Attached):
+    """Models of the job that are trained by local updates."""
+
+    def _here(self) -> Iterator[LocalSteps]:
+        running = job.current("report").engine
+        return (one for one in _alive if one.belongs_to(running))
+
+    def finish(self, limit_s: float) -> None:
+        """Every wait in it has the engine's own limit."""
+        for one in self._here():
+            one.finish()
+
+    def report(self) -> dict[str, Any]:
+        """Which there are."""
+        return {"local_updates": sorted(f"{one!r}: not the results of synchronous training" for one in self._here())}
+
+
+def _layers_of(model: nn.Module) -> tuple[list[_Trained], list[int]]:
+    """What meets of each layer that has some of it, in the order of registration, and its bytes."""
+    layers, sizes, seen = [], [], set()
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        trained = _Trained([], [])
+        nbytes = 0
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            statistic = isinstance(module, _NormBase) and not isinstance(tensor, nn.Parameter)
+            if id(tensor) in seen or not (tensor.dtype in DTYPES if statistic else tensor.requires_grad):
+                continue
+            seen.add(id(tensor))
+            (trained.statistics if statistic else trained.parameters).append(prefix + name)
+            nbytes += tensor.numel() * tensor.element_size()
+        if trained.parameters or trained.statistics:
+            layers.append(trained)
+            sizes.append(nbytes)
+    return layers, sizes
+
+
+def _joined(layers: Sequence[_Trained]) -> _Trained:
+    return _Trained(
+        [name for layer in layers for name in layer.parameters], [name for layer in layers for name in layer.statistics]
+    )
+
+
+def _facts(model: nn.Module, schedule: Schedule, layers: Sequence[_Trained]) -> Iterator[tuple[str, Any]]:
+    """What must be the same on all ranks."""
+    yield from vars(schedule).items()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        yield name, f"{tensor.dtype} {list(tensor.shape)}"
+    yield "what is trained", [name for layer in layers for name in layer.parameters]

@@ -1,0 +1,58 @@
+"""A worker's program: local updates, whose common values and outer optimizer servers have.
+
+    local_updates.py DIRECTORY
+
+It writes ``DIRECTORY/result-RANK``.
+"""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import penstock as ps
+
+
+def network():
+    torch.manual_seed(ps.rank())
+    return nn.Sequential(nn.Linear(20, 100), nn.BatchNorm1d(100), nn.Linear(100, 60), nn.Linear(60, 5))
+
+
+def learn(optimizer, first, last):
+    for step in range(first, last):
+        x = torch.randn(8, 20, generator=torch.Generator().manual_seed(1000 * step + ps.rank()))
+        optimizer.model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def streaming():
+    model = network()
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    return ps.DiLoCo(model, inner, outer, 6, fragments=3, fragment_sync_delay=1, fragment_update_alpha=0.25)
+
+
+def main(directory):
+    ps.init(slice_bytes=8192, operation_timeout_s=60)
+    torch.set_num_threads(1)
+    optimizer = streaming()
+    learn(optimizer, 0, 15)
+    again = streaming()
+    again.load_state_dict(optimizer.state_dict())
+    learn(again, 15, 21)
+    again.synchronize()
+    model = network()
+    averaged = ps.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
+    learn(averaged, 0, 4)
+    values = [value.numpy().tobytes() for one in (again, averaged) for value in one.model.state_dict().values()]
+    copied = 3 * sum(value.nbytes for value in model.state_dict().values())  # rank 0's, to begin with
+    told = {"copied": copied, "bits": hashlib.sha256(b"".join(values)).hexdigest(), "owned": ps.report()["owned_bytes"]}
+    (Path(directory) / f"result-{ps.rank()}").write_text(json.dumps(told))
+    ps.shutdown()
+
+
+main(*sys.argv[1:])
