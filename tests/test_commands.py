@@ -209,6 +209,8 @@ TABLE = {
     "python examples/cifar10.py --batch 400": Run("--epochs 1", long=True),
     "torchrun --nproc-per-node 4 examples/kvstore.py": Run(put=ALONE, long=True),
     "python examples/kvstore.py": By("tests/test_examples.py::test_kvstore_ends_alike_with_any_number_of_workers"),
+    "torchrun --nproc-per-node 4 examples/local_updates.py": Run(put=ALONE, long=True),
+    "python examples/local_updates.py": By("tests/test_examples.py::test_local_updates_learn_and_go_on"),
     # benchmarks: a page names some, and their own text says how they are called
     "python -m benchmarks.allreduce [--json-lines docs/benchmarks/allreduce.jsonl]": Run(
         FEW_SUMS, clusters=True, long=True, status=JUDGED

@@ -121,3 +121,16 @@ def test_kvstore_ends_alike_with_any_number_of_workers():
     assert losses[0] == pytest.approx(losses[1], abs=2e-6)
     assert losses[0][-1] < 0.5 * losses[0][0]
     assert "on 1 worker(s)" in one and "on 2 worker(s)" in two
+
+
+@pytest.mark.parametrize(("run", "workers"), [(run_plainly, 1), (run_by_two, 2)])
+def test_local_updates_learn_and_go_on(run, workers, tmp_path):
+    said = run("local_updates.py", tmp_path).splitlines()
+    shares = [float(line.split("%")[0].split()[-1]) for line in said]
+    assert len(shares) == 4 and 50 < shares[0] < shares[-1] < 100
+    assert said[-1].endswith(f"on {workers} worker(s)")
+    for rank in range(workers):
+        saved = torch.load(tmp_path / f"worker-{rank}.pt")
+        assert saved["steps"] == 256
+        torch.save({**saved, "epochs": 3}, tmp_path / f"worker-{rank}.pt")
+    assert run("local_updates.py", tmp_path).startswith("epoch 4: ")
