@@ -506,5 +506,7 @@ def test_a_job_may_end_with_a_fragment_under_way(tmp_path):
 
 def test_nothing_is_made_before_init():
     model = Points()
-    with pytest.raises(ps.ConfigError, match=r"penstock.LocalSGD was called before penstock.init\(\)"):
+    with pytest.raises(
+        ps.ConfigError, match=r"penstock\.LocalSGD was called (before penstock\.init|after penstock\.shutdown)\(\)"
+    ):
         ps.LocalSGD(model, sgd(model), 1)
