@@ -186,7 +186,9 @@ TABLE = {
     ),
     "penstock measure allreduce": NAMED,
     "penstock measure allreduce --local 4 --sizes 64KB,8MB": Run(long=True),
-    "penstock measure allreduce --rank 0 --world-size 8 --rendezvous tcp://HOST:PORT": Run(SUMS, put=BY_HAND, hosts=2),
+    "penstock measure allreduce --rank 0 --world-size 8 --rendezvous tcp://HOST:PORT": Run(
+        SUMS, put=BY_HAND, hosts=2, long=True
+    ),
     "penstock measure allreduce --workers 2,4,8 --plot allreduce.png --json-lines allreduce.jsonl": Run(
         f"--local 8 {SUMS}", long=True
     ),

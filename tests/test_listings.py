@@ -159,6 +159,7 @@ batches_of_this_rank = list(loader)[ps.rank():]
     run(2, tmp_path, *parts)
 
 
+@pytest.mark.long
 def test_readme_s_commands_for_several_hosts(tmp_path):
     """Both launchers on this machine; each asks for the workers of its host."""
     secret, launch = listings("README.md", "## The whole integration", "sh")

@@ -101,6 +101,7 @@ def test_the_list_of_pytorchs_tests_is_of_the_torch_that_is_pinned():
     assert list(states) == sorted(states)
 
 
+@pytest.mark.long
 def test_pytorchs_own_tests_do_as_listed(tmp_path):
     version, states = pytorch_tests.read()
     same = pytorch_tests.installed() == version

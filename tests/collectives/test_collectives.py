@@ -110,7 +110,7 @@ def check_blocks(rank, size, group=None, made=np.copy, async_=False):
             np.testing.assert_array_equal(into, expected, name)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(5, marks=pytest.mark.long)])
 def test_every_collective_gives_the_expected_values(size, tmp_path):
     run_well(size, all_values, tmp_path)
 

@@ -10,7 +10,7 @@ from scene import GRACE_S, Ranks
 LIMITS = {"operation_timeout_s": HANG_LIMIT_S, "peer_timeout_s": GRACE_S}
 
 
-@pytest.mark.parametrize("where", ["allreduce", "join"])
+@pytest.mark.parametrize("where", ["allreduce", pytest.param("join", marks=pytest.mark.long)])
 def test_who_hangs_is_named_by_all(where):
     """In four jobs, each with another slow link, which wait for the limit at the same time."""
     with ExitStack() as started:

@@ -14,13 +14,13 @@ from many_runs import described
 # (what happens, ranks, PyTorch, while the ranks are still meeting, scheme); one link is slow, but for runs at the start
 RUNS = [
     ("kill", 3, False, False, "store"),
-    ("kill", 4, False, False, "store"),
+    pytest.param("kill", 4, False, False, "store", marks=pytest.mark.long),
     ("stop", 3, False, False, "store"),
     ("raise", 3, False, False, "store"),
     ("kill", 3, False, True, "store"),
     ("kill", 3, True, False, "factors"),
     ("raise", 2, True, False, "store"),
-    ("hang", 4, False, False, "store"),
+    pytest.param("hang", 4, False, False, "store", marks=pytest.mark.long),
     ("hang", 3, True, False, "store"),
 ]
 

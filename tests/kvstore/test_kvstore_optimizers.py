@@ -93,7 +93,9 @@ def torch_states(kind, options):
     return {name for name, value in optimizer.state[weight].items() if value is not None}
 
 
-@pytest.mark.parametrize(("size", "groups"), [(1, None), (3, None), (3, [[0], [1, 2]])])
+@pytest.mark.parametrize(
+    ("size", "groups"), [(1, None), pytest.param(3, None, marks=pytest.mark.long), (3, [[0], [1, 2]])]
+)
 def test_owners_update_as_torch_does(size, groups, tmp_path):
     results = run_well(size, all_algorithms, tmp_path, groups=groups)
     assert len(set(results)) == 1, "the same bits on all ranks"

@@ -50,6 +50,7 @@ def complaints(result, rates):
             yield f"{link}: {rate_mbit:.0f} of {expected} Mbit/s"
 
 
+@pytest.mark.long
 def test_the_slow_host_is_named():
     """Rates are also those of a busy machine: it is tried again until they are the links'."""
     rates, found = [SLOW_MBIT if host == SLOW else RATE_MBIT for host in range(HOSTS)], []

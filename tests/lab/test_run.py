@@ -116,7 +116,7 @@ def test_what_a_run_writes_also_of_a_system_that_fails(tmp_path):
     assert len(use["sent_mbit"]) == len(use["received_mbit"]) >= 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("clusters")
 def test_a_run_with_a_server_apart_and_two_workers_on_each_host(tmp_path):
     servers = "servers = 1\nworkers_per_host = 2\n"

@@ -120,7 +120,7 @@ def as_list(rank, size, function):
     return list(function(rank, size))
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_local_sgd_averages_parameters(size, tmp_path):
     results = run_well(size, as_list, tmp_path, local_sgd)
     assert all(result == results[0] for result in results), "the same bits on all ranks"
@@ -156,7 +156,9 @@ def diloco(rank, size):
             yield bits(model)
 
 
-@pytest.mark.parametrize(("size", "groups"), [(1, None), (3, None), (3, [[0], [1, 2]])])
+@pytest.mark.parametrize(
+    ("size", "groups"), [(1, None), (3, None), pytest.param(3, [[0], [1, 2]], marks=pytest.mark.long)]
+)
 def test_diloco_follows_the_rules(size, groups, tmp_path):
     results = run_well(size, as_list, tmp_path, diloco, groups=groups)
     assert all(result == results[0] for result in results), "the same bits on all ranks"
@@ -228,7 +230,7 @@ def outers(rank, size):
         close(values_of(model), values_of(models[rank]), type(outer).__name__)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_outer_optimizers_do_as_torch_s_with_a_scheduler(size, tmp_path):
     run_well(size, outers, tmp_path)
 
@@ -326,6 +328,7 @@ def bits_of_common(optimizer):
     return b"".join(value.numpy().tobytes() for name, value in state.items() if "num_batches" not in name)
 
 
+@pytest.mark.long
 def test_a_state_is_synchronised_as_what_it_was_made_of(tmp_path):
     results = run_well(2, as_list, tmp_path, synchronised)
     assert results[0] == results[1], "the same bits on all ranks"

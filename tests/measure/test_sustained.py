@@ -64,7 +64,10 @@ def test_short_streams_are_read_too():
     assert fastest_part(moments(20, 0.002, 0), 2000, WINDOW_SECONDS) == pytest.approx(1e6, rel=0.02)
 
 
-@pytest.fixture(params=[(2, 400), (4, 200)], ids=lambda given: f"{given[0]}-hosts-{given[1]}-mbit")
+@pytest.fixture(
+    params=[(2, 400), pytest.param((4, 200), marks=pytest.mark.long)],
+    ids=lambda given: f"{given[0]}-hosts-{given[1]}-mbit",
+)
 def cluster(request):
     hosts, mbit = request.param
     try:

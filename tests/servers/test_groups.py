@@ -236,6 +236,7 @@ def timed(directory, launching, groups):
     return max(rank["step_s"] for rank in ranks), ranks[0]["groups"], ranks[0]["why"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("inside_mbit", "chosen", "other", "why"),
     [
