@@ -27,9 +27,9 @@ def engine(monkeypatch):
     """The stand-in in this process, no launcher's variables, and no job left behind."""
     monkeypatch.setattr(config, "current_environment", dict)
     monkeypatch.setitem(sys.modules, "penstock._native", None)
+    monkeypatch.setattr(job._process, "was_shut_down", False)  # by a test of another file
     yield fake_engine.install()
     ps.shutdown()
-    job._process.was_shut_down = False
 
 
 def start(program, calls, *, environ=None, file=None):
@@ -63,7 +63,7 @@ def calls_of(path):
 
 def test_before_init_and_after_shutdown_say_what_to_do(engine):
     for call in (ps.rank, ps.world_size, ps.report):
-        with pytest.raises(ps.ConfigError, match=f"{call.__name__} was called (before|after)"):
+        with pytest.raises(ps.ConfigError, match=f"{call.__name__} was called before"):
             call()
     ps.shutdown()  # nothing to shut down is nothing wrong
     ps.init()
