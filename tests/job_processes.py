@@ -10,7 +10,8 @@ PATIENCE_S = 120.0
 """For a whole test on a busy machine; no limit under test."""
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["numpy", "penstock", "pytest", "torch"])  # once, not by each of hundreds of ranks
+# Once, not by each of hundreds of ranks; the first optimizer imports dynamo.
+CONTEXT.set_forkserver_preload(["numpy", "pytest", "torch._dynamo", "penstock.torch.distribute"])
 
 OPTIONS = {"operation_timeout_s": 60.0, "peer_timeout_s": 10.0, "secret": "correct horse battery staple"}
 

@@ -6,6 +6,7 @@ what its entry puts in and appends: placeholders, and options that make it short
 """
 
 import ast
+import functools
 import importlib.util
 import os
 import re
@@ -333,8 +334,9 @@ def of_a_module(source):
             yield from quoted(node.value)
 
 
+@functools.cache
 def collected():
-    """Where each command is given."""
+    """Where each command is given. Not when this file is read: whoever collects tests would wait for it."""
     found = {}
     for patterns, commands_of in ((PAGES, of_a_page), (MODULES, of_a_module)):
         for path in sorted(path for pattern in patterns for path in ROOT.glob(pattern)):
@@ -344,7 +346,6 @@ def collected():
     return found
 
 
-FOUND = collected()
 RUNS = [
     pytest.param(command, entry, id=command, marks=[pytest.mark.long] if entry.long else [])
     for command, entry in TABLE.items()
@@ -353,7 +354,7 @@ RUNS = [
 
 
 def test_every_command_is_in_the_table_and_every_entry_is_given_somewhere():
-    given = {command: sorted(where) for command, where in FOUND.items() if not command.startswith("make ")}
+    given = {command: sorted(where) for command, where in collected().items() if not command.startswith("make ")}
     assert {command: where for command, where in given.items() if command not in TABLE} == {}
     assert sorted(command for command in TABLE if command not in given) == []
 
@@ -378,12 +379,12 @@ def test_values_and_other_languages_are_no_commands():
     assert list(of_a_page(text)) == []
 
 
-@pytest.mark.parametrize("command", sorted(command for command in FOUND if command.startswith("make ")))
-def test_make_has_the_target(command):
-    done = subprocess.run(
-        ["bash", "-c", command.replace("make ", "make --dry-run ", 1)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+def test_make_has_the_targets():
+    for command in sorted(command for command in collected() if command.startswith("make ")):
+        done = subprocess.run(
+            ["bash", "-c", command.replace("make ", "make --dry-run ", 1)], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 0, (command, done.stderr)
 
 
 @pytest.mark.parametrize("entry", sorted({entry.test for entry in TABLE.values() if isinstance(entry, By)}))
