@@ -24,7 +24,12 @@ from lab.trace import Layer, LayerTime, Tensor, Trace
 
 WORKER = Path(__file__).with_name("emulated_worker.py")
 LIMIT_S = 120
-SMALL = (("resnet50", 0.125), ("sockeye", 0.125), ("vgg19", 0.125), ("gpt-small", 0.0625))
+SMALL = (
+    ("resnet50", 0.125),
+    pytest.param("sockeye", 0.125, marks=pytest.mark.long),
+    ("vgg19", 0.0625),
+    ("gpt-small", 0.0625),
+)
 
 
 class Clock:

@@ -111,6 +111,7 @@ def test_the_rows_that_were_looked_up_go_once_to_each_other_group(tmp_path, kind
         assert [result["layers"]["0"] for result in results] == sent
 
 
+@pytest.mark.long
 def test_heads_that_have_left_go_on_passing_rows_on(tmp_path):
     plain, _ = trained(tmp_path / "alone", [], "double", "rows", "join")
     grouped, _ = trained(tmp_path / "grouped", UNEVEN, "double", "rows", "join")

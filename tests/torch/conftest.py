@@ -1,5 +1,10 @@
-"""Every test runs on the fake engine and on the native one; those that look into the fake one only there."""
+"""Every test runs on the fake engine and on the native one; those that look into the fake one only there.
 
+Of a test with many parameters `make test` runs a part on the native engine, and `make test-long` the rest: the
+combinations are those of the front end, which the fake engine, of the worse temper, tries all of.
+"""
+
+import collections
 import importlib.util
 
 import pytest
@@ -7,6 +12,8 @@ import ranks
 import torch._dynamo  # noqa: F401 - the first optimizer imports it: not from several rank threads at once
 
 from penstock.torch.updates import optimizer, partial
+
+NATIVE_EVERY = 4  # of the combinations of one test
 
 
 def pytest_configure(config):
@@ -21,6 +28,17 @@ def pytest_generate_tests(metafunc):
         # The fake engine, of the worse temper, is that of `make check`.
         of_native = [pytest.param("native", marks=pytest.mark.slow)] if native and not fake_only else []
         metafunc.parametrize("arm", ["threads", *of_native], indirect=True)
+
+
+seen = collections.Counter()
+
+
+def pytest_itemcollected(item):
+    if hasattr(item, "callspec") and item.callspec.params.get("arm") == "native":
+        test = item.nodeid.partition("[")[0]
+        if seen[test] % NATIVE_EVERY:
+            item.add_marker(pytest.mark.long)
+        seen[test] += 1
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,11 @@ def flip_bit(tensor, chance):
         tensor.copy_(memory.view(tensor.dtype).view(tensor.shape))
 
 
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))]
+SEEDS = [
+    0,
+    *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6)),
+    *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 20)),
+]
 
 
 class TestOneBit:

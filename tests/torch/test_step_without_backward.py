@@ -157,17 +157,17 @@ def test_a_large_gradient_set_by_hand_is_applied_at_once(optimizer_s):
     """In pieces or not, nothing is in flight that the update would have to wait for."""
 
     def loop(model, optimizer):
-        buffer = torch.zeros(300, 200)
+        buffer = torch.zeros(60, 40)
         for number in range(1, 4):
             buffer.fill_(float(number))
             model.weight.grad = buffer
-            model.bias.grad = torch.ones(300)
+            model.bias.grad = torch.ones(60)
             optimizer.step()
             buffer.fill_(float("inf"))
         return values(model)
 
     def make():
-        model = nn.Linear(200, 300)
+        model = nn.Linear(40, 60)
         nn.init.constant_(model.weight, 0.5)
         nn.init.zeros_(model.bias)
         return model, optimizer_s(model.parameters())

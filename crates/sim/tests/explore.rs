@@ -12,7 +12,7 @@ use penstock_core::way::Algorithm;
 use penstock_sim::program::{Instruction, Mishap, Setup};
 
 /// Scenarios per test run, unless PENSTOCK_SIM_SCENARIOS says how many.
-const SCENARIOS: u64 = 12_000;
+const SCENARIOS: u64 = 6_000;
 
 fn number_in(variable: &str, otherwise: u64) -> u64 {
     std::env::var(variable).map_or(otherwise, |number| number.parse().expect("a number"))

@@ -8,7 +8,7 @@ use penstock_core::life::Evidence;
 use penstock_sim::life::{Fault, Omission, run};
 
 /// Jobs per test run, unless PENSTOCK_SIM_LIVES says how many.
-const JOBS: u64 = 20_000;
+const JOBS: u64 = 6_000;
 /// Seeds to look through for a job in which an omission matters.
 const SEEDS: u64 = 20_000;
 
