@@ -249,6 +249,23 @@ def groups_and_rates_may_change():
     both(train)
 
 
+def a_parameter_may_move_to_another_group():
+    def in_groups(model):
+        slow, fast = ([layer.weight for layer in (model[0], model[2], model[4])], [model[0].bias, model[2].bias])
+        return torch.optim.AdamW([{"params": slow, "lr": 1e-3}, {"params": [*fast, model[4].bias], "lr": 0.1}])
+
+    def train(model, optimizer):
+        steps(model, optimizer, 2)
+        slow, fast = optimizer.param_groups
+        fast["params"].append(slow["params"].pop())
+        slow["params"].append(fast["params"].pop(0))
+        return steps(model, optimizer, 2, seed=1)
+
+    expected = train(*started("workers", in_groups))
+    for update in ("servers", "servers-in-backward"):
+        close(train(*started(update, in_groups)), expected)
+
+
 def mistakes_are_refused_at_the_call():
     def refused(said, make, prepare=lambda model: model, **options):
         model = prepare(network(torch.float32))
@@ -380,6 +397,20 @@ def what_updates_in_backward_cannot_take_back_is_refused():
     model, _ = begun()
     with pytest.raises(ConfigError, match=r'the norm of all gradients .* or use update="servers"'):
         ps.clip_grad_norm_(model.parameters(), 1.0)
+    model, optimizer = begun()
+    optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop()]})
+    with pytest.raises(ConfigError, match="since it began parameters have been put into other groups"):
+        optimizer.step()
+    model, optimizer = begun()
+    with pytest.raises(ConfigError, match="since it began the optimizer's state has been read"):
+        optimizer.state_dict()
+    optimizer.step()  # all is as it was
+    before = optimizer.state_dict()
+    model(next(inputs())).square().mean().backward()
+    with pytest.raises(ConfigError, match="since it began another state of the optimizer has been loaded"):
+        optimizer.load_state_dict(before)
+    optimizer.step()
+    optimizer.load_state_dict(before)
     model, _ = started("servers-in-backward", lambda model: torch.optim.AdamW(model[0].parameters()))
     with pytest.raises(ConfigError, match=r"is in no group of the optimizer"):
         model(next(inputs())).square().mean().backward()
@@ -400,6 +431,7 @@ SCENARIOS = {
         owners_that_are_workers_read_values_in_the_model,
         gradients_that_are_not_finite_are_applied,
         groups_and_rates_may_change,
+        a_parameter_may_move_to_another_group,
         mistakes_are_refused_at_the_call,
         what_is_in_no_group_is_refused_until_it_is_frozen,
         updates_in_backward_have_the_same_bits,

@@ -36,7 +36,7 @@ class BackwardUpdates(OwnerUpdates):
     option: ClassVar[str] = "servers-in-backward"
 
     def __init__(self, distributed: Trained, optimizer: Optimizer, book: KeptBook) -> None:
-        self._said: list[Described] = []
+        self._said: tuple[list[Described], list[int]] = [], []  # by group its options, by number of the slot its group
         super().__init__(distributed, optimizer, book)
         self._gradients.on_backward = self.begin
 
@@ -53,15 +53,19 @@ class BackwardUpdates(OwnerUpdates):
         for slot in self._gradients.slots:
             if slot.param.requires_grad and slot not in trained:
                 raise self._error("is in no group of the optimizer. Freeze it: requires_grad_(False)", slot)
-        self._said = self._proceed(in_advance=True)
+        self._said = self._proceed(in_advance=True), self._group_of
         for slot in self._gradients.slots:  # those that owners read in the model, too
             self._note_given(slot)
 
     def _say(self) -> None:
         """It was said: see that it is still right."""
-        for number, (said, group) in enumerate(zip(self._said, self.optimizer.param_groups, strict=True)):
+        options, group_of = self._said
+        groups = self.optimizer.param_groups
+        if len(groups) != len(options) or self._group_of != group_of:
+            raise self._too_late("parameters have been put into other groups")
+        for number, ((_, said), group) in enumerate(zip(options, groups, strict=True)):
             _, now = described(self.optimizer, group)
-            changed = [name for name, value in now.items() if value != said[1].get(name)]
+            changed = [name for name, value in now.items() if value != said.get(name)]
             if changed:
                 raise self._too_late(f"{', '.join(changed)} of parameter group {number} has been changed")
         for slot in self._gradients.slots:
@@ -94,6 +98,19 @@ class BackwardUpdates(OwnerUpdates):
         if adding and gradients.backwards != self._backward_used and gradients.closed == gradients.backwards:
             raise self._too_late("no step was made")
         super().drop(adding=adding)
+
+    def _check_stepped(self, what: str) -> None:
+        """Refuse what must find all states as of one step."""
+        if self._gradients.backwards != self._backward_used:
+            raise self._too_late(what)
+
+    def _before_reading(self) -> None:
+        self._check_stepped("the optimizer's state has been read")
+        super()._before_reading()
+
+    def _before_loading(self) -> None:
+        self._check_stepped("another state of the optimizer has been loaded")
+        super()._before_loading()
 
     def _give_up(self, flying: Sequence[Slot]) -> list[Slot]:
         self._landed(flying)

@@ -107,7 +107,7 @@ class OwnerUpdates(PatchedOptimizer):
         self._handles = [
             optimizer.register_state_dict_pre_hook(lambda _: self._before_reading()),
             optimizer.register_state_dict_post_hook(lambda _, state: self._read(state)),
-            optimizer.register_load_state_dict_pre_hook(lambda _, __: self.finish_all()),
+            optimizer.register_load_state_dict_pre_hook(lambda _, __: self._before_loading()),
             optimizer.register_load_state_dict_post_hook(lambda _: self._give_all(values=False)),
         ]
 
@@ -147,6 +147,7 @@ class OwnerUpdates(PatchedOptimizer):
         return None
 
     def _take(self) -> None:
+        self._check_groups()  # the program may have moved parameters between them
         gradients = self._gradients
         contributed = [slot for slot in gradients.slots if not slot.flight.absent]
         trained = set(self._trained)
@@ -427,6 +428,10 @@ class OwnerUpdates(PatchedOptimizer):
                 found = self._collected(slot)
                 if found:
                     state[slot.param] = found
+
+    def _before_loading(self) -> None:
+        """Somebody is about to load another state."""
+        self.finish_all()
 
     def _collected(self, slot: Slot) -> dict[str, Any]:
         """A parameter's state as torch has it."""
