@@ -89,8 +89,11 @@ assert seen_by_all == 64 and 0.0 < accuracy < 1.0 and right[1] == 64
 def test_updates_at_the_owners(size, tmp_path):
     start = "import penstock as ps\nps.init()\nbatches = [(x[i::4], dataset.tensors[1][i::4]) for i in range(4)]\n"
     checks = 'assert len(state["state"]) == 6 and float(state["state"][0]["step"]) == 4\n'
-    (listing,) = listings("docs/servers.md", '# Updates at the owners: `update="servers"`')
-    run(size, tmp_path, GIVEN, start, listing, checks, SAME_EVERYWHERE)
+    training, periodic = listings("docs/servers.md", '# Updates at the owners: `update="servers"`')
+    steps = "steps = 100\n"
+    checks_periodic = 'assert checkpoints.finish() == "checkpoints/model-0000000100.safetensors"\n'
+    parts = (training, checks, steps, periodic, checks_periodic, SAME_EVERYWHERE)
+    run(size, tmp_path, GIVEN, start, *parts)
 
 
 def test_local_updates(size, tmp_path):

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from penstock.kvstore import KVStore
     from penstock.lossy import DGC, OneBit
     from penstock.torch.access import no_sync, synchronize
+    from penstock.torch.checkpoints import Checkpoints
     from penstock.torch.clipping import GradScaler, clip_grad_norm_
     from penstock.torch.distribute import distribute
     from penstock.torch.facts import coordinator_of, explain
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DGC",
     "AuthenticationError",
+    "Checkpoints",
     "ConfigError",
     "Coordinator",
     "DiLoCo",
@@ -116,6 +118,7 @@ __all__ = [
 
 _HOME_OF = {
     "AuthenticationError": "errors",
+    "Checkpoints": "torch",
     "ConfigError": "errors",
     "Coordinator": "coordinator",
     "DGC": "lossy",

@@ -4,7 +4,9 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import warnings
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,9 @@ import torch
 from job_processes import run_well
 
 import penstock as ps
+from penstock import whole_files
 from penstock.kvstore import disk
+from penstock.whole_files import MANIFEST, add_checkpoint, newest
 
 SHAPES = {"w": (70, 300), 7: (5,), "7": (), "empty": (3, 0), "half": (4,)}
 
@@ -104,10 +108,9 @@ def checkpoints(rank, size, place):
     for step in range(7):
         stepped(kv, [step])
         written += filter(None, [kv.checkpoint(place, every=2, keep=2)])
+    assert kv.finish_checkpoint() == written[-1]
     assert [Path(name).name for name in written] == [f"kvstore-{n:010d}.safetensors" for n in (2, 4, 6)]
-    assert sorted(one.name for one in place.iterdir()) == sorted(
-        [disk.MANIFEST, *(Path(name).name for name in written[1:])]
-    )
+    assert sorted(one.name for one in place.iterdir()) == sorted([MANIFEST, *(Path(name).name for name in written[1:])])
     for bad in ({"every": 0}, {"keep": 0}, {"every": "often"}):
         with pytest.raises(ps.ConfigError, match=r"must be 1 at least"):
             kv.checkpoint(place, **bad)
@@ -135,11 +138,11 @@ def checkpoints(rank, size, place):
         equal(other.state_dict(), kv.state_dict())
     ps.barrier()
     if rank == 0:
-        tear(place / disk.MANIFEST, "short")
+        tear(place / MANIFEST, "short")
     with pytest.raises(ps.ConfigError, match=r"no whole checkpoint in .*: there is no readable manifest.json"):
         kv.load(place)
     with pytest.raises(ps.ConfigError, match=r"checkpoint: .*directory|checkpoint: .*exists"):
-        kv.checkpoint(place / disk.MANIFEST)
+        kv.checkpoint(place / MANIFEST)
 
 
 def test_checkpoints(tmp_path):
@@ -147,13 +150,62 @@ def test_checkpoints(tmp_path):
     run_well(2, checkpoints, tmp_path / "job", tmp_path / "kept")
 
 
+def written_in_the_background(rank, size, place):
+    kv = ps.KVStore("sync")
+    kv.init("w", np.zeros(5000))
+    kv.set_optimizer("SGD", lr=1.0)
+    held, go_on, sync = threading.Event(), threading.Event(), whole_files._sync
+
+    def wait(path):
+        held.set()
+        assert go_on.wait(60)
+        sync(path)
+
+    def refuse(path):
+        raise OSError(28, "No space left on device")
+
+    whole_files._sync = wait
+    kv.push("w", np.ones(5000))
+    name = kv.checkpoint(place)
+    for _ in range(2):
+        kv.push("w", np.ones(5000))  # while it is being written
+    value = np.empty(5000)
+    kv.pull("w", out=value).wait()
+    assert value[0] == -3.0 * size
+    if rank == 0:
+        assert held.wait(60)
+        assert not list(place.glob("kvstore-*"))
+    go_on.set()
+    assert kv.finish_checkpoint() == name == kv.finish_checkpoint()
+    whole_files._sync = refuse
+    broken = kv.checkpoint(place)
+    with pytest.raises(ps.ConfigError, match=rf"checkpoint: {broken} was not written: .*No space left") as error:
+        kv.checkpoint(place)
+    assert error.value.rank == 0
+    whole_files._sync = sync
+    other = ps.KVStore("sync")
+    other.init("w", np.zeros(5000))
+    assert other.load(place) == 1
+    assert other.state_dict()["values"]["w"][0] == -1.0 * size  # of when it was asked for
+    return kv.checkpoint(place)  # finished by the end of the job
+
+
+def test_a_checkpoint_is_written_while_the_program_goes_on(tmp_path):
+    (tmp_path / "job").mkdir()
+    place = tmp_path / "kept"
+    last = run_well(2, written_in_the_background, tmp_path / "job", place)
+    assert (newest("load", place)[0], newest("load", place)[1]) == (Path(last[0]), 4)
+
+
 STATE = {"values": {"w": np.arange(6.0), 3: np.ones((2, 2), np.int32)}, "updates": {"w": 4, 3: 4}}
 
 
 @pytest.mark.parametrize("moment", ["_sync", "_crc"])
 def test_a_writer_that_stops_in_the_middle_leaves_what_was_there(moment, tmp_path, monkeypatch):
-    first = disk.write_checkpoint(tmp_path, STATE, 1, 2)
-    kept = getattr(disk, moment)
+    first = tmp_path / "first"
+    fill = disk.filled_with("checkpoint", STATE)
+    add_checkpoint(first, 1, fill, 2)
+    kept = getattr(whole_files, moment)
     for after in range(1, 4):  # of the file, its directory, the manifest
         count = iter(range(10))
 
@@ -163,12 +215,12 @@ def test_a_writer_that_stops_in_the_middle_leaves_what_was_there(moment, tmp_pat
             return kept(path)
 
         with monkeypatch.context() as patched:
-            patched.setattr(disk, moment, stop)
+            patched.setattr(whole_files, moment, stop)
             try:
-                disk.write_checkpoint(tmp_path, STATE, 2, 2)
+                add_checkpoint(tmp_path / "second", 2, fill, 2)
             except OSError as error:
                 assert "No space left" in str(error)
-        path, number = disk.newest(tmp_path)
+        path, number = newest("load", tmp_path)
         assert number in {1, 2} and (number == 2 or path == first)
         np.testing.assert_array_equal(disk.read(path)["values"]["w"], STATE["values"]["w"])
         assert not [one for one in tmp_path.iterdir() if one.name.endswith(".tmp")]
@@ -190,6 +242,7 @@ kv.pull("w", out=value).wait()
 print("from", before, value[0], flush=True)
 kv.pushpull("w", np.ones(3), out=value).wait()
 kv.checkpoint(place, every=1)
+kv.finish_checkpoint()
 if moment != "none":
     replace, count = pathlib.Path.replace, itertools.count()
 
@@ -216,26 +269,26 @@ def test_what_a_writer_leaves_that_is_killed_before_a_file_has_its_name_is_never
     done = written(moment)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "from 0 0.0\n"), done.stderr
     (left,) = (one for one in place.iterdir() if one.name.endswith(".tmp"))
-    of = f"kvstore-{2:010d}.safetensors" if moment == 0 else disk.MANIFEST
+    of = f"kvstore-{2:010d}.safetensors" if moment == 0 else MANIFEST
     assert left.name.startswith(f".{of}.") and left.stat().st_size > 0
     whole = left.read_bytes()
     for turn, value in ((1, -1.0), (2, -2.5)):  # by momentum: 1, 1.5, 1.75
         done = written("none")
         assert (done.returncode, done.stdout) == (0, f"from {turn} {value}\n"), done.stderr
-    assert disk.newest(place)[1] == 3
+    assert newest("load", place)[1] == 3
     assert left.read_bytes() == whole, "nobody else's"
-    names = {disk.MANIFEST, *(f"kvstore-{number:010d}.safetensors" for number in (2, 3))}
+    names = {MANIFEST, *(f"kvstore-{number:010d}.safetensors" for number in (2, 3))}
     assert {one.name for one in place.iterdir()} == {left.name, *names}
 
 
 def test_a_manifest_names_nothing_outside_its_directory(tmp_path):
-    disk.write(tmp_path / "other.safetensors", STATE)
+    (tmp_path / "other.safetensors").write_bytes(b"1")
     (tmp_path / "dir").mkdir()
-    entry = {"file": "../other.safetensors", "number": 1, "bytes": 1, "crc32": 1}
-    manifest = {"format": disk.FORMAT, "checkpoints": [entry]}
-    (tmp_path / "dir" / disk.MANIFEST).write_text(json.dumps(manifest))
+    entry = {"file": "../other.safetensors", "number": 1, "bytes": 1, "crc32": zlib.crc32(b"1")}
+    manifest = {"format": whole_files.FORMAT, "checkpoints": [entry]}
+    (tmp_path / "dir" / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(ps.ConfigError, match="no whole checkpoint"):
-        disk.newest(tmp_path / "dir")
+        newest("load", tmp_path / "dir")
 
 
 WITHOUT_TORCH = """

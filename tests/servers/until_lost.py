@@ -2,9 +2,11 @@
 
     until_lost.py {workers|servers|store}
 
-Updates at the workers, at the servers, or a key-value store whose optimizer is theirs.
+Updates at the workers, at the servers, or a key-value store whose optimizer is theirs. There is a checkpoint of the
+first step.
 """
 
+import itertools
 import sys
 
 import numpy as np
@@ -18,10 +20,14 @@ def train(update):
     model = torch.nn.Sequential(torch.nn.Linear(100, 300), torch.nn.Linear(300, 20))
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = ps.distribute(model, optimizer, update=update)
-    while True:
+    checkpoints = ps.Checkpoints("checkpoints", model, optimizer, every=1)
+    for number in itertools.count():
         model(torch.ones(1, 100)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+        if number == 0:
+            checkpoints.step()
+            checkpoints.finish()
         yield
 
 
@@ -30,8 +36,11 @@ def exchange():
     kv.init(["w", "v"], [np.zeros(30_000), np.zeros(500)])
     kv.set_optimizer("Adam")
     out = [np.empty(30_000), np.empty(500)]
-    while True:
+    for number in itertools.count():
         kv.pushpull(["w", "v"], [np.ones(30_000), np.ones(500)], out=out).wait()
+        if number == 0:
+            kv.checkpoint("checkpoints")
+            kv.finish_checkpoint()
         yield
 
 

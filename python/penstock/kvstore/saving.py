@@ -1,18 +1,19 @@
-"""Files of a store: rank 0 writes and reads them for all ranks, and all count checkpoints alike.
+"""Files of a store: rank 0 writes and reads them for all ranks.
 
-How a file comes to the disk whole is said in `disk.py`, what is in it in `states.py`.
+What is in them is said in `disk.py`, what it means in `states.py`, and how checkpoints follow each other in
+`penstock.checkpointing`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.errors import ConfigError
+from penstock.checkpointing import CheckpointWriter, on_rank_0
 from penstock.kvstore import disk, states
-from penstock.kvstore.stored_keys import Checkpoints
+from penstock.whole_files import newest, put
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -34,13 +35,15 @@ class Files:
     Args:
         engine: The engine of this job.
         rank: This rank.
-        checkpoints: What the store knows of those before.
+
+    Attributes:
+        checkpoints: Those of the store.
     """
 
-    def __init__(self, engine: Engine, rank: int, checkpoints: Checkpoints) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, rank: int) -> None:
         self._rank = rank
-        self._checkpoints = checkpoints
+        self._on_rank_0 = partial(on_rank_0, engine, rank)
+        self.checkpoints = CheckpointWriter(engine, rank, "penstock.KVStore.checkpoint")
 
     def write(self, caller: str, path: Path, state: dict[str, Any]) -> None:
         """Write a state to a file.
@@ -48,7 +51,7 @@ class Files:
         Raises:
             ConfigError: It cannot be written. On all ranks.
         """
-        self._on_rank_0(caller, lambda: disk.write(path, state))
+        self._on_rank_0(f"penstock.KVStore.{caller}", lambda: put(path, disk.filled_with(caller, state)))
 
     def read(self, caller: str, place: Path, like: Callable[[], dict[str | int, Any]]) -> Found:
         """Read a file, or the newest whole checkpoint in a directory.
@@ -62,49 +65,27 @@ class Files:
             ConfigError: It cannot be read, or is not whole. On all ranks.
         """
         read: dict[str, Any] = {}
+        name = f"penstock.KVStore.{caller}"
 
         def read_it() -> dict[str, Any]:
-            file, number = disk.newest(place) if place.is_dir() else (place, None)
+            file, number = newest(name, place) if place.is_dir() else (place, None)
             read.update(disk.read(file))
             return {"file": str(file), "number": number, "has": states.shape_of(read)}
 
-        told = self._on_rank_0(caller, read_it)
+        told = self._on_rank_0(name, read_it)
         if self._rank != 0:
             read = states.of_shape(told["has"], like())
         return Found(read, told["file"], told["number"])
 
     def go_on_from(self, found: Found) -> None:
         """The store has this state now."""
-        self._checkpoints.last, self._checkpoints.calls = found.file, found.number or 0
+        self.checkpoints.last, self.checkpoints.calls = found.file, found.number or 0
 
-    def is_due(self, every: int) -> bool:
-        """Count a call; whether it is one of every so many."""
-        self._checkpoints.calls += 1
-        return self._checkpoints.calls % every == 0
-
-    def write_checkpoint(self, caller: str, directory: Path, state: dict[str, Any], keep: int) -> str:
-        """Write a state as the checkpoint of the number of calls so far, and keep so many of the newest.
+    def begin_checkpoint(self, caller: str, directory: Path, state: dict[str, Any], keep: int) -> str:
+        """Begin to write a state as the checkpoint of the number of calls so far, and keep so many of the newest.
 
         Raises:
-            ConfigError: It cannot be written. On all ranks.
+            ConfigError: It cannot be. On all ranks.
         """
-        number = self._checkpoints.calls
-        written: str = self._on_rank_0(caller, lambda: str(disk.write_checkpoint(directory, state, number, keep)))
-        self._checkpoints.last = written
-        return written
-
-    def _on_rank_0(self, caller: str, do: Callable[[], Any]) -> Any:
-        """Do something that has to do with files on rank 0; all ranks get what comes of it, or its error."""
-        told: dict[str, Any] = {}
-        if self._rank == 0:
-            try:
-                told = {"value": do()}
-            except (ConfigError, OSError) as error:
-                told = {
-                    "error": str(error) if isinstance(error, ConfigError) else f"penstock.KVStore.{caller}: {error}"
-                }
-        every = self._engine.all_gather(f"penstock.KVStore.{caller}", json.dumps(told).encode())
-        first: dict[str, Any] = json.loads(every[0])
-        if "error" in first:
-            raise ConfigError(first["error"], rank=0)
-        return first["value"]
+        path = directory / f"kvstore-{self.checkpoints.calls:010d}.safetensors"
+        return self.checkpoints.begin(path, lambda: disk.filled_with(caller, state), keep)

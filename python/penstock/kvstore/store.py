@@ -45,7 +45,7 @@ from penstock.kvstore.meeting import meet
 from penstock.kvstore.pending import Pending
 from penstock.kvstore.rounds import BookPlace
 from penstock.kvstore.saving import Files
-from penstock.kvstore.stored_keys import Checkpoints, KeyCall, StoredKey
+from penstock.kvstore.stored_keys import KeyCall, StoredKey
 from penstock.lending import lent_to
 from penstock.optimizers import NamedOptimizer, named
 
@@ -124,8 +124,7 @@ class KVStore:
         self._likes: dict[str | int, Callable[[Buffer], Any]] = {}
         self._new: list[StoredKey] = []  # in no book yet
         self._by_book: dict[int, list[StoredKey]] = {}
-        self._checkpoints = Checkpoints()
-        self._files = Files(running.engine, running.rank, self._checkpoints)
+        self._files = Files(running.engine, running.rank)
         self._lock = threading.RLock()
 
     def __repr__(self) -> str:
@@ -460,6 +459,7 @@ class KVStore:
         """
         caller = "load"
         self._running(caller)
+        self._files.checkpoints.finish()
         likes = self._likes.items()
         found = self._files.read(
             caller, Path(path), lambda: {name: make(self._stored_keys[name].memory.buffer) for name, make in likes}
@@ -469,7 +469,10 @@ class KVStore:
         return found.number
 
     def checkpoint(self, directory: str | os.PathLike[str], *, every: int = 1, keep: int = 2) -> str | None:
-        """At every so manieth call write a checkpoint to a directory; call it once in a step. All ranks call it alike.
+        """At every so manieth call begin a checkpoint; call it once in a step. All ranks call it alike.
+
+        The call returns when all that the store holds is copied. Rank 0 then writes it to the disk, in a thread, while
+        training goes on; the next checkpoint, `load`, `finish_checkpoint` and `penstock.shutdown` wait for that.
 
         A checkpoint is what `save` writes. A manifest beside it is replaced last, so a writer that is stopped at any
         moment leaves the checkpoints before as they were. `load` takes the newest one; after that calls are counted
@@ -481,10 +484,11 @@ class KVStore:
             keep: How many of the newest are kept.
 
         Returns:
-            The file that was written; None if it was not the time for one.
+            The file that is being written; None if it was not the time for one.
 
         Raises:
-            ConfigError: ``every`` or ``keep`` is below 1; it cannot be written; safetensors is missing. On all ranks.
+            ConfigError: ``every`` or ``keep`` is below 1; there can be no such directory; safetensors is missing; the
+                checkpoint before could not be written. On all ranks.
             PeerLost: A rank was lost.
             Timeout: A rank did not come.
 
@@ -493,11 +497,25 @@ class KVStore:
         """
         caller = "checkpoint"
         self._running(caller)
-        if not all(isinstance(number, int) and number >= 1 for number in (every, keep)):
-            raise ConfigError(f"penstock.KVStore.{caller}: every={every!r} and keep={keep!r} must be 1 at least")
-        if not self._files.is_due(every):
+        self._files.checkpoints.check(every, keep)
+        if not self._files.checkpoints.is_due(every):
             return None
-        return self._files.write_checkpoint(caller, Path(directory), self.state_dict(), keep)
+        self._files.checkpoints.finish()
+        return self._files.begin_checkpoint(caller, Path(directory), self.state_dict(), keep)
+
+    def finish_checkpoint(self) -> str | None:
+        """Wait until the checkpoint that is being written is on the disk. All ranks call it alike.
+
+        Returns:
+            The file of the last checkpoint; None if there is none.
+
+        Raises:
+            ConfigError: It could not be written. On all ranks.
+            PeerLost: A rank was lost.
+            Timeout: A rank did not come.
+        """
+        self._running("finish_checkpoint")
+        return self._files.checkpoints.finish()
 
     # What calls have in common
 
@@ -513,7 +531,7 @@ class KVStore:
                     raise refused(caller, name, "it was initialised before; a key is initialised once")
                 description, buffer = described(caller, name, value, rows, wire)
                 one_by_one, average = self.kind == "async", self._stragglers is not None
-                stored = StoredKey(self._engine, description, self._checkpoints, one_by_one=one_by_one, average=average)
+                stored = StoredKey(self._engine, description, one_by_one=one_by_one, average=average)
                 self._check_that_it_can_be_kept(caller, stored, self._optimizer)
                 made.append((stored, buffer))
         except ConfigError as found:

@@ -18,7 +18,8 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from penstock.buffers import DTYPES
-from penstock.errors import PeerLost, PenstockError
+from penstock.checkpointing import name_last
+from penstock.errors import PenstockError
 from penstock.kvstore.rounds import (
     Asking,
     BookPlace,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from penstock.buffers import Buffer
     from penstock.kvstore.kept import Alone, Kept
 
-__all__ = ["Checkpoints", "KeyCall", "KeyDescription", "StoredKey"]
+__all__ = ["KeyCall", "KeyDescription", "StoredKey"]
 
 GATHER_BYTES_MAX = (1 << 32) - 1
 """The engine's bound of what a rank contributes to a gather; a longer push is refused by it."""
@@ -67,19 +68,6 @@ class KeyDescription:
     def __str__(self) -> str:
         how = f"{' by rows' if self.rows else ''}{f' that travels as {self.wire}' if self.wire else ''}"
         return f"{self.key!r} of {self.dtype} {self.shape}{how}"
-
-
-@dataclass
-class Checkpoints:
-    """Of a store.
-
-    Attributes:
-        last: The file of the last one that was written or loaded.
-        calls: Of `KVStore.checkpoint`, those before included if it went on from one.
-    """
-
-    last: str | None = None
-    calls: int = 0
 
 
 class KeyCall(NamedTuple):
@@ -111,7 +99,6 @@ class StoredKey:
     Args:
         engine: The job's.
         description: Of the key.
-        checkpoints: Of the store.
         one_by_one: Whether owners take each contribution by itself, and are asked for the value.
         average: Whether a round's result is an average.
 
@@ -129,13 +116,11 @@ class StoredKey:
         self,
         engine: Engine,
         description: KeyDescription,
-        checkpoints: Checkpoints,
         *,
         one_by_one: bool,
         average: bool,
     ) -> None:
         self.description = description
-        self._checkpoints = checkpoints
         self.alone: Alone | None = None
         self.delays: Counter[int] = Counter()
         self._one_by_one = one_by_one
@@ -355,10 +340,7 @@ class StoredKey:
         except PenstockError as error:
             if self._engine.has_failed:
                 self._engine.quiet()  # the program may do with its memory what it likes once it has the error
-            last = self._checkpoints.last
-            if isinstance(error, PeerLost) and last is not None and last not in error.message:
-                error.message += f". The last checkpoint is {last}: load it when all ranks have begun anew"
-                error.args = (error.message,)
+            name_last(self._engine, error)
             raise
 
 

@@ -6,6 +6,7 @@ distribute  the entry                              alone      a job of one proce
 access      what a program calls on all models     facts      what it may ask of one
 join        uneven numbers of batches              sampling   which samples are this rank's
 clipping    what is done to gradients before a step
+checkpoints of a training, written while it goes on
 model       layers and parameters, patches         reads      who reads which parameter
 gradients   gradients in, averages back            updates    updates out, layer by layer
 schemes     averages that every rank makes         choice     schemes chosen while training
@@ -16,6 +17,7 @@ local       ranks that train by themselves, and meet now and then
 
 from penstock.attached import attach
 from penstock.torch.access import no_sync, synchronize
+from penstock.torch.checkpoints import Checkpoints
 from penstock.torch.clipping import GradScaler, clip_grad_norm_
 from penstock.torch.distribute import distribute
 from penstock.torch.facts import coordinator_of, explain
@@ -27,6 +29,7 @@ from penstock.torch.release.of_job import Models
 from penstock.torch.sampling import sampler
 
 __all__ = [
+    "Checkpoints",
     "DiLoCo",
     "GradScaler",
     "LocalSGD",

@@ -15,6 +15,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from penstock.checkpointing import name_last
 from penstock.errors import PenstockError
 from penstock.torch.reads.safety import distributed_in, forget_numbers
 from penstock.torch.updates.whole import forget_steps, undo_steps
@@ -69,6 +70,7 @@ def after_failure(engine: Engine, error: PenstockError) -> None:
         return
     error.message = f"{error.message}. {lost[1]}"
     error.args = (error.message,)
+    name_last(engine, error)
     error.whole_step, error.torn = models[0].ending.whole_step, models[0].ending.torn
 
 

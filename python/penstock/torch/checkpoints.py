@@ -1,0 +1,235 @@
+"""Checkpoints of a model with its optimizer, for any way of updating and any number of ranks and servers. No pickle.
+
+What a program's objects have of state is a tree of dictionaries and lists. Its tensors go to a file of safetensors,
+by their place in the tree, and the rest beside them as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock import collectives, job
+from penstock.checkpointing import CheckpointWriter, on_rank_0
+from penstock.errors import ConfigError
+from penstock.torch.agreement.arguments import optimizers_in
+from penstock.torch.schemes.residuals import ENTRY
+from penstock.whole_files import MANIFEST, newest
+
+__all__ = ["Checkpoints"]
+
+FORMAT = "penstock Checkpoints 1"
+_CALLER = "penstock.Checkpoints"
+
+
+class Checkpoints:
+    """Periodic checkpoints of a distributed model, its optimizers, and what else a training goes on from.
+
+    At every so manieth `step` the state is copied on rank 0, which writes it to the disk in a thread while training
+    goes on. A file is there whole or not at all, and a manifest says which there are. With ``update="servers"`` the
+    optimizer's state comes from the owners. A checkpoint fits any number of ranks and servers, and any ``update``.
+
+    All ranks make the same calls. What is a rank's own is not in it: what lossy layers keep, and buffers of other ranks
+    than 0.
+
+    Args:
+        directory: Where they are written, by rank 0, and read; of these checkpoints alone.
+        model: The model, distributed or not.
+        optimizer: Its optimizer, a sequence of several, or none.
+        others: By name what else has ``state_dict()`` and ``load_state_dict()``: schedulers, a `GradScaler`. Of
+            tensors, numbers, strings, lists and dictionaries; the same on all ranks.
+        every: Steps from one checkpoint to the next.
+        keep: How many of the newest are kept.
+
+    Raises:
+        ConfigError: Before `penstock.init`, or ``every`` or ``keep`` is below 1, or something has no state.
+
+    Example:
+        >>> checkpoints = ps.Checkpoints("checkpoints", model, optimizer, every=100)
+        >>> for step in range(checkpoints.load(), steps):
+        ...     loss_of(model, batches[step]).backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     checkpoints.step()
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: Any = None,
+        *,
+        others: Mapping[str, Any] | None = None,
+        every: int = 1,
+        keep: int = 2,
+    ) -> None:
+        running = job.current("Checkpoints")
+        self._directory = Path(directory)
+        self._rank = running.rank
+        self._engine = running.engine
+        self._writer = CheckpointWriter(running.engine, running.rank, _CALLER)
+        self._writer.check(every, keep)
+        self._every, self._keep = every, keep
+        self._parts: dict[str, Any] = {"model": model}
+        for number, one in enumerate(optimizers_in(optimizer)):
+            self._parts[f"optimizer {number}"] = one
+        for name, other in (others or {}).items():
+            if not (callable(getattr(other, "state_dict", None)) and callable(getattr(other, "load_state_dict", None))):
+                raise ConfigError(f"{_CALLER}: {name} is a {type(other).__name__}, which has no state to save")
+            self._parts[f"other {name}"] = other
+
+    def step(self) -> str | None:
+        """Count a step, after all of it; when it is time begin a checkpoint, of which the file is returned.
+
+        Raises:
+            ConfigError: There can be no such directory, safetensors is missing, something is neither a tensor nor
+                plain, or the checkpoint before could not be written. On all ranks.
+            PeerLost: A rank was lost.
+            Timeout: A rank did not come.
+        """
+        self._check_running()
+        if not self._writer.is_due(self._every):
+            return None
+        self._writer.finish()
+        states = {name: part.state_dict() for name, part in self._parts.items()}  # some of which their owners keep
+        for state in states.values():
+            if isinstance(state, dict):
+                state.pop(ENTRY, None)
+        path = self._directory / f"model-{self._writer.calls:010d}.safetensors"
+        return self._writer.begin(path, partial(_filled_with, states), self._keep)
+
+    def finish(self) -> str | None:
+        """Wait until the checkpoint that is being written is on the disk; the last one's file is returned.
+
+        Raises:
+            ConfigError: It could not be written. On all ranks.
+            PeerLost: A rank was lost.
+            Timeout: A rank did not come.
+        """
+        self._check_running()
+        return self._writer.finish()
+
+    def load(self) -> int:
+        """Go on from the newest whole checkpoint, if there is one. Rank 0 reads it for all.
+
+        Returns:
+            The number of steps before it, from which `step` counts on; 0 if the directory has no checkpoints.
+
+        Raises:
+            ConfigError: There are some, and none is whole, or it is of other things. On all ranks.
+            PeerLost: A rank was lost.
+            Timeout: A rank did not come.
+        """
+        self._check_running()
+        self._writer.finish()
+        read: dict[str, Tensor] = {}
+
+        def read_it() -> Any:
+            if not (self._directory / MANIFEST).exists():
+                return None
+            file, number = newest(f"{_CALLER}.load", self._directory)
+            return {"file": str(file), "number": number, "parts": _read(file, read)}
+
+        told = on_rank_0(self._engine, self._rank, f"{_CALLER}.load", read_it)
+        if told is None:
+            return 0
+        tree, described = told["parts"]["tree"], told["parts"]["tensors"]
+        if tree.keys() != self._parts.keys():
+            raise ConfigError(
+                f"{_CALLER}.load: {told['file']} has {', '.join(tree)}, and this is of {', '.join(self._parts)}"
+            )
+        for name, (dtype, shape) in described.items():
+            if self._rank != 0:
+                read[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            if read[name].numel():
+                collectives.broadcast(read[name].reshape(-1).view(torch.uint8))
+        for name, part in self._parts.items():
+            part.load_state_dict(_joined(tree[name], read))
+        self._writer.last, self._writer.calls = told["file"], told["number"]
+        number: int = told["number"]
+        return number
+
+    def _check_running(self) -> None:
+        if job.current("Checkpoints").engine is not self._engine:
+            raise ConfigError(f"{_CALLER}: these belong to a job that is over; make others")
+
+
+def _filled_with(states: Mapping[str, Any]) -> Callable[[str], object]:
+    """What writes a copy of these states to a file."""
+    save = _library().save_file
+    tensors: dict[str, Tensor] = {}
+    seen: dict[tuple[Any, ...], str] = {}  # where the model has one tensor in several places, one is written
+    tree = {name: _split(name, state, tensors, seen) for name, state in states.items()}
+    metadata = {"penstock": json.dumps({"format": FORMAT, "tree": tree})}
+    return lambda name: save(tensors, name, metadata=metadata)
+
+
+def _split(place: str, value: Any, tensors: dict[str, Tensor], seen: dict[tuple[Any, ...], str]) -> Any:
+    """A state as JSON has it, with names of tensors in their places, of which ``tensors`` gets copies."""
+    if isinstance(value, Tensor):
+        memory = (value.data_ptr(), value.dtype, value.shape, value.stride())
+        if memory not in seen or not value.numel():
+            name = place if place not in tensors else f"{place}#{len(tensors)}"
+            tensors[name] = value.detach().to("cpu").clone(memory_format=torch.contiguous_format)
+            seen[memory] = name
+        return {"tensor": seen[memory]}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [_split(f"{place}/{index}", one, tensors, seen) for index, one in enumerate(value)]}
+    if isinstance(value, Mapping) and all(isinstance(key, (int, str)) for key in value):
+        return {"dict": [[key, _split(f"{place}/{key}", one, tensors, seen)] for key, one in value.items()]}
+    raise ConfigError(
+        f"{_CALLER}: {place} is a {type(value).__name__}, and only tensors, numbers, strings, lists and dictionaries "
+        "of them are saved"
+    )
+
+
+def _joined(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The state that `_split` has taken apart."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {key: _joined(one, tensors) for key, one in content}
+    several = [_joined(one, tensors) for one in content]
+    return tuple(several) if kind == "tuple" else several
+
+
+def _read(file: Path, into: dict[str, Tensor]) -> dict[str, Any]:
+    """The tensors of a file, and what else all ranks must know of it."""
+    _library()
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(file), framework="pt") as opened:
+            rest = json.loads((opened.metadata() or {}).get("penstock", "{}"))
+            if rest.get("format") != FORMAT:
+                raise ConfigError(f"{_CALLER}.load: {file} was not written by penstock.Checkpoints")
+            into.update((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118 - no mapping
+    except (OSError, SafetensorError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{_CALLER}.load: {file} cannot be read: {error}") from error
+    described = {name: (str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in into.items()}
+    return {"tree": rest["tree"], "tensors": described}
+
+
+def _library() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ConfigError(
+            f"{_CALLER}: files are written by safetensors, and {error.name} is missing; install penstock[checkpoint]"
+        ) from error
+    return safetensors.torch
