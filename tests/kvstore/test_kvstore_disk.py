@@ -154,17 +154,17 @@ def written_in_the_background(rank, size, place):
     kv = ps.KVStore("sync")
     kv.init("w", np.zeros(5000))
     kv.set_optimizer("SGD", lr=1.0)
-    held, go_on, sync = threading.Event(), threading.Event(), whole_files._sync
+    held, go_on, put, sync = threading.Event(), threading.Event(), whole_files.put, whole_files._sync
 
-    def wait(path):
+    def wait(path, fill):
         held.set()
         assert go_on.wait(60)
-        sync(path)
+        return put(path, fill)
 
     def refuse(path):
         raise OSError(28, "No space left on device")
 
-    whole_files._sync = wait
+    whole_files.put = wait
     kv.push("w", np.ones(5000))
     name = kv.checkpoint(place)
     for _ in range(2):
@@ -177,7 +177,7 @@ def written_in_the_background(rank, size, place):
         assert not list(place.glob("kvstore-*"))
     go_on.set()
     assert kv.finish_checkpoint() == name == kv.finish_checkpoint()
-    whole_files._sync = refuse
+    whole_files.put, whole_files._sync = put, refuse
     broken = kv.checkpoint(place)
     with pytest.raises(ps.ConfigError, match=rf"checkpoint: {broken} was not written: .*No space left") as error:
         kv.checkpoint(place)

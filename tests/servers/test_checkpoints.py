@@ -106,17 +106,17 @@ def test_training_goes_on_from_a_checkpoint_by_any_way_of_updating(tmp_path, way
 
 def meanwhile(rank, size, place):
     training = started(place, "servers", every=3)
-    held, go_on, sync = threading.Event(), threading.Event(), whole_files._sync
+    held, go_on, put, sync = threading.Event(), threading.Event(), whole_files.put, whole_files._sync
 
-    def wait(path):
+    def wait(path, fill):
         held.set()
         assert go_on.wait(60)
-        sync(path)
+        return put(path, fill)
 
     def refuse(path):
         raise OSError(28, "No space left on device")
 
-    whole_files._sync = wait
+    whole_files.put = wait
     trained(training, range(3))
     then = values(training)
     trained(training, range(3, 5))  # while it is being written
@@ -125,7 +125,7 @@ def meanwhile(rank, size, place):
         assert not list(place.glob("model-*"))
     go_on.set()
     training[3].finish()
-    whole_files._sync = refuse
+    whole_files.put, whole_files._sync = put, refuse
     trained(training, range(5, 8))
     with pytest.raises(ps.ConfigError, match=r"Checkpoints: .*model-0{9}6.* was not written: .*No space left") as error:
         trained(training, range(8, 9))
