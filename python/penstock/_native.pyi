@@ -300,6 +300,10 @@ class Optimizer:
     ) -> Optimizer:
         """As torch.optim.RMSprop."""
 
+    @staticmethod
+    def elastic(*, alpha: float) -> Optimizer:
+        """Elastic averaging: what comes is another value, towards which this one goes by the share ``alpha``."""
+
     @property
     def states(self) -> list[str]:
         """What is kept beside each value, by torch's names."""
@@ -321,7 +325,7 @@ class Roles:
         owners: list[int],
         must_be_in: list[int] | None = None,
         fold: Literal["fresh", "kept", "updated"] = "fresh",
-        answered: Literal["all", "who-asks"] = "all",
+        answered: Literal["all", "before", "who-asks"] = "all",
         staleness: tuple[list[int], int] | None = None,
         stragglers: tuple[int, float] | None = None,
         groups: list[list[int]] = ...,
@@ -333,7 +337,8 @@ class Roles:
 
         Contributions are the result, or with the fold ``kept`` are combined with a value that the owner keeps. With
         ``updated`` they are the gradient of such a value, to which an optimizer is applied (`Engine.proceed`,
-        `Engine.order`). The result goes to all who take part, or to ``who-asks``.
+        `Engine.order`). The result goes to all who take part, or to ``who-asks``; with ``before`` to all, but those who
+        contribute get the value as it was before.
 
         Where nobody must be in, ``staleness`` are ranks, and by how many contributions one who asks may be ahead of the
         slowest of them. ``stragglers`` are how many are enough for a round, and how many seconds these wait for the

@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 Fold = Literal["fresh", "kept", "updated"]
-Answered = Literal["all", "who-asks"]
+Answered = Literal["all", "before", "who-asks"]
 
 VERSION = 1
 GROUP = (1 << 16) - 1
@@ -88,7 +88,7 @@ class ServeBook(Message):
         owners: Those to whom slices are dealt.
         must_be_in: Those whose contributions end a round.
         fold: ``fresh``, ``kept`` or ``updated``.
-        answered: ``all`` or ``who-asks``.
+        answered: ``all``, ``before`` or ``who-asks``.
         staleness: Whose contributions count, and by how many somebody who asks may be ahead of the slowest.
         stragglers: How many are enough for a round, and how many seconds they wait for the others.
         groups: Workers that sum among themselves before.

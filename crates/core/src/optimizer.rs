@@ -63,6 +63,9 @@ pub enum Rule {
         /// Divide by the variance instead of the average of squares.
         centered: bool,
     },
+    /// Elastic averaging: what comes is not a gradient but another value, towards which this one goes by a share, which is the
+    /// learning rate (MXNET-MPI, equation 2). Weight decay has no meaning.
+    Elastic,
 }
 
 /// Most states that an optimizer has.
@@ -107,7 +110,7 @@ impl Optimizer {
     #[must_use]
     pub fn states(&self) -> &'static [&'static str] {
         match self.rule {
-            Rule::Sgd { momentum: 0.0, .. } => &[],
+            Rule::Sgd { momentum: 0.0, .. } | Rule::Elastic => &[],
             Rule::Sgd { .. } => &["momentum_buffer"],
             Rule::Adam { amsgrad: false, .. } => &["exp_avg", "exp_avg_sq"],
             Rule::Adam { amsgrad: true, .. } => &["exp_avg", "exp_avg_sq", "max_exp_avg_sq"],
@@ -204,6 +207,11 @@ impl Update {
         };
         let pairs = value.iter_mut().zip(gradient);
         match rule {
+            Rule::Elastic => {
+                // Who has pushed goes as far the other way, by the same operations: so nothing is lost between them.
+                let share = T::of(lr);
+                pairs.for_each(|(value, other)| *value = *value + share * (*other * factor - *value));
+            }
             Rule::Sgd { momentum: 0.0, .. } => {
                 let lr = T::of(lr);
                 pairs.for_each(|(value, gradient)| *value = *value - lr * slope(*value, *gradient));
@@ -467,9 +475,19 @@ mod tests {
     }
 
     #[test]
+    fn elastic_averaging_by_hand() {
+        let elastic = Optimizer { lr: 0.25, rule: Rule::Elastic, ..SGD };
+        let mut value = [1.0, -2.0, f64::INFINITY];
+        step(&elastic, 1, &mut value, &[5.0, -2.0, 0.0], &mut []);
+        assert_eq!(value[..2], [2.0, -2.0]);
+        assert!(elastic.states().is_empty());
+    }
+
+    #[test]
     fn every_slice_is_updated_as_in_the_whole() {
         let rules = [
             SGD.rule,
+            Rule::Elastic,
             Rule::Adam { betas: [0.9, 0.99], eps: 1e-8, amsgrad: true, decoupled: true },
             Rule::Adagrad { lr_decay: 0.1, eps: 1e-10, initial: 0.0 },
             Rule::RmsProp { alpha: 0.9, eps: 1e-8, momentum: 0.9, centered: true },

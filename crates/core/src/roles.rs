@@ -10,6 +10,8 @@
 //! | a value on servers, updated in rounds | the servers | the workers | kept | who asks |
 //! | the same, updated by each contribution at once | the servers | nobody | kept, or updated by a standing order | who asks |
 //! | the same, by each group's ([`Groups`]) | the servers, or heads | nobody; of a group all its members | the same | who asks |
+//! | parameters, updated by each contribution at once | all, or the servers | nobody | updated by a standing order | all |
+//! | a value that each contribution moves, and is moved by | all, or the servers | nobody | updated by a standing order | all, with the value before |
 //! | parameters, updated by an optimizer when the program says so | all, or the servers | the workers | updated | all |
 //!
 //! What travels by other routes than the store is for those who contribute ([`Roles::contributors`]), all alike.
@@ -123,6 +125,9 @@ pub enum Answered {
     /// All who take part.
     #[default]
     All,
+    /// The same, but those who contribute get the value as it was before: contributing and asking are one exchange, and nobody's
+    /// contribution comes between. Where each contribution is an update of its own.
+    Before,
     /// Those who ask; the memory of those who contribute stays as it is.
     WhoAsks,
 }
@@ -161,6 +166,11 @@ impl Roles {
             return Some(
                 "who contributes to a round of values that are updated gets them: all must be answered"
                     .into(),
+            );
+        }
+        if *answered == Answered::Before && !(one_by_one && *fold == Fold::Updated) {
+            return Some(
+                "the value before is answered where each contribution is an update of its own".into(),
             );
         }
         if let Some(Staleness { of, .. }) = staleness

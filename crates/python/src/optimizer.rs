@@ -59,6 +59,12 @@ impl Twin {
         Self(Optimizer { lr, weight_decay, maximize, rule: Rule::RmsProp { alpha, eps, momentum, centered } })
     }
 
+    #[staticmethod]
+    #[pyo3(signature = (*, alpha))]
+    fn elastic(alpha: f64) -> Self {
+        Self(Optimizer { lr: alpha, weight_decay: 0.0, maximize: false, rule: Rule::Elastic })
+    }
+
     #[getter]
     fn states(&self) -> Vec<&'static str> {
         self.0.states().to_vec()

@@ -41,9 +41,11 @@ impl BookRoles {
         };
         let answered = match answered {
             "all" => Answered::All,
+            "before" => Answered::Before,
             "who-asks" => Answered::WhoAsks,
             _ => {
-                return Err(bad_argument(format!("unknown answered {answered:?}: expected all or who-asks")));
+                let expected = "all, before or who-asks";
+                return Err(bad_argument(format!("unknown answered {answered:?}: expected {expected}")));
             }
         };
         let staleness = staleness.map(|(of, most)| Staleness { of: self::members(of), most });

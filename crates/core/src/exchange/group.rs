@@ -118,7 +118,7 @@ impl<C: Clone> Inside<C> {
             Outcome::Copy(source) => (Contribution::Data(copied(source, mine, context)), Some(source)),
             Outcome::Reduced(_) => {
                 // Who contributes and is not answered has what it gave.
-                let mine = mine.filter(|_| site.rules.answered == Answered::All);
+                let mine = mine.filter(|_| site.rules.answered != Answered::WhoAsks);
                 let sum = mine.unwrap_or_else(|| context.memory.scratch(site.slice.len_bytes as usize));
                 // An average is divided by its owner, once.
                 context.memory.reduce(site.dtype, op.reduction(1), context.inputs, &sum);

@@ -9,6 +9,7 @@
 //! [`Exchange`], and an arm in each `match` below. A collective whose steps are known beforehand needs less: a file with
 //! its steps in [`crate::steps`], and a variant of [`crate::way::Algorithm`].
 
+mod clocks;
 pub mod collective;
 mod context;
 mod contributions;

@@ -22,12 +22,13 @@
 //! get the rounded one. With a standing order the owner needs no word: a round ends with its last contribution.
 //!
 //! **Rounds of one.** Where nobody must be in, each contribution changes the value when it comes, one after the other, and whoever
-//! asks gets it as it is then, with its version: how often it was changed. With a bound of staleness whoever is too far ahead waits
-//! with its question ([`crate::roles::Staleness`]).
+//! asks gets it as it is then, with its version: how often it was changed. By its rules whoever contributes gets it, too, as it is
+//! after its contribution or was before. With a bound of staleness whoever is too far ahead waits for its answer (`exchange/clocks.rs`).
 //!
 //! **Stragglers.** A round may end without those that are late ([`crate::roles::Stragglers`]). The owner has no clock: it says when
 //! enough are in, and is told when time is up.
 
+use super::clocks::Clocks;
 use super::context::{Context, Effect, Flow, Site};
 use super::entry::{Field, SliceEntry, copy};
 use super::frames::{copied, is_unrounded, send, tell};
@@ -38,7 +39,7 @@ use crate::error::Error;
 use crate::memory::Memory;
 use crate::optimizer::Update;
 use crate::reduce::Reduction;
-use crate::roles::{Answered, Fold, MustBeIn, Staleness, Stragglers};
+use crate::roles::{Answered, Fold, MustBeIn, Stragglers};
 use crate::types::{Rank, Seq, Step};
 use crate::wire::{Header, Kind, describe, unexpected, wire_argument};
 
@@ -61,10 +62,8 @@ pub struct Store<C> {
     pending: SumOrWord<C>,
     /// Of an owner: what it does with sums without being told each time.
     order: Option<Update>,
-    /// Of an owner whose rules bound staleness: by member how often it has contributed.
-    clocks: Vec<u32>,
-    /// And who asks, but is too far ahead.
-    asking: Vec<(Rank, Header)>,
+    /// Of an owner whose rules bound staleness.
+    clocks: Clocks,
 }
 
 /// Of an owner that applies an optimizer: what it has of a sum and the word to go on, if only one of them.
@@ -80,9 +79,8 @@ enum SumOrWord<C> {
 
 impl<C> Default for Store<C> {
     fn default() -> Self {
-        let (clocks, asking) = (Vec::new(), Vec::new());
-        let (round, pending) = (Round::default(), SumOrWord::Nothing);
-        Self { mine: None, round, inside: None, entry: None, pending, order: None, clocks, asking }
+        let (round, clocks, pending) = (Round::default(), Clocks::default(), SumOrWord::Nothing);
+        Self { mine: None, round, inside: None, entry: None, pending, order: None, clocks }
     }
 }
 
@@ -211,7 +209,7 @@ impl<C: Clone> Store<C> {
         header: &Header,
         context: &mut Context<'_, M>,
     ) -> Result<(), Error> {
-        self.answer_who_asks(context);
+        self.answer_who_waits(context);
         self.sum_inside(header, context)?;
         match self.round.open().filter(|_| self.is_due(&context.site)) {
             Some((seq, step)) => self.finish(&Header { seq, step, ..*header }, context),
@@ -223,48 +221,18 @@ impl<C: Clone> Store<C> {
         if self.round.open().is_some() {
             ranks.extend(self.round.missing(site));
         }
-        if !self.asking.is_empty()
-            && let Some((slowest, Staleness { of, .. })) =
-                self.slowest(site).zip(site.rules.staleness.as_ref())
-        {
-            // Of this rank's own group those are named below for whom it waits.
-            let is_named = self.inside.as_ref().is_some_and(|inside| inside.waits_for_members());
-            let slow = |rank: &Rank| self.clock(*rank, site) == slowest && !(is_named && *rank == site.rank);
-            ranks.extend(of.iter().filter(slow));
-        }
+        // Of this rank's own group those are named below for whom it waits.
+        let is_named = self.inside.as_ref().is_some_and(|inside| inside.waits_for_members());
+        self.clocks.missing(is_named.then_some(site.rank), site, ranks);
         if let Some(inside) = &self.inside {
             inside.missing(site, ranks);
         }
     }
 
-    /// How often a member has contributed.
-    fn clock(&self, rank: Rank, site: &Site<'_>) -> u32 {
-        site.members.index_of(rank).and_then(|index| self.clocks.get(index)).copied().unwrap_or(0)
-    }
-
-    /// The lowest clock that counts.
-    fn slowest(&self, site: &Site<'_>) -> Option<u32> {
-        let of = &site.rules.staleness.as_ref()?.of;
-        of.iter().filter(|rank| site.active.contains(*rank)).map(|rank| self.clock(rank, site)).min()
-    }
-
-    /// Whether whoever asks must wait.
-    fn is_ahead(&self, rank: Rank, site: &Site<'_>) -> bool {
-        let most = site.rules.staleness.as_ref().map(|rule| rule.most);
-        let bound = most.zip(self.slowest(site)).map(|(most, slowest)| slowest.saturating_add(most));
-        bound.is_some_and(|bound| self.clock(rank, site) > bound)
-    }
-
     /// Owner: those who are not too far ahead any more get the value.
-    fn answer_who_asks<M: Memory<Chunk = C>>(&mut self, context: &mut Context<'_, M>) {
-        let mut at = 0;
-        while let Some((rank, header)) = self.asking.get(at).copied() {
-            if self.is_ahead(rank, &context.site) {
-                at += 1;
-            } else {
-                self.asking.remove(at);
-                self.tell_late(rank, &header, context);
-            }
+    fn answer_who_waits<M: Memory<Chunk = C>>(&mut self, context: &mut Context<'_, M>) {
+        while let Some((rank, header)) = self.clocks.next(&context.site) {
+            self.tell_late(rank, &header, context);
         }
     }
 
@@ -331,8 +299,8 @@ impl<C: Clone> Store<C> {
         let Some(index) = members.index_of(from) else { return Err(unexpected(from, header)) };
         let one_by_one = rules.must_be_in == MustBeIn::Nobody;
         let (asks, over) = (what.is_absent() && !rules.needs(from), self.round.has_ended(header.seq));
-        if asks && one_by_one && self.is_ahead(from, &context.site) {
-            self.asking.push((from, *header));
+        if asks && one_by_one && self.clocks.is_ahead(from, &context.site) {
+            self.clocks.wait(from, *header);
             return Ok(());
         }
         if asks && (one_by_one || over) || over && rules.stragglers.is_some() {
@@ -344,6 +312,7 @@ impl<C: Clone> Store<C> {
         }
         if one_by_one {
             self.round.forget_round();
+            self.clocks.advance(from, &context.site);
         }
         self.round
             .add(index, members.count(), header, what)
@@ -355,11 +324,7 @@ impl<C: Clone> Store<C> {
         {
             context.effects.push(Effect::Enough { seq: header.seq, after_ns });
         }
-        if rules.staleness.is_some() {
-            self.clocks.resize(members.count() as usize, 0);
-            self.clocks[index] += 1;
-            self.answer_who_asks(context);
-        }
+        self.answer_who_waits(context);
         Ok(())
     }
 
@@ -434,7 +399,7 @@ impl<C: Clone> Store<C> {
                 // Where this rank is in the round and gets its result: it may be in no round and ask, or be late for this one.
                 let Site { rank, members, rules, .. } = context.site;
                 let is_in = members.index_of(rank).and_then(|index| self.round.of(index)).is_some();
-                let is_answered = is_in && rules.answered == Answered::All;
+                let is_answered = is_in && rules.answered != Answered::WhoAsks;
                 let mine = self.mine.as_ref().filter(|_| is_answered).map(|mine| mine.memory.clone());
                 let sum = mine.unwrap_or_else(|| context.memory.scratch(len_bytes));
                 self.round.reduce(how, &sum, context);
@@ -506,8 +471,9 @@ impl<C: Clone> Store<C> {
                     return fail("there is no value to update: load the parameters first".into());
                 };
                 let (site, step) = (context.site, header.step);
+                let before = (rules.answered == Answered::Before).then(|| entry.value().0.clone());
                 match entry.update(&update, step, &sum, &site, context.memory) {
-                    Ok(value) => Some(as_answered(value, context)),
+                    Ok(value) => Some(as_answered(before.unwrap_or(value), context)),
                     Err(why) => return fail(why),
                 }
             }
@@ -615,14 +581,25 @@ impl<C: Clone> Store<C> {
                 return Some(true);
             }
             let what = self.round.of(members.index_of(to)?)?;
-            Some(rules.answered == Answered::All || what.is_absent())
+            Some(rules.answered != Answered::WhoAsks || what.is_absent())
         };
+        let site = context.site;
         for to in told.after(rank) {
             let Some(gets_it) = answered(to) else { continue };
+            if gets_it && rules.answered == Answered::All && self.clocks.is_ahead(to, &site) {
+                self.clocks.wait(to, *header);
+                if rules.fold == Fold::Updated {
+                    self.round.tell_summed(header, &site, context);
+                }
+                continue;
+            }
             let same = gets_it && given_by == Some(to);
             tell(to, header, result.filter(|_| gets_it), same, context);
         }
-        if let Some(gets_it) = answered(rank) {
+        let Some(gets_it) = answered(rank) else { return };
+        if gets_it && rules.answered == Answered::All && self.clocks.is_ahead(rank, &site) {
+            self.clocks.wait(rank, *header);
+        } else {
             self.complete(header, result.filter(|_| gets_it), context);
         }
     }

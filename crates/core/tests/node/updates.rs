@@ -247,6 +247,13 @@ fn only_gradients_of_real_numbers_update_a_value() {
     let staleness = Some(Staleness { of: Members::all(2), most: 1 });
     let rules = Rules { staleness, ..updated.clone() };
     assert!(said(rules, Dtype::F32, Dtype::F32).contains("where each contribution is a round of its own"));
+    let rules = Rules {
+        must_be_in: MustBeIn::Nobody,
+        fold: Fold::Kept,
+        answered: Answered::Before,
+        ..Rules::default()
+    };
+    assert!(said(rules, Dtype::F32, Dtype::F32).contains("each contribution is an update of its own"));
     let stragglers = Some(Stragglers { enough: 3, after_ns: 1 });
     let rules = Rules { stragglers, ..updated };
     assert!(said(rules, Dtype::F32, Dtype::F32).contains("3 of 2 that contribute are enough"));
@@ -296,6 +303,28 @@ fn contributions_one_by_one_need_an_order_first() {
     bench.node.open_book(0, Arc::new(book), &mut bench.actions).unwrap();
     let error = bench.frame(1, exchange(Kind::Push, 0, 1, Op::Sum)).unwrap_err().to_string();
     assert!(error.contains("rank 0 was not told how to update layer layer0 of book 0"), "{error}");
+}
+
+#[test]
+fn who_contributes_too_far_ahead_hears_that_it_is_in_and_is_answered_when_the_slowest_has_come_after() {
+    let mut bench = Bench::new(0, 2, 1 << 20);
+    let staleness = Some(Staleness { of: Members::all(2), most: 0 });
+    let rules = Rules { must_be_in: MustBeIn::Nobody, fold: Fold::Updated, staleness, ..Rules::default() };
+    let book = deal(&roles(rules), Dtype::F32, Dtype::F32).unwrap();
+    bench.node.open_book(0, Arc::new(book), &mut bench.actions).unwrap();
+    bench.node.load(0, 0, (Field::Value, 0), &user_memory(4096)).unwrap();
+    bench.node.step(Event::Order { book: 0, slice: 0, update: UPDATE }, &mut bench.actions).unwrap();
+    let updates = |bench: &mut Bench| bench.node.save(0, 0, Field::Value, &user_memory(4096)).unwrap();
+    bench.frame(1, exchange(Kind::Push, 0, 1, Op::Average)).unwrap();
+    assert_eq!((bench.kinds(1), updates(&mut bench)), (vec![Kind::Summed], Some(1)));
+    assert_eq!(bench.node.missing(0, 0), [Rank(0)]);
+    bench.submit(0, 1, Op::Average, false);
+    assert_eq!((bench.kinds(1), bench.completed()), (vec![Kind::Answer], 1));
+    // The owner itself is ahead.
+    bench.submit(0, 2, Op::Average, false);
+    assert_eq!((bench.completed(), updates(&mut bench)), (1, Some(3)), "no more than before");
+    bench.frame(1, exchange(Kind::Push, 0, 2, Op::Average)).unwrap();
+    assert_eq!((bench.kinds(1), bench.completed()), (vec![Kind::Answer], 2));
 }
 
 #[derive(Debug, Clone)]

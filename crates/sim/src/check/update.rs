@@ -29,6 +29,7 @@ impl Values {
     pub(super) fn update(&mut self, update: &Update, dtype: Dtype, gradient: &[u8]) {
         self.updates += 1;
         let (kept, initial) = match update.optimizer.rule {
+            Rule::Elastic => (0, 0.0),
             Rule::Sgd { .. } => (1, 0.0),
             Rule::Adam { .. } => (2, 0.0),
             Rule::Adagrad { initial, .. } => (1, initial),
@@ -67,6 +68,7 @@ macro_rules! element {
                 gradient *= number(update.factor);
                 let mut kept: Vec<$type> = self.states.iter().map(|state| read(state)).collect();
                 match optimizer.rule {
+                    Rule::Elastic => value += number(lr) * (gradient - value),
                     Rule::Sgd { momentum, dampening, nesterov } => {
                         if decay != 0.0 {
                             gradient += number(decay) * value;
