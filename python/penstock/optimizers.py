@@ -15,12 +15,26 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from penstock._native import Optimizer as Twin
 
-__all__ = ["NAMES", "Described", "NamedOptimizer", "adagrad", "adam", "adamw", "named", "rmsprop", "sgd", "twin"]
+__all__ = [
+    "ELASTIC",
+    "NAMES",
+    "Described",
+    "NamedOptimizer",
+    "adagrad",
+    "adam",
+    "adamw",
+    "named",
+    "rmsprop",
+    "sgd",
+    "twin",
+]
 
 
 Described = tuple[str, dict[str, Any]]
 """An optimizer as it travels: which of the core's, and its options by the core's names."""
-_CORE = ("sgd", "adam", "adagrad", "rmsprop")
+_CORE = ("sgd", "adam", "adagrad", "rmsprop", "elastic")
+ELASTIC = "ElasticAverage"
+"""No optimizer of torch's: what is pushed is a value, by which the owner's moves (MXNET-MPI, equation 2)."""
 
 
 def twin(described: Described) -> Twin:
@@ -69,6 +83,11 @@ def rmsprop(of: Mapping[str, Any]) -> Described:
     return "rmsprop", dict(**_common(of), alpha=of["alpha"], **more)
 
 
+def elastic(of: Mapping[str, Any]) -> Described:
+    """Elastic averaging."""
+    return "elastic", {"alpha": of["alpha"]}
+
+
 def _common(of: Mapping[str, Any]) -> dict[str, Any]:
     return {"lr": float(of["lr"]), "weight_decay": float(of["weight_decay"]), "maximize": of["maximize"]}
 
@@ -112,10 +131,11 @@ _MAKERS: dict[str, tuple[Callable[[Mapping[str, Any]], Described], dict[str, Any
             "maximize": False,
         },
     ),
+    ELASTIC: (elastic, {"alpha": None}),
 }
 NAMES = tuple(_MAKERS)
 """Those that there are."""
-_BELOW_1 = {"alpha", "betas"}
+_BELOW_1 = {("RMSprop", "alpha"), ("Adam", "betas"), ("AdamW", "betas")}
 _FREE = {"foreach": None, "fused": None, "capturable": False}
 """How torch computes it, and not what; nothing here."""
 
@@ -125,7 +145,7 @@ class NamedOptimizer:
     """An optimizer with all its options, as it is told and saved.
 
     Attributes:
-        name: torch's name of the class.
+        name: torch's name of the class, or `ELASTIC`.
         options: By torch's names; numbers and flags alone.
         rescale: What gradients are multiplied by before.
     """
@@ -142,6 +162,11 @@ class NamedOptimizer:
     def twin(self) -> Twin:
         """The core's."""
         return twin(self.described())
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether what is pushed is a value, and whoever pushes gets the one that was there before."""
+        return self.name == ELASTIC
 
     @property
     def states(self) -> list[str]:
@@ -198,6 +223,8 @@ def named(caller: str, algorithm: Any, options: Mapping[str, Any], rescale: Any 
     complete = {
         name: _number(caller, kind, name, default, given.get(name, default)) for name, default in defaults.items()
     }
+    if kind == ELASTIC and rescale != 1:
+        raise ConfigError(f"penstock.{caller}: {kind} takes values, not gradients: rescale={rescale!r} is none of its")
     if complete.get("nesterov") and (complete["momentum"] <= 0 or complete["dampening"] != 0):
         raise ConfigError(f"penstock.{caller}: {kind}: nesterov needs a momentum, and no dampening")
     return NamedOptimizer(kind, complete, _number(caller, kind, "rescale", 1.0, rescale))
@@ -230,6 +257,8 @@ def _number(caller: str, kind: str, name: str, default: Any, value: Any) -> Any:
     except (TypeError, ValueError) as error:
         raise wrong from error
     signed = name == "rescale"
-    if not math.isfinite(number) or (number < 0 and not signed) or (name in _BELOW_1 and number >= 1):
+    if not math.isfinite(number) or (number < 0 and not signed) or ((kind, name) in _BELOW_1 and number >= 1):
+        raise wrong
+    if kind == ELASTIC and number > 1:
         raise wrong
     return number

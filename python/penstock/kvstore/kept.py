@@ -86,7 +86,8 @@ def give(job: Job, keys: Sequence[StoredKey], optimizer: NamedOptimizer | None, 
         kept: By key what is beside its value.
     """
     for stored, before in zip(keys, kept, strict=True):
-        stored.begin(before, Alone(optimizer, before) if is_alone(job) else None)
+        exchanges = optimizer is not None and optimizer.exchanges
+        stored.begin(before, Alone(optimizer, before) if is_alone(job) else None, exchanges=exchanges)
     if is_alone(job):
         return
     place = keys[0].place

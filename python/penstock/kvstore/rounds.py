@@ -261,7 +261,10 @@ class Versions(NamedTuple):
 
 
 class OneByOne:
-    """A contribution that the owners take when it comes, one after the other. Nothing comes back but its version.
+    """A contribution that the owners take when it comes, one after the other. Its version comes back.
+
+    Where the optimizer exchanges, the value before it comes to the key's memory, and the contribution is one value, or
+    in a group the average of its members'.
 
     Args:
         place: The key's.
@@ -269,6 +272,8 @@ class OneByOne:
         values: What is summed here before.
         step: This rank's clock.
         done: Gets the versions, slice by slice, once it is in the value.
+        exchanges: Whether that is so.
+        into: Memory of the program for what comes.
     """
 
     def __init__(
@@ -278,12 +283,17 @@ class OneByOne:
         values: Sequence[Buffer],
         step: int,
         done: Callable[[Versions], None],
+        *,
+        exchanges: bool = False,
+        into: Buffer | None = None,
     ) -> None:
         self._place = place
         self._memory = memory
         self._values = values
         self._step = step
         self._done = done
+        self._op: Literal["sum", "average"] = "average" if exchanges else "sum"
+        self._into = into
         self._lent = lent_to(place.engine)
 
     def begin(self, more: bool) -> bool:
@@ -306,12 +316,14 @@ class OneByOne:
         """See `UnderWay`."""
         engine, _, book, tensor = self._place
         engine.wait(book, [tensor])
+        if self._into is not None:
+            self._memory.copy_to(self._into)
         by_slice = engine.versions(book, tensor)
         self._done(Versions(min(by_slice, default=0), by_slice))
 
     def _submit(self, engine: Engine, target: Buffer, more: bool) -> int:
         _, _, book, tensor = self._place
-        return engine.submit(book, tensor, target.address, target.nbytes, "sum", self._step, more)
+        return engine.submit(book, tensor, target.address, target.nbytes, self._op, self._step, more)
 
 
 class Asking(OneByOne):
@@ -339,6 +351,7 @@ class OfOne:
         memory: The key's.
         values: What is summed before.
         take: Changes the value by it.
+        into: Memory of the program for the value before that.
     """
 
     def __init__(
@@ -346,16 +359,20 @@ class OfOne:
         memory: ValueMemory,
         values: Sequence[Buffer],
         take: Callable[[Buffer, tuple[int, ...], Buffer], None],
+        into: Buffer | None,
     ) -> None:
         self._memory = memory
         self._values = values
         self._take = take
+        self._into = into
 
     def begin(self, more: bool) -> bool:
         """See `UnderWay`."""
         value = self._memory.buffer
         total = new_memory(value.nbytes, value.dtype)
         _add_up(self._values, total, self._memory.shape)
+        if self._into is not None:
+            self._memory.copy_to(self._into)
         self._take(value, self._memory.shape, total)
         return True
 

@@ -172,7 +172,9 @@ class KVStore:
 
         Args:
             algorithm: A class of torch.optim that has a twin: SGD, Adam, AdamW, Adagrad or RMSprop; or its name, where
-                torch is not there. The formulas are torch's, in the core.
+                torch is not there. The formulas are torch's, in the core. Or of an asynchronous store
+                ``"ElasticAverage"``, with ``alpha``: what is pushed is a value, by which the owner's moves by that
+                share of what lies between them; and `pushpull` gets the owner's as it was before, in one exchange.
             rescale: What gradients are multiplied by before: of sums over samples 1 over their number.
             **options: Those of the class, by name; torch's defaults otherwise.
 
@@ -214,6 +216,20 @@ class KVStore:
 
         self._change_optimizer(caller, change, anew=False)
 
+    def open(self) -> None:
+        """Let all ranks meet now for keys that are new, and not in their first push. All ranks call it alike.
+
+        For programs of an asynchronous store in which ranks begin to push at different times.
+
+        Raises:
+            ConfigError: Ranks differ in these keys.
+            PeerLost: A rank was lost.
+            Timeout: A rank did not come.
+        """
+        self._running("open")
+        if self._new:
+            self._open(list(self._new))
+
     def staleness(self) -> dict[int, int]:
         """How stale this rank's pushes were, in an asynchronous store.
 
@@ -248,6 +264,9 @@ class KVStore:
         """
         stored_keys = [(self._stored("push", name), given) for name, given in paired("push", key, value)]
         pushes = [(stored, given_values("push", stored, given), None) for stored, given in stored_keys]
+        several = next((stored for stored, given, _ in pushes if self._exchanges and len(given) > 1), None)
+        if several is not None:
+            raise refused("push", several.description.key, "one value is exchanged, and a list of several was given")
         return Pending(self._push("push", pushes, priority))
 
     def pull(self, key: Any, out: Any, priority: int = 0) -> Pending:
@@ -269,7 +288,8 @@ class KVStore:
         Args:
             key: As for `push`, and so are the rest and the errors.
             value: What is contributed.
-            out: As for `pull`; ``value`` itself if it is not given.
+            out: As for `pull`; ``value`` itself if it is not given. With ``"ElasticAverage"`` it gets the value as it
+                was before this push.
             priority: Of the push.
         """
         caller = "pushpull"
@@ -280,7 +300,9 @@ class KVStore:
             stored = self._stored(caller, name)
             given, targets = given_values(caller, stored, given), targets_of(caller, stored, taken)
             straight = self.kind == "sync" and not stored.description.rows and not is_alone(self._job)
-            fused = straight and len(given) == len(targets) == 1 and is_aligned(targets[0])
+            fused = len(given) == len(targets) == 1 and (self._exchanges or (straight and is_aligned(targets[0])))
+            if self._exchanges and not fused:
+                raise refused(caller, name, "values are exchanged one for one, and a list of several tensors was given")
             pushes.append((stored, given, targets[0] if fused else None))
             copies.append((stored, [] if fused else targets))
         calls = self._push(caller, pushes, priority)
@@ -615,12 +637,16 @@ class KVStore:
     def _are_kept(self) -> bool:
         return self.kind == "async" or self._optimizer is not None
 
+    @property
+    def _exchanges(self) -> bool:
+        return self._optimizer is not None and self._optimizer.exchanges
+
     def _rules(self) -> dict[str, Any]:
         """How rounds go, for `Servers.open_book`."""
         if self.kind == "async":
             fold = "kept" if self._optimizer is None else "updated"
             alone = {"one_by_one": True, "staleness": self._staleness, "in_groups": True}
-            return {"fold": fold, "answered": "who-asks", **alone}
+            return {"fold": fold, "answered": "before" if self._exchanges else "who-asks", **alone}
         # A group is in when all of it is: it cannot go on without one that is late.
         rules = {"stragglers": self._stragglers, "in_groups": self._stragglers is None}
         return rules if self._optimizer is None else {"fold": "updated", **rules}
@@ -655,9 +681,9 @@ class KVStore:
 
     def _keep_anew(self, optimizer: NamedOptimizer | None, beside: dict[str | int, Kept]) -> None:
         """Let owners keep the values that all ranks have in memory, and that beside them; nothing is under way."""
-        same_fold = self._are_kept and (self._optimizer is None) == (optimizer is None)
+        rules = self._rules()
         self._optimizer, self._beside = optimizer, beside
-        if same_fold:
+        if rules == self._rules():
             for stored_keys in self._by_book.values():
                 self._give(stored_keys)
             return
@@ -685,6 +711,8 @@ class KVStore:
         return self._beside.get(name, Kept())
 
     def _check_that_it_can_be_kept(self, caller: str, stored: StoredKey, optimizer: NamedOptimizer | None) -> None:
+        if optimizer is not None and optimizer.exchanges and self.kind != "async":
+            raise refused(caller, stored.description.key, f"{optimizer.name} is for stores of kind 'async'")
         check_kept(caller, stored, self.kind, optimizer is not None, self._stragglers is not None)
 
     def _set_priority(self, stored: StoredKey, priority: int) -> int:

@@ -125,6 +125,7 @@ class StoredKey:
         self.delays: Counter[int] = Counter()
         self._one_by_one = one_by_one
         self._op: Literal["sum", "average"] = "average" if average else "sum"
+        self._exchanges = False  # as its optimizer says
         self._clock = 0  # contributions so far
         self._changes = 0  # before it was in its book
         self._seen: Sequence[int] = ()  # by slice the version of what was pulled last
@@ -186,7 +187,8 @@ class StoredKey:
 
         Args:
             values: What is summed here: tensors, or pairs of indices and rows.
-            into: Where the result of a single tensor is to be, besides the key's memory.
+            into: Where the result of a single tensor is to be, besides the key's memory; of an optimizer that exchanges
+                the value before.
             more: Others follow at once, and then a call that makes the engine send.
 
         Raises:
@@ -199,11 +201,13 @@ class StoredKey:
             under_way = OfRows(self.place, self.memory, values, self._version)
         elif self.alone is not None:
             came = [] if self._one_by_one else None
-            under_way = OfOne(self.memory, values, partial(self._take_alone, came))
+            under_way = OfOne(self.memory, values, partial(self._take_alone, came), into)
         elif self._one_by_one:
             self._clock += 1
             came = []
-            under_way = OneByOne(self.place, self.memory, values, self._clock, partial(self._is_taken, came))
+            done = partial(self._has_come if self._exchanges else self._is_taken, came)
+            what = (self.place, self.memory, values, self._clock, done)
+            under_way = OneByOne(*what, exchanges=self._exchanges, into=into)
         else:
             under_way = OfTensors(self.place, self.memory, values, into, self._version, self._op)
         if self._made > self._done:
@@ -229,10 +233,10 @@ class StoredKey:
             self._add(Copy(copy), 0)
         return self.last_call()._replace(came=came)
 
-    def begin(self, kept: Kept, alone: Alone | None) -> None:
+    def begin(self, kept: Kept, alone: Alone | None, *, exchanges: bool) -> None:
         """Owners keep its value from now on, or another one; nothing is under way."""
         assert self.place is not None
-        self.alone = alone
+        self.alone, self._exchanges = alone, exchanges
         slices = len(self.place.engine.placement(self.place.book)[self.place.tensor])
         self._seen = [kept.updates % (1 << 32)] * slices
         self._changes = kept.updates
