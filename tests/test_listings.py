@@ -96,9 +96,12 @@ def test_updates_at_the_owners(size, tmp_path):
     run(size, tmp_path, GIVEN, start, *parts)
 
 
+TITLE_OF_LOCAL_UPDATES = "# Local updates: `ps.LocalSGD`, `ps.DiLoCo`, `ps.ElasticAveraging`"
+
+
 def test_local_updates(size, tmp_path):
     start = "import penstock as ps\nps.init()\nloader = [(x[i::8], dataset.tensors[1][i::8]) for i in range(8)] * 5\n"
-    training, saving = listings("docs/local-updates.md", "# Local updates: `ps.LocalSGD` and `ps.DiLoCo`")
+    training, saving = listings("docs/local-updates.md", TITLE_OF_LOCAL_UPDATES)
     checks = 'assert "DiLoCo every 30 steps, after 40" in ps.report()["local_updates"][0]\n'
     run(size, tmp_path, GIVEN, start, training, saving, checks, SAME_EVERYWHERE)
 
@@ -267,6 +270,28 @@ indices, gradient_rows, wanted = np.array([ps.rank(), 8]), np.ones((2, 2)), np.a
 """
     after = "kv.wait()\nassert some_rows.tolist() == [[ps.world_size()] * 2, [1, 1]]"
     run(size, tmp_path, before, *listings("docs/kvstore.md", "## Rows"), after)
+
+
+def test_the_listing_on_elastic_averages(size, tmp_path):
+    before = """
+import torch
+import penstock as ps
+
+ps.init()
+clients, weight, centre = ps.world_size(), torch.full((3,), 1.0), torch.empty(3)
+"""
+    after = """
+weight += ps.rank()
+ps.barrier()
+kv.pushpull("w", weight, out=centre).wait()
+weight -= alpha * (weight - centre)
+ps.barrier()
+kv.pull("w", centre).wait()
+ps.allreduce(weight)
+assert torch.allclose(weight + centre, torch.tensor(1.0 + sum(range(1, 1 + ps.world_size())))), (weight, centre)
+assert ps.world_size() == 1 or centre[0] > 1
+"""
+    run(size, tmp_path, before, *listings("docs/kvstore.md", "## Elastic averages"), after)
 
 
 def test_the_listing_on_two_bytes(size, tmp_path):

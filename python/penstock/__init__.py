@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from penstock.torch.facts import coordinator_of, explain
     from penstock.torch.join import join
     from penstock.torch.local.diloco import DiLoCo
+    from penstock.torch.local.elastic import ElasticAveraging
     from penstock.torch.local.local_sgd import LocalSGD
     from penstock.torch.sampling import sampler
 
@@ -76,6 +77,7 @@ __all__ = [
     "ConfigError",
     "Coordinator",
     "DiLoCo",
+    "ElasticAveraging",
     "Future",
     "GradScaler",
     "Group",
@@ -123,6 +125,7 @@ _HOME_OF = {
     "Coordinator": "coordinator",
     "DGC": "lossy",
     "DiLoCo": "torch",
+    "ElasticAveraging": "torch",
     "Future": "collectives",
     "GradScaler": "torch",
     "Group": "collectives",

@@ -23,6 +23,7 @@ from penstock.torch.distribute import distribute
 from penstock.torch.facts import coordinator_of, explain
 from penstock.torch.join import join
 from penstock.torch.local.diloco import DiLoCo
+from penstock.torch.local.elastic import ElasticAveraging
 from penstock.torch.local.local_sgd import LocalSGD
 from penstock.torch.local.local_steps import LocalUpdates
 from penstock.torch.release.of_job import Models
@@ -31,6 +32,7 @@ from penstock.torch.sampling import sampler
 __all__ = [
     "Checkpoints",
     "DiLoCo",
+    "ElasticAveraging",
     "GradScaler",
     "LocalSGD",
     "clip_grad_norm_",

@@ -2,5 +2,6 @@
 
 local_sgd  parameters are averaged               diloco        an outer optimizer takes what ranks have trained
 schedule   when which fragment meets, and what   common_values what ranks have alike, and how a round changes it
-checking   what is refused at the call           local_steps   what both have in common: steps, rounds, state
+elastic    ranks are drawn to a common centre    group_gradients gradients averaged inside a group
+checking   what is refused at the call           local_steps   what all have in common: steps, rounds, state
 """

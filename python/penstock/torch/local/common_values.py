@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 
 from penstock.kvstore import KVStore
 from penstock.kvstore.pending import Pending
+from penstock.optimizers import ELASTIC
 from penstock.torch.local.checking import options_of
 
-__all__ = ["Averages", "OuterUpdates"]
+__all__ = ["Averages", "Centre", "OuterUpdates"]
 
 
 class Averages:
@@ -34,12 +35,14 @@ class Averages:
     def __init__(self, named: Mapping[str, Tensor]) -> None:
         self._tensors = dict(named)
         self.held = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in named.items()}
-        self._kv = KVStore("sync")
+        self._kv = KVStore(self._kind)
         self._share = 1 / self._kv.num_workers
         self._pending: Pending | None = None
         self._fill()
         if named:
             self._kv.init([*self.held], [*self.held.values()]).wait()
+
+    _kind = "sync"  # of the store
 
     @torch.no_grad()
     def _fill(self) -> None:
@@ -149,6 +152,53 @@ class OuterUpdates(Averages):
         self._options = {name: loaded.get(name, value) for name, value in self._options.items()}
         options = {name: tuple(one) if isinstance(one, list) else one for name, one in state["present"].items()}
         self._outer.param_groups[0].update(options)
+
+
+class Centre(Averages):
+    """Tensors, and a *centre* of each at the owners, which go towards each other whenever this rank says so.
+
+    A rank, or the ranks of a group together, gives its value x and gets the centre c as it was before, in one exchange:
+    both go by the same ``alpha * (x - c)``, the centre up and the rank down (MXNET-MPI, equations 2 and 3). Nobody
+    waits for another rank.
+
+    Args:
+        named: By name.
+        alpha: The share.
+    """
+
+    _kind = "async"
+
+    def __init__(self, named: Mapping[str, Tensor], alpha: float) -> None:
+        super().__init__(named)
+        self._alpha = alpha
+        self._kv.set_optimizer(ELASTIC, alpha=alpha)
+        self._kv.open()
+
+    def _contribute(self, tensor: Tensor, into: Tensor) -> None:
+        into.copy_(tensor)
+
+    @torch.no_grad()
+    def land(self, names: Sequence[str], alpha: float) -> None:
+        """Go towards the centre; ``alpha`` is not used."""
+        for name in names:
+            tensor = self._tensors[name]
+            tensor -= (tensor - self.held[name]) * self._alpha
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Put the centre, as it is now, in place of the tensors."""
+        self._kv.pull([*self.held], [*self.held.values()]).wait()
+        for name, tensor in self._tensors.items():
+            tensor.copy_(self.held[name])
+
+    def state_dict(self, names: Sequence[str]) -> dict[str, Any]:
+        """The centre. All ranks call it alike."""
+        return self._kv.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take rank 0's; the share stays. All ranks call it alike; there may be another number of them."""
+        optimizer = {**state["optimizer"], "options": {"alpha": self._alpha}}
+        self._kv.load_state_dict({**state, "optimizer": optimizer}).wait()
 
 
 def _is_finite(tensor: Tensor) -> bool:

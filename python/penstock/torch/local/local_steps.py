@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ class _Trained(NamedTuple):
 
 
 class LocalSteps:
-    """What `LocalSGD` and `DiLoCo` have in common.
+    """What `LocalSGD`, `DiLoCo` and `ElasticAveraging` have in common.
 
     Args:
         model: What is trained.
@@ -60,6 +60,7 @@ class LocalSteps:
             schedule.check(caller, self._every)
             check_local_model(caller, model)
             check_inner(caller, inner, model)
+            options = self._options()
             if outer is not None or self._needs_outer:
                 trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
                 outer_group(caller, outer, inner, trained)
@@ -73,7 +74,7 @@ class LocalSteps:
                 )
         except ConfigError as found:
             error = found
-        facts = () if error is not None else _facts(model, schedule, layers)
+        facts = () if error is not None else [*options.items(), *_facts(model, schedule, layers)]
         agree(running.engine, caller, facts, error)
         self.model = model
         self.inner = inner
@@ -94,13 +95,23 @@ class LocalSteps:
         self._names = [*names.parameters, *names.statistics]  # a rank tells one by its place here
         self._tensors = {name: everything[name] for name in self._names}
         parameters = {name: everything[name] for name in names.parameters}
-        self._parameters = Averages(parameters) if outer is None else OuterUpdates(parameters, outer)
-        self._statistics = Averages({name: everything[name] for name in names.statistics})
+        statistics = {name: everything[name] for name in names.statistics}
+        self._parameters, self._statistics = self._common_values(parameters, statistics, outer)
         enroll(model, running.engine)
         _alive.add(self)
 
     _needs_outer = False
     _every = "sync_every"  # what programs call it
+    _together = True  # all ranks take part in a round, and make as many steps
+
+    def _options(self) -> dict[str, Any]:
+        """What must be the same on all ranks besides, by name; refused here if it cannot be."""
+        return {}
+
+    def _common_values(
+        self, parameters: Mapping[str, Tensor], statistics: Mapping[str, Tensor], outer: Any
+    ) -> tuple[Averages, Averages]:
+        return Averages(parameters) if outer is None else OuterUpdates(parameters, outer), Averages(statistics)
 
     @property
     def _caller(self) -> str:
@@ -171,11 +182,19 @@ class LocalSteps:
         parts = self._parts(fragment)
         found = [values.prepare(names) for values, names in parts]
         bad = next((name for name in found if name is not None), None)
+        if not self._together:
+            if bad is not None:
+                raise self._not_finite(bad, self._running.rank)
+            self._send(number, parts, void=False)
+            return
         mine = torch.tensor([-1 if bad is None else self._names.index(bad)])
         self._telling = collectives.all_gather(mine, self._told, async_=True)
+        self._send(number, parts, void=bad is not None)
+
+    def _send(self, number: int, parts: Sequence[tuple[Averages, list[str]]], *, void: bool) -> None:
         self._under_way = number
         for values, names in parts:
-            values.send(names, void=bad is not None)
+            values.send(names, void=void)
 
     def _comes_late(self, name: str, param: Tensor) -> bool:
         return param.requires_grad and self._tensors.get(name) is not param
@@ -195,13 +214,16 @@ class LocalSteps:
         rank = next((rank for rank, place in enumerate(told) if place >= 0), None)
         if rank is not None:
             self._under_way = None
-            raise PenstockError(
-                f"penstock.{self._caller}: {self._names[told[rank]]} of rank {rank} is not finite (NaN or infinity) at "
-                f"step {self._steps - 1}. Nothing of it has reached other ranks. Load the last "
-                "checkpoint on all ranks, or begin anew with a smaller learning rate",
-                rank=rank,
-                step=self._steps - 1,
-            )
+            raise self._not_finite(self._names[told[rank]], rank)
+
+    def _not_finite(self, name: str, rank: int) -> PenstockError:
+        return PenstockError(
+            f"penstock.{self._caller}: {name} of rank {rank} is not finite (NaN or infinity) at "
+            f"step {self._steps - 1}. Nothing of it has reached other ranks. Load the last "
+            "checkpoint on all ranks, or begin anew with a smaller learning rate",
+            rank=rank,
+            step=self._steps - 1,
+        )
 
     def _land(self, alpha: float) -> None:
         self._check_running("step")
@@ -265,7 +287,8 @@ class LocalSteps:
             error = ConfigError(f"penstock.{caller}: this is no state of {self._caller}")
         elif state["schedule"] != vars(mine):
             error = ConfigError(f"penstock.{caller}: the state is of {state['schedule']}, this of {vars(mine)}")
-        facts = () if error is not None else [(name, state[name]) for name in ("steps", "landed_after", "under_way")]
+        shared = ("steps", "landed_after", "under_way") if self._together else ()
+        facts = () if error is not None else [(name, state[name]) for name in shared]
         agree(self._running.engine, caller, facts, error)
         self._parameters.wait()
         self._statistics.wait()
