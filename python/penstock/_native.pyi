@@ -136,6 +136,8 @@ class Report(TypedDict):
     frames_received: int
     bytes_sent: int
     bytes_received: int
+    call_bytes_sent: int
+    call_bytes_received: int
     busy_backward_s: float
     busy_forward_s: float
     busy_stalled_s: float

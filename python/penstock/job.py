@@ -273,6 +273,7 @@ def world_size() -> int:
 def report() -> Report:
     """What was moved and when, as counted by the engine since `init`: bytes, seconds, slices, preemptions by layer.
 
+    ``call_bytes_sent`` and ``call_bytes_received`` are those of messages and collectives, which belong to no layer.
     ``lossy`` names the layers that use a lossy scheme, and which; ``local_updates`` what trains by local updates, whose
     results are not those of synchronous training. ``line_bytes_per_s`` is the line rate as measured at the start, or
     the most that one connection has carried since if that is more; ``None`` with ``line_rate_mbit="off"``.

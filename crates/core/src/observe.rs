@@ -15,7 +15,7 @@
 //! part of a result answered; a gather's pieces are queued and nothing is summed.
 
 use crate::types::{LayerId, Rank};
-use crate::wire::Header;
+use crate::wire::{Header, Kind};
 
 /// Where a slice is on its journey.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -122,10 +122,16 @@ pub struct Counters {
     pub frames_received: u64,
     /// By book and layer, as far as any was moved.
     pub traffic: Vec<Vec<PayloadBytes>>,
+    /// Of messages of calls.
+    pub calls: PayloadBytes,
 }
 
 impl Counters {
-    fn traffic(&mut self, header: &Header, layer: LayerId) -> &mut PayloadBytes {
+    /// Where a frame's payload counts; what belongs to no layer and no call does not.
+    fn traffic(&mut self, header: &Header, layer: Option<LayerId>) -> Option<&mut PayloadBytes> {
+        let Some(layer) = layer else {
+            return matches!(header.kind, Kind::Message | Kind::MessagePart).then_some(&mut self.calls);
+        };
         let (book, layer) = (usize::from(header.book), layer as usize);
         if book >= self.traffic.len() {
             self.traffic.resize_with(book + 1, Vec::new);
@@ -134,7 +140,7 @@ impl Counters {
         if layer >= layers.len() {
             layers.resize(layer + 1, PayloadBytes::default());
         }
-        &mut layers[layer]
+        Some(&mut layers[layer])
     }
 }
 
@@ -147,14 +153,14 @@ impl Observe for Counters {
         match seen.point {
             Point::FirstByteOut => {
                 self.frames_sent += 1;
-                if let Some(layer) = seen.layer {
-                    self.traffic(seen.header, layer).sent_bytes += payload_bytes;
+                if let Some(traffic) = self.traffic(seen.header, seen.layer) {
+                    traffic.sent_bytes += payload_bytes;
                 }
             }
             Point::Arrived => {
                 self.frames_received += 1;
-                if let Some(layer) = seen.layer {
-                    self.traffic(seen.header, layer).received_bytes += payload_bytes;
+                if let Some(traffic) = self.traffic(seen.header, seen.layer) {
+                    traffic.received_bytes += payload_bytes;
                 }
             }
             Point::Landed => self.slices += 1,

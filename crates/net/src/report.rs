@@ -26,10 +26,14 @@ pub struct Report {
     pub frames_sent: u64,
     /// Frames that arrived.
     pub frames_received: u64,
-    /// Bytes given to the sockets.
+    /// Bytes of layers given to the sockets.
     pub bytes_sent: u64,
-    /// Bytes that arrived.
+    /// Bytes of layers that arrived.
     pub bytes_received: u64,
+    /// Bytes of messages and collectives given to the sockets.
+    pub call_bytes_sent: u64,
+    /// Bytes of messages and collectives that arrived.
+    pub call_bytes_received: u64,
     /// Time with something in flight, by what the program did.
     pub busy: Busy,
     /// Time that the program waited for results.
@@ -89,6 +93,8 @@ pub(crate) fn count(
         frames_received: sum(|c| c.frames_received),
         bytes_sent: layers().map(|layer| layer.bytes_sent).sum(),
         bytes_received: layers().map(|layer| layer.bytes_received).sum(),
+        call_bytes_sent: sum(|c| c.calls.sent_bytes),
+        call_bytes_received: sum(|c| c.calls.received_bytes),
         stall: layers().map(|layer| layer.stall).sum(),
         owned_bytes: (0..ranks as usize)
             .map(|r| books.iter().map(|book| book.book.owned_bytes.get(r).copied().unwrap_or(0)).sum())

@@ -17,6 +17,8 @@ pub(crate) fn to_python<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound
         ("frames_received", report.frames_received),
         ("bytes_sent", report.bytes_sent),
         ("bytes_received", report.bytes_received),
+        ("call_bytes_sent", report.call_bytes_sent),
+        ("call_bytes_received", report.call_bytes_received),
     ];
     for (name, count) in counts {
         dict.set_item(name, count)?;
