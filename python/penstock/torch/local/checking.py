@@ -14,11 +14,12 @@ from penstock.errors import ConfigError, ModelMismatch
 from penstock.torch.agreement.arguments import check_model
 from penstock.torch.model.enrolment import distributed_name
 from penstock.torch.updates.twins import described
+from penstock.wire_types import EXACT, WireType, wire_type
 
 if TYPE_CHECKING:
     from penstock._native import Engine
 
-__all__ = ["agree", "check_inner", "check_local_model", "options_of", "outer_group"]
+__all__ = ["agree", "check_inner", "check_local_model", "check_wire", "options_of", "outer_group"]
 
 DTYPES = (torch.float32, torch.float64)
 """Of trainable parameters: averages of half types would lose what a rank learns in a few steps."""
@@ -111,6 +112,22 @@ def outer_group(caller: str, outer: Any, inner: Any, trained: Mapping[str, Tenso
             f"one, and load with {caller}.load_state_dict"
         )
     return group
+
+
+def check_wire(caller: str, wire: Any, trained: Mapping[str, Tensor]) -> WireType:
+    """The type in which outer gradients travel.
+
+    Raises:
+        ConfigError: There is none of this name, or a parameter cannot travel so.
+    """
+    found = wire_type(f"penstock.{caller}", wire)
+    wide = next((name for name, param in trained.items() if param.dtype is not torch.float32), None)
+    if found != EXACT and wide is not None:
+        raise ConfigError(
+            f"penstock.{caller}: {wide} is {trained[wide].dtype}, and only what is torch.float32 can travel as "
+            f"{found}. Convert it, or leave wire out"
+        )
+    return found
 
 
 def options_of(outer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from penstock.kvstore.pending import Pending
 from penstock.optimizers import ELASTIC
 from penstock.torch.local.checking import options_of
 
-__all__ = ["Averages", "Centre", "OuterUpdates"]
+__all__ = ["Averages", "Centre", "OuterUpdates", "is_finite", "put", "take_options"]
 
 
 class Averages:
@@ -54,7 +54,7 @@ class Averages:
         """Make this rank's contribution; returns the first tensor of which it is not finite."""
         for name in names:
             self._contribute(self._tensors[name], self.held[name])
-        return next((name for name in names if not _is_finite(self.held[name])), None)
+        return next((name for name in names if not is_finite(self.held[name])), None)
 
     def _contribute(self, tensor: Tensor, into: Tensor) -> None:
         torch.mul(tensor, self._share, out=into)
@@ -88,12 +88,18 @@ class Averages:
     def land(self, names: Sequence[str], alpha: float) -> None:
         """Put the result in place, but for this share of what is there."""
         for name in names:
-            tensor, result = self._tensors[name], self.held[name]
-            tensor.copy_(torch.lerp(result, tensor, alpha) if alpha else result)
+            put(self._tensors[name], self.held[name], alpha)
 
     def state_dict(self, names: Sequence[str]) -> dict[str, Any]:
         """The results of these that are not in place; nothing else is kept from round to round."""
         return {name: self.held[name].clone() for name in names}
+
+    def kept(self) -> dict[str, Tensor]:
+        """What this rank has not sent yet: nothing."""
+        return {}
+
+    def load_kept(self, kept: Mapping[str, Tensor]) -> None:
+        """Nothing is kept."""
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -150,8 +156,7 @@ class OuterUpdates(Averages):
         given = state["optimizer"]
         loaded = {**given["options"], "rescale": given["rescale"]}
         self._options = {name: loaded.get(name, value) for name, value in self._options.items()}
-        options = {name: tuple(one) if isinstance(one, list) else one for name, one in state["present"].items()}
-        self._outer.param_groups[0].update(options)
+        take_options(self._outer, state["present"])
 
 
 class Centre(Averages):
@@ -201,6 +206,16 @@ class Centre(Averages):
         self._kv.load_state_dict({**state, "optimizer": optimizer}).wait()
 
 
-def _is_finite(tensor: Tensor) -> bool:
+def put(tensor: Tensor, result: Tensor, alpha: float) -> None:
+    """Put a result in place, but for this share of what is there."""
+    tensor.copy_(torch.lerp(result, tensor, alpha) if alpha else result)
+
+
+def take_options(outer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Give an outer optimizer the options that were saved."""
+    outer.param_groups[0].update({name: tuple(one) if isinstance(one, list) else one for name, one in saved.items()})
+
+
+def is_finite(tensor: Tensor) -> bool:
     """One pass without memory; a second one where a sum of large numbers overflows."""
     return math.isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all())

@@ -42,6 +42,11 @@ class DiLoCo(LocalSteps):
             fragments``. With 0 the step waits for it.
         fragment_update_alpha: What a rank has after a round is ``(1 - alpha) * common + alpha * own``, where its own
             parameters have all steps of the delay. With 0 all ranks have the common ones.
+        wire: The type in which outer gradients, and the changes that come back, travel: ``"fp32"`` (as they are),
+            ``"bf16"``, or ``"int8"`` and ``"int4"``: integers with a scale for each 128. What a type cannot carry is
+            kept and goes with the next round (error feedback): of outer gradients by each rank, of changes by owners.
+            Those below fp32 are for parameters of fp32, and each worker owns a part then, also where there are servers
+            apart. In a job of one process nothing travels, and nothing is rounded.
 
     Raises:
         ConfigError: Before `init`, or one of these cannot be. On all ranks.
@@ -69,6 +74,7 @@ class DiLoCo(LocalSteps):
         fragments: int = 1,
         fragment_sync_delay: int = 0,
         fragment_update_alpha: float = 0.0,
+        wire: str = "fp32",
     ) -> None:
         schedule = Schedule(sync_every, fragments, fragment_sync_delay, fragment_update_alpha)
-        super().__init__(model, inner, schedule, outer)
+        super().__init__(model, inner, schedule, outer, wire)

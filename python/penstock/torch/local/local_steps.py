@@ -23,10 +23,13 @@ from penstock.attached import Attached
 from penstock.collectives import Future
 from penstock.errors import ConfigError, PenstockError
 from penstock.torch.agreement.copies import CopyBook
-from penstock.torch.local.checking import DTYPES, agree, check_inner, check_local_model, outer_group
+from penstock.torch.local.checking import DTYPES, agree, check_inner, check_local_model, check_wire, outer_group
 from penstock.torch.local.common_values import Averages, OuterUpdates
 from penstock.torch.local.schedule import Schedule, cuts
+from penstock.torch.local.shortened_updates import ShortenedUpdates
 from penstock.torch.model.enrolment import enroll
+from penstock.warning import warn
+from penstock.wire_types import EXACT
 
 __all__ = ["LocalSteps", "LocalUpdates"]
 
@@ -46,13 +49,16 @@ class LocalSteps:
         inner: Its optimizer.
         schedule: When what meets.
         outer: The optimizer of the common values; without, they are averages.
+        wire: The name of the type in which outer gradients travel.
 
     Attributes:
         model: As given.
         inner: As given.
     """
 
-    def __init__(self, model: nn.Module, inner: Any, schedule: Schedule, outer: Any = None) -> None:
+    def __init__(
+        self, model: nn.Module, inner: Any, schedule: Schedule, outer: Any = None, wire: Any = EXACT.name
+    ) -> None:
         caller = self._caller
         running = job.current(caller)
         error: ConfigError | None = None
@@ -64,6 +70,7 @@ class LocalSteps:
             if outer is not None or self._needs_outer:
                 trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
                 outer_group(caller, outer, inner, trained)
+                self._wire = check_wire(caller, wire, trained)
             layers, sizes = _layers_of(model)
             if not layers:
                 raise ConfigError(f"penstock.{caller}: no parameter of the model is trained (requires_grad)")
@@ -74,7 +81,7 @@ class LocalSteps:
                 )
         except ConfigError as found:
             error = found
-        facts = () if error is not None else [*options.items(), *_facts(model, schedule, layers)]
+        facts = () if error is not None else [*options.items(), *_facts(model, schedule, layers), ("wire", str(self._wire))]
         agree(running.engine, caller, facts, error)
         self.model = model
         self.inner = inner
@@ -96,10 +103,13 @@ class LocalSteps:
         self._tensors = {name: everything[name] for name in self._names}
         parameters = {name: everything[name] for name in names.parameters}
         statistics = {name: everything[name] for name in names.statistics}
+        self._parameters: Averages | ShortenedUpdates
+        self._statistics: Averages
         self._parameters, self._statistics = self._common_values(parameters, statistics, outer)
         enroll(model, running.engine)
         _alive.add(self)
 
+    _wire = EXACT
     _needs_outer = False
     _every = "sync_every"  # what programs call it
     _together = True  # all ranks take part in a round, and make as many steps
@@ -110,15 +120,22 @@ class LocalSteps:
 
     def _common_values(
         self, parameters: Mapping[str, Tensor], statistics: Mapping[str, Tensor], outer: Any
-    ) -> tuple[Averages, Averages]:
-        return Averages(parameters) if outer is None else OuterUpdates(parameters, outer), Averages(statistics)
+    ) -> tuple[Averages | ShortenedUpdates, Averages]:
+        averages = Averages(statistics)
+        if outer is None:
+            return Averages(parameters), averages
+        if self._wire == EXACT or self._running.world_size == 1:
+            return OuterUpdates(parameters, outer), averages
+        fragments = [{name: parameters[name] for name in one.parameters} for one in self._fragments]
+        return ShortenedUpdates(fragments, outer, self._wire), averages
 
     @property
     def _caller(self) -> str:
         return type(self).__name__
 
     def __repr__(self) -> str:
-        return f"{self._caller} every {self._schedule.sync_every} steps, after {self._steps}"
+        how = "" if self._wire == EXACT else f" as {self._wire}"
+        return f"{self._caller} every {self._schedule.sync_every} steps{how}, after {self._steps}"
 
     # What optimizers have
 
@@ -199,7 +216,7 @@ class LocalSteps:
     def _comes_late(self, name: str, param: Tensor) -> bool:
         return param.requires_grad and self._tensors.get(name) is not param
 
-    def _parts(self, fragment: _Trained) -> Sequence[tuple[Averages, list[str]]]:
+    def _parts(self, fragment: _Trained) -> Sequence[tuple[Averages | ShortenedUpdates, list[str]]]:
         return (self._parameters, fragment.parameters), (self._statistics, fragment.statistics)
 
     def _wait(self) -> None:
@@ -245,7 +262,8 @@ class LocalSteps:
 
         Returns:
             This rank's ``model`` and ``inner`` optimizer, as their `state_dict` gives them; the ``common`` values, with
-            an outer optimizer and what it keeps, the same on all ranks; ``steps``, and what is under way.
+            an outer optimizer and what it keeps, the same on all ranks; ``steps``, and what is under way; what this
+            rank has ``kept`` of its outer gradients, where they do not travel as they are.
 
         Raises:
             PenstockError: As for `step`, of what is under way.
@@ -266,12 +284,16 @@ class LocalSteps:
             "inner": self.inner.state_dict(),
             "common": self._parameters.state_dict(names.parameters),
             "statistics": self._statistics.state_dict(names.statistics),
+            "kept": self._parameters.kept(),
+            "rank": self._running.rank,
+            "world_size": self._running.world_size,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state. All ranks call it alike, each with its own; common values are rank 0's.
 
-        There may be another number of ranks: one that has no state of its own takes another rank's.
+        There may be another number of ranks: one that has no state of its own takes another rank's. All then begin
+        with nothing kept, and a warning says so where there was something.
 
         Raises:
             ConfigError: It is no state, or of another schedule.
@@ -296,8 +318,20 @@ class LocalSteps:
         self.inner.load_state_dict(copy.deepcopy(state["inner"]))
         self._parameters.load_state_dict(state["common"])
         self._statistics.load_state_dict(state["statistics"])
+        self._load_kept(state)
         self._steps, self._landed_after = state["steps"], list(state["landed_after"])
         self._under_way, self._telling = state["under_way"], None
+
+    def _load_kept(self, state: dict[str, Any]) -> None:
+        rank, size = self._running.rank, self._running.world_size
+        found = (state["rank"], state["world_size"])
+        self._parameters.load_kept(state["kept"] if found == (rank, size) else {})
+        if state["kept"] and (found != (rank, size) or not self._parameters.kept()):
+            why = f"the state is that of rank {found[0]} of {found[1]}" if self._wire != EXACT else "all is sent"
+            warn(
+                f"penstock: {self._caller} goes on without what rank {rank} of {size} had not sent of its outer "
+                f"gradients: {why}"
+            )
 
     # For the job
 
