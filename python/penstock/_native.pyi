@@ -31,6 +31,7 @@ __all__ = [
     "best_groups",
     "best_scheme",
     "digests",
+    "local_times",
     "step_times",
     "summing_rate",
     "whole_scheme",
@@ -253,6 +254,9 @@ def best_algorithm(
 
 def step_times(layers: list[tuple[float, float, float]]) -> StepTimes:
     """The limits of a step; ``layers`` are (forward, backward, wire) in seconds, in forward order."""
+
+def local_times(compute_s: float, wire_s: list[float], sync_every: int, delay: int) -> tuple[float, float]:
+    """Seconds of a step of local updates, in the mean and at most; ``wire_s`` are those of each fragment's round."""
 
 def summing_rate() -> float:
     """Bytes of fp32 that one thread of this process adds to a sum per second; measured, in about a millisecond."""

@@ -13,14 +13,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from penstock import explain_command
 from penstock.command_line import Parser, add_json, fail, list_of, nbytes, positive, print_json, whole_number
 from penstock.config import RANKS_MAX
 from penstock.launch import start
-
-if TYPE_CHECKING:
-    from penstock.coordinator import Cluster, Rates
 
 DEMO_EXAMPLES = """\
 examples:
@@ -49,22 +47,6 @@ examples:
   penstock info --json
 """
 
-EXPLAIN_EXAMPLES = """\
-examples:
-  penstock explain vgg19 --workers 8 --batch 32              a torchvision model, with torchvision installed
-  penstock explain mycode.nets:make_model --workers 4        a function that returns a torch module, or a pair of it
-                                                             and an example of its input, batch first: a tensor,
-                                                             a tuple of tensors, or a mapping as {"input_ids": ...}
-  penstock explain lab:vgg19 --workers 8                     a network of the lab, from the root of the repository
-  penstock explain lab:vgg19 --workers 8 --policy paper      Poseidon's Algorithm 1 instead of predicted seconds
-  penstock explain lab:vgg19 --workers 8 --servers 2         with 2 servers apart from the workers
-  penstock explain lab:vgg19 --workers 8 --per-host 4 --groups host     4 workers on each host, which sum first
-  penstock explain vgg19 --workers 8 --compute-s 0.9 --json  with a prediction of step times, for programs
-
-For each layer: what its gradient weighs, what each way to synchronise it would move, which one is chosen and why.
-Nothing is computed but shapes, and nothing is sent.
-"""
-
 LINE_RATE_EXAMPLES = """\
 examples:
   torchrun --nnodes 4 --nproc-per-node 1 ... -m penstock measure line-rate     on every host, like any job
@@ -89,9 +71,6 @@ Every result is compared bit for bit. Other options of the job are read from PEN
 """
 
 WORKERS_MAX = 64
-DEFAULT_BATCH = 32
-DEFAULT_GFLOPS = 4000.0  # what VGG19's 35.5 samples per second on one Titan X imply (Poseidon, section 5.1)
-AUTO_NOTE = 'the choice is that of schemes="auto"; by default every layer uses the store'
 
 
 def parser() -> argparse.ArgumentParser:
@@ -142,7 +121,7 @@ def parser() -> argparse.ArgumentParser:
 
     start.add_to(commands)
     _add_server(commands)
-    _add_explain(commands)
+    explain_command.add_to(commands)
     _add_measure(commands)
     info = commands.add_parser(
         "info",
@@ -170,103 +149,6 @@ def _add_server(commands: Any) -> None:
     )
     server.add_argument("--interface", metavar="NAMES", help="names or CIDR blocks of the network to use")
     server.set_defaults(command=_server)
-
-
-def _add_explain(commands: Any) -> None:
-    explain = commands.add_parser(
-        "explain",
-        help="how each layer of a model would be synchronised on a cluster, and why",
-        epilog=EXPLAIN_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    explain.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a name of torchvision's, if that is installed; module:function; or, in the root of the repository, a "
-        "network of the lab such as lab:vgg19",
-    )
-    explain.add_argument(
-        "--workers", type=whole_number(1, RANKS_MAX), default=8, metavar="N", help="worker processes (default 8)"
-    )
-    explain.add_argument(
-        "--servers",
-        type=whole_number(0, RANKS_MAX),
-        default=0,
-        metavar="N",
-        help="servers apart from the workers, as penstock run --servers starts them (default: none, each worker holds "
-        "a shard of the store)",
-    )
-    explain.add_argument(
-        "--per-host",
-        type=whole_number(1, RANKS_MAX),
-        default=1,
-        metavar="N",
-        help="workers on each host, which share its interface (default 1); servers have hosts of their own",
-    )
-    explain.add_argument(
-        "--groups",
-        metavar="GROUPS",
-        help="workers that sum among themselves before the store does, as in penstock.init: host, a number of groups, "
-        "lists as [[0,1],[2,3]], or auto: those that pay (default: none)",
-    )
-    explain.add_argument(
-        "--batch",
-        type=whole_number(1, 1 << 24),
-        metavar="N",
-        help="samples per worker and step (default: what the network is usually trained with, or 32)",
-    )
-    explain.add_argument(
-        "--bandwidth-mbit",
-        type=positive,
-        default=1000.0,
-        metavar="X",
-        help="one direction of a host's interface, in megabits per second (default 1000)",
-    )
-    explain.add_argument(
-        "--inside-mbit",
-        type=positive,
-        default=16_000.0,
-        metavar="X",
-        help="what a worker sends to others of its host, or gets from them, in megabits per second (default 16000)",
-    )
-    explain.add_argument(
-        "--latency-us", type=positive, default=100.0, metavar="X", help="one message, in microseconds (default 100)"
-    )
-    explain.add_argument(
-        "--gflops",
-        type=positive,
-        metavar="X",
-        help="matrix products of one worker, in Gflop/s: what rebuilding a gradient from factors costs (default: "
-        f"what the compute time implies, or {DEFAULT_GFLOPS:g}, VGG19 on one Titan X)",
-    )
-    explain.add_argument(
-        "--compute-s",
-        type=positive,
-        metavar="X",
-        help="seconds of one step of one worker alone, to predict step times (default: what the network is known for, "
-        "or its arithmetic at --gflops)",
-    )
-    explain.add_argument(
-        "--policy",
-        choices=("measured", "paper"),
-        default="measured",
-        help="measured: fewest seconds, rebuilding included (default); paper: Poseidon's Algorithm 1, fewest numbers",
-    )
-    explain.add_argument(
-        "--collective-schemes",
-        action="store_true",
-        help="central, tree, ring and butterfly may be chosen, too, as with ps.init(collective_schemes=True)",
-    )
-    explain.add_argument(
-        "--lossy",
-        action="append",
-        default=[],
-        metavar="PATTERN=SCHEME",
-        help="layers by name that shall use a lossy scheme, which is never chosen by itself: 1bit (linear layers), "
-        "dgc, dgc:DENSITY, bf16 or fp16; may be repeated",
-    )
-    add_json(explain)
-    explain.set_defaults(command=_explain)
 
 
 def _add_measure(commands: Any) -> None:
@@ -406,96 +288,6 @@ def _server(options: argparse.Namespace) -> int:
         return 2 if isinstance(error, ConfigError) else 1
     sys.stdout.write(f"ended in order: {report['bytes_received']} bytes received, {report['bytes_sent']} sent\n")
     return 0
-
-
-def _explain(options: argparse.Namespace) -> int:
-    from dataclasses import replace
-
-    from penstock import lossy, models
-    from penstock.coordinator import Coordinator, Rates, best_collectives
-    from penstock.errors import ConfigError
-    from penstock.explanation import Explanation
-    from penstock.plan import Terms
-
-    try:
-        if options.workers + options.servers > RANKS_MAX:
-            raise ConfigError(
-                f"{options.workers} workers and {options.servers} servers; a job has at most {RANKS_MAX} of both"
-            )
-        network = models.load(options.model)
-        network = replace(network, notes=(*network.notes, AUTO_NOTE))
-        batch = options.batch or network.batch or DEFAULT_BATCH
-        compute_s = options.compute_s or network.compute_s(batch)
-        arithmetic = network.step_flops(batch)
-        gflops, source = options.gflops, "as given"
-        if gflops is None:
-            gflops, source = DEFAULT_GFLOPS, "products: assumed"
-            if compute_s is not None and arithmetic > 0.0:
-                gflops, source = arithmetic / compute_s / 1e9, "products: as the compute time implies"
-        if compute_s is None and arithmetic > 0.0 and network.arithmetic_is_known:
-            compute_s, source = arithmetic / gflops / 1e9, f"{source}; compute: as the products imply"
-        given = lossy.of_layers(options.lossy, network.layers)
-        rates = Rates(
-            bytes_per_s=options.bandwidth_mbit * 1e6 / 8,
-            inside_bytes_per_s=options.inside_mbit * 1e6 / 8,
-            latency_s=options.latency_us * 1e-6,
-            product_flops_per_s=gflops * 1e9,
-            source=source,
-        )
-        cluster, why = _cluster(options, rates)
-        network = replace(network, notes=(*network.notes, *why))
-        collectives: dict[str, str] = {}
-        if options.collective_schemes:
-            collectives = best_collectives(network, cluster, policy=options.policy, rates=rates)
-        coordinator = Coordinator(
-            network,
-            cluster,
-            policy=options.policy,
-            rates=rates,
-            batchsize=batch,
-            terms={name: Terms(given.get(name), collectives.get(name)) for name in {**given, **collectives}},
-        )
-    except ConfigError as error:
-        return fail(options, "penstock explain", error, status=2)
-    explanation = Explanation.of(coordinator, compute_s)
-    if options.json:
-        print_json(explanation.as_dict())
-    else:
-        sys.stdout.write(explanation.render())
-    return 0
-
-
-def _cluster(options: argparse.Namespace, rates: Rates) -> tuple[Cluster, list[str]]:
-    """What the options describe, and a note if groups were to be chosen."""
-    from penstock import grouping
-    from penstock.coordinator import Cluster
-    from penstock.errors import ConfigError
-
-    workers, servers, per_host = options.workers, options.servers, options.per_host
-    if workers % per_host:
-        raise ConfigError(
-            f"--per-host {per_host}: {workers} workers do not fill hosts of {per_host}; give a number that divides "
-            "--workers"
-        )
-    hosts = [*(worker // per_host for worker in range(workers)), *(workers + server for server in range(servers))]
-    cluster = Cluster(
-        workers,
-        servers or workers,
-        servers_apart=servers > 0,
-        hosts=tuple(hosts) if per_host > 1 else (),
-    )
-    if options.groups is None:
-        return cluster, []
-    try:
-        groups = grouping.parse(options.groups)
-    except ValueError:
-        raise ConfigError(f"--groups {options.groups}: accepted are {grouping.ACCEPTED}") from None
-    grouping.check(groups, workers, "--groups")
-    if groups == grouping.AUTO:
-        chosen, why = cluster.best_groups(rates)
-        return cluster.in_groups(chosen), [f"groups, as chosen: {why}"]
-    known = cluster.hosts[:workers] or range(workers)
-    return cluster.in_groups(grouping.members(groups, known)), []
 
 
 def _line_rate(options: argparse.Namespace) -> int:

@@ -87,6 +87,12 @@ class Cluster:
         return replace(self, groups=groups, n_server=n_server)
 
     @property
+    def of_workers(self) -> Cluster:
+        """The same workers, each for itself and with a part of what is summed, whatever servers there are."""
+        hosts = self.hosts[: self.n_worker]
+        return replace(self, n_server=self.n_worker, servers_apart=False, hosts=hosts, groups=())
+
+    @property
     def by_host(self) -> Groups:
         """The groups that the workers of a host make; none where no two share one, or hosts are not known."""
         return members(HOST, self.hosts[: self.n_worker])
@@ -306,11 +312,15 @@ class Coordinator:
 
     def in_groups(self, groups: Groups) -> Coordinator:
         """What would be decided with the same facts in a cluster with other groups, or with none: to compare."""
+        return self.supposing(cluster=self.cluster.in_groups(groups))
+
+    def supposing(self, *, cluster: Cluster | None = None, rates: Rates | None = None) -> Coordinator:
+        """What would be decided with the same facts, but for these."""
         other = Coordinator(
             self.network,
-            self.cluster.in_groups(groups),
+            cluster or self.cluster,
             policy=self.policy,
-            rates=self.rates,
+            rates=rates or self.rates,
             batchsize=self.batchsize,
             terms=self.terms,
         )
@@ -332,6 +342,11 @@ class Coordinator:
     def plans(self) -> list[LayerPlan]:
         """How each layer that has parameters is synchronised now, in the order of registration."""
         return list(self._plans.values())
+
+    @property
+    def forward_plans(self) -> tuple[LayerPlan, ...]:
+        """The same by the layers' places in the forward pass."""
+        return tuple(self.decision(layer.name) for layer in self.network.forward_order if layer.tensors)
 
     def decision(self, layer: str) -> LayerPlan:
         """How a layer is synchronised now, why, and what each scheme would cost.

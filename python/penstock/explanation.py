@@ -23,6 +23,7 @@ from penstock.plan import ADAM, HALF, STORE, LayerPlan, rows_scheme
 if TYPE_CHECKING:
     from penstock.coordinator import Cluster, Coordinator, Rates
     from penstock.grouping import Groups
+    from penstock.local_explanation import LocalExplanation
 
 __all__ = ["Explanation", "OtherGroups", "StepTimes", "predict"]
 
@@ -86,6 +87,7 @@ class Explanation:
     chosen_bytes: int
     times: StepTimes | None
     other_groups: OtherGroups | None
+    local: LocalExplanation | None = None
 
     @classmethod
     def of(cls, coordinator: Coordinator, compute_s: float | None = None) -> Explanation:
@@ -95,7 +97,7 @@ class Explanation:
             coordinator: With the present facts.
             compute_s: Forward and backward of one worker alone; without it no step time is predicted.
         """
-        plans, cluster = _plans(coordinator), coordinator.cluster
+        plans, cluster = coordinator.forward_plans, coordinator.cluster
         store_bytes, chosen_bytes = _sums(plans)
         notes = coordinator.network.notes
         if compute_s is not None and not any(layer.flops for layer in coordinator.network.layers):
@@ -128,10 +130,6 @@ class Explanation:
         return _Text(self).text()
 
 
-def _plans(coordinator: Coordinator) -> tuple[LayerPlan, ...]:
-    return tuple(coordinator.decision(layer.name) for layer in coordinator.network.forward_order if layer.tensors)
-
-
 def _sums(plans: Sequence[LayerPlan]) -> tuple[int, int]:
     """Bytes of all layers through the store, and by the choices."""
     chosen = (plan.scheme_bytes.get(plan.scheme, plan.scheme_bytes[STORE]) for plan in plans)
@@ -144,7 +142,7 @@ def _in_other_groups(coordinator: Coordinator, compute_s: float | None) -> Other
     if groups == cluster.groups:
         return None
     other = coordinator.in_groups(groups)
-    plans = _plans(other)
+    plans = other.forward_plans
     return OtherGroups(groups, *_sums(plans), None if compute_s is None else predict(other, plans, compute_s))
 
 
@@ -304,7 +302,7 @@ class _Text:
                 "For a prediction of step times, give the seconds of one step of one worker alone: --compute-s, or,",
                 "in a program, penstock.explain(model, compute_s).",
             ]
-            return lines
+            return [*lines, *self._local()]
         times = it.times
         lines += [
             "",
@@ -315,8 +313,12 @@ class _Text:
             f"  {'these choices: hidden under backward and forward':<58}{duration(times.chosen_s):>9}"
             f"   {times.ddp_s / times.chosen_s:.2f} times as fast as DDP",
             *self._other_time(times),
+            *self._local(),
         ]
         return lines
+
+    def _local(self) -> list[str]:
+        return [] if self._it.local is None else self._it.local.lines(self._it.chosen_bytes)
 
     def _other_bytes(self) -> list[str]:
         other = self._it.other_groups

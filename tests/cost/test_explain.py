@@ -18,6 +18,7 @@ from penstock import cli, description, explanation
 from penstock.coordinator import Cluster, Coordinator
 from penstock.description import Network
 from penstock.errors import ConfigError
+from penstock.explain_command import AUTO_NOTE
 from penstock.lossy import of_layers
 from penstock.plan import Terms
 from penstock.torch.choice.network import describe, layers_of
@@ -253,7 +254,7 @@ def test_a_function_of_ones_own(folder, explain_here):
     found = explained("nets:with_example", "--workers", "4", "--batch", "8", "--gflops", "1000", folder=folder)
     assert choices(found) == {"1": "factors", "3": "store"}
     assert {layer["name"]: layer["rows"] for layer in found["layers"]} == {"1": 8, "3": 8}
-    assert found["notes"] == [cli.AUTO_NOTE]
+    assert found["notes"] == [AUTO_NOTE]
     found = json.loads(explain_here("nets:plain", "--json").stdout)
     assert "one row per sample" in found["notes"][0]
     assert list(choices(json.loads(explain_here("nets:Names.model", "--json").stdout))) == ["(root)"]

@@ -12,8 +12,11 @@ from shortened_model import Fragment, as_read
 from torch import nn
 
 import penstock as ps
+from penstock.coordinator import Cluster, Coordinator
+from penstock.description import Layer, Network, Tensor
+from penstock.local_explanation import LocalExplanation
 from penstock.torch.local.encoding import decode, encode
-from penstock.wire_types import BLOCK, wire_type
+from penstock.wire_types import BLOCK, EXACT, NAMES, wire_type
 
 WIRES = ("bf16", "int8", "int4")
 SIZES = ((7, 30), (40,), (50, 9))
@@ -173,6 +176,62 @@ def test_diloco_with_wire_types_follows_the_rules(size, cases, tmp_path):
     results = run_well(size, as_list, tmp_path, rules, cases)
     assert all(result == results[0] for result in results), "the same bits on all ranks"
     assert "not the results of synchronous training" in str(results[0][-1])
+
+
+WIDE = ((300, 400), (100, 1000), (77,))
+"""Enough that frames' headers do not count."""
+
+
+def moved():
+    """Bytes that this rank has sent, and received."""
+    report = ps.report()
+    return [report[f"bytes_{way}"] + report[f"call_bytes_{way}"] for way in ("sent", "received")]
+
+
+def counted(rank, size):
+    """Bytes that a round of two fragments sends and receives."""
+    found = {}
+    for wire in NAMES:
+        optimizer = made(rank, wire, sizes=WIDE, sync_every=2, fragments=2)
+        for _ in range(2):  # the first round opens the store's book
+            optimizer.step()
+        before = moved()
+        for _ in range(4):
+            optimizer.step()
+        found[wire] = [(after - early) / 2 for after, early in zip(moved(), before, strict=True)]
+    model = Layers(rank, WIDE)
+    optimizer = ps.LocalSGD(model, Drift(model, rank), every=2)
+    optimizer.step()
+    optimizer.step()
+    before = moved()
+    optimizer.step()
+    optimizer.step()
+    found["averages"] = [after - early for after, early in zip(moved(), before, strict=True)]
+    return found
+
+
+def described():
+    """What `penstock explain` is told of the model."""
+    model = Layers(sizes=WIDE)
+    tensors = [Tensor(name, "f32", param.numel(), tuple(param.shape)) for name, param in model.named_parameters()]
+    return Network("wide", tuple(Layer(tensor.name, "other", tensor.shape, (tensor,)) for tensor in tensors))
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_bytes_fall_as_promised(size, tmp_path):
+    by_rank = run_well(size, counted, tmp_path)
+    coordinator = Coordinator(described(), Cluster(n_worker=size, n_server=size))
+    for name in (*NAMES, "averages"):
+        options = {"mode": "local-sgd"} if name == "averages" else {"mode": "diloco", "fragments": 2}
+        wire = EXACT if name == "averages" else wire_type("test", name)
+        told = LocalExplanation.of(coordinator, None, sync_every=2, wire=wire, **options)
+        promised = sum(told.fragment_bytes)
+        assert told.step_bytes == promised / 2
+        for way in range(2):
+            mean = sum(found[name][way] for found in by_rank) / size
+            assert 0.999 * promised <= mean <= 1.01 * promised + 4096, (name, way, mean, promised)
+    for wire, share in (("bf16", 0.5), ("int8", 0.258), ("int4", 0.133)):
+        assert by_rank[0][wire][0] < 1.02 * share * by_rank[0]["fp32"][0] + 4096, by_rank
 
 
 # States

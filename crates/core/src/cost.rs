@@ -23,11 +23,12 @@
 //! each 2 (C-1)/C n is left, and without groups m times that.
 //!
 //! Omitted: frame headers (bounded by one per slice and peer), the time to apply updates, and that other traffic shares
-//! the wire; [`overlap`] says what of the time can hide under computation.
+//! the wire; [`overlap`] says what of the time can hide under computation, and [`local`] where ranks meet only now and then.
 
 mod clients;
 pub mod dense;
 mod hosts;
+pub mod local;
 pub mod overlap;
 pub mod paper;
 pub mod sparse;

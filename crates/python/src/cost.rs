@@ -3,6 +3,7 @@
 
 use crate::errors::{bad_argument, named};
 use penstock_core::cost::Rates;
+use penstock_core::cost::local;
 use penstock_core::cost::overlap::{LayerTime, step_times as limits_of};
 use penstock_core::scheme::{self, Cluster, Estimate, Facts, Given, LayerShape, Policy, Terms};
 use penstock_core::way::{Algorithm, Way};
@@ -238,4 +239,20 @@ pub(crate) fn step_times<'py>(py: Python<'py>, layers: Vec<(f64, f64, f64)>) -> 
     dict.set_item("serial_s", found.serial_s)?;
     dict.set_item("compute_s", found.compute_s)?;
     Ok(dict)
+}
+
+#[pyfunction]
+#[allow(clippy::needless_pass_by_value)]
+pub(crate) fn local_times(
+    compute_s: f64,
+    wire_s: Vec<f64>,
+    sync_every: u32,
+    delay: u32,
+) -> PyResult<(f64, f64)> {
+    let right = |value: &f64| value.is_finite() && *value >= 0.0;
+    if !wire_s.iter().chain([&compute_s]).all(right) {
+        return Err(bad_argument("times must not be negative"));
+    }
+    let found = local::local_times(compute_s, &wire_s, sync_every, delay);
+    Ok((found.mean_s, found.longest_s))
 }

@@ -81,7 +81,9 @@ class LocalSteps:
                 )
         except ConfigError as found:
             error = found
-        facts = () if error is not None else [*options.items(), *_facts(model, schedule, layers), ("wire", str(self._wire))]
+        facts = (
+            () if error is not None else [*options.items(), *_facts(model, schedule, layers), ("wire", str(self._wire))]
+        )
         agree(running.engine, caller, facts, error)
         self.model = model
         self.inner = inner
