@@ -29,10 +29,9 @@ from penstock.coordinator import Placed
 from penstock.errors import ConfigError, PenstockError
 from penstock.lending import lent_to
 from penstock.lossy import LossyScheme
-from penstock.torch.gradients.bundle import Bundle
-from penstock.torch.model.flight import Flight
+from penstock.torch.gradients.landing import HostLanding, Landing, book_entry
 from penstock.torch.model.layers import Layer, Slot
-from penstock.torch.model.layout import SMALL_BYTES, same_order
+from penstock.torch.model.layout import same_order
 from penstock.torch.reads.safety import DeferredParameter, defer, restore
 from penstock.torch.release.failure import after_failure, tells_what_is_whole
 from penstock.torch.schemes.adam import OwnerDuties
@@ -108,7 +107,7 @@ class Gradients:
         self.id = (open_book or engine.open_book)(
             name,
             [layer.name for layer in layers],
-            [_entry(slot, *(fixed or {}).get(slot.layer.name, ("store", None))) for slot in slots]
+            [book_entry(slot, *(fixed or {}).get(slot.layer.name, ("store", None))) for slot in slots]
             + [
                 (f"{gather.scheme} of {gather.layer.name}", gather.layer.index, "bytes", gather.most_bytes, "gather")
                 for gather in self.gathers
@@ -116,7 +115,7 @@ class Gradients:
             + self.duties.entries(),
         )
         self.lent = lent_to(engine)
-        self.bundle = Bundle(engine, self.id, self.lent)
+        self.landing: Landing = HostLanding(engine, self.id)
         self.rebuilds = Rebuilds(engine, self.id)
         self.step = 0
         self.backwards = 0  # synchronising backwards so far; the running one included
@@ -136,8 +135,8 @@ class Gradients:
 
     def placements(self) -> dict[str, list[Placed]]:
         """By parameter, where the slices of its gradient live, as the engine's book says."""
-        placed = self.engine.placement(self.id)
-        return {slot.name: [Placed(*slice_) for slice_ in placed[slot.index]] for slot in self.slots}
+        placed = self.landing.placement()
+        return {slot.name: placed[slot.index] for slot in self.slots}
 
     # In
 
@@ -155,7 +154,7 @@ class Gradients:
     def put_away(self) -> None:
         """The job is over: nothing is in flight any more, and nothing will be. What was reads as ``None``."""
         self.closed, self._task = self.backwards, -1
-        self.bundle.empty()
+        self.landing.abandon()
         for gather in self.gathers:
             gather.abandon()
         with torch._C.DisableTorchFunctionSubclass():
@@ -210,7 +209,7 @@ class Gradients:
         # Everything that is looked up once per tensor and step is local here; this function is the cost per tensor.
         find_gradients, flight, swappable = weakref.ref(self), kept.flight, kept.swappable
         dtype, stride, index, nbytes = kept.dtype, kept.stride, kept.index, kept.nbytes
-        take_off, add, small = flight.take_off, self.bundle.add, kept.nbytes <= SMALL_BYTES
+        take_off, submit = flight.take_off, self.landing.submit_soon
         strided, ordinary = torch.strided, not kept.staged
 
         def after_accumulation(param: Tensor) -> None:
@@ -243,10 +242,7 @@ class Gradients:
                 grad, memory = gradients._private(gradients.slots[index], grad)
             take_off(grad, memory, gradients.backwards)
             try:
-                if small:
-                    add(index, memory, nbytes, flight, gradients.step)
-                else:
-                    gradients._submit(index, memory, nbytes, flight)
+                submit(index, memory, nbytes, flight, gradients.step)
             except PenstockError as error:
                 after_failure(gradients.engine, error)
                 raise
@@ -272,19 +268,6 @@ class Gradients:
         except PenstockError as error:
             after_failure(self.engine, error)
             raise
-
-    def _submit(self, index: int, memory: Tensor, nbytes: int, flight: Flight) -> None:
-        """Submit a gradient that flies already.
-
-        It may overtake those in the bundle: backward came to them first, so they are of later layers, and less urgent.
-        """
-        token = self.engine.submit(self.id, index, memory.data_ptr(), nbytes, "average", self.step, True)
-        self.lent.tensors[token] = memory
-        flight.submitted(token)
-
-    def _submit_bundle(self) -> None:
-        if self.bundle:
-            self.bundle.submit(self.step)
 
     def _private(self, slot: Slot, grad: Tensor) -> tuple[Tensor, Tensor]:
         """A gradient that lies like the parameter and that nothing else uses, and the memory to send."""
@@ -347,7 +330,7 @@ class Gradients:
         self.closed = self.backwards
         self._task = -1
         current = self.backwards
-        self._submit_bundle()
+        self.landing.flush(self.step)
         self._submit_gathers()
         for slot in self.slots:
             if slot.flight.backward != current:
@@ -412,12 +395,10 @@ class Gradients:
             assert grad is not None
             grad, memory = self._private(slot, grad)
             flight.take_off(grad, memory, self.backwards)
-            self._submit(slot.index, memory, slot.nbytes, flight)
+            self.landing.submit(slot, memory, self.step)
         else:
             memory = flight.memory_for_others(self.lent.holds, slot.empty)
-            submit = self.engine.submit_absent
-            token = submit(self.id, slot.index, memory.data_ptr(), slot.nbytes, "average", self.step, True)
-            self.lent.tensors[token] = memory
+            token = self.landing.submit_absent(slot, memory, self.step)
             flight.take_off_absent(token, memory, self.backwards, keeps=grad is not None)
         defer(slot)
 
@@ -451,9 +432,9 @@ class Gradients:
         flying = [slot for slot in slots if slot.flight.flying]
         if not flying:
             return
-        self._submit_bundle()
+        self.landing.flush(self.step)
         self.serve()
-        self.engine.wait(self.id, [slot.index for slot in flying if not slot.flight.gathered], released=True)
+        self.landing.wait([slot.index for slot in flying if not slot.flight.gathered], free=True)
         if self.gathers:
             # Contributions are copies: nobody need wait until they are sent. A layer's parameters travel together.
             self.engine.wait(self.id, list({slot.flight.number: None for slot in flying if slot.flight.gathered}))
@@ -467,9 +448,17 @@ class Gradients:
 
     def wait(self, slots: Sequence[Slot]) -> None:
         """Wait for the averages of these, all of which are in flight. The engine may still be sending from them."""
-        self._submit_bundle()
+        self.landing.flush(self.step)
         self.serve()
-        self.engine.wait(self.id, list({slot.flight.number: None for slot in slots}))
+        self.landing.wait(list({slot.flight.number: None for slot in slots}))
+
+    def arrived(self, numbers: Sequence[int]) -> Sequence[int]:
+        """Those of these, by flights' `number`, that are in memory. Does not wait.
+
+        Raises:
+            PenstockError: The job has failed.
+        """
+        return self.landing.arrived(numbers)
 
     def land(self, slot: Slot) -> Tensor | None:
         """The average, which is in memory. ``None`` where no rank contributed.
@@ -483,9 +472,9 @@ class Gradients:
         if gather is not None:
             average = gather.land(slot)
             return self._instead_of_own(slot, average) if flight.kept else average
+        self.landing.take(slot.index)
         if flight.absent:
-            _, (nbytes,) = self.lent.landed(self.id, [slot.index])
-            flight.land_absent(nbytes > 0)
+            flight.land_absent(self.landing.contributed(slot.index))
             return self._instead_of_own(slot, flight.grad) if flight.kept else flight.grad
         grad, memory = flight.grad, flight.memory
         assert grad is not None and memory is not None
@@ -522,7 +511,7 @@ class Gradients:
     def applied(self, slots: Iterable[Slot]) -> None:
         """The updates of these parameters are applied, with the averages that came last."""
         if self.engine.observed:
-            self.engine.applied(self.id, list({slot.flight.brought: None for slot in slots}))
+            self.landing.applied(list({slot.flight.brought: None for slot in slots}))
 
     def own(self, slots: Sequence[Slot]) -> None:
         """Let Python write ``.grad`` of these: replace it by a copy where the engine may still be sending from it."""
@@ -534,12 +523,6 @@ class Gradients:
             if grad is not None and grad is flight.memory and flight.token in lent:
                 slot.param.grad = grad.clone()
             flight.forget()
-
-
-def _entry(slot: Slot, route: str, wire: str | None) -> Any:
-    """What the book says of a parameter's gradient."""
-    entry = (slot.name, slot.layer.index, slot.code, slot.elems, route)
-    return (*entry, wire) if wire is not None and slot.code == "f32" else entry
 
 
 def _nested(frame: FrameType | None) -> bool:

@@ -293,7 +293,7 @@ class Updates(PatchedOptimizer):
         ahead, layers_per_look = iter(waiting), len(waiting) if everywhere else LAYERS_PER_LOOK
         while stride := list(itertools.islice(ahead, layers_per_look)):
             numbers = [slot.flight.number for layer in stride for slot in waiting[layer] if slot.flight.flying]
-            done = gradients.lent.landed(gradients.id, numbers, needed=True)[0] if numbers else ()
+            done = gradients.arrived(numbers) if numbers else ()
             left = set(numbers).difference(done)
             for layer in stride:
                 if left and any(slot.flight.flying and slot.flight.number in left for slot in waiting[layer]):
