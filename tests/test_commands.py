@@ -165,6 +165,8 @@ TABLE = {
     "penstock explain lab:vgg19 --workers 8": Run(),
     "penstock explain lab:vgg19 --workers 8 --servers 2": Run(),
     "penstock explain lab:vgg19 --workers 8 --per-host 4 --groups host": Run(),
+    "penstock explain lab:vgg19 --bandwidth-mbit 50 --mode diloco --sync-every 30 --wire int8": Run(),
+    "penstock explain lab:vgg19 --workers 4 --bandwidth-mbit 50 --mode diloco --sync-every 30 --wire int8": Run(),
     "penstock explain vgg19 --workers 8 --per-host 4 --groups host": Run(put=NO_TORCHVISION),
     "penstock explain MODEL --workers W --servers S": Run(put=MODEL | {" W ": " 4 ", " S": " 2"}),
     "penstock explain lab:vgg19 --workers 8 --policy paper": Run(),

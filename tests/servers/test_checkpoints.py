@@ -132,6 +132,7 @@ def meanwhile(rank, size, place):
     assert error.value.rank == 0
     whole_files._sync = sync
     trained(training, range(9, 12))
+    training[3].finish()
     again = started(place, "servers")
     assert again[3].load() == 12
     assert torch.equal(values(again), values(training))
