@@ -96,6 +96,13 @@ def test_updates_at_the_owners(size, tmp_path):
     run(size, tmp_path, GIVEN, start, *parts)
 
 
+def test_asynchronous_training(size, tmp_path):
+    start = "import penstock as ps\nps.init()\nbatches = [(x[i::8], dataset.tensors[1][i::8]) for i in range(8)] * 5\n"
+    (listing,) = listings("docs/asynchronous.md", '# Asynchronous training: `mode="async"`')
+    checks = 'assert ps.world_size() == 1 or ps.report()["asynchronous"]["model0"]["bound"] == 4\n'
+    run(size, tmp_path, GIVEN, start, listing, checks, "ps.barrier()", SAME_EVERYWHERE)
+
+
 TITLE_OF_LOCAL_UPDATES = "# Local updates: `ps.LocalSGD`, `ps.DiLoCo`, `ps.ElasticAveraging`"
 
 

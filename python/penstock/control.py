@@ -180,19 +180,19 @@ class OrderUpdates(Message):
 
     Attributes:
         book: Its number.
-        optimizer: Of all its tensors.
+        optimizers: By parameter group.
+        groups: By tensor, its group.
         factor: What gradients are multiplied by before.
-        tensors: How many the book has.
     """
 
     book: int
-    optimizer: Described
+    optimizers: Sequence[Described]
+    groups: Sequence[int]
     factor: float
-    tensors: int
 
     def carry_out(self, engine: Engine) -> None:
         """Say it to the engine."""
-        engine.order(self.book, [twin(self.optimizer)], [0] * self.tensors, self.factor)
+        engine.order(self.book, [twin(one) for one in self.optimizers], list(self.groups), self.factor)
 
 
 @dataclass(frozen=True)

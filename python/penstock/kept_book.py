@@ -61,15 +61,15 @@ class KeptBook:
         """
         self._servers.say(Proceed(self._number, step, optimizers, groups, factor, in_advance))
 
-    def order(self, optimizer: Described, tensors: int, factor: float) -> None:
+    def order(self, optimizers: Sequence[Described], groups: Sequence[int], factor: float) -> None:
         """Let the owners update all tensors whenever a round is complete, until another order.
 
         Args:
-            optimizer: Of all of them.
-            tensors: How many the book has.
+            optimizers: By parameter group.
+            groups: By tensor.
             factor: What gradients are multiplied by before.
         """
-        self._servers.say(OrderUpdates(self._number, optimizer, factor, tensors))
+        self._servers.say(OrderUpdates(self._number, optimizers, groups, factor))
 
     def discard(self, step: int) -> None:
         """As `proceed`, but the step is not made."""

@@ -69,7 +69,7 @@ def test_before_init_and_after_shutdown_say_what_to_do(engine):
     ps.init()
     assert (ps.rank(), ps.world_size()) == (0, 1)
     chosen = {"groups": [], "groups_reason": "none asked for", "line_rate_source": "assumed"}
-    assert ps.report() == {"rank": 0, "size": 1, "lossy": {}, "local_updates": [], **chosen}
+    assert ps.report() == {"rank": 0, "size": 1, "lossy": {}, "asynchronous": {}, "local_updates": [], **chosen}
     ps.shutdown()
     ps.shutdown()
     with pytest.raises(ps.ConfigError, match=r"after penstock\.shutdown"):

@@ -1,4 +1,4 @@
-"""A worker's program: local updates, whose common values and outer optimizer servers have.
+"""A worker's program: local updates, whose common values and outer optimizer servers have, and asynchronous training.
 
     local_updates.py DIRECTORY
 
@@ -36,6 +36,33 @@ def streaming():
     return ps.DiLoCo(model, inner, outer, 6, fragments=3, fragment_sync_delay=1, fragment_update_alpha=0.25)
 
 
+def in_turn(learn_once):
+    """For the same bits in every run."""
+    for step in range(4):
+        for rank in range(ps.world_size()):
+            if rank == ps.rank():
+                learn_once(step)
+            ps.barrier()
+
+
+def asynchronous():
+    """Parameters that owners have updated by one gradient after the other."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ps.distribute(model, optimizer, mode="async", staleness=3)
+
+    def learn_once(step):
+        x = torch.randn(8, 20, generator=torch.Generator().manual_seed(1000 * step + ps.rank()))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ps.synchronize(model)
+
+    in_turn(learn_once)
+    assert all(int(state["step"]) == 4 * ps.world_size() for state in optimizer.state_dict()["state"].values())
+    return [param.detach().numpy().tobytes() for param in model.parameters()]
+
+
 def main(directory):
     ps.init(slice_bytes=8192, operation_timeout_s=60)
     torch.set_num_threads(1)
@@ -50,16 +77,14 @@ def main(directory):
     learn(averaged, 0, 4)
     model = network()
     drawn = ps.ElasticAveraging(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
-    for step in range(4):
-        for rank in range(ps.world_size()):  # in turn, for the same bits in every run
-            if rank == ps.rank():
-                learn(drawn, step, step + 1)
-            ps.barrier()
+    in_turn(lambda step: learn(drawn, step, step + 1))
     drawn.synchronize()
     every = [one.model.state_dict().values() for one in (again, averaged, drawn)]
     values = [value.numpy().tobytes() for one in every for value in one]
     copied = 4 * sum(value.nbytes for value in model.state_dict().values())  # rank 0's, to begin with
-    told = {"copied": copied, "bits": hashlib.sha256(b"".join(values)).hexdigest(), "owned": ps.report()["owned_bytes"]}
+    owned = ps.report()["owned_bytes"]
+    values += asynchronous()
+    told = {"copied": copied, "bits": hashlib.sha256(b"".join(values)).hexdigest(), "owned": owned}
     (Path(directory) / f"result-{ps.rank()}").write_text(json.dumps(told))
     ps.shutdown()
 

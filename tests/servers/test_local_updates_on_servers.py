@@ -1,4 +1,4 @@
-"""Local updates with servers apart: programs are the same, and so are the bits."""
+"""Local updates and asynchronous training with servers apart: programs are the same, and so are the bits."""
 
 from pathlib import Path
 

@@ -133,7 +133,7 @@ def bring(job: Job, keys: Sequence[StoredKey], optimizer: NamedOptimizer | None)
 
 def order(job: Job, book: int, tensors: int, optimizer: NamedOptimizer) -> None:
     """Let the owners of a book update so from now on. All ranks call it at the same point, when all is answered."""
-    _book(job, book).order(optimizer.described(), tensors, optimizer.rescale)
+    _book(job, book).order([optimizer.described()], [0] * tensors, optimizer.rescale)
 
 
 def _book(job: Job, number: int) -> KeptBook:

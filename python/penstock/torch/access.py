@@ -10,8 +10,17 @@ from torch.optim import Optimizer
 from penstock import job
 from penstock.errors import ConfigError
 from penstock.torch.distribute import Distributed, model_of, models_of
+from penstock.torch.updates.asynchronous import AsyncUpdates
 
-__all__ = ["distributed_for", "distributed_here", "finish_all", "lossy_here", "no_sync", "synchronize"]
+__all__ = [
+    "asynchronous_here",
+    "distributed_for",
+    "distributed_here",
+    "finish_all",
+    "lossy_here",
+    "no_sync",
+    "synchronize",
+]
 
 
 def distributed_here() -> list[Distributed]:
@@ -22,6 +31,20 @@ def distributed_here() -> list[Distributed]:
 def lossy_here() -> dict[str, str]:
     """The lossy layers of this job, and their schemes."""
     return {name: scheme for distributed in distributed_here() for name, scheme in distributed.lossy_layers().items()}
+
+
+def asynchronous_here() -> dict[str, dict[str, object]]:
+    """The models of this job that are trained asynchronously, and what became of that so far."""
+    return {
+        distributed.name: {
+            "results": "not those of synchronous training",
+            "bound": distributed.staleness,
+            "staleness": update.report(),
+        }
+        for distributed in distributed_here()
+        for update in distributed.updates
+        if isinstance(update, AsyncUpdates)
+    }
 
 
 def distributed_for(target: nn.Module | Optimizer) -> Distributed | None:
@@ -37,7 +60,8 @@ def synchronize(target: nn.Module | Optimizer | None = None) -> None:
 
     Needed only before using gradients or parameters through references that were made earlier, and by models without
     an optimizer before the update. After ``backward`` and before ``step`` it makes gradients final, so that they can be
-    clipped or edited; after ``step`` it also applies the updates.
+    clipped or edited; after ``step`` it also applies the updates. With ``mode="async"`` it gets the parameters as their
+    owners have them now; in a job with groups the ranks of a group call it alike.
 
     Args:
         target: A distributed model or its optimizer; by default everything.
@@ -57,11 +81,18 @@ def synchronize(target: nn.Module | Optimizer | None = None) -> None:
         return
     if target is None:
         for distributed in distributed_here():
-            distributed.synchronize()
+            _synchronize(distributed)
         return
     found = distributed_for(target)
     if found is not None:
-        found.synchronize()
+        _synchronize(found)
+
+
+def _synchronize(distributed: Distributed) -> None:
+    distributed.synchronize()
+    for update in distributed.updates:
+        if isinstance(update, AsyncUpdates):
+            update.refresh()
 
 
 def finish_all() -> None:

@@ -34,7 +34,7 @@ def distribute_alone(
     schemes: Schemes | str | None,
     engine: Engine,
     *,
-    at_owners: bool,
+    at_owners: str | None,
     whole_steps: bool,
 ) -> None:
     """What `distribute` does in a job of one process.
@@ -45,7 +45,7 @@ def distribute_alone(
         optimizers: Its optimizers.
         schemes: As in `distribute`.
         engine: That of the job.
-        at_owners: Whether several ranks would let owners update.
+        at_owners: The argument by which several ranks would let owners update.
         whole_steps: The option of that name.
 
     Raises:
@@ -64,9 +64,9 @@ def distribute_alone(
     params = [[slot.param for slot in layer.slots] for layer in layers]
     names = [layer.name for layer in layers]
     asked = as_asked(names, modules, survey(given, modules), patterns, params)
-    if at_owners:
-        schemes_of = [Terms(one).scheme for one in asked]
-        check_kept(slots, optimizers, dict(zip(names, schemes_of, strict=True)), whole_steps=whole_steps)
+    if at_owners is not None:
+        schemes_of = dict(zip(names, [Terms(one).scheme for one in asked], strict=True))
+        check_kept(slots, optimizers, schemes_of, how=at_owners, whole_steps=whole_steps)
     residuals.refuse_momentum_of_nobody(patterns)
     enroll(model, engine)
     given.no_sync = nullcontext

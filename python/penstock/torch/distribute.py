@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -51,9 +51,10 @@ from penstock.torch.schemes import residuals
 from penstock.torch.schemes.factors import numerics
 from penstock.torch.schemes.pairs import EmbeddingPairs, only_scheme
 from penstock.torch.schemes.survey import Schemes, as_asked, common_reason, gather_scheme, survey
-from penstock.torch.updates.in_backward import BackwardUpdates
+from penstock.torch.updates.asynchronous import AsyncUpdates, check_norms
+from penstock.torch.updates.kinds import AT_OWNERS, Kind, Mode, Update, kind_of
 from penstock.torch.updates.optimizer import Updates
-from penstock.torch.updates.owners import OwnerUpdates, check_kept
+from penstock.torch.updates.owners import check_kept
 from penstock.torch.updates.patching import PatchedOptimizer
 
 if TYPE_CHECKING:
@@ -67,8 +68,6 @@ __all__ = [
     "models_of",
 ]
 
-Update = Literal["workers", "servers", "servers-in-backward"]
-_AT_OWNERS = {kind.option: kind for kind in (OwnerUpdates, BackwardUpdates)}
 ModelT = TypeVar("ModelT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -93,7 +92,8 @@ class Distributed:
         given: The model or its wrapper, as the program has it.
         servers: Those of the job, if there are some, and the groups of its workers.
         hosts: As `Cluster.hosts`.
-        update: As in `distribute`.
+        update: As in `distribute`, or ``async``.
+        staleness: As in `distribute`.
 
     Attributes:
         terms: By name of the layer, what is fixed of its scheme.
@@ -118,9 +118,11 @@ class Distributed:
         given: nn.Module | None = None,
         servers: Servers | None = None,
         hosts: tuple[int, ...] = (),
-        update: Update = "workers",
+        update: Kind = "workers",
+        staleness: int | None = None,
     ) -> None:
-        at_owners = update != "workers"
+        at_owners, asynchronous = update != "workers", update == AsyncUpdates.option
+        self.staleness = staleness
         self.engine = engine
         self.servers = Servers(engine, rank, options.world_size, 0) if servers is None else servers
         self.hosts = hosts
@@ -136,7 +138,12 @@ class Distributed:
         for optimizer in optimizers:
             self.check_optimizer(optimizer)
         automatic = schemes == "auto"
-        arguments = {"broadcast_buffers": broadcast_buffers, 'schemes="auto"': automatic, "update": update}
+        arguments = {
+            "broadcast_buffers": broadcast_buffers,
+            'schemes="auto"': automatic,
+            "update": update,
+            "staleness": staleness,
+        }
         self._tensors = fingerprint(model, optimizers, self.slots, arguments)
         check_same_model(engine.all_gather("penstock.distribute", self._tensors))
         origins = engine.all_gather("penstock.distribute", origin_of(model))
@@ -156,7 +163,9 @@ class Distributed:
         patterns: Schemes = {} if schemes is None or isinstance(schemes, str) else schemes
         rows, lossy = self._agree_on_schemes(model if given is None else given, patterns, automatic=automatic)
         if at_owners:
-            rows, lossy, automatic = self._only_whole(optimizers)
+            rows, lossy, automatic = self._only_whole(optimizers, AT_OWNERS[update].how)
+        if asynchronous:
+            check_norms(model)
         self.ranks = ranks = options.world_size
         self._automatic = automatic
         if self._automatic and options.collective_schemes:
@@ -175,7 +184,13 @@ class Distributed:
             lossy,
             ranks,
             fixed,
-            partial(self.servers.open_book, fold="updated" if at_owners else "fresh", in_groups=True),
+            partial(
+                self.servers.open_book,
+                fold="updated" if at_owners else "fresh",
+                one_by_one=asynchronous,
+                staleness=staleness,
+                in_groups=True,
+            ),
         )
         self.servers.check_that_all_own(self.gradients.id, f"{name}.gradients")
         self.gathers = {gather.layer.name: gather for gather in self.gradients.rows}
@@ -189,13 +204,14 @@ class Distributed:
             [Updates(self, one) for one in optimizers]
             if not at_owners
             else [
-                _AT_OWNERS[update](self, one, KeptBook(engine, self.servers, rank, self.gradients.id))
+                AT_OWNERS[update](self, one, KeptBook(engine, self.servers, rank, self.gradients.id))
                 for one in optimizers
             ]
         )
-        self.drift = Drift(
-            engine, model, optimizers, self.finish, rank=rank, ranks=ranks, name=name, every=options.check_every
-        )
+        every = 0 if asynchronous else options.check_every
+        self.drift = Drift(engine, model, optimizers, self.finish, rank=rank, ranks=ranks, name=name, every=every)
+        if asynchronous:
+            self.choice.rest()
         if not self.updates:
             self.gradients.begin_step = self.drift.before_step
         self._step_is_new = False  # no forward since the last step
@@ -300,10 +316,10 @@ class Distributed:
                 rows.append((layer, module, one if one is not None and WAYS[one].sends_rows else scheme))
         return rows, lossy
 
-    def _only_whole(self, optimizers: Sequence[Optimizer]) -> tuple[list[Any], list[Any], bool]:
+    def _only_whole(self, optimizers: Sequence[Optimizer], how: str) -> tuple[list[Any], list[Any], bool]:
         """Owners that update need gradients whole: no layer sends anything else, and there is nothing to choose."""
         schemes = {name: terms.scheme for name, terms in self.terms.items()}
-        check_kept(self.slots, optimizers, schemes, whole_steps=self.whole_steps)
+        check_kept(self.slots, optimizers, schemes, how=how, whole_steps=self.whole_steps)
         self.why_whole = {layer.name: "its owners update it, from the whole gradient" for layer in self.layers}
         return [], [], False
 
@@ -484,9 +500,9 @@ class Distributed:
         """
         if self.gradients.drop is not None:
             raise ConfigError(
-                f'penstock: with update="servers" gradients are at the servers between backward and step, and .grad of '
-                f"{slot.name} cannot be read. Clip by penstock.clip_grad_norm_(model.parameters(), max_norm), scale "
-                "the loss by penstock.GradScaler",
+                f"penstock: with {self.updates[0].how} gradients are at the servers between backward and step, and "
+                f".grad of {slot.name} cannot be read. Clip by penstock.clip_grad_norm_(model.parameters(), max_norm), "
+                "scale the loss by penstock.GradScaler",
                 layer=slot.layer.name,
                 step=self.gradients.step,
             )
@@ -524,6 +540,8 @@ def distribute(
     broadcast_buffers: bool | None = None,
     schemes: Schemes | str | None = None,
     update: Update = "workers",
+    mode: Mode = "sync",
+    staleness: int | None = None,
 ) -> tuple[ModelT, None]: ...
 @overload
 def distribute(
@@ -533,6 +551,8 @@ def distribute(
     broadcast_buffers: bool | None = None,
     schemes: Schemes | str | None = None,
     update: Update = "workers",
+    mode: Mode = "sync",
+    staleness: int | None = None,
 ) -> tuple[ModelT, OptimizerT]: ...
 @overload
 def distribute(
@@ -542,6 +562,8 @@ def distribute(
     broadcast_buffers: bool | None = None,
     schemes: Schemes | str | None = None,
     update: Update = "workers",
+    mode: Mode = "sync",
+    staleness: int | None = None,
 ) -> tuple[ModelT, Sequence[Optimizer]]: ...
 def distribute(
     model: Any,
@@ -550,6 +572,8 @@ def distribute(
     broadcast_buffers: bool | None = None,
     schemes: Schemes | str | None = None,
     update: Update = "workers",
+    mode: Mode = "sync",
+    staleness: int | None = None,
 ) -> tuple[Any, Any]:
     """Make a model train on all ranks as one: the same two objects come back and are used as before. Collective.
 
@@ -596,6 +620,12 @@ def distribute(
             read between backward and `step`, and is None after it; see docs/servers.md. ``"servers-in-backward"``: the
             same, but owners update while backward runs, which hides the way back: the optimizer's options are those
             when backward begins, every backward is followed by `step`, and nothing is clipped or scaled.
+        mode: ``"async"``: no rank waits for another, and *results are not those of synchronous training*; they depend
+            on who is fast. Owners update as with ``update="servers-in-backward"``, but by each rank's gradient when it
+            comes, and a rank waits for its own answers only; see docs/asynchronous.md. Where the job has groups each is
+            one such client. A whole step of the optimizer for each client's gradient: MXNET-MPI's ASGD (its figure 7).
+        staleness: With ``mode="async"``: a rank that is more than so many steps ahead of the slowest waits for it.
+            Without, nobody does.
 
     Returns:
         ``(model, optimizer)``, the objects that were given.
@@ -603,7 +633,8 @@ def distribute(
     Raises:
         ConfigError: The model is on a GPU, or distributed already, or the optimizer holds parameters of another model,
             or a pattern of `schemes` matches no layer that can use what it says, or the optimizer, an option of it,
-            a parameter or a scheme is none for ``update="servers"``.
+            a parameter or a scheme is none for ``update="servers"``; or another argument does not go with
+            ``mode="async"``.
         ModelMismatch: Ranks have different models; the message names the first tensor that differs and both ranks.
         PeerLost: A rank was lost meanwhile.
         Timeout: A rank did not call this in time.
@@ -612,11 +643,10 @@ def distribute(
         >>> model, optimizer = ps.distribute(model, torch.optim.AdamW(model.parameters()))
         >>> model, optimizer = ps.distribute(model, optimizer, schemes={"classifier.*": "factors", "*": "store"})
         >>> model, optimizer = ps.distribute(model, optimizer, update="servers")
+        >>> model, optimizer = ps.distribute(model, optimizer, mode="async", staleness=4)
     """
     running = job.current("distribute")
-    if update != "workers" and update not in _AT_OWNERS:
-        expected = ", ".join(f'"{name}"' for name in ("workers", *_AT_OWNERS))
-        raise ConfigError(f"penstock.distribute: update={update!r}: expected one of {expected}")
+    kind = kind_of(update, mode, staleness, broadcast_buffers)
     if isinstance(schemes, str) and schemes != "auto":
         raise ConfigError(
             f'penstock.distribute: schemes={schemes!r}: expected "auto", None, or a dictionary such as '
@@ -626,13 +656,19 @@ def distribute(
     optimizers = optimizers_in(optimizer)
     inner = getattr(model, "_orig_mod", model)  # torch.compile's wrapper has no parameters of its own
     if running.world_size == 1:
-        at_owners, whole_steps = update != "workers", running.options.whole_steps
+        at_owners = AT_OWNERS[kind].how if kind in AT_OWNERS else None
         distribute_alone(
-            model, inner, optimizers, schemes, running.engine, at_owners=at_owners, whole_steps=whole_steps
+            model,
+            inner,
+            optimizers,
+            schemes,
+            running.engine,
+            at_owners=at_owners,
+            whole_steps=running.options.whole_steps,
         )
         return model, optimizer
     if broadcast_buffers is None:
-        broadcast_buffers = running.options.broadcast_buffers
+        broadcast_buffers = running.options.broadcast_buffers and mode == "sync"
     patches.forget_compiled()
     try:
         Distributed(
@@ -647,7 +683,8 @@ def distribute(
             given=model,
             servers=running.servers,
             hosts=running.hosts,
-            update=update,
+            update=kind,
+            staleness=staleness,
         )  # the hooks on the model keep it
     except BaseException:
         if not any(distributed_of(param) is not None for param in inner.parameters()):

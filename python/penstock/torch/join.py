@@ -35,7 +35,7 @@ def join() -> Iterator[None]:
     the program's. If the block raises, the exception passes and the job fails on all ranks.
 
     Raises:
-        ConfigError: Layers use ``adam``, or a model has ``update="servers"``: their owners are needed to the end.
+        ConfigError: Layers use ``adam``, or owners update a model: they are needed to the end.
         PeerLost: A rank was lost.
         Timeout: A rank has not left, and for ``operation_timeout_s`` data has moved at no rank.
 
@@ -51,8 +51,9 @@ def join() -> Iterator[None]:
         for distributed in distributed_here():
             if distributed.gradients.drop is not None:
                 raise ConfigError(
-                    f'penstock.join: {distributed.name} is distributed with update="servers", and who owns parts of it '
-                    "is needed to the end. Give all ranks the same number of batches, or let the workers update"
+                    f"penstock.join: {distributed.name} is distributed with {distributed.updates[0].how}, and who owns "
+                    "parts of it is needed to the end. Give all ranks the same number of batches, or let the workers "
+                    "update"
                 )
     yield
     if running.world_size == 1:

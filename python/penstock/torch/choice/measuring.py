@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -262,6 +263,11 @@ class Choice:
     def schemes(self) -> dict[str, str]:
         """What the layers that can send rows use now."""
         return {name: self.coordinator.best_scheme(name) for name in self._names}
+
+    def rest(self) -> None:
+        """Nothing is measured, and nothing chosen: ranks are at different steps."""
+        self._step = sys.maxsize
+        self._count(False)
 
     def settle(self) -> None:
         """Wait for facts on their way, before this rank leaves; what the others decide of them it adopts later."""

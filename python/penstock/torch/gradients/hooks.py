@@ -129,6 +129,8 @@ class Gradients:
         self.drop: Drop | None = None
         # Where they update in backward, the word is said by this when one begins.
         self.on_backward: Callable[[], None] | None = None
+        # Where nobody waits for others, what is frozen need not be asked for.
+        self.frozen_take_part = True
         self._task = -1  # the autograd graph task seen last
         self._handles: list[RemovableHandle] = []
         self._unswapped = [slot for slot in slots if not slot.swappable]
@@ -389,6 +391,9 @@ class Gradients:
         if slot.is_busy:
             self.clear_for_accumulation(slot)
         param, flight = slot.param, slot.flight
+        if not (param.requires_grad or self.frozen_take_part):
+            flight.stay(self.backwards)
+            return
         grad = param.grad
         contributes = grad is not None and param.requires_grad and (flight.dirty or leftover)
         if contributes:

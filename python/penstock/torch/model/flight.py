@@ -124,6 +124,11 @@ class Flight:
         self.dirty = False
         self.backward = now
 
+    def stay(self, now: int) -> None:
+        """This rank takes no part in backward `now`, not even as absent."""
+        self.absent, self.flying, self.assigned, self.kept = True, False, False, False
+        self.backward = now
+
     def take_off_gathered(self, token: int, number: int, now: int) -> None:
         """The gather of its layer is submitted, which tensor `number` of the book brings back."""
         self.token, self.number = token, number

@@ -34,6 +34,7 @@ class BackwardUpdates(OwnerUpdates):
     """
 
     option: ClassVar[str] = "servers-in-backward"
+    how: ClassVar[str] = 'update="servers-in-backward"'
 
     def __init__(self, distributed: Trained, optimizer: Optimizer, book: KeptBook) -> None:
         self._said: tuple[list[Described], list[int]] = [], []  # by group its options, by number of the slot its group
@@ -75,7 +76,7 @@ class BackwardUpdates(OwnerUpdates):
     def _too_late(self, what: str) -> ConfigError:
         gradients = self._gradients
         return ConfigError(
-            f'penstock: with update="{self.option}" owners update while backward runs, and since it began {what}. '
+            f"penstock: with {self.how} owners update while backward runs, and since it began {what}. "
             'Do that before backward or after step, or use update="servers"',
             rank=gradients.rank,
             step=gradients.step,

@@ -34,7 +34,12 @@ __all__ = ["OwnerUpdates", "check_kept"]
 
 
 def check_kept(
-    slots: Sequence[Slot], optimizers: Sequence[Optimizer], schemes: Mapping[str, str | None], *, whole_steps: bool
+    slots: Sequence[Slot],
+    optimizers: Sequence[Optimizer],
+    schemes: Mapping[str, str | None],
+    *,
+    how: str,
+    whole_steps: bool,
 ) -> None:
     """Refuse what owners cannot update, before anything is opened: the same on every rank.
 
@@ -42,15 +47,20 @@ def check_kept(
         slots: The model's parameters.
         optimizers: As given to `penstock.distribute`.
         schemes: By layer, what is given; none: the store.
+        how: The argument that asks for it.
         whole_steps: The option of that name.
 
     Raises:
         ConfigError: Naming what it is.
     """
+
+    def refused(why: str, layer: str | None = None) -> ConfigError:
+        return ConfigError(f"penstock.distribute: {how} {why}", layer=layer)
+
     if whole_steps:
-        raise _refused("and the option whole_steps exclude each other: what is lost with an owner cannot be given back")
+        raise refused("and the option whole_steps exclude each other: what is lost with an owner cannot be given back")
     if len(optimizers) != 1:
-        raise _refused(f"takes one optimizer, and was given {len(optimizers)}")
+        raise refused(f"takes one optimizer, and was given {len(optimizers)}")
     optimizer = optimizers[0]
     for group in optimizer.param_groups:
         described(optimizer, group)
@@ -59,21 +69,17 @@ def check_kept(
     for slot in slots:
         param, name, layer = slot.param, slot.name, slot.layer.name
         if param.dtype not in (torch.float32, torch.float64):
-            raise _refused(f"updates float32 and float64, and {name} is {param.dtype}", layer)
+            raise refused(f"updates float32 and float64, and {name} is {param.dtype}", layer)
         if schemes[layer] not in (None, *fits):
-            raise _refused(
+            raise refused(
                 f"needs whole gradients at the owners, by {', '.join(fits)}; {layer} is given {schemes[layer]}",
                 layer,
             )
         start, others = param.data_ptr(), memory.setdefault(param.untyped_storage().data_ptr(), [])
         for begin, end, other in others:
             if start < end and begin < start + slot.nbytes:
-                raise _refused(f"keeps one value for each parameter, and {name} and {other} share memory", layer)
+                raise refused(f"keeps one value for each parameter, and {name} and {other} share memory", layer)
         others.append((start, start + slot.nbytes, name))
-
-
-def _refused(why: str, layer: str | None = None) -> ConfigError:
-    return ConfigError(f'penstock.distribute: update="servers" {why}', layer=layer)
 
 
 class OwnerUpdates(PatchedOptimizer):
@@ -87,6 +93,9 @@ class OwnerUpdates(PatchedOptimizer):
 
     option: ClassVar[str] = "servers"
     """Its name in `penstock.distribute`."""
+    how: ClassVar[str] = 'update="servers"'
+    lends: ClassVar[bool] = True
+    """Whether an owner that is a worker may read the value in its model."""
 
     def __init__(self, distributed: Trained, optimizer: Optimizer, book: KeptBook) -> None:
         super().__init__(distributed, optimizer)
@@ -128,8 +137,8 @@ class OwnerUpdates(PatchedOptimizer):
         self._distributed.ending.raise_if_lost()
         if closure is not None or args or kwargs:
             raise ConfigError(
-                'penstock: with update="servers" step takes no closure and no arguments: gradients are at the servers, '
-                "and cannot be evaluated again"
+                f"penstock: with {self.how} step takes no closure and no arguments: gradients are at the servers, and "
+                "cannot be evaluated again"
             )
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
         self._distributed.before_step()
@@ -173,8 +182,9 @@ class OwnerUpdates(PatchedOptimizer):
             slot.param.grad = None
             slot.flight.leave_to_caller()
         for slot in gradients.slots:
-            slot.pending.take(self)
-            self._waiting.setdefault(slot.layer, []).append(slot)
+            if slot.flight.flying:
+                slot.pending.take(self)
+                self._waiting.setdefault(slot.layer, []).append(slot)
         self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[0].place))
         self._taken = list(self._waiting)
         # A graph made before this step must not be used after it: say so at the time the plain optimizer would.
@@ -207,17 +217,18 @@ class OwnerUpdates(PatchedOptimizer):
     def _error(self, what: str, slot: Slot, *, before: int = 0) -> ConfigError:
         """Of this step, or of one so many before it."""
         rank, step = self._gradients.rank, self._gradients.step - before
-        return ConfigError(
-            f'penstock: with update="{self.option}" {slot.name} {what}', rank=rank, layer=slot.layer.name, step=step
-        )
+        return ConfigError(f"penstock: with {self.how} {slot.name} {what}", rank=rank, layer=slot.layer.name, step=step)
 
     def _follow_changes(self) -> None:
         """What the program has written into parameters (load_state_dict) goes to owners that do not read it there."""
         for slot in self._gradients.slots:
-            address, version = self._given[slot.index]
-            moved = slot.param.data_ptr() != address
-            if moved or (slot.param._version != version and slot.index not in self._lent):
+            if self._is_changed(slot):
                 self._give_value(slot)
+
+    def _is_changed(self, slot: Slot) -> bool:
+        address, version = self._given[slot.index]
+        moved = slot.param.data_ptr() != address
+        return moved or (slot.param._version != version and slot.index not in self._lent)
 
     @tells_what_is_whole
     def drop(self, *, adding: bool) -> None:
@@ -362,7 +373,7 @@ class OwnerUpdates(PatchedOptimizer):
         )
         if missing is not None:
             raise ConfigError(
-                f'{caller}: with update="servers" all parameters of the optimizer are multiplied by one number, and '
+                f"{caller}: with {self.how} all parameters of the optimizer are multiplied by one number, and "
                 f"{missing.name} is not among those given",
                 layer=missing.layer.name,
             )
@@ -383,7 +394,7 @@ class OwnerUpdates(PatchedOptimizer):
     def _give(self, slot: Slot, states: Sequence[Tensor] | None = None, updates: int | None = None) -> None:
         """The owners take this parameter: who is one itself reads it where it is, if it is laid out as the book is."""
         param = slot.param
-        lent = self._book.is_here and not slot.staged and param.stride() == slot.stride
+        lent = self.lends and self._book.is_here and not slot.staged and param.stride() == slot.stride
         value = self._flat(param.detach()) if lent else self._memory(slot, param)
         lent = self._book.keep(slot.index, slot.nbytes, value, states, updates, lent=lent)
         (self._lent.add if lent else self._lent.discard)(slot.index)
@@ -405,11 +416,15 @@ class OwnerUpdates(PatchedOptimizer):
                 if states and len(states) < len(names):
                     raise self._error(f"has some of the states {', '.join(names)}, and not all", slot)
                 fields = [self._memory(slot, one) for one in states] if updates else []
+                self._begins_with(slot, updates)
                 if values or slot.index in self._lent:
                     self._give(slot, fields, updates)
                 else:
                     self._book.keep(slot.index, slot.nbytes, None, fields, updates)
         optimizer.state.clear()
+
+    def _begins_with(self, slot: Slot, updates: int) -> None:
+        """The owners have made so many updates of it."""
 
     def _twin(self, slot: Slot) -> Any:
         groups = self.optimizer.param_groups

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -75,6 +75,8 @@ class PatchedOptimizer(ABC):
     """
 
     log: StepLog | None = None
+    how: ClassVar[str] = 'update="workers"'
+    """The argument of `penstock.distribute` that has asked for it."""
 
     def __init__(self, distributed: Trained, optimizer: Optimizer) -> None:
         self._distributed = distributed
