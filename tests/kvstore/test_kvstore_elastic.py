@@ -50,11 +50,6 @@ def exchanged(rank, size):
     return state["values"]["w"].tobytes()
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_value_is_exchanged_for_the_one_before(size, tmp_path):
-    assert len(set(run_well(size, exchanged, tmp_path, slice_bytes=65536))) == 1
-
-
 def counted(rank, size):
     """Members give different numbers: the client's is their average, and all of it get the same."""
     kv = ps.KVStore("async")
@@ -99,12 +94,8 @@ def changed(rank, size):
     assert (mine == -1 - size).all(), mine
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_optimizers_may_change(size, tmp_path):
-    run_well(size, changed, tmp_path)
-
-
 def refusals(rank, size):
+    """What cannot be is refused at the call."""
     kv = ps.KVStore("sync")
     kv.init("w", torch.zeros(5))
     with pytest.raises(ps.ConfigError, match=r"key 'w': ElasticAverage is for stores of kind 'async'"):
@@ -124,5 +115,12 @@ def refusals(rank, size):
     kv.push("w", torch.zeros(5)).wait()
 
 
-def test_what_cannot_be_is_refused(tmp_path):
-    run_well(1, refusals, tmp_path)
+def in_one_job(rank, size):
+    changed(rank, size)
+    refusals(rank, size)
+    return exchanged(rank, size)
+
+
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_a_value_is_exchanged_for_the_one_before(size, tmp_path):
+    assert len(set(run_well(size, in_one_job, tmp_path, slice_bytes=65536))) == 1

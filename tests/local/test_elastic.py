@@ -21,6 +21,7 @@ class Quadratic(nn.Module):
 
     def __init__(self, rank):
         super().__init__()
+        torch.set_num_threads(1)  # ranks share processors
         self.x = nn.Parameter(torch.linspace(-1, 1, 7, dtype=torch.float64) * (rank + 1))  # rank 0's counts
         self.point = point(rank)
 
@@ -104,7 +105,7 @@ def as_list(rank, size, function, *arguments):
     ("clients", "groups"),
     [
         pytest.param([[0]], None, marks=pytest.mark.long),
-        ([[0], [1], [2]], None),
+        pytest.param([[0], [1], [2]], None, marks=pytest.mark.long),
         ([[0], [1, 2]], [[0], [1, 2]]),
         pytest.param([[0, 1], [2, 3]], [[0, 1], [2, 3]], marks=pytest.mark.long),
     ],
@@ -166,11 +167,8 @@ def identities(rank, size):
     )  # what one gains the other loses
 
 
-def test_identities(tmp_path):
-    run_well(2, identities, tmp_path)
-
-
 def ahead(rank, size, met):
+    """A slow rank holds nobody up."""
     optimizer = made(rank, every=1)
     train(optimizer, 1)
     if rank == 0:
@@ -180,10 +178,6 @@ def ahead(rank, size, met):
         train(optimizer, 1)
     ps.barrier()
     assert optimizer.state_dict()["common"]["updates"] == {"x": 8}
-
-
-def test_a_slow_rank_holds_nobody_up(tmp_path):
-    run_well(2, ahead, tmp_path, barrier(2))
 
 
 # Any model
@@ -215,6 +209,7 @@ def bits(model):
 
 
 def resumed(rank, size):
+    """A state goes on with the same bits."""
     whole = of_network(rank)
     learn(whole, rank, 0, 6)
     torch.save(whole.state_dict(), file := io.BytesIO())
@@ -231,11 +226,6 @@ def resumed(rank, size):
         optimizer.synchronize()  # both have met the centre after their last step
     assert bits(again.model) == bits(whole.model)
     return file.getvalue()
-
-
-def test_a_state_goes_on_with_the_same_bits_and_with_another_number_of_ranks(tmp_path):
-    results = run_well(2, resumed, tmp_path)
-    run_well(1, alone, tmp_path, results[1])
 
 
 def alone(rank, size, saved):
@@ -281,6 +271,7 @@ def test_gradients_that_only_some_ranks_of_a_group_have(tmp_path):
 
 
 def refusals(rank, size):
+    """What cannot be is refused at the call."""
     model = Quadratic(0)
     inner = torch.optim.SGD(model.parameters(), lr=LR)
 
@@ -306,10 +297,6 @@ def refusals(rank, size):
         optimizer.load_state_dict({})
 
 
-def test_what_cannot_be_is_refused_at_the_call(tmp_path):
-    run_well(2, refusals, tmp_path)
-
-
 def spoils(weight, after):
     """A hook that makes one number of a parameter none, after so many steps."""
     steps = itertools.count(1)
@@ -323,6 +310,7 @@ def spoils(weight, after):
 
 
 def not_finite(rank, size):
+    """It is named where it is, and does not spread."""
     optimizer = of_network(0)
     if rank == 1:
         optimizer.inner.register_step_post_hook(spoils(optimizer.model[3].weight, 8))
@@ -343,8 +331,17 @@ def not_finite(rank, size):
     assert all(torch.isfinite(value).all() for value in common["values"].values()), "it has not spread"
 
 
-def test_what_is_not_finite_is_named_and_does_not_spread(tmp_path):
-    run_well(2, not_finite, tmp_path)
+def by_two(rank, size, met):
+    identities(rank, size)
+    ahead(rank, size, met)
+    refusals(rank, size)
+    not_finite(rank, size)
+    return resumed(rank, size)
+
+
+def test_what_two_ranks_show_in_one_job_and_a_state_in_another_of_one(tmp_path):
+    results = run_well(2, by_two, tmp_path, barrier(2))
+    run_well(1, alone, tmp_path, results[1])
 
 
 def lost(rank, size):
@@ -355,6 +352,7 @@ def lost(rank, size):
     train(optimizer, 100000)
 
 
+@pytest.mark.long
 def test_a_rank_that_is_lost_is_named(tmp_path):
     outcome = run(2, lost, tmp_path)[0]
     assert isinstance(outcome.error, ps.PeerLost), outcome.error
