@@ -124,6 +124,7 @@ class ElasticAveraging(LocalSteps):
             self._land(0.0)
         collectives.barrier()  # all exchanges are in the centre
         for values, _ in self._parts(self._fragments[0]):
-            values.take()  # type: ignore[attr-defined]
+            assert isinstance(values, Centre)
+            values.take()
         self._landed_after[0] = self._steps
         collectives.barrier()  # nobody changes it before all have it

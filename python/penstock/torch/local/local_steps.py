@@ -210,7 +210,7 @@ class LocalSteps:
         self._telling = collectives.all_gather(mine, self._told, async_=True)
         self._send(number, parts, void=bad is not None)
 
-    def _send(self, number: int, parts: Sequence[tuple[Averages, list[str]]], *, void: bool) -> None:
+    def _send(self, number: int, parts: Sequence[tuple[Averages | ShortenedUpdates, list[str]]], *, void: bool) -> None:
         self._under_way = number
         for values, names in parts:
             values.send(names, void=void)
