@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from penstock.torch.local.elastic import ElasticAveraging
     from penstock.torch.local.local_sgd import LocalSGD
     from penstock.torch.sampling import sampler
+    from penstock.wire_types import TopK
 
     __version__: str
 
@@ -90,6 +91,7 @@ __all__ = [
     "PenstockError",
     "ProtocolError",
     "Timeout",
+    "TopK",
     "__version__",
     "all_gather",
     "all_to_all",
@@ -138,6 +140,7 @@ _HOME_OF = {
     "PenstockError": "errors",
     "ProtocolError": "errors",
     "Timeout": "errors",
+    "TopK": "wire_types",
     "all_gather": "collectives",
     "all_to_all": "collectives",
     "allreduce": "collectives",

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.command_line import add_json, fail, positive, print_json, whole_number
 from penstock.config import RANKS_MAX
+from penstock.errors import ConfigError
 from penstock.local_explanation import MODES, LocalExplanation
-from penstock.wire_types import EXACT, NAMES, wire_type
+from penstock.wire_types import EXACT, NAMES, TOP_K, TopK, WireType, outer_wire
 
 if TYPE_CHECKING:
     from penstock.coordinator import Cluster, Coordinator, Rates
@@ -162,7 +163,9 @@ def _add_local(explain: argparse.ArgumentParser) -> None:
         help="of DiLoCo: steps in which training goes on while a fragment travels (default 0)",
     )
     explain.add_argument(
-        "--wire", metavar="TYPE", help=f"of DiLoCo: how outer gradients travel: {', '.join(NAMES)} (default fp32)"
+        "--wire",
+        metavar="TYPE",
+        help=f"of DiLoCo: how outer gradients travel: {', '.join(NAMES)}, {TOP_K} or {TOP_K}:DENSITY (default fp32)",
     )
 
 
@@ -171,7 +174,6 @@ def _explain(options: argparse.Namespace) -> int:
 
     from penstock import lossy, models
     from penstock.coordinator import Coordinator, Rates, best_collectives
-    from penstock.errors import ConfigError
     from penstock.explanation import Explanation
     from penstock.plan import Terms
 
@@ -225,8 +227,6 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _local(options: argparse.Namespace, coordinator: Coordinator, compute_s: float | None) -> LocalExplanation | None:
     """Of the local updates that the options describe, if they do."""
-    from penstock.errors import ConfigError
-
     every: dict[str, Any] = {"sync_every": 30}
     of_diloco: dict[str, Any] = {"fragments": 1, "fragment_sync_delay": 0, "wire": EXACT.name}
     possible = {"sync": {}, "local-sgd": every, "diloco": {**every, **of_diloco}}[options.mode]
@@ -240,16 +240,25 @@ def _local(options: argparse.Namespace, coordinator: Coordinator, compute_s: flo
         return None
     from penstock.torch.local.schedule import Schedule
 
-    wire = wire_type("penstock explain", chosen.pop("wire"))
+    wire = _wire(chosen.pop("wire"))
     Schedule(chosen["sync_every"], chosen["fragments"], chosen["fragment_sync_delay"]).check("DiLoCo", "sync_every")
     return LocalExplanation.of(coordinator, compute_s, mode=options.mode, wire=wire, **chosen)
+
+
+def _wire(given: str) -> WireType | TopK:
+    name, colon, density = given.partition(":")
+    if name != TOP_K or not colon:
+        return outer_wire("penstock explain", given)
+    try:
+        return TopK(density=float(density))
+    except ValueError as error:
+        raise ConfigError(f"--wire {given}: {error}") from error
 
 
 def _cluster(options: argparse.Namespace, rates: Rates) -> tuple[Cluster, list[str]]:
     """What the options describe, and a note if groups were to be chosen."""
     from penstock import grouping
     from penstock.coordinator import Cluster
-    from penstock.errors import ConfigError
 
     workers, servers, per_host = options.workers, options.servers, options.per_host
     if workers % per_host:

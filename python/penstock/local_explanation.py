@@ -17,7 +17,7 @@ from penstock.account import duration, plural, size
 from penstock.errors import ConfigError
 from penstock.explanation import predict
 from penstock.plan import STORE
-from penstock.wire_types import BLOCK, EXACT, WireType
+from penstock.wire_types import EXACT, TopK, WireType, part_elems
 
 if TYPE_CHECKING:
     from penstock.coordinator import Coordinator
@@ -85,7 +85,7 @@ class LocalExplanation:
         sync_every: int,
         fragments: int = 1,
         fragment_sync_delay: int = 0,
-        wire: WireType = EXACT,
+        wire: WireType | TopK = EXACT,
     ) -> LocalExplanation:
         """What would come of them.
 
@@ -127,7 +127,7 @@ class LocalExplanation:
             sync_every=sync_every,
             fragments=fragments,
             fragment_sync_delay=fragment_sync_delay,
-            wire=wire.name,
+            wire=str(wire),
             fragment_bytes=nbytes,
             step_bytes=sum(nbytes) / sync_every,
             times=times,
@@ -178,15 +178,26 @@ def _fragments(coordinator: Coordinator, count: int) -> list[list[str]]:
 
 
 def _rounds(
-    coordinator: Coordinator, fragments: list[list[str]], wire: WireType
+    coordinator: Coordinator, fragments: list[list[str]], wire: WireType | TopK
 ) -> list[tuple[list[LayerPlan], float]]:
     """By fragment the plans of its layers, and in which share of the store's bytes it travels.
 
     What travels as it is the store sums, by the owners that there are. Else each worker owns a part for itself.
     """
     found = coordinator if wire == EXACT else coordinator.supposing(cluster=coordinator.cluster.of_workers)
-    share = wire.nbytes(BLOCK) / EXACT.nbytes(BLOCK)
-    return [([found.decision(name) for name in names], share) for names in fragments]
+    elems = {layer.name: layer.elems for layer in coordinator.network.layers}
+    workers = coordinator.cluster.n_worker
+    owners = 1 if wire.to_all else workers
+
+    def share(of: int) -> float:
+        """To all others go workers / 2 times the bytes that go to the owners of all parts and back."""
+        if wire == EXACT:
+            return 1.0
+        nbytes = wire.nbytes(part_elems(of, owners, wire.block) * owners)
+        return nbytes / EXACT.nbytes(of) * (workers / 2 if wire.to_all else 1)
+
+    sums = [sum(elems[name] for name in names) for names in fragments]
+    return [([found.decision(name) for name in names], share(of)) for names, of in zip(fragments, sums, strict=True)]
 
 
 def _pays_below(coordinator: Coordinator, seconds: Callable[[Coordinator], tuple[float, float, float]]) -> float | None:

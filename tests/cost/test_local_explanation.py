@@ -64,9 +64,12 @@ def test_wire_types_shorten_a_round_and_need_no_servers(explained):
     whole = explained(*DILOCO)["local"]
     for wire, share in (("bf16", 1 / 2), ("int8", 1 / 4 + 1 / 128), ("int4", 1 / 8 + 1 / 128)):
         short = explained(*DILOCO, "--wire", wire)["local"]
-        assert short["fragment_bytes"][0] == pytest.approx(share * whole["fragment_bytes"][0], abs=1)
+        assert short["fragment_bytes"][0] == pytest.approx(share * whole["fragment_bytes"][0], rel=1e-5)
         apart = explained(*DILOCO, "--wire", wire, "--servers", "1", "--groups", "2")["local"]
         assert apart["fragment_bytes"] == short["fragment_bytes"], "workers own, each for itself"
+    for wire, share in (("top-k", 4 / 2 * 64 * 6 / 4096 / 4), ("top-k:0.25", 4 / 2 * 1024 * 6 / 4096 / 4)):
+        sparse = explained(*DILOCO, "--wire", wire)["local"]
+        assert sparse["fragment_bytes"][0] == pytest.approx(share * whole["fragment_bytes"][0], rel=1e-4), "to all"
     one = explained(*DILOCO, "--servers", "1")["local"]["fragment_bytes"][0]
     assert one == pytest.approx(4 / 1.5 * whole["fragment_bytes"][0], rel=1e-3), "through one server"
     hosts = explained(*DILOCO, "--wire", "int8", "--per-host", "2")["local"]["fragment_bytes"][0]
@@ -115,7 +118,12 @@ def test_the_text_says_what_they_are(explain):
     [
         (("--sync-every", "3"), "--sync-every is nothing of --mode sync"),
         (("--mode", "local-sgd", "--wire", "int8"), "--wire is nothing of --mode local-sgd"),
-        (("--mode", "diloco", "--wire", "int3"), "unknown wire type 'int3'; there is 'fp32', 'bf16', 'int8', 'int4'"),
+        (
+            ("--mode", "diloco", "--wire", "int3"),
+            "unknown wire type 'int3'; there is 'fp32', 'bf16', 'int8', 'int4', ",
+        ),
+        (("--mode", "diloco", "--wire", "top-k:2"), "--wire top-k:2: penstock.TopK: density=2.0"),
+        (("--mode", "diloco", "--wire", "top-k:some"), "--wire top-k:some: could not convert"),
         (("--mode", "diloco", "--sync-every", "4", "--fragments", "3"), "sync_every=4 is no multiple of fragments=3"),
         (("--mode", "diloco", "--fragment-sync-delay", "30"), "fragment_sync_delay=30"),
         (("--mode", "diloco", "--fragments", "30"), "30 fragments of 19 layers"),

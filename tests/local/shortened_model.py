@@ -1,6 +1,10 @@
 """DiLoCo with a wire type in plain NumPy: the rules of docs/local-updates.md, written down once more, in fp32."""
 
+import math
+
 import numpy as np
+
+from penstock.wire_types import TopK
 
 BLOCK = 128
 MOST = {"int8": 127, "int4": 7}
@@ -8,6 +12,18 @@ MOST = {"int8": 127, "int4": 7}
 
 def as_read(wire, values):
     """What others read of numbers."""
+    if wire == "fp32":
+        return values
+    if isinstance(wire, TopK):
+        chunks = values.reshape(-1, wire.chunk)
+        count = math.ceil(wire.density * wire.chunk)
+        found = np.zeros_like(chunks)
+        places = np.sort(np.argsort(-np.abs(chunks), axis=1, kind="stable")[:, :count], axis=1)
+        numbers = np.take_along_axis(chunks, places, axis=1).reshape(-1)
+        whole = np.zeros(-(-numbers.size // BLOCK) * BLOCK, np.float32)
+        whole[: numbers.size] = numbers
+        np.put_along_axis(found, places, as_read(wire.values, whole)[: numbers.size].reshape(places.shape), axis=1)
+        return found.reshape(-1)
     if wire == "bf16":
         bits = values.view(np.uint32)
         return ((bits + (0x7FFF + (bits >> 16 & 1))) & np.uint32(0xFFFF0000)).view(np.float32)
@@ -22,7 +38,10 @@ class Fragment:
     """Numbers that meet in one round, and what each rank and each owner keeps of them."""
 
     def __init__(self, wire, start, ranks, lr, momentum):
-        elems = -(-start.size // ranks // BLOCK) * BLOCK * ranks
+        self.to_all = isinstance(wire, TopK)
+        owners, block = (1, wire.chunk) if self.to_all else (ranks, BLOCK)
+        self.decay = np.float32(wire.decay if self.to_all else 1.0)
+        elems = -(-start.size // owners // block) * block * owners
         self.wire, self.ranks, self.size = wire, ranks, start.size
         self.lr, self.momentum = np.float32(lr), np.float32(momentum)
         self.common = np.zeros(elems, np.float32)
@@ -37,7 +56,9 @@ class Fragment:
         """The outer gradients of all ranks, from their parameters."""
         for rank, values in enumerate(own):
             difference = self.common[: self.size] - values
-            self.differences[rank] += difference
+            self.differences[rank] = self.differences[rank] * np.float64(self.decay) + difference
+            self.sent[rank] *= np.float64(self.decay)
+            self.kept[rank] *= self.decay
             self.kept[rank, : self.size] += difference
 
     def meet(self):
@@ -54,5 +75,8 @@ class Fragment:
         gradient = total * np.float32(1 / self.ranks)
         self.buffer = gradient if self.buffer is None else self.buffer * self.momentum + gradient
         self.exact = self.exact - self.lr * (gradient + self.momentum * self.buffer)
+        if self.to_all:
+            self.common = self.exact
+            return self.common[: self.size]
         self.common = self.common + as_read(self.wire, self.exact - self.common)
         return self.common[: self.size]

@@ -16,9 +16,14 @@ from penstock.coordinator import Cluster, Coordinator
 from penstock.description import Layer, Network, Tensor
 from penstock.local_explanation import LocalExplanation
 from penstock.torch.local.encoding import decode, encode
-from penstock.wire_types import BLOCK, EXACT, NAMES, wire_type
+from penstock.wire_types import EXACT, NAMES, outer_wire
 
-WIRES = ("bf16", "int8", "int4")
+TOP_K = ps.TopK(density=0.05, chunk=256, decay=0.75)
+SHORT = ps.TopK(density=0.1, chunk=128, decay=1.0, values="int8")
+
+pytestmark = pytest.mark.slow
+
+WIRES = ("bf16", "int8", "int4", TOP_K, SHORT)
 SIZES = ((7, 30), (40,), (50, 9))
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 STEPS = 24
@@ -86,11 +91,11 @@ def bits(optimizer):
 def test_what_is_sent_and_what_is_left_out_are_all_that_there_was(wire):
     seed = np.random.default_rng().integers(1 << 31)
     draw = np.random.default_rng(seed)
-    kind = wire_type("test", wire)
+    kind = outer_wire("test", wire)
     for spread in (0, 20, 60):
-        elems = BLOCK * int(draw.integers(1, 9))
+        elems = kind.block * int(draw.integers(1, 9))
         values = (draw.standard_normal(elems) * np.exp2(draw.integers(-spread, spread + 1, elems))).astype(np.float32)
-        values[:BLOCK] *= draw.integers(2)  # a block of zeros, perhaps
+        values[: kind.block] *= draw.integers(2)  # a block of zeros, perhaps
         values[-1] = 1e-45  # too small for a scale, were it alone
         data = encode(kind, torch.from_numpy(values))
         assert data.numel() == kind.nbytes(elems)
@@ -98,11 +103,15 @@ def test_what_is_sent_and_what_is_left_out_are_all_that_there_was(wire):
         np.testing.assert_array_equal(read, as_read(wire, values), err_msg=f"seed {seed}")
         kept = values - read
         assert np.array_equal(read.astype(np.float64) + kept, values.astype(np.float64)), f"seed {seed}"
-        largest = np.abs(values.reshape(-1, BLOCK)).max(axis=1, keepdims=True)
-        step = largest / kind.most if kind.scaled else np.abs(values.reshape(-1, BLOCK)) / 128
-        assert (np.abs(kept.reshape(-1, BLOCK)) <= 0.501 * step + 1e-45).all(), f"seed {seed}"
-    tiny = torch.full((BLOCK,), 1e-45)
-    assert decode(kind, encode(kind, tiny), BLOCK).isfinite().all()
+        if isinstance(kind, ps.TopK):
+            of_chunk = (read.reshape(-1, kind.chunk) != 0).sum(axis=1)
+            assert (of_chunk <= kind.count).all(), f"seed {seed}"
+            continue
+        largest = np.abs(values.reshape(-1, kind.block)).max(axis=1, keepdims=True)
+        step = largest / kind.most if kind.scaled else np.abs(values.reshape(-1, kind.block)) / 128
+        assert (np.abs(kept.reshape(-1, kind.block)) <= 0.501 * step + 1e-45).all(), f"seed {seed}"
+    tiny = torch.full((kind.block,), 1e-45)
+    assert decode(kind, encode(kind, tiny), kind.block).isfinite().all()
 
 
 CASES = [
@@ -170,7 +179,7 @@ def as_list(rank, size, function, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("size", "cases"), [(3, CASES[1:]), pytest.param(2, CASES, marks=pytest.mark.long)], ids=["three", "two"]
+    ("size", "cases"), [(2, CASES[1:]), pytest.param(3, CASES, marks=pytest.mark.long)], ids=["two", "three"]
 )
 def test_diloco_with_wire_types_follows_the_rules(size, cases, tmp_path):
     results = run_well(size, as_list, tmp_path, rules, cases)
@@ -191,7 +200,7 @@ def moved():
 def counted(rank, size):
     """Bytes that a round of two fragments sends and receives."""
     found = {}
-    for wire in NAMES:
+    for wire in (*NAMES, TOP_K):
         optimizer = made(rank, wire, sizes=WIDE, sync_every=2, fragments=2)
         for _ in range(2):  # the first round opens the store's book
             optimizer.step()
@@ -217,13 +226,13 @@ def described():
     return Network("wide", tuple(Layer(tensor.name, "other", tensor.shape, (tensor,)) for tensor in tensors))
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_bytes_fall_as_promised(size, tmp_path):
     by_rank = run_well(size, counted, tmp_path)
     coordinator = Coordinator(described(), Cluster(n_worker=size, n_server=size))
-    for name in (*NAMES, "averages"):
+    for name in (*NAMES, TOP_K, "averages"):
         options = {"mode": "local-sgd"} if name == "averages" else {"mode": "diloco", "fragments": 2}
-        wire = EXACT if name == "averages" else wire_type("test", name)
+        wire = EXACT if name == "averages" else outer_wire("test", name)
         told = LocalExplanation.of(coordinator, None, sync_every=2, wire=wire, **options)
         promised = sum(told.fragment_bytes)
         assert told.step_bytes == promised / 2
@@ -232,6 +241,8 @@ def test_bytes_fall_as_promised(size, tmp_path):
             assert 0.999 * promised <= mean <= 1.01 * promised + 4096, (name, way, mean, promised)
     for wire, share in (("bf16", 0.5), ("int8", 0.258), ("int4", 0.133)):
         assert by_rank[0][wire][0] < 1.02 * share * by_rank[0]["fp32"][0] + 4096, by_rank
+    share = size / 2 * (13 * 6 / 256) / 4  # of each 256 numbers 13 are sent, of 4 bytes and 2 for the place
+    assert by_rank[0][TOP_K][0] < 1.02 * share * by_rank[0]["fp32"][0] + 4096, by_rank
 
 
 # States
@@ -240,9 +251,9 @@ def test_bytes_fall_as_promised(size, tmp_path):
 STREAMING = {"sync_every": 6, "fragments": 3, "fragment_sync_delay": 1, "fragment_update_alpha": 0.25}
 
 
-def resumed(rank, size):
+def resumed(rank, size, wire):
     """Interrupted after a round, before one and in its delay."""
-    whole = made(rank, "int4", seed=rank, **STREAMING)
+    whole = made(rank, wire, seed=rank, **STREAMING)
     states = {}
     for step in range(19):
         if step in (0, 8, 10, 11):
@@ -251,7 +262,7 @@ def resumed(rank, size):
         whole.step()
     for step, file in states.items():
         file.seek(0)
-        again = made(rank, "int4", seed=7 + rank, **STREAMING)
+        again = made(rank, wire, seed=7 + rank, **STREAMING)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             again.load_state_dict(torch.load(file, weights_only=True))
@@ -269,7 +280,7 @@ def elsewhere(rank, size, saved, wire, warns):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer.load_state_dict(copy.deepcopy(state))
-    assert [("had not sent" in str(one.message)) for one in caught] == [True] * warns
+    assert [("had not sent" in str(one.message)) for one in caught] == [True] * (rank in warns)
     common = optimizer.state_dict()["common"]
     for name, value in state["common"]["values"].items():
         assert torch.equal(common["values"][name], value), name
@@ -284,9 +295,21 @@ def elsewhere(rank, size, saved, wire, warns):
 
 
 def test_a_state_goes_on_with_the_same_bits_and_elsewhere_without_what_was_kept(tmp_path):
-    saved = run_well(2, resumed, tmp_path)[0]
-    (alone,) = run_well(1, elsewhere, tmp_path, saved, "int4", 1)
-    for size, wire, state, warns in ((2, "int8", alone[1], 0), (3, "bf16", saved, 1), (3, "fp32", saved, 1)):
+    saved = run_well(2, resumed, tmp_path, "int4")[0]
+    run_well(1, elsewhere, tmp_path, saved, "int4", [0])
+
+
+@pytest.mark.long
+def test_states_go_on_with_other_types_and_numbers_of_ranks(tmp_path):
+    saved = run_well(2, resumed, tmp_path, TOP_K)[0]  # rank 0's
+    (alone,) = run_well(1, elsewhere, tmp_path, saved, "int4", [0])
+    cases = (
+        (2, "int8", alone[1], []),
+        (3, "bf16", saved, [0, 1, 2]),
+        (3, "fp32", saved, [0, 1, 2]),
+        (2, SHORT, saved, [1]),
+    )
+    for size, wire, state, warns in cases:
         results = run_well(size, elsewhere, tmp_path, state, wire, warns)
         assert len({result[0] for result in results}) == 1, "the same bits on all ranks"
 
@@ -307,10 +330,6 @@ def scheduled(rank, size):
         optimizer.step()
 
 
-def test_schedulers_change_the_owners_options(tmp_path):
-    run_well(2, scheduled, tmp_path)
-
-
 # What goes wrong
 
 
@@ -321,7 +340,7 @@ def refusals(rank, size):
             ps.DiLoCo(model, Drift(model, rank), torch.optim.SGD(model.parameters(), lr=1.0), 2, wire=wire)
 
     refused(r"^penstock.DiLoCo: unknown wire type 'int3'; there is 'fp32', 'bf16', 'int8', 'int4'", "int3")
-    refused(r"unknown wire type None", None)
+    refused(r"unknown wire type None; there is .*, 'int4', 'top-k'", None)
     refused(r"unknown wire type \['int8'\]", ["int8"])
     refused(r"layers.0.weight is torch.float64, and only what is torch.float32 can travel as int8", "int8", kind=float)
     refused(r"wire is int8 on rank 0, and wire is int4 on rank 1", ("int8", "int4")[rank], ps.ModelMismatch)
@@ -334,8 +353,25 @@ def refusals(rank, size):
         optimizer.step()  # it goes on
 
 
-def test_what_cannot_be_is_refused_at_the_call(tmp_path):
-    run_well(2, refusals, tmp_path)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"density": 0.0}, "density=0.0: expected more than 0 and at most 0.25"),
+        ({"density": 0.5}, "density=0.5"),
+        ({"density": True}, "density=True"),
+        ({"chunk": 100}, "chunk=100: expected a multiple of 128 from 128 to 32768"),
+        ({"chunk": 65536}, "chunk=65536"),
+        ({"chunk": 0}, "chunk=0"),
+        ({"decay": 0.0}, "decay=0.0: expected more than 0 and at most 1"),
+        ({"decay": 1.5}, "decay=1.5"),
+        ({"decay": float("nan")}, "decay=nan"),
+        ({"values": "int2"}, "values: unknown wire type 'int2'"),
+        ({"values": TOP_K}, "values: unknown wire type"),
+    ],
+)
+def test_top_k_refuses_what_cannot_be(options, message):
+    with pytest.raises(ps.ConfigError, match=f"penstock.TopK: {message}"):
+        ps.TopK(**options)
 
 
 def not_finite(rank, size):
@@ -353,8 +389,13 @@ def not_finite(rank, size):
             assert all(torch.isfinite(value).all() for value in named.values()), "it has not spread"
 
 
-def test_what_is_not_finite_is_named_and_does_not_spread(tmp_path):
-    run_well(2, not_finite, tmp_path)
+def whatever_goes_wrong(rank, size):
+    for what in (refusals, scheduled, not_finite):
+        what(rank, size)
+
+
+def test_what_cannot_be_is_refused_and_what_is_not_finite_does_not_spread(tmp_path):
+    run_well(2, whatever_goes_wrong, tmp_path)
 
 
 def alone(rank, size):

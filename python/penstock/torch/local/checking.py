@@ -14,7 +14,7 @@ from penstock.errors import ConfigError, ModelMismatch
 from penstock.torch.agreement.arguments import check_model
 from penstock.torch.model.enrolment import distributed_name
 from penstock.torch.updates.twins import described
-from penstock.wire_types import EXACT, WireType, wire_type
+from penstock.wire_types import EXACT, TopK, WireType, outer_wire
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -114,13 +114,13 @@ def outer_group(caller: str, outer: Any, inner: Any, trained: Mapping[str, Tenso
     return group
 
 
-def check_wire(caller: str, wire: Any, trained: Mapping[str, Tensor]) -> WireType:
+def check_wire(caller: str, wire: Any, trained: Mapping[str, Tensor]) -> WireType | TopK:
     """The type in which outer gradients travel.
 
     Raises:
         ConfigError: There is none of this name, or a parameter cannot travel so.
     """
-    found = wire_type(f"penstock.{caller}", wire)
+    found = outer_wire(f"penstock.{caller}", wire)
     wide = next((name for name, param in trained.items() if param.dtype is not torch.float32), None)
     if found != EXACT and wide is not None:
         raise ConfigError(

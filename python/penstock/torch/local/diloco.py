@@ -8,6 +8,7 @@ from torch import nn
 
 from penstock.torch.local.local_steps import LocalSteps
 from penstock.torch.local.schedule import Schedule
+from penstock.wire_types import TopK
 
 __all__ = ["DiLoCo"]
 
@@ -46,7 +47,8 @@ class DiLoCo(LocalSteps):
             ``"bf16"``, or ``"int8"`` and ``"int4"``: integers with a scale for each 128. What a type cannot carry is
             kept and goes with the next round (error feedback): of outer gradients by each rank, of changes by owners.
             Those below fp32 are for parameters of fp32, and each worker owns a part then, also where there are servers
-            apart. In a job of one process nothing travels, and nothing is rounded.
+            apart. In a job of one process nothing travels, and nothing is rounded. `TopK`, or ``"top-k"``, sends the
+            largest numbers alone (SparseLoCo).
 
     Raises:
         ConfigError: Before `init`, or one of these cannot be. On all ranks.
@@ -74,7 +76,7 @@ class DiLoCo(LocalSteps):
         fragments: int = 1,
         fragment_sync_delay: int = 0,
         fragment_update_alpha: float = 0.0,
-        wire: str = "fp32",
+        wire: str | TopK = "fp32",
     ) -> None:
         schedule = Schedule(sync_every, fragments, fragment_sync_delay, fragment_update_alpha)
         super().__init__(model, inner, schedule, outer, wire)

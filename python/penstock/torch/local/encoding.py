@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.wire_types import BLOCK, WireType
+from penstock.wire_types import BLOCK, EXACT, TopK, WireType, part_elems
 
 __all__ = ["decode", "encode"]
 
 
-def encode(wire: WireType, values: Tensor) -> Tensor:
+def encode(wire: WireType | TopK, values: Tensor) -> Tensor:
     """The bytes of numbers.
 
     Args:
@@ -23,10 +23,12 @@ def encode(wire: WireType, values: Tensor) -> Tensor:
         values: Of fp32, one dimension, whole blocks.
 
     Returns:
-        Of uint8, `wire.nbytes` of them: scales first, if there are any.
+        Of uint8, `wire.nbytes` of them: scales first, if there are any; places in a chunk last.
     """
+    if isinstance(wire, TopK):
+        return _encode_largest(wire, values)
     if not wire.scaled:
-        return values.to(torch.bfloat16).view(torch.uint8)
+        return (values if wire == EXACT else values.to(torch.bfloat16)).view(torch.uint8)
     blocks = values.view(-1, BLOCK)
     scales = blocks.abs().amax(1).div_(wire.most)
     divisors = scales.where(scales > 0, 1.0).unsqueeze(1)
@@ -37,7 +39,7 @@ def encode(wire: WireType, values: Tensor) -> Tensor:
     return torch.cat([scales.view(torch.uint8), integers.view(torch.uint8)])
 
 
-def decode(wire: WireType, data: Tensor, elems: int) -> Tensor:
+def decode(wire: WireType | TopK, data: Tensor, elems: int) -> Tensor:
     """The numbers that were encoded, as others read them.
 
     Args:
@@ -48,8 +50,10 @@ def decode(wire: WireType, data: Tensor, elems: int) -> Tensor:
     Returns:
         Of fp32, one dimension.
     """
+    if isinstance(wire, TopK):
+        return _decode_largest(wire, data, elems)
     if not wire.scaled:
-        return data.view(torch.bfloat16).to(torch.float32)
+        return data.view(torch.float32 if wire == EXACT else torch.bfloat16).to(torch.float32)
     scale_bytes = elems // BLOCK * torch.float32.itemsize
     scales, integers = data[:scale_bytes].view(torch.float32), data[scale_bytes:]
     if wire.bits == 4:
@@ -57,3 +61,22 @@ def decode(wire: WireType, data: Tensor, elems: int) -> Tensor:
         integers = pairs.view(-1).view(torch.int8) - (wire.most + 1)
     numbers = integers.view(torch.int8).to(torch.float32).view(-1, BLOCK)
     return numbers.mul_(scales.unsqueeze(1)).view(-1)
+
+
+def _encode_largest(wire: TopK, values: Tensor) -> Tensor:
+    chunks = values.view(-1, wire.chunk)
+    places = chunks.abs().topk(wire.count, sorted=False).indices.sort(dim=1).values
+    sent = chunks.gather(1, places).view(-1)
+    whole = sent.new_zeros(part_elems(sent.numel(), 1))
+    whole[: sent.numel()] = sent
+    return torch.cat([encode(wire.number, whole), places.to(torch.int16).view(-1).view(torch.uint8)])
+
+
+def _decode_largest(wire: TopK, data: Tensor, elems: int) -> Tensor:
+    sent = elems // wire.chunk * wire.count
+    whole = part_elems(sent, 1)
+    number_bytes = wire.number.nbytes(whole)
+    numbers = decode(wire.number, data[:number_bytes], whole)[:sent]
+    places = data[number_bytes:].view(torch.int16).to(torch.int64)
+    found = torch.zeros(elems // wire.chunk, wire.chunk)
+    return found.scatter_(1, places.view(-1, wire.count), numbers.view(-1, wire.count)).view(-1)

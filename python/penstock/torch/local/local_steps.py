@@ -29,7 +29,7 @@ from penstock.torch.local.schedule import Schedule, cuts
 from penstock.torch.local.shortened_updates import ShortenedUpdates
 from penstock.torch.model.enrolment import enroll
 from penstock.warning import warn
-from penstock.wire_types import EXACT
+from penstock.wire_types import EXACT, TopK, WireType
 
 __all__ = ["LocalSteps", "LocalUpdates"]
 
@@ -49,7 +49,7 @@ class LocalSteps:
         inner: Its optimizer.
         schedule: When what meets.
         outer: The optimizer of the common values; without, they are averages.
-        wire: The name of the type in which outer gradients travel.
+        wire: The type in which outer gradients travel.
 
     Attributes:
         model: As given.
@@ -111,7 +111,7 @@ class LocalSteps:
         enroll(model, running.engine)
         _alive.add(self)
 
-    _wire = EXACT
+    _wire: WireType | TopK = EXACT
     _needs_outer = False
     _every = "sync_every"  # what programs call it
     _together = True  # all ranks take part in a round, and make as many steps

@@ -7,6 +7,9 @@ same bits everywhere. Nothing is lost on either way (error feedback). What a ran
 adds to the next one. What an owner has not sent of a change is what the exact value is ahead of the common one, and
 the next change begins there.
 
+The largest numbers alone go to all ranks, not to owners: what these would send back would be as long. Every rank then
+updates all values itself: the exact ones are the common ones, in the same memory.
+
 It omits servers apart, and groups: a rank owns its part whatever there is of these, and is by itself.
 """
 
@@ -27,7 +30,7 @@ from penstock.optimizers import NamedOptimizer, named
 from penstock.torch.local.checking import agree, options_of
 from penstock.torch.local.common_values import is_finite, put, take_options
 from penstock.torch.local.encoding import decode, encode
-from penstock.wire_types import WireType, part_elems
+from penstock.wire_types import TopK, WireType, part_elems
 
 __all__ = ["ShortenedUpdates"]
 
@@ -43,7 +46,7 @@ class ShortenedUpdates:
         wire: The type.
     """
 
-    def __init__(self, fragments: Sequence[Mapping[str, Tensor]], outer: Optimizer, wire: WireType) -> None:
+    def __init__(self, fragments: Sequence[Mapping[str, Tensor]], outer: Optimizer, wire: WireType | TopK) -> None:
         self._running = job.current(CALLER)
         size = self._running.world_size
         self._group = collectives.new_group(range(size))
@@ -158,12 +161,12 @@ class _Fragment:
         places: By name where each begins in what follows.
         common: What all ranks have.
         kept: What this rank has not sent; once a contribution is made, that and the outer gradient.
-        exact: Of this rank's part, the values that the outer optimizer has updated.
+        exact: Of this rank's part, or of all, the values that the outer optimizer has updated.
         states: What it keeps beside these; nothing before the first update.
         updates: How many there were.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], rank: int, ranks: int, wire: WireType) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], rank: int, ranks: int, wire: WireType | TopK) -> None:
         self.tensors = dict(tensors)
         self.places: dict[str, int] = {}
         elems = 0
@@ -171,16 +174,21 @@ class _Fragment:
             self.places[name] = elems
             elems += tensor.numel()
         self._wire = wire
-        self._part = part_elems(elems, ranks)
-        self._starts = range(0, self._part * ranks, self._part)
-        self._own = slice(self._starts[rank], self._starts[rank] + self._part)
-        self.common = torch.zeros(self._part * ranks)
-        self.kept = torch.zeros(self._part * ranks)
+        self._ranks, owners = ranks, 1 if wire.to_all else ranks
+        self._part = part_elems(elems, owners, wire.block)
+        self._starts = range(0, self._part * owners, self._part)
+        own = self._starts[rank % owners]
+        self._own = slice(own, own + self._part)
+        self.common = torch.zeros(self._part * owners)
+        self.kept = torch.zeros(self._part * owners)
         for name, tensor in self.tensors.items():
             self.common_of(name).copy_(tensor.detach())
-        self.exact = self.common[self._own].clone()
+        self.exact = self._own_part(self.common)
         self.states: list[Tensor] = []
         self.updates = 0
+
+    def _own_part(self, whole: Tensor) -> Tensor:
+        return whole[self._own] if self._wire.to_all else whole[self._own].clone()
 
     def _view(self, name: str, whole: Tensor) -> Tensor:
         tensor, start = self.tensors[name], self.places[name]
@@ -200,7 +208,7 @@ class _Fragment:
 
     def contribute(self, name: str) -> None:
         """Add a parameter's outer gradient to what is kept of it."""
-        self.kept_of(name).add_(self.common_of(name) - self.tensors[name])
+        self.kept_of(name).mul_(self._wire.decay).add_(self.common_of(name) - self.tensors[name])
 
     # A round
 
@@ -208,12 +216,17 @@ class _Fragment:
     def meet(self, group: Group, optimizer: NamedOptimizer) -> None:
         """Make a round with all ranks: contributions to owners, changes back. Its own thread does."""
         outgoing = [self._shortened(self.kept[start : start + self._part]) for start in self._starts]
-        incoming = [torch.empty_like(one) for one in outgoing]
-        group.all_to_all(outgoing, incoming)
+        incoming = [torch.empty_like(outgoing[0]) for _ in range(self._ranks)]
+        if self._wire.to_all:
+            group.all_gather(outgoing[0], incoming)
+        else:
+            group.all_to_all(outgoing, incoming)
         total = self._read(incoming[0])
         for data in incoming[1:]:
             total.add_(self._read(data))
         self._update(total.mul_(optimizer.rescale), optimizer)
+        if self._wire.to_all:  # the exact value is the common one
+            return
         change = encode(self._wire, self.exact - self.common[self._own])
         group.all_gather(change, incoming)
         for start, data in zip(self._starts, incoming, strict=True):
@@ -241,6 +254,8 @@ class _Fragment:
 
     def gathered(self, part: Tensor, group: Group) -> Tensor:
         """What owners have of all parts."""
+        if self._wire.to_all:
+            return part
         whole = torch.empty_like(self.common)
         group.all_gather(part, whole)
         return whole
@@ -248,12 +263,12 @@ class _Fragment:
     def load(self, state: Mapping[str, Any], optimizer: NamedOptimizer, group: Group) -> None:
         """Take what rank 0 has of a state; without common values in it, they are the exact ones."""
         whole = self._loaded(state["values"], group)
-        self.exact = whole[self._own].clone()
-        self.common = self._loaded(state.get("at_ranks", state["values"]), group)
+        self.exact = self._own_part(whole)
+        self.common = whole if self._wire.to_all else self._loaded(state.get("at_ranks", state["values"]), group)
         self.updates = state["updates"][next(iter(self.places))]
         fields = optimizer.states if self.updates else []
         wholes = [self._loaded({name: state["states"][name][field] for name in self.places}, group) for field in fields]
-        self.states = [one[self._own].clone() for one in wholes]
+        self.states = [self._own_part(one) for one in wholes]
 
     def _loaded(self, by_name: Mapping[str, Tensor], group: Group) -> Tensor:
         whole = torch.zeros_like(self.common)
