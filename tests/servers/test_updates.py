@@ -21,6 +21,7 @@ AFTER_FAILURE_S = 15
 WORKER = Path(__file__).with_name("updates_worker.py")
 JOBS = [(4, 0, {}), (4, 2, {}), (3, 2, {})]  # workers, servers apart
 FEW_JOBS = JOBS[:2]
+LONG_JOBS = [*JOBS, (4, 4, {})]
 GROUPED = [(4, 1, {"groups": 2}), (4, 2, {"groups": 2}), (4, 0, {"groups": 1})]  # whose one head owns all
 AGAIN = {"slice_bytes": 4096, "lanes": 2, "priority": False}  # which must not change a bit
 SHORT_STEPS, LONG_STEPS = 4, 100
@@ -82,7 +83,7 @@ def grouped(tmp_path_factory):
 @pytest.fixture(scope="module")
 def long(tmp_path_factory):
     plan = {"cases": CASES, "scenarios": [], "steps": LONG_STEPS}
-    return told(tmp_path_factory.mktemp("long"), [*JOBS, *once_more(JOBS)], LONG_LIMIT_S, **plan)
+    return told(tmp_path_factory.mktemp("long"), [*LONG_JOBS, *once_more(LONG_JOBS)], LONG_LIMIT_S, **plan)
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +137,8 @@ def test_equal_to_updates_at_the_workers_in_groups(grouped, short, case):
 @pytest.mark.parametrize("case", CASES)
 def test_equal_to_updates_at_the_workers_after_many_steps(long, case):
     bits = [check(ranks, case) for ranks in long]
-    assert bits[: len(JOBS)] == bits[len(JOBS) :], "two runs have different bits"
-    assert bits[0] == bits[1], "where the owners are shows in the bits"
+    assert bits[: len(LONG_JOBS)] == bits[len(LONG_JOBS) :], "two runs have different bits"
+    assert bits[0] == bits[1] == bits[3], "where the owners are shows in the bits"
 
 
 @pytest.mark.long
