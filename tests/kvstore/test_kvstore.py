@@ -350,7 +350,6 @@ def refused_at_the_call(rank, size):
         (lambda: ps.KVStore("dist_sync"), r"unknown kind 'dist_sync'; there is 'sync', 'async'"),
         (lambda: ps.KVStore("sync", staleness=1), r"staleness=1 of a store of kind 'sync'; give a number of pushes"),
         (lambda: ps.KVStore("async", staleness=-1), r"staleness=-1 of a store of kind 'async'"),
-        (lambda: kv.set_optimizer("SGD"), r"'e': it is pushed by rows, which are summed in rounds"),
         (lambda: kv.set_optimizer(torch.optim.LBFGS), r"no optimizer 'LBFGS' here; there are SGD, Adam,"),
         (lambda: kv.set_optimizer(np.ndarray), r"no optimizer 'numpy.ndarray' here"),
         (lambda: kv.set_optimizer(torch.optim.SGD([torch.zeros(1)])), r"a SGD is no optimizer's class or name"),

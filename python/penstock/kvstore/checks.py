@@ -187,9 +187,8 @@ def check_kept(caller: str, stored: StoredKey, kind: str, updated: bool, drops: 
     if drops and (by_rows or dtype[0] in "iu"):
         what = "by rows" if by_rows else f"of {dtype}, which has no average,"
         raise refused(caller, key, f"it is {what} and stragglers are dropped from averages of tensors")
-    if by_rows and (kind == "async" or updated):
-        why = "it is pushed by rows, which are summed in rounds of a synchronous store without an optimizer"
-        raise refused(caller, key, why)
+    if by_rows and kind == "async":
+        raise refused(caller, key, "it is pushed by rows, which are summed in rounds of a synchronous store")
     if updated and dtype not in UPDATED:
         why = f"values of {dtype} are not updated by an optimizer; those of {' and '.join(UPDATED)} are"
         raise refused(caller, key, why)

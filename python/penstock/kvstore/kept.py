@@ -1,22 +1,26 @@
 """Values that their owners keep: given to them, told how to update, and brought back to be pulled whole or saved.
 
-Owners are servers apart, all workers, or in a job of one process nobody: then what is here does as they do.
+Owners are servers apart, all workers, or in a job of one process nobody: then what is here does as they do. So it does
+for a key that is pushed by rows, on every rank.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock import collectives
+from penstock.buffers import DTYPES, view
 from penstock.kept_book import KeptBook
 from penstock.kvstore.arithmetic import arithmetic_for
 from penstock.kvstore.rounds import new_memory
 
 if TYPE_CHECKING:
+    from penstock._native import Optimizer as Twin
     from penstock.buffers import Buffer
     from penstock.job import Job
+    from penstock.kvstore.rounds import ValueMemory
     from penstock.kvstore.stored_keys import StoredKey
     from penstock.optimizers import NamedOptimizer
 
@@ -36,7 +40,10 @@ class Kept(NamedTuple):
 
 
 class Alone:
-    """The owner of a key where a job is one process: what the core does elsewhere.
+    """A key's owner on this rank: what the core does elsewhere.
+
+    In a job of one process of every key; of a key that is pushed by rows always, for these are with all ranks, which
+    therefore own it alike.
 
     Args:
         optimizer: What is done with contributions; without they are added.
@@ -65,13 +72,42 @@ class Alone:
             return
         contribution *= self.optimizer.rescale
         twin = self.optimizer.twin()
-        if not self.states:
-            self.states = tuple(new_memory(value.nbytes, value.dtype) for _ in twin.states)
-            for state in self.states:
-                arithmetic.at(state.address, shape, value.dtype)[...] = twin.initial
+        self._begin_states(twin, value)
         addresses = [state.address for state in self.states]
         if value.nbytes:
             twin.update(value.dtype, self.updates, value.address, gradient.address, addresses, value.nbytes)
+
+    def take_rows(self, memory: ValueMemory, indices: Any, rows: Any) -> None:
+        """Update these rows of the value by their sums, which may be overwritten. All others stay, and their states.
+
+        Args:
+            memory: The key's.
+            indices: Each once.
+            rows: As many.
+        """
+        assert self.optimizer is not None
+        self.updates += 1
+        value, twin = memory.buffer, self.optimizer.twin()
+        self._begin_states(twin, value)
+        rows *= self.optimizer.rescale
+        arithmetic = arithmetic_for(value.dtype, "push")
+        table = memory.shape[0], memory.width
+        tables = [arithmetic.at(whole.address, table, value.dtype) for whole in (value, *self.states)]
+        parts = [whole[indices] for whole in tables]  # copies, one row after the other
+        addresses = [view(part, "KVStore.push", written=True) for part in (rows, *parts)]
+        if addresses[0].nbytes:
+            gradient, own, *states = (part.address for part in addresses)
+            twin.update(value.dtype, self.updates, own, gradient, states, addresses[0].nbytes)
+            for whole, part in zip(tables, parts, strict=True):
+                whole[indices] = part
+
+    def _begin_states(self, twin: Twin, value: Buffer) -> None:
+        if self.states:
+            return
+        self.states = tuple(new_memory(value.nbytes, value.dtype) for _ in twin.states)
+        arithmetic = arithmetic_for(value.dtype, "push")
+        for state in self.states:
+            arithmetic.at(state.address, (value.nbytes // DTYPES[value.dtype],), value.dtype)[...] = twin.initial
 
 
 def give(job: Job, keys: Sequence[StoredKey], optimizer: NamedOptimizer | None, kept: Sequence[Kept]) -> None:
@@ -81,14 +117,15 @@ def give(job: Job, keys: Sequence[StoredKey], optimizer: NamedOptimizer | None, 
 
     Args:
         job: The keys'.
-        keys: All of one book.
+        keys: All of one book: of those by rows all are, or none.
         optimizer: Without contributions are added.
         kept: By key what is beside its value.
     """
     for stored, before in zip(keys, kept, strict=True):
         exchanges = optimizer is not None and optimizer.exchanges
-        stored.begin(before, Alone(optimizer, before) if is_alone(job) else None, exchanges=exchanges)
-    if is_alone(job):
+        alone = Alone(optimizer, before) if is_alone(job) or stored.description.rows else None
+        stored.begin(before, alone, exchanges=exchanges)
+    if keys[0].alone is not None:
         return
     place = keys[0].place
     assert place is not None
@@ -114,11 +151,12 @@ def bring(job: Job, keys: Sequence[StoredKey], optimizer: NamedOptimizer | None)
     Returns:
         By key what is beside its value.
     """
-    if is_alone(job):
-        return [stored.alone.kept() for stored in keys if stored.alone is not None]
     names = [] if optimizer is None else optimizer.states
     kept = []
     for stored in keys:
+        if stored.alone is not None:
+            kept.append(stored.alone.kept())
+            continue
         place, buffer = stored.place, stored.memory.buffer
         assert place is not None
         book, value = _book(job, place.book), new_memory(buffer.nbytes, buffer.dtype)

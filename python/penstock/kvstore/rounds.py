@@ -387,22 +387,29 @@ class OfOne:
 class OfRows:
     """A round of rows: every rank gets every rank's, and adds them up by itself, in the order of ranks.
 
-    Its result is the sum: rows that nobody has given are zero.
+    Its result is the sum: rows that nobody has given are zero. Or the value is updated by it, and these stay.
 
     Args:
         place: The key's.
         memory: The key's.
         values: This rank's contribution: indices and rows that are summed.
         step: The round.
+        take: Changes the value by the sums of rows, where there is an optimizer.
     """
 
     def __init__(
-        self, place: BookPlace, memory: ValueMemory, values: Sequence[tuple[Buffer, Buffer]], step: int
+        self,
+        place: BookPlace,
+        memory: ValueMemory,
+        values: Sequence[tuple[Buffer, Buffer]],
+        step: int,
+        take: Callable[[ValueMemory, Any, Any], None] | None = None,
     ) -> None:
         self._place = place
         self._memory = memory
         self._values = values
         self._step = step
+        self._take = take
         self._arithmetic = arithmetic_for(memory.buffer.dtype, "push")
         self._mine = new_memory(0, "bytes")
 
@@ -439,7 +446,11 @@ class OfRows:
             parts.append(self._part(theirs.address, theirs.address + INDEX_BYTES * count, count))
             kept.append(theirs)
         indices, rows = self._arithmetic.add_up_rows(parts, self._memory.width)
-        self._memory.set_rows(self._arithmetic, indices, rows)
+        if self._take is None:
+            self._memory.set_rows(self._arithmetic, indices, rows)
+        else:
+            self._take(self._memory, indices, rows)
+            self._memory.rows_set = None
         engine.drop_gathered(book, tensor)
 
     @property

@@ -167,8 +167,9 @@ class KVStore:
     def set_optimizer(self, algorithm: Any, *, rescale: float = 1.0, **options: Any) -> None:
         """Let the owners update values by an optimizer: what is pushed is a gradient from now on.
 
-        All ranks call it alike. Owners begin anew with the values that there are. It waits for this rank's pushes, and
-        meets all ranks.
+        All ranks call it alike. Owners begin anew with the values that there are. Of a key that is pushed by rows those
+        are updated that some rank has pushed, and all others stay (docs/kvstore.md). It waits for this rank's pushes,
+        and meets all ranks.
 
         Args:
             algorithm: A class of torch.optim that has a twin: SGD, Adam, AdamW, Adagrad or RMSprop; or its name, where
@@ -179,8 +180,8 @@ class KVStore:
             **options: Those of the class, by name; torch's defaults otherwise.
 
         Raises:
-            ConfigError: It has no twin, an option is not known or not possible, a key is not of fp32 or fp64 or is
-                pushed by rows, or ranks differ. Nothing has changed then.
+            ConfigError: It has no twin, an option is not known or not possible, a key is not of fp32 or fp64, or ranks
+                differ. Nothing has changed then.
             PeerLost: A rank was lost.
             Timeout: A rank did not come, or its pushes did not.
 
@@ -620,16 +621,24 @@ class KVStore:
                 return
             stored_keys = self._new
             self._meet("the first push of new keys", stored_keys)
-            names = [str(stored.description.key) for stored in stored_keys]
-            travels = not is_alone(self._job)  # else nothing is rounded for the way
-            tensors = [stored.in_book(layer, travels) for layer, stored in enumerate(stored_keys)]
-            book = self._job.servers.open_book(f"kvstore {self._number}", names, tensors, **self._rules())
-            for tensor, stored in enumerate(stored_keys):
-                stored.place = BookPlace(self._engine, self.rank, book, tensor)
-            self._by_book[book] = stored_keys
             self._new = []
-            if self._are_kept:
-                self._give(stored_keys)
+            by_rows = [stored for stored in stored_keys if stored.description.rows and self._are_kept]
+            others = [stored for stored in stored_keys if stored not in by_rows]
+            if others:
+                self._open_book(others, f"kvstore {self._number}", self._rules())
+            if by_rows:  # which owners never see, whatever becomes of the rest
+                self._open_book(by_rows, f"kvstore {self._number} by rows", {"in_groups": True})
+
+    def _open_book(self, stored_keys: list[StoredKey], name: str, rules: dict[str, Any]) -> None:
+        names = [str(stored.description.key) for stored in stored_keys]
+        travels = not is_alone(self._job)  # else nothing is rounded for the way
+        tensors = [stored.in_book(layer, travels) for layer, stored in enumerate(stored_keys)]
+        book = self._job.servers.open_book(name, names, tensors, **rules)
+        for tensor, stored in enumerate(stored_keys):
+            stored.place = BookPlace(self._engine, self.rank, book, tensor)
+        self._by_book[book] = stored_keys
+        if self._are_kept:
+            self._give(stored_keys)
 
     # Values that owners keep
 
@@ -671,11 +680,10 @@ class KVStore:
             return
         self._optimizer = optimizer
         for book, stored_keys in self._by_book.items():
-            if is_alone(self._job):
-                for stored in stored_keys:
-                    if stored.alone is not None:
-                        stored.alone.optimizer = optimizer
-            else:
+            for stored in stored_keys:
+                if stored.alone is not None:
+                    stored.alone.optimizer = optimizer
+            if stored_keys[0].alone is None:
                 order(self._job, book, len(stored_keys), optimizer)
         collectives.barrier()
 

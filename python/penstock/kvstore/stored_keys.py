@@ -107,7 +107,8 @@ class StoredKey:
         memory: Its value, if no call is under way.
         place: In a book, from the first push on.
         priority: Of the last push; larger is more urgent.
-        alone: The key's owner in a job of one process, from the first push on, if owners keep its value.
+        alone: Its owner on this rank, from the first push on, if there is one: in a job of one
+            process, or by rows, where owners keep values.
         delays: Of this rank's contributions one by one: how many of others came between the value that this rank had
             last pulled and each, at most over its slices; and how often.
     """
@@ -198,7 +199,8 @@ class StoredKey:
         under_way: UnderWay
         came: list[int] | None = None
         if self.description.rows:
-            under_way = OfRows(self.place, self.memory, values, self._version)
+            take = None if self.alone is None else self.alone.take_rows
+            under_way = OfRows(self.place, self.memory, values, self._version, take)
         elif self.alone is not None:
             came = [] if self._one_by_one else None
             under_way = OfOne(self.memory, values, partial(self._take_alone, came), into)
