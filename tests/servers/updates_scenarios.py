@@ -29,8 +29,8 @@ def started(update, make=adamw, dtype=torch.float64, **options):
     return ps.distribute(model, make(model), update=update, **options)
 
 
-def inputs(seed=0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(100 * seed + ps.rank())
+def inputs(seed=0, rank=None, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(100 * seed + (ps.rank() if rank is None else rank))
     while True:
         yield torch.randn(9, 40, generator=generator, dtype=dtype)
 
@@ -266,6 +266,114 @@ def a_parameter_may_move_to_another_group():
         close(train(*started(update, in_groups)), expected)
 
 
+class Normed(nn.Module):
+    """With statistics of its batches."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.norm, self.last = nn.Linear(40, 30), nn.BatchNorm1d(30), nn.Linear(30, 7)
+        self.double()
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.norm(self.first(x))))
+
+
+def uneven_alone(counts, *, clip, buffers):
+    """What ranks with these numbers of batches come to, computed by one."""
+    model = Normed() if buffers else network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    furthest = counts.index(max(counts))
+
+    def step(batches, says):
+        """One step of the ranks that have a batch, and the buffers of one of them."""
+        optimizer.zero_grad()
+        kept = {}
+        for rank, x in batches.items():
+            before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            (model(x).square().mean() / len(batches)).backward()
+            kept[rank] = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            model.load_state_dict(before, strict=False)
+        model.load_state_dict(kept[says], strict=False)
+
+    for turn in range(2):
+        streams = [inputs(turn, rank) for rank in range(len(counts))]
+        for number in range(max(counts)):
+            optimizer.param_groups[0]["lr"] = 1e-2 / (1 + number)
+            step({rank: next(streams[rank]) for rank, count in enumerate(counts) if number < count}, furthest)
+            if clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] = 1e-2
+    step({rank: next(inputs(3, rank)) for rank in range(len(counts))}, 0)
+    optimizer.step()
+    kept = optimizer.state_dict()["state"]
+    states = [kept[place]["exp_avg_sq"].flatten() for place in sorted(kept)]
+    return torch.cat([*(one.double().flatten() for one in model.state_dict().values()), *states])
+
+
+def ranks_have_different_numbers_of_batches():
+    ranks = ps.world_size()
+
+    def uneven(update, counts, *, clip, buffers):
+        model = Normed() if buffers else network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = ps.distribute(model, optimizer, update=update, broadcast_buffers=buffers)
+        for turn in range(2):  # and all begin anew
+            with ps.join():
+                for number, x in zip(range(counts[ps.rank()]), inputs(turn), strict=False):
+                    optimizer.param_groups[0]["lr"] = 1e-2 / (1 + number)  # of those who train
+                    model(x).square().mean().backward()
+                    if clip:
+                        ps.clip_grad_norm_(model.parameters(), 0.05)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] = 1e-2
+        model(next(inputs(3))).square().mean().backward()
+        optimizer.step()
+        found = torch.cat([one.double().flatten() for one in model.state_dict().values()])
+        every = torch.zeros(ranks, len(found), dtype=torch.float64)
+        ps.all_gather(found, list(every))
+        assert all(torch.equal(one, found) for one in every)
+        kept = optimizer.state_dict()["state"]
+        return torch.cat([found, *(kept[place]["exp_avg_sq"].flatten() for place in sorted(kept))])
+
+    up, down = list(range(ranks)), list(range(ranks, 0, -1))  # rank 0 has none, or most
+    for update, counts, clip, buffers in (
+        ("servers", up, True, False),
+        ("servers", down, False, True),
+        ("servers-in-backward", up, False, True),
+        ("servers-in-backward", down, False, False),
+    ):
+        expected = uneven_alone(counts, clip=clip, buffers=buffers)
+        close(uneven(update, counts, clip=clip, buffers=buffers), expected, most=1e-10)
+
+
+def what_needs_all_ranks_is_refused_where_some_have_no_batch_left():
+    model, optimizer = started("servers")
+    steps(model, optimizer, 1)
+    state = optimizer.state_dict()
+    with pytest.raises(ConfigError, match=r"a state of the optimizer is loaded within ps\.join"), ps.join():
+        optimizer.load_state_dict(state)
+    with pytest.raises(ConfigError, match=r"0\.weight was written to within ps\.join"), ps.join():
+        with torch.no_grad():
+            model[0].weight.clamp_(-0.05, 0.05)
+        steps(model, optimizer, 1)
+    optimizer.step()
+    model, optimizer = started("servers")
+    with (
+        pytest.raises(ConfigError, match=r"penstock\.join: the last backward of this rank is followed by no"),
+        ps.join(),
+    ):
+        model(next(inputs())).square().mean().backward()
+    optimizer.step()
+    other, other_optimizer = started("workers")
+    other(next(inputs())).square().mean().backward()
+    with pytest.raises(ConfigError, match=r"model\d+ is updated by the workers, and another model"), ps.join():
+        other_optimizer.step()
+    other_optimizer.step()
+
+
 def mistakes_are_refused_at_the_call():
     def refused(said, make, prepare=lambda model: model, **options):
         model = prepare(network(torch.float32))
@@ -324,8 +432,6 @@ def gradients_cannot_be_read_after_backward():
     model(next(inputs())).square().mean().backward()
     with pytest.raises(ConfigError, match=r"a second backward would be added to\. Accumulate under no_sync"):
         model(next(inputs())).square().mean().backward()
-    with pytest.raises(ConfigError, match="who owns parts of it is needed to the end"), ps.join():
-        pass
 
 
 def updates_in_backward_have_the_same_bits():
@@ -432,6 +538,8 @@ SCENARIOS = {
         gradients_that_are_not_finite_are_applied,
         groups_and_rates_may_change,
         a_parameter_may_move_to_another_group,
+        ranks_have_different_numbers_of_batches,
+        what_needs_all_ranks_is_refused_where_some_have_no_batch_left,
         mistakes_are_refused_at_the_call,
         what_is_in_no_group_is_refused_until_it_is_frozen,
         updates_in_backward_have_the_same_bits,

@@ -214,6 +214,7 @@ class Distributed:
             self.choice.rest()
         if not self.updates:
             self.gradients.begin_step = self.drift.before_step
+        self.uneven = False  # ranks that have no batch left go along
         self._step_is_new = False  # no forward since the last step
         self._eager: list[Layer] = []
         self.norms = SyncedNorms(self.gradients, model, name, self.is_live)
@@ -419,7 +420,13 @@ class Distributed:
         """Nothing of the previous step may be outstanding when the next begins."""
         if self.buffers is not None:
             self.buffers.finish()
-        self.drift.before_step(self.gradients.step)
+        if not self.uneven:
+            self.drift.before_step(self.gradients.step)
+        elif self.gradients.drop is None:
+            raise ConfigError(
+                f"penstock.join: {self.name} is updated by the workers, and another model of this job by its owners. "
+                "Distribute all that are trained within it alike"
+            )
 
     def after_step(self) -> None:
         """The gradients of this step have been taken."""

@@ -16,7 +16,10 @@ from penstock.errors import ConfigError
 from penstock.torch.access import distributed_here
 from penstock.torch.agreement.copies import CopyBook
 from penstock.torch.distribute import Distributed
+from penstock.torch.updates.asynchronous import AsyncUpdates
+from penstock.torch.updates.owners import OwnerUpdates
 from penstock.torch.updates.separable import optimizers_within
+from penstock.torch.updates.uneven import GoingAlong
 from penstock.warning import warn
 
 if TYPE_CHECKING:
@@ -32,10 +35,14 @@ def join() -> Iterator[None]:
     A rank that leaves the block contributes nothing more; the averages of the others are over those that still do. The
     call returns when every rank has left. Then parameters, buffers and optimizer state are those of the rank that took
     most steps (of several, the lowest), bit for bit on all ranks. Schedulers and anything else that counts steps are
-    the program's. If the block raises, the exception passes and the job fails on all ranks.
+    the program's. With ``update="servers"`` ranks that are done go along with the others, since they may be owners:
+    each step takes one exchange of a few bytes more. If the block raises, the exception passes and the job fails on
+    all ranks.
 
     Raises:
-        ConfigError: Layers use ``adam``, or owners update a model: they are needed to the end.
+        ConfigError: Layers use ``adam``, whose owners are needed to the end; a model trains with ``mode="async"``; with
+            ``update="servers"``: a model has `nn.SyncBatchNorm`, or a backward has no step, or a model that the workers
+            update is trained, too.
         PeerLost: A rank was lost.
         Timeout: A rank has not left, and for ``operation_timeout_s`` data has moved at no rank.
 
@@ -47,17 +54,20 @@ def join() -> Iterator[None]:
         ...         optimizer.zero_grad()
     """
     running = job.current("join")
-    if running.world_size > 1:
-        for distributed in distributed_here():
-            if distributed.gradients.drop is not None:
-                raise ConfigError(
-                    f"penstock.join: {distributed.name} is distributed with {distributed.updates[0].how}, and who owns "
-                    "parts of it is needed to the end. Give all ranks the same number of batches, or let the workers "
-                    "update"
-                )
-    yield
+    for distributed in distributed_here():
+        if any(isinstance(update, AsyncUpdates) for update in distributed.updates):
+            raise ConfigError(
+                f"penstock.join: {distributed.name} is distributed with {AsyncUpdates.how}, where ranks need not make "
+                "as many steps: train without it, and meet before the end with penstock.barrier()"
+            )
     if running.world_size == 1:
+        yield
         return
+    if any(distributed.gradients.drop is not None for distributed in distributed_here()):
+        with _going_along(running.engine, running.rank):
+            yield
+        return
+    yield
     models = distributed_here()
     for distributed in models:
         layer = distributed.gradients.duties.needs_all
@@ -77,6 +87,60 @@ def join() -> Iterator[None]:
         distributed.gradients.step = max(steps_by_rank)
         distributed.drift.adopt(distributed.gradients.step)
         _copy_all(distributed, is_source=source == running.rank, source=source)
+
+
+@contextmanager
+def _going_along(engine: Engine, rank: int) -> Iterator[None]:
+    """Where owners update: see `penstock.torch.updates.uneven`."""
+    models = distributed_here()
+    owned = [distributed for distributed in models if distributed.gradients.drop is not None]
+    updates = [update for distributed in owned for update in distributed.updates]
+    at_owners = [update for update in updates if isinstance(update, OwnerUpdates)]
+    for distributed in owned:
+        if distributed.norms.book is not None:
+            raise ConfigError(
+                f'penstock.join: {distributed.name} has nn.SyncBatchNorm and update="servers"; its statistics need all '
+                "ranks in every forward. Give all ranks the same number of batches, or let the workers update"
+            )
+        distributed.synchronize()
+    begun_before = [update.has_begun for update in at_owners]
+    others = GoingAlong(engine, at_owners)
+    try:
+        with others.begun():
+            for distributed in models:
+                distributed.uneven = True
+            yield
+            for update, before in zip(at_owners, begun_before, strict=True):
+                if update.has_begun and not before:
+                    raise ConfigError(
+                        "penstock.join: the last backward of this rank is followed by no step. Make the step, or call "
+                        "zero_grad and step",
+                        rank=rank,
+                        step=update.step_number,
+                    )
+            for distributed in owned:
+                distributed.synchronize()
+            mine = [distributed.gradients.step for distributed in owned]
+            for distributed in owned:
+                if distributed.buffers is not None:
+                    distributed.buffers.silent = True
+            others.until_all_are_done()
+    finally:
+        for distributed in models:
+            distributed.uneven = False
+            if distributed.buffers is not None:
+                distributed.buffers.silent = False
+    everyone = [json.loads(blob) for blob in engine.all_gather("penstock.join", json.dumps(mine).encode())]
+    for position, distributed in enumerate(owned):
+        distributed.synchronize()
+        distributed.drift.settle()
+        distributed.drift.adopt(distributed.gradients.step)
+        steps = [one[position] for one in everyone]
+        source = steps.index(max(steps))
+        buffers = [(name, buffer) for name, buffer in distributed.model.named_buffers() if buffer.numel()]
+        if buffers:  # parameters are the same; owners may keep more of them than what travels
+            book = CopyBook(engine, f"join.{distributed.key}.buffers", buffers)
+            book.copy_from(source == rank, distributed.gradients.step)
 
 
 def _agree(engine: Engine, models: list[Distributed]) -> list[list[int]]:

@@ -89,6 +89,9 @@ class BufferCopy:
 
     The values are rank 0's at the time of `start`. They travel as one staged copy, because a forward of batch norm may
     change the buffers while the engine still sends.
+
+    Attributes:
+        silent: Whether rank 0 has nothing to say: it has no batch left.
     """
 
     def __init__(self, engine: Engine, name: str, buffers: Sequence[Tensor], *, source: bool) -> None:
@@ -97,12 +100,13 @@ class BufferCopy:
         self._source = source
         self._nbytes = sum(map(_nbytes, self._buffers))
         self._staging: Tensor | None = None
+        self.silent = False
         self.id = engine.open_book(name, [name], [("buffers", 0, "bytes", self._nbytes)])
 
     @torch.no_grad()
     def start(self, step: int) -> None:
         """Send, or make ready to receive."""
-        if self._source:
+        if self._source and not self.silent:
             staging = torch.cat([buffer.contiguous().view(-1).view(torch.uint8) for buffer in self._buffers])
             submit = self._engine.submit
         else:

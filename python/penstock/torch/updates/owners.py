@@ -30,7 +30,7 @@ from penstock.torch.updates.patching import PatchedOptimizer, Trained, increment
 from penstock.torch.updates.separable import as_if_in_step
 from penstock.torch.updates.twins import described, twin_of
 
-__all__ = ["OwnerUpdates", "check_kept"]
+__all__ = ["Agree", "OwnerUpdates", "check_kept"]
 
 
 def check_kept(
@@ -82,6 +82,13 @@ def check_kept(
         others.append((start, start + slot.nbytes, name))
 
 
+Agree = Callable[[str, Sequence[Described], float], tuple[Sequence[Described], float]]
+
+
+def _as_it_is(what: str, options: Sequence[Described], factor: float) -> tuple[Sequence[Described], float]:
+    return options, factor
+
+
 class OwnerUpdates(PatchedOptimizer):
     """The updates of one optimizer, made by the owners.
 
@@ -89,6 +96,11 @@ class OwnerUpdates(PatchedOptimizer):
         distributed: The distributed model.
         optimizer: Its optimizer, which is patched.
         book: Of its gradients, and the parameters in return.
+
+    Attributes:
+        agree: Called before owners hear of something, or are asked: what it is, with which options, and what averages
+            are multiplied by; returns the latter two. `GoingAlong` is there where ranks have different numbers of
+            batches.
     """
 
     option: ClassVar[str] = "servers"
@@ -109,6 +121,7 @@ class OwnerUpdates(PatchedOptimizer):
         self._lent: set[int] = set()  # of these, the values that they read where they are
         self._trained: list[Slot] = []  # that the optimizer has
         self._group_of: list[int] = []  # by number of the slot
+        self.agree: Agree = _as_it_is
         self._check_groups()
         self._gradients.drop = self.drop
         self._give_all(values=True)
@@ -144,16 +157,53 @@ class OwnerUpdates(PatchedOptimizer):
         self._distributed.before_step()
         self.finish_all()
         with self._as_step():
-            gradients = self._gradients
-            gradients.close()
-            if gradients.closed == self._backward_used:
-                gradients.close_without_backward()
-            with torch._C.DisableTorchFunctionSubclass():
-                self._take()
+            self._make_step()
         nobody_would_wait = not self._distributed.observed or self._distributed.synchronous is not None
         self.finish([layer for layer in self._waiting if nobody_would_wait or any(s.immediate for s in layer.slots)])
         self._distributed.after_step()
         return None
+
+    def _make_step(self) -> None:
+        gradients = self._gradients
+        gradients.close()
+        if gradients.closed == self._backward_used:
+            gradients.close_without_backward()
+        with torch._C.DisableTorchFunctionSubclass():
+            self._take()
+
+    def go_along(self, what: str) -> None:
+        """Do what others are about to do who train, without a gradient.
+
+        Args:
+            what: As they call it in `agree`.
+        """
+        gradients = self._gradients
+        if what == "read the state":
+            self.optimizer.state_dict()
+            return
+        if what == "ask for the norm":
+            self.norm()
+            return
+        if what == "leave the step out":
+            if gradients.closed == self._backward_used:
+                gradients.close_without_backward()
+            self.drop(adding=False)
+            return
+        self._distributed.before_step()
+        self.finish_all()
+        self._make_step()
+        self.finish_all()
+        self._distributed.after_step()
+
+    @property
+    def step_number(self) -> int:
+        """Of the step that is made or has yet to be."""
+        return self._gradients.step
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was a backward that no step has followed yet."""
+        return self._gradients.backwards != self._backward_used
 
     def _take(self) -> None:
         self._check_groups()  # the program may have moved parameters between them
@@ -208,7 +258,8 @@ class OwnerUpdates(PatchedOptimizer):
         options = [described(self.optimizer, group) for group in self.optimizer.param_groups]
         # Not what detach() gives: who has that besides makes step() wait.
         gradients.lent.values[gradients.id] = [slot.param for slot in gradients.slots if slot.index in self._lent]
-        self._book.proceed(gradients.step, options, self._group_of, self._factor, in_advance=in_advance)
+        told, factor = self.agree("make a step", options, self._factor)
+        self._book.proceed(gradients.step, told, self._group_of, factor, in_advance=in_advance)
         return options
 
     def _note_used(self) -> None:
@@ -222,6 +273,9 @@ class OwnerUpdates(PatchedOptimizer):
     def _follow_changes(self) -> None:
         """What the program has written into parameters (load_state_dict) goes to owners that do not read it there."""
         for slot in self._gradients.slots:
+            now = slot.param.data_ptr(), slot.param._version
+            if self._distributed.uneven and now != self._given[slot.index]:
+                raise self._error("was written to within ps.join, where owners may have no batch left", slot)
             if self._is_changed(slot):
                 self._give_value(slot)
 
@@ -272,6 +326,7 @@ class OwnerUpdates(PatchedOptimizer):
 
     def _give_up(self, flying: Sequence[Slot]) -> list[Slot]:
         """Nothing of these is under way any more, and nothing comes of it; those that were updated all the same."""
+        self.agree("leave the step out", [], 1.0)
         self._book.discard(self._gradients.step)
         return self._landed(flying)
 
@@ -350,7 +405,8 @@ class OwnerUpdates(PatchedOptimizer):
         if gradients.closed == self._backward_used:
             gradients.close_without_backward()
         if self._squares is None:
-            self._squares = self._book.squares(gradients.step)
+            _, share = self.agree("ask for the norm", [], 1.0)
+            self._squares = self._book.squares(gradients.step) * share**2
         return math.sqrt(self._squares) * self._factor
 
     def scale(self, factor: float) -> None:
@@ -436,6 +492,7 @@ class OwnerUpdates(PatchedOptimizer):
         self._distributed.ending.raise_if_lost()
         super()._before_reading()
         self._follow_changes()
+        self.agree("read the state", [], 1.0)
         self._book.meet("optimizer.state_dict")  # a rank that does not make the call is named
         state = self.optimizer.state
         with torch._C.DisableTorchFunctionSubclass():
@@ -446,6 +503,12 @@ class OwnerUpdates(PatchedOptimizer):
 
     def _before_loading(self) -> None:
         """Somebody is about to load another state."""
+        if self._distributed.uneven:
+            raise ConfigError(
+                "penstock: a state of the optimizer is loaded within ps.join, where owners may have no batch left. "
+                "Load it before",
+                rank=self._gradients.rank,
+            )
         self.finish_all()
 
     def _collected(self, slot: Slot) -> dict[str, Any]:

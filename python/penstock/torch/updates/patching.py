@@ -35,12 +35,14 @@ class Trained(DistributedModel, Protocol):
         whole_steps: Whether a step can be undone until it is whole.
         synchronous: Why nothing may be left outstanding, if so.
         observed: Whether it is known who reads which parameter.
+        uneven: Whether ranks may have no batch left (join).
     """
 
     gradients: Gradients
     whole_steps: bool
     synchronous: str | None
     observed: bool
+    uneven: bool
 
     def before_step(self) -> None:
         """Nothing of the previous step may be outstanding when the next begins."""
