@@ -5,8 +5,8 @@ exchange format DLPack), so parameters, views, autograd, hooks and optimizers ar
 to one dispatch fallback, which does not run it but puts it at the end of the current stream. It is run, on host
 tensors of the same memory, when the device gets to it:
 
-- each stream runs in order, streams among each other in random order (`LateDevice.seed`), and as late as anybody
-  allows: when somebody waits, and now and then by chance;
+- each stream runs in order, streams among each other in random order (`LateDevice.seed`), some of them hardly at all
+  for a while, and as late as anybody allows: when somebody waits, or looks, and now and then by chance;
 - memory reads as NaN until whatever writes it has run: on the device from its allocation on, which the device's own
   allocator may have taken from somebody else (so it is overwritten once more when the allocating stream gets to it),
   on the host from the call of the copy on;
@@ -43,6 +43,13 @@ __all__ = ["LateDevice", "LateEvent", "LateStream", "installed"]
 NAME = "late"
 RUN_BY_CHANCE = 0.1
 """How probable it is, with each call, that the device gets on by one piece of work that nobody waits for."""
+LOOKED_AT_MAX = 20
+"""By how many pieces of work it gets on at most while somebody looks whether it has passed an event."""
+SLOW = 0.4
+"""Of the streams, for a while: so many calls."""
+WHILE = 150
+SLOW_RUNS = 0.03
+"""How probable it is, with each call, that a slow stream gets on by one piece of work all the same."""
 AS_LATE_AS_POSSIBLE = 0.5
 """How probable it is, while somebody waits, that the device runs what that needs, and not anything else."""
 
@@ -103,6 +110,8 @@ class LateDevice:
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
+        self.slow: list[LateStream] = []
+        self.calls = 0
         self.default = LateStream(late=self)
 
     def current(self) -> LateStream:
@@ -119,19 +128,27 @@ class LateDevice:
             (stream or self.current()).queue.append(work)
             self.advance_by_chance()
 
-    def advance_by_chance(self) -> None:
+    def advance_by_chance(self, probability: float = RUN_BY_CHANCE) -> None:
         """Perhaps the device gets on by something."""
-        if self.chance.random() < RUN_BY_CHANCE and (able := [one for one in self.streams if one.can_run()]):
+        if self.calls % WHILE == 0:
+            self.slow = [one for one in self.streams if self.chance.random() < SLOW]
+        self.calls += 1
+        slow = self.chance.random() < SLOW_RUNS
+        if self.chance.random() < probability and (able := self._able(slow=slow)):
             self.chance.choice(able).run_one()
+
+    def _able(self, *, slow: bool) -> list[LateStream]:
+        """Streams that can run something."""
+        return [one for one in self.streams if one.can_run() and (slow or one not in self.slow)]
 
     def run_until(self, mark: Mark) -> None:
         """Run what the device likes until it has passed this mark."""
         with self.lock:
             while not mark.passed:
                 needed = mark.stream.blocked_by()
-                able = [one for one in self.streams if one.can_run()]
-                if needed in able and self.chance.random() < AS_LATE_AS_POSSIBLE:
-                    able = [needed]
+                able = [needed]
+                if self.chance.random() > AS_LATE_AS_POSSIBLE:
+                    able += self._able(slow=False)
                 self.chance.choice(able).run_one()
         if self.failure is not None:
             raise RuntimeError(f"the device failed (seed {self.seed})") from self.failure
@@ -272,8 +289,10 @@ class LateEvent:
 
     def query(self) -> bool:
         """As `torch.Event.query`."""
-        with DEVICE.now.lock:
-            DEVICE.now.advance_by_chance()
+        late = DEVICE.now
+        with late.lock:
+            for _ in range(late.chance.randrange(LOOKED_AT_MAX)):
+                late.advance_by_chance(1.0)
             return self.mark is None or self.mark.passed
 
     def synchronize(self) -> None:
