@@ -35,6 +35,8 @@ LANES_MAX = 64
 SLICE_BYTES_MIN = 1024
 SLICE_BYTES_MAX = 64 << 20
 SECONDS_MAX = 1e6
+PINNED_BYTES_MIN = 8 << 20  # two pieces of a gradient, or one and the reserve (torch/gradients/device_landing.py)
+PINNED_BYTES_MAX = 1 << 40
 STEPS_MAX = 1_000_000_000
 OBSERVATIONS_MAX = 1 << 24
 POLICIES = ("measured", "paper")
@@ -92,6 +94,7 @@ class Options:
         collective_schemes: Let ``schemes="auto"`` give layers a collective (``central``, ``tree``, ``ring``,
             ``butterfly``) that is predicted to take at least a tenth less time than the store, where ``policy`` is
             ``measured``. Chosen once, in ``distribute``; then all ranks need equally many batches.
+        pinned_bytes: The pinned host memory that gradients of a model on an accelerator pass through, in bytes.
         whole_steps: Keep copies of what a step overwrites until it is whole, so that a rank which loses another one
             holds the last whole step (docs/errors.md says what it costs). This rank's own choice.
         observations: Keep so many records of where each slice was when, 32 bytes each, per lane and as many of the
@@ -126,6 +129,7 @@ class Options:
     check_every: int = 500
     policy: str = "measured"
     collective_schemes: bool = False
+    pinned_bytes: int = 64 << 20
     whole_steps: bool = False
     observations: int = 0
 
@@ -177,6 +181,7 @@ class OptionArguments(TypedDict, total=False):
     check_every: int | str | None
     policy: str | None
     collective_schemes: bool | None
+    pinned_bytes: int | str | None
     whole_steps: bool | None
     observations: int | str | None
 
@@ -320,6 +325,10 @@ _FIELDS: dict[str, tuple[Callable[[object], object], str]] = {
     ),
     "policy": (_one_of(POLICIES), " or ".join(f'"{name}"' for name in POLICIES)),
     "collective_schemes": _SWITCH,
+    "pinned_bytes": (
+        _whole(PINNED_BYTES_MIN, PINNED_BYTES_MAX),
+        f"bytes, from {PINNED_BYTES_MIN} to {PINNED_BYTES_MAX}",
+    ),
     "whole_steps": _SWITCH,
     "observations": (_whole(0, OBSERVATIONS_MAX), f"a number of records, from 0 to {OBSERVATIONS_MAX}"),
 }

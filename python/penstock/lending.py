@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,6 +24,17 @@ class LentMemory:
         self._engine = engine
         self.tensors: dict[int, object] = {}
         self.values: dict[int, object] = {}
+        self._lock = threading.Lock()
+
+    def lend(self, submit: Callable[[], int], memory: object) -> int:
+        """Submit memory beside the program's thread, and keep it; returns the token.
+
+        It may be released before this returns, and another thread may hear of that: it lets go of it afterwards.
+        """
+        with self._lock:
+            token = submit()
+            self.tensors[token] = memory
+        return token
 
     def landed(
         self,
@@ -40,8 +53,10 @@ class LentMemory:
         """
         complete, nbytes, released = self._engine.landed(book, tensors, least, patience_s, needed)
         pop = self.tensors.pop
-        for token in released:
-            pop(token, None)
+        if released:
+            with self._lock:
+                for token in released:
+                    pop(token, None)
         return complete, nbytes
 
     def collect(self) -> None:

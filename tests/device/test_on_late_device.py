@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from torch.utils import backend_registration
 
 HERE = Path(__file__).parent
+FILES = [HERE / "late_alone.py", HERE / "late_ranks.py"]
 LIMIT_S = 300.0
 
 pytestmark = [
@@ -21,10 +23,13 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("file", ["late_alone.py"])
-def test_on_the_late_device(file):
+@pytest.mark.parametrize("marked", ["not long", pytest.param("long", marks=pytest.mark.long)])
+def test_on_the_late_device(marked):
     program = programs.start_afresh(
-        *("-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / file), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        *("-m", "pytest", "-p", "no:cacheprovider", "-m", marked, *FILES),
+        env={**os.environ, "PYTHONPATH": str(HERE.parent / "torch")},  # where `ranks` is
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     try:
         said, _ = program.communicate(timeout=LIMIT_S)

@@ -41,6 +41,7 @@ SAMPLES = {
     "check_every": ("off", 0, "-1"),
     "policy": ("paper", "paper", "greedy"),
     "collective_schemes": ("yes", True, "ring"),
+    "pinned_bytes": ("8388608", 8 << 20, "1000"),
     "whole_steps": ("on", True, "41"),
     "observations": ("65536", 65536, "-1"),
 }

@@ -25,6 +25,7 @@ from penstock.plan import STORE, LayerPlan, Terms
 from penstock.torch.agreement.arguments import check_model, check_origins, check_parameters, optimizers_in, origin_of
 from penstock.torch.agreement.batchnorm import SyncedNorms
 from penstock.torch.agreement.copies import BufferCopy, CopyBook
+from penstock.torch.agreement.devices import device_of, refuse_on_device
 from penstock.torch.agreement.drift import Drift
 from penstock.torch.agreement.fingerprint import check_same_model, fingerprint
 from penstock.torch.alone import distribute_alone
@@ -94,6 +95,7 @@ class Distributed:
         hosts: As `Cluster.hosts`.
         update: As in `distribute`, or ``async``.
         staleness: As in `distribute`.
+        device: The accelerator that the model is on, if it is on one.
 
     Attributes:
         terms: By name of the layer, what is fixed of its scheme.
@@ -120,6 +122,7 @@ class Distributed:
         hosts: tuple[int, ...] = (),
         update: Kind = "workers",
         staleness: int | None = None,
+        device: torch.device | None = None,
     ) -> None:
         at_owners, asynchronous = update != "workers", update == AsyncUpdates.option
         self.staleness = staleness
@@ -143,6 +146,7 @@ class Distributed:
             'schemes="auto"': automatic,
             "update": update,
             "staleness": staleness,
+            "the model is on an accelerator": device is not None,
         }
         self._tensors = fingerprint(model, optimizers, self.slots, arguments)
         check_same_model(engine.all_gather("penstock.distribute", self._tensors))
@@ -166,6 +170,8 @@ class Distributed:
             rows, lossy, automatic = self._only_whole(optimizers, AT_OWNERS[update].how)
         if asynchronous:
             check_norms(model)
+        if device is not None:
+            rows, self.why_whole = [], {layer.name: f"its gradients are on {device.type}" for layer in self.layers}
         self.ranks = ranks = options.world_size
         self._automatic = automatic
         if self._automatic and options.collective_schemes:
@@ -191,6 +197,8 @@ class Distributed:
                 staleness=staleness,
                 in_groups=True,
             ),
+            device,
+            options,
         )
         self.servers.check_that_all_own(self.gradients.id, f"{name}.gradients")
         self.gathers = {gather.layer.name: gather for gather in self.gradients.rows}
@@ -638,7 +646,8 @@ def distribute(
         ``(model, optimizer)``, the objects that were given.
 
     Raises:
-        ConfigError: The model is on a GPU, or distributed already, or the optimizer holds parameters of another model,
+        ConfigError: The model is on several devices, or on one where something else that was asked for does not work
+            yet, or it is distributed already, or the optimizer holds parameters of another model,
             or a pattern of `schemes` matches no layer that can use what it says, or the optimizer, an option of it,
             a parameter or a scheme is none for ``update="servers"``; or another argument does not go with
             ``mode="async"``.
@@ -662,20 +671,20 @@ def distribute(
     check_model(model)
     optimizers = optimizers_in(optimizer)
     inner = getattr(model, "_orig_mod", model)  # torch.compile's wrapper has no parameters of its own
-    if running.world_size == 1:
-        at_owners = AT_OWNERS[kind].how if kind in AT_OWNERS else None
-        distribute_alone(
-            model,
-            inner,
-            optimizers,
-            schemes,
-            running.engine,
-            at_owners=at_owners,
-            whole_steps=running.options.whole_steps,
-        )
-        return model, optimizer
     if broadcast_buffers is None:
         broadcast_buffers = running.options.broadcast_buffers and mode == "sync"
+    at_owners = AT_OWNERS[kind].how if kind in AT_OWNERS else None
+    whole_steps = running.options.whole_steps
+    device = device_of(inner)
+    if device is not None:
+        refuse_on_device(
+            device, inner, schemes, at_owners=at_owners, broadcast_buffers=broadcast_buffers, whole_steps=whole_steps
+        )
+    if running.world_size == 1:
+        distribute_alone(
+            model, inner, optimizers, schemes, running.engine, at_owners=at_owners, whole_steps=whole_steps
+        )
+        return model, optimizer
     patches.forget_compiled()
     try:
         Distributed(
@@ -692,6 +701,7 @@ def distribute(
             hosts=running.hosts,
             update=kind,
             staleness=staleness,
+            device=device,
         )  # the hooks on the model keep it
     except BaseException:
         if not any(distributed_of(param) is not None for param in inner.parameters()):

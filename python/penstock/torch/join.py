@@ -42,7 +42,7 @@ def join() -> Iterator[None]:
     Raises:
         ConfigError: Layers use ``adam``, whose owners are needed to the end; a model trains with ``mode="async"``; with
             ``update="servers"``: a model has `nn.SyncBatchNorm`, or a backward has no step, or a model that the workers
-            update is trained, too.
+            update is trained, too. Or a model is on an accelerator.
         PeerLost: A rank was lost.
         Timeout: A rank has not left, and for ``operation_timeout_s`` data has moved at no rank.
 
@@ -59,6 +59,11 @@ def join() -> Iterator[None]:
             raise ConfigError(
                 f"penstock.join: {distributed.name} is distributed with {AsyncUpdates.how}, where ranks need not make "
                 "as many steps: train without it, and meet before the end with penstock.barrier()"
+            )
+        if distributed.gradients.device is not None:
+            raise ConfigError(
+                f"penstock.join: {distributed.name} is on {distributed.gradients.device}, where this does not work "
+                "yet. Give all ranks the same number of batches"
             )
     if running.world_size == 1:
         yield

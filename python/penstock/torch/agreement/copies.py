@@ -50,8 +50,8 @@ class CopyBook:
         tensors = [without_repeats(tensor.detach()) for tensor in self._tensors]
         memories = [
             tensor
-            if is_dense(tensor) and not taken.overlap(tensor)
-            else tensor.clone(memory_format=torch.contiguous_format)
+            if tensor.is_cpu and is_dense(tensor) and not taken.overlap(tensor)
+            else tensor.cpu().clone(memory_format=torch.contiguous_format)
             for tensor in tensors
         ]
         for index, memory in enumerate(memories):

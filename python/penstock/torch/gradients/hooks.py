@@ -29,6 +29,7 @@ from penstock.coordinator import Placed
 from penstock.errors import ConfigError, PenstockError
 from penstock.lending import lent_to
 from penstock.lossy import LossyScheme
+from penstock.torch.gradients.device_landing import DeviceLanding, cut, piece_entries
 from penstock.torch.gradients.landing import HostLanding, Landing, book_entry
 from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.model.layout import same_order
@@ -42,6 +43,7 @@ from penstock.warning import warn
 
 if TYPE_CHECKING:
     from penstock._native import Engine
+    from penstock.config import Options
 
 __all__ = ["Gradients"]
 
@@ -73,6 +75,8 @@ class Gradients:
         ranks: How many there are.
         fixed: By name of the layer, its route and its wire type where it is not the store as it is.
         open_book: Opens the book, perhaps with servers; the engine's own if it is not given.
+        device: The accelerator that the model is on, if it is on one.
+        options: Of this rank; only for a device.
     """
 
     def __init__(
@@ -87,6 +91,8 @@ class Gradients:
         ranks: int = 0,
         fixed: Mapping[str, tuple[str, str | None]] | None = None,
         open_book: Callable[[str, list[str], list[Any]], int] | None = None,
+        device: torch.device | None = None,
+        options: Options | None = None,
     ) -> None:
         self.engine = engine
         self.rank = rank
@@ -104,10 +110,15 @@ class Gradients:
         for gather in self.gathers:
             for slot in gather.slots:
                 slot.gather = gather
+        pieces = [] if device is None else cut(slots)
         self.id = (open_book or engine.open_book)(
             name,
             [layer.name for layer in layers],
-            [book_entry(slot, *(fixed or {}).get(slot.layer.name, ("store", None))) for slot in slots]
+            (
+                piece_entries(slots, pieces)
+                if device is not None
+                else [book_entry(slot, *(fixed or {}).get(slot.layer.name, ("store", None))) for slot in slots]
+            )
             + [
                 (f"{gather.scheme} of {gather.layer.name}", gather.layer.index, "bytes", gather.most_bytes, "gather")
                 for gather in self.gathers
@@ -115,7 +126,13 @@ class Gradients:
             + self.duties.entries(),
         )
         self.lent = lent_to(engine)
-        self.landing: Landing = HostLanding(engine, self.id)
+        self.device = device
+        self.landing: Landing
+        if device is None:
+            self.landing = HostLanding(engine, self.id)
+        else:
+            assert options is not None and not self.gathers  # whose numbers are not those of pieces
+            self.landing = DeviceLanding(engine, self.id, slots, pieces, device, options)
         self.rebuilds = Rebuilds(engine, self.id)
         self.step = 0
         self.backwards = 0  # synchronising backwards so far; the running one included
@@ -212,7 +229,7 @@ class Gradients:
         find_gradients, flight, swappable = weakref.ref(self), kept.flight, kept.swappable
         dtype, stride, index, nbytes = kept.dtype, kept.stride, kept.index, kept.nbytes
         take_off, submit = flight.take_off, self.landing.submit_soon
-        strided, ordinary = torch.strided, not kept.staged
+        strided, ordinary, device = torch.strided, not kept.staged, self.device
 
         def after_accumulation(param: Tensor) -> None:
             gradients = find_gradients()
@@ -235,7 +252,7 @@ class Gradients:
                 and grad.layout is strided
                 and grad.dtype is dtype
                 and grad.stride() == stride
-                and grad.is_cpu
+                and (grad.is_cpu if device is None else grad.device == device)
                 and not grad.requires_grad
                 and not (flight.fresh and _use_count(grad.untyped_storage()._cdata) > _UNSHARED)
             ):
@@ -274,11 +291,11 @@ class Gradients:
     def _private(self, slot: Slot, grad: Tensor) -> tuple[Tensor, Tensor]:
         """A gradient that lies like the parameter and that nothing else uses, and the memory to send."""
         param = slot.param
-        if grad.device.type != "cpu" or grad.dtype is not slot.dtype or grad.shape != param.shape:
+        if grad.device != slot.device or grad.dtype is not slot.dtype or grad.shape != param.shape:
             raise ConfigError(
                 f"the gradient of {slot.name} is {grad.dtype} {list(grad.shape)} on {grad.device}, but at "
-                f"penstock.distribute the parameter was {slot.dtype}, {slot.elems} elements, on the CPU. Convert the "
-                "model before",
+                f"penstock.distribute the parameter was {slot.dtype}, {slot.elems} elements, on {slot.device}. Convert "
+                "the model before, or move it there",
                 layer=slot.layer.name,
             )
         if grad.layout is not torch.strided:
@@ -294,7 +311,7 @@ class Gradients:
         shared = slot.flight.fresh and _use_count(grad.untyped_storage()._cdata) > _UNSHARED
         if shared or not same_order(grad, slot.stride):
             # Autograd may hand over a view of what it still needs to compute other gradients.
-            own = torch.empty_strided(grad.shape, slot.stride, dtype=grad.dtype)
+            own = torch.empty_strided(grad.shape, slot.stride, dtype=grad.dtype, device=grad.device)
             grad = own.copy_(grad)
         param.grad = grad
         return grad, grad

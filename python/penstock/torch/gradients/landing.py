@@ -62,7 +62,7 @@ class Landing(Protocol):
         ...
 
     def contributed(self, index: int) -> bool:
-        """Of an average that has landed: whether any rank has contributed."""
+        """Of an average that was taken: whether any rank has contributed."""
         ...
 
     def applied(self, indices: Sequence[int]) -> None:

@@ -231,6 +231,7 @@ class Slot:
     __slots__ = (
         "__weakref__",
         "code",
+        "device",
         "distributed",
         "dtype",
         "elems",
@@ -256,6 +257,7 @@ class Slot:
         self.param = param
         self.layer = layer
         self.dtype = param.dtype
+        self.device = param.device
         self.code, parts = CODES[param.dtype]
         self.elems = param.numel() * parts
         self.stride = param.stride()
@@ -282,15 +284,15 @@ class Slot:
     def empty(self) -> Tensor:
         """Memory for a result, laid out like the parameter."""
         if self.staged:
-            return torch.empty(self.param.shape, dtype=self.dtype)
-        return torch.empty_strided(self.param.shape, self.stride, dtype=self.dtype)
+            return torch.empty(self.param.shape, dtype=self.dtype, device=self.device)
+        return torch.empty_strided(self.param.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
 def describe(model: nn.Module) -> tuple[list[Layer], list[Slot]]:
     """The layers and parameters of `model` that have something to synchronise, in the order of registration.
 
     Raises:
-        ConfigError: A parameter or buffer is not on the CPU, has no memory yet or a type that cannot be averaged.
+        ConfigError: A parameter or buffer has no memory yet or a type that cannot be averaged.
     """
     layers: list[Layer] = []
     slots: list[Slot] = []
@@ -328,11 +330,6 @@ def describe(model: nn.Module) -> tuple[list[Layer], list[Slot]]:
 def _check_tensor(name: str, tensor: Tensor) -> None:
     if nn.parameter.is_lazy(tensor):
         raise ConfigError(f"penstock.distribute: {name} has no shape yet; run one forward pass first")
-    if tensor.device.type != "cpu":
-        raise ConfigError(
-            f"penstock.distribute: {name} is on {tensor.device}. This version synchronises CPU tensors only; call "
-            "model.cpu() first"
-        )
     if tensor.layout is not torch.strided:
         raise ConfigError(
             f"penstock.distribute: {name} is {tensor.layout}. Only dense tensors are synchronised; make it one before "

@@ -64,7 +64,11 @@ class Updates(PatchedOptimizer):
         self._warned = False
         self._separable = separable(optimizer)
         self._class_step = unhooked_step(type(optimizer)) if self._separable is None else None
-        can_join = self._separable is None and joined.joinable(optimizer)
+        device = distributed.gradients.device
+        self._device_type = "cpu" if device is None else device.type
+        # On an accelerator a call of the optimizer takes as long for many small parameters, and averages come whole.
+        in_parts = self._separable is None and device is None
+        can_join = in_parts and joined.joinable(optimizer)
         self._joined = joined.Joined(optimizer) if can_join else None
         self._small = {slot for slot in distributed.gradients.slots if not slot.immediate and joined.fits(slot.param)}
         self._small_bytes = {  # of layers that have nothing else
@@ -72,7 +76,7 @@ class Updates(PatchedOptimizer):
             for layer in dict.fromkeys(slot.layer for slot in distributed.gradients.slots)
             if can_join and self._small.issuperset(layer.slots)
         }
-        self._partial = PartialUpdates(optimizer, self._gradients, separable=self._separable is None, log=self.log)
+        self._partial = PartialUpdates(optimizer, self._gradients, separable=in_parts, log=self.log)
         self._patch()
         if self._separable is None:  # others, such as wrappers that know no hooks, have no update outstanding
             self._handles = [
@@ -120,7 +124,8 @@ class Updates(PatchedOptimizer):
         if not self._distributed.observed:
             return ""  # the first step: who reads what is decided now
         # What surrounds this call would not surround a later one.
-        return "" if torch.is_autocast_enabled("cpu") or torch.is_inference_mode_enabled() else None
+        autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(self._device_type)
+        return "" if autocast or torch.is_inference_mode_enabled() else None
 
     def _step_whole(self, reason: str | None, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         if reason and not self._warned:
@@ -350,7 +355,7 @@ class Updates(PatchedOptimizer):
         if self.log is not None:
             self.log.keep([param for params in (*together.values(), *apart.values()) for param in params])
         optimizer = self.optimizer
-        with as_if_in_step():
+        with as_if_in_step(self._device_type):
             for number, params in together.items():
                 assert self._joined is not None  # or there are none
                 left = self._joined.apply(params, self._state, self._groups[number])

@@ -157,7 +157,7 @@ class Probe:
                 shape = [min(size, PROBE_SIZE_MAX) for size in param.shape]
                 if width is not None and shape:
                     shape[-1] = width
-                values = torch.randn(shape, generator=generator, dtype=torch.float64).to(param.dtype)
+                values = torch.randn(shape, generator=generator, dtype=torch.float64).to(param.device, param.dtype)
                 self.params.append(nn.Parameter(values))
                 self._group_of.append(number)
                 if param in optimizer.state:  # made with the optimizer, as by torch 2.4's Adagrad, or loaded
@@ -168,7 +168,8 @@ class Probe:
     def step(self, parts: Sequence[Sequence[int]], call: Callable[..., Any] | None = None) -> None:
         """One step, with a call for each part: of the class's own step, or of `call`."""
         for param in self.params:
-            param.grad = torch.randn(param.shape, generator=self._generator, dtype=torch.float64).to(param.dtype)
+            values = torch.randn(param.shape, generator=self._generator, dtype=torch.float64)
+            param.grad = values.to(param.device, param.dtype)
         before = repr(self._visible())
         for part in parts:
             groups = {
@@ -255,13 +256,14 @@ def unhooked_step(kind: type[Optimizer]) -> Callable[..., Any]:
     return inner
 
 
-def as_if_in_step() -> AbstractContextManager[Any]:
+def as_if_in_step(device_type: str = "cpu") -> AbstractContextManager[Any]:
     """For an update that runs within the user's forward, whose modes are not meant for it."""
     inference = torch.is_inference_mode_enabled()
-    autocast = torch.is_autocast_enabled("cpu")
+    autocast = [one for one in dict.fromkeys(("cpu", device_type)) if torch.is_autocast_enabled(one)]
     if not inference and not autocast:
         return nullcontext()
     stack = ExitStack()
     stack.enter_context(torch.inference_mode(False))
-    stack.enter_context(torch.autocast("cpu", enabled=False))
+    for one in autocast:
+        stack.enter_context(torch.autocast(one, enabled=False))
     return stack

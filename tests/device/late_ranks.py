@@ -1,0 +1,457 @@
+"""`ps.distribute` on the late device, ranks as threads. Run by test_on_late_device.py."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+
+import late_device  # noqa: F401  first: torch takes in what devices there are with the first backward
+import pytest
+import ranks
+import torch
+from late_device import installed
+from torch import nn
+from torch.nn import functional as F
+
+from penstock import lending
+from penstock.errors import ConfigError, PeerLost, PenstockError, Timeout
+from penstock.torch import distribute, join
+from penstock.torch.distribute import models_of
+from penstock.torch.gradients import device_landing, hooks
+from penstock.torch.reads.safety import slot_of
+from penstock.torch.runtime import accelerator
+
+STEPS = 4
+ARENA_BYTES = 1024
+LOST_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Pieces so small that networks under test have several, and a arena of a few of them."""
+    monkeypatch.setattr(device_landing, "PIECE_BYTES", 256)
+    monkeypatch.setattr(
+        hooks,
+        "DeviceLanding",
+        lambda *args: device_landing.DeviceLanding(*args[:-1], replace(args[-1], pinned_bytes=ARENA_BYTES)),
+    )
+    monkeypatch.setattr(accelerator, "pinned_memory", lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+
+
+def run(main, size, **options):
+    """As `ranks.run`. Averages land by themselves, as with the native engine: a piece may wait for room."""
+    return ranks.run(main, size, lazy=False, **options)
+
+
+class Tied(nn.Module):
+    """A language model in small: its output has the weight of its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.hidden = nn.Linear(8, 8)
+        self.unused = nn.Linear(3, 3)
+        self.out = nn.Linear(8, 11, bias=False)
+        self.out.weight = self.embedding.weight
+
+    def to(self, device):
+        """To a device written in Python torch moves each use of a parameter by itself."""
+        super().to(device)
+        self.out.weight = self.embedding.weight
+        return self
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.hidden(self.embedding(x))))
+
+
+NETWORKS = {
+    "linear": (lambda: nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 3)), (8, 6), 3),
+    "convolutions": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(54, 3)
+        ),
+        (4, 3, 8, 8),
+        3,
+    ),
+    "tied": (Tied, None, 11),
+}
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9, foreach=False),
+    "adamw": lambda params: torch.optim.AdamW(params, 0.01, foreach=False),
+    "adamw in one call": lambda params: torch.optim.AdamW(params, 0.01, foreach=True),
+}
+
+
+def model_of(kind):
+    generator = torch.Generator().manual_seed(1)
+    model = NETWORKS[kind][0]()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator) * 0.4)
+    return model
+
+
+def batch(kind, rank, step):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    _, shape, classes = NETWORKS[kind]
+    x = torch.randint(0, 11, (8,), generator=generator) if shape is None else torch.randn(shape, generator=generator)
+    return x, torch.randint(0, classes, (len(x),), generator=generator)
+
+
+def train(kind, optimizer, device, size):
+    """Each rank's parameters and buffers after some steps."""
+
+    def main(rank, engine):
+        model = model_of(kind).to(device)
+        model, trained = distribute(model, OPTIMIZERS[optimizer](model.parameters()))
+        for step in range(STEPS):
+            x, y = (one.to(device, non_blocking=True) for one in batch(kind, rank, step))
+            F.cross_entropy(model(x), y).backward()
+            trained.step()
+            trained.zero_grad()
+        return [value.cpu() for value in model.state_dict().values()]
+
+    return run(main, size)
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+LONG = pytest.mark.long
+SHORT_BITS = {
+    ("convolutions", "adamw", "threads"),
+    ("tied", "adamw in one call", "native"),
+    ("linear", "sgd", "native"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "arm"),
+    [
+        pytest.param(*case, marks=[] if case in SHORT_BITS else LONG)
+        for case in itertools.product(NETWORKS, OPTIMIZERS, ("threads", "native"))
+    ],
+)
+@pytest.mark.parametrize("size", [2, pytest.param(1, marks=LONG), pytest.param(3, marks=LONG)])
+def test_has_the_bits_of_the_host(monkeypatch, kind, optimizer, arm, size):
+    monkeypatch.setattr(ranks, "arm", arm)
+    expected = train(kind, optimizer, "cpu", size)
+    with installed(5):
+        found = train(kind, optimizer, "late", size)
+    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+
+
+# Programs
+
+
+def accumulate(model, rank, step, device):
+    with model.no_sync():
+        F.cross_entropy(
+            model(batch("linear", rank, step + 100)[0].to(device)), batch("linear", rank, step)[1].to(device)
+        ).backward()
+
+
+PROGRAMS = {
+    "clips": {"between": lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=False)},
+    "reads gradients": {"between": lambda model: [param.grad.sum() for param in model.parameters()]},
+    "changes gradients": {"between": lambda model: [param.grad.mul_(0.5) for param in model.parameters()]},
+    "accumulates": {"before": accumulate},
+    "accumulates onto averages": {"backwards": 2},
+    "keeps zeros": {"set_to_none": False},
+    "leaves a layer out on one rank": {"skips": 1},
+    "steps without backward": {"no_backward": 1},
+}
+
+
+def stream_of_rank(device):
+    """Each rank its own: one may be far behind the other, as ranks with a device each."""
+    return nullcontext() if device == "cpu" else torch.Stream(device)
+
+
+def run_program(program, device):
+    before, between = program.get("before"), program.get("between", lambda model: None)
+
+    def main(rank, engine):
+        with stream_of_rank(device):
+            return of_rank(rank)
+
+    def of_rank(rank):
+        model = model_of("linear").to(device)
+        model, optimizer = distribute(model, OPTIMIZERS["sgd"](model.parameters()))
+        for step in range(STEPS):
+            x, y = (one.to(device, non_blocking=True) for one in batch("linear", rank, step))
+            if before is not None:
+                before(model, rank, step, device)
+            skips = program.get("skips") == rank and step == 1
+            for _ in range(program.get("backwards", 1)):
+                out = model[0](x)[:, :3] if skips else model(x)
+                if not (program.get("no_backward") == rank and step >= 2):
+                    # Ranks of one device share autograd's thread for it, where a hook of one may wait for the other.
+                    with torch.autograd.set_multithreading_enabled(False):
+                        F.cross_entropy(out, y).backward()
+            between(model)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=program.get("set_to_none", True))
+        return [param.detach().cpu() for param in model.parameters()]
+
+    return run(main, 2)
+
+
+SHORT_PROGRAMS = ("clips", "accumulates onto averages", "leaves a layer out on one rank")
+
+
+@pytest.mark.parametrize(
+    "program", [pytest.param(one, marks=[] if one in SHORT_PROGRAMS else LONG) for one in PROGRAMS]
+)
+def test_programs_have_the_bits_of_the_host(program):
+    expected = run_program(PROGRAMS[program], "cpu")
+    with installed(11):
+        found = run_program(PROGRAMS[program], "late")
+    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+
+
+# Waits
+
+
+def test_the_host_never_waits_for_the_device():
+    """But at the start, and when ranks compare their parameters: in the first two steps, and then now and then."""
+    with installed(2) as late:
+
+        def main(rank, engine):
+            model = model_of("convolutions").to("late")
+            optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            model, optimizer = distribute(model, optimizer)
+            batches = [tuple(one.to("late") for one in batch("convolutions", rank, step)) for step in range(6)]
+            for step, (x, y) in enumerate(batches):
+                if step == 3:
+                    engine.all_gather("test", b"")
+                    before = late.waits.copy()
+                F.cross_entropy(model(x), y).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+            after = late.waits - before
+            engine.all_gather("test", b"")
+            return after
+
+        for waits in run(main, 2):
+            assert not waits
+
+
+class Passed:
+    """An event that nobody need wait for."""
+
+    def query(self):
+        return True
+
+
+def without(monkeypatch, wait):
+    """Leave out one wait of the way of a gradient."""
+    if wait in ("_outward", "_backward"):
+        make = device_landing.DeviceLanding.__init__
+
+        def init(self, *args, **kwargs):
+            make(self, *args, **kwargs)
+            getattr(self, wait).wait_event = lambda event: None
+
+        monkeypatch.setattr(device_landing.DeviceLanding, "__init__", init)
+    elif wait == "copied before it is sent":
+        plain = device_landing._Out._copy
+
+        def copy(self, waiting, room):
+            plain(self, waiting, room)
+            self.copying[-1:] = [one._replace(event=Passed()) for one in self.copying[-1:]]
+
+        monkeypatch.setattr(device_landing._Out, "_copy", copy)
+    elif wait == "copied back before its room is free":
+        plain_back = device_landing._Back._copy
+
+        def copy_back(self, placed, *, contributed):
+            plain_back(self, placed, contributed=contributed)
+            self.leaving[-1] = self.leaving[-1]._replace(event=None)
+
+        monkeypatch.setattr(device_landing._Back, "_copy", copy_back)
+    elif wait == "sent before its room is free":
+        monkeypatch.setattr(lending.LentMemory, "lend", lambda self, submit, memory: submit())
+    elif wait == "copied back before the update":
+        monkeypatch.setattr(accelerator.Accelerator, "go_on_after", lambda self, event: None)
+
+
+WAITS = (
+    "_outward",
+    "_backward",
+    "copied before it is sent",
+    "copied back before its room is free",
+    "sent before its room is free",
+    "copied back before the update",
+)
+
+
+def right_without(monkeypatch, wait, seed, expected):
+    program = {"skips": 1, "no_backward": 1}
+    with monkeypatch.context() as patches:
+        without(patches, wait)
+        try:
+            with installed(seed):
+                found = run_program(program, "late")
+        except (AssertionError, PenstockError):  # the engine has seen its memory change
+            return False
+    return all(same(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("wait", [pytest.param(None, marks=LONG), *WAITS])
+def test_each_wait_is_needed(monkeypatch, wait):
+    expected = run_program({"skips": 1, "no_backward": 1}, "cpu")
+    seeds = range(5) if wait is None else range(40)  # mostly the first shows it
+    outcomes = (right_without(monkeypatch, wait, seed, expected) for seed in seeds)
+    assert all(outcomes) if wait is None else not all(outcomes)
+
+
+def test_full_arenas_of_different_pieces_do_not_wait_for_each_other(monkeypatch):
+    """Each rank takes the pieces first that the other takes last."""
+    monkeypatch.setattr(ranks, "arm", "native")
+
+    def main(rank, engine, device):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12)))
+        with torch.no_grad():
+            for place, param in enumerate(model.parameters()):
+                param.fill_(0.1 + 0.001 * place)
+        model.to(device)
+        model, optimizer = distribute(model, torch.optim.SGD(model.parameters(), 0.1))
+        for _ in range(4):
+            out = model(torch.full((2, 8), float(rank), device=device))
+            (out - 1.0).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for param in model.parameters():
+                layer = slot_of(param).layer
+                layer.place = layer.index if rank else -layer.index
+        return [param.detach().cpu() for param in model.parameters()]
+
+    expected = run(lambda rank, engine: main(rank, engine, "cpu"), 2)
+    for seed in range(3):
+        with installed(seed):
+            found = run(lambda rank, engine: main(rank, engine, "late"), 2, operation_timeout_s=10.0)
+        assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+
+
+# When it ends
+
+
+@pytest.mark.parametrize("arm", ["threads", "native"])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=LONG) for seed in range(1, 20))])
+def test_a_lost_rank_releases_whatever_waits(monkeypatch, arm, seed):
+    monkeypatch.setattr(ranks, "arm", arm)
+    chance = random.Random(seed)
+    last, before_step = chance.randrange(1, STEPS), chance.random() < 0.5
+    told = []
+
+    class Gone(Exception):
+        pass
+
+    def of_rank(rank):
+        model = model_of("convolutions").to("late")
+        model, optimizer = distribute(model, OPTIMIZERS["sgd"](model.parameters()))
+        try:
+            for step in range(10 * STEPS):
+                x, y = (one.to("late", non_blocking=True) for one in batch("convolutions", rank, step))
+                loss = F.cross_entropy(model(x), y)
+                if rank == 1 and step == last and before_step:
+                    raise Gone
+                with torch.autograd.set_multithreading_enabled(False):
+                    loss.backward()
+                if rank == 1 and step == last:
+                    raise Gone
+                optimizer.step()
+                optimizer.zero_grad()
+        except PeerLost as error:
+            told.append(error)
+            values = [param.detach().cpu() for param in model.parameters()]
+            assert all(torch.isfinite(value).all() for value in values)
+            raise
+
+    def main(rank, engine):
+        with torch.Stream("late"):
+            of_rank(rank)
+
+    with installed(seed) as late:
+        begin = time.monotonic()
+        with pytest.raises(Gone):
+            run(main, 2)
+        assert time.monotonic() - begin < LOST_S
+        late.synchronize()
+        assert not any(stream.queue for stream in late.streams)
+    assert [error.rank for error in told] == [1]
+
+
+def test_a_device_that_does_not_get_on_is_named_in_time(monkeypatch):
+    def main(rank, engine):
+        object.__setattr__(ranks.current().options, "operation_timeout_s", 0.3)  # as the program has set it
+        model = model_of("linear").to("late")
+        model, optimizer = distribute(model, OPTIMIZERS["sgd"](model.parameters()))
+        x, y = (one.to("late") for one in batch("linear", rank, 0))
+        monkeypatch.setattr(late, "advance_by_chance", lambda probability=0.0: None)
+        F.cross_entropy(model(x), y).backward()
+        with pytest.raises(Timeout, match=r"by late:0 within 0.3 s \(operation_timeout_s\)") as caught:
+            optimizer.step()
+        assert caught.value.layer in ("0", "2") and caught.value.step == 0
+        monkeypatch.undo()
+
+    with installed(0) as late:
+        run(main, 1, world_size=2)
+
+
+# What does not work yet
+
+
+def test_says_what_does_not_work_on_a_device():
+    def refused(word, make=lambda: nn.Linear(2, 2), **arguments):
+        model = make().to("late")
+        with pytest.raises(ConfigError, match=word) as caught:
+            distribute(model, torch.optim.SGD(model.parameters(), 0.1), **arguments)
+        assert "late:0" in str(caught.value)
+
+    def main(rank, engine):
+        refused("leave schemes out", schemes="auto")
+        refused("other schemes", schemes={"*": "factors"})
+        refused('update="servers"', update="servers")
+        refused('update="servers-in-backward"', update="servers-in-backward")
+        refused("broadcast_buffers", lambda: nn.BatchNorm1d(3), broadcast_buffers=True)
+        refused("SyncBatchNorm", lambda: nn.SyncBatchNorm(3))
+        model = nn.Sequential(nn.Linear(2, 2).to("late"), nn.Linear(2, 2))
+        with pytest.raises(ConfigError, match="start one rank for each device"):
+            distribute(model, None)
+        with pytest.raises(ConfigError, match="no streams and events"):
+            distribute(nn.Linear(2, 2, device="meta"), None)
+        object.__setattr__(ranks.current().options, "whole_steps", True)
+        refused("whole_steps")
+
+    with installed(0):
+        run(main, 1)
+
+
+def test_uneven_batches_are_refused(monkeypatch):
+    def main(rank, engine):
+        model, _ = distribute(nn.Linear(2, 2).to("late"), None)
+        monkeypatch.setattr(sys.modules["penstock.torch.join"], "distributed_here", lambda: models_of(engine))
+        with pytest.raises(ConfigError, match="same number of batches"), join():
+            pytest.fail("it begins")
+        return model
+
+    with installed(0):
+        run(main, 1, world_size=2)
+
+
+def test_a_captured_backward_is_refused(monkeypatch):
+    """Raised in a hook, which ends a process whose device is written in Python: so here the hook's part alone."""
+    with installed(0):
+        monkeypatch.setattr(torch.accelerator.current_stream(), "is_capturing", lambda: True)
+        with pytest.raises(ConfigError, match="captured into a graph"):
+            accelerator.Accelerator(torch.device("late", 0)).mark()
