@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -77,6 +78,8 @@ def windows(text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Mean cross entropy per character, in nats."""
+    device = next(model.parameters()).device
+    x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
     return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
@@ -90,6 +93,13 @@ def evaluate(model: nn.Module, text: Tensor) -> float:
     return loss
 
 
+def device_called(name: str) -> torch.device:
+    """That device; without a number the ranks of a host take turns."""
+    if name == "cpu" or ":" in name:
+        return torch.device(name)
+    return torch.device(name, int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
+
+
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -98,6 +108,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="sequences per worker and step (default 8)")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default 0.003)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--device", default="cpu", help='as "cuda:0", or "cuda": the ranks of a host take turns (default cpu)'
+    )
     parser.add_argument("--every", type=int, default=100, metavar="STEPS", help="steps between lines (default 100)")
     parser.add_argument("--json-lines", type=Path, metavar="FILE", help="append one JSON object per line printed")
     return parser.parse_args()
@@ -118,7 +131,7 @@ def main() -> None:
 
     ps.init()
     torch.manual_seed(args.seed)
-    model = CharGPT(len(characters))
+    model = CharGPT(len(characters)).to(device_called(args.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     model, optimizer = ps.distribute(model, optimizer)
     schedule = torch.optim.lr_scheduler.LambdaLR(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -105,15 +106,23 @@ def batches(data: Split, seed: int, epoch: int, batch: int) -> Iterator[tuple[Te
 @torch.no_grad()
 def evaluate(model: nn.Module, data: Split) -> tuple[float, float]:
     """Share of wrong answers, and mean loss, on held-out images."""
+    device = next(model.parameters()).device
     model.eval()
     wrong, loss = 0, 0.0
     for start in range(0, len(data.labels), 500):
-        y = data.labels[start : start + 500]
-        logits = model(normalised(data.images[start : start + 500]))
+        y = data.labels[start : start + 500].to(device)
+        logits = model(normalised(data.images[start : start + 500]).to(device))
         wrong += int((logits.argmax(dim=1) != y).sum())
         loss += float(F.cross_entropy(logits, y, reduction="sum"))
     model.train()
     return wrong / len(data.labels), loss / len(data.labels)
+
+
+def device_called(name: str) -> torch.device:
+    """That device; without a number the ranks of a host take turns."""
+    if name == "cpu" or ":" in name:
+        return torch.device(name)
+    return torch.device(name, int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
 
 
 def arguments() -> argparse.Namespace:
@@ -124,6 +133,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=100, help="samples per worker and step (default 100)")
     parser.add_argument("--lr", type=float, default=0.05, help="peak learning rate (default 0.05)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--device", default="cpu", help='as "cuda:0", or "cuda": the ranks of a host take turns (default cpu)'
+    )
     parser.add_argument("--threads", type=int, default=0, help="compute threads per worker (default: torch's choice)")
     parser.add_argument("--json-lines", type=Path, metavar="FILE", help="append one JSON object per epoch (rank 0)")
     return parser.parse_args()
@@ -138,7 +150,8 @@ def main() -> None:
 
     ps.init()
     torch.manual_seed(args.seed)
-    model = Quick()
+    device = device_called(args.device)
+    model = Quick().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-3)
     model, optimizer = ps.distribute(model, optimizer)
     steps_per_epoch = len(train.labels) // (args.batch * ps.world_size())
@@ -149,7 +162,7 @@ def main() -> None:
     began = time.perf_counter()
     for epoch in range(1, args.epochs + 1):
         for x, y in batches(train, args.seed, epoch, args.batch):
-            loss = F.cross_entropy(model(x), y)
+            loss = F.cross_entropy(model(x.to(device, non_blocking=True)), y.to(device, non_blocking=True))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
