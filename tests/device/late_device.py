@@ -10,12 +10,14 @@ tensors of the same memory, when the device gets to it:
 - memory reads as NaN until whatever writes it has run: on the device from its allocation on, which the device's own
   allocator may have taken from somebody else (so it is overwritten once more when the allocating stream gets to it),
   on the host from the call of the copy on;
-- memory that is let go of reads as NaN once the stream that allocated it has come to that: as if it had been reused;
+- memory that is let go of is somebody else's once the stream that allocated it has come to that: whoever still uses it
+  then has failed;
 - whatever makes the host wait for the device is counted (`LateDevice.waits`).
 
-So a missing wait is a wrong number. `installed` puts it in place of the streams and events of `torch.accelerator`; the
-tensors stay. What it is not: fast, several devices, or able to run every operation (those whose result's shape depends
-on values run at once, which is counted as a wait).
+So a missing wait is a wrong number, or an error. `installed` puts it in place of the streams and events of
+`torch.accelerator`; the tensors stay. What it is not: fast, several devices, or able to run every operation (those
+whose result's shape depends on values run at once, which is counted as a wait). Autograd's own thread for the device
+has the default stream, and an exception of a hook there ends the process.
 
 torch takes in what devices there are with the first backward of a process, and `penstock.torch` makes one when it is
 imported: import this first, in a process of its own.
@@ -30,6 +32,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,9 +73,12 @@ class Block:
 
     host: Tensor
     stream: LateStream
+    let_go: bool = False
 
     def view(self, dtype: torch.dtype, offset: int, size: Any, stride: Any) -> Tensor:
         """A tensor of the host in this memory."""
+        if self.let_go:
+            raise RuntimeError("memory is used that was let go of")
         return torch.empty(0, dtype=dtype).set_(self.host.untyped_storage(), offset, size, stride)
 
 
@@ -185,7 +191,7 @@ class LateDevice:
         for address, block in list(self.blocks.items()):
             if _storage_users(block.host.untyped_storage()._cdata) <= _ALONE:
                 del self.blocks[address]
-                block.stream.queue.append(lambda gone=block: _ruin(gone.host))
+                block.stream.queue.append(partial(setattr, block, "let_go", True))
 
     def operand(self, tensor: Tensor) -> Operand:
         """What an operation keeps of a tensor of the device."""

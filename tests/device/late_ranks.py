@@ -149,11 +149,20 @@ def test_has_the_bits_of_the_host(monkeypatch, kind, optimizer, arm, size):
 # Programs
 
 
+def backward(loss):
+    """In this thread, and so in its stream.
+
+    Ranks of one device share autograd's thread for it, where a hook of one may wait for the other; and torch does not
+    know in which stream of a device written in Python the forward was.
+    """
+    with torch.autograd.set_multithreading_enabled(False):
+        loss.backward()
+
+
 def accumulate(model, rank, step, device):
+    x, y = (one.to(device) for one in batch("linear", rank, step + 100))
     with model.no_sync():
-        F.cross_entropy(
-            model(batch("linear", rank, step + 100)[0].to(device)), batch("linear", rank, step)[1].to(device)
-        ).backward()
+        backward(F.cross_entropy(model(x), y))
 
 
 PROGRAMS = {
@@ -191,9 +200,7 @@ def run_program(program, device):
             for _ in range(program.get("backwards", 1)):
                 out = model[0](x)[:, :3] if skips else model(x)
                 if not (program.get("no_backward") == rank and step >= 2):
-                    # Ranks of one device share autograd's thread for it, where a hook of one may wait for the other.
-                    with torch.autograd.set_multithreading_enabled(False):
-                        F.cross_entropy(out, y).backward()
+                    backward(F.cross_entropy(out, y))
             between(model)
             optimizer.step()
             optimizer.zero_grad(set_to_none=program.get("set_to_none", True))
@@ -301,7 +308,7 @@ def right_without(monkeypatch, wait, seed, expected):
         try:
             with installed(seed):
                 found = run_program(program, "late")
-        except (AssertionError, PenstockError):  # the engine has seen its memory change
+        except (AssertionError, PenstockError, RuntimeError):  # the engine, or the device, has seen its memory change
             return False
     return all(same(one, other) for one, other in zip(found, expected, strict=True))
 
@@ -365,14 +372,15 @@ def test_a_lost_rank_releases_whatever_waits(monkeypatch, arm, seed):
                 loss = F.cross_entropy(model(x), y)
                 if rank == 1 and step == last and before_step:
                     raise Gone
-                with torch.autograd.set_multithreading_enabled(False):
-                    loss.backward()
+                backward(loss)
                 if rank == 1 and step == last:
                     raise Gone
                 optimizer.step()
                 optimizer.zero_grad()
         except PeerLost as error:
             told.append(error)
+            optimizer.zero_grad()
+            torch.empty(1, device="late")  # the allocator looks what is free
             values = [param.detach().cpu() for param in model.parameters()]
             assert all(torch.isfinite(value).all() for value in values)
             raise
@@ -389,6 +397,41 @@ def test_a_lost_rank_releases_whatever_waits(monkeypatch, arm, seed):
         late.synchronize()
         assert not any(stream.queue for stream in late.streams)
     assert [error.rank for error in told] == [1]
+
+
+@pytest.mark.parametrize("arm", ["threads", "native"])
+def test_a_copy_that_fails_ends_the_job_at_once(monkeypatch, arm):
+    """The program of that rank may be waiting for others just then, and they for what was not copied."""
+    monkeypatch.setattr(ranks, "arm", arm)
+    part, parts, told = device_landing._OnTheWay.part, itertools.count(), []
+
+    def fails(self, piece):
+        if next(parts) == 15:
+            raise ValueError("no copy")
+        return part(self, piece)
+
+    monkeypatch.setattr(device_landing._OnTheWay, "part", fails)
+
+    def main(rank, engine):
+        model = model_of("linear").to("late")
+        model, optimizer = distribute(model, OPTIMIZERS["sgd"](model.parameters()))
+        try:
+            for step in range(10 * STEPS):
+                x, y = (one.to("late", non_blocking=True) for one in batch("linear", rank, step))
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        except Exception as error:
+            told.append(error)
+            raise
+
+    with installed(1):
+        begin = time.monotonic()
+        with pytest.raises((ValueError, PenstockError)):
+            run(main, 2)
+        assert time.monotonic() - begin < LOST_S
+    # Whatever of the program finds it: itself, or what it has ended.
+    assert len(told) == 2 and all("no copy" in str(error) for error in told), told
 
 
 def test_a_device_that_does_not_get_on_is_named_in_time(monkeypatch):

@@ -244,13 +244,21 @@ class DeviceLanding:
                     # They wait for the device, or for room that others have: then the oldest of these is in the way.
                     sent = list(self._at_engine)[:1]
             if sent:
-                self._engine.wait(self._book, sent)
+                self._wait_for_engine(sent)
             elif time.monotonic() > deadline:
                 raise self._late(late[0])
             with self._changed:
                 nothing_new = not self._changed.wait_for(self._newer_than(seen), WAIT_S)
                 if not nothing_new:
                     deadline = time.monotonic() + self._timeout_s
+
+    def _wait_for_engine(self, numbers: list[int]) -> None:
+        try:
+            self._engine.wait(self._book, numbers)
+        except PenstockError:
+            if self._failure is not None and not isinstance(self._failure, PenstockError):
+                raise self._failure from None  # of which the job's end is a consequence
+            raise
 
     def _late(self, index: int) -> Timeout:
         slot = self._slots[index]()
@@ -263,6 +271,8 @@ class DeviceLanding:
         return Timeout(text, layer=slot.layer.name, step=self._gradients[index].step)
 
     def _raise_failure(self) -> None:
+        if self._failure is not None and not isinstance(self._failure, PenstockError):
+            raise self._failure
         if self._engine.has_failed:  # it says best what has ended the job
             self._lent.landed(self._book, list(self._at_engine) or [0], needed=True)
         if self._failure is not None:
@@ -369,7 +379,10 @@ class _Copier:
         except BaseException as error:  # noqa: BLE001  raised where the program waits
             with landing._changed:
                 landing._failure = error
-                return self._end()
+                self._end()
+            # Or this rank's program would wait for others, which wait for it.
+            landing._engine.abort(f"a gradient could not be copied: {error}")
+            return False
 
     def _end(self) -> bool:
         """Nothing is left. Under the lock, as whoever brings more looks whether this goes on."""
