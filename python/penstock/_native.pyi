@@ -146,6 +146,7 @@ class Report(TypedDict):
     stall_s: float
     pool_bytes: int
     line_bytes_per_s: float | None
+    through_memory: list[int]
     owned_bytes: list[int]
     books: list[BookReport]
 
@@ -374,6 +375,7 @@ class Engine:
         peer_timeout_s: float,
         handshake_timeout_s: float,
         congestion_control: str = ...,
+        shared_memory: bool = ...,
         all_lanes: bool = ...,
         observations: int = ...,
         servers: int = ...,
@@ -384,6 +386,8 @@ class Engine:
         more lanes than the line rate needs.
 
         ``congestion_control`` is a name that the kernel allows, ``"system"``, or ``"auto"``, which only avoids BBR.
+
+        With ``shared_memory`` bytes to and from ranks of this host go through memory that both map, where both can.
 
         ``observations`` are kept per lane, and as many of the program: 32 bytes each; none with 0.
 

@@ -30,6 +30,8 @@ class Report(dict[str, Any]):
         line = "not measured" if rate is None else f"{rate * 8 / 1e6:,.0f} Mbit/s"
         if self["size"] > 1:
             lines.append(f"  line rate {line} ({self['line_rate_source']})")
+        if near := self["through_memory"]:
+            lines.append(f"  through shared memory: {plural(len(near), 'other rank')} of this host")
         if groups := self.get("groups"):  # a server has none to tell
             groups = (", ".join(map(str, group)) for group in groups)
             lines.append(f"  ranks that sum among themselves: {'; '.join(groups)} ({self['groups_reason']})")

@@ -78,6 +78,8 @@ class Options:
             to a server apart up to 20 MiB.
         congestion_control: TCP's, on our connections: a name that the kernel allows, ``"system"``, or ``"auto"``: the
             system's unless that is ``bbr``, whose pauses stall all ranks; then ``cubic`` or ``reno``.
+        shared_memory: Exchange bytes with ranks of this host through memory that both processes map, where both can:
+            Linux, one network namespace, and the option on at both ends. `penstock.report` says with whom. Off: TCP.
         priority: Send what the next forward pass needs first. Off only for comparisons.
         operation_timeout_s: Longest wait for one synchronisation, in seconds; up to four more to agree on who is late.
         peer_timeout_s: Longest silence of a peer before it counts as lost, in seconds.
@@ -119,6 +121,7 @@ class Options:
     lanes: int | None = None
     window_bytes: int | None = None
     congestion_control: str = "auto"
+    shared_memory: bool = True
     priority: bool = True
     operation_timeout_s: float = 300.0
     peer_timeout_s: float = 30.0
@@ -171,6 +174,7 @@ class OptionArguments(TypedDict, total=False):
     lanes: int | str | None
     window_bytes: int | str | None
     congestion_control: str | None
+    shared_memory: bool | None
     priority: bool | None
     operation_timeout_s: float | None
     peer_timeout_s: float | None
@@ -312,6 +316,7 @@ _FIELDS: dict[str, tuple[Callable[[object], object], str]] = {
     "lanes": (_automatic_or(1, LANES_MAX), f'a whole number from 1 to {LANES_MAX}, or "auto"'),
     "window_bytes": (_automatic_or(1, 1 << 40), f'bytes, from 1 to {1 << 40}, or "auto"'),
     "congestion_control": (_name, 'a name as "cubic", or "system", or "auto"'),
+    "shared_memory": _SWITCH,
     "priority": _SWITCH,
     "operation_timeout_s": _SECONDS,
     "peer_timeout_s": _SECONDS,

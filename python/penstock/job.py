@@ -279,6 +279,7 @@ def report() -> Report:
     the most that one connection has carried since if that is more; ``None`` with ``line_rate_mbit="off"``.
     ``line_rate_source`` says where it comes from, and whether it is in doubt. ``groups`` has the ranks of workers that
     sum among themselves (option ``groups``), by group, and ``groups_reason`` says why these, or why none.
+    ``through_memory`` has the ranks of this host with which bytes have gone through shared memory so far.
 
     Raises:
         ConfigError: Before `init` or after `shutdown`, or in a forked child.
@@ -467,6 +468,7 @@ def _bind(options: Options, agreement: Agreement, host: str) -> Engine:
                 peer_timeout_s=options.peer_timeout_s,
                 handshake_timeout_s=options.handshake_timeout_s,
                 congestion_control=options.congestion_control,
+                shared_memory=options.shared_memory,
                 observations=options.observations,
             )
         except (ConfigError, OSError) as error:

@@ -30,6 +30,7 @@ def report(**more):
             "lossy": {},
             "line_bytes_per_s": 125e6,
             "line_rate_source": "as given",
+            "through_memory": [],
             **more,
         }
     )
@@ -46,6 +47,7 @@ def test_it_renders_what_the_demo_shows_and_stays_a_dictionary():
     assert max(map(len, text.splitlines())) <= 80
     assert "LOSSY: fc 1bit" in report(lossy={"fc": "1bit"}).render()
     assert "not measured" in report(line_bytes_per_s=None).render()
+    assert "through shared memory: 2 other ranks of this host" in report(through_memory=[0, 2]).render()
 
 
 def test_a_job_of_one_rank_renders(tmp_path):

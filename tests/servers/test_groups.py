@@ -250,6 +250,7 @@ def test_the_grouping_that_is_chosen_is_the_faster_one(tmp_path, inside_mbit, ch
     """One takes twice as long as the other by the model, at 200 Mbit/s between hosts; a fifth longer is asked for."""
     with hosts(tmp_path, rate_mbit=200) as (cluster, launching):
         if inside_mbit is not None:
+            launching = [*launching, "--env", "PENSTOCK_SHARED_MEMORY=0"]  # which is on no interface
             for host in cluster.hosts:
                 bucket = ["tbf", "rate", f"{inside_mbit}mbit", "burst", "256kb", "latency", "400ms"]
                 command = ["ip", "netns", "exec", host.namespace, "tc", "qdisc", "add", "dev", "lo", "root", *bucket]

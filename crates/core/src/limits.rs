@@ -52,3 +52,5 @@ pub const OFFERS_MAX: usize = 1 << 16;
 pub const CALL_PIECES_MAX: usize = 1 << 16;
 /// Largest number of tags of one piece.
 pub const CALL_TAGS_MAX: u32 = 1 << 15;
+/// What one direction of a connection through shared memory holds at most, in bytes; each has memory for two.
+pub const PIPE_BYTES_MAX: usize = 1 << 20;

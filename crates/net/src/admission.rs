@@ -1,6 +1,7 @@
 //! How connections come to be: one thread that owns the listener and every unfinished handshake, in both directions.
 //!
-//! There is one TCP connection per (lane, peer), opened by whichever end needs it first. A lane asks for it when it has
+//! There is one connection per (lane, peer), opened by whichever end needs it first: through memory that both share if they
+//! are on one host, else by TCP. A lane asks for it when it has
 //! its first frame for a peer ([`Admission::dial`]); both lanes are handed the authenticated stream and own it from
 //! then on. What happens when both ends dial at once is decided in `pairs.rs`.
 //!
@@ -11,34 +12,36 @@
 //! What this module omits: no connection is ever restored. If one is lost, its rank is lost, and the lane says so.
 
 mod dials;
+mod listeners;
 mod pairs;
 mod strangers;
 
 use crate::descriptors::{self, Registration};
 use crate::handshake::{self, HandshakeMessage, Member, Nonce};
+use crate::socket::Socket;
+use crate::transport::{SharedMemory, Transport};
 use dials::{Dial, DialKey};
-use mio::net::TcpStream;
 use mio::{Events, Interest, Poll, Token, Waker};
 use pairs::Pairs;
 use parking_lot::Mutex;
 use penstock_core::{Error, Rank};
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::{self, Write};
+use std::io;
 use std::mem;
 use std::net::SocketAddr;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use strangers::Stranger;
 
+pub use listeners::Listeners;
 pub use strangers::STRANGERS_MAX;
 
 const LISTENER: Token = Token(0);
 const WAKER: Token = Token(1);
 const FIRST_SOCKET: usize = 2;
-/// Connections that the kernel keeps for us until they are accepted; it may allow fewer (`net.core.somaxconn`).
-const BACKLOG: i32 = 4096;
 /// Read buffer of the thread: what a stranger sends after it was refused goes through it and is dropped.
 const SCRATCH_BYTES: usize = 16 << 10;
 
@@ -55,6 +58,8 @@ pub struct AdmissionConfig {
     pub job_id: [u8; handshake::JOB_ID_BYTES],
     /// The job's secret.
     pub secret: Vec<u8>,
+    /// Whether peers on this host are connected to through shared memory, where both ends can.
+    pub shared_memory: bool,
     /// How long one attempt, from connecting to acceptance, and one stranger may take.
     pub handshake_timeout: Duration,
     /// How long a peer that cannot be reached, or that prefers a connection of its own, is tried again.
@@ -64,15 +69,14 @@ pub struct AdmissionConfig {
 /// What the admission thread has for a lane.
 #[derive(Debug)]
 pub enum Delivery {
-    /// The connection of this lane to this peer: authenticated, nonblocking, without delay. It is the only one, and the
-    /// next bytes on it are frames.
+    /// The connection of this lane to this peer: authenticated. It is the only one, and the next bytes on it are frames.
     Connected {
         /// The lane at both ends.
         lane: u32,
         /// Who is at the other end.
         peer: Rank,
         /// The connection.
-        stream: std::net::TcpStream,
+        transport: Transport,
     },
     /// [`Admission::dial`] has failed for good.
     Failed {
@@ -113,23 +117,23 @@ pub struct Admission {
 }
 
 impl Admission {
-    /// Starts to answer on `listener`. `addresses` says by rank where each peer's listener is.
+    /// Starts to answer on `listeners`. `addresses` says by rank where each peer's listener is.
     ///
     /// # Errors
     /// [`Error::Config`] if the system has no descriptors or threads left.
     pub fn start(
-        listener: std::net::TcpListener,
+        listeners: Listeners,
         addresses: Vec<SocketAddr>,
         config: AdmissionConfig,
         deliver: Deliver,
     ) -> Result<Self, Error> {
         assert_eq!(addresses.len(), config.ranks as usize, "one address per rank");
-        Self::try_start(listener, addresses, config, deliver)
+        Self::try_start(listeners, addresses, config, deliver)
             .map_err(|error| Error::Config(format!("connections cannot be accepted: {error}")))
     }
 
     fn try_start(
-        listener: std::net::TcpListener,
+        listeners: Listeners,
         addresses: Vec<SocketAddr>,
         config: AdmissionConfig,
         deliver: Deliver,
@@ -141,7 +145,7 @@ impl Admission {
             stop: AtomicBool::new(false),
             waker: Waker::new(poll.registry(), WAKER)?,
         });
-        let mut gate = Gate::new(poll, listener, addresses, config, deliver, Arc::clone(&shared))?;
+        let mut gate = Gate::new(poll, listeners, addresses, config, deliver, Arc::clone(&shared))?;
         let thread =
             std::thread::Builder::new().name("penstock-admission".into()).spawn(move || gate.run())?;
         Ok(Self { shared, thread: Some(thread), process_id: std::process::id() })
@@ -204,12 +208,13 @@ enum Timer {
 /// The state of the admission thread. Its parts are in `strangers.rs` (who connected to us) and `dials.rs` (whom we
 /// connect to).
 struct Gate {
-    // Before what they note, so that they are dropped first.
-    _noted: [Registration; 2],
-    listener: mio::net::TcpListener,
+    // Before what it notes, so that it is dropped first.
+    _noted: Registration,
+    listeners: Listeners,
     poll: Poll,
     addresses: Vec<SocketAddr>,
     member: Member,
+    shared_memory: bool,
     handshake_timeout: Duration,
     peer_timeout: Duration,
     deliver: Deliver,
@@ -220,7 +225,7 @@ struct Gate {
     /// The dials that have a socket, by its token.
     dialing: BTreeMap<usize, DialKey>,
     timers: BTreeSet<(Instant, Timer)>,
-    /// The listener may have more connections. Readiness is told only once, so it must be remembered.
+    /// The listeners may have more connections. Readiness is told only once, so it must be remembered.
     may_accept: bool,
     /// Tokens are never used twice, so an event for a socket that is closed finds nothing.
     next_token: usize,
@@ -230,25 +235,25 @@ struct Gate {
 impl Gate {
     fn new(
         poll: Poll,
-        listener: std::net::TcpListener,
+        mut listeners: Listeners,
         addresses: Vec<SocketAddr>,
         config: AdmissionConfig,
         deliver: Deliver,
         shared: Arc<SharedWithLanes>,
     ) -> io::Result<Self> {
-        listener.set_nonblocking(true)?;
-        // A longer queue than it was bound with: what does not fit waits a second for TCP to try again, and the first
-        // iteration of a large job, or a flood, brings hundreds at once.
-        socket2::SockRef::from(&listener).listen(BACKLOG)?;
-        let mut listener = mio::net::TcpListener::from_std(listener);
-        poll.registry().register(&mut listener, LISTENER, Interest::READABLE)?;
-        let AdmissionConfig { rank, ranks, lanes, job_id, secret, handshake_timeout, peer_timeout } = config;
+        listeners.listen()?;
+        for socket in &mut listeners.0 {
+            poll.registry().register(socket, LISTENER, Interest::READABLE)?;
+        }
+        let AdmissionConfig { rank, ranks, lanes, job_id, secret, .. } = config;
+        let AdmissionConfig { shared_memory, handshake_timeout, peer_timeout, .. } = config;
         Ok(Self {
-            _noted: [descriptors::register(&listener), descriptors::register(&poll)],
-            listener,
+            _noted: descriptors::register(&poll),
+            listeners,
             poll,
             addresses,
             member: Member { rank, ranks, lanes, job_id, secret },
+            shared_memory,
             handshake_timeout,
             peer_timeout,
             deliver,
@@ -336,32 +341,32 @@ impl Gate {
         }
     }
 
-    fn watch(&mut self, stream: &mut TcpStream) -> io::Result<usize> {
+    fn watch(&mut self, socket: &mut Socket) -> io::Result<usize> {
         let token = self.next_token;
         self.next_token += 1;
-        self.poll.registry().register(stream, Token(token), Interest::READABLE | Interest::WRITABLE)?;
+        self.poll.registry().register(socket, Token(token), Interest::READABLE | Interest::WRITABLE)?;
         Ok(token)
     }
 
-    /// Hands an authenticated stream to its lane. What has arrived on it already stays in the socket, and the lane's
-    /// own poll reports it when the stream is registered there.
-    fn hand_over(&self, (lane, peer): DialKey, mut stream: TcpStream) {
+    /// Hands what leads to an authenticated peer to its lane. What has arrived on it already stays there, and the lane's own
+    /// poll reports it when it is registered there.
+    fn hand_over(&self, (lane, peer): DialKey, mut socket: Socket, memory: Option<SharedMemory>) {
         // Fails only if it is not registered, which is what is wanted.
-        let _ = self.poll.registry().deregister(&mut stream);
-        (self.deliver)(Delivery::Connected { lane, peer, stream: stream.into() });
+        let _ = self.poll.registry().deregister(&mut socket);
+        (self.deliver)(Delivery::Connected { lane, peer, transport: Transport::new(socket, memory) });
     }
 
     /// Explicit, because a forked child that has not closed its copy yet would keep the registration alive.
-    fn close(&self, mut stream: TcpStream) {
-        let _ = self.poll.registry().deregister(&mut stream);
+    fn close(&self, mut socket: Socket) {
+        let _ = self.poll.registry().deregister(&mut socket);
     }
 }
 
 /// Sends a message of the handshake in one piece. It is far smaller than an empty send buffer, and each is answered
 /// before the next, so a socket that does not take all of it is broken.
-fn send(stream: &mut TcpStream, message: &HandshakeMessage) -> io::Result<()> {
+fn send(socket: &Socket, message: &HandshakeMessage, descriptor: Option<BorrowedFd<'_>>) -> io::Result<()> {
     let bytes = message.as_bytes();
-    match stream.write(bytes)? {
+    match socket.send(bytes, descriptor)? {
         count if count == bytes.len() => Ok(()),
         _ => Err(io::ErrorKind::WriteZero.into()),
     }

@@ -3,27 +3,22 @@
 //! Reading puts payloads straight where the node wants them: one `readv` fills the rest of the payload under way and, behind
 //! it, a staging buffer with the headers (and short payloads) that follow. What is staged of a payload is copied once more, so
 //! where payloads are long little is staged ([`AHEAD_BYTES`]). Writing asks the node for a frame only
-//! when the socket can take it, so that the choice is made at the last moment; below it waits no more than one frame,
-//! [`BATCH_BYTES`], and what the kernel holds beyond the network's own need ([`NOT_SENT_BYTES`]).
+//! when the transport can take it, so that the choice is made at the last moment; below it waits no more than one frame,
+//! [`BATCH_BYTES`], and what the transport holds, which is bounded ([`crate::transport`]).
 //!
 //! Readiness is told only on change (edge-triggered), so it is remembered until a call would block.
 
-use crate::descriptors::{self, Registration};
 use crate::line;
 use crate::memory::Chunk;
 use crate::observed::LaneNode;
-use crate::send_buffer;
-use mio::net::TcpStream;
+use crate::transport::Transport;
 use penstock_core::node::{Action, Event};
 use penstock_core::wire::{Destination, HEADER_BYTES, Outgoing};
 use penstock_core::{Error, Header, Kind, Rank};
 use std::collections::VecDeque;
-use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read};
-use std::os::fd::{AsFd, AsRawFd};
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::time::Instant;
 
-/// What the kernel may hold unsent before it calls a socket full. Everything below this mark has been decided.
-const NOT_SENT_BYTES: u32 = 128 << 10;
 /// Frames are taken from the node until this much waits to be written, so that small frames share a system call.
 const BATCH_BYTES: usize = 64 << 10;
 /// Frames of one `writev`, each a header and a payload.
@@ -90,9 +85,7 @@ impl Source<'_> {
 
 /// The connection. Readiness flags are public to the lane, which learns of readiness.
 pub(crate) struct Connection {
-    // Before the stream, so that it is dropped first.
-    _noted: Registration,
-    stream: TcpStream,
+    transport: Transport,
     /// A read may give something.
     pub(crate) may_read: bool,
     /// A write may take something.
@@ -130,24 +123,15 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
-    /// Takes over an authenticated stream; the lane registers it with its poll.
+    /// Takes over what leads to an authenticated peer; the lane registers it with its poll.
     pub(crate) fn new(
-        stream: std::net::TcpStream,
+        transport: Transport,
         congestion_control: Option<&str>,
         now: Instant,
     ) -> io::Result<Self> {
-        let socket = socket2::SockRef::from(&stream);
-        socket.set_tcp_nodelay(true)?;
-        #[cfg(target_os = "linux")]
-        socket.set_tcp_notsent_lowat(NOT_SENT_BYTES)?;
-        #[cfg(target_os = "linux")]
-        if let Some(name) = congestion_control {
-            socket.set_tcp_congestion(name.as_bytes())?;
-        }
-        let stream = TcpStream::from_std(stream);
+        transport.set_up(congestion_control)?;
         Ok(Self {
-            _noted: descriptors::register(&stream),
-            stream,
+            transport,
             may_read: true,
             may_write: true,
             hung_up: false,
@@ -171,8 +155,16 @@ impl Connection {
     }
 
     /// For registering with a poll.
-    pub(crate) fn stream(&mut self) -> &mut TcpStream {
-        &mut self.stream
+    pub(crate) fn watched(&mut self) -> &mut Transport {
+        &mut self.transport
+    }
+
+    /// Notes what an event says.
+    pub(crate) fn ready(&mut self, event: &mio::event::Event) {
+        let ready = self.transport.ready(event);
+        self.may_read |= ready.read;
+        self.may_write |= ready.write;
+        self.hung_up |= ready.hung_up;
     }
 
     /// Reads for one turn and steps the node with every frame that is complete.
@@ -203,6 +195,9 @@ impl Connection {
                     self.may_read = false;
                     break;
                 }
+                Err(error) if error.kind() == ErrorKind::InvalidData => {
+                    return Err(Error::protocol(from, error.to_string()));
+                }
                 Err(error) => {
                     return Ok(Progress::Closed(format!(
                         "its connection broke, so its process has ended or the network has failed ({error})"
@@ -225,11 +220,11 @@ impl Connection {
         let room = &mut self.staging[kept..self.ahead_bytes];
         let staging_room = room.len();
         let (count, wanted) = match &mut self.arriving {
-            None => (self.stream.read(room)?, staging_room),
+            None => (self.transport.read(&mut [IoSliceMut::new(room)])?, staging_room),
             Some(arriving) => {
                 let rest = arriving.chunk.len() - arriving.filled;
                 let mut places = [arriving.chunk.to_read(arriving.filled), IoSliceMut::new(room)];
-                let count = self.stream.read_vectored(&mut places)?;
+                let count = self.transport.read(&mut places)?;
                 arriving.filled += count.min(rest);
                 self.staged.end += count.saturating_sub(rest);
                 if count < rest + staging_room && !self.hung_up {
@@ -239,7 +234,7 @@ impl Connection {
             }
         };
         self.staged.end += count;
-        // A short read has emptied the socket; what comes later, an end of stream included, is told again.
+        // A short read has emptied the transport; what comes later, an end of stream included, is told again.
         if count < wanted && count > 0 && !self.hung_up {
             self.may_read = false;
         }
@@ -372,11 +367,9 @@ impl Connection {
         Progress::Idle
     }
 
-    /// Bounds what the kernel holds for this connection by a line rate; see [`crate::send_buffer`].
+    /// Bounds what the transport holds for this connection by a line rate, if it is on a line.
     pub(crate) fn bind_send_buffer(&mut self, bytes_per_s: f64) {
-        self.bytes_per_s = Some(bytes_per_s);
-        // An older kernel: the connection works as it is.
-        let _ = send_buffer::bind(self.stream.as_fd(), bytes_per_s);
+        self.bytes_per_s = self.transport.bind_send_buffer(bytes_per_s).then_some(bytes_per_s);
     }
 
     /// Queues a frame behind those that the node has given out.
@@ -408,11 +401,9 @@ impl Connection {
         let offered: usize = slices[..used].iter().map(|slice| slice.len()).sum();
         // The peer may have it before this process goes on.
         source.node.observer().mark();
-        // A peer that is gone must not end this process by a signal, whatever the program does with SIGPIPE.
-        let socket = socket2::SockRef::from(&self.stream);
-        let count = socket.send_vectored_with_flags(&slices[..used], libc::MSG_NOSIGNAL)?;
+        let count = self.transport.write(&slices[..used])?;
         if count < offered {
-            // The socket is full and will tell when it is not.
+            // The transport is full and will tell when it is not.
             self.may_write = false;
         }
         self.sent_bytes += count as u64;
@@ -446,24 +437,21 @@ impl Connection {
 
     /// Binds it to a higher rate if it has carried more since the last call, which was after `last`. The new rate.
     pub(crate) fn correct_rate(&mut self, last: Instant) -> Option<f64> {
-        let delivered_bytes = self.take_delivered_bytes();
-        let bytes_per_s = line::corrected(self.bytes_per_s?, delivered_bytes, last.elapsed())?;
+        let known = self.bytes_per_s?;
+        let bytes_per_s = line::corrected(known, self.take_delivered_bytes(), last.elapsed())?;
         self.bind_send_buffer(bytes_per_s);
         Some(bytes_per_s)
     }
 
     /// Bytes that have arrived since the last call, as far as the other end has acknowledged them.
     fn take_delivered_bytes(&mut self) -> u64 {
-        let delivered_bytes = self.sent_bytes.saturating_sub(self.unacknowledged_bytes() as u64);
+        let delivered_bytes = self.sent_bytes.saturating_sub(self.undelivered_bytes() as u64);
         let before = std::mem::replace(&mut self.delivered_bytes, delivered_bytes);
         delivered_bytes.saturating_sub(before)
     }
 
-    /// Bytes that the kernel has taken and the other end has not acknowledged.
-    pub(crate) fn unacknowledged_bytes(&self) -> usize {
-        let mut count: libc::c_int = 0;
-        // SAFETY: the descriptor is open, and TIOCOUTQ (SIOCOUTQ) writes one int.
-        let result = unsafe { libc::ioctl(self.stream.as_raw_fd(), libc::TIOCOUTQ, &raw mut count) };
-        if result == 0 { usize::try_from(count).unwrap_or(0) } else { 0 }
+    /// Bytes that are written and would be lost if this end closed now.
+    pub(crate) fn undelivered_bytes(&self) -> usize {
+        self.transport.undelivered_bytes()
     }
 }

@@ -7,9 +7,8 @@ mod updates;
 mod wait;
 
 use crate::accounting::Phase;
-use crate::admission::Admission;
+use crate::admission::{Admission, Listeners};
 use crate::congestion;
-use crate::descriptors::{self, Registration};
 use crate::failure::Failure;
 use crate::mailbox::Command;
 use crate::memory::{Chunk, Lender, Pool, RealMemory};
@@ -80,6 +79,8 @@ pub struct EngineConfig {
     pub priority: bool,
     /// Congestion control of the connections: a name, `system`, or `auto`, which only avoids BBR.
     pub congestion_control: String,
+    /// Whether ranks of one host exchange bytes through memory that both map, where both ends can.
+    pub shared_memory: bool,
     /// Longest wait for one synchronisation.
     pub operation_timeout: Duration,
     /// Longest silence of a peer.
@@ -129,7 +130,7 @@ struct Inner {
     /// Slices that completed without a lane.
     own_slices: AtomicU64,
     /// Until `connect`.
-    listener: Mutex<Option<(Registration, TcpListener)>>,
+    listeners: Mutex<Option<Listeners>>,
     /// Where there are lanes, unless nothing is to be kept.
     rings: Option<Rings>,
     threads: Mutex<Threads>,
@@ -174,6 +175,10 @@ impl Engine {
         let addresses: Vec<_> = addresses.collect();
         let listener = TcpListener::bind(&addresses[..]).map_err(|error| unusable(error.to_string()))?;
         let port = listener.local_addr().map_err(|error| unusable(error.to_string()))?.port();
+        let mut listeners = Listeners::new(listener).map_err(|error| unusable(error.to_string()))?;
+        if config.shared_memory && config.size > 1 {
+            listeners = listeners.and_on_host(&config.secret, &config.job_id, Rank(config.rank));
+        }
         let congestion_control = congestion::choose(&config.congestion_control)?;
         let pool = Pool::new(POOL_KEEP_BYTES);
         let laneless = Mutex::new((call::laneless(), RealMemory::new(Arc::clone(&pool))));
@@ -193,7 +198,7 @@ impl Engine {
                 agreed: Mutex::default(),
                 laneless,
                 own_slices: AtomicU64::new(0),
-                listener: Mutex::new(Some((descriptors::register(&listener), listener))),
+                listeners: Mutex::new(Some(listeners)),
                 rings,
                 threads: Mutex::default(),
                 joint: Mutex::default(),
@@ -565,9 +570,10 @@ impl Engine {
         self.alive("report")?;
         let shared = &self.inner.shared;
         let mut counters = self.ask(|reply| Command::Count { reply });
-        let (busy, finals) = {
+        let (busy, finals, through_memory) = {
             let mut state = shared.lock();
-            (state.accounting.busy(Instant::now()), state.final_counters.clone())
+            let through_memory = state.through_memory.iter().map(|rank| rank.0).collect();
+            (state.accounting.busy(Instant::now()), state.final_counters.clone(), through_memory)
         };
         if finals.len() == shared.mailboxes().len() {
             counters = finals;
@@ -577,7 +583,7 @@ impl Engine {
         let counted = report::count(shared.me, size, lanes, &counters, &books);
         let slices = counted.slices + self.inner.own_slices.load(Ordering::Relaxed);
         let (pool_bytes, line_bytes_per_s) = (shared.pool.bytes() as u64, shared.highest_bytes_per_s());
-        Ok(Report { slices, busy, pool_bytes, line_bytes_per_s, ..counted })
+        Ok(Report { slices, busy, pool_bytes, line_bytes_per_s, through_memory, ..counted })
     }
 
     /// Asks every lane; those that do not answer in time are left out.

@@ -42,6 +42,8 @@ pub const PROOF_BYTES: usize = MAC_BYTES;
 pub const REFUSAL_BYTES: usize = 3;
 
 const MAC_BYTES: usize = 32;
+/// Of a mac, as much as makes a name that cannot be guessed.
+const NAME_BYTES: usize = 16;
 // Where the fields of `HELLO` are.
 const VERSION_AT: usize = MAGIC.len();
 const JOB_AT: usize = VERSION_AT + 2;
@@ -151,6 +153,19 @@ fn mac(secret: &[u8], label: &[u8], hello: &[u8; HELLO_BYTES], nonce: &[u8]) -> 
         mac.update(part);
     }
     mac
+}
+
+/// What a process calls its Unix socket, at which processes of its host reach it: a name that only who knows the secret can
+/// work out. `port` is that of its TCP listener, which tells processes of one host apart.
+#[must_use]
+pub fn name_on_host(secret: &[u8], job_id: &[u8; JOB_ID_BYTES], rank: Rank, port: u16) -> String {
+    let key = Sha256::digest(secret);
+    let mut mac = Hmac::<Sha256>::new_from_slice(&key).expect("any length is a key");
+    for part in [&b"on this host"[..], job_id, &rank.0.to_le_bytes(), &port.to_le_bytes()] {
+        mac.update(part);
+    }
+    let name = mac.finalize().into_bytes();
+    name[..NAME_BYTES].iter().fold("penstock-".into(), |text, byte| format!("{text}{byte:02x}"))
 }
 
 fn u16_at(bytes: &[u8], at: usize) -> u16 {

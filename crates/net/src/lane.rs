@@ -19,6 +19,7 @@ use crate::mailbox::{Command, Mailbox, Word};
 use crate::memory::{Chunk, RealMemory};
 use crate::observed::{LaneNode, Recorder};
 use crate::shared::{OpenBook, Shared, ns};
+use crate::transport::Transport;
 use mio::{Events, Interest, Poll, Token};
 use penstock_core::life::{Pulse, Sign, may_end};
 use penstock_core::node::{self, Action, Event, Node};
@@ -195,9 +196,7 @@ impl Lane {
         for event in events.iter() {
             let Token(peer) = event.token();
             let Some(Peer { connection: Some(connection), .. }) = self.peers.get_mut(peer) else { continue };
-            connection.may_read |= event.is_readable() || event.is_read_closed() || event.is_error();
-            connection.hung_up |= event.is_read_closed() || event.is_write_closed() || event.is_error();
-            connection.may_write |= event.is_writable() || event.is_write_closed() || event.is_error();
+            connection.ready(event);
             self.enqueue(peer);
         }
         Ok(())
@@ -241,7 +240,7 @@ impl Lane {
             }
             Command::Open(book) => return self.open(&book),
             Command::Places { book, places } => return self.node.set_priorities(book, &places),
-            Command::Connected { peer, stream } => return self.connected(peer, stream),
+            Command::Connected { peer, transport } => return self.connected(peer, transport),
             Command::LineRate => return self.bind_connections(),
             Command::Proceed(word) => {
                 let slices = self.node.owned(word.book).into();
@@ -340,7 +339,7 @@ impl Lane {
 
     fn command_after_failure(&mut self, command: Command) {
         match command {
-            Command::Connected { peer, stream } => self.connected(peer, stream),
+            Command::Connected { peer, transport } => self.connected(peer, transport),
             Command::Failed { header, reason } => self.fail_all(header, reason),
             Command::Count { reply } => {
                 let _ = reply.send(self.node.observer().counters.clone());
@@ -365,14 +364,16 @@ impl Lane {
         self.act(outcome);
     }
 
-    fn connected(&mut self, peer: Rank, stream: std::net::TcpStream) {
-        let opened = Connection::new(stream, self.shared.congestion_control.as_deref(), self.now).and_then(
-            |mut connection| {
-                let interest = Interest::READABLE | Interest::WRITABLE;
-                self.poll.registry().register(connection.stream(), Token(peer.index()), interest)?;
-                Ok(connection)
-            },
-        );
+    fn connected(&mut self, peer: Rank, transport: Transport) {
+        if transport.is_memory() {
+            self.shared.update(|state| state.through_memory.insert(peer));
+        }
+        let congestion_control = self.shared.congestion_control.as_deref();
+        let opened = Connection::new(transport, congestion_control, self.now).and_then(|mut connection| {
+            let interest = Interest::READABLE | Interest::WRITABLE;
+            self.poll.registry().register(connection.watched(), Token(peer.index()), interest)?;
+            Ok(connection)
+        });
         match opened {
             Ok(mut connection) => {
                 if let Some(abort) = &self.failed {
@@ -540,7 +541,7 @@ impl Lane {
                 self.serve_after_failure(peer);
             }
             let mut connections = self.peers.iter().filter_map(|peer| peer.connection.as_ref());
-            let arrived = connections.all(|c| c.all_written() && c.unacknowledged_bytes() == 0);
+            let arrived = connections.all(|c| c.all_written() && c.undelivered_bytes() == 0);
             let reached = self.failed.is_none() || self.unreached().next().is_none();
             if may_end(ns(self.now.saturating_duration_since(started)), arrived, reached) {
                 return Ok(());

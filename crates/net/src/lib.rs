@@ -24,7 +24,9 @@ mod observed;
 mod report;
 mod send_buffer;
 mod shared;
+mod socket;
 mod summing;
+pub mod transport;
 
 pub use accounting::{Busy, Phase};
 pub use call::Handle;

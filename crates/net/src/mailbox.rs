@@ -4,6 +4,7 @@
 use crate::call::Handle;
 use crate::memory::Chunk;
 use crate::shared::OpenBook;
+use crate::transport::Transport;
 use mio::Waker;
 use parking_lot::{Mutex, MutexGuard, RwLock};
 use penstock_core::calls::Call;
@@ -29,7 +30,7 @@ pub(crate) enum Command {
     /// This rank contributes no more until all have left.
     Leave,
     /// A connection has come about.
-    Connected { peer: Rank, stream: std::net::TcpStream },
+    Connected { peer: Rank, transport: Transport },
     /// The line rate is known, or it is another one: bind the connections to it.
     LineRate,
     /// Say goodbye to each peer once it has everything.

@@ -1,5 +1,5 @@
 //! Real memory: the tensors that the program handed over, and pooled scratch buffers. All raw memory of this crate is
-//! here.
+//! here, but that which other processes map ([`crate::transport`]).
 //!
 //! A [`Chunk`] is a view of a region. The last chunk of a region that the program handed over tells its [`Lender`] that
 //! the program may change the memory again; the last chunk of a pooled region gives it back to the [`Pool`]. Both are

@@ -42,6 +42,8 @@ pub struct Report {
     pub pool_bytes: u64,
     /// The highest rate for which a connection is bound, in bytes per second; `None` before the line rate is known.
     pub line_bytes_per_s: Option<f64>,
+    /// Peers with whom bytes are exchanged through shared memory so far, in order: those of this host.
+    pub through_memory: Vec<u32>,
     /// Bytes owned by each rank's shard, over all books.
     pub owned_bytes: Vec<u64>,
     /// Each book.

@@ -17,7 +17,7 @@ use penstock_core::life::{Life, Over, Wait};
 use penstock_core::observe::Counters;
 use penstock_core::roles::{Fold, MustBeIn};
 use penstock_core::{Book, BookId, Error, Rank, Seq, SliceId, Step, TensorId};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -305,6 +305,8 @@ pub(crate) struct State {
     pub(crate) lanes_quiet: u32,
     /// Final counts of lanes that have ended.
     pub(crate) final_counters: Vec<Counters>,
+    /// Peers with whom bytes are exchanged through shared memory.
+    pub(crate) through_memory: BTreeSet<Rank>,
     waiters: u32,
 }
 
@@ -363,6 +365,7 @@ impl Shared {
             lanes_told: 0,
             lanes_quiet: 0,
             final_counters: Vec::new(),
+            through_memory: BTreeSet::new(),
             waiters: 0,
         };
         Self {

@@ -17,9 +17,16 @@ use support::{job_with, never, on_all};
 /// A test waits for so long only if it fails.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Two engines. Whoever waits for the other waits longer than a test that fails, so that the test says why.
+/// Engines that are on a line. Whoever waits for another waits longer than a test that fails, so that the test says why.
+fn on_a_line(size: u32) -> Vec<Engine> {
+    job_with(size, |config| {
+        config.operation_timeout = 2 * PATIENCE;
+        config.shared_memory = false;
+    })
+}
+
 fn pair() -> Vec<Engine> {
-    job_with(2, |config| config.operation_timeout = 2 * PATIENCE)
+    on_a_line(2)
 }
 
 /// One tensor of several slices, so that both lanes have some.
@@ -172,7 +179,7 @@ fn sum_in_group_1(engine: &Engine) {
 fn a_connection_learns_nothing_from_what_others_carry() {
     const RATE: f64 = 5e6;
     const BOUND: usize = 15_000;
-    let engines = job_with(3, |config| config.operation_timeout = 2 * PATIENCE);
+    let engines = on_a_line(3);
     let ports: Vec<u16> = engines.iter().map(Engine::port).collect();
     on_all(engines, |engine, rank| {
         let book = open(engine);

@@ -99,7 +99,7 @@ pub(crate) fn waiting<T: Send>(
 impl Engine {
     #[new]
     #[pyo3(signature = (*, rank, size, bind_host, port, secret, job_id, slice_bytes, lanes, window_bytes, priority,
-                        operation_timeout_s, peer_timeout_s, handshake_timeout_s, congestion_control="auto".into(), all_lanes=true, observations=0, servers=0))]
+                        operation_timeout_s, peer_timeout_s, handshake_timeout_s, congestion_control="auto".into(), shared_memory=true, all_lanes=true, observations=0, servers=0))]
     #[allow(clippy::too_many_arguments)] // Keywords in Python; a struct from here on.
     fn new(
         rank: u32,
@@ -116,6 +116,7 @@ impl Engine {
         peer_timeout_s: f64,
         handshake_timeout_s: f64,
         congestion_control: String,
+        shared_memory: bool,
         all_lanes: bool,
         observations: usize,
         servers: u32,
@@ -137,6 +138,7 @@ impl Engine {
             operation_timeout: seconds("operation_timeout_s", operation_timeout_s)?,
             peer_timeout: seconds("peer_timeout_s", peer_timeout_s)?,
             congestion_control,
+            shared_memory,
             handshake_timeout: seconds("handshake_timeout_s", handshake_timeout_s)?,
             observations,
         };

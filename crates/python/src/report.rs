@@ -35,6 +35,7 @@ pub(crate) fn to_python<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound
     }
     dict.set_item("pool_bytes", report.pool_bytes)?;
     dict.set_item("line_bytes_per_s", report.line_bytes_per_s)?;
+    dict.set_item("through_memory", &report.through_memory)?;
     dict.set_item("owned_bytes", &report.owned_bytes)?;
     let books = report.books.iter().map(|book| of_book(py, book)).collect::<PyResult<Vec<_>>>()?;
     dict.set_item("books", PyList::new(py, books)?)?;

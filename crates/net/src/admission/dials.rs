@@ -1,14 +1,17 @@
 //! The connections that this process's lanes have asked for and do not have yet.
 
+use super::listeners::on_host;
 use super::{Gate, Timer, fresh_nonce, send};
-use crate::descriptors::{self, Registration};
+use crate::descriptors;
 use crate::handshake::{DialFailure, Dialer, DialerStep};
 use crate::shared::ns;
-use mio::net::TcpStream;
+use crate::socket::Socket;
+use crate::transport::SharedMemory;
 use penstock_core::life::{Attempts, Obstacle};
 use penstock_core::{Error, Rank};
-use std::io::{self, ErrorKind, Read};
+use std::io::{self, ErrorKind};
 use std::ops::RangeInclusive;
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 /// A lane and a peer.
@@ -21,6 +24,8 @@ pub(super) struct Dial {
     due: Instant,
     attempts: Attempts,
     attempt: Option<Attempt>,
+    /// The next attempt may be made on this host. One only: what stands against shared memory stands against no TCP.
+    on_host: bool,
     /// What went wrong last, for the message.
     problem: String,
     /// The peer may have taken a connection of this dial without this process knowing yet. Stays true if an attempt's
@@ -36,9 +41,9 @@ impl Dial {
 }
 
 struct Attempt {
-    // Before the stream, so that it is dropped first.
-    noted: Registration,
-    stream: TcpStream,
+    socket: Socket,
+    /// What is handed over on it.
+    memory: Option<SharedMemory>,
     token: usize,
     /// `None` while the connection is being made.
     machine: Option<Dialer>,
@@ -76,6 +81,7 @@ impl Gate {
             due: now,
             attempts: Attempts::new(0, ns(self.peer_timeout)),
             attempt: None,
+            on_host: self.shared_memory,
             problem: "not tried yet".into(),
             proof_unanswered: false,
         };
@@ -115,9 +121,19 @@ impl Gate {
     }
 
     fn connect(&mut self, key: DialKey) -> io::Result<Attempt> {
-        let mut stream = TcpStream::connect(self.addresses[key.1.index()])?;
-        let token = self.watch(&mut stream)?;
-        Ok(Attempt { noted: descriptors::register(&stream), stream, token, machine: None })
+        let address = self.addresses[key.1.index()];
+        let on_host = self.dials.get_mut(&key).is_some_and(|dial| std::mem::take(&mut dial.on_host));
+        let mut socket = match on_host.then(|| self.connect_on_host(key.1, address.port())) {
+            Some(Ok(socket)) => socket,
+            _ => Socket::connect(&address.into())?,
+        };
+        let token = self.watch(&mut socket)?;
+        Ok(Attempt { socket, memory: None, token, machine: None })
+    }
+
+    /// An error at once if that rank is not on this host, or shares no memory.
+    fn connect_on_host(&self, peer: Rank, port: u16) -> io::Result<Socket> {
+        Socket::connect(&on_host(&self.member.secret, &self.member.job_id, peer, port)?)
     }
 
     /// Something has happened on the socket of a dial.
@@ -150,26 +166,29 @@ impl Gate {
         let machine = match &mut attempt.machine {
             Some(machine) => machine,
             connecting => {
-                finish_connect(&mut attempt.stream)?;
+                attempt.socket.finish_connect()?;
                 let (machine, hello) = Dialer::new(&self.member, key.1, key.0, &fresh_nonce()?);
-                send(&mut attempt.stream, &hello)?;
+                send(&attempt.socket, &hello, None)?;
                 connecting.insert(machine)
             }
         };
         loop {
             // Never more: after the verdict come frames, which are the lane's.
             let wanted = machine.wanted();
-            let count = match attempt.stream.read(&mut self.scratch[..wanted]) {
-                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
-                Ok(count) => count,
+            let count = match attempt.socket.receive(&mut self.scratch[..wanted]) {
+                Ok((0, _)) => return Err(ErrorKind::UnexpectedEof.into()),
+                Ok((count, _)) => count,
                 Err(error) if error.kind() == ErrorKind::Interrupted => continue,
                 Err(error) => return Err(error),
             };
             match machine.receive(&self.member, &self.scratch[..count]) {
                 DialerStep::Wait => {}
                 DialerStep::Prove(message) => {
+                    let handed = (!attempt.socket.is_tcp()).then(SharedMemory::create).transpose()?;
+                    let (descriptor, memory) = handed.unzip();
+                    attempt.memory = memory;
                     dial.proof_unanswered = true;
-                    send(&mut attempt.stream, &message)?;
+                    send(&attempt.socket, &message, descriptor.as_ref().map(AsFd::as_fd))?;
                 }
                 DialerStep::Accepted => return Ok(AttemptEnd::Accepted),
                 DialerStep::Failed(failure) => return Ok(AttemptEnd::Failed(failure)),
@@ -180,13 +199,12 @@ impl Gate {
     fn dial_succeeded(&mut self, key: DialKey) {
         let attempt = self.dials.get_mut(&key).and_then(|dial| dial.attempt.take());
         self.forget_dial(key);
-        let Some(Attempt { noted, stream, token, .. }) = attempt else { return };
+        let Some(Attempt { socket, memory, token, .. }) = attempt else { return };
         self.dialing.remove(&token);
-        drop(noted);
         if self.shared.pairs.dialed(key.0, key.1) {
-            self.hand_over(key, stream);
+            self.hand_over(key, socket, memory);
         } else {
-            self.close(stream);
+            self.close(socket);
         }
     }
 
@@ -216,10 +234,8 @@ impl Gate {
 
     fn end_attempt(&mut self, key: DialKey) {
         if let Some(attempt) = self.dials.get_mut(&key).and_then(|dial| dial.attempt.take()) {
-            let Attempt { noted, stream, token, .. } = attempt;
-            self.dialing.remove(&token);
-            drop(noted);
-            self.close(stream);
+            self.dialing.remove(&attempt.token);
+            self.close(attempt.socket);
         }
     }
 
@@ -263,23 +279,6 @@ impl Gate {
         );
         (peer, Error::PeerLost { rank: peer, reason })
     }
-}
-
-/// Whether the connection has been made: an error if it cannot be, "would block" if that is not known yet.
-fn finish_connect(stream: &mut TcpStream) -> io::Result<()> {
-    if let Some(error) = stream.take_error()? {
-        return Err(error);
-    }
-    let peer = match stream.peer_addr() {
-        Err(error) if error.kind() == ErrorKind::NotConnected => return Err(ErrorKind::WouldBlock.into()),
-        other => other?,
-    };
-    // A dial to a local port where nobody listens may be given that very port as its own, and then TCP connects the
-    // socket to itself.
-    if stream.local_addr()? == peer {
-        return Err(ErrorKind::ConnectionRefused.into());
-    }
-    stream.set_nodelay(true)
 }
 
 /// One of these, in nanoseconds.

@@ -1,14 +1,17 @@
 //! Whoever has connected to this process and has not proved yet that it belongs to the job.
 
+use super::dials::DialKey;
 use super::pairs::PairDecision;
 use super::{Gate, SCRATCH_BYTES, Timer, fresh_nonce, send};
-use crate::descriptors::{self, Registration};
+use crate::descriptors;
 use crate::handshake::{HandshakeMessage, Listener, ListenerStep, Status};
-use mio::net::TcpStream;
+use crate::socket::Socket;
+use crate::transport::SharedMemory;
 use penstock_core::Rank;
-use std::io::{self, ErrorKind, Read};
+use std::io::{self, ErrorKind};
+use std::mem::MaybeUninit;
 use std::net::Shutdown;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::time::{Duration, Instant};
 
 /// Unauthenticated connections at a time, where the limit of open files allows. When one more comes, the oldest one is
@@ -33,9 +36,7 @@ const DRAIN_BYTES_MAX: usize = 2 << 20;
 
 /// An unauthenticated connection.
 pub(super) struct Stranger {
-    // Before the stream, so that it is dropped first.
-    noted: Registration,
-    stream: TcpStream,
+    socket: Socket,
     deadline: Instant,
     phase: StrangerState,
 }
@@ -69,8 +70,8 @@ impl Gate {
             return;
         }
         for _ in 0..ACCEPTS_PER_TURN {
-            match self.listener.accept() {
-                Ok((stream, _)) => self.admit_stranger(stream),
+            match self.listeners.accept() {
+                Ok(socket) => self.admit_stranger(socket),
                 Err(error) => match error.kind() {
                     ErrorKind::WouldBlock => {
                         self.may_accept = false;
@@ -92,22 +93,21 @@ impl Gate {
         }
     }
 
-    fn admit_stranger(&mut self, mut stream: TcpStream) {
-        let places = places(stream.as_raw_fd());
+    fn admit_stranger(&mut self, mut socket: Socket) {
+        let places = places(socket.as_raw_fd());
         while self.strangers.len() >= places {
             self.drop_oldest();
         }
         // Any failure here is the stranger's loss; a peer dials again.
         let Ok(nonce) = fresh_nonce() else { return };
-        if stream.set_nodelay(true).is_err() {
+        if socket.without_delay().is_err() {
             return;
         }
-        let Ok(token) = self.watch(&mut stream) else { return };
+        let Ok(token) = self.watch(&mut socket) else { return };
         let deadline = Instant::now() + self.handshake_timeout;
         self.timers.insert((deadline, Timer::Stranger(token)));
         let phase = StrangerState::Shaking(Listener::new(nonce));
-        self.strangers
-            .insert(token, Stranger { noted: descriptors::register(&stream), stream, deadline, phase });
+        self.strangers.insert(token, Stranger { socket, deadline, phase });
     }
 
     fn drop_oldest(&mut self) {
@@ -123,9 +123,7 @@ impl Gate {
     /// Forgets a stranger that has been taken from the table.
     pub(super) fn drop_stranger(&mut self, token: usize, stranger: Stranger) {
         self.timers.remove(&(stranger.deadline, Timer::Stranger(token)));
-        let Stranger { noted, stream, .. } = stranger;
-        drop(noted);
-        self.close(stream);
+        self.close(stranger.socket);
     }
 
     /// Reads what a stranger has sent. It has been taken from the table, and goes back if there is more to come.
@@ -136,19 +134,25 @@ impl Gate {
                 StrangerState::Draining { left_bytes } => SCRATCH_BYTES.min(*left_bytes),
             };
             // 0 bytes read are an end of stream, or all that a refused stranger may send.
-            match stranger.stream.read(&mut self.scratch[..wanted]) {
-                Ok(0) => return self.drop_stranger(token, stranger),
-                Ok(count) => match &mut stranger.phase {
+            match stranger.socket.receive(&mut self.scratch[..wanted]) {
+                Ok((0, _)) => return self.drop_stranger(token, stranger),
+                // A descriptor that comes with anything but the last of a proof is closed at once.
+                Ok((count, descriptor)) => match &mut stranger.phase {
                     StrangerState::Draining { left_bytes } => *left_bytes -= count,
                     StrangerState::Shaking(machine) => {
                         let sent = match machine.receive(&self.member, &self.scratch[..count]) {
                             ListenerStep::Wait => Ok(()),
-                            ListenerStep::Challenge(message) => send(&mut stranger.stream, &message),
+                            ListenerStep::Challenge(message) => send(&stranger.socket, &message, None),
                             ListenerStep::Refused(status) => refuse(&mut stranger, status),
                             ListenerStep::Authenticated { from, lane } => {
-                                match self.judge(&mut stranger, from, lane) {
-                                    Ok(None) => return self.take(token, stranger, from, lane),
-                                    Ok(Some(status)) => refuse(&mut stranger, status),
+                                let memory = memory_of(&stranger.socket, descriptor);
+                                match memory
+                                    .and_then(|memory| Ok((memory, self.judge(&stranger, from, lane)?)))
+                                {
+                                    Ok((memory, None)) => {
+                                        return self.take(token, stranger, memory, (lane, from));
+                                    }
+                                    Ok((_, Some(status))) => refuse(&mut stranger, status),
                                     Err(error) => Err(error),
                                 }
                             }
@@ -169,10 +173,9 @@ impl Gate {
     }
 
     /// Decides on an authenticated dialer and tells it if it is taken: `None`, or why it is not.
-    fn judge(&mut self, stranger: &mut Stranger, from: Rank, lane: u32) -> io::Result<Option<Status>> {
+    fn judge(&mut self, stranger: &Stranger, from: Rank, lane: u32) -> io::Result<Option<Status>> {
         // A dialer that gave up in the meantime has another attempt under way, which this one must not keep out.
-        let mut byte = [0; 1];
-        match stranger.stream.peek(&mut byte) {
+        match stranger.socket.peek(&mut [MaybeUninit::new(0)]) {
             Err(error) if error.kind() == ErrorKind::WouldBlock => {}
             // It has gone, or speaks out of turn.
             _ => return Err(ErrorKind::ConnectionAborted.into()),
@@ -182,7 +185,7 @@ impl Gate {
             PairDecision::Superseded => Ok(Some(Status::Superseded)),
             PairDecision::Busy => Ok(Some(Status::Busy)),
             PairDecision::Take(before) => {
-                let told = send(&mut stranger.stream, &HandshakeMessage::accept());
+                let told = send(&stranger.socket, &HandshakeMessage::accept(), None);
                 if told.is_err() {
                     self.shared.pairs.undo(lane, from, before);
                 }
@@ -191,19 +194,26 @@ impl Gate {
         }
     }
 
-    fn take(&mut self, token: usize, stranger: Stranger, from: Rank, lane: u32) {
+    fn take(&mut self, token: usize, stranger: Stranger, memory: Option<SharedMemory>, key: DialKey) {
         self.timers.remove(&(stranger.deadline, Timer::Stranger(token)));
-        self.forget_dial((lane, from));
-        let Stranger { noted, stream, .. } = stranger;
-        drop(noted);
-        self.hand_over((lane, from), stream);
+        self.forget_dial(key);
+        self.hand_over(key, stranger.socket, memory);
+    }
+}
+
+/// What an authenticated dialer has handed over. On a Unix socket it must: otherwise it is let go, and comes back by TCP.
+fn memory_of(socket: &Socket, descriptor: Option<OwnedFd>) -> io::Result<Option<SharedMemory>> {
+    match descriptor {
+        None if socket.is_tcp() => Ok(None),
+        None => Err(ErrorKind::InvalidData.into()),
+        Some(descriptor) => SharedMemory::open(&descriptor).map(Some),
     }
 }
 
 /// Says why and closes in order: everything is sent, and the rest of what comes is read until the other end closes.
 fn refuse(stranger: &mut Stranger, status: Status) -> io::Result<()> {
-    send(&mut stranger.stream, &HandshakeMessage::refusal(status))?;
-    stranger.stream.shutdown(Shutdown::Write)?;
+    send(&stranger.socket, &HandshakeMessage::refusal(status), None)?;
+    stranger.socket.shutdown(Shutdown::Write)?;
     stranger.phase = StrangerState::Draining { left_bytes: DRAIN_BYTES_MAX };
     Ok(())
 }

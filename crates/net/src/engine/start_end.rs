@@ -32,7 +32,7 @@ impl Engine {
         if addresses.len() != size as usize {
             return Err(Failure::config(format!("{} addresses for {size} ranks", addresses.len())));
         }
-        let Some((registration, listener)) = self.inner.listener.lock().take() else {
+        let Some(listeners) = self.inner.listeners.lock().take() else {
             return Err(Failure::config("connect() was called twice, or after shutdown()"));
         };
         let names = addresses.iter().map(|(host, port)| format!("{host}:{port}")).collect();
@@ -57,13 +57,11 @@ impl Engine {
         if workers.contains(&self.inner.config.rank) {
             self.tell_group(0, &workers)?;
         }
-        // The admission thread notes the listener anew.
-        drop(registration);
         let admission = Arc::new(OnceLock::new());
         let mut threads = self.inner.threads.lock();
         threads.admission = Some(Arc::clone(&admission));
         let gate =
-            Admission::start(listener, addresses, self.admission_config(), self.deliver(mailboxes.clone()))?;
+            Admission::start(listeners, addresses, self.admission_config(), self.deliver(mailboxes.clone()))?;
         // Set once: `connect` runs only once.
         let _ = admission.set(gate);
         for (lane, (poll, mailbox)) in (0..lanes).zip(polls.into_iter().zip(mailboxes)) {
@@ -94,6 +92,7 @@ impl Engine {
             lanes: config.lanes,
             job_id: config.job_id,
             secret: config.secret.clone(),
+            shared_memory: config.shared_memory,
             handshake_timeout: config.handshake_timeout,
             peer_timeout: config.peer_timeout,
         }
@@ -102,8 +101,8 @@ impl Engine {
     fn deliver(&self, mailboxes: Vec<Arc<Mailbox>>) -> Deliver {
         let shared = Arc::clone(&self.inner.shared);
         Box::new(move |delivery| match delivery {
-            Delivery::Connected { lane, peer, stream } => {
-                mailboxes[lane as usize].send(Command::Connected { peer, stream });
+            Delivery::Connected { lane, peer, transport } => {
+                mailboxes[lane as usize].send(Command::Connected { peer, transport });
             }
             Delivery::Failed { culprit, error, .. } => {
                 let mut failure = Failure::from(error);
@@ -322,7 +321,7 @@ impl Engine {
             let _ = lane.join();
         }
         drop(admission);
-        drop(self.inner.listener.lock().take());
+        drop(self.inner.listeners.lock().take());
         // The lanes are gone, so this is told to nobody; calls from now on raise it.
         self.inner.shared.shut();
         self.inner.shared.pool.close();

@@ -68,7 +68,7 @@ impl Lane {
         dropped.gone = true;
         if let Some(mut connection) = dropped.connection.take() {
             // Fails only if it is not registered, which is what is wanted.
-            let _ = self.poll.registry().deregister(connection.stream());
+            let _ = self.poll.registry().deregister(connection.watched());
             self.shared.live(|life, now_ns| life.ended(now_ns, Rank(peer as u32), why));
         }
     }

@@ -2,7 +2,6 @@
 
 use crate::support::*;
 use penstock_core::{Error, Rank};
-use penstock_net::admission::Delivery;
 use penstock_net::handshake::{HandshakeMessage, Status};
 use std::io::{ErrorKind, Read, Write};
 use std::time::{Duration, Instant};
@@ -34,11 +33,9 @@ fn either_end_may_dial_and_frames_may_follow_at_once() {
 fn a_delivered_stream_does_not_block() {
     let (processes, _) = two(|_| {});
     processes[0].admission.dial(0, Rank(1));
-    let mut deliveries =
-        processes.each_ref().map(|process| process.deliveries.recv_timeout(PATIENCE).unwrap());
-    for delivery in &mut deliveries {
-        let Delivery::Connected { stream, .. } = delivery else { panic!("{delivery:?}") };
-        assert_eq!(stream.read(&mut [0; 1]).unwrap_err().kind(), ErrorKind::WouldBlock);
+    let sockets = processes.each_ref().map(|process| process.opened().2.into_socket());
+    for mut socket in &sockets {
+        assert_eq!(socket.read(&mut [0; 1]).unwrap_err().kind(), ErrorKind::WouldBlock);
     }
 }
 

@@ -2,10 +2,11 @@
 
 use penstock_core::wire::VERSION;
 use penstock_core::{Error, Rank};
-use penstock_net::admission::{Admission, AdmissionConfig, Delivery};
+use penstock_net::admission::{Admission, AdmissionConfig, Delivery, Listeners};
 use penstock_net::handshake::{
     DialFailure, Dialer, DialerStep, HELLO_BYTES, Listener, ListenerStep, Member, PROOF_BYTES, Status,
 };
+use penstock_net::transport::Transport;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::mpsc::{self, Receiver};
@@ -21,6 +22,7 @@ pub(crate) fn config(rank: u32) -> AdmissionConfig {
         lanes: 16,
         job_id: *b"0123456789abcdef",
         secret: b"a secret of this job".to_vec(),
+        shared_memory: false,
         handshake_timeout: PATIENCE,
         peer_timeout: PATIENCE,
     }
@@ -47,16 +49,26 @@ impl Process {
         let (deliver, deliveries) = mpsc::channel();
         // The receiver is gone when a test ends before its processes do.
         let deliver = Box::new(move |delivery| drop(deliver.send(delivery)));
-        let admission = Admission::start(listener, addresses.to_vec(), config, deliver).unwrap();
+        let mut listeners = Listeners::new(listener).unwrap();
+        if config.shared_memory {
+            listeners = listeners.and_on_host(&config.secret, &config.job_id, config.rank);
+        }
+        let admission = Admission::start(listeners, addresses.to_vec(), config, deliver).unwrap();
         Self { admission, deliveries }
     }
 
+    /// By TCP.
     pub(crate) fn connected(&self) -> (u32, Rank, TcpStream) {
+        let (lane, peer, transport) = self.opened();
+        assert!(!transport.is_memory());
+        let stream = TcpStream::from(transport.into_socket());
+        assert!(stream.nodelay().unwrap());
+        (lane, peer, usable(stream))
+    }
+
+    pub(crate) fn opened(&self) -> (u32, Rank, Transport) {
         match self.deliveries.recv_timeout(PATIENCE).expect("a delivery in time") {
-            Delivery::Connected { lane, peer, stream } => {
-                assert!(stream.nodelay().unwrap());
-                (lane, peer, usable(stream))
-            }
+            Delivery::Connected { lane, peer, transport } => (lane, peer, transport),
             Delivery::Failed { error, .. } => panic!("dialling failed: {error}"),
         }
     }

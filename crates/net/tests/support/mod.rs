@@ -66,6 +66,7 @@ pub(crate) fn config(rank: u32, size: u32) -> EngineConfig {
         operation_timeout: Duration::from_secs(20),
         peer_timeout: Duration::from_secs(10),
         congestion_control: "auto".into(),
+        shared_memory: true,
         handshake_timeout: Duration::from_secs(5),
         observations: 1 << 16,
     }
