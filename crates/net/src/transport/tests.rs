@@ -132,6 +132,19 @@ fn what_was_written_before_the_end_is_read_and_then_the_end() {
     }
 }
 
+#[test]
+fn a_bell_that_nobody_heard_is_no_broken_connection() {
+    let (mut near, mut far, _) = pair();
+    let more = vec![1; PIPE_BYTES + 1];
+    assert_eq!(near.write(&[IoSlice::new(&more)]).unwrap(), PIPE_BYTES, "and it sleeps");
+    assert_eq!(read(&mut far, &mut vec![0; PIPE_BYTES]).unwrap(), PIPE_BYTES, "and it rings");
+    let poll = Poll::new().unwrap();
+    poll.registry().register(&mut far, Token(0), Interest::READABLE | Interest::WRITABLE).unwrap();
+    drop(near);
+    wait(poll, &mut far, |_| {});
+    assert_eq!(read(&mut far, &mut [0; 4]).unwrap(), 0);
+}
+
 /// What the next events say.
 fn wait(mut poll: Poll, transport: &mut Transport, mut told: impl FnMut(Readiness)) {
     let mut events = Events::with_capacity(8);
