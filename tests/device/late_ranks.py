@@ -126,7 +126,6 @@ LONG = pytest.mark.long
 SHORT_BITS = {
     ("convolutions", "adamw", "threads"),
     ("tied", "adamw in one call", "native"),
-    ("linear", "sgd", "native"),
 }
 
 
@@ -209,7 +208,7 @@ def run_program(program, device):
     return run(main, 2)
 
 
-SHORT_PROGRAMS = ("clips", "accumulates onto averages", "leaves a layer out on one rank")
+SHORT_PROGRAMS = ("clips", "accumulates onto averages")
 
 
 @pytest.mark.parametrize(
@@ -321,7 +320,8 @@ def test_each_wait_is_needed(monkeypatch, wait):
     assert all(outcomes) if wait is None else not all(outcomes)
 
 
-def test_full_arenas_of_different_pieces_do_not_wait_for_each_other(monkeypatch):
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=LONG), pytest.param(2, marks=LONG)])
+def test_full_arenas_of_different_pieces_do_not_wait_for_each_other(monkeypatch, seed):
     """Each rank takes the pieces first that the other takes last."""
     monkeypatch.setattr(ranks, "arm", "native")
 
@@ -343,10 +343,9 @@ def test_full_arenas_of_different_pieces_do_not_wait_for_each_other(monkeypatch)
         return [param.detach().cpu() for param in model.parameters()]
 
     expected = run(lambda rank, engine: main(rank, engine, "cpu"), 2)
-    for seed in range(3):
-        with installed(seed):
-            found = run(lambda rank, engine: main(rank, engine, "late"), 2, operation_timeout_s=10.0)
-        assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+    with installed(seed):
+        found = run(lambda rank, engine: main(rank, engine, "late"), 2, operation_timeout_s=10.0)
+    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
 
 
 # When it ends
