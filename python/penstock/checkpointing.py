@@ -63,14 +63,16 @@ class CheckpointWriter:
         engine: Of the job.
         rank: This rank.
         caller: What programs call, for messages.
+        limit_s: How long to wait for one to be on the disk.
 
     Attributes:
         last: The file of the last one that this rank knows to be whole.
         calls: How often it was asked for one, those before included if the program went on from one.
     """
 
-    def __init__(self, engine: Engine, rank: int, caller: str) -> None:
+    def __init__(self, engine: Engine, rank: int, caller: str, limit_s: float) -> None:
         self.engine = engine
+        self._limit_s = limit_s
         self.last: str | None = None
         self.calls = 0
         self._rank = rank
@@ -135,6 +137,7 @@ class CheckpointWriter:
 
         Raises:
             ConfigError: It could not be written. On all ranks.
+            Timeout: It took too long; on other ranks, rank 0 did not come.
         """
         if self._under_way is not None:
             under_way = self._under_way
@@ -163,9 +166,12 @@ class CheckpointWriter:
         self.last, self._under_way = self._under_way, None
 
     def _join(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        if self._thread is not None:
+            self._thread.join(self._limit_s)
+            if self._thread.is_alive():
+                late = f"{self._under_way} is not on the disk after {self._limit_s} s (operation_timeout_s)"
+                raise Timeout(f"{self._caller}: {late}")
+            self._thread = None
         self._raise_error()
 
     def _raise_error(self) -> None:

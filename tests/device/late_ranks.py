@@ -408,7 +408,7 @@ def test_a_copy_that_fails_ends_the_job_at_once(monkeypatch, arm):
     plain_wait = device_landing.DeviceLanding._wait_for_engine
 
     def fails(self, piece):
-        if armed and next(parts) == 1:  # another one is at the engine
+        if armed and next(parts) == device_landing.COPIES_AHEAD:  # the first one is at the engine
             assert waits.wait(LOST_S)
             raise ValueError("no copy")
         return part(self, piece)

@@ -193,6 +193,7 @@ WIDE = ((300, 400), (100, 1000), (77,))
 
 def moved():
     """Bytes that this rank has sent, and received."""
+    ps.barrier()  # what owners owe the others is sent when these are here
     report = ps.report()
     return [report[f"bytes_{way}"] + report[f"call_bytes_{way}"] for way in ("sent", "received")]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import programs
 import pytest
 import torch
-from job_processes import run_well
+from job_processes import run, run_well
 from torch import nn
 
 import penstock as ps
@@ -243,3 +243,27 @@ def test_a_run_goes_on_with_another_number_of_servers(tmp_path):
     whole = trained_by(1, 6, tmp_path / "whole")
     assert trained_by(2, 4, tmp_path / "parts")[0] == "0"
     assert trained_by(0, 6, tmp_path / "parts") == ("4", whole[1])
+
+
+def too_slow(rank, size, place):
+    training = started(place, "workers", every=1)
+    on_disk, put = threading.Event(), whole_files.put
+
+    def wait(path, fill):
+        assert on_disk.wait(60)
+        return put(path, fill)
+
+    whole_files.put = wait
+    trained(training, range(1))
+    try:
+        with pytest.raises((ps.Timeout, ps.PeerLost)) as caught:
+            training[3].finish()
+        assert rank != 0 or "model-0000000001.safetensors is not on the disk after 1.0 s" in str(caught.value)
+    finally:
+        on_disk.set()
+
+
+def test_a_disk_that_does_not_get_on_is_waited_for_as_long_as_for_anything(tmp_path):
+    (tmp_path / "job").mkdir()
+    outcomes = run(2, too_slow, tmp_path / "job", tmp_path / "kept", operation_timeout_s=1.0)
+    assert not any(isinstance(outcome.error, AssertionError) for outcome in outcomes), outcomes

@@ -35,15 +35,16 @@ class Files:
     Args:
         engine: The engine of this job.
         rank: This rank.
+        limit_s: How long to wait for a checkpoint to be on the disk.
 
     Attributes:
         checkpoints: Those of the store.
     """
 
-    def __init__(self, engine: Engine, rank: int) -> None:
+    def __init__(self, engine: Engine, rank: int, limit_s: float) -> None:
         self._rank = rank
         self._on_rank_0 = partial(on_rank_0, engine, rank)
-        self.checkpoints = CheckpointWriter(engine, rank, "penstock.KVStore.checkpoint")
+        self.checkpoints = CheckpointWriter(engine, rank, "penstock.KVStore.checkpoint", limit_s)
 
     def write(self, caller: str, path: Path, state: dict[str, Any]) -> None:
         """Write a state to a file.

@@ -124,7 +124,7 @@ class KVStore:
         self._likes: dict[str | int, Callable[[Buffer], Any]] = {}
         self._new: list[StoredKey] = []  # in no book yet
         self._by_book: dict[int, list[StoredKey]] = {}
-        self._files = Files(running.engine, running.rank)
+        self._files = Files(running.engine, running.rank, running.options.operation_timeout_s)
         self._lock = threading.RLock()
 
     def __repr__(self) -> str:

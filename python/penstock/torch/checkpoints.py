@@ -74,7 +74,8 @@ class Checkpoints:
         self._directory = Path(directory)
         self._rank = running.rank
         self._engine = running.engine
-        self._writer = CheckpointWriter(running.engine, running.rank, _CALLER)
+        limit_s = running.options.operation_timeout_s
+        self._writer = CheckpointWriter(running.engine, running.rank, _CALLER, limit_s)
         self._writer.check(every, keep)
         self._every, self._keep = every, keep
         self._parts: dict[str, Any] = {"model": model}
