@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import traceback
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ def barrier(count):
 def _main(pipe, function, rank, count, place, options, arguments):
     import penstock as ps
 
+    gc.freeze()  # it does not walk, and so copy, what was there before the fork
     try:
         ps.init(rank=rank, world_size=count, rendezvous=f"file://{place}", **{**OPTIONS, **options})
         value = function(rank, count, *arguments)

@@ -25,7 +25,13 @@ SEEDS = int(os.environ.get("SEEDS", "2"))
 
 
 @pytest.mark.parametrize(
-    ("size", "groups"), [(1, None), (2, None), (3, None), (4, None), (3, [[0], [2, 1]]), (4, [[1, 3], [0, 2]])]
+    ("size", "groups"),
+    [
+        (1, None),
+        (4, None),
+        (4, [[1, 3], [0, 2]]),
+        *(pytest.param(*job, marks=pytest.mark.long) for job in [(2, None), (3, None), (3, [[0], [2, 1]])]),
+    ],
 )
 def test_random_programs_give_the_bits_of_a_plain_model(size, groups, tmp_path):
     for seed in range(SEEDS):

@@ -42,6 +42,7 @@ def test_a_peer_is_installed_once(home, tmp_path):
     )
 
 
+@pytest.mark.long  # it makes an environment
 def test_the_command_reports_what_is_missing_and_goes_on(home, tmp_path, monkeypatch, capsys):
     found = {
         "gone": make_peer(tmp_path, "gone", pins="no-such-package-of-penstock==1.0"),
