@@ -81,6 +81,25 @@ impl Socket {
         self.is_tcp
     }
 
+    /// Whether the process at the other end of a Unix socket is of this user.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn is_of_user(&self, user: libc::uid_t) -> bool {
+        let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
+        let mut len = size_of::<libc::ucred>() as libc::socklen_t;
+        let (level, name) = (libc::SOL_SOCKET, libc::SO_PEERCRED);
+        // SAFETY: `peer` has room for what the option writes, of which `len` tells the kernel.
+        let result = unsafe {
+            libc::getsockopt(self.socket.as_raw_fd(), level, name, (&raw mut peer).cast(), &raw mut len)
+        };
+        result == 0 && peer.uid == user
+    }
+
+    /// There is no such socket.
+    #[cfg(not(target_os = "linux"))]
+    pub(crate) fn is_of_user(&self, _: libc::uid_t) -> bool {
+        false
+    }
+
     /// One `sendmsg`, with a descriptor beside the bytes if there is one: the other end may have it with the first of them.
     pub(crate) fn send(&self, bytes: &[u8], descriptor: Option<BorrowedFd<'_>>) -> io::Result<usize> {
         let mut part = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
@@ -176,5 +195,19 @@ impl Source for Socket {
 
     fn deregister(&mut self, registry: &Registry) -> io::Result<()> {
         SourceFd(&self.socket.as_raw_fd()).deregister(registry)
+    }
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_user_at_the_other_end_is_known() {
+        let (one, _other) = socket2::Socket::pair(socket2::Domain::UNIX, Type::STREAM, None).unwrap();
+        let socket = Socket::new(one).unwrap();
+        // SAFETY: asks for a number.
+        let mine = unsafe { libc::geteuid() };
+        assert!(socket.is_of_user(mine) && !socket.is_of_user(mine + 1));
     }
 }

@@ -54,12 +54,22 @@ impl Listeners {
         self.0.iter().try_for_each(|socket| socket.listen(BACKLOG))
     }
 
-    /// The next connection that waits at any of them.
+    /// The next connection that waits at any of them. Over a Unix socket processes of other users are turned away: whatever
+    /// descriptors they hand over would have to be closed here, and closing some takes as long as their owner likes.
+    ///
+    /// # Errors
+    /// `ConnectionAborted`: there was one of another user. What the system said.
     pub(super) fn accept(&self) -> io::Result<Socket> {
+        // SAFETY: asks for a number.
+        let user = unsafe { libc::geteuid() };
         for socket in &self.0 {
             match socket.accept() {
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {}
-                other => return Socket::new(other?.0),
+                other => {
+                    let socket = Socket::new(other?.0)?;
+                    let is_welcome = socket.is_tcp() || socket.is_of_user(user);
+                    return if is_welcome { Ok(socket) } else { Err(ErrorKind::ConnectionAborted.into()) };
+                }
             }
         }
         Err(ErrorKind::WouldBlock.into())
