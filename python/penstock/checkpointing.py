@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -212,16 +213,24 @@ class _AllWriters(Attached):
 
     def finish(self, limit_s: float) -> None:
         """The last checkpoint is on the disk when the job is over."""
-        for _, writer in sorted(_writers.items()):
-            writer.join(limit_s)
+        error = _join_all(limit_s)
+        if error is not None:
+            raise error
 
     def end_failed(self, limit_s: float, *, at_exit: bool) -> None:
-        """What is under way may become whole."""
-        for _, writer in sorted(_writers.items()):
-            try:
-                writer.join(limit_s)
-            except PenstockError:
-                continue  # the program has the error of the job
+        """What is under way may become whole. The program has the error of the job."""
+        _join_all(limit_s)
+
+
+def _join_all(limit_s: float) -> PenstockError | None:
+    """Wait for all that are under way, so long for all together; the first error, if there is one."""
+    deadline, first = time.monotonic() + limit_s, None
+    for _, writer in sorted(_writers.items()):
+        try:
+            writer.join(max(0.0, deadline - time.monotonic()))
+        except PenstockError as error:
+            first = first or error
+    return first
 
 
 attach(_AllWriters())

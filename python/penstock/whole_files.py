@@ -62,15 +62,26 @@ def add_checkpoint(path: Path, number: int, fill: Callable[[str], object], keep:
 
     Raises:
         OSError: It cannot be written; those that are there still count.
+        ConfigError: There is a whole one of a larger number: of another training, which this one did not go on from.
     """
     directory = path.parent
+    others: list[dict[str, Any]] = []
+    later: list[dict[str, Any]] = []
+    for one in _entries(directory):
+        if one["file"] != path.name:
+            (later if int(one["number"]) > number else others).append(one)
+    for one in later:
+        if _torn(directory / one["file"], one) is None:
+            raise ConfigError(
+                f"{directory} has the later checkpoint {one['file']}: load it first, or write to another directory"
+            )
     crc = put(path, fill)
     entry = {"file": path.name, "number": number, "bytes": path.stat().st_size, "crc32": crc}
-    others = [one for one in _entries(directory) if one["file"] != path.name]
-    entries = sorted([entry, *others], key=lambda one: int(one["number"]), reverse=True)
+    others.sort(key=lambda one: int(one["number"]), reverse=True)
+    entries = [entry, *others]
     manifest = json.dumps({"format": FORMAT, "checkpoints": entries[:keep]}, indent=1)
     put(directory / MANIFEST, lambda to: Path(to).write_text(manifest, encoding="utf-8"))
-    for old in entries[keep:]:
+    for old in [*entries[keep:], *later]:
         with suppress(OSError):
             (directory / old["file"]).unlink()
 

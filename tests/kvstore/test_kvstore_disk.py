@@ -281,6 +281,21 @@ def test_what_a_writer_leaves_that_is_killed_before_a_file_has_its_name_is_never
     assert {one.name for one in place.iterdir()} == {left.name, *names}
 
 
+def test_a_checkpoint_is_not_written_behind_a_later_one_of_another_training(tmp_path):
+    def write(number, keep=1):
+        add_checkpoint(tmp_path / f"{number}.safetensors", number, lambda to: Path(to).write_bytes(b"state"), keep)
+
+    write(200, keep=2)
+    write(300, keep=2)
+    with pytest.raises(ps.ConfigError, match=r"later checkpoint 300\.safetensors: load it first, or write to another"):
+        write(100)
+    assert newest("load", tmp_path)[1] == 300
+    (tmp_path / "300.safetensors").write_bytes(b"torn")
+    write(210)
+    assert newest("load", tmp_path)[1] == 210, "what a training writes that went on from 200 counts"
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == ["210.safetensors"]
+
+
 def test_a_manifest_names_nothing_outside_its_directory(tmp_path):
     (tmp_path / "other.safetensors").write_bytes(b"1")
     (tmp_path / "dir").mkdir()
