@@ -367,6 +367,15 @@ def what_needs_all_ranks_is_refused_where_some_have_no_batch_left():
     ):
         model(next(inputs())).square().mean().backward()
     optimizer.step()
+    model, optimizer = started("servers")
+    steps(model, optimizer, 1)
+    with (
+        pytest.raises(ConfigError, match=r"penstock\.join: the last backward of this rank is followed by no"),
+        ps.join(),
+        ps.no_sync(model),
+    ):
+        model(next(inputs())).square().mean().backward()
+    optimizer.step()
     other, other_optimizer = started("workers")
     other(next(inputs())).square().mean().backward()
     with pytest.raises(ConfigError, match=r"model\d+ is updated by the workers, and another model"), ps.join():
