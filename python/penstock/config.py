@@ -85,7 +85,7 @@ class Options:
         peer_timeout_s: Longest silence of a peer before it counts as lost, in seconds.
         handshake_timeout_s: Longest time for a new connection to prove itself, in seconds.
         rendezvous_timeout_s: Longest wait for all ranks at the start, in seconds; two more to hear who is missing.
-        broadcast_buffers: Copy rank 0's buffers (batch norm) to all before every forward, not only at ``distribute``.
+        broadcast_buffers: Copy rank 0's buffers (batch norm) to all after every step, not only at ``distribute``.
         line_rate_mbit: One direction of the slowest interface, in megabits per second: for what is chosen by cost, the
             size of slices, and what connections hold in the kernel. ``None`` or ``"auto"``: measured at the start (20
             ms to 0.1 s from 100 Mbit/s on, half a second at 10 Mbit/s); ``"off"``: not measured, 1000 assumed, and

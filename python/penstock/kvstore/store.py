@@ -72,8 +72,8 @@ class KVStore:
             then: a rank waits for its own answers only. Results depend on who is fast. Where the job has groups each is
             one such client: its ranks make the same calls on a key in the same order, pushes are summed over it, and
             it waits for no other group.
-        staleness: Of an asynchronous store: a rank that has pushed a key so many times more than the slowest one waits
-            in its pull of it until that has come after (stale synchronous parallel). Without, nobody waits.
+        staleness: Of an asynchronous store: a rank that is more than so many pushes of a key ahead of the slowest one
+            waits in its pull of it until that has come after (stale synchronous parallel). Without, nobody waits.
         stragglers: Of a synchronous store: ``"drop"`` lets a round end without ranks that are late. Its result is then
             the average over those that are in, and a push that comes later is discarded and gets the last result.
             Results depend on who is fast.

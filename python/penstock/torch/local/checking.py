@@ -39,7 +39,9 @@ def check_local_model(caller: str, model: nn.Module) -> None:
             raise ConfigError(f"penstock.{caller}: {name} has no shape yet; run one forward pass first")
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             what = f"on {tensor.device}" if tensor.device.type != "cpu" else f"{tensor.layout}"
-            raise ConfigError(f"penstock.{caller}: {name} is {what}; only dense tensors in main memory can be")
+            raise ConfigError(
+                f"penstock.{caller}: {name} is {what}; local updates take only dense tensors in main memory"
+            )
         if tensor.requires_grad and tensor.dtype not in DTYPES:
             raise ConfigError(
                 f"penstock.{caller}: {name} is {tensor.dtype}; what is trained by local updates must be "
