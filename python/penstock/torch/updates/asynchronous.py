@@ -60,13 +60,12 @@ class AsyncUpdates(BackwardUpdates):
 
     option: ClassVar[str] = "async"
     how: ClassVar[str] = 'mode="async"'
+    _instead: ClassVar[str] = ""
     lends: ClassVar[bool] = False  # what the model has here is not what the owner has
 
     def __init__(self, distributed: Trained, optimizer: Optimizer, book: KeptBook) -> None:
-        self._ordered: tuple[list[Described], list[int]] = (
-            [],
-            [],
-        )  # by group its options, by number of the slot its group
+        # By group its options, by number of the slot its group.
+        self._ordered: tuple[list[Described], list[int]] = [], []
         self._seen: dict[int, Sequence[int]] = {}  # by number of the slot: by slice the version of what it has
         self.delays: dict[str, Counter[int]] = defaultdict(Counter)
         super().__init__(distributed, optimizer, book)
@@ -177,15 +176,6 @@ class AsyncUpdates(BackwardUpdates):
         super()._before_reading()
         self.refresh()
         self._book.meet("optimizer.state_dict")  # nobody changes them before all have them
-
-    def _too_late(self, what: str) -> ConfigError:
-        gradients = self._gradients
-        return ConfigError(
-            f"penstock: with {self.how} owners update while backward runs, and since it began {what}. "
-            "Do that before backward or after step",
-            rank=gradients.rank,
-            step=gradients.step,
-        )
 
     def report(self) -> dict[str, Any]:
         """By layer how stale this rank's gradients were: a number of others' updates, and how often it was that."""

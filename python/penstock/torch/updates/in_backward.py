@@ -34,6 +34,7 @@ class BackwardUpdates(OwnerUpdates):
     """
 
     option: ClassVar[str] = "servers-in-backward"
+    _instead: ClassVar[str] = ', or use update="servers"'  # what takes what comes later
     how: ClassVar[str] = 'update="servers-in-backward"'
 
     def __init__(self, distributed: Trained, optimizer: Optimizer, book: KeptBook) -> None:
@@ -77,7 +78,7 @@ class BackwardUpdates(OwnerUpdates):
         gradients = self._gradients
         return ConfigError(
             f"penstock: with {self.how} owners update while backward runs, and since it began {what}. "
-            'Do that before backward or after step, or use update="servers"',
+            f"Do that before backward or after step{self._instead}",
             rank=gradients.rank,
             step=gradients.step,
         )
