@@ -15,8 +15,7 @@ __all__ = ["Accelerator", "pinned_memory", "supports"]
 def supports(device: torch.device) -> bool:
     """Whether this torch has the streams and events of this device behind its generic interface."""
     here = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
-    generic = all(hasattr(torch.Stream, name) for name in ("__enter__", "is_capturing"))
-    return here is not None and here.type == device.type and generic
+    return here is not None and here.type == device.type and hasattr(torch.Stream, "__enter__")
 
 
 def pinned_memory(nbytes: int) -> Tensor:
@@ -33,6 +32,9 @@ class Accelerator:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        module = torch.get_device_module(device)
+        # Older torch asks the device's module, not the stream; a device without graphs has neither.
+        self._is_capturing = getattr(module, "is_current_stream_capturing", lambda: False)
 
     def stream(self) -> Any:
         """A stream of one's own."""
@@ -45,7 +47,7 @@ class Accelerator:
             ConfigError: It is being captured: what would be sent then would be sent once, and not with each replay.
         """
         stream = torch.accelerator.current_stream(self.device)
-        if stream.is_capturing():
+        if stream.is_capturing() if hasattr(stream, "is_capturing") else self._is_capturing():
             raise ConfigError(
                 f"penstock: a backward pass on {self.device} is being captured into a graph, whose replays would send "
                 "nothing. Leave the backward pass of a distributed model out of captured graphs"
