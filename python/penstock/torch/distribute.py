@@ -36,6 +36,7 @@ from penstock.torch.model import patches
 from penstock.torch.model.enrolment import distributed_name, distributed_twice, enroll
 from penstock.torch.model.layers import Layer, Slot, describe
 from penstock.torch.model.layout import ROOT
+from penstock.torch.model.pre_hooks import register_first
 from penstock.torch.reads.safety import (
     Watch,
     claim,
@@ -408,7 +409,7 @@ class Distributed:
                     return
 
         before_forward._penstock = True  # type: ignore[attr-defined]
-        module.register_forward_pre_hook(before_forward, prepend=True)
+        register_first(module, before_forward)
 
     # The life of a step
 

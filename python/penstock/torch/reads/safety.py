@@ -32,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.torch.model.enrolment import check_forward
 from penstock.torch.model.layers import DistributedModel, Layer, Slot
+from penstock.torch.model.pre_hooks import register_first
 from penstock.warning import warn
 
 if TYPE_CHECKING:
@@ -297,7 +298,7 @@ class Watch(TorchDispatchMode):
         self._handles: list[RemovableHandle] = []
         for module in model.modules():
             if not isinstance(module, torch.jit.ScriptModule):
-                self._handles.append(module.register_forward_pre_hook(_marked(self._before), prepend=True))
+                self._handles.append(register_first(module, _marked(self._before)))
                 self._handles.append(module.register_forward_hook(_marked(self._after), always_call=True))
 
     def _before(self, module: nn.Module, args: object) -> None:
