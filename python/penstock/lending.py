@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,15 +26,15 @@ class LentMemory:
         self.values: dict[int, object] = {}
         self._lock = threading.Lock()
 
-    def lend(self, submit: Callable[[], int], memory: object) -> int:
-        """Submit memory beside the program's thread, and keep it; returns the token.
+    def lend(self, submit: Callable[[], list[int]], memories: Sequence[object]) -> list[int]:
+        """Submit memory beside the program's thread, and keep it; returns the tokens.
 
         It may be released before this returns, and another thread may hear of that: it lets go of it afterwards.
         """
         with self._lock:
-            token = submit()
-            self.tensors[token] = memory
-        return token
+            tokens = submit()
+            self.tensors.update(zip(tokens, memories, strict=True))
+        return tokens
 
     def landed(
         self,

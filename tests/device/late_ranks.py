@@ -272,17 +272,17 @@ def without(monkeypatch, wait):
     elif wait == "copied before it is sent":
         plain = device_landing._Out._copy
 
-        def copy(self, waiting, room):
-            plain(self, waiting, room)
+        def copy(self, found):
+            plain(self, found)
             self.copying[-1:] = [one._replace(event=Passed()) for one in self.copying[-1:]]
 
         monkeypatch.setattr(device_landing._Out, "_copy", copy)
     elif wait == "copied back before its room is free":
         plain_back = device_landing._Back._copy
 
-        def copy_back(self, placed, *, contributed):
-            plain_back(self, placed, contributed=contributed)
-            self.leaving[-1] = self.leaving[-1]._replace(event=None)
+        def copy_back(self, landed):
+            plain_back(self, landed)
+            self.leaving = [one._replace(event=None) for one in self.leaving]
 
         monkeypatch.setattr(device_landing._Back, "_copy", copy_back)
     elif wait == "sent before its room is free":

@@ -4,9 +4,13 @@
     ->  second copy stream: copies the average's piece to where the gradient was, an event  ->  the update waits for it
 
 Streams wait for each other by events, and the program waits for none of them: it waits for the network, where it needs
-an average. Two threads beside it see to the rest (`penstock.torch.runtime.background`). One hands a piece to the engine
-once the event after its copy has passed, which it looks for now and then; that holds up no stream and no other thread,
-so the device goes on with whatever it has been given. The other copies back what has landed.
+an average. Two threads beside it see to the rest (`penstock.torch.runtime.background`). One hands pieces to the engine
+once the event after their copy has passed, which it looks for now and then; that holds up no stream and no other
+thread, so the device goes on with whatever it has been given. The other copies back what has landed.
+
+**Batches.** What one copy costs the threads, its event and their locks, is as much for 4 KB as for 4 MB, and the
+program's thread cannot run meanwhile. So small pieces that are ready together are copied together, up to `PIECE_BYTES`
+of them, with one event; and so is what has landed together.
 
 **Pieces.** A parameter is cut into pieces of at most `PIECE_BYTES`, each a tensor of the book. So pieces of a large one
 are on the wire before its last one is copied, and all fit into the *arena*: pinned host memory of a fixed size. A piece
@@ -28,6 +32,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -52,7 +57,7 @@ __all__ = ["PIECE_BYTES", "DeviceLanding", "GradientPiece", "cut", "piece_entrie
 PIECE_BYTES = 4 << 20
 """Of all pieces but a parameter's last, the same on every rank. To copy one takes 0.1 ms, 10 Gbit/s 3 ms to send it."""
 COPIES_AHEAD = 2
-"""Copies to the host that are given to the device before the first of them is looked after."""
+"""Batches of copies to the host that are given to the device before the first of them is looked after."""
 LOOK_S = 1e-4
 """Between two looks whether the device has passed an event."""
 LANDING_WAIT_S = 0.002
@@ -113,7 +118,7 @@ class _OnTheWay:
         back: The event after the last copy to the device so far; none: nobody has contributed.
     """
 
-    __slots__ = ("absent", "back", "left", "made", "memory", "step")
+    __slots__ = ("_flat", "absent", "back", "left", "made", "memory", "step")
 
     def __init__(self, memory: Tensor, made: Any, step: int, left: int, *, absent: bool) -> None:
         self.memory = memory
@@ -122,12 +127,16 @@ class _OnTheWay:
         self.left = left
         self.absent = absent
         self.back: Any = None
+        self._flat: Tensor | None = None
 
     def part(self, piece: GradientPiece) -> Tensor:
         """The bytes of a piece, which count as no change of the gradient."""
-        memory = self.memory.data
-        flat = torch.as_strided(memory, (memory.numel(),), (1,), memory.storage_offset())
-        return flat.view(torch.uint8)[piece.begin : piece.begin + piece.nbytes]
+        flat = self._flat
+        if flat is None:
+            memory = self.memory.data
+            flat = torch.as_strided(memory, (memory.numel(),), (1,), memory.storage_offset()).view(torch.uint8)
+            self._flat = flat
+        return flat if piece.nbytes == flat.numel() else flat[piece.begin : piece.begin + piece.nbytes]
 
 
 class _Waiting(NamedTuple):
@@ -146,10 +155,17 @@ class _InArena(NamedTuple):
     host: Tensor
     piece: GradientPiece
     gradient: _OnTheWay
-    event: Any = None
-    """After the copy under way, in either direction."""
     token: int = -1
     """By which the engine has the memory."""
+    event: Any = None
+    """After the copy to the device."""
+
+
+class _Batch(NamedTuple):
+    """Pieces on their way to the host, and the event after the last of their copies."""
+
+    placed: list[_InArena]
+    event: Any
 
 
 class DeviceLanding:
@@ -321,14 +337,23 @@ class DeviceLanding:
 
     # The threads' side
 
-    def _next(self) -> tuple[_Waiting, Room] | None:
-        """The most urgent piece, if there is room for it; or else the lowest. Under the lock."""
+    def _next(self) -> list[tuple[_Waiting, Room]]:
+        """The most urgent pieces, if there is room for them; or else the lowest. Under the lock."""
+        found = []
+        waiting, nbytes = self._waiting, 0
+        while waiting and nbytes + waiting[0].piece.nbytes <= PIECE_BYTES:
+            room = self._arena.take(waiting[0].piece.nbytes)
+            if room is None:
+                break
+            found.append((heapq.heappop(waiting), room))
+            nbytes += room.nbytes
+        if not found and waiting and (lowest := self._lowest()) is not None:
+            found.append(lowest)
+        return found
+
+    def _lowest(self) -> tuple[_Waiting, Room] | None:
+        """The lowest piece, if it is there and the reserve is free. Under the lock."""
         waiting = self._waiting
-        if not waiting:
-            return None
-        room = self._arena.take(waiting[0].piece.nbytes)
-        if room is not None:
-            return heapq.heappop(waiting), room
         lowest = min(range(len(self._rounds)), key=lambda number: (self._rounds[number], number))
         found = next((one for one in waiting if one.piece.number == lowest), None)
         if found is None or (room := self._arena.take_reserve()) is None:
@@ -399,48 +424,62 @@ class _Out(_Copier):
 
     def __init__(self, landing: DeviceLanding) -> None:
         super().__init__(landing, background.COPIES_OUT)
-        self.copying: list[_InArena] = []  # in the order of the stream
+        self.copying: list[_Batch] = []  # in the order of the stream
 
     def _work(self) -> bool | Callable[[], bool]:
         while self.copying and self.copying[0].event.query():
-            self._submit(self.copying.pop(0))
+            self._submit(self.copying.pop(0).placed)
         landing = self._landing
         if len(self.copying) < COPIES_AHEAD:
             with landing._changed:
                 found = landing._next()
-                if found is None and not self.copying:
+                if not found and not self.copying:
                     if not landing._waiting:
                         return self._end()
                     changed, newer = landing._changed, landing._newer_than(landing._changes)
                     return lambda: _until(changed, newer)
-            if found is not None:
-                self._copy(*found)
+            if found:
+                self._copy(found)
                 return True
         event = self.copying[0].event
         return lambda: _look(event)
 
-    def _copy(self, waiting: _Waiting, room: Room) -> None:
-        landing, piece, gradient = self._landing, waiting.piece, waiting.gradient
-        host = landing._memory[room.start : room.start + piece.nbytes]
-        placed = _InArena(room, host, piece, gradient)
-        if gradient.absent:
-            self._submit(placed)
+    def _copy(self, found: Sequence[tuple[_Waiting, Room]]) -> None:
+        landing, memory = self._landing, self._landing._memory
+        placed = [
+            _InArena(room, memory[room.start : room.start + one.piece.nbytes], one.piece, one.gradient)
+            for one, room in found
+        ]
+        given = [one for one in placed if not one.gradient.absent]
+        if len(given) < len(placed):
+            self._submit([one for one in placed if one.gradient.absent])
+        if not given:
             return
         stream = landing._outward
-        stream.wait_event(gradient.made)
         with stream:
-            host.copy_(gradient.part(piece), non_blocking=True)
-        self.copying.append(placed._replace(event=landing._accelerator.mark_in(stream)))
+            for one in given:
+                stream.wait_event(one.gradient.made)
+                one.host.copy_(one.gradient.part(one.piece), non_blocking=True)
+        self.copying.append(_Batch(given, landing._accelerator.mark_in(stream)))
 
-    def _submit(self, placed: _InArena) -> None:
-        landing, piece, gradient = self._landing, placed.piece, placed.gradient
-        submit = landing._engine.submit_absent if gradient.absent else landing._engine.submit
-        book, at, step = landing._book, placed.host.data_ptr(), gradient.step
-        token = landing._lent.lend(lambda: submit(book, piece.number, at, piece.nbytes, "average", step), placed.host)
+    def _submit(self, placed: Sequence[_InArena]) -> None:
+        landing, tokens = self._landing, list[int]()
+        for (absent, step), group in itertools.groupby(placed, lambda one: (one.gradient.absent, one.gradient.step)):
+            alike = list(group)
+            entries = [(one.piece.number, one.host.data_ptr(), one.piece.nbytes) for one in alike]
+            submit = partial(self._give, entries, step, absent=absent)
+            tokens += landing._lent.lend(submit, [one.host for one in alike])
         with landing._changed:
-            landing._at_engine[piece.number] = placed._replace(token=token, event=None)
+            for one, token in zip(placed, tokens, strict=True):
+                landing._at_engine[one.piece.number] = one._replace(token=token)
             landing._notify()
         landing._back.begin()
+
+    def _give(self, entries: list[tuple[int, int, int]], step: int, *, absent: bool) -> list[int]:
+        engine, book = self._landing._engine, self._landing._book
+        if absent:
+            return [engine.submit_absent(book, *entry, "average", step) for entry in entries]
+        return engine.submit_together(book, entries, "average", step)
 
 
 class _Back(_Copier):
@@ -457,10 +496,10 @@ class _Back(_Copier):
             sent = dict(landing._at_engine)
         numbers = list(sent)
         complete, lengths = lent.landed(book, numbers)
-        done, nbytes = set(complete), dict(zip(numbers, lengths, strict=True))
-        for number in complete:
-            self._copy(sent[number], contributed=nbytes[number] > 0)
-        if self._free() or done:
+        if complete:
+            nbytes = dict(zip(numbers, lengths, strict=True))
+            self._copy([(sent[number], nbytes[number] > 0) for number in complete])
+        if self._free() or complete:
             return True
         if numbers:
             least = [sent[number].piece.nbytes for number in numbers]
@@ -471,30 +510,43 @@ class _Back(_Copier):
         with landing._changed:
             return True if landing._at_engine else self._end()
 
-    def _copy(self, placed: _InArena, *, contributed: bool) -> None:
-        landing, piece, gradient = self._landing, placed.piece, placed.gradient
-        if contributed:
+    def _copy(self, landed: Sequence[tuple[_InArena, bool]]) -> None:
+        """Copy back what has landed, each with whether anybody has contributed to it."""
+        landing = self._landing
+        averages = [placed for placed, contributed in landed if contributed]
+        event = None
+        if averages:
             stream = landing._backward
-            stream.wait_event(gradient.made)
             with stream:
-                gradient.part(piece).copy_(placed.host, non_blocking=True)
-            placed = placed._replace(event=landing._accelerator.mark_in(stream))
-        self.leaving.append(placed)
+                for one in averages:
+                    stream.wait_event(one.gradient.made)
+                    one.gradient.part(one.piece).copy_(one.host, non_blocking=True)
+            event = landing._accelerator.mark_in(stream)
+        self.leaving += [one._replace(event=event if contributed else None) for one, contributed in landed]
         with landing._changed:
-            del landing._at_engine[piece.number]
-            landing._rounds[piece.number] += 1
-            gradient.back = placed.event
-            gradient.left -= 1
+            for one, contributed in landed:
+                number, gradient = one.piece.number, one.gradient
+                del landing._at_engine[number]
+                landing._rounds[number] += 1
+                gradient.back = event if contributed else None
+                gradient.left -= 1
             landing._notify()
 
     def _free(self) -> bool:
         """Give back the room of what has been copied and is sent to nobody any more."""
         landing = self._landing
         lent = landing._lent.tensors
-        free = [one for one in self.leaving if (one.event is None or one.event.query()) and one.token not in lent]
+        free: list[_InArena] = []
+        left: list[_InArena] = []
+        passed: Any = None  # the event that was looked at last: many share one
+        for one in self.leaving:
+            if one.event is not passed and one.event is not None and one.event.query():
+                passed = one.event
+            done = one.event is None or one.event is passed
+            (free if done and one.token not in lent else left).append(one)
         if not free:
             return False
-        self.leaving = [one for one in self.leaving if all(one is not other for other in free)]
+        self.leaving = left
         with landing._changed:
             for one in free:
                 landing._arena.give_back(one.room)
