@@ -18,7 +18,7 @@ export CARGO_TARGET_DIR := $(CURDIR)/target
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo check test test-rust test-python long test-long test-failures test-delays explore fuzz bench-wire bench-priority bench-overhead bench-allreduce lab-peers lint format lock clean
+.PHONY: help venv build demo check test test-rust test-python test-gpu long test-long test-failures test-delays explore fuzz bench-wire bench-priority bench-overhead bench-allreduce bench-gpu lab-peers lint format lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ test-rust:
 test-python: build
 	$(BIN)/python -m pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder $(ARGS)
 
+test-gpu: build ## Train on this machine's accelerator, several ranks on one device; says "no device" without one
+	$(BIN)/python -m pytest -rs tests/device/test_gpu.py $(ARGS)
+
 long: ## Run what takes too long for each change, all of it also if some fails; a line for each part at the end
 	.ci/long $(LONG)
 
@@ -97,6 +100,9 @@ bench-overhead: build ## What distribute costs in time and memory, DDP beside it
 
 bench-allreduce: build ## Sums of 4 KB to 53 MB by 2, 4 and 8 hosts without limits, beside gloo's
 	$(BIN)/python -m benchmarks.allreduce $(ARGS)
+
+bench-gpu: build ## Steps of ResNet-50 and a GPT on this machine's accelerator, DDP beside it; needs root, as namespaces do
+	$(BIN)/python -m benchmarks.device $(ARGS)
 
 # Torch's own DDP needs none. A peer that cannot be installed is reported, with the reason, and the target fails.
 lab-peers: $(ENVIRONMENT) ## Install the peers that the lab compares with: Horovod, MXNet, MPICH (3 GB, 10 minutes)

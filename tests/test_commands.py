@@ -241,6 +241,12 @@ TABLE = {
         '--steps 2 --kinds exact "one process"', put=IMAGES, long=True, status=JUDGED
     ),
     "python -m benchmarks.convergence --draw": Run(),
+    "python -m benchmarks.device [--json-lines docs/benchmarks/device.jsonl]": Run(
+        "--device cpu --models 'GPT of 0.9 M, batch 2 x 64' --ranks 2 --mbit none --blocks 2 --steps 2",
+        clusters=True,
+        long=True,
+        status=(0, 1),
+    ),
     "python -m benchmarks.drift": NAMED,
     "python -m benchmarks.drift [--json-lines docs/benchmarks/drift.jsonl]": Run(
         "--workers 2 --models perceptron", long=True, status=JUDGED
