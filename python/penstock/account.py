@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,7 +40,20 @@ class Report(dict[str, Any]):
             lines.append(f"  no ranks sum among themselves ({self['groups_reason']})")
         if self["lossy"]:
             lines.append("  LOSSY: " + ", ".join(f"{name} {scheme}" for name, scheme in self["lossy"].items()))
+        lines += [f"  NOT SYNCHRONOUS: {one}" for one in self.get("local_updates", [])]
+        lines += [f"  NOT SYNCHRONOUS: {name} {_staleness(one)}" for name, one in self.get("asynchronous", {}).items()]
         return "\n".join([*lines, ""])
+
+
+def _staleness(model: Mapping[str, Any]) -> str:
+    """Of a model that is trained asynchronously, over all layers: how stale gradients were."""
+    counts: Counter[int] = Counter()
+    for histogram in model["staleness"].values():
+        counts.update(histogram)
+    if not counts:
+        return "is trained asynchronously; no gradient has been answered yet"
+    mean = sum(updates * times for updates, times in counts.items()) / counts.total()
+    return f"is trained asynchronously; gradients were {mean:.1f} updates late on average, {max(counts)} at most"
 
 
 def summary(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

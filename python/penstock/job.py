@@ -275,11 +275,12 @@ def report() -> Report:
 
     ``call_bytes_sent`` and ``call_bytes_received`` are those of messages and collectives, which belong to no layer.
     ``lossy`` names the layers that use a lossy scheme, and which; ``local_updates`` what trains by local updates, whose
-    results are not those of synchronous training. ``line_bytes_per_s`` is the line rate as measured at the start, or
-    the most that one connection has carried since if that is more; ``None`` with ``line_rate_mbit="off"``.
-    ``line_rate_source`` says where it comes from, and whether it is in doubt. ``groups`` has the ranks of workers that
-    sum among themselves (option ``groups``), by group, and ``groups_reason`` says why these, or why none.
-    ``through_memory`` has the ranks of this host with which bytes have gone through shared memory so far.
+    results are not those of synchronous training; ``asynchronous``, by model, how stale gradients were with
+    ``mode="async"``. ``line_bytes_per_s`` is the line rate as measured at the start, or the most that one connection
+    has carried since if that is more; ``None`` with ``line_rate_mbit="off"``. ``line_rate_source`` says where it comes
+    from, and whether it is in doubt. ``groups`` has the ranks of workers that sum among themselves (option ``groups``),
+    by group, and ``groups_reason`` says why these, or why none. ``through_memory`` has the ranks of this host with
+    which bytes have gone through shared memory so far.
 
     Raises:
         ConfigError: Before `init` or after `shutdown`, or in a forked child.

@@ -50,6 +50,15 @@ def test_it_renders_what_the_demo_shows_and_stays_a_dictionary():
     assert "through shared memory: 2 other ranks of this host" in report(through_memory=[0, 2]).render()
 
 
+def test_it_says_what_is_not_synchronous():
+    (line,) = (line for line in report(local_updates=["DiLoCo"]).render().splitlines() if "NOT SYNCHRONOUS" in line)
+    assert line == "  NOT SYNCHRONOUS: DiLoCo"
+    late = {"bound": 4, "staleness": {"first": {0: 1, 3: 1}, "second": {6: 2}}}
+    text = report(asynchronous={"model0": late, "model1": {"bound": None, "staleness": {}}}).render()
+    assert "model0 is trained asynchronously; gradients were 3.8 updates late on average, 6 at most" in text
+    assert "model1 is trained asynchronously; no gradient has been answered yet" in text
+
+
 def test_a_job_of_one_rank_renders(tmp_path):
     import penstock as ps
 
