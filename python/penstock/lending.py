@@ -26,11 +26,15 @@ class LentMemory:
         self.values: dict[int, object] = {}
         self._lock = threading.Lock()
 
-    def lend(self, submit: Callable[[], list[int]], memories: Sequence[object]) -> list[int]:
-        """Submit memory beside the program's thread, and keep it; returns the tokens.
+    def lend(self, submit: Callable[[], int], memory: object) -> int:
+        """Submit memory beside the program's thread, and keep it; returns the token.
 
         It may be released before this returns, and another thread may hear of that: it lets go of it afterwards.
         """
+        return self.lend_together(lambda: [submit()], [memory])[0]
+
+    def lend_together(self, submit: Callable[[], list[int]], memories: Sequence[object]) -> list[int]:
+        """As `lend`, for what one call submits; returns the tokens."""
         with self._lock:
             tokens = submit()
             self.tensors.update(zip(tokens, memories, strict=True))

@@ -286,7 +286,7 @@ def without(monkeypatch, wait):
 
         monkeypatch.setattr(device_landing._Back, "_copy", copy_back)
     elif wait == "sent before its room is free":
-        monkeypatch.setattr(lending.LentMemory, "lend", lambda self, submit, memory: submit())
+        monkeypatch.setattr(lending.LentMemory, "lend_together", lambda self, submit, memory: submit())
     elif wait == "copied back before the update":
         monkeypatch.setattr(accelerator.Accelerator, "go_on_after", lambda self, event: None)
 

@@ -468,7 +468,7 @@ class _Out(_Copier):
             alike = list(group)
             entries = [(one.piece.number, one.host.data_ptr(), one.piece.nbytes) for one in alike]
             submit = partial(self._give, entries, step, absent=absent)
-            tokens += landing._lent.lend(submit, [one.host for one in alike])
+            tokens += landing._lent.lend_together(submit, [one.host for one in alike])
         with landing._changed:
             for one, token in zip(placed, tokens, strict=True):
                 landing._at_engine[one.piece.number] = one._replace(token=token)
