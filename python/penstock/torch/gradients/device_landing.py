@@ -129,6 +129,11 @@ class _OnTheWay:
         self.back: Any = None
         self._flat: Tensor | None = None
 
+    @property
+    def is_made(self) -> bool:
+        """Whether it is there already, or there will be none."""
+        return self.absent or self.made.query()
+
     def part(self, piece: GradientPiece) -> Tensor:
         """The bytes of a piece, which count as no change of the gradient."""
         flat = self._flat
@@ -339,9 +344,11 @@ class DeviceLanding:
 
     def _next(self) -> list[tuple[_Waiting, Room]]:
         """The most urgent pieces, if there is room for them; or else the lowest. Under the lock."""
-        found = []
+        found: list[tuple[_Waiting, Room]] = []
         waiting, nbytes = self._waiting, 0
         while waiting and nbytes + waiting[0].piece.nbytes <= PIECE_BYTES:
+            if found and not waiting[0].gradient.is_made:
+                break  # the others need not wait for it
             room = self._arena.take(waiting[0].piece.nbytes)
             if room is None:
                 break
