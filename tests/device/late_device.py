@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 __all__ = ["LateDevice", "LateEvent", "LateStream", "installed"]
 
@@ -528,9 +528,35 @@ DEVICE = SimpleNamespace(now=None)
 """`now` is the device of the test that runs."""
 
 
-_setup_privateuseone_for_python_backend(NAME)
+class _Module(_DummyBackendModule):
+    """As `torch.cuda` is for its device."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """What autocast may cast to."""
+        return [torch.bfloat16, torch.float16]
+
+
+_CAST = ("linear", "conv2d", "mm", "addmm", "matmul", "bmm")
+"""What autocast computes in a half type; the rest stays as it is."""
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+
+
+def _in_half(op: Any) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        half = torch.get_autocast_dtype(NAME)
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            cast = _mapped(args, lambda one: one.to(half) if one.is_floating_point() else one)
+            return op(*cast, **kwargs)
+
+    return run
+
+
+_setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
 _libraries = [torch.library.Library(name, "IMPL") for name in ("_", "aten")]  # what is registered lives as long
 _libraries[0].fallback(_run_op, "PrivateUse1")
+_libraries[0].fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+for _name in _CAST:
+    _libraries[1].impl(_name, _in_half(getattr(_aten, _name)), "AutocastPrivateUse1")
 # These have kernels for every device that only raise, so the fallback is not asked.
 _libraries[1].impl("convolution_overrideable", _convolution, "PrivateUse1")
 _libraries[1].impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1")

@@ -475,7 +475,7 @@ def test_says_what_does_not_work_on_a_device():
 
     def main(rank, engine):
         refused("leave schemes out", schemes="auto")
-        refused("other schemes", schemes={"*": "factors"})
+        refused("use store, .* or leave schemes out", schemes={"*": "factors"})
         refused('update="servers"', update="servers")
         refused('update="servers-in-backward"', update="servers-in-backward")
         refused("broadcast_buffers", lambda: nn.BatchNorm1d(3), broadcast_buffers=True)

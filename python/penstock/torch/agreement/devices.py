@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock._native import WAYS
 from penstock.errors import ConfigError
 from penstock.torch.runtime import accelerator
 
@@ -70,9 +71,9 @@ def refuse_on_device(
     asked: list[tuple[bool, str, str]] = [
         (schemes == "auto", 'schemes="auto"', "leave schemes out: every layer uses the store"),
         (
-            isinstance(schemes, Mapping) and any(scheme != "store" for scheme in schemes.values()),
-            "other schemes than the store",
-            "leave schemes out",
+            isinstance(schemes, Mapping) and not all(_is_whole(scheme) for scheme in schemes.values()),
+            "a scheme that sends something else than whole gradients",
+            f"use {', '.join(name for name, way in WAYS.items() if way.is_whole)}, or leave schemes out",
         ),
         (at_owners is not None, f"{at_owners}", "leave it out: by default the workers update"),
         (
@@ -93,3 +94,8 @@ def refuse_on_device(
                 f"penstock.distribute: the model is on {device}, where {what} does not work yet; {instead}. Or call "
                 "model.cpu() first"
             )
+
+
+def _is_whole(scheme: object) -> bool:
+    """Whether gradients travel whole by it. What is no scheme at all is refused elsewhere."""
+    return isinstance(scheme, str) and (scheme not in WAYS or WAYS[scheme].is_whole)

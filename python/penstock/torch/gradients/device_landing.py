@@ -41,6 +41,7 @@ from torch import Tensor
 from penstock.coordinator import Placed
 from penstock.errors import PenstockError, Timeout
 from penstock.lending import LentMemory, lent_to
+from penstock.torch.gradients.landing import THROUGH_THE_STORE, FixedWays, book_entry
 from penstock.torch.model.flight import Flight
 from penstock.torch.model.layers import Slot
 from penstock.torch.runtime import accelerator as accelerators
@@ -92,15 +93,14 @@ def cut(slots: Sequence[Slot]) -> list[list[GradientPiece]]:
     ]
 
 
-def piece_entries(slots: Sequence[Slot], pieces: Sequence[Sequence[GradientPiece]]) -> list[Any]:
+def piece_entries(slots: Sequence[Slot], pieces: Sequence[Sequence[GradientPiece]], fixed: FixedWays) -> list[Any]:
     """What the book says of them."""
     return [
-        (
-            slot.name if len(own) == 1 else f"{slot.name} from byte {piece.begin}",
-            slot.layer.index,
-            slot.code,
-            piece.nbytes * slot.elems // slot.nbytes,
-            "store",
+        book_entry(
+            slot,
+            *fixed.get(slot.layer.name, THROUGH_THE_STORE),
+            name=slot.name if len(own) == 1 else f"{slot.name} from byte {piece.begin}",
+            elems=piece.nbytes * slot.elems // slot.nbytes,
         )
         for slot, own in zip(slots, pieces, strict=True)
         for piece in own

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -30,7 +30,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.lending import lent_to
 from penstock.lossy import LossyScheme
 from penstock.torch.gradients.device_landing import DeviceLanding, cut, piece_entries
-from penstock.torch.gradients.landing import HostLanding, Landing, book_entry
+from penstock.torch.gradients.landing import THROUGH_THE_STORE, FixedWays, HostLanding, Landing, book_entry
 from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.model.layout import same_order
 from penstock.torch.reads.safety import DeferredParameter, defer, restore
@@ -89,7 +89,7 @@ class Gradients:
         rows: Sequence[tuple[Layer, nn.Module, str]] = (),
         lossy: Sequence[tuple[Layer, nn.Module, LossyScheme]] = (),
         ranks: int = 0,
-        fixed: Mapping[str, tuple[str, str | None]] | None = None,
+        fixed: FixedWays | None = None,
         open_book: Callable[[str, list[str], list[Any]], int] | None = None,
         device: torch.device | None = None,
         options: Options | None = None,
@@ -110,14 +110,15 @@ class Gradients:
         for gather in self.gathers:
             for slot in gather.slots:
                 slot.gather = gather
+        fixed = fixed or {}
         pieces = [] if device is None else cut(slots)
         self.id = (open_book or engine.open_book)(
             name,
             [layer.name for layer in layers],
             (
-                piece_entries(slots, pieces)
+                piece_entries(slots, pieces, fixed)
                 if device is not None
-                else [book_entry(slot, *(fixed or {}).get(slot.layer.name, ("store", None))) for slot in slots]
+                else [book_entry(slot, *fixed.get(slot.layer.name, THROUGH_THE_STORE)) for slot in slots]
             )
             + [
                 (f"{gather.scheme} of {gather.layer.name}", gather.layer.index, "bytes", gather.most_bytes, "gather")

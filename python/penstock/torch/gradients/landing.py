@@ -7,7 +7,7 @@ writes the average there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -22,7 +22,7 @@ from penstock.torch.model.layout import SMALL_BYTES
 if TYPE_CHECKING:
     from penstock._native import Engine
 
-__all__ = ["HostLanding", "Landing", "book_entry"]
+__all__ = ["THROUGH_THE_STORE", "FixedWays", "HostLanding", "Landing", "book_entry"]
 
 
 class Landing(Protocol):
@@ -78,9 +78,20 @@ class Landing(Protocol):
         ...
 
 
-def book_entry(slot: Slot, route: str, wire: str | None) -> Any:
-    """What the book says of a parameter's gradient."""
-    entry = (slot.name, slot.layer.index, slot.code, slot.elems, route)
+FixedWays = Mapping[str, tuple[str, str | None]]
+"""By name of the layer, its route and its wire type where it is not the store as it is."""
+THROUGH_THE_STORE: tuple[str, str | None] = ("store", None)
+
+
+def book_entry(slot: Slot, route: str, wire: str | None, *, name: str | None = None, elems: int | None = None) -> Any:
+    """What the book says of a parameter's gradient, or of a part that has a name and so many elements."""
+    entry = (
+        slot.name if name is None else name,
+        slot.layer.index,
+        slot.code,
+        slot.elems if elems is None else elems,
+        route,
+    )
     return (*entry, wire) if wire is not None and slot.code == "f32" else entry
 
 
