@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
 import threading
 import time
 from contextlib import nullcontext
@@ -20,8 +19,7 @@ from torch.nn import functional as F
 
 from penstock import lending
 from penstock.errors import ConfigError, PeerLost, PenstockError, Timeout
-from penstock.torch import distribute, join
-from penstock.torch.distribute import models_of
+from penstock.torch import distribute
 from penstock.torch.gradients import device_landing, hooks
 from penstock.torch.reads.safety import slot_of
 from penstock.torch.runtime import accelerator
@@ -478,30 +476,14 @@ def test_says_what_does_not_work_on_a_device():
         refused("use store, .* or leave schemes out", schemes={"*": "factors"})
         refused('update="servers"', update="servers")
         refused('update="servers-in-backward"', update="servers-in-backward")
-        refused("broadcast_buffers", lambda: nn.BatchNorm1d(3), broadcast_buffers=True)
-        refused("SyncBatchNorm", lambda: nn.SyncBatchNorm(3))
         model = nn.Sequential(nn.Linear(2, 2).to("late"), nn.Linear(2, 2))
         with pytest.raises(ConfigError, match="start one rank for each device"):
             distribute(model, None)
         with pytest.raises(ConfigError, match="no streams and events"):
             distribute(nn.Linear(2, 2, device="meta"), None)
-        object.__setattr__(ranks.current().options, "whole_steps", True)
-        refused("whole_steps")
 
     with installed(0):
         run(main, 1)
-
-
-def test_uneven_batches_are_refused(monkeypatch):
-    def main(rank, engine):
-        model, _ = distribute(nn.Linear(2, 2).to("late"), None)
-        monkeypatch.setattr(sys.modules["penstock.torch.join"], "distributed_here", lambda: models_of(engine))
-        with pytest.raises(ConfigError, match="same number of batches"), join():
-            pytest.fail("it begins")
-        return model
-
-    with installed(0):
-        run(main, 1, world_size=2)
 
 
 def test_a_captured_backward_is_refused(monkeypatch):

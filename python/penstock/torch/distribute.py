@@ -161,7 +161,14 @@ class Distributed:
         buffers = [buffer for buffer in model.buffers() if buffer.numel()]
         self.buffers: BufferCopy | None = None
         if broadcast_buffers and buffers:
-            self.buffers = BufferCopy(engine, f"{name}.buffers", buffers, source=rank == 0)
+            self.buffers = BufferCopy(
+                engine,
+                f"{name}.buffers",
+                buffers,
+                source=rank == 0,
+                device=device,
+                timeout_s=options.operation_timeout_s,
+            )
         self.synchronous: str | None = compiled_outside(model)
         self.terms: dict[str, Terms] = {}
         self.why_whole: dict[str, str] = {}
@@ -678,9 +685,7 @@ def distribute(
     whole_steps = running.options.whole_steps
     device = device_of(inner)
     if device is not None:
-        refuse_on_device(
-            device, inner, schemes, at_owners=at_owners, broadcast_buffers=broadcast_buffers, whole_steps=whole_steps
-        )
+        refuse_on_device(device, schemes, at_owners=at_owners)
     if running.world_size == 1:
         distribute_alone(
             model, inner, optimizers, schemes, running.engine, at_owners=at_owners, whole_steps=whole_steps

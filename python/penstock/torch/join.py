@@ -42,7 +42,7 @@ def join() -> Iterator[None]:
     Raises:
         ConfigError: Layers use ``adam``, whose owners are needed to the end; a model trains with ``mode="async"``; with
             ``update="servers"``: a model has `nn.SyncBatchNorm`, or a backward has no step, or a model that the workers
-            update is trained, too. Or a model is on an accelerator.
+            update is trained, too.
         PeerLost: A rank was lost.
         Timeout: A rank has not left, and for ``operation_timeout_s`` data has moved at no rank.
 
@@ -59,11 +59,6 @@ def join() -> Iterator[None]:
             raise ConfigError(
                 f"penstock.join: {distributed.name} is distributed with {AsyncUpdates.how}, where ranks need not make "
                 "as many steps: train without it, and meet before the end with penstock.barrier()"
-            )
-        if distributed.gradients.device is not None:
-            raise ConfigError(
-                f"penstock.join: {distributed.name} is on {distributed.gradients.device}, where this does not work "
-                "yet. Give all ranks the same number of batches"
             )
     if running.world_size == 1:
         yield
@@ -167,7 +162,9 @@ def _agree(engine: Engine, models: list[Distributed]) -> list[list[int]]:
         agreed = [max(column) for column in columns]
         engine.set_sequence(book, agreed)
         if position < len(models):
-            for gather in models[position].gradients.gathers:
+            gradients = models[position].gradients
+            gradients.landing.resume(agreed)
+            for gather in gradients.gathers:
                 gather.resume(agreed[gather.index])
     steps: list[list[int]] = [[one["steps"][position] for one in everyone] for position in range(len(models))]
     for position, distributed in enumerate(models):
@@ -206,18 +203,22 @@ def _copy_state(distributed: Distributed, optimizer: Optimizer, *, is_source: bo
             if "tensor" not in entry:
                 state[key] = entry["value"]
                 continue
-            dtype, shape, stride = entry["tensor"]
             here = state.get(key)
-            if (
-                not isinstance(here, Tensor)
-                or str(here.dtype) != dtype
-                or list(here.stride()) != stride
-                or list(here.shape) != shape
-            ):
-                state[key] = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype.removeprefix("torch.")))
+            if not isinstance(here, Tensor) or _layout(here) != entry["tensor"]:
+                dtype, shape, stride, on_host = entry["tensor"]
+                state[key] = torch.empty_strided(
+                    shape,
+                    stride,
+                    dtype=getattr(torch, dtype.removeprefix("torch.")),
+                    device="cpu" if on_host else param.device,
+                )
             named.append((f"{index}.{key}", state[key]))
     book = CopyBook(distributed.engine, f"join.{distributed.key}.{number}", named)
     book.copy_from(is_source, distributed.gradients.step)
+
+
+def _layout(value: Tensor) -> list[Any]:
+    return [str(value.dtype), list(value.shape), list(value.stride()), value.is_cpu]
 
 
 def _described(optimizer: Optimizer, params: list[Tensor]) -> list[dict[str, Any] | None]:
@@ -229,7 +230,7 @@ def _described(optimizer: Optimizer, params: list[Tensor]) -> list[dict[str, Any
         entries: dict[str, Any] = {}
         for key, value in optimizer.state[param].items():
             if isinstance(value, Tensor):
-                entries[key] = {"tensor": [str(value.dtype), list(value.shape), list(value.stride())]}
+                entries[key] = {"tensor": _layout(value)}
             elif value is None or isinstance(value, (bool, int, float, str)):
                 entries[key] = {"value": value}
             else:

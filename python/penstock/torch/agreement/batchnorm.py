@@ -7,7 +7,8 @@ operations that round alike everywhere: all ranks have the same statistics, bit 
 
 Ranks may have different numbers of samples, or none. In `penstock.join` the statistics are those of the ranks that
 still train. A forward in training mode is a call that all ranks make, whatever autograd records; one in eval mode is
-torch's.
+torch's. Of samples on an accelerator the few numbers of each channel come to the host and go back, and the program
+waits for the device in each such layer, as it waits for the others.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class SyncedNorms:
             norm: The layer.
             direction: `FORWARD` or `BACKWARD`.
             values: How many values of each channel this rank has.
-            numbers: Two numbers of each channel, shape (2, C), fp32 or fp64.
+            numbers: Two numbers of each channel, shape (2, C), fp32 or fp64, in main memory.
 
         Raises:
             ModelMismatch: A rank is at another step: it skipped a forward of this layer, or made one more.
@@ -294,10 +295,11 @@ class _Normalise(Function):
         dtype = WIDEST if x.dtype == WIDEST else torch.float32
         wide = x.to(dtype)
         count = x.numel() // x.size(1)
-        mine = torch.zeros(2, x.size(1), dtype=dtype)
+        mine = torch.zeros(2, x.size(1), dtype=dtype, device=x.device)
         if count:
             mine = torch.stack(torch.batch_norm_update_stats(wide, None, None, 0.0))  # the variance is the biased one
-        total, mean, variance = norm.combined(count, mine)
+        total, *statistics = norm.combined(count, mine.cpu())
+        mean, variance = torch.stack(statistics).to(x.device, non_blocking=True)
         if total == 1:
             raise ValueError(f"SyncBatchNorm {norm.layer}: expected more than 1 value per channel, got 1 on all ranks")
         if running is not None and total:
@@ -326,8 +328,8 @@ class _Normalise(Function):
                 upstream, wide, scale, mean, variance, None, None, False, ctx.eps, [True, True, True]
             )
         if ctx.needs_input_grad[0]:
-            sums = ctx.norm.total(count, torch.stack([into_bias, into_weight]))
-            by_mean, by_deviation = (sums / max(ctx.total, 1)).to(dtype)
+            sums = ctx.norm.total(count, torch.stack([into_bias, into_weight]).cpu())
+            by_mean, by_deviation = (sums / max(ctx.total, 1)).to(dtype).to(x.device, non_blocking=True)
             inverse = 1.0 / torch.sqrt(variance + ctx.eps)
             shape = (1, channels, *[1] * (x.dim() - 2))
             through = (wide - mean.view(shape)).mul_((inverse * by_deviation).view(shape)).add_(by_mean.view(shape))

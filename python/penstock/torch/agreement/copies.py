@@ -6,14 +6,18 @@ Omits averages, which are hooks.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from penstock.errors import Timeout
 from penstock.lending import lent_to
 from penstock.torch.model.layout import is_dense, without_repeats
+from penstock.torch.runtime import accelerator as accelerators
+from penstock.torch.runtime.accelerator import Accelerator
+from penstock.torch.runtime.afterwards import Afterwards
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -88,17 +92,38 @@ class BufferCopy:
     """Rank 0's buffers to all others, once per step, on its way while the step ends and until the next forward.
 
     The values are rank 0's at the time of `start`. They travel as one staged copy, because a forward of batch norm may
-    change the buffers while the engine still sends.
+    change the buffers while the engine still sends. On an accelerator the copy is made in pinned memory, and submitted
+    beside the program once the device has come to that; the others wait for the network, and for no device.
+
+    Args:
+        engine: The engine.
+        name: The book's name.
+        buffers: The same on all ranks.
+        source: Whether this is rank 0.
+        device: The accelerator that they are on, if they are on one.
+        timeout_s: How long that may take before the copy is made.
 
     Attributes:
         silent: Whether rank 0 has nothing to say: it has no batch left.
     """
 
-    def __init__(self, engine: Engine, name: str, buffers: Sequence[Tensor], *, source: bool) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        buffers: Sequence[Tensor],
+        *,
+        source: bool,
+        device: torch.device | None = None,
+        timeout_s: float = 0.0,
+    ) -> None:
         self._engine = engine
         self._buffers = [buffer for buffer in buffers if buffer.numel()]
         self._source = source
         self._nbytes = sum(map(_nbytes, self._buffers))
+        self._accelerator = None if device is None else Accelerator(device)
+        self._afterwards = Afterwards()
+        self._timeout_s = timeout_s
         self._staging: Tensor | None = None
         self.silent = False
         self.id = engine.open_book(name, [name], [("buffers", 0, "bytes", self._nbytes)])
@@ -106,29 +131,52 @@ class BufferCopy:
     @torch.no_grad()
     def start(self, step: int) -> None:
         """Send, or make ready to receive."""
-        if self._source and not self.silent:
-            staging = torch.cat([buffer.contiguous().view(-1).view(torch.uint8) for buffer in self._buffers])
-            submit = self._engine.submit
-        else:
-            staging = torch.empty(self._nbytes, dtype=torch.uint8)
-            submit = self._engine.submit_absent
-        token = submit(self.id, 0, staging.data_ptr(), self._nbytes, "copy", step)
-        lent_to(self._engine).tensors[token] = self._staging = staging
+        if not self._source or self.silent:
+            self._staging = self._fresh()
+            self._submit(self._engine.submit_absent, self._staging, step)
+            return
+        values = torch.cat([buffer.contiguous().view(-1).view(torch.uint8) for buffer in self._buffers])
+        if self._accelerator is None:
+            self._staging = values
+            self._submit(self._engine.submit, values, step)
+            return
+        self._staging = staging = self._fresh()
+        staging.copy_(values, non_blocking=True)
+        event = self._accelerator.mark()
+        self._afterwards.call(event, lambda: self._submit(self._engine.submit, staging, step))
+
+    def _fresh(self) -> Tensor:
+        if self._accelerator is None:
+            return torch.empty(self._nbytes, dtype=torch.uint8)
+        return accelerators.pinned_memory(self._nbytes)
+
+    def _submit(self, submit: Callable[..., int], staging: Tensor, step: int) -> None:
+        where = staging.data_ptr(), self._nbytes
+        lent_to(self._engine).lend(lambda: submit(self.id, 0, *where, "copy", step), staging)
 
     def abandon(self) -> None:
         """The job has failed: the local values stay."""
         self._staging = None
+        self._afterwards.abandon()
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Put the values in place, if a copy was started. Where rank 0 has left the job, the local values stay."""
+        """Put the values in place, if a copy was started. Where rank 0 has left the job, the local values stay.
+
+        Raises:
+            Timeout: They did not come in time.
+        """
         staging, self._staging = self._staging, None
         if staging is None:
             return
+        if not self._afterwards.wait(self._timeout_s):
+            raise self._late()
         self._engine.wait(self.id, [0])
         _, (nbytes,) = lent_to(self._engine).landed(self.id, [0])
         if self._source or not nbytes:
             return
+        if self._accelerator is not None:
+            staging = staging.to(self._accelerator.device, non_blocking=True)
         start = 0
         for buffer in self._buffers:
             nbytes = _nbytes(buffer)
@@ -136,3 +184,12 @@ class BufferCopy:
             values = staging[start : start + nbytes].clone().view(buffer.dtype).view(buffer.shape)
             buffer.copy_(values)
             start += nbytes
+
+    def _late(self) -> Timeout:
+        assert self._accelerator is not None  # or nothing has to be waited for
+        text = (
+            f"buffers were not copied from {self._accelerator.device} within {self._timeout_s:g} s "
+            "(operation_timeout_s): the device is still at something before that"
+        )
+        self._engine.abort(text)
+        return Timeout(text)

@@ -48,22 +48,16 @@ def device_of(model: nn.Module) -> torch.device | None:
 
 def refuse_on_device(
     device: torch.device,
-    model: nn.Module,
     schemes: Mapping[Any, Any] | str | None,
     *,
     at_owners: str | None,
-    broadcast_buffers: bool,
-    whole_steps: bool,
 ) -> None:
     """What works for models in main memory alone.
 
     Args:
         device: Where the model is.
-        model: The model.
         schemes: As in `penstock.distribute`.
         at_owners: How owners were asked to update, if they were.
-        broadcast_buffers: Whether rank 0's buffers are copied each step.
-        whole_steps: The option of that name.
 
     Raises:
         ConfigError: Saying what to leave out.
@@ -76,17 +70,6 @@ def refuse_on_device(
             f"use {', '.join(name for name, way in WAYS.items() if way.is_whole)}, or leave schemes out",
         ),
         (at_owners is not None, f"{at_owners}", "leave it out: by default the workers update"),
-        (
-            broadcast_buffers and any(buffer.numel() for buffer in model.buffers()),
-            "broadcast_buffers",
-            "set it to False, the default: buffers are copied once, here",
-        ),
-        (whole_steps, "the option whole_steps", "set it to False, the default"),
-        (
-            any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()),
-            "nn.SyncBatchNorm",
-            "use nn.BatchNorm1d, 2d or 3d, whose statistics are each rank's own",
-        ),
     ]
     for is_asked, what, instead in asked:
         if is_asked:

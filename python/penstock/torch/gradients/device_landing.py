@@ -59,8 +59,6 @@ PIECE_BYTES = 4 << 20
 """Of all pieces but a parameter's last, the same on every rank. To copy one takes 0.1 ms, 10 Gbit/s 3 ms to send it."""
 COPIES_AHEAD = 2
 """Batches of copies to the host that are given to the device before the first of them is looked after."""
-LOOK_S = 1e-4
-"""Between two looks whether the device has passed an event."""
 LANDING_WAIT_S = 0.002
 """How long a thread waits for what has landed: it does not hear of what is submitted meanwhile."""
 WAIT_S = 0.02
@@ -329,6 +327,11 @@ class DeviceLanding:
             for pieces in self._pieces
         ]
 
+    def resume(self, rounds: Sequence[int]) -> None:
+        """As `Landing.resume`."""
+        with self._changed:
+            self._rounds = list(rounds[: len(self._rounds)])
+
     def abandon(self) -> None:
         """As `Landing.abandon`. Copies that are under way still use memory that the program may let go of now."""
         with self._out.turn, self._back.turn, self._changed:
@@ -449,7 +452,7 @@ class _Out(_Copier):
                 self._copy(found)
                 return True
         event = self.copying[0].event
-        return lambda: _look(event)
+        return lambda: accelerators.look(event, WAIT_S)
 
     def _copy(self, found: Sequence[tuple[_Waiting, Room]]) -> None:
         landing, memory = self._landing, self._landing._memory
@@ -513,7 +516,7 @@ class _Back(_Copier):
             return lambda: _wait_for_any(lent, book, numbers, least)
         if self.leaving:
             event = self.leaving[0].event
-            return (lambda: _look(event)) if event is not None and not event.query() else _pause
+            return (lambda: accelerators.look(event, WAIT_S)) if event is not None and not event.query() else _pause
         with landing._changed:
             return True if landing._at_engine else self._end()
 
@@ -561,14 +564,6 @@ class _Back(_Copier):
         return True
 
 
-def _look(event: Any) -> bool:
-    """Wait until the device has passed an event, for a bounded time. Nothing but this thread waits."""
-    deadline = time.monotonic() + WAIT_S
-    while not event.query() and time.monotonic() < deadline:
-        time.sleep(LOOK_S)
-    return True
-
-
 def _wait_for_any(lent: LentMemory, book: int, numbers: list[int], least: list[int]) -> bool:
     """Wait until one of these has landed, for a bounded time: some that are not among them may land sooner."""
     with contextlib.suppress(PenstockError):  # of the job's end the program's own calls tell
@@ -577,7 +572,7 @@ def _wait_for_any(lent: LentMemory, book: int, numbers: list[int], least: list[i
 
 
 def _pause() -> bool:
-    time.sleep(LOOK_S)
+    time.sleep(accelerators.LOOK_S)
     return True
 
 

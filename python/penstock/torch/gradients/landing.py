@@ -73,6 +73,10 @@ class Landing(Protocol):
         """By parameter, where the slices of its gradient live."""
         ...
 
+    def resume(self, rounds: Sequence[int]) -> None:
+        """All ranks go on alike, with nothing under way: so many rounds there were, by number of the book's tensor."""
+        ...
+
     def abandon(self) -> None:
         """The job is over: nothing touches the memory of gradients from here on."""
         ...
@@ -163,6 +167,9 @@ class HostLanding:
     def placement(self) -> list[list[Placed]]:
         """As `Landing.placement`, also of what else the book has."""
         return [[Placed(*slice_) for slice_ in slices] for slices in self._engine.placement(self._book)]
+
+    def resume(self, rounds: Sequence[int]) -> None:
+        """As `Landing.resume`: the engine counts them."""
 
     def abandon(self) -> None:
         """As `Landing.abandon`: what waits in a bundle will not be submitted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -9,7 +10,10 @@ from torch import Tensor
 
 from penstock.errors import ConfigError
 
-__all__ = ["Accelerator", "pinned_memory", "supports"]
+__all__ = ["LOOK_S", "Accelerator", "look", "pinned_memory", "supports"]
+
+LOOK_S = 1e-4
+"""Between two looks whether the device has passed an event."""
 
 
 def supports(device: torch.device) -> bool:
@@ -21,6 +25,14 @@ def supports(device: torch.device) -> bool:
 def pinned_memory(nbytes: int) -> Tensor:
     """Host memory that the device's copies reach without the host: bytes, of any content."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+def look(event: Any, at_most_s: float) -> bool:
+    """Wait until the device has passed an event, for a bounded time. Nothing but the calling thread waits."""
+    deadline = time.monotonic() + at_most_s
+    while not event.query() and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+    return True
 
 
 class Accelerator:

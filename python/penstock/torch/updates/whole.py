@@ -139,7 +139,9 @@ class StepLog:
     def _buffer(self, param: nn.Parameter, key: Any, like: Tensor) -> Tensor:
         kept = self._kept.get((id(param), key))
         if kept is None or kept.dtype is not like.dtype or kept.shape != like.shape or kept.stride() != like.stride():
-            kept = self._kept[id(param), key] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+            kept = self._kept[id(param), key] = torch.empty_strided(
+                like.shape, like.stride(), dtype=like.dtype, device=like.device
+            )
         return kept
 
     @torch.no_grad()
