@@ -132,6 +132,7 @@ def scaled(model, optimizer):
 
 def a_scaler_leaves_steps_out():
     both(scaled)
+    both(scaled, make=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
 
 
 def some_left_out(model, optimizer):

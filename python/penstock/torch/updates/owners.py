@@ -126,6 +126,8 @@ class OwnerUpdates(PatchedOptimizer):
         self._gradients.drop = self.drop
         self._give_all(values=True)
         self._patch()
+        # A fused kernel would do by itself what a loss scaler asks for; owners are asked by penstock.GradScaler.
+        self._scales_by_itself = optimizer.__dict__.pop("_step_supports_amp_scaling", None)
         self._handles = [
             optimizer.register_state_dict_pre_hook(lambda _: self._before_reading()),
             optimizer.register_state_dict_post_hook(lambda _, state: self._read(state)),
@@ -548,4 +550,6 @@ class OwnerUpdates(PatchedOptimizer):
     def release(self) -> None:
         """Give the optimizer back as it was, without a state: the owners are gone, and what they kept."""
         self._gradients.drop = None
+        if self._scales_by_itself is not None:
+            self.optimizer._step_supports_amp_scaling = self._scales_by_itself  # type: ignore[attr-defined]
         super().release()
