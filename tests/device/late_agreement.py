@@ -19,6 +19,7 @@ from late_ranks import (  # noqa: F401  `small` is for every test here
     STEPS,
     backward,
     batch,
+    is_right,
     model_of,
     run,
     same,
@@ -74,13 +75,7 @@ def test_buffers_are_sent_once_the_device_has_copied_them(monkeypatch):
     """Without waiting for that, somebody gets what was in the pinned memory before."""
     expected = train("cpu", broadcast_buffers=True)
     monkeypatch.setattr(afterwards.Afterwards, "call", lambda self, event, function: function())
-
-    def right(seed):
-        with installed(seed):
-            found = train("late", broadcast_buffers=True)
-        return all(same(one, other) for one, other in zip(found, expected, strict=True))
-
-    assert not all(right(seed) for seed in range(10))
+    assert not all(is_right(lambda: train("late", broadcast_buffers=True), seed, expected) for seed in range(10))
 
 
 def test_rank_0_does_not_hang_where_its_buffers_cannot_be_copied(monkeypatch):

@@ -11,7 +11,9 @@ import pytest
 from torch.utils import backend_registration
 
 HERE = Path(__file__).parent
-FILES = sorted({*HERE.glob("late_*.py")} - {HERE / "late_device.py"})
+FILES = {*HERE.glob("late_*.py")} - {HERE / "late_device.py"}
+PATH = [HERE.parent / "torch", HERE.parent / "equality"]  # where `ranks` and `equality_cases` are
+EQUALITY = {HERE / "late_equality.py"}
 LIMIT_S = 300.0
 
 pytestmark = [
@@ -23,11 +25,18 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("marked", ["not long", pytest.param("long", marks=pytest.mark.long)])
-def test_on_the_late_device(marked):
+@pytest.mark.parametrize(
+    ("marked", "files"),
+    [
+        pytest.param("not long", FILES, id="short"),
+        pytest.param("long", FILES - EQUALITY, id="long", marks=pytest.mark.long),
+        pytest.param("long", EQUALITY, id="equality", marks=pytest.mark.long),
+    ],
+)
+def test_on_the_late_device(marked, files):
     program = programs.start_afresh(
-        *("-m", "pytest", "-p", "no:cacheprovider", "-m", marked, *FILES),
-        env={**os.environ, "PYTHONPATH": str(HERE.parent / "torch")},  # where `ranks` is
+        *("-m", "pytest", "-p", "no:cacheprovider", "-m", marked, *sorted(files)),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PATH))},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )

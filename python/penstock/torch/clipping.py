@@ -73,7 +73,7 @@ def clip_grad_norm_(
         raise RuntimeError(f"{caller}: the norm of the gradients is {norm}, so they cannot be clipped")
     share = max_norm / (norm + CLIP_EPSILON)
     updates.scale(share if not share >= 1.0 else 1.0)  # NaN passes on, as in torch
-    return torch.tensor(norm, dtype=params[0].dtype)
+    return torch.tensor(norm, dtype=params[0].dtype, device=params[0].device)
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -19,7 +19,6 @@ from penstock._native import WAYS
 from penstock.control import Servers
 from penstock.coordinator import Cluster, Coordinator, Rates, best_collectives
 from penstock.errors import ConfigError, ModelMismatch
-from penstock.kept_book import KeptBook
 from penstock.lossy import LossyScheme
 from penstock.plan import STORE, LayerPlan, Terms
 from penstock.torch.agreement.arguments import check_model, check_origins, check_parameters, optimizers_in, origin_of
@@ -54,6 +53,7 @@ from penstock.torch.schemes.factors import numerics
 from penstock.torch.schemes.pairs import EmbeddingPairs, only_scheme
 from penstock.torch.schemes.survey import Schemes, as_asked, common_reason, gather_scheme, survey
 from penstock.torch.updates.asynchronous import AsyncUpdates, check_norms
+from penstock.torch.updates.kept_pieces import kept_book
 from penstock.torch.updates.kinds import AT_OWNERS, Kind, Mode, Update, kind_of
 from penstock.torch.updates.optimizer import Updates
 from penstock.torch.updates.owners import check_kept
@@ -207,6 +207,7 @@ class Distributed:
             ),
             device,
             options,
+            all_at_once=update in AT_OWNERS and AT_OWNERS[update].waits_for_step,
         )
         self.servers.check_that_all_own(self.gradients.id, f"{name}.gradients")
         self.gathers = {gather.layer.name: gather for gather in self.gradients.rows}
@@ -219,10 +220,7 @@ class Distributed:
         self.updates: list[PatchedOptimizer] = (
             [Updates(self, one) for one in optimizers]
             if not at_owners
-            else [
-                AT_OWNERS[update](self, one, KeptBook(engine, self.servers, rank, self.gradients.id))
-                for one in optimizers
-            ]
+            else [AT_OWNERS[update](self, one, kept_book(self.gradients, self.servers)) for one in optimizers]
         )
         every = 0 if asynchronous else options.check_every
         self.drift = Drift(engine, model, optimizers, self.finish, rank=rank, ranks=ranks, name=name, every=every)
@@ -685,7 +683,7 @@ def distribute(
     whole_steps = running.options.whole_steps
     device = device_of(inner)
     if device is not None:
-        refuse_on_device(device, schemes, at_owners=at_owners)
+        refuse_on_device(device, schemes)
     if running.world_size == 1:
         distribute_alone(
             model, inner, optimizers, schemes, running.engine, at_owners=at_owners, whole_steps=whole_steps

@@ -49,15 +49,12 @@ def device_of(model: nn.Module) -> torch.device | None:
 def refuse_on_device(
     device: torch.device,
     schemes: Mapping[Any, Any] | str | None,
-    *,
-    at_owners: str | None,
 ) -> None:
     """What works for models in main memory alone.
 
     Args:
         device: Where the model is.
         schemes: As in `penstock.distribute`.
-        at_owners: How owners were asked to update, if they were.
 
     Raises:
         ConfigError: Saying what to leave out.
@@ -69,7 +66,6 @@ def refuse_on_device(
             "a scheme that sends something else than whole gradients",
             f"use {', '.join(name for name, way in WAYS.items() if way.is_whole)}, or leave schemes out",
         ),
-        (at_owners is not None, f"{at_owners}", "leave it out: by default the workers update"),
     ]
     for is_asked, what, instead in asked:
         if is_asked:

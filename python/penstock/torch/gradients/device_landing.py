@@ -47,7 +47,7 @@ from penstock.torch.model.layers import Slot
 from penstock.torch.runtime import accelerator as accelerators
 from penstock.torch.runtime import background
 from penstock.torch.runtime.accelerator import Accelerator
-from penstock.torch.runtime.arena import Arena, Room
+from penstock.torch.runtime.arena import Arena, Room, Rooms, RoomsOfTheirOwn
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -181,6 +181,7 @@ class DeviceLanding:
         pieces: By parameter.
         device: Which.
         options: Of this rank: the bytes of pinned memory, and how long the device may take before a gradient is there.
+        all_at_once: Nothing comes back before all gradients of a step are at the engine, so all have room at a time.
     """
 
     def __init__(
@@ -191,6 +192,8 @@ class DeviceLanding:
         pieces: Sequence[Sequence[GradientPiece]],
         device: torch.device,
         options: Options,
+        *,
+        all_at_once: bool = False,
     ) -> None:
         self._engine = engine
         self._book = book
@@ -200,8 +203,9 @@ class DeviceLanding:
         self._pieces = pieces
         self._timeout_s = options.operation_timeout_s
         self._accelerator = Accelerator(device)
-        self._arena = Arena(options.pinned_bytes, PIECE_BYTES)
-        self._memory = accelerators.pinned_memory(options.pinned_bytes)
+        sizes = [piece.nbytes for own in pieces for piece in own]
+        self._arena: Rooms = RoomsOfTheirOwn(sizes) if all_at_once else Arena(options.pinned_bytes, PIECE_BYTES)
+        self._memory = accelerators.pinned_memory(self._arena.nbytes)
         self._outward, self._backward = self._accelerator.stream(), self._accelerator.stream()
         self._changed = threading.Condition()  # guards what follows
         self._changes = 0
@@ -289,6 +293,10 @@ class DeviceLanding:
         self._engine.abort(text)
         return Timeout(text, layer=slot.layer.name, step=self._gradients[index].step)
 
+    def _waits_for_device(self) -> bool:
+        """Whether there is something that the engine does not have yet. Under the lock."""
+        return sum(one.left for one in self._gradients.values()) > len(self._at_engine)
+
     def _raise_failure(self) -> None:
         if self._failure is not None and not isinstance(self._failure, PenstockError):
             raise self._failure
@@ -311,9 +319,24 @@ class DeviceLanding:
         if back is not None:
             self._accelerator.go_on_after(back)
 
-    def contributed(self, index: int) -> bool:
+    def contributed(self, indices: Sequence[int]) -> Sequence[bool]:
         """As `Landing.contributed`, of what was taken last."""
-        return self._contributed[index]
+        return [self._contributed[index] for index in indices]
+
+    def wait_until_submitted(self) -> None:
+        """As `Landing.wait_until_submitted`."""
+        deadline = time.monotonic() + self._timeout_s
+        with self._changed:
+            while self._waits_for_device():
+                self._raise_failure()
+                if time.monotonic() > deadline:
+                    raise self._late(next(index for index, one in self._gradients.items() if one.left))
+                self._changed.wait(WAIT_S)
+            self._raise_failure()
+
+    def numbers(self, index: int) -> Sequence[int]:
+        """As `Landing.numbers`."""
+        return [piece.number for piece in self._pieces[index]]
 
     def applied(self, indices: Sequence[int]) -> None:
         """As `Landing.applied`."""
@@ -352,7 +375,7 @@ class DeviceLanding:
         while waiting and nbytes + waiting[0].piece.nbytes <= PIECE_BYTES:
             if found and not waiting[0].gradient.is_made:
                 break  # the others need not wait for it
-            room = self._arena.take(waiting[0].piece.nbytes)
+            room = self._arena.take(waiting[0].piece.number, waiting[0].piece.nbytes)
             if room is None:
                 break
             found.append((heapq.heappop(waiting), room))

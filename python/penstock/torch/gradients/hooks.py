@@ -77,6 +77,7 @@ class Gradients:
         open_book: Opens the book, perhaps with servers; the engine's own if it is not given.
         device: The accelerator that the model is on, if it is on one.
         options: Of this rank; only for a device.
+        all_at_once: Nothing comes back before all gradients of a step are at the engine; only for a device.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Gradients:
         open_book: Callable[[str, list[str], list[Any]], int] | None = None,
         device: torch.device | None = None,
         options: Options | None = None,
+        all_at_once: bool = False,
     ) -> None:
         self.engine = engine
         self.rank = rank
@@ -111,7 +113,7 @@ class Gradients:
             for slot in gather.slots:
                 slot.gather = gather
         fixed = fixed or {}
-        pieces = [] if device is None else cut(slots)
+        self.pieces = pieces = [] if device is None else cut(slots)
         self.id = (open_book or engine.open_book)(
             name,
             [layer.name for layer in layers],
@@ -133,7 +135,7 @@ class Gradients:
             self.landing = HostLanding(engine, self.id)
         else:
             assert options is not None and not self.gathers  # whose numbers are not those of pieces
-            self.landing = DeviceLanding(engine, self.id, slots, pieces, device, options)
+            self.landing = DeviceLanding(engine, self.id, slots, pieces, device, options, all_at_once=all_at_once)
         self.rebuilds = Rebuilds(engine, self.id)
         self.step = 0
         self.backwards = 0  # synchronising backwards so far; the running one included
@@ -475,6 +477,12 @@ class Gradients:
         self.serve()
         self.landing.wait(list({slot.flight.number: None for slot in slots}))
 
+    def take(self, slots: Sequence[Slot]) -> Sequence[bool]:
+        """What has come back for these, which is in memory, may be read now; whether any rank has contributed to it."""
+        for slot in slots:
+            self.landing.take(slot.index)
+        return self.landing.contributed([slot.index for slot in slots])
+
     def arrived(self, numbers: Sequence[int]) -> Sequence[int]:
         """Those of these, by flights' `number`, that are in memory. Does not wait.
 
@@ -497,7 +505,7 @@ class Gradients:
             return self._instead_of_own(slot, average) if flight.kept else average
         self.landing.take(slot.index)
         if flight.absent:
-            flight.land_absent(self.landing.contributed(slot.index))
+            flight.land_absent(self.landing.contributed([slot.index])[0])
             return self._instead_of_own(slot, flight.grad) if flight.kept else flight.grad
         grad, memory = flight.grad, flight.memory
         assert grad is not None and memory is not None

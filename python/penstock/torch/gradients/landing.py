@@ -61,8 +61,20 @@ class Landing(Protocol):
         """The average has landed, and whatever the program does from now on may read it."""
         ...
 
-    def contributed(self, index: int) -> bool:
-        """Of an average that was taken: whether any rank has contributed."""
+    def contributed(self, indices: Sequence[int]) -> Sequence[bool]:
+        """Of averages that were taken: whether any rank has contributed."""
+        ...
+
+    def wait_until_submitted(self) -> None:
+        """Wait until the engine has all that was submitted here.
+
+        Raises:
+            Timeout: The device did not come so far in time.
+        """
+        ...
+
+    def numbers(self, index: int) -> Sequence[int]:
+        """The tensors of the book that are this parameter, in the order of its memory."""
         ...
 
     def applied(self, indices: Sequence[int]) -> None:
@@ -155,10 +167,16 @@ class HostLanding:
     def take(self, index: int) -> None:
         """As `Landing.take`: there is nothing to be ordered."""
 
-    def contributed(self, index: int) -> bool:
+    def contributed(self, indices: Sequence[int]) -> Sequence[bool]:
         """As `Landing.contributed`."""
-        _, (nbytes,) = self._lent.landed(self._book, [index])
-        return nbytes > 0
+        return [nbytes > 0 for nbytes in self._lent.landed(self._book, list(indices))[1]]
+
+    def wait_until_submitted(self) -> None:
+        """As `Landing.wait_until_submitted`: it was submitted at once."""
+
+    def numbers(self, index: int) -> Sequence[int]:
+        """As `Landing.numbers`."""
+        return [index]
 
     def applied(self, indices: Sequence[int]) -> None:
         """As `Landing.applied`."""

@@ -96,7 +96,7 @@ class AsyncUpdates(BackwardUpdates):
         self._book.meet(f"penstock.distribute, {self.how}")
 
     def _begins_with(self, slot: Slot, updates: int) -> None:
-        slices = len(self.engine.placement(self._gradients.id)[slot.index])
+        slices = len(self._gradients.landing.placement()[slot.index])
         self._seen[slot.index] = [updates % (1 << 32)] * slices
 
     def _follow_changes(self) -> None:
@@ -141,7 +141,13 @@ class AsyncUpdates(BackwardUpdates):
         return max(((new - old - 1) % (1 << 32) for new, old in zip(now, before, strict=True)), default=0)
 
     def _note_seen(self, slot: Slot) -> Sequence[int]:
-        self._seen[slot.index] = now = self.engine.versions(self._gradients.id, slot.index)
+        gradients = self._gradients
+        now = [
+            version
+            for number in gradients.landing.numbers(slot.index)
+            for version in self.engine.versions(gradients.id, number)
+        ]
+        self._seen[slot.index] = now
         return now
 
     def refresh(self) -> None:
@@ -161,10 +167,9 @@ class AsyncUpdates(BackwardUpdates):
         slots = [slot for slot in gradients.slots if slot.param.requires_grad]
         memories = [slot.empty() for slot in slots]
         for slot, memory in zip(slots, memories, strict=True):
-            place = (memory.data_ptr(), slot.nbytes)
-            token = self.engine.submit_absent(gradients.id, slot.index, *place, "average", gradients.step, True)
-            gradients.lent.tensors[token] = memory
-        self.engine.wait(gradients.id, [slot.index for slot in slots])
+            gradients.landing.submit_absent(slot, memory, gradients.step)
+        gradients.landing.wait([slot.index for slot in slots])
+        gradients.take(slots)
         with torch._C.DisableTorchFunctionSubclass(), as_if_in_step(), torch.no_grad():
             for slot, memory in zip(slots, memories, strict=True):
                 slot.param.data.copy_(memory)

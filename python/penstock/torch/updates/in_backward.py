@@ -36,6 +36,7 @@ class BackwardUpdates(OwnerUpdates):
     option: ClassVar[str] = "servers-in-backward"
     _instead: ClassVar[str] = ', or use update="servers"'  # what takes what comes later
     how: ClassVar[str] = 'update="servers-in-backward"'
+    waits_for_step: ClassVar[bool] = False
 
     def __init__(self, distributed: Trained, optimizer: Optimizer, book: KeptBook) -> None:
         self._said: tuple[list[Described], list[int]] = [], []  # by group its options, by number of the slot its group

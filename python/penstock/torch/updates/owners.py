@@ -108,6 +108,8 @@ class OwnerUpdates(PatchedOptimizer):
     how: ClassVar[str] = 'update="servers"'
     lends: ClassVar[bool] = True
     """Whether an owner that is a worker may read the value in its model."""
+    waits_for_step: ClassVar[bool] = True
+    """Whether nothing comes back before `step`, by which all gradients are at the owners."""
 
     def __init__(self, distributed: Trained, optimizer: Optimizer, book: KeptBook) -> None:
         super().__init__(distributed, optimizer)
@@ -329,14 +331,14 @@ class OwnerUpdates(PatchedOptimizer):
     def _give_up(self, flying: Sequence[Slot]) -> list[Slot]:
         """Nothing of these is under way any more, and nothing comes of it; those that were updated all the same."""
         self.agree("leave the step out", [], 1.0)
+        self._gradients.landing.wait_until_submitted()
         self._book.discard(self._gradients.step)
         return self._landed(flying)
 
     def _landed(self, flying: Sequence[Slot]) -> list[Slot]:
         gradients = self._gradients
         gradients.wait(flying)
-        sizes = gradients.lent.landed(gradients.id, [slot.index for slot in flying])[1]
-        return [slot for slot, size in zip(flying, sizes, strict=True) if size]
+        return [slot for slot, updated in zip(flying, gradients.take(flying), strict=True) if updated]
 
     # Applying
 
@@ -365,32 +367,32 @@ class OwnerUpdates(PatchedOptimizer):
         gradients.wait(slots)
         for layer in layers:
             del self._waiting[layer]
-        sizes = gradients.lent.landed(gradients.id, [slot.index for slot in slots])[1]
+        updated = gradients.take(slots)
         with torch._C.DisableTorchFunctionSubclass(), as_if_in_step(), torch.no_grad():
-            self._put(slots, sizes)
+            self._put(slots, updated)
         gradients.applied(slots)
         if not self._waiting:
             gradients.lent.values.pop(gradients.id, None)
             gradients.lent.collect()  # the memory of gradients, which hold parameters now
 
-    def _put(self, slots: Sequence[Slot], sizes: Sequence[int]) -> None:
+    def _put(self, slots: Sequence[Slot], updated: Sequence[bool]) -> None:
         targets: list[Tensor] = []
         values: list[Tensor] = []
-        for slot, size in zip(slots, sizes, strict=True):
+        for slot, was_updated in zip(slots, updated, strict=True):
             flight, param = slot.flight, slot.param
             slot.pending.end()
             restore(slot)
             if not flight.absent and flight.grad is not None and flight.grad._version != flight.version:
                 raise changed_in_flight(slot, self._gradients.step - 1)
-            if not flight.absent and not size:
+            if not flight.absent and not was_updated:
                 raise self._error("was not updated: other ranks have left this step out", slot, before=1)
-            if size:
+            if was_updated:
                 assert flight.memory is not None  # it has landed there
                 targets.append(param.data)
                 values.append(flight.memory.view(param.shape) if slot.staged else flight.memory)
             flight.land()
             if flight.absent:
-                flight.land_absent(size > 0)
+                flight.land_absent(was_updated)
             flight.forget()
         if targets:
             torch._foreach_copy_(targets, values)
@@ -408,6 +410,7 @@ class OwnerUpdates(PatchedOptimizer):
             gradients.close_without_backward()
         if self._squares is None:
             _, share = self.agree("ask for the norm", [], 1.0)
+            gradients.landing.wait_until_submitted()
             self._squares = self._book.squares(gradients.step) * share**2
         return math.sqrt(self._squares) * self._factor
 
@@ -442,8 +445,9 @@ class OwnerUpdates(PatchedOptimizer):
         return torch.as_strided(tensor, (tensor.numel(),), (1,), tensor.storage_offset())
 
     def _memory(self, slot: Slot, tensor: Tensor) -> Tensor:
-        """A tensor like the parameter, in the order of the book's memory."""
-        return self._flat(slot.empty().copy_(tensor.detach()))
+        """A tensor like the parameter, in the order of the book's memory. From an accelerator its bytes, copied."""
+        memory = self._flat(slot.empty().copy_(tensor.detach()))
+        return memory if self._gradients.device is None else memory.cpu().view(torch.uint8)
 
     @torch.no_grad()
     def _give_value(self, slot: Slot) -> None:
@@ -452,7 +456,8 @@ class OwnerUpdates(PatchedOptimizer):
     def _give(self, slot: Slot, states: Sequence[Tensor] | None = None, updates: int | None = None) -> None:
         """The owners take this parameter: who is one itself reads it where it is, if it is laid out as the book is."""
         param = slot.param
-        lent = self.lends and self._book.is_here and not slot.staged and param.stride() == slot.stride
+        here = self._gradients.device is None and self._book.is_here
+        lent = self.lends and here and not slot.staged and param.stride() == slot.stride
         value = self._flat(param.detach()) if lent else self._memory(slot, param)
         lent = self._book.keep(slot.index, slot.nbytes, value, states, updates, lent=lent)
         (self._lent.add if lent else self._lent.discard)(slot.index)
@@ -517,17 +522,27 @@ class OwnerUpdates(PatchedOptimizer):
         """A parameter's state as torch has it."""
         twin = self._twin(slot)
         fields: dict[str, Any] = {}
-        count = self._book.saved(slot.index, None, self._flat(slot.empty().zero_())) or 0
+        count, _ = self._saved(slot, None)
         begins = isinstance(self.optimizer, torch.optim.Adagrad)  # with a state before the first update
         for number, name in enumerate(twin.states if count else ()):
-            fields[name] = slot.empty().zero_()
-            self._book.saved(slot.index, number, self._flat(fields[name]))
+            _, fields[name] = self._saved(slot, number)
         if not count and begins:
             fields = {name: slot.empty().fill_(twin.initial) for name in twin.states}
         if isinstance(self.optimizer, torch.optim.SGD) or not (count or begins):
             return fields
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32  # as torch chooses
         return {"step": torch.tensor(float(count), dtype=dtype), **fields}
+
+    def _saved(self, slot: Slot, state: int | None) -> tuple[int, Tensor]:
+        """Of the value (None), or one of the states: how often it was updated, and a tensor like the parameter."""
+        found = slot.empty().zero_()
+        memory = self._flat(found)
+        if self._gradients.device is None:
+            return self._book.saved(slot.index, state, memory) or 0, found
+        host = torch.zeros(slot.nbytes, dtype=torch.uint8)
+        count = self._book.saved(slot.index, state, host) or 0
+        memory.copy_(host.view(slot.dtype))
+        return count, found
 
     def _read(self, state: Any) -> Any:
         self.optimizer.state = defaultdict(dict)  # the one that was read goes with the reader
