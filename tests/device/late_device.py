@@ -511,6 +511,36 @@ def _convolution_backward(grad: Tensor, given: Tensor, weight: Tensor, *rest: An
     )
 
 
+def _lstm_cell(
+    given: Tensor, hidden: Tensor, cell: Tensor, given_bias: Tensor | None = None, hidden_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    gates = given + hidden
+    for bias in (given_bias, hidden_bias):
+        gates = gates if bias is None else gates + bias
+    into, keep, new, out = gates.chunk(4, 1)
+    into, keep, new, out = into.sigmoid(), keep.sigmoid(), new.tanh(), out.sigmoid()
+    after = keep * cell + into * new
+    return out * after.tanh(), after, torch.cat([into, keep, new, out], 1)
+
+
+def _lstm_cell_backward(
+    grad: Tensor | None, grad_cell: Tensor | None, cell: Tensor, after: Tensor, gates: Tensor, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    into, keep, new, out = gates.chunk(4, 1)
+    seen = after.tanh()
+    grad = torch.zeros_like(seen) if grad is None else grad
+    through = grad * out * (1 - seen * seen)
+    through = through if grad_cell is None else through + grad_cell
+    parts = [
+        through * new * into * (1 - into),
+        through * cell * keep * (1 - keep),
+        through * into * (1 - new * new),
+        grad * seen * out * (1 - out),
+    ]
+    grad_gates = torch.cat(parts, 1)
+    return grad_gates, through * keep, grad_gates.sum(0) if has_bias else None
+
+
 def _equal(one: Tensor, other: Tensor) -> bool:
     late = DEVICE.now
     late.wait_for(late.current().mark(), "equal")
@@ -562,6 +592,9 @@ for _name in _CAST:
 # These have kernels for every device that only raise, so the fallback is not asked.
 _libraries[1].impl("convolution_overrideable", _convolution, "PrivateUse1")
 _libraries[1].impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1")
+# The host has none for these.
+_libraries[1].impl("_thnn_fused_lstm_cell", _lstm_cell, "PrivateUse1")
+_libraries[1].impl("_thnn_fused_lstm_cell_backward_impl", _lstm_cell_backward, "PrivateUse1")
 
 
 @contextmanager

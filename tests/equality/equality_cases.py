@@ -164,12 +164,19 @@ def _random(rank, step):
     return torch.Generator().manual_seed(SEED * 1_000_000 + step * 100 + rank)
 
 
+def _loss(model, x, y, *args):
+    """The loss of a batch, which is moved to the model's device."""
+    device = next(model.parameters()).device
+    out = model(x.to(device, non_blocking=True), *args)
+    return F.cross_entropy(out.flatten(0, -2), y.to(device, non_blocking=True).flatten())
+
+
 def _image_loss(batch, size):
     def loss(model, dtype, rank, step):
         random = _random(rank, step)
         y = torch.randint(10, (batch,), generator=random)
         x = torch.randn(batch, 3, size, size, generator=random, dtype=torch.float64) + 0.1 * y.view(-1, 1, 1, 1)
-        return F.cross_entropy(model(x.to(dtype)), y)
+        return _loss(model, x.to(dtype), y)
 
     return loss
 
@@ -177,20 +184,20 @@ def _image_loss(batch, size):
 def _text_loss(model, dtype, rank, step):
     """One sentence of 5 to 8 words: few enough for their rows to be fewer bytes than any layer's gradient."""
     tokens = torch.randint(20, (1, 6 + (rank + step) % 4), generator=_random(rank, step))
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    return _loss(model, tokens[:, :-1], tokens[:, 1:])
 
 
 def _words_loss(model, dtype, rank, step):
     """1 to 4 rows, another number on each rank and in each step; some words more than once."""
     random = _random(rank, step)
     tokens = torch.randint(20, (1 + (rank + step) % 4,), generator=random)
-    return F.cross_entropy(model(tokens, uses_branch(rank, step)), torch.randint(16, tokens.shape, generator=random))
+    return _loss(model, tokens, torch.randint(16, tokens.shape, generator=random), uses_branch(rank, step))
 
 
 def _branched_loss(model, dtype, rank, step):
     random = _random(rank, step)
     x = torch.randn(6, 12, generator=random, dtype=torch.float64).to(dtype)
-    return F.cross_entropy(model(x, uses_branch(rank, step)), torch.randint(10, (6,), generator=random))
+    return _loss(model, x, torch.randint(10, (6,), generator=random), uses_branch(rank, step))
 
 
 @dataclass(frozen=True)
