@@ -25,18 +25,11 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("marked", "files"),
-    [
-        pytest.param("not long", FILES, id="short"),
-        pytest.param("long", FILES - EQUALITY, id="long", marks=pytest.mark.long),
-        pytest.param("long", EQUALITY, id="equality", marks=pytest.mark.long),
-    ],
-)
-def test_on_the_late_device(marked, files):
+def run(*arguments, paths, **environ):
+    """What an interpreter says that is started with these."""
     program = programs.start_afresh(
-        *("-m", "pytest", "-p", "no:cacheprovider", "-m", marked, *sorted(files)),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PATH))},
+        *arguments,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), **environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
@@ -46,4 +39,24 @@ def test_on_the_late_device(marked, files):
         program.kill()
         program.wait()
     assert program.returncode == 0, said
-    print(said)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("marked", "files"),
+    [
+        pytest.param("not long", FILES, id="short"),
+        pytest.param("long", FILES - EQUALITY, id="long", marks=pytest.mark.long),
+        pytest.param("long", EQUALITY, id="equality", marks=pytest.mark.long),
+    ],
+)
+def test_on_the_late_device(marked, files):
+    print(run("-m", "pytest", "-p", "no:cacheprovider", "-m", marked, *sorted(files), paths=PATH))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("workers", "groups"), [(2, {}), (4, {"PENSTOCK_GROUPS": "2"})])
+def test_jobs_with_a_server_apart_and_groups_have_the_bits_of_the_host(workers, groups):
+    numbers = ("--workers", str(workers), "--servers", "1")
+    said = run("-m", "penstock", "run", *numbers, HERE / "program_on_late_device.py", paths=[HERE], **groups)
+    assert said.count("the same bits") == workers, said
