@@ -37,19 +37,6 @@ LOST_STEPS = 200
 SECRET = "several ranks of one device"
 
 
-class FromHost:
-    """A model on a device, to a loop whose batches are in main memory."""
-
-    def __init__(self, model, device):
-        self.model, self.device = model, device
-
-    def __call__(self, x, *rest):
-        return self.model(x.to(self.device), *rest).cpu()
-
-    def no_sync(self):
-        return self.model.no_sync()
-
-
 def values(model):
     return torch.cat([param.detach().reshape(-1).double() for param in model.parameters()]).cpu()
 
@@ -90,7 +77,7 @@ def equality(rank, size, device, seed):
         def with_ddp(model, case=case):
             unused = NETWORKS[case.network].unused
             wrapped = DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=unused)
-            case.train(FromHost(wrapped, device), case.make_optimizer(model), rank)
+            case.train(wrapped, case.make_optimizer(model), rank)
             return model
 
         def with_ours(model, case=case):
@@ -99,7 +86,7 @@ def equality(rank, size, device, seed):
                     for param in model.parameters():
                         param.add_(1)  # rank 0's values are what counts
             model, trained = ps.distribute(model, case.make_optimizer(model))
-            case.train(FromHost(model, device), trained, rank)
+            case.train(model, trained, rank)
             ps.synchronize(trained)
             return model
 
@@ -216,6 +203,43 @@ def practice(rank, size, device, seed):
     return found
 
 
+# Other ways of ps.distribute
+
+WAYS = {
+    "servers": {"update": "servers"},
+    "servers in backward": {"update": "servers-in-backward"},
+    "bf16 on the wire": {"schemes": {"*": "bf16"}},
+    "ring": {"schemes": {"*": "ring"}},
+    "buffers of rank 0": {"broadcast_buffers": True},
+}
+
+
+def ways(rank, size, device, seed):
+    """Beside DDP; batch norm over all ranks, which torch has for some devices only, beside the same in main memory."""
+    torch.manual_seed(seed)
+    first = Convolutions().to(device)
+
+    def run(model, wrap, where=device):
+        wrapped, trained = wrap(model, sgd(model.parameters()))
+        loop(wrapped, trained, rank, where)
+        return model
+
+    def with_ddp(model):
+        return run(model, lambda one, other: (DistributedDataParallel(one), other))
+
+    found = {}
+    for name, how in WAYS.items():
+        found[name] = compared(
+            first, with_ddp, lambda model, how=how: run(model, functools.partial(ps.distribute, **how))
+        )
+    found["batch norm over ranks"] = compared(
+        nn.SyncBatchNorm.convert_sync_batchnorm(first),
+        lambda model: run(model.cpu(), ps.distribute, torch.device("cpu")),
+        lambda model: run(model, ps.distribute),
+    )
+    return found
+
+
 # Waits, memory
 
 
@@ -300,7 +324,7 @@ def _die(path):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-SCENES = {scene.__name__: scene for scene in (equality, practice, waits, memory, lost)}
+SCENES = {scene.__name__: scene for scene in (equality, practice, ways, waits, memory, lost)}
 
 
 def main():

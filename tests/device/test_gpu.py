@@ -67,6 +67,17 @@ def test_programs_train_as_with_ddp(tmp_path):
         assert found[0][name]["moved"] > 1e-4
 
 
+def check_ways(found):
+    for name in found[0]:
+        check(found, name, HALF * found[0][name]["moved"] if "bf16" in name else EQUAL["fp32"])
+        assert found[0][name]["moved"] > 1e-4
+
+
+@needs_device
+def test_other_ways_train_as_ddp_does(tmp_path):
+    check_ways(run("ways", 2, tmp_path))
+
+
 @pytest.mark.skipif(DEVICE is None or DEVICE.type != "cuda", reason="no device of CUDA")
 class TestCuda:
     """What only CUDA can be asked."""
@@ -95,6 +106,8 @@ def test_the_ranks_themselves_without_a_device(tmp_path):
     found = run("equality", 2, tmp_path, device=cpu)
     for name in found[0]:
         check(found, name, EQUAL["fp64" if "fp64" in name else "fp32"])
-    (tmp_path / "lost").mkdir()
+    for scene in ("ways", "lost"):
+        (tmp_path / scene).mkdir()
+    check_ways(run("ways", 2, tmp_path / "ways", device=cpu))
     (one,) = run("lost", 2, tmp_path / "lost", dies=[1], device=cpu)
     assert one["rank"] == 1 and one["finite"]
