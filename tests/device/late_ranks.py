@@ -103,12 +103,12 @@ def batch(kind, rank, step):
     return x, torch.randint(0, classes, (len(x),), generator=generator)
 
 
-def train(kind, optimizer, device, size):
+def train(kind, optimizer, device, size, schemes=None):
     """Each rank's parameters and buffers after some steps."""
 
     def main(rank, engine):
         model = model_of(kind).to(device)
-        model, trained = distribute(model, OPTIMIZERS[optimizer](model.parameters()))
+        model, trained = distribute(model, OPTIMIZERS[optimizer](model.parameters()), schemes=schemes)
         for step in range(STEPS):
             x, y = (one.to(device, non_blocking=True) for one in batch(kind, rank, step))
             F.cross_entropy(model(x), y).backward()
@@ -144,6 +144,17 @@ def test_has_the_bits_of_the_host(monkeypatch, kind, optimizer, arm, size):
     with installed(5):
         found = train(kind, optimizer, "late", size)
     assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_whole_gradients_travel_in_other_ways(monkeypatch):
+    """Of two ranks, whose sums are the same in any order."""
+    monkeypatch.setattr(ranks, "arm", "native")
+    schemes = {"embedding": "ring", "hidden": "bf16", "unused": "tree"}
+    expected = train("tied", "sgd", "cpu", 2, schemes)
+    with installed(3):
+        found = train("tied", "sgd", "late", 2, schemes)
+    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+    assert not same(expected[0], train("tied", "sgd", "cpu", 2)[0]), "nothing was rounded"
 
 
 # Programs
@@ -475,7 +486,7 @@ def test_says_what_does_not_work_on_a_device():
 
     def main(rank, engine):
         refused("leave schemes out", schemes="auto")
-        refused("other schemes", schemes={"*": "factors"})
+        refused("use one of store, central", schemes={"*": "factors"})
         refused('update="servers"', update="servers")
         refused('update="servers-in-backward"', update="servers-in-backward")
         refused("broadcast_buffers", lambda: nn.BatchNorm1d(3), broadcast_buffers=True)

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock._native import WAYS
 from penstock.errors import ConfigError
+from penstock.lossy import parse
 from penstock.torch.runtime import accelerator
 
 __all__ = ["device_of", "refuse_on_device"]
@@ -70,9 +72,9 @@ def refuse_on_device(
     asked: list[tuple[bool, str, str]] = [
         (schemes == "auto", 'schemes="auto"', "leave schemes out: every layer uses the store"),
         (
-            isinstance(schemes, Mapping) and any(scheme != "store" for scheme in schemes.values()),
-            "other schemes than the store",
-            "leave schemes out",
+            isinstance(schemes, Mapping) and not all(_works(scheme) for scheme in schemes.values()),
+            "a scheme that does not send gradients whole",
+            f"use one of {', '.join(name for name, way in WAYS.items() if way.is_whole)}",
         ),
         (at_owners is not None, f"{at_owners}", "leave it out: by default the workers update"),
         (
@@ -93,3 +95,10 @@ def refuse_on_device(
                 f"penstock.distribute: the model is on {device}, where {what} does not work yet; {instead}. Or call "
                 "model.cpu() first"
             )
+
+
+def _works(scheme: object) -> bool:
+    """Whether a scheme does; what is none is refused elsewhere."""
+    lossy = parse(scheme)
+    name = scheme if lossy is None else lossy.name
+    return not isinstance(name, str) or name not in WAYS or WAYS[name].is_whole

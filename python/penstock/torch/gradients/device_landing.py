@@ -41,6 +41,7 @@ from torch import Tensor
 from penstock.coordinator import Placed
 from penstock.errors import PenstockError, Timeout
 from penstock.lending import LentMemory, lent_to
+from penstock.torch.gradients.landing import book_entry
 from penstock.torch.model.flight import Flight
 from penstock.torch.model.layers import Slot
 from penstock.torch.runtime import accelerator as accelerators
@@ -92,19 +93,22 @@ def cut(slots: Sequence[Slot]) -> list[list[GradientPiece]]:
     ]
 
 
-def piece_entries(slots: Sequence[Slot], pieces: Sequence[Sequence[GradientPiece]]) -> list[Any]:
-    """What the book says of them."""
-    return [
-        (
-            slot.name if len(own) == 1 else f"{slot.name} from byte {piece.begin}",
-            slot.layer.index,
-            slot.code,
-            piece.nbytes * slot.elems // slot.nbytes,
-            "store",
-        )
-        for slot, own in zip(slots, pieces, strict=True)
-        for piece in own
-    ]
+def piece_entries(
+    slots: Sequence[Slot], pieces: Sequence[Sequence[GradientPiece]], ways: Sequence[tuple[str, str | None]]
+) -> list[Any]:
+    """What the book says of them.
+
+    Args:
+        slots: The model's parameters.
+        pieces: By parameter.
+        ways: By parameter, its route and its wire type.
+    """
+    entries = []
+    for slot, own, way in zip(slots, pieces, ways, strict=True):
+        for piece in own:
+            name = slot.name if len(own) == 1 else f"{slot.name} from byte {piece.begin}"
+            entries.append(book_entry(slot, *way, part=(name, piece.nbytes * slot.elems // slot.nbytes)))
+    return entries
 
 
 class _OnTheWay:

@@ -111,13 +111,14 @@ class Gradients:
             for slot in gather.slots:
                 slot.gather = gather
         pieces = [] if device is None else cut(slots)
+        ways = [(fixed or {}).get(slot.layer.name, ("store", None)) for slot in slots]
         self.id = (open_book or engine.open_book)(
             name,
             [layer.name for layer in layers],
             (
-                piece_entries(slots, pieces)
+                piece_entries(slots, pieces, ways)
                 if device is not None
-                else [book_entry(slot, *(fixed or {}).get(slot.layer.name, ("store", None))) for slot in slots]
+                else [book_entry(slot, *way) for slot, way in zip(slots, ways, strict=True)]
             )
             + [
                 (f"{gather.scheme} of {gather.layer.name}", gather.layer.index, "bytes", gather.most_bytes, "gather")

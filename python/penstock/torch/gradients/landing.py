@@ -78,9 +78,10 @@ class Landing(Protocol):
         ...
 
 
-def book_entry(slot: Slot, route: str, wire: str | None) -> Any:
-    """What the book says of a parameter's gradient."""
-    entry = (slot.name, slot.layer.index, slot.code, slot.elems, route)
+def book_entry(slot: Slot, route: str, wire: str | None, part: tuple[str, int] | None = None) -> Any:
+    """What the book says of a parameter's gradient, or of a part of it, by that part's name and number of elements."""
+    name, elems = part or (slot.name, slot.elems)
+    entry = (name, slot.layer.index, slot.code, elems, route)
     return (*entry, wire) if wire is not None and slot.code == "f32" else entry
 
 
