@@ -166,13 +166,12 @@ class Distributed:
         self.terms: dict[str, Terms] = {}
         self.why_whole: dict[str, str] = {}
         patterns: Schemes = {} if schemes is None or isinstance(schemes, str) else schemes
-        rows, lossy = self._agree_on_schemes(model if given is None else given, patterns, automatic=automatic)
+        given = model if given is None else given
+        rows, lossy = self._agree_on_schemes(given, patterns, device, automatic=automatic)
         if at_owners:
             rows, lossy, automatic = self._only_whole(optimizers, AT_OWNERS[update].how)
         if asynchronous:
             check_norms(model)
-        if device is not None:
-            rows, self.why_whole = [], {layer.name: f"its gradients are on {device.type}" for layer in self.layers}
         self.ranks = ranks = options.world_size
         self._automatic = automatic
         if self._automatic and options.collective_schemes:
@@ -269,7 +268,7 @@ class Distributed:
         return coordinator, Choice(engine, rank, book, self.model, coordinator, self.gathers, local, self.set_schemes)
 
     def _agree_on_schemes(
-        self, given: nn.Module, schemes: Schemes, *, automatic: bool
+        self, given: nn.Module, schemes: Schemes, device: torch.device | None, *, automatic: bool
     ) -> tuple[list[tuple[Layer, nn.Module, str]], list[tuple[Layer, nn.Module, LossyScheme]]]:
         """Find the layers that can send rows, and those that shall be lossy. Collective.
 
@@ -278,11 +277,11 @@ class Distributed:
         names = [layer.name for layer in self.layers]
         named = {name or ROOT: module for name, module in self.model.named_modules()}  # scripted ones know no other way
         modules = [named[name] for name in names]
-        mine = survey(given, modules)
+        mine = survey(given, modules, device)
         described = {
             "why": mine,
             "schemes": {str(name): str(one) for name, one in schemes.items()},
-            "numerics": numerics(),
+            "numerics": numerics(device),
         }
         # What is wrong with this rank's patterns is raised here once all ranks are told what they are.
         everyone = [json.loads(blob) for blob in self.engine.all_gather("penstock.distribute", _json(described))]

@@ -73,8 +73,8 @@ def refuse_on_device(
         (schemes == "auto", 'schemes="auto"', "leave schemes out: every layer uses the store"),
         (
             isinstance(schemes, Mapping) and not all(_works(scheme) for scheme in schemes.values()),
-            "a scheme that does not send gradients whole",
-            f"use one of {', '.join(name for name, way in WAYS.items() if way.is_whole)}",
+            "one of the schemes",
+            f"use {', '.join(name for name in WAYS if _works(name))}",
         ),
         (at_owners is not None, f"{at_owners}", "leave it out: by default the workers update"),
         (
@@ -97,8 +97,11 @@ def refuse_on_device(
             )
 
 
+_WORKING = {*(name for name, way in WAYS.items() if way.is_whole), "factors"}
+
+
 def _works(scheme: object) -> bool:
     """Whether a scheme does; what is none is refused elsewhere."""
     lossy = parse(scheme)
     name = scheme if lossy is None else lossy.name
-    return not isinstance(name, str) or name not in WAYS or WAYS[name].is_whole
+    return not isinstance(name, str) or name not in WAYS or name in _WORKING

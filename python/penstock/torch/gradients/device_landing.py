@@ -48,6 +48,7 @@ from penstock.torch.runtime import accelerator as accelerators
 from penstock.torch.runtime import background
 from penstock.torch.runtime.accelerator import Accelerator
 from penstock.torch.runtime.arena import Arena, Room
+from penstock.torch.schemes.device_gathers import DeviceGathers
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -185,6 +186,7 @@ class DeviceLanding:
         book: The gradients' book, of pieces.
         slots: The model's parameters.
         pieces: By parameter.
+        gathers: Has the contributions of layers that travel in other ways, if there are such layers.
         device: Which.
         options: Of this rank: the bytes of pinned memory, and how long the device may take before a gradient is there.
     """
@@ -195,6 +197,7 @@ class DeviceLanding:
         book: int,
         slots: Sequence[Slot],
         pieces: Sequence[Sequence[GradientPiece]],
+        gathers: DeviceGathers | None,
         device: torch.device,
         options: Options,
     ) -> None:
@@ -204,6 +207,7 @@ class DeviceLanding:
         # Weakly, as hooks hold this, unseen by the garbage collector.
         self._slots = [weakref.ref(slot) for slot in slots]
         self._pieces = pieces
+        self._gathers = gathers
         self._timeout_s = options.operation_timeout_s
         self._accelerator = Accelerator(device)
         self._arena = Arena(options.pinned_bytes, PIECE_BYTES)
@@ -254,6 +258,9 @@ class DeviceLanding:
 
         The memory of these gradients is never sent from, so it is free then.
         """
+        indices, gathered = self._apart(indices)
+        if gathered and self._gathers is not None:
+            self._gathers.wait(gathered)
         deadline = time.monotonic() + self._timeout_s
         nothing_new = False
         while True:
@@ -305,9 +312,16 @@ class DeviceLanding:
 
     def arrived(self, indices: Sequence[int]) -> Sequence[int]:
         """As `Landing.arrived`."""
+        indices, gathered = self._apart(indices)
         with self._changed:
             self._raise_failure()
-            return [index for index in indices if index not in self._gradients or not self._gradients[index].left]
+            done = [index for index in indices if index not in self._gradients or not self._gradients[index].left]
+        return done if self._gathers is None or not gathered else [*done, *self._gathers.arrived(gathered)]
+
+    def _apart(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Indices of parameters, and numbers of gathers, which come behind all pieces in the book."""
+        count = len(self._pieces)
+        return [one for one in numbers if one < count], [one for one in numbers if one >= count]
 
     def take(self, index: int) -> None:
         """As `Landing.take`: what the program gives to its stream from now on runs after the copy."""
@@ -323,7 +337,9 @@ class DeviceLanding:
 
     def applied(self, indices: Sequence[int]) -> None:
         """As `Landing.applied`."""
-        self._engine.applied(self._book, [piece.number for index in indices for piece in self._pieces[index]])
+        indices, gathered = self._apart(indices)
+        pieces = [piece.number for index in indices for piece in self._pieces[index]]
+        self._engine.applied(self._book, pieces + gathered)
 
     def placement(self) -> list[list[Placed]]:
         """As `Landing.placement`."""
@@ -343,6 +359,8 @@ class DeviceLanding:
             for stream in (self._outward, self._backward):
                 self._accelerator.go_on_after(self._accelerator.mark_in(stream))
             self._gradients.clear()
+        if self._gathers is not None:
+            self._gathers.abandon()
 
     # The threads' side
 

@@ -12,6 +12,7 @@ average has landed in it. Three rules follow, and all of this file serves them:
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from penstock.torch.model.layout import same_order
 from penstock.torch.reads.safety import DeferredParameter, defer, restore
 from penstock.torch.release.failure import after_failure, tells_what_is_whole
 from penstock.torch.schemes.adam import OwnerDuties
+from penstock.torch.schemes.device_gathers import DeviceGathers
 from penstock.torch.schemes.gather import Gather, changed_in_flight
 from penstock.torch.schemes.making import make_lossy, make_rows
 from penstock.torch.schemes.rebuild import Rebuilds
@@ -97,20 +99,17 @@ class Gradients:
         self.engine = engine
         self.rank = rank
         self.slots = slots
-        self.rows = [
-            make_rows(self, index, layer, module, scheme)
-            for index, (layer, module, scheme) in enumerate(rows, len(slots))
-        ]
+        pieces = [] if device is None else cut(slots)
+        numbers = itertools.count(len(slots) if device is None else sum(map(len, pieces)))
+        self.rows = [make_rows(self, next(numbers), layer, module, scheme) for layer, module, scheme in rows]
         self.lossy = [
-            make_lossy(self, index, layer, module, options, ranks)
-            for index, (layer, module, options) in enumerate(lossy, len(slots) + len(rows))
+            make_lossy(self, next(numbers), layer, module, options, ranks) for layer, module, options in lossy
         ]
         self.gathers: list[Gather] = [*self.rows, *self.lossy]
-        self.duties = OwnerDuties(self.gathers, ranks or engine.report()["size"], len(slots) + len(self.gathers))
+        self.duties = OwnerDuties(self.gathers, ranks or engine.report()["size"], next(numbers))
         for gather in self.gathers:
             for slot in gather.slots:
                 slot.gather = gather
-        pieces = [] if device is None else cut(slots)
         ways = [(fixed or {}).get(slot.layer.name, ("store", None)) for slot in slots]
         self.id = (open_book or engine.open_book)(
             name,
@@ -128,12 +127,15 @@ class Gradients:
         )
         self.lent = lent_to(engine)
         self.device = device
+        self.device_gathers: DeviceGathers | None = None
         self.landing: Landing
         if device is None:
             self.landing = HostLanding(engine, self.id)
         else:
-            assert options is not None and not self.gathers  # whose numbers are not those of pieces
-            self.landing = DeviceLanding(engine, self.id, slots, pieces, device, options)
+            assert options is not None
+            if self.gathers:
+                self.device_gathers = DeviceGathers(engine, self.id, device, options)
+            self.landing = DeviceLanding(engine, self.id, slots, pieces, self.device_gathers, device, options)
         self.rebuilds = Rebuilds(engine, self.id)
         self.step = 0
         self.backwards = 0  # synchronising backwards so far; the running one included
@@ -460,7 +462,7 @@ class Gradients:
         self.landing.wait([slot.index for slot in flying if not slot.flight.gathered], free=True)
         if self.gathers:
             # Contributions are copies: nobody need wait until they are sent. A layer's parameters travel together.
-            self.engine.wait(self.id, list({slot.flight.number: None for slot in flying if slot.flight.gathered}))
+            self.landing.wait(list({slot.flight.number: None for slot in flying if slot.flight.gathered}))
         for slot in flying:
             restore(slot)
             average = self.land(slot)

@@ -26,7 +26,10 @@ __all__ = ["HostLanding", "Landing", "book_entry"]
 
 
 class Landing(Protocol):
-    """What becomes of a model's gradients between hooks and updates. Parameters are known by their slots' index."""
+    """What becomes of a model's gradients between hooks and updates. Parameters are known by their slots' index.
+
+    What is asked of averages, is asked by their flights' `number`: of a layer's gather, too.
+    """
 
     def submit(self, slot: Slot, memory: Tensor, step: int) -> None:
         """Contribute what this memory holds; the average shall land there. It overtakes what `submit_soon` keeps."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.errors import ConfigError
 
-__all__ = ["Accelerator", "pinned_memory", "supports"]
+__all__ = ["Accelerator", "described", "pinned_memory", "supports"]
 
 
 def supports(device: torch.device) -> bool:
@@ -21,6 +21,12 @@ def supports(device: torch.device) -> bool:
 def pinned_memory(nbytes: int) -> Tensor:
     """Host memory that the device's copies reach without the host: bytes, of any content."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+def described(device: torch.device) -> str:
+    """Which device it is, without its number: of two that are described alike a product has the same bits."""
+    name = getattr(getattr(torch, device.type, None), "get_device_name", lambda _: device.type)(device)
+    return f"{name}, fp32 products {torch.get_float32_matmul_precision()}"
 
 
 class Accelerator:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.schemes.factors import LinearFactors
-from penstock.torch.schemes.gather import DENSE, Contribution, ContributionHeader, Gather, Submitter
+from penstock.torch.schemes.gather import DENSE, Contribution, ContributionHeader, Gather, Packed, Submitter
 
 __all__ = ["FactorsToOwner", "OwnerDuties"]
 
@@ -83,7 +83,7 @@ class FactorsToOwner(LinearFactors):
                 for place, (slot, average) in enumerate(zip(self.slots, averages, strict=True))
             ]
             header = ContributionHeader(DENSE, mask, 0, 1, (0,) * len(self.slots), (0,) * len(self.slots))
-            blob = self.blob(header, [average for average in averages if average is not None])
+            blob = self.blob(Packed(header, [average for average in averages if average is not None]))
         # Perhaps after this rank's step(), which counts on: the others have said theirs.
         submitter.submit_gather(self.down, blob, self._step)
         self._served = mask, averages

@@ -27,7 +27,16 @@ from torch import Tensor, nn
 from penstock import description
 from penstock.lossy import LossyScheme
 from penstock.torch.model.layers import Layer, Slot
-from penstock.torch.schemes.gather import OWN, Contribution, ContributionHeader, Gather, Submitter, is_cleared, sum_type
+from penstock.torch.schemes.gather import (
+    OWN,
+    Contribution,
+    ContributionHeader,
+    Gather,
+    Packed,
+    Submitter,
+    is_cleared,
+    sum_type,
+)
 
 __all__ = ["EXACT", "Lossy"]
 
@@ -142,7 +151,7 @@ class Lossy(Gather, Generic[OptionsT]):
         """Whether nothing that was sent for this parameter since the last optimizer step is in its gradient."""
         return self._step_of[place] != self.submitter.step
 
-    def packed(self) -> Tensor:
+    def packed(self) -> Packed:
         """All parameters, short or exact."""
         header, local = self.taken()
         local = [None if grad is None else grad.to_dense() for grad in local]
@@ -167,7 +176,7 @@ class Lossy(Gather, Generic[OptionsT]):
         for place, _ in given:
             self._step_of[place] = self.submitter.step
         self.steps += starts_step
-        return self.blob(header._replace(form=OWN if mask else 0, mask=mask, sizes=tuple(sizes)), body)
+        return Packed(header._replace(form=OWN if mask else 0, mask=mask, sizes=tuple(sizes)), body)
 
     def _encoded(self, place: int, grad: Tensor) -> tuple[int, list[Tensor]]:
         """A parameter's size and body. If what it keeps has overflowed, so has a number of the body."""

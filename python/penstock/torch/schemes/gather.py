@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError, ProtocolError
 from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.reads.safety import defer
+from penstock.torch.runtime.memory import Reused
+from penstock.torch.schemes.device_gathers import DeviceGathers
 from penstock.torch.schemes.rebuild import Rebuilds
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ __all__ = [
     "Contribution",
     "ContributionHeader",
     "Gather",
+    "Packed",
     "Submitter",
     "changed_in_flight",
     "computing_with",
@@ -80,6 +83,13 @@ class ContributionHeader(NamedTuple):
         return bool(self.mask >> place & 1)
 
 
+class Packed(NamedTuple):
+    """A contribution before it is bytes: its header, and what follows, where the gradients are."""
+
+    header: ContributionHeader
+    parts: Sequence[Tensor]
+
+
 class Submitter(Protocol):
     """What a gather needs of those who see to the gradients of its model (gradients/hooks.py).
 
@@ -91,6 +101,7 @@ class Submitter(Protocol):
         backwards: The synchronising ones so far, the running one included.
         quiet: Gradients are only accumulated at present.
         rebuilds: Who makes averages in the background.
+        device_gathers: Who copies between host and device, for a model on an accelerator.
     """
 
     engine: Engine
@@ -100,6 +111,7 @@ class Submitter(Protocol):
     backwards: int
     quiet: bool
     rebuilds: Rebuilds
+    device_gathers: DeviceGathers | None
 
     def enter_task(self) -> None:
         """A backward that is to be synchronised is under way: see to it that its end is noticed."""
@@ -126,6 +138,7 @@ class Gather(ABC):
         rows: Rows of this rank's last contribution, where the scheme sends rows.
         dense_sent: How often this rank had to send the gradient itself.
         dense_reason: Why, the last time.
+        device: Where the gradients are.
     """
 
     scheme: str
@@ -139,6 +152,7 @@ class Gather(ABC):
         self.layer = layer
         self.module = module
         self.slots = slots
+        self.device = slots[0].device
         self.engaged = False
         self.rows = 0
         self.dense_sent = 0
@@ -150,6 +164,8 @@ class Gather(ABC):
         self._mine: Tensor | None = None  # the contribution in flight
         self._threads = 0  # with which this rank computed when it contributed
         self._averages: dict[Slot, Tensor | None] | None = None
+        self._memory = [Reused() for _ in slots]  # of averages in main memory
+        self._there: _There | None = None  # the round in flight, of a model on an accelerator
         self._bases: list[Tensor | None] = [None] * len(slots)  # set aside while autograd accumulates
         self._defined: set[Slot] = set()  # autograd is about to accumulate a dense gradient
         self._why = ""
@@ -162,8 +178,8 @@ class Gather(ABC):
         """No contribution is longer than this."""
 
     @abstractmethod
-    def packed(self) -> Tensor:
-        """This rank's contribution as bytes, and ``.grad`` left with nothing but an earlier average; see `taken`."""
+    def packed(self) -> Packed:
+        """This rank's contribution, and ``.grad`` left with nothing but an earlier average; see `taken`."""
 
     @abstractmethod
     def body_bytes(self, header: ContributionHeader) -> int | None:
@@ -176,6 +192,10 @@ class Gather(ABC):
     @abstractmethod
     def nothing_dense(self, slot: Slot) -> None:
         """Autograd has come to the end of a parameter's uses, and there is no gradient for it to accumulate."""
+
+    def encoded(self, contribution: Tensor) -> Tensor:
+        """On an accelerator, what is sent: made beside the program from what `packed` says, as bytes in host memory."""
+        return contribution
 
     # Most of what follows concerns schemes that keep something outside of ``.grad``.
 
@@ -264,7 +284,7 @@ class Gather(ABC):
     def abandon(self) -> None:
         """What is on its way will not come: what is held of backwards that were not sent stays."""
         self.pending = 0
-        self._mine = self._averages = None
+        self._mine = self._averages = self._there = None
         self._bases = [None] * len(self.slots)
 
     # Out
@@ -278,16 +298,46 @@ class Gather(ABC):
         self.pending = 0
         self.backward = submitter.backwards
         self.seq += 1
+        self._averages, self._threads = None, torch.get_num_threads()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            blob = self.packed()
-        token = submitter.submit_gather(self.index, blob, submitter.step, self.only_to)
-        self._mine, self._averages, self._threads = blob, None, torch.get_num_threads()
+            packed = self.packed()
+            if submitter.device_gathers is None:
+                self._mine = blob = self.blob(packed)
+                token = submitter.submit_gather(self.index, blob, submitter.step, self.only_to)
+            else:
+                token = self._submit_there(submitter.device_gathers, packed)
         for slot in self.slots:
             slot.flight.take_off_gathered(token, self.index, self.backward)
             defer(slot)
-        # What was in ``.grad`` before is added when the program asks: until then it may change it.
-        if self.rebuilt and all(slot.flight.grad is None for slot in self.slots):
+        if submitter.device_gathers is None and self._is_expected():
             submitter.rebuilds.expect(self)
+
+    def _is_expected(self) -> bool:
+        """Whether averages are made in the background, as soon as they can be."""
+        # What was in ``.grad`` before is added when the program asks: until then it may change it.
+        return self.rebuilt and all(slot.flight.grad is None for slot in self.slots)
+
+    def _submit_there(self, device_gathers: DeviceGathers, packed: Packed) -> int:
+        """As `submit`, from an accelerator: the engine has it when `is_sent` says so."""
+        memory = [
+            torch.empty(
+                slot.param.shape,
+                dtype=slot.dtype if slot.flight.grad is None else sum_type(slot.dtype),
+                device=self.device,
+            )
+            for slot in self.slots
+        ]
+        step, expected = self.submitter.step, self._is_expected()
+        self._there = there = _There(memory, expected=expected)
+        there.begun = device_gathers.submit(self, self.index, _head(packed.header), packed.parts, step, self.only_to)
+        return -1
+
+    def is_sent(self, blob: Tensor) -> None:
+        """From an accelerator: this is the contribution, which the engine has from now on. Beside the program."""
+        self._mine = blob
+        assert self._there is not None  # until it has landed
+        if self._there.expected:
+            self.submitter.rebuilds.expect(self)
 
     def submit_accumulated(self) -> None:
         """Take part without a backward: with what was accumulated under no_sync, and nothing else that ``.grad`` has.
@@ -329,7 +379,7 @@ class Gather(ABC):
         header = ContributionHeader(0, mask, 0, torch.get_num_threads(), tuple(bases), (0,) * len(self.slots))
         return header, local
 
-    def dense(self, header: ContributionHeader, local: Sequence[Tensor | None], why: str) -> Tensor:
+    def dense(self, header: ContributionHeader, local: Sequence[Tensor | None], why: str) -> Packed:
         """A contribution of the gradients themselves; zeros where the header says that there is something.
 
         Args:
@@ -347,22 +397,21 @@ class Gather(ABC):
                 parts.append(grad.to_dense().contiguous())
             elif mask & 1 << place:
                 parts.append(torch.zeros_like(self.slots[place].param, memory_format=torch.contiguous_format))
-        return self.blob(header._replace(form=DENSE, mask=mask), parts)
+        return Packed(header._replace(form=DENSE, mask=mask), parts)
 
     def _check(self, slot: Slot, grad: Tensor) -> None:
-        if grad.dtype is not slot.dtype or grad.shape != slot.param.shape or grad.device.type != "cpu":
+        if grad.dtype is not slot.dtype or grad.shape != slot.param.shape or grad.device != slot.device:
             raise ConfigError(
                 f"the gradient of {slot.name} is {grad.dtype} {list(grad.shape)} on {grad.device}, but at "
-                f"penstock.distribute the parameter was {slot.dtype}, {slot.elems} elements, on the CPU. Convert the "
-                "model before",
+                f"penstock.distribute the parameter was {slot.dtype}, {slot.elems} elements, on {slot.device}. Convert "
+                "the model before, or move it there",
                 layer=self.layer.name,
             )
 
-    def blob(self, header: ContributionHeader, parts: Sequence[Tensor]) -> Tensor:
+    def blob(self, packed: Packed) -> Tensor:
         """Header and body as bytes, in fresh memory."""
-        flat = [part.reshape(-1).view(torch.uint8) for part in parts if part.numel()]
-        head = torch.tensor(header.encode(), dtype=torch.int64).view(torch.uint8)
-        return torch.cat([head, *flat])
+        flat = [part.reshape(-1).view(torch.uint8) for part in packed.parts if part.numel()]
+        return torch.cat([_head(packed.header), *flat])
 
     # Back
 
@@ -382,9 +431,30 @@ class Gather(ABC):
 
     def make_averages(self) -> None:
         """In the background, all contributions being in, what `land` would do."""
+        if self._there is not None:
+            self._make_there(self._there)
+            return
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
         self._averages = self._combined()
+
+    def _make_there(self, there: _There) -> None:
+        """Give the accelerator what makes the averages, in the memory that there is for them."""
+        device_gathers = self.submitter.device_gathers
+        assert device_gathers is not None
+        with device_gathers.making(there.begun):
+            there.mask, there.averages = self.summed()
+            for place, average in enumerate(there.averages):
+                if average is not None and average is not there.memory[place]:
+                    there.averages[place] = there.memory[place].copy_(average)
+            there.made = device_gathers.made()
+
+    def average_memory(self, place: int, dtype: torch.dtype) -> Tensor:
+        """Contiguous memory for an average, of any content."""
+        if self._there is None:
+            return self._memory[place].tensor(self.slots[place].param.shape, dtype)
+        memory = self._there.memory[place]
+        return memory if memory.dtype is dtype else torch.empty_like(memory, dtype=dtype)
 
     def made(self, slot: Slot) -> Tensor | None:
         """The average of a parameter's gradient, if it is made, there is one, and it lies in memory as others do."""
@@ -392,8 +462,15 @@ class Gather(ABC):
         return average if average is not None and average.layout is torch.strided else None
 
     def _combined(self) -> dict[Slot, Tensor | None]:
-        mask, averages = self.summed()
-        self._mine = None
+        there, device_gathers = self._there, self.submitter.device_gathers
+        if there is None or device_gathers is None:
+            mask, averages = self.summed()
+        else:
+            if there.made is None:
+                self._make_there(there)
+            device_gathers.go_on_after(there.made)
+            mask, averages = there.mask, there.averages
+        self._mine = self._there = None
         return {slot: self._on_base(slot, averages[place], mask >> place & 1) for place, slot in enumerate(self.slots)}
 
     def summed(self) -> tuple[int, list[Tensor | None]]:
@@ -426,7 +503,7 @@ class Gather(ABC):
             return None
         if average is None or not present:
             if base is None:
-                average = torch.zeros(slot.param.shape, dtype=slot.dtype)
+                average = torch.zeros(slot.param.shape, dtype=slot.dtype, device=self.device)
                 return mark_average(self.finished(average), self.seq)
             return mark_average(base.clone(), self.seq)
         if base is not None:
@@ -452,6 +529,8 @@ class Gather(ABC):
         """Use this scheme from the next backward on, or the store. All ranks do it between the same two backwards."""
         if engaged and not self.engaged:
             self.install()
+            if self.submitter.device_gathers is not None:
+                self.submitter.device_gathers.prepare()
         elif self.engaged and not engaged:
             self.fold()
         self.engaged = engaged
@@ -510,11 +589,16 @@ class Contribution:
         )
 
     def read(self, offset: int, into: Tensor) -> Tensor:
-        """Fill a tensor from the contribution's bytes."""
+        """Fill a contiguous tensor from the contribution's bytes; one of an accelerator while averages are made."""
         len_bytes = into.numel() * into.element_size()
         if len_bytes == 0:
             return into
         gather = self._gather
+        if not into.is_cpu:
+            device_gathers = gather.submitter.device_gathers
+            assert device_gathers is not None
+            device_gathers.fill(into, lambda begin, room: self.read(offset + begin, room))
+            return into
         if self._own:
             assert gather._mine is not None  # kept since the submission
             into.view(-1).view(torch.uint8).copy_(gather._mine[offset : offset + len_bytes])
@@ -530,9 +614,34 @@ class Contribution:
             return
         for place, slot in enumerate(self._gather.slots):
             if self.header.has(place):
-                dense = self.read(offset, torch.empty(slot.param.shape, dtype=slot.dtype))
+                dense = self.read(offset, torch.empty(slot.param.shape, dtype=slot.dtype, device=slot.device))
                 offset += dense.numel() * dense.element_size()
                 yield place, dense.to(sum_type(slot.dtype))
+
+
+class _There:
+    """A round of a layer on an accelerator.
+
+    Attributes:
+        memory: By parameter, for its average; allocated where the program uses it.
+        expected: Averages are made in the background.
+        begun: The event after which this memory may be written.
+        made: The event after which the averages are there; none yet: nobody has begun to make them.
+        mask: For which parameters there is something, as bits.
+        averages: By parameter.
+    """
+
+    def __init__(self, memory: list[Tensor], *, expected: bool) -> None:
+        self.memory = memory
+        self.expected = expected
+        self.begun: Any = None
+        self.made: Any = None
+        self.mask = 0
+        self.averages: list[Tensor | None] = []
+
+
+def _head(header: ContributionHeader) -> Tensor:
+    return torch.tensor(header.encode(), dtype=torch.int64).view(torch.uint8)
 
 
 def changed_in_flight(slot: Slot, step: int) -> ConfigError:

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.lossy import LossyScheme
-from penstock.torch.model.layers import Layer, Slot
-from penstock.torch.runtime.memory import Reused
-from penstock.torch.schemes.gather import Contribution, Submitter, sum_type
+from penstock.torch.schemes.gather import Contribution, sum_type
 from penstock.torch.schemes.rows import LayerCall, Rows, capturing
 
 __all__ = ["EmbeddingPairs", "only_scheme"]
@@ -28,12 +26,6 @@ class EmbeddingPairs(Rows):
 
     scheme = "pairs"
     rebuilt = True
-
-    def __init__(
-        self, submitter: Submitter, index: int, layer: Layer, module: nn.Module, slots: Sequence[Slot]
-    ) -> None:
-        super().__init__(submitter, index, layer, module, slots)
-        self._memory = Reused()
 
     def row_bytes(self) -> int:
         """Bytes of an index and its row."""
@@ -88,7 +80,7 @@ class EmbeddingPairs(Rows):
         if self.module.sparse:
             shape = self.weight.param.shape
             return [torch.sparse_coo_tensor(unique.view(1, -1), sums, shape, is_coalesced=True, check_invariants=False)]
-        return [self._memory.tensor(self.weight.param.shape, wide).zero_().index_copy_(0, unique, sums)]
+        return [self.average_memory(0, wide).zero_().index_copy_(0, unique, sums)]
 
     @property
     def is_sparse(self) -> bool:

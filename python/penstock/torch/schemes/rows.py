@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.reads.safety import defer, restore
-from penstock.torch.schemes.gather import OWN, Contribution, ContributionHeader, Gather, Submitter
+from penstock.torch.schemes.gather import OWN, Contribution, ContributionHeader, Gather, Packed, Submitter
 from penstock.torch.schemes.survey import foreign_hooks
 
 __all__ = ["LayerCall", "Rows", "capturing"]
@@ -99,7 +99,7 @@ class Rows(Gather):
         """Why a call of the layer's forward would leave no rows now, if so; as far as the forward can tell."""
         if self._decides_itself:
             return ""
-        if torch.is_autocast_enabled("cpu"):
+        if torch.is_autocast_enabled(self.device.type):
             return "its forward runs under autocast"
         return "its forward is traced or transformed" if _tracing() or _transforming() else ""
 
@@ -221,7 +221,7 @@ class Rows(Gather):
 
     # Out
 
-    def packed(self) -> Tensor:
+    def packed(self) -> Packed:
         """Rows, or the gradient if that is shorter or if there is one that is not made of rows."""
         calls = self._held + self._fresh
         self._held, self._fresh = [], []
@@ -243,8 +243,8 @@ class Rows(Gather):
             why = self._why or "its rows were longer than the gradient, or .grad held something else"
             return self.dense(header._replace(rows=0), self._with_products(local, calls), why)
         if given is None or upstream is None:
-            return self.blob(header._replace(form=OWN if mask else 0), ())
-        return self.blob(header._replace(form=OWN), (given, upstream))
+            return Packed(header._replace(form=OWN if mask else 0), ())
+        return Packed(header._replace(form=OWN), (given, upstream))
 
     def _with_products(self, local: list[Tensor | None], calls: Sequence[LayerCall]) -> list[Tensor | None]:
         for call in calls:
