@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import late_device  # noqa: F401  first: torch takes in what devices there are with the first backward
+import late_ranks
 import pytest
 import ranks
 from late_device import installed
 from late_ranks import (
     LONG,
+    NETWORKS,
     OPTIMIZERS,
     PROGRAMS,
     Passed,
@@ -29,7 +31,7 @@ from penstock.torch import distribute
 from penstock.torch.runtime import accelerator
 from penstock.torch.schemes import device_gathers
 
-FACTORS = {"*": "factors"}
+FACTORS, PAIRS = {"*": "factors"}, {"0": "pairs"}
 
 
 @pytest.fixture(autouse=True)
@@ -54,13 +56,36 @@ def test_whole_gradients_travel_in_other_ways(monkeypatch):
 
 @pytest.mark.parametrize("arm", [pytest.param("threads", marks=LONG), "native"])
 @pytest.mark.parametrize("size", [pytest.param(1, marks=LONG), pytest.param(2, marks=LONG), 3])
-def test_factors_have_the_bits_of_the_host(monkeypatch, arm, size):
+@pytest.mark.parametrize(("kind", "schemes"), [("wide", FACTORS), ("table", PAIRS)], ids=["factors", "pairs"])
+def test_rows_have_the_bits_of_the_host(monkeypatch, arm, size, kind, schemes):
     monkeypatch.setattr(ranks, "arm", arm)
-    expected = train("wide", "sgd", "cpu", size, FACTORS)
+    expected = train(kind, "sgd", "cpu", size, schemes)
     with installed(4):
-        found = train("wide", "sgd", "late", size, FACTORS)
+        found = train(kind, "sgd", "late", size, schemes)
     assert all(same(one, other) for one, other in zip(found, expected, strict=True))
-    assert size == 1 or not same(expected[0], train("wide", "sgd", "cpu", size)[0]), "these were gradients"
+    # Averages of pairs are sums in the order of the store's, so these would be the same.
+    assert size == 1 or kind == "table" or not same(expected[0], train(kind, "sgd", "cpu", size)[0]), "all were whole"
+
+
+def test_half_types(monkeypatch):
+    """Averages are made in single precision, and rounded once."""
+    half = {kind: (lambda make=NETWORKS[kind][0]: make().bfloat16()) for kind in ("wide", "table")}
+    for kind, make in half.items():
+        monkeypatch.setitem(NETWORKS, kind, (make, *NETWORKS[kind][1:]))
+    plain = late_ranks.batch
+    monkeypatch.setattr(
+        late_ranks,
+        "batch",
+        lambda kind, rank, step: tuple(
+            one.bfloat16() if one.is_floating_point() else one for one in plain(kind, rank, step)
+        ),
+    )
+    program = {"backwards": 2}
+    for kind, schemes in (("wide", FACTORS), ("table", PAIRS)):
+        expected = run_program(program, "cpu", kind, schemes)
+        with installed(6):
+            found = run_program(program, "late", kind, schemes)
+        assert all(same(one, other) for one, other in zip(found, expected, strict=True))
 
 
 SHORT_PROGRAMS = ("writes its input again", "accumulates", "accumulates onto averages")
@@ -69,19 +94,28 @@ SHORT_PROGRAMS = ("writes its input again", "accumulates", "accumulates onto ave
 @pytest.mark.parametrize(
     "program", [pytest.param(one, marks=[] if one in SHORT_PROGRAMS else LONG) for one in PROGRAMS]
 )
-@pytest.mark.parametrize("kind", ["wide", pytest.param("linear", marks=LONG)])  # the latter sends gradients whole
-def test_programs_with_factors_have_the_bits_of_the_host(program, kind):
-    expected = run_program(PROGRAMS[program], "cpu", kind, FACTORS)
+@pytest.mark.parametrize(
+    ("kind", "schemes"),
+    [
+        ("wide", FACTORS),
+        pytest.param("linear", FACTORS, marks=LONG),  # whose rows are longer than its gradients
+        ("table", PAIRS),
+    ],
+    ids=["factors", "whole", "pairs"],
+)
+def test_programs_have_the_bits_of_the_host(program, kind, schemes):
+    expected = run_program(PROGRAMS[program], "cpu", kind, schemes)
     with installed(12):
-        found = run_program(PROGRAMS[program], "late", kind, FACTORS)
+        found = run_program(PROGRAMS[program], "late", kind, schemes)
     assert all(same(one, other) for one, other in zip(found, expected, strict=True))
 
 
 # Waits
 
 
-def test_the_host_never_waits_for_the_device():
-    for waits in waits_of_the_host("wide", OPTIMIZERS["sgd"], FACTORS):
+@pytest.mark.parametrize(("kind", "schemes"), [("wide", FACTORS), ("table", PAIRS)], ids=["factors", "pairs"])
+def test_the_host_never_waits_for_the_device(kind, schemes):
+    for waits in waits_of_the_host(kind, OPTIMIZERS["sgd"], schemes):
         assert not waits
 
 

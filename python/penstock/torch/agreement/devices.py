@@ -97,11 +97,9 @@ def refuse_on_device(
             )
 
 
-_WORKING = {*(name for name, way in WAYS.items() if way.is_whole), "factors"}
-
-
 def _works(scheme: object) -> bool:
     """Whether a scheme does; what is none is refused elsewhere."""
     lossy = parse(scheme)
     name = scheme if lossy is None else lossy.name
-    return not isinstance(name, str) or name not in WAYS or name in _WORKING
+    way = WAYS.get(name) if isinstance(name, str) else None
+    return way is None or way.is_whole or way.may_be_chosen

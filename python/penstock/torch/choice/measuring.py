@@ -174,7 +174,9 @@ class Choice:
             # A copy of the module has its hooks, too, and a functional call other parameters.
             if given is None or not torch.is_grad_enabled() or module.weight is not gather.weight.param:
                 return
-            self._rows[layer] += given.unique().numel() if inputs is None else given.numel() // inputs
+            # How many different ones an accelerator looks up, nobody knows before it has: there all count.
+            each_once = given.unique() if inputs is None and given.is_cpu else given
+            self._rows[layer] += each_once.numel() // (inputs or 1)
             why = gather.why_whole()
             if why:
                 self._seen_whole[layer] = why

@@ -461,6 +461,17 @@ class Gather(ABC):
         average = None if self._averages is None else self._averages.get(slot)
         return average if average is not None and average.layout is torch.strided else None
 
+    def there(self, made: Tensor) -> Tensor:
+        """Where the gradients are, what was made for an average in main memory."""
+        if self._there is None:
+            return made
+        device_gathers = self.submitter.device_gathers
+        assert device_gathers is not None
+        flat, there = made.contiguous().view(-1), torch.empty_like(made, device=self.device)
+        flat = flat.view(torch.uint8)
+        device_gathers.fill(there, lambda begin, room: room.copy_(flat[begin : begin + len(room)]))
+        return there
+
     def _combined(self) -> dict[Slot, Tensor | None]:
         there, device_gathers = self._there, self.submitter.device_gathers
         if there is None or device_gathers is None:
@@ -554,11 +565,13 @@ class Contribution:
         header: What it says of itself.
     """
 
-    def __init__(self, gather: Gather, rank: int, len_bytes: int, index: int | None = None) -> None:
+    def __init__(
+        self, gather: Gather, rank: int, len_bytes: int, index: int | None = None, blob: Tensor | None = None
+    ) -> None:
         self._gather = gather
         self._index = gather.index if index is None else index
         self.rank = rank
-        self._own = rank == gather.submitter.rank
+        self._blob = gather._mine if blob is None and rank == gather.submitter.rank else blob
         self._len_bytes = len_bytes
         if len_bytes < gather.header_bytes:
             raise self.wrong()
@@ -576,6 +589,11 @@ class Contribution:
             body = gather.body_bytes(header)
         if body is None or len_bytes != gather.header_bytes + body:
             raise self.wrong()
+
+    @classmethod
+    def of(cls, gather: Gather, blob: Tensor) -> Contribution:
+        """This rank's own, which is these bytes."""
+        return cls(gather, gather.submitter.rank, blob.numel(), blob=blob)
 
     def wrong(self) -> ProtocolError:
         """The error that says that this contribution does not fit the layer."""
@@ -599,9 +617,8 @@ class Contribution:
             assert device_gathers is not None
             device_gathers.fill(into, lambda begin, room: self.read(offset + begin, room))
             return into
-        if self._own:
-            assert gather._mine is not None  # kept since the submission
-            into.view(-1).view(torch.uint8).copy_(gather._mine[offset : offset + len_bytes])
+        if self._blob is not None:
+            into.view(-1).view(torch.uint8).copy_(self._blob[offset : offset + len_bytes])
         else:
             submitter = gather.submitter
             submitter.engine.read_gathered(submitter.id, self._index, self.rank, offset, into.data_ptr(), len_bytes)

@@ -152,9 +152,9 @@ def survey(model: nn.Module, modules: Sequence[nn.Module], device: torch.device 
 
 
 def _why_there(module: nn.Module, device: torch.device | None) -> str | None:
-    if device is None or not isinstance(module, nn.Embedding):
+    if device is None or not (isinstance(module, nn.Embedding) and module.sparse):
         return None
-    return f"it is on {device.type}, where no pairs are sent yet"
+    return f"its gradients are sparse, and from {device.type} they travel dense"
 
 
 def common_reason(reasons: Sequence[str | None]) -> str | None:
