@@ -341,10 +341,8 @@ def test_each_wait_is_needed(monkeypatch, wait):
     assert all(outcomes) if wait is None else not all(outcomes)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=LONG), pytest.param(2, marks=LONG)])
-def test_full_arenas_of_different_pieces_do_not_wait_for_each_other(monkeypatch, seed):
+def fill_arenas(seed, schemes=None):
     """Each rank takes the pieces first that the other takes last."""
-    monkeypatch.setattr(ranks, "arm", "native")
 
     def main(rank, engine, device):
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12)))
@@ -352,7 +350,7 @@ def test_full_arenas_of_different_pieces_do_not_wait_for_each_other(monkeypatch,
             for place, param in enumerate(model.parameters()):
                 param.fill_(0.1 + 0.001 * place)
         model.to(device)
-        model, optimizer = distribute(model, torch.optim.SGD(model.parameters(), 0.1))
+        model, optimizer = distribute(model, torch.optim.SGD(model.parameters(), 0.1), schemes=schemes)
         for _ in range(4):
             out = model(torch.full((2, 8), float(rank), device=device))
             (out - 1.0).square().sum().backward()
@@ -367,6 +365,12 @@ def test_full_arenas_of_different_pieces_do_not_wait_for_each_other(monkeypatch,
     with installed(seed):
         found = run(lambda rank, engine: main(rank, engine, "late"), 2, operation_timeout_s=10.0)
     assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=LONG), pytest.param(2, marks=LONG)])
+def test_full_arenas_of_different_pieces_do_not_wait_for_each_other(monkeypatch, seed):
+    monkeypatch.setattr(ranks, "arm", "native")
+    fill_arenas(seed)
 
 
 # When it ends

@@ -14,6 +14,7 @@ from late_ranks import (
     PROGRAMS,
     Passed,
     batch,
+    fill_arenas,
     lose_a_rank,
     model_of,
     right_without,
@@ -163,6 +164,12 @@ def test_each_wait_is_needed(monkeypatch, wait):
         for seed in seeds
     )
     assert all(outcomes) if wait is None else not all(outcomes)
+
+
+def test_full_arenas_do_not_wait_for_gradients_that_travel_as_rows(monkeypatch):
+    """Which piece is to be done first, the ranks find in the same way where the first layer sends none."""
+    monkeypatch.setattr(ranks, "arm", "native")
+    fill_arenas(0, {"0": "factors"})
 
 
 # When it ends

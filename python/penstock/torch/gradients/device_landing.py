@@ -20,7 +20,8 @@ any more.
 **No deadlock.** Ranks need not take the same pieces into their arenas: each has those that are most urgent of what its
 backward has made. Full arenas of different pieces would wait for each other for ever. So one more room is in reserve
 for the *lowest* piece alone: of the earliest round, and in that of the smallest number. All ranks count rounds alike,
-so the lowest piece of all is in, or can be in, everywhere; when it is done another one is.
+those included in which a layer sends no gradients, so the lowest piece of all is in, or can be in, everywhere; when it
+is done another one is.
 """
 
 from __future__ import annotations
@@ -249,6 +250,14 @@ class DeviceLanding:
             for piece in pieces:
                 heapq.heappush(self._waiting, _Waiting(place, next(self._order), piece, gradient))
         self._out.begin()
+
+    def pass_over(self, indices: Sequence[int]) -> None:
+        """As `Landing.pass_over`: they would be the lowest pieces for ever, and never come."""
+        with self._changed:
+            for index in indices:
+                for piece in self._pieces[index]:
+                    self._rounds[piece.number] += 1
+            self._notify()
 
     def flush(self, step: int) -> None:
         """As `Landing.flush`."""

@@ -436,6 +436,10 @@ class Gradients:
         finally:
             self.quiet = before
 
+    def pass_over(self, slots: Sequence[Slot]) -> None:
+        """These travel by their layer's gather in the round that begins."""
+        self.landing.pass_over([slot.index for slot in slots])
+
     def submit_gather(self, index: int, blob: Tensor, step: int, only_to: int | None = None) -> int:
         """Send these bytes to every rank, or to one; returns the token by which they are lent."""
         token = self.engine.submit_gather(self.id, index, blob.data_ptr(), blob.numel(), step, True, only_to)

@@ -43,6 +43,10 @@ class Landing(Protocol):
         """Contribute nothing; the average of the others shall land here. Returns the token by which it is lent."""
         ...
 
+    def pass_over(self, indices: Sequence[int]) -> None:
+        """In the round that begins, what these parameters have travels by their layer's gather."""
+        ...
+
     def flush(self, step: int) -> None:
         """Whoever is about to wait submits first what is kept."""
         ...
@@ -127,6 +131,9 @@ class HostLanding:
         token = submit(self._book, slot.index, memory.data_ptr(), slot.nbytes, "average", step, True)
         self._lent.tensors[token] = memory
         return token
+
+    def pass_over(self, indices: Sequence[int]) -> None:
+        """As `Landing.pass_over`."""
 
     def flush(self, step: int) -> None:
         """As `Landing.flush`."""

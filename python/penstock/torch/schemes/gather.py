@@ -121,6 +121,10 @@ class Submitter(Protocol):
         """A gradient arrives on top of one in flight, which is waited for first."""
         ...
 
+    def pass_over(self, slots: Sequence[Slot]) -> None:
+        """These travel by their layer's gather in the round that begins."""
+        ...
+
     def submit_gather(self, index: int, blob: Tensor, step: int, only_to: int | None = None) -> int:
         """Send these bytes to every rank, or to one; returns the token by which they are lent."""
         ...
@@ -295,6 +299,7 @@ class Gather(ABC):
         for slot in self.slots:
             if slot.is_busy:
                 submitter.clear_for_accumulation(slot)
+        submitter.pass_over(self.slots)
         self.pending = 0
         self.backward = submitter.backwards
         self.seq += 1
