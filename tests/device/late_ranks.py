@@ -503,7 +503,6 @@ def test_says_what_does_not_work_on_a_device():
         assert "late:0" in str(caught.value)
 
     def main(rank, engine):
-        refused("leave schemes out", schemes="auto")
         refused("use store, central", schemes={"*": "dgc"})
         refused('update="servers"', update="servers")
         refused('update="servers-in-backward"', update="servers-in-backward")

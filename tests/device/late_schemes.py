@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import late_device  # noqa: F401  first: torch takes in what devices there are with the first backward
 import late_ranks
 import pytest
 import ranks
+import torch
 from late_device import installed
 from late_ranks import (
     LONG,
@@ -13,6 +16,8 @@ from late_ranks import (
     OPTIMIZERS,
     PROGRAMS,
     Passed,
+    accumulate,
+    backward,
     batch,
     fill_arenas,
     lose_a_rank,
@@ -22,6 +27,7 @@ from late_ranks import (
     run_program,
     same,
     small,  # noqa: F401  for every test
+    stream_of_rank,
     train,
     waits_of_the_host,
 )
@@ -29,6 +35,9 @@ from torch.nn import functional as F
 
 from penstock.errors import PenstockError, Timeout
 from penstock.torch import distribute
+from penstock.torch.choice import measuring
+from penstock.torch.choice.probe import exchange_cost
+from penstock.torch.distribute import models_of
 from penstock.torch.runtime import accelerator
 from penstock.torch.schemes import device_gathers
 
@@ -109,6 +118,73 @@ def test_programs_have_the_bits_of_the_host(program, kind, schemes):
     with installed(12):
         found = run_program(PROGRAMS[program], "late", kind, schemes)
     assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def switching(device, schemes):
+    """With these schemes for step after step, as a choice would change them; also gradients that are kept for it."""
+
+    def main(rank, engine):
+        with stream_of_rank(device):
+            model = model_of("wide").to(device)
+            model, optimizer = distribute(model, OPTIMIZERS["sgd"](model.parameters()), schemes={"0": "factors"})
+            (distributed,) = models_of(engine)
+            for step, scheme in enumerate(schemes):
+                if step % 2:
+                    accumulate(model, rank, step, device, "wide")
+                distributed.set_schemes({"0": scheme, "2": "factors", "4": scheme})
+                x, y = (one.to(device, non_blocking=True) for one in batch("wide", rank, step))
+                backward(F.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+            return [param.detach().cpu() for param in model.parameters()]
+
+    return run(main, 2)
+
+
+def test_a_layer_changes_its_scheme_between_steps():
+    schemes = ("store", "factors", "factors", "store", "store", "factors")
+    expected = switching("cpu", schemes)
+    with installed(8):
+        found = switching("late", schemes)
+    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+
+
+# Choice
+
+
+def test_schemes_are_chosen_by_what_the_device_takes(monkeypatch):
+    """A millisecond for everything: so its rate of products, and of copies nothing."""
+
+    def main(rank, engine):
+        model = model_of("wide").to("late")
+        model, optimizer = distribute(model, OPTIMIZERS["sgd"](model.parameters()), schemes="auto")
+        (distributed,) = models_of(engine)
+        chosen = []
+        for step in range(3):
+            x, y = (one.to("late", non_blocking=True) for one in batch("wide", rank, step))
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            chosen.append({gather.layer.name: gather.engaged for gather in distributed.gathers.values()})
+        return distributed.coordinator.rates, chosen, [param.detach().cpu() for param in model.parameters()]
+
+    flops = 2 * measuring.DEVICE_PRODUCT_ROWS * measuring.DEVICE_PRODUCT_SIDE**2
+    monkeypatch.setattr(sys.modules["penstock.torch.distribute"], "exchange_cost", lambda *_: 1e-9)
+    with installed(9):
+        (rates, chosen, values), (_, other_chosen, others) = run(main, 2)
+    assert rates.product_flops_per_s == pytest.approx(flops / 1e-3)
+    assert chosen == other_chosen and not any(chosen[0].values()) and any(chosen[-1].values())
+    assert same(values, others)
+
+
+def test_what_an_exchange_costs_is_measured_on_the_device():
+    def main(rank, engine):
+        cost_s = exchange_cost(engine, rank, torch.device("late", 0), ranks.current().options)
+        assert exchange_cost(engine, rank, torch.device("late", 0)) == cost_s, "it is measured once"
+        return cost_s
+
+    with installed(10):
+        assert all(0.0 <= cost_s < 0.1 for cost_s in run(main, 2))
 
 
 # Waits

@@ -252,9 +252,10 @@ class Distributed:
         """The information book, and what keeps it in step on all ranks. Collective."""
         engine = self.engine
         products = any(isinstance(gather.module, nn.Linear) for gather in self.gathers.values())
-        local = measured_rates(rates, products=products)
+        device = self.gradients.device
+        local = measured_rates(rates, device, products=products)
         if self._automatic and self.gathers:
-            local = replace(local, gather_s=exchange_cost(engine, rank))
+            local = replace(local, gather_s=exchange_cost(engine, rank, device, options))
         coordinator = Coordinator(
             network_of(self.model, self.why_whole, name),
             self._cluster(*engine.slicing(self.gradients.id)),

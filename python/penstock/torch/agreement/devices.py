@@ -70,7 +70,6 @@ def refuse_on_device(
         ConfigError: Saying what to leave out.
     """
     asked: list[tuple[bool, str, str]] = [
-        (schemes == "auto", 'schemes="auto"', "leave schemes out: every layer uses the store"),
         (
             isinstance(schemes, Mapping) and not all(_works(scheme) for scheme in schemes.values()),
             "one of the schemes",

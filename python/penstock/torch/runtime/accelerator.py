@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from penstock.errors import ConfigError
 
-__all__ = ["Accelerator", "described", "pinned_memory", "supports"]
+__all__ = ["Accelerator", "described", "fastest", "pinned_memory", "supports"]
 
 
 def supports(device: torch.device) -> bool:
@@ -27,6 +29,21 @@ def described(device: torch.device) -> str:
     """Which device it is, without its number: of two that are described alike a product has the same bits."""
     name = getattr(getattr(torch, device.type, None), "get_device_name", lambda _: device.type)(device)
     return f"{name}, fp32 products {torch.get_float32_matmul_precision()}"
+
+
+def fastest(device: torch.device, work: Callable[[], object], tries: int) -> float:
+    """Seconds that the device takes for what `work` gives it, the shortest of some tries. Waits for it."""
+    stream = torch.Stream(device=device)
+    events = [torch.Event(device=device, enable_timing=True) for _ in range(tries + 1)]
+    stream.wait_stream(torch.accelerator.current_stream(device))  # where its operands are made
+    with stream:
+        work()  # once to warm up
+        for event in events:
+            event.record(stream)
+            if event is not events[-1]:
+                work()
+    events[-1].synchronize()
+    return min(begin.elapsed_time(end) for begin, end in itertools.pairwise(events)) / 1000
 
 
 class Accelerator:
