@@ -193,7 +193,7 @@ def stream_of_rank(device):
     return nullcontext() if device == "cpu" else torch.Stream(device)
 
 
-def run_program(program, device, kind="linear", schemes=None):
+def run_program(program, device, kind="linear", schemes=None, make_optimizer=OPTIMIZERS["sgd"]):
     before, between = program.get("before"), program.get("between", lambda model: None)
 
     def main(rank, engine):
@@ -203,7 +203,7 @@ def run_program(program, device, kind="linear", schemes=None):
     def of_rank(rank):
         classes = NETWORKS[kind][2]
         model = model_of(kind).to(device)
-        model, optimizer = distribute(model, OPTIMIZERS["sgd"](model.parameters()), schemes=schemes)
+        model, optimizer = distribute(model, make_optimizer(model.parameters()), schemes=schemes)
         for step in range(STEPS):
             x, y = (one.to(device, non_blocking=True) for one in batch(kind, rank, step))
             if before is not None:
@@ -503,7 +503,7 @@ def test_says_what_does_not_work_on_a_device():
         assert "late:0" in str(caught.value)
 
     def main(rank, engine):
-        refused("use store, central", schemes={"*": "dgc"})
+        refused("use store, central", schemes={"*": "adam"})
         refused('update="servers"', update="servers")
         refused('update="servers-in-backward"', update="servers-in-backward")
         refused("broadcast_buffers", lambda: nn.BatchNorm1d(3), broadcast_buffers=True)

@@ -34,6 +34,7 @@ from late_ranks import (
 from torch.nn import functional as F
 
 from penstock.errors import PenstockError, Timeout
+from penstock.lossy import DGC
 from penstock.torch import distribute
 from penstock.torch.choice import measuring
 from penstock.torch.choice.probe import exchange_cost
@@ -42,6 +43,14 @@ from penstock.torch.runtime import accelerator
 from penstock.torch.schemes import device_gathers
 
 FACTORS, PAIRS = {"*": "factors"}, {"0": "pairs"}
+SHORT = {"0": "1bit", "2": DGC(density=0.1, momentum=0.5, clip=1.0)}
+PLAIN = "sgd without momentum"
+
+
+@pytest.fixture(autouse=True)
+def without_momentum(monkeypatch):
+    """For DGC, which has its own."""
+    monkeypatch.setitem(OPTIMIZERS, PLAIN, lambda params: torch.optim.SGD(params, 0.1))
 
 
 @pytest.fixture(autouse=True)
@@ -66,15 +75,22 @@ def test_whole_gradients_travel_in_other_ways(monkeypatch):
 
 @pytest.mark.parametrize("arm", [pytest.param("threads", marks=LONG), "native"])
 @pytest.mark.parametrize("size", [pytest.param(1, marks=LONG), pytest.param(2, marks=LONG), 3])
-@pytest.mark.parametrize(("kind", "schemes"), [("wide", FACTORS), ("table", PAIRS)], ids=["factors", "pairs"])
-def test_rows_have_the_bits_of_the_host(monkeypatch, arm, size, kind, schemes):
+@pytest.mark.parametrize(
+    ("kind", "schemes"),
+    [("wide", FACTORS), ("table", PAIRS), ("wide", SHORT)],
+    ids=["factors", "pairs", "short"],
+)
+def test_has_the_bits_of_the_host(monkeypatch, arm, size, kind, schemes):
     monkeypatch.setattr(ranks, "arm", arm)
-    expected = train(kind, "sgd", "cpu", size, schemes)
+    optimizer = PLAIN if schemes is SHORT else "sgd"
+    if schemes is SHORT and size == 1:
+        pytest.skip("nobody would apply the momentum")
+    expected = train(kind, optimizer, "cpu", size, schemes)
     with installed(4):
-        found = train(kind, "sgd", "late", size, schemes)
+        found = train(kind, optimizer, "late", size, schemes)
     assert all(same(one, other) for one, other in zip(found, expected, strict=True))
     # Averages of pairs are sums in the order of the store's, so these would be the same.
-    assert size == 1 or kind == "table" or not same(expected[0], train(kind, "sgd", "cpu", size)[0]), "all were whole"
+    assert size == 1 or kind == "table" or not same(expected[0], train(kind, optimizer, "cpu", size)[0]), "whole"
 
 
 def test_half_types(monkeypatch):
@@ -110,14 +126,51 @@ SHORT_PROGRAMS = ("writes its input again", "accumulates", "accumulates onto ave
         ("wide", FACTORS),
         pytest.param("linear", FACTORS, marks=LONG),  # whose rows are longer than its gradients
         ("table", PAIRS),
+        ("wide", SHORT),
     ],
-    ids=["factors", "whole", "pairs"],
+    ids=["factors", "whole", "pairs", "short"],
 )
 def test_programs_have_the_bits_of_the_host(program, kind, schemes):
-    expected = run_program(PROGRAMS[program], "cpu", kind, schemes)
+    of_program = (kind, schemes, OPTIMIZERS[PLAIN if schemes is SHORT else "sgd"])
+    expected = run_program(PROGRAMS[program], "cpu", *of_program)
     with installed(12):
-        found = run_program(PROGRAMS[program], "late", kind, schemes)
+        found = run_program(PROGRAMS[program], "late", *of_program)
     assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def residuals_of(device):
+    """What each rank keeps after a backward without a step, one whose gradients overflow, and one after that."""
+
+    def main(rank, engine):
+        with stream_of_rank(device):
+            return of_rank(rank)
+
+    def of_rank(rank):
+        model = model_of("wide").to(device)
+        model, optimizer = distribute(model, OPTIMIZERS[PLAIN](model.parameters()), schemes=SHORT)
+        seen = []
+        for step in range(3):
+            x, y = (one.to(device, non_blocking=True) for one in batch("wide", rank, step))
+            loss = F.cross_entropy(model(x), y)
+            backward(loss * float("inf") if step == 1 else loss)
+            layers = optimizer.state_dict()["penstock"]["layers"]
+            seen += [
+                kept.clone()
+                for layer in layers.values()
+                for tensors in layer["tensors"].values()
+                for kept in tensors.values()
+            ]
+            optimizer.zero_grad()
+        return seen
+
+    return run(main, 2)
+
+
+def test_what_is_kept_is_that_of_the_host():
+    expected = residuals_of("cpu")
+    with installed(14):
+        found = residuals_of("late")
+    assert expected[0] and all(same(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def switching(device, schemes):
@@ -190,9 +243,11 @@ def test_what_an_exchange_costs_is_measured_on_the_device():
 # Waits
 
 
-@pytest.mark.parametrize(("kind", "schemes"), [("wide", FACTORS), ("table", PAIRS)], ids=["factors", "pairs"])
+@pytest.mark.parametrize(
+    ("kind", "schemes"), [("wide", FACTORS), ("table", PAIRS), ("wide", SHORT)], ids=["factors", "pairs", "short"]
+)
 def test_the_host_never_waits_for_the_device(kind, schemes):
-    for waits in waits_of_the_host(kind, OPTIMIZERS["sgd"], schemes):
+    for waits in waits_of_the_host(kind, OPTIMIZERS[PLAIN], schemes):
         assert not waits
 
 

@@ -101,4 +101,4 @@ def _works(scheme: object) -> bool:
     lossy = parse(scheme)
     name = scheme if lossy is None else lossy.name
     way = WAYS.get(name) if isinstance(name, str) else None
-    return way is None or way.is_whole or way.may_be_chosen
+    return way is None or way.route != "owner"

@@ -35,6 +35,7 @@ from penstock.lending import lent_to
 from penstock.torch.runtime import accelerator as accelerators
 from penstock.torch.runtime import background
 from penstock.torch.runtime.accelerator import Accelerator
+from penstock.torch.runtime.memory import Reused
 from penstock.torch.updates.separable import as_if_in_step
 
 if TYPE_CHECKING:
@@ -82,7 +83,15 @@ class _Leaving:
     __slots__ = ("body", "copied", "gather", "given", "header_bytes", "host", "made", "number", "only_to", "order")
 
     def __init__(
-        self, gather: _Gather, number: int, header: Tensor, body: Tensor, made: Any, only_to: int | None, order: int
+        self,
+        gather: _Gather,
+        number: int,
+        header: Tensor,
+        body: Tensor,
+        made: Any,
+        host: Tensor,
+        only_to: int | None,
+        order: int,
     ) -> None:
         self.gather = gather
         self.number = number
@@ -91,7 +100,7 @@ class _Leaving:
         self.only_to = only_to
         self.order = order
         self.header_bytes = header.numel()
-        self.host = torch.empty(header.numel() + body.numel(), dtype=torch.uint8)
+        self.host = host
         self.host[: self.header_bytes] = header
         self.given = self.copied = 0
 
@@ -128,6 +137,7 @@ class DeviceGathers:
         self._timeout_s = options.operation_timeout_s
         self._accelerator = Accelerator(device)
         self._outward, self._products = self._accelerator.stream(), self._accelerator.stream()
+        self._memory: dict[int, Reused] = {}  # of contributions, in host memory, by number
         self._changed = threading.Condition()  # guards what follows
         self._unsent: dict[int, tuple[_Gather, int]] = {}  # by number, whose contribution it is, and its step
         self._waiting: list[_Leaving] = []  # not all given to the stream
@@ -171,7 +181,9 @@ class DeviceGathers:
         flat = [part.reshape(-1).view(torch.uint8) for part in parts if part.numel()]
         body = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
         made = self._accelerator.mark()
-        leaving = _Leaving(gather, number, header, body, made, only_to, next(self._order))
+        memory = self._memory.setdefault(number, Reused())
+        host = memory.tensor((header.numel() + body.numel(),), torch.uint8)
+        leaving = _Leaving(gather, number, header, body, made, host, only_to, next(self._order))
         with self._changed:
             self._unsent[number] = gather, step
             self._waiting.append(leaving)
@@ -188,18 +200,22 @@ class DeviceGathers:
             PeerLost: A rank was lost.
             Timeout: The device did not get there in time, or others did not.
         """
+        self.wait_until_sent(numbers)
+        self._engine.wait(self._book, list(numbers))
+
+    def wait_until_sent(self, numbers: Sequence[int]) -> None:
+        """Wait until the engine has these contributions; raises as `wait` does."""
         deadline = time.monotonic() + self._timeout_s
         while True:
             with self._changed:
                 self._raise_failure()
                 late = next((number for number in numbers if number in self._unsent), None)
                 if late is None:
-                    break
+                    return
                 if time.monotonic() > deadline:
                     raise self._late(late)
                 if self._changed.wait(WAIT_S):
                     deadline = time.monotonic() + self._timeout_s
-        self._engine.wait(self._book, list(numbers))
 
     def _late(self, number: int) -> Timeout:
         gather, step = self._unsent[number]

@@ -337,6 +337,11 @@ class Gather(ABC):
         there.begun = device_gathers.submit(self, self.index, _head(packed.header), packed.parts, step, self.only_to)
         return -1
 
+    def wait_until_sent(self) -> None:
+        """From an accelerator: until this rank's last contribution is made and with the engine."""
+        if self.submitter.device_gathers is not None:
+            self.submitter.device_gathers.wait_until_sent([self.index])
+
     def is_sent(self, blob: Tensor) -> None:
         """From an accelerator: this is the contribution, which the engine has from now on. Beside the program."""
         self._mine = blob
@@ -395,13 +400,15 @@ class Gather(ABC):
         self.dense_sent += 1
         self.dense_reason = why
         mask = header.mask
-        parts = []
+        parts: list[Tensor] = []
+        where = next((grad.device for grad in local if grad is not None), self.device)
         for place, grad in enumerate(local):
             if grad is not None:
                 mask |= 1 << place
                 parts.append(grad.to_dense().contiguous())
             elif mask & 1 << place:
-                parts.append(torch.zeros_like(self.slots[place].param, memory_format=torch.contiguous_format))
+                slot = self.slots[place]
+                parts.append(torch.zeros(slot.param.shape, dtype=slot.dtype, device=where))
         return Packed(header._replace(form=DENSE, mask=mask), parts)
 
     def _check(self, slot: Slot, grad: Tensor) -> None:
@@ -466,14 +473,18 @@ class Gather(ABC):
         average = None if self._averages is None else self._averages.get(slot)
         return average if average is not None and average.layout is torch.strided else None
 
-    def there(self, made: Tensor) -> Tensor:
-        """Where the gradients are, what was made for an average in main memory."""
+    def there(self, made: Tensor, place: int | None = None) -> Tensor:
+        """Where the gradients are, what was made in main memory: for an average, or this parameter's average itself."""
         if self._there is None:
             return made
         device_gathers = self.submitter.device_gathers
         assert device_gathers is not None
-        flat, there = made.contiguous().view(-1), torch.empty_like(made, device=self.device)
-        flat = flat.view(torch.uint8)
+        flat = made.contiguous().view(-1).view(torch.uint8)
+        there = (
+            torch.empty(made.shape, dtype=made.dtype, device=self.device)
+            if place is None
+            else self.average_memory(place, made.dtype)
+        )
         device_gathers.fill(there, lambda begin, room: room.copy_(flat[begin : begin + len(room)]))
         return there
 

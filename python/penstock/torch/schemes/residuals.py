@@ -146,7 +146,9 @@ class _Carried:
         _check_momentum(_groups([optimizer]), self._gathers)
 
     def _places(self, optimizer: Optimizer) -> list[tuple[Lossy[Any], list[int]]]:
-        """The lossy layers, each with those of its parameters that this optimizer has."""
+        """The lossy layers, each with those of its parameters that this optimizer has; what they keep is up to date."""
+        for gather in self._gathers:
+            gather.wait_until_sent()
         mine = {id(param) for group in optimizer.param_groups for param in group["params"]}
         return [
             (gather, [place for place, slot in enumerate(gather.slots) if id(slot.param) in mine])
