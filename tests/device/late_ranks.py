@@ -503,7 +503,6 @@ def test_says_what_does_not_work_on_a_device():
         assert "late:0" in str(caught.value)
 
     def main(rank, engine):
-        refused("use store, central", schemes={"*": "adam"})
         refused('update="servers"', update="servers")
         refused('update="servers-in-backward"', update="servers-in-backward")
         refused("broadcast_buffers", lambda: nn.BatchNorm1d(3), broadcast_buffers=True)

@@ -43,6 +43,7 @@ from penstock.torch.runtime import accelerator
 from penstock.torch.schemes import device_gathers
 
 FACTORS, PAIRS = {"*": "factors"}, {"0": "pairs"}
+ADAM = {"*": "adam"}
 SHORT = {"0": "1bit", "2": DGC(density=0.1, momentum=0.5, clip=1.0)}
 PLAIN = "sgd without momentum"
 
@@ -77,8 +78,8 @@ def test_whole_gradients_travel_in_other_ways(monkeypatch):
 @pytest.mark.parametrize("size", [pytest.param(1, marks=LONG), pytest.param(2, marks=LONG), 3])
 @pytest.mark.parametrize(
     ("kind", "schemes"),
-    [("wide", FACTORS), ("table", PAIRS), ("wide", SHORT)],
-    ids=["factors", "pairs", "short"],
+    [("wide", FACTORS), ("table", PAIRS), ("wide", SHORT), ("wide", ADAM)],
+    ids=["factors", "pairs", "short", "adam"],
 )
 def test_has_the_bits_of_the_host(monkeypatch, arm, size, kind, schemes):
     monkeypatch.setattr(ranks, "arm", arm)
@@ -107,7 +108,7 @@ def test_half_types(monkeypatch):
         ),
     )
     program = {"backwards": 2}
-    for kind, schemes in (("wide", FACTORS), ("table", PAIRS)):
+    for kind, schemes in (("wide", FACTORS), ("table", PAIRS), ("wide", ADAM)):
         expected = run_program(program, "cpu", kind, schemes)
         with installed(6):
             found = run_program(program, "late", kind, schemes)
@@ -127,8 +128,9 @@ SHORT_PROGRAMS = ("writes its input again", "accumulates", "accumulates onto ave
         pytest.param("linear", FACTORS, marks=LONG),  # whose rows are longer than its gradients
         ("table", PAIRS),
         ("wide", SHORT),
+        ("wide", ADAM),
     ],
-    ids=["factors", "whole", "pairs", "short"],
+    ids=["factors", "whole", "pairs", "short", "adam"],
 )
 def test_programs_have_the_bits_of_the_host(program, kind, schemes):
     of_program = (kind, schemes, OPTIMIZERS[PLAIN if schemes is SHORT else "sgd"])
@@ -244,7 +246,9 @@ def test_what_an_exchange_costs_is_measured_on_the_device():
 
 
 @pytest.mark.parametrize(
-    ("kind", "schemes"), [("wide", FACTORS), ("table", PAIRS), ("wide", SHORT)], ids=["factors", "pairs", "short"]
+    ("kind", "schemes"),
+    [("wide", FACTORS), ("table", PAIRS), ("wide", SHORT), ("wide", ADAM)],
+    ids=["factors", "pairs", "short", "adam"],
 )
 def test_the_host_never_waits_for_the_device(kind, schemes):
     for waits in waits_of_the_host(kind, OPTIMIZERS[PLAIN], schemes):

@@ -679,7 +679,7 @@ def distribute(
     device = device_of(inner)
     if device is not None:
         refuse_on_device(
-            device, inner, schemes, at_owners=at_owners, broadcast_buffers=broadcast_buffers, whole_steps=whole_steps
+            device, inner, at_owners=at_owners, broadcast_buffers=broadcast_buffers, whole_steps=whole_steps
         )
     if running.world_size == 1:
         distribute_alone(

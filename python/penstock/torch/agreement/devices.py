@@ -5,15 +5,10 @@ Everything here needs no other rank, so a job of one process is told the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import nn
 
-from penstock._native import WAYS
 from penstock.errors import ConfigError
-from penstock.lossy import parse
 from penstock.torch.runtime import accelerator
 
 __all__ = ["device_of", "refuse_on_device"]
@@ -50,7 +45,6 @@ def device_of(model: nn.Module) -> torch.device | None:
 def refuse_on_device(
     device: torch.device,
     model: nn.Module,
-    schemes: Mapping[Any, Any] | str | None,
     *,
     at_owners: str | None,
     broadcast_buffers: bool,
@@ -61,7 +55,6 @@ def refuse_on_device(
     Args:
         device: Where the model is.
         model: The model.
-        schemes: As in `penstock.distribute`.
         at_owners: How owners were asked to update, if they were.
         broadcast_buffers: Whether rank 0's buffers are copied each step.
         whole_steps: The option of that name.
@@ -70,11 +63,6 @@ def refuse_on_device(
         ConfigError: Saying what to leave out.
     """
     asked: list[tuple[bool, str, str]] = [
-        (
-            isinstance(schemes, Mapping) and not all(_works(scheme) for scheme in schemes.values()),
-            "one of the schemes",
-            f"use {', '.join(name for name in WAYS if _works(name))}",
-        ),
         (at_owners is not None, f"{at_owners}", "leave it out: by default the workers update"),
         (
             broadcast_buffers and any(buffer.numel() for buffer in model.buffers()),
@@ -94,11 +82,3 @@ def refuse_on_device(
                 f"penstock.distribute: the model is on {device}, where {what} does not work yet; {instead}. Or call "
                 "model.cpu() first"
             )
-
-
-def _works(scheme: object) -> bool:
-    """Whether a scheme does; what is none is refused elsewhere."""
-    lossy = parse(scheme)
-    name = scheme if lossy is None else lossy.name
-    way = WAYS.get(name) if isinstance(name, str) else None
-    return way is None or way.route != "owner"

@@ -63,8 +63,8 @@ class _Gather(Protocol):
         """What is sent, made from what was copied to host memory."""
         ...
 
-    def is_sent(self, blob: Tensor) -> None:
-        """This is this rank's contribution, which the engine has from now on."""
+    def is_sent(self, number: int, blob: Tensor) -> None:
+        """This is this rank's contribution to a tensor of the book, which the engine has from now on."""
         ...
 
 
@@ -359,7 +359,7 @@ class DeviceGathers:
         at, nbytes = blob.data_ptr(), blob.numel()
         submit = self._engine.submit_gather
         self._lent.lend(lambda: submit(self._book, number, at, nbytes, step, False, only_to), blob)
-        gather.is_sent(blob)  # before the program can know, which could land the averages
+        gather.is_sent(number, blob)  # before the program can know, which could land the averages
         with self._changed:
             del self._unsent[number]
             self._changed.notify_all()

@@ -71,6 +71,10 @@ class ContributionHeader(NamedTuple):
         """As words of the header."""
         return [self.form, self.mask, self.rows, self.threads, *self.bases, *self.sizes]
 
+    def as_bytes(self) -> Tensor:
+        """As it is on the wire."""
+        return torch.tensor(self.encode(), dtype=torch.int64).view(torch.uint8)
+
     @classmethod
     def decode(cls, words: Sequence[int]) -> ContributionHeader:
         """From a header's words."""
@@ -334,7 +338,9 @@ class Gather(ABC):
         ]
         step, expected = self.submitter.step, self._is_expected()
         self._there = there = _There(memory, expected=expected)
-        there.begun = device_gathers.submit(self, self.index, _head(packed.header), packed.parts, step, self.only_to)
+        there.begun = device_gathers.submit(
+            self, self.index, packed.header.as_bytes(), packed.parts, step, self.only_to
+        )
         return -1
 
     def wait_until_sent(self) -> None:
@@ -342,8 +348,10 @@ class Gather(ABC):
         if self.submitter.device_gathers is not None:
             self.submitter.device_gathers.wait_until_sent([self.index])
 
-    def is_sent(self, blob: Tensor) -> None:
-        """From an accelerator: this is the contribution, which the engine has from now on. Beside the program."""
+    def is_sent(self, number: int, blob: Tensor) -> None:
+        """From an accelerator: these bytes, the engine has from now on. Beside the program."""
+        if number != self.index:
+            return
         self._mine = blob
         assert self._there is not None  # until it has landed
         if self._there.expected:
@@ -423,7 +431,7 @@ class Gather(ABC):
     def blob(self, packed: Packed) -> Tensor:
         """Header and body as bytes, in fresh memory."""
         flat = [part.reshape(-1).view(torch.uint8) for part in packed.parts if part.numel()]
-        return torch.cat([_head(packed.header), *flat])
+        return torch.cat([packed.header.as_bytes(), *flat])
 
     # Back
 
@@ -671,10 +679,6 @@ class _There:
         self.made: Any = None
         self.mask = 0
         self.averages: list[Tensor | None] = []
-
-
-def _head(header: ContributionHeader) -> Tensor:
-    return torch.tensor(header.encode(), dtype=torch.int64).view(torch.uint8)
 
 
 def changed_in_flight(slot: Slot, step: int) -> ConfigError:
