@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.torch.model.layers import Layer, Slot
+from penstock.torch.schemes.contributions import DENSE, Contribution, ContributionHeader, Packed
 from penstock.torch.schemes.factors import LinearFactors
-from penstock.torch.schemes.gather import DENSE, Contribution, ContributionHeader, Gather, Packed, Submitter
+from penstock.torch.schemes.gather import Gather, Submitter
 
 __all__ = ["FactorsToOwner", "OwnerDuties"]
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from penstock.config import Options
     from penstock.torch.model.layers import Layer
 
-__all__ = ["DeviceGathers"]
+__all__ = ["DeviceGathers", "DeviceRound"]
 
 ROOM_BYTES = 2 << 20
 """A copy of so much takes a device some 0.1 ms, as long as a thread sleeps between two looks."""
@@ -52,6 +52,27 @@ LOOK_S = 1e-4
 """Between two looks whether the device has passed an event."""
 WAIT_S = 0.02
 """How long a thread waits before it looks what else there is to do."""
+
+
+class DeviceRound:
+    """A round of a layer on an accelerator.
+
+    Attributes:
+        memory: By parameter, for its average; allocated where the program uses it.
+        expected: Averages are made in the background.
+        begun: The event after which this memory may be written.
+        made: The event after which the averages are there; none yet: nobody has begun to make them.
+        mask: For which parameters there is something, as bits.
+        averages: By parameter.
+    """
+
+    def __init__(self, memory: list[Tensor], *, expected: bool) -> None:
+        self.memory = memory
+        self.expected = expected
+        self.begun: Any = None
+        self.made: Any = None
+        self.mask = 0
+        self.averages: list[Tensor | None] = []
 
 
 class _Gather(Protocol):

@@ -28,16 +28,8 @@ from torch import Tensor, nn
 from penstock import description
 from penstock.lossy import LossyScheme
 from penstock.torch.model.layers import Layer, Slot
-from penstock.torch.schemes.gather import (
-    OWN,
-    Contribution,
-    ContributionHeader,
-    Gather,
-    Packed,
-    Submitter,
-    is_cleared,
-    sum_type,
-)
+from penstock.torch.schemes.contributions import OWN, Contribution, ContributionHeader, Packed, sum_type
+from penstock.torch.schemes.gather import Gather, Submitter, is_cleared
 
 __all__ = ["EXACT", "Lossy"]
 

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.torch.runtime import accelerator
-from penstock.torch.schemes.gather import Contribution, computing_with, sum_type
+from penstock.torch.schemes.contributions import Contribution, sum_type
+from penstock.torch.schemes.gather import computing_with
 from penstock.torch.schemes.rows import LayerCall, Rows, capturing
 from penstock.torch.updates.separable import as_if_in_step
 

@@ -14,84 +14,37 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError, ProtocolError
+from penstock.errors import ConfigError
 from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.reads.safety import defer
 from penstock.torch.runtime.memory import Reused
-from penstock.torch.schemes.device_gathers import DeviceGathers
+from penstock.torch.schemes.contributions import (
+    DENSE,
+    OWN,
+    Contribution,
+    ContributionHeader,
+    Packed,
+    header_bytes,
+    sum_type,
+)
+from penstock.torch.schemes.device_gathers import DeviceGathers, DeviceRound
 from penstock.torch.schemes.rebuild import Rebuilds
 
 if TYPE_CHECKING:
     from penstock._native import Engine
 
 __all__ = [
-    "DENSE",
-    "OWN",
-    "Contribution",
-    "ContributionHeader",
     "Gather",
-    "Packed",
     "Submitter",
     "changed_in_flight",
     "computing_with",
     "mark_average",
-    "sum_type",
 ]
-
-WORD_BYTES = 8
-COMMON_WORDS = 4  # of a header; two more for each parameter
-OWN, DENSE = 1, 2
-
-
-class ContributionHeader(NamedTuple):
-    """The header of one rank's part as it is on the wire; a body follows, which is read when needed.
-
-    Attributes:
-        form: `OWN`: as the scheme has it, `DENSE`, or 0: nothing.
-        mask: For which of the layer's parameters there is something, as bits.
-        rows: K, where rows are sent.
-        threads: With how many threads this rank computes.
-        bases: By parameter, the average that ``.grad`` held before and that is to be added, or 0.
-        sizes: By parameter, a count that the scheme's own form needs.
-    """
-
-    form: int
-    mask: int
-    rows: int
-    threads: int
-    bases: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    def encode(self) -> list[int]:
-        """As words of the header."""
-        return [self.form, self.mask, self.rows, self.threads, *self.bases, *self.sizes]
-
-    def as_bytes(self) -> Tensor:
-        """As it is on the wire."""
-        return torch.tensor(self.encode(), dtype=torch.int64).view(torch.uint8)
-
-    @classmethod
-    def decode(cls, words: Sequence[int]) -> ContributionHeader:
-        """From a header's words."""
-        form, mask, rows, threads, *others = words
-        half = len(others) // 2
-        return cls(form, mask, rows, threads, tuple(others[:half]), tuple(others[half:]))
-
-    def has(self, place: int) -> bool:
-        """Whether there is something for this parameter."""
-        return bool(self.mask >> place & 1)
-
-
-class Packed(NamedTuple):
-    """A contribution before it is bytes: its header, and what follows, where the gradients are."""
-
-    header: ContributionHeader
-    parts: Sequence[Tensor]
 
 
 class Submitter(Protocol):
@@ -173,7 +126,7 @@ class Gather(ABC):
         self._threads = 0  # with which this rank computed when it contributed
         self._averages: dict[Slot, Tensor | None] | None = None
         self._memory = [Reused() for _ in slots]  # of averages in main memory
-        self._there: _There | None = None  # the round in flight, of a model on an accelerator
+        self._there: DeviceRound | None = None  # the round in flight, of a model on an accelerator
         self._bases: list[Tensor | None] = [None] * len(slots)  # set aside while autograd accumulates
         self._defined: set[Slot] = set()  # autograd is about to accumulate a dense gradient
         self._why = ""
@@ -242,7 +195,7 @@ class Gather(ABC):
     @property
     def header_bytes(self) -> int:
         """Bytes before a contribution's body."""
-        return WORD_BYTES * (COMMON_WORDS + 2 * len(self.slots))
+        return header_bytes(len(self.slots))
 
     # In
 
@@ -337,7 +290,7 @@ class Gather(ABC):
             for slot in self.slots
         ]
         step, expected = self.submitter.step, self._is_expected()
-        self._there = there = _There(memory, expected=expected)
+        self._there = there = DeviceRound(memory, expected=expected)
         there.begun = device_gathers.submit(
             self, self.index, packed.header.as_bytes(), packed.parts, step, self.only_to
         )
@@ -458,7 +411,7 @@ class Gather(ABC):
             torch.set_num_threads(self._threads)
         self._averages = self._combined()
 
-    def _make_there(self, there: _There) -> None:
+    def _make_there(self, there: DeviceRound) -> None:
         """Give the accelerator what makes the averages, in the memory that there is for them."""
         device_gathers = self.submitter.device_gathers
         assert device_gathers is not None
@@ -581,106 +534,6 @@ class Gather(ABC):
                     del slot.param.grad._penstock_average  # type: ignore[union-attr]
 
 
-class Contribution:
-    """One rank's contribution, read from the engine or, this rank's own, from where it was packed.
-
-    Attributes:
-        rank: Whose.
-        header: What it says of itself.
-    """
-
-    def __init__(
-        self, gather: Gather, rank: int, len_bytes: int, index: int | None = None, blob: Tensor | None = None
-    ) -> None:
-        self._gather = gather
-        self._index = gather.index if index is None else index
-        self.rank = rank
-        self._blob = gather._mine if blob is None and rank == gather.submitter.rank else blob
-        self._len_bytes = len_bytes
-        if len_bytes < gather.header_bytes:
-            raise self.wrong()
-        words = self.read(0, torch.empty(gather.header_bytes // WORD_BYTES, dtype=torch.int64))
-        self.header = ContributionHeader.decode(words.tolist())
-        header, count = self.header, len(gather.slots)
-        if header.form not in (0, OWN, DENSE) or header.threads < 1 or not 0 <= header.mask < 1 << count:
-            raise self.wrong()
-        body: int | None = 0
-        if header.form == DENSE:
-            body = sum(
-                slot.param.numel() * slot.dtype.itemsize for place, slot in enumerate(gather.slots) if header.has(place)
-            )
-        elif header.form == OWN:
-            body = gather.body_bytes(header)
-        if body is None or len_bytes != gather.header_bytes + body:
-            raise self.wrong()
-
-    @classmethod
-    def of(cls, gather: Gather, blob: Tensor) -> Contribution:
-        """This rank's own, which is these bytes."""
-        return cls(gather, gather.submitter.rank, blob.numel(), blob=blob)
-
-    def wrong(self) -> ProtocolError:
-        """The error that says that this contribution does not fit the layer."""
-        layer, step = self._gather.layer.name, self._gather.submitter.step
-        return ProtocolError(
-            f"rank {self.rank} sent {self._len_bytes} bytes for {layer} in step {step} that are no "
-            f"{self._gather.scheme} of it; do all ranks run the same version of the program and of Penstock?",
-            rank=self.rank,
-            layer=layer,
-            step=step,
-        )
-
-    def read(self, offset: int, into: Tensor) -> Tensor:
-        """Fill a contiguous tensor from the contribution's bytes; one of an accelerator while averages are made."""
-        len_bytes = into.numel() * into.element_size()
-        if len_bytes == 0:
-            return into
-        gather = self._gather
-        if not into.is_cpu:
-            device_gathers = gather.submitter.device_gathers
-            assert device_gathers is not None
-            device_gathers.fill(into, lambda begin, room: self.read(offset + begin, room))
-            return into
-        if self._blob is not None:
-            into.view(-1).view(torch.uint8).copy_(self._blob[offset : offset + len_bytes])
-        else:
-            submitter = gather.submitter
-            submitter.engine.read_gathered(submitter.id, self._index, self.rank, offset, into.data_ptr(), len_bytes)
-        return into
-
-    def dense(self) -> Iterator[tuple[int, Tensor]]:
-        """Its gradients, if it sent those, by parameter, in the type of sums."""
-        offset = self._gather.header_bytes
-        if self.header.form != DENSE:
-            return
-        for place, slot in enumerate(self._gather.slots):
-            if self.header.has(place):
-                dense = self.read(offset, torch.empty(slot.param.shape, dtype=slot.dtype, device=slot.device))
-                offset += dense.numel() * dense.element_size()
-                yield place, dense.to(sum_type(slot.dtype))
-
-
-class _There:
-    """A round of a layer on an accelerator.
-
-    Attributes:
-        memory: By parameter, for its average; allocated where the program uses it.
-        expected: Averages are made in the background.
-        begun: The event after which this memory may be written.
-        made: The event after which the averages are there; none yet: nobody has begun to make them.
-        mask: For which parameters there is something, as bits.
-        averages: By parameter.
-    """
-
-    def __init__(self, memory: list[Tensor], *, expected: bool) -> None:
-        self.memory = memory
-        self.expected = expected
-        self.begun: Any = None
-        self.made: Any = None
-        self.mask = 0
-        self.averages: list[Tensor | None] = []
-
-
 def changed_in_flight(slot: Slot, step: int) -> ConfigError:
     """The error that says that somebody wrote a gradient before its average was there."""
     return ConfigError(
@@ -691,11 +544,6 @@ def changed_in_flight(slot: Slot, step: int) -> ConfigError:
         layer=slot.layer.name,
         step=step,
     )
-
-
-def sum_type(dtype: torch.dtype) -> torch.dtype:
-    """Half types are summed in single precision, as by the engine."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def mark_average(grad: Tensor, seq: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.lossy import LossyScheme
-from penstock.torch.schemes.gather import OWN, Contribution, Packed, sum_type
+from penstock.torch.schemes.contributions import OWN, Contribution, Packed, sum_type
 from penstock.torch.schemes.rows import LayerCall, Rows, capturing
 
 __all__ = ["EmbeddingPairs", "only_scheme"]

@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ConfigError
 from penstock.lossy import DGC, parse
+from penstock.torch.schemes.contributions import sum_type
 from penstock.torch.schemes.error_feedback import Lossy
-from penstock.torch.schemes.gather import sum_type
 from penstock.torch.updates.separable import optimizers_within
 from penstock.warning import warn
 

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.reads.safety import defer, restore
-from penstock.torch.schemes.gather import OWN, Contribution, ContributionHeader, Gather, Packed, Submitter
+from penstock.torch.schemes.contributions import OWN, Contribution, ContributionHeader, Packed
+from penstock.torch.schemes.gather import Gather, Submitter
 from penstock.torch.schemes.survey import foreign_hooks
 
 __all__ = ["LayerCall", "Rows", "capturing"]
