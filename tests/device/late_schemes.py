@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 
-import late_device  # noqa: F401  first: torch takes in what devices there are with the first backward
+import late_device
 import late_ranks
 import pytest
 import ranks
@@ -41,6 +42,7 @@ from penstock.torch.choice.probe import exchange_cost
 from penstock.torch.distribute import models_of
 from penstock.torch.runtime import accelerator
 from penstock.torch.schemes import device_gathers
+from penstock.torch.schemes.rows import Rows
 
 FACTORS, PAIRS = {"*": "factors"}, {"0": "pairs"}
 ADAM = {"*": "adam"}
@@ -115,24 +117,28 @@ def test_half_types(monkeypatch):
         assert all(same(one, other) for one, other in zip(found, expected, strict=True))
 
 
-SHORT_PROGRAMS = ("writes its input again", "accumulates", "accumulates onto averages")
+WAYS = {
+    "factors": ("wide", FACTORS),
+    "whole": ("linear", FACTORS),  # whose rows are longer than its gradients
+    "pairs": ("table", PAIRS),
+    "short": ("wide", SHORT),
+    "adam": ("wide", ADAM),
+}
+SHORT_CASES = {
+    ("factors", "writes its input again"),
+    ("factors", "accumulates"),
+    ("pairs", "accumulates"),
+    ("short", "accumulates onto averages"),
+    ("adam", "accumulates onto averages"),
+}
 
 
 @pytest.mark.parametrize(
-    "program", [pytest.param(one, marks=[] if one in SHORT_PROGRAMS else LONG) for one in PROGRAMS]
+    ("way", "program"),
+    [pytest.param(*case, marks=[] if case in SHORT_CASES else LONG) for case in itertools.product(WAYS, PROGRAMS)],
 )
-@pytest.mark.parametrize(
-    ("kind", "schemes"),
-    [
-        ("wide", FACTORS),
-        pytest.param("linear", FACTORS, marks=LONG),  # whose rows are longer than its gradients
-        ("table", PAIRS),
-        ("wide", SHORT),
-        ("wide", ADAM),
-    ],
-    ids=["factors", "whole", "pairs", "short", "adam"],
-)
-def test_programs_have_the_bits_of_the_host(program, kind, schemes):
+def test_programs_have_the_bits_of_the_host(way, program):
+    kind, schemes = WAYS[way]
     of_program = (kind, schemes, OPTIMIZERS[PLAIN if schemes is SHORT else "sgd"])
     expected = run_program(PROGRAMS[program], "cpu", *of_program)
     with installed(12):
@@ -240,6 +246,49 @@ def test_what_an_exchange_costs_is_measured_on_the_device():
 
     with installed(10):
         assert all(0.0 <= cost_s < 0.1 for cost_s in run(main, 2))
+
+
+# Streams
+
+
+@pytest.mark.parametrize("left_out", ["", "their event", "ours"])
+def test_rows_may_be_made_in_another_stream(monkeypatch, left_out):
+    """As those of a forward in a stream of its own, which autograd goes back to in backward."""
+    record, others, kept = Rows.record, {}, []
+    using = device_gathers.DeviceGathers.using
+
+    def recorded(self, given, upstream):
+        if given.is_cpu:
+            record(self, given, upstream)
+            return
+        other = others.setdefault(id(self), late_device.LateStream())
+        late_device.LateStream.wait_event(other, torch.accelerator.current_stream().record_event())
+        kept.append((given, upstream))  # as autograd would
+        with other:
+            record(self, given * 1, upstream * 1)
+        if left_out == "ours":  # no event is waited for there
+            self._fresh[-1].made.stream.wait_event = lambda event: None
+
+    def used(self, made, calls):
+        return using(self, [one._replace(event=late_device.LateEvent()) for one in made], calls)
+
+    program = {"before": accumulate}
+    expected = run_program(program, "cpu", "wide", FACTORS)
+    monkeypatch.setattr(Rows, "record", recorded)
+    if left_out == "their event":
+        monkeypatch.setattr(device_gathers.DeviceGathers, "using", used)
+
+    def right(seed):
+        others.clear()
+        try:
+            with installed(seed):
+                found = run_program(program, "late", "wide", FACTORS)
+        except (PenstockError, RuntimeError):
+            return False
+        return all(same(one, other) for one, other in zip(found, expected, strict=True))
+
+    outcomes = (right(seed) for seed in (range(20) if left_out else range(3)))
+    assert not all(outcomes) if left_out else all(outcomes)
 
 
 # Waits

@@ -63,6 +63,10 @@ class Accelerator:
         """A stream of one's own."""
         return torch.Stream(device=self.device)
 
+    def current(self) -> Any:
+        """The calling thread's stream."""
+        return torch.accelerator.current_stream(self.device)
+
     def mark(self) -> Any:
         """An event after all that the calling thread's stream has been given so far.
 

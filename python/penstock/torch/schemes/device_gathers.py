@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from penstock.config import Options
     from penstock.torch.model.layers import Layer
 
-__all__ = ["DeviceGathers", "DeviceRound"]
+__all__ = ["DeviceGathers", "DeviceRound", "MadeIn"]
 
 ROOM_BYTES = 2 << 20
 """A copy of so much takes a device some 0.1 ms, as long as a thread sleeps between two looks."""
@@ -52,6 +52,13 @@ LOOK_S = 1e-4
 """Between two looks whether the device has passed an event."""
 WAIT_S = 0.02
 """How long a thread waits before it looks what else there is to do."""
+
+
+class MadeIn(NamedTuple):
+    """Where something was made on the device: a stream, and an event after it."""
+
+    stream: Any
+    event: Any
 
 
 class DeviceRound:
@@ -213,6 +220,28 @@ class DeviceGathers:
         if not begun:
             background.CONTRIBUTIONS.give(self)
         return made
+
+    def made_here(self) -> MadeIn:
+        """Of what the calling thread's stream was given last."""
+        stream = self._accelerator.current()
+        return MadeIn(stream, self._accelerator.mark_in(stream))
+
+    @contextmanager
+    def using(self, made: Sequence[MadeIn], kept: object) -> Iterator[None]:
+        """Within, the calling thread's stream uses what was made in these, which is kept until it may be let go of.
+
+        As autograd does between streams for the gradients that it hands on; it knows nothing of rows.
+        """
+        current = self._accelerator.current()
+        others = [one for one in made if one.stream != current]
+        for one in others:
+            current.wait_event(one.event)
+        yield
+        if others:
+            used = self._accelerator.mark_in(current)
+            for one in others:
+                one.stream.wait_event(used)
+        del kept
 
     def wait(self, numbers: Sequence[int]) -> None:
         """Wait until these rounds are complete, this rank's contributions included.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import types
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.reads.safety import defer, restore
 from penstock.torch.schemes.contributions import OWN, Contribution, ContributionHeader, Packed
+from penstock.torch.schemes.device_gathers import MadeIn
 from penstock.torch.schemes.gather import Gather, Submitter
 from penstock.torch.schemes.survey import foreign_hooks
 
@@ -39,12 +41,13 @@ class LayerCall(NamedTuple):
     """What one call of the layer contributes.
 
     Its input or its indices, and the gradient of its output, both with K rows; and for which of the layer's
-    parameters it counts, as bits.
+    parameters it counts, as bits. On an accelerator, where they were made.
     """
 
     given: Tensor
     upstream: Tensor
     mask: int
+    made: MadeIn | None = None
 
 
 class Rows(Gather):
@@ -163,7 +166,9 @@ class Rows(Gather):
         if task != self._task:
             self._task = task
             self._fresh.clear()  # left over from a backward that failed
-        self._fresh.append(LayerCall(given, upstream, self.wanted()))
+        device_gathers = self.submitter.device_gathers
+        made = None if device_gathers is None else device_gathers.made_here()
+        self._fresh.append(LayerCall(given, upstream, self.wanted(), made))
 
     def nothing_dense(self, slot: Slot) -> None:
         """What there is was recorded as rows."""
@@ -174,16 +179,23 @@ class Rows(Gather):
 
     def keep(self) -> None:
         """Under no_sync: keep copies, because the program may write the tensors before the rows are sent."""
-        for call in self._fresh:
-            given, upstream = self.merged([call])
-            self._held.append(LayerCall(given.clone(), upstream.clone(), call.mask))
-        self._fresh.clear()
+        with self._using_fresh():
+            for call in self._fresh:
+                given, upstream = self.merged([call])
+                self._held.append(LayerCall(given.clone(), upstream.clone(), call.mask))
+            self._fresh.clear()
         for slot in self.slots:
             if self.holds(slot):
                 slot.flight.accumulated()
                 defer(slot)
         if sum(call.given.shape[0] for call in self._held) * self.row_bytes() >= self.dense_bytes:
             self.fold()
+
+    def _using_fresh(self) -> AbstractContextManager[None]:
+        """For this thread's stream, where it uses the rows of the running backward and lets go of them."""
+        device_gathers = self.submitter.device_gathers
+        made = [call.made for call in self._fresh if call.made is not None]
+        return nullcontext() if device_gathers is None else device_gathers.using(made, list(self._fresh))
 
     def fold(self) -> None:
         """Turn rows that are held into the local gradient in ``.grad``, as it would be without this scheme."""
@@ -221,6 +233,11 @@ class Rows(Gather):
         self._fresh = []
 
     # Out
+
+    def submit(self) -> None:
+        """As every gather."""
+        with self._using_fresh():
+            super().submit()
 
     def packed(self) -> Packed:
         """Rows, or the gradient if that is shorter or if there is one that is not made of rows."""
