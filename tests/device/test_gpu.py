@@ -67,6 +67,20 @@ def test_programs_train_as_with_ddp(tmp_path):
         assert found[0][name]["moved"] > 1e-4
 
 
+@needs_device
+@pytest.mark.parametrize("size", [2, 3])
+def test_schemes_train_as_ddp_does(size, tmp_path):
+    check_schemes(run("schemes", size, tmp_path))
+
+
+def check_schemes(found):
+    for name, one in found[0].items():
+        shortened = name in ("bf16", "1bit", "dgc")
+        check(found, name, one["moved"] if shortened else EQUAL["fp32"])
+        assert one["moved"] > 1e-4, (name, one)
+        assert not shortened or one["apart"] > 0, (name, one)
+
+
 @pytest.mark.skipif(DEVICE is None or DEVICE.type != "cuda", reason="no device of CUDA")
 class TestCuda:
     """What only CUDA can be asked."""
@@ -95,6 +109,8 @@ def test_the_ranks_themselves_without_a_device(tmp_path):
     found = run("equality", 2, tmp_path, device=cpu)
     for name in found[0]:
         check(found, name, EQUAL["fp64" if "fp64" in name else "fp32"])
+    (tmp_path / "schemes").mkdir()
+    check_schemes(run("schemes", 2, tmp_path / "schemes", device=cpu))
     (tmp_path / "lost").mkdir()
     (one,) = run("lost", 2, tmp_path / "lost", dies=[1], device=cpu)
     assert one["rank"] == 1 and one["finite"]
