@@ -240,16 +240,89 @@ def ways(rank, size, device, seed):
     return found
 
 
+# Schemes
+
+
+class Words(nn.Module):
+    """A table, and linear layers whose few rows are shorter than their gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4000, 512)
+        self.first, self.second, self.out = nn.Linear(512, 2048), nn.Linear(2048, 2048), nn.Linear(2048, 10)
+
+    def forward(self, x):
+        return self.out(F.silu(self.second(F.silu(self.first(self.table(x).mean(1))))))
+
+
+def words(rank, step, device):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x, y = torch.randint(4000, (16, 8), generator=generator), torch.randint(10, (16,), generator=generator)
+    return x.to(device), y.to(device)
+
+
+SCHEMES = {
+    "ring": {"*": "ring"},
+    "bf16": {"*": "bf16"},
+    "rows": {"table": "pairs", "*": "factors"},
+    "rows, in another stream": {"table": "pairs", "*": "factors"},
+    "auto": "auto",
+    "adam": {"first": "adam", "second": "adam"},
+    "1bit": {"second": "1bit"},
+    "dgc": {"second": ps.DGC(density=0.05, momentum=0.0)},
+}
+
+
+def schemes(rank, size, device, seed):
+    """Each way that gradients can travel."""
+    torch.manual_seed(seed)
+    first = Words().to(device)
+    found = {}
+    for name, chosen in SCHEMES.items():
+        there = torch.Stream(device) if "stream" in name and device.type != "cpu" else _nothing()
+
+        def run(model, wrap, there=there):
+            wrapped, trained = wrap(model, torch.optim.SGD(model.parameters(), 0.5))
+            for step in range(STEPS):
+                x, y = words(rank, step, device)
+                if not isinstance(there, _nothing):
+                    there.wait_stream(torch.accelerator.current_stream())
+                with there:
+                    F.cross_entropy(wrapped(x), y).backward()
+                if not isinstance(there, _nothing):
+                    torch.accelerator.current_stream().wait_stream(there)
+                trained.step()
+                trained.zero_grad()
+            return model
+
+        def ours(model, run=run, chosen=chosen):
+            return run(model, lambda one, other: ps.distribute(one, other, schemes=chosen))
+
+        found[name] = compared(
+            first, lambda model, run=run: run(model, lambda one, other: (DistributedDataParallel(one), other)), ours
+        )
+    return found
+
+
 # Waits, memory
 
 
 def waits(rank, size, device, seed):
     """Steps in which torch raises where a call waits for the device."""
-    model = Convolutions().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+    done = waits_of(Convolutions(), batch, None, rank, device)
+    for chosen in SCHEMES.values():
+        done += waits_of(Words(), words, chosen, rank, device)
+    return {"steps": done}
+
+
+def waits_of(model, batch_of, chosen, rank, device):
+    model.to(device)
+    plain = isinstance(chosen, dict) and "second" in chosen
+    params = model.parameters()
+    optimizer = torch.optim.SGD(params, 0.1) if plain else torch.optim.AdamW(params, 1e-4, fused=True)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    model, optimizer = ps.distribute(model, optimizer)
-    batches = [batch(rank, step, device) for step in range(STEPS)]
+    model, optimizer = ps.distribute(model, optimizer, schemes=chosen)
+    batches = [batch_of(rank, step, device) for step in range(STEPS)]
     done = 0
     for step, (x, y) in enumerate(batches):
         if step == WARM_STEPS:
@@ -261,7 +334,7 @@ def waits(rank, size, device, seed):
         schedule.step()
         done += step >= WARM_STEPS
     torch.cuda.set_sync_debug_mode("default")
-    return {"steps": done}
+    return done
 
 
 def memory(rank, size, device, seed):
@@ -324,7 +397,7 @@ def _die(path):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-SCENES = {scene.__name__: scene for scene in (equality, practice, ways, waits, memory, lost)}
+SCENES = {scene.__name__: scene for scene in (equality, practice, ways, schemes, waits, memory, lost)}
 
 
 def main():

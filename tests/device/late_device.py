@@ -293,6 +293,11 @@ class LateEvent:
         """As `torch.Event.wait`: the stream waits, not the host."""
         (stream or DEVICE.now.current()).wait_event(self)
 
+    def elapsed_time(self, end: LateEvent) -> float:
+        """As `torch.Event.elapsed_time`, of a device that takes a millisecond for everything."""
+        assert self.mark is not None and end.mark is not None and self.mark.passed and end.mark.passed
+        return 1.0
+
     def query(self) -> bool:
         """As `torch.Event.query`."""
         late = DEVICE.now

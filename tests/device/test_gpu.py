@@ -78,6 +78,20 @@ def test_other_ways_train_as_ddp_does(tmp_path):
     check_ways(run("ways", 2, tmp_path))
 
 
+@needs_device
+@pytest.mark.parametrize("size", [2, 3])
+def test_schemes_train_as_ddp_does(size, tmp_path):
+    check_schemes(run("schemes", size, tmp_path))
+
+
+def check_schemes(found):
+    for name, one in found[0].items():
+        shortened = name in ("bf16", "1bit", "dgc")
+        check(found, name, one["moved"] if shortened else EQUAL["fp32"])
+        assert one["moved"] > 1e-4, (name, one)
+        assert not shortened or one["apart"] > 0, (name, one)
+
+
 @pytest.mark.skipif(DEVICE is None or DEVICE.type != "cuda", reason="no device of CUDA")
 class TestCuda:
     """What only CUDA can be asked."""
@@ -106,8 +120,9 @@ def test_the_ranks_themselves_without_a_device(tmp_path):
     found = run("equality", 2, tmp_path, device=cpu)
     for name in found[0]:
         check(found, name, EQUAL["fp64" if "fp64" in name else "fp32"])
-    for scene in ("ways", "lost"):
+    for scene in ("ways", "schemes", "lost"):
         (tmp_path / scene).mkdir()
     check_ways(run("ways", 2, tmp_path / "ways", device=cpu))
+    check_schemes(run("schemes", 2, tmp_path / "schemes", device=cpu))
     (one,) = run("lost", 2, tmp_path / "lost", dies=[1], device=cpu)
     assert one["rank"] == 1 and one["finite"]

@@ -29,7 +29,8 @@ def run(*arguments, paths, **environ):
     """What an interpreter says that is started with these."""
     program = programs.start_afresh(
         *arguments,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), **environ},
+        # On some processors the bits of convolutions depend on who computes with several threads.
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1", **environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )

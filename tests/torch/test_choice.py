@@ -26,7 +26,7 @@ def slow_wire(monkeypatch):
     """Rates as of a slow wire and a fast processor, which is a little different on each rank."""
     flops = itertools.count(5e10)
 
-    def measured(rates, *, products):
+    def measured(rates, device, *, products):
         rates = replace(rates, bytes_per_s=1e6, latency_s=1e-6, source="measured")
         return replace(rates, product_flops_per_s=next(flops)) if products else rates
 

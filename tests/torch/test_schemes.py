@@ -125,7 +125,9 @@ def test_what_one_rank_cannot_do_none_does(monkeypatch):
 
 
 def test_ranks_that_may_round_differently_use_the_store(monkeypatch):
-    monkeypatch.setattr(sys.modules["penstock.torch.distribute"], "numerics", lambda: threading.current_thread().name)
+    monkeypatch.setattr(
+        sys.modules["penstock.torch.distribute"], "numerics", lambda device: threading.current_thread().name
+    )
 
     def main(rank, engine):
         model = seeded(nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2)))

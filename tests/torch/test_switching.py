@@ -51,7 +51,7 @@ def often(monkeypatch):
 
     distribute_module = sys.modules["penstock.torch.distribute"]
     monkeypatch.setattr(distribute_module, "measured_rates", measured)
-    monkeypatch.setattr(distribute_module, "exchange_cost", lambda engine, rank: 1e-5 * rank)
+    monkeypatch.setattr(distribute_module, "exchange_cost", lambda engine, rank, *_: 1e-5 * rank)
     monkeypatch.setattr(measuring, "is_due", lambda step: step % 3 != 2)
 
 

@@ -24,7 +24,7 @@ from penstock.plan import STORE, LayerPlan, Terms
 from penstock.torch.agreement.arguments import check_model, check_origins, check_parameters, optimizers_in, origin_of
 from penstock.torch.agreement.batchnorm import SyncedNorms
 from penstock.torch.agreement.copies import BufferCopy, CopyBook
-from penstock.torch.agreement.devices import device_of, refuse_on_device
+from penstock.torch.agreement.devices import device_of
 from penstock.torch.agreement.drift import Drift
 from penstock.torch.agreement.fingerprint import check_same_model, fingerprint
 from penstock.torch.alone import distribute_alone
@@ -173,13 +173,12 @@ class Distributed:
         self.terms: dict[str, Terms] = {}
         self.why_whole: dict[str, str] = {}
         patterns: Schemes = {} if schemes is None or isinstance(schemes, str) else schemes
-        rows, lossy = self._agree_on_schemes(model if given is None else given, patterns, automatic=automatic)
+        given = model if given is None else given
+        rows, lossy = self._agree_on_schemes(given, patterns, device, automatic=automatic)
         if at_owners:
             rows, lossy, automatic = self._only_whole(optimizers, AT_OWNERS[update].how)
         if asynchronous:
             check_norms(model)
-        if device is not None:
-            rows, self.why_whole = [], {layer.name: f"its gradients are on {device.type}" for layer in self.layers}
         self.ranks = ranks = options.world_size
         self._automatic = automatic
         if self._automatic and options.collective_schemes:
@@ -258,9 +257,10 @@ class Distributed:
         """The information book, and what keeps it in step on all ranks. Collective."""
         engine = self.engine
         products = any(isinstance(gather.module, nn.Linear) for gather in self.gathers.values())
-        local = measured_rates(rates, products=products)
+        device = self.gradients.device
+        local = measured_rates(rates, device, products=products)
         if self._automatic and self.gathers:
-            local = replace(local, gather_s=exchange_cost(engine, rank))
+            local = replace(local, gather_s=exchange_cost(engine, rank, device, options))
         coordinator = Coordinator(
             network_of(self.model, self.why_whole, name),
             self._cluster(*engine.slicing(self.gradients.id)),
@@ -274,7 +274,7 @@ class Distributed:
         return coordinator, Choice(engine, rank, book, self.model, coordinator, self.gathers, local, self.set_schemes)
 
     def _agree_on_schemes(
-        self, given: nn.Module, schemes: Schemes, *, automatic: bool
+        self, given: nn.Module, schemes: Schemes, device: torch.device | None, *, automatic: bool
     ) -> tuple[list[tuple[Layer, nn.Module, str]], list[tuple[Layer, nn.Module, LossyScheme]]]:
         """Find the layers that can send rows, and those that shall be lossy. Collective.
 
@@ -283,11 +283,11 @@ class Distributed:
         names = [layer.name for layer in self.layers]
         named = {name or ROOT: module for name, module in self.model.named_modules()}  # scripted ones know no other way
         modules = [named[name] for name in names]
-        mine = survey(given, modules)
+        mine = survey(given, modules, device)
         described = {
             "why": mine,
             "schemes": {str(name): str(one) for name, one in schemes.items()},
-            "numerics": numerics(),
+            "numerics": numerics(device),
         }
         # What is wrong with this rank's patterns is raised here once all ranks are told what they are.
         everyone = [json.loads(blob) for blob in self.engine.all_gather("penstock.distribute", _json(described))]
@@ -682,8 +682,6 @@ def distribute(
     at_owners = AT_OWNERS[kind].how if kind in AT_OWNERS else None
     whole_steps = running.options.whole_steps
     device = device_of(inner)
-    if device is not None:
-        refuse_on_device(device, schemes)
     if running.world_size == 1:
         distribute_alone(
             model, inner, optimizers, schemes, running.engine, at_owners=at_owners, whole_steps=whole_steps

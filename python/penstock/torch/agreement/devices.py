@@ -1,21 +1,14 @@
-"""On which device a model is, and what is refused there.
-
-Everything here needs no other rank, so a job of one process is told the same.
-"""
+"""On which device a model is."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
-from penstock._native import WAYS
 from penstock.errors import ConfigError
 from penstock.torch.runtime import accelerator
 
-__all__ = ["device_of", "refuse_on_device"]
+__all__ = ["device_of"]
 
 
 def device_of(model: nn.Module) -> torch.device | None:
@@ -44,37 +37,3 @@ def device_of(model: nn.Module) -> torch.device | None:
             f"({torch.__version__}; some accelerators need a newer one). Call model.cpu() first"
         )
     return device
-
-
-def refuse_on_device(
-    device: torch.device,
-    schemes: Mapping[Any, Any] | str | None,
-) -> None:
-    """What works for models in main memory alone.
-
-    Args:
-        device: Where the model is.
-        schemes: As in `penstock.distribute`.
-
-    Raises:
-        ConfigError: Saying what to leave out.
-    """
-    asked: list[tuple[bool, str, str]] = [
-        (schemes == "auto", 'schemes="auto"', "leave schemes out: every layer uses the store"),
-        (
-            isinstance(schemes, Mapping) and not all(_is_whole(scheme) for scheme in schemes.values()),
-            "a scheme that sends something else than whole gradients",
-            f"use {', '.join(name for name, way in WAYS.items() if way.is_whole)}, or leave schemes out",
-        ),
-    ]
-    for is_asked, what, instead in asked:
-        if is_asked:
-            raise ConfigError(
-                f"penstock.distribute: the model is on {device}, where {what} does not work yet; {instead}. Or call "
-                "model.cpu() first"
-            )
-
-
-def _is_whole(scheme: object) -> bool:
-    """Whether gradients travel whole by it. What is no scheme at all is refused elsewhere."""
-    return isinstance(scheme, str) and (scheme not in WAYS or WAYS[scheme].is_whole)

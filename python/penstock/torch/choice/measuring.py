@@ -28,6 +28,8 @@ from penstock.coordinator import Coordinator, Rates
 from penstock.description import Network
 from penstock.lending import lent_to
 from penstock.torch.choice.network import layers_of
+from penstock.torch.runtime import accelerator
+from penstock.torch.updates.separable import as_if_in_step
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -41,6 +43,7 @@ COMMON_FACTS = 5
 """Samples, bytes per second, latency, floating point operations per second, work of an exchange of rows."""
 
 PRODUCT_ROWS, PRODUCT_SIDE = 128, 1024
+DEVICE_PRODUCT_ROWS, DEVICE_PRODUCT_SIDE = 128, 2048  # some 20 us of a large device, more than it takes to begin
 TRIES = 3
 
 WHOLE_SHARE = 0.5
@@ -63,14 +66,17 @@ def network_of(model: nn.Module, why_whole: Mapping[str, str], name: str) -> Net
     return Network(name, tuple(layers_of(model, {}, why_whole=why_whole)))
 
 
-def measured_rates(rates: Rates, *, products: bool) -> Rates:
-    """What is known of wire and processor.
+def measured_rates(rates: Rates, device: torch.device | None = None, *, products: bool) -> Rates:
+    """What is known of wire and processor, or accelerator.
 
     Args:
         rates: The job's.
+        device: The accelerator that the model is on, if it is on one.
         products: Whether it must be known how fast matrix products are.
     """
-    return replace(rates, product_flops_per_s=_product_rate()) if products else rates
+    if not products:
+        return rates
+    return replace(rates, product_flops_per_s=_product_rate() if device is None else _product_rate_on(device))
 
 
 def _product_rate() -> float:
@@ -90,6 +96,18 @@ def _measured_product_rate(threads: int) -> float:
         torch.mm(upstream.T, given, out=result)
         fastest = min(fastest, time.perf_counter() - start)
     return 2.0 * PRODUCT_ROWS * PRODUCT_SIDE**2 / fastest
+
+
+@functools.cache
+@torch.no_grad()
+def _product_rate_on(device: torch.device) -> float:
+    """As `_product_rate`, of an accelerator: a millisecond or so, and 18 MiB of its memory for so long."""
+    with as_if_in_step(device.type):
+        shape = DEVICE_PRODUCT_ROWS, DEVICE_PRODUCT_SIDE
+        upstream, given = (torch.ones(shape, dtype=torch.float32, device=device) for _ in range(2))
+        result = torch.empty(DEVICE_PRODUCT_SIDE, DEVICE_PRODUCT_SIDE, dtype=torch.float32, device=device)
+        took_s = accelerator.fastest(device, lambda: torch.mm(upstream.t(), given, out=result), TRIES)
+    return 2.0 * DEVICE_PRODUCT_ROWS * DEVICE_PRODUCT_SIDE**2 / took_s
 
 
 class Choice:
@@ -174,7 +192,9 @@ class Choice:
             # A copy of the module has its hooks, too, and a functional call other parameters.
             if given is None or not torch.is_grad_enabled() or module.weight is not gather.weight.param:
                 return
-            self._rows[layer] += given.unique().numel() if inputs is None else given.numel() // inputs
+            # How many different ones an accelerator looks up, nobody knows before it has: there all count.
+            each_once = given.unique() if inputs is None and given.is_cpu else given
+            self._rows[layer] += each_once.numel() // (inputs or 1)
             why = gather.why_whole()
             if why:
                 self._seen_whole[layer] = why

@@ -20,7 +20,8 @@ any more.
 **No deadlock.** Ranks need not take the same pieces into their arenas: each has those that are most urgent of what its
 backward has made. Full arenas of different pieces would wait for each other for ever. So one more room is in reserve
 for the *lowest* piece alone: of the earliest round, and in that of the smallest number. All ranks count rounds alike,
-so the lowest piece of all is in, or can be in, everywhere; when it is done another one is.
+those included in which a layer sends no gradients, so the lowest piece of all is in, or can be in, everywhere; when it
+is done another one is.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ from torch import Tensor
 from penstock.coordinator import Placed
 from penstock.errors import PenstockError, Timeout
 from penstock.lending import LentMemory, lent_to
-from penstock.torch.gradients.landing import THROUGH_THE_STORE, FixedWays, book_entry
+from penstock.torch.gradients.landing import book_entry
 from penstock.torch.model.flight import Flight
 from penstock.torch.model.layers import Slot
 from penstock.torch.runtime import accelerator as accelerators
 from penstock.torch.runtime import background
 from penstock.torch.runtime.accelerator import Accelerator
 from penstock.torch.runtime.arena import Arena, Room, Rooms, RoomsOfTheirOwn
+from penstock.torch.schemes.device_gathers import DeviceGathers
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -91,18 +93,22 @@ def cut(slots: Sequence[Slot]) -> list[list[GradientPiece]]:
     ]
 
 
-def piece_entries(slots: Sequence[Slot], pieces: Sequence[Sequence[GradientPiece]], fixed: FixedWays) -> list[Any]:
-    """What the book says of them."""
-    return [
-        book_entry(
-            slot,
-            *fixed.get(slot.layer.name, THROUGH_THE_STORE),
-            name=slot.name if len(own) == 1 else f"{slot.name} from byte {piece.begin}",
-            elems=piece.nbytes * slot.elems // slot.nbytes,
-        )
-        for slot, own in zip(slots, pieces, strict=True)
-        for piece in own
-    ]
+def piece_entries(
+    slots: Sequence[Slot], pieces: Sequence[Sequence[GradientPiece]], ways: Sequence[tuple[str, str | None]]
+) -> list[Any]:
+    """What the book says of them.
+
+    Args:
+        slots: The model's parameters.
+        pieces: By parameter.
+        ways: By parameter, its route and its wire type.
+    """
+    entries = []
+    for slot, own, way in zip(slots, pieces, ways, strict=True):
+        for piece in own:
+            name = slot.name if len(own) == 1 else f"{slot.name} from byte {piece.begin}"
+            entries.append(book_entry(slot, *way, part=(name, piece.nbytes * slot.elems // slot.nbytes)))
+    return entries
 
 
 class _OnTheWay:
@@ -179,6 +185,7 @@ class DeviceLanding:
         book: The gradients' book, of pieces.
         slots: The model's parameters.
         pieces: By parameter.
+        gathers: Has the contributions of layers that travel in other ways, if there are such layers.
         device: Which.
         options: Of this rank: the bytes of pinned memory, and how long the device may take before a gradient is there.
         all_at_once: Nothing comes back before all gradients of a step are at the engine, so all have room at a time.
@@ -190,6 +197,7 @@ class DeviceLanding:
         book: int,
         slots: Sequence[Slot],
         pieces: Sequence[Sequence[GradientPiece]],
+        gathers: DeviceGathers | None,
         device: torch.device,
         options: Options,
         *,
@@ -201,6 +209,7 @@ class DeviceLanding:
         # Weakly, as hooks hold this, unseen by the garbage collector.
         self._slots = [weakref.ref(slot) for slot in slots]
         self._pieces = pieces
+        self._gathers = gathers
         self._timeout_s = options.operation_timeout_s
         self._accelerator = Accelerator(device)
         sizes = [piece.nbytes for own in pieces for piece in own]
@@ -244,6 +253,14 @@ class DeviceLanding:
                 heapq.heappush(self._waiting, _Waiting(place, next(self._order), piece, gradient))
         self._out.begin()
 
+    def pass_over(self, indices: Sequence[int]) -> None:
+        """As `Landing.pass_over`: they would be the lowest pieces for ever, and never come."""
+        with self._changed:
+            for index in indices:
+                for piece in self._pieces[index]:
+                    self._rounds[piece.number] += 1
+            self._notify()
+
     def flush(self, step: int) -> None:
         """As `Landing.flush`."""
 
@@ -252,6 +269,9 @@ class DeviceLanding:
 
         The memory of these gradients is never sent from, so it is free then.
         """
+        indices, gathered = self._apart(indices)
+        if gathered and self._gathers is not None:
+            self._gathers.wait(gathered)
         deadline = time.monotonic() + self._timeout_s
         nothing_new = False
         while True:
@@ -307,9 +327,16 @@ class DeviceLanding:
 
     def arrived(self, indices: Sequence[int]) -> Sequence[int]:
         """As `Landing.arrived`."""
+        indices, gathered = self._apart(indices)
         with self._changed:
             self._raise_failure()
-            return [index for index in indices if index not in self._gradients or not self._gradients[index].left]
+            done = [index for index in indices if index not in self._gradients or not self._gradients[index].left]
+        return done if self._gathers is None or not gathered else [*done, *self._gathers.arrived(gathered)]
+
+    def _apart(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Indices of parameters, and numbers of gathers, which come behind all pieces in the book."""
+        count = len(self._pieces)
+        return [one for one in numbers if one < count], [one for one in numbers if one >= count]
 
     def take(self, index: int) -> None:
         """As `Landing.take`: what the program gives to its stream from now on runs after the copy."""
@@ -340,7 +367,9 @@ class DeviceLanding:
 
     def applied(self, indices: Sequence[int]) -> None:
         """As `Landing.applied`."""
-        self._engine.applied(self._book, [piece.number for index in indices for piece in self._pieces[index]])
+        indices, gathered = self._apart(indices)
+        pieces = [piece.number for index in indices for piece in self._pieces[index]]
+        self._engine.applied(self._book, pieces + gathered)
 
     def placement(self) -> list[list[Placed]]:
         """As `Landing.placement`."""
@@ -365,6 +394,8 @@ class DeviceLanding:
             for stream in (self._outward, self._backward):
                 self._accelerator.go_on_after(self._accelerator.mark_in(stream))
             self._gradients.clear()
+        if self._gathers is not None:
+            self._gathers.abandon()
 
     # The threads' side
 

@@ -12,9 +12,10 @@ average has landed in it. Three rules follow, and all of this file serves them:
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -30,12 +31,13 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.lending import lent_to
 from penstock.lossy import LossyScheme
 from penstock.torch.gradients.device_landing import DeviceLanding, cut, piece_entries
-from penstock.torch.gradients.landing import THROUGH_THE_STORE, FixedWays, HostLanding, Landing, book_entry
+from penstock.torch.gradients.landing import HostLanding, Landing, book_entry
 from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.model.layout import same_order
 from penstock.torch.reads.safety import DeferredParameter, defer, restore
 from penstock.torch.release.failure import after_failure, tells_what_is_whole
 from penstock.torch.schemes.adam import OwnerDuties
+from penstock.torch.schemes.device_gathers import DeviceGathers
 from penstock.torch.schemes.gather import Gather, changed_in_flight
 from penstock.torch.schemes.making import make_lossy, make_rows
 from penstock.torch.schemes.rebuild import Rebuilds
@@ -90,7 +92,7 @@ class Gradients:
         rows: Sequence[tuple[Layer, nn.Module, str]] = (),
         lossy: Sequence[tuple[Layer, nn.Module, LossyScheme]] = (),
         ranks: int = 0,
-        fixed: FixedWays | None = None,
+        fixed: Mapping[str, tuple[str, str | None]] | None = None,
         open_book: Callable[[str, list[str], list[Any]], int] | None = None,
         device: torch.device | None = None,
         options: Options | None = None,
@@ -99,28 +101,26 @@ class Gradients:
         self.engine = engine
         self.rank = rank
         self.slots = slots
-        self.rows = [
-            make_rows(self, index, layer, module, scheme)
-            for index, (layer, module, scheme) in enumerate(rows, len(slots))
-        ]
+        pieces = [] if device is None else cut(slots)
+        numbers = itertools.count(len(slots) if device is None else sum(map(len, pieces)))
+        self.rows = [make_rows(self, next(numbers), layer, module, scheme) for layer, module, scheme in rows]
         self.lossy = [
-            make_lossy(self, index, layer, module, options, ranks)
-            for index, (layer, module, options) in enumerate(lossy, len(slots) + len(rows))
+            make_lossy(self, next(numbers), layer, module, options, ranks) for layer, module, options in lossy
         ]
         self.gathers: list[Gather] = [*self.rows, *self.lossy]
-        self.duties = OwnerDuties(self.gathers, ranks or engine.report()["size"], len(slots) + len(self.gathers))
+        self.duties = OwnerDuties(self.gathers, ranks or engine.report()["size"], next(numbers))
         for gather in self.gathers:
             for slot in gather.slots:
                 slot.gather = gather
-        fixed = fixed or {}
-        self.pieces = pieces = [] if device is None else cut(slots)
+        self.pieces = pieces
+        ways = [(fixed or {}).get(slot.layer.name, ("store", None)) for slot in slots]
         self.id = (open_book or engine.open_book)(
             name,
             [layer.name for layer in layers],
             (
-                piece_entries(slots, pieces, fixed)
+                piece_entries(slots, pieces, ways)
                 if device is not None
-                else [book_entry(slot, *fixed.get(slot.layer.name, THROUGH_THE_STORE)) for slot in slots]
+                else [book_entry(slot, *way) for slot, way in zip(slots, ways, strict=True)]
             )
             + [
                 (f"{gather.scheme} of {gather.layer.name}", gather.layer.index, "bytes", gather.most_bytes, "gather")
@@ -130,12 +130,17 @@ class Gradients:
         )
         self.lent = lent_to(engine)
         self.device = device
+        self.device_gathers: DeviceGathers | None = None
         self.landing: Landing
         if device is None:
             self.landing = HostLanding(engine, self.id)
         else:
-            assert options is not None and not self.gathers  # whose numbers are not those of pieces
-            self.landing = DeviceLanding(engine, self.id, slots, pieces, device, options, all_at_once=all_at_once)
+            assert options is not None
+            if self.gathers:
+                self.device_gathers = DeviceGathers(engine, self.id, device, options)
+            self.landing = DeviceLanding(
+                engine, self.id, slots, pieces, self.device_gathers, device, options, all_at_once=all_at_once
+            )
         self.rebuilds = Rebuilds(engine, self.id)
         self.step = 0
         self.backwards = 0  # synchronising backwards so far; the running one included
@@ -436,6 +441,10 @@ class Gradients:
         finally:
             self.quiet = before
 
+    def pass_over(self, slots: Sequence[Slot]) -> None:
+        """These travel by their layer's gather in the round that begins."""
+        self.landing.pass_over([slot.index for slot in slots])
+
     def submit_gather(self, index: int, blob: Tensor, step: int, only_to: int | None = None) -> int:
         """Send these bytes to every rank, or to one; returns the token by which they are lent."""
         token = self.engine.submit_gather(self.id, index, blob.data_ptr(), blob.numel(), step, True, only_to)
@@ -462,7 +471,7 @@ class Gradients:
         self.landing.wait([slot.index for slot in flying if not slot.flight.gathered], free=True)
         if self.gathers:
             # Contributions are copies: nobody need wait until they are sent. A layer's parameters travel together.
-            self.engine.wait(self.id, list({slot.flight.number: None for slot in flying if slot.flight.gathered}))
+            self.landing.wait(list({slot.flight.number: None for slot in flying if slot.flight.gathered}))
         for slot in flying:
             restore(slot)
             average = self.land(slot)

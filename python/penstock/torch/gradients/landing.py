@@ -7,7 +7,7 @@ writes the average there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -22,11 +22,14 @@ from penstock.torch.model.layout import SMALL_BYTES
 if TYPE_CHECKING:
     from penstock._native import Engine
 
-__all__ = ["THROUGH_THE_STORE", "FixedWays", "HostLanding", "Landing", "book_entry"]
+__all__ = ["HostLanding", "Landing", "book_entry"]
 
 
 class Landing(Protocol):
-    """What becomes of a model's gradients between hooks and updates. Parameters are known by their slots' index."""
+    """What becomes of a model's gradients between hooks and updates. Parameters are known by their slots' index.
+
+    What is asked of averages, is asked by their flights' `number`: of a layer's gather, too.
+    """
 
     def submit(self, slot: Slot, memory: Tensor, step: int) -> None:
         """Contribute what this memory holds; the average shall land there. It overtakes what `submit_soon` keeps."""
@@ -38,6 +41,10 @@ class Landing(Protocol):
 
     def submit_absent(self, slot: Slot, memory: Tensor, step: int) -> int:
         """Contribute nothing; the average of the others shall land here. Returns the token by which it is lent."""
+        ...
+
+    def pass_over(self, indices: Sequence[int]) -> None:
+        """In the round that begins, what these parameters have travels by their layer's gather."""
         ...
 
     def flush(self, step: int) -> None:
@@ -94,20 +101,10 @@ class Landing(Protocol):
         ...
 
 
-FixedWays = Mapping[str, tuple[str, str | None]]
-"""By name of the layer, its route and its wire type where it is not the store as it is."""
-THROUGH_THE_STORE: tuple[str, str | None] = ("store", None)
-
-
-def book_entry(slot: Slot, route: str, wire: str | None, *, name: str | None = None, elems: int | None = None) -> Any:
-    """What the book says of a parameter's gradient, or of a part that has a name and so many elements."""
-    entry = (
-        slot.name if name is None else name,
-        slot.layer.index,
-        slot.code,
-        slot.elems if elems is None else elems,
-        route,
-    )
+def book_entry(slot: Slot, route: str, wire: str | None, part: tuple[str, int] | None = None) -> Any:
+    """What the book says of a parameter's gradient, or of a part of it, by that part's name and number of elements."""
+    name, elems = part or (slot.name, slot.elems)
+    entry = (name, slot.layer.index, slot.code, elems, route)
     return (*entry, wire) if wire is not None and slot.code == "f32" else entry
 
 
@@ -150,6 +147,9 @@ class HostLanding:
         token = submit(self._book, slot.index, memory.data_ptr(), slot.nbytes, "average", step, True)
         self._lent.tensors[token] = memory
         return token
+
+    def pass_over(self, indices: Sequence[int]) -> None:
+        """As `Landing.pass_over`."""
 
     def flush(self, step: int) -> None:
         """As `Landing.flush`."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from penstock.errors import ConfigError
 
-__all__ = ["LOOK_S", "Accelerator", "look", "pinned_memory", "supports"]
+__all__ = ["LOOK_S", "Accelerator", "described", "fastest", "look", "pinned_memory", "supports"]
 
 LOOK_S = 1e-4
 """Between two looks whether the device has passed an event."""
@@ -35,6 +37,27 @@ def look(event: Any, at_most_s: float) -> bool:
     return True
 
 
+def described(device: torch.device) -> str:
+    """Which device it is, without its number: of two that are described alike a product has the same bits."""
+    name = getattr(getattr(torch, device.type, None), "get_device_name", lambda _: device.type)(device)
+    return f"{name}, fp32 products {torch.get_float32_matmul_precision()}"
+
+
+def fastest(device: torch.device, work: Callable[[], object], tries: int) -> float:
+    """Seconds that the device takes for what `work` gives it, the shortest of some tries. Waits for it."""
+    stream = torch.Stream(device=device)
+    events = [torch.Event(device=device, enable_timing=True) for _ in range(tries + 1)]
+    stream.wait_stream(torch.accelerator.current_stream(device))  # where its operands are made
+    with stream:
+        work()  # once to warm up
+        for event in events:
+            event.record(stream)
+            if event is not events[-1]:
+                work()
+    events[-1].synchronize()
+    return min(begin.elapsed_time(end) for begin, end in itertools.pairwise(events)) / 1000
+
+
 class Accelerator:
     """One device. Everything here orders streams, and nothing waits.
 
@@ -51,6 +74,10 @@ class Accelerator:
     def stream(self) -> Any:
         """A stream of one's own."""
         return torch.Stream(device=self.device)
+
+    def current(self) -> Any:
+        """The calling thread's stream."""
+        return torch.accelerator.current_stream(self.device)
 
     def mark(self) -> Any:
         """An event after all that the calling thread's stream has been given so far.

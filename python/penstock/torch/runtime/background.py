@@ -1,12 +1,12 @@
 """Threads that work while the program computes, and whose turn it is.
 
 One applies pieces of updates (partial.py), one makes averages from what the ranks have sent (rebuild.py), and for
-models on an accelerator two bring gradients to the engine and averages back (device_landing.py), and one buffers to
-the engine (afterwards.py). The program's own thread owns that work; within `Turn` it has it for itself. The rest of the
-time the background thread may take one unit of work after the other: a few pieces, or one layer's averages. There is
-one thread of each kind in a process, begun when it is first given something; between units it holds no model. Before
-the interpreter ends, it has ended the unit that it was at: torch must not be left by a thread that finds no interpreter
-any more.
+models on an accelerator two bring gradients to the engine and averages back (device_landing.py), one brings what layers
+send in place of gradients (device_gathers.py), and one buffers (afterwards.py). The program's own thread owns that
+work; within `Turn` it has it for itself. The rest of the time the background thread may take one unit of work after the
+other: a few pieces, or one layer's averages. There is one thread of each kind in a process, begun when it is first
+given something; between units it holds no model. Before the interpreter ends, it has ended the unit that it was at:
+torch must not be left by a thread that finds no interpreter any more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["AFTER_EVENTS", "COPIES_BACK", "COPIES_OUT", "REBUILDS", "UPDATES", "Background", "Turn"]
+__all__ = ["AFTER_EVENTS", "CONTRIBUTIONS", "COPIES_BACK", "COPIES_OUT", "REBUILDS", "UPDATES", "Background", "Turn"]
 
 TURN_S = 0.1
 """How long the background thread sleeps at most before it asks again whether it is its turn."""
@@ -109,16 +109,21 @@ class Background:
         self._at_work = threading.Lock()
         self._closing = False
 
+    def start(self) -> None:
+        """Begin the thread, for work that others than the program's thread give it."""
+        if self._thread is not None:
+            return
+        ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(ready,), name=self._name, daemon=True)
+        self._thread.start()
+        atexit.register(self._close)
+        # What a thread sets as its number of compute threads is that of all threads that begin later, too.
+        ready.wait(START_S)
+        torch.set_num_threads(torch.get_num_threads())
+
     def give(self, worker: BackgroundWork) -> None:
-        """Work on this, among others, until it says that nothing is left. Called by the program's thread."""
-        if self._thread is None:
-            ready = threading.Event()
-            self._thread = threading.Thread(target=self._run, args=(ready,), name=self._name, daemon=True)
-            self._thread.start()
-            atexit.register(self._close)
-            # What a thread sets as its number of compute threads is that of all threads that begin later, too.
-            ready.wait(START_S)
-            torch.set_num_threads(torch.get_num_threads())
+        """Work on this, among others, until it says that nothing is left. Begins the thread; see `start`."""
+        self.start()
         self._given.put((weakref.ref(worker), _flushes_denormals()))
 
     def _run(self, ready: threading.Event) -> None:
@@ -151,6 +156,7 @@ class Background:
 UPDATES = Background("penstock-updates", threads=1)
 """Updates wait for memory, not for processors, and the program computes meanwhile."""
 REBUILDS = Background("penstock-rebuilds", threads=None)
+CONTRIBUTIONS = Background("penstock-contributions", threads=None)
 COPIES_OUT, COPIES_BACK = (Background(f"penstock-copies-{way}", threads=1) for way in ("out", "back"))
 AFTER_EVENTS = Background("penstock-after-events", threads=1)
 """Its event comes after all that the device has been given for a step: gradients must not wait behind it."""
@@ -181,7 +187,7 @@ _DENORMAL = torch.tensor(1e-310, dtype=torch.float64)
 
 
 def _after_fork() -> None:
-    for background in (UPDATES, REBUILDS, COPIES_OUT, COPIES_BACK, AFTER_EVENTS):
+    for background in (UPDATES, REBUILDS, CONTRIBUTIONS, COPIES_OUT, COPIES_BACK, AFTER_EVENTS):
         background.renew()
     for turn in _turns:
         turn.renew()

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.torch.model.layers import Layer, Slot
+from penstock.torch.schemes.contributions import DENSE, Contribution, ContributionHeader, Packed
 from penstock.torch.schemes.factors import LinearFactors
-from penstock.torch.schemes.gather import DENSE, Contribution, ContributionHeader, Gather, Submitter
+from penstock.torch.schemes.gather import Gather, Submitter
 
 __all__ = ["FactorsToOwner", "OwnerDuties"]
 
@@ -73,36 +74,66 @@ class FactorsToOwner(LinearFactors):
         """As the owner: wait for all factors, rebuild, and answer, unless that is done."""
         if not self._waits_for_me:
             return
-        submitter = self.submitter
-        submitter.engine.wait(submitter.id, [self.index])
+        submitter, there = self.submitter, self._there
+        device_gathers = submitter.device_gathers
+        self._wait([self.index])
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            mask, averages = super().summed()
-            # Rounded first, for all get what can be sent; zeros where there is something, but nobody had rows.
-            averages = [
-                self._sendable(slot, average) if mask >> place & 1 else None
-                for place, (slot, average) in enumerate(zip(self.slots, averages, strict=True))
-            ]
-            header = ContributionHeader(DENSE, mask, 0, 1, (0,) * len(self.slots), (0,) * len(self.slots))
-            blob = self.blob(header, [average for average in averages if average is not None])
-        # Perhaps after this rank's step(), which counts on: the others have said theirs.
-        submitter.submit_gather(self.down, blob, self._step)
-        self._served = mask, averages
+            # Perhaps after this rank's step(), which counts on: the others have said theirs.
+            if device_gathers is None or there is None:
+                answer = self._answer()
+                submitter.submit_gather(self.down, self.blob(answer), self._step)
+            else:
+                with device_gathers.making(there.begun):
+                    answer = self._answer()
+                    head = answer.header.as_bytes()
+                    device_gathers.submit(self, self.down, head, answer.parts, self._step, None)
         self._waits_for_me = False
 
+    def _answer(self) -> Packed:
+        """What all get, which is kept as what this rank itself gets."""
+        mask, averages = super().summed()
+        # Rounded first, for all get what can be sent; zeros where there is something, but nobody had rows.
+        averages = [
+            self._sendable(slot, average) if mask >> place & 1 else None
+            for place, (slot, average) in enumerate(zip(self.slots, averages, strict=True))
+        ]
+        header = ContributionHeader(DENSE, mask, 0, 1, (0,) * len(self.slots), (0,) * len(self.slots))
+        self._served = mask, averages
+        return Packed(header, [average for average in averages if average is not None])
+
     def _sendable(self, slot: Slot, average: Tensor | None) -> Tensor:
-        return torch.zeros(slot.param.shape, dtype=slot.dtype) if average is None else average.to(slot.dtype)
+        if average is None:
+            return torch.zeros(slot.param.shape, dtype=slot.dtype, device=self.device)
+        return average.to(slot.dtype)
+
+    def _wait(self, numbers: list[int]) -> None:
+        submitter = self.submitter
+        if submitter.device_gathers is None:
+            submitter.engine.wait(submitter.id, numbers)
+        else:
+            submitter.device_gathers.wait(numbers)
+
+    def land(self, slot: Slot) -> Tensor | None:
+        """As for every gather, once the result is there."""
+        if self._averages is None:
+            self._settle()
+        return super().land(slot)
+
+    def _settle(self) -> None:
+        """Both rounds end here: the next may begin at once."""
+        if self.is_owned:
+            self.serve()
+            self._wait([self.down])
+        else:
+            self._wait([self.index, self.down])
 
     def summed(self) -> tuple[int, list[Tensor | None]]:
         """At the owner its own result, elsewhere what it has sent."""
         engine, book = self.submitter.engine, self.submitter.id
-        # Both rounds end here: the next may begin at once.
         if self.is_owned:
-            self.serve()
-            engine.wait(book, [self.down])
             assert self._served is not None
             served, self._served = self._served, None
             return served
-        engine.wait(book, [self.index, self.down])
         length = engine.gathered(book, self.down)[self.owner]
         assert length is not None  # nobody leaves a job with such layers
         part = Contribution(self, self.owner, length, self.down)

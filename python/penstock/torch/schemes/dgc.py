@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from penstock.lossy import DENSITY_MAX, DGC, index_bytes
+from penstock.torch.schemes.contributions import Contribution, sum_type
 from penstock.torch.schemes.error_feedback import Lossy
-from penstock.torch.schemes.gather import Contribution, sum_type
 
 __all__ = ["DGCGather", "largest"]
 

@@ -12,7 +12,8 @@ What a rank keeps is its own and never shared; only the optimizer's state_dict c
 - an earlier average in ``.grad``, which all ranks have, is no part of what is made short;
 - after gradients were cleared, as where a loss scaler skips the step, a new step begins, whatever the optimizer did.
 
-It omits to do anything about the time that encoding takes: it is the backward's.
+It omits to do anything about the time that encoding takes: it is the backward's. Gradients of a model on an accelerator
+are copied to host memory, and there made short and kept as any others, beside the program.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from torch import Tensor, nn
 from penstock import description
 from penstock.lossy import LossyScheme
 from penstock.torch.model.layers import Layer, Slot
-from penstock.torch.schemes.gather import OWN, Contribution, ContributionHeader, Gather, Submitter, is_cleared, sum_type
+from penstock.torch.schemes.contributions import OWN, Contribution, ContributionHeader, Packed, sum_type
+from penstock.torch.schemes.gather import Gather, Submitter, is_cleared
 
 __all__ = ["EXACT", "Lossy"]
 
@@ -65,6 +67,11 @@ class Lossy(Gather, Generic[OptionsT]):
         self.kept: list[dict[str, Tensor]] = [{} for _ in slots]
         self.steps = 0
         self._step_of: list[int] = [-1] * len(slots)  # by parameter, the step it was last sent in; -1: none
+        self._step = -1  # of the contribution that is being made
+        # Of one that is on its way from an accelerator:
+        self._header: ContributionHeader | None = None
+        self._given: list[int] = []  # the parameters of which there is something
+        self.rebuilt = self.device.type != "cpu"
 
     # What the schemes differ in
 
@@ -140,12 +147,33 @@ class Lossy(Gather, Generic[OptionsT]):
 
     def is_new_step(self, place: int) -> bool:
         """Whether nothing that was sent for this parameter since the last optimizer step is in its gradient."""
-        return self._step_of[place] != self.submitter.step
+        return self._step_of[place] != self._step
 
-    def packed(self) -> Tensor:
-        """All parameters, short or exact."""
+    def packed(self) -> Packed:
+        """All parameters, short or exact; on an accelerator the gradients, for `encoded`."""
         header, local = self.taken()
         local = [None if grad is None else grad.to_dense() for grad in local]
+        self._step = self.submitter.step
+        if self.submitter.device_gathers is None:
+            return self._short(header, local)
+        self._header, self._given = header, [place for place, grad in enumerate(local) if grad is not None]
+        return Packed(header, [grad.contiguous() for grad in local if grad is not None])
+
+    def encoded(self, contribution: Tensor) -> Tensor:
+        """From an accelerator: made short here, in host memory, where what is left out is kept."""
+        assert self._header is not None  # from `packed`
+        local: list[Tensor | None] = [None] * len(self.slots)
+        offset = self.header_bytes
+        for place in self._given:
+            slot = self.slots[place]
+            part = contribution[offset : offset + slot.nbytes]
+            aligned = part if offset % slot.dtype.itemsize == 0 else part.clone()
+            local[place] = aligned.view(slot.dtype).view(slot.param.shape)
+            offset += slot.nbytes
+        return self.blob(self._short(self._header, local))
+
+    def _short(self, header: ContributionHeader, local: list[Tensor | None]) -> Packed:
+        """The gradients made short; in main memory."""
         if not all(bool(torch.isfinite(grad).all()) for grad in local if grad is not None):
             return self.dense(header, local, "it is not finite")
         sizes = [0] * len(self.slots)
@@ -165,9 +193,9 @@ class Lossy(Gather, Generic[OptionsT]):
                 pieces = [piece.to(self.slots[place].dtype) for piece in pieces]
             body += pieces
         for place, _ in given:
-            self._step_of[place] = self.submitter.step
+            self._step_of[place] = self._step
         self.steps += starts_step
-        return self.blob(header._replace(form=OWN if mask else 0, mask=mask, sizes=tuple(sizes)), body)
+        return Packed(header._replace(form=OWN if mask else 0, mask=mask, sizes=tuple(sizes)), body)
 
     def _encoded(self, place: int, grad: Tensor) -> tuple[int, list[Tensor]]:
         """A parameter's size and body. If what it keeps has overflowed, so has a number of the body."""
@@ -191,7 +219,7 @@ class Lossy(Gather, Generic[OptionsT]):
                 else:
                     self.add_short(place, part, offset, total)
                 offset += self._bytes(place, size) or 0
-        return [None if total is None else total.div_(ranks) for total in totals]
+        return [None if total is None else self.there(total.div_(ranks), place) for place, total in enumerate(totals)]
 
     # What is kept
 

@@ -6,7 +6,8 @@ average is, on every rank, in one product of all ranks' rows, written into what 
 
 Exactness. Every rank multiplies the same rows in the same order, in memory of torch's own alignment, with the same
 number of threads (the smallest of all ranks, which each contribution names). The bits of a product then depend on the
-library and on the processor's instructions alone. `numerics` describes those; ranks that differ in it use the store.
+library and on the processor's instructions alone, or on the kind of accelerator. `numerics` describes those; ranks that
+differ in it use the store.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.torch.model.layers import Layer, Slot
-from penstock.torch.runtime.memory import Reused
-from penstock.torch.schemes.gather import Contribution, Submitter, computing_with, sum_type
+from penstock.torch.runtime import accelerator
+from penstock.torch.schemes.contributions import Contribution, sum_type
+from penstock.torch.schemes.gather import computing_with
 from penstock.torch.schemes.rows import LayerCall, Rows, capturing
+from penstock.torch.updates.separable import as_if_in_step
 
 __all__ = ["LinearFactors", "numerics"]
 
@@ -34,12 +36,6 @@ class LinearFactors(Rows):
 
     scheme = "factors"
     rebuilt = True
-
-    def __init__(
-        self, submitter: Submitter, index: int, layer: Layer, module: nn.Module, slots: Sequence[Slot]
-    ) -> None:
-        super().__init__(submitter, index, layer, module, slots)
-        self._memory = Reused()
 
     def row_bytes(self) -> int:
         """Bytes of a row of X and one of dY."""
@@ -68,10 +64,13 @@ class LinearFactors(Rows):
             return [None] * len(self.slots)
         (outputs, inputs), dtype = self.weight.param.shape, self.weight.dtype
         count = sum(part.header.rows for part in parts)
-        given, upstream = torch.empty(count, inputs, dtype=dtype), torch.empty(count, outputs, dtype=dtype)
+        given = torch.empty(count, inputs, dtype=dtype, device=self.device)
+        upstream = torch.empty(count, outputs, dtype=dtype, device=self.device)
+        ranges: list[slice] = []
         start = 0
         for part in parts:
             stop = start + part.header.rows
+            ranges.append(slice(start, stop))
             part.read(self.header_bytes, given[start:stop])
             part.read(self.header_bytes + part.header.rows * inputs * dtype.itemsize, upstream[start:stop])
             start = stop
@@ -79,18 +78,19 @@ class LinearFactors(Rows):
         given, upstream = given.to(wide), upstream.to(wide).div_(ranks)
         averages: list[Tensor | None] = []
         for place in range(len(self.slots)):
-            if not all(part.header.has(place) for part in parts):  # frozen, or cleared, on some ranks
-                chosen = torch.cat([torch.full((part.header.rows,), part.header.has(place)) for part in parts])
-                averages.append(self._product(place, given[chosen], upstream[chosen]))
+            chosen = [rows for rows, part in zip(ranges, parts, strict=True) if part.header.has(place)]
+            if not chosen:
+                averages.append(None)
+            elif len(chosen) < len(parts):  # frozen, or cleared, on some ranks
+                some = [torch.cat([factor[rows] for rows in chosen]) for factor in (given, upstream)]
+                averages.append(self._product(place, *some))
             else:
                 averages.append(self._product(place, given, upstream))
         return averages
 
     def _product(self, place: int, given: Tensor, upstream: Tensor) -> Tensor:
-        if place == 1:
-            return upstream.sum(0)
-        average = self._memory.tensor(self.weight.param.shape, upstream.dtype)
-        return torch.mm(upstream.t(), given, out=average)
+        average = self.average_memory(place, upstream.dtype)
+        return torch.sum(upstream, 0, out=average) if place == 1 else torch.mm(upstream.t(), given, out=average)
 
     def capture(self) -> Callable[..., Tensor]:
         """As the module's own forward, which it calls wherever a gradient is needed as such."""
@@ -102,7 +102,7 @@ def _make_forward(gather: LinearFactors) -> Callable[..., Tensor]:
         # Compiled code has no place for what backward leaves behind: there the gradient is made as always.
         if torch.compiler.is_compiling() or not capturing(gather, module.weight):
             return nn.Linear.forward(module, input)
-        if type(input) is not Tensor or input.dtype is not module.weight.dtype or not input.is_cpu:
+        if type(input) is not Tensor or input.dtype is not module.weight.dtype or input.device != gather.device:
             return nn.Linear.forward(module, input)
         output: Tensor = _Linear.apply(input, module.weight, module.bias, gather)
         return output
@@ -132,20 +132,21 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
-def numerics() -> str:
+def numerics(device: torch.device | None = None) -> str:
     """What the bits of a product depend on besides its operands and the number of threads.
 
     The versions of the libraries, the instructions they have chosen, and, for whatever that leaves out, a few products.
+
+    Args:
+        device: The accelerator that makes them, if it is one: which device it is then takes the place of instructions.
     """
     digest = hashlib.sha256()
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad(), torch.autocast("cpu", enabled=False), computing_with(1):
+    with torch.no_grad(), as_if_in_step("cpu" if device is None else device.type), computing_with(1):
         for dtype in (torch.float32, torch.float64):
             for rows, outputs, inputs in _PROBE_SHAPES:
-                upstream = torch.randn(rows, outputs, generator=generator, dtype=dtype)
-                given = torch.randn(rows, inputs, generator=generator, dtype=dtype)
-                digest.update(torch.mm(upstream.t(), given).numpy().tobytes())
-    capability = torch.backends.cpu.get_cpu_capability()
-    return (
-        f"torch {torch.__version__}, {capability}, mkl {torch.backends.mkl.is_available()}, {digest.hexdigest()[:16]}"
-    )
+                upstream = torch.randn(rows, outputs, generator=generator, dtype=dtype).to(device)
+                given = torch.randn(rows, inputs, generator=generator, dtype=dtype).to(device)
+                digest.update(torch.mm(upstream.t(), given).cpu().numpy().tobytes())
+    where = torch.backends.cpu.get_cpu_capability() if device is None else accelerator.described(device)
+    return f"torch {torch.__version__}, {where}, mkl {torch.backends.mkl.is_available()}, {digest.hexdigest()[:16]}"

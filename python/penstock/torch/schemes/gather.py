@@ -14,70 +14,37 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError, ProtocolError
+from penstock.errors import ConfigError
 from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.reads.safety import defer
+from penstock.torch.runtime.memory import Reused
+from penstock.torch.schemes.contributions import (
+    DENSE,
+    OWN,
+    Contribution,
+    ContributionHeader,
+    Packed,
+    header_bytes,
+    sum_type,
+)
+from penstock.torch.schemes.device_gathers import DeviceGathers, DeviceRound
 from penstock.torch.schemes.rebuild import Rebuilds
 
 if TYPE_CHECKING:
     from penstock._native import Engine
 
 __all__ = [
-    "DENSE",
-    "OWN",
-    "Contribution",
-    "ContributionHeader",
     "Gather",
     "Submitter",
     "changed_in_flight",
     "computing_with",
     "mark_average",
-    "sum_type",
 ]
-
-WORD_BYTES = 8
-COMMON_WORDS = 4  # of a header; two more for each parameter
-OWN, DENSE = 1, 2
-
-
-class ContributionHeader(NamedTuple):
-    """The header of one rank's part as it is on the wire; a body follows, which is read when needed.
-
-    Attributes:
-        form: `OWN`: as the scheme has it, `DENSE`, or 0: nothing.
-        mask: For which of the layer's parameters there is something, as bits.
-        rows: K, where rows are sent.
-        threads: With how many threads this rank computes.
-        bases: By parameter, the average that ``.grad`` held before and that is to be added, or 0.
-        sizes: By parameter, a count that the scheme's own form needs.
-    """
-
-    form: int
-    mask: int
-    rows: int
-    threads: int
-    bases: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    def encode(self) -> list[int]:
-        """As words of the header."""
-        return [self.form, self.mask, self.rows, self.threads, *self.bases, *self.sizes]
-
-    @classmethod
-    def decode(cls, words: Sequence[int]) -> ContributionHeader:
-        """From a header's words."""
-        form, mask, rows, threads, *others = words
-        half = len(others) // 2
-        return cls(form, mask, rows, threads, tuple(others[:half]), tuple(others[half:]))
-
-    def has(self, place: int) -> bool:
-        """Whether there is something for this parameter."""
-        return bool(self.mask >> place & 1)
 
 
 class Submitter(Protocol):
@@ -91,6 +58,7 @@ class Submitter(Protocol):
         backwards: The synchronising ones so far, the running one included.
         quiet: Gradients are only accumulated at present.
         rebuilds: Who makes averages in the background.
+        device_gathers: Who copies between host and device, for a model on an accelerator.
     """
 
     engine: Engine
@@ -100,6 +68,7 @@ class Submitter(Protocol):
     backwards: int
     quiet: bool
     rebuilds: Rebuilds
+    device_gathers: DeviceGathers | None
 
     def enter_task(self) -> None:
         """A backward that is to be synchronised is under way: see to it that its end is noticed."""
@@ -107,6 +76,10 @@ class Submitter(Protocol):
 
     def clear_for_accumulation(self, slot: Slot) -> None:
         """A gradient arrives on top of one in flight, which is waited for first."""
+        ...
+
+    def pass_over(self, slots: Sequence[Slot]) -> None:
+        """These travel by their layer's gather in the round that begins."""
         ...
 
     def submit_gather(self, index: int, blob: Tensor, step: int, only_to: int | None = None) -> int:
@@ -126,6 +99,7 @@ class Gather(ABC):
         rows: Rows of this rank's last contribution, where the scheme sends rows.
         dense_sent: How often this rank had to send the gradient itself.
         dense_reason: Why, the last time.
+        device: Where the gradients are.
     """
 
     scheme: str
@@ -139,6 +113,7 @@ class Gather(ABC):
         self.layer = layer
         self.module = module
         self.slots = slots
+        self.device = slots[0].device
         self.engaged = False
         self.rows = 0
         self.dense_sent = 0
@@ -150,6 +125,8 @@ class Gather(ABC):
         self._mine: Tensor | None = None  # the contribution in flight
         self._threads = 0  # with which this rank computed when it contributed
         self._averages: dict[Slot, Tensor | None] | None = None
+        self._memory = [Reused() for _ in slots]  # of averages in main memory
+        self._there: DeviceRound | None = None  # the round in flight, of a model on an accelerator
         self._bases: list[Tensor | None] = [None] * len(slots)  # set aside while autograd accumulates
         self._defined: set[Slot] = set()  # autograd is about to accumulate a dense gradient
         self._why = ""
@@ -162,8 +139,8 @@ class Gather(ABC):
         """No contribution is longer than this."""
 
     @abstractmethod
-    def packed(self) -> Tensor:
-        """This rank's contribution as bytes, and ``.grad`` left with nothing but an earlier average; see `taken`."""
+    def packed(self) -> Packed:
+        """This rank's contribution, and ``.grad`` left with nothing but an earlier average; see `taken`."""
 
     @abstractmethod
     def body_bytes(self, header: ContributionHeader) -> int | None:
@@ -176,6 +153,10 @@ class Gather(ABC):
     @abstractmethod
     def nothing_dense(self, slot: Slot) -> None:
         """Autograd has come to the end of a parameter's uses, and there is no gradient for it to accumulate."""
+
+    def encoded(self, contribution: Tensor) -> Tensor:
+        """On an accelerator, what is sent: made beside the program from what `packed` says, as bytes in host memory."""
+        return contribution
 
     # Most of what follows concerns schemes that keep something outside of ``.grad``.
 
@@ -214,7 +195,7 @@ class Gather(ABC):
     @property
     def header_bytes(self) -> int:
         """Bytes before a contribution's body."""
-        return WORD_BYTES * (COMMON_WORDS + 2 * len(self.slots))
+        return header_bytes(len(self.slots))
 
     # In
 
@@ -264,7 +245,7 @@ class Gather(ABC):
     def abandon(self) -> None:
         """What is on its way will not come: what is held of backwards that were not sent stays."""
         self.pending = 0
-        self._mine = self._averages = None
+        self._mine = self._averages = self._there = None
         self._bases = [None] * len(self.slots)
 
     # Out
@@ -275,19 +256,59 @@ class Gather(ABC):
         for slot in self.slots:
             if slot.is_busy:
                 submitter.clear_for_accumulation(slot)
+        submitter.pass_over(self.slots)
         self.pending = 0
         self.backward = submitter.backwards
         self.seq += 1
+        self._averages, self._threads = None, torch.get_num_threads()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            blob = self.packed()
-        token = submitter.submit_gather(self.index, blob, submitter.step, self.only_to)
-        self._mine, self._averages, self._threads = blob, None, torch.get_num_threads()
+            packed = self.packed()
+            if submitter.device_gathers is None:
+                self._mine = blob = self.blob(packed)
+                token = submitter.submit_gather(self.index, blob, submitter.step, self.only_to)
+            else:
+                token = self._submit_there(submitter.device_gathers, packed)
         for slot in self.slots:
             slot.flight.take_off_gathered(token, self.index, self.backward)
             defer(slot)
-        # What was in ``.grad`` before is added when the program asks: until then it may change it.
-        if self.rebuilt and all(slot.flight.grad is None for slot in self.slots):
+        if submitter.device_gathers is None and self._is_expected():
             submitter.rebuilds.expect(self)
+
+    def _is_expected(self) -> bool:
+        """Whether averages are made in the background, as soon as they can be."""
+        # What was in ``.grad`` before is added when the program asks: until then it may change it.
+        return self.rebuilt and all(slot.flight.grad is None for slot in self.slots)
+
+    def _submit_there(self, device_gathers: DeviceGathers, packed: Packed) -> int:
+        """As `submit`, from an accelerator: the engine has it when `is_sent` says so."""
+        memory = [
+            torch.empty(
+                slot.param.shape,
+                dtype=slot.dtype if slot.flight.grad is None else sum_type(slot.dtype),
+                device=self.device,
+            )
+            for slot in self.slots
+        ]
+        step, expected = self.submitter.step, self._is_expected()
+        self._there = there = DeviceRound(memory, expected=expected)
+        there.begun = device_gathers.submit(
+            self, self.index, packed.header.as_bytes(), packed.parts, step, self.only_to
+        )
+        return -1
+
+    def wait_until_sent(self) -> None:
+        """From an accelerator: until this rank's last contribution is made and with the engine."""
+        if self.submitter.device_gathers is not None:
+            self.submitter.device_gathers.wait_until_sent([self.index])
+
+    def is_sent(self, number: int, blob: Tensor) -> None:
+        """From an accelerator: these bytes, the engine has from now on. Beside the program."""
+        if number != self.index:
+            return
+        self._mine = blob
+        assert self._there is not None  # until it has landed
+        if self._there.expected:
+            self.submitter.rebuilds.expect(self)
 
     def submit_accumulated(self) -> None:
         """Take part without a backward: with what was accumulated under no_sync, and nothing else that ``.grad`` has.
@@ -329,7 +350,7 @@ class Gather(ABC):
         header = ContributionHeader(0, mask, 0, torch.get_num_threads(), tuple(bases), (0,) * len(self.slots))
         return header, local
 
-    def dense(self, header: ContributionHeader, local: Sequence[Tensor | None], why: str) -> Tensor:
+    def dense(self, header: ContributionHeader, local: Sequence[Tensor | None], why: str) -> Packed:
         """A contribution of the gradients themselves; zeros where the header says that there is something.
 
         Args:
@@ -340,29 +361,30 @@ class Gather(ABC):
         self.dense_sent += 1
         self.dense_reason = why
         mask = header.mask
-        parts = []
+        parts: list[Tensor] = []
+        where = next((grad.device for grad in local if grad is not None), self.device)
         for place, grad in enumerate(local):
             if grad is not None:
                 mask |= 1 << place
                 parts.append(grad.to_dense().contiguous())
             elif mask & 1 << place:
-                parts.append(torch.zeros_like(self.slots[place].param, memory_format=torch.contiguous_format))
-        return self.blob(header._replace(form=DENSE, mask=mask), parts)
+                slot = self.slots[place]
+                parts.append(torch.zeros(slot.param.shape, dtype=slot.dtype, device=where))
+        return Packed(header._replace(form=DENSE, mask=mask), parts)
 
     def _check(self, slot: Slot, grad: Tensor) -> None:
-        if grad.dtype is not slot.dtype or grad.shape != slot.param.shape or grad.device.type != "cpu":
+        if grad.dtype is not slot.dtype or grad.shape != slot.param.shape or grad.device != slot.device:
             raise ConfigError(
                 f"the gradient of {slot.name} is {grad.dtype} {list(grad.shape)} on {grad.device}, but at "
-                f"penstock.distribute the parameter was {slot.dtype}, {slot.elems} elements, on the CPU. Convert the "
-                "model before",
+                f"penstock.distribute the parameter was {slot.dtype}, {slot.elems} elements, on {slot.device}. Convert "
+                "the model before, or move it there",
                 layer=self.layer.name,
             )
 
-    def blob(self, header: ContributionHeader, parts: Sequence[Tensor]) -> Tensor:
+    def blob(self, packed: Packed) -> Tensor:
         """Header and body as bytes, in fresh memory."""
-        flat = [part.reshape(-1).view(torch.uint8) for part in parts if part.numel()]
-        head = torch.tensor(header.encode(), dtype=torch.int64).view(torch.uint8)
-        return torch.cat([head, *flat])
+        flat = [part.reshape(-1).view(torch.uint8) for part in packed.parts if part.numel()]
+        return torch.cat([packed.header.as_bytes(), *flat])
 
     # Back
 
@@ -382,18 +404,61 @@ class Gather(ABC):
 
     def make_averages(self) -> None:
         """In the background, all contributions being in, what `land` would do."""
+        if self._there is not None:
+            self._make_there(self._there)
+            return
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
         self._averages = self._combined()
+
+    def _make_there(self, there: DeviceRound) -> None:
+        """Give the accelerator what makes the averages, in the memory that there is for them."""
+        device_gathers = self.submitter.device_gathers
+        assert device_gathers is not None
+        with device_gathers.making(there.begun):
+            there.mask, there.averages = self.summed()
+            for place, average in enumerate(there.averages):
+                if average is not None and average is not there.memory[place]:
+                    there.averages[place] = there.memory[place].copy_(average)
+            there.made = device_gathers.made()
+
+    def average_memory(self, place: int, dtype: torch.dtype) -> Tensor:
+        """Contiguous memory for an average, of any content."""
+        if self._there is None:
+            return self._memory[place].tensor(self.slots[place].param.shape, dtype)
+        memory = self._there.memory[place]
+        return memory if memory.dtype is dtype else torch.empty_like(memory, dtype=dtype)
 
     def made(self, slot: Slot) -> Tensor | None:
         """The average of a parameter's gradient, if it is made, there is one, and it lies in memory as others do."""
         average = None if self._averages is None else self._averages.get(slot)
         return average if average is not None and average.layout is torch.strided else None
 
+    def there(self, made: Tensor, place: int | None = None) -> Tensor:
+        """Where the gradients are, what was made in main memory: for an average, or this parameter's average itself."""
+        if self._there is None:
+            return made
+        device_gathers = self.submitter.device_gathers
+        assert device_gathers is not None
+        flat = made.contiguous().view(-1).view(torch.uint8)
+        there = (
+            torch.empty(made.shape, dtype=made.dtype, device=self.device)
+            if place is None
+            else self.average_memory(place, made.dtype)
+        )
+        device_gathers.fill(there, lambda begin, room: room.copy_(flat[begin : begin + len(room)]))
+        return there
+
     def _combined(self) -> dict[Slot, Tensor | None]:
-        mask, averages = self.summed()
-        self._mine = None
+        there, device_gathers = self._there, self.submitter.device_gathers
+        if there is None or device_gathers is None:
+            mask, averages = self.summed()
+        else:
+            if there.made is None:
+                self._make_there(there)
+            device_gathers.go_on_after(there.made)
+            mask, averages = there.mask, there.averages
+        self._mine = self._there = None
         return {slot: self._on_base(slot, averages[place], mask >> place & 1) for place, slot in enumerate(self.slots)}
 
     def summed(self) -> tuple[int, list[Tensor | None]]:
@@ -426,7 +491,7 @@ class Gather(ABC):
             return None
         if average is None or not present:
             if base is None:
-                average = torch.zeros(slot.param.shape, dtype=slot.dtype)
+                average = torch.zeros(slot.param.shape, dtype=slot.dtype, device=self.device)
                 return mark_average(self.finished(average), self.seq)
             return mark_average(base.clone(), self.seq)
         if base is not None:
@@ -452,6 +517,8 @@ class Gather(ABC):
         """Use this scheme from the next backward on, or the store. All ranks do it between the same two backwards."""
         if engaged and not self.engaged:
             self.install()
+            if self.submitter.device_gathers is not None:
+                self.submitter.device_gathers.prepare()
         elif self.engaged and not engaged:
             self.fold()
         self.engaged = engaged
@@ -467,74 +534,6 @@ class Gather(ABC):
                     del slot.param.grad._penstock_average  # type: ignore[union-attr]
 
 
-class Contribution:
-    """One rank's contribution, read from the engine or, this rank's own, from where it was packed.
-
-    Attributes:
-        rank: Whose.
-        header: What it says of itself.
-    """
-
-    def __init__(self, gather: Gather, rank: int, len_bytes: int, index: int | None = None) -> None:
-        self._gather = gather
-        self._index = gather.index if index is None else index
-        self.rank = rank
-        self._own = rank == gather.submitter.rank
-        self._len_bytes = len_bytes
-        if len_bytes < gather.header_bytes:
-            raise self.wrong()
-        words = self.read(0, torch.empty(gather.header_bytes // WORD_BYTES, dtype=torch.int64))
-        self.header = ContributionHeader.decode(words.tolist())
-        header, count = self.header, len(gather.slots)
-        if header.form not in (0, OWN, DENSE) or header.threads < 1 or not 0 <= header.mask < 1 << count:
-            raise self.wrong()
-        body: int | None = 0
-        if header.form == DENSE:
-            body = sum(
-                slot.param.numel() * slot.dtype.itemsize for place, slot in enumerate(gather.slots) if header.has(place)
-            )
-        elif header.form == OWN:
-            body = gather.body_bytes(header)
-        if body is None or len_bytes != gather.header_bytes + body:
-            raise self.wrong()
-
-    def wrong(self) -> ProtocolError:
-        """The error that says that this contribution does not fit the layer."""
-        layer, step = self._gather.layer.name, self._gather.submitter.step
-        return ProtocolError(
-            f"rank {self.rank} sent {self._len_bytes} bytes for {layer} in step {step} that are no "
-            f"{self._gather.scheme} of it; do all ranks run the same version of the program and of Penstock?",
-            rank=self.rank,
-            layer=layer,
-            step=step,
-        )
-
-    def read(self, offset: int, into: Tensor) -> Tensor:
-        """Fill a tensor from the contribution's bytes."""
-        len_bytes = into.numel() * into.element_size()
-        if len_bytes == 0:
-            return into
-        gather = self._gather
-        if self._own:
-            assert gather._mine is not None  # kept since the submission
-            into.view(-1).view(torch.uint8).copy_(gather._mine[offset : offset + len_bytes])
-        else:
-            submitter = gather.submitter
-            submitter.engine.read_gathered(submitter.id, self._index, self.rank, offset, into.data_ptr(), len_bytes)
-        return into
-
-    def dense(self) -> Iterator[tuple[int, Tensor]]:
-        """Its gradients, if it sent those, by parameter, in the type of sums."""
-        offset = self._gather.header_bytes
-        if self.header.form != DENSE:
-            return
-        for place, slot in enumerate(self._gather.slots):
-            if self.header.has(place):
-                dense = self.read(offset, torch.empty(slot.param.shape, dtype=slot.dtype))
-                offset += dense.numel() * dense.element_size()
-                yield place, dense.to(sum_type(slot.dtype))
-
-
 def changed_in_flight(slot: Slot, step: int) -> ConfigError:
     """The error that says that somebody wrote a gradient before its average was there."""
     return ConfigError(
@@ -545,11 +544,6 @@ def changed_in_flight(slot: Slot, step: int) -> ConfigError:
         layer=slot.layer.name,
         step=step,
     )
-
-
-def sum_type(dtype: torch.dtype) -> torch.dtype:
-    """Half types are summed in single precision, as by the engine."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def mark_average(grad: Tensor, seq: int) -> Tensor:

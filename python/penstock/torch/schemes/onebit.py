@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from penstock.lossy import OneBit
+from penstock.torch.schemes.contributions import Contribution, sum_type
 from penstock.torch.schemes.error_feedback import Lossy
-from penstock.torch.schemes.gather import Contribution, sum_type
 
 __all__ = ["OneBitGather", "pack_bits", "unpack_bits"]
 

@@ -3,6 +3,9 @@
 A batch that looks up U different rows of width D sends U (D + 1) numbers, where the table has many more. Rows of the
 same index are summed before they are sent. Sums are additions of single elements in rank order, so their bits depend on
 nothing else; a module with ``sparse=True`` gets its average as a sparse tensor, coalesced, and any other a dense one.
+
+Of a model on an accelerator rows are summed in host memory all the same, before they are sent and when all are there:
+how many rows there are is then known to nobody who would have to wait for the device. Only the table is there.
 """
 
 from __future__ import annotations
@@ -15,9 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.lossy import LossyScheme
-from penstock.torch.model.layers import Layer, Slot
-from penstock.torch.runtime.memory import Reused
-from penstock.torch.schemes.gather import Contribution, Submitter, sum_type
+from penstock.torch.schemes.contributions import OWN, Contribution, Packed, sum_type
 from penstock.torch.schemes.rows import LayerCall, Rows, capturing
 
 __all__ = ["EmbeddingPairs", "only_scheme"]
@@ -28,12 +29,6 @@ class EmbeddingPairs(Rows):
 
     scheme = "pairs"
     rebuilt = True
-
-    def __init__(
-        self, submitter: Submitter, index: int, layer: Layer, module: nn.Module, slots: Sequence[Slot]
-    ) -> None:
-        super().__init__(submitter, index, layer, module, slots)
-        self._memory = Reused()
 
     def row_bytes(self) -> int:
         """Bytes of an index and its row."""
@@ -49,9 +44,14 @@ class EmbeddingPairs(Rows):
         return torch.int32 if small and self.weight.dtype.itemsize <= 4 else torch.int64
 
     def merged(self, calls: Sequence[LayerCall]) -> tuple[Tensor, Tensor]:
-        """Each index once, ascending, without the padding index, and the sums of its rows."""
+        """Each index once, ascending, without the padding index, and the sums of its rows.
+
+        On an accelerator all as they are: how many will be left depends on them, for which the program would wait.
+        """
         indices = torch.cat([call.given.view(-1) for call in calls]).long()
         rows = torch.cat([call.upstream for call in calls])
+        if not rows.is_cpu:
+            return indices.to(self._index_type()).view(-1, 1), rows
         padding: Any = self.module.padding_idx
         if padding is not None:
             wanted = torch.ne(indices, padding)
@@ -62,8 +62,21 @@ class EmbeddingPairs(Rows):
         sums.index_add_(0, place, rows.to(sums.dtype))
         return unique.to(self._index_type()).view(-1, 1), sums.to(rows.dtype)
 
+    def encoded(self, contribution: Tensor) -> Tensor:
+        """From an accelerator: merged here, in host memory."""
+        part = Contribution.of(self, contribution)
+        if part.header.form != OWN or not part.header.rows:
+            return contribution
+        given, upstream = self.merged([self.rows_of(part)])
+        self.rows = len(given)
+        return self.blob(Packed(part.header._replace(rows=self.rows), (given, upstream)))
+
     def products(self, given: Tensor, upstream: Tensor) -> list[Tensor]:
         """The table's gradient as autograd would have made it, dense."""
+        if not upstream.is_cpu:
+            rows, padding = self.weight.param.shape[0], self.module.padding_idx
+            none = -1 if padding is None else padding
+            return [torch.ops.aten.embedding_dense_backward(upstream, given.view(-1).long(), rows, none, False)]
         given, upstream = self.merged([LayerCall(given, upstream, 1)])
         dense = torch.zeros(self.weight.param.shape, dtype=self.weight.dtype)
         return [dense.index_copy_(0, given.view(-1).long(), upstream)]
@@ -88,7 +101,7 @@ class EmbeddingPairs(Rows):
         if self.module.sparse:
             shape = self.weight.param.shape
             return [torch.sparse_coo_tensor(unique.view(1, -1), sums, shape, is_coalesced=True, check_invariants=False)]
-        return [self._memory.tensor(self.weight.param.shape, wide).zero_().index_copy_(0, unique, sums)]
+        return [self.average_memory(0, wide).zero_().index_copy_(0, self.there(unique), self.there(sums))]
 
     @property
     def is_sparse(self) -> bool:

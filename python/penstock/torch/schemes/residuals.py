@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ConfigError
 from penstock.lossy import DGC, parse
+from penstock.torch.schemes.contributions import sum_type
 from penstock.torch.schemes.error_feedback import Lossy
-from penstock.torch.schemes.gather import sum_type
 from penstock.torch.updates.separable import optimizers_within
 from penstock.warning import warn
 
@@ -146,7 +146,9 @@ class _Carried:
         _check_momentum(_groups([optimizer]), self._gathers)
 
     def _places(self, optimizer: Optimizer) -> list[tuple[Lossy[Any], list[int]]]:
-        """The lossy layers, each with those of its parameters that this optimizer has."""
+        """The lossy layers, each with those of its parameters that this optimizer has; what they keep is up to date."""
+        for gather in self._gathers:
+            gather.wait_until_sent()
         mine = {id(param) for group in optimizer.param_groups for param in group["params"]}
         return [
             (gather, [place for place, slot in enumerate(gather.slots) if id(slot.param) in mine])

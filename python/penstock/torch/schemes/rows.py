@@ -16,6 +16,7 @@ from __future__ import annotations
 import types
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,9 @@ from torch import Tensor, nn
 
 from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.reads.safety import defer, restore
-from penstock.torch.schemes.gather import OWN, Contribution, ContributionHeader, Gather, Submitter
+from penstock.torch.schemes.contributions import OWN, Contribution, ContributionHeader, Packed
+from penstock.torch.schemes.device_gathers import MadeIn
+from penstock.torch.schemes.gather import Gather, Submitter
 from penstock.torch.schemes.survey import foreign_hooks
 
 __all__ = ["LayerCall", "Rows", "capturing"]
@@ -38,12 +41,13 @@ class LayerCall(NamedTuple):
     """What one call of the layer contributes.
 
     Its input or its indices, and the gradient of its output, both with K rows; and for which of the layer's
-    parameters it counts, as bits.
+    parameters it counts, as bits. On an accelerator, where they were made.
     """
 
     given: Tensor
     upstream: Tensor
     mask: int
+    made: MadeIn | None = None
 
 
 class Rows(Gather):
@@ -99,7 +103,7 @@ class Rows(Gather):
         """Why a call of the layer's forward would leave no rows now, if so; as far as the forward can tell."""
         if self._decides_itself:
             return ""
-        if torch.is_autocast_enabled("cpu"):
+        if torch.is_autocast_enabled(self.device.type):
             return "its forward runs under autocast"
         return "its forward is traced or transformed" if _tracing() or _transforming() else ""
 
@@ -162,7 +166,9 @@ class Rows(Gather):
         if task != self._task:
             self._task = task
             self._fresh.clear()  # left over from a backward that failed
-        self._fresh.append(LayerCall(given, upstream, self.wanted()))
+        device_gathers = self.submitter.device_gathers
+        made = None if device_gathers is None else device_gathers.made_here()
+        self._fresh.append(LayerCall(given, upstream, self.wanted(), made))
 
     def nothing_dense(self, slot: Slot) -> None:
         """What there is was recorded as rows."""
@@ -173,16 +179,23 @@ class Rows(Gather):
 
     def keep(self) -> None:
         """Under no_sync: keep copies, because the program may write the tensors before the rows are sent."""
-        for call in self._fresh:
-            given, upstream = self.merged([call])
-            self._held.append(LayerCall(given.clone(), upstream.clone(), call.mask))
-        self._fresh.clear()
+        with self._using_fresh():
+            for call in self._fresh:
+                given, upstream = self.merged([call])
+                self._held.append(LayerCall(given.clone(), upstream.clone(), call.mask))
+            self._fresh.clear()
         for slot in self.slots:
             if self.holds(slot):
                 slot.flight.accumulated()
                 defer(slot)
         if sum(call.given.shape[0] for call in self._held) * self.row_bytes() >= self.dense_bytes:
             self.fold()
+
+    def _using_fresh(self) -> AbstractContextManager[None]:
+        """For this thread's stream, where it uses the rows of the running backward and lets go of them."""
+        device_gathers = self.submitter.device_gathers
+        made = [call.made for call in self._fresh if call.made is not None]
+        return nullcontext() if device_gathers is None else device_gathers.using(made, list(self._fresh))
 
     def fold(self) -> None:
         """Turn rows that are held into the local gradient in ``.grad``, as it would be without this scheme."""
@@ -221,7 +234,12 @@ class Rows(Gather):
 
     # Out
 
-    def packed(self) -> Tensor:
+    def submit(self) -> None:
+        """As every gather."""
+        with self._using_fresh():
+            super().submit()
+
+    def packed(self) -> Packed:
         """Rows, or the gradient if that is shorter or if there is one that is not made of rows."""
         calls = self._held + self._fresh
         self._held, self._fresh = [], []
@@ -243,8 +261,8 @@ class Rows(Gather):
             why = self._why or "its rows were longer than the gradient, or .grad held something else"
             return self.dense(header._replace(rows=0), self._with_products(local, calls), why)
         if given is None or upstream is None:
-            return self.blob(header._replace(form=OWN if mask else 0), ())
-        return self.blob(header._replace(form=OWN), (given, upstream))
+            return Packed(header._replace(form=OWN if mask else 0), ())
+        return Packed(header._replace(form=OWN), (given, upstream))
 
     def _with_products(self, local: list[Tensor | None], calls: Sequence[LayerCall]) -> list[Tensor | None]:
         for call in calls:

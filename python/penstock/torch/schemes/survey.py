@@ -145,10 +145,16 @@ class _Survey:
         return self._unwatched.get(id(module))
 
 
-def survey(model: nn.Module, modules: Sequence[nn.Module]) -> list[str | None]:
-    """`why_whole` of many modules of one model."""
+def survey(model: nn.Module, modules: Sequence[nn.Module], device: torch.device | None = None) -> list[str | None]:
+    """`why_whole` of many modules of one model, which is on this accelerator, or on none."""
     whole = _Survey(model)
-    return [why_whole(module) or whole.why_whole(module) for module in modules]
+    return [why_whole(module) or whole.why_whole(module) or _why_there(module, device) for module in modules]
+
+
+def _why_there(module: nn.Module, device: torch.device | None) -> str | None:
+    if device is None or not (isinstance(module, nn.Embedding) and module.sparse):
+        return None
+    return f"its gradients are sparse, and from {device.type} they travel dense"
 
 
 def common_reason(reasons: Sequence[str | None]) -> str | None:
