@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 FILES = {*HERE.glob("late_*.py")} - {HERE / "late_device.py"}
 PATH = [HERE.parent / "torch", HERE.parent / "equality"]  # where `ranks` and `equality_cases` are
 EQUALITY = {HERE / "late_equality.py"}
-LIMIT_S = 300.0
+LIMIT_S = 600.0
 
 pytestmark = [
     pytest.mark.slow,
