@@ -11,7 +11,7 @@ import pytest
 from torch.utils import backend_registration
 
 HERE = Path(__file__).parent
-FILES = [HERE / "late_alone.py", HERE / "late_ranks.py"]
+FILES = [HERE / "late_alone.py", HERE / "late_ranks.py", HERE / "late_calls.py"]
 LIMIT_S = 300.0
 
 pytestmark = [

@@ -1,7 +1,8 @@
 """Threads that work while the program computes, and whose turn it is.
 
 One applies pieces of updates (partial.py), one makes averages from what the ranks have sent (rebuild.py), and for
-models on an accelerator two bring gradients to the engine and averages back (device_landing.py). The
+models on an accelerator two bring gradients to the engine and averages back (device_landing.py); one does that for
+calls on tensors there (device_calls.py). The
 program's own thread owns that work; within `Turn` it has it for itself. The rest of the time the background thread may
 take one unit of work after the other: a few pieces, or one layer's averages. There is one thread of each kind in a
 process, begun when it is first given something; between units it holds no model. Before the interpreter ends, it has
@@ -21,7 +22,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["COPIES_BACK", "COPIES_OUT", "REBUILDS", "UPDATES", "Background", "Turn"]
+__all__ = ["CALLS", "COPIES_BACK", "COPIES_OUT", "REBUILDS", "UPDATES", "Background", "Turn"]
 
 TURN_S = 0.1
 """How long the background thread sleeps at most before it asks again whether it is its turn."""
@@ -151,6 +152,7 @@ UPDATES = Background("penstock-updates", threads=1)
 """Updates wait for memory, not for processors, and the program computes meanwhile."""
 REBUILDS = Background("penstock-rebuilds", threads=None)
 COPIES_OUT, COPIES_BACK = (Background(f"penstock-copies-{way}", threads=1) for way in ("out", "back"))
+CALLS = Background("penstock-calls", threads=1)
 
 
 def _one_unit(find: weakref.ref[BackgroundWork]) -> bool:
@@ -178,7 +180,7 @@ _DENORMAL = torch.tensor(1e-310, dtype=torch.float64)
 
 
 def _after_fork() -> None:
-    for background in (UPDATES, REBUILDS, COPIES_OUT, COPIES_BACK):
+    for background in (UPDATES, REBUILDS, COPIES_OUT, COPIES_BACK, CALLS):
         background.renew()
     for turn in _turns:
         turn.renew()
