@@ -11,7 +11,7 @@ import pytest
 from torch.utils import backend_registration
 
 HERE = Path(__file__).parent
-FILES = [HERE / "late_alone.py", HERE / "late_ranks.py", HERE / "late_calls.py"]
+FILES = [HERE / f"late_{name}.py" for name in ("alone", "ranks", "calls", "backend")]
 LIMIT_S = 300.0
 
 pytestmark = [

@@ -144,10 +144,7 @@ class DeviceCalls:
             if self._failure is not None:
                 raise self._failure
             for device in devices:
-                streams = self._streams.get(device)
-                if streams is None:
-                    streams = self._streams[device] = _Streams(device)
-                operation.made[device] = streams.accelerator.mark()
+                operation.made[device] = self._streams_of(device).accelerator.mark()
             operation.after = [one for one in self._before(asked) if one.asked.line != asked.line]
             self._unfinished[operation.id] = operation
             line = self._lines.setdefault(asked.line, _Line())
@@ -213,27 +210,25 @@ class DeviceCalls:
         """Within, what is given to these devices runs after the copies back that they have been given."""
         with contextlib.ExitStack() as streams:
             for device in devices:
-                streams.enter_context(self._streams[device].backward)
+                streams.enter_context(self._streams_of(device).backward)
             yield
 
     def mark(self, devices: Sequence[torch.device]) -> list[tuple[torch.device, Any]]:
         """By device, the event after its copies back so far."""
         with self.turn:
-            places = [(device, self._streams[device]) for device in devices]
+            places = [(device, self._streams_of(device)) for device in devices]
             return [(device, streams.accelerator.mark_in(streams.backward)) for device, streams in places]
 
     def finish(self, limit_s: float) -> None:
-        """Carry out what is pending, as the others wait for it.
+        """Carry out what is pending, as the others wait for it, unless the job has failed.
 
         Raises:
-            PenstockError: The job has failed, or it takes longer.
+            Timeout: It takes longer.
         """
         deadline = time.monotonic() + limit_s
         while True:
             with self.turn:
                 self._drive()
-                if self._failure is not None:
-                    raise self._failure
                 pending = next(iter(self._unfinished.values()), None)
             self._tell()
             if pending is None:
@@ -393,6 +388,12 @@ class DeviceCalls:
         count = cutting.blocks_of_a_piece("all_to_all", operation.asked.ranks)
         operation.cuts = cutting.cut_evenly(int(operation.longest), count)
         return True
+
+    def _streams_of(self, device: torch.device) -> _Streams:
+        streams = self._streams.get(device)
+        if streams is None:
+            streams = self._streams[device] = _Streams(device)
+        return streams
 
     def _in_arena(self) -> tuple[Arena, Tensor]:
         if self._arena is None or self._memory is None:
