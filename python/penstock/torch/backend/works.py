@@ -259,7 +259,7 @@ class Completer:
             return
         for call in calls:
             if isinstance(call, DeviceCall):
-                call.watch(lambda number: self._go_on([number]))
+                call.watch(lambda number: self._are_done([number]))
             else:
                 call.watch()
         if not calls:
@@ -273,9 +273,9 @@ class Completer:
             except PenstockError as error:
                 self._fail(error)
                 return
-            self._go_on(done)
+            self._are_done(done)
 
-    def _go_on(self, done: list[int]) -> None:
+    def _are_done(self, done: list[int]) -> None:
         """These calls are done, or have failed."""
         with self._lock:
             works = []
