@@ -276,21 +276,23 @@ def test_calls_on_main_memory_wait_in_line(seed):
     """The engine counts the calls of a group, and both ranks must count alike."""
 
     def main(rank, group):
-        there, here = [], []
-        futures = []
+        there, here, told, futures = [], [], [], []
         for turn in range(6):
             there.append(torch.full((700,), float(turn + rank), device="late"))
             here.append(torch.full((700,), float(10 * turn + rank)))
             futures.append(group.allreduce(there[-1], algorithm="store", async_=True))
             futures.append(group.allreduce(here[-1], async_=True))
+            told.append(torch.full((700,), float(rank)))
+            futures.append(group.broadcast(told[-1], turn % 2, async_=True))
             if turn == 3:
                 group.barrier()
         for future in reversed(futures):
             future.wait()
-        return [tensor.cpu() for tensor in there], here
+        return [tensor.cpu() for tensor in there], here, told
 
     with installed(seed):
-        for there, here in run(main, 2):
+        for there, here, told in run(main, 2):
+            assert all((tensor == turn % 2).all() for turn, tensor in enumerate(told))
             assert all((tensor == 2 * turn + 1).all() for turn, tensor in enumerate(there))
             assert all((tensor == 20 * turn + 1).all() for turn, tensor in enumerate(here))
 

@@ -158,6 +158,9 @@ class DeviceCall:
         self.error: BaseException | None = None
         self.watchers: list[Callable[[int], None]] = []
         self._calls = calls
+        self._next: _Parts | None = None
+        # Its outputs receive the same: it passes through once, however many there are.
+        self._is_broadcast = asked.request == "broadcast" and bool(self.devices())
 
     @property
     def is_begun(self) -> bool:
@@ -201,25 +204,26 @@ class DeviceCall:
 
     def room_bytes(self) -> int:
         """Host memory of the next piece."""
-        return sum(_aligned(nbytes) for nbytes in self._rooms().values())
+        return sum(_aligned(nbytes) for nbytes in self._cut_next().rooms.values())
 
     def _parts(self, blocks: Sequence[Buffer]) -> list[Buffer]:
         begin, end = self.cut()
         bounds = [(min(begin, block.nbytes), min(end, block.nbytes)) for block in blocks]
         return [block.part(first, last - first) for block, (first, last) in zip(blocks, bounds, strict=True)]
 
-    def _staged(self) -> tuple[list[Buffer], list[Buffer], list[Buffer]]:
-        """Parts of inputs and outputs of the next piece, and of what is made of them."""
-        into = [] if self.combined is None else [self.combined.into]
-        return self._parts(self.inputs), self._parts(self.outputs), self._parts(into)
+    def _cut_next(self) -> _Parts:
+        """What the next piece is made of; asked again while there is no room for it."""
+        if self._next is None:
+            into = [] if self.combined is None else self._parts([self.combined.into])
+            inputs, outputs = self._parts(self.inputs), self._parts(self.outputs)
+            self._next = _Parts(inputs, outputs, into, self._rooms(inputs, outputs, into))
+        return self._next
 
-    def _rooms(self) -> dict[Any, int]:
-        """By what shares them: one part of a tensor may be given twice, to be read and to be written."""
-        inputs, outputs, into = self._staged()
+    def _rooms(self, inputs: list[Buffer], outputs: list[Buffer], into: list[Buffer]) -> dict[Any, int]:
+        """Lengths, by what shares the memory: one part of a tensor may be given twice, to be read and to be written."""
+        if self._is_broadcast:
+            return {None: outputs[0].nbytes}
         rooms: dict[Any, int] = {}
-        if self.asked.request == "broadcast":
-            rooms[self.asked.request] = outputs[0].nbytes
-            return rooms
         for number, part in enumerate(inputs + outputs):
             scratched = self.combined is not None and number >= len(inputs)
             if scratched or part.on_device is not None:
@@ -230,18 +234,20 @@ class DeviceCall:
 
     def place(self, room: Room | None, host: Tensor | None) -> CallPiece:
         """The next piece, in this host memory."""
-        rooms, at = {}, 0
-        for key, nbytes in self._rooms().items():
+        inputs, outputs, into, lengths = self._cut_next()
+        self._next = None
+        rooms: dict[Any, Tensor] = {}
+        at = 0
+        for key, nbytes in lengths.items():
             rooms[key] = host[at : at + nbytes] if host is not None else torch.empty(0, dtype=torch.uint8)
             at += _aligned(nbytes)
-        inputs, outputs, into = self._staged()
+        self.taken += 1
         piece = CallPiece(self, [], [], [], [], None, room, host, [])
-        if self.asked.request == "broadcast":
-            memory, at_root = rooms[self.asked.request], self.asked.rank == self.asked.me
-            piece.outputs = [(memory.data_ptr(), memory.numel())]
+        if self._is_broadcast:
+            memory, at_root = rooms[None], self.asked.rank == self.asked.me
+            piece.outputs = [_range(outputs[0], memory)]
             piece.copies_out = [(outputs[0], memory)] if at_root else []
             piece.copies_back = [(memory, part) for part in (outputs[1:] if at_root else outputs)]
-            self.taken += 1
             return piece
         for part in inputs:
             there = rooms.get(_key(part, None))
@@ -258,8 +264,16 @@ class DeviceCall:
             rows = [rooms[_key(part, number)] for number, part in enumerate(outputs, len(inputs))]
             piece.combine = lambda: make(rows, made)
             piece.copies_back.append((made, into[0]))
-        self.taken += 1
         return piece
+
+
+class _Parts(NamedTuple):
+    """Of the blocks, in one piece, and the host memory that they pass through."""
+
+    inputs: list[Buffer]
+    outputs: list[Buffer]
+    into: list[Buffer]
+    rooms: dict[Any, int]
 
 
 def _aligned(nbytes: int) -> int:

@@ -51,14 +51,13 @@ class Turn:
     """A lock that the program's thread gets at the end of the unit of work that is running, not of all work."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._wanted = 0  # by the program's threads, or held by them
-        self._free = threading.Event()
+        self.renew()
         _turns.add(self)
 
     def __enter__(self) -> None:
-        self._wanted += 1
-        self._free.clear()
+        with self._counting:
+            self._wanted += 1
+            self._free.clear()
         try:
             self._lock.acquire()
         except BaseException:  # interrupted
@@ -70,9 +69,10 @@ class Turn:
         self._leave()
 
     def _leave(self) -> None:
-        self._wanted -= 1
-        if not self._wanted:
-            self._free.set()
+        with self._counting:
+            self._wanted -= 1
+            if not self._wanted:
+                self._free.set()
 
     def take(self) -> bool:
         """For the background thread: its turn, unless the program's thread wants it."""
@@ -86,8 +86,9 @@ class Turn:
         self._lock.release()
 
     def renew(self) -> None:
-        """In a forked child: whoever held a lock is not here."""
-        self._lock, self._wanted, self._free = threading.RLock(), 0, threading.Event()
+        """Nobody has it. So also in a forked child: whoever held a lock is not here."""
+        self._lock, self._counting, self._free = threading.RLock(), threading.Lock(), threading.Event()
+        self._wanted = 0  # by the program's threads, or held by them
 
 
 _turns: weakref.WeakSet[Turn] = weakref.WeakSet()
