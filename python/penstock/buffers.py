@@ -131,7 +131,8 @@ def _of_tensor(tensor: Any, caller: str, on_device: bool) -> Buffer:
     address = tensor.data_ptr()
     if nbytes and not address:
         raise _refuse(caller, f"the {type(tensor).__name__} has no memory of its own; give the tensor that it wraps")
-    there = None if in_main_memory else tensor.detach().view(-1).view(sys.modules["torch"].uint8)
+    # Its `data`: what is written counts as no change, as in main memory.
+    there = None if in_main_memory else tensor.data.view(-1).view(sys.modules["torch"].uint8)
     return Buffer(address, nbytes, _TORCH_DTYPES.get(name, "bytes"), name, tensor, there)
 
 

@@ -1,6 +1,6 @@
 """The torch.distributed backend on tensors of the late device, ranks as processes. Run by test_on_late_device.py.
 
-As a program it is one rank: late_backend.py SCENE RANK SIZE STORE.
+As a program it is one rank: late_backend.py SCENES RANK SIZE STORE SEED.
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ def works_are_as_those_of_nccl(rank, size):
     assert (doubled.cpu() == 6).all() and (tensor.cpu() == 6).all()
     for _ in range(10):
         dist.all_reduce(torch.ones(2000, device="late"), async_op=True)  # nobody waits
+    for _ in range(10):  # nobody keeps what is copied once more
+        work = dist.all_reduce(torch.ones(40, 50, device="late").t(), async_op=True)
+        work.get_future()
+        del work
+        torch.empty(1, device="late")  # the allocator looks what is free
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     assert (tensor.cpu() == 6).all()
 
@@ -110,12 +115,17 @@ def a_lost_rank(rank, size):
 SCENES = (every_collective, works_are_as_those_of_nccl, objects, a_backend_beside_another, refused, a_lost_rank)
 
 
-def main(scenes, rank, size, store):
+def pinned_memory(nbytes):
+    with torch.inference_mode(False):
+        return torch.full((nbytes,), 171, dtype=torch.uint8)
+
+
+def main(scenes, rank, size, store, seed):
     faulthandler.dump_traceback_later(LIMIT_S - 20, exit=True)
     cutting.PIECE_BYTES = 512
-    accelerator.pinned_memory = lambda nbytes: torch.full((nbytes,), 171, dtype=torch.uint8)
+    accelerator.pinned_memory = pinned_memory
     torch.set_num_threads(1)
-    with installed(int(rank)):
+    with installed(10 * int(seed) + int(rank)):
         dist.init_process_group("penstock", init_method=f"file://{store}", rank=int(rank), world_size=int(size))
         object.__setattr__(penstock.job.current("the test").options, "pinned_bytes", ARENA_BYTES)
         for scene in SCENES:
@@ -124,11 +134,12 @@ def main(scenes, rank, size, store):
                 scene(int(rank), int(size), *(["late"] if scene is every_collective else []))
 
 
-@pytest.mark.parametrize("scenes", [",".join(scene.__name__ for scene in SCENES)])
-def test_the_backend(scenes, tmp_path):
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
+def test_the_backend(seed, tmp_path):
+    scenes = ",".join(scene.__name__ for scene in SCENES)
     ranks = [
         subprocess.Popen(
-            [sys.executable, __file__, scenes, str(rank), str(SIZE), str(tmp_path / "store")],
+            [sys.executable, __file__, scenes, str(rank), str(SIZE), str(tmp_path / "store"), str(seed)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

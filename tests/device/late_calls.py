@@ -41,7 +41,12 @@ def small(monkeypatch):
         "__init__",
         lambda self, engine, pinned_bytes, timeout_s: plain(self, engine, ARENA_BYTES, timeout_s),
     )
-    monkeypatch.setattr(accelerator, "pinned_memory", lambda nbytes: torch.full((nbytes,), 171, dtype=torch.uint8))
+    monkeypatch.setattr(accelerator, "pinned_memory", pinned_memory)
+
+
+def pinned_memory(nbytes):
+    with torch.inference_mode(False):
+        return torch.full((nbytes,), 171, dtype=torch.uint8, device="cpu")
 
 
 def run(main, size, **options):
@@ -364,6 +369,47 @@ def test_a_tensor_may_be_let_go_of_and_its_future_too():
 
     with installed(10):
         assert all((tensor == 2).all() for tensor in run(main, 2))
+
+
+def test_whatever_the_program_has_switched_on():
+    def main(rank, group):
+        with torch.inference_mode(), torch.device("late"):
+            made = torch.ones(600)
+            rows = [made[:100], made[100:400]] if rank else [made[:100], made[100:300]]
+            wanted = [torch.empty(100), torch.empty(100)] if rank == 0 else [torch.empty(200), torch.empty(300)]
+            group.allreduce(made, async_=True).wait()
+            wanted[rank] = torch.empty_like(rows[rank])
+            group.all_to_all(rows, wanted)
+        param = torch.nn.Parameter(torch.ones(600, device="late"))
+        squared = (param * param).sum()  # keeps the parameter for backward
+        group.broadcast(param, 0)
+        with torch.autograd.set_multithreading_enabled(False):  # in this thread's stream
+            squared.backward()
+        return made.cpu(), wanted[1 - rank].cpu(), param.grad.cpu()
+
+    with installed(12):
+        assert all((one == 2).all() for row in run(main, 2) for one in row)
+
+
+def test_dtypes_that_are_moved_and_not_summed():
+    def main(rank, group):
+        made = [
+            torch.tensor([True, False, True]),
+            torch.tensor([1 + 2j, 3 - 1j]),
+            torch.ones(5, dtype=torch.float8_e4m3fn),
+        ]
+        there = [one.to("late") for one in made]
+        for one in there:
+            if rank:
+                one.zero_()
+            group.broadcast(one, 0)
+        return all(
+            torch.equal(one.cpu().view(torch.uint8), ours.view(torch.uint8))
+            for one, ours in zip(there, made, strict=True)
+        )
+
+    with installed(13):
+        assert all(run(main, 2))
 
 
 # When it ends

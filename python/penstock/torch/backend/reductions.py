@@ -54,7 +54,7 @@ def local_reduction(op: Any, dtype: torch.dtype) -> Callable[[Sequence[Tensor], 
         ConfigError: It knows no such operation.
         RuntimeError: torch does not know it for this dtype.
     """
-    reduce_locally(op, [torch.empty(0, dtype=dtype)] * 2)  # here, and not where pieces are under way
+    reduce_locally(op, [torch.empty(0, dtype=dtype, device="cpu")] * 2)  # here, and not where pieces are under way
 
     def make(rows: Sequence[Tensor], into: Tensor) -> None:
         into.view(dtype).copy_(reduce_locally(op, [row.view(dtype) for row in rows]))

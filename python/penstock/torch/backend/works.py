@@ -207,9 +207,9 @@ class Work(dist.Work):
             if self._finish is not None:
                 with self._after_copies():
                     self._finish()
-                self._finish = None
                 if self._there is not None:
-                    self._copied = self._there.calls.mark(self._there.devices)
+                    self._copied = self._there.calls.mark(self._there.devices, self._finish)
+                self._finish = None
             future, self._pending = self._pending, None
         if future is not None:
             with self._after_copies():

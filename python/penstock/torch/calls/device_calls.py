@@ -96,6 +96,9 @@ class DeviceCalls:
         self._unfinished: dict[int, DeviceCall] = {}
         self._at_engine: list[CallPiece] = []
         self._leaving: list[CallPiece] = []  # the device is at their last copies
+        self._kept: list[
+            tuple[list[Any], object]
+        ] = []  # events, and what must not be let go of before they have passed
         self._failure: BaseException | None = None
         self._to_tell: deque[tuple[Callable[[int], None], int]] = deque()
         self._works = False
@@ -151,8 +154,7 @@ class DeviceCalls:
             line.waiting.append(operation)
             line.open += 1
             self._drive()
-            gives = not self._works and bool(self._unfinished or self._leaving)
-            self._works = self._works or gives
+            gives = self._goes_on()
         self._tell()
         if gives:
             background.CALLS.give(self)
@@ -213,11 +215,16 @@ class DeviceCalls:
                 streams.enter_context(self._streams_of(device).backward)
             yield
 
-    def mark(self, devices: Sequence[torch.device]) -> list[tuple[torch.device, Any]]:
-        """By device, the event after its copies back so far."""
+    def mark(self, devices: Sequence[torch.device], keep: object) -> list[tuple[torch.device, Any]]:
+        """By device, the event after its copies back so far; `keep` is let go of when they have passed."""
         with self.turn:
             places = [(device, self._streams_of(device)) for device in devices]
-            return [(device, streams.accelerator.mark_in(streams.backward)) for device, streams in places]
+            events = [(device, streams.accelerator.mark_in(streams.backward)) for device, streams in places]
+            self._kept.append(([event for _, event in events], keep))
+            gives = self._goes_on()
+        if gives:
+            background.CALLS.give(self)
+        return events
 
     def finish(self, limit_s: float) -> None:
         """Carry out what is pending, as the others wait for it, unless the job has failed.
@@ -281,6 +288,16 @@ class DeviceCalls:
 
     # Either side
 
+    @property
+    def _is_at_work(self) -> bool:
+        return bool(self._unfinished or self._leaving or self._kept)
+
+    def _goes_on(self) -> bool:
+        """There may be something for the thread to do; whether it must be told."""
+        gives = not self._works and self._is_at_work
+        self._works = self._works or gives
+        return gives
+
     def work(self) -> bool | Callable[[], bool]:
         """One unit of work of the thread."""
         if self._drive():
@@ -288,7 +305,7 @@ class DeviceCalls:
             pause_s = 0.0
         else:
             pause_s = min(max(LOOK_S, (time.monotonic() - self._quiet_since) / RARER), LOOK_MAX_S)
-        self._works = bool(self._unfinished or self._leaving)
+        self._works = self._is_at_work
         goes_on, tell = self._works, self._tell
 
         def pause() -> bool:
@@ -303,7 +320,8 @@ class DeviceCalls:
         """Do what can be done now; whether that was something. Within the turn."""
         moved = False
         try:
-            with torch.no_grad():
+            # Whatever the program has switched on: another device for new tensors, say. Tensors may be of that mode.
+            with torch._C.DisableTorchFunction(), torch.inference_mode():
                 if self._failure is None:
                     for name, line in list(self._lines.items()):
                         moved |= self._advance(line)
@@ -377,7 +395,7 @@ class DeviceCalls:
             if line.copying:
                 return False
             blocks = [*operation.inputs, *operation.outputs]
-            operation.longest = torch.tensor([max(block.nbytes for block in blocks)], dtype=torch.int64)
+            operation.longest = torch.tensor([max(block.nbytes for block in blocks)], dtype=torch.int64, device="cpu")
             memory = [(operation.longest.data_ptr(), 8)]
             operation.agreement = self._engine.call(
                 *(operation.asked.group, "allreduce", 0, 0, "max", "i64", memory, memory, operation.longest, "store")
@@ -464,6 +482,7 @@ class DeviceCalls:
 
     def _free(self) -> bool:
         """Give back the memory of what the device has copied."""
+        self._kept = [(events, keep) for events, keep in self._kept if not all(event.query() for event in events)]
         free = [piece for piece in self._leaving if piece.has_passed()]
         if not free:
             return False

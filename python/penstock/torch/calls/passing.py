@@ -82,7 +82,7 @@ def scratch(nbytes: int) -> Buffer:
 def on_host(memory: Buffer) -> Tensor:
     """Main memory as bytes."""
     if not memory.nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer((ctypes.c_char * memory.nbytes).from_address(memory.address), dtype=torch.uint8)
 
 
@@ -239,7 +239,7 @@ class DeviceCall:
         rooms: dict[Any, Tensor] = {}
         at = 0
         for key, nbytes in lengths.items():
-            rooms[key] = host[at : at + nbytes] if host is not None else torch.empty(0, dtype=torch.uint8)
+            rooms[key] = host[at : at + nbytes] if host is not None else torch.empty(0, dtype=torch.uint8, device="cpu")
             at += _aligned(nbytes)
         self.taken += 1
         piece = CallPiece(self, [], [], [], [], None, room, host, [])

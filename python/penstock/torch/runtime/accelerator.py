@@ -20,7 +20,8 @@ def supports(device: torch.device) -> bool:
 
 def pinned_memory(nbytes: int) -> Tensor:
     """Host memory that the device's copies reach without the host: bytes, of any content."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    with torch.inference_mode(False):  # whoever asks: it is written in any mode
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
 class Accelerator:
