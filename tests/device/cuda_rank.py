@@ -110,6 +110,7 @@ def futures(rank, size):
 def captured(rank, size):
     made, graph = torch.ones(100, device=CUDA), torch.cuda.CUDAGraph()
     try:
+        time.sleep(0.1)  # the thread beside the program has seen that all calls are over
         with torch.cuda.graph(graph):
             dist.all_reduce(made)
     except ps.ConfigError as error:

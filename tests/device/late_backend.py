@@ -56,6 +56,9 @@ def objects(rank, size):
     shared = [{"from": 1} if rank == 1 else None]
     dist.broadcast_object_list(shared, 1, device=torch.device("late"))
     assert shared == [{"from": 1}]
+    there = torch.full((2000,), 1.0 + rank, device="late")  # the job is that of penstock
+    ps.allreduce(there)
+    assert (there.cpu() == 3).all()
 
 
 def a_backend_beside_another(rank, size):
@@ -80,10 +83,15 @@ def a_backend_beside_another(rank, size):
 
 
 def refused(rank, size):
-    there = torch.ones(3, device="late")
+    there, group = torch.ones(3, device="late"), dist.group.WORLD
     for words, call in {
         "computes no": lambda: dist.all_reduce(there, dist._make_nccl_premul_sum(2.0)),
         "not implemented for": lambda: dist.all_reduce(there, dist.ReduceOp.BAND),
+        "all_to_all: 1 blocks given": lambda: dist.all_to_all([there] * size, [there]),
+        "of fitting lengths": lambda: dist.all_to_all([there] * size, [there[:1]] * size),
+        "goes to another rank": lambda: group.send([there], rank, 0),
+        "do not cut a tensor": lambda: dist.all_to_all_single(there, there, [1, 2], [2, 2]),
+        "blocks of": lambda: dist.reduce_scatter(there, [there[:1]] * size),
     }.items():
         try:
             call()

@@ -273,6 +273,27 @@ def test_nobody_waits_for_the_device():
         assert all((one.cpu() == 2).all() for row in found for one in row)
 
 
+def test_memory_is_bounded_whatever_the_size(monkeypatch):
+    """The arena, and no more than a piece for each group that finds it full."""
+    taken = []
+    monkeypatch.setattr(accelerator, "pinned_memory", lambda nbytes: taken.append(nbytes) or pinned_memory(nbytes))
+
+    def main(rank, group):
+        tensors = [torch.full((20_000,), float(rank), device="late") for _ in range(4)]
+        futures = []
+        for number, tensor in enumerate(tensors, 1):
+            group._engine.form_group(number, [0, 1])
+            other = Group(group._engine, number, [0, 1], rank)
+            futures.append(other.allreduce(tensor, algorithm="store", async_=True))
+        for future in futures:
+            future.wait()
+        return [tensor.cpu() for tensor in tensors]
+
+    with installed(14):
+        assert all((tensor == 1).all() for row in run(main, 2) for tensor in row)
+    assert taken.count(ARENA_BYTES) == 2 and set(taken) <= {ARENA_BYTES, 512}
+
+
 # Order
 
 

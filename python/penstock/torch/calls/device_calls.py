@@ -130,8 +130,10 @@ class DeviceCalls:
             combined: Of a sum that the engine cannot make, what is made of the outputs.
 
         Raises:
-            ConfigError: A device without streams and events, or one that is capturing; the job's failure.
+            ConfigError: Blocks that do not fit, a device without streams and events, or one that is capturing.
+            PenstockError: The job's failure.
         """
+        asked.check(inputs, outputs)
         algorithm, cuts = self._cuts(asked, inputs, outputs, longest)
         if algorithm is not None:
             asked = Asked(**{**asked.__dict__, "algorithm": algorithm})
@@ -153,6 +155,7 @@ class DeviceCalls:
             line = self._lines.setdefault(asked.line, _Line())
             line.waiting.append(operation)
             line.open += 1
+            self._quiet_since = time.monotonic()
             self._drive()
             gives = self._goes_on()
         self._tell()
@@ -249,6 +252,7 @@ class DeviceCalls:
         with self.turn:
             if self._unfinished:
                 self._fail(PenstockError("the job has ended, and with it the calls under way"))
+            self._arena = self._memory = None
         self._tell()
 
     # Waits

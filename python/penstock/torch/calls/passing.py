@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.buffers import Buffer
+from penstock.errors import ConfigError
 from penstock.torch.calls.cutting import ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
@@ -55,6 +56,42 @@ class Asked:
         if self.request.startswith("recv"):
             return self.group, "recv", self.tag, self.rank if self.request == "recv" else None
         return self.group, ALL
+
+    def check(self, inputs: Sequence[Buffer], outputs: Sequence[Buffer]) -> None:
+        """Refuse at the call what the engine would refuse when the first piece comes to it.
+
+        Raises:
+            ConfigError: It has too many blocks or too few, or of lengths that do not fit.
+        """
+        many, at_root = self.ranks, self.rank == self.me
+        vectors = max(len(outputs), 1)
+        expected = {
+            "send": (1, 0),
+            "recv": (0, 1),
+            "recv_any": (0, 1),
+            "barrier": (0, 0),
+            "broadcast": (0, vectors),
+            "reduce": (1, int(at_root)),
+            "gather": (1, many * at_root),
+            "scatter": (many * at_root, 1),
+            "allreduce": (vectors, vectors),
+            "all_gather": (1, many),
+            "reduce_scatter": (many, 1),
+            "all_to_all": (many, many),
+        }[self.request]
+        given = (len(inputs), len(outputs))
+        lengths = {block.nbytes for block in (*inputs, *outputs)}
+        fits = len(lengths) <= 1
+        if self.request == "all_to_all" and given == expected:
+            fits = inputs[self.me].nbytes == outputs[self.me].nbytes
+        if self.request in ("send", "recv"):
+            fits = not at_root
+        if given != expected or not fits:
+            wanted = f"{expected[0]} and {expected[1]} of fitting lengths"
+            raise ConfigError(
+                f"{self.request}: {given[0]} blocks given and {given[1]} to be filled, of {sorted(lengths)} bytes, by "
+                f"rank {self.me} of a group of {many}; expected {wanted}, and a message goes to another rank"
+            )
 
     def waits_for(self, line: tuple[Any, ...]) -> bool:
         """Whether calls of another line go first: a receive from anybody takes what no other receive does."""
