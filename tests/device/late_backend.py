@@ -23,7 +23,7 @@ from penstock.torch.calls import cutting
 from penstock.torch.runtime import accelerator
 
 SIZE = 2
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 ARENA_BYTES = 8192
 
 
