@@ -52,6 +52,7 @@ class Buffer:
         dtype: The engine's name for its elements; ``bytes`` for what can be moved and not summed.
         name: The dtype as its owner calls it, for messages.
         keep: What keeps it allocated.
+        on_device: The same bytes as a flat tensor of an accelerator, whose address it is; none: in main memory.
     """
 
     address: int
@@ -59,13 +60,19 @@ class Buffer:
     dtype: str
     name: str
     keep: object
+    on_device: Any = None
+
+    def part(self, begin: int, nbytes: int) -> Buffer:
+        """Some of its bytes."""
+        there = None if self.on_device is None else self.on_device[begin : begin + nbytes]
+        return Buffer(self.address + begin, nbytes, self.dtype, self.name, self.keep, there)
 
 
 def _refuse(caller: str, what: str) -> ConfigError:
     return ConfigError(f"penstock.{caller}: {what}")
 
 
-def view(value: Any, caller: str, *, written: bool) -> Buffer:
+def view(value: Any, caller: str, *, written: bool, on_device: bool = False) -> Buffer:
     """The memory behind a tensor, an array or a buffer.
 
     What is written must be the object's own memory, or the result would be lost without a word: values that only look
@@ -76,6 +83,7 @@ def view(value: Any, caller: str, *, written: bool) -> Buffer:
             what this has returned.
         caller: The public function, for messages.
         written: Whether the result goes there.
+        on_device: Whether a torch tensor may be on an accelerator.
 
     Raises:
         ConfigError: It is none of these, not contiguous, not in main memory, or to be written and read-only or a copy.
@@ -84,7 +92,7 @@ def view(value: Any, caller: str, *, written: bool) -> Buffer:
         return value
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        return _of_tensor(value, caller)
+        return _of_tensor(value, caller, on_device)
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray):
         return _of_array(value, caller, written)
@@ -107,8 +115,9 @@ def view(value: Any, caller: str, *, written: bool) -> Buffer:
     )
 
 
-def _of_tensor(tensor: Any, caller: str) -> Buffer:
-    if tensor.device.type != "cpu":
+def _of_tensor(tensor: Any, caller: str, on_device: bool) -> Buffer:
+    in_main_memory = tensor.device.type == "cpu"
+    if not in_main_memory and (not on_device or tensor.device.type == "meta"):
         raise _refuse(caller, f"the tensor is on {tensor.device}; only main memory can be sent, call .cpu()")
     if str(tensor.layout) != "torch.strided" or not tensor.is_contiguous():
         raise _refuse(caller, "the tensor is not contiguous; call .contiguous()")
@@ -122,7 +131,9 @@ def _of_tensor(tensor: Any, caller: str) -> Buffer:
     address = tensor.data_ptr()
     if nbytes and not address:
         raise _refuse(caller, f"the {type(tensor).__name__} has no memory of its own; give the tensor that it wraps")
-    return Buffer(address, nbytes, _TORCH_DTYPES.get(name, "bytes"), name, tensor)
+    # Its `data`: what is written counts as no change, as in main memory.
+    there = None if in_main_memory else tensor.data.view(-1).view(sys.modules["torch"].uint8)
+    return Buffer(address, nbytes, _TORCH_DTYPES.get(name, "bytes"), name, tensor, there)
 
 
 def _constant(value: Any, caller: str, written: bool) -> Any:

@@ -26,12 +26,15 @@ from typing import TYPE_CHECKING, Any
 
 from penstock import job
 from penstock.buffers import DTYPES, Buffer, view
+from penstock.calling import Caller
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock._native import Call, Engine
     from penstock._native import _Algorithm as Algorithm
+    from penstock.config import Options
     from penstock.inside import InsideSums, Operation
+    from penstock.torch.calls.passing import DeviceCall
 
 __all__ = [
     "Future",
@@ -59,7 +62,7 @@ class Future:
 
     __slots__ = ("_call", "_ranks")
 
-    def __init__(self, call: Call | Operation, ranks: Sequence[int]) -> None:
+    def __init__(self, call: Call | Operation | DeviceCall, ranks: Sequence[int]) -> None:
         self._call = call
         self._ranks = ranks
 
@@ -71,6 +74,9 @@ class Future:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the results are in memory.
+
+        On an accelerator they are there for what this thread's stream is given from now on. It waits until the copies
+        to the device have been given to it, not until they have been made.
 
         Args:
             timeout_s: The longest wait, in seconds; ``operation_timeout_s`` if it is not given.
@@ -139,9 +145,10 @@ class Group:
     def reduce(self, tensor: Any, root: int = 0, op: str = "sum", *, async_: bool = False) -> Future | None:
         """See `penstock.reduce`."""
         at_root = root == self._rank
-        memory = view(tensor, "reduce", written=at_root)
+        memory = view(tensor, "reduce", written=at_root, on_device=True)
         index = self._member("reduce", root)
         if self._inside is not None:
+            _in_main_memory("reduce", [memory])
             self._summed("reduce", op, [memory])
             return self._future(self._inside.reduce(memory, root, op), async_)
         return self._call("reduce", index, [memory], [memory] if at_root else [], op=op, async_=async_)
@@ -157,28 +164,28 @@ class Group:
 
     def reduce_scatter(self, tensors: Any, output: Any, op: str = "sum", *, async_: bool = False) -> Future | None:
         """See `penstock.reduce_scatter`."""
-        into = view(output, "reduce_scatter", written=True)
+        into = view(output, "reduce_scatter", written=True, on_device=True)
         blocks = self._blocks("reduce_scatter", tensors, written=False)
         self._same_length("reduce_scatter", [into, *blocks])
         return self._call("reduce_scatter", 0, blocks, [into], op=op, async_=async_)
 
     def all_gather(self, tensor: Any, outputs: Any, *, async_: bool = False) -> Future | None:
         """See `penstock.all_gather`."""
-        memory = view(tensor, "all_gather", written=False)
+        memory = view(tensor, "all_gather", written=False, on_device=True)
         blocks = self._blocks("all_gather", outputs, written=True)
         self._same_length("all_gather", [memory, *blocks])
         return self._call("all_gather", 0, [memory], blocks, async_=async_)
 
     def gather(self, tensor: Any, outputs: Any = None, root: int = 0, *, async_: bool = False) -> Future | None:
         """See `penstock.gather`."""
-        memory = view(tensor, "gather", written=False)
+        memory = view(tensor, "gather", written=False, on_device=True)
         blocks = self._root_blocks("gather", outputs, root, written=True)
         self._same_length("gather", [memory, *blocks])
         return self._call("gather", self._member("gather", root), [memory], blocks, async_=async_)
 
     def scatter(self, output: Any, tensors: Any = None, root: int = 0, *, async_: bool = False) -> Future | None:
         """See `penstock.scatter`."""
-        memory = view(output, "scatter", written=True)
+        memory = view(output, "scatter", written=True, on_device=True)
         blocks = self._root_blocks("scatter", tensors, root, written=False)
         self._same_length("scatter", [memory, *blocks])
         return self._call("scatter", self._member("scatter", root), blocks, [memory], async_=async_)
@@ -191,12 +198,12 @@ class Group:
 
     def send(self, tensor: Any, to: int, tag: int = 0, *, async_: bool = False) -> Future | None:
         """See `penstock.send`."""
-        memory = view(tensor, "send", written=False)
+        memory = view(tensor, "send", written=False, on_device=True)
         return self._call("send", self._other("send", to), [memory], [], tag=tag, async_=async_)
 
     def recv(self, tensor: Any, from_: int | None = None, tag: int = 0, *, async_: bool = False) -> Future | int | None:
         """See `penstock.recv`."""
-        memory = view(tensor, "recv", written=True)
+        memory = view(tensor, "recv", written=True, on_device=True)
         if from_ is not None:
             return self._call("recv", self._other("recv", from_), [], [memory], tag=tag, async_=async_)
         if self.size == 1:
@@ -229,17 +236,14 @@ class Group:
         dtype = "bytes" if op is None else self._summed(caller, op, inputs + outputs)
         if not 0 <= tag <= TAG_MAX:
             raise ConfigError(f"penstock.{caller}: the tag is {tag}; it must be from 0 to {TAG_MAX}")
-        call = self._engine.call(
-            self._number,
-            native or caller,
-            rank,
-            tag,
-            op or "copy",
-            dtype,
-            [(memory.address, memory.nbytes) for memory in inputs],
-            [(memory.address, memory.nbytes) for memory in outputs],
-            [memory.keep for memory in inputs + outputs],
-            algorithm,
+        keep = [memory.keep for memory in inputs + outputs]
+        call = Caller(self._engine, self._number, self._index[self._rank], self.size, _options).begin(
+            *(native or caller, inputs, outputs, keep),
+            rank=rank,
+            tag=tag,
+            op=op or "copy",
+            dtype=dtype,
+            algorithm=algorithm,
         )
         if async_:
             return Future(call, self.ranks)
@@ -253,6 +257,7 @@ class Group:
         return None
 
     def _only(self, caller: str, vectors: list[Buffer]) -> Buffer:
+        _in_main_memory(caller, vectors)
         if len(vectors) > 1:
             raise ConfigError(
                 f"penstock.{caller}: a list of {len(vectors)} tensors, and {self} has MPI inside, which sums one of "
@@ -284,15 +289,15 @@ class Group:
     def _vectors(self, caller: str, value: Any, *, written: bool) -> list[Buffer]:
         """One buffer for each vector of this rank: of a list, or one tensor."""
         if not isinstance(value, (list, tuple)):
-            return [view(value, caller, written=written)]
+            return [view(value, caller, written=written, on_device=True)]
         from penstock._native import VECTORS_MAX
 
         if not 1 <= len(value) <= VECTORS_MAX:
             raise ConfigError(f"penstock.{caller}: a list of {len(value)} tensors; 1 to {VECTORS_MAX} are possible")
-        vectors = [view(item, caller, written=written) for item in value]
+        vectors = [view(item, caller, written=written, on_device=True) for item in value]
         self._same_length(caller, vectors)
-        order = sorted(vectors, key=lambda vector: vector.address)
-        if any(one.address + one.nbytes > other.address for one, other in itertools.pairwise(order)):
+        order = sorted((_device(vector), vector.address, vector.nbytes) for vector in vectors)
+        if any(one[0] == other[0] and one[1] + one[2] > other[1] for one, other in itertools.pairwise(order)):
             raise ConfigError(f"penstock.{caller}: tensors of the list share memory; give each its own")
         return vectors
 
@@ -301,8 +306,8 @@ class Group:
         if isinstance(value, (list, tuple)):
             if len(value) != self.size:
                 raise ConfigError(f"penstock.{caller}: {len(value)} tensors for {self.size} ranks; give one for each")
-            return [view(item, caller, written=written) for item in value]
-        whole = view(value, caller, written=written)
+            return [view(item, caller, written=written, on_device=True) for item in value]
+        whole = view(value, caller, written=written, on_device=True)
         size = DTYPES.get(whole.dtype, 1)
         each, rest = divmod(whole.nbytes, self.size)
         if rest or each % size:
@@ -310,8 +315,7 @@ class Group:
                 f"penstock.{caller}: a tensor of {whole.nbytes // size} elements cannot be cut into {self.size} equal "
                 "blocks"
             )
-        starts = [whole.address + each * index for index in range(self.size)]
-        return [Buffer(start, each, whole.dtype, whole.name, whole.keep) for start in starts]
+        return [whole.part(each * index, each) for index in range(self.size)]
 
     def _root_blocks(self, caller: str, value: Any, root: int, *, written: bool) -> list[Buffer]:
         if root == self._rank:
@@ -330,6 +334,23 @@ class Group:
                 f"penstock.{caller}: tensors of {lengths[0]} and {lengths[-1]} bytes; give tensors of one length, the "
                 "same on every rank"
             )
+
+
+def _options() -> Options:
+    return job.current("a call").options
+
+
+def _device(memory: Buffer) -> str:
+    return "" if memory.on_device is None else str(memory.on_device.device)
+
+
+def _in_main_memory(caller: str, buffers: list[Buffer]) -> None:
+    there = next((memory for memory in buffers if memory.on_device is not None), None)
+    if there is not None:
+        raise ConfigError(
+            f"penstock.{caller}: the tensor is on {there.on_device.device}, and the group has MPI inside, which sums "
+            "main memory; call .cpu(), or form the group without inside="
+        )
 
 
 class _Groups:

@@ -1,6 +1,6 @@
 """A backend of torch.distributed: existing programs run on Penstock's transport.
 
-Importing this module registers the backend ``penstock`` for tensors in main memory:
+Importing this module registers the backend ``penstock``, for tensors in main memory and on accelerators:
 
     import penstock.torch.backend
     torch.distributed.init_process_group("penstock")
@@ -14,14 +14,27 @@ Sums are in rank order with the same bits on every rank; half types are summed i
 
 from __future__ import annotations
 
-import contextlib
-
+import torch
 import torch.distributed as dist
 
 from penstock.torch.backend.group import ProcessGroup, create
 
 __all__ = ["ProcessGroup", "create"]
 
-with contextlib.suppress(AttributeError):  # older versions keep no table of default devices
-    dist.Backend.default_device_backend_map.setdefault("cpu", "gloo")
-dist.Backend.register_backend("penstock", create, extended_api=True, devices=["cpu"])
+
+def _devices() -> list[str]:
+    """Main memory first, and whatever may be an accelerator here."""
+    here = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+    return list(dict.fromkeys(["cpu", "cuda", "xpu", *([] if here is None else [here.type])]))
+
+
+def _register() -> None:
+    """Of no device it becomes the backend that torch takes where none is named."""
+    defaults = getattr(dist.Backend, "default_device_backend_map", {})  # older versions keep no such table
+    before = dict(defaults)
+    dist.Backend.register_backend("penstock", create, extended_api=True, devices=_devices())
+    defaults.clear()
+    defaults.update({"cpu": "gloo", **before})
+
+
+_register()

@@ -21,6 +21,7 @@ from penstock.errors import ConfigError, Timeout
 
 if TYPE_CHECKING:
     from penstock._native import Call
+    from penstock.torch.calls.passing import DeviceCall
 
 __all__ = ["Comparison", "compared", "monitored_barrier"]
 
@@ -80,7 +81,7 @@ class Comparison:
         limit_s: How long to wait for the others.
     """
 
-    def __init__(self, begin: Callable[..., Call], size: int, limit_s: float) -> None:
+    def __init__(self, begin: Callable[..., Call | DeviceCall], size: int, limit_s: float) -> None:
         self._begin = begin
         self._size = size
         self._limit_s = limit_s
@@ -117,7 +118,9 @@ class Comparison:
         )
 
 
-def monitored_barrier(begin: Callable[..., Call], members: Sequence[int], rank: int, limit_s: float) -> None:
+def monitored_barrier(
+    begin: Callable[..., Call | DeviceCall], members: Sequence[int], rank: int, limit_s: float
+) -> None:
     """Wait until all ranks of a group have come, and learn who has not.
 
     Rank 0 of the group greets the others, waits for their messages, and tells all who is missing. Whoever comes later
@@ -159,7 +162,7 @@ def monitored_barrier(begin: Callable[..., Call], members: Sequence[int], rank: 
         _raise_missing(missing, members, answer[0].item())
 
 
-def _late(calls: Sequence[Call], limit_s: float) -> list[int]:
+def _late(calls: Sequence[Call | DeviceCall], limit_s: float) -> list[int]:
     """Which calls are not done within the limit. Looked at rather than waited for: a wait that ends ends the job."""
     late = list(range(len(calls)))
     for _ in polls(monotonic() + limit_s):

@@ -19,15 +19,18 @@ from torch._C._distributed_c10d import Backend as C10dBackend
 from penstock import job
 from penstock.boards import TorchBoard
 from penstock.buffers import Buffer, view
+from penstock.calling import Caller, device_calls
 from penstock.collectives import GROUPS_OWN
 from penstock.errors import ConfigError
 from penstock.torch.backend.debug import Comparison, compared, monitored_barrier
-from penstock.torch.backend.reductions import engine_name, reduce_locally
+from penstock.torch.backend.reductions import engine_name, local_reduction, reduce_locally
 from penstock.torch.backend.sparse import SPARSE_TAGS, SparseSum, dense
-from penstock.torch.backend.works import Completer, Work, methods_outside_of_dynamo
+from penstock.torch.backend.works import Completer, OnDevices, Work, methods_outside_of_dynamo
+from penstock.torch.calls.passing import Combined, DeviceCall, scratch
 
 if TYPE_CHECKING:
     from penstock._native import Call, Engine
+    from penstock.config import Options
 
 __all__ = ["ProcessGroup", "create"]
 
@@ -52,6 +55,10 @@ class _Engines:
 
 
 _engines = _Engines()
+
+
+def _options() -> Options:
+    return job.current("a call").options
 
 
 def _staged(tensor: Tensor, copies: list[tuple[Tensor, Tensor]], written: bool) -> Tensor:
@@ -100,6 +107,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._size = size
         self._timeout = timeout
         self._completer = _engines.of(engine)
+        self._caller = Caller(engine, number, rank, size, _options)
         self._count = 0
         self._sparse_count = 0
         detail = dist.get_debug_level() == dist.DebugLevel.DETAIL
@@ -131,39 +139,40 @@ class ProcessGroup(dist.ProcessGroup):
         self,
         request: str,
         inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
+        outputs: Sequence[Tensor | Buffer],
         *,
         rank: int = 0,
         tag: int = 0,
         op: str = "copy",
-    ) -> Call:
+        **more: Any,
+    ) -> Call | DeviceCall:
         if not 0 <= rank < self._size:
             raise ConfigError(f"{request}: rank {rank} is not in the group of {self._size}; give one from 0 on")
         # Detached tensors are kept: they share memory with the program's and hold no graph.
-        given = [view(tensor, request, written=False) for tensor in inputs]
-        wanted = [view(tensor, request, written=True) for tensor in outputs]
+        given = [view(tensor, request, written=False, on_device=True) for tensor in inputs]
+        wanted = [view(tensor, request, written=True, on_device=True) for tensor in outputs]
         dtype = "bytes" if op == "copy" else (given + wanted)[0].dtype
-        address: Callable[[Buffer], tuple[int, int]] = lambda memory: (memory.address, memory.nbytes)  # noqa: E731
-        return self._engine.call(
-            self._number,
-            request,
-            rank,
-            tag,
-            op,
-            dtype,
-            [address(memory) for memory in given],
-            [address(memory) for memory in wanted],
-            [*inputs, *outputs],
-        )
+        keep = [*inputs, *outputs]
+        return self._caller.begin(request, given, wanted, keep, rank=rank, tag=tag, op=op, dtype=dtype, **more)
+
+    def _begin_locally(
+        self, request: str, inputs: Sequence[Tensor], into: Tensor, op: Any, **more: Any
+    ) -> Call | DeviceCall:
+        """On an accelerator, a sum that torch has to compute: on the host, of each piece, before it is copied back."""
+        memory = view(into, request, written=True, on_device=True)
+        combined = Combined(memory, local_reduction(op, into.dtype))
+        rows = [scratch(memory.nbytes) for _ in range(self._size)]
+        return self._begin(request, inputs, rows, combined=combined, **more)
 
     def _work(
         self,
         opts: Any,
-        calls: list[Call],
+        calls: list[Call | DeviceCall],
         result: Any,
         finish: Callable[[], None] | None = None,
         copies: Sequence[tuple[Tensor, Tensor]] = (),
-        follow: Callable[[], list[Call]] | None = None,
+        follow: Callable[[], list[Call | DeviceCall]] | None = None,
+        devices: Sequence[torch.device] = (),
     ) -> Work:
         """What torch waits for."""
         self._count += 1
@@ -179,7 +188,10 @@ class ProcessGroup(dist.ProcessGroup):
                     tensor.copy_(copy)
 
         limit_s = min(limit, self._timeout).total_seconds()
-        return Work(self._completer, calls, result, finish_all, limit_s, follow)
+        passing = [call.devices() for call in calls if isinstance(call, DeviceCall)]
+        places = list(set(devices).union(*passing))
+        there = OnDevices(device_calls(self._engine, _options), places) if places else None
+        return Work(self._completer, calls, result, finish_all, limit_s, follow, there)
 
     # Sums.
 
@@ -209,6 +221,9 @@ class ProcessGroup(dist.ProcessGroup):
             if op is not None:
                 calls.append(self._begin("allreduce", [tensor], [tensor], op=op))
                 continue
+            if tensor.device.type != "cpu":
+                calls.append(self._begin_locally("all_gather", [tensor], tensor, opts.reduceOp))
+                continue
             rows = [torch.empty_like(tensor) for _ in range(self._size)]
             gathered.append((tensor, rows))
             calls.append(self._begin("all_gather", [tensor], rows))
@@ -223,7 +238,10 @@ class ProcessGroup(dist.ProcessGroup):
         total = SparseSum(tensor, opts.reduceOp, self._index, self._size, self._sparse_count)
         self._sparse_count += 1
         calls = [self._begin("all_gather", [total.header], total.headers)]
-        return self._work(opts, calls, [tensor], total.finish, follow=lambda: total.exchange(self._begin))
+        devices = [] if tensor.device.type == "cpu" else [tensor.device]
+        return self._work(
+            opts, calls, [tensor], total.finish, follow=lambda: total.exchange(self._begin), devices=devices
+        )
 
     @compared(0)
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
@@ -234,9 +252,13 @@ class ProcessGroup(dist.ProcessGroup):
         is_root = opts.rootRank == self._index
         staged = _staged(tensor, copies, written=is_root)
         op = engine_name(opts.reduceOp, staged)
-        rows = [torch.empty_like(staged) for _ in range(self._size)] if op is None and is_root else []
+        locally = op is None and is_root
+        on_host = staged.device.type == "cpu"
+        rows = [torch.empty_like(staged) for _ in range(self._size)] if locally and on_host else []
 
-        if op is None:
+        if locally and not on_host:
+            call = self._begin_locally("gather", [staged], staged, opts.reduceOp, rank=opts.rootRank)
+        elif op is None:
             call = self._begin("gather", [staged], rows, rank=opts.rootRank)
         else:
             call = self._begin("reduce", [staged], [staged] if is_root else [], rank=opts.rootRank, op=op)
@@ -272,6 +294,10 @@ class ProcessGroup(dist.ProcessGroup):
                     calls.append(
                         self._begin("reduce", [block], [output] if rank == self._index else [], rank=rank, op=op)
                     )
+                continue
+            if output.device.type != "cpu":
+                longest = max(block.nbytes for block in blocks)
+                calls.append(self._begin_locally("all_to_all", blocks, output, opts.reduceOp, longest=longest))
                 continue
             rows = [torch.empty_like(output) for _ in range(self._size)]
             local.append((output, rows))
@@ -535,7 +561,7 @@ def _check_torch() -> None:
         ) from error
 
 
-def create(options: Any, _: object = None) -> ProcessGroup:
+def create(options: Any, _: object = None) -> ProcessGroup | _DeviceBackend:
     """Make the backend of a process group; torch.distributed calls it.
 
     Args:
@@ -559,6 +585,27 @@ def create(options: Any, _: object = None) -> ProcessGroup:
     running.engine.form_group(number, members or list(range(size)))
     group = ProcessGroup(running.engine, number, rank, size, options.timeout)
     group.device_backend = _DeviceBackend(group)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, group.device_backend)
+    if not _is_alone(options):
+        _behind[options.process_group] = group
+        return group.device_backend
+    for device in dist.Backend.backend_capability["penstock"]:
+        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, group.device_backend)
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
     return group
+
+
+_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
+"""What torch's groups of several backends use, for as long as they live."""
+
+
+def _is_alone(options: Any) -> bool:
+    """Whether this backend is all of a group, rather than what it has for some devices (``cpu:gloo,cuda:penstock``)."""
+    group, store = getattr(options, "process_group", None), options.store
+    if group is None:  # older versions do not tell
+        return True
+    custom = group.name() == "custom" and not group._device_types
+    # Backends are made in the order of devices, each with a store of its own. That of a group of this one alone is the
+    # first device's.
+    first = dist.Backend.backend_capability["penstock"][0]
+    store.set("penstock/device", first)
+    return custom and store.underlying_store.check([f"{first}//penstock/device"])

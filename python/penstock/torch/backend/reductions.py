@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.buffers import DTYPES, view
 from penstock.errors import ConfigError
 
-__all__ = ["engine_name", "reduce_locally"]
+__all__ = ["engine_name", "local_reduction", "reduce_locally"]
 
 _OF_THE_ENGINE = [
     (dist.ReduceOp.SUM, "sum"),
@@ -27,7 +27,7 @@ _FLOATS = {"f32", "f64", "f16", "bf16"}
 def engine_name(op: Any, tensor: Tensor) -> str | None:
     """The engine's name for the operation, or None if torch has to compute it."""
     name = next((name for known, name in _OF_THE_ENGINE if op == known), None)
-    dtype = view(tensor, "allreduce", written=False).dtype
+    dtype = view(tensor, "allreduce", written=False, on_device=True).dtype
     return name if dtype in _FLOATS or (dtype in DTYPES and name != "average") else None
 
 
@@ -45,6 +45,21 @@ def reduce_locally(op: Any, rows: Sequence[Tensor]) -> Tensor:
         integral = not (total.is_floating_point() or total.is_complex())
         total = torch.div(total, len(rows), rounding_mode="floor" if integral else None)
     return total
+
+
+def local_reduction(op: Any, dtype: torch.dtype) -> Callable[[Sequence[Tensor], Tensor], None]:
+    """The same on bytes: of the rows' bytes and the result's, which it fills.
+
+    Raises:
+        ConfigError: It knows no such operation.
+        RuntimeError: torch does not know it for this dtype.
+    """
+    reduce_locally(op, [torch.empty(0, dtype=dtype, device="cpu")] * 2)  # here, and not where pieces are under way
+
+    def make(rows: Sequence[Tensor], into: Tensor) -> None:
+        into.view(dtype).copy_(reduce_locally(op, [row.view(dtype) for row in rows]))
+
+    return make
 
 
 def _combining(op: Any, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:

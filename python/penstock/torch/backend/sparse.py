@@ -18,6 +18,7 @@ from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock._native import Call
+    from penstock.torch.calls.passing import DeviceCall
 
 __all__ = ["SPARSE_TAGS", "SparseSum", "dense"]
 
@@ -100,8 +101,10 @@ class SparseSum:
             raise ConfigError(
                 f"all_reduce takes sparse tensors of up to {DIMENSIONS_MAX} dimensions; give tensor.to_dense()"
             )
-        mine = self._tensor.detach().coalesce()
+        mine = self._tensor.detach().coalesce().cpu()  # how long it is depends on values: the host waits
         values = torch.view_as_real(mine.values()) if mine.is_complex() else mine.values()
+        device = self._tensor.device
+        self._stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
         self._average = op == dist.ReduceOp.AVG
         self._rank, self._size, self._tag = rank, size, SPARSE_TAGS + number % TAGS
         part = (mine.indices().contiguous(), values.contiguous())
@@ -113,7 +116,7 @@ class SparseSum:
         self.header = torch.tensor(facts + [0] * (4 + DIMENSIONS_MAX - len(facts)))
         self.headers = [torch.empty_like(self.header) for _ in range(size)]
 
-    def exchange(self, begin: Callable[..., Call]) -> list[Call]:
+    def exchange(self, begin: Callable[..., Call | DeviceCall]) -> list[Call | DeviceCall]:
         """Once the headers are here: begin the messages with indices and values.
 
         Args:
@@ -133,7 +136,7 @@ class SparseSum:
         for rank in set(range(self._size)) - {self._rank}:
             count = headers[rank][0]
             self._parts[rank] = indices.new_empty(indices.size(0), count), values.new_empty(count, *self._dense_shape)
-        calls = []
+        calls: list[Call | DeviceCall] = []
         for rank, part in enumerate(self._parts):
             if rank != self._rank:
                 calls += [
@@ -166,4 +169,7 @@ class SparseSum:
         summed = torch.sparse_coo_tensor(
             indices[:, first], total, self._tensor.shape, is_coalesced=True, check_invariants=False
         )
-        self._tensor.copy_(summed)
+        self._tensor.copy_(summed.to(self._tensor.device))
+        if self._stream is not None:  # the program's, and not the one in which the new memory was made
+            for part in (self._tensor._indices(), self._tensor._values()):
+                part.record_stream(self._stream)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future
 
 from penstock.errors import PenstockError
+from penstock.torch.calls.passing import DeviceCall
 
 if TYPE_CHECKING:
     from penstock._native import Call, Engine
+    from penstock.torch.calls.device_calls import DeviceCalls
 
-__all__ = ["Completer", "Work", "methods_outside_of_dynamo"]
+__all__ = ["Completer", "OnDevices", "Work", "methods_outside_of_dynamo"]
 
 PATIENCE_S = 0.5
 """How often the thread that completes futures looks at the clock, in seconds."""
@@ -49,9 +52,24 @@ def methods_outside_of_dynamo(cls: type) -> type:
     return cls
 
 
+class OnDevices(NamedTuple):
+    """Where tensors of a work are, if it is on accelerators.
+
+    Attributes:
+        calls: What carries out its calls.
+        devices: Which accelerators.
+    """
+
+    calls: DeviceCalls
+    devices: Sequence[torch.device]
+
+
 @methods_outside_of_dynamo
 class Work(dist.Work):
     """Calls of one collective of torch, what is done when all are done, and the future that tells.
+
+    On accelerators it is as NCCL's: whoever waits for it goes on when the copies to the device have been given to it,
+    and its stream runs after them.
 
     Args:
         completer: The engine's.
@@ -61,16 +79,18 @@ class Work(dist.Work):
         limit_s: How long to wait for them.
         follow: Called once, when ``calls`` are done: begins those that need their results. They begin without anybody
             who waits, as the other ranks do.
+        there: Where the tensors are; none: in main memory.
     """
 
     def __init__(
         self,
         completer: Completer,
-        calls: list[Call],
+        calls: list[Call | DeviceCall],
         result: Any,
         finish: Callable[[], None],
         limit_s: float,
-        follow: Callable[[], list[Call]] | None = None,
+        follow: Callable[[], list[Call | DeviceCall]] | None = None,
+        there: OnDevices | None = None,
     ) -> None:
         super().__init__()
         self.calls = calls
@@ -82,6 +102,8 @@ class Work(dist.Work):
         self._follow = follow
         self._more = follow is not None  # the completer's: whether it has yet to come for the calls that follow
         self._limit_s = limit_s
+        self._there = there
+        self._copied: list[tuple[torch.device, Any]] = []  # by device, the event after everything
         self._lock = threading.Lock()
         self._future: Any = None
         self._pending: Any = None  # the future until somebody completes it
@@ -90,7 +112,7 @@ class Work(dist.Work):
             self.get_future()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the results are in the tensors, at most ``timeout`` or the group's."""
+        """Wait until the results are in the tensors, at most ``timeout`` or the group's; see the class for devices."""
         limited = timeout is not None and timeout > timedelta(0)
         seconds = timeout.total_seconds() if timeout is not None and limited else self._limit_s
         for call in self.calls:
@@ -100,6 +122,8 @@ class Work(dist.Work):
         self._end()
         if self._future is not None:
             self._future.wait()  # the thread may have taken it, to complete it this moment
+        for device, event in self._copied:
+            torch.accelerator.current_stream(device).wait_event(event)
         return True
 
     def is_completed(self) -> bool:
@@ -108,6 +132,7 @@ class Work(dist.Work):
             completed = all(call.done() for call in self.calls) and all(call.done() for call in self._advance())
             if completed:
                 self._end()
+                completed = all(event.query() for _, event in self._copied)
         except PenstockError as error:
             self._error = error
             return True
@@ -135,14 +160,21 @@ class Work(dist.Work):
     _source_rank = source_rank  # torch's name for it
 
     def synchronize(self) -> None:
-        """Nothing: there is no device."""
+        """As `wait`, of a work on accelerators: what the thread's stream is given then runs after the results."""
+        if self._there is not None:
+            self.wait()
+
+    block_current_stream = synchronize
 
     def get_future(self) -> Any:
         """A torch future of the tensors, completed by a thread or by whoever has waited for the work."""
         with self._lock:
             first = self._future is None
             if first:
-                self._future = self._pending = Future()
+                # One that knows of devices has whoever waits for it go on after what comes before it in streams.
+                self._future = self._pending = (
+                    Future() if self._there is None else Future(devices=[*self._there.devices])
+                )
             ended = self._finish is None
         if first and ended:
             self._end()
@@ -150,7 +182,12 @@ class Work(dist.Work):
             self._completer.add(self)
         return self._future
 
-    def _advance(self) -> list[Call]:
+    def _after_copies(self) -> AbstractContextManager[None]:
+        """Within, streams of this thread run after the copies to the devices."""
+        there = self._there
+        return nullcontext() if there is None else there.calls.after_copies(there.devices)
+
+    def _advance(self) -> list[Call | DeviceCall]:
         """Begin the calls that follow, once; those that are under way now."""
         with self._lock:
             if self._error is not None:
@@ -168,11 +205,15 @@ class Work(dist.Work):
         """What comes after the calls, once: results into the tensors, and then into the future."""
         with self._lock:
             if self._finish is not None:
-                self._finish()
+                with self._after_copies():
+                    self._finish()
+                if self._there is not None:
+                    self._copied = self._there.calls.mark(self._there.devices, self._finish)
                 self._finish = None
             future, self._pending = self._pending, None
         if future is not None:
-            future.set_result(self._result)
+            with self._after_copies():
+                future.set_result(self._result)
 
     def complete(self) -> None:
         """All calls are done: go on with those that follow, or end."""
@@ -217,7 +258,10 @@ class Completer:
             work.fail(error)
             return
         for call in calls:
-            call.watch()
+            if isinstance(call, DeviceCall):
+                call.watch(lambda number: self._are_done([number]))
+            else:
+                call.watch()
         if not calls:
             work.complete()
 
@@ -229,15 +273,20 @@ class Completer:
             except PenstockError as error:
                 self._fail(error)
                 return
-            with self._lock:
-                works = []
-                for call in done:
-                    work = self._by_call.pop(call)
+            self._are_done(done)
+
+    def _are_done(self, done: list[int]) -> None:
+        """These calls are done, or have failed."""
+        with self._lock:
+            works = []
+            for call in done:
+                work = self._by_call.pop(call, None)  # none: it has failed
+                if work is not None:
                     work.missing.discard(call)
                     if not work.missing:
                         works.append(work)
-            for work in works:
-                work.complete()
+        for work in works:
+            work.complete()
 
     def _expire(self) -> None:
         """Nobody's wait is without end: what is overdue ends the job, and its error names who is missing."""

@@ -1,4 +1,4 @@
-"""What is asked of the accelerator that a model is on, all of it by torch's device-generic interface."""
+"""What is asked of the accelerator that a model or a tensor is on, all of it by torch's device-generic interface."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def supports(device: torch.device) -> bool:
 
 def pinned_memory(nbytes: int) -> Tensor:
     """Host memory that the device's copies reach without the host: bytes, of any content."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    with torch.inference_mode(False):  # whoever asks: it is written in any mode
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
 def look(event: Any, at_most_s: float) -> bool:
@@ -88,8 +89,9 @@ class Accelerator:
         stream = torch.accelerator.current_stream(self.device)
         if stream.is_capturing() if hasattr(stream, "is_capturing") else self._is_capturing():
             raise ConfigError(
-                f"penstock: a backward pass on {self.device} is being captured into a graph, whose replays would send "
-                "nothing. Leave the backward pass of a distributed model out of captured graphs"
+                f"penstock: a stream of {self.device} is being captured into a graph, whose replays would send "
+                "nothing. Leave calls of Penstock, and the backward pass of a distributed model, out of captured "
+                "graphs"
             )
         return self.mark_in(stream)
 

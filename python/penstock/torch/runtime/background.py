@@ -2,11 +2,12 @@
 
 One applies pieces of updates (partial.py), one makes averages from what the ranks have sent (rebuild.py), and for
 models on an accelerator two bring gradients to the engine and averages back (device_landing.py), one brings what layers
-send in place of gradients (device_gathers.py), and one buffers (afterwards.py). The program's own thread owns that
-work; within `Turn` it has it for itself. The rest of the time the background thread may take one unit of work after the
-other: a few pieces, or one layer's averages. There is one thread of each kind in a process, begun when it is first
-given something; between units it holds no model. Before the interpreter ends, it has ended the unit that it was at:
-torch must not be left by a thread that finds no interpreter any more.
+send in place of gradients (device_gathers.py), and one buffers (afterwards.py); one does all of that for calls on
+tensors there (device_calls.py). The program's own thread owns that work; within `Turn` it has it for itself. The rest
+of the time the background thread may take one unit of work after the other: a few pieces, or one layer's averages.
+There is one thread of each kind in a process, begun when it is first given something; between units it holds no model.
+Before the interpreter ends, it has ended the unit that it was at: torch must not be left by a thread that finds no
+interpreter any more.
 """
 
 from __future__ import annotations
@@ -22,7 +23,17 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["AFTER_EVENTS", "CONTRIBUTIONS", "COPIES_BACK", "COPIES_OUT", "REBUILDS", "UPDATES", "Background", "Turn"]
+__all__ = [
+    "AFTER_EVENTS",
+    "CALLS",
+    "CONTRIBUTIONS",
+    "COPIES_BACK",
+    "COPIES_OUT",
+    "REBUILDS",
+    "UPDATES",
+    "Background",
+    "Turn",
+]
 
 TURN_S = 0.1
 """How long the background thread sleeps at most before it asks again whether it is its turn."""
@@ -51,14 +62,13 @@ class Turn:
     """A lock that the program's thread gets at the end of the unit of work that is running, not of all work."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._wanted = 0  # by the program's threads, or held by them
-        self._free = threading.Event()
+        self.renew()
         _turns.add(self)
 
     def __enter__(self) -> None:
-        self._wanted += 1
-        self._free.clear()
+        with self._counting:
+            self._wanted += 1
+            self._free.clear()
         try:
             self._lock.acquire()
         except BaseException:  # interrupted
@@ -70,9 +80,10 @@ class Turn:
         self._leave()
 
     def _leave(self) -> None:
-        self._wanted -= 1
-        if not self._wanted:
-            self._free.set()
+        with self._counting:
+            self._wanted -= 1
+            if not self._wanted:
+                self._free.set()
 
     def take(self) -> bool:
         """For the background thread: its turn, unless the program's thread wants it."""
@@ -86,8 +97,9 @@ class Turn:
         self._lock.release()
 
     def renew(self) -> None:
-        """In a forked child: whoever held a lock is not here."""
-        self._lock, self._wanted, self._free = threading.RLock(), 0, threading.Event()
+        """Nobody has it. So also in a forked child: whoever held a lock is not here."""
+        self._lock, self._counting, self._free = threading.RLock(), threading.Lock(), threading.Event()
+        self._wanted = 0  # by the program's threads, or held by them
 
 
 _turns: weakref.WeakSet[Turn] = weakref.WeakSet()
@@ -158,6 +170,7 @@ UPDATES = Background("penstock-updates", threads=1)
 REBUILDS = Background("penstock-rebuilds", threads=None)
 CONTRIBUTIONS = Background("penstock-contributions", threads=None)
 COPIES_OUT, COPIES_BACK = (Background(f"penstock-copies-{way}", threads=1) for way in ("out", "back"))
+CALLS = Background("penstock-calls", threads=1)
 AFTER_EVENTS = Background("penstock-after-events", threads=1)
 """Its event comes after all that the device has been given for a step: gradients must not wait behind it."""
 
@@ -187,7 +200,7 @@ _DENORMAL = torch.tensor(1e-310, dtype=torch.float64)
 
 
 def _after_fork() -> None:
-    for background in (UPDATES, REBUILDS, CONTRIBUTIONS, COPIES_OUT, COPIES_BACK, AFTER_EVENTS):
+    for background in (UPDATES, REBUILDS, CONTRIBUTIONS, COPIES_OUT, COPIES_BACK, AFTER_EVENTS, CALLS):
         background.renew()
     for turn in _turns:
         turn.renew()

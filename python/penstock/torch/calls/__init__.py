@@ -1,0 +1,1 @@
+"""Calls on tensors of an accelerator: messages and collectives, whoever asks for them."""
