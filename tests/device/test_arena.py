@@ -21,7 +21,7 @@ def test_rooms_do_not_overlap_and_come_back(seed):
             arena.give_back(taken.pop(chance.randrange(len(taken))))
             continue
         wanted = chance.randrange(1, MOST_BYTES + 1)
-        room = arena.take(0, wanted)
+        room = arena.take(wanted, 0)
         if room is None:
             refused += 1
             continue
@@ -33,30 +33,30 @@ def test_rooms_do_not_overlap_and_come_back(seed):
     assert refused, f"seed {seed} never fills it"
     for room in taken:
         arena.give_back(room)
-    assert [arena.take(0, MOST_BYTES) is not None for _ in range(NBYTES // MOST_BYTES)] == [True] * 7 + [False]
+    assert [arena.take(MOST_BYTES, 0) is not None for _ in range(NBYTES // MOST_BYTES)] == [True] * 7 + [False]
 
 
 def test_the_reserve_is_one_more_room():
     arena = Arena(NBYTES, MOST_BYTES)
-    while arena.take(0, MOST_BYTES):
+    while arena.take(MOST_BYTES, 0):
         pass
     reserve = arena.take_reserve()
     assert reserve is not None and reserve.start + reserve.nbytes == NBYTES
     assert arena.take_reserve() is None
     arena.give_back(reserve)
-    assert arena.take(0, MOST_BYTES) is None, "what is in reserve is taken for nothing else"
+    assert arena.take(MOST_BYTES, 0) is None, "what is in reserve is taken for nothing else"
     assert arena.take_reserve() == reserve
 
 
 def test_rooms_of_their_own_are_all_there_at_a_time():
     sizes = [1, 64, 65, 200]
     arena = RoomsOfTheirOwn(sizes)
-    rooms = [arena.take(number, size) for number, size in enumerate(sizes)]
+    rooms = [arena.take(size, number) for number, size in enumerate(sizes)]
     ends = [(room.start, room.start + room.nbytes) for room in rooms]
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ends)) and ends[-1][1] == arena.nbytes
     assert all(
         room.nbytes >= size and room.start % ALIGNMENT_BYTES == 0 for room, size in zip(rooms, sizes, strict=True)
     )
-    assert arena.take(2, 65) is None and arena.take_reserve() is None
+    assert arena.take(65, 2) is None and arena.take_reserve() is None
     arena.give_back(rooms[2])
-    assert arena.take(1, 64) is None and arena.take(2, 65) == rooms[2]
+    assert arena.take(64, 1) is None and arena.take(65, 2) == rooms[2]

@@ -406,7 +406,7 @@ class DeviceLanding:
         while waiting and nbytes + waiting[0].piece.nbytes <= PIECE_BYTES:
             if found and not waiting[0].gradient.is_made:
                 break  # the others need not wait for it
-            room = self._arena.take(waiting[0].piece.number, waiting[0].piece.nbytes)
+            room = self._arena.take(waiting[0].piece.nbytes, waiting[0].piece.number)
             if room is None:
                 break
             found.append((heapq.heappop(waiting), room))

@@ -27,8 +27,8 @@ class Rooms(Protocol):
 
     nbytes: int
 
-    def take(self, number: int, nbytes: int) -> Room | None:
-        """Room for the piece of this number, if there is some."""
+    def take(self, nbytes: int, number: int = 0) -> Room | None:
+        """Room for so much of the piece of this number, if there is some."""
         ...
 
     def take_reserve(self) -> Room | None:
@@ -55,7 +55,7 @@ class RoomsOfTheirOwn:
             self._rooms.append(Room(self.nbytes, _aligned(size)))
             self.nbytes += _aligned(size)
 
-    def take(self, number: int, nbytes: int) -> Room | None:
+    def take(self, nbytes: int, number: int = 0) -> Room | None:
         """As `Rooms.take`."""
         room = self._rooms[number]
         if room.start in self._taken:
@@ -87,7 +87,7 @@ class Arena:
         self._reserve_taken = False
         self._free: list[tuple[int, int]] = [(0, self._reserve.start)]  # beginnings and ends, in order, never adjacent
 
-    def take(self, number: int, nbytes: int) -> Room | None:
+    def take(self, nbytes: int, number: int = 0) -> Room | None:
         """The first room that is large enough, whoever asks, if there is one."""
         needed = _aligned(nbytes)
         for at, (begin, end) in enumerate(self._free):
