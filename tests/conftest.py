@@ -1,12 +1,20 @@
 """Puts this folder on the path of every test, for what they share; says what `make check` leaves out, what begins."""
 
 import functools
+import gc
+import os
 from pathlib import Path
 
 import programs
 import pytest
 
 HERE = Path(__file__).parent
+
+# Before PyTorch is loaded, which reads it then. Ranks share two cores: threads of an operation would wait for each
+# other, spinning, while other ranks have these cores. Programs and jobs that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+gc.disable()  # until all is imported, which makes 350,000 objects and little garbage
 
 # They start processes or make networks, wait for limits, or compile. Single tests are marked where they are.
 SLOW = (
@@ -119,6 +127,13 @@ def slow(path):
 def pytest_itemcollected(item):
     if slow(item.path):
         item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish():
+    """What is imported and collected stays to the end: not walked whenever a test leaves garbage."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionstart():
