@@ -1,12 +1,24 @@
 """Puts this folder on the path of every test, for what they share; says what `make check` leaves out, what begins."""
 
 import functools
+import gc
+import os
+import sys
 from pathlib import Path
 
 import programs
 import pytest
 
 HERE = Path(__file__).parent
+
+# Before PyTorch is loaded, which reads it then. Ranks share two cores: threads of an operation would wait for each
+# other, spinning, while other ranks have these cores. Programs and jobs that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Nothing here compiles for a GPU, and what is frozen below would be reported as leaked.
+sys.modules["triton"] = None
+
+gc.disable()  # until all is imported, which makes 350,000 objects and little garbage
 
 # They start processes or make networks, wait for limits, or compile. Single tests are marked where they are.
 SLOW = (
@@ -69,6 +81,7 @@ FIRST = (
     "servers/test_updates.py",
     "local/test_local_updates.py",
     "kvstore/test_kvstore.py",
+    "device/test_on_late_device.py",
     "collectives/test_inside.py",
     "servers/test_dedicated.py",
     "backend/test_backend.py",
@@ -78,22 +91,26 @@ FIRST = (
     "job/test_poisoned_store.py",
     "torch/test_semantics_compile.py",
     "collectives/test_collectives.py",
+    "measure/test_allreduce.py",
     "torch/test_drift.py",
     "lab/test_run.py",
+    "cost/test_explain.py",
     "kvstore/test_kvstore_optimizers.py",
-    "lab/test_emulate.py",
     "servers/test_groups_auto.py",
+    "measure/test_line_rate.py",
     "job/test_job_life.py",
     "demo/test_cli.py",
     "test_commands.py",
+    "launch/test_penstock_run.py",
     "failure/test_lost_in_collectives.py",
     "lab/test_peers.py",
     "failure/test_endings.py",
     "equality/test_torchrun.py",
     "test_examples.py",
     "test_listings.py",
+    "test_architecture.py",
     "measure/test_busy_processors.py",
-    "measure/test_allreduce.py",
+    "lab/test_emulate.py",
 )
 
 
@@ -119,6 +136,13 @@ def slow(path):
 def pytest_itemcollected(item):
     if slow(item.path):
         item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish():
+    """What is imported and collected stays to the end: not walked whenever a test leaves garbage."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionstart():

@@ -21,6 +21,7 @@ import select
 import signal
 import socket
 import sys
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,8 @@ def leave_what_is_loaded_for_all() -> None:
 
 
 atexit.register(leave_what_is_loaded_for_all)  # before anything else is, and so called last
+
+gc.disable()  # importing leaves little garbage
 
 # Nothing here compiles for a GPU, and what is frozen would be reported as leaked by each program that ends.
 sys.modules["triton"] = None  # type: ignore[assignment]
@@ -185,6 +188,9 @@ def become(request: dict[str, Any]) -> None:
 
 # Without this file's folder, and without what each program has of its own.
 PATH_OF_PYTHON = [path for path in sys.path[1:] if path not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+for finalizer in weakref.finalize._registry:  # PyTorch's, each of which would take a library apart: 0.03 s
+    finalizer.atexit = False
+gc.enable()
 gc.collect()
 gc.freeze()  # no child walks, and so copies, what is here already
 request = serve(*(socket.socket(fileno=int(number)) for number in sys.argv[1:3]))

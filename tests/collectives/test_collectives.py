@@ -110,7 +110,7 @@ def check_blocks(rank, size, group=None, made=np.copy, async_=False):
             np.testing.assert_array_equal(into, expected, name)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(5, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [1, 3, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 5))])
 def test_every_collective_gives_the_expected_values(size, tmp_path):
     run_well(size, all_values, tmp_path)
 
@@ -235,8 +235,15 @@ def in_reverse(rank, size, async_, of_torch):
         assert (got == (rank - step) % size).all()
 
 
-@pytest.mark.parametrize("async_", [False, True], ids=["waiting", "async"])
-@pytest.mark.parametrize("of_torch", [False, True], ids=["numpy", "torch"])
+@pytest.mark.parametrize(
+    ("of_torch", "async_"),
+    [
+        pytest.param(False, False, id="numpy-waiting"),
+        pytest.param(True, True, id="torch-async"),
+        pytest.param(False, True, id="numpy-async", marks=pytest.mark.long),
+        pytest.param(True, False, id="torch-waiting", marks=pytest.mark.long),
+    ],
+)
 def test_ranks_are_the_jobs_in_a_group_of_another_order(of_torch, async_, tmp_path):
     run_well(4, in_reverse, tmp_path, async_, of_torch)
 

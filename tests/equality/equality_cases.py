@@ -27,6 +27,7 @@ from torch import nn
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SEED = 7
 STEPS = 20
+FEW_STEPS = 8  # of what `make test` runs: all that differs between steps comes within 5
 DIFFERENCE_MAX = {"fp64": 1e-10, "fp32": 1e-4}  # relative L2, over all parameters
 MOVED_MIN = 1e-3  # the same measure, between the first parameters and the last
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
@@ -234,14 +235,15 @@ class Case:
     optimizer: str
     dtype: str
     send: str = "store"  # or "rows": factors and pairs wherever they can be sent
+    steps: int = STEPS
 
     def __str__(self):
-        return f"{self.size}-workers-{self.network}-{self.optimizer}-{self.dtype}-{self.send}"
+        return f"{self.size}-workers-{self.network}-{self.optimizer}-{self.dtype}-{self.send}-{self.steps}-steps"
 
     @classmethod
     def parse(cls, text):
-        size, _, *names = text.split("-")
-        return cls(int(size), *names)
+        size, _, *names, steps, _ = text.split("-")
+        return cls(int(size), *names, steps=int(steps))
 
     def model(self):
         """The first parameters, the same in every process."""
@@ -263,10 +265,10 @@ class Case:
     def train(self, model, optimizer, rank, after_backward=lambda: None):
         """The user's loop."""
         loss_of, dtype = NETWORKS[self.network].loss, DTYPES[self.dtype]
-        for step in range(STEPS):
+        for step in range(self.steps):
             if NETWORKS[self.network].accumulates:
                 with model.no_sync():
-                    loss_of(model, dtype, rank, step + STEPS).backward()
+                    loss_of(model, dtype, rank, step + self.steps).backward()
             loss_of(model, dtype, rank, step).backward()
             after_backward()
             optimizer.step()
@@ -291,7 +293,7 @@ def _pairwise():
     for (i, network), (j, optimizer) in product(enumerate(NETWORKS), enumerate(OPTIMIZERS)):
         size, dtype = SIZES[(i + j) % 4], list(DTYPES)[(i + j // 2) % 2]
         sends = _sends(size)
-        yield Case(size, network, optimizer, dtype, sends[(i // 2 + j) % len(sends)])
+        yield Case(size, network, optimizer, dtype, sends[(i // 2 + j) % len(sends)], FEW_STEPS)
 
 
 PAIRWISE_CASES = list(_pairwise())

@@ -66,7 +66,9 @@ def trained_by(program, directory, workers, servers, *options):
     return results, [(int(received), int(sent)) for _, received, sent in sorted(told)]
 
 
-@pytest.mark.parametrize(("workers", "servers"), [(4, 2), (2, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("workers", "servers"), [(3, 2), *(pytest.param(*which, marks=pytest.mark.long) for which in [(4, 2), (2, 1)])]
+)
 def test_training_has_the_bits_of_a_job_without_servers_and_moves_what_table_1_says(tmp_path, workers, servers):
     apart, moved_by_servers = trained(tmp_path / "apart", workers, servers)
     alike, _ = trained(tmp_path / "alike", workers, 0)

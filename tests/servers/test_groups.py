@@ -195,13 +195,18 @@ def test_hosts_move_the_bytes_of_one_worker_each(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("groups", "servers"),
-    [("host", 2), *(pytest.param(*which, marks=pytest.mark.long) for which in [("host", 0), (None, 2)])],
+    ("per_host", "groups", "servers"),
+    [
+        (2, "host", 2),
+        *(pytest.param(4, *which, marks=pytest.mark.long) for which in [("host", 2), ("host", 0), (None, 2)]),
+    ],
 )
-def test_hosts_with_4_ranks_and_servers_move_the_bytes_of_the_cost_function(tmp_path, groups, servers):
+def test_hosts_with_ranks_and_servers_move_the_bytes_of_the_cost_function(tmp_path, per_host, groups, servers):
     """What each interface has carried, beside what `penstock explain` says of the busiest one; here all are."""
-    each = ["slots=4"] * 2 + ["slots=0 servers=1"] * servers
-    told = ["explain", "training:network", "--workers", "8", "--per-host", "4", "--batch", "9", "--json"]
+    workers = 2 * per_host
+    each = [f"slots={per_host}"] * 2 + ["slots=0 servers=1"] * servers
+    told = ["explain", "training:network", "--workers", str(workers), "--per-host", str(per_host)]
+    told += ["--batch", "9", "--json"]
     told += ["--servers", str(servers)] if servers else []
     told += ["--groups", groups] if groups else []
     done = programs.run("-m", "penstock", *told, cwd=TRAINING.parent, timeout=LIMIT_S)
@@ -212,11 +217,11 @@ def test_hosts_with_4_ranks_and_servers_move_the_bytes_of_the_cost_function(tmp_
         told += ["--clients", groups] if groups else []
         told += ["--servers", str(servers)] if servers else []
         before = [carried(host) for host in cluster.hosts]
-        results, _ = trained(tmp_path / "job", [*launching, *told], "long", workers=8)
+        results, _ = trained(tmp_path / "job", [*launching, *told], "long", workers=workers)
         after = [carried(host) for host in cluster.hosts]
-    assert results[0]["groups"] == ([[0, 1, 2, 3], [4, 5, 6, 7]] if groups else [])
+    assert results[0]["groups"] == ([list(range(per_host)), list(range(per_host, workers))] if groups else [])
     nbytes = LONG_STEPS * 4 * results[0]["parameters"]
-    assert promised == pytest.approx(nbytes * (1 if groups else 4), rel=1e-4), "whole elements, by server"
+    assert promised == pytest.approx(nbytes * (1 if groups else per_host), rel=1e-4), "whole elements, by server"
     moved = [[now - then for now, then in zip(*pair, strict=True)] for pair in zip(after, before, strict=True)]
     for host in moved:
         for way in host:

@@ -77,27 +77,31 @@ def compiled_function_of_raw_parameters(model, optimizer, compile_):
     return compile_(forward), optimizer
 
 
-OFTEN = {(False, "eager", "threads"), (False, "eager", "native"), (True, "aot_eager", "threads")}
+PREPARATIONS = [
+    compiled_before,
+    compiled_after,
+    compiled_in_place,
+    compiled_in_part,
+    compiled_and_called_before,
+    compiled_later,
+    compiled_function_of_raw_parameters,
+]
+# Whenever it is compiled; and, compiled before and after, the other engine, the other backend and whole graphs.
+OFTEN = {(False, "eager", "threads")}
+OFTEN_OF_TWO = {(False, "eager", "native"), (True, "aot_eager", "threads")}
 WAYS = [
-    pytest.param(*way, id=f"{'fullgraph' if way[0] else 'graph breaks'}-{way[1]}-{way[2]}", marks=marks)
+    pytest.param(
+        prepare,
+        *way,
+        id=f"{prepare.__name__}-{'fullgraph' if way[0] else 'graph breaks'}-{way[1]}-{way[2]}",
+        marks=() if way in OFTEN or (way in OFTEN_OF_TWO and prepare in PREPARATIONS[:2]) else pytest.mark.long,
+    )
+    for prepare in PREPARATIONS
     for way in product((False, True), ("eager", "aot_eager"), ("threads", "native"))
-    for marks in [() if way in OFTEN else pytest.mark.long]
 ]
 
 
-@pytest.mark.parametrize(("fullgraph", "backend", "arm"), WAYS, indirect=["arm"])
-@pytest.mark.parametrize(
-    "prepare",
-    [
-        compiled_before,
-        compiled_after,
-        compiled_in_place,
-        compiled_in_part,
-        compiled_and_called_before,
-        compiled_later,
-        compiled_function_of_raw_parameters,
-    ],
-)
+@pytest.mark.parametrize(("prepare", "fullgraph", "backend", "arm"), WAYS, indirect=["arm"])
 def test_compile(prepare, fullgraph, backend):
     torch._dynamo.reset()
 
