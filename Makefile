@@ -60,7 +60,7 @@ test-python: build
 	$(BIN)/python -m pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-gpu: build ## Train on this machine's accelerator, several ranks on one device; says "no device" without one
-	$(BIN)/python -m pytest -rs tests/device/test_gpu.py $(ARGS)
+	$(BIN)/python -m pytest -rs tests/device/test_gpu.py tests/device/test_cuda_collectives.py $(ARGS)
 
 long: ## Run what takes too long for each change, all of it also if some fails; a line for each part at the end
 	.ci/long $(LONG)
