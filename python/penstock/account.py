@@ -33,6 +33,9 @@ class Report(dict[str, Any]):
             lines.append(f"  line rate {line} ({self['line_rate_source']})")
         if near := self["through_memory"]:
             lines.append(f"  through shared memory: {plural(len(near), 'other rank')} of this host")
+        if copies := self.get("copies"):
+            moved = f"{size(copies['bytes'])} in {duration(copies['seconds'])}"
+            lines.append(f"  copied between device and host: {moved}, {copies['hidden_share']:.0%} of it hidden")
         if groups := self.get("groups"):  # a server has none to tell
             groups = (", ".join(map(str, group)) for group in groups)
             lines.append(f"  ranks that sum among themselves: {'; '.join(groups)} ({self['groups_reason']})")

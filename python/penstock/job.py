@@ -280,7 +280,9 @@ def report() -> Report:
     has carried since if that is more; ``None`` with ``line_rate_mbit="off"``. ``line_rate_source`` says where it comes
     from, and whether it is in doubt. ``groups`` has the ranks of workers that sum among themselves (option ``groups``),
     by group, and ``groups_reason`` says why these, or why none. ``through_memory`` has the ranks of this host with
-    which bytes have gone through shared memory so far.
+    which bytes have gone through shared memory so far. Where models are on an accelerator ``copies`` has the bytes of
+    gradients copied between device and host, the seconds that it took for them, and the share of that time in which
+    nothing waited for them.
 
     Raises:
         ConfigError: Before `init` or after `shutdown`, or in a forked child.

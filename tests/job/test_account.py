@@ -50,6 +50,12 @@ def test_it_renders_what_the_demo_shows_and_stays_a_dictionary():
     assert "through shared memory: 2 other ranks of this host" in report(through_memory=[0, 2]).render()
 
 
+def test_it_says_what_a_device_copied():
+    copies = {"bytes": 2_400_000_000, "seconds": 0.045, "hidden_share": 0.973}
+    text = report(copies=copies).render()
+    assert "  copied between device and host: 2.4 GB in 45.0 ms, 97% of it hidden" in text.splitlines()
+
+
 def test_it_says_what_is_not_synchronous():
     (line,) = (line for line in report(local_updates=["DiLoCo"]).render().splitlines() if "NOT SYNCHRONOUS" in line)
     assert line == "  NOT SYNCHRONOUS: DiLoCo"

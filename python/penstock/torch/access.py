@@ -10,10 +10,13 @@ from torch.optim import Optimizer
 from penstock import job
 from penstock.errors import ConfigError
 from penstock.torch.distribute import Distributed, model_of, models_of
+from penstock.torch.gradients.device_landing import DeviceLanding
+from penstock.torch.runtime.copying import Copies
 from penstock.torch.updates.asynchronous import AsyncUpdates
 
 __all__ = [
     "asynchronous_here",
+    "copies_here",
     "distributed_for",
     "distributed_here",
     "finish_all",
@@ -45,6 +48,16 @@ def asynchronous_here() -> dict[str, dict[str, object]]:
         for update in distributed.updates
         if isinstance(update, AsyncUpdates)
     }
+
+
+def copies_here() -> dict[str, dict[str, float]]:
+    """What was copied between host and accelerators for the gradients of this job's models, if any is on one."""
+    landings = [distributed.gradients.landing for distributed in distributed_here()]
+    several = [landing.copies for landing in landings if isinstance(landing, DeviceLanding)]
+    if not several:
+        return {}
+    total = Copies.of_all(several)
+    return {"copies": {"bytes": total.nbytes, "seconds": total.seconds, "hidden_share": total.hidden_share}}
 
 
 def distributed_for(target: nn.Module | Optimizer) -> Distributed | None:

@@ -49,6 +49,7 @@ from penstock.torch.runtime import accelerator as accelerators
 from penstock.torch.runtime import background
 from penstock.torch.runtime.accelerator import Accelerator
 from penstock.torch.runtime.arena import Arena, Room, Rooms, RoomsOfTheirOwn
+from penstock.torch.runtime.copying import Copies, Copying
 from penstock.torch.schemes.device_gathers import DeviceGathers
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class _OnTheWay:
         made: The event after which it is there, and this memory the program's no more.
         absent: This rank contributes nothing.
         left: Pieces whose average is not on its way to the device yet.
-        back: The event after the last copy to the device so far; none: nobody has contributed.
+        back: The last copy to the device so far; none: nobody has contributed.
     """
 
     __slots__ = ("_flat", "absent", "back", "left", "made", "memory", "step")
@@ -130,7 +131,7 @@ class _OnTheWay:
         self.step = step
         self.left = left
         self.absent = absent
-        self.back: Any = None
+        self.back: Copying | None = None
         self._flat: Tensor | None = None
 
     @property
@@ -166,15 +167,20 @@ class _InArena(NamedTuple):
     gradient: _OnTheWay
     token: int = -1
     """By which the engine has the memory."""
-    event: Any = None
-    """After the copy to the device."""
+    event: Copying | None = None
+    """The copy to the device."""
+
+    @property
+    def part(self) -> Tensor:
+        """Where it is on the device."""
+        return self.gradient.part(self.piece)
 
 
 class _Batch(NamedTuple):
-    """Pieces on their way to the host, and the event after the last of their copies."""
+    """Pieces on their way to the host."""
 
     placed: list[_InArena]
-    event: Any
+    event: Copying
 
 
 class DeviceLanding:
@@ -226,6 +232,7 @@ class DeviceLanding:
         self._contributed = [False] * len(pieces)  # to the average that was taken last, by index of the slot
         self._failure: BaseException | None = None  # of one of the threads
         self._out, self._back = _Out(self), _Back(self)
+        self.copies = Copies()
 
     # The program's side
 
@@ -283,6 +290,8 @@ class DeviceLanding:
                     return
                 wanted = {id(self._gradients[index]) for index in late}
                 sent = [number for number, one in self._at_engine.items() if id(one.gradient) in wanted]
+                if not sent:
+                    self._note_awaited(wanted)
                 if not sent and nothing_new:
                     # They wait for the device, or for room that others have: then the oldest of these is in the way.
                     sent = list(self._at_engine)[:1]
@@ -294,6 +303,12 @@ class DeviceLanding:
                 nothing_new = not self._changed.wait_for(self._newer_than(seen), WAIT_S)
                 if not nothing_new:
                     deadline = time.monotonic() + self._timeout_s
+
+    def _note_awaited(self, wanted: set[int]) -> None:
+        """The program waits for these gradients, and none of them is at the engine. Under the lock."""
+        for batch in self._out.copying:
+            if any(id(one.gradient) in wanted and one.gradient.is_made for one in batch.placed):
+                batch.event.awaited = True
 
     def _wait_for_engine(self, numbers: list[int]) -> None:
         try:
@@ -344,7 +359,8 @@ class DeviceLanding:
             back = self._gradients.pop(index).back
         self._contributed[index] = back is not None
         if back is not None:
-            self._accelerator.go_on_after(back)
+            back.awaited = back.awaited or not back.query()
+            self._accelerator.go_on_after(back.end)
 
     def contributed(self, indices: Sequence[int]) -> Sequence[bool]:
         """As `Landing.contributed`, of what was taken last."""
@@ -473,6 +489,17 @@ class _Copier:
             landing._engine.abort(f"a gradient could not be copied: {error}")
             return False
 
+    def _given(self, stream: Any, placed: Sequence[_InArena], copy: Callable[[_InArena], Tensor]) -> Copying:
+        """Give copies of pieces to a stream, in which they begin when all of these gradients are made."""
+        mark = self._landing._accelerator.mark_in
+        with stream:
+            for one in placed:
+                stream.wait_event(one.gradient.made)
+            begin = mark(stream, timed=True)
+            for one in placed:
+                copy(one)
+        return Copying(begin, mark(stream, timed=True), sum(one.piece.nbytes for one in placed))
+
     def _end(self) -> bool:
         """Nothing is left. Under the lock, as whoever brings more looks whether this goes on."""
         self._begun = False
@@ -491,9 +518,11 @@ class _Out(_Copier):
         self.copying: list[_Batch] = []  # in the order of the stream
 
     def _work(self) -> bool | Callable[[], bool]:
-        while self.copying and self.copying[0].event.query():
-            self._submit(self.copying.pop(0).placed)
         landing = self._landing
+        while self.copying and self.copying[0].event.query():
+            batch = self.copying.pop(0)
+            landing.copies.count(batch.event)
+            self._submit(batch.placed)
         if len(self.copying) < COPIES_AHEAD:
             with landing._changed:
                 found = landing._next()
@@ -519,12 +548,8 @@ class _Out(_Copier):
             self._submit([one for one in placed if one.gradient.absent])
         if not given:
             return
-        stream = landing._outward
-        with stream:
-            for one in given:
-                stream.wait_event(one.gradient.made)
-                one.host.copy_(one.gradient.part(one.piece), non_blocking=True)
-        self.copying.append(_Batch(given, landing._accelerator.mark_in(stream)))
+        copying = self._given(landing._outward, given, lambda one: one.host.copy_(one.part, non_blocking=True))
+        self.copying.append(_Batch(given, copying))
 
     def _submit(self, placed: Sequence[_InArena]) -> None:
         landing, tokens = self._landing, list[int]()
@@ -580,12 +605,7 @@ class _Back(_Copier):
         averages = [placed for placed, contributed in landed if contributed]
         event = None
         if averages:
-            stream = landing._backward
-            with stream:
-                for one in averages:
-                    stream.wait_event(one.gradient.made)
-                    one.gradient.part(one.piece).copy_(one.host, non_blocking=True)
-            event = landing._accelerator.mark_in(stream)
+            event = self._given(landing._backward, averages, lambda one: one.part.copy_(one.host, non_blocking=True))
         self.leaving += [one._replace(event=event if contributed else None) for one, contributed in landed]
         with landing._changed:
             for one, contributed in landed:
@@ -602,10 +622,11 @@ class _Back(_Copier):
         lent = landing._lent.tensors
         free: list[_InArena] = []
         left: list[_InArena] = []
-        passed: Any = None  # the event that was looked at last: many share one
+        passed: Copying | None = None  # that was looked at last: many share one
         for one in self.leaving:
             if one.event is not passed and one.event is not None and one.event.query():
                 passed = one.event
+                landing.copies.count(passed)
             done = one.event is None or one.event is passed
             (free if done and one.token not in lent else left).append(one)
         if not free:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from penstock.attached import Attached
-from penstock.torch.access import asynchronous_here, finish_all, lossy_here
+from penstock.torch.access import asynchronous_here, copies_here, finish_all, lossy_here
 from penstock.torch.release.failure import after_failure, let_go
 
 if TYPE_CHECKING:
@@ -31,5 +31,5 @@ class Models(Attached):
         let_go(engine)
 
     def report(self) -> dict[str, Any]:
-        """The lossy layers, and their schemes; models that are trained asynchronously, and how stale gradients were."""
-        return {"lossy": lossy_here(), "asynchronous": asynchronous_here()}
+        """The lossy layers, and their schemes; asynchronous models, and how stale gradients were; a device's copies."""
+        return {"lossy": lossy_here(), "asynchronous": asynchronous_here(), **copies_here()}

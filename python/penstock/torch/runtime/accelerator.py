@@ -95,9 +95,9 @@ class Accelerator:
             )
         return self.mark_in(stream)
 
-    def mark_in(self, stream: Any) -> Any:
-        """An event after all that this stream has been given so far."""
-        event = torch.Event(device=self.device)
+    def mark_in(self, stream: Any, *, timed: bool = False) -> Any:
+        """An event after all that this stream has been given so far, perhaps with the time of it."""
+        event = torch.Event(device=self.device, enable_timing=timed)
         event.record(stream)
         return event
 
