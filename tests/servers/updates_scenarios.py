@@ -350,6 +350,25 @@ def ranks_have_different_numbers_of_batches():
         close(uneven(update, counts, clip=clip, buffers=buffers), expected, most=1e-10)
 
 
+def a_last_step_may_be_left_out_where_ranks_have_different_numbers_of_batches():
+    model, optimizer = started("servers", make=lambda model: torch.optim.SGD(model.parameters(), lr=1e-2))
+    first, scaler = values(model), ps.GradScaler("cpu", init_scale=1024.0)
+    with ps.join():
+        for number, x in zip(range(1 if ps.rank() else 3), inputs(0), strict=False):
+            loss = model(x).square().mean()
+            scaler.scale(loss if number else loss * math.inf).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            if number == 0:
+                assert torch.equal(values(model), first)
+    found = values(model)
+    assert found.isfinite().all() and not torch.equal(found, first)
+    every = torch.zeros(ps.world_size(), len(found), dtype=torch.float64)
+    ps.all_gather(found, list(every))
+    assert all(torch.equal(one, found) for one in every)
+
+
 def what_needs_all_ranks_is_refused_where_some_have_no_batch_left():
     model, optimizer = started("servers")
     steps(model, optimizer, 1)
@@ -549,6 +568,7 @@ SCENARIOS = {
         groups_and_rates_may_change,
         a_parameter_may_move_to_another_group,
         ranks_have_different_numbers_of_batches,
+        a_last_step_may_be_left_out_where_ranks_have_different_numbers_of_batches,
         what_needs_all_ranks_is_refused_where_some_have_no_batch_left,
         mistakes_are_refused_at_the_call,
         what_is_in_no_group_is_refused_until_it_is_frozen,

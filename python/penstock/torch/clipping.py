@@ -65,7 +65,7 @@ def clip_grad_norm_(
     caller = "penstock.clip_grad_norm_"
     if len(models) > 1 or norm_type != 2:
         what = "one model at a time" if len(models) > 1 else f"norm_type 2, not {norm_type}"
-        raise ConfigError(f'{caller}: with update="servers" it takes {what}')
+        raise ConfigError(f"{caller}: with {found[0].how} it takes {what}")
     (updates,) = found
     updates.check_all_trained(params, caller)
     norm = updates.norm()

@@ -113,6 +113,8 @@ def _going_along(engine: Engine, rank: int) -> Iterator[None]:
             slots = [slot for distributed in owned for slot in distributed.gradients.slots]
             left = any(slot.flight.dirty and slot.param.grad is not None for slot in slots)  # of no_sync
             for update, before in zip(at_owners, begun_before, strict=True):
+                if update.has_begun and not before:
+                    update.leave_out_what_was_reset()  # a loss scaler does that
                 if left or (update.has_begun and not before):
                     raise ConfigError(
                         "penstock.join: the last backward of this rank is followed by no step. Make the step, or call "

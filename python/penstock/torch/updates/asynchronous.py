@@ -117,6 +117,31 @@ class AsyncUpdates(BackwardUpdates):
         super()._follow_changes()
         self._book.meet(what)
 
+    def norm(self) -> float:
+        """There is none: gradients are applied one by one, as they come.
+
+        Raises:
+            ConfigError: In any case.
+        """
+        raise self._one_by_one("there is no norm of all gradients. Clip with")
+
+    def scale(self, factor: float) -> None:
+        """Gradients are applied when they come.
+
+        Raises:
+            ConfigError: In any case.
+        """
+        raise self._one_by_one(f"gradients cannot be multiplied by {factor}. Scale or clip with")
+
+    def _one_by_one(self, what: str) -> ConfigError:
+        gradients = self._gradients
+        return ConfigError(
+            f"penstock: with {self.how} each gradient is applied as soon as backward has made it, so {what} "
+            'update="servers" instead, or limit a step by the learning rate',
+            rank=gradients.rank,
+            step=gradients.step,
+        )
+
     # What comes back
 
     def finish(self, needed: Iterable[Layer]) -> None:

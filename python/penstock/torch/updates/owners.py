@@ -328,6 +328,15 @@ class OwnerUpdates(PatchedOptimizer):
                 kept[0],
             )
 
+    def leave_out_what_was_reset(self) -> None:
+        """This rank trains no more. If its last gradients were reset without a step, others leave that step out, too.
+
+        They do with their next backward, or here.
+        """
+        flights = [slot.flight for slot in self._gradients.slots if slot.flight.flying]
+        if self.waits_for_step and not any(flight.assigned and not flight.absent for flight in flights):
+            self.drop(adding=False)
+
     def _give_up(self, flying: Sequence[Slot]) -> list[Slot]:
         """Nothing of these is under way any more, and nothing comes of it; those that were updated all the same."""
         self.agree("leave the step out", [], 1.0)
