@@ -108,9 +108,17 @@ TITLE_OF_LOCAL_UPDATES = "# Local updates: `ps.LocalSGD`, `ps.DiLoCo`, `ps.Elast
 
 def test_local_updates(size, tmp_path):
     start = "import penstock as ps\nps.init()\nloader = [(x[i::8], dataset.tensors[1][i::8]) for i in range(8)] * 5\n"
-    training, saving = listings("docs/local-updates.md", TITLE_OF_LOCAL_UPDATES)
+    training, _, saving = listings("docs/local-updates.md", TITLE_OF_LOCAL_UPDATES)
     checks = 'assert "DiLoCo every 30 steps, after 40" in ps.report()["local_updates"][0]\n'
     run(size, tmp_path, GIVEN, start, training, saving, checks, SAME_EVERYWHERE)
+
+
+def test_local_updates_between_sites(tmp_path):
+    start = "import penstock as ps\nloader = [(x[i::8], dataset.tensors[1][i::8]) for i in range(8)] * 5\n"
+    training, sites, _ = listings("docs/local-updates.md", TITLE_OF_LOCAL_UPDATES)
+    optimizers, loop = re.split(r"^optimizer = .*\n", training, flags=re.MULTILINE)
+    checks = 'assert "DiLoCo every 30 steps between 2 groups, after 40" in ps.report()["local_updates"][0]\n'
+    run(4, tmp_path, GIVEN, start, optimizers, sites, loop, checks, SAME_EVERYWHERE)
 
 
 def test_readme_s_schemes(tmp_path):

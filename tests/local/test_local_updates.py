@@ -42,16 +42,17 @@ def start_of(seed):
     return {name: param.detach().numpy().copy() for name, param in Points(seed).named_parameters()}
 
 
-def by_numpy(size, steps, sync_every, fragments=1, delay=0, alpha=0.0, outer=None, lr_later=None):
+def by_numpy(size, steps, sync_every, fragments=1, delay=0, alpha=0.0, outer=None, lr_later=None, clients=()):
     """What each rank has after so many steps: the rules, written down once more and plainly."""
     common = start_of(0)
+    near = {rank: client for client in clients or [[rank] for rank in range(size)] for rank in client}
     own = [copy.deepcopy(common) for _ in range(size)]
     buffers = dict.fromkeys(common)
     interval, taken = sync_every // fragments, None
     for step in range(1, steps + 1):
         for rank, values in enumerate(own):
             for name, value in values.items():
-                value -= INNER_LR * (value - point(rank, step, name))
+                value -= INNER_LR * np.mean([value - point(one, step, name) for one in near[rank]], axis=0)
         options = {**(outer or {}), **({"lr": lr_later} if lr_later and step > steps // 2 else {})}
         if (step + delay) % interval == 0:
             fragment = ((step + delay) // interval - 1) % fragments
@@ -117,8 +118,8 @@ def local_sgd(rank, size):
     yield str(ps.report()["local_updates"])
 
 
-def as_list(rank, size, function):
-    return list(function(rank, size))
+def as_list(rank, size, function, *arguments):
+    return list(function(rank, size, *arguments))
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 3])
@@ -163,6 +164,44 @@ def diloco(rank, size):
 def test_diloco_follows_the_rules(size, groups, tmp_path):
     results = run_well(size, as_list, tmp_path, diloco, groups=groups)
     assert all(result == results[0] for result in results), "the same bits on all ranks"
+
+
+def between_groups(rank, size, clients):
+    for case, outer in (({"sync_every": 3}, None), (CASES[2], OUTER), (CASES[4], OUTER)):
+        model = Points(seed=rank)
+        if outer is None:
+            optimizer = ps.LocalSGD(model, sgd(model), every=3, inside="gradients")
+        else:
+            options = {NAMES.get(name, name): value for name, value in case.items()}
+            outside = torch.optim.SGD(model.parameters(), **outer)
+            optimizer = ps.DiLoCo(model, sgd(model), outside, **options, inside="gradients")
+        train(optimizer, rank, 1, STEPS + 1)
+        close(values_of(model), by_numpy(size, STEPS, outer=outer, clients=clients, **case)[rank], f"{case}, {outer}")
+        yield bits(model)
+        optimizer.synchronize()
+        yield "all", bits(model)
+    yield repr(optimizer)
+
+
+@pytest.mark.parametrize("clients", [[[0], [1, 2]], pytest.param([[0, 1], [2, 3]], marks=pytest.mark.long)])
+def test_groups_are_clients_that_average_gradients_inside(clients, tmp_path):
+    size = sum(map(len, clients))
+    results = run_well(size, as_list, tmp_path, between_groups, clients, groups=clients)
+    for client in clients:
+        assert len({tuple(results[rank]) for rank in client}) == 1, "the same bits in a group"
+    assert len({tuple(result[1::2]) for result in results}) == 1, "the same bits on all ranks"
+    assert results[0][-1] == "DiLoCo every 8 steps between 2 groups, after 24"
+
+
+def closures_in_groups(rank, size):
+    model = Points()
+    optimizer = ps.LocalSGD(model, sgd(model), every=1, inside="gradients")
+    with pytest.raises(ps.ConfigError, match=r"^penstock.LocalSGD.step: in a group it takes no closure"):
+        optimizer.step(lambda: None)
+
+
+def test_a_group_takes_no_closures(tmp_path):
+    run_well(2, closures_in_groups, tmp_path, groups=[[0, 1]])
 
 
 def like_local_sgd(rank, size):
@@ -395,6 +434,8 @@ def refusals(rank, size):
     refused(r"fragments=5, and the model has 4 layers", ps.DiLoCo, model, inner, outer, 5, fragments=5)
     refused(r"fragment_update_alpha=2", ps.DiLoCo, model, inner, outer, 4, fragment_update_alpha=2)
     refused(r"fragment_sync_delay=4", ps.DiLoCo, model, inner, outer, 4, fragment_sync_delay=4)
+    refused(r"inside='parameters'; expected None or \"gradients\"", ps.LocalSGD, model, inner, 1, inside="parameters")
+    refused(r"the job has no groups .*groups=\"host\"", ps.DiLoCo, model, inner, outer, 1, inside="gradients")
     refused(r"penstock.LocalSGD: the model is a list", ps.LocalSGD, [model], inner, 1)
     refused(r"the inner optimizer is a object without step", ps.LocalSGD, model, object(), 1)
     refused(r"the inner optimizer is the class SGD", ps.LocalSGD, model, torch.optim.SGD, 1)

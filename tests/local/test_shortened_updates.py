@@ -150,10 +150,15 @@ def by_numpy(size, wire, sync_every, fragments=1, fragment_sync_delay=0, fragmen
     return own, parts
 
 
-def rules(rank, size, cases):
+def rules(rank, size, cases, clients=None):
+    """Beside NumPy's; where groups are clients, by these, and the heads keep what is not sent."""
+    inside = "gradients" if clients else None
+    clients = clients or [[one] for one in range(size)]
+    size, member = len(clients), rank
+    rank, client = next((number, client) for number, client in enumerate(clients) if rank in client)
     for wire in WIRES:
         for case in cases:
-            optimizer = made(rank, wire, seed=rank, **case)
+            optimizer = made(rank, wire, seed=member, inside=inside, **case)
             for _ in range(STEPS):
                 optimizer.step()
             own, parts = by_numpy(size, wire, **case)
@@ -161,9 +166,12 @@ def rules(rank, size, cases):
             expected = np.concatenate([value.reshape(-1) for value in own[rank]])
             np.testing.assert_array_equal(found, expected, err_msg=f"{wire}, {case}")
             state = optimizer.state_dict()
+            if member != client[0]:
+                for part in parts:
+                    part.kept[rank], part.differences[rank] = 0, part.sent[rank]
             kept = np.concatenate([part.kept[rank, : part.size] for part in parts])
             np.testing.assert_array_equal(flat(state["kept"].values()), kept, err_msg=f"{wire}, {case}: kept")
-            assert kept.any()
+            assert kept.any() or member != client[0]
             exact = np.concatenate([part.exact[: part.size] for part in parts])
             np.testing.assert_array_equal(flat(state["common"]["values"].values()), exact, err_msg=f"{wire}, {case}")
             for part in parts:
@@ -171,7 +179,7 @@ def rules(rank, size, cases):
                 np.testing.assert_allclose(all_of_it, part.differences[rank], rtol=0, atol=1e-6, err_msg=wire)
             optimizer.synchronize()
             yield bits(optimizer)
-        yield [line for line in ps.report()["local_updates"] if f"steps as {wire}" in line]
+        yield [line for line in ps.report()["local_updates"] if f" as {wire}" in line]
 
 
 def as_list(rank, size, function, *arguments):
@@ -185,6 +193,14 @@ def test_diloco_with_wire_types_follows_the_rules(size, cases, tmp_path):
     results = run_well(size, as_list, tmp_path, rules, cases)
     assert all(result == results[0] for result in results), "the same bits on all ranks"
     assert "not the results of synchronous training" in str(results[0][-1])
+
+
+@pytest.mark.parametrize("clients", [[[0, 1], [2, 3]], pytest.param([[0, 2], [1, 3]], marks=pytest.mark.long)])
+def test_heads_of_groups_follow_the_rules_and_tell_the_others(clients, tmp_path):
+    """Equal values of the ranks of a group count once."""
+    cases = CASES[1:2]
+    results = run_well(4, as_list, tmp_path, rules, cases, clients, groups=clients)
+    assert all(result == results[0] for result in results), "the same bits on all ranks"
 
 
 WIDE = ((300, 400), (100, 1000), (77,))
@@ -252,9 +268,11 @@ def test_bytes_fall_as_promised(size, tmp_path):
 STREAMING = {"sync_every": 6, "fragments": 3, "fragment_sync_delay": 1, "fragment_update_alpha": 0.25}
 
 
-def resumed(rank, size, wire):
-    """Interrupted after a round, before one and in its delay."""
-    whole = made(rank, wire, seed=rank, **STREAMING)
+def resumed(rank, size, wire, of_group=1):
+    """Interrupted after a round, before one and in its delay. Perhaps so many ranks are a client."""
+    options = {**STREAMING, "inside": None if of_group == 1 else "gradients"}
+    client = rank // of_group
+    whole = made(client, wire, seed=rank, **options)
     states = {}
     for step in range(19):
         if step in (0, 8, 10, 11):
@@ -263,7 +281,7 @@ def resumed(rank, size, wire):
         whole.step()
     for step, file in states.items():
         file.seek(0)
-        again = made(rank, wire, seed=7 + rank, **STREAMING)
+        again = made(client, wire, seed=7 + rank, **options)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             again.load_state_dict(torch.load(file, weights_only=True))
@@ -298,6 +316,13 @@ def elsewhere(rank, size, saved, wire, warns):
 def test_a_state_goes_on_with_the_same_bits_and_elsewhere_without_what_was_kept(tmp_path):
     saved = run_well(2, resumed, tmp_path, "int4")[0]
     run_well(1, elsewhere, tmp_path, saved, "int4", [0])
+
+
+@pytest.mark.parametrize("wire", ["int8", pytest.param(TOP_K, marks=pytest.mark.long)])
+def test_a_state_goes_on_between_groups(wire, tmp_path):
+    states = run_well(4, resumed, tmp_path, wire, 2, groups=[[0, 1], [2, 3]])
+    first, *others = (torch.load(io.BytesIO(state), weights_only=True)["common"]["values"] for state in states)
+    assert all(torch.equal(one[name], value) for one in others for name, value in first.items())
 
 
 @pytest.mark.long

@@ -18,11 +18,23 @@ from penstock.wire_types import EXACT, TopK, WireType, outer_wire
 
 if TYPE_CHECKING:
     from penstock._native import Engine
+    from penstock.job import Job
 
-__all__ = ["agree", "check_inner", "check_local_model", "check_wire", "options_of", "outer_group"]
+__all__ = [
+    "GRADIENTS",
+    "agree",
+    "check_inner",
+    "check_inside",
+    "check_local_model",
+    "check_wire",
+    "options_of",
+    "outer_group",
+]
 
 DTYPES = (torch.float32, torch.float64)
 """Of trainable parameters: averages of half types would lose what a rank learns in a few steps."""
+GRADIENTS = "gradients"
+"""What ranks of a group may have alike inside it in each step, so that between groups they are one."""
 OF_INNER = ("step", "zero_grad", "state_dict", "load_state_dict")
 
 
@@ -52,6 +64,21 @@ def check_local_model(caller: str, model: nn.Module) -> None:
                 f"penstock.{caller}: {name} is synchronised already, by penstock.distribute or other local updates; "
                 "give a model to one of them"
             )
+
+
+def check_inside(caller: str, inside: object, running: Job) -> None:
+    """Refuse what cannot go on inside groups.
+
+    Raises:
+        ConfigError: It is neither nothing nor `GRADIENTS`, or the job has no groups.
+    """
+    if inside not in (None, GRADIENTS):
+        raise ConfigError(f'penstock.{caller}: inside={inside!r}; expected None or "{GRADIENTS}"')
+    if inside and not running.groups and running.world_size > 1:
+        raise ConfigError(
+            f'penstock.{caller}: inside="{GRADIENTS}", and the job has no groups ({running.groups_reason}): say who is '
+            'near whom, as by penstock.init(groups="host"), groups=[[0, 1], [2, 3]] or penstock run --clients 2'
+        )
 
 
 def check_inner(caller: str, inner: Any, model: nn.Module) -> None:

@@ -49,6 +49,9 @@ class DiLoCo(LocalSteps):
             Those below fp32 are for parameters of fp32, and each worker owns a part then, also where there are servers
             apart. In a job of one process nothing travels, and nothing is rounded. `TopK`, or ``"top-k"``, sends the
             largest numbers alone (SparseLoCo).
+        inside: ``"gradients"``: each group of the job (`init`, option ``groups``) is one client, as is a site with fast
+            links inside. Its ranks average their gradients in each step, and only groups meet in rounds,
+            each weighed by its number of ranks. ``None``: every rank is by itself.
 
     Raises:
         ConfigError: Before `init`, or one of these cannot be. On all ranks.
@@ -77,6 +80,7 @@ class DiLoCo(LocalSteps):
         fragment_sync_delay: int = 0,
         fragment_update_alpha: float = 0.0,
         wire: str | TopK = "fp32",
+        inside: str | None = None,
     ) -> None:
         schedule = Schedule(sync_every, fragments, fragment_sync_delay, fragment_update_alpha)
-        super().__init__(model, inner, schedule, outer, wire)
+        super().__init__(model, inner, schedule, outer, wire, inside)

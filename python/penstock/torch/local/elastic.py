@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from penstock import collectives, job
 from penstock.errors import ConfigError
+from penstock.torch.local.checking import GRADIENTS
 from penstock.torch.local.common_values import Averages, Centre
-from penstock.torch.local.group_gradients import GroupGradients
 from penstock.torch.local.local_steps import LocalSteps
 from penstock.torch.local.schedule import Schedule
 
@@ -70,13 +70,7 @@ class ElasticAveraging(LocalSteps):
         running = job.current(self._caller)
         groups = running.groups
         self.alpha: Any = TOGETHER / (len(groups) or running.world_size) if alpha is None else alpha
-        super().__init__(model, optimizer, Schedule(every))
-        mine: GroupGradients | None = None
-        for ranks in groups:
-            group = collectives.new_group(ranks)
-            if running.rank in ranks and len(ranks) > 1:
-                mine = GroupGradients(group, {name: self._tensors[name] for name in self._fragments[0].parameters})
-        self._gradients = mine
+        super().__init__(model, optimizer, Schedule(every), inside=GRADIENTS if groups else None)
 
     def _options(self) -> dict[str, Any]:
         alpha = self.alpha
@@ -102,13 +96,6 @@ class ElasticAveraging(LocalSteps):
             PeerLost: A rank was lost.
             Timeout: A rank of the group, or an owner, did not come.
         """
-        if self._gradients is not None:
-            if args or kwargs:
-                raise ConfigError(
-                    f"penstock.{self._caller}.step: in a group it takes no closure and no arguments: gradients are "
-                    "averaged over the group before it"
-                )
-            self._gradients.average()
         return super().step(*args, **kwargs)
 
     def synchronize(self) -> None:

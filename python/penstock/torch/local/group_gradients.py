@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from penstock import collectives
 from penstock.collectives import Group
 from penstock.errors import ConfigError
 
-__all__ = ["GroupGradients"]
+__all__ = ["GroupGradients", "gradients_inside"]
+
+
+def gradients_inside(
+    caller: str, groups: Sequence[Sequence[int]], rank: int, named: Mapping[str, Tensor]
+) -> GroupGradients | None:
+    """Those of this rank's group, if it has others in it. All ranks of the job call it alike."""
+    found: GroupGradients | None = None
+    for ranks in groups:
+        group = collectives.new_group(ranks)
+        if rank in ranks and len(ranks) > 1:
+            found = GroupGradients(caller, group, named)
+    return found
 
 
 class GroupGradients:
@@ -21,11 +34,13 @@ class GroupGradients:
     takes one call, and a parameter has a gradient after it if it had one on any rank.
 
     Args:
+        caller: What programs call, for its errors.
         group: Of this rank.
         named: By name what may have a gradient; the same on all ranks of the group.
     """
 
-    def __init__(self, group: Group, named: Mapping[str, Tensor]) -> None:
+    def __init__(self, caller: str, group: Group, named: Mapping[str, Tensor]) -> None:
+        self._caller = caller
         self._group = group
         by_dtype: dict[torch.dtype, dict[str, Tensor]] = defaultdict(dict)
         for name, param in named.items():
@@ -69,7 +84,7 @@ class GroupGradients:
                 place.copy_(grad)
             else:
                 raise ConfigError(
-                    f"penstock.ElasticAveraging: the gradient of {name} is {grad.layout}; in a group only dense ones "
+                    f"penstock.{self._caller}: the gradient of {name} is {grad.layout}; in a group only dense ones "
                     "are averaged. Make its layer with sparse=False"
                 )
 

@@ -27,6 +27,9 @@ class LocalSGD(LocalSteps):
         model: What is trained, in main memory, trainable parameters in fp32 or fp64. Not given to `distribute`.
         optimizer: Its optimizer.
         every: Steps from one average to the next.
+        inside: ``"gradients"``: each group of the job (`init`, option ``groups``) is one client, as is a site with fast
+            links inside. Its ranks average their gradients in each step, and only groups meet after ``every`` steps,
+            each weighed by its number of ranks. ``None``: every rank is by itself.
 
     Raises:
         ConfigError: Before `init`, or one of these cannot be. On all ranks.
@@ -43,5 +46,5 @@ class LocalSGD(LocalSteps):
 
     _every = "every"
 
-    def __init__(self, model: nn.Module, optimizer: Any, every: int) -> None:
-        super().__init__(model, optimizer, Schedule(every))
+    def __init__(self, model: nn.Module, optimizer: Any, every: int, inside: str | None = None) -> None:
+        super().__init__(model, optimizer, Schedule(every), inside=inside)

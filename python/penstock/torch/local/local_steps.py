@@ -23,8 +23,17 @@ from penstock.attached import Attached
 from penstock.collectives import Future
 from penstock.errors import ConfigError, PenstockError
 from penstock.torch.agreement.copies import CopyBook
-from penstock.torch.local.checking import DTYPES, agree, check_inner, check_local_model, check_wire, outer_group
+from penstock.torch.local.checking import (
+    DTYPES,
+    agree,
+    check_inner,
+    check_inside,
+    check_local_model,
+    check_wire,
+    outer_group,
+)
 from penstock.torch.local.common_values import Averages, OuterUpdates
+from penstock.torch.local.group_gradients import gradients_inside
 from penstock.torch.local.schedule import Schedule, cuts
 from penstock.torch.local.shortened_updates import ShortenedUpdates
 from penstock.torch.model.enrolment import enroll
@@ -50,6 +59,7 @@ class LocalSteps:
         schedule: When what meets.
         outer: The optimizer of the common values; without, they are averages.
         wire: The type in which outer gradients travel.
+        inside: `GRADIENTS`: each group of the job is one client, whose ranks average gradients in each step.
 
     Attributes:
         model: As given.
@@ -57,7 +67,13 @@ class LocalSteps:
     """
 
     def __init__(
-        self, model: nn.Module, inner: Any, schedule: Schedule, outer: Any = None, wire: Any = EXACT.name
+        self,
+        model: nn.Module,
+        inner: Any,
+        schedule: Schedule,
+        outer: Any = None,
+        wire: Any = EXACT.name,
+        inside: str | None = None,
     ) -> None:
         caller = self._caller
         running = job.current(caller)
@@ -66,7 +82,8 @@ class LocalSteps:
             schedule.check(caller, self._every)
             check_local_model(caller, model)
             check_inner(caller, inner, model)
-            options = self._options()
+            check_inside(caller, inside, running)
+            options = {**self._options(), "inside": inside}
             if outer is not None or self._needs_outer:
                 trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
                 outer_group(caller, outer, inner, trained)
@@ -103,11 +120,14 @@ class LocalSteps:
         names = _joined(layers)
         self._names = [*names.parameters, *names.statistics]  # a rank tells one by its place here
         self._tensors = {name: everything[name] for name in self._names}
+        # Clients of the rounds: groups, or else each rank by itself.
+        self._clients = running.groups if inside else ()
         parameters = {name: everything[name] for name in names.parameters}
         statistics = {name: everything[name] for name in names.statistics}
         self._parameters: Averages | ShortenedUpdates
         self._statistics: Averages
         self._parameters, self._statistics = self._common_values(parameters, statistics, outer)
+        self._inside = gradients_inside(caller, self._clients, running.rank, parameters)
         enroll(model, running.engine)
         _alive.add(self)
 
@@ -129,7 +149,7 @@ class LocalSteps:
         if self._wire == EXACT or self._running.world_size == 1:
             return OuterUpdates(parameters, outer), averages
         fragments = [{name: parameters[name] for name in one.parameters} for one in self._fragments]
-        return ShortenedUpdates(fragments, outer, self._wire), averages
+        return ShortenedUpdates(fragments, outer, self._wire, self._clients), averages
 
     @property
     def _caller(self) -> str:
@@ -137,7 +157,8 @@ class LocalSteps:
 
     def __repr__(self) -> str:
         how = "" if self._wire == EXACT else f" as {self._wire}"
-        return f"{self._caller} every {self._schedule.sync_every} steps{how}, after {self._steps}"
+        who = f" between {len(self._clients)} groups" if self._clients else ""
+        return f"{self._caller} every {self._schedule.sync_every} steps{who}{how}, after {self._steps}"
 
     # What optimizers have
 
@@ -154,13 +175,22 @@ class LocalSteps:
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The inner optimizer's step; after it, by the schedule, a part of a round with the other ranks.
 
-        All ranks make as many steps. Arguments and what it returns are those of the inner step.
+        All ranks make as many steps. Arguments and what it returns are those of the inner step. Where each group is
+        one client, gradients are averaged over its ranks before.
 
         Raises:
+            ConfigError: A group is one client, and a closure is given, or a gradient is sparse.
             PenstockError: A parameter of some rank is not finite; the message names both, on all ranks.
             PeerLost: A rank was lost.
             Timeout: A rank did not come.
         """
+        if self._inside is not None:
+            if args or kwargs:
+                raise ConfigError(
+                    f"penstock.{self._caller}.step: in a group it takes no closure and no arguments: gradients are "
+                    "averaged over the group before it"
+                )
+            self._inside.average()
         result = self.inner.step(*args, **kwargs)
         self._steps += 1
         number = self._schedule.taken_after(self._steps)

@@ -10,14 +10,15 @@ the next change begins there.
 The largest numbers alone go to all ranks, not to owners: what these would send back would be as long. Every rank then
 updates all values itself: the exact ones are the common ones, in the same memory.
 
-It omits servers apart, and groups: a rank owns its part whatever there is of these, and is by itself.
+Where each group is one client, heads are the ranks of all this, and a head gives its group the common values; the
+others contribute nothing and keep nothing. It omits servers apart: ranks own parts whatever there is of these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,13 +45,28 @@ class ShortenedUpdates:
         fragments: By name the parameters of each, of fp32. All ranks make it alike.
         outer: The optimizer, whose options are read at each round.
         wire: The type.
+        clients: Groups of ranks that have the same parameters; none: every rank is by itself.
     """
 
-    def __init__(self, fragments: Sequence[Mapping[str, Tensor]], outer: Optimizer, wire: WireType | TopK) -> None:
+    def __init__(
+        self,
+        fragments: Sequence[Mapping[str, Tensor]],
+        outer: Optimizer,
+        wire: WireType | TopK,
+        clients: Sequence[Sequence[int]] = (),
+    ) -> None:
         self._running = job.current(CALLER)
-        size = self._running.world_size
-        self._group = collectives.new_group(range(size))
-        self._fragments = [_Fragment(one, self._running.rank, size, wire) for one in fragments if one]
+        rank, everybody = self._running.rank, range(self._running.world_size)
+        clients = clients or [[one] for one in everybody]
+        self._everybody = collectives.new_group(everybody)
+        across = collectives.new_group([client[0] for client in clients])
+        size = len(clients)
+        for number, client in enumerate(clients):
+            inside = collectives.new_group(client)
+            if rank in client:
+                weight = len(client) * size / len(everybody)
+                self._ways = _Ways(across if rank == client[0] else None, inside, number, weight)
+        self._fragments = [_Fragment(one, self._ways, size, wire) for one in fragments if one]
         self._of = {name: fragment for fragment in self._fragments for name in fragment.places}
         self._outer = outer
         self._optimizer = named(CALLER, type(outer), self._present(), 1 / size)
@@ -83,7 +99,7 @@ class ShortenedUpdates:
             fragment = self._of[names[0]]
             if void:
                 fragment.kept.zero_()
-            self._round = self._thread.submit(fragment.meet, self._group, self._optimizer)
+            self._round = self._thread.submit(fragment.meet, self._optimizer)
 
     def wait(self) -> None:
         """Until the common values have changed.
@@ -108,7 +124,7 @@ class ShortenedUpdates:
         """As that of `OuterUpdates`, of the exact values; and the common ones. All ranks call it alike."""
         state: dict[str, Any] = {"values": {}, "at_ranks": {}, "updates": {}, "states": {}}
         for fragment in self._fragments:
-            exact, *kept = (fragment.gathered(part, self._group) for part in (fragment.exact, *fragment.states))
+            exact, *kept = map(fragment.gathered, fragment.parts(self._optimizer))
             for name in fragment.places:
                 state["values"][name] = fragment.taken_out(name, exact)
                 state["at_ranks"][name] = fragment.taken_out(name, fragment.common)
@@ -140,7 +156,7 @@ class ShortenedUpdates:
         agree(self._running.engine, f"{CALLER}.load_state_dict", facts, error)
         self._optimizer = named(CALLER, given["name"], given["options"], self._optimizer.rescale)
         for fragment in self._fragments:
-            fragment.load(state, self._optimizer, self._group)
+            fragment.load(state, self._optimizer, self._everybody)
         take_options(self._outer, state["present"])
 
     @torch.no_grad()
@@ -151,6 +167,27 @@ class ShortenedUpdates:
                 fragment.kept_of(name).copy_(kept[name])
             else:
                 fragment.kept_of(name).zero_()
+
+
+class _Ways(NamedTuple):
+    """By which a rank takes part in rounds.
+
+    Attributes:
+        across: The heads of all clients, if this rank is one.
+        inside: The ranks of its client, the head first.
+        client: Its number.
+        weight: Of this client in an average over clients.
+    """
+
+    across: Group | None
+    inside: Group
+    client: int
+    weight: float
+
+    def give(self, tensor: Tensor) -> None:
+        """Let all of the client have the head's."""
+        if self.inside.size > 1:
+            self.inside.broadcast(tensor, root=self.inside.ranks[0])
 
 
 class _Fragment:
@@ -166,7 +203,8 @@ class _Fragment:
         updates: How many there were.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], rank: int, ranks: int, wire: WireType | TopK) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], ways: _Ways, clients: int, wire: WireType | TopK) -> None:
+        self._ways = ways
         self.tensors = dict(tensors)
         self.places: dict[str, int] = {}
         elems = 0
@@ -174,10 +212,10 @@ class _Fragment:
             self.places[name] = elems
             elems += tensor.numel()
         self._wire = wire
-        self._ranks, owners = ranks, 1 if wire.to_all else ranks
+        self._clients, owners = clients, 1 if wire.to_all else clients
         self._part = part_elems(elems, owners, wire.block)
         self._starts = range(0, self._part * owners, self._part)
-        own = self._starts[rank % owners]
+        own = self._starts[ways.client % owners]
         self._own = slice(own, own + self._part)
         self.common = torch.zeros(self._part * owners)
         self.kept = torch.zeros(self._part * owners)
@@ -208,15 +246,24 @@ class _Fragment:
 
     def contribute(self, name: str) -> None:
         """Add a parameter's outer gradient to what is kept of it."""
-        self.kept_of(name).mul_(self._wire.decay).add_(self.common_of(name) - self.tensors[name])
+        gone = self.common_of(name) - self.tensors[name]
+        self.kept_of(name).mul_(self._wire.decay).add_(gone, alpha=self._ways.weight)
 
     # A round
 
     @torch.no_grad()
-    def meet(self, group: Group, optimizer: NamedOptimizer) -> None:
-        """Make a round with all ranks: contributions to owners, changes back. Its own thread does."""
+    def meet(self, optimizer: NamedOptimizer) -> None:
+        """Make a round with all clients: contributions to owners, changes back. Its own thread does."""
+        if self._ways.across is None:
+            self.kept.zero_()
+            self.updates += 1
+        else:
+            self._meet_across(self._ways.across, optimizer)
+        self._ways.give(self.common)
+
+    def _meet_across(self, group: Group, optimizer: NamedOptimizer) -> None:
         outgoing = [self._shortened(self.kept[start : start + self._part]) for start in self._starts]
-        incoming = [torch.empty_like(outgoing[0]) for _ in range(self._ranks)]
+        incoming = [torch.empty_like(outgoing[0]) for _ in range(self._clients)]
         if self._wire.to_all:
             group.all_gather(outgoing[0], incoming)
         else:
@@ -252,12 +299,18 @@ class _Fragment:
 
     # What is saved
 
-    def gathered(self, part: Tensor, group: Group) -> Tensor:
+    def parts(self, optimizer: NamedOptimizer) -> list[Tensor]:
+        """The exact values of this client's part, and what the optimizer keeps of it; only heads know them."""
+        states = len(optimizer.states) if self.updates else 0
+        return [self.exact, *(self.states or [torch.empty_like(self.exact) for _ in range(states)])]
+
+    def gathered(self, part: Tensor) -> Tensor:
         """What owners have of all parts."""
-        if self._wire.to_all:
-            return part
-        whole = torch.empty_like(self.common)
-        group.all_gather(part, whole)
+        ways = self._ways
+        whole = part if self._wire.to_all else torch.empty_like(self.common)
+        if ways.across is not None and not self._wire.to_all:
+            ways.across.all_gather(part, whole)
+        ways.give(whole)
         return whole
 
     def load(self, state: Mapping[str, Any], optimizer: NamedOptimizer, group: Group) -> None:
