@@ -4,7 +4,8 @@
         process = cluster.hosts[0].start(["iperf3", "-c", cluster.hosts[1].address])
         cluster.set_rate(3, 250)
 
-Hosts hang on a bridge that sits in a namespace of its own. Two hosts are joined directly: measured without limits, that
+Hosts hang on a bridge that sits in a namespace of its own; those of several sites on one for each, and the bridges of
+sites on that of the first. Two hosts are joined directly: measured without limits, that
 moves 4% more, takes 9% less processor time per byte and answers 3 us sooner. Each direction of each link is a token
 bucket. A process started on a host sees that host's network, its host name, and a hosts file with everybody's.
 
@@ -28,12 +29,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 INTERFACE = "eth0"
-BRIDGE = "bridge0"
+BRIDGE = "bridge"  # and the number of its site
 HOSTS_MAX = 250  # the addresses of one /24
 NAMESPACES = Path("/run/netns")
 # `ip netns exec` shows each file of /etc/netns/NAMESPACE/ to the process as the file of that name in /etc.
@@ -171,18 +173,32 @@ class Cluster:
     Args:
         hosts: How many.
         rates_mbit: Megabits (10^6) per second of every link in each direction, or one per host; None: no limit.
+        sites: How many hosts each site has, in their order; none: all are in one.
+        between_mbit: Likewise, of the link that joins a site to the first one; all of its hosts share it.
 
     Raises:
         Unavailable: Not here; the text says why.
     """
 
-    def __init__(self, hosts: int, rates_mbit: float | Sequence[float | None] | None = None) -> None:
+    def __init__(
+        self,
+        hosts: int,
+        rates_mbit: float | Sequence[float | None] | None = None,
+        *,
+        sites: Sequence[int] = (),
+        between_mbit: float | None = None,
+    ) -> None:
         if not 1 <= hosts <= HOSTS_MAX:
             raise ValueError(f"{hosts} hosts: a cluster has 1 to {HOSTS_MAX}")
         rates = list(rates_mbit) if isinstance(rates_mbit, Sequence) else [rates_mbit] * hosts
         if len(rates) != hosts:
             raise ValueError(f"{len(rates)} rates for {hosts} hosts: give one for each, or one number for all")
+        if sites and (sum(sites) != hosts or min(sites) < 1):
+            raise ValueError(f"sites of {', '.join(map(str, sites))} hosts: give each one at least, {hosts} together")
         self._rates_mbit: list[float | None] = [_checked(rate) for rate in rates]
+        self._between_mbit = _checked(between_mbit)
+        # By host the number of its site.
+        self._site = [number for number, count in enumerate(sites or [hosts]) for _ in range(count)]
         check()
         self._owner = os.getpid()
         self._stem = f"{_stem(self._owner)}-{secrets.token_hex(3)}"
@@ -229,7 +245,12 @@ class Cluster:
 
     @property
     def _bridged(self) -> bool:
-        return len(self.hosts) != 2
+        return len(self.hosts) != 2 or self._site[-1] > 0
+
+    @property
+    def _between(self) -> list[tuple[str, str]]:
+        """The ends of each link between sites: at the first one, and at the other."""
+        return [(f"to{site}", f"from{site}") for site in range(1, self._site[-1] + 1)]
 
     @property
     def _namespaces(self) -> list[str]:
@@ -245,13 +266,27 @@ class Cluster:
         # Both ends are made inside the namespaces: the machine's own network never sees them. Without automatic
         # addresses no host speaks IPv6 by itself, so that the counters count only what programs send.
         if self._bridged:
-            wiring = [f"link add {BRIDGE} type bridge stp_state 0 mcast_snooping 0", f"link set {BRIDGE} up"]
-            for host in self.hosts:
+            wiring = []
+            for site in range(self._site[-1] + 1):
+                wiring += [
+                    f"link add {BRIDGE}{site} type bridge stp_state 0 mcast_snooping 0",
+                    f"link set {BRIDGE}{site} addrgenmode none",
+                    f"link set {BRIDGE}{site} up",
+                ]
+            for site, (near, far) in enumerate(self._between, 1):
+                wiring += [
+                    f"link add {near} type veth peer name {far}",
+                    f"link set {near} addrgenmode none master {BRIDGE}0 up",
+                    f"link set {far} addrgenmode none master {BRIDGE}{site} up",
+                ]
+            for host, site in zip(self.hosts, self._site, strict=True):
                 wiring += [
                     f"link add {_port(host)} type veth peer name {INTERFACE} netns {host.namespace}",
-                    f"link set {_port(host)} addrgenmode none master {BRIDGE} up",
+                    f"link set {_port(host)} addrgenmode none master {BRIDGE}{site} up",
                 ]
-            _ip(self._switch, [*wiring[:1], f"link set {BRIDGE} addrgenmode none", *wiring[1:]])
+            _ip(self._switch, wiring)
+            for end in chain.from_iterable(self._between):
+                _set_bucket(self._switch, end, self._between_mbit)
         else:
             one, other = (host.namespace for host in self.hosts)
             _ip(one, [f"link add {INTERFACE} type veth peer name {INTERFACE} netns {other}"])

@@ -163,6 +163,25 @@ def test_rates_hold_in_both_directions(possible):
                 stream.wait()
 
 
+def test_sites_share_the_link_between_them(possible):
+    """Both hosts of the first one send to the other; within a site there is no limit."""
+    rate = 40
+    with Cluster(4, sites=[2, 2], between_mbit=rate) as cluster, Counters(cluster) as counters:
+        far = [transfer(cluster.hosts[index], cluster.hosts[index + 2], 1 << 30) for index in (0, 1)]
+        reaches(counters, 2, 0, 1)
+        reaches(counters, 3, 0, 1)
+        before, began = counters.totals(), time.monotonic()
+        near = transfer(cluster.hosts[2], cluster.hosts[3], 40 << 20)  # 8 s over the link between
+        assert near.wait(GONE_S) == 0
+        while time.monotonic() < began + 1:
+            time.sleep(WINDOW_S)
+        seconds = time.monotonic() - began
+        received = sum(now[0] - then[0] for now, then in zip(counters.totals()[2:], before[2:], strict=True))
+        assert all(process.poll() is None for process in far)
+    assert seconds < 8
+    assert 0.5 * rate < 8e-6 * (received - (40 << 20)) / seconds < 1.2 * rate, (received, seconds)
+
+
 def test_a_small_rate_holds_from_the_first_byte(possible):
     """Where the sampling thread is held up between a look at the clock and one at the counter, it is tried again."""
     found = []
@@ -376,6 +395,12 @@ def test_counters_close_their_files_and_threads(possible):
 def test_impossible_clusters_are_refused(hosts, rates, says):
     with pytest.raises(ValueError, match=says):
         Cluster(hosts, rates)
+
+
+@pytest.mark.parametrize("sites", [[1, 1], [3, 0], [4]])
+def test_sites_must_have_all_hosts(sites):
+    with pytest.raises(ValueError, match="give each one at least, 3 together"):
+        Cluster(3, sites=sites)
 
 
 def test_without_root_the_error_says_so(monkeypatch):
