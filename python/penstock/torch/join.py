@@ -163,7 +163,7 @@ def _agree(engine: Engine, models: list[Distributed]) -> list[list[int]]:
         engine.set_sequence(book, agreed)
         if position < len(models):
             gradients = models[position].gradients
-            gradients.landing.resume(agreed)
+            gradients.landing.resume()
             for gather in gradients.gathers:
                 gather.resume(agreed[gather.index])
     steps: list[list[int]] = [[one["steps"][position] for one in everyone] for position in range(len(models))]
