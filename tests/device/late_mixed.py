@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 
-import late_device  # noqa: F401  first: torch takes in what devices there are with the first backward
+import late_device
 import pytest
 import ranks
 import torch
+from late_calls import pinned_memory
 from late_device import installed
-from late_ranks import LONG, run, same, small  # noqa: F401  `small` is for every test here
+from late_ranks import LONG, LOST_S, backward, batch, model_of, run, same, small  # noqa: F401  `small` is for every test here
 from torch import nn
+from torch.nn import functional as F
 
+from penstock.collectives import Group
+from penstock.errors import PenstockError
 from penstock.torch import distribute, join
 from penstock.torch.distribute import models_of
 from penstock.torch.reads.safety import slot_of
+from penstock.torch.runtime import accelerator
 
 
 @pytest.fixture
@@ -58,3 +65,41 @@ def test_after_a_join_full_arenas_do_not_wait_for_gradients_that_travel_as_rows(
     with installed(seed):
         found = run(lambda rank, engine: main(rank, engine, "late"), 2, operation_timeout_s=10.0)
     assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("way", ["store", "factors", "call"])
+def test_a_device_that_fails_ends_the_job_at_once(monkeypatch, way):
+    """Whoever looks for an event is told, be it a thread that merely waits: it goes on to say so."""
+    monkeypatch.setattr(ranks, "arm", "native")
+    monkeypatch.setattr(accelerator, "pinned_memory", pinned_memory)
+    fails = threading.Event()
+
+    def main(rank, engine):
+        model = model_of("linear").to("late")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = distribute(model, optimizer, schemes={"*": "store" if way == "call" else way})
+        x, y = (one.to("late") for one in batch("linear", rank, 0))
+        backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+        [param.sum() for param in model.parameters()]  # all of this step is applied
+        engine.all_gather("test", b"")
+        monkeypatch.setattr(late_device.LateEvent, "query", query)
+        if way == "call":
+            Group(engine, 0, range(2), rank).allreduce(torch.ones(700, device="late"))
+        backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+        model(x)
+
+    def query(event):
+        if way == "call" or sys._getframe(1).f_code is accelerator.look.__code__:  # whoever sleeps hears of it first
+            fails.set()
+        if fails.is_set():
+            raise RuntimeError("illegal access")
+        return False
+
+    with installed(3):
+        begin = time.monotonic()
+        with pytest.raises((RuntimeError, PenstockError), match="illegal access"):
+            run(main, 2)
+        assert time.monotonic() - begin < LOST_S
+        monkeypatch.undo()
