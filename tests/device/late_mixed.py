@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from penstock.collectives import Group
 from penstock.errors import PenstockError
-from penstock.torch import distribute, join
+from penstock.torch import distribute, join, synchronize
 from penstock.torch.distribute import models_of
 from penstock.torch.reads.safety import slot_of
 from penstock.torch.runtime import accelerator
@@ -103,3 +103,29 @@ def test_a_device_that_fails_ends_the_job_at_once(monkeypatch, way):
             run(main, 2)
         assert time.monotonic() - begin < LOST_S
         monkeypatch.undo()
+
+
+def test_full_arenas_do_not_wait_for_what_is_frozen_where_nobody_waits_for_others(monkeypatch):
+    """With a staleness of 0 ranks wait for each other all the same, and frozen layers take no part."""
+    monkeypatch.setattr(ranks, "arm", "native")
+
+    def main(rank, engine):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12)))
+        model[0].requires_grad_(False)
+        model.to("late")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = distribute(model, optimizer, mode="async", staleness=0)
+        for param in model.parameters():  # each rank takes the pieces first that the other takes last
+            layer = slot_of(param).layer
+            layer.place = layer.index if rank else -layer.index
+        for _ in range(3):
+            backward((model(torch.full((2, 8), float(rank), device="late")) * 0.1).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.all_gather("test", b"")
+        synchronize(model)
+        return [param.detach().cpu() for param in model.parameters()]
+
+    with installed(4):
+        found = run(main, 2, operation_timeout_s=10.0)
+    assert same(*found)

@@ -418,6 +418,7 @@ class Gradients:
         param, flight = slot.param, slot.flight
         if not (param.requires_grad or self.frozen_take_part):
             flight.stay(self.backwards)
+            self.landing.pass_over([slot.index])
             return
         grad = param.grad
         contributes = grad is not None and param.requires_grad and (flight.dirty or leftover)

@@ -44,7 +44,7 @@ class Landing(Protocol):
         ...
 
     def pass_over(self, indices: Sequence[int]) -> None:
-        """In the round that begins, what these parameters have travels by their layer's gather."""
+        """They take no part in the round that begins, as it travels by their layer's gather, or they are frozen."""
         ...
 
     def flush(self, step: int) -> None:
