@@ -22,6 +22,8 @@ from penstock.torch import distribute, join, synchronize
 from penstock.torch.distribute import models_of
 from penstock.torch.reads.safety import slot_of
 from penstock.torch.runtime import accelerator
+from penstock.torch.schemes.gather import Gather
+from penstock.torch.schemes.rebuild import Rebuilds
 
 
 @pytest.fixture
@@ -129,3 +131,35 @@ def test_full_arenas_do_not_wait_for_what_is_frozen_where_nobody_waits_for_other
     with installed(4):
         found = run(main, 2, operation_timeout_s=10.0)
     assert same(*found)
+
+
+def test_nothing_makes_averages_once_the_work_on_a_model_has_been_stopped(monkeypatch):
+    """Also not where a contribution is just then being given to the engine, whose averages would be expected."""
+    begun, goes_on = threading.Event(), threading.Event()
+    stopped, too_late = threading.Event(), []
+
+    def encoded(self, contribution):
+        begun.set()
+        assert goes_on.wait(LOST_S)
+        return contribution
+
+    monkeypatch.setattr(Gather, "encoded", encoded)
+    monkeypatch.setattr(Rebuilds, "expect", lambda self, gather: too_late.append(stopped.is_set()))
+
+    def main(rank, engine):
+        model = model_of("wide").to("late")
+        model, _ = distribute(model, torch.optim.SGD(model.parameters(), 0.1), schemes={"*": "factors"})
+        (distributed,) = models_of(engine)
+        x, y = (one.to("late") for one in batch("wide", rank, 0))
+        backward(F.cross_entropy(model(x), y))
+        assert begun.wait(LOST_S)
+        stops = threading.Thread(target=lambda: (distributed.ending.stop_work(), stopped.set()))
+        stops.start()
+        stops.join(0.1)  # it should wait for the contribution
+        goes_on.set()
+        stops.join(LOST_S)
+        with distributed.gradients.device_gathers.turn:
+            assert too_late and not any(too_late)
+
+    with installed(5):
+        run(main, 1, world_size=2)
