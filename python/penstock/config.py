@@ -96,8 +96,9 @@ class Options:
         collective_schemes: Let ``schemes="auto"`` give layers a collective (``central``, ``tree``, ``ring``,
             ``butterfly``) that is predicted to take at least a tenth less time than the store, where ``policy`` is
             ``measured``. Chosen once, in ``distribute``; then all ranks need equally many batches.
-        pinned_bytes: The pinned host memory that gradients of a model on an accelerator pass through, in bytes. With
-            ``update="servers"`` it is as much as the gradients instead.
+        pinned_bytes: The pinned host memory that gradients of a model on an accelerator pass through, in bytes, and
+            once more that of all collectives on such tensors. With ``update="servers"`` it is as much as the model's
+            gradients instead.
         whole_steps: Keep copies of what a step overwrites until it is whole, so that a rank which loses another one
             holds the last whole step (docs/errors.md says what it costs). This rank's own choice.
         observations: Keep so many records of where each slice was when, 32 bytes each, per lane and as many of the

@@ -19,7 +19,21 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Protocol
 
-__all__ = ["Hooks", "described"]
+__all__ = ["Hooks", "after_the_job", "described"]
+
+_after_the_job: list[Callable[[], None]] = []
+
+
+def after_the_job(call: Callable[[], None]) -> None:
+    """Before the interpreter ends make this call, once the job has ended, which needs until then what this closes."""
+    _after_the_job.append(call)
+
+
+@atexit.register
+def _close_the_rest() -> None:
+    # Registered before any job begins: what is registered last is called first.
+    while _after_the_job:
+        _after_the_job.pop()()
 
 
 class Endable(Protocol):

@@ -54,3 +54,23 @@ def test_abandoned_calls_are_not_made():
     event.passed.set()
     afterwards.call(event, lambda: made.append("next"))
     assert afterwards.wait(WAIT_S) and made == ["next"]
+
+
+def test_a_device_that_fails_is_heard_of_where_somebody_waits():
+    afterwards, made, good = Afterwards(), [], Event()
+
+    class Failed:
+        asked = 0
+
+        def query(self):
+            Failed.asked += 1
+            if Failed.asked > 3:
+                raise RuntimeError("illegal access")
+            return False
+
+    afterwards.call(Failed(), lambda: made.append("never"))
+    with pytest.raises(RuntimeError, match="illegal access"):
+        afterwards.wait(WAIT_S)
+    good.passed.set()
+    afterwards.call(good, lambda: made.append("the thread is there still"))
+    assert afterwards.wait(WAIT_S) and made == ["the thread is there still"]

@@ -61,3 +61,9 @@ def test_jobs_with_a_server_apart_and_groups_have_the_bits_of_the_host(workers, 
     numbers = ("--workers", str(workers), "--servers", "1")
     said = run("-m", "penstock", "run", *numbers, HERE / "program_on_late_device.py", paths=[HERE], **groups)
     assert said.count("the same bits") == workers, said
+
+
+@pytest.mark.long
+def test_a_program_that_just_ends_brings_in_its_last_step():
+    said = run("-m", "penstock", "run", "--workers", "2", HERE / "ending_on_late_device.py", paths=[HERE])
+    assert said.count("the last step is in") == 2, said

@@ -166,3 +166,36 @@ assert product.begun.wait(60)
 def test_a_program_may_end_in_the_middle_of_a_product():
     ended = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+JOB_ENDING = """
+import threading, weakref
+from penstock.ending import Hooks
+
+class Job:
+    threads = weakref.WeakSet()
+
+    def end(self, by_status):
+        background.COPIES_OUT.give(self)
+        print(self.done.wait(30))
+
+    def work(self):
+        self.done.set()
+        return False
+
+job = Job()
+hooks = Hooks(lambda: job)  # as by penstock.init, before anything of torch is there
+
+from penstock.torch.runtime import background
+
+job.turn, job.done = background.Turn(), threading.Event()
+background.COPIES_OUT.start()
+"""
+
+
+@pytest.mark.fake_only
+@pytest.mark.slow
+def test_what_a_job_still_needs_when_the_program_just_ends_works_until_it_has_ended():
+    """The last step's gradients may be on a device yet."""
+    ended = subprocess.run([sys.executable, "-c", JOB_ENDING], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "True\n"), ended.stderr

@@ -623,8 +623,9 @@ def distribute(
             bits in every run. ``"auto"``: the coordinator chooses for each layer the exact scheme that
             takes the fewest seconds, from rows, line rate, latency and products as measured in the first step, the
             tenth, and every hundredth, by the policy of `Options`; see `explain`. Embeddings with ``sparse=True`` send
-            pairs from the start, and their averages are sparse. With ``collective_schemes`` of `Options` it first
-            chooses, once, between the store and the collectives below for each layer.
+            pairs from the start, and their averages are sparse (not on an accelerator: dense gradients). With
+            ``collective_schemes`` of `Options` it first chooses, once, between the store and the collectives below for
+            each layer.
             Or by pattern of their names (as in `fnmatch`; the first that matches decides): ``store`` is the gradient
             itself; ``factors``, for `nn.Linear`, the inputs and the gradients of the outputs, from which every rank
             rebuilds the same average (Poseidon section 3.2: less for few rows and large layers); ``pairs``, for
@@ -652,11 +653,10 @@ def distribute(
         ``(model, optimizer)``, the objects that were given.
 
     Raises:
-        ConfigError: The model is on several devices, or on one where something else that was asked for does not work
-            yet, or it is distributed already, or the optimizer holds parameters of another model,
-            or a pattern of `schemes` matches no layer that can use what it says, or the optimizer, an option of it,
-            a parameter or a scheme is none for ``update="servers"``; or another argument does not go with
-            ``mode="async"``.
+        ConfigError: The model is on several devices, or on one without streams and events in this torch, or it is
+            distributed already, or the optimizer holds parameters of another model, or a pattern of `schemes` matches
+            no layer that can use what it says, or the optimizer, an option of it, a parameter or a scheme is none for
+            ``update="servers"``; or another argument does not go with ``mode="async"``.
         ModelMismatch: Ranks have different models; the message names the first tensor that differs and both ranks.
         PeerLost: A rank was lost meanwhile.
         Timeout: A rank did not call this in time.

@@ -40,9 +40,9 @@ def join() -> Iterator[None]:
     all ranks.
 
     Raises:
-        ConfigError: Layers use ``adam``, whose owners are needed to the end; a model trains with ``mode="async"``; with
-            ``update="servers"``: a model has `nn.SyncBatchNorm`, or a backward has no step, or a model that the workers
-            update is trained, too.
+        ConfigError: Layers use ``adam``, whose owners are needed to the end, or a collective; a model trains with
+            ``mode="async"``; with ``update="servers"``: a model has `nn.SyncBatchNorm`, or a backward has no step, or a
+            model that the workers update is trained, too.
         PeerLost: A rank was lost.
         Timeout: A rank has not left, and for ``operation_timeout_s`` data has moved at no rank.
 
@@ -165,7 +165,7 @@ def _agree(engine: Engine, models: list[Distributed]) -> list[list[int]]:
         engine.set_sequence(book, agreed)
         if position < len(models):
             gradients = models[position].gradients
-            gradients.landing.resume(agreed)
+            gradients.landing.resume()
             for gather in gradients.gathers:
                 gather.resume(agreed[gather.index])
     steps: list[list[int]] = [[one["steps"][position] for one in everyone] for position in range(len(models))]

@@ -334,6 +334,10 @@ class DeviceCalls:
                     moved |= self._land()
                 moved |= self._free()
         except BaseException as error:  # noqa: BLE001  raised where the program waits
+            if self._failure is not None:  # nothing but events was looked at, and the device cannot be asked any more
+                self._leaving.clear()
+                self._kept.clear()
+                return False
             self._fail(error)
             if not isinstance(error, PenstockError):
                 # Or this rank's program would wait for others, which wait for it.

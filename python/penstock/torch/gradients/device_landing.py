@@ -228,7 +228,7 @@ class DeviceLanding:
         self._waiting: list[_Waiting] = []
         self._order = itertools.count()
         self._at_engine: dict[int, _InArena] = {}  # by number of the piece
-        self._rounds = [0] * sum(map(len, pieces))  # that are done, by number of the piece
+        self._rounds = [0] * sum(map(len, pieces))  # that are done since all ranks began or went on alike, by piece
         self._contributed = [False] * len(pieces)  # to the average that was taken last, by index of the slot
         self._failure: BaseException | None = None  # of one of the threads
         self._out, self._back = _Out(self), _Back(self)
@@ -395,10 +395,10 @@ class DeviceLanding:
             for pieces in self._pieces
         ]
 
-    def resume(self, rounds: Sequence[int]) -> None:
-        """As `Landing.resume`."""
+    def resume(self) -> None:
+        """As `Landing.resume`. Rounds are counted from here on: the engine's count knows none that were passed over."""
         with self._changed:
-            self._rounds = list(rounds[: len(self._rounds)])
+            self._rounds = [0] * len(self._rounds)
 
     def abandon(self) -> None:
         """As `Landing.abandon`. Copies that are under way still use memory that the program may let go of now."""

@@ -307,7 +307,7 @@ class Gradients:
                 layer=slot.layer.name,
             )
         if grad.layout is not torch.strided:
-            _warn_sparse(self.rank)
+            _warn_sparse(self.rank, on_device=self.device is not None)
             grad = grad.to_dense()
             slot.flight.just_made()
         if grad.requires_grad:
@@ -418,6 +418,7 @@ class Gradients:
         param, flight = slot.param, slot.flight
         if not (param.requires_grad or self.frozen_take_part):
             flight.stay(self.backwards)
+            self.landing.pass_over([slot.index])
             return
         grad = param.grad
         contributes = grad is not None and param.requires_grad and (flight.dirty or leftover)
@@ -577,13 +578,18 @@ def _nested(frame: FrameType | None) -> bool:
 _sparse_warned = False
 
 
-def _warn_sparse(rank: int) -> None:
+def _warn_sparse(rank: int, *, on_device: bool) -> None:
     global _sparse_warned
     if rank == 0 and not _sparse_warned:
         _sparse_warned = True
         warn(
             "penstock sends sparse gradients (nn.Embedding(sparse=True)) as dense ones, and the optimizer sees a dense "
-            "gradient, unless the layer sends pairs: penstock.distribute(..., schemes={'NAME': 'pairs'}), or 'auto'",
+            + (
+                "gradient. On an accelerator take sparse=False"
+                if on_device
+                else "gradient, unless the layer sends pairs: penstock.distribute(..., schemes={'NAME': 'pairs'}), or "
+                "'auto'"
+            ),
             rank=rank,
         )
 

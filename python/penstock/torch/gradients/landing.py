@@ -44,7 +44,7 @@ class Landing(Protocol):
         ...
 
     def pass_over(self, indices: Sequence[int]) -> None:
-        """In the round that begins, what these parameters have travels by their layer's gather."""
+        """They take no part in the round that begins, as it travels by their layer's gather, or they are frozen."""
         ...
 
     def flush(self, step: int) -> None:
@@ -92,8 +92,8 @@ class Landing(Protocol):
         """By parameter, where the slices of its gradient live."""
         ...
 
-    def resume(self, rounds: Sequence[int]) -> None:
-        """All ranks go on alike, with nothing under way: so many rounds there were, by number of the book's tensor."""
+    def resume(self) -> None:
+        """All ranks go on alike, with nothing under way."""
         ...
 
     def abandon(self) -> None:
@@ -186,8 +186,8 @@ class HostLanding:
         """As `Landing.placement`, also of what else the book has."""
         return [[Placed(*slice_) for slice_ in slices] for slices in self._engine.placement(self._book)]
 
-    def resume(self, rounds: Sequence[int]) -> None:
-        """As `Landing.resume`: the engine counts them."""
+    def resume(self) -> None:
+        """As `Landing.resume`."""
 
     def abandon(self) -> None:
         """As `Landing.abandon`: what waits in a bundle will not be submitted."""

@@ -88,7 +88,10 @@ class ModelEnding:
 
     def stop_work(self) -> None:
         """The job is over: whatever works on this model beside the program ends, with what is half done."""
-        self._distributed.gradients.rebuilds.abandon()
+        gradients = self._distributed.gradients
+        if gradients.device_gathers is not None:
+            gradients.device_gathers.abandon()  # or it would have averages made of what it sends
+        gradients.rebuilds.abandon()
         self._begun = [update.stop() for update in self._distributed.updates]
 
     def put_away(self, undone: Sequence[StepLog]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable
@@ -31,10 +32,14 @@ def pinned_memory(nbytes: int) -> Tensor:
 
 
 def look(event: Any, at_most_s: float) -> bool:
-    """Wait until the device has passed an event, for a bounded time. Nothing but the calling thread waits."""
+    """Wait until the device has passed an event, for a bounded time. Nothing but the calling thread waits.
+
+    If the device has failed, this returns: whoever asks for the event next is told, and can tell others.
+    """
     deadline = time.monotonic() + at_most_s
-    while not event.query() and time.monotonic() < deadline:
-        time.sleep(LOOK_S)
+    with contextlib.suppress(RuntimeError):
+        while not event.query() and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
     return True
 
 

@@ -59,10 +59,10 @@ class Afterwards:
                 self._begun = False
                 return False
             event, function = self._calls[0]
-        if not event.query():
-            return lambda: look(event, LOOK_AT_MOST_S)
         failure: BaseException | None = None
         try:
+            if not event.query():
+                return lambda: look(event, LOOK_AT_MOST_S)
             function()
         except BaseException as error:  # noqa: BLE001  raised where the program waits
             failure = error

@@ -6,13 +6,12 @@ send in place of gradients (device_gathers.py), and one buffers (afterwards.py);
 tensors there (device_calls.py). The program's own thread owns that work; within `Turn` it has it for itself. The rest
 of the time the background thread may take one unit of work after the other: a few pieces, or one layer's averages.
 There is one thread of each kind in a process, begun when it is first given something; between units it holds no model.
-Before the interpreter ends, it has ended the unit that it was at: torch must not be left by a thread that finds no
-interpreter any more.
+Before the interpreter ends, and once the job has ended, it has ended the unit that it was at: torch must not be left by
+a thread that finds no interpreter any more.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 import weakref
@@ -22,6 +21,8 @@ from types import TracebackType
 from typing import Protocol
 
 import torch
+
+from penstock.ending import after_the_job
 
 __all__ = [
     "AFTER_EVENTS",
@@ -128,7 +129,7 @@ class Background:
         ready = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(ready,), name=self._name, daemon=True)
         self._thread.start()
-        atexit.register(self._close)
+        after_the_job(self._close)
         # What a thread sets as its number of compute threads is that of all threads that begin later, too.
         ready.wait(START_S)
         torch.set_num_threads(torch.get_num_threads())

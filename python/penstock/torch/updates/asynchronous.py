@@ -193,6 +193,7 @@ class AsyncUpdates(BackwardUpdates):
         memories = [slot.empty() for slot in slots]
         for slot, memory in zip(slots, memories, strict=True):
             gradients.landing.submit_absent(slot, memory, gradients.step)
+        gradients.landing.pass_over([slot.index for slot in gradients.slots if not slot.param.requires_grad])
         gradients.landing.wait([slot.index for slot in slots])
         gradients.take(slots)
         with torch._C.DisableTorchFunctionSubclass(), as_if_in_step(), torch.no_grad():
