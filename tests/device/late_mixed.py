@@ -93,7 +93,8 @@ def test_a_device_that_fails_ends_the_job_at_once(monkeypatch, way):
         model(x)
 
     def query(event):
-        if way == "call" or sys._getframe(1).f_code is accelerator.look.__code__:  # whoever sleeps hears of it first
+        callers = [sys._getframe(depth).f_code for depth in (1, 2)]  # of the event, or of copies up to it
+        if way == "call" or accelerator.look.__code__ in callers:  # whoever sleeps hears of it first
             fails.set()
         if fails.is_set():
             raise RuntimeError("illegal access")
