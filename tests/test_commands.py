@@ -261,6 +261,9 @@ TABLE = {
     "python -m benchmarks.priority [--json-lines docs/benchmarks/priority.jsonl]": Run(
         "--trials 1 --megabytes 20", clusters=True, long=True, status=JUDGED
     ),
+    "python -m benchmarks.sites [--json-lines docs/benchmarks/sites.jsonl]": Run(
+        "--repetitions 1 --steps 1 --sync-every 2", clusters=True, long=True, status=(0, 1)
+    ),
     "python -m benchmarks.small_tensors": NAMED,
     "python -m benchmarks.small_tensors --mbit 1000": Run(FEW_SMALL_STEPS, clusters=True, long=True, status=JUDGED),
     "python -m benchmarks.small_tensors [--json-lines docs/benchmarks/small_tensors.jsonl]": Run(
