@@ -106,10 +106,13 @@ def refused(rank, size):
 def a_lost_rank(rank, size):
     there = torch.ones(3000, device="late")
     dist.all_reduce(there)
+    store = dist.distributed_c10d._get_default_store()
     if rank == 1:
+        store.wait(["rank 0 waits"])  # it may still be in the sum above when this rank is through
         penstock.job.current("the test").abort("it goes")
         return
     work = dist.all_reduce(there, async_op=True)
+    store.set("rank 0 waits", "")
     future = work.get_future()
     for wait in (work.wait, future.wait, lambda: dist.all_reduce(there)):
         try:

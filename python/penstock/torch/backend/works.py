@@ -218,6 +218,9 @@ class Work(dist.Work):
     def complete(self) -> None:
         """All calls are done: go on with those that follow, or end."""
         try:
+            for call in self.calls:
+                if isinstance(call, DeviceCall):
+                    call.done()  # or it has failed, which this raises
             if self._more:
                 self._more = False
                 self.missing = {call.id for call in self._advance()}
