@@ -392,6 +392,8 @@ def test_a_tensor_may_be_let_go_of_and_its_future_too():
         assert all((tensor == 2).all() for tensor in run(main, 2))
 
 
+# Once, beside many other tests, a number was wrong here, and not in 12 runs by itself: not understood yet.
+@pytest.mark.long
 def test_whatever_the_program_has_switched_on():
     def main(rank, group):
         with torch.inference_mode(), torch.device("late"):
