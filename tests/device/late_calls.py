@@ -13,7 +13,7 @@ import late_device  # noqa: F401  first: torch takes in what devices there are w
 import pytest
 import ranks
 import torch
-from late_device import installed
+from late_device import LateDevice, installed
 
 from penstock._native import ALGORITHMS
 from penstock.collectives import Group
@@ -392,9 +392,10 @@ def test_a_tensor_may_be_let_go_of_and_its_future_too():
         assert all((tensor == 2).all() for tensor in run(main, 2))
 
 
-# Once, beside many other tests, a number was wrong here, and not in 12 runs by itself: not understood yet.
-@pytest.mark.long
-def test_whatever_the_program_has_switched_on():
+def test_whatever_the_program_has_switched_on(monkeypatch):
+    # This thread, in its modes, lets the device get on with nearly every call.
+    monkeypatch.setattr(LateDevice.advance_by_chance, "__defaults__", (0.9,))
+
     def main(rank, group):
         with torch.inference_mode(), torch.device("late"):
             made = torch.ones(600)

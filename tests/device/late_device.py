@@ -225,7 +225,8 @@ class LateStream:
             work.passed = True
         elif not isinstance(work, Waiting):
             try:
-                with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():
+                # Whatever the thread that lets the device get on has switched on: ``with torch.device`` is a mode.
+                with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
                     work()
             except BaseException as error:  # noqa: BLE001  raised where the host waits, as on a real one
                 self._late.failure = self._late.failure or error
