@@ -71,7 +71,9 @@ pub struct Rules {
     pub stragglers: Option<Stragglers>,
 }
 
-/// Stale synchronous parallel, by slice: whoever asks waits while it has contributed too often. A rank's clock is how often it has.
+/// Stale synchronous parallel, by slice: whoever is answered waits while it is too far ahead. A rank's clock is how often it has
+/// contributed; where whoever contributes is answered ([`Answered::All`]) it is the number of steps that it has come to, as its submissions
+/// say, those for which it had nothing included.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Staleness {
     /// Whose clocks count.

@@ -97,6 +97,17 @@ impl Bench {
     }
 
     fn submit(&mut self, rank: u32, seq: u32, op: Op, contribution: Option<&[u8]>) -> Result<(), Error> {
+        self.submit_of(seq, rank, seq, op, contribution)
+    }
+
+    fn submit_of(
+        &mut self,
+        step: u32,
+        rank: u32,
+        seq: u32,
+        op: Op,
+        contribution: Option<&[u8]>,
+    ) -> Result<(), Error> {
         let memory = self.memories[rank as usize].clone();
         memory.write(|bytes| match contribution {
             Some(contribution) => bytes.copy_from_slice(contribution),
@@ -107,7 +118,7 @@ impl Bench {
             book: 0,
             tensor: 0,
             seq,
-            step: seq,
+            step,
             memory,
             gives: Gives::unless_absent(op, absent),
         });

@@ -2,26 +2,34 @@
 //! (stale synchronous parallel; [`crate::roles::Staleness`]).
 
 use super::context::Site;
-use crate::roles::Staleness;
-use crate::types::Rank;
+use crate::roles::{Answered, Staleness};
+use crate::types::{Rank, Step};
 use crate::wire::Header;
 
 /// Of one slice. Without a bound nobody is ahead.
 #[derive(Debug, Default)]
 pub(super) struct Clocks {
-    /// By member how often it has contributed.
-    contributed: Vec<u32>,
+    /// By member its clock.
+    of: Vec<u32>,
     /// Who waits for an answer until the slowest has come after.
     waiting: Vec<(Rank, Header)>,
 }
 
 impl Clocks {
-    /// A member has contributed once more.
-    pub(super) fn advance(&mut self, rank: Rank, site: &Site<'_>) {
-        if let Some(index) = site.members.index_of(rank).filter(|_| site.rules.staleness.is_some()) {
-            self.contributed.resize(site.members.count() as usize, 0);
-            self.contributed[index] += 1;
+    /// A member has contributed, or asks.
+    ///
+    /// Where whoever contributes is answered, whoever asks in its place has nothing for a step that it has come to all the same: a layer
+    /// that only some use. Its clock is that of its steps, and nobody waits for a contribution that will never be. A question that belongs
+    /// to no step is of the last one.
+    pub(super) fn advance(&mut self, rank: Rank, step: Step, asks: bool, site: &Site<'_>) {
+        let by_steps = site.rules.answered == Answered::All;
+        if site.rules.staleness.is_none() || asks && !by_steps {
+            return;
         }
+        let Some(index) = site.members.index_of(rank) else { return };
+        self.of.resize(site.members.count() as usize, 0);
+        let clock = &mut self.of[index];
+        *clock = if by_steps { step.wrapping_add(1).max(*clock) } else { *clock + 1 };
     }
 
     /// Whether whoever is to be answered must wait.
@@ -52,7 +60,7 @@ impl Clocks {
     }
 
     fn of(&self, rank: Rank, site: &Site<'_>) -> u32 {
-        site.members.index_of(rank).and_then(|index| self.contributed.get(index)).copied().unwrap_or(0)
+        site.members.index_of(rank).and_then(|index| self.of.get(index)).copied().unwrap_or(0)
     }
 
     /// The lowest clock that counts.

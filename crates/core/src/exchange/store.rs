@@ -299,8 +299,12 @@ impl<C: Clone> Store<C> {
         let Some(index) = members.index_of(from) else { return Err(unexpected(from, header)) };
         let one_by_one = rules.must_be_in == MustBeIn::Nobody;
         let (asks, over) = (what.is_absent() && !rules.needs(from), self.round.has_ended(header.seq));
+        if one_by_one {
+            self.clocks.advance(from, header.step, asks, &context.site);
+        }
         if asks && one_by_one && self.clocks.is_ahead(from, &context.site) {
             self.clocks.wait(from, *header);
+            self.answer_who_waits(context);
             return Ok(());
         }
         if asks && (one_by_one || over) || over && rules.stragglers.is_some() {
@@ -308,11 +312,11 @@ impl<C: Clone> Store<C> {
                 context.effects.push(Effect::Late { of: from });
             }
             self.tell_late(from, header, context);
+            self.answer_who_waits(context);
             return Ok(());
         }
         if one_by_one {
             self.round.forget_round();
-            self.clocks.advance(from, &context.site);
         }
         self.round
             .add(index, members.count(), header, what)

@@ -327,6 +327,32 @@ fn who_contributes_too_far_ahead_hears_that_it_is_in_and_is_answered_when_the_sl
     assert_eq!((bench.kinds(1), bench.completed()), (vec![Kind::Answer], 2));
 }
 
+#[test]
+fn who_has_nothing_for_a_step_has_come_to_it_and_a_question_of_the_last_step_is_no_new_one() {
+    let mut bench = Bench::new(0, 2, 1 << 20);
+    let staleness = Some(Staleness { of: Members::all(2), most: 0 });
+    let rules = Rules { must_be_in: MustBeIn::Nobody, fold: Fold::Updated, staleness, ..Rules::default() };
+    let book = deal(&roles(rules), Dtype::F32, Dtype::F32).unwrap();
+    bench.node.open_book(0, Arc::new(book), &mut bench.actions).unwrap();
+    bench.node.load(0, 0, (Field::Value, 0), &user_memory(4096)).unwrap();
+    bench.node.step(Event::Order { book: 0, slice: 0, update: UPDATE }, &mut bench.actions).unwrap();
+    let question = |seq, step| Header { step, ..exchange(Kind::PushAbsent, 0, seq, Op::Average) };
+    // Of no step, before the first, which is 1 here.
+    bench.frame(1, question(1, u32::MAX)).unwrap();
+    assert_eq!(bench.kinds(1), [Kind::Answer]);
+    bench.submit(0, 1, Op::Average, false);
+    assert_eq!((bench.completed(), bench.node.missing(0, 0)), (0, vec![Rank(1)]));
+    bench.frame(1, question(2, 0)).unwrap();
+    assert_eq!((bench.kinds(1), bench.completed()), (vec![Kind::Answer], 0));
+    bench.frame(1, question(3, 1)).unwrap();
+    assert_eq!((bench.kinds(1), bench.completed()), (vec![Kind::Answer], 1));
+    // And it does not run ahead with nothing.
+    bench.frame(1, question(4, 2)).unwrap();
+    assert_eq!((bench.kinds(1), bench.node.missing(0, 0)), (vec![], vec![Rank(0)]));
+    bench.submit(0, 2, Op::Average, false);
+    assert_eq!((bench.kinds(1), bench.completed()), (vec![Kind::Answer], 2));
+}
+
 #[derive(Debug, Clone)]
 enum Draw {
     Submit { tensor: u32, absent: bool },

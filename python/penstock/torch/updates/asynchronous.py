@@ -192,7 +192,8 @@ class AsyncUpdates(BackwardUpdates):
         slots = [slot for slot in gradients.slots if slot.param.requires_grad]
         memories = [slot.empty() for slot in slots]
         for slot, memory in zip(slots, memories, strict=True):
-            gradients.landing.submit_absent(slot, memory, gradients.step)
+            # Of the last step, as it belongs to none: it brings this rank's clock no further.
+            gradients.landing.submit_absent(slot, memory, (gradients.step - 1) % (1 << 32))
         gradients.landing.pass_over([slot.index for slot in gradients.slots if not slot.param.requires_grad])
         gradients.landing.wait([slot.index for slot in slots])
         gradients.take(slots)
