@@ -29,7 +29,6 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -49,6 +48,7 @@ from penstock.torch.runtime import accelerator as accelerators
 from penstock.torch.runtime import background
 from penstock.torch.runtime.accelerator import Accelerator
 from penstock.torch.runtime.arena import Arena, Room, Rooms, RoomsOfTheirOwn
+from penstock.torch.runtime.copier import WAIT_S, Copier, CopyingState
 from penstock.torch.runtime.copying import Copies, Copying
 from penstock.torch.schemes.device_gathers import DeviceGathers
 
@@ -64,8 +64,7 @@ COPIES_AHEAD = 2
 """Batches of copies to the host that are given to the device before the first of them is looked after."""
 LANDING_WAIT_S = 0.002
 """How long a thread waits for what has landed: it does not hear of what is submitted meanwhile."""
-WAIT_S = 0.02
-"""How long a thread waits before it looks what else there is to do."""
+FAILING = "a gradient could not be copied"
 
 
 class GradientPiece(NamedTuple):
@@ -216,21 +215,19 @@ class DeviceLanding:
         self._slots = [weakref.ref(slot) for slot in slots]
         self._pieces = pieces
         self._gathers = gathers
-        self._timeout_s = options.operation_timeout_s
         self._accelerator = Accelerator(device)
         sizes = [piece.nbytes for own in pieces for piece in own]
         self._arena: Rooms = RoomsOfTheirOwn(sizes) if all_at_once else Arena(options.pinned_bytes, PIECE_BYTES)
         self._memory = accelerators.pinned_memory(self._arena.nbytes)
         self._outward, self._backward = self._accelerator.stream(), self._accelerator.stream()
-        self._changed = threading.Condition()  # guards what follows
-        self._changes = 0
+        self._shared = CopyingState(engine, book, device, options)
+        self._changed = self._shared.changed  # guards what follows
         self._gradients: dict[int, _OnTheWay] = {}  # by index of the slot
         self._waiting: list[_Waiting] = []
         self._order = itertools.count()
         self._at_engine: dict[int, _InArena] = {}  # by number of the piece
         self._rounds = [0] * sum(map(len, pieces))  # that are done since all ranks began or went on alike, by piece
         self._contributed = [False] * len(pieces)  # to the average that was taken last, by index of the slot
-        self._failure: BaseException | None = None  # of one of the threads
         self._out, self._back = _Out(self), _Back(self)
         self.copies = Copies()
 
@@ -266,7 +263,7 @@ class DeviceLanding:
             for index in indices:
                 for piece in self._pieces[index]:
                     self._rounds[piece.number] += 1
-            self._notify()
+            self._shared.notify()
 
     def flush(self, step: int) -> None:
         """As `Landing.flush`."""
@@ -279,12 +276,12 @@ class DeviceLanding:
         indices, gathered = self._apart(indices)
         if gathered and self._gathers is not None:
             self._gathers.wait(gathered)
-        deadline = time.monotonic() + self._timeout_s
+        deadline = self._shared.deadline()
         nothing_new = False
         while True:
             with self._changed:
                 self._raise_failure()
-                seen = self._changes
+                seen = self._shared.changes
                 late = [index for index in indices if index in self._gradients and self._gradients[index].left]
                 if not late:
                     return
@@ -299,10 +296,9 @@ class DeviceLanding:
                 self._wait_for_engine(sent)
             elif time.monotonic() > deadline:
                 raise self._late(late[0])
-            with self._changed:
-                nothing_new = not self._changed.wait_for(self._newer_than(seen), WAIT_S)
-                if not nothing_new:
-                    deadline = time.monotonic() + self._timeout_s
+            nothing_new = not self._shared.wait_for_change(seen)
+            if not nothing_new:
+                deadline = self._shared.deadline()
 
     def _note_awaited(self, wanted: set[int]) -> None:
         """The program waits for these gradients, and none of them is at the engine. Under the lock."""
@@ -314,31 +310,22 @@ class DeviceLanding:
         try:
             self._engine.wait(self._book, numbers)
         except PenstockError:
-            if self._failure is not None and not isinstance(self._failure, PenstockError):
-                raise self._failure from None  # of which the job's end is a consequence
+            failure = self._shared.failure
+            if failure is not None and not isinstance(failure, PenstockError):
+                raise failure from None  # of which the job's end is a consequence
             raise
 
     def _late(self, index: int) -> Timeout:
         slot = self._slots[index]()
         assert slot is not None  # somebody waits for it
-        text = (
-            f"the gradient of {slot.name} was not made, or could not be copied, by {self._accelerator.device} within "
-            f"{self._timeout_s:g} s (operation_timeout_s): the device is still at something before it"
-        )
-        self._engine.abort(text)
-        return Timeout(text, layer=slot.layer.name, step=self._gradients[index].step)
+        return self._shared.late(f"the gradient of {slot.name}", slot.layer.name, self._gradients[index].step)
 
     def _waits_for_device(self) -> bool:
         """Whether there is something that the engine does not have yet. Under the lock."""
         return sum(one.left for one in self._gradients.values()) > len(self._at_engine)
 
     def _raise_failure(self) -> None:
-        if self._failure is not None and not isinstance(self._failure, PenstockError):
-            raise self._failure
-        if self._engine.has_failed:  # it says best what has ended the job
-            self._lent.landed(self._book, list(self._at_engine) or [0], needed=True)
-        if self._failure is not None:
-            raise self._failure
+        self._shared.raise_failure(self._at_engine or [0])
 
     def arrived(self, indices: Sequence[int]) -> Sequence[int]:
         """As `Landing.arrived`."""
@@ -368,7 +355,7 @@ class DeviceLanding:
 
     def wait_until_submitted(self) -> None:
         """As `Landing.wait_until_submitted`."""
-        deadline = time.monotonic() + self._timeout_s
+        deadline = self._shared.deadline()
         with self._changed:
             while self._waits_for_device():
                 self._raise_failure()
@@ -442,56 +429,9 @@ class DeviceLanding:
         heapq.heapify(waiting)
         return found, room
 
-    def _newer_than(self, seen: int) -> Callable[[], bool]:
-        return lambda: self._changes != seen
-
-    def _notify(self) -> None:
-        """Something has changed that somebody may wait for. Under the lock."""
-        self._changes += 1
-        self._changed.notify_all()
-
-
-class _Copier:
-    """What one of the two threads does for a landing.
-
-    Args:
-        landing: The landing.
-        thread: Which.
-    """
-
-    def __init__(self, landing: DeviceLanding, thread: background.Background) -> None:
-        self.turn = background.Turn()
-        self._landing = landing
-        self._thread = thread
-        self._begun = False
-
-    def begin(self) -> None:
-        """There is something to do."""
-        with self._landing._changed:
-            begun, self._begun = self._begun, True
-        if not begun:
-            self._thread.give(self)
-
-    def work(self) -> bool | Callable[[], bool]:
-        """One unit of work."""
-        landing = self._landing
-        with landing._changed:
-            if landing._engine.has_failed or landing._failure is not None:
-                return self._end()
-        try:
-            with torch.no_grad():
-                return self._work()
-        except BaseException as error:  # noqa: BLE001  raised where the program waits
-            with landing._changed:
-                landing._failure = error
-                self._end()
-            # Or this rank's program would wait for others, which wait for it.
-            landing._engine.abort(f"a gradient could not be copied: {error}")
-            return False
-
     def _given(self, stream: Any, placed: Sequence[_InArena], copy: Callable[[_InArena], Tensor]) -> Copying:
         """Give copies of pieces to a stream, in which they begin when all of these gradients are made."""
-        mark = self._landing._accelerator.mark_in
+        mark = self._accelerator.mark_in
         with stream:
             for one in placed:
                 stream.wait_event(one.gradient.made)
@@ -500,21 +440,13 @@ class _Copier:
                 copy(one)
         return Copying(begin, mark(stream, timed=True), sum(one.piece.nbytes for one in placed))
 
-    def _end(self) -> bool:
-        """Nothing is left. Under the lock, as whoever brings more looks whether this goes on."""
-        self._begun = False
-        self._landing._notify()
-        return False
 
-    def _work(self) -> bool | Callable[[], bool]:
-        raise NotImplementedError
-
-
-class _Out(_Copier):
+class _Out(Copier):
     """From the device into the arena, and to the engine."""
 
     def __init__(self, landing: DeviceLanding) -> None:
-        super().__init__(landing, background.COPIES_OUT)
+        super().__init__(landing._shared, background.COPIES_OUT, FAILING)
+        self._landing = landing
         self.copying: list[_Batch] = []  # in the order of the stream
 
     def _work(self) -> bool | Callable[[], bool]:
@@ -529,8 +461,8 @@ class _Out(_Copier):
                 if not found and not self.copying:
                     if not landing._waiting:
                         return self._end()
-                    changed, newer = landing._changed, landing._newer_than(landing._changes)
-                    return lambda: _until(changed, newer)
+                    shared, seen = landing._shared, landing._shared.changes
+                    return lambda: shared.wait_for_change(seen) or True
             if found:
                 self._copy(found)
                 return True
@@ -548,7 +480,7 @@ class _Out(_Copier):
             self._submit([one for one in placed if one.gradient.absent])
         if not given:
             return
-        copying = self._given(landing._outward, given, lambda one: one.host.copy_(one.part, non_blocking=True))
+        copying = landing._given(landing._outward, given, lambda one: one.host.copy_(one.part, non_blocking=True))
         self.copying.append(_Batch(given, copying))
 
     def _submit(self, placed: Sequence[_InArena]) -> None:
@@ -561,7 +493,7 @@ class _Out(_Copier):
         with landing._changed:
             for one, token in zip(placed, tokens, strict=True):
                 landing._at_engine[one.piece.number] = one._replace(token=token)
-            landing._notify()
+            landing._shared.notify()
         landing._back.begin()
 
     def _give(self, entries: list[tuple[int, int, int]], step: int, *, absent: bool) -> list[int]:
@@ -571,11 +503,12 @@ class _Out(_Copier):
         return engine.submit_together(book, entries, "average", step)
 
 
-class _Back(_Copier):
+class _Back(Copier):
     """From the arena to the device, and room for others."""
 
     def __init__(self, landing: DeviceLanding) -> None:
-        super().__init__(landing, background.COPIES_BACK)
+        super().__init__(landing._shared, background.COPIES_BACK, FAILING)
+        self._landing = landing
         self.leaving: list[_InArena] = []  # their averages are on their way to the device
 
     def _work(self) -> bool | Callable[[], bool]:
@@ -605,7 +538,7 @@ class _Back(_Copier):
         averages = [placed for placed, contributed in landed if contributed]
         event = None
         if averages:
-            event = self._given(landing._backward, averages, lambda one: one.part.copy_(one.host, non_blocking=True))
+            event = landing._given(landing._backward, averages, lambda one: one.part.copy_(one.host, non_blocking=True))
         self.leaving += [one._replace(event=event if contributed else None) for one, contributed in landed]
         with landing._changed:
             for one, contributed in landed:
@@ -614,7 +547,7 @@ class _Back(_Copier):
                 landing._rounds[number] += 1
                 gradient.back = event if contributed else None
                 gradient.left -= 1
-            landing._notify()
+            landing._shared.notify()
 
     def _free(self) -> bool:
         """Give back the room of what has been copied and is sent to nobody any more."""
@@ -635,7 +568,7 @@ class _Back(_Copier):
         with landing._changed:
             for one in free:
                 landing._arena.give_back(one.room)
-            landing._notify()
+            landing._shared.notify()
         return True
 
 
@@ -648,10 +581,4 @@ def _wait_for_any(lent: LentMemory, book: int, numbers: list[int], least: list[i
 
 def _pause() -> bool:
     time.sleep(accelerators.LOOK_S)
-    return True
-
-
-def _until(changed: threading.Condition, holds: Callable[[], bool]) -> bool:
-    with changed:
-        changed.wait_for(holds, WAIT_S)
     return True

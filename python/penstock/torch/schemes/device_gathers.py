@@ -30,11 +30,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from penstock.errors import PenstockError, Timeout
+from penstock.errors import Timeout
 from penstock.lending import lent_to
 from penstock.torch.runtime import accelerator as accelerators
 from penstock.torch.runtime import background
 from penstock.torch.runtime.accelerator import Accelerator
+from penstock.torch.runtime.copier import WAIT_S, Copier, CopyingState
 from penstock.torch.runtime.memory import Reused
 from penstock.torch.updates.separable import as_if_in_step
 
@@ -48,8 +49,6 @@ __all__ = ["DeviceGathers", "DeviceRound", "MadeIn"]
 ROOM_BYTES = 2 << 20
 """A copy of so much takes a device some 0.1 ms, as long as a thread sleeps between two looks."""
 ROOMS = 2
-WAIT_S = 0.02
-"""How long a thread waits before it looks what else there is to do."""
 
 
 class MadeIn(NamedTuple):
@@ -146,7 +145,7 @@ class _Copy(NamedTuple):
     event: Any
 
 
-class DeviceGathers:
+class DeviceGathers(Copier):
     """The contributions of one model, whose gathers these serve.
 
     Args:
@@ -157,21 +156,19 @@ class DeviceGathers:
     """
 
     def __init__(self, engine: Engine, book: int, device: torch.device, options: Options) -> None:
+        shared = CopyingState(engine, book, device, options)
+        super().__init__(shared, background.CONTRIBUTIONS, "a contribution could not be sent")
         self._engine = engine
         self._book = book
         self._lent = lent_to(engine)
-        self._timeout_s = options.operation_timeout_s
         self._accelerator = Accelerator(device)
         self._outward, self._products = self._accelerator.stream(), self._accelerator.stream()
         self._memory: dict[int, Reused] = {}  # of contributions, in host memory, by number
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = shared.changed  # guards what follows
         self._unsent: dict[int, tuple[_Gather, int]] = {}  # by number, whose contribution it is, and its step
         self._waiting: list[_Leaving] = []  # not all given to the stream
         self._order = itertools.count()
-        self._failure: BaseException | None = None  # of the thread
-        self._begun = False
         # The thread's
-        self.turn = background.Turn()
         self._free_rooms: list[Tensor] = []
         self._copying: deque[_Copy] = deque()  # in the order of the stream
         # Of who makes averages: one thread at a time
@@ -213,10 +210,8 @@ class DeviceGathers:
         with self._changed:
             self._unsent[number] = gather, step
             self._waiting.append(leaving)
-            begun, self._begun = self._begun, True
-            self._changed.notify_all()
-        if not begun:
-            background.CONTRIBUTIONS.give(self)
+            self._shared.notify()
+        self.begin()
         return made
 
     def made_here(self) -> MadeIn:
@@ -253,39 +248,26 @@ class DeviceGathers:
 
     def wait_until_sent(self, numbers: Sequence[int]) -> None:
         """Wait until the engine has these contributions; raises as `wait` does."""
-        deadline = time.monotonic() + self._timeout_s
+        deadline = self._shared.deadline()
         while True:
             with self._changed:
-                self._raise_failure()
+                self._shared.raise_failure(self._unsent)
                 late = next((number for number in numbers if number in self._unsent), None)
                 if late is None:
                     return
                 if time.monotonic() > deadline:
                     raise self._late(late)
                 if self._changed.wait(WAIT_S):
-                    deadline = time.monotonic() + self._timeout_s
+                    deadline = self._shared.deadline()
 
     def _late(self, number: int) -> Timeout:
         gather, step = self._unsent[number]
-        text = (
-            f"what {gather.layer.name} sends was not made, or could not be copied, by {self._accelerator.device} "
-            f"within {self._timeout_s:g} s (operation_timeout_s): the device is still at something before it"
-        )
-        self._engine.abort(text)
-        return Timeout(text, layer=gather.layer.name, step=step)
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None and not isinstance(self._failure, PenstockError):
-            raise self._failure
-        if self._engine.has_failed and self._unsent:  # it says best what has ended the job
-            self._lent.landed(self._book, list(self._unsent), needed=True)
-        if self._failure is not None:
-            raise self._failure
+        return self._shared.late(f"what {gather.layer.name} sends", gather.layer.name, step)
 
     def arrived(self, numbers: Sequence[int]) -> Sequence[int]:
         """Those of these whose rounds are complete. Does not wait, but raises if the job has failed."""
         with self._changed:
-            self._raise_failure()
+            self._shared.raise_failure(self._unsent)
             sent = [number for number in numbers if number not in self._unsent]
         return self._lent.landed(self._book, sent, needed=True)[0] if sent else []
 
@@ -331,37 +313,17 @@ class DeviceGathers:
 
     def _room_there(self) -> Tensor:
         room, event = self._rooms_there.popleft()
-        deadline = time.monotonic() + self._timeout_s
+        deadline = self._shared.deadline()
         while event is not None and not event.query():
             if time.monotonic() > deadline:
                 self._rooms_there.appendleft((room, event))
-                raise Timeout(f"{self._accelerator.device} did not copy to its memory within {self._timeout_s:g} s")
+                raise Timeout(
+                    f"{self._accelerator.device} did not copy to its memory within {self._shared.timeout_s:g} s"
+                )
             time.sleep(accelerators.LOOK_S)
         return room
 
     # The thread
-
-    def work(self) -> bool | Callable[[], bool]:
-        """One unit of work."""
-        with self._changed:
-            if self._engine.has_failed or self._failure is not None:
-                return self._end()
-        try:
-            with torch.no_grad():
-                return self._work()
-        except BaseException as error:  # noqa: BLE001  raised where the program waits
-            with self._changed:
-                self._failure = error
-                self._end()
-            # Or this rank's program would wait for others, which wait for it.
-            self._engine.abort(f"a contribution could not be sent: {error}")
-            return False
-
-    def _end(self) -> bool:
-        """Nothing is left. Under the lock, as whoever brings more looks whether this goes on."""
-        self._begun = False
-        self._changed.notify_all()
-        return False
 
     def _work(self) -> bool | Callable[[], bool]:
         while self._copying and self._copying[0].event.query():
@@ -410,7 +372,7 @@ class DeviceGathers:
         gather.is_sent(number, blob)  # before the program can know, which could land the averages
         with self._changed:
             del self._unsent[number]
-            self._changed.notify_all()
+            self._shared.notify()
 
 
 def _urgency(leaving: _Leaving) -> tuple[int, int]:
