@@ -21,11 +21,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+from benchmarks.cases import measured
 from benchmarks.engine_process import EngineProcess, together, wire_up
-from lab.cluster import Cluster, Unavailable
-from lab.records import note, publish, result_arguments, shown, spread, wait_for_quiet
+from lab.cluster import Cluster
+from lab.records import result_arguments, shown, spread
 from lab.run import line_rate_mbit
 
 PORT = 29500  # of the first set of processes
@@ -138,23 +140,13 @@ def main() -> int:
     arguments = parse()
     met = True
     for hosts, megabytes in [(hosts, megabytes) for hosts in arguments.hosts for megabytes in arguments.megabytes]:
-        try:
-            busy = {"busy_cores": wait_for_quiet(arguments.wait_quiet)}
-            record = {**busy, **measure(arguments, hosts, megabytes)}
-        except Unavailable as error:
-            note(f"allreduce: {error}")
+        case = partial(measure, arguments, hosts, megabytes)
+        record = measured(arguments, "allreduce", case, scenario=("hosts", "megabytes", "rate_mbit"))
+        if record is None:
             return 2
         of_what = "of the limit" if record["target_ratio"] == LIMIT_TARGET else "of gloo's time"
         too_slow = missed(record)
         met &= not too_slow
-        publish(
-            record,
-            benchmark="allreduce",
-            seed=0,
-            as_json=arguments.json,
-            lines=arguments.json_lines,
-            scenario=("hosts", "megabytes", "rate_mbit"),
-        )
         if not arguments.json:
             print(f"{megabytes:g} MB, {hosts} hosts, target {record['target_ratio']} {of_what}:")
             for arm, of in record["arms"].items():

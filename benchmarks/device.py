@@ -20,12 +20,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,21 +34,20 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock as ps
+from benchmarks.cases import measured
 from benchmarks.device_models import MODELS
-from lab.cluster import Cluster, Unavailable
+from benchmarks.workers import run_workers
+from lab.cluster import Cluster
 from lab.limits import limits
-from lab.records import note, publish, result_arguments, shown, spread, wait_for_quiet
+from lab.records import result_arguments, shown, spread
 from lab.run import line_rate_mbit
 from lab.trace import LayerTime
 
-PORT = 29500  # of gloo; the next one is the job's
-SECRET = "emulated clusters keep no secrets"
 ARMS = ("alone", "ddp", "penstock")
 FASTER = 1.2
 """How many times as fast as DDP, where the links are the limit."""
 NEAR = 1.06
 """Of T*."""
-WORKER_S = 900.0
 PROFILED_STEPS = 3
 TIMED_STEPS = 5
 TOLERANCE = 0.05
@@ -232,32 +230,31 @@ def layer_times(arm: Arm) -> tuple[list[LayerTime], list[int]]:
     return medians, layers.nbytes
 
 
-def work(arguments: argparse.Namespace) -> None:
+def work(
+    name: str, rank: int, size: int, directory: str, device_type: str, blocks: int, steps: int, warm: int, seed: int
+) -> None:
     """One rank: prints one JSON object."""
-    rank, size, root, own, interface, name = arguments.worker
-    rank, size = int(rank), int(size)
     torch.set_num_threads(1)
-    device = Device(arguments.device)
-    os.environ["GLOO_SOCKET_IFNAME"] = interface
-    dist.init_process_group("gloo", init_method=f"tcp://{root}:{PORT}", rank=rank, world_size=size)
-    ps.init(rank=rank, world_size=size, rendezvous=f"tcp://{root}:{PORT + 1}", secret=SECRET, interface=f"{own}/32")
+    device = Device(device_type)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/gloo", rank=rank, world_size=size)
+    ps.init(rank=rank, world_size=size, rendezvous=f"file://{directory}/meet")
     arms: dict[str, Arm] = {}
     peak: dict[str, int] = {}
     first = torch.empty(0)
     for kind in ARMS:
         before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         device.peak_bytes(reset=True)
-        arms[kind] = Arm(kind, name, arguments.seed, rank, device)
+        arms[kind] = Arm(kind, name, seed, rank, device)
         first = arms[kind].parameters() if kind == ARMS[0] else first
         for _ in range(2):
-            arms[kind].block(arguments.warm)
+            arms[kind].block(warm)
         peak[kind] = device.peak_bytes() - before
     times, nbytes = layer_times(arms["alone"])
     seconds: dict[str, list[float]] = {kind: [] for kind in ARMS}
     cpu_s: dict[str, list[float]] = {kind: [] for kind in ARMS}
-    for number in range(arguments.blocks):
+    for number in range(blocks):
         for kind in ARMS if number % 2 else reversed(ARMS):
-            taken = arms[kind].block(arguments.steps)
+            taken = arms[kind].block(steps)
             seconds[kind].append(taken[0])
             cpu_s[kind].append(taken[1])
     found = {kind: arm.parameters() for kind, arm in arms.items() if kind != "alone"}
@@ -291,22 +288,8 @@ def work(arguments: argparse.Namespace) -> None:
 
 def repetition(arguments: argparse.Namespace, cluster: Cluster, name: str) -> list[dict[str, Any]]:
     """One set of processes: what each has found."""
-    root, size = cluster.hosts[0].address, len(cluster.hosts)
-    given = {"blocks": arguments.blocks, "steps": arguments.steps, "warm": arguments.warm, "seed": arguments.seed}
-    options = [word for option, value in given.items() for word in (f"--{option}", str(value))]
-    command = [sys.executable, "-m", "benchmarks.device", *options, "--device", arguments.device, "--worker"]
-    processes = [
-        host.start(
-            [*command, str(rank), str(size), root, host.address, host.interface, name],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank, host in enumerate(cluster.hosts)
-    ]
-    outputs = [process.communicate(timeout=WORKER_S)[0] for process in processes]
-    if any(process.returncode for process in processes):
-        raise RuntimeError(f"{name}, {size} ranks: a rank failed; its output is above")
-    found = [json.loads(output.splitlines()[-1]) for output in outputs]
+    options = (arguments.device, arguments.blocks, arguments.steps, arguments.warm, arguments.seed)
+    found = run_workers(__spec__.name, name, len(cluster.hosts), *options, hosts=cluster.hosts)
     for rank, one in enumerate(found):
         assert all(one["alike"].values()), f"rank {rank} has other parameters than rank 0: {one['alike']}"
         assert one["apart"] < TOLERANCE, f"rank {rank}: the arms' parameters are apart by {one['apart']}"
@@ -390,7 +373,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warm", type=int, default=2, help="steps of each of the two blocks before those that count")
     parser.add_argument("--seed", type=int, default=1)
     result_arguments(parser)
-    parser.add_argument("--worker", nargs=6, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=9, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -418,31 +401,24 @@ def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, int, float | Non
 def main() -> int:
     """0 if every case meets its targets."""
     arguments = parse()
+    if arguments.worker:
+        name, rank, size, directory, device, *numbers = arguments.worker
+        work(name, int(rank), int(size), directory, device, *map(int, numbers))
+        return 0
     if arguments.device is None:
         here = torch.accelerator.current_accelerator(check_available=True)
         if here is None:
             print("device: no device: torch finds no accelerator here")
             return 0
         arguments.device = here.type
-    if arguments.worker:
-        work(arguments)
-        return 0
     met = True
     for name, size, mbit in cases(arguments):
-        try:
-            record = {"busy_cores": wait_for_quiet(arguments.wait_quiet), **measure(arguments, size, mbit, name)}
-        except Unavailable as error:
-            note(f"device: {error}")
+        case = partial(measure, arguments, size, mbit, name)
+        scenario = ("model", "ranks", "rate_mbit")
+        record = measured(arguments, "device", case, scenario=scenario, seed=arguments.seed)
+        if record is None:
             return 2
         met &= record["met"]
-        publish(
-            record,
-            benchmark="device",
-            seed=arguments.seed,
-            as_json=arguments.json,
-            lines=arguments.json_lines,
-            scenario=("model", "ranks", "rate_mbit"),
-        )
         if not arguments.json:
             show(record)
     return 0 if met else 1

@@ -17,11 +17,13 @@ import argparse
 import random
 import sys
 import time
+from functools import partial
 from typing import Any
 
+from benchmarks.cases import measured
 from benchmarks.engine_process import EngineProcess, together, wire_up
-from lab.cluster import Cluster, Host, Unavailable
-from lab.records import note, publish, result_arguments, shown, spread, wait_for_quiet
+from lab.cluster import Cluster, Host
+from lab.records import note, result_arguments, shown, spread
 
 TARGET_MS = 25.0
 BACKLOG_LAYER_BYTES = 4 << 20
@@ -129,20 +131,11 @@ def main() -> int:
     met = True
     for registered in [arguments.registered] if arguments.registered else ["first", "last"]:
         arguments.registered = registered
-        try:
-            record = {"busy_cores": wait_for_quiet(arguments.wait_quiet), **measure(arguments)}
-        except Unavailable as error:
-            note(f"priority: {error}")
+        case = partial(measure, arguments)
+        record = measured(arguments, "priority", case, scenario=("registered",), seed=arguments.seed)
+        if record is None:
             return 2
         met &= record["answer_ms"]["median"] <= TARGET_MS
-        publish(
-            record,
-            benchmark="priority",
-            seed=arguments.seed,
-            as_json=arguments.json,
-            lines=arguments.json_lines,
-            scenario=("registered",),
-        )
         if not arguments.json:
             show(record)
     return 0 if met else 1

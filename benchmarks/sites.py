@@ -19,28 +19,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 import penstock as ps
+from benchmarks.cases import measured
 from benchmarks.device_models import GPT
-from lab.cluster import Cluster, Unavailable
-from lab.records import note, publish, result_arguments, shown, spread, wait_for_quiet
+from benchmarks.workers import LIMIT_S, run_workers
+from lab.cluster import Cluster
+from lab.records import note, result_arguments, shown, spread
 
-PORT = 29500
-SECRET = "emulated clusters keep no secrets"
 SITES = (2, 2)
 ARMS = ("alone", "flat", "groups", "diloco", "diloco in int8")
 TARGET = 5.0
 """How many times the tokens per second of the flat arm."""
 BATCH, CONTEXT = 4, 64
-WORKER_S = 900.0
 
 
 def model() -> GPT:
@@ -48,16 +46,14 @@ def model() -> GPT:
     return GPT(width=256, heads=4, depth=4, vocabulary=512, context=CONTEXT)
 
 
-def work(arguments: argparse.Namespace) -> None:
-    """One host: prints one JSON object."""
-    rank, size, root, own, arm = arguments.worker
-    rank, size = int(rank), int(size)
+def work(arm: str, rank: int, size: int, directory: str, seed: int, steps: int, sync_every: int) -> None:
+    """One host: prints one JSON object; `steps` are those of the synchronous arms that are measured."""
     torch.set_num_threads(1)
-    torch.manual_seed(arguments.seed)
+    torch.manual_seed(seed)
     groups = [[0, 1], [2, 3]] if arm not in ("alone", "flat") else None
     if size > 1:
-        where = {"rank": rank, "world_size": size, "rendezvous": f"tcp://{root}:{PORT}", "interface": f"{own}/32"}
-        ps.init(**where, secret=SECRET, groups=groups, operation_timeout_s=WORKER_S)
+        where = {"rank": rank, "world_size": size, "rendezvous": f"file://{directory}/meet"}
+        ps.init(**where, groups=groups, operation_timeout_s=LIMIT_S)
     else:
         ps.init()
     net = model()
@@ -65,12 +61,12 @@ def work(arguments: argparse.Namespace) -> None:
     if arm.startswith("diloco"):
         outer = torch.optim.SGD(net.parameters(), lr=0.7, momentum=0.9, nesterov=True)
         wire = "int8" if "int8" in arm else "fp32"
-        optimizer = ps.DiLoCo(net, optimizer, outer, arguments.sync_every, wire=wire, inside="gradients")
-        warm = steps = arguments.sync_every
+        optimizer = ps.DiLoCo(net, optimizer, outer, sync_every, wire=wire, inside="gradients")
+        warm = steps = sync_every
     else:
         net, optimizer = ps.distribute(net, optimizer)
-        warm, steps = 3, arguments.steps
-    draw = torch.Generator().manual_seed(arguments.seed + 1 + rank)
+        warm = 3
+    draw = torch.Generator().manual_seed(seed + 1 + rank)
     began = 0.0
     for number in range(warm + steps):
         if number == warm:
@@ -93,22 +89,8 @@ def work(arguments: argparse.Namespace) -> None:
 def tokens_per_s(arguments: argparse.Namespace, cluster: Cluster, arm: str) -> float:
     """Of one job, or of one host alone."""
     hosts = cluster.hosts[:1] if arm == "alone" else cluster.hosts
-    given = {"seed": arguments.seed, "steps": arguments.steps, "sync-every": arguments.sync_every}
-    options = [word for option, value in given.items() for word in (f"--{option}", str(value))]
-    command = [sys.executable, "-m", "benchmarks.sites", *options, "--worker"]
-    processes = [
-        host.start(
-            [*command, str(rank), str(len(hosts)), hosts[0].address, host.address, arm],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank, host in enumerate(hosts)
-    ]
-    outputs = [process.communicate(timeout=WORKER_S)[0] for process in processes]
-    if any(process.returncode for process in processes):
-        raise RuntimeError(f"{arm}: a host failed; its output is above")
-    found = [json.loads(output.splitlines()[-1]) for output in outputs]
+    options = (arguments.seed, arguments.steps, arguments.sync_every)
+    found = run_workers(__spec__.name, arm, len(hosts), *options, environment={"OMP_NUM_THREADS": "1"}, hosts=hosts)
     return sum(one["tokens"] for one in found) / max(one["seconds"] for one in found)
 
 
@@ -148,7 +130,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
     result_arguments(parser)
-    parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=7, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -156,21 +138,13 @@ def main() -> int:
     """0 if DiLoCo between the sites is as many times as fast as the flat arm."""
     arguments = parse()
     if arguments.worker:
-        work(arguments)
+        arm, rank, size, directory, *numbers = arguments.worker
+        work(arm, int(rank), int(size), directory, *map(int, numbers))
         return 0
-    try:
-        record = {"busy_cores": wait_for_quiet(arguments.wait_quiet), **measure(arguments)}
-    except Unavailable as error:
-        note(f"sites: {error}")
+    scenario = ("inside_mbit", "between_mbit", "sync_every")
+    record = measured(arguments, "sites", partial(measure, arguments), scenario=scenario, seed=arguments.seed)
+    if record is None:
         return 2
-    publish(
-        record,
-        benchmark="sites",
-        seed=arguments.seed,
-        as_json=arguments.json,
-        lines=arguments.json_lines,
-        scenario=("inside_mbit", "between_mbit", "sync_every"),
-    )
     if not arguments.json:
         for arm in ARMS:
             ratio = "" if arm == "flat" else f", {record['by_flat'][arm]['median']:.2f} times the flat arm's"

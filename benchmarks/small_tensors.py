@@ -21,12 +21,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,16 +34,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock as ps
-from lab.cluster import Cluster, Unavailable
-from lab.records import note, publish, result_arguments, shown, spread, wait_for_quiet
+from benchmarks.cases import measured
+from benchmarks.workers import run_workers
+from lab.cluster import Cluster
+from lab.records import note, result_arguments, shown, spread
 
 TARGET = 0.97  # of DDP's step
-PORT = 29500  # of gloo; the next one is the job's
-SECRET = "emulated clusters keep no secrets"
 ARMS = ("penstock", "ddp")
 WARM_BLOCKS = 2
 FIRST_STEPS = 3
-WORKER_S = 1800.0
+LIMIT_S = 1800.0  # of a set of processes
 TOLERANCE = 0.01  # of the way that the parameters have come, the arms' distance: sums are in different orders
 
 
@@ -153,15 +152,12 @@ class Arm:
         return torch.cat([param.detach().reshape(-1) for param in self.plain.parameters()])
 
 
-def work(arguments: argparse.Namespace) -> None:
+def work(name: str, rank: int, size: int, directory: str, blocks: int, steps: int, seed: int) -> None:
     """One host: prints one JSON object."""
-    rank, size, root, own, interface, name = arguments.worker
-    rank, size = int(rank), int(size)
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = interface
-    dist.init_process_group("gloo", init_method=f"tcp://{root}:{PORT}", rank=rank, world_size=size)
-    ps.init(rank=rank, world_size=size, rendezvous=f"tcp://{root}:{PORT + 1}", secret=SECRET, interface=f"{own}/32")
-    arms = {kind: Arm(kind, name, arguments.seed, rank) for kind in ARMS}
+    dist.init_process_group("gloo", init_method=f"file://{directory}/gloo", rank=rank, world_size=size)
+    ps.init(rank=rank, world_size=size, rendezvous=f"file://{directory}/meet")
+    arms = {kind: Arm(kind, name, seed, rank) for kind in ARMS}
     seconds: dict[str, list[float]] = {kind: [] for kind in ARMS}
     cpu_s: dict[str, list[float]] = {kind: [] for kind in ARMS}
     first = arms["ddp"].parameters()
@@ -169,9 +165,9 @@ def work(arguments: argparse.Namespace) -> None:
         arms[kind].block(arms[kind].samples(FIRST_STEPS))
     found = {kind: arm.parameters() for kind, arm in arms.items()}
     apart = float((found["penstock"] - found["ddp"]).norm() / (found["ddp"] - first).norm())
-    for number in range(-WARM_BLOCKS, arguments.blocks):
+    for number in range(-WARM_BLOCKS, blocks):
         for kind in ARMS if number % 2 else reversed(ARMS):
-            taken = arms[kind].block(arms[kind].samples(arguments.steps))
+            taken = arms[kind].block(arms[kind].samples(steps))
             if number >= 0:
                 seconds[kind].append(taken[0])
                 cpu_s[kind].append(taken[1])
@@ -189,18 +185,9 @@ def work(arguments: argparse.Namespace) -> None:
 
 def repetition(arguments: argparse.Namespace, cluster: Cluster, name: str) -> list[dict[str, Any]]:
     """One set of processes: what each has found."""
-    root, size = cluster.hosts[0].address, len(cluster.hosts)
-    counts = ["--blocks", str(arguments.blocks), "--steps", str(arguments.steps), "--seed", str(arguments.seed)]
-    command = [sys.executable, "-m", "benchmarks.small_tensors", *counts, "--worker"]
-    processes = [
-        host.start(
-            [*command, str(rank), str(size), root, host.address, host.interface, name],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank, host in enumerate(cluster.hosts)
-    ]
-    found = [json.loads(process.communicate(timeout=WORKER_S)[0].splitlines()[-1]) for process in processes]
+    options = (arguments.blocks, arguments.steps, arguments.seed)
+    hosts = cluster.hosts
+    found = run_workers(__spec__.name, name, len(hosts), *options, hosts=hosts, limit_s=LIMIT_S)
     for rank, one in enumerate(found):
         assert all(one["alike"].values()), f"{name}: rank {rank} has other parameters than rank 0: {one['alike']}"
         assert one["apart"] <= TOLERANCE, f"{name}: rank {rank} is {one['apart']:.1%} of its way away from DDP"
@@ -253,7 +240,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="of a block")
     parser.add_argument("--seed", type=int, default=1)
     result_arguments(parser)
-    parser.add_argument("--worker", nargs=6, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=7, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -261,24 +248,17 @@ def main() -> int:
     """0 if every case takes at most the target of DDP's step."""
     arguments = parse()
     if arguments.worker:
-        work(arguments)
+        name, rank, size, directory, *numbers = arguments.worker
+        work(name, int(rank), int(size), directory, *map(int, numbers))
         return 0
     met = True
     for hosts, name in itertools.product(arguments.hosts, arguments.models):
-        try:
-            record = {"busy_cores": wait_for_quiet(arguments.wait_quiet), **measure(arguments, hosts, name)}
-        except Unavailable as error:
-            note(f"small-tensors: {error}")
+        case = partial(measure, arguments, hosts, name)
+        scenario = ("model", "hosts", "rate_mbit")
+        record = measured(arguments, "small-tensors", case, scenario=scenario, seed=arguments.seed)
+        if record is None:
             return 2
         met &= record["met"]
-        publish(
-            record,
-            benchmark="small-tensors",
-            seed=arguments.seed,
-            as_json=arguments.json,
-            lines=arguments.json_lines,
-            scenario=("model", "hosts", "rate_mbit"),
-        )
         if not arguments.json:
             steps = ", ".join(f"{kind} {shown(of, ' ms')}" for kind, of in record["step_ms"].items())
             verdict = "" if record["met"] else ", MISSED"

@@ -21,6 +21,7 @@ import json
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,11 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import penstock as ps
+from benchmarks.cases import measured
 from benchmarks.overhead import ALLOCATORS, Piece
 from benchmarks.workers import run_workers
-from lab.cluster import Cluster, Unavailable
-from lab.records import publish, result_arguments, shown, spread, wait_for_quiet
+from lab.cluster import Cluster
+from lab.records import result_arguments, shown, spread
 
 IN_BACKWARD = "servers-in-backward"
 WAYS = ("workers", "servers", IN_BACKWARD, "zero")
@@ -167,19 +169,10 @@ def main() -> int:
         way, rank, size, directory, millions, steps, clip = arguments.worker
         work(way, int(rank), int(size), directory, float(millions), int(steps), bool(int(clip)))
         return 0
-    try:
-        record = {"busy_cores": wait_for_quiet(arguments.wait_quiet), **measure(arguments)}
-    except Unavailable as error:
-        print(f"update-memory: {error}", file=sys.stderr)
+    scenario = ("workers", "millions", "clip", "rate_mbit")
+    record = measured(arguments, "update_memory", partial(measure, arguments), scenario=scenario)
+    if record is None:
         return 2
-    publish(
-        record,
-        benchmark="update_memory",
-        seed=0,
-        as_json=arguments.json,
-        lines=arguments.json_lines,
-        scenario=("workers", "millions", "clip", "rate_mbit"),
-    )
     if not arguments.json:
         show(record)
     return 0 if record["met"] else 1

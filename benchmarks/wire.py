@@ -15,11 +15,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+from benchmarks.cases import measured
 from benchmarks.engine_process import EngineProcess, together, wire_up
 from lab.cluster import Cluster, Host, Unavailable, need
-from lab.records import note, publish, result_arguments, shown, spread, wait_for_quiet
+from lab.records import note, result_arguments, shown, spread
 
 GET_IPERF3 = "install iperf3 (apt-get install iperf3, dnf install iperf3, or https://software.es.net/iperf)"
 ARMS = {"no limit": (None, 0.90), "1 Gbit/s": (1000, 0.97)}
@@ -98,8 +100,9 @@ class Slices:
             end.close()
 
 
-def measure(arm: str, rate_mbit: int | None, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(arm: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """All pairs of one arm."""
+    rate_mbit, target = ARMS[arm]
     iperf_gbit_s, slices_gbit_s = [], []
     with Cluster(2, rate_mbit) as cluster:
         iperf, slices = Iperf(*cluster.hosts), Slices(cluster.hosts, arguments)
@@ -121,6 +124,7 @@ def measure(arm: str, rate_mbit: int | None, arguments: argparse.Namespace) -> d
         "iperf3_gbit_s": spread(iperf_gbit_s),
         "penstock_gbit_s": spread(slices_gbit_s),
         "ratio": spread(ratios),
+        "target_ratio": target,
     }
 
 
@@ -143,25 +147,15 @@ def main() -> int:
     arguments = parse()
     met = True
     for arm in arguments.arm or ARMS:
-        rate_mbit, target = ARMS[arm]
-        try:
-            busy = {"busy_cores": wait_for_quiet(arguments.wait_quiet)}
-            record = {**busy, **measure(arm, rate_mbit, arguments), "target_ratio": target}
-        except Unavailable as error:
-            note(f"wire: {error}")
+        case = partial(measure, arm, arguments)
+        record = measured(arguments, "wire", case, scenario=("arm",), seed=arguments.seed)
+        if record is None:
             return 2
-        met &= record["ratio"]["median"] >= target
-        publish(
-            record,
-            benchmark="wire",
-            seed=arguments.seed,
-            as_json=arguments.json,
-            lines=arguments.json_lines,
-            scenario=("arm",),
-        )
+        met &= record["ratio"]["median"] >= record["target_ratio"]
         if not arguments.json:
             print(f"{arm}: Penstock {shown(record['penstock_gbit_s'], ' Gbit/s')}")
             print(f"{' ' * len(arm)}  iperf3   {shown(record['iperf3_gbit_s'], ' Gbit/s')}")
+            target = record["target_ratio"]
             print(f"{' ' * len(arm)}  ratio    {shown(record['ratio'], '')}, target {target}", flush=True)
     return 0 if met else 1
 

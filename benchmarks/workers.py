@@ -24,6 +24,7 @@ def run_workers(
     *more: object,
     environment: Mapping[str, str] = MappingProxyType({}),
     hosts: Sequence[Host] = (),
+    limit_s: float = LIMIT_S,
 ) -> list[dict[str, Any]]:
     """What each worker prints last, as JSON, by rank. None is left running, whatever happens.
 
@@ -34,10 +35,11 @@ def run_workers(
         more: Behind the directory in which they meet, which is new and empty.
         environment: What theirs has beyond this process's.
         hosts: One for each, if they shall not all be on this machine; gloo and Penstock use their interfaces.
+        limit_s: How long they may take.
 
     Raises:
         RuntimeError: Some failed.
-        subprocess.TimeoutExpired: After `LIMIT_S`.
+        subprocess.TimeoutExpired: They took longer.
     """
     inherited = {**os.environ, **environment}
     processes: list[subprocess.Popen[str]] = []
@@ -52,7 +54,7 @@ def run_workers(
                     start, interface = hosts[rank].start, f"{hosts[rank].address}/32"
                     its = {**inherited, "GLOO_SOCKET_IFNAME": hosts[rank].interface, "PENSTOCK_INTERFACE": interface}
                 processes.append(start(command, stdout=subprocess.PIPE, text=True, env=its, cwd=ROOT))
-            outputs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+            outputs = [process.communicate(timeout=limit_s)[0] for process in processes]
         finally:
             for process in processes:
                 if process.poll() is None:
