@@ -11,6 +11,7 @@ import late_ranks
 import pytest
 import ranks
 import torch
+from host_bits import has_the_bits_of_the_host, same
 from late_device import installed
 from late_ranks import (  # noqa: F401  `small` is for every test here
     LONG,
@@ -22,7 +23,6 @@ from late_ranks import (  # noqa: F401  `small` is for every test here
     is_right,
     model_of,
     run,
-    same,
     small,
     stream_of_rank,
 )
@@ -53,21 +53,13 @@ def train(device, size=2, *, make=lambda: model_of("convolutions"), optimizer="s
     return run(main, size)
 
 
-def compared(seed, training, **arguments):
-    expected = training("cpu", **arguments)
-    with installed(seed):
-        found = training("late", **arguments)
-    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
-    return found
-
-
 # Buffers
 
 
 @pytest.mark.parametrize(("arm", "size"), [("threads", 2), pytest.param("native", 3, marks=LONG)])
 def test_buffers_of_rank_0_have_the_bits_of_the_host(monkeypatch, arm, size):
     monkeypatch.setattr(ranks, "arm", arm)
-    found = compared(31, train, size=size, broadcast_buffers=True)
+    found = has_the_bits_of_the_host(31, lambda device: train(device, size, broadcast_buffers=True))
     assert all(same(found[0], other) for other in found[1:])
 
 
@@ -132,7 +124,7 @@ def synced(half=None):
 )
 def test_batch_norm_over_all_ranks_has_the_bits_of_the_host(monkeypatch, arm, size, half):
     monkeypatch.setattr(ranks, "arm", arm)
-    found = compared(33, train, size=size, make=lambda: synced(half))
+    found = has_the_bits_of_the_host(33, lambda device: train(device, size, make=lambda: synced(half)))
     assert all(same(found[0], other) for other in found[1:])
 
 
@@ -176,7 +168,7 @@ def joined(monkeypatch):
 @pytest.mark.parametrize("how", [{}, pytest.param({"broadcast_buffers": True}, marks=LONG)])
 def test_uneven_batches_have_the_bits_of_the_host(monkeypatch, joined, arm, how):
     monkeypatch.setattr(ranks, "arm", arm)
-    found = compared(34, uneven, **how)
+    found = has_the_bits_of_the_host(34, lambda device: uneven(device, **how))
     assert all(same(found[0], other) for other in found[1:])
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from both_devices import every_collective
 from late_device import installed
+from rank_processes import ended
 
 import penstock as ps
 import penstock.torch.backend
@@ -148,22 +149,9 @@ def main(scenes, rank, size, store, seed):
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
 def test_the_backend(seed, tmp_path):
     scenes = ",".join(scene.__name__ for scene in SCENES)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, scenes, str(rank), str(SIZE), str(tmp_path / "store"), str(seed)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(SIZE)
-    ]
-    try:
-        said = [rank.communicate(timeout=LIMIT_S)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert ranks[0].returncode == 0, said
+    store = tmp_path / "store"
+    said, status = ended(__file__, scenes, SIZE, store, seed, limit_s=LIMIT_S, stderr=subprocess.STDOUT)
+    assert status[0] == 0, said
     assert "a_lost_rank" in said[1], said
 
 

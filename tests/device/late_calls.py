@@ -13,6 +13,7 @@ import late_device  # noqa: F401  first: torch takes in what devices there are w
 import pytest
 import ranks
 import torch
+from host_bits import has_the_bits_of_the_host, same_on_all
 from late_device import LateDevice, installed
 
 from penstock._native import ALGORITHMS
@@ -127,10 +128,6 @@ def collect(device, size, elems, dtype, seed, *, async_=True):
     return run(main, size)
 
 
-def same(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 SHORT = {(torch.float32, 300, 3), (torch.bfloat16, 301, 2), (torch.uint8, 1, 2), (torch.float64, 0, 2)}
 
 
@@ -145,7 +142,7 @@ def test_every_collective_has_the_bits_of_the_host(dtype, elems, size):
     with installed(elems + size):
         expected = collect("cpu", size, elems, dtype, 0)
         found = collect("late", size, elems, dtype, 0)
-    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+    assert same_on_all(found, expected)
 
 
 def test_calls_that_block_have_the_bits_of_the_host():
@@ -155,10 +152,7 @@ def test_calls_that_block_have_the_bits_of_the_host():
         program.of_rank(rank, group, 300, torch.float32)
         return program.end(iter)
 
-    expected = run(lambda rank, group: main(rank, group, "cpu"), 2)
-    with installed(4):
-        found = run(lambda rank, group: main(rank, group, "late"), 2)
-    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+    has_the_bits_of_the_host(4, lambda device: run(lambda rank, group: main(rank, group, device), 2))
 
 
 @pytest.mark.parametrize("vectors", [1, 2])
@@ -179,10 +173,7 @@ def test_cuts_do_not_show_in_the_bits_of_any_algorithm(monkeypatch, algorithm, v
         group.allreduce(rows, algorithm=algorithm)
         return [row.cpu() for row in rows]
 
-    expected = run(lambda rank, group: main(rank, group, "cpu"), size)
-    with installed(0):
-        found = run(lambda rank, group: main(rank, group, "late"), size)
-    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+    has_the_bits_of_the_host(0, lambda device: run(lambda rank, group: main(rank, group, device), size))
     assert len(pieces) >= (3 * size if size < 5 else size)
 
 
@@ -252,7 +243,7 @@ def test_each_wait_is_needed(monkeypatch, wait):
                     found = run(lambda rank, group: main(rank, group, "late"), 2)
             except (AssertionError, PenstockError, RuntimeError):  # the device has seen its memory change
                 return False
-        return all(same(one, other) for one, other in zip(found, expected, strict=True))
+        return same_on_all(found, expected)
 
     outcomes = (right(seed) for seed in range(5 if wait is None else 40))
     assert all(outcomes) if wait is None else not all(outcomes)

@@ -15,8 +15,9 @@ import pytest
 import ranks
 import torch
 from equality_cases import DIFFERENCE_MAX, MOVED_MIN, NETWORKS, OPTIMIZERS, Case
+from host_bits import same
 from late_device import installed
-from late_ranks import LONG, run, same, small, stream_of_rank  # noqa: F401  `small` is for every test here
+from late_ranks import LONG, run, small, stream_of_rank  # noqa: F401  `small` is for every test here
 
 from penstock.torch import distribute
 from penstock.torch.gradients import device_landing

@@ -12,6 +12,7 @@ import late_device  # noqa: F401  first: torch takes in what devices there are w
 import pytest
 import ranks
 import torch
+from host_bits import has_the_bits_of_the_host, same
 from late_device import installed
 from late_ranks import (  # noqa: F401  `small` is for every test here
     LONG,
@@ -21,7 +22,6 @@ from late_ranks import (  # noqa: F401  `small` is for every test here
     is_right,
     model_of,
     run,
-    same,
     small,
     stream_of_rank,
     without,
@@ -84,10 +84,7 @@ def train(device, *, size=2, kind="linear", optimizer="sgd", update="servers", b
 )
 def test_parameters_and_states_have_the_bits_of_the_host(update, kind, optimizer, size):
     arguments = {"size": size, "kind": kind, "optimizer": optimizer, "update": update}
-    expected = train("cpu", **arguments)
-    with installed(41):
-        found = train("late", **arguments)
-    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+    found = has_the_bits_of_the_host(41, lambda device: train(device, **arguments))
     assert all(same(found[0], other) for other in found[1:])
 
 
@@ -165,10 +162,7 @@ def test_what_programs_write_and_load_reaches_the_owners():
 
         return run(main, 2)
 
-    expected = trained("cpu")
-    with installed(43):
-        found = trained("late")
-    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+    has_the_bits_of_the_host(43, trained)
 
 
 @LONG
@@ -191,10 +185,7 @@ def test_uneven_batches_have_the_bits_of_the_host(monkeypatch):
 
         return run(main, 2)
 
-    expected = trained("cpu")
-    with installed(44):
-        found = trained("late")
-    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+    has_the_bits_of_the_host(44, trained)
 
 
 # Without rounds

@@ -10,6 +10,7 @@ import late_device  # first: torch takes in what devices there are with the firs
 import pytest
 import ranks
 import torch
+from host_bits import has_the_bits_of_the_host, same
 from late_device import installed
 from late_ranks import (  # noqa: F401  `small` is for every test here
     LONG,
@@ -19,7 +20,6 @@ from late_ranks import (  # noqa: F401  `small` is for every test here
     batch,
     model_of,
     run,
-    same,
     small,
 )
 from torch.nn import functional as F
@@ -46,11 +46,8 @@ def train(device, size=2, *, make_optimizer=OPTIMIZERS["sgd"], schemes=None, dty
     return run(main, size)
 
 
-def has_the_bits_of_the_host(seed, training, **arguments):
-    expected = training("cpu", **arguments)
-    with installed(seed):
-        found = training("late", **arguments)
-    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+def has_the_bits_of_the_host_on_all_ranks(seed, training, **arguments):
+    found = has_the_bits_of_the_host(seed, lambda device: training(device, **arguments))
     assert all(same(found[0], other) for other in found[1:])
 
 
@@ -109,7 +106,7 @@ def waits_of_this_thread():
 )
 def test_autocast_and_a_scaled_loss_have_the_bits_of_the_host(half, scaled, clips):
     """Also the scales, and the step that is left out: on all ranks, whoever's loss is not finite."""
-    has_the_bits_of_the_host(21, mixed, half=HALVES[half], scaled=scaled, clips=clips)
+    has_the_bits_of_the_host_on_all_ranks(21, mixed, half=HALVES[half], scaled=scaled, clips=clips)
 
 
 def test_a_scaled_loss_makes_the_host_wait_as_often_as_without_ranks():
@@ -148,7 +145,7 @@ HALF_WAYS = {"0": "bf16", "2": "fp16"}
 
 def test_gradients_rounded_for_the_wire_have_the_bits_of_the_host():
     """Where an owner rounds its own contribution, too, as the fake engine does."""
-    has_the_bits_of_the_host(24, train, schemes=HALF_WAYS)
+    has_the_bits_of_the_host_on_all_ranks(24, train, schemes=HALF_WAYS)
 
 
 def test_gradients_rounded_for_the_wire_train(monkeypatch):
@@ -186,4 +183,4 @@ def test_parameters_of_other_types_have_the_bits_of_the_host(foreach, dtype):
     def make(params):
         return torch.optim.AdamW(params, 0.01, eps=1e-3, foreach=foreach)  # an eps that fp16 has
 
-    has_the_bits_of_the_host(26, train, make_optimizer=make, dtype=dtype)
+    has_the_bits_of_the_host_on_all_ranks(26, train, make_optimizer=make, dtype=dtype)

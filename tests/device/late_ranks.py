@@ -13,6 +13,7 @@ import late_device  # noqa: F401  first: torch takes in what devices there are w
 import pytest
 import ranks
 import torch
+from host_bits import has_the_bits_of_the_host, same_on_all
 from late_device import installed
 from torch import nn
 from torch.nn import functional as F
@@ -130,10 +131,6 @@ def train(kind, optimizer, device, size, schemes=None):
     return run(main, size)
 
 
-def same(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 LONG = pytest.mark.long
 SHORT_BITS = {
     ("convolutions", "adamw", "threads"),
@@ -151,10 +148,7 @@ SHORT_BITS = {
 @pytest.mark.parametrize("size", [2, pytest.param(1, marks=LONG), pytest.param(3, marks=LONG)])
 def test_has_the_bits_of_the_host(monkeypatch, kind, optimizer, arm, size):
     monkeypatch.setattr(ranks, "arm", arm)
-    expected = train(kind, optimizer, "cpu", size)
-    with installed(5):
-        found = train(kind, optimizer, "late", size)
-    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+    has_the_bits_of_the_host(5, lambda device: train(kind, optimizer, device, size))
 
 
 # Programs
@@ -231,10 +225,7 @@ SHORT_PROGRAMS = ("clips", "accumulates onto averages")
     "program", [pytest.param(one, marks=[] if one in SHORT_PROGRAMS else LONG) for one in PROGRAMS]
 )
 def test_programs_have_the_bits_of_the_host(program):
-    expected = run_program(PROGRAMS[program], "cpu")
-    with installed(11):
-        found = run_program(PROGRAMS[program], "late")
-    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+    has_the_bits_of_the_host(11, lambda device: run_program(PROGRAMS[program], device))
 
 
 # Waits
@@ -330,7 +321,7 @@ def is_right(training, seed, expected):
             found = training()
     except (AssertionError, PenstockError, RuntimeError):  # ranks, engine or device have seen memory change
         return False
-    return all(same(one, other) for one, other in zip(found, expected, strict=True))
+    return same_on_all(found, expected)
 
 
 def right_without(monkeypatch, leave_out, seed, expected, program, *of_program):
@@ -369,10 +360,10 @@ def fill_arenas(seed, schemes=None):
                 layer.place = layer.index if rank else -layer.index
         return [param.detach().cpu() for param in model.parameters()]
 
-    expected = run(lambda rank, engine: main(rank, engine, "cpu"), 2)
-    with installed(seed):
-        found = run(lambda rank, engine: main(rank, engine, "late"), 2, operation_timeout_s=10.0)
-    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+    def trained(device):
+        return run(lambda rank, engine: main(rank, engine, device), 2, operation_timeout_s=10.0)
+
+    has_the_bits_of_the_host(seed, trained)
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=LONG), pytest.param(2, marks=LONG)])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import sys
+from functools import partial
 
 import late_device
 import late_ranks
 import pytest
 import ranks
 import torch
+from host_bits import has_the_bits_of_the_host, same, same_on_all
 from late_device import installed
 from late_ranks import (
     LONG,
@@ -26,7 +28,6 @@ from late_ranks import (
     right_without,
     run,
     run_program,
-    same,
     small,  # noqa: F401  for every test
     stream_of_rank,
     train,
@@ -66,11 +67,8 @@ def test_whole_gradients_travel_in_other_ways(monkeypatch):
     """Of two ranks, whose sums are the same in any order."""
     monkeypatch.setattr(ranks, "arm", "native")
     schemes = {"embedding": "ring", "hidden": "bf16", "unused": "tree"}
-    expected = train("tied", "sgd", "cpu", 2, schemes)
-    with installed(3):
-        found = train("tied", "sgd", "late", 2, schemes)
-    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
-    assert not same(expected[0], train("tied", "sgd", "cpu", 2)[0]), "nothing was rounded"
+    found = has_the_bits_of_the_host(3, lambda device: train("tied", "sgd", device, 2, schemes))
+    assert not same(found[0], train("tied", "sgd", "cpu", 2)[0]), "nothing was rounded"
 
 
 # Bits
@@ -88,12 +86,9 @@ def test_has_the_bits_of_the_host(monkeypatch, arm, size, kind, schemes):
     optimizer = PLAIN if schemes is SHORT else "sgd"
     if schemes is SHORT and size == 1:
         pytest.skip("nobody would apply the momentum")
-    expected = train(kind, optimizer, "cpu", size, schemes)
-    with installed(4):
-        found = train(kind, optimizer, "late", size, schemes)
-    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+    found = has_the_bits_of_the_host(4, lambda device: train(kind, optimizer, device, size, schemes))
     # Averages of pairs are sums in the order of the store's, so these would be the same.
-    assert size == 1 or kind == "table" or not same(expected[0], train(kind, optimizer, "cpu", size)[0]), "whole"
+    assert size == 1 or kind == "table" or not same(found[0], train(kind, optimizer, "cpu", size)[0]), "whole"
 
 
 def test_half_types(monkeypatch):
@@ -111,10 +106,7 @@ def test_half_types(monkeypatch):
     )
     program = {"backwards": 2}
     for kind, schemes in (("wide", FACTORS), ("table", PAIRS)):
-        expected = run_program(program, "cpu", kind, schemes)
-        with installed(6):
-            found = run_program(program, "late", kind, schemes)
-        assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+        has_the_bits_of_the_host(6, partial(run_program, program, kind=kind, schemes=schemes))
 
 
 WAYS = {
@@ -140,10 +132,7 @@ SHORT_CASES = {
 def test_programs_have_the_bits_of_the_host(way, program):
     kind, schemes = WAYS[way]
     of_program = (kind, schemes, OPTIMIZERS[PLAIN if schemes is SHORT else "sgd"])
-    expected = run_program(PROGRAMS[program], "cpu", *of_program)
-    with installed(12):
-        found = run_program(PROGRAMS[program], "late", *of_program)
-    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+    has_the_bits_of_the_host(12, lambda device: run_program(PROGRAMS[program], device, *of_program))
 
 
 def residuals_of(device):
@@ -178,7 +167,7 @@ def test_what_is_kept_is_that_of_the_host():
     expected = residuals_of("cpu")
     with installed(14):
         found = residuals_of("late")
-    assert expected[0] and all(same(one, other) for one, other in zip(found, expected, strict=True))
+    assert expected[0] and same_on_all(found, expected)
 
 
 def switching(device, schemes):
@@ -204,10 +193,7 @@ def switching(device, schemes):
 
 def test_a_layer_changes_its_scheme_between_steps():
     schemes = ("store", "factors", "factors", "store", "store", "factors")
-    expected = switching("cpu", schemes)
-    with installed(8):
-        found = switching("late", schemes)
-    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+    has_the_bits_of_the_host(8, lambda device: switching(device, schemes))
 
 
 # Choice
@@ -285,7 +271,7 @@ def test_rows_may_be_made_in_another_stream(monkeypatch, left_out):
                 found = run_program(program, "late", "wide", FACTORS)
         except (PenstockError, RuntimeError):
             return False
-        return all(same(one, other) for one, other in zip(found, expected, strict=True))
+        return same_on_all(found, expected)
 
     outcomes = (right(seed) for seed in range(20 if left_out else 1))
     assert not all(outcomes) if left_out else all(outcomes)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from rank_processes import ended
 
 RANK = Path(__file__).parent / "cuda_rank.py"
 SIZE = 2
@@ -23,20 +23,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available()
     ],
 )
 def test_on_a_cuda_device(scenes, tmp_path):
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(RANK), scenes, str(rank), str(SIZE), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(SIZE)
-    ]
-    try:
-        said = [rank.communicate(timeout=LIMIT_S)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    said, status = ended(RANK, scenes, SIZE, tmp_path / "store", limit_s=LIMIT_S, stderr=subprocess.STDOUT)
     print(said[0])
-    assert ranks[0].returncode == 0 and "a_lost_rank" in said[0], "\n".join(said)
+    assert status[0] == 0 and "a_lost_rank" in said[0], "\n".join(said)

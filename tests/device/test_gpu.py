@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
-import programs
 import pytest
 import torch
+from rank_processes import ended
 
-HERE = Path(__file__).parent
+RANKS = Path(__file__).with_name("gpu_ranks.py")
 LIMIT_S = 300.0
 DEVICE = torch.accelerator.current_accelerator(check_available=True) if hasattr(torch, "accelerator") else None
 EQUAL = {"fp32": 1e-4, "fp64": 1e-10}
@@ -26,20 +25,9 @@ needs_device = pytest.mark.skipif(DEVICE is None, reason="no device")
 
 def run(scene, size, place, seed=1, dies=(), device=DEVICE):
     """What each rank has found; of those that die nothing."""
-    started = [
-        programs.start_afresh(
-            HERE / "gpu_ranks.py", scene, rank, size, place, device.type, seed, stdout=subprocess.PIPE
-        )
-        for rank in range(size)
-    ]
-    try:
-        said = [program.communicate(timeout=LIMIT_S)[0] for program in started]
-    finally:
-        for program in started:
-            program.kill()
-            program.wait()
+    said, status = ended(RANKS, scene, size, place, device.type, seed, limit_s=LIMIT_S)
     alive = [rank for rank in range(size) if rank not in dies]
-    assert [started[rank].returncode for rank in alive] == [0] * len(alive), f"seed {seed}"
+    assert [status[rank] for rank in alive] == [0] * len(alive), f"seed {seed}"
     return [json.loads(said[rank].splitlines()[-1]) for rank in alive]
 
 
