@@ -53,14 +53,24 @@ def digest(model):
     return whole.hexdigest()
 
 
-def compared(first, train_ddp, train_ours):
-    """What a test looks at: both trained models beside the one that they have begun with."""
+def compared(first, train_ddp, train_ours, train_on_host=None):
+    """What a test looks at: both trained models beside the one that they have begun with, and beside ours on the host.
+
+    Args:
+        first: The model.
+        train_ddp: Trains a copy with DDP.
+        train_ours: Trains a copy with Penstock.
+        train_on_host: Trains a copy in main memory with Penstock.
+    """
     reference, ours = train_ddp(copy.deepcopy(first)), train_ours(copy.deepcopy(first))
-    return {
+    found = {
         "apart": apart(values(ours), values(reference)),
         "moved": apart(values(ours), values(first)),
         "digest": digest(ours),
     }
+    if train_on_host is not None:
+        found["from_host"] = apart(values(ours), values(train_on_host(copy.deepcopy(first).cpu())))
+    return found
 
 
 # Equality
@@ -271,20 +281,21 @@ SCHEMES = {
     "1bit": {"second": "1bit"},
     "dgc": {"second": ps.DGC(density=0.05, momentum=0.0)},
 }
+LOSSY = ("bf16", "1bit", "dgc")
 
 
 def schemes(rank, size, device, seed):
-    """Each way that gradients can travel."""
+    """Each way that gradients can travel; what is lossy, which DDP has not, beside the same in main memory, too."""
     torch.manual_seed(seed)
     first = Words().to(device)
     found = {}
     for name, chosen in SCHEMES.items():
         there = torch.Stream(device) if "stream" in name and device.type != "cpu" else _nothing()
 
-        def run(model, wrap, there=there):
+        def run(model, wrap, where=device, there=there):
             wrapped, trained = wrap(model, torch.optim.SGD(model.parameters(), 0.5))
             for step in range(STEPS):
-                x, y = words(rank, step, device)
+                x, y = words(rank, step, where)
                 if not isinstance(there, _nothing):
                     there.wait_stream(torch.accelerator.current_stream())
                 with there:
@@ -295,11 +306,14 @@ def schemes(rank, size, device, seed):
                 trained.zero_grad()
             return model
 
-        def ours(model, run=run, chosen=chosen):
-            return run(model, lambda one, other: ps.distribute(one, other, schemes=chosen))
+        def ours(model, where=device, run=run, chosen=chosen):
+            return run(model, functools.partial(ps.distribute, schemes=chosen), where)
 
         found[name] = compared(
-            first, lambda model, run=run: run(model, lambda one, other: (DistributedDataParallel(one), other)), ours
+            first,
+            lambda model, run=run: run(model, lambda one, other: (DistributedDataParallel(one), other)),
+            ours,
+            functools.partial(ours, where=torch.device("cpu")) if name in LOSSY else None,
         )
     return found
 

@@ -16,6 +16,12 @@ EQUAL = {"fp32": 1e-4, "fp64": 1e-10}
 """Relative distance from DDP's parameters. Products of the device are not the same in every run."""
 HALF = 2e-2
 """Likewise, of the way that they have come, where half types round what is added in another order."""
+NEAR_DDP = 1e-2
+"""Likewise, where nothing is rounded to a half type and no kernel is chosen anew."""
+NEAR_HOST = 0.25
+"""Of a lossy scheme's distance from DDP, which is what it leaves out: its distance from the same in main memory. What
+the device rounds otherwise flips few signs, and few of the largest numbers; whoever keeps, sends or adds something else
+is as far from there as from DDP."""
 LATE_S = 10.0
 """Until the loss of a rank has reached everybody: a closed connection says so at once."""
 
@@ -74,10 +80,11 @@ def test_schemes_train_as_ddp_does(size, tmp_path):
 
 def check_schemes(found):
     for name, one in found[0].items():
-        shortened = name in ("bf16", "1bit", "dgc")
-        check(found, name, one["moved"] if shortened else EQUAL["fp32"])
+        lossy = "from_host" in one
+        check(found, name, one["moved"] if lossy else NEAR_DDP * one["moved"])
         assert one["moved"] > 1e-4, (name, one)
-        assert not shortened or one["apart"] > 0, (name, one)
+        assert not lossy or one["from_host"] <= NEAR_HOST * one["apart"] > 0, (name, one)
+    assert sum("from_host" in one for one in found[0].values()) == 3
 
 
 @pytest.mark.skipif(DEVICE is None or DEVICE.type != "cuda", reason="no device of CUDA")
