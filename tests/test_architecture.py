@@ -66,6 +66,11 @@ SLOT_WRITERS = {"gradients/hooks.py": {"gather"}, "reads/safety.py": {"distribut
 # How long a step takes is what a call by one of two algorithms takes more than by the other.
 WITH_TWO_ALGORITHMS = {"measure/allreduce.py", "measure/quick.py"}
 
+# What takes the device and the number type that the program has set as defaults.
+MODULES_WITH_TENSORS = {"Linear", "Conv1d", "Conv2d", "Conv3d", "Embedding", "BatchNorm1d", "BatchNorm2d", "LayerNorm"}
+PROGRAM_OF_ITS_OWN = "demo/recipe.py"
+"""It sets no defaults, and nobody else's code is in its process."""
+
 # Everything else imports torch inside the functions that need it.
 MODULES_ON_TORCH = ("torch/", "demo/recipe.py", "demo/worker.py")
 
@@ -562,6 +567,66 @@ def test_nothing_reads_a_pickle():
     for path in python_modules():
         found = list(pickles_in(path.read_text(encoding="utf-8")))
         assert not found, f"{path.relative_to(PACKAGE)}: {found}"
+
+
+def tensor_makers():
+    """The functions of `torch` that take the device that the program has set as default, as torch lists them."""
+    from torch.utils._device import _device_constructors
+
+    return {function.__name__.removeprefix("fft_") for function in _device_constructors()}
+
+
+def made_by_default(source):
+    """Calls of a Python source that make tensors as a program's defaults say: of its device, or of its number type.
+
+    Those of ``like.new_empty(...)`` and ``torch.empty_like(...)`` take both from a tensor; `torch.from_numpy` and
+    `torch.frombuffer` take memory that is there.
+    """
+    makers = dict.fromkeys(("torch", "fft", "nested"), tensor_makers()) | {"nn": MODULES_WITH_TENSORS}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = makers.get((node.module or "").rpartition(".")[2], set())
+            yield from (alias.name for alias in node.names if alias.name in names)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            holder = ast.unparse(node.func.value).rpartition(".")[2].lstrip("_")
+            told = {"device", "dtype"} <= {word.arg for word in node.keywords}
+            if node.func.attr in makers.get(holder, set()) and not told:
+                yield ast.unparse(node)
+
+
+def test_what_makes_a_tensor_by_default_is_found():
+    for source in (
+        "torch.empty(3)",
+        "torch.zeros(3, device='cpu')",
+        "x = torch.tensor([1], dtype=torch.int64).view(-1)",
+        "self._torch.full(shape, 0, dtype=dtype)",
+        "torch.sparse_coo_tensor(indices, values, shape)",
+        "torch.fft.fftfreq(4)",
+        "nn.Linear(3, 4)",
+        "torch.nn.Linear(3, 4, dtype=torch.float32)",
+        "from torch import empty, nn",
+        "def f():\n    from torch.nn import Embedding",
+    ):
+        assert list(made_by_default(source)), source
+    for source in (
+        "torch.empty(3, dtype=torch.uint8, device='cpu')",
+        "torch.empty_like(x)",
+        "x.new_empty(3)",
+        "torch.frombuffer(memory, dtype=torch.uint8)",
+        "numpy.empty(3, dtype)",
+        "slot.empty()",
+        "nn.Parameter(x)",
+        "from torch import Tensor, nn",
+    ):
+        assert not list(made_by_default(source)), source
+
+
+def test_every_tensor_says_where_it_is_and_of_what_type():
+    """Programs set other defaults: `torch.set_default_device("cuda")`, ``with torch.device``, `set_default_dtype`."""
+    for path in python_modules():
+        if path.relative_to(PACKAGE).as_posix() != PROGRAM_OF_ITS_OWN:
+            found = list(made_by_default(path.read_text(encoding="utf-8")))
+            assert not found, f"{path.relative_to(PACKAGE)}: {found}"
 
 
 def test_only_config_reads_the_environment():

@@ -184,7 +184,7 @@ class _Torch(Arithmetic):
 
     def _neutral(self, shape: tuple[int, int], like: Any) -> Any:
         dtype = self._wide(like[:0]).dtype
-        return self._torch.full(shape, -0.0 if dtype.is_floating_point else 0, dtype=dtype)
+        return self._torch.full(shape, -0.0 if dtype.is_floating_point else 0, dtype=dtype, device="cpu")
 
     def _empty(self, shape: tuple[int, int], like: Any) -> Any:
         return like.new_empty(shape)

@@ -170,11 +170,17 @@ def is_aligned(memory: Buffer) -> bool:
 
 def maker_like(value: Any) -> Callable[[Buffer], Any]:
     """What makes copies of a key's memory, of the kind, dtype and shape of this value, which it does not keep."""
-    library = sys.modules["torch" if type(value).__module__.startswith("torch") else "numpy"]
+    of_torch = type(value).__module__.startswith("torch")
     shape, dtype = tuple(value.shape), value.dtype
 
+    def empty() -> Any:
+        if of_torch:
+            torch = sys.modules["torch"]
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        return sys.modules["numpy"].empty(shape, dtype)
+
     def copy(memory: Buffer) -> Any:
-        made = library.empty(shape, dtype=dtype)
+        made = empty()
         ctypes.memmove(view(made, "KVStore.state_dict", written=True).address, memory.address, memory.nbytes)
         return made
 

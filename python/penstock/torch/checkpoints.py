@@ -148,7 +148,7 @@ class Checkpoints:
             )
         for name, (dtype, shape) in described.items():
             if self._rank != 0:
-                read[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+                read[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
             if read[name].numel():
                 collectives.broadcast(read[name].reshape(-1).view(torch.uint8))
         for name, part in self._parts.items():

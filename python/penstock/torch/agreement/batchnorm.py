@@ -122,7 +122,7 @@ class SyncedNorms:
         gradients, engine, book = self._gradients, self.engine, self.book
         assert book is not None
         index, step = len(NAMES) * norm.place + direction, gradients.step
-        header = torch.tensor([values], dtype=torch.int64)
+        header = torch.tensor([values], dtype=torch.int64, device="cpu")
         mine = torch.cat([header.view(torch.uint8), numbers.contiguous().view(-1).view(torch.uint8)])
         gradients.lent.tensors[engine.submit_gather(book, index, mine.data_ptr(), mine.numel(), step)] = mine
         gradients.serve()
@@ -131,7 +131,7 @@ class SyncedNorms:
         for rank, nbytes in enumerate(engine.gathered(book, index)):
             if nbytes is None:
                 continue
-            theirs = mine if rank == gradients.rank else torch.empty(nbytes, dtype=torch.uint8)
+            theirs = mine if rank == gradients.rank else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             if rank != gradients.rank:
                 engine.read_gathered(book, index, rank, 0, theirs.data_ptr(), nbytes)
             parts.append(norm.decoded(theirs, rank))
@@ -172,7 +172,7 @@ class Norm:
         """
         parts = [part for part in self.all.exchange(self, FORWARD, values, numbers) if part.values]
         total = sum(part.values for part in parts)
-        mean = torch.zeros(numbers.shape[1], dtype=WIDEST)
+        mean = torch.zeros(numbers.shape[1], dtype=WIDEST, device="cpu")
         variance = torch.zeros_like(mean)
         for there, (there_mean, _) in parts:
             mean += there_mean * there
@@ -185,7 +185,7 @@ class Norm:
 
     def total(self, values: int, numbers: Tensor) -> Tensor:
         """The sums over all ranks, of shape (2, C), in fp64."""
-        result = torch.zeros(numbers.shape, dtype=WIDEST)
+        result = torch.zeros(numbers.shape, dtype=WIDEST, device="cpu")
         for _, sums in self.all.exchange(self, BACKWARD, values, numbers):
             result += sums
         return result

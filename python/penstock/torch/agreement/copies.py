@@ -147,7 +147,7 @@ class BufferCopy:
 
     def _fresh(self) -> Tensor:
         if self._accelerator is None:
-            return torch.empty(self._nbytes, dtype=torch.uint8)
+            return torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
         return accelerators.pinned_memory(self._nbytes)
 
     def _submit(self, submit: Callable[..., int], staging: Tensor, step: int) -> None:

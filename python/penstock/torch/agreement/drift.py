@@ -90,7 +90,7 @@ class _Watched(NamedTuple):
         tensor = without_repeats(tensor.detach()).cpu()
         if self.stride is None or tensor.shape != self.shape:
             return tensor.clone(memory_format=torch.contiguous_format)
-        return torch.empty_strided(self.shape, self.stride, dtype=tensor.dtype).copy_(tensor)
+        return torch.empty_strided(self.shape, self.stride, dtype=tensor.dtype, device="cpu").copy_(tensor)
 
 
 class _Difference(NamedTuple):
@@ -195,7 +195,7 @@ class Drift:
         groups = [hyperparameters(optimizer) for optimizer in self._optimizers]
         self._mine = _Report(step, _digests(self._parameters), changed, groups)
         number = self._mine.digest()
-        self._sent = torch.tensor([number, ~number], dtype=torch.int64)
+        self._sent = torch.tensor([number, ~number], dtype=torch.int64, device="cpu")
         token = self._engine.submit(book, DIGEST, self._sent.data_ptr(), 2 * self._sent.itemsize, "max", step)
         lent_to(self._engine).tensors[token] = self._sent
 
@@ -242,7 +242,7 @@ class Drift:
         by_rank = {self._rank: mine}
         for rank, length in enumerate(engine.gathered(book, REPORT)):
             if length is not None and rank != self._rank:
-                theirs = torch.empty(length, dtype=torch.uint8)
+                theirs = torch.empty(length, dtype=torch.uint8, device="cpu")
                 engine.read_gathered(book, REPORT, rank, 0, theirs.data_ptr(), length)
                 by_rank[rank] = _Report(*json.loads(bytes(theirs.tolist())))
         return dict(sorted(by_rank.items()))
@@ -250,7 +250,7 @@ class Drift:
     def _wait_until_all_have_seen(self, step: int) -> None:
         """Who raises first ends the job for all: not before every rank can name the culprit by itself."""
         assert self.id is not None
-        seen = torch.zeros(1, dtype=torch.int64)
+        seen = torch.zeros(1, dtype=torch.int64, device="cpu")
         with contextlib.suppress(PenstockError):
             token = self._engine.submit(self.id, SEEN, seen.data_ptr(), seen.itemsize, "sum", step)
             lent_to(self._engine).tensors[token] = seen

@@ -136,8 +136,9 @@ def monitored_barrier(
         Timeout: Ranks are missing; all that have come name all that have not.
         PenstockError: The job's failure.
     """
-    here = torch.zeros(1, dtype=torch.uint8)
-    answer = torch.zeros(1 + len(members), dtype=torch.float64)  # rank 0's limit, and 1 for each who is missing
+    here = torch.zeros(1, dtype=torch.uint8, device="cpu")
+    # Rank 0's limit, and 1 for each who is missing.
+    answer = torch.zeros(1 + len(members), dtype=torch.float64, device="cpu")
     if rank != 0:
         begin("send", [here], [], rank=0, tag=BARRIER_TAG)
         greeting = begin("recv", [], [torch.empty_like(here)], rank=0, tag=BARRIER_TAG)

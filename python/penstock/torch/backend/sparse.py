@@ -113,7 +113,7 @@ class SparseSum:
         self._shape, self._dense_shape = mine.shape[: mine.sparse_dim()], values.shape[1:]
         shape = (*self._shape, *self._dense_shape)
         facts = [values.size(0), mine.sparse_dim(), _DTYPES.index(values.dtype), dims, *shape]
-        self.header = torch.tensor(facts + [0] * (4 + DIMENSIONS_MAX - len(facts)))
+        self.header = torch.tensor(facts + [0] * (4 + DIMENSIONS_MAX - len(facts)), dtype=torch.int64, device="cpu")
         self.headers = [torch.empty_like(self.header) for _ in range(size)]
 
     def exchange(self, begin: Callable[..., Call | DeviceCall]) -> list[Call | DeviceCall]:
@@ -152,12 +152,13 @@ class SparseSum:
         for dim, row in enumerate(indices):
             flat.mul_(self._shape[dim]).add_(row)
         unique, places = torch.unique(flat, return_inverse=True)
-        first = unique.new_empty(unique.numel()).scatter_(0, places, torch.arange(flat.numel()))
+        order = torch.arange(flat.numel(), dtype=torch.int64, device="cpu")
+        first = unique.new_empty(unique.numel()).scatter_(0, places, order)
 
         values = self._parts[0][1]
         exact = torch.float32 if values.dtype in _HALVES else values.dtype
         # Minus zero leaves everything as it is that is added to it, plus zero does not: it makes -0.0 to 0.0.
-        total = torch.zeros(unique.numel(), *self._dense_shape, dtype=exact).neg_()
+        total = torch.zeros(unique.numel(), *self._dense_shape, dtype=exact, device="cpu").neg_()
         counts = [part.size(0) for _, part in self._parts]
         for place, (_, part) in zip(places.split(counts), self._parts, strict=True):
             total.index_add_(0, place, part.to(exact))  # a rank has each index once: the order is that of the ranks
@@ -167,7 +168,11 @@ class SparseSum:
         total = total.to(values.dtype)
         total = torch.view_as_complex(total) if self._tensor.is_complex() else total
         summed = torch.sparse_coo_tensor(
-            indices[:, first], total, self._tensor.shape, is_coalesced=True, check_invariants=False
+            *(indices[:, first], total, self._tensor.shape),
+            dtype=total.dtype,
+            device="cpu",
+            is_coalesced=True,
+            check_invariants=False,
         )
         self._tensor.copy_(summed.to(self._tensor.device))
         if self._stream is not None:  # the program's, and not the one in which the new memory was made

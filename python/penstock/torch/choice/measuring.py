@@ -88,7 +88,8 @@ def _product_rate() -> float:
 @torch.no_grad()
 def _measured_product_rate(threads: int) -> float:
     """Takes some 60 ms on a slow core, as it is used: `threads` says for what the rate is kept."""
-    upstream, given = torch.ones(PRODUCT_ROWS, PRODUCT_SIDE), torch.ones(PRODUCT_ROWS, PRODUCT_SIDE)
+    shape = PRODUCT_ROWS, PRODUCT_SIDE
+    upstream, given = (torch.ones(shape, dtype=torch.float32, device="cpu") for _ in range(2))
     result = upstream.T @ given  # once to warm up
     fastest = float("inf")
     for _ in range(TRIES):
@@ -229,10 +230,10 @@ class Choice:
 
     def _send(self, step: int) -> None:
         rates = self._local
-        facts = torch.zeros(self._ranks, self._width, dtype=torch.float64)
+        facts = torch.zeros(self._ranks, self._width, dtype=torch.float64, device="cpu")
         common = [self._samples, rates.bytes_per_s, rates.latency_s, rates.product_flops_per_s, rates.gather_s]
         rows = [self._expected_rows(layer, gather) for layer, gather in self._gathers.items()]
-        facts[self._rank] = torch.tensor([*common, *rows], dtype=torch.float64)
+        facts[self._rank] = torch.tensor([*common, *rows], dtype=torch.float64, device="cpu")
         nbytes = facts.numel() * facts.element_size()
         # As gradients do: errors count steps from 0.
         token = self._engine.submit(self.id, 0, facts.data_ptr(), nbytes, "sum", step - 1)

@@ -86,7 +86,7 @@ def describe_torchvision(models: Any, name: str) -> Network:
     with warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")  # about how weights are initialised, which shapes do not depend on
         model = models.get_model(name, weights=None)
-        example = torch.empty((2, *IMAGES.get(name, IMAGE)))
+        example = torch.empty((2, *IMAGES.get(name, IMAGE)), dtype=torch.float32, device="meta")
     return describe(model, example, name=f"torchvision {name}")
 
 

@@ -597,14 +597,14 @@ def _warn_sparse(rank: int, *, on_device: bool) -> None:
 def _unshared_count() -> int:
     """How often the storage of an unshared gradient is referred to, seen in a hook. It depends on torch's version."""
     counts: list[int] = []
-    weight = torch.zeros(2, 2, requires_grad=True)
+    weight = torch.zeros(2, 2, dtype=torch.float32, device="cpu", requires_grad=True)
 
     def count(param: Any) -> None:
         counts.append(_use_count(param.grad.untyped_storage()._cdata))
 
     weight.register_post_accumulate_grad_hook(count)
     with torch.enable_grad(), torch.inference_mode(False):
-        torch.mm(torch.ones(2, 2), weight).sum().backward()
+        torch.mm(torch.ones_like(weight), weight).sum().backward()
     return counts[0]
 
 

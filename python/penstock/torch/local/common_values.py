@@ -34,7 +34,9 @@ class Averages:
 
     def __init__(self, named: Mapping[str, Tensor]) -> None:
         self._tensors = dict(named)
-        self.held = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in named.items()}
+        self.held = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for name, tensor in named.items()
+        }
         self._kv = KVStore(self._kind)
         self._share = 1 / self._kv.num_workers
         self._pending: Pending | None = None

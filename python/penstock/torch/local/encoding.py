@@ -78,5 +78,5 @@ def _decode_largest(wire: TopK, data: Tensor, elems: int) -> Tensor:
     number_bytes = wire.number.nbytes(whole)
     numbers = decode(wire.number, data[:number_bytes], whole)[:sent]
     places = data[number_bytes:].view(torch.int16).to(torch.int64)
-    found = torch.zeros(elems // wire.chunk, wire.chunk)
+    found = torch.zeros(elems // wire.chunk, wire.chunk, dtype=torch.float32, device="cpu")
     return found.scatter_(1, places.view(-1, wire.count), numbers.view(-1, wire.count)).view(-1)

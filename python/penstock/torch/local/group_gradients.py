@@ -46,7 +46,7 @@ class GroupGradients:
         for name, param in named.items():
             by_dtype[param.dtype][name] = param
         self._parts = [
-            (params, torch.empty(sum(param.numel() for param in params.values()) + len(params), dtype=dtype))
+            (params, torch.empty(sum(map(Tensor.numel, params.values())) + len(params), dtype=dtype, device="cpu"))
             for dtype, params in by_dtype.items()
         ]
 

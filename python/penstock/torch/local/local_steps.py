@@ -109,7 +109,7 @@ class LocalSteps:
         self._steps = 0
         self._under_way: int | None = None
         self._landed_after = [0] * schedule.fragments
-        self._told = torch.empty(running.world_size, dtype=torch.int64)
+        self._told = torch.empty(running.world_size, dtype=torch.int64, device="cpu")
         self._telling: Future | None = None
         ends = cuts(sizes, schedule.fragments)
         self._fragments = [_joined(layers[start:end]) for start, end in pairwise(ends)]
@@ -236,7 +236,7 @@ class LocalSteps:
                 raise self._not_finite(bad, self._running.rank)
             self._send(number, parts, void=False)
             return
-        mine = torch.tensor([-1 if bad is None else self._names.index(bad)])
+        mine = torch.tensor([-1 if bad is None else self._names.index(bad)], dtype=torch.int64, device="cpu")
         self._telling = collectives.all_gather(mine, self._told, async_=True)
         self._send(number, parts, void=bad is not None)
 

@@ -217,8 +217,8 @@ class _Fragment:
         self._starts = range(0, self._part * owners, self._part)
         own = self._starts[ways.client % owners]
         self._own = slice(own, own + self._part)
-        self.common = torch.zeros(self._part * owners)
-        self.kept = torch.zeros(self._part * owners)
+        self.common = torch.zeros(self._part * owners, dtype=torch.float32, device="cpu")
+        self.kept = torch.zeros_like(self.common)
         for name, tensor in self.tensors.items():
             self.common_of(name).copy_(tensor.detach())
         self.exact = self._own_part(self.common)

@@ -91,7 +91,7 @@ class DeferredParameter(nn.Parameter):
 
     def __new__(cls, data: Tensor | None = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
         """A plain parameter: code that copies by ``type(p)(data)``, such as deepcopy, gets what it means."""
-        return nn.Parameter(torch.empty(0) if data is None else data, requires_grad)
+        return nn.Parameter(requires_grad=requires_grad) if data is None else nn.Parameter(data, requires_grad)
 
     @classmethod
     def __torch_function__(

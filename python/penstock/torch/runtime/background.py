@@ -197,7 +197,7 @@ def _flushes_denormals() -> bool:
         return not (_DENORMAL * 1).item()
 
 
-_DENORMAL = torch.tensor(1e-310, dtype=torch.float64)
+_DENORMAL = torch.tensor(1e-310, dtype=torch.float64, device="cpu")
 
 
 def _after_fork() -> None:

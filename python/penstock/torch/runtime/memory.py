@@ -26,14 +26,14 @@ class Reused:
         """A contiguous tensor of any content. References to the memory count, views and numpy arrays included."""
         kept = self._kept
         if kept is None or kept.shape != torch.Size(shape) or kept.dtype is not dtype or _uses(kept) > _ALONE:
-            kept = self._kept = torch.empty(shape, dtype=dtype)
+            kept = self._kept = torch.empty(shape, dtype=dtype, device="cpu")
         # A tensor of its own: whoever gets it may set attributes, and its versions begin anew.
-        return torch.empty(0, dtype=dtype).set_(kept.untyped_storage(), 0, kept.shape, kept.stride())
+        return torch.empty(0, dtype=dtype, device="cpu").set_(kept.untyped_storage(), 0, kept.shape, kept.stride())
 
 
 def _uses(tensor: Tensor) -> int:
     return _use_count(tensor.untyped_storage()._cdata)
 
 
-_ALONE = _uses(torch.empty(1))
+_ALONE = _uses(torch.empty(1, dtype=torch.float32, device="cpu"))
 """What one reference counts as; it depends on torch's version."""

@@ -47,7 +47,7 @@ class FactorsToOwner(LinearFactors):
         self._served: tuple[int, list[Tensor | None]] | None = None
         self._waits_for_me = False
         self._step = 0  # of the round that is under way
-        self._nothing = torch.empty(0, dtype=torch.uint8)
+        self._nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def place(self, owner: int, down: int) -> None:
         """Say who owns it, and which tensor brings the result; the same on all ranks."""

@@ -48,7 +48,7 @@ class ContributionHeader(NamedTuple):
 
     def as_bytes(self) -> Tensor:
         """As it is on the wire."""
-        return torch.tensor(self.encode(), dtype=torch.int64).view(torch.uint8)
+        return torch.tensor(self.encode(), dtype=torch.int64, device="cpu").view(torch.uint8)
 
     @classmethod
     def decode(cls, words: Sequence[int]) -> ContributionHeader:
@@ -87,7 +87,7 @@ class Contribution:
         self._len_bytes = len_bytes
         if len_bytes < gather.header_bytes:
             raise self.wrong()
-        words = self.read(0, torch.empty(gather.header_bytes // WORD_BYTES, dtype=torch.int64))
+        words = self.read(0, torch.empty(gather.header_bytes // WORD_BYTES, dtype=torch.int64, device="cpu"))
         self.header = ContributionHeader.decode(words.tolist())
         header, count = self.header, len(gather.slots)
         if header.form not in (0, OWN, DENSE) or header.threads < 1 or not 0 <= header.mask < 1 << count:

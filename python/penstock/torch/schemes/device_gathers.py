@@ -202,7 +202,7 @@ class DeviceGathers(Copier):
             The event after which they are there, and all that the calling thread's stream was given before.
         """
         flat = [part.reshape(-1).view(torch.uint8) for part in parts if part.numel()]
-        body = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
+        body = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device="cpu")
         made = self._accelerator.mark()
         memory = self._memory.setdefault(number, Reused())
         host = memory.tensor((header.numel() + body.numel(),), torch.uint8)

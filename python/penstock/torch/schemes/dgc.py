@@ -107,8 +107,8 @@ class DGCGather(Lossy[DGC]):
     def add_short(self, place: int, part: Contribution, offset: int, total: Tensor) -> None:
         """Each value to its place."""
         count = part.header.sizes[place]
-        indices = part.read(offset, torch.empty(count, dtype=self._index_type(place)))
-        values = part.read(offset + count * indices.element_size(), torch.empty(count, dtype=total.dtype))
+        indices = part.read(offset, torch.empty(count, dtype=self._index_type(place), device="cpu"))
+        values = part.read(offset + count * indices.element_size(), torch.empty(count, dtype=total.dtype, device="cpu"))
         if not 0 <= int(indices.min()) <= int(indices.max()) < total.numel():
             raise part.wrong()
         total.view(-1).index_add_(0, indices, values)

@@ -213,9 +213,9 @@ class Lossy(Gather, Generic[OptionsT]):
                     continue
                 total = totals[place]
                 if total is None:
-                    total = totals[place] = torch.zeros(slot.param.shape, dtype=sum_type(slot.dtype))
+                    total = totals[place] = torch.zeros(slot.param.shape, dtype=sum_type(slot.dtype), device="cpu")
                 if size == EXACT:
-                    total.add_(part.read(offset, torch.empty(slot.param.shape, dtype=slot.dtype)))
+                    total.add_(part.read(offset, torch.empty(slot.param.shape, dtype=slot.dtype, device="cpu")))
                 else:
                     self.add_short(place, part, offset, total)
                 offset += self._bytes(place, size) or 0
@@ -228,7 +228,7 @@ class Lossy(Gather, Generic[OptionsT]):
         kept = self.kept[place]
         if name not in kept:
             slot = self.slots[place]
-            kept[name] = torch.zeros(slot.param.shape, dtype=sum_type(slot.dtype))
+            kept[name] = torch.zeros(slot.param.shape, dtype=sum_type(slot.dtype), device="cpu")
         return kept[name]
 
     def forget(self, place: int) -> None:

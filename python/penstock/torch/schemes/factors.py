@@ -145,8 +145,8 @@ def numerics(device: torch.device | None = None) -> str:
     with torch.no_grad(), as_if_in_step("cpu" if device is None else device.type), computing_with(1):
         for dtype in (torch.float32, torch.float64):
             for rows, outputs, inputs in _PROBE_SHAPES:
-                upstream = torch.randn(rows, outputs, generator=generator, dtype=dtype).to(device)
-                given = torch.randn(rows, inputs, generator=generator, dtype=dtype).to(device)
+                upstream = torch.randn(rows, outputs, generator=generator, dtype=dtype, device="cpu").to(device)
+                given = torch.randn(rows, inputs, generator=generator, dtype=dtype, device="cpu").to(device)
                 digest.update(torch.mm(upstream.t(), given).cpu().numpy().tobytes())
     where = torch.backends.cpu.get_cpu_capability() if device is None else accelerator.described(device)
     return f"torch {torch.__version__}, {where}, mkl {torch.backends.mkl.is_available()}, {digest.hexdigest()[:16]}"

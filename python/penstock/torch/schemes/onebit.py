@@ -27,7 +27,7 @@ BIT_OF_BYTE = 0x8040_2010_0804_0201 - (1 << 64)  # in byte i, bit i; as a signed
 def pack_bits(bits: Tensor) -> Tensor:
     """Bools as bits of bytes, the first in the lowest bit; the last byte is filled up with zeros."""
     flat = bits.reshape(-1)
-    padded = torch.zeros(math.ceil(flat.numel() / 8) * 8, dtype=torch.bool)
+    padded = torch.zeros(math.ceil(flat.numel() / 8) * 8, dtype=torch.bool, device="cpu")
     padded[: flat.numel()] = flat
     words = padded.view(torch.uint8).view(torch.int64)
     return (words * GATHER_BITS).bitwise_right_shift_(56).bitwise_and_(0xFF).to(torch.uint8)
@@ -66,8 +66,8 @@ class OneBitGather(Lossy[OneBit]):
 
     def add_short(self, place: int, part: Contribution, offset: int, total: Tensor) -> None:
         """Each bit as one of its column's two numbers."""
-        packed = part.read(offset, torch.empty(self._bits_bytes(place), dtype=torch.uint8))
-        means = part.read(offset + packed.numel(), torch.empty(2, total.shape[1], dtype=total.dtype))
+        packed = part.read(offset, torch.empty(self._bits_bytes(place), dtype=torch.uint8, device="cpu"))
+        means = part.read(offset + packed.numel(), torch.empty(2, total.shape[1], dtype=total.dtype, device="cpu"))
         total.add_(torch.where(unpack_bits(packed, total.shape), means[0], means[1]))
 
 

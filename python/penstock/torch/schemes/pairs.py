@@ -58,7 +58,7 @@ class EmbeddingPairs(Rows):
             if not wanted.all():
                 indices, rows = indices[wanted], rows[wanted]
         unique, place = torch.unique(indices, return_inverse=True)
-        sums = torch.zeros(len(unique), rows.shape[1], dtype=sum_type(rows.dtype))
+        sums = torch.zeros(len(unique), rows.shape[1], dtype=sum_type(rows.dtype), device="cpu")
         sums.index_add_(0, place, rows.to(sums.dtype))
         return unique.to(self._index_type()).view(-1, 1), sums.to(rows.dtype)
 
@@ -78,7 +78,7 @@ class EmbeddingPairs(Rows):
             none = -1 if padding is None else padding
             return [torch.ops.aten.embedding_dense_backward(upstream, given.view(-1).long(), rows, none, False)]
         given, upstream = self.merged([LayerCall(given, upstream, 1)])
-        dense = torch.zeros(self.weight.param.shape, dtype=self.weight.dtype)
+        dense = torch.zeros(self.weight.param.shape, dtype=self.weight.dtype, device="cpu")
         return [dense.index_copy_(0, given.view(-1).long(), upstream)]
 
     def averages(self, parts: Sequence[Contribution], ranks: int) -> list[Tensor | None]:
@@ -91,7 +91,7 @@ class EmbeddingPairs(Rows):
         if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < self.weight.param.shape[0]:
             raise IndexError(f"an index of {self.layer.name} from another rank is not in the table")
         unique, places = torch.unique(indices, return_inverse=True)
-        sums = torch.zeros(len(unique), self.weight.param.shape[1], dtype=wide)
+        sums = torch.zeros(len(unique), self.weight.param.shape[1], dtype=wide, device="cpu")
         start = 0
         for call in rows:
             stop = start + len(call.given)
@@ -100,7 +100,15 @@ class EmbeddingPairs(Rows):
         sums.div_(ranks)
         if self.module.sparse:
             shape = self.weight.param.shape
-            return [torch.sparse_coo_tensor(unique.view(1, -1), sums, shape, is_coalesced=True, check_invariants=False)]
+            return [
+                torch.sparse_coo_tensor(
+                    *(unique.view(1, -1), sums, shape),
+                    dtype=wide,
+                    device="cpu",
+                    is_coalesced=True,
+                    check_invariants=False,
+                )
+            ]
         return [self.average_memory(0, wide).zero_().index_copy_(0, self.there(unique), self.there(sums))]
 
     @property

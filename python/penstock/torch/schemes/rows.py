@@ -277,9 +277,9 @@ class Rows(Gather):
     def rows_of(self, part: Contribution) -> LayerCall:
         """The rows of a contribution."""
         given_type, given_width, upstream_type, upstream_width = self.wire_types()
-        given = part.read(self.header_bytes, torch.empty(part.header.rows, given_width, dtype=given_type))
+        given = part.read(self.header_bytes, torch.empty(part.header.rows, given_width, dtype=given_type, device="cpu"))
         offset = self.header_bytes + given.numel() * given.element_size()
-        upstream = part.read(offset, torch.empty(part.header.rows, upstream_width, dtype=upstream_type))
+        upstream = part.read(offset, torch.empty(part.header.rows, upstream_width, dtype=upstream_type, device="cpu"))
         return LayerCall(given, upstream, part.header.mask)
 
 

@@ -137,7 +137,7 @@ class _Room:
         """As much as a call can need: that has fewer than `CALL_ELEMS`, or one parameter."""
         key = what, dtype
         if key not in self._flat:
-            self._flat[key] = torch.empty(max(CALL_ELEMS, SMALL_BYTES // dtype.itemsize), dtype=dtype)
+            self._flat[key] = torch.empty(max(CALL_ELEMS, SMALL_BYTES // dtype.itemsize), dtype=dtype, device="cpu")
         return self._flat[key]
 
 
@@ -257,7 +257,7 @@ class _Block:
             return None
         if list(map(_SHAPE, column)) == [shape for shape, _ in self._layouts[run]]:
             at = self._elems(run)
-            flat = torch.empty(at.stop - at.start, dtype=first.dtype)
+            flat = torch.empty(at.stop - at.start, dtype=first.dtype, device="cpu")
             torch._foreach_copy_(self._cut(flat, run), column)
             return flat
         if any(value.dim() for value in column) or torch.stack(column).ne(first).any():
@@ -293,7 +293,7 @@ class _Block:
         kept, per_element = self._kept.get(key), bool(value.dim())
         elems = self._starts[-1] if per_element else len(self.params)
         if kept is None or not kept.can_give(run) or (kept.whole.dtype, len(kept.whole)) != (value.dtype, elems):
-            whole, everything = torch.zeros(elems, dtype=value.dtype), slice(0, len(self.params))
+            whole, everything = torch.zeros(elems, dtype=value.dtype, device="cpu"), slice(0, len(self.params))
             kept = self._kept[key] = _Kept(whole, self._cut(whole, everything) if per_element else [*whole.unbind()])
         return kept
 

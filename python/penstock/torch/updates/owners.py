@@ -540,7 +540,7 @@ class OwnerUpdates(PatchedOptimizer):
         if isinstance(self.optimizer, torch.optim.SGD) or not (count or begins):
             return fields
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32  # as torch chooses
-        return {"step": torch.tensor(float(count), dtype=dtype), **fields}
+        return {"step": torch.tensor(float(count), dtype=dtype, device="cpu"), **fields}
 
     def _saved(self, slot: Slot, state: int | None) -> tuple[int, Tensor]:
         """Of the value (None), or one of the states: how often it was updated, and a tensor like the parameter."""
@@ -548,7 +548,7 @@ class OwnerUpdates(PatchedOptimizer):
         memory = self._flat(found)
         if self._gradients.device is None:
             return self._book.saved(slot.index, state, memory) or 0, found
-        host = torch.zeros(slot.nbytes, dtype=torch.uint8)
+        host = torch.zeros(slot.nbytes, dtype=torch.uint8, device="cpu")
         count = self._book.saved(slot.index, state, host) or 0
         memory.copy_(host.view(slot.dtype))
         return count, found

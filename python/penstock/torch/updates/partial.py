@@ -282,4 +282,4 @@ def _lying_like(slot: Slot, grad: Tensor) -> Tensor:
     """The gradient with its elements in the parameter's order of memory, in which pieces are cut: itself, or a copy."""
     if same_order(grad, slot.stride):
         return grad
-    return torch.empty_strided(grad.shape, slot.stride, dtype=grad.dtype).copy_(grad)
+    return torch.empty_strided(grad.shape, slot.stride, dtype=grad.dtype, device="cpu").copy_(grad)

@@ -246,7 +246,7 @@ def _increment_one_by_one(tensors: Iterable[Tensor]) -> None:
 def _increment_function() -> Callable[[Iterable[Tensor]], None]:
     """The function of torch, where it takes many at once: torch 2.4 and some later ones take one."""
     try:
-        torch.autograd.graph.increment_version([torch.zeros(1)])
+        torch.autograd.graph.increment_version([torch.zeros(1, dtype=torch.float32, device="cpu")])
     except (RuntimeError, TypeError):
         return _increment_one_by_one
     return torch.autograd.graph.increment_version

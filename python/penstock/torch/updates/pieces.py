@@ -91,7 +91,7 @@ class Cut:
                         views[key].copy_(piece_state[key])
             elif isinstance(value, Tensor) and value.shape == self.pieces[-1].shape:
                 values = self.param.data
-                state[key] = torch.empty_strided(values.shape, values.stride(), dtype=value.dtype)
+                state[key] = torch.empty_strided(values.shape, values.stride(), dtype=value.dtype, device="cpu")
                 torch.cat([piece_state[key] for piece_state in self.states], out=_flat(state[key]))
             elif isinstance(value, Tensor) and isinstance(state.get(key), Tensor):
                 state[key].copy_(value)

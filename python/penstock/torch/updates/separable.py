@@ -157,7 +157,8 @@ class Probe:
                 shape = [min(size, PROBE_SIZE_MAX) for size in param.shape]
                 if width is not None and shape:
                     shape[-1] = width
-                values = torch.randn(shape, generator=generator, dtype=torch.float64).to(param.device, param.dtype)
+                values = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+                values = values.to(param.device, param.dtype)
                 self.params.append(nn.Parameter(values))
                 self._group_of.append(number)
                 if param in optimizer.state:  # made with the optimizer, as by torch 2.4's Adagrad, or loaded
@@ -168,7 +169,7 @@ class Probe:
     def step(self, parts: Sequence[Sequence[int]], call: Callable[..., Any] | None = None) -> None:
         """One step, with a call for each part: of the class's own step, or of `call`."""
         for param in self.params:
-            values = torch.randn(param.shape, generator=self._generator, dtype=torch.float64)
+            values = torch.randn(param.shape, generator=self._generator, dtype=torch.float64, device="cpu")
             param.grad = values.to(param.device, param.dtype)
         before = repr(self._visible())
         for part in parts:
