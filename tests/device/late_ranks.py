@@ -42,7 +42,9 @@ def small(monkeypatch):
             *args[:-1], replace(args[-1], pinned_bytes=ARENA_BYTES), **how
         ),
     )
-    monkeypatch.setattr(accelerator, "pinned_memory", lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(
+        accelerator, "pinned_memory", lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+    )
 
 
 def run(main, size, **options):

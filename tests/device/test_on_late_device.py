@@ -12,7 +12,7 @@ from torch.utils import backend_registration
 
 HERE = Path(__file__).parent
 FILES = {*HERE.glob("late_*.py")} - {HERE / "late_device.py"}
-# Where `programs`, `ranks` and `equality_cases` are.
+# Where what the files import is.
 PATH = [HERE.parent, HERE.parent / "torch", HERE.parent / "equality"]
 EQUALITY = {HERE / "late_equality.py"}
 LIMIT_S = 600.0

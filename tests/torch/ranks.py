@@ -12,6 +12,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
+from default_device import for_penstock
 from thread_engine import WAIT_S, Hub
 
 from penstock import job
@@ -131,7 +132,8 @@ def _run(hub, function, size, shared):
             hosts=(),
         )
         try:
-            results[rank] = function(rank, hub.engines[rank])
+            with for_penstock(rank):
+                results[rank] = function(rank, hub.engines[rank])
         except BaseException as error:  # noqa: BLE001  whatever it was, the other threads must end
             errors.append(error)
             hub.fail(rank, error)
