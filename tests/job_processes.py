@@ -7,8 +7,6 @@ import multiprocessing
 import traceback
 from dataclasses import dataclass
 
-from default_device import for_penstock
-
 PATIENCE_S = 120.0
 """For a whole test on a busy machine; no limit under test."""
 
@@ -42,10 +40,9 @@ def _main(pipe, function, rank, count, place, options, arguments):
 
     gc.freeze()  # it does not walk, and so copy, what was there before the fork
     try:
-        with for_penstock(rank):
-            ps.init(rank=rank, world_size=count, rendezvous=f"file://{place}", **{**OPTIONS, **options})
-            value = function(rank, count, *arguments)
-            ps.shutdown()
+        ps.init(rank=rank, world_size=count, rendezvous=f"file://{place}", **{**OPTIONS, **options})
+        value = function(rank, count, *arguments)
+        ps.shutdown()
         pipe.send((value, None))
     except Exception as error:  # noqa: BLE001 - told to the test
         traceback.print_exc()

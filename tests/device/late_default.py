@@ -12,6 +12,7 @@ import late_device  # noqa: F401  first: torch takes in what devices there are w
 import pytest
 import ranks
 import torch
+from host_bits import same_on_all
 from late_device import installed
 from late_ranks import (  # noqa: F401  `small` is for every test here
     LONG,
@@ -21,7 +22,6 @@ from late_ranks import (  # noqa: F401  `small` is for every test here
     batch,
     model_of,
     run,
-    same,
     small,
     stream_of_rank,
 )
@@ -91,7 +91,7 @@ def test_models_of_the_default_device_have_the_bits_of_the_host(monkeypatch, way
     expected = train(kind, optimizer, "cpu", how=how)
     with installed(71):
         found = train(kind, optimizer, "late", "late", how, within=how_set == "within")
-    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+    assert same_on_all(found, expected)
 
 
 @pytest.mark.parametrize("arm", ["threads", pytest.param("native", marks=LONG)])
@@ -112,7 +112,7 @@ def test_models_of_the_host_have_their_bits_beside_another_default_device(monkey
     expected = train(kind, optimizer, "cpu", how=how)
     with installed(72):
         found = train(kind, optimizer, "cpu", "late", how)
-    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+    assert same_on_all(found, expected)
 
 
 def test_calls_on_both_devices(monkeypatch):
