@@ -52,9 +52,12 @@ class Fragment:
         self.differences = np.zeros((ranks, start.size))  # the sum of all so far, in fp64
         self.sent = np.zeros((ranks, start.size))
 
-    def contribute(self, own):
-        """The outer gradients of all ranks, from their parameters."""
+    def contribute(self, own, out=()):
+        """The outer gradients of all ranks, from their parameters; but of those who are out of the round."""
+        self.out = out
         for rank, values in enumerate(own):
+            if rank in out:
+                continue
             difference = self.common[: self.size] - values
             self.differences[rank] = self.differences[rank] * np.float64(self.decay) + difference
             self.sent[rank] *= np.float64(self.decay)
@@ -65,14 +68,16 @@ class Fragment:
         """Contributions to owners, Nesterov's step there, and changes back."""
         total = np.zeros_like(self.common)
         for rank in range(self.ranks):
+            if rank in self.out:
+                continue
             wanted = self.kept[rank].copy()
             sent = as_read(self.wire, wanted)
             self.kept[rank] -= sent
             whole = sent.astype(np.float64) + self.kept[rank]
             assert np.array_equal(whole, wanted.astype(np.float64)), "sent and kept are all that there was, exactly"
             self.sent[rank] += sent[: self.size]
-            total = sent if rank == 0 else total + sent
-        gradient = total * np.float32(1 / self.ranks)
+            total = total + sent
+        gradient = total * np.float32(1 / (self.ranks - len(self.out)))
         self.buffer = gradient if self.buffer is None else self.buffer * self.momentum + gradient
         self.exact = self.exact - self.lr * (gradient + self.momentum * self.buffer)
         if self.to_all:

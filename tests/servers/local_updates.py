@@ -8,6 +8,7 @@ It writes ``DIRECTORY/result-RANK``.
 import hashlib
 import json
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -29,11 +30,11 @@ def learn(optimizer, first, last):
         optimizer.zero_grad()
 
 
-def streaming():
+def streaming(**options):
     model = network()
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-    return ps.DiLoCo(model, inner, outer, 6, fragments=3, fragment_sync_delay=1, fragment_update_alpha=0.25)
+    return ps.DiLoCo(model, inner, outer, 6, fragments=3, fragment_sync_delay=1, fragment_update_alpha=0.25, **options)
 
 
 def in_turn(learn_once):
@@ -72,6 +73,16 @@ def main(directory):
     again.load_state_dict(optimizer.state_dict())
     learn(again, 15, 21)
     again.synchronize()
+    skipping = streaming(not_finite="skip")
+    learn(skipping, 0, 3)
+    if ps.rank() == 1:
+        with torch.no_grad():
+            skipping.model[0].weight.fill_(float("nan"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        learn(skipping, 3, 9)
+    assert any("leaves rank 1 out of the round" in str(one.message) for one in caught)
+    skipping.synchronize()
     model = network()
     averaged = ps.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
     learn(averaged, 0, 4)
@@ -79,9 +90,10 @@ def main(directory):
     drawn = ps.ElasticAveraging(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
     in_turn(lambda step: learn(drawn, step, step + 1))
     drawn.synchronize()
-    every = [one.model.state_dict().values() for one in (again, averaged, drawn)]
+    every = [list(one.model.state_dict().values()) for one in (again, skipping, averaged, drawn)]
     values = [value.numpy().tobytes() for one in every for value in one]
-    copied = 4 * sum(value.nbytes for value in model.state_dict().values())  # rank 0's, to begin with
+    assert all(value.isfinite().all() for one in every for value in one)
+    copied = 5 * sum(value.nbytes for value in model.state_dict().values())  # rank 0's, to begin with
     owned = ps.report()["owned_bytes"]
     values += asynchronous()
     told = {"copied": copied, "bits": hashlib.sha256(b"".join(values)).hexdigest(), "owned": owned}

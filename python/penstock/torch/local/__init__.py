@@ -4,4 +4,5 @@ local_sgd  parameters are averaged               diloco        an outer optimize
 schedule   when which fragment meets, and what   common_values what ranks have alike, and how a round changes it
 elastic    ranks are drawn to a common centre    group_gradients gradients averaged inside a group
 checking   what is refused at the call           local_steps   what all have in common: steps, rounds, state
+left_out   whose parameters are not finite       shortened_updates, encoding   values that travel in fewer bytes
 """

@@ -12,6 +12,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from penstock.errors import ConfigError, ModelMismatch
 from penstock.torch.agreement.arguments import check_model
+from penstock.torch.local.left_out import RAISE, SKIP
 from penstock.torch.model.enrolment import distributed_name
 from penstock.torch.updates.twins import described
 from penstock.wire_types import EXACT, TopK, WireType, outer_wire
@@ -26,6 +27,7 @@ __all__ = [
     "check_inner",
     "check_inside",
     "check_local_model",
+    "check_not_finite",
     "check_wire",
     "options_of",
     "outer_group",
@@ -79,6 +81,16 @@ def check_inside(caller: str, inside: object, running: Job) -> None:
             f'penstock.{caller}: inside="{GRADIENTS}", and the job has no groups ({running.groups_reason}): say who is '
             'near whom, as by penstock.init(groups="host"), groups=[[0, 1], [2, 3]] or penstock run --clients 2'
         )
+
+
+def check_not_finite(caller: str, not_finite: object) -> None:
+    """Refuse what is no way to go on from parameters that are not finite.
+
+    Raises:
+        ConfigError: It is neither `RAISE` nor `SKIP`.
+    """
+    if not_finite not in (RAISE, SKIP):
+        raise ConfigError(f'penstock.{caller}: not_finite={not_finite!r}; expected "{RAISE}" or "{SKIP}"')
 
 
 def check_inner(caller: str, inner: Any, model: nn.Module) -> None:

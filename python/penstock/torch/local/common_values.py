@@ -61,17 +61,22 @@ class Averages:
     def _contribute(self, tensor: Tensor, into: Tensor) -> None:
         torch.mul(tensor, self._share, out=into)
 
-    def send(self, names: Sequence[str], *, void: bool) -> None:
+    @torch.no_grad()
+    def send(self, names: Sequence[str], *, void: bool, factor: float = 1.0) -> None:
         """Let the round begin. All ranks do, in the same order.
 
         Args:
             names: Of `prepare`.
             void: Contribute nothing: what is not finite must not reach those who sum, and they wait for this rank.
+            factor: What contributions are multiplied by, the same on all ranks: more than 1 where some are void, and
+                the average is over the others.
         """
         memory = [self.held[name] for name in names]
-        if void:
-            for one in memory:
+        for one in memory:
+            if void:
                 one.zero_()
+            elif factor != 1:
+                one.mul_(factor)
         if names:
             self._pending = self._kv.pushpull(list(names), memory)
 
@@ -91,6 +96,17 @@ class Averages:
         """Put the result in place, but for this share of what is there."""
         for name in names:
             put(self._tensors[name], self.held[name], alpha)
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Put the results of the last rounds in place of all tensors."""
+        for name, tensor in self._tensors.items():
+            tensor.copy_(self.held[name])
+
+    def open(self) -> None:
+        """Let ranks meet now for the store's book, and not in the first round: another thread may begin that."""
+        if self.held:
+            self._kv.open()
 
     def state_dict(self, names: Sequence[str]) -> dict[str, Any]:
         """The results of these that are not in place; nothing else is kept from round to round."""
@@ -134,7 +150,7 @@ class OuterUpdates(Averages):
     def _contribute(self, tensor: Tensor, into: Tensor) -> None:
         torch.sub(into, tensor, out=into)
 
-    def send(self, names: Sequence[str], *, void: bool) -> None:
+    def prepare(self, names: Sequence[str]) -> str | None:
         """See `Averages`. A scheduler may have changed options: then ranks meet first."""
         wanted = self._wanted()
         changed = {name: value for name, value in wanted.items() if value != self._options[name]}
@@ -142,7 +158,7 @@ class OuterUpdates(Averages):
             self._kv.set_hyperparameters(**changed)
             self._options = wanted
         self._outer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
-        super().send(names, void=void)
+        return super().prepare(names)
 
     def state_dict(self, names: Sequence[str]) -> dict[str, Any]:
         """The common values, the optimizer and what it keeps. All ranks call it alike.
@@ -191,12 +207,10 @@ class Centre(Averages):
             tensor = self._tensors[name]
             tensor -= (tensor - self.held[name]) * self._alpha
 
-    @torch.no_grad()
     def take(self) -> None:
         """Put the centre, as it is now, in place of the tensors."""
         self._kv.pull([*self.held], [*self.held.values()]).wait()
-        for name, tensor in self._tensors.items():
-            tensor.copy_(self.held[name])
+        super().take()
 
     def state_dict(self, names: Sequence[str]) -> dict[str, Any]:
         """The centre. All ranks call it alike."""

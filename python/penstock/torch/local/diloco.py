@@ -52,6 +52,13 @@ class DiLoCo(LocalSteps):
         inside: ``"gradients"``: each group of the job (`init`, option ``groups``) is one client, as is a site with fast
             links inside. Its ranks average their gradients in each step, and only groups meet in rounds,
             each weighed by its number of ranks. ``None``: every rank is by itself.
+        not_finite: What becomes of a round in which a parameter of a rank is NaN or infinite; nothing of it reaches
+            other ranks. ``"raise"``: all ranks raise. ``"skip"``: its client is left out of that round, once. The mean
+            is over the others; it takes the common values of the whole model, whatever ``fragment_update_alpha`` is,
+            and its inner optimizer begins anew: with the options that it has, and the state that it had when it was
+            given, empty as a rule, since momenta have what is not finite, too. A warning names rank and parameter on
+            all ranks. If it is not finite in the next round either, or no rank is, all raise. Before ranks contribute
+            they tell each other, so a round takes one more way through the network.
 
     Raises:
         ConfigError: Before `init`, or one of these cannot be. On all ranks.
@@ -81,6 +88,7 @@ class DiLoCo(LocalSteps):
         fragment_update_alpha: float = 0.0,
         wire: str | TopK = "fp32",
         inside: str | None = None,
+        not_finite: str = "raise",
     ) -> None:
         schedule = Schedule(sync_every, fragments, fragment_sync_delay, fragment_update_alpha)
-        super().__init__(model, inner, schedule, outer, wire, inside)
+        super().__init__(model, inner, schedule, outer, wire, inside, not_finite)

@@ -46,6 +46,12 @@ class ElasticAveraging(LocalSteps):
         every: Steps of a rank from one exchange to its next; the first comes after so many.
         alpha: How far both go, as a share of what lies between them, from 0 to 1. 0.9 over the number of clients (of
             groups, or else of ranks) if it is not given.
+        not_finite: What becomes of a rank of which a parameter is NaN or infinite when it is to meet the centre;
+            nothing of it reaches that. ``"raise"``: it raises. ``"skip"``: it gives nothing, once, but takes the
+            centre, and its optimizer begins anew: with the options that it has, and the state that it had when it was
+            given, empty as a rule, since momenta have what is not finite, too. In a group all ranks do. A warning on
+            them names rank and parameter; others do not hear of it, as they wait for nobody. If it is not finite
+            the next time either, it raises.
 
     Attributes:
         alpha: As given, or chosen.
@@ -66,11 +72,18 @@ class ElasticAveraging(LocalSteps):
     _every = "every"
     _together = False
 
-    def __init__(self, model: nn.Module, optimizer: Any, every: int = 64, alpha: float | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        every: int = 64,
+        alpha: float | None = None,
+        not_finite: str = "raise",
+    ) -> None:
         running = job.current(self._caller)
         groups = running.groups
         self.alpha: Any = TOGETHER / (len(groups) or running.world_size) if alpha is None else alpha
-        super().__init__(model, optimizer, Schedule(every), inside=GRADIENTS if groups else None)
+        super().__init__(model, optimizer, Schedule(every), inside=GRADIENTS if groups else None, not_finite=not_finite)
 
     def _options(self) -> dict[str, Any]:
         alpha = self.alpha
@@ -92,7 +105,8 @@ class ElasticAveraging(LocalSteps):
         Raises:
             ConfigError: In a group, a closure is given, or a gradient is sparse.
             PenstockError: A parameter of this rank is not finite; the message names it. Nothing of it has been given
-                away. Other ranks hear of it when this one ends.
+                away. Other ranks hear of it when this one ends. With ``not_finite="skip"`` only if it was so at the
+                exchange before, too.
             PeerLost: A rank was lost.
             Timeout: A rank of the group, or an owner, did not come.
         """

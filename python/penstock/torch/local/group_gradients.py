@@ -37,11 +37,14 @@ class GroupGradients:
         caller: What programs call, for its errors.
         group: Of this rank.
         named: By name what may have a gradient; the same on all ranks of the group.
+
+    Attributes:
+        group: As given.
     """
 
     def __init__(self, caller: str, group: Group, named: Mapping[str, Tensor]) -> None:
         self._caller = caller
-        self._group = group
+        self.group = group
         by_dtype: dict[torch.dtype, dict[str, Tensor]] = defaultdict(dict)
         for name, param in named.items():
             by_dtype[param.dtype][name] = param
@@ -61,7 +64,7 @@ class GroupGradients:
         """
         for params, flat in self._parts:
             self._fill(params, flat)
-        futures = [self._group.allreduce(flat, op="average", async_=True) for _, flat in self._parts]
+        futures = [self.group.allreduce(flat, op="average", async_=True) for _, flat in self._parts]
         for future in futures:
             assert future is not None
             future.wait()

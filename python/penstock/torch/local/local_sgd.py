@@ -30,6 +30,13 @@ class LocalSGD(LocalSteps):
         inside: ``"gradients"``: each group of the job (`init`, option ``groups``) is one client, as is a site with fast
             links inside. Its ranks average their gradients in each step, and only groups meet after ``every`` steps,
             each weighed by its number of ranks. ``None``: every rank is by itself.
+        not_finite: What becomes of a round in which a parameter of a rank is NaN or infinite; nothing of it reaches
+            other ranks. ``"raise"``: all ranks raise. ``"skip"``: its client is left out of that round, once. The mean
+            is over the others; it takes that, and its optimizer begins anew: with the options that it has, and the
+            state that it had when it was given, empty as a rule, since momenta have what is not finite, too. A warning
+            names rank and parameter on all ranks. If it is not finite in the next round either, or no rank is, all
+            raise. Before ranks contribute they tell each
+            other, so a round takes one more way through the network.
 
     Raises:
         ConfigError: Before `init`, or one of these cannot be. On all ranks.
@@ -46,5 +53,7 @@ class LocalSGD(LocalSteps):
 
     _every = "every"
 
-    def __init__(self, model: nn.Module, optimizer: Any, every: int, inside: str | None = None) -> None:
-        super().__init__(model, optimizer, Schedule(every), inside=inside)
+    def __init__(
+        self, model: nn.Module, optimizer: Any, every: int, inside: str | None = None, not_finite: str = "raise"
+    ) -> None:
+        super().__init__(model, optimizer, Schedule(every), inside=inside, not_finite=not_finite)

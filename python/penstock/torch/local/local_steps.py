@@ -3,7 +3,8 @@
 An optimizer is wrapped: after its own step the schedule says whether a fragment's contribution is taken, or a result
 lands. In between training goes on, and the store moves what is under way. Who has a parameter that is not finite
 contributes nothing, says so beside the round, and all ranks raise when the round lands: nobody waits in vain, and the
-common values stay numbers.
+common values stay numbers. Where such a rank is left out once instead, all hear of it before they contribute, in a
+thread: the mean is over the others, and it takes the common values when the round lands.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -29,11 +31,13 @@ from penstock.torch.local.checking import (
     check_inner,
     check_inside,
     check_local_model,
+    check_not_finite,
     check_wire,
     outer_group,
 )
 from penstock.torch.local.common_values import Averages, OuterUpdates
 from penstock.torch.local.group_gradients import gradients_inside
+from penstock.torch.local.left_out import FINITE, RAISE, SKIP, Attendance, attendance
 from penstock.torch.local.schedule import Schedule, cuts
 from penstock.torch.local.shortened_updates import ShortenedUpdates
 from penstock.torch.model.enrolment import enroll
@@ -60,6 +64,7 @@ class LocalSteps:
         outer: The optimizer of the common values; without, they are averages.
         wire: The type in which outer gradients travel.
         inside: `GRADIENTS`: each group of the job is one client, whose ranks average gradients in each step.
+        not_finite: What becomes of a round when parameters of a rank are not: `RAISE`, or `SKIP` that rank once.
 
     Attributes:
         model: As given.
@@ -74,6 +79,7 @@ class LocalSteps:
         outer: Any = None,
         wire: Any = EXACT.name,
         inside: str | None = None,
+        not_finite: str = RAISE,
     ) -> None:
         caller = self._caller
         running = job.current(caller)
@@ -83,7 +89,8 @@ class LocalSteps:
             check_local_model(caller, model)
             check_inner(caller, inner, model)
             check_inside(caller, inside, running)
-            options = {**self._options(), "inside": inside}
+            check_not_finite(caller, not_finite)
+            options = {**self._options(), "inside": inside, "not_finite": not_finite}
             if outer is not None or self._needs_outer:
                 trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
                 outer_group(caller, outer, inner, trained)
@@ -109,8 +116,6 @@ class LocalSteps:
         self._steps = 0
         self._under_way: int | None = None
         self._landed_after = [0] * schedule.fragments
-        self._told = torch.empty(running.world_size, dtype=torch.int64, device="cpu")
-        self._telling: Future | None = None
         ends = cuts(sizes, schedule.fragments)
         self._fragments = [_joined(layers[start:end]) for start, end in pairwise(ends)]
         everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -128,6 +133,7 @@ class LocalSteps:
         self._statistics: Averages
         self._parameters, self._statistics = self._common_values(parameters, statistics, outer)
         self._inside = gradients_inside(caller, self._clients, running.rank, parameters)
+        self._prepare_telling(skip=not_finite == SKIP)
         enroll(model, running.engine)
         _alive.add(self)
 
@@ -135,6 +141,28 @@ class LocalSteps:
     _needs_outer = False
     _every = "sync_every"  # what programs call it
     _together = True  # all ranks take part in a round, and make as many steps
+
+    def _prepare_telling(self, *, skip: bool) -> None:
+        self._telling: Future | None = None
+        self._meeting: futures.Future[Attendance] | None = None
+        self._left_out: frozenset[int] = frozenset()  # of the last round
+        self._is_left_out = False  # this rank is, of the round that is under way
+        self._skips = skip
+        everybody = range(self._running.world_size)
+        # Around a centre nobody waits for another rank, but for those of its group.
+        group = self._inside.group if self._inside is not None and skip else None
+        self._tellers = everybody if self._together else (self._running.rank,) if group is None else group.ranks
+        self._told = torch.empty(len(self._tellers), dtype=torch.int64, device="cpu")
+        if not skip:
+            return
+        # As it is before the first step: empty as a rule.
+        self._inner_at_first = copy.deepcopy(self.inner.state_dict())
+        if self._together:
+            group = collectives.new_group(everybody)  # of its own: programs make calls meanwhile
+            self._parameters.open()
+            self._statistics.open()
+            self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="penstock-local")
+        self._telling_group = group
 
     def _options(self) -> dict[str, Any]:
         """What must be the same on all ranks besides, by name; refused here if it cannot be."""
@@ -180,7 +208,8 @@ class LocalSteps:
 
         Raises:
             ConfigError: A group is one client, and a closure is given, or a gradient is sparse.
-            PenstockError: A parameter of some rank is not finite; the message names both, on all ranks.
+            PenstockError: A parameter of some rank is not finite; the message names both, on all ranks. With
+                ``not_finite="skip"`` only if that rank was left out of the round before, too, or no rank is finite.
             PeerLost: A rank was lost.
             Timeout: A rank did not come.
         """
@@ -231,57 +260,107 @@ class LocalSteps:
         parts = self._parts(fragment)
         found = [values.prepare(names) for values, names in parts]
         bad = next((name for name in found if name is not None), None)
-        if not self._together:
-            if bad is not None:
-                raise self._not_finite(bad, self._running.rank)
-            self._send(number, parts, void=False)
-            return
-        mine = torch.tensor([-1 if bad is None else self._names.index(bad)], dtype=torch.int64, device="cpu")
-        self._telling = collectives.all_gather(mine, self._told, async_=True)
-        self._send(number, parts, void=bad is not None)
-
-    def _send(self, number: int, parts: Sequence[tuple[Averages | ShortenedUpdates, list[str]]], *, void: bool) -> None:
+        mine = torch.tensor([FINITE if bad is None else self._names.index(bad)], dtype=torch.int64, device="cpu")
         self._under_way = number
+        if self._together and self._skips:
+            self._meeting = self._thread.submit(self._tell_and_send, mine, parts)
+            return
+        if self._together:
+            self._telling = collectives.all_gather(mine, self._told, async_=True)
+        else:
+            self._tell(mine)
+            self._judge(self._attendance())
+        if not self._is_left_out:
+            self._send(parts, void=self._together and bad is not None)
+
+    def _tell_and_send(self, mine: Tensor, parts: _Parts) -> Attendance:
+        self._tell(mine)
+        found = self._attendance()
+        self._send(parts, void=self._running.rank in found.left_out, factor=found.factor(len(self._tellers)))
+        return found
+
+    def _send(self, parts: _Parts, *, void: bool, factor: float = 1.0) -> None:
         for values, names in parts:
-            values.send(names, void=void)
+            values.send(names, void=void, factor=factor)
+
+    def _tell(self, mine: Tensor) -> None:
+        if self._skips and self._telling_group is not None:
+            self._telling_group.all_gather(mine, self._told)
+        else:
+            self._told.copy_(mine)
+
+    def _attendance(self) -> Attendance:
+        told = dict(zip(self._tellers, self._told.tolist(), strict=True))
+        clients, together = self._clients, self._together
+        return attendance(told, clients, self._left_out, skip=self._skips, others_needed=together)
 
     def _comes_late(self, name: str, param: Tensor) -> bool:
         return param.requires_grad and self._tensors.get(name) is not param
 
-    def _parts(self, fragment: _Trained) -> Sequence[tuple[Averages | ShortenedUpdates, list[str]]]:
+    def _parts(self, fragment: _Trained) -> _Parts:
         return (self._parameters, fragment.parameters), (self._statistics, fragment.statistics)
 
     def _wait(self) -> None:
         """Until what is under way is in memory; who has a parameter that is not finite is named then."""
+        found: Attendance | None = None
+        if self._meeting is not None:
+            meeting, self._meeting = self._meeting, None
+            found = meeting.result()  # every wait in it has the engine's limit
         self._parameters.wait()
         self._statistics.wait()
-        if self._telling is None:
-            return
-        self._telling.wait()
-        self._telling = None
-        told = self._told.tolist()
-        rank = next((rank for rank, place in enumerate(told) if place >= 0), None)
-        if rank is not None:
-            self._under_way = None
-            raise self._not_finite(self._names[told[rank]], rank)
+        if self._telling is not None:
+            self._telling.wait()
+            self._telling = None
+            found = self._attendance()
+        if found is not None:
+            self._judge(found)
 
-    def _not_finite(self, name: str, rank: int) -> PenstockError:
-        return PenstockError(
-            f"penstock.{self._caller}: {name} of rank {rank} is not finite (NaN or infinity) at "
-            f"step {self._steps - 1}. Nothing of it has reached other ranks. Load the last "
-            "checkpoint on all ranks, or begin anew with a smaller learning rate",
-            rank=rank,
-            step=self._steps - 1,
-        )
+    def _judge(self, found: Attendance) -> None:
+        """Raise, or warn, as the round is attended."""
+        step = self._steps - 1
+        names = {rank: self._names[place] for rank, place in found.not_finite.items()}
+        if found.error is not None:
+            self._under_way = None
+            why = f"{found.why}. " if found.why else ""
+            raise PenstockError(
+                f"penstock.{self._caller}: {names[found.error]} of rank {found.error} is not finite (NaN or infinity) "
+                f"at step {step}. {why}Nothing of it has reached other ranks. Load the last "
+                "checkpoint on all ranks, or begin anew with a smaller learning rate",
+                rank=found.error,
+                step=step,
+            )
+        self._left_out = found.left_out
+        self._is_left_out = self._running.rank in found.left_out
+        if names:
+            who = ", ".join(map(str, sorted(found.left_out)))
+            what = ", ".join(f"{name} of rank {rank}" for rank, name in names.items())
+            warn(
+                f"penstock: {self._caller} leaves rank {who} out of the round at step {step}, for NaN or infinity in "
+                f"{what}. Who is left out takes the common values, and its optimizer begins anew; in the next round "
+                "that is an error"
+            )
 
     def _land(self, alpha: float) -> None:
         self._check_running("step")
         self._wait()
         number, self._under_way = self._under_way, None
         assert number is not None
-        for values, names in self._parts(self._fragments[number]):
-            values.land(names, alpha)
+        if self._is_left_out:
+            self._begin_anew()
+        else:
+            for values, names in self._parts(self._fragments[number]):
+                values.land(names, alpha)
         self._landed_after[number] = self._steps
+
+    def _begin_anew(self) -> None:
+        """All of the model, whatever has landed: a number that is not finite in one layer is soon in all gradients."""
+        self._parameters.take()
+        self._statistics.take()
+        state, now = copy.deepcopy(self._inner_at_first), self.inner.state_dict()
+        if "param_groups" in now:  # with what schedulers have changed
+            state["param_groups"] = now["param_groups"]
+        self.inner.load_state_dict(state)
+        self._is_left_out = False
 
     def _check_running(self, what: str) -> None:
         if job.current(f"{self._caller}.{what}").engine is not self._running.engine:
@@ -303,7 +382,9 @@ class LocalSteps:
         self._check_running("state_dict")
         self._wait()
         kept = [] if self._under_way is None else [self._under_way]
-        if self._schedule.alpha:  # what landed just now is mixed: the common values are not in the model
+        if self._is_left_out:
+            kept = list(range(len(self._fragments)))
+        elif self._schedule.alpha:  # what landed just now is mixed: the common values are not in the model
             kept += [number for number, step in enumerate(self._landed_after) if step == self._steps]
         names = _joined([self._fragments[number] for number in kept])
         return {
@@ -312,6 +393,8 @@ class LocalSteps:
             "steps": self._steps,
             "landed_after": list(self._landed_after),
             "under_way": self._under_way,
+            "left_out": sorted(self._left_out),
+            "is_left_out": self._is_left_out,
             "model": self.model.state_dict(),
             "inner": self.inner.state_dict(),
             "common": self._parameters.state_dict(names.parameters),
@@ -341,18 +424,20 @@ class LocalSteps:
             error = ConfigError(f"penstock.{caller}: this is no state of {self._caller}")
         elif state["schedule"] != vars(mine):
             error = ConfigError(f"penstock.{caller}: the state is of {state['schedule']}, this of {vars(mine)}")
-        shared = ("steps", "landed_after", "under_way") if self._together else ()
+        shared = ("steps", "landed_after", "under_way", "left_out") if self._together else ()
         facts = () if error is not None else [(name, state[name]) for name in shared]
         agree(self._running.engine, caller, facts, error)
-        self._parameters.wait()
-        self._statistics.wait()
+        self.finish()
         self.model.load_state_dict(state["model"])
         self.inner.load_state_dict(copy.deepcopy(state["inner"]))
         self._parameters.load_state_dict(state["common"])
         self._statistics.load_state_dict(state["statistics"])
         self._load_kept(state)
         self._steps, self._landed_after = state["steps"], list(state["landed_after"])
-        self._under_way, self._telling = state["under_way"], None
+        self._under_way, self._telling, self._meeting = state["under_way"], None, None
+        # Another number of ranks has other numbers for them.
+        self._left_out = frozenset(state["left_out"] if state["world_size"] == self._running.world_size else ())
+        self._is_left_out = state["is_left_out"]
 
     def _load_kept(self, state: dict[str, Any]) -> None:
         rank, size = self._running.rank, self._running.world_size
@@ -373,11 +458,16 @@ class LocalSteps:
 
     def finish(self) -> None:
         """Before the job ends: others may need what this rank has under way."""
+        if self._meeting is not None:
+            self._meeting.result()
         self._parameters.wait()
         self._statistics.wait()
         if self._telling is not None:
             self._telling.wait()
 
+
+_Parts = Sequence[tuple[Averages | ShortenedUpdates, list[str]]]
+"""What meets of a fragment: its values, and their names."""
 
 _alive: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
 

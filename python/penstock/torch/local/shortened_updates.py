@@ -78,28 +78,30 @@ class ShortenedUpdates:
 
     @torch.no_grad()
     def prepare(self, names: Sequence[str]) -> str | None:
-        """Make this rank's contribution; returns the first tensor of which it is not finite."""
-        for name in names:
-            self._of[name].contribute(name)
-        return next((name for name in names if not is_finite(self._of[name].kept_of(name))), None)
+        """Make this rank's contribution; returns the first tensor of which it is not finite.
 
-    def send(self, names: Sequence[str], *, void: bool) -> None:
-        """Let the round begin. All ranks do, in the same order. A scheduler may have changed options: then they meet.
-
-        Args:
-            names: Of `prepare`.
-            void: Contribute nothing, and keep nothing of it: what is not finite must not reach those who sum.
+        All ranks call it, in the same order. A scheduler may have changed options: then they meet first.
         """
         options = self._optimizer.changed(CALLER, **self._present())
         if options != self._optimizer:
             agree(self._running.engine, CALLER, [("the outer optimizer", options.fields())], None)
             self._optimizer = options
         self._outer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
+        return self._of[names[0]].contribute() if names else None
+
+    def send(self, names: Sequence[str], *, void: bool, factor: float = 1.0) -> None:
+        """Let the round begin. All ranks do, in the same order.
+
+        Args:
+            names: Of `prepare`.
+            void: Contribute nothing, and keep what was kept before: what is not finite must not reach those who sum.
+            factor: By which the average grows, the same on all ranks: more than 1 where some are void.
+        """
         if names:
             fragment = self._of[names[0]]
             if void:
-                fragment.kept.zero_()
-            self._round = self._thread.submit(fragment.meet, self._optimizer)
+                fragment.withdraw()
+            self._round = self._thread.submit(fragment.meet, self._optimizer, factor)
 
     def wait(self) -> None:
         """Until the common values have changed.
@@ -117,6 +119,15 @@ class ShortenedUpdates:
         """Put the common values in place, but for this share of what is there."""
         for name in names:
             put(self._of[name].tensors[name], self._of[name].common_of(name), alpha)
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Put the common values in place of all parameters."""
+        for name, fragment in self._of.items():
+            fragment.tensors[name].copy_(fragment.common_of(name))
+
+    def open(self) -> None:
+        """Nothing is left to be opened."""
 
     # What is saved
 
@@ -197,7 +208,9 @@ class _Fragment:
         tensors: By name, in order.
         places: By name where each begins in what follows.
         common: What all ranks have.
-        kept: What this rank has not sent; once a contribution is made, that and the outer gradient.
+        kept: What this rank has not sent.
+        wanted: From when a contribution is made until it is sent, what was kept and the outer gradient. Apart from what
+            is kept, so that a contribution can be withdrawn.
         exact: Of this rank's part, or of all, the values that the outer optimizer has updated.
         states: What it keeps beside these; nothing before the first update.
         updates: How many there were.
@@ -219,6 +232,7 @@ class _Fragment:
         self._own = slice(own, own + self._part)
         self.common = torch.zeros(self._part * owners, dtype=torch.float32, device="cpu")
         self.kept = torch.zeros_like(self.common)
+        self.wanted: Tensor | None = None
         for name, tensor in self.tensors.items():
             self.common_of(name).copy_(tensor.detach())
         self.exact = self._own_part(self.common)
@@ -244,25 +258,37 @@ class _Fragment:
         """One parameter's, copied."""
         return self._view(name, whole).clone()
 
-    def contribute(self, name: str) -> None:
-        """Add a parameter's outer gradient to what is kept of it."""
-        gone = self.common_of(name) - self.tensors[name]
-        self.kept_of(name).mul_(self._wire.decay).add_(gone, alpha=self._ways.weight)
+    def contribute(self) -> str | None:
+        """Add outer gradients to what is kept; returns the first parameter of which that is not finite."""
+        self.wanted = self.kept * self._wire.decay
+        for name, tensor in self.tensors.items():
+            gone = self.common_of(name) - tensor
+            self._view(name, self.wanted).add_(gone, alpha=self._ways.weight)
+        return next((name for name in self.tensors if not is_finite(self._view(name, self.wanted))), None)
+
+    def withdraw(self) -> None:
+        """Contribute nothing after all."""
+        self.wanted = None
 
     # A round
 
     @torch.no_grad()
-    def meet(self, optimizer: NamedOptimizer) -> None:
+    def meet(self, optimizer: NamedOptimizer, factor: float) -> None:
         """Make a round with all clients: contributions to owners, changes back. Its own thread does."""
         if self._ways.across is None:
-            self.kept.zero_()
+            self.wanted = None
             self.updates += 1
         else:
-            self._meet_across(self._ways.across, optimizer)
+            self._meet_across(self._ways.across, optimizer, factor)
         self._ways.give(self.common)
 
-    def _meet_across(self, group: Group, optimizer: NamedOptimizer) -> None:
-        outgoing = [self._shortened(self.kept[start : start + self._part]) for start in self._starts]
+    def _meet_across(self, group: Group, optimizer: NamedOptimizer, factor: float) -> None:
+        wanted, self.wanted = self.wanted, None
+        if wanted is None:  # nothing, and what is kept waits for the next round
+            wanted = torch.zeros_like(self.kept)
+        else:
+            self.kept = wanted
+        outgoing = [self._shortened(wanted[start : start + self._part]) for start in self._starts]
         incoming = [torch.empty_like(outgoing[0]) for _ in range(self._clients)]
         if self._wire.to_all:
             group.all_gather(outgoing[0], incoming)
@@ -271,7 +297,7 @@ class _Fragment:
         total = self._read(incoming[0])
         for data in incoming[1:]:
             total.add_(self._read(data))
-        self._update(total.mul_(optimizer.rescale), optimizer)
+        self._update(total.mul_(optimizer.rescale * factor), optimizer)
         if self._wire.to_all:  # the exact value is the common one
             return
         change = encode(self._wire, self.exact - self.common[self._own])
