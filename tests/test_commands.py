@@ -216,6 +216,10 @@ TABLE = {
     "python examples/kvstore.py": By("tests/test_examples.py::test_kvstore_ends_alike_with_any_number_of_workers"),
     "torchrun --nproc-per-node 4 examples/local_updates.py": Run(put=ALONE, long=True),
     "python examples/local_updates.py": By("tests/test_examples.py::test_local_updates_learn_and_go_on"),
+    "torchrun --nproc-per-node 4 examples/asynchronous.py": Run(put=ALONE, long=True),
+    "python examples/asynchronous.py": By("tests/test_examples.py::test_asynchronous_says_how_late_gradients_were"),
+    "torchrun --nproc-per-node 4 examples/elastic_averaging.py": Run(put=ALONE, long=True),
+    "python examples/elastic_averaging.py": By("tests/test_examples.py::test_elastic_averaging_ends_at_its_centre"),
     # benchmarks: a page names some, and their own text says how they are called
     "python -m benchmarks.allreduce [--json-lines docs/benchmarks/allreduce.jsonl]": Run(
         FEW_SUMS, clusters=True, long=True, status=JUDGED

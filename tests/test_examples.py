@@ -3,9 +3,11 @@
 Under torchrun itself tests/test_listings.py runs one, as README says.
 """
 
+import ast
 import importlib.util
 import io
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -134,3 +136,32 @@ def test_local_updates_learn_and_go_on(run, workers, tmp_path):
         assert saved["steps"] == 256
         torch.save({**saved, "epochs": 3}, tmp_path / f"worker-{rank}.pt")
     assert run("local_updates.py", tmp_path).startswith("epoch 4: ")
+
+
+def percent(line):
+    return float(re.search(r"([\d.]+)%", line).group(1))
+
+
+@pytest.mark.parametrize(("run", "workers"), [(run_plainly, 1), (run_by_two, 2)])
+def test_asynchronous_says_how_late_gradients_were(run, workers):
+    said = run("asynchronous.py").splitlines()
+    assert len(said) == 5 * workers + 1
+    for rank in range(workers):
+        *epochs, late = (line for line in said if line.startswith(f"worker {rank}"))
+        losses = [float(re.search(r"loss ([\d.]+)", line).group(1)) for line in epochs]
+        assert len(losses) == 4 and losses[-1] < 0.6 * losses[0]
+        counts = ast.literal_eval(late.split("so often: ")[1])
+        # Of two layers in each of 4 * 64 steps; alone there are no others.
+        assert sum(counts.values()) == (2 * 256 if workers == 2 else 0), counts
+        assert max(counts, default=0) <= 2 * (4 + 1), counts
+    (end,) = (line for line in said if line.startswith("at the end"))
+    assert end.endswith(f"on {workers} worker(s)") and percent(end) > 85
+
+
+@pytest.mark.parametrize(("run", "workers"), [(run_plainly, 1), (run_by_two, 2)])
+def test_elastic_averaging_ends_at_its_centre(run, workers):
+    said = run("elastic_averaging.py").splitlines()
+    assert [sum(f"worker {rank}, epoch" in line for line in said) for rank in range(workers)] == [8, 6][:workers]
+    (centre,) = (line for line in said if line.startswith("the centre"))
+    assert centre.endswith(f"of {workers} worker(s)") and percent(centre) > 85
+    assert sum("by its own parameters" in line for line in said) == workers
