@@ -259,6 +259,15 @@ TABLE = {
         "--hosts 2 --width 0.1 --steps 1", clusters=True, long=True, status=JUDGED
     ),
     "python -m benchmarks.load_balance --draw": Run(),
+    "python -m benchmarks.local_quality characters [--json-lines docs/benchmarks/local_quality.jsonl]": Run(
+        '--steps 2 --seeds 0 --arms synchronous "diloco, every 30"', long=True, status=JUDGED
+    ),
+    "python -m benchmarks.local_quality images --mbit 50 --data DIR": Run(
+        '--steps 2 --seeds 0 --arms synchronous "async, staleness 4"', put=IMAGES, clusters=True, long=True
+    ),
+    "python -m benchmarks.local_quality --draw FILE": By(
+        "tests/lab/test_benchmarks.py::TestLocalQuality::test_quality_of_local_updates_is_judged_by_seed"
+    ),
     "python -m benchmarks.overhead [--json-lines docs/benchmarks/overhead.jsonl]": Run(
         "--pairs 2 --only time", long=True, status=JUDGED
     ),

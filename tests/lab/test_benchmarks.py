@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from benchmarks import collectives, convergence, load_balance, tensor_collectives
+from benchmarks import collectives, convergence, load_balance, local_quality, tensor_collectives
 
 EVEN = [100.0] * 4
 
@@ -72,6 +72,54 @@ class TestConvergence:
         assert convergence.main() == status
         assert ("the exact run does not equal one process" in capsys.readouterr().err) is (status == 1)
         assert (tmp_path / "lines.jsonl").read_text().count("\n") == len(words) - 1
+
+
+class TestLocalQuality:
+    """Losses made up: of a seed, and of what its arm loses by."""
+
+    @pytest.fixture
+    def lines(self, tmp_path, monkeypatch):
+        def run(task, arm, data, seed, arguments):
+            held_out = (2.0 + seed) * (1.0 if arm.kind == "synchronous" else 1.01 + 0.02 * seed)
+            ends = [{"step": step, "seconds": 1.0 * step, "held_out": held_out} for step in (5, 10)]
+            facts = {"task": task, "arm": arm.name, "mbit": 0.0, "steps": 10, "workers": 4}
+            return {**facts, "bytes_per_step": 1000, "seconds": 10.0, "points": ends}
+
+        monkeypatch.setattr(local_quality, "run", run)
+        return tmp_path / "lines.jsonl"
+
+    def status(self, monkeypatch, lines, *words):
+        text = lines.parent / "text"
+        text.touch()
+        words = ("characters", "--data", str(text), "--steps", "10", "--json-lines", str(lines), *words)
+        monkeypatch.setattr("sys.argv", ["local_quality", *words])
+        return local_quality.main()
+
+    @pytest.mark.parametrize(("seeds", "status"), [("0", 0), ("0 1", 0), ("0 1 2", 1), ("1", 1)])
+    def test_quality_of_local_updates_is_judged_by_seed(self, monkeypatch, capsys, lines, seeds, status):
+        assert self.status(monkeypatch, lines, "--seeds", *seeds.split()) == status
+        assert len(lines.read_text().splitlines()) == len(seeds.split()) * len(local_quality.ARMS["characters"])
+        table = capsys.readouterr().out
+        assert f"Seeds {', '.join(seeds.split())}." in table
+        assert table.count("| diloco, every") == 16
+        monkeypatch.setattr("sys.argv", ["local_quality", "--draw", str(lines)])
+        assert local_quality.main() == 0
+        assert lines.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+    def test_what_is_recorded_is_not_measured_again_unless_asked(self, monkeypatch, lines):
+        arms = ("--arms", "synchronous", "diloco, every 30")
+        self.status(monkeypatch, lines, "--seeds", "0", *arms)
+        first = lines.read_text()
+        monkeypatch.setattr(local_quality, "run", lambda *_: pytest.fail("it is in the file"))
+        assert self.status(monkeypatch, lines, "--seeds", "0", *arms) == 0
+        assert lines.read_text() == first
+        with pytest.raises(pytest.fail.Exception):
+            self.status(monkeypatch, lines, "--seeds", "0", "--again", *arms)
+
+    def test_an_arm_that_is_none_is_named(self, monkeypatch, capsys, lines):
+        with pytest.raises(SystemExit):
+            self.status(monkeypatch, lines, "--arms", "diloco, every 31")
+        assert "--arms diloco, every 31: expected some of synchronous, diloco, every 1," in capsys.readouterr().err
 
 
 class TestCollectives:
