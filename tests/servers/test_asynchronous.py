@@ -236,6 +236,45 @@ def test_who_is_too_far_ahead_waits_for_the_slowest(tmp_path):
     assert outcomes[0].error is None, "it has been raised"
 
 
+def of_different_lengths(rank, client):
+    """Who is done holds nobody up, and gives nothing more; in the end all have what owners have of all."""
+    model = Network()
+    ps.distribute(model, optimizer := sgd(model, 0.05), mode="async", staleness=1)
+    steps = 2 + 5 * client  # the last client goes on for longer than any bound allows
+    for part in range(2):  # and once more, from there
+        with ps.join():
+            for step in range(steps):
+                step_once(model, optimizer, rank, step + 100 * part)
+        for param in model.parameters():
+            ps.broadcast(of_rank_0 := param.detach().clone(), 0)
+            assert torch.equal(of_rank_0, param), "the same bits on all ranks"
+    delays = ps.report()["asynchronous"]["model0"]["staleness"]["last"]
+    assert sum(delays.values()) == 2 * steps
+    with pytest.raises(ps.ConfigError, match="followed by no step"), ps.join():
+        loss_of(model, rank, 0).backward()
+    optimizer.step()
+    ps.barrier()
+
+
+@pytest.mark.parametrize(
+    "clients",
+    [
+        [[0], [1], [2]],
+        pytest.param([[0], [1]], marks=pytest.mark.long),
+        pytest.param([[0, 1], [2]], marks=pytest.mark.long),
+        pytest.param([[2], [0, 1]], marks=pytest.mark.long),
+    ],
+)
+def test_ranks_with_different_numbers_of_batches(clients, tmp_path):
+    size, groups = sum(map(len, clients)), clients if max(map(len, clients)) > 1 else None
+    run_well(size, of_clients, tmp_path, clients, groups=groups, slice_bytes=4096, operation_timeout_s=20.0)
+
+
+def of_clients(rank, size, clients):
+    client = next(number for number, members in enumerate(clients) if rank in members)
+    of_different_lengths(rank, client)
+
+
 def seldom_used(rank, size, met):
     """Rank 0 alone has gradients of a layer, and is no further ahead for that. Asking for parameters is no step."""
     model = Network()
@@ -363,8 +402,12 @@ def refusals(rank, size):
     optimizer.step()
     with pytest.raises(ps.ConfigError, match=r'with mode="async" step takes no closure'):
         optimizer.step(lambda: 0.0)
-    with pytest.raises(ps.ConfigError, match=r'penstock.join: model.* mode="async"'), ps.join():
-        pass
+    other = Network()
+    ps.distribute(other, sgd(other, 0.1), update="servers")
+    with pytest.raises(
+        ps.ConfigError, match=r'ranks of model\d, with mode="async", .* owners of model\d, with update="servers"'
+    ):
+        ps.join().__enter__()
     ps.barrier()
 
 

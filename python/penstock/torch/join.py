@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -36,13 +36,14 @@ def join() -> Iterator[None]:
     call returns when every rank has left. Then parameters, buffers and optimizer state are those of the rank that took
     most steps (of several, the lowest), bit for bit on all ranks. Schedulers and anything else that counts steps are
     the program's. With ``update="servers"`` ranks that are done go along with the others, since they may be owners:
-    each step takes one exchange of a few bytes more. If the block raises, the exception passes and the job fails on
+    each step takes one exchange of a few bytes more. With ``mode="async"`` nobody waits any more for a rank that is
+    done, and in the end all have the owners' parameters. If the block raises, the exception passes and the job fails on
     all ranks.
 
     Raises:
-        ConfigError: Layers use ``adam``, whose owners are needed to the end, or a collective; a model trains with
-            ``mode="async"``; with ``update="servers"``: a model has `nn.SyncBatchNorm`, or a backward has no step, or a
-            model that the workers update is trained, too.
+        ConfigError: Layers use ``adam``, whose owners are needed to the end, or a collective; where owners update, a
+            backward has no step; with ``update="servers"``: a model has `nn.SyncBatchNorm`, or a model that the workers
+            update, or one with ``mode="async"``, is trained, too.
         PeerLost: A rank was lost.
         Timeout: A rank has not left, and for ``operation_timeout_s`` data has moved at no rank.
 
@@ -54,16 +55,13 @@ def join() -> Iterator[None]:
         ...         optimizer.zero_grad()
     """
     running = job.current("join")
-    for distributed in distributed_here():
-        if any(isinstance(update, AsyncUpdates) for update in distributed.updates):
-            raise ConfigError(
-                f"penstock.join: {distributed.name} is distributed with {AsyncUpdates.how}, where ranks need not make "
-                "as many steps: train without it, and meet before the end with penstock.barrier()"
-            )
     if running.world_size == 1:
         yield
         return
-    if any(distributed.gradients.drop is not None for distributed in distributed_here()):
+    at_owners = [one for one in distributed_here() if one.gradients.drop is not None]
+    together = [one for one in at_owners if not _asynchronous(one)]
+    if together:
+        _check_alike(at_owners, together[0])
         with _going_along(running.engine, running.rank):
             yield
         return
@@ -77,6 +75,9 @@ def join() -> Iterator[None]:
                 "Let them use factors or the store: penstock.distribute(..., schemes=...)",
                 layer=layer,
             )
+        for update in _asynchronous(distributed):
+            if update.has_begun:
+                raise _no_step(update, running.rank)
         distributed.synchronize()
         distributed.choice.settle()
         distributed.drift.settle()
@@ -86,7 +87,34 @@ def join() -> Iterator[None]:
         source = steps_by_rank.index(max(steps_by_rank))
         distributed.gradients.step = max(steps_by_rank)
         distributed.drift.adopt(distributed.gradients.step)
-        _copy_all(distributed, is_source=source == running.rank, source=source)
+        for update in _asynchronous(distributed):
+            update.refresh()  # nobody changes the owners' parameters any more
+        if not _asynchronous(distributed):
+            _copy_all(distributed, is_source=source == running.rank, source=source)
+
+
+def _asynchronous(distributed: Distributed) -> list[AsyncUpdates]:
+    return [update for update in distributed.updates if isinstance(update, AsyncUpdates)]
+
+
+def _no_step(update: OwnerUpdates, rank: int) -> ConfigError:
+    return ConfigError(
+        "penstock.join: the last backward of this rank is followed by no step. Make the step, or call zero_grad and "
+        "step",
+        rank=rank,
+        step=update.step_number,
+    )
+
+
+def _check_alike(at_owners: Sequence[Distributed], together: Distributed) -> None:
+    """Who has no batch left goes along with the one, and leaves the other."""
+    for distributed in at_owners:
+        if _asynchronous(distributed):
+            raise ConfigError(
+                f"penstock.join: ranks of {distributed.name}, with {AsyncUpdates.how}, leave when they are done, and "
+                f"owners of {together.name}, with {together.updates[0].how}, cannot. Give all ranks as many batches, "
+                "or train the two in jobs of their own"
+            )
 
 
 @contextmanager
@@ -116,12 +144,7 @@ def _going_along(engine: Engine, rank: int) -> Iterator[None]:
                 if update.has_begun and not before:
                     update.leave_out_what_was_reset()  # a loss scaler does that
                 if left or (update.has_begun and not before):
-                    raise ConfigError(
-                        "penstock.join: the last backward of this rank is followed by no step. Make the step, or call "
-                        "zero_grad and step",
-                        rank=rank,
-                        step=update.step_number,
-                    )
+                    raise _no_step(update, rank)
             for distributed in owned:
                 distributed.synchronize()
             mine = [distributed.gradients.step for distributed in owned]

@@ -351,6 +351,11 @@ fn who_has_nothing_for_a_step_has_come_to_it_and_a_question_of_the_last_step_is_
     assert_eq!((bench.kinds(1), bench.node.missing(0, 0)), (vec![], vec![Rank(0)]));
     bench.submit(0, 2, Op::Average, false);
     assert_eq!((bench.kinds(1), bench.completed()), (vec![Kind::Answer], 2));
+    // Who has left is not waited for.
+    bench.submit(0, 3, Op::Average, false);
+    assert_eq!((bench.completed(), bench.node.missing(0, 0)), (2, vec![Rank(1)]));
+    bench.frame(1, Header::control(Kind::Leave)).unwrap();
+    assert_eq!(bench.completed(), 3);
 }
 
 #[derive(Debug, Clone)]
