@@ -137,6 +137,32 @@ def test_workers_with_different_numbers_of_batches_join(tmp_path):
     assert {result["bits"] for result in apart + alike} == {alike[0]["bits"]}
 
 
+ENDS_EARLY = """
+import sys, torch
+import penstock as ps
+
+ps.init()
+model = torch.nn.Linear(3, 3)
+model, optimizer = ps.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), **eval(sys.argv[2]))
+for _ in range(2 if ps.rank() == 1 else 9):
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+ps.synchronize(model)
+ps.shutdown()
+"""
+
+
+@pytest.mark.parametrize("how", ["{}", pytest.param("{'mode': 'async', 'staleness': 1}", marks=pytest.mark.long)])
+def test_a_worker_that_ends_early_is_named_at_once(tmp_path, how):
+    """The server knows: it waits for that worker's part, and no program of its own ever does."""
+    (program := tmp_path / "ends_early.py").write_text(ENDS_EARLY)
+    begun = time.monotonic()
+    status, out, err = run(tmp_path, 2, 1, how, program=program)
+    assert status == 1 and time.monotonic() - begun < 60, (out, err)  # a call may take 300 s
+    said = out + err
+    assert "PeerLost: rank 1 has left the job by shutdown()" in said and "ps.join()" in said, said
+
+
 def alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"

@@ -354,9 +354,8 @@ impl Life {
         }
         if let Some(rank) = self.missed(now_ns, moved_ns, needs) {
             let text = format!(
-                "rank {rank} has left the job by shutdown() (or the end of its program) while rank {} goes on; if the ranks have \
-                 different numbers of batches, wrap the loop in ps.join()",
-                self.me
+                "rank {rank} has left the job by shutdown() (or the end of its program) while others go on; if the ranks have \
+                 different numbers of batches, wrap the loop in ps.join()"
             );
             return self.found(now_ns, Evidence::Departed, rank, text);
         }

@@ -55,6 +55,19 @@ impl<M: Memory, O: Observe> Node<M, O> {
         waits
     }
 
+    /// The ranks without which something in this lane never ends: those it waits for, and those that rounds of slices which it owns
+    /// wait for, whoever has begun these; a server's program begins none. A round that may end without who is late can do without all.
+    ///
+    /// * `waits`: as [`Node::waits`] has it.
+    #[must_use]
+    pub fn needed(&self, waits: Waits) -> BTreeSet<Rank> {
+        let Waits { late, owners } = waits;
+        let books = self.books.iter().flatten();
+        let wait = books.filter(|state| state.book.roles.rules.stragglers.is_none());
+        let rounds = wait.flat_map(|state| self.missing_of(state, 0..state.slices.len() as SliceId));
+        late.into_iter().chain(owners).chain(rounds).filter(|rank| *rank != self.config.rank).collect()
+    }
+
     /// What this lane says to a question.
     ///
     /// * `waits`: as [`Node::waits`] has it.

@@ -116,10 +116,7 @@ impl Lane {
             self.look_at_line();
             self.look_at_peers();
         }
-        self.shared.look(|rank| {
-            let Waits { late, owners } = self.waits();
-            late.contains(&rank) || owners.contains(&rank)
-        });
+        self.shared.look(|rank| self.node.needed(self.waits()).contains(&rank));
     }
 
     fn look_at_peers(&mut self) {

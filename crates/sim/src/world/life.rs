@@ -314,8 +314,7 @@ impl<M: SimMemory> World<M> {
         }
         let mut needed: BTreeSet<Rank> = self.late_to_agree(rank).into_iter().collect();
         for lane in 0..self.setup.lanes {
-            let Waits { late, owners } = self.waits_for(rank, lane);
-            needed.extend(late.into_iter().chain(owners));
+            needed.extend(self.nodes[self.at(rank, lane)].needed(self.waits_for(rank, lane)));
         }
         let now_ns = self.agenda.now_ns();
         let fate = &mut self.fates[rank.index()];
