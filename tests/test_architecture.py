@@ -448,14 +448,14 @@ def test_python_has_no_second_table_of_schemes():
 def test_types_spell_out_what_the_core_lists():
     """A `Literal` needs the words themselves."""
     from penstock._native import ALGORITHMS, LAYER_KINDS, WAYS
-    from penstock.description import Kind
+    from penstock.description import LayerKind
 
     stubs = (PACKAGE / "_native.pyi").read_text(encoding="utf-8")
     literals = dict(re.findall(r"^(\w+) = Literal\[(.+)\]$", stubs, re.MULTILINE))
     assert ast.literal_eval(literals["_Algorithm"]) == ALGORITHMS
     routes = dict.fromkeys(way.route for way in WAYS.values() if way.route != "owner")  # which no tensor of a book has
     assert ast.literal_eval(literals["_Route"]) == tuple(routes)
-    assert get_args(Kind) == LAYER_KINDS
+    assert get_args(LayerKind) == LAYER_KINDS
     halves = [name for name, way in WAYS.items() if way.wire is not None]
     for line, words in tables_of(set(WAYS), stubs):
         assert words in (sorted(ALGORITHMS), sorted(halves)), f"_native.pyi:{line}"

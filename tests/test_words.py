@@ -26,6 +26,10 @@ SAME = {
     "Contribution": "what one rank adds: to a slice; to a gather, as Python reads it",
     "Buffer": "memory that a call reads or writes",
     "Report": "counts of a run",
+    "Groups": "which workers sum among themselves",
+    "LayerKind": "which ways a layer can go by what it is",
+    "Fold": "what becomes of a round's contributions; in Python as a message to servers spells it",
+    "Answered": "whom an owner answers; in Python as a message to servers spells it",
     # both drivers carry out what core decides
     "Effect": "what a state machine asks of whoever runs it",
     "Chunk": "a view of memory",
@@ -50,7 +54,14 @@ def rust_types(text):
 
 
 def python_types(text):
-    return [node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+    """Classes, without the underscore of what is private, and what is declared to be another name of a type."""
+    tree = ast.parse(text)
+    names = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    for node in tree.body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Subscript):
+            target = ast.unparse(node.target if isinstance(node, ast.AnnAssign) else node.targets[0])
+            names += [target] if target.lstrip("_").isidentifier() and target != target.upper() else []
+    return [name.lstrip("_") for name in names]
 
 
 def types():
@@ -77,7 +88,9 @@ def test_no_type_has_the_name_of_another():
 def test_types_are_found():
     rust = "pub(crate) struct One<C> {\n}\n// struct Two\nenum Three {\n    type Four;\n"
     assert rust_types(f"{rust}#[cfg(test)]\nmod tests {{\nstruct Five;\n") == ["One", "Three"]
-    assert python_types("class One:\n    class Two:\n        pass\n") == ["One", "Two"]
+    assert python_types("class One:\n    class _Two:\n        pass\n") == ["One", "Two"]
+    others = "_One = dict[str, int]\nTwo: TypeAlias = Literal['a']\nTHREE: Final = list[int]\n"
+    assert python_types(others) == ["One", "Two"]
 
 
 def words():

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Literal, TypedDict, final, type_check_only
 
 from penstock.coordinator import Cluster, Rates
-from penstock.description import Kind
+from penstock.description import LayerKind
 
 __all__ = [
     "ALGORITHMS",
@@ -50,7 +50,7 @@ VECTORS_MAX: int
 COLLECTIVES: tuple[_Algorithm, ...]
 """Those of them that are not the store."""
 
-LAYER_KINDS: tuple[Kind, ...]
+LAYER_KINDS: tuple[LayerKind, ...]
 """By what gradients are made of; all that there are, the last for whatever is none of the others."""
 
 @final
@@ -62,7 +62,7 @@ class Way:
         """The scheme's name."""
 
     @property
-    def kind(self) -> Kind | None:
+    def kind(self) -> LayerKind | None:
         """The kind of layer that it is for; none: every kind."""
 
     @property
@@ -204,7 +204,7 @@ def best_scheme(
     cluster: Cluster,
     rates: Rates,
     *,
-    kind: Kind,
+    kind: LayerKind,
     shape: tuple[int, int],
     elems: int,
     elem_bytes: int,

@@ -353,7 +353,7 @@ def _in_main_memory(caller: str, buffers: list[Buffer]) -> None:
         )
 
 
-class _Groups:
+class _JobGroups:
     """The groups of the running job."""
 
     def __init__(self) -> None:
@@ -373,7 +373,7 @@ class _Groups:
         return self.world
 
 
-_groups = _Groups()
+_groups = _JobGroups()
 GROUPS_MAX = 1 << 15
 GROUPS_OWN = (1 << 16) - 2
 """From here on groups that no program forms: of all ranks, servers included, and of worker 0 and the servers."""

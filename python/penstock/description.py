@@ -11,9 +11,9 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from penstock.errors import ConfigError
 
-__all__ = ["DTYPE_BYTES", "Kind", "Layer", "Network", "Tensor", "read"]
+__all__ = ["DTYPE_BYTES", "Layer", "LayerKind", "Network", "Tensor", "read"]
 
-Kind: TypeAlias = Literal["linear", "embedding", "other"]
+LayerKind: TypeAlias = Literal["linear", "embedding", "other"]
 """As the core has them (`penstock._native.LAYER_KINDS`)."""
 DTYPE_BYTES = {"f32": 4, "f64": 8, "f16": 2, "bf16": 2}
 
@@ -59,7 +59,7 @@ class Layer:
     """
 
     name: str
-    kind: Kind
+    kind: LayerKind
     shape: tuple[int, ...]
     tensors: tuple[Tensor, ...]
     rows: float = 1.0
@@ -177,7 +177,7 @@ def _read_layer(layer: Any) -> Layer:
         shapes.append(shape)
         tensors.append(Tensor(str(tensor.name), "f32", elems, shape))
     matrix = bool(shapes) and len(shapes[0]) == 2
-    kind: Kind = layer.kind if layer.kind in get_args(Kind) and matrix else "other"
+    kind: LayerKind = layer.kind if layer.kind in get_args(LayerKind) and matrix else "other"
     return Layer(
         name=str(layer.name),
         kind=kind,

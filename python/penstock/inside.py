@@ -94,7 +94,7 @@ class Awaited(Protocol):
         """Whether it is over; raises what went wrong."""
 
 
-class _Asked:
+class _MpiRequest:
     """Something that MPI does."""
 
     def __init__(self, request: Any, what: str) -> None:
@@ -182,7 +182,9 @@ class Operation:
         self.done()
 
     def _timeout(self, limit_s: float) -> Timeout:
-        what = f"{self.stage.what} of MPI" if isinstance(self.stage, _Asked) else "an earlier call, or another rank"
+        what = (
+            f"{self.stage.what} of MPI" if isinstance(self.stage, _MpiRequest) else "an earlier call, or another rank"
+        )
         return Timeout(
             f"penstock.{self.caller}: rank {self.group.rank} has waited {limit_s:g} s in the group of "
             f"{list(self.group.ranks)} for {what}; look at what its other ranks do, or raise operation_timeout_s",
@@ -247,7 +249,7 @@ class _Mover:
 _mover = _Mover()
 
 
-class _Calls(Attached):
+class _MpiCalls(Attached):
     """All calls that MPI carries out."""
 
     def finish(self, limit_s: float) -> None:
@@ -272,7 +274,7 @@ class _Calls(Attached):
         faulthandler.cancel_dump_traceback_later()
 
 
-attach(_Calls())
+attach(_MpiCalls())
 
 
 def _mpi(caller: str) -> Any:
@@ -434,20 +436,20 @@ class InsideSums:
         mpi, heads = self._mpi, self._heads
         if len(self._parts) == 1:
             if self.comm is not None:
-                yield self._asked("Iallreduce", mpi.IN_PLACE, self._message(memory), self._op(op))
+                yield self._request("Iallreduce", mpi.IN_PLACE, self._message(memory), self._op(op))
             self._divide(memory, op)
             return
         at_head = self._index == HEAD
         if self.comm is not None:
             message = self._message(memory)
             sent, into = (mpi.IN_PLACE, message) if at_head else (message, None)
-            yield self._asked("Ireduce", sent, into, self._op(op), HEAD)
+            yield self._request("Ireduce", sent, into, self._op(op), HEAD)
         if heads is not None:
             yield _Across(heads.allreduce(memory, _undivided(op), algorithm=algorithm, async_=True))
         if at_head:
             self._divide(memory, op)
         if self.comm is not None:
-            yield self._asked("Ibcast", self._message(memory), HEAD)
+            yield self._request("Ibcast", self._message(memory), HEAD)
 
     def _reduce(self, memory: Buffer, root: int, op: str) -> Steps:
         mpi, heads = self._mpi, self._heads
@@ -459,26 +461,26 @@ class InsideSums:
         if self.comm is not None:
             into_me = into_place == self.rank
             place = (mpi.IN_PLACE, self._message(result)) if into_me else (self._message(memory), None)
-            yield self._asked("Ireduce", *place, self._op(op), self._part.index(into_place))
+            yield self._request("Ireduce", *place, self._op(op), self._part.index(into_place))
         if not one:
             head = next(part[HEAD] for part in self._parts if root in part)
             if heads is not None:
                 yield _Across(heads.reduce(result, head, _undivided(op), async_=True))
             if root in self._part and root != head and self.rank in (root, head):
                 name, peer = ("Irecv", HEAD) if at_root else ("Isend", self._part.index(root))
-                yield self._asked(name, self._message(result), peer)
+                yield self._request(name, self._message(result), peer)
         if at_root:
             self._divide(result, op)
 
     def _broadcast(self, memory: Buffer, root: int) -> Steps:
         here = root in self._part
         if here and self.comm is not None:
-            yield self._asked("Ibcast", self._message(memory), self._part.index(root))
+            yield self._request("Ibcast", self._message(memory), self._part.index(root))
         if self._heads is not None:
             head = next(part[HEAD] for part in self._parts if root in part)
             yield _Across(self._heads.broadcast(memory, head, async_=True))
         if not here and self.comm is not None:
-            yield self._asked("Ibcast", self._message(memory), HEAD)
+            yield self._request("Ibcast", self._message(memory), HEAD)
 
     @property
     def _mpi(self) -> Any:
@@ -497,9 +499,9 @@ class InsideSums:
     def _op(self, op: str) -> Any:
         return getattr(self._mpi, {"average": "SUM"}.get(op, op.upper()))
 
-    def _asked(self, name: str, *arguments: Any) -> _Asked:
+    def _request(self, name: str, *arguments: Any) -> _MpiRequest:
         """Begin something of MPI's, by its name."""
-        return _Asked(getattr(self.comm, name)(*arguments), name)
+        return _MpiRequest(getattr(self.comm, name)(*arguments), name)
 
     def _divide(self, memory: Buffer, op: str) -> None:
         if op == "average" and memory.nbytes:

@@ -136,7 +136,7 @@ class Job:
             _after(self, at_exit=True)
 
 
-class _Process:
+class _ThisProcess:
     """What this process knows about its job. One instance, so that no function needs `global`."""
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class _Process:
             self.hooks = None
 
 
-_process = _Process()
+_process = _ThisProcess()
 
 
 def init(**options: Unpack[OptionArguments]) -> None:

@@ -16,7 +16,7 @@ from penstock.measure.allreduce import (
     CALIBRATIONS,
     ShortTimes,
     _Cell,
-    _Message,
+    _Workload,
     best_seconds,
     pattern,
     percentile,
@@ -102,18 +102,18 @@ def test_a_wrong_result_is_an_error_on_every_rank():
     """An allreduce that gets one element wrong, without any network."""
 
     def wrong(tensor, op, algorithm):
-        total = array.array("f", message.expected)
+        total = array.array("f", workload.expected)
         tensor[:] = memoryview(total).cast("B").cast("f")
         tensor[17] += 1.0 if algorithm == "ring" else 0.0
 
     own = pattern(0, 0)
-    message = _Message(own, own, 100)
+    workload = _Workload(own, own, 100)
     group = SimpleNamespace(barrier=lambda: None, allreduce=wrong, size=1, ranks=(0,))
     job = SimpleNamespace(engine=SimpleNamespace(all_gather=lambda what, blob: [blob]))
-    cell = _Cell(job, group, message, ["tree", "ring"])  # which are told apart in every call
-    cell._turn(message, "tree")
+    cell = _Cell(job, group, workload, ["tree", "ring"])  # which are told apart in every call
+    cell._turn(workload, "tree")
     assert cell.gather()
-    cell._turn(message, "ring")
+    cell._turn(workload, "ring")
     with pytest.raises(PenstockError, match="rank 0 of 1: the sum by ring is not"):
         cell.gather()
 

@@ -317,13 +317,13 @@ def test_a_rank_that_reads_more_than_the_others_joins_others_and_has_the_same_bi
 
 def test_a_step_of_many_small_layers_is_a_few_calls(monkeypatch):
     calls = []
-    plain = joined._Block.update
+    plain = joined._ParameterBlock.update
 
     def counted(self, shadow, run, *more):
         calls.append(run.stop - run.start)
         return plain(self, shadow, run, *more)
 
-    monkeypatch.setattr(joined._Block, "update", counted)
+    monkeypatch.setattr(joined._ParameterBlock, "update", counted)
     # As it is for programs: tests cut everything into pieces, and take nothing for small.
     monkeypatch.setattr("penstock.torch.updates.partial.CUT_MIN_BYTES", 1 << 30)
     monkeypatch.setattr("penstock.torch.updates.optimizer.WAIT_BYTES", 64 << 10)

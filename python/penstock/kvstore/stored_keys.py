@@ -350,7 +350,7 @@ class StoredKey:
             raise
 
 
-class _Progress:
+class _ProgressThread:
     """The thread that begins pushes whose turn comes while the program does something else.
 
     There is one in a process, from the first push on that finds the one before it under way.
@@ -406,4 +406,4 @@ class _Progress:
         return not engine.has_failed
 
 
-PROGRESS = _Progress()
+PROGRESS = _ProgressThread()

@@ -66,7 +66,7 @@ def pattern(seed: int, rank: int) -> array.array[float]:
     return array.array("f", [generator.randint(-LARGEST, LARGEST) for _ in range(PATTERN_ELEMS)])
 
 
-class _Message:
+class _Workload:
     """What this rank contributes, what must come out, and tensors for a row of calls."""
 
     def __init__(self, own: array.array[float], total: array.array[float], elems: int) -> None:
@@ -105,13 +105,13 @@ def best_seconds(nbytes: int, ranks: int, rates: Rates) -> float:
 class _Cell:
     """One size in one group."""
 
-    def __init__(self, job: Job, group: Group, message: _Message | None, algorithms: Sequence[str]) -> None:
+    def __init__(self, job: Job, group: Group, workload: _Workload | None, algorithms: Sequence[str]) -> None:
         self._job = job
         self._group = group
-        self._message = message
+        self._workload = workload
         self._algorithms = algorithms
         self._calibrations: dict[str, Callable[[], object]] = {}
-        if message is not None and message.is_short:
+        if workload is not None and workload.is_short:
             numbers = memoryview(bytearray(ELEM_BYTES * group.size)).cast("f")
             store, ring = (
                 partial(group.allreduce, numbers, "sum", algorithm=_asked(name)) for name in ("store", "ring")
@@ -123,9 +123,9 @@ class _Cell:
     def round(self, *, counts: bool) -> float:
         """Every algorithm once; this rank's seconds. Ranks outside the group wait for its end."""
         total = 0.0
-        if self._message is not None:
-            turns = {algorithm: self._turn(self._message, algorithm) for algorithm in self._algorithms}
-            if self._message.is_short:
+        if self._workload is not None:
+            turns = {algorithm: self._turn(self._workload, algorithm) for algorithm in self._algorithms}
+            if self._workload.is_short:
                 turns |= {name: self._row(call) for name, call in self._calibrations.items()}
             for name, times in turns.items():
                 total += sum(times)
@@ -134,18 +134,18 @@ class _Cell:
         Group(self._job.engine, 0, range(self._job.world_size), self._job.rank).barrier()
         return total
 
-    def _turn(self, message: _Message, algorithm: str) -> list[float]:
+    def _turn(self, workload: _Workload, algorithm: str) -> list[float]:
         asked = _asked(algorithm)
-        message.refill()
+        workload.refill()
         self._group.barrier()
         times = []
-        for number, tensor in enumerate(message.tensors):
-            if number > 0 and not message.is_short:
+        for number, tensor in enumerate(workload.tensors):
+            if number > 0 and not workload.is_short:
                 self._group.barrier()
             began = time.perf_counter()
             self._group.allreduce(tensor, "sum", algorithm=asked)
             times.append(time.perf_counter() - began)
-        if not message.is_right() and algorithm not in self.wrong:
+        if not workload.is_right() and algorithm not in self.wrong:
             self.wrong.append(algorithm)
         return times
 
@@ -176,7 +176,7 @@ class _Cell:
                     rank=rank,
                 )
         by_rank = [told[rank]["seconds"] for rank in self._group.ranks]
-        is_short = self._message is not None and self._message.is_short
+        is_short = self._workload is not None and self._workload.is_short
         combined: Callable[[Sequence[float]], float] = statistics.fmean if is_short else max
         return {
             name: [combined(times) for times in zip(*(seconds[name] for seconds in by_rank), strict=True)]
@@ -269,8 +269,8 @@ def allreduce(
         total = array.array("f", map(sum, zip(*patterns, strict=True)))
         for size in sizes:
             elems = max(1, size // ELEM_BYTES)
-            message = _Message(patterns[job.rank], total, elems) if job.rank < count else None
-            cell = _Cell(job, group, message, algorithms)
+            workload = _Workload(patterns[job.rank], total, elems) if job.rank < count else None
+            cell = _Cell(job, group, workload, algorithms)
             taken = 0.0
             for _ in range(WARM_ROUNDS):
                 taken = cell.round(counts=False)

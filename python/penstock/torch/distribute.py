@@ -54,7 +54,7 @@ from penstock.torch.schemes.pairs import EmbeddingPairs, only_scheme
 from penstock.torch.schemes.survey import Schemes, as_asked, common_reason, gather_scheme, survey
 from penstock.torch.updates.asynchronous import AsyncUpdates, check_norms
 from penstock.torch.updates.kept_pieces import kept_book
-from penstock.torch.updates.kinds import AT_OWNERS, Kind, Mode, Update, kind_of
+from penstock.torch.updates.kinds import AT_OWNERS, Mode, UpdateKind, WhoUpdates, kind_of
 from penstock.torch.updates.optimizer import Updates
 from penstock.torch.updates.owners import check_kept
 from penstock.torch.updates.patching import PatchedOptimizer
@@ -121,7 +121,7 @@ class Distributed:
         given: nn.Module | None = None,
         servers: Servers | None = None,
         hosts: tuple[int, ...] = (),
-        update: Kind = "workers",
+        update: UpdateKind = "workers",
         staleness: int | None = None,
         device: torch.device | None = None,
     ) -> None:
@@ -560,7 +560,7 @@ def distribute(
     *,
     broadcast_buffers: bool | None = None,
     schemes: Schemes | str | None = None,
-    update: Update = "workers",
+    update: WhoUpdates = "workers",
     mode: Mode = "sync",
     staleness: int | None = None,
 ) -> tuple[ModelT, None]: ...
@@ -571,7 +571,7 @@ def distribute(
     *,
     broadcast_buffers: bool | None = None,
     schemes: Schemes | str | None = None,
-    update: Update = "workers",
+    update: WhoUpdates = "workers",
     mode: Mode = "sync",
     staleness: int | None = None,
 ) -> tuple[ModelT, OptimizerT]: ...
@@ -582,7 +582,7 @@ def distribute(
     *,
     broadcast_buffers: bool | None = None,
     schemes: Schemes | str | None = None,
-    update: Update = "workers",
+    update: WhoUpdates = "workers",
     mode: Mode = "sync",
     staleness: int | None = None,
 ) -> tuple[ModelT, Sequence[Optimizer]]: ...
@@ -592,7 +592,7 @@ def distribute(
     *,
     broadcast_buffers: bool | None = None,
     schemes: Schemes | str | None = None,
-    update: Update = "workers",
+    update: WhoUpdates = "workers",
     mode: Mode = "sync",
     staleness: int | None = None,
 ) -> tuple[Any, Any]:

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from penstock._native import digests
 
-__all__ = ["Groups", "differing", "hyperparameters"]
+__all__ = ["ParameterGroups", "differing", "hyperparameters"]
 
-Groups = list[dict[str, str]]
+ParameterGroups = list[dict[str, str]]
 """By parameter group, each hyperparameter as text."""
 
 NO_HYPERPARAMETERS = frozenset({"params", "param_names"})
@@ -27,7 +27,7 @@ SHOWN_ELEMS_MAX = 16
 """Of a tensor whose elements are written out."""
 
 
-def hyperparameters(optimizer: Optimizer) -> Groups:
+def hyperparameters(optimizer: Optimizer) -> ParameterGroups:
     """What the updates of this optimizer depend on besides parameters, gradients and state.
 
     Example:
@@ -40,7 +40,7 @@ def hyperparameters(optimizer: Optimizer) -> Groups:
     ]
 
 
-def differing(by_rank: Mapping[int, Groups]) -> tuple[str, dict[int, str]] | None:
+def differing(by_rank: Mapping[int, ParameterGroups]) -> tuple[str, dict[int, str]] | None:
     """The first hyperparameter that is not the same on all ranks: its name and group, and the value by rank.
 
     Args:

@@ -139,7 +139,7 @@ def layers_of(
         name = path or ROOT
         shown = seen.get(name)
         # Where the weight is counted elsewhere, as a tied one is, what is left is no matrix.
-        kind: description.Kind = kind_of(module) if len(shapes[0]) == 2 else "other"
+        kind: description.LayerKind = kind_of(module) if len(shapes[0]) == 2 else "other"
         layers.append(
             description.Layer(
                 name=name,

@@ -47,7 +47,7 @@ from penstock.wire_types import EXACT, TopK, WireType
 __all__ = ["LocalSteps", "LocalUpdates"]
 
 
-class _Trained(NamedTuple):
+class _TensorNames(NamedTuple):
     """Names of some of a model's tensors that meet other ranks': of a layer, of a fragment, or of all of it."""
 
     parameters: list[str]
@@ -273,13 +273,13 @@ class LocalSteps:
         if not self._is_left_out:
             self._send(parts, void=self._together and bad is not None)
 
-    def _tell_and_send(self, mine: Tensor, parts: _Parts) -> Attendance:
+    def _tell_and_send(self, mine: Tensor, parts: _RoundValues) -> Attendance:
         self._tell(mine)
         found = self._attendance()
         self._send(parts, void=self._running.rank in found.left_out, factor=found.factor(len(self._tellers)))
         return found
 
-    def _send(self, parts: _Parts, *, void: bool, factor: float = 1.0) -> None:
+    def _send(self, parts: _RoundValues, *, void: bool, factor: float = 1.0) -> None:
         for values, names in parts:
             values.send(names, void=void, factor=factor)
 
@@ -297,7 +297,7 @@ class LocalSteps:
     def _comes_late(self, name: str, param: Tensor) -> bool:
         return param.requires_grad and self._tensors.get(name) is not param
 
-    def _parts(self, fragment: _Trained) -> _Parts:
+    def _parts(self, fragment: _TensorNames) -> _RoundValues:
         return (self._parameters, fragment.parameters), (self._statistics, fragment.statistics)
 
     def _wait(self) -> None:
@@ -466,7 +466,7 @@ class LocalSteps:
             self._telling.wait()
 
 
-_Parts = Sequence[tuple[Averages | ShortenedUpdates, list[str]]]
+_RoundValues = Sequence[tuple[Averages | ShortenedUpdates, list[str]]]
 """What meets of a fragment: its values, and their names."""
 
 _alive: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
@@ -489,12 +489,12 @@ class LocalUpdates(Attached):
         return {"local_updates": sorted(f"{one!r}: not the results of synchronous training" for one in self._here())}
 
 
-def _layers_of(model: nn.Module) -> tuple[list[_Trained], list[int]]:
+def _layers_of(model: nn.Module) -> tuple[list[_TensorNames], list[int]]:
     """What meets of each layer that has some of it, in the order of registration, and its bytes."""
     layers, sizes, seen = [], [], set()
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        trained = _Trained([], [])
+        trained = _TensorNames([], [])
         nbytes = 0
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             statistic = isinstance(module, _NormBase) and not isinstance(tensor, nn.Parameter)
@@ -509,13 +509,13 @@ def _layers_of(model: nn.Module) -> tuple[list[_Trained], list[int]]:
     return layers, sizes
 
 
-def _joined(layers: Sequence[_Trained]) -> _Trained:
-    return _Trained(
+def _joined(layers: Sequence[_TensorNames]) -> _TensorNames:
+    return _TensorNames(
         [name for layer in layers for name in layer.parameters], [name for layer in layers for name in layer.statistics]
     )
 
 
-def _facts(model: nn.Module, schedule: Schedule, layers: Sequence[_Trained]) -> Iterator[tuple[str, Any]]:
+def _facts(model: nn.Module, schedule: Schedule, layers: Sequence[_TensorNames]) -> Iterator[tuple[str, Any]]:
     """What must be the same on all ranks."""
     yield from vars(schedule).items()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -135,7 +135,7 @@ class _Leaving:
         return self.gather.layer.place, self.order
 
 
-class _Copy(NamedTuple):
+class _CopyToHost(NamedTuple):
     """Of a part of a contribution, under way to a room."""
 
     room: Tensor
@@ -170,7 +170,7 @@ class DeviceGathers(Copier):
         self._order = itertools.count()
         # The thread's
         self._free_rooms: list[Tensor] = []
-        self._copying: deque[_Copy] = deque()  # in the order of the stream
+        self._copying: deque[_CopyToHost] = deque()  # in the order of the stream
         # Of who makes averages: one thread at a time
         self._making = threading.RLock()
         self._rooms_there: deque[tuple[Tensor, Any]] = deque()
@@ -350,9 +350,9 @@ class DeviceGathers(Copier):
         with stream:
             room[:nbytes].copy_(leaving.body[begin : begin + nbytes], non_blocking=True)
         leaving.given += nbytes
-        self._copying.append(_Copy(room, leaving, begin, nbytes, self._accelerator.mark_in(stream)))
+        self._copying.append(_CopyToHost(room, leaving, begin, nbytes, self._accelerator.mark_in(stream)))
 
-    def _take(self, copy: _Copy) -> None:
+    def _take(self, copy: _CopyToHost) -> None:
         leaving = copy.leaving
         begin = leaving.header_bytes + copy.begin
         leaving.host[begin : begin + copy.nbytes] = copy.room[: copy.nbytes]

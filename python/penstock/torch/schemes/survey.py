@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from penstock._native import WAYS
-from penstock.description import Kind
+from penstock.description import LayerKind
 from penstock.errors import ConfigError
 from penstock.lossy import DGC, LossyScheme, OneBit, parse
 from penstock.plan import rows_scheme
@@ -45,11 +45,11 @@ __all__ = [
 Schemes: TypeAlias = Mapping[str, "str | LossyScheme"]
 """Patterns of layer names, and for each what these layers use, by name or, if it has options, as an object."""
 
-PLAIN: dict[Kind, type[nn.Module]] = {"linear": nn.Linear, "embedding": nn.Embedding}
+PLAIN: dict[LayerKind, type[nn.Module]] = {"linear": nn.Linear, "embedding": nn.Embedding}
 _FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def kind_of(module: nn.Module) -> Kind:
+def kind_of(module: nn.Module) -> LayerKind:
     """``linear`` for `nn.Linear`, ``embedding`` for `nn.Embedding`, subclasses included, and ``other`` for all else."""
     return next((kind for kind, plain in PLAIN.items() if isinstance(module, plain)), "other")
 
@@ -253,7 +253,7 @@ def _why_not(module: nn.Module, reason: str | None, scheme: str | LossyScheme, p
     return reason if kind_of(module) == way.kind else _of_another_kind(module, scheme, way.kind)
 
 
-def _of_another_kind(module: nn.Module, scheme: str, kind: Kind) -> str:
+def _of_another_kind(module: nn.Module, scheme: str, kind: LayerKind) -> str:
     return f"it is a {type(module).__name__}, and {scheme} is for nn.{PLAIN[kind].__name__}"
 
 

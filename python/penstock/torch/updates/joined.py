@@ -68,9 +68,9 @@ class Joined:
         self._optimizer = optimizer
         self._small = small
         self._shadow = Shadow(optimizer)
-        self._room = _Room()
+        self._memory = _CallMemory()
         self._known: list[list[int]] = []  # by group the ids of its parameters
-        self._places: dict[int, tuple[_Block, int]] = {}  # by id of the parameter
+        self._places: dict[int, tuple[_ParameterBlock, int]] = {}  # by id of the parameter
 
     def begin(self) -> None:
         """A step begins."""
@@ -82,7 +82,7 @@ class Joined:
         self._known = known
         with torch._C.DisableTorchFunctionSubclass():
             small = ([*filter(self._small, params)] for params in groups)
-            blocks = [_Block(self._room, some) for params in small for some in _split(params, BLOCK_ELEMS)]
+            blocks = [_ParameterBlock(self._memory, some) for params in small for some in _split(params, BLOCK_ELEMS)]
             self._places = {id(param): (block, at) for block in blocks for at, param in enumerate(block.params)}
 
     def apply(
@@ -111,7 +111,9 @@ class Joined:
                     left += block.params[run]
         return left
 
-    def _runs(self, params: Sequence[nn.Parameter], without: list[nn.Parameter]) -> Iterator[tuple[_Block, int, int]]:
+    def _runs(
+        self, params: Sequence[nn.Parameter], without: list[nn.Parameter]
+    ) -> Iterator[tuple[_ParameterBlock, int, int]]:
         """Those that follow each other in a block; what has no place goes to the list."""
         at = 0
         while at < len(params):
@@ -127,7 +129,7 @@ class Joined:
             at += count
 
 
-class _Room:
+class _CallMemory:
     """Where parameters and gradients lie end to end during a call: the same memory for each."""
 
     def __init__(self) -> None:
@@ -141,7 +143,7 @@ class _Room:
         return self._flat[key]
 
 
-class _Kept:
+class _JoinedState:
     """One key of the states of a block's parameters: where they lie, and what the optimizer has of that.
 
     Args:
@@ -168,16 +170,16 @@ class _Kept:
         return self.parts[run]
 
 
-class _Block:
+class _ParameterBlock:
     """Some parameters, which have their places end to end, and whatever has their shapes."""
 
-    def __init__(self, room: _Room, params: list[nn.Parameter]) -> None:
+    def __init__(self, memory: _CallMemory, params: list[nn.Parameter]) -> None:
         self.params = params
         self._starts = [0, *accumulate(param.numel() for param in params)]
         self._layouts = [(param.shape, param.stride()) for param in params]
-        self._flats = [room.flat(what, params[0].dtype) for what in ("parameters", "gradients")]
-        self._kept: dict[Any, _Kept] = {}
-        self._rooms: dict[tuple[int, int], tuple[nn.Parameter, list[Tensor], list[Tensor]]] = {}  # of the last runs
+        self._flats = [memory.flat(what, params[0].dtype) for what in ("parameters", "gradients")]
+        self._kept: dict[Any, _JoinedState] = {}
+        self._of_runs: dict[tuple[int, int], tuple[nn.Parameter, list[Tensor], list[Tensor]]] = {}  # the last ones
 
     def calls(self, first: int, end: int) -> Iterator[slice]:
         """These parameters, which follow each other, in calls that are not too large."""
@@ -201,7 +203,7 @@ class _Block:
         before = self._join(run, states, placed)
         if before is None:
             return False
-        flat, own, theirs = self._in_room(run)
+        flat, own, theirs = self._in_memory(run)
         torch._foreach_copy_(own, params)
         torch._foreach_copy_(theirs, grads)
         joined: defaultdict[Any, Any] = defaultdict(dict)
@@ -285,7 +287,7 @@ class _Block:
                     state[key] = part
             self._kept[key].whole[self._elems(run) if value.dim() else run].copy_(value)
 
-    def _place(self, run: slice, key: Any, value: Tensor) -> _Kept:
+    def _place(self, run: slice, key: Any, value: Tensor) -> _JoinedState:
         """Where this key of these parameters' states goes, which the optimizer does not hold there.
 
         If it did once, that memory is not written again: who has kept a state and loaded another gets back to it.
@@ -294,25 +296,27 @@ class _Block:
         elems = self._starts[-1] if per_element else len(self.params)
         if kept is None or not kept.can_give(run) or (kept.whole.dtype, len(kept.whole)) != (value.dtype, elems):
             whole, everything = torch.zeros(elems, dtype=value.dtype, device="cpu"), slice(0, len(self.params))
-            kept = self._kept[key] = _Kept(whole, self._cut(whole, everything) if per_element else [*whole.unbind()])
+            kept = self._kept[key] = _JoinedState(
+                whole, self._cut(whole, everything) if per_element else [*whole.unbind()]
+            )
         return kept
 
     def _elems(self, run: slice) -> slice:
         """Where these parameters' elements are."""
         return slice(self._starts[run.start], self._starts[run.stop])
 
-    def _in_room(self, run: slice) -> tuple[nn.Parameter, list[Tensor], list[Tensor]]:
+    def _in_memory(self, run: slice) -> tuple[nn.Parameter, list[Tensor], list[Tensor]]:
         """One parameter with its gradient, and the places of these parameters and of their gradients in them."""
         key = run.start, run.stop
-        room = self._rooms.get(key)
-        if room is None:
-            if len(self._rooms) >= RUNS_KEPT:
-                self._rooms.clear()
+        memory = self._of_runs.get(key)
+        if memory is None:
+            if len(self._of_runs) >= RUNS_KEPT:
+                self._of_runs.clear()
             elems = self._starts[run.stop] - self._starts[run.start]
             flat, grad = (flat[:elems] for flat in self._flats)
-            room = self._rooms[key] = nn.Parameter(flat), self._cut(flat, run), self._cut(grad, run)
-            room[0].grad = grad
-        return room
+            memory = self._of_runs[key] = nn.Parameter(flat), self._cut(flat, run), self._cut(grad, run)
+            memory[0].grad = grad
+        return memory
 
     def _cut(self, flat: Tensor, run: slice) -> list[Tensor]:
         """Places of these parameters from its beginning on: each as its parameter lies in memory."""

@@ -9,15 +9,15 @@ from penstock.torch.updates.asynchronous import AsyncUpdates
 from penstock.torch.updates.in_backward import BackwardUpdates
 from penstock.torch.updates.owners import OwnerUpdates
 
-__all__ = ["AT_OWNERS", "Kind", "Mode", "Update", "kind_of"]
+__all__ = ["AT_OWNERS", "Mode", "UpdateKind", "WhoUpdates", "kind_of"]
 
-Update = Literal["workers", "servers", "servers-in-backward"]
+WhoUpdates = Literal["workers", "servers", "servers-in-backward"]
 Mode = Literal["sync", "async"]
-Kind = Literal["workers", "servers", "servers-in-backward", "async"]
+UpdateKind = Literal["workers", "servers", "servers-in-backward", "async"]
 AT_OWNERS = {kind.option: kind for kind in (OwnerUpdates, BackwardUpdates, AsyncUpdates)}
 
 
-def kind_of(update: Update, mode: Mode, staleness: int | None, broadcast_buffers: bool | None) -> Kind:
+def kind_of(update: WhoUpdates, mode: Mode, staleness: int | None, broadcast_buffers: bool | None) -> UpdateKind:
     """The kind that these arguments of `penstock.distribute` ask for.
 
     Raises:

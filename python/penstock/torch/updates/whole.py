@@ -39,7 +39,7 @@ def forget_steps(engine: Engine) -> None:
     _open.pop(id(engine), None)
 
 
-class _Before:
+class _ParameterBefore:
     """One parameter as it was: which elements of it, and its state in the optimizer."""
 
     __slots__ = ("pairs", "ranges", "small", "state")
@@ -72,7 +72,7 @@ class StepLog:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._state: MutableMapping[Any, Any] = {}  # the optimizer's own
-        self._before: dict[int, tuple[nn.Parameter, _Before]] = {}  # by id of the parameter
+        self._before: dict[int, tuple[nn.Parameter, _ParameterBefore]] = {}  # by id of the parameter
         self._kept: dict[tuple[int, Any], Tensor] = {}  # copies, to be used again
         self._is_whole = True
         self._is_open = False
@@ -118,7 +118,7 @@ class StepLog:
         for tensor, kept in before.pairs:
             _flat(kept)[begin:end].copy_(_flat(tensor)[begin:end])
 
-    def _taken(self, param: nn.Parameter) -> _Before:
+    def _taken(self, param: nn.Parameter) -> _ParameterBefore:
         values = param.data
         found = self._state.get(param)
         pairs = [(values, self._buffer(param, None, values))]
@@ -132,7 +132,7 @@ class StepLog:
                         pairs.append((value, self._buffer(param, key, value)))
                     else:
                         small.append((value, value.clone()))
-        before = _Before(state, pairs, small)
+        before = _ParameterBefore(state, pairs, small)
         self._before[id(param)] = param, before
         return before
 
