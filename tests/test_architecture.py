@@ -17,6 +17,8 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 CRATES = ROOT / "crates"
 PACKAGE = ROOT / "python" / "penstock"
+SUBPACKAGES = sorted(path.parent for path in PACKAGE.glob("*/**/__init__.py"))
+"""ARCHITECTURE has the map of the package itself, whose docstring is for users."""
 
 CRATE_EDGES = {
     "core": set(),
@@ -399,6 +401,18 @@ def test_no_two_modules_have_one_name():
         by_name.setdefault(name.rpartition(".")[2], []).append(name)
     double = [names for names in by_name.values() if len(names) > 1]
     assert not double, double
+
+
+def mapped(package):
+    """What the code map of a package names: lines of its docstring that begin with a name and at least two spaces."""
+    text = ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8")))
+    return sorted(re.findall(r"^(\w+)  +\S", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("package", SUBPACKAGES, ids=lambda package: package.relative_to(PACKAGE).as_posix())
+def test_the_map_of_a_package_names_its_modules(package):
+    inside = {path.stem for path in package.glob("*.py")} | {path.parent.name for path in package.glob("*/__init__.py")}
+    assert mapped(package) == sorted(inside - {"__init__"})
 
 
 def tables_of(words, source):

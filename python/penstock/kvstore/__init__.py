@@ -1,11 +1,16 @@
 """A key-value store for programs that say by themselves what is synchronised, and when. See `penstock.KVStore`.
 
-store       what programs call                           checks   what they give to it
-stored_keys one key: its value, and what waits for it    rounds   what is under way, and what its result means
-arithmetic  sums that a rank takes by itself             meeting  where all ranks must agree
-kept        values that their owners keep                disk     how a file is whole
-states      what a program saves and loads               saving   files, by rank 0 for all ranks
-pending     the future of a call
+store        what programs call
+pending      the future of a call
+checks       what programs give to a store
+stored_keys  one key: its value, and what waits for it
+rounds       what is under way for a key, and what its result means
+meeting      where all ranks must agree
+arithmetic   sums that a rank takes by itself
+kept         values that their owners keep
+states       what a program saves and loads
+saving       files, by rank 0 for all ranks
+disk         what is in a file
 """
 
 from penstock.kvstore.store import KVStore

@@ -10,6 +10,12 @@ The ranks meet in the store that `init_process_group` provides. No secret lies t
 used, and `penstock.distribute` works beside the backend.
 It goes on after `destroy_process_group`, until `penstock.shutdown` or the end of the program.
 Sums are in rank order with the same bits on every rank; half types are summed in single precision.
+
+group       a process group, and its operations as calls of the engine
+works       what torch.distributed waits for
+reductions  which reductions the engine computes
+sparse      sums of sparse tensors
+debug       finding the rank that does something else
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Gradients in, averages back.
 
-hooks    from autograd to the engine, and back into ``.grad``      bundle  small gradients, submitted in one call
-landing  where a gradient leaves and its average lands
+hooks           from autograd to the engine, and back into ``.grad``
+landing         where a gradient leaves and its average lands
+device_landing  the same on an accelerator, through host memory
+bundle          small gradients, submitted in one call
 """

@@ -1,1 +1,4 @@
-"""Who reads which parameter, and how a read waits: see `penstock.torch.reads.safety`."""
+"""Who reads which parameter, and how a read waits.
+
+safety  reads that are found, and what they wait for
+"""
