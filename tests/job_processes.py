@@ -12,7 +12,7 @@ PATIENCE_S = 120.0
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # Once, not by each of hundreds of ranks; the first optimizer imports dynamo.
-CONTEXT.set_forkserver_preload(["numpy", "pytest", "torch._dynamo", "penstock.torch.distribute"])
+CONTEXT.set_forkserver_preload(["numpy", "pytest", "torch._dynamo", "penstock.torch.front_end"])
 
 OPTIONS = {"operation_timeout_s": 60.0, "peer_timeout_s": 10.0, "secret": "correct horse battery staple"}
 

@@ -53,7 +53,7 @@ import torch._dynamo  # noqa: E402 - the first optimizer imports it
 import torch.distributed  # noqa: E402, F401
 
 import penstock._native  # noqa: E402
-import penstock.torch.distribute  # noqa: E402, F401
+import penstock.torch.front_end  # noqa: E402, F401
 
 
 def alone() -> None:

@@ -376,13 +376,35 @@ def circles(graph):
     return [sorted(circle) for circle in found if len(circle) > 1]
 
 
+def packages_of(name):
+    parts = name.split(".")
+    return {".".join(parts[:length]) for length in range(1, len(parts))}
+
+
+def graph_of(modules, *, types):
+    """By module what it imports. That runs the packages around it, but for those that the importer itself is in."""
+    graph = {}
+    for name, path in modules.items():
+        run = imports_of(path, modules, types=False)
+        run = run.union(*map(packages_of, run)) - packages_of(name)
+        graph[name] = (run | imports_of(path, modules, types=types)) - {name}
+    return graph
+
+
 def package_circles(*, types):
-    modules = modules_by_name()
-    return circles({name: imports_of(path, modules, types=types) - {name} for name, path in modules.items()})
+    return circles(graph_of(modules_by_name(), types=types))
 
 
 def test_a_circle_of_imports_is_found():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
+
+
+def test_a_circle_through_a_package_is_found(tmp_path):
+    texts = {"a": "", "a.b": "import a.c.d", "a.c": "import a.e", "a.c.d": "", "a.e": "def f():\n    import a.b"}
+    modules = {name: tmp_path / f"{name}.py" for name in texts}
+    for name, path in modules.items():
+        path.write_text(texts[name], encoding="utf-8")
+    assert circles(graph_of(modules, types=False)) == [["a.b", "a.c", "a.e"]]
 
 
 def test_the_front_end_imports_in_one_direction():

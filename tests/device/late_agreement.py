@@ -29,8 +29,8 @@ from late_ranks import (  # noqa: F401  `small` is for every test here
 from torch import nn
 from torch.nn import functional as F
 
+from penstock import distribute, join
 from penstock.errors import PeerLost, Timeout
-from penstock.torch import distribute, join
 from penstock.torch.distribute import models_of
 from penstock.torch.runtime import afterwards
 from penstock.torch.updates.optimizer import Updates

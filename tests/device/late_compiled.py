@@ -22,7 +22,7 @@ from late_ranks import (  # noqa: F401  `small` is for every test here
 )
 from torch.nn import functional as F
 
-from penstock.torch import distribute
+from penstock import distribute
 from penstock.torch.distribute import models_of
 
 

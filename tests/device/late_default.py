@@ -27,9 +27,9 @@ from late_ranks import (  # noqa: F401  `small` is for every test here
 )
 from torch.nn import functional as F
 
+from penstock import distribute
 from penstock.collectives import Group
 from penstock.lossy import DGC
-from penstock.torch import distribute
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, 0.1),

@@ -18,7 +18,7 @@ from host_bits import same
 from late_device import installed
 from late_ranks import LONG, run, small, stream_of_rank  # noqa: F401  `small` is for every test here
 
-from penstock.torch import distribute
+from penstock import distribute
 from penstock.torch.gradients import device_landing
 
 OTHER_KERNELS = {"resnet", "lstm", "gpt"}

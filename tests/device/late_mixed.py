@@ -17,9 +17,9 @@ from late_ranks import LONG, LOST_S, backward, batch, model_of, run, small  # no
 from torch import nn
 from torch.nn import functional as F
 
+from penstock import distribute, join, synchronize
 from penstock.collectives import Group
 from penstock.errors import PenstockError
-from penstock.torch import distribute, join, synchronize
 from penstock.torch.distribute import models_of
 from penstock.torch.reads.safety import slot_of
 from penstock.torch.runtime import accelerator

@@ -30,8 +30,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
+from penstock import distribute, join
 from penstock.errors import PenstockError, Timeout
-from penstock.torch import distribute, join
 from penstock.torch.distribute import models_of
 
 OPTIMIZERS = {

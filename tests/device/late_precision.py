@@ -24,7 +24,7 @@ from late_ranks import (  # noqa: F401  `small` is for every test here
 )
 from torch.nn import functional as F
 
-from penstock.torch import distribute
+from penstock import distribute
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 INFINITE = 2  # the step at which rank 1 has a loss that is not finite

@@ -18,9 +18,8 @@ from late_device import installed
 from torch import nn
 from torch.nn import functional as F
 
-from penstock import lending
+from penstock import distribute, lending
 from penstock.errors import ConfigError, PeerLost, PenstockError, Timeout
-from penstock.torch import distribute
 from penstock.torch.distribute import models_of
 from penstock.torch.gradients import device_landing, hooks
 from penstock.torch.reads.safety import slot_of

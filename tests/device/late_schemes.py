@@ -35,9 +35,9 @@ from late_ranks import (
 )
 from torch.nn import functional as F
 
+from penstock import distribute
 from penstock.errors import PenstockError, Timeout
 from penstock.lossy import DGC
-from penstock.torch import distribute
 from penstock.torch.choice import measuring
 from penstock.torch.choice.probe import exchange_cost
 from penstock.torch.distribute import models_of

@@ -5,8 +5,8 @@ from ranks import examples, run, seeded
 from scenarios import mse
 from torch import nn
 
+from penstock import distribute
 from penstock.errors import ModelMismatch, PenstockError
-from penstock.torch import distribute
 
 SIZE = 4
 

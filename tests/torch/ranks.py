@@ -184,7 +184,7 @@ def train(
     make, make_optimizer, loss_of, *, size=2, steps=5, scheduler=None, engine_options=None, after=values, schemes=None
 ):
     """Train distributed; return each rank's parameters."""
-    from penstock.torch import distribute
+    from penstock import distribute
 
     def main(rank, engine):
         model = make()

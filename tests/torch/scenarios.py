@@ -8,7 +8,7 @@ from ranks import distance, examples, reference, run, same_everywhere, seeded, t
 from torch import nn
 from torch.nn import functional as F
 
-from penstock.torch import distribute
+from penstock import distribute
 from penstock.torch.reads.safety import DeferredParameter
 
 

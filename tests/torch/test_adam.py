@@ -9,8 +9,8 @@ from test_factors import both_paths, check, distributed_of, make_wide, wide_loss
 from torch import nn
 
 import penstock as ps
+from penstock import distribute
 from penstock.errors import ConfigError, PeerLost
-from penstock.torch import distribute
 
 
 def test_adam_equals_the_dense_path_whoever_owns_a_layer():

@@ -11,9 +11,8 @@ import ranks
 import torch
 from torch import nn
 
-from penstock import job
+from penstock import distribute, job, synchronize
 from penstock.errors import PeerLost
-from penstock.torch import distribute, synchronize
 from penstock.torch.access import finish_all
 from penstock.torch.reads.safety import DeferredParameter
 from penstock.torch.release.failure import let_go

@@ -14,9 +14,9 @@ from ranks import distance, run, same_everywhere, seeded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import penstock.torch as pt
+import penstock as ps
+from penstock import distribute
 from penstock.errors import ConfigError, ModelMismatch, PenstockError, Timeout
-from penstock.torch import distribute
 
 CHANNELS = 3
 EVEN, UNEVEN, ONE_EMPTY, FEW = [4, 4, 4], [3, 5, 1], [4, 0, 2], [1, 1, 1]
@@ -261,7 +261,7 @@ def test_accumulation_and_a_graph_that_is_used_twice():
     def main(rank, engine):
         model = seeded(Net())
         model, optimizer = distribute(model, sgd(model))
-        with pt.no_sync(model):
+        with ps.no_sync(model):
             loss_twice(model, rank, 0)
         loss_twice(model, rank, 1)
         optimizer.step()
@@ -293,7 +293,7 @@ def test_join():
             optimizer.step()
             optimizer.zero_grad()
 
-        with pt.join():
+        with ps.join():
             for step in range(batches[rank]):
                 one_step(step)
         one_step(10)

@@ -8,8 +8,8 @@ from scenarios import Normed, make_mlp, mlp_and_sgd, mse, one_step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from penstock import distribute
 from penstock.errors import ConfigError
-from penstock.torch import distribute
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
+from penstock import distribute
 from penstock.errors import ConfigError
-from penstock.torch import distribute
 from penstock.torch.choice import measuring
 from penstock.torch.reads.safety import distributed_of as distributed_of_param
 from penstock.torch.updates import partial

@@ -12,8 +12,8 @@ from scenarios import sgd
 from torch import nn
 
 import penstock as ps
+from penstock import distribute
 from penstock.coordinator import Rates
-from penstock.torch import distribute
 from penstock.torch.choice import measuring
 
 LINE_RATE_MBIT = 80

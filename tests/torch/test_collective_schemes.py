@@ -8,10 +8,10 @@ from scenarios import make_mlp, sgd
 from torch import nn
 
 import penstock as ps
+from penstock import distribute
 from penstock._native import COLLECTIVES
 from penstock.coordinator import Rates
 from penstock.errors import ConfigError
-from penstock.torch import distribute
 from penstock.torch.facts import coordinator_of, explain
 from penstock.torch.reads.safety import distributed_of
 

@@ -9,9 +9,10 @@ from ranks import run, same_everywhere, values
 from scenarios import Normed, Tied, TwoBranches, mse, token_loss
 from torch import nn
 
-import penstock.torch as pt
+import penstock as ps
+from penstock import distribute
 from penstock.errors import ModelMismatch
-from penstock.torch import distribute
+from penstock.torch.access import finish_all
 from penstock.torch.agreement.drift import next_due
 
 EVERY = 10
@@ -265,7 +266,7 @@ def test_ranks_with_fewer_batches():
         model = make()
         model, optimizer = distribute(model, momentum(model))
         for epoch in range(2):
-            with pt.join():
+            with ps.join():
                 for step in range(3 + 2 * rank):
                     mse(model, rank, 10 * epoch + step).backward()
                     optimizer.step()
@@ -290,7 +291,7 @@ def test_what_was_compared_last_is_judged_at_the_end():
                 model[0].bias.data += 1
             optimizer.step()
         with pytest.raises(ModelMismatch, match="rank 1 has drifted apart from ranks 0 and 2"):
-            pt.access.finish_all()
+            finish_all()
         return True
 
     assert all(run(main, 3, check_every=10))
@@ -302,7 +303,7 @@ def train_by_hand(model, rank, steps, drift_at=None):
         if step == drift_at:
             flip_bit(model[2].weight, random.Random(step))
         mse(model, rank, step).backward()
-        pt.synchronize()
+        ps.synchronize()
         with torch.no_grad():
             for param in model.parameters():
                 param -= 0.1 * param.grad
@@ -325,7 +326,7 @@ class TestWithoutAnOptimizer:
             model, _ = distribute(make())
             for _ in range(2):
                 train_by_hand(model, rank, 7)
-                with pt.join():
+                with ps.join():
                     for step in range(3 + rank):
                         mse(model, rank, step).backward()
                         model.zero_grad()

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import penstock as ps
+from penstock import distribute
 from penstock.errors import ConfigError
-from penstock.torch import distribute
 
 FACTORS = {"*": "factors"}
 PAIRS = {"embedding": "pairs"}

@@ -7,7 +7,7 @@ import torch
 from ranks import run, same_everywhere
 from torch import nn
 
-from penstock.torch import distribute
+from penstock import distribute
 from penstock.torch.updates import joined
 from penstock.torch.updates.joined import Joined, fits, joinable
 from penstock.torch.updates.separable import separable

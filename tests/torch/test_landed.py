@@ -5,8 +5,8 @@ import torch
 from ranks import run
 from torch import nn
 
+from penstock import distribute
 from penstock.lending import lent_to
-from penstock.torch import distribute
 from penstock.torch.updates import partial
 
 LAYERS = 200

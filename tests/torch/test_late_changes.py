@@ -11,8 +11,8 @@ from scenarios import make_mlp, mlp_and_sgd, mse, one_step, sgd
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
+from penstock import distribute
 from penstock.errors import ConfigError
-from penstock.torch import distribute
 from penstock.torch.model import enrolment
 
 pytestmark = pytest.mark.fake_only  # nothing of this reaches an engine

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
+from penstock import distribute
 from penstock.errors import ConfigError, ProtocolError
-from penstock.torch import distribute
 from penstock.torch.reads.safety import distributed_of as distributed_of_param
 from penstock.torch.schemes.dgc import SAMPLED_ABOVE, largest
 from penstock.torch.schemes.onebit import pack_bits, unpack_bits

@@ -7,7 +7,7 @@ from test_lossy import SHARP, distributed_of, gradient, loss_of, make_mlp, plain
 from torch import nn
 
 import penstock as ps
-from penstock.torch import distribute
+from penstock import distribute
 
 
 @pytest.mark.parametrize("scheme", ["1bit", SHARP], ids=["1bit", "dgc"])

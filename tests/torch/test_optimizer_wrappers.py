@@ -11,9 +11,9 @@ from ranks import distance, run, same_everywhere, values
 from scenarios import make_mlp, mlp_and_sgd, mse, one_step, sgd
 from torch import nn
 
+from penstock import distribute, join
 from penstock.errors import ConfigError
 from penstock.lossy import OneBit
-from penstock.torch import distribute, join
 from penstock.torch.updates.separable import optimizers_within, separable
 
 

@@ -9,7 +9,7 @@ from ranks import distance, examples, reference, run, same_everywhere, seeded, t
 from torch import nn
 from torch.nn import functional as F
 
-from penstock.torch import distribute
+from penstock import distribute
 from penstock.torch.updates.optimizer import LAYERS_PER_LOOK, separable
 
 OPTIMIZERS = {

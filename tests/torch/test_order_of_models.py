@@ -7,8 +7,8 @@ from ranks import run, same_everywhere, seeded, values
 from scenarios import make_mlp, one_step, sgd
 from torch import nn
 
+from penstock import distribute
 from penstock.errors import ModelMismatch
-from penstock.torch import distribute
 
 pytestmark = pytest.mark.fake_only
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.torch import distribute
+from penstock import distribute
 
 PAIRS = {"embedding": "pairs"}
 TOLERANCE = 1e-12

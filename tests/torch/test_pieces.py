@@ -7,7 +7,7 @@ from ranks import distance, reference, run, same_everywhere, seeded, train, valu
 from torch import nn
 
 import penstock as ps
-from penstock.torch import distribute
+from penstock import distribute
 from penstock.torch.updates.pieces import elementwise
 
 

@@ -5,7 +5,7 @@ import torch
 from ranks import run, seeded
 from torch import nn
 
-from penstock.torch import distribute, synchronize
+from penstock import distribute, synchronize
 from penstock.torch.facts import coordinator_of
 
 RANKS, SLICE_BYTES = 3, 1024  # of the native engines of `ranks`

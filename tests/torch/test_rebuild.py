@@ -11,8 +11,8 @@ from ranks import run, same_everywhere, train, values
 from scenarios import sgd
 from test_factors import FACTORS, distributed_of, make_wide, wide_loss
 
+from penstock import distribute
 from penstock.errors import PeerLost
-from penstock.torch import distribute
 from penstock.torch.runtime import background
 from penstock.torch.schemes.rebuild import Rebuilds
 

@@ -11,8 +11,8 @@ from test_factors import FACTORS, both_paths, distributed_of, engaged, make_wide
 from torch import nn
 from torch.nn import functional as F
 
+from penstock import distribute
 from penstock.errors import ConfigError, ModelMismatch
-from penstock.torch import distribute
 from penstock.torch.schemes.survey import why_whole
 
 

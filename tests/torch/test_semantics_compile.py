@@ -22,7 +22,7 @@ from thread_engine import WAIT_S
 from torch import nn
 from torch.nn import functional as F
 
-from penstock.torch import distribute
+from penstock import distribute
 from penstock.torch.reads.safety import distributed_of
 
 # torch.compile

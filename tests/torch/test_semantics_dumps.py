@@ -19,8 +19,8 @@ from scenarios import (
 )
 from torch import nn
 
+from penstock import distribute
 from penstock.errors import ConfigError
-from penstock.torch import distribute
 
 
 def test_state_dict():

@@ -22,9 +22,9 @@ from scenarios import (
 from torch import nn
 from torch.nn import functional as F
 
-import penstock.torch as pt
+import penstock as ps
+from penstock import distribute
 from penstock.errors import ConfigError
-from penstock.torch import distribute
 from penstock.torch.reads.safety import DeferredParameter
 
 # Gradients are final when user code sees them
@@ -146,11 +146,11 @@ def test_synchronize_makes_gradients_final():
         one_step(model, optimizer, rank, 0)
         mse(model, rank, 1).backward()
         assert all(deferred(model))
-        pt.synchronize(optimizer)
+        ps.synchronize(optimizer)
         assert not any(deferred(model))
         first = [param.grad.clone() for param in model.parameters()]
         optimizer.step()
-        pt.synchronize()
+        ps.synchronize()
         assert not any(deferred(model))
         return first
 
@@ -185,7 +185,7 @@ def test_no_sync_sends_what_has_accumulated(method):
         model, optimizer = distribute(*mlp_and_sgd())
         for step in range(3):
             sent = len(engine.hub.submissions)
-            with model.no_sync() if method else pt.no_sync(model):
+            with model.no_sync() if method else ps.no_sync(model):
                 mse(model, rank, 10 * step).backward()
                 mse(model, rank, 10 * step + 1).backward()
                 assert not any(type(p) is DeferredParameter for p in model.parameters())

@@ -21,9 +21,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import penstock.torch as pt
+import penstock as ps
+from penstock import distribute
 from penstock.errors import ConfigError, PeerLost
-from penstock.torch import distribute
+from penstock.torch.access import finish_all
 
 # Several forwards, several backwards, two models
 
@@ -179,7 +180,7 @@ def test_errors_at_the_call():
         with pytest.raises(ConfigError, match=r"0\.weight is distributed already"):
             distribute(model, optimizer)
         with pytest.raises(ConfigError, match="not distributed"):
-            pt.no_sync(make_mlp())
+            ps.no_sync(make_mlp())
         with pytest.raises(ConfigError, match="forward pass first"):
             distribute(nn.LazyLinear(3))
         with pytest.raises(ConfigError, match=r"is on meta"):
@@ -236,7 +237,7 @@ def test_join(make_optimizer):
     def main(rank, engine):
         model = seeded(Normed())
         model, optimizer = distribute(model, make_optimizer(model))
-        with pt.join():
+        with ps.join():
             for step in range(batches[rank]):
                 one_step(model, optimizer, rank, step)
         for step in range(10, 12):  # afterwards all take part again
@@ -262,7 +263,7 @@ def test_join_copies_into_the_memory_that_parameters_have_by_then():
         one_step(model, optimizer, rank, 0)
         for param in model.parameters():
             param.data = param.data.clone()
-        with pt.join():
+        with ps.join():
             for step in range(1, 3 + rank):
                 one_step(model, optimizer, rank, step)
         return values(model)
@@ -273,7 +274,7 @@ def test_join_copies_into_the_memory_that_parameters_have_by_then():
 def test_join_lets_an_exception_out_and_does_not_leave():
     def main(rank, engine):
         model, optimizer = distribute(*mlp_and_sgd())
-        with pt.join():
+        with ps.join():
             one_step(model, optimizer, rank, 0)
             if rank == 1:
                 raise ValueError("bad batch")
@@ -323,10 +324,10 @@ def test_one_rank_changes_nothing():
         assert distribute(model, optimizer) == given
         assert not any(module._forward_pre_hooks for module in model.modules())
         assert "step" not in optimizer.__dict__
-        with model.no_sync(), pt.no_sync(model), pt.join():
+        with model.no_sync(), ps.no_sync(model), ps.join():
             one_step(model, optimizer, 0, 0)
-        pt.synchronize(optimizer)
-        pt.access.finish_all()
+        ps.synchronize(optimizer)
+        finish_all()
         return engine.books
 
     assert run(main, 1) == [[]]

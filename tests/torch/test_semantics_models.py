@@ -23,8 +23,8 @@ from scenarios import (
 from torch import nn
 from torch.nn import functional as F
 
+from penstock import distribute
 from penstock.errors import ConfigError, ModelMismatch
-from penstock.torch import distribute
 from penstock.torch.model.layers import describe
 
 # Buffers

@@ -26,7 +26,7 @@ from scenarios import (
 from torch import nn
 from torch.nn import functional as F
 
-from penstock.torch import distribute
+from penstock import distribute
 from penstock.torch.access import distributed_here
 from penstock.torch.reads.safety import distributed_of
 

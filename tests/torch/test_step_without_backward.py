@@ -7,8 +7,8 @@ from scenarios import TwoBranches, make_mlp, mlp_and_sgd, mse, sgd
 from torch import nn
 from torch.nn import functional as F
 
+from penstock import distribute
 from penstock.errors import ConfigError
-from penstock.torch import distribute
 
 SCHEMES = {"store": None, "factors": {"*": "factors"}, "lossy": {"*": "1bit"}}
 

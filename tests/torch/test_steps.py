@@ -6,8 +6,8 @@ from ranks import run
 from scenarios import mse
 from torch import nn
 
+from penstock import distribute
 from penstock.errors import ModelMismatch, PeerLost, PenstockError
-from penstock.torch import distribute
 
 SIZE = 4
 

@@ -15,8 +15,8 @@ from scenarios import sgd
 from torch import nn
 
 import penstock as ps
+from penstock import distribute
 from penstock.coordinator import Rates
-from penstock.torch import distribute
 from penstock.torch.choice import measuring
 from penstock.torch.reads.safety import distributed_of
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import penstock as ps
+from penstock import distribute
 from penstock._native import WAYS
 from penstock.errors import ConfigError, ModelMismatch
-from penstock.torch import distribute
 from penstock.torch.facts import coordinator_of, explain
 from penstock.torch.reads.safety import distributed_of
 

@@ -1,5 +1,6 @@
-"""The PyTorch front end. See `penstock.torch.distribute`.
+"""The PyTorch front end. Importing this package imports nothing: `penstock.calling` needs some of it, and not all.
 
+front_end    what programs find of all this in `penstock`
 distribute   the entry
 alone        a job of one process
 access       what a program calls on all models
@@ -21,36 +22,3 @@ calls        messages and collectives on tensors of an accelerator
 backend      for torch.distributed
 local        ranks that train by themselves, and meet now and then
 """
-
-from penstock.attached import attach
-from penstock.torch.access import no_sync, synchronize
-from penstock.torch.checkpoints import Checkpoints
-from penstock.torch.clipping import GradScaler, clip_grad_norm_
-from penstock.torch.distribute import distribute
-from penstock.torch.facts import coordinator_of, explain
-from penstock.torch.join import join
-from penstock.torch.local.diloco import DiLoCo
-from penstock.torch.local.elastic import ElasticAveraging
-from penstock.torch.local.local_sgd import LocalSGD
-from penstock.torch.local.local_steps import LocalUpdates
-from penstock.torch.release.of_job import Models
-from penstock.torch.sampling import sampler
-
-__all__ = [
-    "Checkpoints",
-    "DiLoCo",
-    "ElasticAveraging",
-    "GradScaler",
-    "LocalSGD",
-    "clip_grad_norm_",
-    "coordinator_of",
-    "distribute",
-    "explain",
-    "join",
-    "no_sync",
-    "sampler",
-    "synchronize",
-]
-
-attach(Models())
-attach(LocalUpdates())

@@ -1,4 +1,4 @@
-"""What the job asks of all its distributed models when it ends. `penstock.torch` attaches it."""
+"""What the job asks of all its distributed models when it ends. `penstock.torch.front_end` attaches it."""
 
 from __future__ import annotations
 
