@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import types
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from penstock.errors import ConfigError, ModelMismatch, ProtocolError
-from penstock.torch.gradients.hooks import Gradients
+from penstock.lending import lent_to
 from penstock.torch.model.layout import COMPILED_PREFIX, ROOT
 from penstock.torch.release.failure import tells_what_is_whole
 
@@ -47,6 +47,24 @@ class ChannelNumbers(NamedTuple):
     numbers: Tensor
 
 
+class ModelGradients(Protocol):
+    """As much of a model's gradients (gradients/hooks.py) as is needed here.
+
+    Attributes:
+        engine: The engine.
+        rank: This rank.
+        step: Steps taken so far.
+    """
+
+    engine: Engine
+    rank: int
+    step: int
+
+    def serve(self) -> None:
+        """Before this rank waits for others: answer those who wait for it."""
+        ...
+
+
 class SyncedNorms:
     """The SyncBatchNorm layers of one model: a book with two gathers for each.
 
@@ -66,10 +84,11 @@ class SyncedNorms:
         ModelMismatch: Ranks have different layers of this kind.
     """
 
-    def __init__(self, gradients: Gradients, model: nn.Module, name: str, is_live: Callable[[], bool]) -> None:
+    def __init__(self, gradients: ModelGradients, model: nn.Module, name: str, is_live: Callable[[], bool]) -> None:
         self.engine = engine = gradients.engine
         self.is_live = is_live
         self._gradients = gradients
+        self._lent = lent_to(engine)
         self._model = model
         _refuse_traced(model)
         self._ours = dict(_layers(model))
@@ -124,7 +143,7 @@ class SyncedNorms:
         index, step = len(NAMES) * norm.place + direction, gradients.step
         header = torch.tensor([values], dtype=torch.int64, device="cpu")
         mine = torch.cat([header.view(torch.uint8), numbers.contiguous().view(-1).view(torch.uint8)])
-        gradients.lent.tensors[engine.submit_gather(book, index, mine.data_ptr(), mine.numel(), step)] = mine
+        self._lent.lend(lambda: engine.submit_gather(book, index, mine.data_ptr(), mine.numel(), step), mine)
         gradients.serve()
         engine.wait(book, [index])
         parts = []
@@ -136,7 +155,7 @@ class SyncedNorms:
                 engine.read_gathered(book, index, rank, 0, theirs.data_ptr(), nbytes)
             parts.append(norm.decoded(theirs, rank))
         engine.drop_gathered(book, index)
-        gradients.lent.collect()
+        self._lent.collect()
         return parts
 
 
