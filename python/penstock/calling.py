@@ -51,7 +51,7 @@ class Caller:
     def __init__(self, engine: Engine, group: int, me: int, ranks: int, options: Callable[[], Options]) -> None:
         self._engine = engine
         self._options = options
-        self._place = (group, me, ranks)
+        self._member = (group, me, ranks)
 
     def begin(
         self,
@@ -86,7 +86,7 @@ class Caller:
             calls = device_calls(self._engine, self._options)
         elif calls is None or not calls.is_in_line(self._asked(request, rank, tag, op, dtype, algorithm)):
             return self._engine.call(
-                *(self._place[0], request, rank, tag, op, dtype),
+                *(self._member[0], request, rank, tag, op, dtype),
                 [(memory.address, memory.nbytes) for memory in inputs],
                 [(memory.address, memory.nbytes) for memory in outputs],
                 keep,
@@ -97,7 +97,7 @@ class Caller:
     def _asked(self, *what: Any) -> Asked:
         from penstock.torch.calls.passing import Asked
 
-        return Asked(*self._place, *what)
+        return Asked(*self._member, *what)
 
 
 class _OfJobs(Attached):

@@ -66,16 +66,16 @@ class TopK:
     """The largest numbers of outer gradients, with error feedback (SparseLoCo, arXiv 2508.15706, algorithm 1).
 
     A wire type of `DiLoCo`. Each rank keeps m = decay m + outer gradient, and sends of each chunk of m the numbers of
-    largest magnitude, with their places in it, to all other ranks; there m becomes zero. All ranks add up what all have
-    sent, and each updates the common values itself: with the same bits, and by an outer optimizer whose state every
-    rank has whole. The paper's has none: ``torch.optim.SGD`` with ``lr=1`` and no momentum, whose place `decay` takes.
+    largest magnitude, with their indices in it, to all other ranks; there m becomes zero. All ranks add up what all
+    have sent, and each updates the common values itself: with the same bits, and by an outer optimizer whose state
+    every rank has whole. The paper's has none: ``torch.optim.SGD`` with ``lr=1`` and no momentum; `decay` is instead.
 
     Attributes:
         density: The part of each chunk that is sent, above 0 and at most 0.25. The paper has 0.0078 to 0.03.
         chunk: So many numbers in succession are one, from 128 to 32768, a multiple of 128.
         decay: Of what is kept, from round to round; above 0. With 1 nothing is lost.
-        values: The wire type of the numbers: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"``; the paper has 2 bits. A
-            place is two bytes.
+        values: The wire type of the numbers: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"``; the paper has 2 bits. An
+            index is two bytes.
 
     Raises:
         ConfigError: A value is out of its range.
@@ -130,12 +130,12 @@ class TopK:
     def nbytes(self, elems: int) -> int:
         """Bytes of so many numbers, whole chunks."""
         sent = elems // self.chunk * self.count
-        return self.number.nbytes(part_elems(sent, 1)) + sent * PLACE_BYTES
+        return self.number.nbytes(part_elems(sent, 1)) + sent * INDEX_BYTES
 
 
 TOP_K = "top-k"
 CHUNK_MAX = 1 << 15
-PLACE_BYTES = 2
+INDEX_BYTES = 2
 
 
 def _is_number(value: Any) -> bool:

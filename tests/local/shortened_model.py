@@ -18,11 +18,11 @@ def as_read(wire, values):
         chunks = values.reshape(-1, wire.chunk)
         count = math.ceil(wire.density * wire.chunk)
         found = np.zeros_like(chunks)
-        places = np.sort(np.argsort(-np.abs(chunks), axis=1, kind="stable")[:, :count], axis=1)
-        numbers = np.take_along_axis(chunks, places, axis=1).reshape(-1)
+        indices = np.sort(np.argsort(-np.abs(chunks), axis=1, kind="stable")[:, :count], axis=1)
+        numbers = np.take_along_axis(chunks, indices, axis=1).reshape(-1)
         whole = np.zeros(-(-numbers.size // BLOCK) * BLOCK, np.float32)
         whole[: numbers.size] = numbers
-        np.put_along_axis(found, places, as_read(wire.values, whole)[: numbers.size].reshape(places.shape), axis=1)
+        np.put_along_axis(found, indices, as_read(wire.values, whole)[: numbers.size].reshape(indices.shape), axis=1)
         return found.reshape(-1)
     if wire == "bf16":
         bits = values.view(np.uint32)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from penstock.config import RANKS_MAX
 from penstock.errors import ConfigError
 
-__all__ = ["THIS_MACHINE", "Host", "NodeRank", "Place", "parse_hosts", "place", "place_servers", "variables"]
+__all__ = ["THIS_MACHINE", "Host", "NodeRank", "Seat", "parse_hosts", "place", "place_servers", "variables"]
 
 THIS_MACHINE = "localhost"
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -35,7 +35,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Place:
+class Seat:
     """One worker, or one server: its rank, and where it runs.
 
     Attributes:
@@ -118,7 +118,7 @@ def parse_hosts(text: str, source: str) -> list[Host]:
 
 def place(
     hosts: Sequence[Host], workers: int | None, per_host: int | None, node: NodeRank = NodeRank()
-) -> list[list[Place]]:
+) -> list[list[Seat]]:
     """Give each worker a host: ranks go up host by host.
 
     Args:
@@ -145,18 +145,18 @@ def place(
     world_size = sum(counts) * node.count
     if world_size > RANKS_MAX:
         raise ConfigError(f"{world_size} workers; a job has at most {RANKS_MAX}")
-    placed: list[list[Place]] = []
+    placed: list[list[Seat]] = []
     rank = sum(counts) * node.rank
     for index, count in enumerate(counts):
         where = (node.rank + index, max(node.count, len(hosts)))
-        placed.append([Place(rank + local, local, count, *where, world_size) for local in range(count)])
+        placed.append([Seat(rank + local, local, count, *where, world_size) for local in range(count)])
         rank += count
     return placed
 
 
 def place_servers(
-    hosts: Sequence[Host], placed: Sequence[Sequence[Place]], servers: int, node: NodeRank = NodeRank()
-) -> list[list[Place]]:
+    hosts: Sequence[Host], placed: Sequence[Sequence[Seat]], servers: int, node: NodeRank = NodeRank()
+) -> list[list[Seat]]:
     """Give each server a host: as the file of hosts says, or in turn.
 
     Args:
@@ -186,7 +186,7 @@ def place_servers(
     result, rank = [], world_size + sum(even[: node.rank])
     for index, count in enumerate(counts):
         of = (count, node.rank + index, of_job, world_size, servers)
-        result.append([Place(rank + local, local, *of) for local in range(count)])
+        result.append([Seat(rank + local, local, *of) for local in range(count)])
         rank += count
     return result
 
@@ -221,7 +221,7 @@ def _counts(hosts: Sequence[Host], workers: int | None, per_host: int | None) ->
 
 
 def variables(
-    worker: Place, meet: tuple[str, int], run_id: str, given: Mapping[str, str], processors: int
+    worker: Seat, meet: tuple[str, int], run_id: str, given: Mapping[str, str], processors: int
 ) -> dict[str, str]:
     """What a worker's environment has beyond its host's: torchrun's variables.
 
@@ -255,9 +255,9 @@ def variables(
     return {name: str(value) for name, value in told.items()}
 
 
-def shown(places: Iterable[Place]) -> str:
+def shown(seats: Iterable[Seat]) -> str:
     """Those of a host, whose numbers follow each other: ``ranks 0-3, server 0``."""
-    every = list(places)
+    every = list(seats)
     both = [("rank", [one for one in every if not one.is_server]), ("server", [one for one in every if one.is_server])]
     return ", ".join(
         f"{word} {of[0].number}" if len(of) == 1 else f"{word}s {of[0].number}-{of[-1].number}"

@@ -195,7 +195,7 @@ def _plan(options: argparse.Namespace, environment: Mapping[str, str], command: 
     placed = place(hosts, options.workers, options.nproc_per_node, node)
     apart = place_servers(hosts, placed, options.servers, node)
     servers = options.servers or sum(map(len, apart))
-    places = [
+    seats = [
         [*(replace(worker, servers=servers) for worker in of), *more] for of, more in zip(placed, apart, strict=True)
     ]
     several = max(len(hosts), node.count) > 1
@@ -213,7 +213,7 @@ def _plan(options: argparse.Namespace, environment: Mapping[str, str], command: 
         options.log_dir.mkdir(parents=True, exist_ok=True)
     return LaunchPlan(
         hosts=hosts,
-        places=places,
+        seats=seats,
         command=command,
         cwd=str(Path.cwd()),
         connect=connect,

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from penstock.errors import PenstockError
 from penstock.launch.messages import HELLO, LINE_MAX, decode, encode
-from penstock.launch.placement import THIS_MACHINE, Host, Place, shown, variables
+from penstock.launch.placement import THIS_MACHINE, Host, Seat, shown, variables
 
 __all__ = ["AGENT", "Interrupted", "JobFailed", "LaunchPlan", "Supervisor", "signal_name"]
 
@@ -51,7 +51,7 @@ class LaunchPlan:
 
     Attributes:
         hosts: Where.
-        places: For each host its workers and servers.
+        seats: For each host its workers and servers.
         command: Of every worker.
         cwd: The directory in which every worker starts.
         connect: The command that reaches another host: arguments in which ``{host}`` stands for its name and
@@ -67,7 +67,7 @@ class LaunchPlan:
     """
 
     hosts: Sequence[Host]
-    places: Sequence[Sequence[Place]]
+    seats: Sequence[Sequence[Seat]]
     command: Sequence[str]
     cwd: str
     connect: Sequence[str]
@@ -167,12 +167,10 @@ class Supervisor:
         self._plan = plan
         self._agents: list[_Agent] = []
         self._events: SimpleQueue[tuple[str, Any]] = SimpleQueue()
-        self._place_of = {place.rank: place for places in plan.places for place in places}
-        self._output = _Output({rank: place.name for rank, place in self._place_of.items()}, plan.log_dir)
-        self._host_of = {
-            place.rank: host for host, places in zip(plan.hosts, plan.places, strict=True) for place in places
-        }
-        self._first = next(index for index, places in enumerate(plan.places) if places and not places[0].is_server)
+        self._seat_of = {seat.rank: seat for seats in plan.seats for seat in seats}
+        self._output = _Output({rank: seat.name for rank, seat in self._seat_of.items()}, plan.log_dir)
+        self._host_of = {seat.rank: host for host, seats in zip(plan.hosts, plan.seats, strict=True) for seat in seats}
+        self._first = next(index for index, seats in enumerate(plan.seats) if seats and not seats[0].is_server)
         self._ended: dict[int, int] = {}
         """Status of each rank, in the order in which they ended."""
         self._readers: list[threading.Thread] = []
@@ -240,35 +238,35 @@ class Supervisor:
         return "127.0.0.1" if name == THIS_MACHINE else name
 
     def _start(self, meet: tuple[str, int]) -> None:
-        for agent, places in zip(self._agents, self._plan.places, strict=True):
-            agent.left = {place.rank for place in places}
+        for agent, seats in zip(self._agents, self._plan.seats, strict=True):
+            agent.left = {seat.rank for seat in seats}
             orders = [
                 {
-                    "rank": place.rank,
-                    "command": list(SERVER if place.is_server else self._plan.command),
+                    "rank": seat.rank,
+                    "command": list(SERVER if seat.is_server else self._plan.command),
                     "environment": {
-                        **variables(place, meet, self._plan.run_id, self._plan.environment, agent.processors),
+                        **variables(seat, meet, self._plan.run_id, self._plan.environment, agent.processors),
                         **self._plan.environment,
                     },
                 }
-                for place in places
+                for seat in seats
             ]
             agent.order({"cwd": self._plan.cwd, "workers": orders})
 
     def _starting(self) -> bool:
-        return any(len(agent.pids) < len(of) for agent, of in zip(self._agents, self._plan.places, strict=True))
+        return any(len(agent.pids) < len(of) for agent, of in zip(self._agents, self._plan.seats, strict=True))
 
     def _who_is_where(self, meet: tuple[str, int]) -> str:
-        servers = sum(place.is_server for place in self._place_of.values())
-        workers = len(self._place_of) - servers
+        servers = sum(seat.is_server for seat in self._seat_of.values())
+        workers = len(self._seat_of) - servers
         what = f"{workers} worker{'s' if workers > 1 else ''}"
         what += f" and {servers} server{'s' if servers > 1 else ''}" if servers else ""
         alone = workers + servers == 1
         lines = [f"{what}, at {meet[0]}" if alone else f"{what}, which meet at {meet[0]}:{meet[1]}"]
-        for agent, places in zip(self._agents, self._plan.places, strict=True):
+        for agent, seats in zip(self._agents, self._plan.seats, strict=True):
             pids = ", ".join(map(str, agent.pids))
             lines.append(
-                f"  {agent.host.name}: {shown(places)} (pid {pids})" if places else f"  {agent.host.name}: nothing"
+                f"  {agent.host.name}: {shown(seats)} (pid {pids})" if seats else f"  {agent.host.name}: nothing"
             )
         return "\n".join(lines)
 
@@ -313,7 +311,7 @@ class Supervisor:
         elif "failed" in message:
             # Those behind it were not tried.
             agent.left = {rank for rank in agent.left if rank < message["failed"]}
-            name = self._place_of[message["failed"]].name
+            name = self._seat_of[message["failed"]].name
             raise JobFailed(f"{name} on {agent.host.name} cannot be started: {message['why']}", 2)
         elif "ended" in message:
             rank, status = message["ended"], message["status"]
@@ -335,7 +333,7 @@ class Supervisor:
         how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with status {status}"
         if not agent.said_hello:
             raise JobFailed(f"{agent.host.name} was not reached: `{shlex.join(self._connect(agent.host))}` {how}", 1)
-        ranks = shown(self._place_of[rank] for rank in sorted(agent.left))
+        ranks = shown(self._seat_of[rank] for rank in sorted(agent.left))
         agent.left.clear()
         raise JobFailed(f"the agent on {agent.host.name} (pid {agent.process.pid} here) {how}, and {ranks} with it", 1)
 
@@ -351,10 +349,10 @@ class Supervisor:
         return any(agent.left for agent in self._agents)
 
     def _workers_run(self) -> bool:
-        return any(not self._place_of[rank].is_server for agent in self._agents for rank in agent.left)
+        return any(not self._seat_of[rank].is_server for agent in self._agents for rank in agent.left)
 
     def _servers_left(self) -> str:
-        left = shown(self._place_of[rank] for agent in self._agents for rank in sorted(agent.left))
+        left = shown(self._seat_of[rank] for agent in self._agents for rank in sorted(agent.left))
         return f"all workers have ended, but {left} did not (does the program call penstock.init?)"
 
     # The end.
@@ -387,7 +385,7 @@ class Supervisor:
         status = self._ended[rank]
         how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with status {status}"
         return JobFailed(
-            f"{self._place_of[rank].name} on {self._host_of[rank].name} {how}",
+            f"{self._seat_of[rank].name} on {self._host_of[rank].name} {how}",
             128 - status if status < 0 else status,
             rank,
         )

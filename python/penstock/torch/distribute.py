@@ -229,7 +229,7 @@ class Distributed:
             self.gradients.begin_step = self.drift.before_step
         self.uneven = False  # ranks that have no batch left go along
         self._step_is_new = False  # no forward since the last step
-        self._eager: list[Layer] = []
+        self._at_start: list[Layer] = []
         self.norms = SyncedNorms(self.gradients, model, name, self.is_live)
         self._attach()
 
@@ -426,7 +426,7 @@ class Distributed:
             self._step_is_new = False
             if self.buffers is not None:
                 self.buffers.finish()
-            needed = [*self._eager, *layers]
+            needed = [*self._at_start, *layers]
         for update in self.updates:
             update.finish_if_waiting(needed)
 
@@ -461,7 +461,7 @@ class Distributed:
         watch.remove()
         watch.update_held_at_once(self.gradients.rank)
         self.servers.set_priorities(self.gradients.id, watch.decide())
-        self._eager = [layer for layer in self.layers if any(slot.reads.eager for slot in layer.slots)]
+        self._at_start = [layer for layer in self.layers if any(slot.reads.at_start for slot in layer.slots)]
         for module, layers in watch.readers().items():
             if id(module) not in self._needed:
                 self._needed[id(module)] = []

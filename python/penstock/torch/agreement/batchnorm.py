@@ -99,15 +99,15 @@ class SyncedNorms:
         if not self._ours:
             return
         tensors = [
-            (what, place, "bytes", WORD_BYTES * HEADER + 2 * module.num_features * WIDEST.itemsize, "gather")
-            for place, module in enumerate(self._ours.values())
+            (what, number, "bytes", WORD_BYTES * HEADER + 2 * module.num_features * WIDEST.itemsize, "gather")
+            for number, module in enumerate(self._ours.values())
             for what in NAMES
         ]
         self.book = engine.open_book(f"{name}.batchnorm", list(self._ours), tensors)  # type: ignore[arg-type]
         engine.set_priorities(self.book, [0] * len(self._ours))  # somebody waits for each of them
-        for place, (layer, module) in enumerate(self._ours.items()):
+        for number, (layer, module) in enumerate(self._ours.items()):
             instance: Any = module
-            instance.forward = types.MethodType(_make_forward(Norm(self, layer, place, module.num_features)), module)
+            instance.forward = types.MethodType(_make_forward(Norm(self, layer, number, module.num_features)), module)
 
     def check(self) -> None:
         """Refuse what became a SyncBatchNorm after `penstock.distribute`.
@@ -140,7 +140,7 @@ class SyncedNorms:
         """
         gradients, engine, book = self._gradients, self.engine, self.book
         assert book is not None
-        index, step = len(NAMES) * norm.place + direction, gradients.step
+        index, step = len(NAMES) * norm.number + direction, gradients.step
         header = torch.tensor([values], dtype=torch.int64, device="cpu")
         mine = torch.cat([header.view(torch.uint8), numbers.contiguous().view(-1).view(torch.uint8)])
         self._lent.lend(lambda: engine.submit_gather(book, index, mine.data_ptr(), mine.numel(), step), mine)
@@ -165,14 +165,14 @@ class Norm:
     Args:
         all_norms: Those of the model.
         layer: Its name.
-        place: Its place among them.
+        number: Its number among them.
         channels: C.
     """
 
-    def __init__(self, all_norms: SyncedNorms, layer: str, place: int, channels: int) -> None:
+    def __init__(self, all_norms: SyncedNorms, layer: str, number: int, channels: int) -> None:
         self.all = all_norms
         self.layer = layer
-        self.place = place
+        self.number = number
         self.channels = channels
 
     def decoded(self, sent: Tensor, rank: int) -> ChannelNumbers:

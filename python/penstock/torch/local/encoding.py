@@ -23,7 +23,7 @@ def encode(wire: WireType | TopK, values: Tensor) -> Tensor:
         values: Of fp32, one dimension, whole blocks.
 
     Returns:
-        Of uint8, `wire.nbytes` of them: scales first, if there are any; places in a chunk last.
+        Of uint8, `wire.nbytes` of them: scales first, if there are any; indices in a chunk last.
     """
     if isinstance(wire, TopK):
         return _encode_largest(wire, values)
@@ -65,11 +65,11 @@ def decode(wire: WireType | TopK, data: Tensor, elems: int) -> Tensor:
 
 def _encode_largest(wire: TopK, values: Tensor) -> Tensor:
     chunks = values.view(-1, wire.chunk)
-    places = chunks.abs().topk(wire.count, sorted=False).indices.sort(dim=1).values
-    sent = chunks.gather(1, places).view(-1)
+    indices = chunks.abs().topk(wire.count, sorted=False).indices.sort(dim=1).values
+    sent = chunks.gather(1, indices).view(-1)
     whole = sent.new_zeros(part_elems(sent.numel(), 1))
     whole[: sent.numel()] = sent
-    return torch.cat([encode(wire.number, whole), places.to(torch.int16).view(-1).view(torch.uint8)])
+    return torch.cat([encode(wire.number, whole), indices.to(torch.int16).view(-1).view(torch.uint8)])
 
 
 def _decode_largest(wire: TopK, data: Tensor, elems: int) -> Tensor:
@@ -77,6 +77,6 @@ def _decode_largest(wire: TopK, data: Tensor, elems: int) -> Tensor:
     whole = part_elems(sent, 1)
     number_bytes = wire.number.nbytes(whole)
     numbers = decode(wire.number, data[:number_bytes], whole)[:sent]
-    places = data[number_bytes:].view(torch.int16).to(torch.int64)
+    indices = data[number_bytes:].view(torch.int16).to(torch.int64)
     found = torch.zeros(elems // wire.chunk, wire.chunk, dtype=torch.float32, device="cpu")
-    return found.scatter_(1, places.view(-1, wire.count), numbers.view(-1, wire.count)).view(-1)
+    return found.scatter_(1, indices.view(-1, wire.count), numbers.view(-1, wire.count)).view(-1)

@@ -15,14 +15,14 @@ __all__ = ["FINITE", "RAISE", "SKIP", "Attendance", "attendance"]
 RAISE, SKIP = "raise", "skip"
 """What users choose between."""
 FINITE = -1
-"""What a rank tells whose tensors all are; else the place of the name of the first that is not."""
+"""What a rank tells whose tensors all are; else the index of the name of the first that is not."""
 
 
 class Attendance(NamedTuple):
     """Who takes part in one round, the same on all who have told each other.
 
     Attributes:
-        not_finite: By rank the place of the name of its first tensor that is not finite.
+        not_finite: By rank the index of the name of its first tensor that is not finite.
         left_out: All ranks of their clients.
         error: Who ends the training, one of `not_finite`; None: it goes on.
         why: Of an error, why nobody is left out; empty where nobody ever is.
@@ -49,13 +49,13 @@ def attendance(
     """What becomes of a round.
 
     Args:
-        told: By rank `FINITE`, or a place.
+        told: By rank `FINITE`, or an index.
         clients: Groups of ranks with the same parameters; none: each rank is by itself.
         before: Who was left out of the round before.
         skip: Whether a rank is left out once.
         others_needed: Whether a mean is made, for which there must be somebody.
     """
-    bad = {rank: place for rank, place in told.items() if place != FINITE}
+    bad = {rank: index for rank, index in told.items() if index != FINITE}
     client_of = {rank: client for client in clients for rank in client}
     left_out = frozenset(one for rank in bad for one in client_of.get(rank, (rank,)))
     again = next((rank for rank in bad if rank in before), None)

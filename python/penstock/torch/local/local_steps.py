@@ -123,7 +123,7 @@ class LocalSteps:
             book = CopyBook(running.engine, f"{caller} {running.engine.books}", list(everything.items()))
             book.copy_from(running.rank == 0, 0)
         names = _joined(layers)
-        self._names = [*names.parameters, *names.statistics]  # a rank tells one by its place here
+        self._names = [*names.parameters, *names.statistics]  # a rank tells one by its index here
         self._tensors = {name: everything[name] for name in self._names}
         # Clients of the rounds: groups, or else each rank by itself.
         self._clients = running.groups if inside else ()
@@ -318,7 +318,7 @@ class LocalSteps:
     def _judge(self, found: Attendance) -> None:
         """Raise, or warn, as the round is attended."""
         step = self._steps - 1
-        names = {rank: self._names[place] for rank, place in found.not_finite.items()}
+        names = {rank: self._names[index] for rank, index in found.not_finite.items()}
         if found.error is not None:
             self._under_way = None
             why = f"{found.why}. " if found.why else ""

@@ -205,16 +205,16 @@ class Reads:
     """Who reads one parameter.
 
     Attributes:
-        eager: Also readers that nothing would make wait: its update is applied before the next forward begins.
+        at_start: Also readers that nothing would make wait: its update is applied before the next forward begins.
         elsewhere: Also outside of its module's forward, for what has a gradient.
         held: Also who holds its memory and is not seen: its update is applied before `step` returns.
         watched: Its reads are being observed.
     """
 
-    __slots__ = ("eager", "elsewhere", "held", "watched")
+    __slots__ = ("at_start", "elsewhere", "held", "watched")
 
     def __init__(self) -> None:
-        self.eager = False
+        self.at_start = False
         self.elsewhere = False
         self.held = False
         self.watched = False

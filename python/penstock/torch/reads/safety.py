@@ -8,10 +8,10 @@ plain `torch.nn.Parameter` and costs nothing.
 What does not pass through the parameter object is invisible to that: tensors made earlier that share its memory, such
 as ``p.data``, a numpy array, C++ code, or what a custom ``autograd.Function`` is given. `Watch` finds such reads in the
 forward passes before the first step, those of a custom function in the graph that autograd makes. From then on the
-innermost module that was running waits before its forward; what is read outside any submodule is *eager*, applied
-before the next forward begins. Aliases that no forward has read are found by the number of those that hold a
-parameter's memory at the end of the first step: such a parameter is updated before ``step`` returns. Aliases that are
-made later and read outside of forward passes are not found: call ``penstock.synchronize`` before reading through them.
+innermost module that was running waits before its forward; what is read outside any submodule is updated *at the
+start* of the next forward. Aliases that no forward has read are found by the number of those that hold a parameter's
+memory at the end of the first step: such a parameter is updated before ``step`` returns. Aliases that are made later
+and read outside of forward passes are not found: call ``penstock.synchronize`` before reading through them.
 """
 
 from __future__ import annotations
@@ -267,7 +267,8 @@ class Watch(TorchDispatchMode):
 
     A parameter's memory is read *openly* while its own module runs, or within a call of torch that was given the
     parameter object; the same will wait in later steps. Any other reader holds an alias: the innermost submodule that
-    is running becomes a `reader` of the layer, and waits for it in later steps; without one the parameter is eager.
+    is running becomes a `reader` of the layer, and waits for it in later steps; without one the next forward waits at
+    its start.
 
     What a custom ``autograd.Function`` does with a parameter that it is given, a kernel of its own for instance, need
     not be seen at all. But it stands in the graph, with a number that tells when it was called: so who called it reads.
@@ -407,7 +408,7 @@ class Watch(TorchDispatchMode):
         """Nothing in later steps would tell of this read but the module that was running."""
         self._hidden.add(slot)
         if len(running) <= 1:  # the root, whose forward is the next forward
-            slot.reads.eager = True
+            slot.reads.at_start = True
             return
         self._readers.setdefault(running[-1], {})[slot.layer] = None
         self._note_read(slot, running, place)
@@ -473,11 +474,11 @@ class Watch(TorchDispatchMode):
         return [slot for slot in candidates if _holders(slot.param) > 1]
 
     def decide(self) -> list[int]:
-        """Mark what nobody was seen to read as eager, and return each layer's place in the forward pass."""
+        """Mark what nobody was seen to read as due at the start, and return each layer's place in the forward pass."""
         for slot in self._slots:
             # Nobody knows when it will be read, so it counts as needed first.
-            slot.reads.eager = slot.reads.eager or slot not in self._seen
-        first = {slot.layer.index for slot in self._slots if slot.reads.eager and not slot.immediate}
+            slot.reads.at_start = slot.reads.at_start or slot not in self._seen
+        first = {slot.layer.index for slot in self._slots if slot.reads.at_start and not slot.immediate}
         order = sorted(self._first, key=lambda layer: self._first[layer])
         places = {layer.index: place for place, layer in enumerate(order)}
         for layer in self._layers:
