@@ -168,6 +168,10 @@ pub enum Sabotage {
     Deaf,
     /// Nobody listens to what others say of a failure.
     DropAborts,
+    /// Who is asked whom he waits for does not say who has not contributed to what he sums.
+    HideLacking,
+    /// Heads of groups that are asked so do not say which owners owe them an answer.
+    HideOwners,
 }
 
 /// What the checkers may demand of this setup beyond what always holds.

@@ -374,7 +374,15 @@ impl<M: SimMemory> World<M> {
         late.extend(heeds);
         let what = format!("instruction {}", self.workers[rank.index()].instruction);
         let program = Reply { blocked, late, what, ..Reply::default() };
-        self.nodes[self.at(rank, lane)].reply(question, self.waits_for(rank, lane), program)
+        let mut reply = self.nodes[self.at(rank, lane)].reply(question, self.waits_for(rank, lane), program);
+        if self.setup.sabotaged(Sabotage::HideLacking) {
+            (reply.missing, reply.lacking) = (Vec::new(), Vec::new());
+        }
+        let mut groups = self.setup.books.iter().map(|book| &book.roles.groups);
+        if self.setup.sabotaged(Sabotage::HideOwners) && groups.any(|groups| groups.led_by(rank).is_some()) {
+            reply.owners = Vec::new();
+        }
+        reply
     }
 
     /// For whose word this rank stands there, if it is a server: worker 0 has a message for it after each step.
