@@ -50,9 +50,12 @@ FLOORS = (
 )
 """Of the core: each stands on those before it."""
 
-# What decides who is at fault, and when. Drivers report what has happened; the simulator's files that judge the
-# outcome know it, too.
-VERDICTS = r"\bEvidence::|\bVerdict::new\b|\bSUSPICION_NS\b|\bDEPARTURE_GRACE_NS\b|\bSETTLE_NS\b"
+# What decides who is at fault, and when, and makes the errors that say so; patterns that take these apart do neither.
+# Drivers report what has happened; the simulator's files that judge the outcome know it, too.
+VERDICTS = (
+    r"\bEvidence::|\bVerdict::new\b|\bSUSPICION_NS\b|\bDEPARTURE_GRACE_NS\b|\bSETTLE_NS\b"
+    r"|\bFault \{ culprit:|\bPeerLost \{(?![^}]*\.\.)|\bis_timeout\("
+)
 JUDGES = {"sim/src/life/check.rs", "sim/src/world/faults.rs"}
 
 PICKLES = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
@@ -269,6 +272,20 @@ def test_drivers_decide_nothing_about_life():
         if re.search(VERDICTS, line) and "Omission::" not in line
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_verdict_of_a_driver_is_found():
+    for line in (
+        "let lost = Error::PeerLost { rank, reason };",
+        "self.fail(key, Fault { culprit: key.1, error });",
+        "let error = if evidence.is_timeout() { a } else { b };",
+    ):
+        assert re.search(VERDICTS, line), line
+    for line in (
+        "Error::PeerLost { rank, .. } | Error::Protocol { peer: rank, .. } => Some(*rank),",
+        "fn from(Fault { culprit, error }: Fault) -> Self {",
+    ):
+        assert not re.search(VERDICTS, line), line
 
 
 def test_circles_of_files_are_found(tmp_path):

@@ -24,6 +24,7 @@ use dials::{Dial, DialKey};
 use mio::{Events, Interest, Poll, Token, Waker};
 use pairs::Pairs;
 use parking_lot::Mutex;
+use penstock_core::life::Fault;
 use penstock_core::{Error, Rank};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -84,10 +85,8 @@ pub enum Delivery {
         lane: u32,
         /// Who was dialled.
         peer: Rank,
-        /// Whose fault it is: the peer's, or this rank's own.
-        culprit: Rank,
-        /// Why.
-        error: Error,
+        /// Why, and whose fault it is: the peer's, or this rank's own.
+        fault: Fault,
     },
 }
 
@@ -337,7 +336,7 @@ impl Gate {
         self.start_asked();
         for key in self.dials.keys().copied().collect::<Vec<_>>() {
             let text = format!("connections cannot be awaited: {error}");
-            self.fail(key, self.member.rank, Error::Config(text));
+            self.fail(key, Fault::own(self.member.rank, Error::Config(text)));
         }
     }
 

@@ -1,6 +1,6 @@
 //! Why a call, or the whole job, has failed: an error and what it was about.
 
-use penstock_core::life::Verdict;
+use penstock_core::life::Fault;
 use penstock_core::{Error, Rank, Step};
 use std::collections::BTreeSet;
 
@@ -34,13 +34,15 @@ impl From<Error> for Failure {
     }
 }
 
+impl From<Fault> for Failure {
+    fn from(Fault { culprit, error }: Fault) -> Self {
+        Self { rank: Some(culprit), ..error.into() }
+    }
+}
+
 impl Failure {
     pub(crate) fn config(text: impl Into<String>) -> Self {
         Error::Config(text.into()).into()
-    }
-
-    pub(crate) fn lost(rank: Rank, reason: impl Into<String>) -> Self {
-        Error::PeerLost { rank, reason: reason.into() }.into()
     }
 
     /// Adds to the text of the error.
@@ -59,21 +61,6 @@ impl Failure {
             | Error::Mismatch { reason: text, .. }
             | Error::Protocol { reason: text, .. } => text,
         }
-    }
-
-    /// What calls of rank `me` raise for a verdict. Layer and step are those that the caller waited for: `Shared::blame` adds them.
-    pub(crate) fn of(verdict: &Verdict, me: Rank) -> Self {
-        let Verdict { evidence, accuser, culprits, reason, .. } = verdict;
-        let reason = if culprits.contains(&me) && *accuser != me {
-            format!("rank {accuser} ended the job and blames this rank, {me}: {reason}")
-        } else {
-            reason.clone()
-        };
-        let rank = verdict.culprit();
-        if evidence.is_timeout() {
-            return Self { rank: Some(rank), ..Error::Timeout(reason).into() };
-        }
-        Self::lost(rank, reason)
     }
 }
 
@@ -141,7 +128,6 @@ impl From<Failure> for Stop {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use penstock_core::life::Evidence;
 
     #[test]
     fn servers_have_numbers_of_their_own_and_an_address() {
@@ -155,16 +141,6 @@ mod tests {
         assert_eq!(said("rank 3"), "server 0 (host3:1)");
         for same in ["ranks 0, 1, 2", "rank of 4", "Frank 4", "ranks count from 0", "rank", "", "rank 2, 9"] {
             assert_eq!(said(same), same);
-        }
-    }
-
-    #[test]
-    fn a_verdict_reads_the_same_wherever_it_is_raised() {
-        let late = Verdict::new(Evidence::Absent, Some(7), Rank(1), vec![Rank(2)], "late".into());
-        for me in 0..4 {
-            let failure = Failure::of(&late, Rank(me));
-            assert!(matches!(&failure.error, Error::Timeout(text) if text.contains("late")), "{failure}");
-            assert_eq!(failure.rank, Some(Rank(2)));
         }
     }
 }

@@ -22,8 +22,9 @@
 //! must be random and long: a guessable one could be searched offline.
 
 use hmac::{Hmac, KeyInit, Mac};
+use penstock_core::Rank;
+use penstock_core::life::{DialFailure, Status};
 use penstock_core::wire::VERSION;
-use penstock_core::{Error, Rank};
 use sha2::{Digest, Sha256};
 
 /// What every connection starts with.
@@ -67,45 +68,6 @@ pub struct Member {
     pub job_id: [u8; JOB_ID_BYTES],
     /// What proves membership. At least 128 random bits, or it can be guessed.
     pub secret: Vec<u8>,
-}
-
-/// The listener's verdict, the first byte of everything it says.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u8)]
-pub enum Status {
-    /// Go on.
-    Ok = 0,
-    /// The first bytes are not Penstock's.
-    WrongMagic = 1,
-    /// Another version of the protocol.
-    WrongVersion = 2,
-    /// Another job.
-    WrongJob = 3,
-    /// Not the rank that was dialled, or a rank or a lane that the job does not have.
-    UnknownRankOrLane = 4,
-    /// The proof is wrong: another secret.
-    AuthenticationFailed = 5,
-    /// The listener is completing a connection of its own for the same lane and peer: wait for that one.
-    Superseded = 6,
-    /// There is such a connection already.
-    Busy = 7,
-}
-
-impl Status {
-    const ALL: [Self; 8] = [
-        Self::Ok,
-        Self::WrongMagic,
-        Self::WrongVersion,
-        Self::WrongJob,
-        Self::UnknownRankOrLane,
-        Self::AuthenticationFailed,
-        Self::Superseded,
-        Self::Busy,
-    ];
-
-    fn from_byte(byte: u8) -> Option<Self> {
-        Self::ALL.get(usize::from(byte)).copied()
-    }
 }
 
 /// Bytes to send: at most a `HELLO`, so nothing is allocated for a stranger.
@@ -192,65 +154,6 @@ impl<const N: usize> Inbox<N> {
         let count = bytes.len().min(wanted - self.have);
         self.bytes[self.have..self.have + count].copy_from_slice(&bytes[..count]);
         self.have += count;
-    }
-}
-
-/// Why a dialer gave up.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum DialFailure {
-    /// The listener said why, and which version it is.
-    Refused {
-        /// What it said.
-        status: Status,
-        /// Its version.
-        version: u16,
-    },
-    /// The listener does not know the job's secret.
-    ListenerUnproven,
-    /// What listens there does not speak this protocol.
-    NotPenstock,
-}
-
-impl DialFailure {
-    /// What the user is told by the dialer of `peer`.
-    ///
-    /// # Errors
-    /// If this is no error yet but a reason to dial again later: which one.
-    pub fn error(self, peer: Rank) -> Result<Error, &'static str> {
-        let refused = format!("rank {peer} refused the connection");
-        Ok(match self {
-            Self::Refused { status: Status::Superseded, .. } => {
-                return Err("it was opening a connection of its own, which has not come");
-            }
-            Self::Refused { status: Status::Busy, .. } => {
-                return Err("it has such a connection already, perhaps with another process of this rank");
-            }
-            Self::Refused { status: Status::WrongVersion, version } => Error::protocol(
-                peer,
-                format!(
-                    "it speaks version {version} and this process version {VERSION}; install the same Penstock on \
-                     all ranks"
-                ),
-            ),
-            Self::Refused { status: Status::WrongJob, .. } => Error::Authentication(format!(
-                "{refused}: it belongs to another job; check that all ranks were started together, with the same \
-                 job id and rendezvous"
-            )),
-            Self::Refused { status: Status::UnknownRankOrLane, .. } => Error::Config(format!(
-                "{refused}: it has another rank, or its job has no such rank or lane; check that all ranks have the \
-                 same world size and number of lanes, and that no two processes have the same rank"
-            )),
-            Self::Refused { status: Status::AuthenticationFailed, .. } => Error::Authentication(format!(
-                "{refused}: this process could not prove that it knows the job's secret; give all ranks the same secret"
-            )),
-            Self::ListenerUnproven => Error::Authentication(format!(
-                "rank {peer} could not prove that it knows the job's secret; give all ranks the same secret, and check \
-                 that no other program has taken that rank's address"
-            )),
-            Self::Refused { status: Status::WrongMagic | Status::Ok, .. } | Self::NotPenstock => {
-                Error::protocol(peer, "what listens at its address does not speak Penstock's protocol")
-            }
-        })
     }
 }
 

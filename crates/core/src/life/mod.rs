@@ -27,9 +27,11 @@ mod wait;
 
 pub use inquiry::{DOUBT_NS, Expired, INQUIRY_NS, Question, Reply};
 pub use pulse::{Contact, Farewell, PeerTimes, Pulse, Sign, TimeAway};
-pub use reach::{Attempts, FLUSH_NS, Obstacle, REACH_NS, VERDICT_NS, may_end, unreached};
+pub use reach::{
+    AfterFailure, Attempts, DialFailure, FLUSH_NS, Obstacle, REACH_NS, Status, VERDICT_NS, may_end, unreached,
+};
 pub use times::{DEPARTURE_GRACE_NS, SETTLE_INDIRECT_NS, SETTLE_NS, SUSPICION_NS};
-pub use verdict::{Evidence, Verdict};
+pub use verdict::{Evidence, Fault, Verdict};
 pub use wait::{Over, Wait, WaitKind};
 
 use crate::members::Members;

@@ -1,12 +1,15 @@
-//! How a rank reaches others when it matters: how often it dials one that does not answer, whom a verdict has still to reach, and
-//! how long a lane whose job is over stays for its last words to arrive.
+//! How a rank reaches others when it matters: how often it dials one that does not answer, what follows when one refuses, whom a
+//! verdict has still to reach, and how long a lane whose job is over stays for its last words to arrive.
 //!
 //! A rank that ends too early looks lost itself: whoever is still starting finds its listener closed, and blames it.
 
 use super::inquiry::{DOUBT_NS, INQUIRY_NS};
 use super::pulse::Contact;
 use super::times::SETTLE_NS;
+use super::verdict::Fault;
+use crate::error::Error;
 use crate::types::Rank;
+use crate::wire::VERSION;
 use std::ops::RangeInclusive;
 
 const MS: u64 = 1_000_000;
@@ -62,10 +65,141 @@ impl Attempts {
         pause_ns / 2..=pause_ns
     }
 
-    /// Whose fault it is if no more are made: of the rank `me` that has tried, or of the peer.
+    /// No more are made: it is the fault of the rank `me` that has tried, or of the peer. `reason` says it of either.
     #[must_use]
-    pub fn culprit(&self, me: Rank, peer: Rank) -> Rank {
-        if self.last == Obstacle::Here { me } else { peer }
+    pub fn given_up(&self, me: Rank, peer: Rank, reason: impl FnOnce(Rank) -> String) -> Fault {
+        match self.last {
+            Obstacle::Here => Fault::own(me, Error::Config(reason(me))),
+            Obstacle::There => {
+                Fault { culprit: peer, error: Error::PeerLost { rank: peer, reason: reason(peer) } }
+            }
+        }
+    }
+}
+
+/// The listener's verdict in a handshake, the first byte of everything it says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Status {
+    /// Go on.
+    Ok = 0,
+    /// The first bytes are not Penstock's.
+    WrongMagic = 1,
+    /// Another version of the protocol.
+    WrongVersion = 2,
+    /// Another job.
+    WrongJob = 3,
+    /// Not the rank that was dialled, or a rank or a lane that the job does not have.
+    UnknownRankOrLane = 4,
+    /// The proof is wrong: another secret.
+    AuthenticationFailed = 5,
+    /// The listener is completing a connection of its own for the same lane and peer: wait for that one.
+    Superseded = 6,
+    /// There is such a connection already.
+    Busy = 7,
+}
+
+impl Status {
+    /// All of them, by their byte.
+    pub const ALL: [Self; 8] = [
+        Self::Ok,
+        Self::WrongMagic,
+        Self::WrongVersion,
+        Self::WrongJob,
+        Self::UnknownRankOrLane,
+        Self::AuthenticationFailed,
+        Self::Superseded,
+        Self::Busy,
+    ];
+
+    /// The one of this byte.
+    #[must_use]
+    pub fn from_byte(byte: u8) -> Option<Self> {
+        Self::ALL.get(usize::from(byte)).copied()
+    }
+}
+
+/// Why a handshake has failed, as the rank sees it that dialled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DialFailure {
+    /// The listener said why, and which version it is.
+    Refused {
+        /// What it said.
+        status: Status,
+        /// Its version.
+        version: u16,
+    },
+    /// The listener does not know the job's secret.
+    ListenerUnproven,
+    /// What listens there does not speak this protocol.
+    NotPenstock,
+}
+
+/// What follows when a handshake has failed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum AfterFailure {
+    /// The peer is there, and is dialled again ([`Attempts::failed`]). What stands against the connection until then.
+    Retry(&'static str),
+    /// It will be the same every time: the job ends.
+    Fail(Fault),
+}
+
+impl DialFailure {
+    /// What follows for the rank `me` that has dialled `peer`. Who could not prove itself is at fault; where the two only differ,
+    /// nobody here knows which of them is wrong, and it is the peer.
+    #[must_use]
+    pub fn follows(self, me: Rank, peer: Rank) -> AfterFailure {
+        let refused = format!("rank {peer} refused the connection");
+        let (culprit, error) = match self {
+            Self::Refused { status: Status::Superseded, .. } => {
+                return AfterFailure::Retry("it was opening a connection of its own, which has not come");
+            }
+            Self::Refused { status: Status::Busy, .. } => {
+                return AfterFailure::Retry(
+                    "it has such a connection already, perhaps with another process of this rank",
+                );
+            }
+            Self::Refused { status: Status::WrongVersion, version } => {
+                let reason = format!(
+                    "it speaks version {version} and this process version {VERSION}; install the same Penstock on \
+                     all ranks"
+                );
+                (peer, Error::protocol(peer, reason))
+            }
+            Self::Refused { status: Status::WrongJob, .. } => {
+                let text = format!(
+                    "{refused}: it belongs to another job; check that all ranks were started together, with the same \
+                     job id and rendezvous"
+                );
+                (peer, Error::Authentication(text))
+            }
+            Self::Refused { status: Status::UnknownRankOrLane, .. } => {
+                let text = format!(
+                    "{refused}: it has another rank, or its job has no such rank or lane; check that all ranks have the \
+                     same world size and number of lanes, and that no two processes have the same rank"
+                );
+                (peer, Error::Config(text))
+            }
+            Self::Refused { status: Status::AuthenticationFailed, .. } => {
+                let text = format!(
+                    "{refused}: this process, rank {me}, could not prove that it knows the job's secret; give all ranks the \
+                     same secret"
+                );
+                (me, Error::Authentication(text))
+            }
+            Self::ListenerUnproven => {
+                let text = format!(
+                    "rank {peer} could not prove that it knows the job's secret; give all ranks the same secret, and check \
+                     that no other program has taken that rank's address"
+                );
+                (peer, Error::Authentication(text))
+            }
+            Self::Refused { status: Status::WrongMagic | Status::Ok, .. } | Self::NotPenstock => {
+                let reason = "what listens at its address does not speak Penstock's protocol";
+                (peer, Error::protocol(peer, reason))
+            }
+        };
+        AfterFailure::Fail(Fault { culprit, error })
     }
 }
 
@@ -102,11 +236,56 @@ mod tests {
     #[test]
     fn what_stood_in_the_way_last_says_whose_fault_it_is() {
         let mut attempts = Attempts::new(0, 1);
-        let mut culprit = |obstacle| {
+        let mut fault = |obstacle| {
             let _ = attempts.failed(obstacle);
-            attempts.culprit(Rank(1), Rank(2))
+            attempts.given_up(Rank(1), Rank(2), |culprit| format!("by rank {culprit}"))
         };
-        assert_eq!([Obstacle::There, Obstacle::Here, Obstacle::There].map(&mut culprit), [2, 1, 2].map(Rank));
+        let lost = Error::PeerLost { rank: Rank(2), reason: "by rank 2".into() };
+        let there = Fault { culprit: Rank(2), error: lost };
+        let here = Fault { culprit: Rank(1), error: Error::Config("by rank 1".into()) };
+        assert_eq!(
+            [Obstacle::There, Obstacle::Here, Obstacle::There].map(&mut fault),
+            [there.clone(), here, there]
+        );
+    }
+
+    #[test]
+    fn each_refusal_is_tried_again_or_names_who_is_at_fault_and_what_to_check() {
+        type Kind = fn(String) -> Error;
+        const SECRET: &str = "give all ranks the same secret";
+        let (me, peer) = (Rank(1), Rank(2));
+        let authentication: Kind = Error::Authentication;
+        let protocol: Kind = |reason| Error::protocol(Rank(2), reason);
+        let strange = "does not speak Penstock's protocol";
+        let failures = Status::ALL.map(|status| DialFailure::Refused { status, version: 7 });
+        for failure in failures.into_iter().chain([DialFailure::ListenerUnproven, DialFailure::NotPenstock]) {
+            let expected: Option<(Rank, Kind, &str)> = match failure {
+                DialFailure::Refused { status, .. } => match status {
+                    Status::Superseded | Status::Busy => None,
+                    Status::WrongVersion => Some((peer, protocol, "version 7 and this process")),
+                    Status::WrongJob => Some((peer, authentication, "rank 2 refused")),
+                    Status::UnknownRankOrLane => Some((peer, Error::Config, "rank 2 refused")),
+                    Status::AuthenticationFailed => Some((me, authentication, SECRET)),
+                    Status::WrongMagic | Status::Ok => Some((peer, protocol, strange)),
+                },
+                DialFailure::ListenerUnproven => Some((peer, authentication, SECRET)),
+                DialFailure::NotPenstock => Some((peer, protocol, strange)),
+            };
+            match (failure.follows(me, peer), expected) {
+                (AfterFailure::Retry(_), None) => {}
+                (AfterFailure::Fail(Fault { culprit, error }), Some((named, kind, says))) => {
+                    let text = error.to_string();
+                    let alike =
+                        std::mem::discriminant(&error) == std::mem::discriminant(&kind(String::new()));
+                    assert!(
+                        culprit == named && alike && text.contains(says),
+                        "{failure:?}: {culprit}, {error:?}"
+                    );
+                    assert!(text.contains(&format!("rank {named}")), "{failure:?}: {text}");
+                }
+                (follows, expected) => panic!("{failure:?}: {follows:?}, not {}", expected.is_some()),
+            }
+        }
     }
 
     #[test]

@@ -45,6 +45,29 @@ impl Evidence {
     }
 }
 
+/// An error that this rank has found, and whose fault it is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fault {
+    /// The rank at fault: another one, or this one.
+    pub culprit: Rank,
+    /// What happened.
+    pub error: Error,
+}
+
+impl Fault {
+    /// Rank `me` has found this, and nobody else is at fault.
+    #[must_use]
+    pub fn own(me: Rank, error: Error) -> Self {
+        Self { culprit: me, error }
+    }
+
+    /// The program of rank `me` has failed, and says so.
+    #[must_use]
+    pub fn of_program(me: Rank, reason: &str) -> Self {
+        Self::own(me, Error::PeerLost { rank: me, reason: format!("rank {me} failed: {reason}") })
+    }
+}
+
 /// Length of a verdict's fields before the culprits.
 const FIXED_BYTES: usize = 12;
 
@@ -115,6 +138,23 @@ impl Verdict {
     #[must_use]
     pub fn culprit(&self) -> Rank {
         self.culprits.first().copied().unwrap_or(self.accuser)
+    }
+
+    /// What calls of rank `me` raise for it.
+    #[must_use]
+    pub fn raised_by(&self, me: Rank) -> Fault {
+        let (culprit, accuser) = (self.culprit(), self.accuser);
+        let reason = if self.culprits.contains(&me) && accuser != me {
+            format!("rank {accuser} ended the job and blames this rank, {me}: {}", self.reason)
+        } else {
+            self.reason.clone()
+        };
+        let error = if self.evidence.is_timeout() {
+            Error::Timeout(reason)
+        } else {
+            Error::PeerLost { rank: culprit, reason }
+        };
+        Fault { culprit, error }
     }
 
     /// The payload of an abort.
@@ -196,6 +236,25 @@ mod tests {
         let lost = |rank| Error::PeerLost { rank, reason: "it is gone".into() };
         assert_eq!(found(lost(Rank(3)), None), (Evidence::Silent, Rank(3)));
         assert_eq!(found(lost(Rank(1)), None).0, Evidence::Own);
+        let Fault { culprit, error } = Fault::of_program(Rank(1), "a bad batch");
+        assert_eq!(found(error, Some(culprit)), (Evidence::Own, Rank(1)));
+    }
+
+    #[test]
+    fn a_verdict_reads_the_same_wherever_it_is_raised() {
+        let raised = |evidence, me| {
+            let reason = "late".into();
+            let Fault { culprit, error } =
+                Verdict::new(evidence, Some(7), Rank(1), vec![Rank(2)], reason).raised_by(Rank(me));
+            assert_eq!(culprit, Rank(2));
+            error
+        };
+        for me in 0..4 {
+            let blamed = if me == 2 { "rank 1 ended the job and blames this rank, 2: " } else { "" };
+            let reason = format!("{blamed}late");
+            assert_eq!(raised(Evidence::Absent, me), Error::Timeout(reason.clone()));
+            assert_eq!(raised(Evidence::Ended, me), Error::PeerLost { rank: Rank(2), reason });
+        }
     }
 
     #[test]

@@ -3,12 +3,12 @@
 use super::listeners::on_host;
 use super::{Gate, Timer, fresh_nonce, send};
 use crate::descriptors;
-use crate::handshake::{DialFailure, Dialer, DialerStep};
+use crate::handshake::{Dialer, DialerStep};
 use crate::shared::ns;
 use crate::socket::Socket;
 use crate::transport::SharedMemory;
-use penstock_core::life::{Attempts, Obstacle};
-use penstock_core::{Error, Rank};
+use penstock_core::Rank;
+use penstock_core::life::{AfterFailure, Attempts, DialFailure, Fault, Obstacle};
 use std::io::{self, ErrorKind};
 use std::ops::RangeInclusive;
 use std::os::fd::AsFd;
@@ -95,8 +95,8 @@ impl Gate {
         if dial.attempt.is_some() {
             self.try_later(key, Obstacle::There, "it did not answer in time".into());
         } else if Instant::now() >= dial.give_up() {
-            let (culprit, error) = self.unreachable(key);
-            self.fail(key, culprit, error);
+            let fault = self.unreachable(dial, key.1);
+            self.fail(key, fault);
         } else {
             self.attempt(key);
         }
@@ -151,9 +151,9 @@ impl Gate {
             }
             AttemptEnd::Failed(failure) => {
                 self.proof_answered(key);
-                match failure.error(key.1) {
-                    Ok(error) => self.fail(key, key.1, error),
-                    Err(problem) => self.try_later(key, Obstacle::There, problem.into()),
+                match failure.follows(self.member.rank, key.1) {
+                    AfterFailure::Fail(fault) => self.fail(key, fault),
+                    AfterFailure::Retry(problem) => self.try_later(key, Obstacle::There, problem.into()),
                 }
             }
         }
@@ -247,37 +247,31 @@ impl Gate {
         }
     }
 
-    pub(super) fn fail(&mut self, key: DialKey, culprit: Rank, error: Error) {
+    pub(super) fn fail(&mut self, key: DialKey, fault: Fault) {
         self.forget_dial(key);
         let (lane, peer) = key;
         self.shared.pairs.give_up(lane, peer);
-        (self.deliver)(super::Delivery::Failed { lane, peer, culprit, error });
+        (self.deliver)(super::Delivery::Failed { lane, peer, fault });
     }
 
-    /// Why a peer cannot be connected to after all that time, and whose fault it is.
-    fn unreachable(&self, key: DialKey) -> (Rank, Error) {
-        let (me, peer, address) = (self.member.rank, key.1, self.addresses[key.1.index()]);
-        let (problem, waited_s, culprit) = match self.dials.get(&key) {
-            Some(dial) => {
-                let waited_s = dial.started.elapsed().as_secs_f64();
-                (dial.problem.as_str(), waited_s, dial.attempts.culprit(me, peer))
+    /// Why a peer cannot be connected to after all that time.
+    fn unreachable(&self, dial: &Dial, peer: Rank) -> Fault {
+        let (me, address) = (self.member.rank, self.addresses[peer.index()]);
+        let (problem, waited_s) = (&dial.problem, dial.started.elapsed().as_secs_f64());
+        dial.attempts.given_up(me, peer, |culprit| {
+            if culprit == me {
+                let limit = descriptors::limit().map_or_else(|| "all".into(), |limit| limit.to_string());
+                return format!(
+                    "rank {me} has no file descriptor left for its connection to rank {peer}, for {waited_s:.1} s now \
+                     ({problem}): its process may have {limit} files open; raise that limit (ulimit -n) where it is \
+                     started, or open fewer"
+                );
             }
-            None => ("", 0.0, peer),
-        };
-        if culprit == me {
-            let limit = descriptors::limit().map_or_else(|| "all".into(), |limit| limit.to_string());
-            let error = Error::Config(format!(
-                "rank {me} has no file descriptor left for its connection to rank {peer}, for {waited_s:.1} s now \
-                 ({problem}): its process may have {limit} files open; raise that limit (ulimit -n) where it is \
-                 started, or open fewer"
-            ));
-            return (me, error);
-        }
-        let reason = format!(
-            "rank {peer} at {address} could not be connected to within {waited_s:.1} s: {problem}; check that its process \
-             is running and that no firewall is between"
-        );
-        (peer, Error::PeerLost { rank: peer, reason })
+            format!(
+                "rank {peer} at {address} could not be connected to within {waited_s:.1} s: {problem}; check that its \
+                 process is running and that no firewall is between"
+            )
+        })
     }
 }
 

@@ -10,7 +10,7 @@ use crate::mailbox::{Command, Mailbox};
 use crate::shared::{JointWait, State};
 use mio::{Poll, Waker};
 use penstock_core::Members;
-use penstock_core::life::{Expired, FLUSH_NS, WaitKind};
+use penstock_core::life::{Expired, FLUSH_NS, Fault, WaitKind};
 use penstock_core::{Rank, node};
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -104,11 +104,7 @@ impl Engine {
             Delivery::Connected { lane, peer, transport } => {
                 mailboxes[lane as usize].send(Command::Connected { peer, transport });
             }
-            Delivery::Failed { culprit, error, .. } => {
-                let mut failure = Failure::from(error);
-                failure.rank.get_or_insert(culprit);
-                shared.unreachable(failure);
-            }
+            Delivery::Failed { fault, .. } => shared.unreachable(fault.into()),
         })
     }
 
@@ -199,8 +195,7 @@ impl Engine {
     pub fn abort(&self, reason: &str) -> Result<(), Failure> {
         self.alive("abort")?;
         let shared = &self.inner.shared;
-        let me = shared.me;
-        shared.fail(Failure::lost(me, format!("rank {me} failed: {reason}")));
+        shared.fail(Fault::of_program(shared.me, reason));
         let lanes = shared.mailboxes().len() as u32;
         let deadline = Instant::now() + Duration::from_nanos(FLUSH_NS);
         // Not `wait`, which would give up at once on a failure.

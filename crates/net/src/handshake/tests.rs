@@ -135,26 +135,6 @@ fn a_listener_cannot_be_made_to_prove_for_the_dialer() {
 }
 
 #[test]
-fn errors_say_who_and_what_to_check() {
-    let refused = |status| DialFailure::Refused { status, version: 7 }.error(LISTENER);
-    let Ok(Error::Protocol { peer, reason }) = refused(Status::WrongVersion) else {
-        panic!("not a protocol error")
-    };
-    assert_eq!(peer, LISTENER);
-    assert!(reason.contains("version 7") && reason.contains(&format!("version {VERSION}")), "{reason}");
-    for status in [Status::WrongJob, Status::AuthenticationFailed] {
-        assert!(matches!(refused(status), Ok(Error::Authentication(text)) if text.contains("rank 2")));
-    }
-    assert!(matches!(refused(Status::UnknownRankOrLane), Ok(Error::Config(text)) if text.contains("rank 2")));
-    assert!(refused(Status::Superseded).is_err() && refused(Status::Busy).is_err());
-    for strange in [DialFailure::NotPenstock, DialFailure::Refused { status: Status::WrongMagic, version: 0 }]
-    {
-        assert!(matches!(strange.error(LISTENER), Ok(Error::Protocol { .. })));
-    }
-    assert!(matches!(DialFailure::ListenerUnproven.error(LISTENER), Ok(Error::Authentication(_))));
-}
-
-#[test]
 fn a_refusal_is_understood_in_both_places() {
     for status in &Status::ALL[1..] {
         let refusal = HandshakeMessage::refusal(*status);

@@ -79,7 +79,7 @@ impl Shared {
     fn failure_of(&self, verdict: &Verdict, own: Option<(Verdict, Failure)>) -> Failure {
         // What was reported may have been a suspicion only, and the verdict another one.
         let own = own.filter(|(reported, _)| reported == verdict).map(|(_, failure)| failure);
-        let mut failure = own.unwrap_or_else(|| Failure::of(verdict, self.me));
+        let mut failure = own.unwrap_or_else(|| verdict.raised_by(self.me).into());
         failure.peer = failure.peer.or_else(|| self.address_of(failure.rank?));
         let text = naming_servers(failure.text(), self.workers, |rank| self.address_of(rank));
         *failure.text() = text;

@@ -1,8 +1,9 @@
 //! Both ends agree on one connection, whoever dials, and a peer that cannot be had is lost in time.
 
 use crate::support::*;
+use penstock_core::life::Status;
 use penstock_core::{Error, Rank};
-use penstock_net::handshake::{HandshakeMessage, Status};
+use penstock_net::handshake::HandshakeMessage;
 use std::io::{ErrorKind, Read, Write};
 use std::time::{Duration, Instant};
 

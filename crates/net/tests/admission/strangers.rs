@@ -1,10 +1,11 @@
 //! Wrong-doers are told what is wrong, and no stranger disturbs the job.
 
 use crate::support::*;
+use penstock_core::life::Status;
 use penstock_core::wire::VERSION;
 use penstock_core::{Error, Rank};
 use penstock_net::admission::{AdmissionConfig, STRANGERS_MAX};
-use penstock_net::handshake::{Dialer, DialerStep, HELLO_BYTES, HandshakeMessage, REFUSAL_BYTES, Status};
+use penstock_net::handshake::{Dialer, DialerStep, HELLO_BYTES, HandshakeMessage, REFUSAL_BYTES};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::mpsc::{self};
@@ -57,6 +58,24 @@ fn another_version_is_named_on_both_sides() {
     assert!(matches!(&error, Error::Protocol { peer: Rank(1), .. }), "{error}");
     let text = error.to_string();
     assert!(text.contains("version 9") && text.contains(&format!("version {VERSION}")), "{text}");
+    dialer.stop();
+}
+
+#[test]
+fn who_could_not_prove_itself_is_at_fault_and_who_refuses_for_now_is_dialled_again() {
+    let (listener, address) = bind();
+    let dialer = Process::start(bind().0, &[address; 2], config(0));
+    dialer.admission.dial(0, Rank(1));
+    let refuse = |status| {
+        let (mut peer, _) = listener.accept().unwrap();
+        peer.write_all(HandshakeMessage::refusal(status).as_bytes()).unwrap();
+        peer
+    };
+    // Kept, for what is closed too early may take back what was said.
+    let _peers = [Status::Superseded, Status::Busy, Status::AuthenticationFailed].map(refuse);
+    let fault = dialer.fault();
+    assert_eq!(fault.culprit, Rank(0));
+    assert!(matches!(&fault.error, Error::Authentication(text) if text.contains("this process, rank 0")));
     dialer.stop();
 }
 

@@ -1,11 +1,10 @@
 //! Processes on loopback, and hands that drive one end of a handshake.
 
+use penstock_core::life::{DialFailure, Fault, Status};
 use penstock_core::wire::VERSION;
 use penstock_core::{Error, Rank};
 use penstock_net::admission::{Admission, AdmissionConfig, Delivery, Listeners};
-use penstock_net::handshake::{
-    DialFailure, Dialer, DialerStep, HELLO_BYTES, Listener, ListenerStep, Member, PROOF_BYTES, Status,
-};
+use penstock_net::handshake::{Dialer, DialerStep, HELLO_BYTES, Listener, ListenerStep, Member, PROOF_BYTES};
 use penstock_net::transport::Transport;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -69,14 +68,18 @@ impl Process {
     pub(crate) fn opened(&self) -> (u32, Rank, Transport) {
         match self.deliveries.recv_timeout(PATIENCE).expect("a delivery in time") {
             Delivery::Connected { lane, peer, transport } => (lane, peer, transport),
-            Delivery::Failed { error, .. } => panic!("dialling failed: {error}"),
+            Delivery::Failed { fault, .. } => panic!("dialling failed: {}", fault.error),
         }
     }
 
     pub(crate) fn failed(&self) -> Error {
+        self.fault().error
+    }
+
+    pub(crate) fn fault(&self) -> Fault {
         match self.deliveries.recv_timeout(PATIENCE).expect("a delivery in time") {
             Delivery::Connected { lane, peer, .. } => panic!("lane {lane} was connected to rank {peer}"),
-            Delivery::Failed { error, .. } => error,
+            Delivery::Failed { fault, .. } => fault,
         }
     }
 

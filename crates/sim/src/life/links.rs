@@ -7,8 +7,8 @@
 
 use super::scenario::{MS, PEER_TIMEOUT_NS};
 use super::{Happening, Omission, World};
-use penstock_core::life::{Attempts, Contact, Obstacle, Question, Verdict, may_end, unreached};
-use penstock_core::{Error, Kind, Rank};
+use penstock_core::life::{Attempts, Contact, Fault, Obstacle, Question, Verdict, may_end, unreached};
+use penstock_core::{Kind, Rank};
 use std::collections::VecDeque;
 
 /// How often a process that has given up looks whether it may end.
@@ -241,9 +241,10 @@ impl World {
         if self.omits(Omission::DeafToTheUnreachable) {
             return;
         }
-        let culprit = self.links[link].attempts.map_or(Rank(to), |it| it.culprit(Rank(from), Rank(to)));
-        let error = Error::PeerLost { rank: culprit, reason: format!("not connected to by rank {from}") };
-        let verdict = Verdict::of_error(&error, None, None, Rank(from));
+        let Some(attempts) = self.links[link].attempts else { return };
+        let reason = |_| format!("not connected to by rank {from}");
+        let Fault { culprit, error } = attempts.given_up(Rank(from), Rank(to), reason);
+        let verdict = Verdict::of_error(&error, Some(culprit), None, Rank(from));
         self.ranks[from as usize].life.unreachable(self.agenda.now_ns(), verdict);
         self.follow(from);
     }

@@ -8,7 +8,7 @@ use penstock_core::life::{
     Contact, DOUBT_NS, Expired, Life, Over, PeerTimes, Pulse, Question, Reply, SETTLE_INDIRECT_NS, Sign,
     TimeAway, Verdict, Wait, WaitKind,
 };
-use penstock_core::{Error, Members, Rank};
+use penstock_core::{Members, Rank};
 use std::collections::{BTreeMap, BTreeSet};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -611,8 +611,7 @@ impl World {
         let life = &mut self.ranks[to as usize].life;
         life.ended(now_ns, Rank(from), why);
         if at_once {
-            let lost = Error::PeerLost { rank: Rank(from), reason: format!("rank {from} is lost") };
-            life.accuse(now_ns, Verdict::of_error(&lost, None, None, Rank(to)));
+            life.silent(now_ns, Rank(from), 0);
         }
     }
 }
