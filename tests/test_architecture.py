@@ -54,7 +54,7 @@ FLOORS = (
 # Drivers report what has happened; the simulator's files that judge the outcome know it, too.
 VERDICTS = (
     r"\bEvidence::|\bVerdict::new\b|\bSUSPICION_NS\b|\bDEPARTURE_GRACE_NS\b|\bSETTLE_NS\b"
-    r"|\bFault \{ culprit:|\bPeerLost \{(?![^}]*\.\.)|\bis_timeout\("
+    r"|\bFault \{ culprit:|\bPeerLost \{(?![^}]*\.\.)|(?<!\| )\bError::Timeout\((?!_)|\bis_timeout\("
 )
 JUDGES = {"sim/src/life/check.rs", "sim/src/world/faults.rs"}
 
@@ -278,11 +278,14 @@ def test_a_verdict_of_a_driver_is_found():
     for line in (
         "let lost = Error::PeerLost { rank, reason };",
         "self.fail(key, Fault { culprit: key.1, error });",
+        "self.end_with(Error::Timeout(what).into())",
         "let error = if evidence.is_timeout() { a } else { b };",
     ):
         assert re.search(VERDICTS, line), line
     for line in (
         "Error::PeerLost { rank, .. } | Error::Protocol { peer: rank, .. } => Some(*rank),",
+        "| Error::Timeout(text)",
+        "Error::Config(_) | Error::Timeout(_) => None,",
         "fn from(Fault { culprit, error }: Fault) -> Self {",
     ):
         assert not re.search(VERDICTS, line), line

@@ -4,7 +4,8 @@
 //! edges are followed: a rank that is waited for and waits for nobody has not come to where the others are. If there is none,
 //! some ranks wait for each other.
 
-use super::verdict::Evidence;
+use super::verdict::{Evidence, Fault};
+use crate::error::Error;
 use crate::limits::{RANKS_MAX, REPLY_BYTES_MAX};
 use crate::members::Members;
 use crate::types::{BookId, Rank, Step, TensorId};
@@ -127,6 +128,14 @@ pub struct Expired {
     pub what: String,
     /// What to do if it is only slow: its end.
     pub hint: String,
+}
+
+impl Expired {
+    /// Of rank `me`: nobody else can be late for that, or this process cannot find out who ([`super::Over::Fail`]).
+    #[must_use]
+    pub fn fault(self, me: Rank) -> Fault {
+        Fault::own(me, Error::Timeout(self.what))
+    }
 }
 
 /// A question to which replies come.

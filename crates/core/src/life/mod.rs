@@ -28,7 +28,7 @@ mod wait;
 pub use inquiry::{DOUBT_NS, Expired, INQUIRY_NS, Question, Reply};
 pub use pulse::{Contact, Farewell, PeerTimes, Pulse, Sign, TimeAway};
 pub use reach::{
-    AfterFailure, Attempts, DialFailure, FLUSH_NS, Obstacle, REACH_NS, Status, VERDICT_NS, may_end, unreached,
+    AfterFailure, Attempts, DialFailure, FLUSH_NS, Obstacle, REACH_NS, Status, may_end, unreached,
 };
 pub use times::{DEPARTURE_GRACE_NS, SETTLE_INDIRECT_NS, SETTLE_NS, SUSPICION_NS};
 pub use verdict::{Evidence, Fault, Verdict};
@@ -38,6 +38,7 @@ use crate::members::Members;
 use crate::types::Rank;
 use inquiry::Inquiry;
 use verdict::Standing;
+use wait::VERDICT_NS;
 
 /// What the driver must do.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -92,6 +93,8 @@ pub struct Life {
     /// By rank.
     peers: Vec<Peer>,
     suspect: Option<Suspect>,
+    /// The waits of this rank that have lasted too long, the oldest first: the first one is asked about.
+    overdue: Vec<Expired>,
     inquiry: Option<Inquiry>,
     /// How many questions this rank has asked.
     questions: u32,
@@ -115,6 +118,7 @@ impl Life {
             peers: vec![Peer::default(); members.end()],
             members,
             suspect: None,
+            overdue: Vec::new(),
             inquiry: None,
             questions: 0,
             case: None,
@@ -216,9 +220,8 @@ impl Life {
         if let Some(case) = self.case.as_mut().filter(|case| !case.settled) {
             case.since_ns = now_ns;
         }
-        if let Some(Inquiry { expired, .. }) = self.inquiry.take() {
-            self.expired(now_ns, &expired);
-        }
+        self.inquiry = None;
+        self.inquire(now_ns);
     }
 
     /// Nothing was heard from a peer for so long.
@@ -294,9 +297,27 @@ impl Life {
         self.settle(now_ns);
     }
 
-    /// A wait of this rank has lasted too long. Either it, or another verdict, is settled in bounded time, unless what it waits for
-    /// comes meanwhile. Nothing while another wait is being asked about: to be called again until one of the three has happened.
-    pub fn expired(&mut self, now_ns: u64, expired: &Expired) {
+    /// A wait of this rank has lasted too long: to be called once for each. Either a verdict is settled in bounded time, or what it
+    /// waits for comes meanwhile ([`Life::came`]). The result is the wait for that.
+    #[must_use]
+    pub fn expired(&mut self, now_ns: u64, expired: &Expired) -> Wait {
+        self.overdue.push(expired.clone());
+        self.inquire(now_ns);
+        Wait::new(WaitKind::Verdict, now_ns, VERDICT_NS)
+    }
+
+    /// What this wait was for has come after all, or the program does not wait for it any more.
+    pub fn came(&mut self, now_ns: u64, expired: &Expired) {
+        if let Some(at) = self.overdue.iter().position(|overdue| overdue == expired) {
+            self.overdue.remove(at);
+        }
+        self.inquiry.take_if(|inquiry| inquiry.expired == *expired);
+        self.inquire(now_ns);
+    }
+
+    /// Asks everybody about the wait that has lasted too long, unless something is asked already.
+    fn inquire(&mut self, now_ns: u64) {
+        let Some(expired) = self.overdue.first() else { return };
         if self.case.is_some() || self.inquiry.is_some() {
             return;
         }
@@ -304,11 +325,6 @@ impl Life {
         let question = Question { number: self.questions, about: expired.about };
         self.inquiry = Some(Inquiry::new(self.me, expired.clone(), self.questions, now_ns, &self.members));
         self.effects.push(Effect::Ask(question));
-    }
-
-    /// What this wait was for has come after all, or the program does not wait for it any more.
-    pub fn came(&mut self, expired: &Expired) {
-        self.inquiry.take_if(|inquiry| inquiry.expired == *expired);
     }
 
     /// One lane of a rank, perhaps of this one, has replied to the question of this number.

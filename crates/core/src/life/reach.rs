@@ -3,9 +3,7 @@
 //!
 //! A rank that ends too early looks lost itself: whoever is still starting finds its listener closed, and blames it.
 
-use super::inquiry::{DOUBT_NS, INQUIRY_NS};
 use super::pulse::Contact;
-use super::times::SETTLE_NS;
 use super::verdict::Fault;
 use crate::error::Error;
 use crate::types::Rank;
@@ -21,8 +19,6 @@ const PAUSE_MAX_NS: u64 = 1000 * MS;
 pub const FLUSH_NS: u64 = 1000 * MS;
 /// How long after a failure it waits for connections to peers that have none yet: they may still be starting.
 pub const REACH_NS: u64 = 2000 * MS;
-/// How long a call whose wait took too long stays for the verdict at most. It comes sooner, unless the lanes themselves have ended.
-pub const VERDICT_NS: u64 = INQUIRY_NS + DOUBT_NS + SETTLE_NS + 10_000 * MS;
 
 /// What an attempt to connect has failed of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -146,8 +146,8 @@ fn all_reply(life: &mut Life, now_ns: u64, number: u32) {
 #[test]
 fn a_question_ends_some_time_after_its_last_reply() {
     let mut life = life(3);
-    life.expired(0, &expired("timeout: a wait"));
-    life.expired(1, &expired("timeout: another"));
+    assert_eq!(life.expired(0, &expired("timeout: a wait")).until_ns(), VERDICT_NS);
+    let _ = life.expired(1, &expired("timeout: another"));
     let question = Question { number: 1, about: Some((1, 2)) };
     assert_eq!(Question::of(&question.header()), question);
     assert_eq!(life.take_effects(), [Effect::Ask(question)], "one at a time");
@@ -167,7 +167,7 @@ fn a_question_ends_some_time_after_its_last_reply() {
 #[test]
 fn who_does_not_answer_in_time_is_blamed() {
     let mut life = life(3);
-    life.expired(0, &expired("timeout: a wait"));
+    let _ = life.expired(0, &expired("timeout: a wait"));
     life.replied(1, Rank(0), 1, late(&[1]));
     life.replied(1, Rank(1), 1, late(&[2]));
     quiet(&mut life, INQUIRY_NS - 1);
@@ -180,21 +180,56 @@ fn who_does_not_answer_in_time_is_blamed() {
 #[test]
 fn what_comes_after_all_ends_the_question() {
     let mut life = life(3);
-    life.expired(0, &expired("timeout: a wait"));
-    life.came(&expired("timeout: another"));
+    let _ = life.expired(0, &expired("timeout: a wait"));
+    life.came(0, &expired("timeout: another"));
     all_reply(&mut life, 1, 1);
-    life.came(&expired("timeout: a wait"));
+    life.came(1, &expired("timeout: a wait"));
     quiet(&mut life, 1 + DOUBT_NS);
     assert_eq!(life.verdict(), None);
-    life.expired(INQUIRY_NS, &expired("timeout: another"));
+    let _ = life.expired(INQUIRY_NS, &expired("timeout: another"));
     let asked = Effect::Ask(Question { number: 2, about: Some((1, 2)) });
     assert_eq!(life.take_effects().last(), Some(&asked));
 }
 
 #[test]
+fn waits_are_asked_about_one_after_the_other_and_each_as_often_as_it_is_waited_for() {
+    let mut life = life(3);
+    let numbers = |life: &mut Life| -> Vec<u32> {
+        let asked = |effect| if let Effect::Ask(question) = effect { Some(question.number) } else { None };
+        life.take_effects().into_iter().filter_map(asked).collect()
+    };
+    let (one, another) = (expired("timeout: a wait"), expired("timeout: another"));
+    for overdue in [&one, &another, &another] {
+        let _ = life.expired(0, overdue);
+    }
+    assert_eq!(numbers(&mut life), [1]);
+    life.came(1, &one);
+    assert_eq!(numbers(&mut life), [2], "another is asked about at once");
+    life.came(2, &another);
+    assert_eq!(numbers(&mut life), [3], "one thread waits no more, a second one does");
+    life.came(3, &another);
+    assert_eq!(numbers(&mut life), []);
+    all_reply(&mut life, 4, 3);
+    quiet(&mut life, 4 + DOUBT_NS);
+    assert_eq!(life.verdict(), None);
+}
+
+#[test]
+fn where_no_verdict_comes_either_the_rank_itself_is_at_fault() {
+    let mut life = life(3);
+    let mut wait = life.expired(5, &expired("timeout: a wait"));
+    assert_eq!(life.over(&mut wait, 5 + VERDICT_NS - 1, u64::MAX), None);
+    assert_eq!(life.over(&mut wait, 5 + VERDICT_NS, u64::MAX), Some(Over::Fail));
+    let Fault { culprit, error } = expired("timeout: a wait").fault(Rank(0));
+    assert_eq!((culprit, &error), (Rank(0), &crate::Error::Timeout("timeout: a wait".into())));
+    let verdict = Verdict::of_error(&error, Some(culprit), None, Rank(0));
+    assert_eq!((verdict.evidence, verdict.culprits), (Evidence::Unanswered, vec![Rank(0)]));
+}
+
+#[test]
 fn a_process_that_was_away_asks_anew() {
     let mut life = life(3);
-    life.expired(0, &expired("timeout: a wait"));
+    let _ = life.expired(0, &expired("timeout: a wait"));
     all_reply(&mut life, 0, 1);
     life.was_away(INQUIRY_NS, TimeAway { ns: INQUIRY_NS, noticed: false });
     quiet(&mut life, INQUIRY_NS);
@@ -255,7 +290,7 @@ fn who_was_away_for_too_long_and_finds_the_others_gone_blames_itself() {
         life.unreachable(9, verdict(Evidence::Silent, 0, 1));
         assert_eq!(found(&mut life), if noticed { itself } else { another(Evidence::Silent) });
         let mut life = back();
-        life.expired(9, &expired("timeout: a wait"));
+        let _ = life.expired(9, &expired("timeout: a wait"));
         life.replied(9, Rank(0), 1, late(&[1]));
         assert_eq!(found(&mut life), if noticed { itself } else { another(Evidence::Unanswered) });
         // Somebody goes on: it was not given up.

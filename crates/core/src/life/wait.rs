@@ -1,5 +1,11 @@
 //! When a wait of the program has lasted too long.
 
+use super::inquiry::{DOUBT_NS, INQUIRY_NS};
+use super::times::SETTLE_NS;
+
+/// How long a wait that took too long stays for the verdict at most. It comes sooner, unless the lanes of this process themselves have
+/// ended, or stand still.
+pub(super) const VERDICT_NS: u64 = INQUIRY_NS + DOUBT_NS + SETTLE_NS + 10_000_000_000;
 /// A sleep that lasts so much longer than asked for was a stop of the whole process.
 const STOPPED_NS: u64 = 1_000_000_000;
 
@@ -17,6 +23,9 @@ pub enum WaitKind {
     OwnCalls,
     /// Whatever comes first; the program only looks whether it has.
     Look,
+    /// A verdict, or what an earlier wait was for, which took too long ([`super::Life::expired`]). If neither comes, this process's own lanes do
+    /// nothing: whom else that is due to they would have found out.
+    Verdict,
 }
 
 /// What follows when a wait has lasted too long.
@@ -26,7 +35,7 @@ pub enum Over {
     Ask,
     /// The program goes on without what it waited for.
     GoOn,
-    /// The job ends, and it is this rank's own fault.
+    /// The job ends, and it is this rank's own fault ([`super::Expired::fault`]).
     Fail,
 }
 
@@ -35,7 +44,7 @@ impl WaitKind {
         match self {
             Self::Result | Self::Leavers => Over::Ask,
             Self::Goodbyes | Self::Look => Over::GoOn,
-            Self::OwnCalls => Over::Fail,
+            Self::OwnCalls | Self::Verdict => Over::Fail,
         }
     }
 }
@@ -96,6 +105,7 @@ mod tests {
             (WaitKind::Goodbyes, Over::GoOn),
             (WaitKind::Look, Over::GoOn),
             (WaitKind::OwnCalls, Over::Fail),
+            (WaitKind::Verdict, Over::Fail),
         ];
         for (kind, over) in follows {
             let mut wait = Wait::new(kind, 5, 100);

@@ -4,14 +4,10 @@ use super::Engine;
 use crate::failure::{Failure, Stop};
 use crate::mailbox::Command;
 use crate::shared::{JointWait, OpenBook, State, Waited};
-use penstock_core::life::{Expired, Over, VERDICT_NS, Wait, WaitKind};
+use penstock_core::life::{Expired, Over, Wait, WaitKind};
 use penstock_core::{BookId, Error, Header, Kind, Step, TensorId};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-
-/// How often whoever has waited too long tries to ask who is late, as long as another thread asks. Longer than between two looks
-/// whether the program was interrupted.
-const ASK_AGAIN: Duration = Duration::from_millis(250);
 
 /// What has come back of what was submitted.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
@@ -109,29 +105,26 @@ impl Engine {
         expired: impl FnOnce() -> Expired,
     ) -> Result<Option<T>, Stop> {
         let shared = &self.inner.shared;
-        let expired = match shared.wait(wait, interrupted, &mut done)? {
-            Waited::Came(result) => return Ok(Some(result)),
-            Waited::Over(Over::GoOn) => return Ok(None),
-            Waited::Over(Over::Fail) => return Err(self.timed_out(expired().what).into()),
-            Waited::Over(Over::Ask) => expired(),
-        };
-        let begin = Instant::now();
-        while begin.elapsed() < Duration::from_nanos(VERDICT_NS) {
-            shared.expired(&expired);
-            let mut look = shared.begin_wait(WaitKind::Look, ASK_AGAIN);
-            let outcome = shared.wait(&mut look, interrupted, &mut done);
-            if !matches!(outcome, Ok(Waited::Over(_))) {
-                // It has come, or the program waits no more.
+        match shared.wait(wait, interrupted, &mut done)? {
+            Waited::Came(result) => Ok(Some(result)),
+            Waited::Over(Over::GoOn) => Ok(None),
+            Waited::Over(Over::Fail) => Err(self.end_at_fault(expired())),
+            Waited::Over(Over::Ask) => {
+                let expired = expired();
+                let waited = shared.wait(&mut shared.expired(&expired), interrupted, &mut done);
+                // Also if the program waits no more.
                 shared.came(&expired);
-                return outcome.map(Waited::came);
+                match waited? {
+                    Waited::Came(result) => Ok(Some(result)),
+                    Waited::Over(_) => Err(self.end_at_fault(expired)),
+                }
             }
         }
-        // The lanes have ended.
-        Err(self.timed_out(expired.what).into())
     }
 
-    fn timed_out(&self, what: String) -> Failure {
-        self.end_with(Error::Timeout(what).into())
+    /// The wait is over, and it is this rank's own fault.
+    fn end_at_fault(&self, expired: Expired) -> Stop {
+        self.end_with(expired.fault(self.inner.shared.me).into()).into()
     }
 
     /// What has landed of these tensors, and what is released. With `until` it waits, but no longer than that says, until any of

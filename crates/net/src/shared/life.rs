@@ -174,15 +174,14 @@ impl Shared {
         self.live(|life, now_ns| life.over(wait, now_ns, self.moved_ns()))
     }
 
-    /// A wait has lasted too long: asks who is late, if nothing else is being asked. A verdict follows in bounded time, unless what
-    /// it was for comes.
-    pub(crate) fn expired(&self, expired: &Expired) {
-        self.live(|life, now_ns| life.expired(now_ns, expired));
+    /// A wait has lasted too long: asks who is late. What follows is to be waited for.
+    pub(crate) fn expired(&self, expired: &Expired) -> Wait {
+        self.live(|life, now_ns| life.expired(now_ns, expired))
     }
 
     /// What it was for has come after all, or the program does not wait for it any more.
     pub(crate) fn came(&self, expired: &Expired) {
-        self.live(|life, _| life.came(expired));
+        self.live(|life, now_ns| life.came(now_ns, expired));
     }
 }
 

@@ -481,7 +481,7 @@ impl World {
         process.waits += 1;
         process.wait = None;
         if let Some(asked) = process.asked.take().filter(|_| self.omission != Some(Omission::NeverWithdraw)) {
-            process.life.came(&asked);
+            process.life.came(self.agenda.now_ns(), &asked);
         }
         if process.style == Style::Join { self.leave(rank) } else { self.wait_or_compute(rank) }
     }
@@ -496,6 +496,10 @@ impl World {
         let Some(over) = process.life.over(wait, now_ns, process.moved_ns) else {
             return self.agenda.at(wait.until_ns(), Happening::Expire(rank, number));
         };
+        if over == Over::Fail {
+            // It has asked, and heard nothing: it stays, and the check says so.
+            return self.note(&format!("rank {rank} comes to no verdict"));
+        }
         if over != Over::Ask && self.omission != Some(Omission::AskForGoodbyes) {
             // A connection may just have come about: goodbyes are said in every turn, not only at looks at the clock.
             (0..self.scenario.lanes).for_each(|lane| self.part(rank, lane));
@@ -504,12 +508,12 @@ impl World {
         }
         let owned = !matches!(process.style, Style::Direct | Style::Join);
         let awaited = process.awaited();
-        let expired = process.asked.get_or_insert_with(|| {
-            let what = format!("timeout: rank {rank}, round {awaited:?}, after {} ms", now_ns / MS);
-            let about = awaited.filter(|_| owned).map(|round| (0, round));
-            Expired { about, step: awaited, what, hint: String::new() }
-        });
-        process.life.expired(now_ns, expired);
+        let what = format!("timeout: rank {rank}, round {awaited:?}, after {} ms", now_ns / MS);
+        let about = awaited.filter(|_| owned).map(|round| (0, round));
+        let expired = Expired { about, step: awaited, what, hint: String::new() };
+        let verdict = process.life.expired(now_ns, &expired);
+        self.agenda.at(verdict.until_ns(), Happening::Expire(rank, number));
+        (process.wait, process.asked) = (Some(verdict), Some(expired));
         self.follow(rank);
     }
 

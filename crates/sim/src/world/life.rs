@@ -337,17 +337,20 @@ impl<M: SimMemory> World<M> {
                 self.done(rank);
                 return Ok(());
             }
-            Over::Fail => unreachable!("programs here have no calls of their own"),
+            // Programs here have no calls of their own: it has asked, and heard nothing.
+            Over::Fail => {
+                let message = format!("rank {rank} comes to no verdict: {}", self.standing());
+                return Err(Violation::new(Checker::NoDeadlock, message));
+            }
         }
         let worker = &self.workers[rank.index()];
-        let expired = || {
-            let about = worker.first_open();
-            let what = format!("timeout: rank {rank}, instruction {}", worker.instruction);
-            let (about, step) = (about.map(|(book, tensor, _)| (book, tensor)), about.map(|(.., seq)| seq));
-            Expired { about, step, what, hint: String::new() }
-        };
+        let about = worker.first_open();
+        let what = format!("timeout: rank {rank}, instruction {}", worker.instruction);
+        let (about, step) = (about.map(|(book, tensor, _)| (book, tensor)), about.map(|(.., seq)| seq));
+        let expired = Expired { about, step, what, hint: String::new() };
         let fate = &mut self.fates[rank.index()];
-        fate.life.expired(now_ns, fate.asked.get_or_insert_with(expired));
+        fate.wait = Some(fate.life.expired(now_ns, &expired));
+        fate.asked = Some(expired);
         Ok(())
     }
 
@@ -361,7 +364,7 @@ impl<M: SimMemory> World<M> {
             Some(_) => {}
             None => {
                 fate.wait = None;
-                fate.asked.take().iter().for_each(|asked| fate.life.came(asked));
+                fate.asked.take().iter().for_each(|asked| fate.life.came(self.agenda.now_ns(), asked));
             }
         }
     }
