@@ -153,6 +153,13 @@ impl Kind {
     }
 }
 
+/// Whether data has moved with what was read of a connection: so many bytes, of which so many frames are complete now, some of them
+/// idle ([`Kind::is_idle`]). More bytes than the headers of these frames and of the next hold are part of a payload.
+#[must_use]
+pub fn data_has_moved(bytes: u64, frames: u64, idle_frames: u64) -> bool {
+    frames > idle_frames || bytes > (frames + 1) * HEADER_BYTES as u64
+}
+
 /// What is done with the contributions to a slice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Op {
@@ -400,6 +407,23 @@ mod tests {
                 prop_assert!(header.payload_bytes as usize <= header.kind.payload_bytes_max());
                 prop_assert_eq!(header.encode(), bytes);
             }
+        }
+    }
+
+    #[test]
+    fn data_moves_with_a_frame_that_is_not_idle_and_with_a_part_of_a_payload() {
+        let header = HEADER_BYTES as u64;
+        for (bytes, frames, idle_frames, moved) in [
+            (0, 0, 0, false),
+            (header, 0, 0, false),
+            (header + 1, 0, 0, true),
+            (2 * header, 1, 1, false),
+            (2 * header + 1, 1, 1, true),
+            // The end of a frame that was read before, but for that.
+            (1, 1, 0, true),
+            (2 * header, 2, 1, true),
+        ] {
+            assert_eq!(data_has_moved(bytes, frames, idle_frames), moved, "{bytes}, {frames}, {idle_frames}");
         }
     }
 

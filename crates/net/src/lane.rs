@@ -23,7 +23,7 @@ use crate::transport::Transport;
 use mio::{Events, Interest, Poll, Token};
 use penstock_core::life::{Pulse, Sign, may_end};
 use penstock_core::node::{self, Action, Event, Node};
-use penstock_core::wire::{HEADER_BYTES, Outgoing};
+use penstock_core::wire::{Outgoing, data_has_moved};
 use penstock_core::{BookId, Error, Rank, Seq, SliceId};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io;
@@ -78,7 +78,7 @@ pub(crate) struct Lane {
     actions: Vec<Action<Chunk>>,
     pulse: Pulse,
     signs: Vec<Sign>,
-    /// Heartbeats, questions and answers that have arrived: no progress.
+    /// Heartbeats, questions and answers that have arrived.
     idle_frames: u64,
     leaving: bool,
     done: bool,
@@ -471,9 +471,7 @@ impl Lane {
         if connection.may_read {
             let (bytes, frames) = (connection.received_bytes, connection.received_frames);
             let turn = connection.read(rank, &mut self.node, &mut self.actions, self.now);
-            let frames = connection.received_frames - frames;
-            // More than frames without payload hold: part of a payload has come, if not all of it.
-            let part = connection.received_bytes - bytes > (frames + 1) * HEADER_BYTES as u64;
+            let (bytes, frames) = (connection.received_bytes - bytes, connection.received_frames - frames);
             let idle = self.idle_frames;
             match turn {
                 Ok(Progress::Idle) => self.act(Ok(())),
@@ -488,7 +486,7 @@ impl Lane {
                 }
                 Err(error) => return self.act(Err(error)),
             }
-            if part || frames > self.idle_frames - idle {
+            if data_has_moved(bytes, frames, self.idle_frames - idle) {
                 self.shared.progressed();
             }
         }

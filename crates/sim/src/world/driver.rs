@@ -9,7 +9,7 @@ use crate::network::{ConnectionId, Item, Writing};
 use crate::program::Sabotage;
 use penstock_core::node::{Action, Event};
 use penstock_core::types::Rank;
-use penstock_core::wire::{Destination, HEADER_BYTES, Header, Kind, Outgoing};
+use penstock_core::wire::{Destination, HEADER_BYTES, Header, Kind, Outgoing, data_has_moved};
 
 fn protocol(rank: Rank, error: impl std::fmt::Display) -> Violation {
     Violation::new(Checker::Protocol, format!("rank {rank}: {error}"))
@@ -174,39 +174,49 @@ impl<M: SimMemory> World<M> {
     pub(super) fn received(&mut self, id: ConnectionId, bytes: u64) -> Result<(), Violation> {
         let connection = self.network.connection(id);
         connection.received_bytes += bytes;
-        let (from, to, lane) = (connection.from, connection.to, connection.lane);
+        let to = connection.to;
         if connection.ended {
             return Ok(());
         }
-        loop {
-            let connection = self.network.connection(id);
-            let Some(item) = connection.transit.front() else { return Ok(()) };
-            let (received, total) = (connection.received_bytes, item.len_bytes());
-            let Item::Frame { header, .. } = item else {
-                if received >= total {
-                    connection.transit.pop_front();
-                    connection.received_bytes = 0;
-                    self.ended(id)?;
-                }
-                return Ok(());
-            };
-            let (bytes, to_place) = (*header, connection.placed.is_none());
-            if received < HEADER_BYTES as u64 {
-                return Ok(());
-            }
-            let header = Header::decode(&bytes).map_err(|error| protocol(to, error))?;
-            if !header.kind.is_idle() {
-                self.fates[to.index()].moved_ns = self.agenda.now_ns();
-            }
-            if to_place && !self.fates[to.index()].fails() {
-                let placed = self.destination(from, to, lane, &header)?;
-                self.network.connection(id).placed = Some(placed);
-            }
-            if received < total {
-                return Ok(());
-            }
-            self.frame(id, from, to, lane, header)?;
+        let (mut frames, mut idle_frames) = (0, 0);
+        while let Some(kind) = self.read_frame(id)? {
+            frames += 1;
+            idle_frames += u64::from(kind.is_idle());
         }
+        if data_has_moved(bytes, frames, idle_frames) {
+            self.fates[to.index()].moved_ns = self.agenda.now_ns();
+        }
+        Ok(())
+    }
+
+    /// Reads a frame, if all of it is here.
+    fn read_frame(&mut self, id: ConnectionId) -> Result<Option<Kind>, Violation> {
+        let connection = self.network.connection(id);
+        let (from, to, lane) = (connection.from, connection.to, connection.lane);
+        let Some(item) = connection.transit.front() else { return Ok(None) };
+        let (received, total) = (connection.received_bytes, item.len_bytes());
+        let Item::Frame { header, .. } = item else {
+            if received >= total {
+                connection.transit.pop_front();
+                connection.received_bytes = 0;
+                self.ended(id)?;
+            }
+            return Ok(None);
+        };
+        let (bytes, to_place) = (*header, connection.placed.is_none());
+        if received < HEADER_BYTES as u64 {
+            return Ok(None);
+        }
+        let header = Header::decode(&bytes).map_err(|error| protocol(to, error))?;
+        if to_place && !self.fates[to.index()].fails() {
+            let placed = self.destination(from, to, lane, &header)?;
+            self.network.connection(id).placed = Some(placed);
+        }
+        if received < total {
+            return Ok(None);
+        }
+        self.frame(id, from, to, lane, header)?;
+        Ok(Some(header.kind))
     }
 
     /// Asks the node where a payload goes, which is when an owner's memory grows.
