@@ -31,7 +31,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 pub(crate) const WAKER: Token = Token(usize::MAX);
-/// Longest sleep between two looks at the clock.
+/// Longest sleep between two looks at the clock; why there is a tick says docs/decisions/0020-lanes-look-at-a-tick.md.
 const TICK_MAX: Duration = Duration::from_millis(100);
 /// What a lane updates per turn, in bytes: some tenths of a millisecond, in which nothing is sent or read.
 const UPDATE_BYTES: usize = 256 << 10;

@@ -421,8 +421,8 @@ impl Life {
         }
     }
 
-    /// When [`Life::look`] may have something to say next, if nothing happens before. A driver that looks every now and then
-    /// anyway, as real lanes do for their line and their peers, need not ask.
+    /// When [`Life::look`] may have something to say next, if nothing happens before: for a driver whose time jumps. Real lanes look
+    /// at a tick: docs/decisions/0020-lanes-look-at-a-tick.md.
     #[must_use]
     pub fn deadline_ns(&self, moved_ns: u64) -> Option<u64> {
         if let Some(case) = &self.case {
