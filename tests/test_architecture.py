@@ -465,7 +465,8 @@ def tables_of(words, source):
         elif isinstance(node, ast.Dict):
             entries = node.keys
         elif isinstance(node, ast.BoolOp):
-            entries = [side for test in node.values if isinstance(test, ast.Compare) for side in test.comparators]
+            compared = [test for test in ast.walk(node) if isinstance(test, ast.Compare)]
+            entries = [side for test in compared for side in (test.left, *test.comparators)]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "split":
             entries = [ast.Constant(word) for word in str(getattr(node.func.value, "value", "")).split()]
         else:
@@ -482,6 +483,8 @@ def test_a_table_of_words_is_found():
         "{'ring': 1, 'store': 2}",
         "{'1bit', 'ring'}",
         "x == 'store' or x == 'ring'",
+        "x == 'store' or ('ring' == x and y == 1)",
+        "x == 'store' or not (y or x != 'ring')",
         "'store 1bit'.split()",
         "f({'a': ['ring', 'store']})",
     ):

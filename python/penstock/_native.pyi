@@ -632,11 +632,14 @@ class Engine:
         """
 
     def allreduce_plan(
-        self, elems: int, dtype: str, ranks: int, algorithm: _Algorithm | None = None
-    ) -> tuple[_Algorithm, int]:
+        self, elems: int, dtype: str, ranks: int, algorithm: _Algorithm | None = None, vectors: int = 1
+    ) -> tuple[_Algorithm, int, bool]:
         """The algorithm of an allreduce of so many elements by so many ranks, and the slices that it is cut into.
 
         Without ``algorithm`` the one that is chosen under the present rates. For `allreduce_cost`.
+
+        The third says whether the sum has the same bits wherever the tensor is cut into calls of their own, if each
+        rank gives so many ``vectors``. If not, pieces must begin where the slices of the group's ranks begin anew.
         """
 
     def call(

@@ -126,7 +126,7 @@ def algorithms(rank, size):
     with pytest.raises(ps.ConfigError, match="bytes_per_s"):
         engine.set_rates(Rates(0.0, 1.0, 1.0, 1.0, 1.0, 0.0))
     for algorithm in (None, *ALGORITHMS):
-        taken, slices = engine.allreduce_plan(400_003, "f32", size, algorithm)
+        taken, slices, _ = engine.allreduce_plan(400_003, "f32", size, algorithm)
         assert taken == (algorithm or "store") and slices > 1
         for length in LENGTHS:
             rows = [numbers(other, length, np.float32) for other in range(size)]

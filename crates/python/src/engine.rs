@@ -510,19 +510,20 @@ impl Engine {
         self.engine.set_rates(rates_of(rates)?).map_err(raise)
     }
 
-    #[pyo3(signature = (elems, dtype, ranks, algorithm=None))]
+    #[pyo3(signature = (elems, dtype, ranks, algorithm=None, vectors=1))]
     fn allreduce_plan(
         &self,
         elems: u64,
         dtype: &str,
         ranks: u32,
         algorithm: Option<&str>,
-    ) -> PyResult<(&'static str, u32)> {
+        vectors: usize,
+    ) -> PyResult<(&'static str, u32, bool)> {
         let dtype = named(dtype)?;
         let algorithm = algorithm.map(named).transpose()?;
-        let (algorithm, slices) =
-            self.engine.allreduce_plan(elems, dtype, ranks, algorithm).map_err(raise)?;
-        Ok((algorithm.name(), slices))
+        let (algorithm, slices, any_cut) =
+            self.engine.allreduce_plan(elems, dtype, ranks, algorithm, vectors).map_err(raise)?;
+        Ok((algorithm.name(), slices, any_cut))
     }
 
     #[pyo3(signature = (group, request, rank, tag, op, dtype, inputs, outputs, keep, algorithm=None))]

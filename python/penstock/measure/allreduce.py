@@ -317,7 +317,7 @@ def _summary(
     from penstock._native import allreduce_cost
 
     asked = _asked(algorithm)
-    taken, slices = job.engine.allreduce_plan(elems, "f32", workers, asked)
+    taken, slices, _ = job.engine.allreduce_plan(elems, "f32", workers, asked)
     nbytes = elems * ELEM_BYTES
     best = best_seconds(nbytes, workers, rates)
     if short is not None:

@@ -69,6 +69,20 @@ pub fn slices(algorithm: Algorithm, elems: u64, elem_bytes: u64, ranks: u32) -> 
     count.min(limits::CALL_PIECES_MAX as u64).clamp(1, elems.max(1)) as u32
 }
 
+/// Whether a sum has the same bits wherever its tensor is cut into calls of their own: every element is added up in one order,
+/// whoever owns its slice.
+///
+/// * `vectors`: How many each rank gives. In the store a rank sends the sum of its own, rounded, unless it is the owner, which
+///   adds them one by one: of several it shows who that is. By `central` it is always the same rank.
+#[must_use]
+pub fn any_cut_keeps_bits(algorithm: Algorithm, vectors: usize) -> bool {
+    match algorithm {
+        Algorithm::Store => vectors == 1,
+        Algorithm::Central => true,
+        Algorithm::Tree | Algorithm::Ring | Algorithm::Butterfly => false,
+    }
+}
+
 /// The algorithm for an allreduce by the cost model, cut as [`slices`] says: the same for all who ask the same. It is the
 /// store unless another takes a tenth less time ([`MARGIN`]), so that rates that differ a little give the same bits.
 #[must_use]
@@ -266,6 +280,7 @@ pub fn check(shape: &Shape, request: Request) -> Result<(), Error> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::stage::{Buffer, Local, Span, Transfer};
     use super::*;
 
     #[test]
@@ -296,6 +311,56 @@ mod tests {
             "the owner would take 63 times that"
         );
         assert_eq!(choose(u64::MAX / 8, 4, 2, &Rates::default()), Algorithm::Store);
+    }
+
+    /// What is added up for a piece, on all ranks together: whose contributions, in which order, of which of its bytes.
+    fn additions(shape: &Shape, number: u32) -> Vec<(Vec<u32>, Range<u64>)> {
+        let start = piece(shape, number).start;
+        let of_rank = |me| {
+            let plan = Shape { me, ..shape.clone() }.plan(number);
+            // Each scratch buffer takes one part, in the order in which they come.
+            let to_scratch = |came: &&Transfer| matches!(came.bytes.of, Buffer::Scratch(_));
+            let receives = plan.stages.iter().flat_map(|stage| &stage.receives);
+            let peers: Vec<u32> = receives.filter(to_scratch).map(|came| came.peer).collect();
+            let whose = move |span: &Span| match span.of {
+                Buffer::Scratch(index) => peers[index as usize],
+                Buffer::Input(_) | Buffer::Output(_) => me,
+            };
+            let sums = plan.stages.into_iter().flat_map(|stage| stage.then).filter_map(|local| match local {
+                Local::Reduce { inputs, output, .. } => Some((inputs, output.range)),
+                Local::Copy(..) => None,
+            });
+            sums.map(move |(inputs, output)| {
+                let bytes = output.start as u64 - start..output.end as u64 - start;
+                (inputs.iter().map(&whose).collect::<Vec<u32>>(), bytes)
+            })
+            .collect::<Vec<_>>()
+        };
+        let mut all: Vec<_> = (0..shape.ranks).flat_map(of_rank).collect();
+        all.sort_by_key(|(whose, bytes)| (whose.clone(), bytes.start));
+        all
+    }
+
+    #[test]
+    fn where_any_cut_keeps_bits_each_element_is_added_up_in_one_order_and_else_not() {
+        for (algorithm, vectors, ranks) in
+            Algorithm::ALL.into_iter().flat_map(|a| [(a, 1, 3), (a, 2, 3), (a, 1, 5), (a, 3, 5)])
+        {
+            let kind = CallKind::Allreduce { algorithm };
+            let lens = vec![15 * (8 << 20); vectors];
+            let shape = Shape { kind, ranks, me: 0, elem_bytes: 4, inputs: lens.clone(), outputs: lens };
+            let sums: Vec<_> = (0..ranks).map(|number| additions(&shape, number)).collect();
+            let whole = piece(&shape, 0);
+            let in_one_order = sums.iter().all(|of_piece| {
+                let whose = |sums: &[(Vec<u32>, Range<u64>)]| {
+                    sums.iter().map(|(whose, _)| whose.clone()).collect::<Vec<_>>()
+                };
+                let uncut = |bytes: &Range<u64>| bytes.start == 0 && bytes.end.abs_diff(whole.end) <= 4;
+                whose(of_piece) == whose(&sums[0]) && of_piece.iter().all(|(_, bytes)| uncut(bytes))
+            });
+            let claimed = any_cut_keeps_bits(algorithm, vectors);
+            assert_eq!(claimed, in_one_order, "{algorithm:?}, {vectors} vectors on {ranks} ranks: {sums:?}");
+        }
     }
 
     #[test]

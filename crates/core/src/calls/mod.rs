@@ -15,7 +15,7 @@ mod signature;
 mod stage;
 mod sum;
 
-pub use blocks::{Share, check, choose, lanes, slices};
+pub use blocks::{Share, any_cut_keeps_bits, check, choose, lanes, slices};
 pub use plan::CHAIN_BYTES_MIN;
 pub use request::Request;
 pub use shape::{Shape, VECTORS_MAX};

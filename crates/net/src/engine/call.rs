@@ -144,7 +144,8 @@ impl Engine {
         Ok(agreed.choose(len_bytes / elem_bytes, elem_bytes, ranks))
     }
 
-    /// The algorithm of an allreduce (`None`: the best one) of so many elements by so many ranks, and its slices.
+    /// The algorithm of an allreduce (`None`: the best one) of so many elements by so many ranks, its slices, and whether its sum
+    /// has the same bits wherever the tensor is cut into calls of their own, if each rank gives so many vectors.
     ///
     /// # Errors
     /// `Config` if a number is out of bounds.
@@ -154,7 +155,8 @@ impl Engine {
         dtype: Dtype,
         ranks: u32,
         algorithm: Option<Algorithm>,
-    ) -> Result<(Algorithm, u32), Failure> {
+        vectors: usize,
+    ) -> Result<(Algorithm, u32, bool), Failure> {
         let elem_bytes = dtype.size_bytes() as u64;
         if elems > limits::COST_ELEMS_MAX || !(1..=limits::RANKS_MAX).contains(&ranks) {
             return Err(Failure::config(format!(
@@ -163,7 +165,8 @@ impl Engine {
         }
         let mut choose = || self.inner.agreed.lock().choose(elems, elem_bytes, ranks);
         let algorithm = algorithm.unwrap_or_else(&mut choose);
-        Ok((algorithm, calls::slices(algorithm, elems, elem_bytes, ranks)))
+        let slices = calls::slices(algorithm, elems, elem_bytes, ranks);
+        Ok((algorithm, slices, calls::any_cut_keeps_bits(algorithm, vectors)))
     }
 
     /// The lanes among which a call is dealt, the group's own first; none in a job of one rank.

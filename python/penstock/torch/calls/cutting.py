@@ -64,12 +64,10 @@ def cut_sum(
     """
     size = DTYPES[dtype]
     elems = nbytes // size
-    chosen, slices = engine.allreduce_plan(elems, dtype, ranks, algorithm)
+    chosen, slices, any_cut = engine.allreduce_plan(elems, dtype, ranks, algorithm, vectors)
     if nbytes * vectors <= PIECE_BYTES:
         return chosen, range(1)
-    # These two add in rank order. But in the store a rank that does not own a slice sends the sum of its vectors,
-    # rounded, and the owner adds its own one by one.
-    if chosen == "central" or (chosen == "store" and vectors == 1):
+    if any_cut:
         return chosen, cut_evenly(nbytes, vectors)
     each, longer = divmod(elems, slices)
     starts = [turn * each + min(turn, longer) for turn in range(0, slices, ranks)]
