@@ -31,10 +31,10 @@ __all__ = [
     "best_groups",
     "best_scheme",
     "digests",
+    "fixed_terms",
     "local_times",
     "step_times",
     "summing_rate",
-    "whole_scheme",
 ]
 
 _Op = Literal["average", "sum", "copy", "min", "max"]
@@ -216,6 +216,8 @@ def best_scheme(
     what: str = "",
     short_bytes: int = 0,
     collective: str | None = None,
+    sparse: bool = False,
+    owners_update: bool = False,
     why_whole: str | None = None,
     whole_on: int | None = None,
 ) -> Decision:
@@ -229,15 +231,27 @@ def best_scheme(
 
     ``given`` is not chosen: asked for, the default, or the only one possible. ``what`` says why, unless the user has
     asked for it. If it sends less than the gradient, ``what`` is what it leaves out, and ``short_bytes`` what a rank
-    sends to each other. ``collective`` takes the store's place in the book. ``why_whole`` is why the gradient must
-    travel whole, if it must; ``whole_on`` the rank that would send it whole at present.
+    sends to each other. ``collective`` takes the store's place in the book. ``sparse``: its gradients are sparse, and
+    can be sent so. ``owners_update``: its owners update it. ``why_whole`` is why the gradient must travel whole, if it
+    must for another reason; ``whole_on`` the rank that would send it whole at present.
     """
 
-def whole_scheme(given: str | None, collective: str | None) -> str:
-    """By which a layer's whole gradient travels, whenever it does: the engine's book is opened so.
+@type_check_only
+class FixedTerms(TypedDict):
+    """What is fixed of a layer's scheme before training.
 
-    ``given`` and ``collective`` are those of `best_scheme`.
+    `scheme`: what is not chosen, if anything is. `whole`: by which its whole gradient travels, whenever it does; the
+    engine's book is opened so. `why_whole`: why that must always be, if its terms say so. `may_choose_collective`:
+    whether one may be chosen in the store's place.
     """
+
+    scheme: str | None
+    whole: str
+    why_whole: str | None
+    may_choose_collective: bool
+
+def fixed_terms(given: str | None, collective: str | None, sparse: bool, owners_update: bool) -> FixedTerms:
+    """What follows from a layer's terms, which are those of `best_scheme`, whatever the facts."""
 
 def best_groups(cluster: Cluster, rates: Rates) -> tuple[list[list[int]], str]:
     """Which workers shall sum among themselves before the store does, if any, and why.

@@ -189,7 +189,11 @@ class Coordinator:
         facts = {
             "policy": self.policy,
             **asdict(self.cluster),
-            "schemes": {name: str(terms.given) for name, terms in self.terms.items() if terms.given is not None},
+            "schemes": {
+                name: str(terms.options or terms.scheme)
+                for name, terms in self.terms.items()
+                if terms.scheme is not None
+            },
             "collectives": {name: terms.collective for name, terms in self.terms.items() if terms.collective},
             "layers": [[layer.name, layer.kind, list(layer.shape), layer.elems] for layer in self.network.layers],
             "book": book,
@@ -301,10 +305,12 @@ class Coordinator:
             rows=counted,
             current=current,
             adopted=adopted,
-            given=terms.scheme,
+            given=terms.given_name,
             what=terms.what if options is None else options.describe(),
             short_bytes=0 if options is None else options.contribution_bytes(layer.tensors),
             collective=terms.collective,
+            sparse=terms.sparse,
+            owners_update=terms.owners_update,
             why_whole=layer.why_whole,
             whole_on=self._whole_on.get(name),
         )

@@ -13,7 +13,7 @@ from penstock.description import Layer
 from penstock.lossy import LossyScheme
 
 if TYPE_CHECKING:
-    from penstock._native import Decision
+    from penstock._native import Decision, FixedTerms
 
 __all__ = ["ADAM", "HALF", "STORE", "LayerPlan", "Terms", "rows_scheme"]
 
@@ -36,14 +36,18 @@ class Terms:
 
     Attributes:
         given: What is not chosen: a scheme's name, or an object if it has options. The user has asked for it, or it is
-            the default, or the only one possible (sparse gradients leave no other). None: it is chosen.
+            the default. None: it is chosen.
         collective: What takes the store's place for the whole gradient, chosen before training.
-        what: Why that is given which the user has not asked for, or why there is no other, for the reader; else empty.
+        what: Why that is given which the user has not asked for, for the reader; else empty.
+        sparse: Whether its gradients are sparse, and can be sent so.
+        owners_update: Whether its owners update it.
     """
 
     given: str | LossyScheme | None = None
     collective: str | None = None
     what: str = ""
+    sparse: bool = False
+    owners_update: bool = False
 
     @property
     def options(self) -> LossyScheme | None:
@@ -52,15 +56,34 @@ class Terms:
 
     @property
     def scheme(self) -> str | None:
-        """The name of what is given, if anything is."""
-        return self.given if self.given is None or isinstance(self.given, str) else self.given.name
+        """The name of what is given, or the only one possible, if anything is."""
+        return self._fixed["scheme"]
 
     @property
     def whole(self) -> str:
         """By which the whole gradient travels, whenever it does: that is fixed with the engine's book."""
-        from penstock._native import whole_scheme
+        return self._fixed["whole"]
 
-        return whole_scheme(self.scheme, self.collective)
+    @property
+    def why_whole(self) -> str | None:
+        """Why that must always be, whatever the layer is."""
+        return self._fixed["why_whole"]
+
+    @property
+    def may_choose_collective(self) -> bool:
+        """Whether one may be chosen in the store's place."""
+        return self._fixed["may_choose_collective"]
+
+    @property
+    def given_name(self) -> str | None:
+        """The name of what is given, if anything is."""
+        return self.given if self.given is None or isinstance(self.given, str) else self.given.name
+
+    @property
+    def _fixed(self) -> FixedTerms:
+        from penstock._native import fixed_terms
+
+        return fixed_terms(self.given_name, self.collective, self.sparse, self.owners_update)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,12 @@ pub struct Terms<'a> {
     pub given: Option<Given<'a>>,
     /// The collective that takes the store's place in the book, if one does; chosen before training.
     pub collective: Option<Algorithm>,
-    /// Why the layer's gradient must travel whole, if it must.
+    /// Whether its gradients are sparse and can be sent so. What is chosen leaves them sparse, as optimizers for such gradients
+    /// take no others: the store's averages are dense.
+    pub sparse: bool,
+    /// Whether its owners update it, from the whole gradient.
+    pub owners_update: bool,
+    /// Why the layer's gradient must travel whole, if it must for another reason.
     pub why_whole: Option<&'a str>,
     /// The rank that would send its gradient whole at present, if one would.
     pub whole_on: Option<u32>,
@@ -65,17 +70,47 @@ impl Default for Terms<'_> {
             adopted: false,
             given: None,
             collective: None,
+            sparse: false,
+            owners_update: false,
             why_whole: None,
             whole_on: None,
         }
     }
 }
 
-impl Terms<'_> {
+impl<'a> Terms<'a> {
+    /// What is not chosen, if anything is: as given, or by what the layer is. Owners that update take whole gradients alone: who
+    /// wants both is to be refused.
+    #[must_use]
+    pub fn given(&self) -> Option<Given<'a>> {
+        let pairs = Given { way: Way::PAIRS, what: "its gradients are sparse" };
+        match self.given {
+            None if self.sparse && self.why_whole.is_none() => Some(pairs),
+            Some(Given { way: Way::PAIRS, .. }) if self.sparse => Some(pairs),
+            given => given,
+        }
+    }
+
+    /// Why the gradient must travel whole, if it must.
+    #[must_use]
+    pub fn why_whole(&self) -> Option<&'a str> {
+        if self.owners_update {
+            Some("its owners update it, from the whole gradient")
+        } else {
+            self.why_whole
+        }
+    }
+
+    /// Whether a collective may be chosen in the store's place before training.
+    #[must_use]
+    pub fn may_choose_collective(&self) -> bool {
+        self.given().is_none() && !self.owners_update
+    }
+
     /// By which the whole gradient travels, whenever it does: the book is opened so.
     #[must_use]
     pub fn whole(&self) -> Way {
-        match self.given {
+        match self.given() {
             Some(Given { way, .. }) if way.is_whole() => way,
             _ => self.collective.map_or(Way::STORE, Way::sum),
         }
@@ -83,13 +118,12 @@ impl Terms<'_> {
 
     /// The ways that the layer can change between while training, that of the whole gradient first. One alone stays.
     fn ways(&self, facts: &Facts<'_>) -> Vec<Way> {
-        let given = self.given.map(|given| given.way);
-        match given {
+        match self.given().map(|given| given.way) {
             // What the book has for whole gradients is fixed, and who shortens them keeps what is not sent yet.
             Some(way) if way != Way::STORE && !way.sends_rows() => vec![way],
             Some(way) if way.sends_rows() => vec![self.whole(), way],
             _ => {
-                let fits = |way: &Way| self.why_whole.is_none() && way.sends_rows() && facts.fit(*way);
+                let fits = |way: &Way| self.why_whole().is_none() && way.sends_rows() && facts.fit(*way);
                 let rows = self.allowed.iter().copied().find(fits);
                 [self.whole()].into_iter().chain(rows).collect()
             }
@@ -113,7 +147,7 @@ pub struct Decision {
     pub way: Way,
     /// Why.
     pub reason: Reason,
-    /// Whether it is not chosen: as [`Terms::given`].
+    /// Whether it is not chosen: as [`Terms::given()`].
     pub given: bool,
     /// Whether a later measurement may change it.
     pub may_change: bool,
@@ -132,17 +166,17 @@ pub struct Best {
 
 /// How a layer is synchronised: the way of the fewest seconds, unless one of these overrides it, the first that applies.
 ///
-/// 1. *Given*: what was asked for (lossy or not), the default, or the only one possible. A layer that could have nothing but the
-///    store has it in any case; for such a layer the rules below give the reason.
+/// 1. *Given*: what was asked for (lossy or not), the default, or the only one possible, as for gradients that shall stay sparse. A
+///    layer that could have nothing but the store has it in any case; for such a layer the rules below give the reason.
 /// 2. *Adopted*: what the ranks use that went on while this one was away.
 /// 3. *Kept*, of a collective: it is in the store's place, which the book does not have for the layer.
-/// 4. *Store only*: the gradient must travel whole, or would from some rank at present.
+/// 4. *Store only*: the gradient must travel whole, as to owners that update; or would from some rank at present.
 /// 5. *Kept*, of the way in use: no other gains [`MARGIN`].
 #[must_use]
 pub fn decide(policy: Policy, facts: &Facts<'_>, terms: &Terms<'_>) -> Decision {
     let ways = terms.ways(facts);
     let open = ways.len() > 1;
-    if let Some(Given { way, what }) = terms.given
+    if let Some(Given { way, what }) = terms.given()
         // The store of a layer that could have nothing else: why it could not is said below.
         && (way != Way::STORE || open || terms.collective.is_some())
     {
@@ -154,7 +188,7 @@ pub fn decide(policy: Policy, facts: &Facts<'_>, terms: &Terms<'_>) -> Decision 
         return Decision { way, reason, given: true, may_change: false, ways };
     }
     let Best { way, reason } = chosen(policy, facts, terms);
-    let given = terms.given.is_some();
+    let given = terms.given().is_some();
     let may_change = open && !given;
     let (way, reason) = match terms.current {
         Some(current) if terms.adopted && current != way => (current, Reason::Adopted),
@@ -165,11 +199,11 @@ pub fn decide(policy: Policy, facts: &Facts<'_>, terms: &Terms<'_>) -> Decision 
 
 /// The best way for a layer under its terms, whatever is given.
 fn chosen(policy: Policy, facts: &Facts<'_>, terms: &Terms<'_>) -> Best {
-    let must_be_whole = terms.why_whole.is_some() || terms.whole_on.is_some();
+    let must_be_whole = terms.why_whole().is_some() || terms.whole_on.is_some();
     let mut allowed = if must_be_whole { Vec::new() } else { terms.allowed.to_vec() };
     allowed.extend(terms.collective.map(Way::sum));
     let best = best_way(policy, facts, &allowed, terms.current);
-    let reason = match (terms.collective, terms.why_whole, terms.whole_on) {
+    let reason = match (terms.collective, terms.why_whole(), terms.whole_on) {
         // The book does not have the store for this layer.
         (Some(_), ..) if best.way == Way::STORE => {
             return Best { way: terms.whole(), reason: Reason::KeptCollective(Box::new(best.reason)) };
@@ -641,6 +675,50 @@ mod tests {
         assert_eq!(said(&other, &store), ("dense", true, false), "there was no choice");
         assert_eq!(said(&facts, &Terms { why_whole: Some("tied"), ..store }), ("store-only", true, false));
         assert_eq!(said(&facts, &Terms { whole_on: Some(0), ..free }), ("store-only", false, true));
+    }
+
+    #[test]
+    fn sparse_gradients_stay_sparse_unless_something_else_is_given_or_they_cannot() {
+        let rows = [3000; 4];
+        let facts = embedding(100, 10, &rows, BYTES_ALONE);
+        let said = |terms: Terms<'_>| {
+            let Decision { way, reason, given, .. } = decide(Policy::Measured, &facts, &terms);
+            (way, reason.to_string(), given)
+        };
+        let (free, sparse) = (Terms::default(), Terms { sparse: true, ..Terms::default() });
+        assert_eq!(said(free).0, Way::STORE, "so many rows that the store is faster");
+        let pairs = (Way::PAIRS, "not chosen: its gradients are sparse".into(), true);
+        assert_eq!(said(sparse), pairs);
+        assert!(!sparse.may_choose_collective());
+        let asked = |way, what| Terms { given: Some(Given { way, what }), ..sparse };
+        assert_eq!(said(asked(Way::PAIRS, "")), pairs, "there is no other");
+        assert_eq!(said(asked(Way::STORE, "the store is the default")).0, Way::STORE);
+        assert_eq!(said(Terms { owners_update: true, ..sparse }), pairs, "for the caller to refuse");
+        let cannot = Terms { why_whole: Some("its weight is tied"), ..sparse };
+        assert_eq!(said(cannot), (Way::STORE, "its weight is tied".into(), false));
+    }
+
+    #[test]
+    fn what_owners_update_travels_whole_and_to_them() {
+        let rows = [1; 8];
+        for facts in [linear(4096, 4096, &rows, BYTES_ALONE), embedding(4096, 4096, &rows, BYTES_ALONE)] {
+            let terms =
+                Terms { owners_update: true, why_whole: Some("its weight is tied"), ..Terms::default() };
+            let decision = decide(Policy::Measured, &facts, &terms);
+            assert_eq!(
+                (decision.way, &decision.ways[..], decision.given),
+                (Way::STORE, &[Way::STORE][..], false)
+            );
+            assert_eq!(decision.reason.code(), "store-only");
+            assert_eq!(decision.reason.to_string(), "its owners update it, from the whole gradient");
+            assert!(!decision.may_change && !terms.may_choose_collective());
+            assert!(Terms { owners_update: false, ..terms }.may_choose_collective());
+            // The default says no more than that, and half the bytes are whole gradients, too.
+            let given = |way| Terms { given: Some(Given { way, what: "as asked" }), ..terms };
+            let said = decide(Policy::Measured, &facts, &given(Way::STORE));
+            assert_eq!((said.reason, said.given), (decision.reason, true));
+            assert_eq!(decide(Policy::Measured, &facts, &given(Way::BF16)).way, Way::BF16);
+        }
     }
 
     #[test]

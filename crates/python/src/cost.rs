@@ -85,7 +85,8 @@ fn check_message(elems: u64, elem_bytes: u64, workers: u32, slices: u64) -> PyRe
 
 #[pyfunction]
 #[pyo3(signature = (policy, cluster, rates, *, kind, shape, elems, elem_bytes, rows, allowed=None, current=None,
-                    adopted=false, given=None, what="", short_bytes=0, collective=None, why_whole=None, whole_on=None))]
+                    adopted=false, given=None, what="", short_bytes=0, collective=None, sparse=false,
+                    owners_update=false, why_whole=None, whole_on=None))]
 #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)] // Keywords in Python.
 pub(crate) fn best_scheme<'py>(
     py: Python<'py>,
@@ -104,6 +105,8 @@ pub(crate) fn best_scheme<'py>(
     what: &str,
     short_bytes: u64,
     collective: Option<String>,
+    sparse: bool,
+    owners_update: bool,
     why_whole: Option<String>,
     whole_on: Option<u32>,
 ) -> PyResult<Bound<'py, PyDict>> {
@@ -126,6 +129,8 @@ pub(crate) fn best_scheme<'py>(
         adopted,
         given,
         collective: collective.as_deref().map(named).transpose()?,
+        sparse,
+        owners_update,
         why_whole: why_whole.as_deref(),
         whole_on,
     };
@@ -147,12 +152,24 @@ pub(crate) fn best_scheme<'py>(
 }
 
 #[pyfunction]
-#[pyo3(signature = (given, collective))]
+#[pyo3(signature = (given, collective, sparse, owners_update))]
 #[allow(clippy::needless_pass_by_value)]
-pub(crate) fn whole_scheme(given: Option<String>, collective: Option<String>) -> PyResult<&'static str> {
+pub(crate) fn fixed_terms(
+    py: Python<'_>,
+    given: Option<String>,
+    collective: Option<String>,
+    sparse: bool,
+    owners_update: bool,
+) -> PyResult<Bound<'_, PyDict>> {
     let given = given.as_deref().map(named).transpose()?.map(|way| Given { way, what: "" });
     let collective = collective.as_deref().map(named).transpose()?;
-    Ok(Terms { given, collective, ..Terms::default() }.whole().name())
+    let terms = Terms { given, collective, sparse, owners_update, ..Terms::default() };
+    let dict = PyDict::new(py);
+    dict.set_item("scheme", terms.given().map(|given| given.way.name()))?;
+    dict.set_item("whole", terms.whole().name())?;
+    dict.set_item("why_whole", terms.why_whole())?;
+    dict.set_item("may_choose_collective", terms.may_choose_collective())?;
+    Ok(dict)
 }
 
 fn estimate_to_python<'py>(py: Python<'py>, estimate: &Estimate) -> PyResult<Bound<'py, PyDict>> {

@@ -50,7 +50,7 @@ from penstock.torch.release.failure import tells_what_is_whole
 from penstock.torch.release.one_model import ModelEnding
 from penstock.torch.schemes import residuals
 from penstock.torch.schemes.factors import numerics
-from penstock.torch.schemes.pairs import EmbeddingPairs, only_scheme
+from penstock.torch.schemes.pairs import is_sparse
 from penstock.torch.schemes.survey import Schemes, as_asked, common_reason, gather_scheme, survey
 from penstock.torch.updates.asynchronous import AsyncUpdates, check_norms
 from penstock.torch.updates.kept_pieces import kept_book
@@ -101,7 +101,7 @@ class Distributed:
     Attributes:
         terms: By name of the layer, what is fixed of its scheme.
         gathers: By name, the layers that can send what their gradients are made of, on every rank.
-        why_whole: By name, all other layers, and why they cannot.
+        why_whole: By name, layers that cannot for what they are, and why.
         lossy: By name, the layers whose gradients are made short.
         coordinator: Has the plan of each layer.
         ending: What becomes of it when the job is over.
@@ -174,9 +174,10 @@ class Distributed:
         self.why_whole: dict[str, str] = {}
         patterns: Schemes = {} if schemes is None or isinstance(schemes, str) else schemes
         given = model if given is None else given
-        rows, lossy = self._agree_on_schemes(given, patterns, device, automatic=automatic)
+        rows, lossy = self._agree_on_schemes(given, patterns, device, automatic=automatic, owners_update=at_owners)
         if at_owners:
-            rows, lossy, automatic = self._only_whole(optimizers, AT_OWNERS[update].how)
+            asked = {layer: terms.scheme for layer, terms in self.terms.items()}
+            check_kept(self.slots, optimizers, asked, how=AT_OWNERS[update].how, whole_steps=self.whole_steps)
         if asynchronous:
             check_norms(model)
         self.ranks = ranks = options.world_size
@@ -184,7 +185,11 @@ class Distributed:
         if self._automatic and options.collective_schemes:
             network, cluster = network_of(model, self.why_whole, name), self._cluster(*engine.slicing())
             found = best_collectives(network, cluster, policy=options.policy, rates=rates)
-            self.terms |= {layer: Terms(collective=found[layer]) for layer in found if self.terms[layer].given is None}
+            self.terms |= {
+                layer: replace(terms, collective=found[layer])
+                for layer, terms in self.terms.items()
+                if layer in found and terms.may_choose_collective
+            }
         ways = {layer: WAYS[terms.whole] for layer, terms in self.terms.items() if terms.whole != STORE}
         fixed = {layer: (way.route, way.wire) for layer, way in ways.items()}
         self.gradients = Gradients(
@@ -274,7 +279,13 @@ class Distributed:
         return coordinator, Choice(engine, rank, book, self.model, coordinator, self.gathers, local, self.set_schemes)
 
     def _agree_on_schemes(
-        self, given: nn.Module, schemes: Schemes, device: torch.device | None, *, automatic: bool
+        self,
+        given: nn.Module,
+        schemes: Schemes,
+        device: torch.device | None,
+        *,
+        automatic: bool,
+        owners_update: bool,
     ) -> tuple[list[tuple[Layer, nn.Module, str]], list[tuple[Layer, nn.Module, LossyScheme]]]:
         """Find the layers that can send rows, and those that shall be lossy. Collective.
 
@@ -313,13 +324,14 @@ class Distributed:
                     )
         params = [[slot.param for slot in layer.slots] for layer in self.layers]
         asked = as_asked(names, modules, reasons, schemes, params)
-        if automatic:
-            self._keep_sparse(asked, modules, reasons)
+        unasked = Terms() if automatic else Terms(STORE, what=DEFAULT)
         self.terms = {
-            name: (Terms() if automatic else Terms(STORE, what=DEFAULT))
-            if one is None
-            else Terms(one, what=only_scheme(module, one) or "")
-            for name, module, one in zip(names, modules, asked, strict=True)
+            name: replace(
+                unasked if one is None else Terms(one),
+                sparse=why is None and is_sparse(module),
+                owners_update=owners_update,
+            )
+            for name, module, one, why in zip(names, modules, asked, reasons, strict=True)
         }
         self.why_whole = {name: why for name, why in zip(names, reasons, strict=True) if why is not None}
         rows: list[tuple[Layer, nn.Module, str]] = []
@@ -327,25 +339,9 @@ class Distributed:
         for layer, module, one, why in zip(self.layers, modules, asked, reasons, strict=True):
             if one is not None and not isinstance(one, str):
                 lossy.append((layer, module, one))
-            elif why is None and (scheme := gather_scheme(module)) is not None:
+            elif why is None and not owners_update and (scheme := gather_scheme(module)) is not None:
                 rows.append((layer, module, one if one is not None and WAYS[one].sends_rows else scheme))
         return rows, lossy
-
-    def _only_whole(self, optimizers: Sequence[Optimizer], how: str) -> tuple[list[Any], list[Any], bool]:
-        """Owners that update need gradients whole: no layer sends anything else, and there is nothing to choose."""
-        schemes = {name: terms.scheme for name, terms in self.terms.items()}
-        check_kept(self.slots, optimizers, schemes, how=how, whole_steps=self.whole_steps)
-        self.why_whole = {layer.name: "its owners update it, from the whole gradient" for layer in self.layers}
-        return [], [], False
-
-    @staticmethod
-    def _keep_sparse(
-        asked: list[str | LossyScheme | None], modules: Sequence[nn.Module], reasons: Sequence[str | None]
-    ) -> None:
-        """Sparse gradients stay sparse, as optimizers such as SparseAdam want them: the store's averages are dense."""
-        for index, (module, why) in enumerate(zip(modules, reasons, strict=True)):
-            if why is None and only_scheme(module, EmbeddingPairs.scheme):
-                asked[index] = EmbeddingPairs.scheme
 
     def set_schemes(self, schemes: Mapping[str, str]) -> None:
         """Change how layers are synchronised, from the next backward on.
@@ -380,7 +376,8 @@ class Distributed:
                 "the wire are fixed by penstock.distribute(..., schemes=...)"
             )
         else:
-            what = f"cannot use {scheme}: {self.why_whole.get(name, f'{scheme} is not for this kind of layer')}"
+            why = self.terms[name].why_whole or self.why_whole.get(name) or f"{scheme} is not for this kind of layer"
+            what = f"cannot use {scheme}: {why}"
         return ConfigError(f"layer {name} {what}", layer=name)
 
     def lossy_layers(self) -> dict[str, str]:

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.lossy import LossyScheme
 from penstock.torch.schemes.contributions import OWN, Contribution, Packed, sum_type
 from penstock.torch.schemes.rows import LayerCall, Rows, capturing
 
-__all__ = ["EmbeddingPairs", "only_scheme"]
+__all__ = ["EmbeddingPairs", "is_sparse"]
 
 
 class EmbeddingPairs(Rows):
@@ -129,10 +128,9 @@ class EmbeddingPairs(Rows):
         return _make_forward(self)
 
 
-def only_scheme(module: nn.Module, scheme: str | LossyScheme) -> str | None:
-    """Why no scheme but this is possible for a layer, if that is so."""
-    is_sparse = isinstance(module, nn.Embedding) and module.sparse
-    return "its gradients are sparse" if is_sparse and scheme == EmbeddingPairs.scheme else None
+def is_sparse(module: nn.Module) -> bool:
+    """Whether a module's gradients are sparse."""
+    return isinstance(module, nn.Embedding) and module.sparse
 
 
 def _make_forward(gather: EmbeddingPairs) -> Callable[..., Tensor]:
