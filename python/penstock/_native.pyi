@@ -32,6 +32,7 @@ __all__ = [
     "best_scheme",
     "digests",
     "fixed_terms",
+    "local_rounds",
     "local_times",
     "step_times",
     "summing_rate",
@@ -269,6 +270,15 @@ def best_algorithm(
 
 def step_times(layers: list[tuple[float, float, float]]) -> StepTimes:
     """The limits of a step; ``layers`` are (forward, backward, wire) in seconds, in forward order."""
+
+def local_rounds(
+    workers: int, fragments: list[tuple[int, float, int, tuple[int, bool] | None]]
+) -> list[tuple[int, float]]:
+    """What a round of each fragment of local updates moves: bytes on the busiest direction, seconds that this is busy.
+
+    A fragment is given as bytes and seconds by the store, its own bytes, and, if it is encoded, the bytes of that and
+    whether they go to all others; then the store's are those with the workers as owners.
+    """
 
 def local_times(compute_s: float, wire_s: list[float], sync_every: int, delay: int) -> tuple[float, float]:
     """Seconds of a step of local updates, in the mean and at most; ``wire_s`` are those of each fragment's round."""

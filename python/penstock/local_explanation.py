@@ -21,7 +21,6 @@ from penstock.wire_types import EXACT, TopK, WireType, part_elems
 
 if TYPE_CHECKING:
     from penstock.coordinator import Coordinator
-    from penstock.plan import LayerPlan
 
 __all__ = ["GAIN", "MODES", "LocalExplanation", "LocalPrediction"]
 
@@ -104,19 +103,13 @@ class LocalExplanation:
         from penstock._native import local_times
 
         fragment_layers = _fragments(coordinator, fragments)
-        nbytes = tuple(
-            round(sum(plan.scheme_bytes[STORE] for plan in plans) * share)
-            for plans, share in _rounds(coordinator, fragment_layers, wire)
-        )
+        nbytes = tuple(moved for moved, _ in _rounds(coordinator, fragment_layers, wire))
         times = None
         if compute_s is not None:
 
             def seconds(at: Coordinator) -> tuple[float, float, float]:
                 """Of a step in the mean and at most, and of a synchronous one."""
-                wire_s = [
-                    sum(plan.scheme_wire_s[STORE] for plan in plans) * share
-                    for plans, share in _rounds(at, fragment_layers, wire)
-                ]
+                wire_s = [seconds for _, seconds in _rounds(at, fragment_layers, wire)]
                 mean_s, longest_s = local_times(compute_s, wire_s, sync_every, fragment_sync_delay)
                 return mean_s, longest_s, predict(at, at.forward_plans, compute_s).chosen_s
 
@@ -177,27 +170,26 @@ def _fragments(coordinator: Coordinator, count: int) -> list[list[str]]:
     return [[layer.name for layer in layers[start:end]] for start, end in pairwise(ends)]
 
 
-def _rounds(
-    coordinator: Coordinator, fragments: list[list[str]], wire: WireType | TopK
-) -> list[tuple[list[LayerPlan], float]]:
-    """By fragment the plans of its layers, and in which share of the store's bytes it travels.
+def _rounds(coordinator: Coordinator, fragments: list[list[str]], wire: WireType | TopK) -> list[tuple[int, float]]:
+    """By fragment what its round moves, in bytes and seconds.
 
     What travels as it is the store sums, by the owners that there are. Else each worker owns a part for itself.
     """
+    from penstock._native import local_rounds
+
     found = coordinator if wire == EXACT else coordinator.supposing(cluster=coordinator.cluster.of_workers)
     elems = {layer.name: layer.elems for layer in coordinator.network.layers}
     workers = coordinator.cluster.n_worker
     owners = 1 if wire.to_all else workers
 
-    def share(of: int) -> float:
-        """To all others go workers / 2 times the bytes that go to the owners of all parts and back."""
-        if wire == EXACT:
-            return 1.0
-        nbytes = wire.nbytes(part_elems(of, owners, wire.block) * owners)
-        return nbytes / EXACT.nbytes(of) * (workers / 2 if wire.to_all else 1)
+    def fragment(names: list[str]) -> tuple[int, float, int, tuple[int, bool] | None]:
+        plans, of = [found.decision(name) for name in names], sum(elems[name] for name in names)
+        encoded = (wire.nbytes(part_elems(of, owners, wire.block) * owners), wire.to_all)
+        store_bytes = sum(plan.scheme_bytes[STORE] for plan in plans)
+        store_s = sum(plan.scheme_wire_s[STORE] for plan in plans)
+        return store_bytes, store_s, EXACT.nbytes(of), None if wire == EXACT else encoded
 
-    sums = [sum(elems[name] for name in names) for names in fragments]
-    return [([found.decision(name) for name in names], share(of)) for names, of in zip(fragments, sums, strict=True)]
+    return local_rounds(workers, [fragment(names) for names in fragments])
 
 
 def _pays_below(coordinator: Coordinator, seconds: Callable[[Coordinator], tuple[float, float, float]]) -> float | None:

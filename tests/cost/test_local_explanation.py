@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock import cli
-from penstock._native import local_times
+from penstock._native import local_rounds, local_times
 from penstock.local_explanation import GAIN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,3 +139,11 @@ def test_what_cannot_be_is_refused(explain, options, message):
 def test_times_are_no_less_than_nothing():
     with pytest.raises(ValueError, match="times must not be negative"):
         local_times(-1.0, [], 1, 0)
+
+
+def test_rounds_are_shares_of_what_the_store_moves():
+    as_it_is, encoded = (600, 6.0, 400, None), (600, 6.0, 400, (100, False))
+    assert local_rounds(4, [as_it_is, encoded]) == [(600, 6.0), (150, 1.5)]
+    assert local_rounds(4, [(600, 6.0, 400, (100, True))]) == [(300, 3.0)], "to three others"
+    with pytest.raises(ValueError, match="what is encoded must have bytes"):
+        local_rounds(4, [(0, 0.0, 0, (0, False))])

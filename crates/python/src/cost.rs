@@ -3,7 +3,7 @@
 
 use crate::errors::{bad_argument, named};
 use penstock_core::cost::Rates;
-use penstock_core::cost::local;
+use penstock_core::cost::local::{self, Encoded, FragmentRound};
 use penstock_core::cost::overlap::{LayerTime, step_times as limits_of};
 use penstock_core::scheme::{self, Cluster, Estimate, Facts, Given, LayerShape, Policy, Terms};
 use penstock_core::way::{Algorithm, Way};
@@ -256,6 +256,24 @@ pub(crate) fn step_times<'py>(py: Python<'py>, layers: Vec<(f64, f64, f64)>) -> 
     dict.set_item("serial_s", found.serial_s)?;
     dict.set_item("compute_s", found.compute_s)?;
     Ok(dict)
+}
+
+/// A fragment as Python has it: bytes and seconds by the store, its own bytes, and those of its encoding if there is one, with
+/// whether all are sent it.
+type FragmentOf = (u64, f64, u64, Option<(u64, bool)>);
+
+#[pyfunction]
+#[allow(clippy::needless_pass_by_value)]
+pub(crate) fn local_rounds(workers: u32, fragments: Vec<FragmentOf>) -> PyResult<Vec<(u64, f64)>> {
+    let round = |(store_bytes, store_s, whole_bytes, encoded): FragmentOf| {
+        let encoded = encoded.map(|(bytes, to_all)| Encoded { bytes, to_all });
+        let round = FragmentRound { store_bytes, store_s, whole_bytes, encoded };
+        (round.bytes(workers), round.wire_s(workers))
+    };
+    if fragments.iter().any(|&(.., whole_bytes, encoded)| encoded.is_some() && whole_bytes == 0) {
+        return Err(bad_argument("what is encoded must have bytes"));
+    }
+    Ok(fragments.into_iter().map(round).collect())
 }
 
 #[pyfunction]

@@ -38,8 +38,8 @@ mod _native {
     use super::call::Call;
     #[pymodule_export]
     use super::cost::{
-        allreduce_cost, best_algorithm, best_groups, best_scheme, fixed_terms, local_times, step_times,
-        summing_rate,
+        allreduce_cost, best_algorithm, best_groups, best_scheme, fixed_terms, local_rounds, local_times,
+        step_times, summing_rate,
     };
     #[pymodule_export]
     use super::digest::digests;
