@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from penstock.collectives import Group, new_group
 from penstock.errors import PenstockError
-from penstock.measure.quick import group_rates, interface_of
+from penstock.measure.quick import TIMED, group_rates, interface_of, steps_of
 from penstock.measure.sustained import sustained_rate
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ WARM_ROUNDS = 2
 ROUNDS_MIN, ROUNDS_MAX = 5, 200
 SHORT_BYTES_MAX = 64 << 10
 ROW_BYTES_MAX = 4 << 20
-CALIBRATIONS = ("one number by the store", "one number by the ring", "barrier")
+CALIBRATIONS = (*(f"one number by the {algorithm}" for algorithm in TIMED), "barrier")
 ROW = 10
 """Calls in a row that count."""
 ENDLESS_BYTES_PER_S = 1e18
@@ -113,10 +113,8 @@ class _Cell:
         self._calibrations: dict[str, Callable[[], object]] = {}
         if workload is not None and workload.is_short:
             numbers = memoryview(bytearray(ELEM_BYTES * group.size)).cast("f")
-            store, ring = (
-                partial(group.allreduce, numbers, "sum", algorithm=_asked(name)) for name in ("store", "ring")
-            )
-            self._calibrations = dict(zip(CALIBRATIONS, (store, ring, group.barrier), strict=True))
+            sums = (partial(group.allreduce, numbers, "sum", algorithm=algorithm) for algorithm in TIMED)
+            self._calibrations = dict(zip(CALIBRATIONS, (*sums, group.barrier), strict=True))
         self.seconds: dict[str, list[float]] = {name: [] for name in (*algorithms, *self._calibrations)}
         self.wrong: list[str] = []
 
@@ -202,8 +200,9 @@ class ShortTimes(NamedTuple):
     def told(cls, seconds: Mapping[str, Sequence[float]], ranks: int, rates: Rates) -> ShortTimes:
         """By medians of sums of one number for each rank, and of barriers; of two ranks the rates tell the step."""
         store, ring, barrier = (statistics.median(seconds[name]) for name in CALIBRATIONS)
-        step_s = rates.latency_s if ranks == 2 else max((ring - store) / (2 * (ranks - 1) - 2), 0.0)
-        return cls(step_s, max(store - 2 * step_s, 0.0), barrier / math.ceil(math.log2(ranks)))
+        few, many = (steps_of(algorithm, ranks) for algorithm in TIMED)
+        step_s = rates.latency_s if ranks == 2 else max((ring - store) / (many - few), 0.0)
+        return cls(step_s, max(store - few * step_s, 0.0), barrier / math.ceil(math.log2(ranks)))
 
     def rates(self, rates: Rates, algorithm: str) -> Rates:
         """The group's, with the latency and the call of this algorithm."""

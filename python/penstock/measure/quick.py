@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from penstock._native import _Algorithm as Algorithm
     from penstock.job import Job
 
-__all__ = ["group_rates", "interface_of", "quick_rates", "told_by_all"]
+__all__ = ["TIMED", "group_rates", "interface_of", "quick_rates", "steps_of", "told_by_all"]
 
 _log = logging.getLogger("penstock")
 
@@ -59,6 +59,8 @@ CALLS, CALLS_MIN = 12, 2
 CALLS_SECONDS = 0.1
 """What rings of so many calls may take, as far as that leaves some."""
 LATENCY_MIN_S = 1e-6
+TIMED: tuple[Algorithm, Algorithm] = ("store", "ring")
+"""Sums of few steps and of many; of two ranks both have as many."""
 # Of several trips the lower quartile counts: what else a machine does only adds to them.
 SIZES = tuple(4096 * 4**exponent for exponent in range(6))
 """Bytes of the bursts that grow: 4 KiB to 4 MiB."""
@@ -293,26 +295,32 @@ def _inside_rate(bursts: Sequence[_Burst]) -> float:
     return max(map(of, bursts))
 
 
+def steps_of(algorithm: Algorithm, ranks: int) -> int:
+    """How many messages of a tiny sum wait for each other."""
+    from penstock._native import allreduce_cost
+
+    return allreduce_cost(algorithm, ranks, 4, ranks, 1, Rates())["steps"]
+
+
 def _step_and_call(taken: Mapping[Algorithm, float], size: int, trip_s: float) -> tuple[float, float]:
     """The latency between two engines, and the seconds of a call without its steps.
 
     Args:
-        taken: Seconds of a tiny sum by the store and by the ring.
+        taken: Seconds of a tiny sum by each of `TIMED`.
         size: Ranks.
         trip_s: Of a message from a program to another.
     """
-    steps = {"store": 2, "ring": 2 * (size - 1)}
-    if size > 2:
-        latency_s = (taken["ring"] - taken["store"]) / (steps["ring"] - steps["store"])
-    else:
-        latency_s = taken["store"] - trip_s  # as many steps: a call and two of them, less a call and one
+    few_s, many_s = (taken[algorithm] for algorithm in TIMED)
+    few, many = (steps_of(algorithm, size) for algorithm in TIMED)
+    # Where both have as many, the first is a call and two of them, and a trip is a call and one.
+    latency_s = (many_s - few_s) / (many - few) if many > few else few_s - trip_s
     latency_s = min(max(latency_s, LATENCY_MIN_S), trip_s)
-    return latency_s, max(taken["store"] - steps["store"] * latency_s, 0.0)
+    return latency_s, max(few_s - few * latency_s, 0.0)
 
 
 def _affordable(calls: int, size: int, trip_s: float) -> int:
-    """So many of the tiny sums as far links allow: a ring of 2 (p-1) trips is long where one is."""
-    in_time = CALLS_SECONDS * calls / CALLS / (2 * (size - 1) * trip_s)
+    """So many of the tiny sums as far links allow: a ring of many trips is long where one is."""
+    in_time = CALLS_SECONDS * calls / CALLS / (steps_of(TIMED[1], size) * trip_s)
     return int(max(min(calls, CALLS_MIN), min(calls, in_time)))
 
 
@@ -396,9 +404,8 @@ def group_rates(group: Group, calls: int = CALLS, *, one_host: bool = False, hos
         slowest_inside = slowest if one_host else Rates().inside_bytes_per_s
     doubtful = all(doubt for rate, doubt in zip(rates, doubts, strict=True) if rate == slowest)
     calls = _affordable(calls, size, max(trips))
-    algorithms: tuple[Algorithm, ...] = ("store", "ring")
-    times = told_by_all(group, *(_tiny_sum(group, algorithm, calls) for algorithm in algorithms))
-    taken = dict(zip(algorithms, map(statistics.fmean, times), strict=True))
+    times = told_by_all(group, *(_tiny_sum(group, algorithm, calls) for algorithm in TIMED))
+    taken = dict(zip(TIMED, map(statistics.fmean, times), strict=True))
     latency_s, call_s = _step_and_call(taken, size, max(trips))
     return Rates(
         bytes_per_s=slowest,
