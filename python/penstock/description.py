@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
+from penstock.buffers import DTYPES
 from penstock.errors import ConfigError
 
-__all__ = ["DTYPE_BYTES", "Layer", "LayerKind", "Network", "Tensor", "read"]
+__all__ = ["Layer", "LayerKind", "Network", "Tensor", "read"]
 
 LayerKind: TypeAlias = Literal["linear", "embedding", "other"]
 """As the core has them (`penstock._native.LAYER_KINDS`)."""
-DTYPE_BYTES = {"f32": 4, "f64": 8, "f16": 2, "bf16": 2}
 
 BACKWARD_PER_FORWARD = 2.0
 """Backward multiplies twice per weight: once for the gradient of the weights, once for that of the input."""
@@ -40,7 +40,7 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """Length in bytes."""
-        return self.elems * DTYPE_BYTES[self.dtype]
+        return self.elems * DTYPES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Layer:
     @property
     def elem_bytes(self) -> int:
         """Bytes of a number, in the widest of its tensors."""
-        return max((DTYPE_BYTES[tensor.dtype] for tensor in self.tensors), default=4)
+        return max((DTYPES[tensor.dtype] for tensor in self.tensors), default=4)
 
     @property
     def nbytes(self) -> int:

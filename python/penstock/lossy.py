@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import ClassVar, TypeAlias
 
-from penstock.description import DTYPE_BYTES, Layer, Tensor
+from penstock.buffers import DTYPES
+from penstock.description import Layer, Tensor
 from penstock.errors import ConfigError
 
 __all__ = ["DGC", "LossyScheme", "OneBit", "header_bytes", "of_layers", "parse"]
@@ -31,7 +32,7 @@ def header_bytes(tensors: int) -> int:
 
 def wide_bytes(tensor: Tensor) -> int:
     """Bytes of a number where half types are widened to single precision."""
-    return max(4, DTYPE_BYTES[tensor.dtype])
+    return max(4, DTYPES[tensor.dtype])
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class OneBit:
             if self.shortens(tensor):
                 total += math.ceil(tensor.elems / 8) + 2 * tensor.shape[1] * wide_bytes(tensor)
             else:
-                total += tensor.elems * DTYPE_BYTES[tensor.dtype]
+                total += tensor.elems * DTYPES[tensor.dtype]
         return total
 
     def describe(self) -> str:
@@ -141,7 +142,7 @@ class DGC:
             if self.shortens(tensor):
                 total += self.count(tensor.elems, self.density) * (index_bytes(tensor.elems) + wide_bytes(tensor))
             else:
-                total += tensor.elems * DTYPE_BYTES[tensor.dtype]
+                total += tensor.elems * DTYPES[tensor.dtype]
         return total
 
     def describe(self) -> str:
