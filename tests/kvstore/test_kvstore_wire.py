@@ -25,7 +25,7 @@ def rounded(values, wire):
 
 def owners(kv, key):
     """By element the rank that owns it."""
-    place = kv._stored_keys[key].place
+    place = kv._books.keys[key].place
     whose = torch.empty(ELEMS, dtype=torch.int64)
     for offset_bytes, len_bytes, owner, _ in kv._engine.placement(place.book)[place.tensor]:
         whose[offset_bytes // 4 : (offset_bytes + len_bytes) // 4] = owner

@@ -3,6 +3,7 @@
 store        what programs call
 pending      the future of a call
 checks       what programs give to a store
+books        in which its keys travel, and by which rules
 stored_keys  one key: its value, and what waits for it
 rounds       what is under way for a key, and what its result means
 meeting      where all ranks must agree

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,10 +23,9 @@ from typing import Any
 from penstock import collectives, job
 from penstock.buffers import Buffer
 from penstock.errors import ConfigError
-from penstock.kvstore import kept as keeping
 from penstock.kvstore import states
+from penstock.kvstore.books import Books
 from penstock.kvstore.checks import (
-    check_kept,
     described,
     few_enough,
     given_values,
@@ -40,10 +38,8 @@ from penstock.kvstore.checks import (
     shown,
     targets_of,
 )
-from penstock.kvstore.kept import Kept, is_alone, order
-from penstock.kvstore.meeting import meet
+from penstock.kvstore.kept import is_alone
 from penstock.kvstore.pending import Pending
-from penstock.kvstore.rounds import BookPlace
 from penstock.kvstore.saving import Files
 from penstock.kvstore.stored_keys import KeyCall, StoredKey
 from penstock.lending import lent_to
@@ -111,24 +107,16 @@ class KVStore:
                 "0 on, to an asynchronous one"
             )
         running = job.current("KVStore")
-        self._stragglers = few_enough(kind, stragglers, enough, late_after_s, running.world_size)
+        dropped = few_enough(kind, stragglers, enough, late_after_s, running.world_size)
         self.kind = kind
-        self._staleness = staleness
-        self._optimizer: NamedOptimizer | None = None
-        self._beside: dict[str | int, Kept] = {}  # what is to be kept beside a value from when its book is open
         self._job = running
         self._engine = running.engine
-        self._number = running.stores_made  # tells stores apart in messages and where ranks meet
-        running.stores_made += 1
-        self._stored_keys: dict[str | int, StoredKey] = {}
+        self._books = Books(running, kind, staleness, stragglers=dropped)
         self._likes: dict[str | int, Callable[[Buffer], Any]] = {}
-        self._new: list[StoredKey] = []  # in no book yet
-        self._by_book: dict[int, list[StoredKey]] = {}
         self._files = Files(running.engine, running.rank, running.options.operation_timeout_s)
-        self._lock = threading.RLock()
 
     def __repr__(self) -> str:
-        return f"KVStore({self.kind!r}, {len(self._stored_keys)} keys)"
+        return f"KVStore({self.kind!r}, {len(self._books.keys)} keys)"
 
     @property
     def rank(self) -> int:
@@ -211,9 +199,9 @@ class KVStore:
         caller = "set_hyperparameters"
 
         def change() -> NamedOptimizer:
-            if self._optimizer is None:
+            if self._books.optimizer is None:
                 raise ConfigError(f"penstock.KVStore.{caller}: there is no optimizer; call set_optimizer first")
-            return self._optimizer.changed(f"KVStore.{caller}", **options)
+            return self._books.optimizer.changed(f"KVStore.{caller}", **options)
 
         self._change_optimizer(caller, change, anew=False)
 
@@ -228,8 +216,7 @@ class KVStore:
             Timeout: A rank did not come.
         """
         self._running("open")
-        if self._new:
-            self._open(list(self._new))
+        self._books.open_for(list(self._books.keys.values()))
 
     def staleness(self) -> dict[int, int]:
         """How stale this rank's pushes were, in an asynchronous store.
@@ -239,7 +226,7 @@ class KVStore:
             how often that was so. Of a value in several slices the slice counts that was changed most.
         """
         total: Counter[int] = Counter()
-        for stored in self._stored_keys.values():
+        for stored in self._books.keys.values():
             total += stored.delays
         return dict(sorted(total.items()))
 
@@ -265,7 +252,7 @@ class KVStore:
         """
         stored_keys = [(self._stored("push", name), given) for name, given in paired("push", key, value)]
         pushes = [(stored, given_values("push", stored, given), None) for stored, given in stored_keys]
-        several = next((stored for stored, given, _ in pushes if self._exchanges and len(given) > 1), None)
+        several = next((stored for stored, given, _ in pushes if self._books.exchanges and len(given) > 1), None)
         if several is not None:
             raise refused("push", several.description.key, "one value is exchanged, and a list of several was given")
         return Pending(self._push("push", pushes, priority))
@@ -301,8 +288,8 @@ class KVStore:
             stored = self._stored(caller, name)
             given, targets = given_values(caller, stored, given), targets_of(caller, stored, taken)
             straight = self.kind == "sync" and not stored.description.rows and not is_alone(self._job)
-            fused = len(given) == len(targets) == 1 and (self._exchanges or (straight and is_aligned(targets[0])))
-            if self._exchanges and not fused:
+            fused = len(given) == len(targets) == 1 and (self._books.exchanges or (straight and is_aligned(targets[0])))
+            if self._books.exchanges and not fused:
                 raise refused(caller, name, "values are exchanged one for one, and a list of several tensors was given")
             pushes.append((stored, given, targets[0] if fused else None))
             copies.append((stored, [] if fused else targets))
@@ -354,7 +341,7 @@ class KVStore:
             PeerLost: A rank was lost.
             Timeout: It took too long; or ranks wait for each other, as above.
         """
-        Pending([stored.last_call() for stored in self._stored_keys.values()]).wait()
+        Pending([stored.last_call() for stored in self._books.keys.values()]).wait()
 
     def state_dict(self) -> dict[str, Any]:
         """What the store holds, after this rank's pushes. It is the same on all ranks, and fits any number of them.
@@ -373,18 +360,18 @@ class KVStore:
         """
         caller = "state_dict"
         self.wait()
-        if self._are_kept:
-            self._meet(caller, list(self._stored_keys.values()))
-            self._bring()
-        held = self._stored_keys.items()
+        if self._books.are_kept:
+            self._books.meet(caller, list(self._books.keys.values()))
+            self._books.bring()
+        held = self._books.keys.items()
         state: dict[str, Any] = {"values": {name: self._likes[name](stored.memory.buffer) for name, stored in held}}
-        if self._are_kept:
-            state["updates"] = {name: self._beside_of(name).updates for name, _ in held}
-        if self._optimizer is not None:
-            names = self._optimizer.states
-            state["optimizer"] = self._optimizer.fields()
+        if self._books.are_kept:
+            state["updates"] = {name: self._books.beside_of(name).updates for name, _ in held}
+        if self._books.optimizer is not None:
+            names = self._books.optimizer.states
+            state["optimizer"] = self._books.optimizer.fields()
             state["states"] = {
-                name: dict(zip(names, map(self._likes[name], self._beside_of(name).states), strict=False))
+                name: dict(zip(names, map(self._likes[name], self._books.beside_of(name).states), strict=False))
                 for name, _ in held
             }
         return state
@@ -408,24 +395,23 @@ class KVStore:
         loaded: states.Loaded | None = None
         error: ConfigError | None = None
         try:
-            loaded = states.read(caller, state, self._stored_keys, self._optimizer)
-            for stored in self._stored_keys.values():
-                self._check_that_it_can_be_kept(caller, stored, loaded.optimizer)
+            loaded = states.read(caller, state, self._books.keys, self._books.optimizer)
+            self._books.check_that_all_can_be_kept(caller, loaded.optimizer)
         except ConfigError as found_here:
             error = found_here
         optimizer = None if loaded is None else loaded.optimizer
-        if self._are_kept or optimizer is not None:
+        if self._books.are_kept or optimizer is not None:
             self.wait()
         updates = [] if loaded is None else [kept.updates for kept in loaded.beside.values()]
-        self._meet(caller, list(self._stored_keys.values()), error, optimizer, updates)
+        self._books.meet(caller, list(self._books.keys.values()), error, optimizer, updates)
         assert loaded is not None
-        replaced = self._from_rank_0([(stored, loaded.values[name]) for name, stored in self._stored_keys.items()])
-        if self._are_kept or optimizer is not None:
+        replaced = self._from_rank_0([(stored, loaded.values[name]) for name, stored in self._books.keys.items()])
+        if self._books.are_kept or optimizer is not None:
             self.wait()
             for kept in loaded.beside.values():
                 for memory in kept.states:
                     collectives.broadcast(memory.keep)
-            self._keep_anew(optimizer or self._optimizer, loaded.beside)
+            self._books.keep_anew(optimizer or self._books.optimizer, loaded.beside)
         return replaced
 
     def dropped(self) -> dict[int, int]:
@@ -439,10 +425,8 @@ class KVStore:
             Timeout: A rank did not come.
         """
         self._running("dropped")
-        books = [book for book in self._by_book if self._stragglers is not None and not is_alone(self._job)]
-        late = [pair for book in books for pair in self._job.servers.late(book)]
         total: Counter[int] = Counter()
-        for told in self._engine.all_gather("penstock.KVStore.dropped", json.dumps(late).encode()):
+        for told in self._engine.all_gather("penstock.KVStore.dropped", json.dumps(self._books.late()).encode()):
             for rank, count in json.loads(told):
                 total[rank] += count
         return dict(sorted(total.items()))
@@ -485,7 +469,7 @@ class KVStore:
         self._files.checkpoints.finish()
         likes = self._likes.items()
         found = self._files.read(
-            caller, Path(path), lambda: {name: make(self._stored_keys[name].memory.buffer) for name, make in likes}
+            caller, Path(path), lambda: {name: make(self._books.keys[name].memory.buffer) for name, make in likes}
         )
         self.load_state_dict(found.state).wait()
         self._files.go_on_from(found)
@@ -550,37 +534,17 @@ class KVStore:
         error: ConfigError | None = None
         try:
             for name, value in pairs:
-                if name in self._stored_keys:
+                if name in self._books.keys:
                     raise refused(caller, name, "it was initialised before; a key is initialised once")
                 description, buffer = described(caller, name, value, rows, wire)
-                one_by_one, average = self.kind == "async", self._stragglers is not None
-                stored = StoredKey(self._engine, description, one_by_one=one_by_one, average=average)
-                self._check_that_it_can_be_kept(caller, stored, self._optimizer)
-                made.append((stored, buffer))
+                made.append((self._books.make(caller, description), buffer))
         except ConfigError as found:
             error = found
         stored_keys = [stored for stored, _ in made]
-        self._meet(caller, stored_keys, error)
-        with self._lock:
-            for (name, value), stored in zip(pairs, stored_keys, strict=True):
-                self._stored_keys[name] = stored
-                self._likes[name] = maker_like(value)
-            self._new += stored_keys
+        self._books.meet(caller, stored_keys, error)
+        self._likes.update((name, maker_like(value)) for name, value in pairs)
+        self._books.add(stored_keys)
         return self._from_rank_0(made)
-
-    def _meet(
-        self,
-        caller: str,
-        stored_keys: Sequence[StoredKey],
-        error: ConfigError | None = None,
-        optimizer: NamedOptimizer | None = None,
-        updates: Sequence[int] = (),
-    ) -> None:
-        """See `meet`; stores, optimizers, and how often what they keep was updated are compared, too."""
-        kind = f"{self.kind}, staleness {self._staleness}, stragglers {self._stragglers}"
-        said = {"optimizer": None if optimizer is None else optimizer.fields(), "updates": list(updates)}
-        descriptions = [stored.description for stored in stored_keys]
-        meet(self._engine, (self._number, kind), caller, descriptions, error, said)
 
     def _from_rank_0(self, values: list[tuple[StoredKey, Buffer]]) -> Pending:
         return Pending([stored.replace(value if self.rank == 0 else None) for stored, value in values])
@@ -591,9 +555,8 @@ class KVStore:
         self._running(caller)
         if not isinstance(priority, int):
             raise ConfigError(f"penstock.KVStore.{caller}: the priority is {priority!r}; it must be an int")
-        if self._new:
-            self._open([stored for stored, _, _ in pushes])
-        books = dict.fromkeys(self._set_priority(stored, priority) for stored, _, _ in pushes)
+        self._books.open_for([stored for stored, _, _ in pushes])
+        books = dict.fromkeys(self._books.set_priority(stored, priority) for stored, _, _ in pushes)
         several = len(pushes) > 1
         calls = [stored.push(given, into, several) for stored, given, into in pushes]
         if several:
@@ -614,135 +577,29 @@ class KVStore:
             ]
         )
 
-    def _open(self, pushed: list[StoredKey]) -> None:
-        """If one of these has no book, open one for all that have none. How keys travel is decided here alone."""
-        with self._lock:
-            if not any(stored.place is None for stored in pushed):
-                return
-            stored_keys = self._new
-            self._meet("the first push of new keys", stored_keys)
-            self._new = []
-            by_rows = [stored for stored in stored_keys if stored.description.rows and self._are_kept]
-            others = [stored for stored in stored_keys if stored not in by_rows]
-            if others:
-                self._open_book(others, f"kvstore {self._number}", self._rules())
-            if by_rows:  # which owners never see, whatever becomes of the rest
-                self._open_book(by_rows, f"kvstore {self._number} by rows", {"in_groups": True})
-
-    def _open_book(self, stored_keys: list[StoredKey], name: str, rules: dict[str, Any]) -> None:
-        names = [str(stored.description.key) for stored in stored_keys]
-        travels = not is_alone(self._job)  # else nothing is rounded for the way
-        tensors = [stored.in_book(layer, travels) for layer, stored in enumerate(stored_keys)]
-        book = self._job.servers.open_book(name, names, tensors, **rules)
-        for tensor, stored in enumerate(stored_keys):
-            stored.place = BookPlace(self._engine, self.rank, book, tensor)
-        self._by_book[book] = stored_keys
-        if self._are_kept:
-            self._give(stored_keys)
-
-    # Values that owners keep
-
-    @property
-    def _are_kept(self) -> bool:
-        return self.kind == "async" or self._optimizer is not None
-
-    @property
-    def _exchanges(self) -> bool:
-        return self._optimizer is not None and self._optimizer.exchanges
-
-    def _rules(self) -> dict[str, Any]:
-        """How rounds go, for `Servers.open_book`."""
-        if self.kind == "async":
-            fold = "kept" if self._optimizer is None else "updated"
-            alone = {"one_by_one": True, "staleness": self._staleness, "in_groups": True}
-            return {"fold": fold, "answered": "before" if self._exchanges else "who-asks", **alone}
-        # A group is in when all of it is: it cannot go on without one that is late.
-        rules = {"stragglers": self._stragglers, "in_groups": self._stragglers is None}
-        return rules if self._optimizer is None else {"fold": "updated", **rules}
-
     def _change_optimizer(self, caller: str, make: Callable[[], NamedOptimizer], *, anew: bool) -> None:
         self._running(caller)
         optimizer: NamedOptimizer | None = None
         error: ConfigError | None = None
         try:
             optimizer = make()
-            for stored in self._stored_keys.values():
-                self._check_that_it_can_be_kept(caller, stored, optimizer)
+            self._books.check_that_all_can_be_kept(caller, optimizer)
         except ConfigError as found:
             error = found
         self.wait()
-        self._meet(caller, list(self._stored_keys.values()), error, optimizer)
+        self._books.meet(caller, list(self._books.keys.values()), error, optimizer)
         assert optimizer is not None
         if anew:
-            if self._are_kept:
-                self._bring()
-            self._keep_anew(optimizer, {})
-            return
-        self._optimizer = optimizer
-        for book, stored_keys in self._by_book.items():
-            for stored in stored_keys:
-                if stored.alone is not None:
-                    stored.alone.optimizer = optimizer
-            if stored_keys[0].alone is None:
-                order(self._job, book, len(stored_keys), optimizer)
-        collectives.barrier()
-
-    def _keep_anew(self, optimizer: NamedOptimizer | None, beside: dict[str | int, Kept]) -> None:
-        """Let owners keep the values that all ranks have in memory, and that beside them; nothing is under way."""
-        rules = self._rules()
-        self._optimizer, self._beside = optimizer, beside
-        if rules == self._rules():
-            for stored_keys in self._by_book.values():
-                self._give(stored_keys)
-            return
-        # Their books are of another kind. The next push opens one for all of them.
-        with self._lock:
-            self._new = list(self._stored_keys.values())
-            self._by_book = {}
-            for stored in self._new:
-                stored.place = None
-
-    def _give(self, stored_keys: list[StoredKey]) -> None:
-        """Nothing is under way: owners begin with what is in memory."""
-        for stored in stored_keys:
-            stored.wait_for(stored.last_call().number)
-        beside = [self._beside_of(stored.description.key) for stored in stored_keys]
-        keeping.give(self._job, stored_keys, self._optimizer, beside)
-
-    def _bring(self) -> None:
-        """To memory what owners keep, on all ranks. What is in no book yet is there."""
-        placed = [stored for stored in self._stored_keys.values() if stored.place is not None]
-        for stored, kept in zip(placed, keeping.bring(self._job, placed, self._optimizer), strict=True):
-            self._beside[stored.description.key] = kept
-
-    def _beside_of(self, name: str | int) -> Kept:
-        return self._beside.get(name, Kept())
-
-    def _check_that_it_can_be_kept(self, caller: str, stored: StoredKey, optimizer: NamedOptimizer | None) -> None:
-        if optimizer is not None and optimizer.exchanges and self.kind != "async":
-            raise refused(caller, stored.description.key, f"{optimizer.name} is for stores of kind 'async'")
-        check_kept(caller, stored, self.kind, optimizer is not None, self._stragglers is not None)
-
-    def _set_priority(self, stored: StoredKey, priority: int) -> int:
-        """The engine's places count from 0, the most urgent, and there are as many as keys of the book."""
-        assert stored.place is not None
-        book = stored.place.book
-        if stored.priority != priority:
-            with self._lock:
-                stored.priority = priority
-                among = self._by_book[book]
-                order = {
-                    value: place for place, value in enumerate(sorted({one.priority for one in among}, reverse=True))
-                }
-                self._job.servers.set_priorities(book, [order[one.priority] for one in among])
-        return book
+            if self._books.are_kept:
+                self._books.bring()
+            self._books.keep_anew(optimizer, {})
+        else:
+            self._books.keep_on(optimizer)
 
     def _stored(self, caller: str, name: str | int) -> StoredKey:
-        stored = self._stored_keys.get(name)
+        stored = self._books.keys.get(name)
         if stored is None:
-            raise refused(
-                caller, name, f"it was not initialised; call init first. There are {shown(self._stored_keys)}"
-            )
+            raise refused(caller, name, f"it was not initialised; call init first. There are {shown(self._books.keys)}")
         return stored
 
     def _running(self, caller: str) -> None:
