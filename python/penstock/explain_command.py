@@ -53,6 +53,22 @@ def add_to(commands: Any) -> None:
         help="a name of torchvision's, if that is installed; module:function; or, in the root of the repository, a "
         "network of the lab such as lab:vgg19",
     )
+    _add_cluster(explain)
+    explain.add_argument(
+        "--batch",
+        type=whole_number(1, 1 << 24),
+        metavar="N",
+        help="samples per worker and step (default: what the network is usually trained with, or 32)",
+    )
+    _add_rates(explain)
+    _add_choice(explain)
+    _add_local(explain)
+    add_json(explain)
+    explain.set_defaults(command=_explain)
+
+
+def _add_cluster(explain: argparse.ArgumentParser) -> None:
+    """Who trains, where, and in which groups; see `_cluster`."""
     explain.add_argument(
         "--workers", type=whole_number(1, RANKS_MAX), default=8, metavar="N", help="worker processes (default 8)"
     )
@@ -77,12 +93,10 @@ def add_to(commands: Any) -> None:
         help="workers that sum among themselves before the store does, as in penstock.init: host, a number of groups, "
         "lists as [[0,1],[2,3]], or auto: those that pay (default: none)",
     )
-    explain.add_argument(
-        "--batch",
-        type=whole_number(1, 1 << 24),
-        metavar="N",
-        help="samples per worker and step (default: what the network is usually trained with, or 32)",
-    )
+
+
+def _add_rates(explain: argparse.ArgumentParser) -> None:
+    """How fast wires and workers are."""
     explain.add_argument(
         "--bandwidth-mbit",
         type=positive,
@@ -114,6 +128,10 @@ def add_to(commands: Any) -> None:
         help="seconds of one step of one worker alone, to predict step times (default: what the network is known for, "
         "or its arithmetic at --gflops)",
     )
+
+
+def _add_choice(explain: argparse.ArgumentParser) -> None:
+    """Which schemes may be chosen, by what, and which are given."""
     explain.add_argument(
         "--policy",
         choices=("measured", "paper"),
@@ -133,9 +151,6 @@ def add_to(commands: Any) -> None:
         help="layers by name that shall use a lossy scheme, which is never chosen by itself: 1bit (linear layers), "
         "dgc, dgc:DENSITY, bf16 or fp16; may be repeated",
     )
-    _add_local(explain)
-    add_json(explain)
-    explain.set_defaults(command=_explain)
 
 
 def _add_local(explain: argparse.ArgumentParser) -> None:
