@@ -125,7 +125,7 @@ def train(kind, optimizer, device, size, schemes=None):
             F.cross_entropy(model(x), y).backward()
             trained.step()
             trained.zero_grad()
-        gathers = [gather for distributed in models_of(engine) for gather in distributed.gathers.values()]
+        gathers = [gather for distributed in models_of(engine) for gather in distributed.schemes.gathers.values()]
         assert not any(gather.dense_sent for gather in gathers), "a gradient was sent whole"
         return [value.cpu() for value in model.state_dict().values()]
 

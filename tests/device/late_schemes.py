@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from functools import partial
 
 import late_device
@@ -38,7 +37,7 @@ from torch.nn import functional as F
 from penstock import distribute
 from penstock.errors import PenstockError, Timeout
 from penstock.lossy import DGC
-from penstock.torch.choice import measuring
+from penstock.torch.choice import layer_schemes, measuring
 from penstock.torch.choice.probe import exchange_cost
 from penstock.torch.distribute import models_of
 from penstock.torch.runtime import accelerator
@@ -181,7 +180,7 @@ def switching(device, schemes):
             for step, scheme in enumerate(schemes):
                 if step % 2:
                     accumulate(model, rank, step, device, "wide")
-                distributed.set_schemes({"0": scheme, "2": "factors", "4": scheme})
+                distributed.schemes.change({"0": scheme, "2": "factors", "4": scheme})
                 x, y = (one.to(device, non_blocking=True) for one in batch("wide", rank, step))
                 backward(F.cross_entropy(model(x), y))
                 optimizer.step()
@@ -212,11 +211,11 @@ def test_schemes_are_chosen_by_what_the_device_takes(monkeypatch):
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-            chosen.append({gather.layer.name: gather.engaged for gather in distributed.gathers.values()})
-        return distributed.coordinator.rates, chosen, [param.detach().cpu() for param in model.parameters()]
+            chosen.append({gather.layer.name: gather.engaged for gather in distributed.schemes.gathers.values()})
+        return distributed.schemes.coordinator.rates, chosen, [param.detach().cpu() for param in model.parameters()]
 
     flops = 2 * measuring.DEVICE_PRODUCT_ROWS * measuring.DEVICE_PRODUCT_SIDE**2
-    monkeypatch.setattr(sys.modules["penstock.torch.distribute"], "exchange_cost", lambda *_: 1e-9)
+    monkeypatch.setattr(layer_schemes, "exchange_cost", lambda *_: 1e-9)
     with installed(9):
         (rates, chosen, values), (_, other_chosen, others) = run(main, 2)
     assert rates.product_flops_per_s == pytest.approx(flops / 1e-3)

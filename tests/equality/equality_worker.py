@@ -73,7 +73,7 @@ def train_with_penstock(case, rank):
                 param.add_(1)  # rank 0's values are what counts
     model, optimizer = ps.distribute(model, case.make_optimizer(model), schemes=case.schemes(model))
     owner = distributed_for(model)
-    gathers = {} if owner is None else owner.gathers
+    gathers = {} if owner is None else owner.schemes.gathers
     sent = {name: {"scheme": gather.scheme, "rows": []} for name, gather in gathers.items()}
 
     def count_rows():

@@ -50,7 +50,7 @@ def test_adam_sends_factors_up_and_the_average_down():
         optimizer.zero_grad()
         distributed_of(model).finish()
         engine.all_gather("all have it", b"")
-        owners = [gather.owner for gather in distributed_of(model).gathers.values()]
+        owners = [gather.owner for gather in distributed_of(model).schemes.gathers.values()]
         return owners, engine.report().get("bytes_sent", 0) - before
 
     results = run(main, 3)

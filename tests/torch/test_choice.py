@@ -1,7 +1,6 @@
 """Schemes chosen while training: the same on all ranks at the same step, from rows and rates that all ranks share."""
 
 import itertools
-import sys
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 import penstock as ps
 from penstock import distribute
 from penstock.errors import ConfigError
-from penstock.torch.choice import measuring
+from penstock.torch.choice import layer_schemes, measuring
 from penstock.torch.reads.safety import distributed_of as distributed_of_param
 from penstock.torch.updates import partial
 
@@ -30,7 +29,7 @@ def slow_wire(monkeypatch):
         rates = replace(rates, bytes_per_s=1e6, latency_s=1e-6, source="measured")
         return replace(rates, product_flops_per_s=next(flops)) if products else rates
 
-    monkeypatch.setattr(sys.modules["penstock.torch.distribute"], "measured_rates", measured)
+    monkeypatch.setattr(layer_schemes, "measured_rates", measured)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +57,7 @@ def distributed_of(model):
 
 
 def schemes(model):
-    return distributed_of(model).choice.schemes
+    return distributed_of(model).schemes.choice.schemes
 
 
 def loop(steps, rows, seen=schemes, schemes="auto", size=3):
@@ -98,7 +97,7 @@ def test_an_error_names_the_step_of_facts_as_that_of_gradients():
         model, optimizer = distribute(model, sgd(model), schemes="auto")
         loss_with(lambda rank, step: 2)(model, rank, 0).backward()
         optimizer.step()
-        facts = engine.books[distributed_of(model).choice.id][0]
+        facts = engine.books[distributed_of(model).schemes.choice.id][0]
         distributed_of(model).finish()
         return [step for sender, book, step in engine.hub.steps if sender == rank and book == facts]
 
@@ -123,7 +122,7 @@ def test_the_choice_follows_the_rows_at_the_next_step_that_is_due():
 
 
 def test_the_engaged_layers_are_those_of_the_coordinator():
-    engaged = loop(3, lambda rank, step: 2, lambda model: distributed_of(model).gathers["0"].engaged)
+    engaged = loop(3, lambda rank, step: 2, lambda model: distributed_of(model).schemes.gathers["0"].engaged)
     assert engaged[0] == [False, True, True]
 
 
@@ -185,7 +184,7 @@ def chosen_for(make, x, name, *, steps=4, loss_of=lambda model, x, step: model(x
             used.append(schemes(model)[name])
         distributed_of(model).finish()
         why = next(plan.reason for plan in ps.explain(model).layers if plan.name == name)
-        return used, distributed_of(model).gathers[name].dense_sent, why
+        return used, distributed_of(model).schemes.gathers[name].dense_sent, why
 
     return run(main, size)
 

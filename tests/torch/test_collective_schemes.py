@@ -65,7 +65,7 @@ def test_the_book_says_so_and_explain_too(arm):
         # One of two ranks is the root: it receives a gradient and sends the sum.
         assert plan.scheme_bytes["tree"] == plan.gradient_bytes == plan.scheme_bytes["store"]
         with pytest.raises(ConfigError, match=f"{first} cannot change from tree to store"):
-            distributed_of(next(model.parameters())).set_schemes({first: "store"})
+            distributed_of(next(model.parameters())).schemes.change({first: "store"})
 
     run(main)
 

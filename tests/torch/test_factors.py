@@ -43,7 +43,7 @@ def check(loss_of=wide_loss, make=make_wide, make_optimizer=sgd, schemes=FACTORS
 
     def after(model):
         owner = distributed_of(model)
-        assert sum(gather.dense_sent for gather in owner.gathers.values()) == dense
+        assert sum(gather.dense_sent for gather in owner.schemes.gathers.values()) == dense
         return values(model)
 
     settings = {"make": make, "make_optimizer": make_optimizer, "loss_of": loss_of, "size": size, "steps": steps}
@@ -62,7 +62,7 @@ def distributed_of(model):
 
 
 def engaged(model):
-    return {name: gather.engaged for name, gather in distributed_of(model).gathers.items()}
+    return {name: gather.engaged for name, gather in distributed_of(model).schemes.gathers.items()}
 
 
 def both_paths(loop, make=make_wide, schemes=FACTORS, size=2, whole=0):
@@ -77,7 +77,7 @@ def both_paths(loop, make=make_wide, schemes=FACTORS, size=2, whole=0):
             model, optimizer = distribute(model, sgd(model), schemes=chosen)
             result = loop(model, optimizer, rank)
             if chosen is not None:
-                gathers = distributed_of(model).gathers.values()
+                gathers = distributed_of(model).schemes.gathers.values()
                 assert sum(gather.dense_sent for gather in gathers) == whole
                 assert sum(gather.seq for gather in gathers) >= max(whole, 1)
             return result
@@ -379,7 +379,7 @@ def test_a_failed_backward_leaves_nothing_behind():
     def main(rank, engine):
         model = make_wide()
         model, optimizer = distribute(model, sgd(model), schemes=FACTORS)
-        gather = distributed_of(model).gathers["0"]
+        gather = distributed_of(model).schemes.gathers["0"]
         x, _ = examples(rank, 0, rows=2, inputs=24)
         hidden = model[0](x)
         with pytest.raises(RuntimeError, match="on purpose"), ps.no_sync(model):
@@ -398,7 +398,7 @@ def test_a_failed_backward_leaves_nothing_behind():
 
 def check_told(model, times, why):
     """Where the first layer sends rows: that it did not so often, and why, last; and that `explain` says so."""
-    gather = distributed_of(model).gathers.get("0")
+    gather = distributed_of(model).schemes.gathers.get("0")
     if gather is None or not gather.engaged:
         return  # the dense path, which there is to compare with; `both_paths` counts on the other
     assert (gather.dense_sent, gather.dense_reason) == (times, why)

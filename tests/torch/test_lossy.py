@@ -50,7 +50,7 @@ def fed(schemes, steps, size=3, *, shape=(OUTPUTS, INPUTS), see=lambda gather, s
     def main(rank, engine):
         model = seeded(nn.Sequential(nn.Linear(shape[1], shape[0])))
         model, optimizer = distribute(model, plain_sgd(model), schemes=schemes)
-        gather = distributed_of(model).lossy["0"]
+        gather = distributed_of(model).schemes.lossy["0"]
         found = []
         for step in range(steps):
             optimizer.zero_grad()
@@ -245,7 +245,7 @@ def test_dgc_sends_and_keeps_exactly_what_there_is():
             optimizer.step()
             average = model[0].weight.grad
             if rank == 0:
-                kept = distributed_of(model).lossy["0"].kept[0]["residual"]
+                kept = distributed_of(model).schemes.lossy["0"].kept[0]["residual"]
                 assert torch.equal(2 * average + kept, x) and not torch.any((average != 0) & (kept != 0))
                 x = kept.clone()
         return values(model)
@@ -344,7 +344,7 @@ def test_what_else_a_loop_does(scheme):
     def main(rank, engine):
         model = seeded(Branches())
         model, optimizer = distribute(model, plain_sgd(model), schemes={"*": scheme})
-        gathers = distributed_of(model).lossy
+        gathers = distributed_of(model).schemes.lossy
 
         def backward(step):
             which = "left" if (rank + step) % 3 == 0 or step == 2 else "right"
@@ -496,7 +496,7 @@ def test_what_cannot_be_later_is_refused_then():
         model = make_mlp()
         model, optimizer = distribute(model, plain_sgd(model), schemes={"0": "dgc", "3": "1bit"})
         with pytest.raises(ConfigError, match="keeps what it has not sent yet"):
-            distributed_of(model).set_schemes({"3": "store"})
+            distributed_of(model).schemes.change({"3": "store"})
         loss_of(model, rank, 0).backward()
         optimizer.param_groups[0]["momentum"] = 0.9  # as a scheduler that cycles it
         with pytest.raises(ConfigError, match="applies a momentum"):
@@ -515,7 +515,7 @@ def test_layers_that_cannot():
         with pytest.raises(ConfigError, match="gradients are sparse; pairs sends them exactly"):
             distribute(model, plain_sgd(model), schemes={"2": ps.DGC(momentum=0.0)})
         model, _ = distribute(model, plain_sgd(model), schemes={"2": "pairs", "*": "1bit"})
-        assert list(distributed_of(model).lossy) == ["0"]
+        assert list(distributed_of(model).schemes.lossy) == ["0"]
 
     run(main)
 
@@ -537,7 +537,7 @@ def test_a_contribution_that_does_not_fit_is_told_with_its_rank():
     def main(rank, engine):
         model = make_mlp()
         model, optimizer = distribute(model, plain_sgd(model), schemes={"0": SHARP})
-        gather = distributed_of(model).lossy["0"]
+        gather = distributed_of(model).schemes.lossy["0"]
         if rank == 1:
             honest = gather.shortened
 

@@ -15,7 +15,7 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all_and_not_kept(scheme):
     def main(rank, engine):
         model = make_mlp()
         model, optimizer = distribute(model, plain_sgd(model), schemes={"0": scheme})
-        gather = distributed_of(model).lossy["0"]
+        gather = distributed_of(model).schemes.lossy["0"]
         loss_of(model, rank, 0).backward()
         before = [value.clone() for value in gather.kept[0].values()]
         optimizer.zero_grad()
@@ -77,7 +77,7 @@ def test_a_finite_gradient_that_overflows_what_is_kept_does_not_stay(scheme):
     def main(rank, engine):
         model = seeded(nn.Sequential(nn.Linear(6, 40))).float()
         model, optimizer = distribute(model, plain_sgd(model), schemes={"*": scheme})
-        gather = distributed_of(model).lossy["0"]
+        gather = distributed_of(model).schemes.lossy["0"]
         averages = []
         for step in range(5):
             large = rank == 1 and step in (1, 2)

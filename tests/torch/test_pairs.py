@@ -48,7 +48,7 @@ def loss_of(model, rank, step):
 def gather_of(model):
     from penstock.torch.reads import safety
 
-    return safety.distributed_of(model.embedding.weight).gathers["embedding"]
+    return safety.distributed_of(model.embedding.weight).schemes.gathers["embedding"]
 
 
 def both_paths(loop, build, size=2, schemes=PAIRS, whole=0):

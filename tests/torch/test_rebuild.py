@@ -32,7 +32,7 @@ def until(engine, condition):
 
 def early(engine, model):
     """From now on contributions come in by themselves."""
-    engine.early = {f"factors of {gather.layer.name}" for gather in distributed_of(model).gathers.values()}
+    engine.early = {f"factors of {gather.layer.name}" for gather in distributed_of(model).schemes.gathers.values()}
 
 
 @pytest.mark.fake_only
@@ -50,7 +50,7 @@ def test_averages_and_updates_are_there_before_anybody_asks():
         # Seen past the parameter, which would wait.
         memory = model[0].weight.untyped_storage()
         seen = torch.empty(0, dtype=torch.float64).set_(memory, 0, before[0].shape)
-        gathers = distributed_of(model).gathers.values()
+        gathers = distributed_of(model).schemes.gathers.values()
         made = until(engine, lambda: all(gather.made(slot) is not None for gather in gathers for slot in gather.slots))
         optimizer.step()
         waits = len(engine.waits)

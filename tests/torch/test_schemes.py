@@ -1,6 +1,5 @@
 """Which layers send what: patterns, agreement between ranks, switching, and the reasons to stay dense."""
 
-import sys
 import threading
 
 import pytest
@@ -13,6 +12,7 @@ from torch.nn import functional as F
 
 from penstock import distribute
 from penstock.errors import ConfigError, ModelMismatch
+from penstock.torch.choice import layer_schemes
 from penstock.torch.schemes.survey import why_whole
 
 
@@ -26,12 +26,12 @@ def test_switching_at_run_time():
             optimizer.step()
             if step != 2:
                 optimizer.zero_grad()
-            owner.set_schemes({"0": "factors" if step % 2 else "store"})
+            owner.schemes.change({"0": "factors" if step % 2 else "store"})
         with pytest.raises(ConfigError, match="pairs is not for"):
-            owner.set_schemes({"0": "pairs"})
+            owner.schemes.change({"0": "pairs"})
         with pytest.raises(ConfigError, match="no layer 'other'"):
-            owner.set_schemes({"0": "store", "other": "store"})
-        assert owner.gathers["0"].engaged, "all or none"
+            owner.schemes.change({"0": "store", "other": "store"})
+        assert owner.schemes.gathers["0"].engaged, "all or none"
         return values(model)
 
     both_paths(loop)
@@ -45,11 +45,11 @@ def test_bits_do_not_depend_on_when_the_engine_has_sent():
         model = make_wide()
         model, optimizer = distribute(model, sgd(model), schemes=FACTORS)
         for step in range(6):
-            distributed_of(model).set_schemes({"0": "factors" if step % 2 else "store"})
+            distributed_of(model).schemes.change({"0": "factors" if step % 2 else "store"})
             wide_loss(model, rank, step).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
-        dense = distributed_of(model).gathers["0"].dense_sent
+        dense = distributed_of(model).schemes.gathers["0"].dense_sent
         return dense, values(model)
 
     soon, late = (run(main, 2, sending=calls) for calls in (0, 1000))
@@ -65,7 +65,7 @@ def test_less_is_sent():
         model, optimizer = distribute(model, sgd(model), schemes=FACTORS)
         model(examples(rank, 0, rows=3, inputs=512)[0]).sum().backward()
         optimizer.step()
-        gather = distributed_of(model).gathers["0"]
+        gather = distributed_of(model).schemes.gathers["0"]
         sent[rank] = gather.rows, gather.cost_bytes(gather.rows), gather.dense_bytes
 
     run(main)
@@ -104,7 +104,7 @@ def test_the_first_pattern_decides_and_those_who_cannot_stay_dense():
         model = seeded(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 2)))
         model, _ = distribute(model, sgd(model), schemes={"2": "store", "*": "factors"})
         assert engaged(model) == {"0": True, "2": False, "3": True}
-        assert distributed_of(model).why_whole["1"].startswith("it is a LayerNorm")
+        assert distributed_of(model).schemes.why_whole["1"].startswith("it is a LayerNorm")
 
     run(main)
 
@@ -116,7 +116,7 @@ def test_what_one_rank_cannot_do_none_does(monkeypatch):
             model[0].weight.register_hook(lambda grad: None)
         model, optimizer = distribute(model, sgd(model), schemes=FACTORS)
         assert engaged(model) == {"2": True, "4": True}
-        assert "a hook on its weight" in distributed_of(model).why_whole["0"]
+        assert "a hook on its weight" in distributed_of(model).schemes.why_whole["0"]
         mse(model, rank, 0).backward()
         optimizer.step()
         return values(model)
@@ -125,15 +125,13 @@ def test_what_one_rank_cannot_do_none_does(monkeypatch):
 
 
 def test_ranks_that_may_round_differently_use_the_store(monkeypatch):
-    monkeypatch.setattr(
-        sys.modules["penstock.torch.distribute"], "numerics", lambda device: threading.current_thread().name
-    )
+    monkeypatch.setattr(layer_schemes, "numerics", lambda device: threading.current_thread().name)
 
     def main(rank, engine):
         model = seeded(nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2)))
         model, _ = distribute(model, sgd(model), schemes={"0": "pairs"})
         assert engaged(model) == {"0": True}
-        assert "may round products otherwise" in distributed_of(model).why_whole["1"]
+        assert "may round products otherwise" in distributed_of(model).schemes.why_whole["1"]
 
     run(main)
 
@@ -235,8 +233,8 @@ def test_a_layer_with_a_forward_of_its_own_takes_part_if_it_can():
             wide_loss(model, rank, step).backward()
             optimizer.step()
             optimizer.zero_grad()
-            distributed_of(model).set_schemes({"1": "store" if step == 2 else "factors"})
-        gather = distributed_of(model).gathers["1"]
+            distributed_of(model).schemes.change({"1": "store" if step == 2 else "factors"})
+        gather = distributed_of(model).schemes.gathers["1"]
         assert (gather.dense_sent, gather.seq) in ((0, 4), (0, 3))  # given, or switched to after the first step
         return values(model)
 

@@ -203,9 +203,10 @@ def test_a_compiled_part_stays_dense_and_the_rest_sends_rows(size):
 
     def after(model):
         owner = distributed_of(model.head.weight)
-        assert owner.why_whole["body.0"] == "its forward pass is compiled"
-        assert {name: gather.engaged for name, gather in owner.gathers.items()} == {"embedding": True, "head": True}
-        return [(gather.dense_sent, gather.rows) for gather in owner.gathers.values()], values(model)
+        assert owner.schemes.why_whole["body.0"] == "its forward pass is compiled"
+        gathers = owner.schemes.gathers
+        assert {name: gather.engaged for name, gather in gathers.items()} == {"embedding": True, "head": True}
+        return [(gather.dense_sent, gather.rows) for gather in gathers.values()], values(model)
 
     settings = {"make_optimizer": sgd, "loss_of": words_loss, "size": size}
     with warnings.catch_warnings():
@@ -228,7 +229,7 @@ def test_layers_told_to_send_rows_and_compiled_later_send_their_gradients(size):
             words_loss(compiled, rank, step).backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert [gather.dense_sent for gather in distributed_of(model.head.weight).gathers.values()] == [5, 5, 5]
+        assert [gather.dense_sent for gather in distributed_of(model.head.weight).schemes.gathers.values()] == [5, 5, 5]
         return values(model)
 
     with warnings.catch_warnings():

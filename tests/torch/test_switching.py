@@ -5,7 +5,6 @@ failure names its seed.
 """
 
 import random
-import sys
 from collections import Counter
 
 import pytest
@@ -17,7 +16,7 @@ from torch import nn
 import penstock as ps
 from penstock import distribute
 from penstock.coordinator import Rates
-from penstock.torch.choice import measuring
+from penstock.torch.choice import layer_schemes, measuring
 from penstock.torch.reads.safety import distributed_of
 
 WORDS, WIDTH = 40, 16
@@ -49,9 +48,8 @@ def often(monkeypatch):
         rank = current().rank
         return Rates(bytes_per_s=1e6 + rank, latency_s=1e-6 * (1 + rank), product_flops_per_s=1e12, source="measured")
 
-    distribute_module = sys.modules["penstock.torch.distribute"]
-    monkeypatch.setattr(distribute_module, "measured_rates", measured)
-    monkeypatch.setattr(distribute_module, "exchange_cost", lambda engine, rank, *_: 1e-5 * rank)
+    monkeypatch.setattr(layer_schemes, "measured_rates", measured)
+    monkeypatch.setattr(layer_schemes, "exchange_cost", lambda engine, rank, *_: 1e-5 * rank)
     monkeypatch.setattr(measuring, "is_due", lambda step: step % 3 != 2)
 
 
@@ -78,7 +76,7 @@ def train(seed, rank, schemes, steps, seen=None):
         if chance.random() < 0.8:
             optimizer.zero_grad(set_to_none=chance.random() < 0.7)
         if seen is not None:
-            seen.append(dict(distributed_of(model.head.weight).choice.schemes))
+            seen.append(dict(distributed_of(model.head.weight).schemes.choice.schemes))
     return model
 
 
@@ -115,13 +113,13 @@ def test_random_ends(seed):
                     optimizer.step()
                     optimizer.zero_grad()
             step += 6
-            seen.append((distributed_of(model.head.weight).coordinator.measured, values(model)))
+            seen.append((distributed_of(model.head.weight).schemes.coordinator.measured, values(model)))
             for number in range(3):
                 loss_of(model, seed, rank, step + number, "right").backward()
                 optimizer.step()
                 optimizer.zero_grad()
             step += 6
-            seen.append((distributed_of(model.head.weight).coordinator.measured, values(model)))
+            seen.append((distributed_of(model.head.weight).schemes.coordinator.measured, values(model)))
         return seen
 
     results = run(main, size, shuffled=seed)

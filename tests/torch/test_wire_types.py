@@ -135,10 +135,10 @@ def test_the_book_says_so_and_explain_too(arm):
         assert "3 layers of 4 LOSSY (bf16 and fp16)" in explanation.render()
         assert ps.report()["lossy"] == {"0": "bf16", "1": "bf16", "2": "fp16"}
         owner = distributed_of(model[0].weight)
-        owner.set_schemes({"0": "bf16", "3": "store"})  # as they are
+        owner.schemes.change({"0": "bf16", "3": "store"})  # as they are
         for wrong in ({"0": "factors"}, {"0": "store"}, {"0": "fp16"}, {"3": "bf16"}):
             with pytest.raises(ConfigError, match="types on the wire are fixed"):
-                owner.set_schemes(wrong)
+                owner.schemes.change(wrong)
         model[:3](batch(rank, 0)).sum().backward()
         optimizer.step()
         ps.synchronize(optimizer)

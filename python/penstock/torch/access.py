@@ -33,7 +33,11 @@ def distributed_here() -> list[Distributed]:
 
 def lossy_here() -> dict[str, str]:
     """The lossy layers of this job, and their schemes."""
-    return {name: scheme for distributed in distributed_here() for name, scheme in distributed.lossy_layers().items()}
+    return {
+        name: scheme
+        for distributed in distributed_here()
+        for name, scheme in distributed.schemes.lossy_layers().items()
+    }
 
 
 def asynchronous_here() -> dict[str, dict[str, object]]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -15,12 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock import job
-from penstock._native import WAYS
 from penstock.control import Servers
-from penstock.coordinator import Cluster, Coordinator, Rates, best_collectives
-from penstock.errors import ConfigError, ModelMismatch
-from penstock.lossy import LossyScheme
-from penstock.plan import STORE, LayerPlan, Terms
+from penstock.coordinator import Cluster, Rates
+from penstock.errors import ConfigError
 from penstock.torch.agreement.arguments import check_model, check_origins, check_parameters, optimizers_in, origin_of
 from penstock.torch.agreement.batchnorm import SyncedNorms
 from penstock.torch.agreement.copies import BufferCopy, CopyBook
@@ -28,13 +23,11 @@ from penstock.torch.agreement.devices import device_of
 from penstock.torch.agreement.drift import Drift
 from penstock.torch.agreement.fingerprint import check_same_model, fingerprint
 from penstock.torch.alone import distribute_alone
-from penstock.torch.choice.measuring import Choice, measured_rates, network_of
-from penstock.torch.choice.probe import exchange_cost
+from penstock.torch.choice.layer_schemes import AgreedSchemes, LayerSchemes
 from penstock.torch.gradients.hooks import Gradients
 from penstock.torch.model import patches
 from penstock.torch.model.enrolment import distributed_name, distributed_twice, enroll
 from penstock.torch.model.layers import Layer, Slot, describe
-from penstock.torch.model.layout import ROOT
 from penstock.torch.model.pre_hooks import register_first
 from penstock.torch.reads.safety import (
     Watch,
@@ -49,14 +42,11 @@ from penstock.torch.reads.safety import (
 from penstock.torch.release.failure import tells_what_is_whole
 from penstock.torch.release.one_model import ModelEnding
 from penstock.torch.schemes import residuals
-from penstock.torch.schemes.factors import numerics
-from penstock.torch.schemes.pairs import is_sparse
-from penstock.torch.schemes.survey import Schemes, as_asked, common_reason, gather_scheme, survey
+from penstock.torch.schemes.survey import Schemes
 from penstock.torch.updates.asynchronous import AsyncUpdates, check_norms
 from penstock.torch.updates.kept_pieces import kept_book
 from penstock.torch.updates.kinds import AT_OWNERS, Mode, UpdateKind, WhoUpdates, kind_of
 from penstock.torch.updates.optimizer import Updates
-from penstock.torch.updates.owners import check_kept
 from penstock.torch.updates.patching import PatchedOptimizer
 
 if TYPE_CHECKING:
@@ -99,11 +89,7 @@ class Distributed:
         device: The accelerator that the model is on, if it is on one.
 
     Attributes:
-        terms: By name of the layer, what is fixed of its scheme.
-        gathers: By name, the layers that can send what their gradients are made of, on every rank.
-        why_whole: By name, layers that cannot for what they are, and why.
-        lossy: By name, the layers whose gradients are made short.
-        coordinator: Has the plan of each layer.
+        schemes: How its layers are synchronised.
         ending: What becomes of it when the job is over.
     """
 
@@ -125,111 +111,60 @@ class Distributed:
         staleness: int | None = None,
         device: torch.device | None = None,
     ) -> None:
-        at_owners, asynchronous = update != "workers", update == AsyncUpdates.option
+        asynchronous = update == AsyncUpdates.option
         self.staleness = staleness
         self.engine = engine
         self.servers = Servers(engine, rank, options.world_size, 0) if servers is None else servers
-        self.hosts = hosts
         self.model = model
         self.key = next(_keys)
         self.whole_steps = options.whole_steps
         self.ending = ModelEnding(self, optimizers)
         self.layers, self.slots = describe(model)
-        for slot in self.slots:
-            if distributed_of(slot.param) is not None or distributed_name(slot.param) is not None:
-                raise distributed_twice(slot.name)
         self._known = {id(param): param for param in model.parameters()}
-        for optimizer in optimizers:
-            self.check_optimizer(optimizer)
-        automatic = schemes == "auto"
         arguments = {
             "broadcast_buffers": broadcast_buffers,
-            'schemes="auto"': automatic,
+            'schemes="auto"': schemes == "auto",
             "update": update,
             "staleness": staleness,
             "the model is on an accelerator": device is not None,
         }
-        self._tensors = fingerprint(model, optimizers, self.slots, arguments)
-        check_same_model(engine.all_gather("penstock.distribute", self._tensors))
-        origins = engine.all_gather("penstock.distribute", origin_of(model))
-        if any(other._tensors == self._tensors for other in models_of(engine)):
-            check_origins(origins)
+        self._check_that_ranks_have_it(optimizers, arguments)
         self.name = name = f"model{next_number(engine)}"
-        everything = [*model.named_parameters(), *model.named_buffers()]
-        self.copies = CopyBook(engine, f"{name}.parameters", everything)
+        self.copies = CopyBook(engine, f"{name}.parameters", [*model.named_parameters(), *model.named_buffers()])
         self.copies.copy_from(rank == 0, 0)
-        buffers = [buffer for buffer in model.buffers() if buffer.numel()]
-        self.buffers: BufferCopy | None = None
-        if broadcast_buffers and buffers:
-            self.buffers = BufferCopy(
-                engine,
-                f"{name}.buffers",
-                buffers,
-                source=rank == 0,
-                device=device,
-                timeout_s=options.operation_timeout_s,
-            )
+        self.buffers = self._buffer_copy(rank, device, options) if broadcast_buffers else None
         self.synchronous: str | None = compiled_outside(model)
-        self.terms: dict[str, Terms] = {}
-        self.why_whole: dict[str, str] = {}
-        patterns: Schemes = {} if schemes is None or isinstance(schemes, str) else schemes
-        given = model if given is None else given
-        rows, lossy = self._agree_on_schemes(given, patterns, device, automatic=automatic, owners_update=at_owners)
-        if at_owners:
-            asked = {layer: terms.scheme for layer, terms in self.terms.items()}
-            check_kept(self.slots, optimizers, asked, how=AT_OWNERS[update].how, whole_steps=self.whole_steps)
+        agreed = AgreedSchemes(
+            engine,
+            model,
+            model if given is None else given,
+            self.layers,
+            self.slots,
+            optimizers,
+            schemes=schemes,
+            how=AT_OWNERS[update].how if update in AT_OWNERS else None,
+            whole_steps=self.whole_steps,
+            device=device,
+        )
         if asynchronous:
             check_norms(model)
         self.ranks = ranks = options.world_size
-        self._automatic = automatic
-        if self._automatic and options.collective_schemes:
-            network, cluster = network_of(model, self.why_whole, name), self._cluster(*engine.slicing())
-            found = best_collectives(network, cluster, policy=options.policy, rates=rates)
-            self.terms |= {
-                layer: replace(terms, collective=found[layer])
-                for layer, terms in self.terms.items()
-                if layer in found and terms.may_choose_collective
-            }
-        ways = {layer: WAYS[terms.whole] for layer, terms in self.terms.items() if terms.whole != STORE}
-        fixed = {layer: (way.route, way.wire) for layer, way in ways.items()}
-        self.gradients = Gradients(
-            engine,
-            rank,
-            f"{name}.gradients",
-            self.layers,
-            self.slots,
-            rows,
-            lossy,
-            ranks,
-            fixed,
-            partial(
-                self.servers.open_book,
-                fold="updated" if at_owners else "fresh",
-                one_by_one=asynchronous,
-                staleness=staleness,
-                in_groups=True,
-            ),
-            device,
-            options,
-            all_at_once=update in AT_OWNERS and AT_OWNERS[update].waits_for_step,
-        )
-        self.servers.check_that_all_own(self.gradients.id, f"{name}.gradients")
-        self.gathers = {gather.layer.name: gather for gather in self.gradients.rows}
-        self.lossy = {gather.layer.name: gather for gather in self.gradients.lossy}
+        cluster = self._cluster(hosts)
+        agreed.choose_collectives(name, cluster, options, rates)
+        self.gradients = self._open_gradients(rank, agreed, update, device, options)
         residuals.check_optimizers(optimizers, self.gradients.lossy)
         residuals.attach(optimizers, self.gradients.lossy, rank, ranks)
-        self.coordinator, self.choice = self._coordinate(rank, name, options, rates)
-        self.set_schemes({plan.name: plan.scheme for plan in self.coordinator.plans})
+        self.schemes = LayerSchemes(name, model, agreed, self.gradients, cluster, options, rates)
         self.gradients.synchronous = self.synchronous is not None
         self.updates: list[PatchedOptimizer] = (
-            [Updates(self, one) for one in optimizers]
-            if not at_owners
-            else [AT_OWNERS[update](self, one, kept_book(self.gradients, self.servers)) for one in optimizers]
+            [AT_OWNERS[update](self, one, kept_book(self.gradients, self.servers)) for one in optimizers]
+            if update in AT_OWNERS
+            else [Updates(self, one) for one in optimizers]
         )
         every = 0 if asynchronous else options.check_every
         self.drift = Drift(engine, model, optimizers, self.finish, rank=rank, ranks=ranks, name=name, every=every)
         if asynchronous:
-            self.choice.rest()
+            self.schemes.choice.rest()
         if not self.updates:
             self.gradients.begin_step = self.drift.before_step
         self.uneven = False  # ranks that have no batch left go along
@@ -237,6 +172,73 @@ class Distributed:
         self._at_start: list[Layer] = []
         self.norms = SyncedNorms(self.gradients, model, name, self.is_live)
         self._attach()
+
+    def _check_that_ranks_have_it(self, optimizers: Sequence[Optimizer], arguments: Mapping[str, object]) -> None:
+        """The same model, which is distributed for the first time, and optimizers of its own. Collective.
+
+        Raises:
+            ConfigError: It is distributed already, an optimizer has parameters of another one, or ranks may mean
+                different ones of models that are alike.
+            ModelMismatch: Ranks have different models.
+        """
+        for slot in self.slots:
+            if distributed_of(slot.param) is not None or distributed_name(slot.param) is not None:
+                raise distributed_twice(slot.name)
+        for optimizer in optimizers:
+            self.check_optimizer(optimizer)
+        self._tensors = fingerprint(self.model, optimizers, self.slots, arguments)
+        check_same_model(self.engine.all_gather("penstock.distribute", self._tensors))
+        origins = self.engine.all_gather("penstock.distribute", origin_of(self.model))
+        if any(other._tensors == self._tensors for other in models_of(self.engine)):
+            check_origins(origins)
+
+    def _buffer_copy(self, rank: int, device: torch.device | None, options: Options) -> BufferCopy | None:
+        """What copies rank 0's buffers each step, if there are some."""
+        buffers = [buffer for buffer in self.model.buffers() if buffer.numel()]
+        if not buffers:
+            return None
+        return BufferCopy(
+            self.engine,
+            f"{self.name}.buffers",
+            buffers,
+            source=rank == 0,
+            device=device,
+            timeout_s=options.operation_timeout_s,
+        )
+
+    def _open_gradients(
+        self, rank: int, agreed: AgreedSchemes, update: Kind, device: torch.device | None, options: Options
+    ) -> Gradients:
+        name = f"{self.name}.gradients"
+        gradients = Gradients(
+            self.engine,
+            rank,
+            name,
+            self.layers,
+            self.slots,
+            agreed.rows,
+            agreed.lossy,
+            self.ranks,
+            agreed.fixed,
+            partial(
+                self.servers.open_book,
+                fold="updated" if update in AT_OWNERS else "fresh",
+                one_by_one=update == AsyncUpdates.option,
+                staleness=self.staleness,
+                in_groups=True,
+            ),
+            device,
+            options,
+            all_at_once=update in AT_OWNERS and AT_OWNERS[update].waits_for_step,
+        )
+        self.servers.check_that_all_own(gradients.id, name)
+        return gradients
+
+    def _cluster(self, hosts: tuple[int, ...]) -> Cluster:
+        """The job's workers, servers and groups; what slices there are says the engine."""
+        apart = self.servers.count
+        cluster = Cluster(self.ranks, apart or self.ranks, servers_apart=apart > 0, hosts=hosts)
+        return cluster.in_groups(self.servers.groups)
 
     def _attach(self) -> None:
         claim(self, self.slots)
@@ -250,139 +252,6 @@ class Distributed:
         self.watch = Watch(self.model, self.layers, self.slots, slots_of) if self.synchronous is None else None
         self.observed = self.watch is None
         patches.patch(self.model, self.gradients.no_sync, self.finish)
-
-    def _cluster(self, slice_bytes: int, collective_slice_bytes: int, lanes: int) -> Cluster:
-        apart = self.servers.count
-        servers = apart or self.ranks
-        slices = (slice_bytes, collective_slice_bytes, lanes)
-        cluster = Cluster(self.ranks, servers, *slices, servers_apart=apart > 0, hosts=self.hosts)
-        return cluster.in_groups(self.servers.groups)
-
-    def _coordinate(self, rank: int, name: str, options: Options, rates: Rates) -> tuple[Coordinator, Choice]:
-        """The information book, and what keeps it in step on all ranks. Collective."""
-        engine = self.engine
-        products = any(isinstance(gather.module, nn.Linear) for gather in self.gathers.values())
-        device = self.gradients.device
-        local = measured_rates(rates, device, products=products)
-        if self._automatic and self.gathers:
-            local = replace(local, gather_s=exchange_cost(engine, rank, device, options))
-        coordinator = Coordinator(
-            network_of(self.model, self.why_whole, name),
-            self._cluster(*engine.slicing(self.gradients.id)),
-            policy=options.policy,
-            rates=rates,
-            terms=self.terms,
-            placements=self.gradients.placements,
-        )
-        coordinator.agree(engine.all_gather, rank=rank, book=engine.fingerprint(self.gradients.id))
-        book = f"{name}.facts"
-        return coordinator, Choice(engine, rank, book, self.model, coordinator, self.gathers, local, self.set_schemes)
-
-    def _agree_on_schemes(
-        self,
-        given: nn.Module,
-        schemes: Schemes,
-        device: torch.device | None,
-        *,
-        automatic: bool,
-        owners_update: bool,
-    ) -> tuple[list[tuple[Layer, nn.Module, str]], list[tuple[Layer, nn.Module, LossyScheme]]]:
-        """Find the layers that can send rows, and those that shall be lossy. Collective.
-
-        One that cannot send rows on some rank uses the store on all.
-        """
-        names = [layer.name for layer in self.layers]
-        named = {name or ROOT: module for name, module in self.model.named_modules()}  # scripted ones know no other way
-        modules = [named[name] for name in names]
-        mine = survey(given, modules, device)
-        described = {
-            "why": mine,
-            "schemes": {str(name): str(one) for name, one in schemes.items()},
-            "numerics": numerics(device),
-        }
-        # What is wrong with this rank's patterns is raised here once all ranks are told what they are.
-        everyone = [json.loads(blob) for blob in self.engine.all_gather("penstock.distribute", _json(described))]
-        different = next(
-            (other for other, one in enumerate(everyone) if one["schemes"] != everyone[0]["schemes"]), None
-        )
-        if different is not None:
-            raise ModelMismatch(
-                f"penstock.distribute: schemes is {everyone[0]['schemes']} on rank 0 and "
-                f"{everyone[different]['schemes']} on rank {different}. Pass the same on every rank",
-                rank=different,
-            )
-        reasons = [common_reason(column) for column in zip(*(one["why"] for one in everyone), strict=True)]
-        strange = next(
-            (other for other, one in enumerate(everyone) if one["numerics"] != everyone[0]["numerics"]), None
-        )
-        if strange is not None:
-            for index, module in enumerate(modules):
-                if reasons[index] is None and isinstance(module, nn.Linear):
-                    reasons[index] = (
-                        f"rank {strange} ({everyone[strange]['numerics']}) may round products otherwise than rank 0 "
-                        f"({everyone[0]['numerics']})"
-                    )
-        params = [[slot.param for slot in layer.slots] for layer in self.layers]
-        asked = as_asked(names, modules, reasons, schemes, params)
-        unasked = Terms() if automatic else Terms(STORE, what=DEFAULT)
-        self.terms = {
-            name: replace(
-                unasked if one is None else Terms(one),
-                sparse=why is None and is_sparse(module),
-                owners_update=owners_update,
-            )
-            for name, module, one, why in zip(names, modules, asked, reasons, strict=True)
-        }
-        self.why_whole = {name: why for name, why in zip(names, reasons, strict=True) if why is not None}
-        rows: list[tuple[Layer, nn.Module, str]] = []
-        lossy: list[tuple[Layer, nn.Module, LossyScheme]] = []
-        for layer, module, one, why in zip(self.layers, modules, asked, reasons, strict=True):
-            if one is not None and not isinstance(one, str):
-                lossy.append((layer, module, one))
-            elif why is None and not owners_update and (scheme := gather_scheme(module)) is not None:
-                rows.append((layer, module, one if one is not None and WAYS[one].sends_rows else scheme))
-        return rows, lossy
-
-    def set_schemes(self, schemes: Mapping[str, str]) -> None:
-        """Change how layers are synchronised, from the next backward on.
-
-        Every rank must make the same change between the same two backward passes.
-
-        Args:
-            schemes: By name of the layer, one of its `LayerPlan.schemes`; other layers stay as they are.
-
-        Raises:
-            ConfigError: A layer cannot use its scheme. Then all stay as they are.
-        """
-        for name, scheme in schemes.items():
-            plan = self.coordinator.decision(name)
-            if scheme not in plan.schemes:
-                raise self._cannot_change(plan, scheme)
-        for name, scheme in schemes.items():
-            gather = self.lossy.get(name) or self.gathers.get(name)
-            if gather is not None:
-                gather.engage(scheme == gather.scheme)
-
-    def _cannot_change(self, plan: LayerPlan, scheme: str) -> ConfigError:
-        name, first = plan.name, plan.schemes[0]
-        if WAYS[first].shortens:
-            what = (
-                f"is sent by {first}, which keeps what it has not sent yet: it cannot change to {scheme} while "
-                "training. Say so at penstock.distribute"
-            )
-        elif WAYS[scheme].is_whole or (plan.given and first != STORE):
-            what = (
-                f"cannot change from {'the store' if first == STORE else first} to {scheme}: collectives and types on "
-                "the wire are fixed by penstock.distribute(..., schemes=...)"
-            )
-        else:
-            why = self.terms[name].why_whole or self.why_whole.get(name) or f"{scheme} is not for this kind of layer"
-            what = f"cannot use {scheme}: {why}"
-        return ConfigError(f"layer {name} {what}", layer=name)
-
-    def lossy_layers(self) -> dict[str, str]:
-        """By name of the layer its scheme, where that is lossy."""
-        return {plan.name: plan.scheme for plan in self.coordinator.plans if plan.lossy}
 
     def _layers_by_module(self) -> dict[int, list[Layer]]:
         """By id of the module, the layers whose parameters it has, tied ones included."""
@@ -443,7 +312,7 @@ class Distributed:
         """The gradients of this step have been taken."""
         if not self.observed:
             self._end_observation()
-        self.choice.after_step(self.gradients.step)
+        self.schemes.choice.after_step(self.gradients.step)
         if self.buffers is not None:
             self.buffers.finish()
             self.buffers.start(self.gradients.step - 1)  # of the step that has just ended
@@ -544,10 +413,6 @@ def model_of(param: object) -> Distributed | None:
     """The distributed model that a parameter belongs to."""
     distributed = distributed_of(param)
     return distributed if isinstance(distributed, Distributed) else None
-
-
-def _json(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
 
 
 @overload

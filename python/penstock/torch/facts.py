@@ -44,7 +44,7 @@ def coordinator_of(model: nn.Module) -> Coordinator:
     distributed = distributed_for(model)
     if distributed is None:
         raise ConfigError("penstock.coordinator_of: the model is not distributed; call penstock.distribute first")
-    return distributed.coordinator
+    return distributed.schemes.coordinator
 
 
 def explain(model: nn.Module, compute_s: float | None = None) -> Explanation:
@@ -68,12 +68,12 @@ def explain(model: nn.Module, compute_s: float | None = None) -> Explanation:
         return explanation
 
     def with_exceptions(plan: LayerPlan) -> LayerPlan:
-        gather = distributed.gathers.get(plan.name)
+        gather = distributed.schemes.gathers.get(plan.name)
         if gather is None:
             return plan
         reason = plan.reason
-        if plan.name in distributed.choice.why_whole:
-            reason += f"; cannot leave rows on this rank: {distributed.choice.why_whole[plan.name]}"
+        if plan.name in distributed.schemes.choice.why_whole:
+            reason += f"; cannot leave rows on this rank: {distributed.schemes.choice.why_whole[plan.name]}"
         if gather.dense_sent:
             times = f"{gather.dense_sent} time{'s' if gather.dense_sent != 1 else ''}"
             reason += f"; sent whole {times} on this rank: {gather.dense_reason}"

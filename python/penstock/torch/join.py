@@ -79,7 +79,7 @@ def join() -> Iterator[None]:
             if update.has_begun:
                 raise _no_step(update, running.rank)
         distributed.synchronize()
-        distributed.choice.settle()
+        distributed.schemes.choice.settle()
         distributed.drift.settle()
     running.engine.leave()
     steps = _agree(running.engine, models)
@@ -172,13 +172,14 @@ def _going_along(engine: Engine, rank: int) -> Iterator[None]:
 
 def _agree(engine: Engine, models: list[Distributed]) -> list[list[int]]:
     """Take up each book where the rank that went furthest left it; return the steps per model and rank."""
-    books = [distributed.gradients.id for distributed in models] + [distributed.choice.id for distributed in models]
+    books = [distributed.gradients.id for distributed in models]
+    books += [distributed.schemes.choice.id for distributed in models]
     books += [distributed.buffers.id for distributed in models if distributed.buffers is not None]
     books += [distributed.norms.book for distributed in models if distributed.norms.book is not None]
     books += [distributed.drift.id for distributed in models if distributed.drift.id is not None]
     mine = {
         "steps": [distributed.gradients.step for distributed in models],
-        "measured": [distributed.coordinator.measured for distributed in models],
+        "measured": [distributed.schemes.coordinator.measured for distributed in models],
         "sequences": [engine.sequence(book) for book in books],
     }
     everyone = [json.loads(blob) for blob in engine.all_gather("penstock.join", json.dumps(mine).encode())]
@@ -194,7 +195,7 @@ def _agree(engine: Engine, models: list[Distributed]) -> list[list[int]]:
     steps: list[list[int]] = [[one["steps"][position] for one in everyone] for position in range(len(models))]
     for position, distributed in enumerate(models):
         furthest = steps[position].index(max(steps[position]))
-        distributed.choice.adopt(everyone[furthest]["measured"][position], max(steps[position]))
+        distributed.schemes.choice.adopt(everyone[furthest]["measured"][position], max(steps[position]))
     return steps
 
 
