@@ -19,7 +19,6 @@ Example:
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ from penstock import job
 from penstock.buffers import DTYPES, Buffer, view
 from penstock.calling import Caller
 from penstock.errors import ConfigError
+from penstock.forming import Forming, agree
 
 if TYPE_CHECKING:
     from penstock._native import Call, Engine
@@ -425,10 +425,11 @@ def new_group(ranks: Sequence[int] | Sequence[Group], *, inside: Any = None) -> 
     size = running.world_size
     if not members or len(set(members)) < len(members) or not all(0 <= rank < size for rank in members):
         raise ConfigError(f"penstock.new_group: {members} is no list of distinct ranks from 0 to {size - 1}")
-    joined = _agree(running, members, [item for item in ranks if isinstance(item, Group)], inside)
+    joined = [item._inside is not None for item in ranks if isinstance(item, Group) and running.rank in item.ranks]
+    by_mpi = agree(running.engine, Forming(members, parts, joined), inside)
     heads = [part[0] for part in parts]
     group = _form(running, members)
-    if not joined:
+    if not by_mpi:
         return group
     across = _form(running, heads) if len(heads) > 1 else None
     if running.rank in members:
@@ -455,87 +456,6 @@ def _form(running: job.Job, members: Sequence[int]) -> Group:
     if running.rank in members:
         running.engine.form_group(number, list(members))
     return Group(running.engine, number, members, running.rank)
-
-
-def _agree(running: job.Job, members: list[int], parts: list[Group], inside: Any) -> bool:
-    """Whether MPI has a part in the sums of a group to be formed; every rank finds the same.
-
-    Raises:
-        ConfigError: Ranks form different groups, or communicators do not fit.
-    """
-    mine: dict[str, Any] = {"ranks": members, "parts": [list(part.ranks) for part in parts]}
-    mine["joined"] = [part._inside is not None for part in parts if running.rank in part.ranks]
-    if inside is not None:
-        from penstock.inside import processes
-
-        try:
-            mine["process"], mine["inside"] = processes(inside)
-        except ConfigError as error:
-            mine["refused"] = str(error)
-    told: list[dict[str, Any]] = []
-    for rank, blob in enumerate(running.engine.all_gather("new_group", json.dumps(mine).encode())):
-        theirs = _told(blob)
-        if theirs is None:
-            raise ConfigError(
-                f"penstock.new_group: rank {rank} makes something else: all of them must call new_group",
-                rank=rank,
-            )
-        told.append(theirs)
-    for rank, theirs in enumerate(told):
-        for what in ("ranks", "parts"):
-            if theirs[what] != told[0][what]:
-                raise ConfigError(
-                    f"penstock.new_group: rank {rank} forms a group of {_listed(theirs)}, rank 0 one of "
-                    f"{_listed(told[0])}; every rank must call new_group with the same list",
-                    rank=rank,
-                )
-    for rank, theirs in enumerate(told):
-        if "refused" in theirs:
-            raise ConfigError(f"{theirs['refused']} (rank {rank})", rank=rank)
-    for part in parts:
-        if part.size > 1 and not all(told[rank]["joined"] == [True] for rank in part.ranks):
-            raise ConfigError(f"penstock.new_group: {part} has no MPI inside; form it with inside=, or give its ranks")
-    givers = [rank for rank, theirs in enumerate(told) if "inside" in theirs]
-    if not givers:
-        return bool(parts)
-    _fit(members, bool(parts), {rank: told[rank] for rank in givers})
-    return True
-
-
-def _told(blob: bytes) -> dict[str, Any] | None:
-    """What a rank has said of a group; nothing if it has said something else."""
-    try:
-        told = json.loads(blob)
-    except ValueError:
-        return None
-    return told if isinstance(told, dict) and "joined" in told else None
-
-
-def _listed(told: dict[str, Any]) -> str:
-    return " and ".join(map(str, told["parts"])) or ",".join(map(str, told["ranks"]))
-
-
-def _fit(members: list[int], made_of_groups: bool, given: dict[int, dict[str, Any]]) -> None:
-    """Check the communicators of a group: what each rank has given, by rank."""
-    for rank in sorted(given):
-        if made_of_groups or rank not in members:
-            why = "groups have theirs already" if made_of_groups else f"it is no member of {members}"
-            raise ConfigError(f"penstock.new_group: rank {rank} gives inside a communicator, and {why}", rank=rank)
-    for rank in members:
-        if rank not in given:
-            raise ConfigError(
-                f"penstock.new_group: rank {min(given)} gives inside a communicator, and rank {rank} of {members} none",
-                rank=rank,
-            )
-    ranks_of = {theirs["process"]: rank for rank, theirs in given.items()}
-    for rank in members:
-        found = [ranks_of.get(process, f"another, MPI's process {process}") for process in given[rank]["inside"]]
-        if found != members:
-            raise ConfigError(
-                f"penstock.new_group: a group of ranks {members}, and the communicator that rank {rank} gives inside "
-                f"is of ranks {found}; make one over exactly these in this order by MPI.COMM_WORLD.Split(color, key)",
-                rank=rank,
-            )
 
 
 def allreduce(
