@@ -207,7 +207,7 @@ class Distributed:
         )
 
     def _open_gradients(
-        self, rank: int, agreed: AgreedSchemes, update: Kind, device: torch.device | None, options: Options
+        self, rank: int, agreed: AgreedSchemes, update: UpdateKind, device: torch.device | None, options: Options
     ) -> Gradients:
         name = f"{self.name}.gradients"
         gradients = Gradients(
