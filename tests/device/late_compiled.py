@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import late_device  # noqa: F401  first: torch takes in what devices there are with the first backward
 import pytest
+import ranks
 import torch
 from host_bits import has_the_bits_of_the_host
 from late_ranks import (  # noqa: F401  `small` is for every test here
@@ -46,7 +47,8 @@ def train(device, backend=None):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @LONG
-def test_compiled_models_have_the_bits_of_the_host(backend):
+def test_compiled_models_have_the_bits_of_the_host(monkeypatch, backend):
+    monkeypatch.setattr(ranks, "other_default", False)
     torch.compiler.reset()
     with pytest.warns(UserWarning, match="its forward pass is compiled"):
         has_the_bits_of_the_host(61, lambda device: train(device, None if device == "cpu" else backend))

@@ -15,7 +15,7 @@ FILES = {*HERE.glob("late_*.py")} - {HERE / "late_device.py"}
 # Where what the files import is.
 PATH = [HERE.parent, HERE.parent / "torch", HERE.parent / "equality"]
 EQUALITY = {HERE / "late_equality.py"}
-LIMIT_S = 600.0
+LIMIT_S = 1200.0
 
 pytestmark = [
     pytest.mark.slow,

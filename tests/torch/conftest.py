@@ -45,6 +45,7 @@ def pytest_itemcollected(item):
 def arm(request, monkeypatch):
     """Which engine `ranks.run` uses: threads or native."""
     monkeypatch.setattr(ranks, "arm", request.param)
+    monkeypatch.setattr(ranks, "other_default", "compile" not in request.node.nodeid)
     if request.param == "threads":
         # Models under test are tiny: here everything is updated in pieces and waited for by itself, with the native
         # engine nothing.
