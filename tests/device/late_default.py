@@ -28,7 +28,6 @@ from late_ranks import (  # noqa: F401  `small` is for every test here
 from torch.nn import functional as F
 
 from penstock import distribute
-from penstock.collectives import Group
 from penstock.lossy import DGC
 
 OPTIMIZERS = {
@@ -113,23 +112,3 @@ def test_models_of_the_host_have_their_bits_beside_another_default_device(monkey
     with installed(72):
         found = train(kind, optimizer, "cpu", "late", how)
     assert same_on_all(found, expected)
-
-
-def test_calls_on_both_devices(monkeypatch):
-    monkeypatch.setattr(ranks, "arm", "native")
-
-    def main(rank, engine):
-        group = Group(engine, 0, range(2), rank)
-        with stream_of_rank("late"), torch.device("late"):
-            there, here = torch.full((700,), 1.0 + rank), torch.full((700,), 1.0 + rank, device="cpu")
-            rows = [torch.empty(700) for _ in range(2)]
-            group.all_gather(there, rows)
-            group.allreduce(there)
-            group.allreduce(here)
-            assert there.device.type == "late"
-            return [there.cpu(), here, *(row.cpu() for row in rows)]
-
-    with installed(73):
-        for found in run(main, 2):
-            for tensor, value in zip(found, (3.0, 3.0, 1.0, 2.0), strict=True):
-                assert torch.equal(tensor, torch.full((700,), value))
