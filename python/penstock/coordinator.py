@@ -224,7 +224,9 @@ class Coordinator:
         batchsize: int | None = None,
         whole: Mapping[str, int] | None = None,
     ) -> dict[str, str]:
-        """Take new measurements, the same on all ranks, and choose again; a change must gain a tenth.
+        """Take new measurements, the same on all ranks, and choose again.
+
+        A change must gain a tenth, unless the scheme in use has become slower than the store.
 
         Args:
             rows: By layer, rows of each rank; layers that are missing keep theirs.

@@ -3,7 +3,8 @@
 //! Two policies. [`Policy::Paper`] is Poseidon's Algorithm 1: the formulas of its Table 1, in numbers sent and received,
 //! and nothing else. [`Policy::Measured`] compares seconds: bytes over the measured line rate, latencies, sums, and the
 //! product that rebuilds a gradient from its factors; a change of scheme must gain [`MARGIN`], so that facts that waver
-//! do not make it waver. Neither ever chooses a scheme that its own model says is slower than the store.
+//! do not make it waver, unless the one in use has become slower than the store. Neither ever chooses a scheme that its
+//! own model says is slower than the store.
 
 mod cluster;
 mod facts;
@@ -164,14 +165,14 @@ pub struct Best {
     pub reason: Reason,
 }
 
-/// How a layer is synchronised: the way of the fewest seconds, unless one of these overrides it, the first that applies.
+/// How a layer is synchronised: the best way by the policy, unless one of these overrides it, the first that applies.
 ///
 /// 1. *Given*: what was asked for (lossy or not), the default, or the only one possible, as for gradients that shall stay sparse. A
 ///    layer that could have nothing but the store has it in any case; for such a layer the rules below give the reason.
 /// 2. *Adopted*: what the ranks use that went on while this one was away.
 /// 3. *Kept*, of a collective: it is in the store's place, which the book does not have for the layer.
 /// 4. *Store only*: the gradient must travel whole, as to owners that update; or would from some rank at present.
-/// 5. *Kept*, of the way in use: no other gains [`MARGIN`].
+/// 5. *Kept*, of the way in use: no other gains [`MARGIN`], and the store is not faster.
 #[must_use]
 pub fn decide(policy: Policy, facts: &Facts<'_>, terms: &Terms<'_>) -> Decision {
     let ways = terms.ways(facts);

@@ -65,9 +65,6 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 _keys = itertools.count()
 
-DEFAULT = "the store is the default"
-"""Why layers use it of which nothing is asked and nothing is to be chosen."""
-
 
 class Distributed:
     """What belongs to one distributed model. The hooks on the model hold it; nothing global does.

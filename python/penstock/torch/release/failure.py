@@ -1,9 +1,10 @@
 """What becomes of all distributed models when their job is over: after a failure, and at the end.
 
-When a rank is lost, the program gets the error from whatever it waits in, once. By then nothing writes its memory any
-more, and all of it can be read: with ``whole_steps`` of `penstock.Options` the last whole step, otherwise the layers as
-they are, and the error says which of them have the update of the step that never became whole. Gradients that were on
-their way read as ``None``. Only what needs the other ranks raises again, until `penstock.shutdown`.
+When a rank is lost, the program gets the error from whatever it waits in, once. If that is a model or an optimizer,
+nothing writes its memory any more by then, and all of it can be read: with ``whole_steps`` of `penstock.Options` the
+last whole step, otherwise the layers as they are, and the error says which of them have the update of the step that
+never became whole. Gradients that were on their way read as ``None``. Only what needs the other ranks raises again,
+until `penstock.shutdown`.
 
 After that, whatever the job's end was, models and optimizers are the program's own again, without anything of ours on
 them: they can be trained on alone, or distributed in a new job.

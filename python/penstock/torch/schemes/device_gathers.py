@@ -2,7 +2,8 @@
 
     hook: the contribution's parts, copied together on the device; an event  ->  a stream copies them, through bounded
     pinned memory, to host memory  ->  engine, as of a model in main memory
-    ->  another stream copies all ranks' contributions to the device and computes the averages there; an event
+    ->  another stream computes averages of factors there, from copies of all ranks' contributions; other averages are
+        made in main memory, and copied; an event
     ->  the update waits for it
 
 The hook copies because the program may write a layer's input again as soon as backward is over. A thread beside the

@@ -1,4 +1,4 @@
-"""What owners keep of a model on an accelerator: each parameter is several tensors of the book, its pieces."""
+"""What owners keep of a model on an accelerator: each parameter is one tensor of the book or several."""
 
 from __future__ import annotations
 
