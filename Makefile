@@ -85,6 +85,8 @@ explore: ## Simulate jobs with losses, LIVES of life alone and SCENARIOS of ever
 CASES ?= 200000
 fuzz: ## Feed random bytes and frames to everything that parses them, CASES of each
 	PROPTEST_CASES=$(CASES) cargo test --release --locked --quiet -p penstock-core --lib wire::
+	PROPTEST_CASES=$(CASES) cargo test --release --locked --quiet -p penstock-core --lib agreement::
+	PROPTEST_CASES=$(CASES) cargo test --release --locked --quiet -p penstock-core --lib recovery::
 	PROPTEST_CASES=$(CASES) cargo test --release --locked --quiet -p penstock-core --test node any_events
 	PROPTEST_CASES=$(CASES) cargo test --release --locked --quiet -p penstock-net --lib handshake::
 

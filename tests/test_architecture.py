@@ -41,7 +41,7 @@ CORE_DEPENDENCIES = {"bytemuck", "half", "thiserror"}
 FLOORS = (
     {"types", "limits", "bits", "parts"},
     {"error", "members", "way", "optimizer", "reduce", "slicing", "queue"},
-    {"wire", "memory", "steps", "cost", "all_gather"},
+    {"wire", "memory", "steps", "cost", "all_gather", "agreement", "recovery"},
     {"roles", "observe", "submission"},
     {"layout", "life"},
     {"scheme", "exchange"},

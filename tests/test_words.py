@@ -32,6 +32,7 @@ SAME = {
     "Answered": "whom an owner answers; in Python as a message to servers spells it",
     # both drivers carry out what core decides
     "Effect": "what a state machine asks of whoever runs it",
+    "Omission": "a rule that a simulation leaves out, to see that it is missed",
     "Chunk": "a view of memory",
     "RealMemory": "memory whose bytes are really summed",
     "Connection": "frames in and out",

@@ -245,6 +245,24 @@ impl Book {
         self.slices.push(Slice { tensor, offset_bytes, len_bytes, wire_bytes, owner, at_owner, lane });
     }
 
+    /// The same slices, dealt to other members: of the next epoch, in which rounds of these slices go on.
+    ///
+    /// # Panics
+    /// If there are none.
+    #[must_use]
+    pub fn among(&self, members: &Members) -> Self {
+        assert!(!members.is_empty(), "a book is dealt to somebody");
+        let roles = Roles { rules: self.roles.rules.clone(), ..Roles::alike(members.clone()) };
+        let (owned_bytes, owned_slices) = (vec![0; members.end()], vec![0; members.end()]);
+        let mut book = Self { roles, slices: Vec::new(), owned_bytes, owned_slices, ..self.clone() };
+        for slice in &self.slices {
+            let tensor = &self.tensors[slice.tensor as usize];
+            let elems = slice.len_bytes / tensor.dtype.size_bytes() as u32;
+            book.push_slice(slice.tensor, tensor, slice.offset_bytes, elems, self.slicing.lanes);
+        }
+        book
+    }
+
     /// The slices of a tensor.
     #[must_use]
     pub fn slices_of(&self, tensor: TensorId) -> std::ops::Range<u32> {
@@ -353,6 +371,15 @@ fn check(
     }
     if let Some(Tensor { name, .. }) = tensors.iter().find(|t| t.route == Route::Owner) {
         return fail(format!("tensor {name:?} cannot travel by its owner: gather it for one rank"));
+    }
+    let elsewhere = |t: &&Tensor| t.route != Route::STORE;
+    if let Some(Tensor { name, route, .. }) =
+        tensors.iter().find(elsewhere).filter(|_| roles.rules.recoverable)
+    {
+        let route = route.name();
+        return fail(format!(
+            "tensor {name:?} is synchronised by {route}; where members may be lost all is in the store"
+        ));
     }
     let gathered = |t: &&Tensor| t.route == Route::Gather;
     let unfit = |t: &&Tensor| t.dtype != Dtype::Bytes || t.elems > limits::GATHER_BYTES_MAX;

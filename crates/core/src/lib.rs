@@ -12,6 +12,7 @@
 //! does next) → [`queue`] (which frame goes first) → [`wire`] (its bytes) and, on the other side, back up to
 //! [`reduce`] (the sum in the algorithm's order). Who is alive, and whose fault it is if the job fails: [`life`].
 
+pub mod agreement;
 pub mod all_gather;
 pub mod bits;
 pub mod calls;
@@ -28,6 +29,7 @@ pub mod observe;
 pub mod optimizer;
 pub mod parts;
 pub mod queue;
+pub mod recovery;
 pub mod reduce;
 pub mod roles;
 pub mod scheme;

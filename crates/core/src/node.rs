@@ -9,6 +9,7 @@ mod calls;
 mod events;
 mod outbox;
 mod presence;
+mod recovery;
 mod waits;
 
 use crate::calls::Calls;
@@ -201,6 +202,16 @@ impl<M: Memory, O: Observe> Node<M, O> {
         submission: &Submission<M::Chunk>,
         actions: &mut Vec<Action<M::Chunk>>,
     ) -> Result<(), Error> {
+        self.submit_those(submission, |_| true, actions)
+    }
+
+    /// As [`Node::submit`], with some of the tensor's slices.
+    fn submit_those(
+        &mut self,
+        submission: &Submission<M::Chunk>,
+        those: impl Fn(SliceId) -> bool,
+        actions: &mut Vec<Action<M::Chunk>>,
+    ) -> Result<(), Error> {
         let Submission { book, tensor, ref memory, gives, .. } = *submission;
         let Some(Some(state)) = self.books.get(usize::from(book)) else {
             return Err(Error::Config(format!("book {book} is not open")));
@@ -215,7 +226,7 @@ impl<M: Memory, O: Observe> Node<M, O> {
         if let Some((op, why)) = gives.op().and_then(|op| Some((op, op.refused_on_wire(*dtype, *wire)?))) {
             return Err(Error::Config(format!("{}: {op:?} of {name} ({dtype:?}): {why}", ids.name)));
         }
-        for id in ids.slices_of(tensor) {
+        for id in ids.slices_of(tensor).filter(|id| those(*id)) {
             let slice = &ids.slices[id as usize];
             if slice.lane == self.config.lane {
                 let (start, len) = match gives {

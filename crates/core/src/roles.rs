@@ -69,6 +69,9 @@ pub struct Rules {
     pub staleness: Option<Staleness>,
     /// What becomes of a round that waits for a few; without, it waits.
     pub stragglers: Option<Stragglers>,
+    /// Whether a member may be lost and the others go on ([`crate::recovery`]): a contribution stays as it is until the whole result is
+    /// here.
+    pub recoverable: bool,
 }
 
 /// Stale synchronous parallel, by slice: whoever is answered waits while it is too far ahead. A rank's clock is how often it has
@@ -162,7 +165,15 @@ impl Roles {
         if let Some(why) = self.wrong_groups() {
             return Some(why);
         }
-        let Rules { must_be_in, fold, answered, staleness, stragglers } = &self.rules;
+        let plain = Rules { recoverable: true, ..Rules::default() };
+        if self.rules.recoverable
+            && (self.rules != plain || !self.groups.is_empty() || self.owners != self.members)
+        {
+            return Some(
+                "members may be lost where all own slices, all must be in, and all get the fresh result, without groups".into(),
+            );
+        }
+        let Rules { must_be_in, fold, answered, staleness, stragglers, .. } = &self.rules;
         let one_by_one = *must_be_in == MustBeIn::Nobody;
         if *fold == Fold::Updated && !one_by_one && *answered != Answered::All {
             return Some(

@@ -57,7 +57,7 @@ impl BookRoles {
         let stragglers = stragglers
             .map(|(enough, after_s)| PyResult::Ok(Stragglers { enough, after_ns: after_ns(after_s)? }))
             .transpose()?;
-        let rules = Rules { must_be_in, fold, answered, staleness, stragglers };
+        let rules = Rules { must_be_in, fold, answered, staleness, stragglers, recoverable: false };
         let (members, owners) = (self::members(members), self::members(owners));
         let groups = Groups::of_members(groups.into_iter().map(self::members));
         let roles = Roles { members, owners, rules, groups };

@@ -8,9 +8,11 @@
 //! cost of computing (nodes and sums take no virtual time), loss and retransmission below the byte streams.
 
 pub mod agenda;
+pub mod agreement;
 pub mod calls;
 pub mod chain;
 pub mod check;
+pub mod elastic;
 pub mod life;
 pub mod memory;
 pub mod network;

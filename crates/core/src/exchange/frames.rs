@@ -7,7 +7,7 @@ use crate::types::Rank;
 use crate::wire::{Header, Kind, Outgoing, wire_argument, wire_part};
 
 /// Sends word that a round has ended: with the result, without one, or that it is what the receiver gave.
-pub(super) fn tell<M: Memory>(
+pub(crate) fn tell<M: Memory>(
     to: Rank,
     header: &Header,
     result: Option<&M::Chunk>,

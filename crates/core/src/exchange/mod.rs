@@ -24,6 +24,7 @@ pub mod store;
 
 pub use context::{Context, Effect, Flow, Site};
 pub use entry::{Field, SliceEntry};
+pub(crate) use frames::tell;
 
 use crate::error::Error;
 use crate::memory::Memory;
@@ -107,7 +108,7 @@ impl<C: Clone> Exchange<C> {
         memory: &M,
     ) -> Option<C> {
         match self {
-            Self::Store(store) => store.destination(header),
+            Self::Store(store) => store.destination(header, site),
             Self::Collective(collective) => collective.destination(header, site, memory),
             Self::Gather(_) => None,
         }
@@ -231,6 +232,13 @@ impl<C: Clone> Exchange<C> {
             Self::Store(store) => ranks.extend(store.owner_that_owes(site)),
             Self::Gather(gather) => gather.owners_that_owe(site, ranks),
             Self::Collective(_) => {}
+        }
+    }
+
+    /// Between two epochs: this rank has contributed to round `header.seq`, which has ended, and `by` gives the result.
+    pub fn lacks(&mut self, header: &Header, memory: C, by: Rank) {
+        if let Self::Store(store) = self {
+            store.lacks(header, memory, by);
         }
     }
 

@@ -48,6 +48,8 @@ use crate::wire::{Header, Kind, describe, unexpected, wire_argument};
 struct Mine<C> {
     memory: C,
     seq: Seq,
+    /// Who gives the result, if it is not the owner: of a round of the last epoch.
+    given_by: Option<Rank>,
 }
 
 /// One slice in the store: this rank as a worker, and as the owner if it is.
@@ -109,7 +111,7 @@ impl<C: Clone> Store<C> {
             let (book, layer, op) = (header.book, context.site.layer, header.op);
             return Err(Error::Config(format!("{op:?} of layer {layer} of book {book}: {why}")));
         }
-        self.mine = Some(Mine { memory: memory.clone(), seq: header.seq });
+        self.mine = Some(Mine { memory: memory.clone(), seq: header.seq, given_by: None });
         let to = context.site.answered_by();
         if to == rank || context.site.led().is_some() {
             if to != rank {
@@ -149,12 +151,14 @@ impl<C: Clone> Store<C> {
             (_, Some(inside)) => inside.waits_for_answer(header.seq),
             (None, None) => false,
         };
-        waits && site.answered_by() == from
+        let given_by = self.mine.as_ref().and_then(|mine| mine.given_by);
+        waits && given_by.unwrap_or_else(|| site.answered_by()) == from
     }
 
-    /// Answers go straight into this rank's memory, unless they have to be expanded.
-    pub(super) fn destination(&self, header: &Header) -> Option<C> {
-        let straight = header.kind == Kind::Answer && is_unrounded(header);
+    /// Answers go straight into this rank's memory, unless they have to be expanded, or this rank's contribution must stay until
+    /// they are whole.
+    pub(super) fn destination(&self, header: &Header, site: &Site<'_>) -> Option<C> {
+        let straight = header.kind == Kind::Answer && is_unrounded(header) && !site.rules.recoverable;
         self.mine.as_ref().filter(|_| straight).map(|mine| mine.memory.clone())
     }
 
@@ -171,6 +175,10 @@ impl<C: Clone> Store<C> {
             (Kind::Answer, Some(chunk)) => {
                 let Context { site, memory, .. } = context;
                 let result = match &self.mine {
+                    Some(mine) if site.rules.recoverable && is_unrounded(header) => {
+                        copy(*memory, &chunk, &mine.memory);
+                        mine.memory.clone()
+                    }
                     _ if is_unrounded(header) => chunk,
                     Some(mine) => {
                         memory.expand(site.wire, &chunk, &mine.memory);
@@ -201,6 +209,10 @@ impl<C: Clone> Store<C> {
             }
             _ => Err(unexpected(from, header)),
         }
+    }
+
+    pub(super) fn lacks(&mut self, header: &Header, memory: C, by: Rank) {
+        self.mine = Some(Mine { memory, seq: header.seq, given_by: Some(by) });
     }
 
     /// A round that only waited for the rank that has left ends now.

@@ -124,7 +124,7 @@ fn one_by_one(seed: u64) {
         fold,
         answered,
         staleness: most.map(|most| Staleness { of: workers, most }),
-        stragglers: None,
+        ..Rules::default()
     };
     let in_groups = random.chance(500);
     let (mut bench, book, workers, name) = job(random, in_groups, rules);

@@ -1,0 +1,473 @@
+//! How the members of a job agree on the next ones when one of them is lost, leaves or comes.
+//!
+//! Each *epoch* has its members, and one [`NextMembers`]: the members of the next epoch, and a plan that says how what is unfinished goes on.
+//! The members of an epoch choose by ballots, as in Paxos (Lamport, 1998): whoever leads asks all for a promise, makes a plan of what
+//! they report, and proposes it; what a quorum has accepted is chosen, whoever else says what.
+//!
+//! **Why there is one choice.** Any two quorums have a member in common, as long as a quorum is a majority, which it is unless the
+//! user says otherwise. Who has promised a ballot accepts nothing of an earlier one, and says what it has accepted before; a
+//! later ballot proposes that again. So two halves of a job cannot both go on: at most one of them has a quorum.
+//!
+//! **Why reports stay true.** Before it promises, a member *freezes*: it takes in nothing more of this epoch's exchanges, and sends
+//! nothing. What it reports is what it has until the choice is known. So whoever leads, and however often, the plan is made of the
+//! same reports.
+//!
+//! **Who leads.** Each member takes the lowest rank that it hears for the leader, and tells it that the epoch is to end; who is told and
+//! does not think so passes that on. Who hears too few yields. Two may lead for a while: the ballots decide. Who is outbid waits
+//! before it asks again, the longer the higher its rank.
+//!
+//! **Who stays.** Those that have promised, that hear each other, and that do not leave; of two that do not hear each other, the one that more
+//! others do not hear goes, or the higher rank. Who is left out and lives is told so by those that it is still connected with.
+//!
+//! What this leaves out: what suspicion rests on ([`crate::life`]), what reports and plans say, connections.
+
+mod message;
+mod proposal;
+
+pub use message::{Ballot, MemberMessage, NextMembers, Promise};
+
+use crate::members::Members;
+use crate::types::Rank;
+use proposal::Proposal;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// How long a leader whose first ballot was outbid waits before its next, for each rank from the lowest to its own. Twice as long after
+/// each further attempt: two that lead at the same time do not outbid each other for ever, however slow their network is.
+pub const BACKOFF_NS: u64 = 50_000_000;
+/// The wait does not double more often than this.
+const DOUBLINGS_MAX: u32 = 8;
+/// Choices of past epochs that are kept, for members that have not heard of them.
+const PAST_MAX: usize = 64;
+
+/// What the driver must do.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Effect {
+    /// Send this to a peer, as of this epoch. Frames to one peer stay in order.
+    Send(Rank, u32, MemberMessage),
+    /// Take in and send nothing more of this epoch's exchanges; then tell [`Succession::frozen`] what there is.
+    Freeze,
+    /// This member leads: make a plan of what those who stay have reported, and tell [`Succession::planned`]. The ballot says of which.
+    Plan(Ballot, Vec<(Rank, Vec<u8>)>),
+    /// The next epoch has begun. Who is not among its members ends.
+    Chosen(NextMembers),
+}
+
+/// One member's part in it, from epoch to epoch.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Succession {
+    me: Rank,
+    epoch: u32,
+    ranks: Vec<Rank>,
+    /// How many must agree; none: a majority.
+    enough: Option<u32>,
+    /// Whom this member does not hear.
+    suspects: BTreeSet<Rank>,
+    /// Who hears too few to lead.
+    yielded: BTreeSet<Rank>,
+    leaves: bool,
+    /// This epoch is to end: somebody is lost, or leaves.
+    ends: bool,
+    /// Asked for a report, and the report.
+    asked: bool,
+    report: Option<Vec<u8>>,
+    promised: Ballot,
+    /// The latest ballot that this member's own have been refused for.
+    seen: Ballot,
+    /// A promise that waits for the report.
+    owed: bool,
+    accepted: Option<(Ballot, NextMembers)>,
+    proposal: Option<Proposal>,
+    /// Not before then another ballot.
+    again_ns: Option<u64>,
+    /// As the leader: too few hear each other.
+    too_few: bool,
+    /// As the leader: since the ballot began somebody may hear more than it has promised with.
+    outdated: bool,
+    /// Who was told last that this epoch is to end.
+    urged: Option<Rank>,
+    past: BTreeMap<u32, NextMembers>,
+    effects: Vec<Effect>,
+}
+
+impl Succession {
+    /// Of member `me` of a job that begins with these. `enough` members must agree if that is given; otherwise more than half.
+    #[must_use]
+    pub fn new(me: Rank, members: &Members, enough: Option<u32>) -> Self {
+        Self {
+            me,
+            epoch: members.epoch(),
+            ranks: members.iter().collect(),
+            enough,
+            suspects: BTreeSet::new(),
+            yielded: BTreeSet::new(),
+            leaves: false,
+            ends: false,
+            asked: false,
+            report: None,
+            promised: Ballot::default(),
+            seen: Ballot::default(),
+            owed: false,
+            accepted: None,
+            proposal: None,
+            again_ns: None,
+            too_few: false,
+            outdated: false,
+            urged: None,
+            past: BTreeMap::new(),
+            effects: Vec::new(),
+        }
+    }
+
+    /// What is to be done, in this order. To be called after every other call.
+    pub fn take_effects(&mut self) -> Vec<Effect> {
+        std::mem::take(&mut self.effects)
+    }
+
+    /// The present epoch.
+    #[must_use]
+    pub fn epoch(&self) -> u32 {
+        self.epoch
+    }
+
+    /// Its members.
+    #[must_use]
+    pub fn members(&self) -> Members {
+        self.ranks.iter().copied().collect::<Members>().in_epoch(self.epoch)
+    }
+
+    /// Whether this member takes part in exchanges at present: not once it was asked for a report.
+    #[must_use]
+    pub fn is_frozen(&self) -> bool {
+        self.asked
+    }
+
+    /// Whether this epoch is to end, and what follows is not chosen yet. Where too few hear each other that lasts: drivers bound it.
+    #[must_use]
+    pub fn is_ending(&self) -> bool {
+        self.ends
+    }
+
+    /// Whether this member does not hear that one.
+    #[must_use]
+    pub fn suspects(&self, rank: Rank) -> bool {
+        self.suspects.contains(&rank)
+    }
+
+    /// How many members must agree on what follows this epoch.
+    #[must_use]
+    pub fn quorum(&self) -> usize {
+        self.enough.map_or(self.ranks.len() / 2 + 1, |enough| (enough as usize).clamp(1, self.ranks.len()))
+    }
+
+    /// Whether too few members are heard, or hear each other, as far as this one knows: why an epoch that is to end does not.
+    #[must_use]
+    pub fn lacks_quorum(&self) -> bool {
+        self.too_few || self.heard().count() < self.quorum()
+    }
+
+    /// Whether this member is none any more: the others have chosen to go on without it.
+    #[must_use]
+    pub fn is_out(&self) -> bool {
+        !self.ranks.contains(&self.me)
+    }
+
+    /// The connection to a peer has ended, or nothing comes from it.
+    pub fn suspect(&mut self, now_ns: u64, peer: Rank) {
+        if peer == self.me || self.is_out() || !self.ranks.contains(&peer) || !self.suspects.insert(peer) {
+            return;
+        }
+        self.ends = true;
+        self.urge(now_ns);
+        self.conclude(now_ns);
+    }
+
+    /// It is heard again, by a new connection. What was under way on the old one is said again.
+    pub fn heard_again(&mut self, now_ns: u64, peer: Rank) {
+        self.suspects.remove(&peer);
+        self.yielded.clear();
+        // One that has missed several asks for the others.
+        let missed = self.past.last_key_value().map(|(_, choice)| MemberMessage::Chosen(choice.clone()));
+        let asks = self.proposal.as_ref().and_then(|proposal| proposal.asks(peer));
+        self.effects
+            .extend(missed.into_iter().chain(asks).map(|message| Effect::Send(peer, self.epoch, message)));
+        if self.ends && !self.is_out() {
+            self.urge(now_ns);
+        }
+    }
+
+    /// This member wants to leave: it takes part until the next epoch begins without it.
+    pub fn leave(&mut self, now_ns: u64) {
+        (self.leaves, self.ends) = (true, true);
+        self.urge(now_ns);
+    }
+
+    /// What this member has of this epoch's exchanges, in which it takes part no more.
+    pub fn frozen(&mut self, now_ns: u64, report: Vec<u8>) {
+        self.report = Some(report);
+        if std::mem::take(&mut self.owed) {
+            self.promise(now_ns, self.promised);
+        }
+    }
+
+    /// The plan that was asked for, unless another ballot has begun meanwhile.
+    pub fn planned(&mut self, now_ns: u64, ballot: Ballot, plan: Vec<u8>) {
+        let Some(proposal) = self.proposal.as_mut().filter(|proposal| proposal.ballot == ballot) else {
+            return;
+        };
+        let Some(ranks) = proposal.planned.take() else { return };
+        self.propose(now_ns, NextMembers { epoch: self.epoch, ranks, plan });
+    }
+
+    /// A member, or one of an earlier epoch, has said this.
+    pub fn heard_from(&mut self, now_ns: u64, from: Rank, epoch: u32, message: MemberMessage) {
+        if let MemberMessage::Chosen(choice) = message {
+            if choice.epoch > self.epoch {
+                self.effects.push(Effect::Send(from, self.epoch, MemberMessage::Ends)); // of this epoch, which it answers by its choice
+            }
+            return self.choose(now_ns, choice);
+        }
+        if epoch < self.epoch {
+            let told = self
+                .past
+                .get(&epoch)
+                .cloned()
+                .map(|choice| Effect::Send(from, self.epoch, MemberMessage::Chosen(choice)));
+            return self.effects.extend(told);
+        }
+        if epoch > self.epoch {
+            return self.effects.push(Effect::Send(from, self.epoch, MemberMessage::Ends));
+        }
+        if self.is_out() || !self.ranks.contains(&from) {
+            return;
+        }
+        match message {
+            MemberMessage::Chosen(_) => {}
+            MemberMessage::Ends => {
+                self.ends = true;
+                // Who has told this member takes it for the leader; whoever this one takes for it should know.
+                let leader = self.leader();
+                if self.yielded.contains(&self.me) {
+                    self.effects.push(Effect::Send(from, self.epoch, MemberMessage::Yields));
+                } else if leader == self.me || (leader != from && self.urged != Some(leader)) {
+                    self.urge(now_ns);
+                }
+            }
+            MemberMessage::Yields => {
+                self.ends = true;
+                self.yielded.insert(from);
+                self.urge(now_ns);
+            }
+            MemberMessage::Prepare(ballot) if ballot < self.promised => self.refuse(from),
+            MemberMessage::Prepare(ballot) => {
+                self.ends = true;
+                self.outbid(now_ns, ballot);
+                self.promise(now_ns, ballot);
+            }
+            MemberMessage::Promised(ballot, promise) => {
+                if let Some(proposal) = self.proposal.as_mut().filter(|proposal| proposal.ballot == ballot) {
+                    proposal.promises.insert(from, promise);
+                    self.conclude(now_ns);
+                }
+            }
+            MemberMessage::Propose(ballot, _) if ballot < self.promised => self.refuse(from),
+            MemberMessage::Propose(ballot, choice) => {
+                self.ends = true;
+                self.outbid(now_ns, ballot);
+                if std::mem::take(&mut self.owed) && self.promised < ballot {
+                    self.tell(now_ns, self.promised.leader, MemberMessage::Refused(ballot));
+                }
+                self.promised = ballot;
+                self.accepted = Some((ballot, choice));
+                self.tell(now_ns, from, MemberMessage::Accepted(ballot));
+            }
+            MemberMessage::Accepted(ballot) => self.agreed(now_ns, from, ballot),
+            MemberMessage::Refused(promised) => self.outbid(now_ns, promised),
+        }
+    }
+
+    /// What time alone shows.
+    pub fn look(&mut self, now_ns: u64) {
+        if self.again_ns.is_some_and(|again_ns| now_ns >= again_ns) {
+            self.again_ns = None;
+            self.urge(now_ns);
+        }
+    }
+
+    /// When [`Succession::look`] may have something to do.
+    #[must_use]
+    pub fn deadline_ns(&self) -> Option<u64> {
+        self.again_ns
+    }
+
+    fn heard(&self) -> impl Iterator<Item = Rank> + '_ {
+        self.ranks.iter().copied().filter(|rank| !self.suspects.contains(rank))
+    }
+
+    fn leader(&self) -> Rank {
+        self.heard().find(|rank| !self.yielded.contains(rank)).unwrap_or(self.me)
+    }
+
+    fn tell(&mut self, now_ns: u64, to: Rank, message: MemberMessage) {
+        if to == self.me {
+            self.heard_from(now_ns, to, self.epoch, message);
+        } else {
+            self.effects.push(Effect::Send(to, self.epoch, message));
+        }
+    }
+
+    fn tell_all(&mut self, now_ns: u64, message: &MemberMessage) {
+        // Itself last: what it answers must not overtake what the others are told.
+        let others: Vec<Rank> = self.heard().filter(|rank| *rank != self.me).collect();
+        others.into_iter().for_each(|rank| self.tell(now_ns, rank, message.clone()));
+        self.tell(now_ns, self.me, message.clone());
+    }
+
+    /// See to it that whoever leads begins.
+    fn urge(&mut self, now_ns: u64) {
+        if self.heard().count() < self.quorum() && self.yielded.insert(self.me) {
+            self.proposal = None;
+            let others: Vec<Rank> = self.heard().filter(|rank| *rank != self.me).collect();
+            self.effects
+                .extend(others.into_iter().map(|rank| Effect::Send(rank, self.epoch, MemberMessage::Yields)));
+        }
+        let leader = self.leader();
+        if leader == self.me {
+            return self.begin(now_ns);
+        }
+        self.urged = Some(leader);
+        self.tell(now_ns, leader, MemberMessage::Ends);
+    }
+
+    fn begin(&mut self, now_ns: u64) {
+        if self.proposal.is_some() || self.again_ns.is_some() {
+            self.outdated = true;
+            return;
+        }
+        if self.heard().count() < self.quorum() {
+            return;
+        }
+        (self.too_few, self.outdated) = (false, false);
+        let ballot = self.promised.max(self.seen).next(self.me);
+        self.proposal = Some(Proposal::new(ballot));
+        self.tell_all(now_ns, &MemberMessage::Prepare(ballot));
+    }
+
+    fn promise(&mut self, now_ns: u64, ballot: Ballot) {
+        let before = std::mem::replace(&mut self.promised, ballot);
+        if self.owed && before < ballot {
+            // Who waits for this member's promise must know that none will come.
+            self.tell(now_ns, before.leader, MemberMessage::Refused(ballot));
+        }
+        if !std::mem::replace(&mut self.asked, true) {
+            self.effects.push(Effect::Freeze);
+        }
+        let Some(report) = self.report.clone() else {
+            self.owed = true;
+            return;
+        };
+        let promise = Promise {
+            accepted: self.accepted.clone(),
+            suspects: self.suspects.iter().copied().collect(),
+            leaves: self.leaves,
+            report,
+        };
+        self.tell(now_ns, ballot.leader, MemberMessage::Promised(ballot, promise));
+    }
+
+    fn refuse(&mut self, from: Rank) {
+        self.effects.push(Effect::Send(from, self.epoch, MemberMessage::Refused(self.promised)));
+    }
+
+    /// As the leader: proposes once all that are heard have promised, and they are enough.
+    fn conclude(&mut self, now_ns: u64) {
+        let Some(proposal) = &self.proposal else { return };
+        let all = self.heard().all(|rank| proposal.promises.contains_key(&rank));
+        if !all
+            || proposal.choice.is_some()
+            || proposal.planned.is_some()
+            || proposal.promises.len() < self.quorum()
+        {
+            return;
+        }
+        if let Some(choice) = proposal.accepted_before() {
+            return self.propose(now_ns, choice);
+        }
+        let ranks = proposal.staying(&self.suspects);
+        // Those who leave agree, too; if all do, nobody is left, and the job is over.
+        if ranks.len() + proposal.leaving() < self.quorum() {
+            // When a connection comes back there is another ballot.
+            (self.too_few, self.proposal) = (true, None);
+            if self.outdated {
+                self.begin(now_ns);
+            }
+            return;
+        }
+        let reports: Vec<(Rank, Vec<u8>)> =
+            ranks.iter().map(|rank| (*rank, proposal.promises[rank].report.clone())).collect();
+        let ballot = proposal.ballot;
+        if let Some(proposal) = &mut self.proposal {
+            proposal.planned = Some(ranks);
+        }
+        self.effects.push(Effect::Plan(ballot, reports));
+    }
+
+    fn propose(&mut self, now_ns: u64, choice: NextMembers) {
+        let Some(proposal) = &mut self.proposal else { return };
+        proposal.choice = Some(choice.clone());
+        let message = MemberMessage::Propose(proposal.ballot, choice);
+        self.tell_all(now_ns, &message);
+    }
+
+    fn agreed(&mut self, now_ns: u64, from: Rank, ballot: Ballot) {
+        let quorum = self.quorum();
+        let Some(proposal) = self.proposal.as_mut().filter(|proposal| proposal.ballot == ballot) else {
+            return;
+        };
+        proposal.agreed.insert(from);
+        if proposal.agreed.len() >= quorum
+            && let Some(choice) = proposal.choice.clone()
+        {
+            self.choose(now_ns, choice);
+        }
+    }
+
+    /// There is a later ballot than this member's own, if it has one.
+    fn outbid(&mut self, now_ns: u64, by: Ballot) {
+        if self.proposal.take_if(|proposal| proposal.ballot < by).is_none() {
+            return;
+        }
+        // So that its next is later.
+        self.seen = self.seen.max(by);
+        let place = self.ranks.iter().position(|rank| *rank == self.me).unwrap_or(0) as u64;
+        let wait_ns = ((place + 1) * BACKOFF_NS) << by.attempt.saturating_sub(1).min(DOUBLINGS_MAX);
+        self.again_ns = Some(now_ns + wait_ns);
+    }
+
+    /// The choice of an epoch is known: once, whoever says so.
+    fn choose(&mut self, now_ns: u64, choice: NextMembers) {
+        if choice.epoch != self.epoch {
+            return;
+        }
+        let told = MemberMessage::Chosen(choice.clone());
+        let others: Vec<Rank> = self.heard().filter(|rank| *rank != self.me).collect();
+        self.effects.extend(others.into_iter().map(|rank| Effect::Send(rank, self.epoch, told.clone())));
+        self.past.insert(self.epoch, choice.clone());
+        while self.past.len() > PAST_MAX {
+            self.past.pop_first();
+        }
+        self.epoch += 1;
+        self.ranks.clone_from(&choice.ranks);
+        self.suspects.retain(|rank| choice.ranks.contains(rank));
+        self.yielded.clear();
+        (self.ends, self.asked, self.report, self.owed) = (false, false, None, false);
+        (self.promised, self.seen) = (Ballot::default(), Ballot::default());
+        (self.accepted, self.proposal, self.again_ns) = (None, None, None);
+        (self.too_few, self.outdated, self.urged) = (false, false, None);
+        self.effects.push(Effect::Chosen(choice));
+        // Of those who stay, some may be lost since.
+        if self.ranks.contains(&self.me) && !self.suspects.is_empty() {
+            self.ends = true;
+            self.urge(now_ns);
+        }
+    }
+}

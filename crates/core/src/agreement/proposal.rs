@@ -1,0 +1,62 @@
+//! What a leader knows of its own ballot.
+
+use super::message::{Ballot, MemberMessage, NextMembers, Promise};
+use crate::types::Rank;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// What a leader has heard of its ballot.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct Proposal {
+    pub(super) ballot: Ballot,
+    pub(super) promises: BTreeMap<Rank, Promise>,
+    /// Who stays, while a plan is made.
+    pub(super) planned: Option<Vec<Rank>>,
+    pub(super) choice: Option<NextMembers>,
+    pub(super) agreed: BTreeSet<Rank>,
+}
+
+impl Proposal {
+    pub(super) fn new(ballot: Ballot) -> Self {
+        Self { ballot, promises: BTreeMap::new(), planned: None, choice: None, agreed: BTreeSet::new() }
+    }
+
+    /// What is asked of a peer that has not answered yet.
+    pub(super) fn asks(&self, peer: Rank) -> Option<MemberMessage> {
+        match &self.choice {
+            Some(choice) if !self.agreed.contains(&peer) => {
+                Some(MemberMessage::Propose(self.ballot, choice.clone()))
+            }
+            None if !self.promises.contains_key(&peer) => Some(MemberMessage::Prepare(self.ballot)),
+            _ => None,
+        }
+    }
+
+    /// What may be chosen already: what was accepted last.
+    pub(super) fn accepted_before(&self) -> Option<NextMembers> {
+        let accepted = self.promises.values().filter_map(|promise| promise.accepted.as_ref());
+        accepted.max_by_key(|(ballot, _)| *ballot).map(|(_, choice)| choice.clone())
+    }
+
+    /// How many have promised that leave.
+    pub(super) fn leaving(&self) -> usize {
+        self.promises.values().filter(|promise| promise.leaves).count()
+    }
+
+    /// Of those that have promised: those that hear each other, do not leave, and are not lost since.
+    pub(super) fn staying(&self, lost: &BTreeSet<Rank>) -> Vec<Rank> {
+        let stays =
+            |(rank, promise): (&Rank, &Promise)| (!promise.leaves && !lost.contains(rank)).then_some(*rank);
+        let mut staying: BTreeSet<Rank> = self.promises.iter().filter_map(stays).collect();
+        let deaf = |one: Rank, other: Rank| {
+            self.promises[&one].suspects.contains(&other) || self.promises[&other].suspects.contains(&one)
+        };
+        loop {
+            let unheard = |rank: Rank| staying.iter().filter(|other| deaf(rank, **other)).count();
+            let worst = staying.iter().copied().max_by_key(|rank| (unheard(*rank), *rank));
+            match worst.filter(|rank| unheard(*rank) > 0) {
+                Some(rank) => staying.remove(&rank),
+                None => return staying.into_iter().collect(),
+            };
+        }
+    }
+}

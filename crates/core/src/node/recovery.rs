@@ -1,0 +1,68 @@
+//! The beginning of an epoch, as one lane sees it: which results of the last one are given to whom, and what is pushed anew.
+
+use super::{Action, Node};
+use crate::error::Error;
+use crate::exchange::tell;
+use crate::memory::Memory;
+use crate::observe::Observe;
+use crate::recovery::ResultGiven;
+use crate::submission::Submission;
+use crate::types::{SliceId, Step};
+use crate::wire::{Header, Kind};
+
+impl<M: Memory, O: Observe> Node<M, O> {
+    /// Gives a result of the last epoch to those that lack it: nothing if nobody contributed.
+    ///
+    /// # Errors
+    /// None; as of every event of a slice.
+    pub fn give(
+        &mut self,
+        given: &ResultGiven,
+        step: Step,
+        result: Option<&M::Chunk>,
+        actions: &mut Vec<Action<M::Chunk>>,
+    ) -> Result<(), Error> {
+        let header = header_of(given, step);
+        self.exchange(
+            &header,
+            |_, context| {
+                given.to.iter().for_each(|to| tell(*to, &header, result, false, context));
+                Ok(())
+            },
+            actions,
+        )
+    }
+
+    /// This rank has contributed to a round of the last epoch whose result it lacks: it comes to the place of the slice in `whole`.
+    ///
+    /// # Errors
+    /// None; as of every event of a slice.
+    pub fn lacks(&mut self, given: &ResultGiven, step: Step, whole: &M::Chunk) -> Result<(), Error> {
+        let header = header_of(given, step);
+        let Some(Some(state)) = self.books.get(usize::from(given.book)) else { return Ok(()) };
+        let at = &state.book.slices[given.slice as usize];
+        let chunk = self.memory.part(whole, at.offset_bytes as usize, at.len_bytes as usize);
+        let lacks = |exchange: &mut crate::exchange::Exchange<_>, _: &mut crate::exchange::Context<'_, M>| {
+            exchange.lacks(&header, chunk, given.by);
+            Ok(())
+        };
+        self.exchange(&header, lacks, &mut Vec::new())
+    }
+
+    /// Takes part again in a round of the last epoch, with those slices that had no result.
+    ///
+    /// # Errors
+    /// As of a submission.
+    pub fn submit_again(
+        &mut self,
+        submission: &Submission<M::Chunk>,
+        slices: &[SliceId],
+        actions: &mut Vec<Action<M::Chunk>>,
+    ) -> Result<(), Error> {
+        self.submit_those(submission, |slice| slices.contains(&slice), actions)
+    }
+}
+
+fn header_of(given: &ResultGiven, step: Step) -> Header {
+    Header { book: given.book, slice: given.slice, seq: given.seq, step, ..Header::control(Kind::Answer) }
+}

@@ -1,0 +1,746 @@
+//! Jobs that go on without members that they have lost: agreement, nodes of each epoch, recovery, as they ship; small models, every
+//! order of frames that chance finds.
+//!
+//! Each rank submits its tensors in an order of its own, and applies a result some time after it is there, by which its gradient is gone.
+//! In the end all that are left have the same parameters, to the bit, and those are what the log of members says: each result is the
+//! average over the members of the epoch in which its round ended.
+
+use crate::memory::{Chunk, RealMemory, SimMemory};
+use crate::random::Random;
+use penstock_core::agreement::{Effect, MemberMessage, NextMembers, Succession};
+use penstock_core::layout::{Book, Tensor};
+use penstock_core::node::{Action, Config, Event, Node};
+use penstock_core::recovery::{
+    Recovery, Report, ResultGiven, SliceProgress, StateGiven, decode, encode, recovery,
+};
+use penstock_core::roles::{Roles, Rules};
+use penstock_core::types::{Dtype, Rank, Seq, SliceId};
+use penstock_core::wire::{Destination, Header, Op};
+use penstock_core::{Gives, Members, Slicing, Submission};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+
+/// Events after which a job counts as going round in circles.
+const EVENTS_MAX: u64 = 400_000;
+
+/// A rule that is left out, to see that it is missed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Omission {
+    /// Answers are read straight into the gradient.
+    AnswersInPlace,
+    /// Nothing that living owners have sent is waited for before a rank reports.
+    ReportAtOnce,
+    /// Who lacks a result that was applied everywhere pushes its contribution anew.
+    NoState,
+    /// A program goes on using results after its rank has reported them.
+    UseWhatWasReported,
+    /// A result that one has is not given to the others: all push anew.
+    GiveNothing,
+}
+
+/// Of each slice's round over whose contributions its result is the average.
+type Log = BTreeMap<(SliceId, Seq), Vec<Rank>>;
+
+#[derive(Debug)]
+enum Passing {
+    Data {
+        epoch: u32,
+        header: Header,
+        bytes: Option<Box<[u8]>>,
+    },
+    Said(Vec<u8>),
+    /// A frame that broke off.
+    Torn {
+        epoch: u32,
+        header: Header,
+        bytes: Box<[u8]>,
+    },
+    /// Nothing more of this epoch comes.
+    Stopped(u32),
+    /// A tensor's parameter, after this round.
+    State {
+        epoch: u32,
+        tensor: usize,
+        seq: Seq,
+        param: Vec<f32>,
+        log: Log,
+    },
+    End,
+}
+
+/// One tensor on one rank.
+#[derive(Debug)]
+struct Own {
+    memory: Chunk,
+    /// The round that was submitted last, and whether with a contribution.
+    seq: Seq,
+    gave: bool,
+    /// By slice, whether its result is here, and whether anybody contributed.
+    landed: BTreeMap<SliceId, bool>,
+    applied: bool,
+    param: Vec<f32>,
+    log: Log,
+}
+
+struct ElasticRank {
+    agreement: Succession,
+    node: Node<RealMemory>,
+    lives: bool,
+    /// It takes nothing in any more but answers, and sends nothing.
+    stopped: bool,
+    /// Who has stopped, too.
+    quiet: BTreeSet<Rank>,
+    /// The agreement has asked for a report.
+    asked: bool,
+    /// It has reported: what is there stays as it is until the next epoch.
+    reported: bool,
+    tensors: Vec<Own>,
+}
+
+impl Own {
+    fn is_complete(&self, slices: usize) -> bool {
+        self.landed.len() == slices
+    }
+}
+
+/// What a rank contributes: small whole numbers, so that averages over any members differ.
+fn contribution(rank: usize, tensor: usize, seq: Seq, elems: usize) -> Option<Vec<f32>> {
+    let mut random = Random::new((rank as u64) << 40 ^ (tensor as u64) << 20 ^ u64::from(seq));
+    // Now and then a rank has nothing.
+    (!random.chance(100)).then(|| (0..elems).map(|_| random.below(1 << 20) as f32).collect())
+}
+
+fn average(members: &[Rank], tensor: usize, seq: Seq, elems: usize) -> Option<Vec<f32>> {
+    let rows: Vec<Vec<f32>> =
+        members.iter().filter_map(|rank| contribution(rank.index(), tensor, seq, elems)).collect();
+    let (first, others) = rows.split_first()?;
+    let mut sum = first.clone();
+    others.iter().for_each(|row| sum.iter_mut().zip(row).for_each(|(sum, one)| *sum += one));
+    let scale = members.len() as f32;
+    Some(sum.into_iter().map(|sum| sum / scale).collect())
+}
+
+struct World {
+    workers: Vec<ElasticRank>,
+    /// By sender and receiver.
+    links: Vec<VecDeque<Passing>>,
+    open: Vec<bool>,
+    book: Book,
+    steps: Seq,
+    omission: Option<Omission>,
+    random: Random,
+    /// The members of each epoch.
+    epochs: BTreeSet<Vec<Rank>>,
+    losses: u32,
+    given: u64,
+    states: u64,
+    trace: Vec<String>,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Happening {
+    Arrive(usize, usize),
+    Write(usize, usize),
+    Submit(usize, usize),
+    Apply(usize, usize),
+    Look(usize),
+}
+
+/// What became of a job.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Survived {
+    /// Epochs that ended.
+    pub epochs: u32,
+    /// Results that were given to those that lacked them.
+    pub given: u64,
+    /// Tensors whose state was given instead.
+    pub states: u64,
+    /// Whether anybody was left to go on.
+    pub went_on: bool,
+}
+
+fn config(rank: usize, members: &Members) -> Config {
+    Config {
+        rank: Rank(rank as u32),
+        members: members.clone(),
+        workers: members.clone(),
+        lane: 0,
+        lanes: 1,
+        window_bytes: 4096,
+        priority: true,
+    }
+}
+
+impl World {
+    fn new(seed: u64, omission: Option<Omission>) -> Self {
+        let mut random = Random::new(seed);
+        let count = random.between(2, 6) as usize;
+        let tensors = (0..random.between(1, 4))
+            .map(|at| Tensor::new(format!("t{at}"), at as u32, Dtype::F32, random.between(100, 2000)));
+        let tensors: Vec<Tensor> = tensors.collect();
+        let layers = (0..tensors.len()).map(|at| format!("layer {at}")).collect();
+        let members = Members::all(count as u32);
+        let rules = Rules { recoverable: omission != Some(Omission::AnswersInPlace), ..Rules::default() };
+        let roles = Roles { rules, ..Roles::alike(members.clone()) };
+        let book = Book::deal("model", layers, tensors, &roles, Slicing::fixed(1024, 1)).expect("a book");
+        let enough = random.chance(500).then_some(1);
+        let worker = |rank: usize| {
+            let own = |tensor: &Tensor| Own {
+                memory: RealMemory::tensor(tensor.len_bytes() as usize),
+                seq: 0,
+                gave: false,
+                landed: BTreeMap::new(),
+                applied: true,
+                log: Log::new(),
+                param: vec![0.0; tensor.elems as usize],
+            };
+            let mut node = Node::new(config(rank, &members), RealMemory::default());
+            node.open_book(0, Arc::new(book.clone()), &mut Vec::new()).expect("a first book");
+            ElasticRank {
+                agreement: Succession::new(Rank(rank as u32), &members, enough),
+                node,
+                lives: true,
+                stopped: false,
+                quiet: BTreeSet::new(),
+                asked: false,
+                reported: false,
+                tensors: book.tensors.iter().map(own).collect(),
+            }
+        };
+        Self {
+            workers: (0..count).map(worker).collect(),
+            links: (0..count * count).map(|_| VecDeque::new()).collect(),
+            open: vec![true; count * count],
+            steps: random.between(2, 5) as Seq,
+            book: book.clone(),
+            omission,
+            random,
+            epochs: BTreeSet::from([members.iter().collect()]),
+            losses: 0,
+            given: 0,
+            states: 0,
+            trace: Vec::new(),
+        }
+    }
+
+    fn at(&self, from: usize, to: usize) -> usize {
+        from * self.workers.len() + to
+    }
+
+    fn omits(&self, omission: Omission) -> bool {
+        self.omission == Some(omission)
+    }
+
+    fn is_in(&self, rank: usize) -> bool {
+        self.workers[rank].lives && !self.workers[rank].agreement.is_out()
+    }
+
+    fn next(&mut self) -> Vec<Happening> {
+        let (mut next, mut looks) = (Vec::new(), Vec::new());
+        let count = self.workers.len();
+        for rank in 0..count {
+            for from in 0..count {
+                if !self.links[self.at(from, rank)].is_empty() && self.workers[rank].lives {
+                    next.push(Happening::Arrive(from, rank));
+                }
+            }
+            if !self.is_in(rank) {
+                continue;
+            }
+            let (stopped, slices) = (self.workers[rank].stopped, self.slice_counts());
+            let reported = self.workers[rank].reported && !self.omits(Omission::UseWhatWasReported);
+            for to in
+                self.workers[rank].agreement.members().iter().filter(|to| to.index() != rank && !stopped)
+            {
+                if self.workers[rank].node.has_frame(to) {
+                    next.push(Happening::Write(rank, to.index()));
+                }
+            }
+            for (tensor, own) in self.workers[rank].tensors.iter().enumerate() {
+                if own.applied && own.seq < self.steps && !stopped {
+                    next.push(Happening::Submit(rank, tensor));
+                }
+                if !own.applied && own.is_complete(slices[tensor]) && !reported {
+                    next.push(Happening::Apply(rank, tensor));
+                }
+            }
+            if self.workers[rank].agreement.deadline_ns().is_some() {
+                looks.push(Happening::Look(rank));
+            }
+        }
+        if next.is_empty() { looks } else { next }
+    }
+
+    fn slice_counts(&self) -> Vec<usize> {
+        self.book.tensors.iter().map(|tensor| tensor.slice_count as usize).collect()
+    }
+
+    fn happen(&mut self, what: Happening) -> Result<(), String> {
+        match what {
+            Happening::Arrive(from, to) => {
+                let at = self.at(from, to);
+                let Some(item) = self.links[at].pop_front() else { return Ok(()) };
+                self.arrive(from, to, item)
+            }
+            Happening::Write(from, to) => {
+                let epoch = self.workers[from].agreement.epoch();
+                let Some(frame) = self.workers[from].node.next_frame(Rank(to as u32)) else { return Ok(()) };
+                let bytes = frame.payload.as_ref().and_then(Chunk::to_bytes);
+                self.send(from, to, Passing::Data { epoch, header: frame.header, bytes });
+                Ok(())
+            }
+            Happening::Submit(rank, tensor) => self.submit(rank, tensor),
+            Happening::Apply(rank, tensor) => {
+                self.apply(rank, tensor);
+                Ok(())
+            }
+            Happening::Look(rank) => {
+                let agreement = &mut self.workers[rank].agreement;
+                let due_ns = agreement.deadline_ns().unwrap_or(0);
+                agreement.look(due_ns);
+                self.follow(rank)
+            }
+        }
+    }
+
+    fn send(&mut self, from: usize, to: usize, item: Passing) {
+        let at = self.at(from, to);
+        if self.open[at] {
+            self.links[at].push_back(item);
+        }
+    }
+
+    fn kill(&mut self, rank: usize) {
+        self.workers[rank].lives = false;
+        for other in (0..self.workers.len()).filter(|other| *other != rank) {
+            // Some of what it had sent is lost with it, one frame perhaps in the middle.
+            let at = self.at(rank, other);
+            let keep = self.random.below(self.links[at].len() as u64 + 1) as usize;
+            let torn = self.links[at].drain(keep..).next();
+            if let Some(Passing::Data { epoch, header, bytes: Some(bytes) }) = torn {
+                let half = bytes[..bytes.len() / 2].into();
+                self.links[at].push_back(Passing::Torn { epoch, header, bytes: half });
+            }
+            self.links[at].push_back(Passing::End);
+            let back = self.at(other, rank);
+            self.open[at] = false;
+            self.open[back] = false;
+            self.links[back].clear();
+        }
+    }
+
+    fn submit(&mut self, rank: usize, tensor: usize) -> Result<(), String> {
+        let elems = self.book.tensors[tensor].elems as usize;
+        let own = &mut self.workers[rank].tensors[tensor];
+        if own.memory.is_shared() {
+            return Ok(()); // its lender has not got it back
+        }
+        own.seq += 1;
+        let gives = contribution(rank, tensor, own.seq, elems);
+        own.gave = gives.is_some();
+        let row = gives.unwrap_or_else(|| vec![-1.0; elems]);
+        own.memory.write(|bytes| bytes.copy_from_slice(bytemuck::cast_slice(&row)));
+        own.landed.clear();
+        own.applied = false;
+        let event = Event::Submit(self.submission(rank, tensor));
+        self.step(rank, event)
+    }
+
+    fn submission(&self, rank: usize, tensor: usize) -> Submission<Chunk> {
+        let own = &self.workers[rank].tensors[tensor];
+        Submission {
+            book: 0,
+            tensor: tensor as u32,
+            seq: own.seq,
+            step: own.seq,
+            memory: own.memory.clone(),
+            gives: Gives::unless_absent(Op::Average, !own.gave),
+        }
+    }
+
+    fn step(&mut self, rank: usize, event: Event<Chunk>) -> Result<(), String> {
+        let mut actions = Vec::new();
+        let outcome = self.workers[rank].node.step(event, &mut actions);
+        self.note(rank, actions)?;
+        outcome.map_err(|error| format!("rank {rank}: {error}"))
+    }
+
+    fn note(&mut self, rank: usize, actions: Vec<Action<Chunk>>) -> Result<(), String> {
+        for action in actions {
+            let Action::Complete { slice, seq, present, .. } = action else { continue };
+            let tensor = self.book.slices[slice as usize].tensor as usize;
+            let own = &mut self.workers[rank].tensors[tensor];
+            if own.seq != seq || own.landed.insert(slice, present).is_some() {
+                return Err(format!("rank {rank}: slice {slice} ends round {seq} again, or not in turn"));
+            }
+            let members = self.averaged_over(rank, slice, seq, present)?;
+            self.workers[rank].tensors[tensor].log.insert((slice, seq), members);
+        }
+        Ok(())
+    }
+
+    /// The members of an epoch over whom what has landed is the average, to the bit.
+    fn averaged_over(
+        &self,
+        rank: usize,
+        slice: SliceId,
+        seq: Seq,
+        present: bool,
+    ) -> Result<Vec<Rank>, String> {
+        let at = &self.book.slices[slice as usize];
+        let tensor = at.tensor as usize;
+        let range = at.offset_bytes as usize..at.offset_bytes as usize + at.len_bytes as usize;
+        let here = self.workers[rank].tensors[tensor].memory.part(range.start, range.len()).to_bytes();
+        let is_it = |members: &&Vec<Rank>| {
+            let want = average(members, tensor, seq, self.book.tensors[tensor].elems as usize);
+            let same = |want: Vec<f32>| {
+                Some(&bytemuck::cast_slice::<f32, u8>(&want)[range.clone()]) == here.as_deref()
+            };
+            want.map_or(!present, |want| present && same(want))
+        };
+        let found = self.epochs.iter().find(is_it).cloned();
+        found.ok_or_else(|| {
+            format!("rank {rank}: slice {slice}, round {seq} is no epoch's average ({present})")
+        })
+    }
+
+    /// The program uses a result, and has other use for its memory.
+    fn apply(&mut self, rank: usize, tensor: usize) {
+        let own = &mut self.workers[rank].tensors[tensor];
+        let row: Vec<f32> = own.memory.read(|bytes| bytemuck::cast_slice(bytes).to_vec()).unwrap_or_default();
+        for (slice, present) in &own.landed {
+            let at = &self.book.slices[*slice as usize];
+            let first = at.offset_bytes as usize / 4;
+            let range = first..first + at.len_bytes as usize / 4;
+            if *present {
+                own.param[range.clone()]
+                    .iter_mut()
+                    .zip(&row[range])
+                    .for_each(|(param, one)| *param = *param * 0.5 + one);
+            }
+        }
+        own.applied = true;
+        if !own.memory.is_shared() {
+            own.memory.write(|bytes| bytes.fill(0xEE));
+        }
+    }
+
+    fn arrive(&mut self, from: usize, to: usize, item: Passing) -> Result<(), String> {
+        let peer = Rank(from as u32);
+        let mine = self.workers[to].agreement.epoch();
+        match item {
+            Passing::Torn { epoch, header, bytes } if epoch == mine && self.takes(to, &header) => {
+                let place =
+                    self.workers[to].node.destination(peer, &header).map_err(|error| error.to_string())?;
+                if let Destination::Chunk(chunk) = place {
+                    chunk.write(|memory| memory[..bytes.len()].copy_from_slice(&bytes));
+                }
+                Ok(())
+            }
+            Passing::Data { epoch, .. } if epoch > mine => {
+                Err(format!("rank {to}, epoch {mine}: a frame of rank {from} of epoch {epoch}"))
+            }
+            Passing::Data { epoch, header, bytes } if epoch == mine && self.takes(to, &header) => {
+                let place =
+                    self.workers[to].node.destination(peer, &header).map_err(|error| error.to_string())?;
+                let payload = if let Destination::Chunk(chunk) = place { Some(chunk) } else { None };
+                if let (Some(chunk), Some(bytes)) = (&payload, bytes) {
+                    chunk.write(|memory| memory.copy_from_slice(&bytes));
+                }
+                self.step(to, Event::Frame { from: peer, header, payload })
+            }
+            Passing::Torn { .. } | Passing::Data { .. } => Ok(()),
+            Passing::Said(bytes) => {
+                let (epoch, message) = MemberMessage::decode(&bytes)?;
+                self.workers[to].agreement.heard_from(0, peer, epoch, message);
+                self.follow(to)
+            }
+            Passing::Stopped(epoch) if epoch == mine => {
+                self.stop(to);
+                self.workers[to].quiet.insert(peer);
+                self.report(to)
+            }
+            Passing::State { epoch, tensor, seq, param, log } if epoch == mine => {
+                let own = &mut self.workers[to].tensors[tensor];
+                if own.seq != seq || own.applied {
+                    return Err(format!(
+                        "rank {to}: the state of tensor {tensor} after round {seq}, and it is at {}",
+                        own.seq
+                    ));
+                }
+                (own.param, own.log, own.applied) = (param, log, true);
+                Ok(())
+            }
+            Passing::Stopped(_) | Passing::State { .. } => Ok(()),
+            Passing::End => {
+                self.workers[to].agreement.suspect(0, peer);
+                self.follow(to)?;
+                self.report(to)
+            }
+        }
+    }
+
+    /// Who has stopped takes in only what was answered before.
+    fn takes(&self, rank: usize, header: &Header) -> bool {
+        self.is_in(rank) && (!self.workers[rank].stopped || !header.kind.takes_part())
+    }
+
+    /// Sends no more in this epoch, and says so.
+    fn stop(&mut self, rank: usize) {
+        if std::mem::replace(&mut self.workers[rank].stopped, true) {
+            return;
+        }
+        let epoch = self.workers[rank].agreement.epoch();
+        for to in (0..self.workers.len()).filter(|to| *to != rank) {
+            self.send(rank, to, Passing::Stopped(epoch));
+        }
+    }
+
+    /// Reports, if it is asked to, and all that it hears have stopped.
+    fn report(&mut self, rank: usize) -> Result<(), String> {
+        let hasty = self.omits(Omission::ReportAtOnce);
+        let worker = &mut self.workers[rank];
+        let waits = |peer: Rank| {
+            peer.index() != rank && !worker.agreement.suspects(peer) && !worker.quiet.contains(&peer)
+        };
+        if !worker.asked || !hasty && worker.agreement.members().iter().any(waits) {
+            return Ok(());
+        }
+        (worker.asked, worker.reported) = (false, true);
+        let report = self.report_of(rank);
+        self.workers[rank].agreement.frozen(0, encode(&report));
+        self.follow(rank)
+    }
+
+    fn report_of(&self, rank: usize) -> Report {
+        let worker = &self.workers[rank];
+        let progress = |(slice, at): (SliceId, &penstock_core::layout::Slice)| {
+            let own = &worker.tensors[at.tensor as usize];
+            let done = own.applied || own.landed.contains_key(&slice);
+            SliceProgress { submitted: own.seq, done, held: done && !own.applied }
+        };
+        vec![(0, (0..).zip(&self.book.slices).map(progress).collect())]
+    }
+
+    fn follow(&mut self, rank: usize) -> Result<(), String> {
+        loop {
+            let effects = self.workers[rank].agreement.take_effects();
+            if effects.is_empty() {
+                return Ok(());
+            }
+            for effect in effects {
+                match effect {
+                    Effect::Send(to, epoch, message) => {
+                        self.send(rank, to.index(), Passing::Said(message.encode(epoch)));
+                    }
+                    Effect::Freeze => {
+                        self.workers[rank].asked = true;
+                        self.stop(rank);
+                        self.report(rank)?;
+                    }
+                    Effect::Plan(ballot, reports) => {
+                        let mut plan = Vec::new();
+                        for (of, report) in reports {
+                            plan.extend(of.0.to_le_bytes());
+                            plan.extend((report.len() as u32).to_le_bytes());
+                            plan.extend(report);
+                        }
+                        self.workers[rank].agreement.planned(0, ballot, plan);
+                    }
+                    Effect::Chosen(choice) => self.begin(rank, &choice)?,
+                }
+            }
+        }
+    }
+
+    /// The next epoch, at one of its members or at one that is left out.
+    fn begin(&mut self, rank: usize, choice: &NextMembers) -> Result<(), String> {
+        self.trace.push(format!("rank {rank}: epoch {} with {:?}", choice.epoch + 1, choice.ranks));
+        if self.workers[rank].agreement.is_out() {
+            return Ok(());
+        }
+        let members: Members = choice.ranks.iter().copied().collect();
+        self.epochs.insert(choice.ranks.clone());
+        let reports = decode_plan(&choice.plan)?;
+        let tensor_of = |_, slice: SliceId| self.book.slices[slice as usize].tensor;
+        let found = recovery(&reports, tensor_of)?;
+        let recovery = if self.omits(Omission::GiveNothing) { Recovery::default() } else { found };
+        let book = Arc::new(self.book.among(&members));
+        let worker = &mut self.workers[rank];
+        worker.node = Node::new(config(rank, &members), RealMemory::default());
+        worker.node.open_book(0, book, &mut Vec::new()).map_err(|error| error.to_string())?;
+        (worker.stopped, worker.quiet, worker.asked) = (false, BTreeSet::new(), false);
+        worker.reported = false;
+        self.recover(rank, &recovery)
+    }
+
+    fn recover(&mut self, rank: usize, recovery: &Recovery) -> Result<(), String> {
+        let me = Rank(rank as u32);
+        let epoch = self.workers[rank].agreement.epoch();
+        let mut lacking = BTreeSet::new();
+        for given in &recovery.given {
+            let seq = given.seq;
+            if given.by == me {
+                let held = self.held(rank, given)?;
+                let mut actions = Vec::new();
+                let node = &mut self.workers[rank].node;
+                node.give(given, seq, held.as_ref(), &mut actions).map_err(|error| error.to_string())?;
+                self.given += given.to.len() as u64;
+                self.note(rank, actions)?;
+            }
+            if given.to.contains(&me) {
+                lacking.insert(given.slice);
+                let tensor = self.book.slices[given.slice as usize].tensor as usize;
+                let worker = &mut self.workers[rank];
+                let memory = worker.tensors[tensor].memory.clone();
+                worker.node.lacks(given, seq, &memory).map_err(|error| error.to_string())?;
+            }
+        }
+        let with_state = !self.omits(Omission::NoState);
+        for state in recovery.states.iter().filter(|state| state.by == me && with_state) {
+            let tensor = state.tensor as usize;
+            let own = &self.workers[rank].tensors[tensor];
+            let (param, log) = (own.param.clone(), own.log.clone());
+            let item = Passing::State { epoch, tensor, seq: state.seq, param, log };
+            self.states += 1;
+            self.send(rank, state.to.index(), item);
+        }
+        for tensor in 0..self.book.tensors.len() {
+            let own = &self.workers[rank].tensors[tensor];
+            let waits = |state: &StateGiven| (state.tensor as usize, state.to) == (tensor, me);
+            if own.applied || with_state && recovery.states.iter().any(waits) {
+                continue;
+            }
+            let open = |slice: &SliceId| !own.landed.contains_key(slice) && !lacking.contains(slice);
+            let slices: Vec<SliceId> = self.book.slices_of(tensor as u32).filter(open).collect();
+            let submission = self.submission(rank, tensor);
+            let mut actions = Vec::new();
+            let node = &mut self.workers[rank].node;
+            node.submit_again(&submission, &slices, &mut actions).map_err(|error| error.to_string())?;
+            self.note(rank, actions)?;
+        }
+        Ok(())
+    }
+
+    /// The result that this rank is to give; nothing if nobody contributed.
+    fn held(&self, rank: usize, given: &ResultGiven) -> Result<Option<Chunk>, String> {
+        let at = &self.book.slices[given.slice as usize];
+        let own = &self.workers[rank].tensors[at.tensor as usize];
+        let here = (own.seq == given.seq && !own.applied).then(|| own.landed.get(&given.slice)).flatten();
+        let Some(present) = here else {
+            return Err(format!(
+                "rank {rank} is to give round {} of slice {}, and has it not",
+                given.seq, given.slice
+            ));
+        };
+        Ok(present.then(|| own.memory.part(at.offset_bytes as usize, at.len_bytes as usize)))
+    }
+
+    /// Nothing is left to happen: all that are left and are enough have come to the end, with the same parameters.
+    fn check_rest(&self) -> Result<bool, String> {
+        let last = (0..self.workers.len())
+            .filter(|rank| self.is_in(*rank))
+            .map(|rank| self.workers[rank].agreement.epoch())
+            .max();
+        let Some(last) = last else { return Ok(false) };
+        let there: Vec<usize> = (0..self.workers.len())
+            .filter(|rank| self.is_in(*rank) && self.workers[*rank].agreement.epoch() == last)
+            .collect();
+        if there.len() < self.workers[there[0]].agreement.quorum() {
+            return Ok(false);
+        }
+        for rank in &there {
+            for (tensor, own) in self.workers[*rank].tensors.iter().enumerate() {
+                if own.seq != self.steps || !own.applied {
+                    return Err(format!("rank {rank} stands still at round {} of tensor {tensor}", own.seq));
+                }
+                let first = &self.workers[there[0]].tensors[tensor].log;
+                if own.log != *first {
+                    return Err(format!("rank {rank} and rank {} have averaged over others", there[0]));
+                }
+                let want = self.replayed(tensor, &own.log);
+                if own.param != want {
+                    return Err(format!(
+                        "rank {rank} has another parameter of tensor {tensor} than the log of members says"
+                    ));
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    /// A parameter as it must be by the log.
+    fn replayed(&self, tensor: usize, log: &Log) -> Vec<f32> {
+        let elems = self.book.tensors[tensor].elems as usize;
+        let mut param = vec![0.0; elems];
+        for seq in 1..=self.steps {
+            for slice in self.book.slices_of(tensor as u32) {
+                let Some(members) = log.get(&(slice, seq)) else { continue };
+                let at = &self.book.slices[slice as usize];
+                let first = at.offset_bytes as usize / 4;
+                let range = first..first + at.len_bytes as usize / 4;
+                if let Some(row) = average(members, tensor, seq, elems) {
+                    param[range.clone()]
+                        .iter_mut()
+                        .zip(&row[range])
+                        .for_each(|(param, one)| *param = *param * 0.5 + one);
+                }
+            }
+        }
+        param
+    }
+}
+
+fn decode_plan(mut plan: &[u8]) -> Result<Vec<(Rank, Report)>, String> {
+    let number = |bytes: &[u8]| u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+    let mut reports = Vec::new();
+    while !plan.is_empty() {
+        let (rank, len) = (Rank(number(plan)), number(&plan[4..]) as usize);
+        reports.push((rank, decode(&plan[8..8 + len])?));
+        plan = &plan[8 + len..];
+    }
+    Ok(reports)
+}
+
+/// Draws a job from `seed` in which up to three members are lost, and plays it until nothing is left to happen.
+///
+/// # Errors
+/// What does not hold.
+pub fn run(seed: u64, omission: Option<Omission>) -> Result<Survived, String> {
+    let mut world = World::new(seed, omission);
+    let mut losses = world.random.below(4);
+    let failed = |what: String, world: &World| format!("seed {seed}: {what}\n{}", world.trace.join("\n"));
+    let hurry = world.random.between(3, 60);
+    for _ in 0..EVENTS_MAX {
+        let next = world.next();
+        if next.is_empty() {
+            break;
+        }
+        if losses > 0 && world.random.below(1000) < hurry {
+            losses -= 1;
+            let rank = world.random.below(world.workers.len() as u64) as usize;
+            if world.workers[rank].lives {
+                world.trace.push(format!("rank {rank} is lost"));
+                world.losses += 1;
+                world.kill(rank);
+                continue;
+            }
+        }
+        let what = world.random.pick(&next);
+        world.trace.push(format!("{what:?}"));
+        world.happen(what).map_err(|what| failed(what, &world))?;
+    }
+    if !world.next().is_empty() {
+        return Err(failed(format!("{EVENTS_MAX} events and no end"), &world));
+    }
+    let went_on = world.check_rest().map_err(|what| {
+        let states = world.workers.iter().map(|worker| {
+            let ElasticRank { agreement, lives, stopped, quiet, asked, reported, .. } = worker;
+            format!("lives {lives} stopped {stopped} quiet {quiet:?} asked {asked} reported {reported} {agreement:?}")
+        });
+        world.trace.extend(states);
+        failed(what, &world)
+    })?;
+    let epochs = world.workers.iter().map(|worker| worker.agreement.epoch()).max().unwrap_or(0);
+    Ok(Survived { epochs, given: world.given, states: world.states, went_on })
+}
