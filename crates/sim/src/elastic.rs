@@ -131,7 +131,6 @@ struct World {
     random: Random,
     /// The members of each epoch.
     epochs: BTreeSet<Vec<Rank>>,
-    losses: u32,
     given: u64,
     states: u64,
     trace: Vec<String>,
@@ -216,7 +215,6 @@ impl World {
             omission,
             random,
             epochs: BTreeSet::from([members.iter().collect()]),
-            losses: 0,
             given: 0,
             states: 0,
             trace: Vec::new(),
@@ -721,7 +719,6 @@ pub fn run(seed: u64, omission: Option<Omission>) -> Result<Survived, String> {
             let rank = world.random.below(world.workers.len() as u64) as usize;
             if world.workers[rank].lives {
                 world.trace.push(format!("rank {rank} is lost"));
-                world.losses += 1;
                 world.kill(rank);
                 continue;
             }

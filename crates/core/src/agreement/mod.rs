@@ -273,10 +273,8 @@ impl Succession {
             MemberMessage::Propose(ballot, choice) => {
                 self.ends = true;
                 self.outbid(now_ns, ballot);
-                if std::mem::take(&mut self.owed) && self.promised < ballot {
-                    self.tell(now_ns, self.promised.leader, MemberMessage::Refused(ballot));
-                }
-                self.promised = ballot;
+                self.turn_to(now_ns, ballot);
+                self.owed = false;
                 self.accepted = Some((ballot, choice));
                 self.tell(now_ns, from, MemberMessage::Accepted(ballot));
             }
@@ -352,12 +350,16 @@ impl Succession {
         self.tell_all(now_ns, &MemberMessage::Prepare(ballot));
     }
 
-    fn promise(&mut self, now_ns: u64, ballot: Ballot) {
+    /// Nothing of an earlier ballot counts any more: who waits for a promise of this member must know that none will come.
+    fn turn_to(&mut self, now_ns: u64, ballot: Ballot) {
         let before = std::mem::replace(&mut self.promised, ballot);
         if self.owed && before < ballot {
-            // Who waits for this member's promise must know that none will come.
             self.tell(now_ns, before.leader, MemberMessage::Refused(ballot));
         }
+    }
+
+    fn promise(&mut self, now_ns: u64, ballot: Ballot) {
+        self.turn_to(now_ns, ballot);
         if !std::mem::replace(&mut self.asked, true) {
             self.effects.push(Effect::Freeze);
         }

@@ -14,7 +14,7 @@ impl<M: Memory, O: Observe> Node<M, O> {
     /// Gives a result of the last epoch to those that lack it: nothing if nobody contributed.
     ///
     /// # Errors
-    /// None; as of every event of a slice.
+    /// As of every event of a slice; of its own it has none.
     pub fn give(
         &mut self,
         given: &ResultGiven,
@@ -36,7 +36,7 @@ impl<M: Memory, O: Observe> Node<M, O> {
     /// This rank has contributed to a round of the last epoch whose result it lacks: it comes to the place of the slice in `whole`.
     ///
     /// # Errors
-    /// None; as of every event of a slice.
+    /// As of every event of a slice; of its own it has none.
     pub fn lacks(&mut self, given: &ResultGiven, step: Step, whole: &M::Chunk) -> Result<(), Error> {
         let header = header_of(given, step);
         let Some(Some(state)) = self.books.get(usize::from(given.book)) else { return Ok(()) };
