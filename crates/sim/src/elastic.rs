@@ -28,8 +28,8 @@ const EVENTS_MAX: u64 = 400_000;
 pub enum Omission {
     /// Answers are read straight into the gradient.
     AnswersInPlace,
-    /// Nothing that living owners have sent is waited for before a rank reports.
-    ReportAtOnce,
+    /// A rank takes in answers after it has reported.
+    TakeInAfterTheReport,
     /// Who lacks a result that was applied everywhere pushes its contribution anew.
     NoState,
     /// A program goes on using results after its rank has reported them.
@@ -55,8 +55,6 @@ enum Passing {
         header: Header,
         bytes: Box<[u8]>,
     },
-    /// Nothing more of this epoch comes.
-    Stopped(u32),
     /// A tensor's parameter, after this round.
     State {
         epoch: u32,
@@ -86,13 +84,7 @@ struct ElasticRank {
     agreement: Succession,
     node: Node<RealMemory>,
     lives: bool,
-    /// It takes nothing in any more but answers, and sends nothing.
-    stopped: bool,
-    /// Who has stopped, too.
-    quiet: BTreeSet<Rank>,
-    /// The agreement has asked for a report.
-    asked: bool,
-    /// It has reported: what is there stays as it is until the next epoch.
+    /// It has reported: it sends nothing, takes nothing in, and what is there stays as it is until the next epoch.
     reported: bool,
     tensors: Vec<Own>,
 }
@@ -199,9 +191,6 @@ impl World {
                 agreement: Succession::new(Rank(rank as u32), &members, enough),
                 node,
                 lives: true,
-                stopped: false,
-                quiet: BTreeSet::new(),
-                asked: false,
                 reported: false,
                 tensors: book.tensors.iter().map(own).collect(),
             }
@@ -245,20 +234,20 @@ impl World {
             if !self.is_in(rank) {
                 continue;
             }
-            let (stopped, slices) = (self.workers[rank].stopped, self.slice_counts());
-            let reported = self.workers[rank].reported && !self.omits(Omission::UseWhatWasReported);
+            let (reported, slices) = (self.workers[rank].reported, self.slice_counts());
+            let uses = !reported || self.omits(Omission::UseWhatWasReported);
             for to in
-                self.workers[rank].agreement.members().iter().filter(|to| to.index() != rank && !stopped)
+                self.workers[rank].agreement.members().iter().filter(|to| to.index() != rank && !reported)
             {
                 if self.workers[rank].node.has_frame(to) {
                     next.push(Happening::Write(rank, to.index()));
                 }
             }
             for (tensor, own) in self.workers[rank].tensors.iter().enumerate() {
-                if own.applied && own.seq < self.steps && !stopped {
+                if own.applied && own.seq < self.steps && !reported {
                     next.push(Happening::Submit(rank, tensor));
                 }
-                if !own.applied && own.is_complete(slices[tensor]) && !reported {
+                if !own.applied && own.is_complete(slices[tensor]) && uses {
                     next.push(Happening::Apply(rank, tensor));
                 }
             }
@@ -453,12 +442,9 @@ impl World {
                 self.workers[to].agreement.heard_from(0, peer, epoch, message);
                 self.follow(to)
             }
-            Passing::Stopped(epoch) if epoch == mine => {
-                self.stop(to);
-                self.workers[to].quiet.insert(peer);
-                self.report(to)
-            }
-            Passing::State { epoch, tensor, seq, param, log } if epoch == mine => {
+            Passing::State { epoch, tensor, seq, param, log }
+                if epoch == mine && !self.workers[to].reported =>
+            {
                 let own = &mut self.workers[to].tensors[tensor];
                 if own.seq != seq || own.applied {
                     return Err(format!(
@@ -469,45 +455,18 @@ impl World {
                 (own.param, own.log, own.applied) = (param, log, true);
                 Ok(())
             }
-            Passing::Stopped(_) | Passing::State { .. } => Ok(()),
+            Passing::State { .. } => Ok(()),
             Passing::End => {
                 self.workers[to].agreement.suspect(0, peer);
-                self.follow(to)?;
-                self.report(to)
+                self.follow(to)
             }
         }
     }
 
-    /// Who has stopped takes in only what was answered before.
+    /// Who has reported takes nothing in.
     fn takes(&self, rank: usize, header: &Header) -> bool {
-        self.is_in(rank) && (!self.workers[rank].stopped || !header.kind.takes_part())
-    }
-
-    /// Sends no more in this epoch, and says so.
-    fn stop(&mut self, rank: usize) {
-        if std::mem::replace(&mut self.workers[rank].stopped, true) {
-            return;
-        }
-        let epoch = self.workers[rank].agreement.epoch();
-        for to in (0..self.workers.len()).filter(|to| *to != rank) {
-            self.send(rank, to, Passing::Stopped(epoch));
-        }
-    }
-
-    /// Reports, if it is asked to, and all that it hears have stopped.
-    fn report(&mut self, rank: usize) -> Result<(), String> {
-        let hasty = self.omits(Omission::ReportAtOnce);
-        let worker = &mut self.workers[rank];
-        let waits = |peer: Rank| {
-            peer.index() != rank && !worker.agreement.suspects(peer) && !worker.quiet.contains(&peer)
-        };
-        if !worker.asked || !hasty && worker.agreement.members().iter().any(waits) {
-            return Ok(());
-        }
-        (worker.asked, worker.reported) = (false, true);
-        let report = self.report_of(rank);
-        self.workers[rank].agreement.frozen(0, encode(&report));
-        self.follow(rank)
+        let late = self.omits(Omission::TakeInAfterTheReport) && !header.kind.takes_part();
+        self.is_in(rank) && (!self.workers[rank].reported || late)
     }
 
     fn report_of(&self, rank: usize) -> Report {
@@ -532,9 +491,9 @@ impl World {
                         self.send(rank, to.index(), Passing::Said(message.encode(epoch)));
                     }
                     Effect::Freeze => {
-                        self.workers[rank].asked = true;
-                        self.stop(rank);
-                        self.report(rank)?;
+                        self.workers[rank].reported = true;
+                        let report = self.report_of(rank);
+                        self.workers[rank].agreement.frozen(0, encode(&report));
                     }
                     Effect::Plan(ballot, reports) => {
                         let mut plan = Vec::new();
@@ -567,7 +526,6 @@ impl World {
         let worker = &mut self.workers[rank];
         worker.node = Node::new(config(rank, &members), RealMemory::default());
         worker.node.open_book(0, book, &mut Vec::new()).map_err(|error| error.to_string())?;
-        (worker.stopped, worker.quiet, worker.asked) = (false, BTreeSet::new(), false);
         worker.reported = false;
         self.recover(rank, &recovery)
     }
@@ -732,8 +690,8 @@ pub fn run(seed: u64, omission: Option<Omission>) -> Result<Survived, String> {
     }
     let went_on = world.check_rest().map_err(|what| {
         let states = world.workers.iter().map(|worker| {
-            let ElasticRank { agreement, lives, stopped, quiet, asked, reported, .. } = worker;
-            format!("lives {lives} stopped {stopped} quiet {quiet:?} asked {asked} reported {reported} {agreement:?}")
+            let ElasticRank { agreement, lives, reported, .. } = worker;
+            format!("lives {lives} reported {reported} {agreement:?}")
         });
         world.trace.extend(states);
         failed(what, &world)

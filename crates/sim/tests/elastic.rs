@@ -27,7 +27,7 @@ fn survivors_finish_their_steps_with_the_same_bits() {
 fn every_rule_is_missed() {
     for omission in [
         Omission::AnswersInPlace,
-        Omission::ReportAtOnce,
+        Omission::TakeInAfterTheReport,
         Omission::UseWhatWasReported,
         Omission::NoState,
         Omission::GiveNothing,
