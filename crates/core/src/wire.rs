@@ -58,6 +58,8 @@ pub enum Kind {
     Passed = 19,
     /// Gathers, from a head: the next rank of those takes no part.
     NotIn = 20,
+    /// Between members: a [`crate::agreement::MemberMessage`] on who is in the next epoch.
+    Members = 21,
     /// A whole message of a call; `book`, `slice` and `step` are group, call and tag, `seq` is the call's signature.
     Message = 32,
     /// A message of `argument` bytes is there to be asked for.
@@ -71,7 +73,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    const ALL: [Self; 24] = [
+    const ALL: [Self; 25] = [
         Self::Push,
         Self::PushAbsent,
         Self::Answer,
@@ -91,6 +93,7 @@ impl Kind {
         Self::GroupIn,
         Self::Passed,
         Self::NotIn,
+        Self::Members,
         Self::Message,
         Self::Offer,
         Self::Ready,
@@ -145,7 +148,7 @@ impl Kind {
             }
             Self::Message => limits::EAGER_BYTES_MAX,
             Self::MessagePart => limits::PART_BYTES_MAX,
-            Self::Blob => limits::BLOB_BYTES_MAX,
+            Self::Blob | Self::Members => limits::BLOB_BYTES_MAX,
             Self::Abort => limits::ABORT_BYTES_MAX,
             Self::Reply => limits::REPLY_BYTES_MAX,
             _ => 0,

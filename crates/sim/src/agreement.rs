@@ -83,6 +83,8 @@ enum Happening {
     Break(usize, usize),
     Mend(usize, usize),
     Leave(usize),
+    /// It wants the epoch to end, and hears everybody.
+    Finish(usize),
 }
 
 fn report_of(rank: usize, epoch: u32, frozen: u8) -> Vec<u8> {
@@ -146,7 +148,7 @@ impl World {
     fn can(&self, what: Happening) -> bool {
         let lives = |rank: usize| self.members[rank].lives;
         match what {
-            Happening::Kill(rank) | Happening::Leave(rank) => lives(rank),
+            Happening::Kill(rank) | Happening::Leave(rank) | Happening::Finish(rank) => lives(rank),
             Happening::Break(one, other) => self.open[self.at(one, other)],
             Happening::Mend(one, other) => lives(one) && lives(other) && !self.open[self.at(one, other)],
             _ => true,
@@ -179,6 +181,10 @@ impl World {
             }
             Happening::Leave(rank) => {
                 self.members[rank].agreement.leave(now_ns);
+                self.follow(now_ns, rank)
+            }
+            Happening::Finish(rank) => {
+                self.members[rank].agreement.end(now_ns);
                 self.follow(now_ns, rank)
             }
             Happening::Kill(rank) => {
@@ -476,9 +482,10 @@ fn drawn(random: &mut Random, count: usize) -> Vec<Happening> {
     let mut faults = Vec::new();
     for _ in 0..random.between(1, 4) {
         let (one, other) = (random.below(count as u64) as usize, random.below(count as u64) as usize);
-        match random.below(5) {
+        match random.below(6) {
             0 | 1 => faults.push(Happening::Kill(one)),
             2 => faults.push(Happening::Leave(one)),
+            5 => faults.push(Happening::Finish(one)),
             3 if one != other => {
                 faults.push(Happening::Break(one, other));
                 if random.chance(600) {

@@ -195,6 +195,14 @@ impl Succession {
         }
     }
 
+    /// This epoch is to end, whoever is in the next one: all may be.
+    pub fn end(&mut self, now_ns: u64) {
+        if !self.is_out() {
+            self.ends = true;
+            self.urge(now_ns);
+        }
+    }
+
     /// This member wants to leave: it takes part until the next epoch begins without it.
     pub fn leave(&mut self, now_ns: u64) {
         (self.leaves, self.ends) = (true, true);

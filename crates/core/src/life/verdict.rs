@@ -130,6 +130,15 @@ impl Verdict {
         Self::new(evidence, step, me, vec![culprit], text)
     }
 
+    /// Whom the members of a job that goes on after losses leave out for it; `None` if rank `me` cannot go on itself. That a process has gone, or
+    /// cannot be heard, the members see themselves when they agree on the next ones: nobody need be left out for a connection that broke.
+    #[must_use]
+    pub fn leaves_out(&self, me: Rank) -> Option<&[Rank]> {
+        let seen = matches!(self.evidence, Evidence::Ended | Evidence::Silent | Evidence::Departed);
+        let out: &[Rank] = if seen { &[] } else { &self.culprits };
+        (!out.contains(&me)).then_some(out)
+    }
+
     pub(super) fn standing(&self) -> Standing {
         (self.evidence, self.step, self.accuser)
     }
@@ -254,6 +263,20 @@ mod tests {
             let reason = format!("{blamed}late");
             assert_eq!(raised(Evidence::Absent, me), Error::Timeout(reason.clone()));
             assert_eq!(raised(Evidence::Ended, me), Error::PeerLost { rank: Rank(2), reason });
+        }
+    }
+
+    #[test]
+    fn who_is_gone_is_seen_and_who_is_wrong_is_left_out() {
+        let out = |evidence, me| {
+            let verdict = Verdict::new(evidence, None, Rank(0), vec![Rank(1), Rank(2)], "why".into());
+            verdict.leaves_out(Rank(me)).map(<[Rank]>::to_vec)
+        };
+        for evidence in [Evidence::Ended, Evidence::Silent, Evidence::Departed] {
+            assert_eq!((out(evidence, 0), out(evidence, 1)), (Some(vec![]), Some(vec![])));
+        }
+        for evidence in [Evidence::Own, Evidence::Frame, Evidence::Absent, Evidence::Circle] {
+            assert_eq!((out(evidence, 0), out(evidence, 2)), (Some(vec![Rank(1), Rank(2)]), None));
         }
     }
 
