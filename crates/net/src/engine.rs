@@ -240,7 +240,7 @@ impl Engine {
             .filter(|id| usize::from(*id) < penstock_core::limits::BOOKS_MAX);
         let id = id.ok_or_else(|| Failure::config(format!("{name}: no more than {} books (a distribute takes two); start the job anew with shutdown() and init()", books.len())))?;
         let open = Arc::new(OpenBook::new(id, book, Arc::clone(&self.inner.shared)));
-        for mailbox in self.inner.shared.mailboxes() {
+        for mailbox in self.inner.shared.mailboxes().iter() {
             mailbox.send(Command::Open(Arc::clone(&open)));
         }
         books.push(open);
@@ -284,7 +284,7 @@ impl Engine {
             )));
         }
         let places: Arc<[u32]> = places.into();
-        for mailbox in self.inner.shared.mailboxes() {
+        for mailbox in self.inner.shared.mailboxes().iter() {
             mailbox.send(Command::Places { book, places: Arc::clone(&places) });
         }
         Ok(())
@@ -431,7 +431,7 @@ impl Engine {
         }
         let start = NonNull::new(address as *mut u8).unwrap_or(NonNull::dangling());
         // SAFETY: the caller vouches for the memory; its length was checked against the book.
-        let memory = unsafe { Chunk::handed(start, len_bytes, Arc::clone(open) as _, id, token) };
+        let memory = unsafe { Chunk::handed(start, len_bytes, Arc::clone(&open.state) as _, id, token) };
         Ok((token, Some(submission.with(seq, memory))))
     }
 
@@ -590,7 +590,7 @@ impl Engine {
     fn ask<T>(&self, question: impl Fn(mpsc::Sender<T>) -> Command) -> Vec<T> {
         let (reply, answers) = mpsc::channel();
         let mailboxes = self.inner.shared.mailboxes();
-        for mailbox in mailboxes {
+        for mailbox in mailboxes.iter() {
             mailbox.send(question(reply.clone()));
         }
         drop(reply);

@@ -10,7 +10,7 @@ use crate::mailbox::{Command, Mailbox};
 use crate::memory::{Chunk, Lender, Pool};
 use life::Fate;
 pub(crate) use life::ns;
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 use penstock_core::Members;
 use penstock_core::all_gather::AllGather;
 use penstock_core::life::{Life, Over, Wait};
@@ -18,12 +18,16 @@ use penstock_core::observe::Counters;
 use penstock_core::roles::{Fold, MustBeIn};
 use penstock_core::{Book, BookId, Error, Rank, Seq, SliceId, Step, TensorId};
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// How often a call that waits asks whether the program was interrupted.
 const INTERRUPT_CHECK: Duration = Duration::from_millis(100);
+
+/// One for each lane.
+pub(crate) type Mailboxes = Arc<[Arc<Mailbox>]>;
 
 /// How a wait has ended.
 pub(crate) enum Waited<T> {
@@ -82,10 +86,17 @@ pub(crate) struct Gathered {
     pub(crate) parts: Vec<Option<Vec<Chunk>>>,
 }
 
-/// A book and the state of its tensors.
+/// A book as it is dealt at present, and the state of its tensors.
 pub(crate) struct OpenBook {
-    pub(crate) id: BookId,
     pub(crate) book: Arc<Book>,
+    /// By tensor: the lanes that carry its slices, as bits.
+    pub(crate) lanes: Vec<u64>,
+    pub(crate) state: Arc<BookState>,
+}
+
+/// What stays of a book that is dealt anew, to other members.
+pub(crate) struct BookState {
+    pub(crate) id: BookId,
     pub(crate) tensors: Vec<TensorState>,
     /// By slice: whether its result of the last submission is in memory.
     in_memory: Vec<AtomicBool>,
@@ -99,19 +110,23 @@ pub(crate) struct OpenBook {
     pub(crate) sums_awaited: AtomicU32,
     /// One more than the step that was told to go on last; 0 before.
     pub(crate) said: AtomicU64,
-    /// By tensor: the lanes that carry its slices, as bits.
-    pub(crate) lanes: Vec<u64>,
     /// By layer: time that the program spent waiting for it.
     pub(crate) stall_ns: Vec<AtomicU64>,
     shared: Arc<Shared>,
 }
 
-impl OpenBook {
-    pub(crate) fn new(id: BookId, book: Book, shared: Arc<Shared>) -> Self {
+impl Deref for OpenBook {
+    type Target = BookState;
+
+    fn deref(&self) -> &BookState {
+        &self.state
+    }
+}
+
+impl BookState {
+    fn new(id: BookId, book: &Book, shared: Arc<Shared>) -> Self {
         let tensors = book.tensors.iter().map(|_| TensorState::default()).collect();
         let stall_ns = book.layers.iter().map(|_| AtomicU64::new(0)).collect();
-        let mut lanes = vec![0; book.tensors.len()];
-        book.slices.iter().for_each(|slice| lanes[slice.tensor as usize] |= 1 << slice.lane);
         let in_memory = book.slices.iter().map(|_| AtomicBool::new(false)).collect();
         let updated = if book.roles.rules.fold == Fold::Updated { book.slices.len() } else { 0 };
         let versioned = if book.roles.rules.must_be_in == MustBeIn::Nobody { book.slices.len() } else { 0 };
@@ -124,11 +139,22 @@ impl OpenBook {
             sum_waits: (0..updated).map(|_| AtomicBool::new(false)).collect(),
             sums_awaited: AtomicU32::new(0),
             said: AtomicU64::new(0),
-            lanes,
             stall_ns,
             shared,
-            book: Arc::new(book),
         }
+    }
+}
+
+impl OpenBook {
+    pub(crate) fn new(id: BookId, book: Book, shared: Arc<Shared>) -> Self {
+        let state = BookState::new(id, &book, shared);
+        Self::dealt(book, Arc::new(state))
+    }
+
+    fn dealt(book: Book, state: Arc<BookState>) -> Self {
+        let mut lanes = vec![0; book.tensors.len()];
+        book.slices.iter().for_each(|slice| lanes[slice.tensor as usize] |= 1 << slice.lane);
+        Self { book: Arc::new(book), lanes, state }
     }
 
     /// A lane has a version of a slice, whose completion follows.
@@ -260,7 +286,7 @@ impl OpenBook {
     }
 }
 
-impl Lender for OpenBook {
+impl Lender for BookState {
     fn released(&self, tensor: u32, token: u64) {
         let tensor = &self.tensors[tensor as usize];
         let mut state = self.shared.lock();
@@ -334,9 +360,9 @@ pub(crate) struct Shared {
     failed: AtomicBool,
     /// Calls of this rank that are not done.
     pub(crate) calls_open: AtomicU64,
-    mailboxes: OnceLock<Vec<Arc<Mailbox>>>,
+    mailboxes: RwLock<Mailboxes>,
     /// `host:port` by rank, for messages.
-    addresses: OnceLock<Vec<String>>,
+    addresses: RwLock<Vec<String>>,
     started: Instant,
     /// When data last moved, in milliseconds since `started`.
     progress_ms: AtomicU64,
@@ -379,23 +405,22 @@ impl Shared {
             changed: Condvar::new(),
             failed: AtomicBool::new(false),
             calls_open: AtomicU64::new(0),
-            mailboxes: OnceLock::new(),
-            addresses: OnceLock::new(),
+            mailboxes: RwLock::new(Arc::new([])),
+            addresses: RwLock::default(),
             started: now,
             progress_ms: AtomicU64::new(0),
         }
     }
 
-    /// Called once, before any lane runs.
-    pub(crate) fn start(&self, mailboxes: Vec<Arc<Mailbox>>, addresses: Vec<String>) -> Result<(), Failure> {
-        let again = |_| Failure::config("connect() was called twice");
-        self.mailboxes.set(mailboxes).map_err(|m| again(m.len()))?;
-        self.addresses.set(addresses).map_err(|a| again(a.len()))
+    /// Lanes begin, which have these mailboxes.
+    pub(crate) fn start(&self, mailboxes: &[Arc<Mailbox>], addresses: Vec<String>) {
+        *self.addresses.write() = addresses;
+        *self.mailboxes.write() = mailboxes.into();
     }
 
     /// The lanes' mailboxes; none before `connect`, nor in a job of one rank.
-    pub(crate) fn mailboxes(&self) -> &[Arc<Mailbox>] {
-        self.mailboxes.get().map_or(&[], Vec::as_slice)
+    pub(crate) fn mailboxes(&self) -> Mailboxes {
+        Arc::clone(&self.mailboxes.read())
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
@@ -446,7 +471,7 @@ impl Shared {
     pub(crate) fn set_line(&self, bytes_per_s: f64) {
         *self.line() = LineRate { known: Some(bytes_per_s), highest: Some(bytes_per_s) };
         let mailboxes = self.mailboxes();
-        for mailbox in mailboxes {
+        for mailbox in mailboxes.iter() {
             mailbox.set_rate(bytes_per_s / mailboxes.len() as f64);
             mailbox.send(Command::LineRate);
         }
@@ -465,7 +490,7 @@ impl Shared {
     }
 
     fn address_of(&self, rank: Rank) -> Option<String> {
-        self.addresses.get()?.get(rank.index()).cloned()
+        self.addresses.read().get(rank.index()).cloned()
     }
 
     /// A blob of an all-gather has arrived.

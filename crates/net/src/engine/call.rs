@@ -3,7 +3,7 @@
 use super::Engine;
 use crate::call::Handle;
 use crate::failure::{Failure, Stop};
-use crate::mailbox::Command;
+use crate::mailbox::{Command, Mailbox};
 use crate::memory::{Chunk, Lender, RealMemory};
 use crate::shared::State;
 use penstock_core::calls::{self, Call, Calls, Request, Shape, Share};
@@ -105,7 +105,7 @@ impl Engine {
         let me =
             members.iter().position(|rank| *rank == self.inner.config.rank).unwrap_or(members.len()) as u32;
         let members: Vec<Rank> = members.iter().copied().map(Rank).collect();
-        for mailbox in self.inner.shared.mailboxes() {
+        for mailbox in self.inner.shared.mailboxes().iter() {
             mailbox.send(Command::Group { id, members: members.clone() });
         }
         if self.inner.shared.mailboxes().is_empty() {
@@ -170,11 +170,11 @@ impl Engine {
     }
 
     /// The lanes among which a call is dealt, the group's own first; none in a job of one rank.
-    fn call_lanes(&self, group: GroupId, shape: &Shape) -> Vec<&crate::mailbox::Mailbox> {
+    fn call_lanes(&self, group: GroupId, shape: &Shape) -> Vec<Arc<Mailbox>> {
         let mailboxes = self.inner.shared.mailboxes();
         let count = calls::lanes(shape, mailboxes.len() as u32).min(mailboxes.len() as u32) as usize;
         let first = usize::from(group);
-        (first..first + count).map(|lane| &*mailboxes[lane % mailboxes.len()]).collect()
+        (first..first + count).map(|lane| Arc::clone(&mailboxes[lane % mailboxes.len()])).collect()
     }
 
     /// Begins a call. It is done when its handle says so, or [`Engine::wait_call`] returns.

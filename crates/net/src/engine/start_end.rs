@@ -37,7 +37,7 @@ impl Engine {
         };
         let names = addresses.iter().map(|(host, port)| format!("{host}:{port}")).collect();
         if size == 1 {
-            self.inner.shared.start(Vec::new(), names)?;
+            self.inner.shared.start(&[], names);
             return self.tell_group(0, &[0]);
         }
         let addresses: Vec<SocketAddr> = addresses.iter().map(resolve).collect::<Result<_, _>>()?;
@@ -49,7 +49,7 @@ impl Engine {
             mailboxes.push(Arc::new(Mailbox::new(Waker::new(poll.registry(), WAKER).map_err(broken)?)));
             polls.push(poll);
         }
-        self.inner.shared.start(mailboxes.clone(), names)?;
+        self.inner.shared.start(&mailboxes, names);
         for book in self.inner.books.read().iter() {
             mailboxes.iter().for_each(|mailbox| mailbox.send(Command::Open(Arc::clone(book))));
         }
@@ -127,7 +127,7 @@ impl Engine {
         let _one_at_a_time = self.inner.joint.lock();
         shared.update(|state| (state.lanes_left, state.joint) = (0, Some(JointWait::Leave)));
         shared.progressed();
-        for mailbox in shared.mailboxes() {
+        for mailbox in shared.mailboxes().iter() {
             mailbox.send(Command::Leave);
         }
         let EngineConfig { lanes, operation_timeout, .. } = self.inner.config;
@@ -296,7 +296,7 @@ impl Engine {
             Expired { about: None, step: None, what, hint: String::new() }
         };
         self.await_result(&mut wait, interrupted, |_| (calls() == 0).then_some(()), expired)?;
-        for mailbox in shared.mailboxes() {
+        for mailbox in shared.mailboxes().iter() {
             mailbox.send(Command::Goodbye);
         }
         let mut wait = wait.then(WaitKind::Goodbyes);
@@ -308,7 +308,7 @@ impl Engine {
     fn close(&self) {
         let Threads { lanes, admission, .. } = std::mem::take(&mut *self.inner.threads.lock());
         self.inner.threads.lock().shut_down = true;
-        for mailbox in self.inner.shared.mailboxes() {
+        for mailbox in self.inner.shared.mailboxes().iter() {
             mailbox.send(Command::Stop);
         }
         for lane in lanes {

@@ -104,7 +104,7 @@ impl Engine {
             return Err(Failure::config(format!("{name}: step {step} was told to go on already")));
         }
         let word = Arc::new(Word { book: open.id, step, updates });
-        for mailbox in self.inner.shared.mailboxes() {
+        for mailbox in self.inner.shared.mailboxes().iter() {
             mailbox.send(Command::Proceed(Arc::clone(&word)));
         }
         Ok(())

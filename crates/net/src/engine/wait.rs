@@ -253,7 +253,7 @@ impl Engine {
         if size == 1 {
             return Ok(vec![blob.to_vec()]);
         }
-        let Some(lane) = shared.mailboxes().first() else {
+        let Some(lane) = shared.mailboxes().first().cloned() else {
             return Err(Failure::config(format!("{what}: all_gather() was called before connect()")).into());
         };
         let _one_at_a_time = self.inner.joint.lock();

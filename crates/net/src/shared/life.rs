@@ -64,7 +64,7 @@ impl Shared {
                     let reason = self.pool.copy_of(&verdict.encode());
                     let (argument, payload_bytes) = (verdict.culprit().0, reason.len() as u32);
                     let header = Header { argument, payload_bytes, ..Header::control(Kind::Abort) };
-                    for mailbox in self.mailboxes() {
+                    for mailbox in self.mailboxes().iter() {
                         mailbox.send(Command::Failed { header, reason: reason.clone() });
                     }
                 }
