@@ -39,6 +39,9 @@ pub enum Error {
         /// Who is where, and what it means.
         reason: String,
     },
+    /// The members of the job have changed while a call was under way that some of them may have finished: make it again, on all.
+    #[error("{0}")]
+    MembersChanged(String),
     /// A peer could not prove that it knows the job's secret.
     #[error("{0}")]
     Authentication(String),

@@ -49,6 +49,7 @@ impl Job {
             operation_timeout: Duration::from_secs(120),
             peer_timeout: Duration::from_secs(30),
             congestion_control: "auto".into(),
+            elastic: false,
             shared_memory: true,
             handshake_timeout: Duration::from_secs(10),
             observations,

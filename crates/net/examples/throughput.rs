@@ -53,6 +53,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         peer_timeout: Duration::from_secs(30),
         congestion_control: "auto".into(),
         shared_memory: true,
+        elastic: false,
         handshake_timeout: Duration::from_secs(10),
         observations: 1 << 16,
     })?;

@@ -27,6 +27,8 @@ pub struct Handle {
     reported: AtomicBool,
     /// What keeps the memory allocated, until it is released.
     keep: Mutex<Option<Box<dyn Any + Send + Sync>>>,
+    /// The epoch in which it was begun: it does not outlive that.
+    epoch: u32,
     shared: Arc<Shared>,
 }
 
@@ -54,6 +56,7 @@ impl Handle {
             watched: AtomicBool::new(false),
             reported: AtomicBool::new(false),
             keep: Mutex::new(Some(keep)),
+            epoch: shared.epoch(),
             shared,
         })
     }
@@ -68,6 +71,11 @@ impl Handle {
     #[must_use]
     pub fn is_done(&self) -> bool {
         self.incomplete.load(Ordering::SeqCst) == 0 && self.unreleased.load(Ordering::SeqCst) == 0
+    }
+
+    /// Whether its epoch is over: if it is not done, it will never be.
+    pub(crate) fn is_over(&self) -> bool {
+        self.shared.epoch() != self.epoch
     }
 
     pub(crate) fn received_from(&self, from: u32) {
@@ -94,7 +102,7 @@ impl Handle {
     /// Once: what is kept is there once.
     fn let_go(&self) {
         let kept = self.keep.lock().take();
-        if kept.is_some() {
+        if kept.is_some() && !self.is_over() {
             self.shared.calls_open.fetch_sub(1, Ordering::AcqRel);
         }
     }

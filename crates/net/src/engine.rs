@@ -1,6 +1,7 @@
 //! The engine: what a program talks to. Every call checks its arguments, tells the lanes, and waits for what they bring about.
 
 mod call;
+mod epochs;
 mod gather;
 mod start_end;
 mod updates;
@@ -16,6 +17,7 @@ use crate::observed::{Observations, Record, Rings, now_ns};
 use crate::report::{self, Report};
 use crate::shared::{OpenBook, Shared};
 pub use call::{AddressRange, CallPart};
+use epochs::Epochs;
 use gather::check_bytes;
 use parking_lot::{Mutex, RwLock};
 use penstock_core::calls::Calls;
@@ -87,6 +89,9 @@ pub struct EngineConfig {
     pub peer_timeout: Duration,
     /// Longest time that a new connection may take to prove itself.
     pub handshake_timeout: Duration,
+    /// Whether the others go on when members are lost ([`Engine::go_on_after_losses`]). All tensors of all books travel by the store then, and
+    /// answers are read to scratch memory first.
+    pub elastic: bool,
     /// Of what was observed, how many records are kept per lane, and as many of the program; 0: none.
     pub observations: usize,
 }
@@ -131,6 +136,11 @@ struct Inner {
     own_slices: AtomicU64,
     /// Until `connect`.
     listeners: Mutex<Option<Listeners>>,
+    /// Who takes part at present.
+    members: RwLock<Arc<Members>>,
+    /// Held while something is submitted; nothing is while an epoch ends.
+    gate: RwLock<()>,
+    epochs: Mutex<Epochs>,
     /// Where there are lanes, unless nothing is to be kept.
     rings: Option<Rings>,
     threads: Mutex<Threads>,
@@ -143,6 +153,8 @@ struct Threads {
     lanes: Vec<JoinHandle<()>>,
     admission: Option<Arc<OnceLock<Admission>>>,
     shut_down: bool,
+    /// No epoch begins any more.
+    closed: bool,
 }
 
 impl Engine {
@@ -179,6 +191,8 @@ impl Engine {
         if config.shared_memory && config.size > 1 {
             listeners = listeners.and_on_host(&config.secret, &config.job_id, Rank(config.rank));
         }
+        let members = Members::all(config.size);
+        let epochs = Epochs::bind(&config).map_err(|error| unusable(error.to_string()))?;
         let congestion_control = congestion::choose(&config.congestion_control)?;
         let pool = Pool::new(POOL_KEEP_BYTES);
         let laneless = Mutex::new((call::laneless(), RealMemory::new(Arc::clone(&pool))));
@@ -199,6 +213,9 @@ impl Engine {
                 laneless,
                 own_slices: AtomicU64::new(0),
                 listeners: Mutex::new(Some(listeners)),
+                members: RwLock::new(Arc::new(members)),
+                gate: RwLock::default(),
+                epochs: Mutex::new(epochs),
                 rings,
                 threads: Mutex::default(),
                 joint: Mutex::default(),
@@ -227,7 +244,11 @@ impl Engine {
         self.alive("open_book")?;
         self.inner.shared.check()?;
         let EngineConfig { size, .. } = self.inner.config;
-        let roles = roles.unwrap_or_else(|| Roles::alike(Members::all(self.inner.config.workers())));
+        let mut roles = roles.unwrap_or_else(|| Roles::alike(self.inner.workers()));
+        if self.inner.config.elastic {
+            check_elastic(name, &tensors)?;
+            roles.rules.recoverable = true;
+        }
         if let Some(rank) = roles.members.iter().find(|rank| rank.0 >= size) {
             return Err(Failure::config(format!(
                 "{name}: rank {rank} is a member, but there are {size} ranks"
@@ -284,6 +305,7 @@ impl Engine {
             )));
         }
         let places: Arc<[u32]> = places.into();
+        *open.places.lock() = Some(Arc::clone(&places));
         for mailbox in self.inner.shared.mailboxes().iter() {
             mailbox.send(Command::Places { book, places: Arc::clone(&places) });
         }
@@ -304,6 +326,8 @@ impl Engine {
     /// or write it, and from then until the token is released nobody may write it. What is gathered may be read all the time.
     pub unsafe fn submit(&self, submission: Submission<Lent>, more: bool) -> Result<u64, Failure> {
         self.alive("submit")?;
+        self.wait_until_taken(submission.book, &std::iter::once(submission.tensor))?;
+        let _gate = self.inner.gate.read();
         let open = self.book(submission.book)?;
         self.may_submit(&open, &submission)?;
         // SAFETY: as the caller vouches.
@@ -336,6 +360,8 @@ impl Engine {
     pub unsafe fn submit_together(&self, submissions: &[Submission<Lent>]) -> Result<Vec<u64>, Failure> {
         self.alive("submit")?;
         let Some(first) = submissions.first() else { return Ok(Vec::new()) };
+        self.wait_until_taken(first.book, &submissions.iter().map(|submission| submission.tensor))?;
+        let _gate = self.inner.gate.read();
         let open = self.book(first.book)?;
         let mut ids = Vec::with_capacity(submissions.len());
         for submission in submissions {
@@ -389,7 +415,8 @@ impl Engine {
     /// Whether a tensor is exchanged with nobody.
     fn is_alone(&self, open: &OpenBook, tensor: &Tensor) -> bool {
         let Roles { members, rules, .. } = &open.book.roles;
-        let alone = members.count() == 1 && !rules.keep_results();
+        // Where members may be lost the last one goes on as the others did: its rounds may have begun with them.
+        let alone = members.count() == 1 && !rules.keep_results() && !rules.recoverable;
         self.inner.config.size == 1 || alone || tensor.slice_count == 0
     }
 
@@ -432,7 +459,13 @@ impl Engine {
         let start = NonNull::new(address as *mut u8).unwrap_or(NonNull::dangling());
         // SAFETY: the caller vouches for the memory; its length was checked against the book.
         let memory = unsafe { Chunk::handed(start, len_bytes, Arc::clone(&open.state) as _, id, token) };
-        Ok((token, Some(submission.with(seq, memory))))
+        let handed = submission.with(seq, memory);
+        if let Some(of) = open.recoverable.get(id as usize) {
+            of.address.store(address, Ordering::Release);
+            of.token.store(token, Ordering::Release);
+            *of.open.lock() = Some(handed.clone());
+        }
+        Ok((token, Some(handed)))
     }
 
     fn note_submitted(&self, count: u64) {
@@ -570,14 +603,16 @@ impl Engine {
         self.alive("report")?;
         let shared = &self.inner.shared;
         let mut counters = self.ask(|reply| Command::Count { reply });
-        let (busy, finals, through_memory) = {
+        let (busy, finals, past, through_memory) = {
             let mut state = shared.lock();
             let through_memory = state.through_memory.iter().map(|rank| rank.0).collect();
-            (state.accounting.busy(Instant::now()), state.final_counters.clone(), through_memory)
+            let counters = (state.final_counters.clone(), state.past_counters.clone());
+            (state.accounting.busy(Instant::now()), counters.0, counters.1, through_memory)
         };
         if finals.len() == shared.mailboxes().len() {
             counters = finals;
         }
+        counters.extend(past);
         let books = self.inner.books.read();
         let EngineConfig { size, lanes, .. } = self.inner.config;
         let counted = report::count(shared.me, size, lanes, &counters, &books);
@@ -628,6 +663,17 @@ impl Engine {
     fn is_forked(&self) -> bool {
         self.inner.forked.load(Ordering::Relaxed) || self.inner.process_id != std::process::id()
     }
+}
+
+/// Whether all of a book travels as it must where members may be lost.
+fn check_elastic(book: &str, tensors: &[Tensor]) -> Result<(), Failure> {
+    let other = tensors.iter().find(|tensor| tensor.route != Route::STORE);
+    other.map_or(Ok(()), |Tensor { name, route, .. }| {
+        Err(Failure::config(format!(
+            "{book}: {name} travels by {}; where members may be lost (elastic) all tensors travel by the store",
+            route.name()
+        )))
+    })
 }
 
 fn submitted_again(open: &OpenBook, id: TensorId) -> Failure {

@@ -28,7 +28,9 @@ impl From<Error> for Failure {
                 let (rank, layer, step) = (Some(*rank), Some(layer.clone()), Some(*step));
                 return Self { error, rank, layer, step, peer: None };
             }
-            Error::Config(_) | Error::Timeout(_) | Error::Authentication(_) => None,
+            Error::Config(_) | Error::Timeout(_) | Error::MembersChanged(_) | Error::Authentication(_) => {
+                None
+            }
         };
         Self { error, rank, layer: None, step: None, peer: None }
     }
@@ -56,6 +58,7 @@ impl Failure {
         match &mut self.error {
             Error::Config(text)
             | Error::Timeout(text)
+            | Error::MembersChanged(text)
             | Error::Authentication(text)
             | Error::PeerLost { reason: text, .. }
             | Error::Mismatch { reason: text, .. }

@@ -15,7 +15,7 @@ use crate::call::Handle;
 use crate::connection::{Connection, Progress, Source};
 use crate::descriptors::{self, Registration};
 use crate::failure::Failure;
-use crate::mailbox::{Command, Mailbox, Word};
+use crate::mailbox::{Command, Mailbox, Recovering, Word};
 use crate::memory::{Chunk, RealMemory};
 use crate::observed::{LaneNode, Recorder};
 use crate::shared::{OpenBook, Shared, ns};
@@ -85,6 +85,8 @@ pub(crate) struct Lane {
     failed: Option<Outgoing<Chunk>>,
     told: bool,
     stopping: bool,
+    /// And without a word.
+    halted: bool,
     now: Instant,
     ticked: Instant,
 }
@@ -126,6 +128,7 @@ impl Lane {
             failed: None,
             told: false,
             stopping: false,
+            halted: false,
             now,
             ticked: now,
         }
@@ -173,7 +176,7 @@ impl Lane {
             }
             self.say_goodbyes();
         }
-        self.flush(&mut events)
+        if self.halted { Ok(()) } else { self.flush(&mut events) }
     }
 
     fn poll_once(&mut self, events: &mut Events, sleep: Duration) -> io::Result<()> {
@@ -272,6 +275,11 @@ impl Lane {
                 let _ = reply.send(self.node.observer().counters.clone());
                 return;
             }
+            Command::Recover(recovering) => return self.recover(*recovering),
+            Command::Halt => {
+                (self.stopping, self.halted) = (true, true);
+                return;
+            }
             Command::Stop => {
                 self.stopping = true;
                 return;
@@ -337,6 +345,22 @@ impl Lane {
         }
     }
 
+    /// The rounds of the last epoch go on.
+    fn recover(&mut self, Recovering { gives, lacks, again }: Recovering) {
+        self.node.observer().mark();
+        let mut outcome = Ok(());
+        for (given, step, whole) in &lacks {
+            outcome = outcome.and_then(|()| self.node.lacks(given, *step, whole));
+        }
+        for (given, step, result) in &gives {
+            outcome = outcome.and_then(|()| self.node.give(given, *step, result.as_ref(), &mut self.actions));
+        }
+        for (submission, slices) in &again {
+            outcome = outcome.and_then(|()| self.node.submit_again(submission, slices, &mut self.actions));
+        }
+        self.act(outcome);
+    }
+
     fn command_after_failure(&mut self, command: Command) {
         match command {
             Command::Connected { peer, transport } => self.connected(peer, transport),
@@ -344,6 +368,7 @@ impl Lane {
             Command::Count { reply } => {
                 let _ = reply.send(self.node.observer().counters.clone());
             }
+            Command::Halt => (self.stopping, self.halted) = (true, true),
             Command::Stop => self.stopping = true,
             // The caller finds the failure.
             _ => {}

@@ -11,6 +11,7 @@ pub mod admission;
 mod call;
 mod congestion;
 mod connection;
+mod council;
 pub mod descriptors;
 mod engine;
 mod exit;

@@ -12,6 +12,7 @@ use penstock_core::exchange::Field;
 use penstock_core::life::Question;
 use penstock_core::observe::Counters;
 use penstock_core::optimizer::Update;
+use penstock_core::recovery::ResultGiven;
 use penstock_core::types::GroupId;
 use penstock_core::{BookId, Error, Header, Rank, SliceId, Step, Submission, TensorId};
 use std::sync::Arc;
@@ -68,8 +69,22 @@ pub(crate) enum Command {
     Group { id: GroupId, members: Vec<Rank> },
     /// This rank's part in a call.
     Call { call: Box<Call<Chunk>>, handle: Arc<Handle> },
+    /// A new epoch has begun: what goes on of the last one.
+    Recover(Box<Recovering>),
+    /// End at once.
+    Halt,
     /// Flush for a bounded time and end.
     Stop,
+}
+
+/// What goes on of the last epoch's rounds, as far as one lane goes.
+pub(crate) struct Recovering {
+    /// Results that this rank has and others lack, if anybody contributed, and their steps.
+    pub(crate) gives: Vec<(ResultGiven, Step, Option<Chunk>)>,
+    /// Results that this rank lacks, and where the whole tensor is.
+    pub(crate) lacks: Vec<(ResultGiven, Step, Chunk)>,
+    /// Contributions that are made anew, for these slices.
+    pub(crate) again: Vec<(Submission<Chunk>, Arc<[SliceId]>)>,
 }
 
 /// What the program says at the end of a step to those who update what they keep.
@@ -277,7 +292,7 @@ mod tests {
         let (mailbox, _poll) = asleep();
         let mailbox = Arc::new(mailbox);
         let shared = Arc::new(Shared::new(Rank(0), 2, 2, 1, Pool::new(0), None));
-        shared.start(vec![Arc::clone(&mailbox)], vec!["a:1".into(), "b:2".into()]).unwrap();
+        shared.start(&[Arc::clone(&mailbox)], vec!["a:1".into(), "b:2".into()]);
         // Whoever fails the job gets no further than to this mailbox.
         let held = mailbox.lock();
         let failing = std::thread::spawn({

@@ -138,6 +138,12 @@ impl Chunk {
         self.bytes_mut(from)[..source.len()].copy_from_slice(source);
     }
 
+    /// A piece of it.
+    pub(crate) fn part(&self, offset: usize, len: usize) -> Self {
+        assert!(offset + len <= self.len, "a part lies within its chunk");
+        Self { region: self.region.clone(), offset: self.offset + offset, len }
+    }
+
     /// A copy of the bytes.
     pub(crate) fn to_vec(&self) -> Vec<u8> {
         self.bytes(0).to_vec()
@@ -338,8 +344,7 @@ impl Memory for RealMemory {
     type Chunk = Chunk;
 
     fn part(&self, chunk: &Chunk, offset_bytes: usize, len_bytes: usize) -> Chunk {
-        assert!(offset_bytes + len_bytes <= chunk.len, "a part lies within its chunk");
-        Chunk { region: chunk.region.clone(), offset: chunk.offset + offset_bytes, len: len_bytes }
+        chunk.part(offset_bytes, len_bytes)
     }
 
     fn scratch(&mut self, len_bytes: usize) -> Chunk {

@@ -1,13 +1,15 @@
-//! What the engine and its lanes share: the state of tensors, and everything that somebody may wait for.
-//!
-//! Completion is counted per tensor with one atomic decrement per slice; the lock is taken per tensor.
+//! What the engine and its lanes share: everything that somebody may wait for, and with `shared/book.rs` the state of tensors.
 
+mod book;
 mod life;
 
 use crate::accounting::Accounting;
+use crate::council::CouncilHandle;
 use crate::failure::{Failure, Stop};
 use crate::mailbox::{Command, Mailbox};
-use crate::memory::{Chunk, Lender, Pool};
+use crate::memory::Pool;
+use book::TensorState;
+pub(crate) use book::{Gathered, OpenBook};
 use life::Fate;
 pub(crate) use life::ns;
 use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
@@ -15,12 +17,10 @@ use penstock_core::Members;
 use penstock_core::all_gather::AllGather;
 use penstock_core::life::{Life, Over, Wait};
 use penstock_core::observe::Counters;
-use penstock_core::roles::{Fold, MustBeIn};
-use penstock_core::{Book, BookId, Error, Rank, Seq, SliceId, Step, TensorId};
-use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Deref;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
-use std::sync::Arc;
+use penstock_core::{Error, Rank, Seq};
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 /// How often a call that waits asks whether the program was interrupted.
@@ -53,252 +53,6 @@ struct LineRate {
     highest: Option<f64>,
 }
 
-/// One tensor of an open book.
-#[derive(Default)]
-pub(crate) struct TensorState {
-    /// Slices of the last submission that are not complete.
-    pub(crate) remaining: AtomicU32,
-    /// Whether anybody contributed to the last submission that completed.
-    pub(crate) present: AtomicBool,
-    /// Submissions so far.
-    pub(crate) seq: AtomicU32,
-    /// The user's iteration of the last one.
-    pub(crate) step: AtomicU32,
-    /// Submissions whose memory may still be touched.
-    pub(crate) unreleased: AtomicU32,
-    /// Threads that wait for this tensor now. Changed before they look under the lock, read under it: nobody is missed.
-    pub(crate) awaited: AtomicU32,
-    /// Threads that wait for a leading part of it. This and `part_bytes` are changed under the lock.
-    parts_awaited: AtomicU32,
-    /// Of these parts the shortest, or one that was shorter.
-    part_bytes: AtomicU64,
-    /// Of a tensor that is gathered: what has come of the last submission. Held by one thread at a time: the lane before it
-    /// is complete, after that the program's, or one that works beside it.
-    pub(crate) gathered: Mutex<Gathered>,
-}
-
-/// What a gather has brought.
-#[derive(Default)]
-pub(crate) struct Gathered {
-    /// Length of this rank's own contribution.
-    pub(crate) own_bytes: u64,
-    /// By rank; `None` for this one and those that took no part.
-    pub(crate) parts: Vec<Option<Vec<Chunk>>>,
-}
-
-/// A book as it is dealt at present, and the state of its tensors.
-pub(crate) struct OpenBook {
-    pub(crate) book: Arc<Book>,
-    /// By tensor: the lanes that carry its slices, as bits.
-    pub(crate) lanes: Vec<u64>,
-    pub(crate) state: Arc<BookState>,
-}
-
-/// What stays of a book that is dealt anew, to other members.
-pub(crate) struct BookState {
-    pub(crate) id: BookId,
-    pub(crate) tensors: Vec<TensorState>,
-    /// By slice: whether its result of the last submission is in memory.
-    in_memory: Vec<AtomicBool>,
-    /// By slice, where each contribution is a round of its own: how often the value that came last was changed.
-    versions: Vec<AtomicU32>,
-    /// Of contributions to slices that are owned here: by rank how many came too late for their round.
-    pub(crate) late: Mutex<BTreeMap<Rank, u64>>,
-    /// By slice that is owned here and updated: whether the sum waits for the program's word.
-    sum_waits: Vec<AtomicBool>,
-    /// Threads that wait for all of these.
-    pub(crate) sums_awaited: AtomicU32,
-    /// One more than the step that was told to go on last; 0 before.
-    pub(crate) said: AtomicU64,
-    /// By layer: time that the program spent waiting for it.
-    pub(crate) stall_ns: Vec<AtomicU64>,
-    shared: Arc<Shared>,
-}
-
-impl Deref for OpenBook {
-    type Target = BookState;
-
-    fn deref(&self) -> &BookState {
-        &self.state
-    }
-}
-
-impl BookState {
-    fn new(id: BookId, book: &Book, shared: Arc<Shared>) -> Self {
-        let tensors = book.tensors.iter().map(|_| TensorState::default()).collect();
-        let stall_ns = book.layers.iter().map(|_| AtomicU64::new(0)).collect();
-        let in_memory = book.slices.iter().map(|_| AtomicBool::new(false)).collect();
-        let updated = if book.roles.rules.fold == Fold::Updated { book.slices.len() } else { 0 };
-        let versioned = if book.roles.rules.must_be_in == MustBeIn::Nobody { book.slices.len() } else { 0 };
-        Self {
-            id,
-            tensors,
-            in_memory,
-            versions: (0..versioned).map(|_| AtomicU32::new(0)).collect(),
-            late: Mutex::default(),
-            sum_waits: (0..updated).map(|_| AtomicBool::new(false)).collect(),
-            sums_awaited: AtomicU32::new(0),
-            said: AtomicU64::new(0),
-            stall_ns,
-            shared,
-        }
-    }
-}
-
-impl OpenBook {
-    pub(crate) fn new(id: BookId, book: Book, shared: Arc<Shared>) -> Self {
-        let state = BookState::new(id, &book, shared);
-        Self::dealt(book, Arc::new(state))
-    }
-
-    fn dealt(book: Book, state: Arc<BookState>) -> Self {
-        let mut lanes = vec![0; book.tensors.len()];
-        book.slices.iter().for_each(|slice| lanes[slice.tensor as usize] |= 1 << slice.lane);
-        Self { book: Arc::new(book), lanes, state }
-    }
-
-    /// A lane has a version of a slice, whose completion follows.
-    pub(crate) fn got_version(&self, slice: u32, version: Step) {
-        if let Some(last) = self.versions.get(slice as usize) {
-            last.store(version, Ordering::Release);
-        }
-    }
-
-    /// The versions of a tensor's slices that came last; none where rounds are counted.
-    pub(crate) fn versions(&self, tensor: TensorId) -> Vec<u32> {
-        let versions = self.book.slices_of(tensor).filter_map(|slice| self.versions.get(slice as usize));
-        versions.map(|version| version.load(Ordering::Acquire)).collect()
-    }
-
-    /// The sum of a slice that is owned here waits for the program's word.
-    pub(crate) fn sum_waits(&self, slice: u32) {
-        self.sum_waits[slice as usize].store(true, Ordering::Release);
-        // With that of who waits: this lane sees him, or he sees the sum.
-        fence(Ordering::SeqCst);
-        if self.sums_awaited.load(Ordering::Acquire) > 0 {
-            self.shared.notify(&self.shared.lock());
-        }
-    }
-
-    /// And now it does not any more.
-    pub(crate) fn sum_goes_on(&self, slice: u32) {
-        self.sum_waits[slice as usize].store(false, Ordering::Release);
-    }
-
-    /// The tensor of the first slice owned by this rank whose sum is not complete.
-    pub(crate) fn late_sum(&self, owner: Rank) -> Option<TensorId> {
-        let mut owned =
-            self.book.slices.iter().zip(&self.sum_waits).filter(|(slice, _)| slice.owner == owner);
-        owned.find(|(_, waits)| !waits.load(Ordering::Acquire)).map(|(slice, _)| slice.tensor)
-    }
-
-    /// A tensor is about to be handed to the lanes: nothing of its result is in memory.
-    pub(crate) fn submitted(&self, tensor: TensorId) {
-        for slice in self.book.slices_of(tensor) {
-            self.in_memory[slice as usize].store(false, Ordering::Relaxed);
-        }
-    }
-
-    /// The length in bytes of the leading part of a tensor whose result is in memory.
-    pub(crate) fn arrived_bytes(&self, tensor: TensorId) -> u64 {
-        if self.tensors[tensor as usize].remaining.load(Ordering::Acquire) == 0 {
-            return self.book.tensors[tensor as usize].len_bytes();
-        }
-        let late = self
-            .book
-            .slices_of(tensor)
-            .find(|&slice| !self.in_memory[slice as usize].load(Ordering::Acquire));
-        late.map_or_else(
-            || self.book.tensors[tensor as usize].len_bytes(),
-            |slice| self.book.slices[slice as usize].offset_bytes,
-        )
-    }
-
-    /// As `arrived_bytes`; 0 of what is complete if nobody contributed.
-    pub(crate) fn landed_bytes(&self, tensor: TensorId) -> u64 {
-        let state = &self.tensors[tensor as usize];
-        let is_complete = state.remaining.load(Ordering::Acquire) == 0;
-        if is_complete && !state.present.load(Ordering::Acquire) { 0 } else { self.arrived_bytes(tensor) }
-    }
-
-    /// A lane's slices of a tensor whose results are not in memory.
-    pub(crate) fn open_slices(&self, tensor: TensorId, lane: u32) -> impl Iterator<Item = SliceId> {
-        let in_lane = move |slice: &SliceId| self.book.slices[*slice as usize].lane == lane;
-        let is_open = |slice: &SliceId| !self.in_memory[*slice as usize].load(Ordering::Acquire);
-        self.book.slices_of(tensor).filter(in_lane).filter(is_open)
-    }
-
-    /// A lane has all contributions to a gather.
-    pub(crate) fn gathered(&self, slice: u32, parts: Vec<Option<Vec<Chunk>>>) {
-        let tensor = &self.tensors[self.book.slices[slice as usize].tensor as usize];
-        tensor.gathered.lock().parts = parts;
-    }
-
-    /// A lane has brought a slice into memory.
-    pub(crate) fn slice_complete(&self, slice: u32, present: bool) {
-        let id = self.book.slices[slice as usize].tensor;
-        let tensor = &self.tensors[id as usize];
-        if present {
-            tensor.present.store(true, Ordering::Relaxed);
-        }
-        // Release: who sees it sees the slice's result.
-        self.in_memory[slice as usize].store(true, Ordering::Release);
-        // Release: who sees 0 sees the result. The decrements of other lanes are in the same release sequence.
-        if tensor.remaining.fetch_sub(1, Ordering::AcqRel) == 1 {
-            self.shared.tensor_complete(tensor);
-            return;
-        }
-        // With the fence of `await_parts`: this lane sees who waits, or he sees the slice. And of two lanes that bring the
-        // last slices of a part, one sees both.
-        fence(Ordering::SeqCst);
-        if self.part_has_come(id) {
-            self.shared.notify(&self.shared.lock());
-        }
-    }
-
-    /// Whether a thread may have what it waits for, as far as it waits for a part of this tensor.
-    fn part_has_come(&self, id: TensorId) -> bool {
-        let tensor = &self.tensors[id as usize];
-        tensor.parts_awaited.load(Ordering::Acquire) > 0
-            && self.arrived_bytes(id) >= tensor.part_bytes.load(Ordering::Acquire)
-    }
-
-    /// This thread is about to look whether so many leading bytes of any of these tensors are in memory, and to wait if not:
-    /// slices that bring none so far shall not wake it. Undone by `no_longer_await_parts`.
-    pub(crate) fn await_parts(&self, parts: &[(TensorId, u64)]) {
-        let _guard = self.shared.lock();
-        for &(tensor, bytes) in parts {
-            let tensor = &self.tensors[tensor as usize];
-            let others = tensor.parts_awaited.load(Ordering::Relaxed) > 0;
-            let shortest = if others { tensor.part_bytes.load(Ordering::Relaxed).min(bytes) } else { bytes };
-            tensor.part_bytes.store(shortest, Ordering::Relaxed);
-            tensor.parts_awaited.fetch_add(1, Ordering::Release);
-        }
-        fence(Ordering::SeqCst);
-    }
-
-    /// See `await_parts`.
-    pub(crate) fn no_longer_await_parts(&self, parts: &[(TensorId, u64)]) {
-        let _guard = self.shared.lock();
-        for (tensor, _) in parts {
-            self.tensors[*tensor as usize].parts_awaited.fetch_sub(1, Ordering::Relaxed);
-        }
-    }
-}
-
-impl Lender for BookState {
-    fn released(&self, tensor: u32, token: u64) {
-        let tensor = &self.tensors[tensor as usize];
-        let mut state = self.shared.lock();
-        // First of all: who sees that nothing is unreleased any more, without the lock, takes the tokens next.
-        state.released.push(token);
-        tensor.unreleased.fetch_sub(1, Ordering::AcqRel);
-        if tensor.awaited.load(Ordering::Acquire) > 0 {
-            self.shared.notify(&state);
-        }
-    }
-}
-
 /// What a rank waits for together with all others.
 pub(crate) enum JointWait {
     /// An all-gather of blobs, and what for.
@@ -329,8 +83,9 @@ pub(crate) struct State {
     pub(crate) lanes_told: u32,
     /// Lanes that know of the failure: they write no memory of the program any more.
     pub(crate) lanes_quiet: u32,
-    /// Final counts of lanes that have ended.
+    /// Final counts of lanes that have ended, in this epoch and before it.
     pub(crate) final_counters: Vec<Counters>,
+    pub(crate) past_counters: Vec<Counters>,
     /// Peers with whom bytes are exchanged through shared memory.
     pub(crate) through_memory: BTreeSet<Rank>,
     waiters: u32,
@@ -358,6 +113,12 @@ pub(crate) struct Shared {
     changed: Condvar,
     /// A verdict is held, settled or not.
     failed: AtomicBool,
+    /// The members of the next epoch are being agreed on: no result is given to the program.
+    frozen: AtomicBool,
+    /// Epochs that have ended.
+    epoch: AtomicU32,
+    /// Where members may be lost: who agrees on the next ones.
+    council: OnceLock<CouncilHandle>,
     /// Calls of this rank that are not done.
     pub(crate) calls_open: AtomicU64,
     mailboxes: RwLock<Mailboxes>,
@@ -391,6 +152,7 @@ impl Shared {
             lanes_told: 0,
             lanes_quiet: 0,
             final_counters: Vec::new(),
+            past_counters: Vec::new(),
             through_memory: BTreeSet::new(),
             waiters: 0,
         };
@@ -404,6 +166,9 @@ impl Shared {
             state: Mutex::new(state),
             changed: Condvar::new(),
             failed: AtomicBool::new(false),
+            frozen: AtomicBool::new(false),
+            epoch: AtomicU32::new(0),
+            council: OnceLock::new(),
             calls_open: AtomicU64::new(0),
             mailboxes: RwLock::new(Arc::new([])),
             addresses: RwLock::default(),
@@ -451,6 +216,66 @@ impl Shared {
         if awaited.iter().any(|waiting| waiting.load(Ordering::Acquire) > 0) {
             self.notify(&state);
         }
+    }
+
+    /// The members of the next epoch are being agreed on: from now on nothing is given to the program.
+    pub(crate) fn freeze(&self) {
+        let _nobody_takes = self.lock();
+        self.frozen.store(true, Ordering::SeqCst);
+    }
+
+    /// The tokens that the program has not got.
+    pub(crate) fn undelivered(&self) -> BTreeSet<u64> {
+        self.lock().released.iter().copied().collect()
+    }
+
+    /// See `freeze`.
+    pub(crate) fn is_frozen(&self) -> bool {
+        self.frozen.load(Ordering::SeqCst)
+    }
+
+    /// The tokens that the program has not got, which now gets them.
+    pub(crate) fn take_released(&self) -> Vec<u64> {
+        let mut state = self.lock();
+        if self.is_frozen() { Vec::new() } else { std::mem::take(&mut state.released) }
+    }
+
+    /// Where members may be lost: who agrees on the next ones.
+    pub(crate) fn council(&self) -> Option<&CouncilHandle> {
+        self.council.get()
+    }
+
+    /// From now on members may be lost.
+    pub(crate) fn with_council(&self, council: CouncilHandle) {
+        // The engine makes one.
+        let _ = self.council.set(council);
+    }
+
+    /// Epochs that have ended.
+    pub(crate) fn epoch(&self) -> u32 {
+        self.epoch.load(Ordering::Acquire)
+    }
+
+    /// The next epoch begins, of which no lane runs yet. Everything that waits for what was of the last one finds that it is over.
+    pub(crate) fn begin_epoch(&self, members: &Members, lanes: u32) {
+        self.renew_life(members, lanes);
+        self.epoch.store(members.epoch(), Ordering::Release);
+        self.calls_open.store(0, Ordering::Release);
+        self.progressed();
+        let mut state = self.lock();
+        state.all_gather = AllGather::new(self.me, members.clone());
+        (state.lanes_left, state.lanes_done, state.lanes_told, state.lanes_quiet) = (0, 0, 0, 0);
+        let ended = std::mem::take(&mut state.final_counters);
+        state.past_counters.extend(ended);
+        state.through_memory.clear();
+        self.notify(&state);
+    }
+
+    /// Results are given to the program again.
+    pub(crate) fn thaw(&self) {
+        let state = self.lock();
+        self.frozen.store(false, Ordering::SeqCst);
+        self.notify(&state);
     }
 
     fn line(&self) -> MutexGuard<'_, LineRate> {

@@ -140,6 +140,7 @@ impl Engine {
             congestion_control,
             shared_memory,
             handshake_timeout: seconds("handshake_timeout_s", handshake_timeout_s)?,
+            elastic: false,
             observations,
         };
         Ok(Self { engine: penstock_net::Engine::bind(config).map_err(raise)? })

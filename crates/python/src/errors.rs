@@ -9,7 +9,7 @@ use pyo3::types::{IntoPyDict, PyType};
 fn class_name(error: &Error) -> &'static str {
     match error {
         Error::Config(_) => "ConfigError",
-        Error::PeerLost { .. } => "PeerLost",
+        Error::PeerLost { .. } | Error::MembersChanged(_) => "PeerLost",
         Error::Timeout(_) => "Timeout",
         Error::Protocol { .. } => "ProtocolError",
         Error::Mismatch { .. } => "ModelMismatch",

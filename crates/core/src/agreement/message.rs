@@ -3,6 +3,7 @@
 //! A message is its epoch, a number for its kind, and its fields, all little-endian; a list is its length and its members. Whatever
 //! else comes is refused with a sentence, before anything is allocated for it.
 
+use crate::error::Error;
 use crate::limits::RANKS_MAX;
 use crate::types::Rank;
 
@@ -38,6 +39,19 @@ pub struct NextMembers {
     pub ranks: Vec<Rank>,
     /// How what is unfinished goes on, as the leader's driver made it.
     pub plan: Vec<u8>,
+}
+
+impl NextMembers {
+    /// What a member of the last epoch raises that is not among them.
+    #[must_use]
+    pub fn without(&self, me: Rank) -> Error {
+        let (count, epoch) = (self.ranks.len(), self.epoch + 1);
+        let reason = format!(
+            "the others go on without rank {me}: {count} members have agreed on epoch {epoch}, and either did not hear this rank or hold \
+             it to blame; restart it"
+        );
+        Error::PeerLost { rank: me, reason }
+    }
 }
 
 /// What a member has promised with, besides its word.

@@ -26,6 +26,7 @@ mod proposal;
 
 pub use message::{Ballot, MemberMessage, NextMembers, Promise};
 
+use crate::error::Error;
 use crate::members::Members;
 use crate::types::Rank;
 use proposal::Proposal;
@@ -38,6 +39,9 @@ pub const BACKOFF_NS: u64 = 50_000_000;
 const DOUBLINGS_MAX: u32 = 8;
 /// Choices of past epochs that are kept, for members that have not heard of them.
 const PAST_MAX: usize = 64;
+
+/// So often the timeout of a peer may pass until members have agreed, each loss on the way included.
+const TIMEOUTS_MAX: u64 = 5;
 
 /// What the driver must do.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -85,6 +89,9 @@ pub struct Succession {
     outdated: bool,
     /// Who was told last that this epoch is to end.
     urged: Option<Rank>,
+    /// Since when it is to end, and since when there are too few for that, as far as somebody has looked.
+    ending_ns: Option<u64>,
+    lacking_ns: Option<u64>,
     past: BTreeMap<u32, NextMembers>,
     effects: Vec<Effect>,
 }
@@ -113,6 +120,8 @@ impl Succession {
             too_few: false,
             outdated: false,
             urged: None,
+            ending_ns: None,
+            lacking_ns: None,
             past: BTreeMap::new(),
             effects: Vec::new(),
         }
@@ -163,6 +172,35 @@ impl Succession {
     #[must_use]
     pub fn lacks_quorum(&self) -> bool {
         self.too_few || self.heard().count() < self.quorum()
+    }
+
+    /// Why this member cannot go on, to be asked every now and then: too few are heard for as long as a peer may be silent, or those who
+    /// are heard do not come to an agreement. `why` says what has ended the epoch, if that is known.
+    pub fn given_up(&mut self, now_ns: u64, peer_timeout_ns: u64, why: &str) -> Option<Error> {
+        if !self.ends || self.is_out() {
+            return None;
+        }
+        let ending_ns = *self.ending_ns.get_or_insert(now_ns);
+        self.lacking_ns = self.lacks_quorum().then(|| self.lacking_ns.unwrap_or(now_ns));
+        let (me, epoch, heard) = (self.me, self.epoch, self.heard().count());
+        let because = if why.is_empty() { String::new() } else { format!(". What ended it: {why}") };
+        let since = |since_ns: u64| now_ns.saturating_sub(since_ns);
+        let reason = if self.lacking_ns.is_some_and(|lacking_ns| since(lacking_ns) >= peer_timeout_ns) {
+            format!(
+                "too few members are left to go on: rank {me} hears {heard} of the {} of epoch {epoch}, itself included, and {} \
+                 must agree (ranks_min){because}",
+                self.ranks.len(),
+                self.quorum()
+            )
+        } else if since(ending_ns) >= TIMEOUTS_MAX * peer_timeout_ns {
+            format!(
+                "the {heard} members of epoch {epoch} that rank {me} hears have not agreed on the next ones within {TIMEOUTS_MAX} \
+                 times peer_timeout_s{because}"
+            )
+        } else {
+            return None;
+        };
+        Some(Error::PeerLost { rank: me, reason })
     }
 
     /// Whether this member is none any more: the others have chosen to go on without it.
@@ -473,6 +511,7 @@ impl Succession {
         (self.promised, self.seen) = (Ballot::default(), Ballot::default());
         (self.accepted, self.proposal, self.again_ns) = (None, None, None);
         (self.too_few, self.outdated, self.urged) = (false, false, None);
+        (self.ending_ns, self.lacking_ns) = (None, None);
         self.effects.push(Effect::Chosen(choice));
         // Of those who stay, some may be lost since.
         if self.ranks.contains(&self.me) && !self.suspects.is_empty() {

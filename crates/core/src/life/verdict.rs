@@ -122,10 +122,12 @@ impl Verdict {
             Error::Timeout(text) => {
                 (Evidence::Unanswered, at_fault.unwrap_or(me), format!("rank {me} gave up waiting: {text}"))
             }
-            Error::Config(text) | Error::Authentication(text) => match at_fault.filter(|rank| *rank != me) {
-                Some(peer) => (Evidence::Frame, peer, format!("rank {me} ended the job: {text}")),
-                None => (Evidence::Own, me, format!("rank {me} failed: {text}")),
-            },
+            Error::Config(text) | Error::MembersChanged(text) | Error::Authentication(text) => {
+                match at_fault.filter(|rank| *rank != me) {
+                    Some(peer) => (Evidence::Frame, peer, format!("rank {me} ended the job: {text}")),
+                    None => (Evidence::Own, me, format!("rank {me} failed: {text}")),
+                }
+            }
         };
         Self::new(evidence, step, me, vec![culprit], text)
     }

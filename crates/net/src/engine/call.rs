@@ -11,7 +11,7 @@ use penstock_core::cost::Rates;
 use penstock_core::life::{Expired, WaitKind};
 use penstock_core::types::GroupId;
 use penstock_core::way::Algorithm;
-use penstock_core::{Dtype, Members, Op, Rank, limits};
+use penstock_core::{Dtype, Error, Members, Op, Rank, limits};
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
@@ -47,7 +47,9 @@ const CHOICES_MAX: usize = 1024;
 #[derive(Default)]
 pub(super) struct Agreed {
     /// This rank's index in a group, and how many members it has.
-    places: BTreeMap<GroupId, (u32, u32)>,
+    pub(super) places: BTreeMap<GroupId, (u32, u32)>,
+    /// The members of each group, in their order.
+    pub(super) groups: BTreeMap<GroupId, Vec<Rank>>,
     /// What a choice assumes.
     pub(super) rates: Rates,
     /// Choices that were made under these rates, by elements, bytes of an element and ranks.
@@ -60,6 +62,11 @@ impl Agreed {
         place.ok_or_else(|| {
             Failure::config(format!("group {group} does not exist, or connect() was not called"))
         })
+    }
+
+    /// There are other members.
+    pub(super) fn forget_choices(&mut self) {
+        self.choices.clear();
     }
 
     fn choose(&mut self, elems: u64, elem_bytes: u64, ranks: u32) -> Algorithm {
@@ -85,11 +92,12 @@ impl Engine {
     pub fn form_group(&self, id: GroupId, members: &[u32]) -> Result<(), Failure> {
         self.alive("new_group")?;
         self.inner.shared.check()?;
+        let members_now = self.inner.members();
         let size = self.inner.config.size;
         let mut sorted = members.to_vec();
         sorted.sort_unstable();
         let distinct = sorted.windows(2).all(|pair| pair[0] < pair[1]);
-        let inside = sorted.last().is_some_and(|last| *last < size);
+        let inside = sorted.iter().all(|rank| members_now.contains(Rank(*rank)));
         if id == 0 || !distinct || !inside || !members.contains(&self.inner.config.rank) {
             return Err(Failure::config(format!(
                 "new_group: group {id} of ranks {members:?}; a group has distinct ranks below {size}, and rank {} among them",
@@ -108,6 +116,7 @@ impl Engine {
         for mailbox in self.inner.shared.mailboxes().iter() {
             mailbox.send(Command::Group { id, members: members.clone() });
         }
+        self.inner.agreed.lock().groups.insert(id, members.clone());
         if self.inner.shared.mailboxes().is_empty() {
             self.inner.laneless.lock().0.form(id, members)?;
         }
@@ -188,7 +197,7 @@ impl Engine {
     /// may write to it, nor read what is to be filled.
     pub unsafe fn call(&self, part: CallPart) -> Result<Arc<Handle>, Failure> {
         self.alive("a call")?;
-        self.inner.shared.check()?;
+        self.wait_for_members()?;
         let (me, ranks) = self.inner.agreed.lock().place(part.group)?;
         let CallPart { group, request, op, dtype, inputs, outputs, keep } = part;
         let lens = |blocks: &[AddressRange]| blocks.iter().map(|(_, len)| *len as u64).collect();
@@ -264,12 +273,22 @@ impl Engine {
         let timeout = timeout.unwrap_or(self.inner.config.operation_timeout);
         let shared = &self.inner.shared;
         let mut wait = shared.begin_wait(WaitKind::Result, timeout);
-        let done = |_: &mut State| handle.is_done().then_some(());
+        let done = |_: &mut State| (handle.is_done() || handle.is_over()).then_some(());
         // Still awaited while the ranks find out who is late.
         let outcome = handle
             .awaited(|| self.await_result(&mut wait, interrupted, done, || self.late_call(handle, timeout)));
         let noticed = format!(" (noticed by rank {} in {handle})", shared.me);
-        outcome.map(|_| ()).map_err(|stop| stop.map(|failure| failure.add(&noticed)))
+        outcome.map_err(|stop| stop.map(|failure| failure.add(&noticed)))?;
+        if handle.is_done() { Ok(()) } else { Err(self.members_changed(handle).into()) }
+    }
+
+    /// What was under way when the members changed is over.
+    pub(super) fn members_changed(&self, what: impl std::fmt::Display) -> Failure {
+        let (me, epoch) = (self.inner.shared.me, self.inner.shared.epoch());
+        Error::MembersChanged(format!(
+            "rank {me}: the members of the job changed (epoch {epoch} has begun) while this was under way: {what}. Some may have              finished it; make it again on all ranks"
+        ))
+        .into()
     }
 
     /// Whether a call is done.
@@ -285,7 +304,11 @@ impl Engine {
         shared
             .check()
             .map_err(|failure| failure.add(&format!(" (noticed by rank {} in {handle})", shared.me)))?;
-        Ok(handle.is_done())
+        let over = handle.is_over();
+        match handle.is_done() {
+            false if over => Err(self.members_changed(handle)),
+            done => Ok(done),
+        }
     }
 
     /// The watched calls that are done since the last time; waits up to `patience` for one.

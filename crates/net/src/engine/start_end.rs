@@ -1,7 +1,7 @@
 //! From `connect` to the end: in order, after a failure, and in a forked child.
 
-use super::{Engine, EngineConfig, Threads};
-use crate::admission::{Admission, AdmissionConfig, Deliver, Delivery};
+use super::{Engine, EngineConfig, Inner, Threads};
+use crate::admission::{Admission, AdmissionConfig, Deliver, Delivery, Listeners};
 use crate::descriptors;
 use crate::exit;
 use crate::failure::{Failure, Stop};
@@ -18,6 +18,12 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+/// Lanes that have yet to run.
+pub(super) struct Begun {
+    polls: Vec<Poll>,
+    pub(super) mailboxes: Vec<Arc<Mailbox>>,
+}
+
 /// How long `quiet` waits for the lanes' next turns before it ends them.
 const QUIET: Duration = Duration::from_secs(5);
 
@@ -28,7 +34,7 @@ impl Engine {
     /// `Config` if the table does not fit the job, a host is unknown, or it was called before.
     pub fn connect(&self, addresses: &[(String, u16)]) -> Result<(), Failure> {
         self.alive("connect")?;
-        let EngineConfig { size, lanes, .. } = self.inner.config;
+        let EngineConfig { size, .. } = self.inner.config;
         if addresses.len() != size as usize {
             return Err(Failure::config(format!("{} addresses for {size} ranks", addresses.len())));
         }
@@ -40,72 +46,19 @@ impl Engine {
             self.inner.shared.start(&[], names);
             return self.tell_group(0, &[0]);
         }
-        let addresses: Vec<SocketAddr> = addresses.iter().map(resolve).collect::<Result<_, _>>()?;
-        let broken = |error: io::Error| Failure::config(format!("a lane cannot be started: {error}"));
-        let mut polls = Vec::new();
-        let mut mailboxes = Vec::new();
-        for _ in 0..lanes {
-            let poll = Poll::new().map_err(broken)?;
-            mailboxes.push(Arc::new(Mailbox::new(Waker::new(poll.registry(), WAKER).map_err(broken)?)));
-            polls.push(poll);
-        }
-        self.inner.shared.start(&mailboxes, names);
+        let resolved: Vec<SocketAddr> = addresses.iter().map(resolve).collect::<Result<_, _>>()?;
+        self.inner.epochs.lock().addresses = addresses.to_vec();
+        let members = self.inner.members();
+        let begun = self.inner.lanes()?;
+        self.inner.shared.start(&begun.mailboxes, names);
         for book in self.inner.books.read().iter() {
-            mailboxes.iter().for_each(|mailbox| mailbox.send(Command::Open(Arc::clone(book))));
+            begun.mailboxes.iter().for_each(|mailbox| mailbox.send(Command::Open(Arc::clone(book))));
         }
-        let workers: Vec<u32> = (0..self.inner.config.workers()).collect();
+        let workers: Vec<u32> = self.inner.workers().iter().map(|rank| rank.0).collect();
         if workers.contains(&self.inner.config.rank) {
             self.tell_group(0, &workers)?;
         }
-        let admission = Arc::new(OnceLock::new());
-        let mut threads = self.inner.threads.lock();
-        threads.admission = Some(Arc::clone(&admission));
-        let gate =
-            Admission::start(listeners, addresses, self.admission_config(), self.deliver(mailboxes.clone()))?;
-        // Set once: `connect` runs only once.
-        let _ = admission.set(gate);
-        for (lane, (poll, mailbox)) in (0..lanes).zip(polls.into_iter().zip(mailboxes)) {
-            let EngineConfig { peer_timeout, operation_timeout, .. } = self.inner.config;
-            let timeouts = (peer_timeout, operation_timeout);
-            let shared = Arc::clone(&self.inner.shared);
-            let lane_config = self.lane_config(lane);
-            let recorder = self.inner.rings.as_ref().map(|rings| rings.recorder(lane)).unwrap_or_default();
-            let admission = Arc::clone(&admission);
-            let lane_thread = Lane::new(lane_config, recorder, timeouts, shared, poll, mailbox, admission);
-            let builder = std::thread::Builder::new().name(format!("penstock-lane-{lane}"));
-            threads.lanes.push(builder.spawn(move || lane_thread.run()).map_err(broken)?);
-        }
-        Ok(())
-    }
-
-    fn lane_config(&self, lane: u32) -> node::Config {
-        let EngineConfig { rank, size, lanes, window_bytes, priority, .. } = self.inner.config;
-        let (members, workers) = (Members::all(size), Members::all(self.inner.config.workers()));
-        node::Config { rank: Rank(rank), members, workers, lane, lanes, window_bytes, priority }
-    }
-
-    fn admission_config(&self) -> AdmissionConfig {
-        let config = &self.inner.config;
-        AdmissionConfig {
-            rank: Rank(config.rank),
-            ranks: config.size,
-            lanes: config.lanes,
-            job_id: config.job_id,
-            secret: config.secret.clone(),
-            shared_memory: config.shared_memory,
-            handshake_timeout: config.handshake_timeout,
-            peer_timeout: config.peer_timeout,
-        }
-    }
-
-    fn deliver(&self, mailboxes: Vec<Arc<Mailbox>>) -> Deliver {
-        let shared = Arc::clone(&self.inner.shared);
-        Box::new(move |delivery| match delivery {
-            Delivery::Connected { lane, peer, transport } => {
-                mailboxes[lane as usize].send(Command::Connected { peer, transport });
-            }
-            Delivery::Failed { fault, .. } => shared.unreachable(fault.into()),
-        })
+        self.inner.run(begun, listeners, resolved, &members)
     }
 
     /// Join: this worker contributes no more until every worker has called this; returns when all have, and then all take
@@ -122,6 +75,12 @@ impl Engine {
         let shared = &self.inner.shared;
         if self.inner.config.workers() == 1 {
             return Ok(());
+        }
+        if self.inner.config.elastic {
+            return Err(Failure::config(
+                "join: an elastic job cannot let ranks wait for others with more batches yet; give all the same number",
+            )
+            .into());
         }
         self.check_that_ranks_may_leave()?;
         let _one_at_a_time = self.inner.joint.lock();
@@ -296,16 +255,31 @@ impl Engine {
             Expired { about: None, step: None, what, hint: String::new() }
         };
         self.await_result(&mut wait, interrupted, |_| (calls() == 0).then_some(()), expired)?;
-        for mailbox in shared.mailboxes().iter() {
-            mailbox.send(Command::Goodbye);
-        }
         let mut wait = wait.then(WaitKind::Goodbyes);
-        let parted = |state: &mut State| (state.lanes_done >= lanes).then_some(());
-        self.await_result(&mut wait, interrupted, parted, expired).map(|_| ())
+        loop {
+            // Another epoch may begin meanwhile, with members that have yet to hear it.
+            self.wait_for_members()?;
+            let epoch = shared.epoch();
+            shared.mailboxes().iter().for_each(|mailbox| mailbox.send(Command::Goodbye));
+            let parted = |state: &mut State| {
+                let ends = shared.is_frozen() || shared.epoch() != epoch;
+                (ends || state.lanes_done >= lanes).then_some(ends)
+            };
+            if self.await_result(&mut wait, interrupted, parted, expired)? != Some(true) {
+                break;
+            }
+        }
+        if let Some(council) = shared.council() {
+            council.goodbye();
+        }
+        Ok(())
     }
 
     /// Stops the threads and closes everything. Bounded: lanes flush for at most a second or two.
     fn close(&self) {
+        // First: whatever is being agreed on, no epoch begins any more.
+        self.inner.threads.lock().closed = true;
+        self.inner.end_council();
         let Threads { lanes, admission, .. } = std::mem::take(&mut *self.inner.threads.lock());
         self.inner.threads.lock().shut_down = true;
         for mailbox in self.inner.shared.mailboxes().iter() {
@@ -329,6 +303,94 @@ impl Engine {
     }
 }
 
+impl Inner {
+    /// What lanes need before they run.
+    pub(super) fn lanes(&self) -> Result<Begun, Failure> {
+        let mut begun = Begun { polls: Vec::new(), mailboxes: Vec::new() };
+        for _ in 0..self.config.lanes {
+            let poll = Poll::new().map_err(broken)?;
+            let waker = Waker::new(poll.registry(), WAKER).map_err(broken)?;
+            begun.mailboxes.push(Arc::new(Mailbox::new(waker)));
+            begun.polls.push(poll);
+        }
+        Ok(begun)
+    }
+
+    /// Starts the threads of an epoch; `addresses` by rank.
+    pub(super) fn run(
+        &self,
+        Begun { polls, mailboxes }: Begun,
+        listeners: Listeners,
+        addresses: Vec<SocketAddr>,
+        members: &Members,
+    ) -> Result<(), Failure> {
+        let admission = Arc::new(OnceLock::new());
+        let mut threads = self.threads.lock();
+        threads.admission = Some(Arc::clone(&admission));
+        let config = self.admission_config(members.epoch());
+        let gate = Admission::start(listeners, addresses, config, self.deliver(mailboxes.clone()))?;
+        // Set once, before a lane runs.
+        let _ = admission.set(gate);
+        for (lane, (poll, mailbox)) in (0..).zip(polls.into_iter().zip(mailboxes)) {
+            let EngineConfig { peer_timeout, operation_timeout, .. } = self.config;
+            let timeouts = (peer_timeout, operation_timeout);
+            let shared = Arc::clone(&self.shared);
+            let lane_config = self.lane_config(lane, members);
+            let recorder = self.rings.as_ref().map(|rings| rings.recorder(lane)).unwrap_or_default();
+            let admission = Arc::clone(&admission);
+            let lane_thread = Lane::new(lane_config, recorder, timeouts, shared, poll, mailbox, admission);
+            let builder = std::thread::Builder::new().name(format!("penstock-lane-{lane}"));
+            threads.lanes.push(builder.spawn(move || lane_thread.run()).map_err(broken)?);
+        }
+        Ok(())
+    }
+
+    /// Who takes part at present.
+    pub(super) fn members(&self) -> Arc<Members> {
+        Arc::clone(&self.members.read())
+    }
+
+    /// Those of them that are workers.
+    pub(super) fn workers(&self) -> Members {
+        let (members, workers) = (self.members(), self.config.workers());
+        members.iter().filter(|rank| rank.0 < workers).collect::<Members>().in_epoch(members.epoch())
+    }
+
+    fn lane_config(&self, lane: u32, members: &Members) -> node::Config {
+        let EngineConfig { rank, lanes, window_bytes, priority, .. } = self.config;
+        // Who leaves (join) does so in epochs of its own.
+        let (members, workers) = (members.clone(), self.workers().in_epoch(0));
+        node::Config { rank: Rank(rank), members, workers, lane, lanes, window_bytes, priority }
+    }
+
+    /// Of the lanes of an epoch, which connect to those of no other.
+    pub(super) fn admission_config(&self, epoch: u32) -> AdmissionConfig {
+        let config = &self.config;
+        let mut job_id = config.job_id;
+        job_id.iter_mut().rev().zip(epoch.to_le_bytes()).for_each(|(byte, of_epoch)| *byte ^= of_epoch);
+        AdmissionConfig {
+            rank: Rank(config.rank),
+            ranks: config.size,
+            lanes: config.lanes,
+            job_id,
+            secret: config.secret.clone(),
+            shared_memory: config.shared_memory,
+            handshake_timeout: config.handshake_timeout,
+            peer_timeout: config.peer_timeout,
+        }
+    }
+
+    fn deliver(&self, mailboxes: Vec<Arc<Mailbox>>) -> Deliver {
+        let shared = Arc::clone(&self.shared);
+        Box::new(move |delivery| match delivery {
+            Delivery::Connected { lane, peer, transport } => {
+                mailboxes[lane as usize].send(Command::Connected { peer, transport });
+            }
+            Delivery::Failed { fault, .. } => shared.unreachable(fault.into()),
+        })
+    }
+}
+
 impl Drop for Engine {
     fn drop(&mut self) {
         if self.is_forked() {
@@ -342,7 +404,12 @@ impl Drop for Engine {
     }
 }
 
-fn resolve((host, port): &(String, u16)) -> Result<SocketAddr, Failure> {
+#[allow(clippy::needless_pass_by_value)] // For `map_err(broken)`.
+fn broken(error: io::Error) -> Failure {
+    Failure::config(format!("a lane cannot be started: {error}"))
+}
+
+pub(super) fn resolve((host, port): &(String, u16)) -> Result<SocketAddr, Failure> {
     let unknown = |why: String| Failure::config(format!("the address {host}:{port} cannot be used: {why}"));
     let mut found = (host.as_str(), *port).to_socket_addrs().map_err(|error| unknown(error.to_string()))?;
     found.next().ok_or_else(|| unknown("no such host".into()))

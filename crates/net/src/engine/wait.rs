@@ -161,9 +161,15 @@ impl Engine {
                 self.inner.shared.check().map_err(|failure| blame_first(failure, &open, tensors))?;
             }
             landed.complete = tensors.iter().copied().filter(|tensor| is_in(&open, *tensor, false)).collect();
-            landed.bytes = tensors.iter().map(|tensor| open.landed_bytes(*tensor)).collect();
+            // Where members may be lost, all of it or nothing: what is used of a tensor is used of all its slices.
+            let whole = !open.recoverable.is_empty();
+            let bytes = |tensor: &TensorId| match whole && !landed.complete.contains(tensor) {
+                true => 0,
+                false => open.landed_bytes(*tensor),
+            };
+            landed.bytes = tensors.iter().map(bytes).collect();
         }
-        landed.released = std::mem::take(&mut self.inner.shared.lock().released);
+        landed.released = self.inner.shared.take_released();
         Ok(landed)
     }
 
@@ -182,7 +188,8 @@ impl Engine {
         }
         let parts: Vec<_> = tensors.iter().copied().zip(least_bytes.iter().copied()).collect();
         let has_come = |(tensor, bytes): &(TensorId, u64)| {
-            is_in(open, *tensor, false) || open.arrived_bytes(*tensor) >= *bytes
+            is_in(open, *tensor, false)
+                || open.recoverable.is_empty() && open.arrived_bytes(*tensor) >= *bytes
         };
         let any = || parts.iter().any(has_come);
         if any() {
@@ -239,7 +246,7 @@ impl Engine {
     ) -> Result<Vec<Vec<u8>>, Stop> {
         self.alive("all_gather")?;
         self.check_that_this_is_a_worker("all_gather")?;
-        let size = self.inner.config.workers() as usize;
+        let size = self.inner.workers().count() as usize;
         if blob.len() > penstock_core::limits::BLOB_BYTES_MAX {
             let max = penstock_core::limits::BLOB_BYTES_MAX;
             return Err(Failure::config(format!(
@@ -249,7 +256,8 @@ impl Engine {
             .into());
         }
         let shared = &self.inner.shared;
-        shared.check().map_err(|failure| failure.add(&format!(" ({what})")))?;
+        self.wait_for_members().map_err(|failure| failure.add(&format!(" ({what})")))?;
+        let epoch = shared.epoch();
         if size == 1 {
             return Ok(vec![blob.to_vec()]);
         }
@@ -270,7 +278,10 @@ impl Engine {
             is_late = true;
             self.late_gather(what)
         };
-        let done = |state: &mut State| state.all_gather.take();
+        let done = |state: &mut State| {
+            let over = (shared.epoch() != epoch).then_some(None);
+            over.or_else(|| state.all_gather.take().map(Some))
+        };
         let outcome = self.await_result(&mut self.begin_wait(), interrupted, done, expired);
         if !matches!(outcome, Err(Stop::Interrupted)) {
             shared.update(|state| state.joint = None);
@@ -281,7 +292,10 @@ impl Engine {
                 stop.map(|failure| failure.add(&format!(" (this rank was waiting for the others: {what})")))
             }
         })?;
-        Ok(blobs.unwrap_or_default())
+        match blobs {
+            Some(None) => Err(self.members_changed(what).into()),
+            blobs => Ok(blobs.flatten().unwrap_or_default()),
+        }
     }
 
     fn late_gather(&self, what: &str) -> Expired {
@@ -306,6 +320,7 @@ fn is_in(open: &OpenBook, tensor: TensorId, released: bool) -> bool {
     let state = &open.tensors[tensor as usize];
     state.remaining.load(Ordering::Acquire) == 0
         && (!released || state.unreleased.load(Ordering::Acquire) == 0)
+        && open.take(tensor)
 }
 
 /// The job's failure as it looks from a layer.

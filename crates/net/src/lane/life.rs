@@ -105,8 +105,8 @@ impl Lane {
 
     /// Peers that are still to be connected, to be told of the verdict.
     pub(super) fn unreached(&self) -> impl Iterator<Item = Rank> {
-        let others = (0..).map(Rank).zip(&self.peers).filter(|(rank, _)| *rank != self.me);
-        unreached(self.index, others.map(|(rank, peer)| (rank, peer.contact())))
+        let others = self.node.members().iter().filter(|rank| *rank != self.me);
+        unreached(self.index, others.map(|rank| (rank, self.peers[rank.index()].contact())))
     }
 
     /// What only the clock tells.
@@ -195,7 +195,8 @@ impl Lane {
         }
         let mut done = true;
         let me = self.me;
-        for rank in (0..self.peers.len() as u32).map(Rank).filter(|rank| *rank != me) {
+        let others: Vec<Rank> = self.node.members().iter().filter(|rank| *rank != me).collect();
+        for rank in others {
             let contact = self.peers[rank.index()].contact();
             match self.pulse.farewell(rank, contact, self.node.has_frame(rank)) {
                 Farewell::Done => {}

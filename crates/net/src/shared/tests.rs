@@ -1,9 +1,9 @@
 //! Who is woken by which slice, and what calls raise.
 
 use super::*;
-use penstock_core::Dtype;
 use penstock_core::layout::Tensor;
 use penstock_core::life::WaitKind;
+use penstock_core::{Book, Dtype};
 
 /// One tensor of four slices, none of which is in memory.
 fn submitted() -> OpenBook {

@@ -67,6 +67,7 @@ pub(crate) fn config(rank: u32, size: u32) -> EngineConfig {
         peer_timeout: Duration::from_secs(10),
         congestion_control: "auto".into(),
         shared_memory: true,
+        elastic: false,
         handshake_timeout: Duration::from_secs(5),
         observations: 1 << 16,
     }

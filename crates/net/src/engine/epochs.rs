@@ -1,0 +1,452 @@
+//! From one epoch to the next, where members may be lost: what this rank reports, what its lanes are told, what its program sees.
+//!
+//! An epoch has lanes, connections and a life of its own; books, tokens and waits stay. Between two epochs no lane runs, and no result is
+//! given to the program. Why so: docs/decisions/0022-an-epoch-is-a-new-engine.md.
+
+use super::start_end::resolve;
+use super::{Engine, EngineConfig, Inner};
+use crate::admission::Listeners;
+use crate::council::{CouncilConfig, CouncilHandle, CouncilWord, decode_plan};
+use crate::failure::Failure;
+use crate::mailbox::{Command, Recovering};
+use crate::memory::Chunk;
+use crate::shared::{OpenBook, State};
+use penstock_core::agreement::NextMembers;
+use penstock_core::life::WaitKind;
+use penstock_core::recovery::{self, Recovery, Report, StateGiven, recovery};
+use penstock_core::{BookId, Members, Rank, SliceId, TensorId};
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
+use std::ptr::NonNull;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, mpsc};
+use std::thread::JoinHandle;
+
+/// By book and tensor.
+type Held = BTreeMap<(BookId, TensorId), Chunk>;
+
+/// Tells the connections of the council from those of lanes.
+const COUNCIL: u32 = u32::MAX;
+/// How long a submission may wait for the next epoch, in peer timeouts: longer than the council may take.
+const TIMEOUTS_MAX: u32 = 8;
+
+/// What an engine needs to get from epoch to epoch.
+#[derive(Default)]
+pub(super) struct Epochs {
+    /// The members of each epoch that is over.
+    past: Vec<Arc<Members>>,
+    /// By rank, of the present lanes.
+    pub(super) addresses: Vec<(String, u16)>,
+    /// Until the council begins.
+    council: Option<Listeners>,
+    council_port: Option<u16>,
+    /// Of the lanes to come.
+    next: Option<Listeners>,
+    /// What this rank has reported.
+    report: Report,
+    /// Of this epoch, the tensors whose state one rank gives another.
+    states: Vec<StateGiven>,
+    driver: Option<JoinHandle<()>>,
+}
+
+impl Epochs {
+    /// With a listener for the council, where members may be lost.
+    pub(super) fn bind(config: &EngineConfig) -> io::Result<Self> {
+        if !config.elastic || config.size == 1 {
+            return Ok(Self::default());
+        }
+        let (council, port) = listen(config)?;
+        Ok(Self { council: Some(council), council_port: Some(port), ..Self::default() })
+    }
+}
+
+/// Listens at any port of the configured host.
+fn listen(config: &EngineConfig) -> io::Result<(Listeners, u16)> {
+    let addresses: Vec<SocketAddr> = (config.bind_host.as_str(), 0).to_socket_addrs()?.collect();
+    let listener = TcpListener::bind(&addresses[..])?;
+    let port = listener.local_addr()?.port();
+    Ok((Listeners::new(listener)?, port))
+}
+
+impl Engine {
+    /// Where this rank's council is to be reached; none where members may not be lost.
+    #[must_use]
+    pub fn council_port(&self) -> Option<u16> {
+        self.inner.epochs.lock().council_port
+    }
+
+    /// From now on the others go on when members are lost: they agree on who is left, and finish what they have begun. `addresses` is by rank where the
+    /// councils are; `enough` members must agree, or more than half of the last ones.
+    ///
+    /// # Errors
+    /// `Config` if the engine is not elastic, or it was called before.
+    pub fn go_on_after_losses(
+        &self,
+        addresses: &[(String, u16)],
+        enough: Option<u32>,
+    ) -> Result<(), Failure> {
+        self.alive("go_on_after_losses")?;
+        let (size, members) = (self.inner.config.size, self.inner.members());
+        let Some(listeners) =
+            self.inner.epochs.lock().council.take().filter(|_| addresses.len() == size as usize)
+        else {
+            return Err(Failure::config(format!(
+                "go_on_after_losses: the engine is not elastic, has a council already, or {} addresses were given for {size} ranks",
+                addresses.len()
+            )));
+        };
+        let addresses: Vec<SocketAddr> = addresses.iter().map(resolve).collect::<Result<_, _>>()?;
+        let mut admission = self.inner.admission_config(COUNCIL);
+        (admission.lanes, admission.shared_memory) = (1, false);
+        let config = CouncilConfig { members: (*members).clone(), enough, addresses, admission };
+        let (to_driver, words) = mpsc::channel();
+        let council = CouncilHandle::start(listeners, config, Arc::clone(&self.inner.shared), to_driver)?;
+        self.inner.shared.with_council(council);
+        let inner = Arc::clone(&self.inner);
+        let drive = move || words.into_iter().for_each(|word| inner.carry_out(word));
+        let driver = std::thread::Builder::new().name("penstock-epochs".into()).spawn(drive);
+        let driver = driver.map_err(|error| Failure::config(format!("epochs cannot begin: {error}")))?;
+        self.inner.epochs.lock().driver = Some(driver);
+        Ok(())
+    }
+
+    /// Who takes part at present.
+    #[must_use]
+    pub fn members(&self) -> Vec<u32> {
+        self.inner.members().iter().map(|rank| rank.0).collect()
+    }
+
+    /// Who took part in each epoch so far, this one included.
+    #[must_use]
+    pub fn membership_log(&self) -> Vec<Vec<u32>> {
+        let epochs = self.inner.epochs.lock();
+        let past = epochs.past.iter().map(|members| members.iter().map(|rank| rank.0).collect());
+        past.chain([self.members()]).collect()
+    }
+
+    /// The number of this epoch, and the tensors whose state this rank must give in it, once it has applied their last round, or gets: their
+    /// value, and what an optimizer has of them.
+    #[must_use]
+    pub fn states(&self) -> (u32, Vec<StateGiven>) {
+        let me = Rank(self.inner.config.rank);
+        let epochs = self.inner.epochs.lock();
+        let mine = epochs.states.iter().filter(|state| state.by == me || state.to == me).copied();
+        (epochs.past.len() as u32, mine.collect())
+    }
+
+    /// The state of a tensor has been given in this epoch, or is in place here: its last round is over, and brings nothing more.
+    ///
+    /// # Errors
+    /// `Config` if this rank neither gives nor gets it; `MembersChanged` if the epoch is over: perhaps it is to be given again.
+    pub fn state_given(&self, epoch: u32, state: &StateGiven) -> Result<(), Failure> {
+        self.alive("state_given")?;
+        let open = self.book(state.book)?;
+        let mut epochs = self.inner.epochs.lock();
+        if epochs.past.len() as u32 != epoch {
+            drop(epochs);
+            return Err(self.members_changed("the state of a tensor that was to be given"));
+        }
+        let Some(at) = epochs.states.iter().position(|other| other == state) else {
+            return Err(Failure::config(format!(
+                "{}: tensor {} has no state to be given",
+                open.book.name, state.tensor
+            )));
+        };
+        epochs.states.remove(at);
+        drop(epochs);
+        if state.to == Rank(self.inner.config.rank) {
+            open.superseded(state.tensor);
+        }
+        Ok(())
+    }
+
+    /// Returns when no epoch is about to end: nothing can be begun then.
+    pub(super) fn wait_for_members(&self) -> Result<(), Failure> {
+        let shared = &self.inner.shared;
+        shared.check()?;
+        self.wait_until(|| !shared.is_frozen())
+    }
+
+    /// Returns when the last results of these tensors are the program's: who submits again has no use for them any more.
+    pub(super) fn wait_until_taken(
+        &self,
+        book: BookId,
+        tensors: &(impl Iterator<Item = TensorId> + Clone),
+    ) -> Result<(), Failure> {
+        if !self.inner.config.elastic {
+            return Ok(());
+        }
+        let open = self.book(book)?;
+        let known = |tensor: &TensorId| (*tensor as usize) < open.tensors.len();
+        self.wait_until(|| tensors.clone().filter(known).all(|tensor| open.take(tensor)))
+    }
+
+    fn wait_until(&self, mut over: impl FnMut() -> bool) -> Result<(), Failure> {
+        if over() {
+            return Ok(());
+        }
+        let shared = &self.inner.shared;
+        let mut wait = shared.begin_wait(WaitKind::Look, self.inner.config.peer_timeout * TIMEOUTS_MAX);
+        let done = |_: &mut State| over().then_some(());
+        let waited = shared.wait(&mut wait, &mut || false, done).map_err(|stop| match stop {
+            crate::failure::Stop::Failed(failure) => *failure,
+            crate::failure::Stop::Interrupted => Failure::config("interrupted"),
+        })?;
+        // The council gives up earlier.
+        waited
+            .came()
+            .ok_or_else(|| Failure::config("an epoch neither ends nor fails, which is a bug in Penstock"))
+    }
+}
+
+impl Inner {
+    /// Does what the council wants. On a thread of its own: lanes end and begin meanwhile.
+    fn carry_out(&self, word: CouncilWord) {
+        let outcome = match word {
+            CouncilWord::Freeze => self.freeze(),
+            CouncilWord::Chosen(choice) => self.begin(&choice),
+            CouncilWord::Failed(failure) => Err(failure),
+        };
+        if let Err(failure) = outcome {
+            self.end_lanes();
+            self.shared.end_with(failure);
+        }
+    }
+
+    /// This epoch ends: its lanes end, and the council is told what there is.
+    fn freeze(&self) -> Result<(), Failure> {
+        {
+            let _nobody_submits = self.gate.write();
+            self.shared.freeze();
+        }
+        self.end_lanes();
+        let undelivered = self.shared.undelivered();
+        let broken =
+            |error: io::Error| Failure::config(format!("the next epoch cannot be listened for: {error}"));
+        let (listeners, port) = listen(&self.config).map_err(broken)?;
+        let books = self.books.read();
+        let of_book = |open: &Arc<OpenBook>| {
+            let tensors = 0..open.tensors.len() as TensorId;
+            (open.id, tensors.flat_map(|tensor| open.progress(tensor, &undelivered)).collect())
+        };
+        let report: Report = books.iter().map(of_book).collect();
+        let mut bytes = port.to_le_bytes().to_vec();
+        bytes.extend(recovery::encode(&report));
+        let mut epochs = self.epochs.lock();
+        (epochs.next, epochs.report) = (Some(listeners), report);
+        drop(epochs);
+        if let Some(council) = self.shared.council() {
+            council.frozen(bytes);
+        }
+        Ok(())
+    }
+
+    /// Ends the lanes at once, and with them all connections.
+    fn end_lanes(&self) {
+        let (lanes, admission) = {
+            let mut threads = self.threads.lock();
+            (std::mem::take(&mut threads.lanes), threads.admission.take())
+        };
+        self.shared.mailboxes().iter().for_each(|mailbox| mailbox.send(Command::Halt));
+        for lane in lanes {
+            // A panic in a lane has been reported.
+            let _ = lane.join();
+        }
+        drop(admission);
+    }
+
+    /// The next epoch begins, with these members.
+    fn begin(&self, choice: &NextMembers) -> Result<(), Failure> {
+        let me = Rank(self.config.rank);
+        let members: Members = choice.ranks.iter().copied().collect();
+        let members = members.in_epoch(choice.epoch + 1);
+        if !members.contains(me) {
+            return Err(choice.without(me).into());
+        }
+        let (addresses, reports) = self.read_plan(&members, &choice.plan)?;
+        let resolved: Vec<SocketAddr> = addresses.iter().map(resolve).collect::<Result<_, _>>()?;
+        let found = {
+            let books = self.books.read();
+            let tensor_of =
+                |book: BookId, slice: SliceId| books[usize::from(book)].book.slices[slice as usize].tensor;
+            recovery(&reports, tensor_of).map_err(Failure::config)?
+        };
+        if self.threads.lock().closed {
+            return Ok(());
+        }
+        let past = std::mem::replace(&mut *self.members.write(), Arc::new(members.clone()));
+        self.shared.begin_epoch(&members, self.config.lanes);
+        let begun = self.lanes()?;
+        let books: Vec<Arc<OpenBook>> =
+            self.books.read().iter().map(|open| Arc::new(open.among(&members))).collect();
+        *self.books.write() = books.clone();
+        let names = addresses.iter().map(|(host, port)| format!("{host}:{port}")).collect();
+        let next = {
+            let mut epochs = self.epochs.lock();
+            epochs.past.push(past);
+            epochs.addresses = addresses;
+            epochs.states.clone_from(&found.states);
+            epochs.next.take()
+        };
+        let Some(listeners) = next else {
+            return Err(Failure::config("an epoch began that none has ended before"));
+        };
+        let _nobody_submits = self.gate.write();
+        self.shared.start(&begun.mailboxes, names);
+        self.tell_lanes(&books, &members);
+        let held = self.held(&books, &found);
+        for (lane, mailbox) in (0..).zip(&begun.mailboxes) {
+            let recovering = self.recovering(lane, &books, &found, &held)?;
+            mailbox.send(Command::Recover(Box::new(recovering)));
+        }
+        self.run(begun, listeners, resolved, &members)?;
+        if let Some(bytes_per_s) = self.shared.line_bytes_per_s() {
+            self.shared.set_line(bytes_per_s);
+        }
+        self.shared.thaw();
+        Ok(())
+    }
+
+    /// Where the lanes of the next members are, and how far each has come.
+    #[allow(clippy::type_complexity)] // Two tables that belong together.
+    fn read_plan(
+        &self,
+        members: &Members,
+        plan: &[u8],
+    ) -> Result<(Vec<(String, u16)>, Vec<(Rank, Report)>), Failure> {
+        let mut addresses = self.epochs.lock().addresses.clone();
+        let mut reports = Vec::new();
+        for (rank, bytes) in decode_plan(plan).map_err(Failure::config)? {
+            let port = bytes.split_first_chunk::<2>().filter(|_| members.contains(rank));
+            let Some((port, report)) = port else {
+                return Err(Failure::config(format!(
+                    "a plan for the next epoch with a report of rank {rank}"
+                )));
+            };
+            addresses[rank.index()].1 = u16::from_le_bytes(*port);
+            reports.push((rank, recovery::decode(report).map_err(Failure::config)?));
+        }
+        Ok((addresses, reports))
+    }
+
+    /// What lanes must know before they take anything up.
+    fn tell_lanes(&self, books: &[Arc<OpenBook>], members: &Members) {
+        let mut agreed = self.agreed.lock();
+        // Of groups those stay that are whole.
+        agreed.groups.retain(|id, ranks| *id == 0 || ranks.iter().all(|rank| members.contains(*rank)));
+        let workers: Vec<Rank> = self.workers().iter().collect();
+        agreed.groups.insert(0, workers);
+        let me = Rank(self.config.rank);
+        let place = |ranks: &Vec<Rank>| {
+            let me = ranks.iter().position(|rank| *rank == me).unwrap_or(ranks.len());
+            (me as u32, ranks.len() as u32)
+        };
+        agreed.places = agreed.groups.iter().map(|(id, ranks)| (*id, place(ranks))).collect();
+        agreed.forget_choices();
+        for mailbox in self.shared.mailboxes().iter() {
+            for book in books {
+                mailbox.send(Command::Open(Arc::clone(book)));
+                if let Some(places) = book.places.lock().clone() {
+                    mailbox.send(Command::Places { book: book.id, places });
+                }
+            }
+            for (id, members) in &agreed.groups {
+                mailbox.send(Command::Group { id: *id, members: members.clone() });
+            }
+        }
+    }
+
+    /// The memory of tensors of which this rank gives results. It is the engine's again until they are sent.
+    fn held(&self, books: &[Arc<OpenBook>], found: &Recovery) -> Held {
+        let mut held = Held::new();
+        for given in found.given.iter().filter(|given| given.by == Rank(self.config.rank)) {
+            let open = &books[usize::from(given.book)];
+            let tensor = open.book.slices[given.slice as usize].tensor;
+            if let Some(whole) = open.memory_again(tensor) {
+                held.entry((given.book, tensor)).or_insert(whole);
+            }
+        }
+        held
+    }
+
+    /// What goes on of the last epoch's rounds, as far as one lane goes.
+    fn recovering(
+        &self,
+        lane: u32,
+        books: &[Arc<OpenBook>],
+        found: &Recovery,
+        held: &Held,
+    ) -> Result<Recovering, Failure> {
+        let me = Rank(self.config.rank);
+        let mut all = Recovering { gives: Vec::new(), lacks: Vec::new(), again: Vec::new() };
+        let mut lacking = BTreeSet::new();
+        for given in &found.given {
+            let open = &books[usize::from(given.book)];
+            let slice = &open.book.slices[given.slice as usize];
+            if slice.lane != lane {
+                continue;
+            }
+            let step = open.tensors[slice.tensor as usize].step.load(Ordering::Relaxed);
+            if given.by == me {
+                let absent = open.recoverable[slice.tensor as usize].absent.lock().contains(&given.slice);
+                let whole = held.get(&(given.book, slice.tensor)).filter(|_| !absent);
+                if whole.is_none() && !absent {
+                    let (name, tensor) = (&open.book.name, &open.book.tensors[slice.tensor as usize].name);
+                    return Err(Failure::config(format!(
+                        "rank {me} has reported a result of {tensor} of {name} that it does not hold, which is a bug in Penstock"
+                    )));
+                }
+                let result =
+                    whole.map(|whole| whole.part(slice.offset_bytes as usize, slice.len_bytes as usize));
+                all.gives.push((given.clone(), step, result));
+            } else if given.to.contains(&me)
+                && let Some(submission) = &*open.recoverable[slice.tensor as usize].open.lock()
+            {
+                lacking.insert((given.book, given.slice));
+                all.lacks.push((given.clone(), step, submission.memory.clone()));
+            }
+        }
+        for open in books {
+            for (tensor, of) in (0..).zip(&open.recoverable) {
+                let Some(submission) = of.open.lock().clone() else { continue };
+                let gets_state =
+                    |state: &StateGiven| (state.book, state.tensor, state.to) == (open.id, tensor, me);
+                if found.states.iter().any(gets_state) {
+                    continue;
+                }
+                let slices =
+                    open.open_slices(tensor, lane).filter(|slice| !lacking.contains(&(open.id, *slice)));
+                all.again.push((submission, slices.collect()));
+            }
+        }
+        Ok(all)
+    }
+
+    /// No epoch begins any more.
+    pub(super) fn end_council(&self) {
+        if let Some(council) = self.shared.council() {
+            council.stop();
+        }
+        let driver = self.epochs.lock().driver.take();
+        if let Some(driver) = driver.filter(|driver| driver.thread().id() != std::thread::current().id()) {
+            // It ends with the council's channel.
+            let _ = driver.join();
+        }
+    }
+}
+
+impl OpenBook {
+    /// The memory of a tensor that was submitted last and whose result the program has not used.
+    fn memory_again(&self, tensor: TensorId) -> Option<Chunk> {
+        let of = &self.recoverable[tensor as usize];
+        if let Some(submission) = &*of.open.lock() {
+            return Some(submission.memory.clone());
+        }
+        let (address, token) = (of.address.load(Ordering::Acquire), of.token.load(Ordering::Acquire));
+        let len_bytes = self.book.tensors[tensor as usize].len_bytes() as usize;
+        let start = NonNull::new(address as *mut u8).filter(|_| self.reclaim(tensor, token))?;
+        // SAFETY: the program was not told that this memory is released, and will be when the last part of this chunk is dropped.
+        Some(unsafe { Chunk::handed(start, len_bytes, Arc::clone(&self.state) as _, tensor, token) })
+    }
+}

@@ -1,0 +1,340 @@
+//! The state of an open book's tensors, as the engine and its lanes share it.
+//!
+//! Completion is counted per tensor with one atomic decrement per slice; the lock is taken per tensor.
+
+use super::Shared;
+use crate::memory::{Chunk, Lender};
+use parking_lot::Mutex;
+use penstock_core::recovery::SliceProgress;
+use penstock_core::roles::{Fold, MustBeIn};
+use penstock_core::{Book, BookId, Members, Rank, SliceId, Step, Submission, TensorId};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Deref;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
+
+/// One tensor of an open book.
+#[derive(Default)]
+pub(crate) struct TensorState {
+    /// Slices of the last submission that are not complete.
+    pub(crate) remaining: AtomicU32,
+    /// Whether anybody contributed to the last submission that completed.
+    pub(crate) present: AtomicBool,
+    /// Submissions so far.
+    pub(crate) seq: AtomicU32,
+    /// The user's iteration of the last one.
+    pub(crate) step: AtomicU32,
+    /// Submissions whose memory may still be touched.
+    pub(crate) unreleased: AtomicU32,
+    /// Threads that wait for this tensor now. Changed before they look under the lock, read under it: nobody is missed.
+    pub(crate) awaited: AtomicU32,
+    /// Threads that wait for a leading part of it. This and `part_bytes` are changed under the lock.
+    pub(super) parts_awaited: AtomicU32,
+    /// Of these parts the shortest, or one that was shorter.
+    part_bytes: AtomicU64,
+    /// Of a tensor that is gathered: what has come of the last submission. Held by one thread at a time: the lane before it
+    /// is complete, after that the program's, or one that works beside it.
+    pub(crate) gathered: Mutex<Gathered>,
+}
+
+/// What is known of the last submission of a tensor, so that its round can go on among other members.
+#[derive(Default)]
+pub(crate) struct Recoverable {
+    /// Until the result is in memory; it keeps that from being released.
+    pub(crate) open: Mutex<Option<Submission<Chunk>>>,
+    /// Where the memory is, and its token.
+    pub(crate) address: AtomicUsize,
+    pub(crate) token: AtomicU64,
+    /// Whether the program may have used the result, or may have other use for its memory.
+    taken: AtomicBool,
+    /// By slice of the tensor: nobody contributed.
+    pub(crate) absent: Mutex<BTreeSet<SliceId>>,
+}
+
+/// What a gather has brought.
+#[derive(Default)]
+pub(crate) struct Gathered {
+    /// Length of this rank's own contribution.
+    pub(crate) own_bytes: u64,
+    /// By rank; `None` for this one and those that took no part.
+    pub(crate) parts: Vec<Option<Vec<Chunk>>>,
+}
+
+/// A book as it is dealt at present, and the state of its tensors.
+pub(crate) struct OpenBook {
+    pub(crate) book: Arc<Book>,
+    /// By tensor: the lanes that carry its slices, as bits.
+    pub(crate) lanes: Vec<u64>,
+    pub(crate) state: Arc<BookProgress>,
+}
+
+/// What stays of a book that is dealt anew, to other members.
+pub(crate) struct BookProgress {
+    pub(crate) id: BookId,
+    pub(crate) tensors: Vec<TensorState>,
+    /// By slice: whether its result of the last submission is in memory.
+    in_memory: Vec<AtomicBool>,
+    /// By tensor, where members may be lost; none otherwise.
+    pub(crate) recoverable: Vec<Recoverable>,
+    /// Each layer's place in the forward pass, once it is said.
+    pub(crate) places: Mutex<Option<Arc<[u32]>>>,
+    /// By slice, where each contribution is a round of its own: how often the value that came last was changed.
+    versions: Vec<AtomicU32>,
+    /// Of contributions to slices that are owned here: by rank how many came too late for their round.
+    pub(crate) late: Mutex<BTreeMap<Rank, u64>>,
+    /// By slice that is owned here and updated: whether the sum waits for the program's word.
+    sum_waits: Vec<AtomicBool>,
+    /// Threads that wait for all of these.
+    pub(crate) sums_awaited: AtomicU32,
+    /// One more than the step that was told to go on last; 0 before.
+    pub(crate) said: AtomicU64,
+    /// By layer: time that the program spent waiting for it.
+    pub(crate) stall_ns: Vec<AtomicU64>,
+    pub(super) shared: Arc<Shared>,
+}
+
+impl Deref for OpenBook {
+    type Target = BookProgress;
+
+    fn deref(&self) -> &BookProgress {
+        &self.state
+    }
+}
+
+impl BookProgress {
+    fn new(id: BookId, book: &Book, shared: Arc<Shared>) -> Self {
+        let tensors = book.tensors.iter().map(|_| TensorState::default()).collect();
+        let stall_ns = book.layers.iter().map(|_| AtomicU64::new(0)).collect();
+        let in_memory = book.slices.iter().map(|_| AtomicBool::new(false)).collect();
+        let updated = if book.roles.rules.fold == Fold::Updated { book.slices.len() } else { 0 };
+        let versioned = if book.roles.rules.must_be_in == MustBeIn::Nobody { book.slices.len() } else { 0 };
+        let recoverable = if book.roles.rules.recoverable { book.tensors.len() } else { 0 };
+        Self {
+            id,
+            tensors,
+            in_memory,
+            recoverable: (0..recoverable).map(|_| Recoverable::default()).collect(),
+            places: Mutex::default(),
+            versions: (0..versioned).map(|_| AtomicU32::new(0)).collect(),
+            late: Mutex::default(),
+            sum_waits: (0..updated).map(|_| AtomicBool::new(false)).collect(),
+            sums_awaited: AtomicU32::new(0),
+            said: AtomicU64::new(0),
+            stall_ns,
+            shared,
+        }
+    }
+}
+
+impl OpenBook {
+    pub(crate) fn new(id: BookId, book: Book, shared: Arc<Shared>) -> Self {
+        let state = BookProgress::new(id, &book, shared);
+        Self::dealt(book, Arc::new(state))
+    }
+
+    fn dealt(book: Book, state: Arc<BookProgress>) -> Self {
+        let mut lanes = vec![0; book.tensors.len()];
+        book.slices.iter().for_each(|slice| lanes[slice.tensor as usize] |= 1 << slice.lane);
+        Self { book: Arc::new(book), lanes, state }
+    }
+
+    /// A lane has a version of a slice, whose completion follows.
+    pub(crate) fn got_version(&self, slice: u32, version: Step) {
+        if let Some(last) = self.versions.get(slice as usize) {
+            last.store(version, Ordering::Release);
+        }
+    }
+
+    /// The versions of a tensor's slices that came last; none where rounds are counted.
+    pub(crate) fn versions(&self, tensor: TensorId) -> Vec<u32> {
+        let versions = self.book.slices_of(tensor).filter_map(|slice| self.versions.get(slice as usize));
+        versions.map(|version| version.load(Ordering::Acquire)).collect()
+    }
+
+    /// The sum of a slice that is owned here waits for the program's word.
+    pub(crate) fn sum_waits(&self, slice: u32) {
+        self.sum_waits[slice as usize].store(true, Ordering::Release);
+        // With that of who waits: this lane sees him, or he sees the sum.
+        fence(Ordering::SeqCst);
+        if self.sums_awaited.load(Ordering::Acquire) > 0 {
+            self.shared.notify(&self.shared.lock());
+        }
+    }
+
+    /// And now it does not any more.
+    pub(crate) fn sum_goes_on(&self, slice: u32) {
+        self.sum_waits[slice as usize].store(false, Ordering::Release);
+    }
+
+    /// The tensor of the first slice owned by this rank whose sum is not complete.
+    pub(crate) fn late_sum(&self, owner: Rank) -> Option<TensorId> {
+        let mut owned =
+            self.book.slices.iter().zip(&self.sum_waits).filter(|(slice, _)| slice.owner == owner);
+        owned.find(|(_, waits)| !waits.load(Ordering::Acquire)).map(|(slice, _)| slice.tensor)
+    }
+
+    /// Whether the program may have the result of a tensor that is complete: from now on it counts as used. Not while the members of
+    /// the next epoch are being agreed on: what this rank has reported stays as it is.
+    pub(crate) fn take(&self, tensor: TensorId) -> bool {
+        let Some(of) = self.recoverable.get(tensor as usize) else { return true };
+        if self.shared.is_frozen() {
+            return false;
+        }
+        // Sequential consistency: whoever reports sees this, or this sees that it is frozen.
+        of.taken.store(true, Ordering::SeqCst);
+        !self.shared.is_frozen()
+    }
+
+    /// The memory of a submission is the engine's again, if the program was not told that it is released.
+    pub(crate) fn reclaim(&self, tensor: TensorId, token: u64) -> bool {
+        let mut state = self.shared.lock();
+        let Some(at) = state.released.iter().position(|released| *released == token) else { return false };
+        state.released.swap_remove(at);
+        self.tensors[tensor as usize].unreleased.fetch_add(1, Ordering::AcqRel);
+        true
+    }
+
+    /// What a tensor's round was for is in place already: it is over, and brings nothing.
+    pub(crate) fn superseded(&self, tensor: TensorId) {
+        if let Some(of) = self.recoverable.get(tensor as usize) {
+            of.taken.store(true, Ordering::SeqCst);
+        }
+        self.tensors[tensor as usize].present.store(false, Ordering::Relaxed);
+        let is_open = |slice: &SliceId| !self.in_memory[*slice as usize].load(Ordering::Acquire);
+        self.book.slices_of(tensor).filter(is_open).for_each(|slice| self.slice_complete(slice, false));
+    }
+
+    /// Where the slices of a tensor are.
+    pub(crate) fn progress(&self, tensor: TensorId, undelivered: &BTreeSet<u64>) -> Vec<SliceProgress> {
+        let (state, of) = (&self.tensors[tensor as usize], &self.recoverable[tensor as usize]);
+        let waits = state.unreleased.load(Ordering::Acquire) > 0
+            || undelivered.contains(&of.token.load(Ordering::Acquire));
+        let may_be_used = of.taken.load(Ordering::SeqCst) || !waits;
+        let submitted = state.seq.load(Ordering::Acquire);
+        let slice = |slice: SliceId| {
+            let done = self.in_memory[slice as usize].load(Ordering::Acquire);
+            SliceProgress { submitted, done, held: done && !may_be_used }
+        };
+        self.book.slices_of(tensor).map(slice).collect()
+    }
+
+    /// A tensor is about to be handed to the lanes: nothing of its result is in memory.
+    pub(crate) fn submitted(&self, tensor: TensorId) {
+        if let Some(of) = self.recoverable.get(tensor as usize) {
+            of.taken.store(false, Ordering::SeqCst);
+            of.absent.lock().clear();
+        }
+        for slice in self.book.slices_of(tensor) {
+            self.in_memory[slice as usize].store(false, Ordering::Relaxed);
+        }
+    }
+
+    /// The same book among other members.
+    pub(crate) fn among(&self, members: &Members) -> Self {
+        Self::dealt(self.book.among(members), Arc::clone(&self.state))
+    }
+
+    /// The length in bytes of the leading part of a tensor whose result is in memory.
+    pub(crate) fn arrived_bytes(&self, tensor: TensorId) -> u64 {
+        if self.tensors[tensor as usize].remaining.load(Ordering::Acquire) == 0 {
+            return self.book.tensors[tensor as usize].len_bytes();
+        }
+        let late = self
+            .book
+            .slices_of(tensor)
+            .find(|&slice| !self.in_memory[slice as usize].load(Ordering::Acquire));
+        late.map_or_else(
+            || self.book.tensors[tensor as usize].len_bytes(),
+            |slice| self.book.slices[slice as usize].offset_bytes,
+        )
+    }
+
+    /// As `arrived_bytes`; 0 of what is complete if nobody contributed.
+    pub(crate) fn landed_bytes(&self, tensor: TensorId) -> u64 {
+        let state = &self.tensors[tensor as usize];
+        let is_complete = state.remaining.load(Ordering::Acquire) == 0;
+        if is_complete && !state.present.load(Ordering::Acquire) { 0 } else { self.arrived_bytes(tensor) }
+    }
+
+    /// A lane's slices of a tensor whose results are not in memory.
+    pub(crate) fn open_slices(&self, tensor: TensorId, lane: u32) -> impl Iterator<Item = SliceId> {
+        let in_lane = move |slice: &SliceId| self.book.slices[*slice as usize].lane == lane;
+        let is_open = |slice: &SliceId| !self.in_memory[*slice as usize].load(Ordering::Acquire);
+        self.book.slices_of(tensor).filter(in_lane).filter(is_open)
+    }
+
+    /// A lane has all contributions to a gather.
+    pub(crate) fn gathered(&self, slice: u32, parts: Vec<Option<Vec<Chunk>>>) {
+        let tensor = &self.tensors[self.book.slices[slice as usize].tensor as usize];
+        tensor.gathered.lock().parts = parts;
+    }
+
+    /// A lane has brought a slice into memory.
+    pub(crate) fn slice_complete(&self, slice: u32, present: bool) {
+        let id = self.book.slices[slice as usize].tensor;
+        let tensor = &self.tensors[id as usize];
+        if present {
+            tensor.present.store(true, Ordering::Relaxed);
+        } else if let Some(of) = self.recoverable.get(id as usize) {
+            of.absent.lock().insert(slice);
+        }
+        // Release: who sees it sees the slice's result.
+        self.in_memory[slice as usize].store(true, Ordering::Release);
+        // Release: who sees 0 sees the result. The decrements of other lanes are in the same release sequence.
+        if tensor.remaining.fetch_sub(1, Ordering::AcqRel) == 1 {
+            if let Some(of) = self.recoverable.get(id as usize) {
+                *of.open.lock() = None;
+            }
+            self.shared.tensor_complete(tensor);
+            return;
+        }
+        // With the fence of `await_parts`: this lane sees who waits, or he sees the slice. And of two lanes that bring the
+        // last slices of a part, one sees both.
+        fence(Ordering::SeqCst);
+        if self.part_has_come(id) {
+            self.shared.notify(&self.shared.lock());
+        }
+    }
+
+    /// Whether a thread may have what it waits for, as far as it waits for a part of this tensor.
+    pub(super) fn part_has_come(&self, id: TensorId) -> bool {
+        let tensor = &self.tensors[id as usize];
+        tensor.parts_awaited.load(Ordering::Acquire) > 0
+            && self.arrived_bytes(id) >= tensor.part_bytes.load(Ordering::Acquire)
+    }
+
+    /// This thread is about to look whether so many leading bytes of any of these tensors are in memory, and to wait if not:
+    /// slices that bring none so far shall not wake it. Undone by `no_longer_await_parts`.
+    pub(crate) fn await_parts(&self, parts: &[(TensorId, u64)]) {
+        let _guard = self.shared.lock();
+        for &(tensor, bytes) in parts {
+            let tensor = &self.tensors[tensor as usize];
+            let others = tensor.parts_awaited.load(Ordering::Relaxed) > 0;
+            let shortest = if others { tensor.part_bytes.load(Ordering::Relaxed).min(bytes) } else { bytes };
+            tensor.part_bytes.store(shortest, Ordering::Relaxed);
+            tensor.parts_awaited.fetch_add(1, Ordering::Release);
+        }
+        fence(Ordering::SeqCst);
+    }
+
+    /// See `await_parts`.
+    pub(crate) fn no_longer_await_parts(&self, parts: &[(TensorId, u64)]) {
+        let _guard = self.shared.lock();
+        for (tensor, _) in parts {
+            self.tensors[*tensor as usize].parts_awaited.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Lender for BookProgress {
+    fn released(&self, tensor: u32, token: u64) {
+        let tensor = &self.tensors[tensor as usize];
+        let mut state = self.shared.lock();
+        // First of all: who sees that nothing is unreleased any more, without the lock, takes the tokens next.
+        state.released.push(token);
+        tensor.unreleased.fetch_sub(1, Ordering::AcqRel);
+        if tensor.awaited.load(Ordering::Acquire) > 0 {
+            self.shared.notify(&state);
+        }
+    }
+}

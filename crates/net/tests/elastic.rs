@@ -1,0 +1,353 @@
+//! Real sockets, engines in one process: members are lost at any moment, and the others go on with the same bits.
+//!
+//! Each rank submits its tensors in an order of its own, and applies each result when it comes. Gradients are whole numbers, so that
+//! every average is exact, and shows over whom it is.
+
+mod support;
+
+use parking_lot::{Condvar, Mutex};
+use penstock_core::calls::Request;
+use penstock_core::layout::Tensor;
+use penstock_core::recovery::StateGiven;
+use penstock_core::{BookId, Dtype, Gives, Op, Rank, Submission, TensorId};
+use penstock_net::{CallPart, Engine, EngineConfig, Failure, Lent, Stop, Until};
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+use support::{config, never};
+
+const STEPS: u32 = 12;
+const ELEMS: [usize; 3] = [9_000, 700, 5_000];
+/// Of a wait within which everything must have come on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Deterministic, and different for all.
+struct Draw(u64);
+
+impl Draw {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % end
+    }
+}
+
+fn gradient(rank: u32, tensor: usize, step: u32) -> Vec<f32> {
+    let mut draw = Draw(u64::from(rank) << 40 | (tensor as u64) << 20 | u64::from(step));
+    draw.below(2);
+    (0..ELEMS[tensor]).map(|_| draw.below(1 << 16) as f32).collect()
+}
+
+fn average(members: &[u32], tensor: usize, step: u32) -> Vec<f32> {
+    let mut sum = vec![0.0; ELEMS[tensor]];
+    for rank in members {
+        sum.iter_mut().zip(gradient(*rank, tensor, step)).for_each(|(sum, one)| *sum += one);
+    }
+    let count = members.len() as f32;
+    sum.into_iter().map(|sum| sum / count).collect()
+}
+
+/// A parameter and the step that it has come to.
+#[derive(Clone, PartialEq, Debug)]
+struct Param {
+    values: Vec<f32>,
+    step: u32,
+}
+
+struct Model {
+    params: Mutex<Vec<Param>>,
+    applied: Condvar,
+}
+
+struct Job {
+    seed: u64,
+    /// The members of each epoch that anybody has seen.
+    epochs: Mutex<BTreeSet<Vec<u32>>>,
+}
+
+fn elastic(rank: u32, size: u32) -> Engine {
+    let config = config(rank, size);
+    let peer_timeout = Duration::from_secs(4);
+    Engine::bind(EngineConfig { elastic: true, peer_timeout, ..config }).unwrap()
+}
+
+fn table(engines: &[Engine], port: impl Fn(&Engine) -> u16) -> Vec<(String, u16)> {
+    engines.iter().map(|engine| ("127.0.0.1".to_owned(), port(engine))).collect()
+}
+
+fn job(size: u32, enough: Option<u32>) -> Vec<Engine> {
+    let engines: Vec<Engine> = (0..size).map(|rank| elastic(rank, size)).collect();
+    let (lanes, councils) =
+        (table(&engines, Engine::port), table(&engines, |engine| engine.council_port().unwrap()));
+    for engine in &engines {
+        engine.connect(&lanes).unwrap();
+        engine.go_on_after_losses(&councils, enough).unwrap();
+        let tensors = ELEMS
+            .iter()
+            .enumerate()
+            .map(|(at, elems)| Tensor::new(format!("t{at}"), at as u32, Dtype::F32, *elems as u64));
+        let layers = (0..ELEMS.len()).map(|at| format!("layer {at}")).collect();
+        assert_eq!(engine.open_book("gradients", layers, tensors.collect(), None).unwrap(), 0);
+    }
+    engines
+}
+
+fn submit(engine: &Engine, tensor: usize, step: u32, memory: &mut [f32]) -> Result<u64, Failure> {
+    let memory = Lent { address: memory.as_mut_ptr() as usize, len_bytes: size_of_val(memory) };
+    let gives = Gives::Whole(Op::Average);
+    let submission =
+        Submission { book: 0 as BookId, tensor: tensor as TensorId, seq: 0, step, memory, gives };
+    // SAFETY: the memory is the rank's, which waits for its token, or for the end of its engine.
+    unsafe { engine.submit(submission, false) }
+}
+
+/// Waits for a result: whether there is one.
+fn land(engine: &Engine, tensor: usize) -> Result<bool, Stop> {
+    let ids = [tensor as TensorId];
+    let began = Instant::now();
+    loop {
+        let (waited, members, states) = (began.elapsed(), engine.members(), engine.states());
+        assert!(waited < PATIENCE, "tensor {tensor} does not come: {members:?}, {states:?}");
+        let patience = Duration::from_millis(500);
+        let until = Until { least_bytes: &[4 * ELEMS[tensor] as u64], patience };
+        let landed = engine.landed(0, &ids, Some(until), true, &mut never)?;
+        if landed.complete == ids {
+            return Ok(landed.bytes[0] > 0);
+        }
+    }
+}
+
+impl Job {
+    fn note(&self, engine: &Engine) {
+        self.epochs.lock().extend(engine.membership_log());
+    }
+
+    /// Each slice is the average over the members of an epoch.
+    fn check(&self, engine: &Engine, rank: u32, tensor: usize, step: u32, values: &[f32]) {
+        self.note(engine);
+        let epochs = self.epochs.lock().clone();
+        let averages: Vec<_> = epochs.iter().map(|members| average(members, tensor, step)).collect();
+        let book = engine.layout(0).unwrap();
+        for slice in book.slices_of(tensor as TensorId) {
+            let at = &book.slices[slice as usize];
+            let first = at.offset_bytes as usize / 4;
+            let range = first..first + at.len_bytes as usize / 4;
+            assert!(
+                averages.iter().any(|all| all[range.clone()] == values[range.clone()]),
+                "seed {}: rank {rank}, slice {slice} of step {step} is the average over none of {epochs:?}",
+                self.seed
+            );
+        }
+    }
+
+    /// What a rank trains until it has made all steps, or `dies` after so many submissions.
+    fn train(
+        &self,
+        engine: &Engine,
+        model: &Model,
+        rank: u32,
+        dies: Option<u32>,
+        memory: &mut [Vec<f32>],
+    ) -> Result<(), Stop> {
+        let mut draw = Draw(self.seed << 8 | u64::from(rank));
+        let mut submitted = 0;
+        for step in 1..=STEPS {
+            let mut order: Vec<usize> = (0..ELEMS.len()).collect();
+            order.swap(0, draw.below(3) as usize);
+            for tensor in order.iter().copied() {
+                memory[tensor] = gradient(rank, tensor, step);
+                submit(engine, tensor, step, &mut memory[tensor])?;
+                submitted += 1;
+                if dies == Some(submitted) {
+                    std::thread::sleep(Duration::from_micros(draw.below(2000)));
+                    return Ok(());
+                }
+            }
+            for tensor in order {
+                let present = land(engine, tensor)?;
+                let mut params = model.params.lock();
+                let param = &mut params[tensor];
+                if present {
+                    self.check(engine, rank, tensor, step, &memory[tensor]);
+                    param.values.iter_mut().zip(&memory[tensor]).for_each(|(p, g)| *p = *p * 0.5 + g);
+                    param.step = step;
+                } else {
+                    assert_eq!(
+                        param.step, step,
+                        "seed {}: rank {rank} has neither result nor state",
+                        self.seed
+                    );
+                }
+                model.applied.notify_all();
+                drop(params);
+                engine.wait(0, &[tensor as TensorId], true, &mut never)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives and takes the states of tensors, beside the program.
+    fn serve(&self, engine: &Engine, model: &Model, rank: u32, over: &AtomicBool) {
+        while !over.load(Ordering::Relaxed) {
+            let (epoch, states) = engine.states();
+            for state in states {
+                let outcome = if state.by == Rank(rank) {
+                    give(engine, model, &state)
+                } else {
+                    take(engine, model, &state)
+                };
+                // If not, another epoch has begun, or all is over.
+                let given = outcome.is_ok() && engine.state_given(epoch, &state).is_ok();
+                if !given {
+                    break;
+                }
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+fn call(engine: &Engine, request: Request, values: &mut [f32]) -> Result<(), Stop> {
+    let memory = (values.as_mut_ptr() as usize, size_of_val(values));
+    let (inputs, outputs) = match request {
+        Request::Send { .. } => (vec![memory], vec![]),
+        _ => (vec![], vec![memory]),
+    };
+    let part =
+        CallPart { group: 0, request, op: Op::Sum, dtype: Dtype::F32, inputs, outputs, keep: Box::new(()) };
+    // SAFETY: the memory stays until the call is over: it is waited for, or the engine's epoch is over.
+    let handle = unsafe { engine.call(part) }?;
+    engine.wait_call(&handle, Some(PATIENCE), &mut never)
+}
+
+fn index(engine: &Engine, rank: Rank) -> u32 {
+    engine.members().iter().position(|member| *member == rank.0).unwrap_or(0) as u32
+}
+
+fn give(engine: &Engine, model: &Model, state: &StateGiven) -> Result<(), Stop> {
+    let mut params = model.params.lock();
+    while params[state.tensor as usize].step < state.seq {
+        if model.applied.wait_for(&mut params, PATIENCE).timed_out() {
+            panic!("{state:?} was never applied");
+        }
+    }
+    let mut param = params[state.tensor as usize].clone();
+    drop(params);
+    assert_eq!(param.step, state.seq, "{state:?}");
+    call(engine, Request::Send { to: index(engine, state.to), tag: state.tensor }, &mut param.values)
+}
+
+fn take(engine: &Engine, model: &Model, state: &StateGiven) -> Result<(), Stop> {
+    let mut values = vec![0.0; ELEMS[state.tensor as usize]];
+    call(engine, Request::Receive { from: index(engine, state.by), tag: state.tensor }, &mut values)?;
+    model.params.lock()[state.tensor as usize] = Param { values, step: state.seq };
+    Ok(())
+}
+
+/// Plays a job in which `deaths` ranks are lost; what the others have in the end.
+fn play(seed: u64, size: u32, deaths: u32, enough: Option<u32>) -> Vec<Result<Vec<Param>, Failure>> {
+    let mut draw = Draw(seed);
+    draw.below(2);
+    let mut dies = vec![None; size as usize];
+    while dies.iter().flatten().count() < deaths as usize {
+        // Not in the last step, in which others may need nothing of it any more.
+        let most = (STEPS - 1) * ELEMS.len() as u32;
+        dies[draw.below(u64::from(size)) as usize] = Some(1 + draw.below(u64::from(most)) as u32);
+    }
+    let job = Job { seed, epochs: Mutex::new(BTreeSet::from([(0..size).collect()])) };
+    let alive = AtomicU32::new(size - deaths);
+    let run = |engine: Engine, rank: u32| {
+        let params = ELEMS.iter().map(|elems| Param { values: vec![0.0; *elems], step: 0 }).collect();
+        let model = Model { params: Mutex::new(params), applied: Condvar::new() };
+        // Until the engine has ended: it may be written to.
+        let mut memory: Vec<Vec<f32>> = ELEMS.iter().map(|elems| vec![0.0; *elems]).collect();
+        let (ended, death) = (AtomicBool::new(false), dies[rank as usize]);
+        let outcome = std::thread::scope(|scope| {
+            scope.spawn(|| job.serve(&engine, &model, rank, &ended));
+            let outcome = job.train(&engine, &model, rank, death, &mut memory);
+            // Others may still need a state of this rank.
+            alive.fetch_sub(u32::from(death.is_none()), Ordering::Relaxed);
+            let waits = || death.is_none() && outcome.is_ok() && alive.load(Ordering::Relaxed) > 0;
+            let until = Instant::now() + 4 * PATIENCE;
+            while waits() && Instant::now() < until {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            ended.store(true, Ordering::Relaxed);
+            outcome
+        });
+        if death.is_some() {
+            // As a process that is gone: nobody is told anything.
+            drop(engine);
+            return None;
+        }
+        let ended = outcome.and_then(|()| engine.shutdown(&mut never));
+        Some(ended.map(|()| model.params.into_inner()).map_err(|stop| match stop {
+            Stop::Failed(failure) => *failure,
+            Stop::Interrupted => unreachable!("nothing interrupts"),
+        }))
+    };
+    std::thread::scope(|scope| {
+        let run = &run;
+        let threads: Vec<_> = (0..)
+            .zip(self::job(size, enough))
+            .map(|(rank, engine)| scope.spawn(move || run(engine, rank)))
+            .collect();
+        threads.into_iter().filter_map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+fn all_alike(seed: u64, outcomes: &[Result<Vec<Param>, Failure>]) {
+    let params: Vec<_> = outcomes
+        .iter()
+        .map(|outcome| outcome.as_ref().unwrap_or_else(|failure| panic!("seed {seed}: {failure}")))
+        .collect();
+    for (rank, of) in params.iter().enumerate() {
+        assert!(of.iter().all(|param| param.step == STEPS), "seed {seed}: survivor {rank} has lost a step");
+        assert_eq!(of, &params[0], "seed {seed}: survivors differ");
+    }
+}
+
+#[test]
+fn nobody_is_lost() {
+    let outcomes = play(0, 3, 0, None);
+    assert_eq!(outcomes.len(), 3);
+    all_alike(0, &outcomes);
+}
+
+/// Of each kind; more by hand: `ELASTIC_JOBS=500 cargo test --release -p penstock-net --test elastic`.
+fn jobs() -> u64 {
+    std::env::var("ELASTIC_JOBS").map_or(10, |jobs| jobs.parse().expect("a number"))
+}
+
+#[test]
+fn survivors_of_a_loss_go_on_with_the_same_bits() {
+    for seed in 1..=jobs() {
+        let outcomes = play(seed, 4, 1, None);
+        assert_eq!(outcomes.len(), 3);
+        all_alike(seed, &outcomes);
+    }
+}
+
+#[test]
+fn survivors_of_several_losses_go_on_with_the_same_bits() {
+    for seed in 1..=jobs() {
+        let outcomes = play(seed << 20, 6, 2, None);
+        assert_eq!(outcomes.len(), 4);
+        all_alike(seed << 20, &outcomes);
+    }
+}
+
+#[test]
+fn one_that_may_go_on_alone_does() {
+    for seed in 1..=jobs() / 2 {
+        let outcomes = play(seed << 40, 3, 2, Some(1));
+        assert_eq!(outcomes.len(), 1);
+        all_alike(seed << 40, &outcomes);
+    }
+}
+
+#[test]
+fn too_few_end_and_say_so() {
+    let outcomes = play(7 << 50, 2, 1, None);
+    let text = outcomes[0].as_ref().map_or_else(Failure::to_string, |_| "it went on".into());
+    assert!(text.contains("too few members are left") && text.contains("must agree (ranks_min)"), "{text}");
+}
