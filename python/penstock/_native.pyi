@@ -594,6 +594,14 @@ class Engine:
     def observed(self) -> bool:
         """Whether observations are kept."""
 
+    def observe(self, records: int) -> int:
+        """From now on keep so many records per lane, and as many of the program; with 0 none.
+
+        What was kept until now is gone, but with 0 `observations` gives it once more. Nothing is kept in a job of one
+        rank. Returns how many slices had landed when the lanes began, or ended: two calls' difference is how many
+        records of landing lie between.
+        """
+
     def applied(self, book: int, tensors: list[int]) -> None:
         """Say that the last results of these tensors are applied. Nothing happens unless observations are kept."""
 

@@ -141,8 +141,10 @@ struct Inner {
     /// Held while something is submitted; nothing is while an epoch ends.
     gate: RwLock<()>,
     epochs: Mutex<Epochs>,
-    /// Where there are lanes, unless nothing is to be kept.
-    rings: Option<Rings>,
+    /// Where there are lanes: what is kept, or was until it was taken.
+    rings: Mutex<Option<Arc<Rings>>>,
+    /// Whether anything is kept.
+    observed: AtomicBool,
     threads: Mutex<Threads>,
     /// One all-gather, leave or shutdown at a time.
     joint: Mutex<()>,
@@ -198,7 +200,7 @@ impl Engine {
         let laneless = Mutex::new((call::laneless(), RealMemory::new(Arc::clone(&pool))));
         let (me, workers) = (Rank(config.rank), config.workers());
         let shared = Shared::new(me, config.size, workers, config.lanes, pool, congestion_control);
-        let rings = if config.size > 1 { Rings::new(config.lanes, config.observations) } else { None };
+        let rings = new_rings(&config, config.observations);
         Ok(Self {
             inner: Arc::new(Inner {
                 port,
@@ -216,7 +218,8 @@ impl Engine {
                 members: RwLock::new(Arc::new(members)),
                 gate: RwLock::default(),
                 epochs: Mutex::new(epochs),
-                rings,
+                observed: AtomicBool::new(rings.is_some()),
+                rings: Mutex::new(rings),
                 threads: Mutex::default(),
                 joint: Mutex::default(),
             }),
@@ -551,7 +554,7 @@ impl Engine {
     /// `Config` if there is no such tensor.
     pub fn applied(&self, book: BookId, tensors: &[TensorId]) -> Result<(), Failure> {
         self.alive("applied")?;
-        let Some(rings) = &self.inner.rings else { return Ok(()) };
+        let Some(rings) = self.is_observed().then(|| self.inner.rings()).flatten() else { return Ok(()) };
         let open = self.book(book)?;
         for tensor in tensors {
             self.tensor(&open, *tensor)?;
@@ -583,7 +586,7 @@ impl Engine {
     /// Whether what happens to slices is kept for [`Engine::observations`].
     #[must_use]
     pub fn is_observed(&self) -> bool {
-        self.inner.rings.is_some()
+        self.inner.observed.load(Ordering::Relaxed)
     }
 
     /// What was observed since the last call, as far as it was kept. Also after the end of the job.
@@ -592,7 +595,38 @@ impl Engine {
     /// `Config` in a forked child.
     pub fn observations(&self) -> Result<Observations, Failure> {
         self.alive("observations")?;
-        Ok(self.inner.rings.as_ref().map(Rings::take).unwrap_or_default())
+        let found = self.inner.rings().map(|rings| rings.take()).unwrap_or_default();
+        if !self.is_observed() {
+            *self.inner.rings.lock() = None;
+        }
+        Ok(found)
+    }
+
+    /// From now on keeps so many records per lane, and as many of the program, or none: then what was kept until now can be taken once
+    /// more. Otherwise it is gone. Nothing is kept in a job of one rank.
+    ///
+    /// Returns how many slices of this rank's submissions had landed when the lanes began, or ended: as many records of landing lie
+    /// between two calls as their results differ by.
+    ///
+    /// # Errors
+    /// `Config` in a forked child.
+    pub fn observe(&self, records: usize) -> Result<u64, Failure> {
+        self.alive("observe")?;
+        let rings = new_rings(&self.inner.config, records);
+        self.inner.observed.store(rings.is_some(), Ordering::Relaxed);
+        if let Some(rings) = &rings {
+            *self.inner.rings.lock() = Some(Arc::clone(rings));
+        }
+        let counts = self.ask(|reply| Command::Observe { rings: rings.clone(), reply });
+        let shared = &self.inner.shared;
+        let finals = shared.lock().final_counters.clone();
+        let past: u64 = shared.lock().past_counters.iter().map(|counters| counters.slices).sum();
+        let of_lanes: u64 = if finals.len() == shared.mailboxes().len() {
+            finals.iter().map(|counters| counters.slices).sum()
+        } else {
+            counts.iter().sum()
+        };
+        Ok(past + of_lanes + self.inner.own_slices.load(Ordering::Relaxed))
     }
 
     /// What was counted so far.
@@ -674,6 +708,11 @@ fn check_elastic(book: &str, tensors: &[Tensor]) -> Result<(), Failure> {
             route.name()
         )))
     })
+}
+
+/// For so many records, where there are lanes.
+fn new_rings(config: &EngineConfig, records: usize) -> Option<Arc<Rings>> {
+    if config.size > 1 { Rings::new(config.lanes, records).map(Arc::new) } else { None }
 }
 
 fn submitted_again(open: &OpenBook, id: TensorId) -> Failure {

@@ -17,7 +17,7 @@ use crate::descriptors::{self, Registration};
 use crate::failure::Failure;
 use crate::mailbox::{Command, Mailbox, Recovering, Word};
 use crate::memory::{Chunk, RealMemory};
-use crate::observed::{LaneNode, Recorder};
+use crate::observed::{LaneNode, Recorder, Rings};
 use crate::shared::{OpenBook, Shared, ns};
 use crate::transport::Transport;
 use mio::{Events, Interest, Poll, Token};
@@ -280,6 +280,10 @@ impl Lane {
                 (self.stopping, self.halted) = (true, true);
                 return;
             }
+            Command::Observe { rings, reply } => {
+                let _ = reply.send(self.observe(rings.as_deref()));
+                return;
+            }
             Command::Stop => {
                 self.stopping = true;
                 return;
@@ -369,10 +373,20 @@ impl Lane {
                 let _ = reply.send(self.node.observer().counters.clone());
             }
             Command::Halt => (self.stopping, self.halted) = (true, true),
+            Command::Observe { rings, reply } => {
+                let _ = reply.send(self.observe(rings.as_deref()));
+            }
             Command::Stop => self.stopping = true,
             // The caller finds the failure.
             _ => {}
         }
+    }
+
+    /// How many slices have landed when it begins, or ends.
+    fn observe(&mut self, rings: Option<&Rings>) -> u64 {
+        let recorder = self.node.observer();
+        recorder.keep_in(rings, self.index);
+        recorder.counters.slices
     }
 
     fn open(&mut self, book: &Arc<OpenBook>) {

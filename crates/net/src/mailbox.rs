@@ -3,6 +3,7 @@
 
 use crate::call::Handle;
 use crate::memory::Chunk;
+use crate::observed::Rings;
 use crate::shared::OpenBook;
 use crate::transport::Transport;
 use mio::Waker;
@@ -65,6 +66,8 @@ pub(crate) enum Command {
     Squares { book: BookId, reply: Sender<Option<Vec<(SliceId, f64)>>> },
     /// What was counted?
     Count { reply: Sender<Counters> },
+    /// From now on keep what is observed in these rings, or not at all. How many slices have landed by now?
+    Observe { rings: Option<Arc<Rings>>, reply: Sender<u64> },
     /// A group for calls.
     Group { id: GroupId, members: Vec<Rank> },
     /// This rank's part in a call.

@@ -150,6 +150,19 @@ pub(crate) struct Recorder {
 }
 
 impl Recorder {
+    /// A lane's, which keeps what it sees in its ring of these.
+    pub(crate) fn of(rings: Option<&Rings>, lane: u32) -> Self {
+        let mut recorder = Self::default();
+        recorder.keep_in(rings, lane);
+        recorder
+    }
+
+    /// From now on keeps what it sees in the lane's ring of these, or not at all.
+    pub(crate) fn keep_in(&mut self, rings: Option<&Rings>, lane: u32) {
+        self.ring = rings.map(|rings| Arc::clone(&rings.lanes[lane as usize]));
+        self.mark();
+    }
+
     /// Looks at the clock, for what the node will see now. A look takes longer than a record, so there is one only where time may have
     /// passed: before the lane carries out a command or writes, when a frame has arrived and after a sum. What follows from these
     /// at once has their time.
@@ -167,7 +180,8 @@ impl Observe for Recorder {
         self.counters.observe(seen);
         if let (Some(ring), Some(layer)) = (&self.ring, seen.layer) {
             let time_ns = match seen.point {
-                Point::Submitted => self.submitted_ns,
+                // 0: the program has said so just before anything was kept.
+                Point::Submitted if self.submitted_ns > 0 => self.submitted_ns,
                 Point::Arrived | Point::Summed => {
                     self.at_ns = now_ns();
                     self.at_ns
@@ -217,11 +231,6 @@ impl Rings {
             program: Mutex::new(ring()),
             taken: Mutex::new(vec![0; lanes as usize + 1]),
         })
-    }
-
-    /// For a lane's node.
-    pub(crate) fn recorder(&self, lane: u32) -> Recorder {
-        Recorder { ring: Some(Arc::clone(&self.lanes[lane as usize])), ..Recorder::default() }
     }
 
     /// The program has done something with slices.

@@ -463,6 +463,10 @@ impl Engine {
         self.engine.applied(book, &tensors).map_err(raise)
     }
 
+    fn observe(&self, py: Python<'_>, records: usize) -> PyResult<u64> {
+        py.detach(|| self.engine.observe(records)).map_err(raise)
+    }
+
     fn observations<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyBytes>, u64)> {
         let Observations { records, lost } = py.detach(|| self.engine.observations()).map_err(raise)?;
         let bytes = PyBytes::new_with(py, records.len() * Record::BYTES, |bytes| {

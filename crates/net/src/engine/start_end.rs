@@ -7,6 +7,7 @@ use crate::exit;
 use crate::failure::{Failure, Stop};
 use crate::lane::{Lane, WAKER};
 use crate::mailbox::{Command, Mailbox};
+use crate::observed::{Recorder, Rings};
 use crate::shared::{JointWait, State};
 use mio::{Poll, Waker};
 use penstock_core::Members;
@@ -336,13 +337,18 @@ impl Inner {
             let timeouts = (peer_timeout, operation_timeout);
             let shared = Arc::clone(&self.shared);
             let lane_config = self.lane_config(lane, members);
-            let recorder = self.rings.as_ref().map(|rings| rings.recorder(lane)).unwrap_or_default();
+            let recorder = Recorder::of(self.rings().as_deref(), lane);
             let admission = Arc::clone(&admission);
             let lane_thread = Lane::new(lane_config, recorder, timeouts, shared, poll, mailbox, admission);
             let builder = std::thread::Builder::new().name(format!("penstock-lane-{lane}"));
             threads.lanes.push(builder.spawn(move || lane_thread.run()).map_err(broken)?);
         }
         Ok(())
+    }
+
+    /// Where observations are kept, if they are.
+    pub(super) fn rings(&self) -> Option<Arc<Rings>> {
+        self.rings.lock().clone()
     }
 
     /// Who takes part at present.
