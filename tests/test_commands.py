@@ -88,6 +88,7 @@ SERVERS = By(
 SERVER_BY_HAND = By(
     "tests/servers/test_dedicated.py::test_servers_that_are_started_by_hand_serve_workers_that_something_else_starts"
 )
+TRACES = By("tests/tracing/test_traced_jobs.py::test_the_page_s_commands")
 NO_TORCHVISION = {"vgg19": "lab:vgg19"}  # tests/cost/test_explain.py has a torchvision
 IMAGES = {"DIR": "../shared/data/cifar10"}
 
@@ -176,6 +177,18 @@ TABLE = {
         put=NO_TORCHVISION | {"classifier*": "fc*"}
     ),
     "penstock explain mycode.nets:make_model --workers 4": Run(),
+    "PENSTOCK_TRACE=traces penstock run --workers 4 train.py": TRACES,
+    "penstock trace": NAMED,
+    "penstock trace merge": NAMED,
+    "penstock trace merge traces -o trace.json.gz": TRACES,
+    "penstock trace merge traces --json > summary.json": TRACES,
+    "penstock trace merge traces -o trace.json --kineto 3=profile.json": By(
+        "tests/tracing/test_traced_jobs.py::test_a_profile_that_says_no_rank_is_left_out_or_given_one"
+    ),
+    "python -m benchmarks.traces": NAMED,
+    "python -m benchmarks.traces [--json-lines docs/benchmarks/traces.jsonl]": Run(
+        "--pairs 1 --models '400 tensors of 1 K'", long=True, status=JUDGED
+    ),
     "penstock measure": NAMED,
     "penstock measure line-rate": NAMED,
     "penstock measure line-rate --local 4": Run(long=True),

@@ -103,6 +103,14 @@ def test_asynchronous_training(size, tmp_path):
     run(size, tmp_path, GIVEN, start, listing, checks, "ps.barrier()", SAME_EVERYWHERE)
 
 
+def test_traces(size, tmp_path):
+    start = "import penstock as ps\nps.init()\nps.distribute(model, optimizer)\n"
+    batches = "batches = [(x[i::8], dataset.tensors[1][i::8]) for i in range(8)]\n"
+    (listing,) = listings("docs/traces.md", "## Which steps")
+    run(size, tmp_path, GIVEN, start, batches, listing, "ps.shutdown()\n")
+    assert [len(list((tmp_path / name).glob("*.trace"))) for name in ("traces", "more-traces")] == [size, size]
+
+
 TITLE_OF_LOCAL_UPDATES = "# Local updates: `ps.LocalSGD`, `ps.DiLoCo`, `ps.ElasticAveraging`"
 
 

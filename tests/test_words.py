@@ -26,6 +26,7 @@ SAME = {
     "Contribution": "what one rank adds: to a slice; to a gather, as Python reads it",
     "Buffer": "memory that a call reads or writes",
     "Report": "counts of a run",
+    "Record": "an observation with its time: the engine's, and as a trace is read",
     "Groups": "which workers sum among themselves",
     "LayerKind": "which ways a layer can go by what it is",
     "Fold": "what becomes of a round's contributions; in Python as a message to servers spells it",

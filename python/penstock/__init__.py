@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from penstock.torch.local.elastic import ElasticAveraging
     from penstock.torch.local.local_sgd import LocalSGD
     from penstock.torch.sampling import sampler
+    from penstock.tracing.tracing_call import trace
     from penstock.wire_types import TopK
 
     __version__: str
@@ -117,6 +118,7 @@ __all__ = [
     "send",
     "shutdown",
     "synchronize",
+    "trace",
     "world_size",
 ]
 
@@ -165,6 +167,7 @@ _HOME_OF = {
     "send": "collectives",
     "shutdown": "job",
     "synchronize": "torch.front_end",
+    "trace": "tracing.tracing_call",
     "world_size": "job",
 }
 

@@ -19,6 +19,7 @@ from penstock import explain_command
 from penstock.command_line import Parser, add_json, fail, list_of, nbytes, positive, print_json, whole_number
 from penstock.config import RANKS_MAX
 from penstock.launch import start
+from penstock.tracing import trace_command
 
 DEMO_EXAMPLES = """\
 examples:
@@ -123,6 +124,7 @@ def parser() -> argparse.ArgumentParser:
     _add_server(commands)
     explain_command.add_to(commands)
     _add_measure(commands)
+    trace_command.add_to(commands)
     info = commands.add_parser(
         "info",
         help="versions of Penstock and of what it runs on",

@@ -103,6 +103,8 @@ class Options:
             holds the last whole step (docs/errors.md says what it costs). This rank's own choice.
         observations: Keep so many records of where each slice was when, 32 bytes each, per lane and as many of the
             program; the oldest go first. ``0``: none. What it costs: docs/decisions/0011-observations-on-request.md.
+        trace: A directory for a trace of this rank, from the start; see `penstock.trace`.
+        trace_steps: Which steps are traced: a number of them from the first, or the first and the last, ``"100-109"``.
 
     Example:
         >>> import penstock as ps
@@ -137,6 +139,8 @@ class Options:
     pinned_bytes: int = 64 << 20
     whole_steps: bool = False
     observations: int = 0
+    trace: str | None = None
+    trace_steps: str = "20"
 
     @property
     def ranks(self) -> int:
@@ -157,6 +161,11 @@ class Options:
         """The ports to try in turn; ``range(0, 1)`` stands for any free port."""
         first, _, last = self.port.partition("-")
         return range(int(first), int(last or first) + 1)
+
+    def traced_steps(self) -> int | range:
+        """What `trace_steps` says, as `penstock.trace` takes it."""
+        first, _, last = self.trace_steps.partition("-")
+        return range(int(first), int(last) + 1) if last else int(first)
 
 
 class OptionArguments(TypedDict, total=False):
@@ -190,6 +199,8 @@ class OptionArguments(TypedDict, total=False):
     pinned_bytes: int | str | None
     whole_steps: bool | None
     observations: int | str | None
+    trace: str | os.PathLike[str] | None
+    trace_steps: int | str | None
 
 
 # Parsers: from what was given to the value, or a ValueError, whose text does not matter.
@@ -242,6 +253,23 @@ def _port(raw: object) -> str:
     if len(parts) > 2:
         raise ValueError
     numbers = [integer(part, 0 if len(parts) == 1 else 1, 65535) for part in parts]
+    if numbers != sorted(numbers):
+        raise ValueError
+    return "-".join(str(number) for number in numbers)
+
+
+def _path(raw: object) -> str:
+    text = os.fspath(raw) if isinstance(raw, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        raise ValueError
+    return text
+
+
+def _steps(raw: object) -> str:
+    parts = raw.split("-") if isinstance(raw, str) else [raw]
+    if len(parts) > 2:
+        raise ValueError
+    numbers = [integer(part, 0 if len(parts) == 2 else 1, STEPS_MAX) for part in parts]
     if numbers != sorted(numbers):
         raise ValueError
     return "-".join(str(number) for number in numbers)
@@ -338,6 +366,8 @@ _FIELDS: dict[str, tuple[Callable[[object], object], str]] = {
     ),
     "whole_steps": _SWITCH,
     "observations": (_whole(0, OBSERVATIONS_MAX), f"a number of records, from 0 to {OBSERVATIONS_MAX}"),
+    "trace": (_path, "a path of a directory"),
+    "trace_steps": (_steps, 'a number of steps from 1, or the first and the last, as "100-109"'),
 }
 
 

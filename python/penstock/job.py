@@ -25,6 +25,7 @@ from penstock.coordinator import Cluster, Rates
 from penstock.ending import Hooks, described
 from penstock.errors import ConfigError, PenstockError
 from penstock.grouping import AUTO, NONE_ASKED_FOR
+from penstock.tracing.moments import forget_moments
 from penstock.version import installed_version
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from penstock.grouping import Groups
     from penstock.launchers import Launch
     from penstock.rendezvous import Agreement
+    from penstock.tracing.recording import Trace
 
 __all__ = ["Job", "current", "init", "rank", "report", "shutdown", "world_size"]
 
@@ -68,6 +70,7 @@ class Job:
         threads: Threads other than the main one that have made calls.
         handled: The exception that the program was handling when it joined, the loss of an earlier job for instance.
         stores_made: Key-value stores, on this rank.
+        trace: The last that this rank has begun to write.
     """
 
     engine: Engine
@@ -83,6 +86,7 @@ class Job:
     threads: weakref.WeakSet[threading.Thread] = field(default_factory=weakref.WeakSet)
     handled: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])
     stores_made: int = 0
+    trace: Trace | None = None
 
     @property
     def rank(self) -> int:
@@ -123,6 +127,12 @@ class Job:
         # Again if need be: a handler of a signal may have raised in the middle of the first time.
         with contextlib.suppress(PenstockError):  # the engine may have failed already, and then the others know
             self.engine.abort(" ".join(self.failed.split())[:REASON_CHARACTERS_MAX])
+
+    def end_trace(self, why: str) -> None:
+        """No trace goes on after the job."""
+        if self.trace is not None:
+            self.trace.end(why)
+        forget_moments(self.engine)
 
     def end(self, by_status: str | None) -> None:
         """The process ends: leave the job, without raising; see `penstock.ending`."""
@@ -409,6 +419,10 @@ def _start(launch: Launch, board: Board | None = None) -> Job:
                 _log.info("slices of up to %d KiB on %d of %d lanes", slice_bytes >> 10, slicing_lanes, agreement.lanes)
         if launch.options.role == "worker":
             _ = job.servers  # no later than the servers themselves
+        if job.options.trace is not None:
+            from penstock.tracing.recording import begin
+
+            begin(job, job.options.trace, job.options.traced_steps())
     except BaseException as error:  # an interrupt, too: the others wait for this rank
         job.abort(described(error))
         with contextlib.suppress(PenstockError):  # what failed is on its way up
@@ -551,6 +565,7 @@ def _finish(job: Job, by_status: str | None = None) -> None:
                 try:
                     job.servers.end()
                 finally:
+                    job.end_trace("the program ends")  # later there is no interpreter
                     job.engine.shutdown_by_status(reason, lending.lent_to(job.engine))
             else:
                 try:
@@ -562,6 +577,7 @@ def _finish(job: Job, by_status: str | None = None) -> None:
                 one.explain(job.engine, error)
             raise
         finally:
+            job.end_trace("the job has ended" if job.failed is None else job.failed)
             if by_status is None:
                 for one in attached():
                     one.let_go(job.engine)
@@ -582,3 +598,5 @@ def _after_fork_in_child() -> None:
         return
     _process.forked_from = job.rank
     job.engine.after_fork_in_child()
+    if job.trace is not None:
+        job.trace.abandon()

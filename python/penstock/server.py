@@ -70,5 +70,8 @@ def serve(**options: Unpack[OptionArguments]) -> Report:
         running.abort(f"{type(error).__name__}: {error}")
         running.engine.shutdown()
         raise
-    running.engine.shutdown()
+    else:
+        running.engine.shutdown()
+    finally:
+        running.end_trace("the job has ended")
     return Report(running.engine.report())

@@ -45,6 +45,8 @@ SAMPLES = {
     "pinned_bytes": ("8388608", 8 << 20, "1000"),
     "whole_steps": ("on", True, "41"),
     "observations": ("65536", 65536, "-1"),
+    "trace": ("a/directory", "a/directory", " "),
+    "trace_steps": ("100-109", "100-109", "9-3"),
 }
 
 

@@ -48,6 +48,7 @@ from penstock.torch.updates.kept_pieces import kept_book
 from penstock.torch.updates.kinds import AT_OWNERS, Mode, UpdateKind, WhoUpdates, kind_of
 from penstock.torch.updates.optimizer import Updates
 from penstock.torch.updates.patching import PatchedOptimizer
+from penstock.tracing.moments import FORWARD, NO_LAYER, moments_of
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -146,6 +147,7 @@ class Distributed:
         if asynchronous:
             check_norms(model)
         self.ranks = ranks = options.world_size
+        self.moments = moments_of(engine)
         cluster = self._cluster(hosts)
         agreed.choose_collectives(name, cluster, options, rates)
         self.gradients = self._open_gradients(rank, agreed, update, device, options)
@@ -263,6 +265,7 @@ class Distributed:
     def _wait_before_forward(self, module: nn.Module, layers: list[Layer]) -> None:
         """From now on `module` waits for these layers, which may become more."""
         key, distributed = self.key, self
+        moments, book = self.moments, self.gradients.id
 
         def before_forward(module: nn.Module, args: Any) -> None:
             if torch.compiler.is_compiling():  # by its full name, or dynamo of torch 2.4 does not know it
@@ -270,11 +273,13 @@ class Distributed:
                 return
             if distributed._step_is_new:
                 distributed.before_forward(layers)
-                return
-            for update in distributed.updates:
-                if update.is_outstanding(layers):
-                    distributed.before_forward(layers)
-                    return
+            else:
+                for update in distributed.updates:
+                    if update.is_outstanding(layers):
+                        distributed.before_forward(layers)
+                        break
+            if moments.on:
+                moments.note(FORWARD, book, layers[0].index if layers else NO_LAYER)
 
         before_forward._penstock = True  # type: ignore[attr-defined]
         register_first(module, before_forward)

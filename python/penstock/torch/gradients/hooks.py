@@ -16,7 +16,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -41,6 +41,7 @@ from penstock.torch.schemes.device_gathers import DeviceGathers
 from penstock.torch.schemes.gather import Gather, changed_in_flight
 from penstock.torch.schemes.making import make_lossy, make_rows
 from penstock.torch.schemes.rebuild import Rebuilds
+from penstock.tracing.moments import BACKWARD_ENDS, GRADIENT, NO_LAYER, WAIT_BEGINS, moments_of
 from penstock.warning import warn
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ class Gradients:
             + self.duties.entries(),
         )
         self.lent = lent_to(engine)
+        self.moments = moments_of(engine)
         self.device = device
         self.device_gathers: DeviceGathers | None = None
         self.landing: Landing
@@ -238,11 +240,14 @@ class Gradients:
         dtype, stride, index, nbytes = kept.dtype, kept.stride, kept.index, kept.nbytes
         take_off, submit = flight.take_off, self.landing.submit_soon
         strided, ordinary, device = torch.strided, not kept.staged, self.device
+        moments, book, layer = self.moments, self.id, kept.layer.index
 
         def after_accumulation(param: Tensor) -> None:
             gradients = find_gradients()
             if gradients is None:
                 return
+            if moments.on:
+                moments.note(GRADIENT, book, layer)
             if flight.diverted:
                 gradients.divert_after(gradients.slots[index])
                 return
@@ -339,6 +344,7 @@ class Gradients:
                 self.drop(adding=True)
             if self.on_backward is not None:
                 self.on_backward()
+            self.moments.backward_begins(self.id)
             if self.begin_step is not None:
                 self.begin_step(self.step)
             self.backwards += 1
@@ -362,9 +368,12 @@ class Gradients:
         for slot in self.slots:
             if slot.flight.backward != current:
                 self._settle_untouched(slot, leftover=True)
+        if self.moments.on:
+            self.moments.note(BACKWARD_ENDS, self.id)
         self._finish_unwatched()
         if self.begin_step is not None:
             self.step += 1
+            self.moments.step_ends(self.id)
         self.engine.phase("forward")
         self.lent.collect()
 
@@ -468,11 +477,12 @@ class Gradients:
         if not flying:
             return
         self.landing.flush(self.step)
-        self.serve()
-        self.landing.wait([slot.index for slot in flying if not slot.flight.gathered], free=True)
-        if self.gathers:
-            # Contributions are copies: nobody need wait until they are sent. A layer's parameters travel together.
-            self.landing.wait(list({slot.flight.number: None for slot in flying if slot.flight.gathered}))
+        with self._waiting(flying):
+            self.serve()
+            self.landing.wait([slot.index for slot in flying if not slot.flight.gathered], free=True)
+            if self.gathers:
+                # Contributions are copies: nobody need wait until they are sent. A layer's parameters travel together.
+                self.landing.wait(list({slot.flight.number: None for slot in flying if slot.flight.gathered}))
         for slot in flying:
             restore(slot)
             average = self.land(slot)
@@ -484,8 +494,13 @@ class Gradients:
     def wait(self, slots: Sequence[Slot]) -> None:
         """Wait for the averages of these, all of which are in flight. The engine may still be sending from them."""
         self.landing.flush(self.step)
-        self.serve()
-        self.landing.wait(list({slot.flight.number: None for slot in slots}))
+        with self._waiting(slots):
+            self.serve()
+            self.landing.wait(list({slot.flight.number: None for slot in slots}))
+
+    def _waiting(self, slots: Sequence[Slot]) -> AbstractContextManager[None]:
+        """Within, the program waits for these."""
+        return self.moments.during(WAIT_BEGINS, self.id, slots[0].layer.index if slots else NO_LAYER)
 
     def take(self, slots: Sequence[Slot]) -> Sequence[bool]:
         """What has come back for these, which is in memory, may be read now; whether any rank has contributed to it."""

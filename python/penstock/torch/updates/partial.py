@@ -10,6 +10,7 @@ sent comes all at once, when it is made (rebuild.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from penstock.torch.runtime import background
 from penstock.torch.updates.pieces import PIECE_ELEMS, Cut, Pieces, elementwise
 from penstock.torch.updates.separable import as_if_in_step
 from penstock.torch.updates.whole import StepLog
+from penstock.tracing.moments import BACKGROUND_BEGINS, PIECES_BEGIN, WAIT_BEGINS
 
 __all__ = ["PartialUpdates"]
 
@@ -167,7 +169,7 @@ class PartialUpdates:
         Returns:
             ``False`` if they have none left, or if it takes so long that a wait is better that says what is late.
         """
-        if self._run():
+        if self._run(PIECES_BEGIN):
             return True
         layers = set(late)
         parts = self._next_parts(slot for slot in self._coming if slot.layer in layers)
@@ -175,7 +177,9 @@ class PartialUpdates:
             return False
         gradients = self._gradients
         numbers, least = map(list, zip(*parts, strict=True))
-        _, nbytes = gradients.lent.landed(gradients.id, numbers, least, PIECE_WAIT_S, needed=True)
+        first = min(layers, key=attrgetter("place"))
+        with gradients.moments.during(WAIT_BEGINS, gradients.id, first.index):
+            _, nbytes = gradients.lent.landed(gradients.id, numbers, least, PIECE_WAIT_S, needed=True)
         return any(have >= enough for have, enough in zip(nbytes, least, strict=True))
 
     def work(self) -> bool | Callable[[], bool]:
@@ -184,7 +188,7 @@ class PartialUpdates:
         made, busy = rebuilds.made, rebuilds.is_busy
         made.clear()  # what is made from now on ends a wait
         try:
-            if self._failure is not None or self._run():
+            if self._failure is not None or self._run(BACKGROUND_BEGINS):
                 return self._failure is None
         except BaseException as error:  # noqa: BLE001  raised where the program next asks for an update
             self._failure = error
@@ -222,11 +226,17 @@ class PartialUpdates:
                 self._log.keep_range(cut.param, cut.bounds[cut.done][0], cut.bounds[cut.done + number - 1][1])
         self._pieces.run(due, numbers, clone=self._clone)
 
-    def _run(self) -> bool:
-        """Apply what is in memory of the next pieces, some `PIECE_ELEMS` of it; whether there was any."""
+    def _run(self, moment: int) -> bool:
+        """Apply what is in memory of the next pieces, some `PIECE_ELEMS` of it; whether there was any.
+
+        Args:
+            moment: What begins, for a trace: it says whose thread this is.
+        """
         ready = self._ready(PIECE_ELEMS)
         if ready:
-            with torch._C.DisableTorchFunctionSubclass(), as_if_in_step():
+            gradients = self._gradients
+            noted = gradients.moments.during(moment, gradients.id, self._coming[0].layer.index)
+            with noted, torch._C.DisableTorchFunctionSubclass(), as_if_in_step():
                 self._advance([(cut, grad) for cut, grad, _ in ready], [number for *_, number in ready])
             self._coming = [slot for slot in self._coming if not self._open[slot].is_done]
         return bool(ready)

@@ -21,6 +21,7 @@ from penstock.torch.model.layers import DistributedModel, Layer
 from penstock.torch.updates.state import WatchedState, plain
 from penstock.torch.updates.whole import StepLog
 from penstock.torch.updates.zeroing import zero_grads
+from penstock.tracing.moments import STEP_BEGINS
 
 __all__ = ["PatchedOptimizer", "Trained", "increment_versions"]
 
@@ -156,12 +157,19 @@ class PatchedOptimizer(ABC):
 
     def _patch(self) -> None:
         optimizer, distributed = self.optimizer, self._distributed
+        moments, book = self._gradients.moments, self._gradients.id
         plain_zero_grad, plain_add, plain_getstate = (
             _of_class(optimizer, name) for name in ("zero_grad", "add_param_group", "__getstate__")
         )
 
         def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            return self._previous_step(*args, **kwargs) if self._released else self.step(*args, **kwargs)
+            if self._released:
+                return self._previous_step(*args, **kwargs)
+            if moments.on:
+                moments.note(STEP_BEGINS, book)
+            result = self.step(*args, **kwargs)
+            moments.step_ends(book)
+            return result
 
         def zero_grad(_: Optimizer, *args: Any, **kwargs: Any) -> None:
             if not self._released and getattr(type(optimizer), "zero_grad", None) is Optimizer.zero_grad:

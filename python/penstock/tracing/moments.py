@@ -1,0 +1,151 @@
+"""What the program comes to, and when: the side of a trace that nodes do not see.
+
+A moment is noted where it happens, on the thread that trains, so it must be quick: two numbers are appended to an
+array, some 200 ns. While no trace is written nothing is noted, and what is left is a look at `Moments.on`.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from penstock._native import Engine
+
+__all__ = ["MOMENTS", "NO_LAYER", "Moments", "decoded", "forget_moments", "moments_of"]
+
+MOMENTS: Final = (
+    "forward",  # a module's forward begins; it waits for nothing any more
+    "gradient",  # backward has made the gradient of one of the layer's parameters
+    "backward begins",
+    "backward ends",
+    "step begins",  # the program has called the optimizer's `step`
+    "step ends",
+    "wait begins",  # the program can do nothing but wait, first of all for this layer
+    "wait ends",
+    "update begins",  # the optimizer is called, first of all for this layer
+    "update ends",
+    "pieces begin",  # the same, for pieces of a large parameter
+    "pieces end",
+    "background begins",  # the same, by a thread beside the program's
+    "background ends",
+)
+"""What a moment can be; its number is its place here. A layer is given to those of one layer."""
+
+(
+    FORWARD,
+    GRADIENT,
+    BACKWARD_BEGINS,
+    BACKWARD_ENDS,
+    STEP_BEGINS,
+    STEP_ENDS,
+    WAIT_BEGINS,
+    WAIT_ENDS,
+    UPDATE_BEGINS,
+    UPDATE_ENDS,
+    PIECES_BEGIN,
+    PIECES_END,
+    BACKGROUND_BEGINS,
+    BACKGROUND_ENDS,
+) = range(len(MOMENTS))
+
+NO_LAYER: Final = (1 << 32) - 1
+MOMENTS_MAX = 1 << 18
+"""That wait to be written, 16 bytes each; more are counted, and dropped."""
+
+
+class Moments:
+    """What the program of one engine comes to.
+
+    Attributes:
+        on: Whether anything is kept.
+        steps: Steps that are over: calls of `step` of the optimizer that called it first, or, where none does, backward
+            passes of the model that had one first.
+        at_step: Called when a step is over, with `steps`.
+        at_backward: Called when a backward of that model begins.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine  # whose id names this
+        self.on = False
+        self.steps = 0
+        self.at_step: Callable[[int], None] | None = None
+        self.at_backward: Callable[[], None] | None = None
+        self._counting: int | None = None  # the book whose steps count
+        self._kept = array("q")  # of each its time, and what it is
+        self._dropped = 0
+
+    def note(self, moment: int, book: int, layer: int = NO_LAYER) -> None:
+        """The program has come to this, now. Only while `on`."""
+        kept = self._kept
+        if len(kept) < 2 * MOMENTS_MAX:
+            kept.extend((monotonic_ns(), moment | book << 8 | layer << 24))  # at once: another thread may note, too
+        else:
+            self._dropped += 1
+
+    def during(self, begins: int, book: int, layer: int) -> AbstractContextManager[None]:
+        """Note the beginning and the end of what is done within; the end's number is the next one."""
+        return self._during(begins, book, layer) if self.on else nullcontext()
+
+    @contextmanager
+    def _during(self, begins: int, book: int, layer: int) -> Iterator[None]:
+        self.note(begins, book, layer)
+        try:
+            yield
+        finally:
+            self.note(begins + 1, book, layer)
+
+    def backward_begins(self, book: int) -> None:
+        """A backward begins whose gradients are to be synchronised."""
+        if self.at_backward is not None and book == self._counting:
+            self.at_backward()
+        if self.on:
+            self.note(BACKWARD_BEGINS, book)
+
+    def step_ends(self, book: int) -> None:
+        """A step of a model is over, as far as the program is concerned: updates may be outstanding."""
+        if self.on:
+            self.note(STEP_ENDS, book)
+        if self._counting is None:
+            self._counting = book
+        if book == self._counting:
+            self.steps += 1
+            if self.at_step is not None:
+                self.at_step(self.steps)
+
+    def take(self) -> tuple[bytes, int]:
+        """What was noted since the last call, in the order of time of each thread, and how much was dropped."""
+        kept, dropped = self._kept, self._dropped
+        count = len(kept)
+        taken = kept[:count]
+        del kept[:count]  # what came meanwhile stays
+        self._dropped -= dropped
+        if sys.byteorder == "big":
+            taken.byteswap()
+        return taken.tobytes(), dropped
+
+
+def decoded(packed: bytes) -> Iterator[tuple[int, int, int, int]]:
+    """Of what `Moments.take` gives: time in nanoseconds, moment, book, layer."""
+    numbers = array("q", packed)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    for time_ns, what in zip(numbers[::2], numbers[1::2], strict=True):
+        yield time_ns, what & 0xFF, what >> 8 & 0xFFFF, what >> 24
+
+
+_by_engine: dict[int, Moments] = {}
+
+
+def moments_of(engine: Engine) -> Moments:
+    """Those of this engine's program."""
+    return _by_engine.setdefault(id(engine), Moments(engine))
+
+
+def forget_moments(engine: Engine) -> None:
+    """The engine is shut down."""
+    _by_engine.pop(id(engine), None)

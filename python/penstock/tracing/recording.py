@@ -1,0 +1,228 @@
+"""Writing the trace of this rank while it trains: which steps, how much, and by a thread beside the program's.
+
+The program's thread notes moments, lanes keep records in their rings; a thread of this module takes both some times a
+second and writes them. So training waits for no disk: where the disk is too slow, what is lost is counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+from penstock.errors import ConfigError, PenstockError
+from penstock.tracing.moments import Moments, moments_of
+from penstock.tracing.trace_file import SUFFIX, TraceFile
+from penstock.version import installed_version
+
+if TYPE_CHECKING:
+    from penstock._native import Engine
+    from penstock.config import Options
+
+__all__ = ["STEPS", "Trace", "Traceable", "begin"]
+
+_log = logging.getLogger("penstock")
+
+STEPS = 20
+"""How many are traced unless it is said: a file of some 4 MB per rank for a ResNet-50."""
+RECORDS = 1 << 17
+"""Kept for the writer, per lane and of the program, 4 MiB each: ten times what a ResNet-50 makes in `EVERY_S`."""
+EVERY_S = 0.2
+FILE_BYTES_MAX = 256 << 20
+"""With so much the trace ends. The records of over 1,000 steps of a ResNet-50 on 4 ranks."""
+END_S = 10.0
+"""How long the end of a trace may take."""
+
+
+class Traceable(Protocol):
+    """The job that a trace is of (`penstock.job.Job`)."""
+
+    engine: Engine
+    job_id: bytes
+    trace: Trace | None
+
+    @property
+    def options(self) -> Options:
+        """Those of this rank."""
+        ...
+
+
+def begin(job: Traceable, directory: str | os.PathLike[str], steps: int | range) -> Trace:
+    """As `penstock.trace`, for a job that may still be starting."""
+    if job.trace is not None and not job.trace.has_ended:
+        raise ConfigError(f"penstock.trace: a trace is being written to {job.trace.path}; call its stop() first")
+    first, count = _bounds(steps, moments_of(job.engine).steps)
+    number = 1 if job.trace is None else job.trace.number + 1
+    try:
+        job.trace = Trace(job, Path(directory), first, count, number)
+    except TypeError:
+        raise ConfigError(f"penstock.trace: {directory!r} is no path of a directory") from None
+    except OSError as error:
+        raise ConfigError(f"penstock.trace: cannot write to {directory}: {error.strerror}") from error
+    if job.options.ranks == 1:
+        job.trace.end("a job of one process, in which nothing is synchronised")
+    return job.trace
+
+
+def _bounds(steps: int | range, done: int) -> tuple[int, int]:
+    """The first step, and how many."""
+    if isinstance(steps, range):
+        if steps.step != 1 or not steps:
+            raise ConfigError(f"penstock.trace: {steps!r} are no steps in succession; for example range(100, 110)")
+        if steps.start < done:
+            raise ConfigError(f"penstock.trace: step {steps.start} is over: {done} steps are done")
+        return steps.start, len(steps)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ConfigError(f"penstock.trace: steps={steps!r}: expected a number of steps from 1, or a range of them")
+    return done, steps
+
+
+class Trace:
+    """A trace that is written, or has been; see `penstock.trace`.
+
+    Attributes:
+        path: Of the file.
+        number: Which of this job's traces it is, from 1.
+        has_ended: Whether nothing is written any more.
+    """
+
+    def __init__(self, job: Traceable, directory: Path, first: int, count: int, number: int) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        options, self.number = job.options, number
+        name = options.name_of(options.engine_rank).replace(" ", "-")
+        self.path = directory / f"{name}.{job.job_id.hex()[:8]}-{number}{SUFFIX}"
+        self.has_ended = False
+        self._engine: Engine = job.engine
+        self._moments: Moments = moments_of(job.engine)
+        self._kept_before = options.observations
+        self._first, self._past = first, first + count
+        self._landed = 0
+        self._books = 0
+        self._why: str | None = None  # it is to end
+        self._wake = threading.Event()
+        self._ending = threading.Lock()
+        self._thread: threading.Thread | None = None
+        from penstock._native import RECORD
+
+        self._file = TraceFile(
+            self.path,
+            {
+                "job": job.job_id.hex(),
+                "number": number,
+                "rank": options.engine_rank,
+                "name": options.name_of(options.engine_rank),
+                "size": options.ranks,
+                "workers": options.world_size,
+                "lanes": self._engine.report()["lanes"],
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "boot": _boot(),
+                "steps": [first, count],
+                "penstock": installed_version(),
+                "record": RECORD,
+            },
+        )
+        self._moments.at_step, self._moments.at_backward = self._at_step, self._at_backward
+        if first <= self._moments.steps:
+            self._start()
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End it now, if it has not ended; waits until the file is whole, 10 s at most."""
+        self.end("stopped")
+
+    def end(self, why: str) -> None:
+        """End it, if it has not ended, for this reason."""
+        self._ask_to_end(why)
+        if self._thread is None:
+            self._close()
+        elif self._thread is not threading.current_thread():
+            self._thread.join(END_S)
+
+    def abandon(self) -> None:
+        """In a forked child: the file is the parent's."""
+        self.has_ended = True
+        self._leave_moments()
+
+    # On the program's thread
+
+    def _at_step(self, done: int) -> None:
+        if done == self._first:
+            self._start()
+
+    def _at_backward(self) -> None:
+        # By now the forward has asked for all updates that the last step has left.
+        if self._moments.steps >= self._past:
+            self._ask_to_end(f"{self._past - self._first} steps")
+
+    def _start(self) -> None:
+        self._landed = self._engine.observe(max(RECORDS, self._kept_before))
+        self._moments.on = True
+        self._thread = threading.Thread(target=self._run, name="penstock-trace", daemon=True)
+        self._thread.start()
+
+    def _ask_to_end(self, why: str) -> None:
+        if self._why is None:
+            self._why = why
+            self._leave_moments()
+            self._wake.set()
+
+    def _leave_moments(self) -> None:
+        moments = self._moments
+        if moments.at_step == self._at_step:
+            moments.on, moments.at_step, moments.at_backward = False, None, None
+
+    # On the thread that writes
+
+    def _run(self) -> None:
+        try:
+            while not self._wake.wait(EVERY_S):
+                self._write()
+                if self._file.nbytes >= FILE_BYTES_MAX:
+                    self._ask_to_end(f"the file has {FILE_BYTES_MAX >> 20} MiB")
+        except (OSError, PenstockError) as error:
+            self._ask_to_end(f"{error}")
+            _log.warning("penstock: the trace %s ends: %s", self.path, error)
+        self._close()
+
+    def _write(self) -> None:
+        if self._engine.books != self._books:
+            report = self._engine.report()["books"]
+            self._books = len(report)
+            self._file.books([{"name": one["name"], "layers": [of["name"] for of in one["layers"]]} for one in report])
+        packed, lost = self._engine.observations()
+        self._file.block("records", packed, lost)
+        self._file.block("moments", *self._moments.take())
+
+    def _close(self) -> None:
+        with self._ending:
+            if self.has_ended:
+                return
+            self.has_ended = True
+        try:
+            slices = 0
+            if self._thread is not None:  # it has come to its first step
+                slices = self._engine.observe(self._kept_before) - self._landed
+                self._write()
+            self._file.end(slices=slices, why=self._why)
+        except (OSError, PenstockError) as error:
+            _log.warning("penstock: the trace %s has no end: %s", self.path, error)
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+
+def _boot() -> str:
+    """Which start of which machine this is: ranks of one have one clock."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
