@@ -48,7 +48,7 @@ from penstock.torch.updates.kept_pieces import kept_book
 from penstock.torch.updates.kinds import AT_OWNERS, Mode, UpdateKind, WhoUpdates, kind_of
 from penstock.torch.updates.optimizer import Updates
 from penstock.torch.updates.patching import PatchedOptimizer
-from penstock.tracing.moments import FORWARD, NO_LAYER, moments_of
+from penstock.tracing.moments import FORWARD, NO_LAYER, coded, moments_of
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -265,7 +265,8 @@ class Distributed:
     def _wait_before_forward(self, module: nn.Module, layers: list[Layer]) -> None:
         """From now on `module` waits for these layers, which may become more."""
         key, distributed = self.key, self
-        moments, book = self.moments, self.gradients.id
+        moments = self.moments
+        forward = coded(FORWARD, self.gradients.id, layers[0].index if layers else NO_LAYER)
 
         def before_forward(module: nn.Module, args: Any) -> None:
             if torch.compiler.is_compiling():  # by its full name, or dynamo of torch 2.4 does not know it
@@ -279,7 +280,7 @@ class Distributed:
                         distributed.before_forward(layers)
                         break
             if moments.on:
-                moments.note(FORWARD, book, layers[0].index if layers else NO_LAYER)
+                moments.note(forward)
 
         before_forward._penstock = True  # type: ignore[attr-defined]
         register_first(module, before_forward)

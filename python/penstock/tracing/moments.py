@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from penstock._native import Engine
 
-__all__ = ["MOMENTS", "NO_LAYER", "Moments", "decoded", "forget_moments", "moments_of"]
+__all__ = ["MOMENTS", "NO_LAYER", "Moments", "coded", "decoded", "forget_moments", "moments_of"]
 
 MOMENTS: Final = (
     "forward",  # a module's forward begins; it waits for nothing any more
@@ -79,11 +79,11 @@ class Moments:
         self._kept = array("q")  # of each its time, and what it is
         self._dropped = 0
 
-    def note(self, moment: int, book: int, layer: int = NO_LAYER) -> None:
-        """The program has come to this, now. Only while `on`."""
+    def note(self, what: int) -> None:
+        """The program has come to this (see `coded`), now. Only while `on`."""
         kept = self._kept
         if len(kept) < 2 * MOMENTS_MAX:
-            kept.extend((monotonic_ns(), moment | book << 8 | layer << 24))  # at once: another thread may note, too
+            kept.extend((monotonic_ns(), what))  # at once: another thread may note, too
         else:
             self._dropped += 1
 
@@ -93,23 +93,23 @@ class Moments:
 
     @contextmanager
     def _during(self, begins: int, book: int, layer: int) -> Iterator[None]:
-        self.note(begins, book, layer)
+        self.note(coded(begins, book, layer))
         try:
             yield
         finally:
-            self.note(begins + 1, book, layer)
+            self.note(coded(begins + 1, book, layer))
 
     def backward_begins(self, book: int) -> None:
         """A backward begins whose gradients are to be synchronised."""
         if self.at_backward is not None and book == self._counting:
             self.at_backward()
         if self.on:
-            self.note(BACKWARD_BEGINS, book)
+            self.note(coded(BACKWARD_BEGINS, book))
 
     def step_ends(self, book: int) -> None:
         """A step of a model is over, as far as the program is concerned: updates may be outstanding."""
         if self.on:
-            self.note(STEP_ENDS, book)
+            self.note(coded(STEP_ENDS, book))
         if self._counting is None:
             self._counting = book
         if book == self._counting:
@@ -127,6 +127,11 @@ class Moments:
         if sys.byteorder == "big":
             taken.byteswap()
         return taken.tobytes(), dropped
+
+
+def coded(moment: int, book: int, layer: int = NO_LAYER) -> int:
+    """A moment of a layer, or of the whole model of a book, as one number: to be made before it is in a hurry."""
+    return moment | book << 8 | layer << 24
 
 
 def decoded(packed: bytes) -> Iterator[tuple[int, int, int, int]]:

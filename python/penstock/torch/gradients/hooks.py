@@ -41,7 +41,7 @@ from penstock.torch.schemes.device_gathers import DeviceGathers
 from penstock.torch.schemes.gather import Gather, changed_in_flight
 from penstock.torch.schemes.making import make_lossy, make_rows
 from penstock.torch.schemes.rebuild import Rebuilds
-from penstock.tracing.moments import BACKWARD_ENDS, GRADIENT, NO_LAYER, WAIT_BEGINS, moments_of
+from penstock.tracing.moments import BACKWARD_ENDS, GRADIENT, NO_LAYER, WAIT_BEGINS, coded, moments_of
 from penstock.warning import warn
 
 if TYPE_CHECKING:
@@ -240,14 +240,14 @@ class Gradients:
         dtype, stride, index, nbytes = kept.dtype, kept.stride, kept.index, kept.nbytes
         take_off, submit = flight.take_off, self.landing.submit_soon
         strided, ordinary, device = torch.strided, not kept.staged, self.device
-        moments, book, layer = self.moments, self.id, kept.layer.index
+        moments, ready = self.moments, coded(GRADIENT, self.id, kept.layer.index)
 
         def after_accumulation(param: Tensor) -> None:
             gradients = find_gradients()
             if gradients is None:
                 return
             if moments.on:
-                moments.note(GRADIENT, book, layer)
+                moments.note(ready)
             if flight.diverted:
                 gradients.divert_after(gradients.slots[index])
                 return
@@ -369,7 +369,7 @@ class Gradients:
             if slot.flight.backward != current:
                 self._settle_untouched(slot, leftover=True)
         if self.moments.on:
-            self.moments.note(BACKWARD_ENDS, self.id)
+            self.moments.note(coded(BACKWARD_ENDS, self.id))
         self._finish_unwatched()
         if self.begin_step is not None:
             self.step += 1

@@ -30,7 +30,7 @@ from penstock.torch.updates.patching import PatchedOptimizer, Trained, increment
 from penstock.torch.updates.separable import as_if_in_step, separable, snapshot, unhooked_step
 from penstock.torch.updates.state import plain
 from penstock.torch.updates.whole import StepLog, open_steps
-from penstock.tracing.moments import UPDATE_BEGINS, UPDATE_ENDS
+from penstock.tracing.moments import UPDATE_BEGINS, UPDATE_ENDS, coded
 from penstock.warning import warn
 
 __all__ = ["Updates"]
@@ -336,7 +336,7 @@ class Updates(PatchedOptimizer):
         in_pieces = self._partial.open_slots
         moments = gradients.moments
         if moments.on:
-            moments.note(UPDATE_BEGINS, gradients.id, slots[0].layer.index)
+            moments.note(coded(UPDATE_BEGINS, gradients.id, slots[0].layer.index))
         for group, _, slot, grad, _ in due:
             param = slot.param
             param.grad = grad
@@ -352,7 +352,7 @@ class Updates(PatchedOptimizer):
         self._call(together, apart)
         self._partial.close(slots, ((slot, grad) for _, _, slot, grad, _ in due))
         if moments.on:
-            moments.note(UPDATE_ENDS, gradients.id, slots[0].layer.index)
+            moments.note(coded(UPDATE_ENDS, gradients.id, slots[0].layer.index))
         gradients.applied(slot for _, _, slot, _, _ in due)
         self._give_back((slot, mine) for _, _, slot, _, mine in due)
 

@@ -21,7 +21,7 @@ from penstock.torch.model.layers import DistributedModel, Layer
 from penstock.torch.updates.state import WatchedState, plain
 from penstock.torch.updates.whole import StepLog
 from penstock.torch.updates.zeroing import zero_grads
-from penstock.tracing.moments import STEP_BEGINS
+from penstock.tracing.moments import STEP_BEGINS, coded
 
 __all__ = ["PatchedOptimizer", "Trained", "increment_versions"]
 
@@ -166,7 +166,7 @@ class PatchedOptimizer(ABC):
             if self._released:
                 return self._previous_step(*args, **kwargs)
             if moments.on:
-                moments.note(STEP_BEGINS, book)
+                moments.note(coded(STEP_BEGINS, book))
             result = self.step(*args, **kwargs)
             moments.step_ends(book)
             return result
