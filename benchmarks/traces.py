@@ -60,10 +60,11 @@ class TimedTrace(Trace):
 
     cost_s = 0.0
 
-    def _write(self) -> None:
+    def _write(self) -> int:
         began = time.thread_time()
-        super()._write()
+        records = super()._write()
         TimedTrace.cost_s += time.thread_time() - began
+        return records
 
 
 def note_ns() -> float:

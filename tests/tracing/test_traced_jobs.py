@@ -199,6 +199,29 @@ def test_pytorch_s_own_trace_of_the_same_steps_is_beside_ours_on_the_same_clock(
             assert off < 2_000, (span, ours)
 
 
+@pytest.mark.parametrize("mode", ["ways", "owners", "store"])
+def test_other_ways_than_averages_by_the_store_are_traced_too(mode, tmp_path, capsys):
+    programs.run_ranks(3, WORKER, tmp_path, mode, timeout=LIMIT_S)
+    summary, trace = merged(tmp_path / "traces", capsys)
+    for rank, one in enumerate(summary["ranks"]):
+        assert one["slices"] == one["slices_reported"] == len(trace.of(f"rank {rank}, slices", kind="slice")) > 0
+        assert one["steps"] == (0 if mode == "store" else STEPS)
+        assert trace.of(f"rank {rank}, layers", kind="layer")
+        wires = [s for other in {0, 1, 2} - {rank} for s in trace.of(f"rank {rank}", f"wire to rank {other}")]
+        assert wires and all(s["args"]["nbytes"] > 0 for s in wires if s["cat"] == "push")
+
+
+def test_a_rank_that_others_wait_for_is_named_with_the_layer_and_the_cause(tmp_path, capsys):
+    run(tmp_path, "late")
+    assert main(["trace", "merge", str(tmp_path / "traces")]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^rank 1 is late by \d+\.\d ms of [\d.]+ per step from 0 on, in compute \(\+", said, re.M), said
+    summary, _ = merged(tmp_path / "traces", capsys)
+    other, late = summary["late"]
+    assert (other["stands_out"], late["stands_out"], late["cause"]) == (False, True, "compute")
+    assert 20 < late["late_ms"] < late["step_ms"]
+
+
 # Files and options, without jobs
 
 

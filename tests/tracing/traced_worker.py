@@ -17,7 +17,20 @@ import penstock as ps
 from penstock.job import current
 
 STEPS = 5
+LATE_S = 0.04
 ENOUGH_BYTES = 10_000
+
+
+def of_a_store():
+    """Without a model, and without steps; the program ends by an exit status."""
+    ps.init(trace=Path(sys.argv[1]) / "traces", line_rate_mbit="off", slice_bytes=4096)
+    store = ps.KVStore()
+    store.init("key", torch.zeros(5000))
+    for _ in range(STEPS):
+        store.push("key", torch.ones(5000))
+        store.pull("key", torch.empty(5000))
+    ps.barrier()
+    sys.exit(0)
 
 
 def steps_of(model, optimizer, count):
@@ -29,6 +42,8 @@ def steps_of(model, optimizer, count):
 
 def main() -> None:
     directory, mode = Path(sys.argv[1]), sys.argv[2]
+    if mode == "store":
+        of_a_store()
     torch.set_num_threads(1)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 100), nn.Linear(100, 3))
@@ -40,8 +55,14 @@ def main() -> None:
     else:
         ps.init(**always)
     rank = ps.rank()
-    ps.distribute(model, optimizer)
-    if mode == "whole":
+    ways = {"ways": {"schemes": {"0": "ring", "2": "factors"}}, "owners": {"update": "servers"}}
+    ps.distribute(model, optimizer, **ways.get(mode, {}))
+    if mode in ways:
+        with ps.trace(directory / "traces"):
+            steps_of(model, optimizer, STEPS)
+            ps.synchronize()
+            ps.barrier()
+    elif mode == "whole":
         steps_of(model, optimizer, STEPS)
     elif mode == "profiled":
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -63,6 +84,14 @@ def main() -> None:
             said["observed within"] = current().engine.observed
             steps_of(model, optimizer, 2)
         said["ended"] = [trace.has_ended, more.has_ended]
+    elif mode == "late":  # rank 1 takes longer from the middle of its backward on
+
+        def slow(module, grad_input, grad_output):
+            time.sleep(LATE_S if rank == 1 else 0.0)
+
+        model[2].register_full_backward_hook(slow)  # layer 2 has its gradients by then
+        with ps.trace(directory / "traces"):
+            steps_of(model, optimizer, 2 * STEPS)
     elif mode == "killed":
         trace = ps.trace(directory / "traces", steps=1000)
         steps_of(model, optimizer, STEPS)

@@ -14,6 +14,7 @@ merging        which files belong together, and what is missing of them
 journeys       from records: frames with both ends, sums, what became of each slice
 alignment      one clock for all ranks, from frames
 activities     from moments: what a program did, and its steps
+late           who is late, from which layer on, and why
 timeline       all of that in rows
 perfetto       rows, as what Perfetto opens
 kineto         PyTorch's own trace, beside them

@@ -12,6 +12,7 @@ from penstock.tracing import kineto
 from penstock.tracing.activities import Activities, activities_of
 from penstock.tracing.alignment import Clock, align
 from penstock.tracing.journeys import LANDED, Record, TracedFrame, frames_of, records_of
+from penstock.tracing.late import Lateness, lateness_of
 from penstock.tracing.moments import decoded
 from penstock.tracing.perfetto import events_of, write
 from penstock.tracing.timeline import Names, groups_of
@@ -75,6 +76,10 @@ class Merged:
         for rank, activities in self.activities.items():
             firsts += [self.clocks[rank](span.begin_ns) for span in activities.program[:1]]
         return min(firsts, default=0)
+
+    def late(self) -> list[Lateness]:
+        """How late each rank is, and why."""
+        return lateness_of(self.activities, self.records, self.frames, self.clocks)
 
     def of_rank(self, rank: int) -> dict[str, Any]:
         """What a summary says of one rank."""
@@ -164,6 +169,7 @@ def merge(merged: Merged, output: Path | None, kinetos: Sequence[tuple[int, kine
         "missing": merged.missing,
         "frames": len(merged.frames),
         "frame_ends_alone": merged.alone,
+        "late": [one.facts(merged.called.layer) for one in merged.late()],
         "kineto": [{"rank": rank, "file": one.path.name} for rank, one in kinetos],
     }
     if output is None:

@@ -1,7 +1,8 @@
 """Writing the trace of this rank while it trains: which steps, how much, and by a thread beside the program's.
 
-The program's thread notes moments, lanes keep records in their rings; a thread of this module takes both some times a
-second and writes them. So training waits for no disk: where the disk is too slow, what is lost is counted.
+The program's thread notes moments, lanes keep records in their rings; a thread of this module takes both about once a
+second, or more often where there is more, and writes them. So training waits for no disk: where the disk is too slow,
+what is lost is counted.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ _log = logging.getLogger("penstock")
 STEPS = 20
 """How many are traced unless it is said: a file of some 4 MB per rank for a ResNet-50."""
 RECORDS = 1 << 17
-"""Kept for the writer, per lane and of the program, 4 MiB each: ten times what a ResNet-50 makes in `EVERY_S`."""
-EVERY_S = 0.2
+"""Kept for the writer, per lane and of the program, 4 MiB each: what a ResNet-50 makes in some seconds."""
+RECORDS_WANTED = RECORDS // 4
+"""So many are written at a time: each time takes a processor from those that compute."""
+FIRST_S, EVERY_S_MIN, EVERY_S_MAX = 0.1, 0.02, 1.0
+RECORD_BYTES = 32
 FILE_BYTES_MAX = 256 << 20
 """With so much the trace ends. The records of over 1,000 steps of a ResNet-50 on 4 ranks."""
 END_S = 10.0
@@ -186,8 +190,10 @@ class Trace:
 
     def _run(self) -> None:
         try:
-            while not self._wake.wait(EVERY_S):
-                self._write()
+            every_s = FIRST_S
+            while not self._wake.wait(every_s):
+                records = self._write()
+                every_s = min(max(EVERY_S_MIN, every_s * RECORDS_WANTED / max(1, records)), EVERY_S_MAX)
                 if self._file.nbytes >= FILE_BYTES_MAX:
                     self._ask_to_end(f"the file has {FILE_BYTES_MAX >> 20} MiB")
         except (OSError, PenstockError) as error:
@@ -195,7 +201,8 @@ class Trace:
             _log.warning("penstock: the trace %s ends: %s", self.path, error)
         self._close()
 
-    def _write(self) -> None:
+    def _write(self) -> int:
+        """Write what there is; returns how many records."""
         if self._engine.books != self._books:
             report = self._engine.report()["books"]
             self._books = len(report)
@@ -203,6 +210,7 @@ class Trace:
         packed, lost = self._engine.observations()
         self._file.block("records", packed, lost)
         self._file.block("moments", *self._moments.take())
+        return len(packed) // RECORD_BYTES + lost
 
     def _close(self) -> None:
         with self._ending:

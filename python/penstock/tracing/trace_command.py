@@ -18,9 +18,9 @@ examples:
   penstock trace merge traces --json > summary.json         without a trace: what is in the files, for programs
   penstock trace merge traces -o trace.json --kineto 3=profile.json
 
-It aligns the clocks of all ranks by the frames that they have exchanged, and says how far off each may be. Traces of
-PyTorch's profiler in the same directory are put beside those of their ranks. Status 2: a file is torn, damaged or of
-another job.
+It aligns the clocks of all ranks by the frames that they have exchanged, and says how far off each may be; and which
+rank the others wait for, from which layer on, and why. Traces of PyTorch's profiler in the same directory are put
+beside those of their ranks. Status 2: a file is torn, damaged or of another job.
 """
 
 
@@ -116,10 +116,26 @@ def render(result: dict[str, Any]) -> str:
             lines.append(f"{'':<10}torn: {one['torn']}; what is whole was taken")
     if result["missing"]:
         lines.append(f"no file of rank {', '.join(map(str, result['missing']))}: frames to and from there are left out")
+    lines += _late(result["late"], {one["rank"]: one["name"] for one in result["ranks"]})
     lines += [f"PyTorch's trace of rank {one['rank']}: {one['file']}" for one in result["kineto"]]
     if result["output"] is not None:
         lines.append(f"{result['output']}: {result['events']:,} events; open it at ui.perfetto.dev")
     return "\n".join([*lines, ""])
+
+
+def _late(ranks: list[dict[str, Any]], names: dict[int, str]) -> list[str]:
+    """A line for each rank that others wait for; one that says that there is none, if enough steps tell."""
+    lines = []
+    for one in sorted(ranks, key=lambda one: -one["late_ms"]):
+        if one["stands_out"]:
+            causes = one["causes_ms"]
+            rest = ", ".join(f"{cause} {causes[cause]:+.1f}" for cause in causes if cause != one["cause"])
+            where = "" if one["from_layer"] is None else f" from {one['from_layer']} on"
+            lines.append(
+                f"{names[one['rank']]} is late by {one['late_ms']:.1f} ms of {one['step_ms']:.1f} per step{where}, in "
+                f"{one['cause']} ({causes[one['cause']]:+.1f} ms; {rest})"
+            )
+    return lines or (["no rank is late by more than a twentieth of a step"] if ranks else [])
 
 
 def _clock(one: dict[str, Any]) -> str:

@@ -14,8 +14,8 @@ def trace(directory: str | os.PathLike[str], steps: int | range = STEPS) -> Trac
     """Write what this rank does from now on into a file: what the program does, and what becomes of each slice.
 
     Call it on all ranks, with one directory or each with its own; `penstock trace merge` makes one trace of all files,
-    with all clocks aligned. It ends by itself: after so many steps, with the job, or with 256 MiB. It costs less than a
-    hundredth of a step (docs/traces.md). The option ``trace`` (``PENSTOCK_TRACE``) does the same from the start.
+    with all clocks aligned. It ends by itself: after so many steps, with the job, or with 256 MiB. docs/traces.md
+    says what it costs. The option ``trace`` (``PENSTOCK_TRACE``) does the same from the start.
 
     Args:
         directory: Where the file goes; it is made if it is not there. On one host all ranks may have the same one.
