@@ -58,8 +58,10 @@ class Traceable(Protocol):
 
 def begin(job: Traceable, directory: str | os.PathLike[str], steps: int | range) -> Trace:
     """As `penstock.trace`, for a job that may still be starting."""
-    if job.trace is not None and not job.trace.has_ended:
+    if job.trace is not None and not job.trace.is_ending:
         raise ConfigError(f"penstock.trace: a trace is being written to {job.trace.path}; call its stop() first")
+    if job.trace is not None:
+        job.trace.stop()  # what it still writes is soon written
     first, count = _bounds(steps, moments_of(job.engine).steps)
     number = 1 if job.trace is None else job.trace.number + 1
     try:
@@ -92,7 +94,7 @@ class Trace:
     Attributes:
         path: Of the file.
         number: Which of this job's traces it is, from 1.
-        has_ended: Whether nothing is written any more.
+        has_ended: Whether nothing is written any more, and the file is whole.
     """
 
     def __init__(self, job: Traceable, directory: Path, first: int, count: int, number: int) -> None:
@@ -109,7 +111,7 @@ class Trace:
         self._books = 0
         self._why: str | None = None  # it is to end
         self._wake = threading.Event()
-        self._ending = threading.Lock()
+        self._closing = threading.Lock()  # taken for good by who ends it
         self._thread: threading.Thread | None = None
         from penstock._native import RECORD
 
@@ -141,6 +143,11 @@ class Trace:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop()
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether it is to end, or has."""
+        return self._why is not None
+
     def stop(self) -> None:
         """End it now, if it has not ended; waits until the file is whole, 10 s at most."""
         self.end("stopped")
@@ -156,6 +163,7 @@ class Trace:
     def abandon(self) -> None:
         """In a forked child: the file is the parent's."""
         self.has_ended = True
+        self._why = "a fork"
         self._leave_moments()
 
     # On the program's thread
@@ -213,10 +221,8 @@ class Trace:
         return len(packed) // RECORD_BYTES + lost
 
     def _close(self) -> None:
-        with self._ending:
-            if self.has_ended:
-                return
-            self.has_ended = True
+        if not self._closing.acquire(blocking=False):
+            return
         try:
             slices = 0
             if self._thread is not None:  # it has come to its first step
@@ -227,6 +233,7 @@ class Trace:
             _log.warning("penstock: the trace %s has no end: %s", self.path, error)
             with contextlib.suppress(OSError):
                 self._file.close()
+        self.has_ended = True
 
 
 def _boot() -> str:
