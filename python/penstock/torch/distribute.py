@@ -53,12 +53,15 @@ from penstock.tracing.moments import FORWARD, NO_LAYER, coded, moments_of
 if TYPE_CHECKING:
     from penstock._native import Engine
     from penstock.config import Options
+    from penstock.job import Job
 
 __all__ = [
     "Distributed",
     "distribute",
+    "let_go_of",
     "model_of",
     "models_of",
+    "set_up",
 ]
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -193,13 +196,12 @@ class Distributed:
 
     def _buffer_copy(self, rank: int, device: torch.device | None, options: Options) -> BufferCopy | None:
         """What copies rank 0's buffers each step, if there are some."""
-        buffers = [buffer for buffer in self.model.buffers() if buffer.numel()]
-        if not buffers:
+        if not any(buffer.numel() for buffer in self.model.buffers()):
             return None
         return BufferCopy(
             self.engine,
             f"{self.name}.buffers",
-            buffers,
+            self.model,
             source=rank == 0,
             device=device,
             timeout_s=options.operation_timeout_s,
@@ -314,14 +316,15 @@ class Distributed:
     def after_step(self) -> None:
         """The gradients of this step have been taken."""
         if not self.observed:
-            self._end_observation()
+            self.end_observation()
         self.schemes.choice.after_step(self.gradients.step)
         if self.buffers is not None:
             self.buffers.finish()
             self.buffers.start(self.gradients.step - 1)  # of the step that has just ended
         self._step_is_new = True
 
-    def _end_observation(self) -> None:
+    def end_observation(self) -> None:
+        """The first step is made: what was seen until now says who reads which parameter."""
         self.observed = True
         self.norms.check()
         watch, self.watch = self.watch, None
@@ -336,6 +339,20 @@ class Distributed:
                 self._needed[id(module)] = []
                 self._wait_before_forward(module, self._needed[id(module)])
             self._needed[id(module)].extend(layer for layer in layers if layer not in self._needed[id(module)])
+
+    def adopt(self, optimizer: Optimizer, *, writes_gradients: bool) -> None:
+        """Let an optimizer that has just made its first step by itself go on as one that was given at the start.
+
+        Args:
+            optimizer: It treats its parameters one by one, and all of them are the model's.
+            writes_gradients: Whether its step was seen to change gradients.
+        """
+        updates = Updates(self, optimizer)
+        updates.has_stepped(writes_gradients=writes_gradients)
+        self.updates.append(updates)
+        self.ending.takes(optimizer)
+        self.gradients.begin_step = None  # its steps count from here on, and no backward
+        self.after_step()
 
     def reading(self, slot: Slot) -> AbstractContextManager[bool]:
         """A call of torch is given this parameter during an observed forward; whether outside of its module's."""
@@ -546,34 +563,78 @@ def distribute(
         broadcast_buffers = running.options.broadcast_buffers and mode == "sync"
     at_owners = AT_OWNERS[kind].how if kind in AT_OWNERS else None
     whole_steps = running.options.whole_steps
-    device = device_of(inner)
     if running.world_size == 1:
+        device_of(inner)  # which refuses what several ranks could not train
         distribute_alone(
             model, inner, optimizers, schemes, running.engine, at_owners=at_owners, whole_steps=whole_steps
         )
         return model, optimizer
+    set_up(
+        running,
+        model,
+        optimizers,
+        running.options,
+        broadcast_buffers=broadcast_buffers,
+        schemes=schemes,
+        update=kind,
+        staleness=staleness,
+    )
+    enroll(inner, running.engine)
+    return model, optimizer
+
+
+def set_up(
+    running: Job,
+    given: nn.Module,
+    optimizers: Sequence[Optimizer],
+    options: Options,
+    *,
+    broadcast_buffers: bool = False,
+    schemes: Schemes | str | None = None,
+    update: UpdateKind = "workers",
+    staleness: int | None = None,
+) -> Distributed:
+    """Make a model of this job a distributed one, which its hooks keep. Collective; see `distribute`.
+
+    Args:
+        running: The job, of several workers.
+        given: The model, or its wrapper of torch.compile.
+        optimizers: Its optimizers.
+        options: The job's, or others for this model.
+        broadcast_buffers: As in `distribute`.
+        schemes: As in `distribute`.
+        update: As in `Distributed`.
+        staleness: As in `distribute`.
+    """
+    inner: nn.Module = getattr(given, "_orig_mod", given)
     patches.forget_compiled()
     try:
-        Distributed(
+        return Distributed(
             running.engine,
             running.rank,
             inner,
             optimizers,
             broadcast_buffers=broadcast_buffers,
             schemes=schemes,
-            options=running.options,
+            options=options,
             rates=running.rates,
-            given=model,
+            given=given,
             servers=running.servers,
             hosts=running.hosts,
-            update=kind,
+            update=update,
             staleness=staleness,
-            device=device,
-        )  # the hooks on the model keep it
+            device=device_of(inner),
+        )
     except BaseException:
         if not any(distributed_of(param) is not None for param in inner.parameters()):
             patches.unpatch(inner)
             residuals.detach(optimizers)
         raise
-    enroll(inner, running.engine)
-    return model, optimizer
+
+
+def let_go_of(distributed: Distributed) -> None:
+    """End the distribution of one model while its job goes on: it and its optimizers are plain again. Collective."""
+    distributed.synchronize()
+    distributed.ending.stop_work()
+    distributed.ending.put_away(())
+    distributed.ending.release()

@@ -31,7 +31,7 @@ from penstock.torch.release.failure import tells_what_is_whole
 if TYPE_CHECKING:
     from penstock._native import Engine
 
-__all__ = ["SyncedNorms"]
+__all__ = ["SyncedNorms", "check_synced_norms"]
 
 HEADER = 1  # words: how many values of each channel this rank has
 WORD_BYTES = 8
@@ -90,10 +90,8 @@ class SyncedNorms:
         self._gradients = gradients
         self._lent = lent_to(engine)
         self._model = model
-        _refuse_traced(model)
+        check_synced_norms(model, engine.report()["size"])
         self._ours = dict(_layers(model))
-        for layer, module in self._ours.items():
-            _refuse_what_cannot_be_synchronised(layer, module, engine.report()["size"])
         _check_same(engine, self._ours)
         self.book: int | None = None
         if not self._ours:
@@ -214,6 +212,17 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.SyncBatchNorm]]:
     for path, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             yield path.replace(COMPILED_PREFIX, "") or ROOT, module
+
+
+def check_synced_norms(model: nn.Module, size: int) -> None:
+    """Refuse layers of a model that could not be synchronised over all ranks, of which there are `size`.
+
+    Raises:
+        ConfigError: Naming the layer.
+    """
+    _refuse_traced(model)
+    for layer, module in _layers(model):
+        _refuse_what_cannot_be_synchronised(layer, module, size)
 
 
 def _refuse_traced(model: nn.Module) -> None:

@@ -7,12 +7,12 @@ Omits averages, which are hooks.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from penstock.errors import Timeout
+from penstock.errors import ConfigError, Timeout
 from penstock.lending import lent_to
 from penstock.torch.model.layout import is_dense, without_repeats
 from penstock.torch.runtime import accelerator as accelerators
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from penstock._native import Engine
 
 __all__ = ["BufferCopy", "CopyBook"]
+
+_version_kept: Callable[[Tensor], Any] = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 
 
 class CopyBook:
@@ -98,12 +100,13 @@ class BufferCopy:
     Args:
         engine: The engine.
         name: The book's name.
-        buffers: The same on all ranks.
+        model: Whose buffers they are, as it has them when they are copied: a forward may put other tensors there.
         source: Whether this is rank 0.
         device: The accelerator that they are on, if they are on one.
         timeout_s: How long that may take before the copy is made.
 
     Attributes:
+        source: Whether this rank's are copied.
         silent: Whether rank 0 has nothing to say: it has no batch left.
     """
 
@@ -111,16 +114,16 @@ class BufferCopy:
         self,
         engine: Engine,
         name: str,
-        buffers: Sequence[Tensor],
+        model: nn.Module,
         *,
         source: bool,
         device: torch.device | None = None,
         timeout_s: float = 0.0,
     ) -> None:
         self._engine = engine
-        self._buffers = [buffer for buffer in buffers if buffer.numel()]
-        self._source = source
-        self._nbytes = sum(map(_nbytes, self._buffers))
+        self._model = model
+        self.source = source
+        self._nbytes = sum(map(_nbytes, model.buffers()))
         self._accelerator = None if device is None else Accelerator(device)
         self._afterwards = Afterwards()
         self._timeout_s = timeout_s
@@ -131,11 +134,11 @@ class BufferCopy:
     @torch.no_grad()
     def start(self, step: int) -> None:
         """Send, or make ready to receive."""
-        if not self._source or self.silent:
+        if not self.source or self.silent:
             self._staging = self._fresh()
             self._submit(self._engine.submit_absent, self._staging, step)
             return
-        values = torch.cat([buffer.contiguous().view(-1).view(torch.uint8) for buffer in self._buffers])
+        values = torch.cat([buffer.contiguous().view(-1).view(torch.uint8) for buffer in self._buffers()])
         if self._accelerator is None:
             self._staging = values
             self._submit(self._engine.submit, values, step)
@@ -173,17 +176,29 @@ class BufferCopy:
             raise self._late()
         self._engine.wait(self.id, [0])
         _, (nbytes,) = lent_to(self._engine).landed(self.id, [0])
-        if self._source or not nbytes:
+        if self.source or not nbytes:
             return
         if self._accelerator is not None:
             staging = staging.to(self._accelerator.device, non_blocking=True)
         start = 0
-        for buffer in self._buffers:
+        for buffer in self._buffers():
             nbytes = _nbytes(buffer)
             # A copy of the range, because a view as another type needs an aligned start.
             values = staging[start : start + nbytes].clone().view(buffer.dtype).view(buffer.shape)
-            buffer.copy_(values)
+            # A graph of an earlier forward may have saved it: batch norm does, and does not need it in backward.
+            with _version_kept(buffer):
+                buffer.copy_(values)
             start += nbytes
+
+    def _buffers(self) -> list[Tensor]:
+        buffers = [buffer for buffer in self._model.buffers() if buffer.numel()]
+        nbytes = sum(map(_nbytes, buffers))
+        if nbytes != self._nbytes:
+            raise ConfigError(
+                f"the buffers of the model have {nbytes} bytes, but {self._nbytes} when it was distributed. Let "
+                "buffers keep their shapes and types, or leave them to each rank (broadcast_buffers=False)"
+            )
+        return buffers
 
     def _late(self) -> Timeout:
         assert self._accelerator is not None  # or nothing has to be waited for

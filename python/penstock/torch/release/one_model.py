@@ -66,6 +66,11 @@ class ModelEnding:
         self._begun: list[list[str] | None] = [None] * len(optimizers)
         self._warned_of_torn = False
 
+    def takes(self, optimizer: Optimizer) -> None:
+        """The model has one more."""
+        self._optimizers.append(optimizer)
+        self._begun.append(None)
+
     def raise_if_lost(self) -> None:
         """What needs the other ranks is not possible any more.
 

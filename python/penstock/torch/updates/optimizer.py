@@ -114,6 +114,15 @@ class Updates(PatchedOptimizer):
         self._distributed.after_step()
         return None
 
+    def has_stepped(self, *, writes_gradients: bool) -> None:
+        """Its first step was the optimizer's own.
+
+        Args:
+            writes_gradients: Whether that changed gradients.
+        """
+        self._backward_used = self._gradients.closed
+        self._writes_gradients = writes_gradients
+
     def _reason_for_whole(self, closure: object) -> str | None:
         """Why this step needs all gradients at once; empty if that is nothing to warn of."""
         if closure is not None:
