@@ -53,7 +53,8 @@ import torch._dynamo  # noqa: E402 - the first optimizer imports it
 import torch.distributed  # noqa: E402, F401
 
 import penstock._native  # noqa: E402
-import penstock.torch.front_end  # noqa: E402, F401
+import penstock.autoload  # noqa: E402
+import penstock.torch.front_end  # noqa: E402
 
 
 def alone() -> None:
@@ -170,6 +171,7 @@ def become(request: dict[str, Any]) -> None:
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    penstock.autoload.register()  # as ``import torch`` did, without this environment
     sys.executable = sys.argv[3]
     sys.argv = request["arguments"]
     unbuffered = sys.argv[0] == "-u" or bool(os.environ.get("PYTHONUNBUFFERED"))

@@ -23,9 +23,21 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["OptionArguments", "Options", "current_environment", "given", "integer", "parse_arguments", "parse_option"]
+__all__ = [
+    "REPLACE_DDP",
+    "OptionArguments",
+    "Options",
+    "current_environment",
+    "given",
+    "integer",
+    "parse_arguments",
+    "parse_option",
+    "replaces_ddp",
+]
 
 PREFIX = "PENSTOCK_"
+REPLACE_DDP = "PENSTOCK_REPLACE_DDP"
+"""No option of a job: `penstock run` tells programs by it, before they have one, what `import torch` is to do."""
 SECRET_BYTES_MIN = 16
 MAKE_A_SECRET = "export PENSTOCK_SECRET=\"$(python -c 'import secrets; print(secrets.token_hex(32))')\""
 
@@ -411,7 +423,7 @@ def given(environ: Mapping[str, str], arguments: Mapping[str, object]) -> tuple[
     sources: dict[str, str] = {}
     variables = {PREFIX + name.upper(): name for name in _FIELDS}
     for variable in sorted(environ):
-        if not variable.startswith(PREFIX):
+        if not variable.startswith(PREFIX) or variable == REPLACE_DDP:
             continue
         if variable not in variables:
             raise ConfigError(f"unknown environment variable {variable}{_did_you_mean(variable, list(variables))}")
@@ -431,6 +443,19 @@ def given(environ: Mapping[str, str], arguments: Mapping[str, object]) -> tuple[
 def parse_arguments(**arguments: Unpack[OptionArguments]) -> dict[str, object]:
     """The given arguments as `Options` keeps them; those that are ``None`` are left out."""
     return given({}, arguments)[0]
+
+
+def replaces_ddp(environ: Mapping[str, str]) -> bool:
+    """Whether `DistributedDataParallel` of a program with this environment is to be Penstock's.
+
+    Raises:
+        ConfigError: The variable `REPLACE_DDP` has another value than those of a switch.
+    """
+    text = environ.get(REPLACE_DDP, "0")
+    try:
+        return _switch(text)
+    except ValueError:
+        raise ConfigError(f"got {text!r} from environment variable {REPLACE_DDP}; accepted: {_SWITCH[1]}") from None
 
 
 def current_environment() -> dict[str, str]:

@@ -118,6 +118,11 @@ def add_to(commands: Any) -> None:
         "%(default)g); give more if they save what they hold",
     )
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep each worker's output in files there, too")
+    parser.add_argument(
+        "--keep-ddp",
+        action="store_true",
+        help="leave torch's DistributedDataParallel to programs that use it (default: Penstock takes its place)",
+    )
     parser.add_argument("-m", "--module", action="store_true", help="the program is a module, as with python -m")
     parser.add_argument(
         "--no-python", "--no_python", action="store_true", help="the program is not Python's: start it as it is"
@@ -137,6 +142,7 @@ def run(options: argparse.Namespace) -> int:
     environment = config.current_environment()
     try:
         command = _program(options)
+        environment = {**environment, config.REPLACE_DDP: _replaces_ddp(options, environment)}
         task = tasks.found_in(environment)
         if task is not None:
             command, environment = tasks.become(task, options, command, environment)
@@ -178,6 +184,17 @@ def _program(options: argparse.Namespace) -> list[str]:
     if not Path(program).is_file():
         raise ConfigError(f"there is no file {program} in {Path.cwd()}")
     return [sys.executable, program, *arguments]
+
+
+def _replaces_ddp(options: argparse.Namespace, environment: Mapping[str, str]) -> str:
+    """What workers are told of `DistributedDataParallel`: as the command line says, or the variable, or yes."""
+    wanted = config.replaces_ddp({config.REPLACE_DDP: "1", **environment}) and not options.keep_ddp
+    if wanted and environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        _tell(
+            "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1: programs get torch's own DistributedDataParallel, for torch asks "
+            "nobody when it is imported"
+        )
+    return str(int(wanted))
 
 
 def _clients(text: str) -> str:

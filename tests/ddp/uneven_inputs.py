@@ -1,0 +1,29 @@
+"""Ranks with different numbers of batches, in `join`, with averages over all ranks and over those that train."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(11)
+ddp = DDP(nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 2)))
+optimizer = torch.optim.Adam(ddp.parameters(), lr=1e-2)
+for epoch, by_all in enumerate((True, False, True)):
+    generator = torch.Generator().manual_seed(10 * epoch + rank)
+    # The last rank has most in the first epochs, rank 0 in the last.
+    batches = 3 + (2 * rank if epoch < 2 else 2 * (dist.get_world_size() - 1 - rank))
+    with ddp.join(divide_by_initial_world_size=by_all):
+        for _ in range(batches):
+            x = torch.randn(4, 6, generator=generator)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(ddp(x), (x[:, 0] > 0).long())
+            loss.backward()
+            optimizer.step()
+    print(f"epoch {epoch}: {batches} batches, loss {loss.item():.5f}")
+torch.save(ddp.state_dict(), Path(sys.argv[1], f"{rank}.pt"))
+dist.destroy_process_group()
