@@ -5,7 +5,7 @@ input ends, and the agent ends its processes; when the agent is gone the kernel 
 its own, which ends with it.
 
 Input, one message per line: first ``{"cwd", "workers": [{"rank", "command", "environment"}]}``, then ``{"signal": N}``.
-Output: `HELLO` with a free port, then ``{"started", "pid"}``, ``{"rank", "stream", "text"}`` for a line of a worker's
+Output: `HELLO` with free ports, then ``{"started", "pid"}``, ``{"rank", "stream", "text"}`` for a line of a worker's
 output, ``{"ended", "status"}``, and ``{"failed", "why"}`` if one could not be started.
 """
 
@@ -122,11 +122,13 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as probes:
+        found = [probes.enter_context(socket.socket()) for _ in range(count)]
+        for probe in found:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", 0))
+        return [int(probe.getsockname()[1]) for probe in found]
 
 
 def main() -> int:
@@ -135,7 +137,7 @@ def main() -> int:
         # A terminal's: the launcher decides what becomes of them. Not ignored, which workers would inherit.
         signal.signal(number, lambda *_: None)
     reports = Reports()
-    reports.send(hello=HELLO, port=_free_port(), processors=len(os.sched_getaffinity(0)))
+    reports.send(hello=HELLO, ports=_free_ports(2), processors=len(os.sched_getaffinity(0)))
     orders = decode(sys.stdin.buffer.readline(LINE_MAX))
     if orders is None:
         return 0

@@ -25,6 +25,7 @@ from typing import IO, Any
 from penstock.errors import PenstockError
 from penstock.launch.messages import HELLO, LINE_MAX, decode, encode
 from penstock.launch.placement import THIS_MACHINE, Host, Seat, shown, variables
+from penstock.launchers import MeetingPoint
 
 __all__ = ["AGENT", "Interrupted", "JobFailed", "LaunchPlan", "Supervisor", "signal_name"]
 
@@ -109,7 +110,8 @@ class _Agent:
     host: Host
     process: subprocess.Popen[bytes]
     processors: int = 0
-    port: int = 0
+    ports: tuple[int, ...] = ()
+    """Free ones."""
     said_hello: bool = False
     left: set[int] = field(default_factory=set)
     """Ranks that run on it."""
@@ -188,7 +190,7 @@ class Supervisor:
         with self._signals():
             try:
                 self._reach()
-                port = self._plan.meet_port or self._agents[self._first].port
+                port = self._plan.meet_port or self._agents[self._first].ports[0]
                 meet = (self._plan.meet_host or self._first_host(), port)
                 self._start(meet)
                 self._wait(lambda: not self._starting(), START_S, "the workers were not started")
@@ -237,7 +239,15 @@ class Supervisor:
         name = self._plan.hosts[self._first].name
         return "127.0.0.1" if name == THIS_MACHINE else name
 
+    def _rendezvous(self, host: str) -> dict[str, str]:
+        """Where workers and servers meet, if there are servers: a program may use MASTER_PORT for torch.distributed."""
+        if self._plan.joint or not any(seat.is_server for seat in self._seat_of.values()):
+            return {}
+        point = MeetingPoint("tcp", host, self._agents[self._first].ports[1])
+        return {"PENSTOCK_RENDEZVOUS": str(point)}
+
     def _start(self, meet: tuple[str, int]) -> None:
+        more = {**self._rendezvous(meet[0]), **self._plan.environment}
         for agent, seats in zip(self._agents, self._plan.seats, strict=True):
             agent.left = {seat.rank for seat in seats}
             orders = [
@@ -246,7 +256,7 @@ class Supervisor:
                     "command": list(SERVER if seat.is_server else self._plan.command),
                     "environment": {
                         **variables(seat, meet, self._plan.run_id, self._plan.environment, agent.processors),
-                        **self._plan.environment,
+                        **more,
                     },
                 }
                 for seat in seats
@@ -305,7 +315,8 @@ class Supervisor:
 
     def _reported(self, agent: _Agent, message: dict[str, Any]) -> None:
         if "hello" in message:
-            agent.said_hello, agent.port, agent.processors = True, message["port"], message["processors"]
+            agent.said_hello, agent.processors = True, message["processors"]
+            agent.ports = tuple(message["ports"])
         elif "started" in message:
             agent.pids.append(message["pid"])
         elif "failed" in message:

@@ -340,19 +340,19 @@ class Distributed:
                 self._wait_before_forward(module, self._needed[id(module)])
             self._needed[id(module)].extend(layer for layer in layers if layer not in self._needed[id(module)])
 
-    def adopt(self, optimizer: Optimizer, *, writes_gradients: bool) -> None:
-        """Let an optimizer that has just made its first step by itself go on as one that was given at the start.
-
-        Args:
-            optimizer: It treats its parameters one by one, and all of them are the model's.
-            writes_gradients: Whether its step was seen to change gradients.
-        """
-        updates = Updates(self, optimizer)
-        updates.has_stepped(writes_gradients=writes_gradients)
+    def adopt(self, updates: Updates) -> None:
+        """Let an optimizer that has just made its first step by itself go on as one that was given at the start."""
         self.updates.append(updates)
-        self.ending.takes(optimizer)
+        self.ending.takes(updates.optimizer)
         self.gradients.begin_step = None  # its steps count from here on, and no backward
         self.after_step()
+
+    def disown(self, updates: Updates) -> None:
+        """The optimizer goes on by itself."""
+        updates.finish_all()
+        self.ending.gives_back(self.updates.index(updates))
+        self.updates.remove(updates)
+        updates.release()
 
     def reading(self, slot: Slot) -> AbstractContextManager[bool]:
         """A call of torch is given this parameter during an observed forward; whether outside of its module's."""

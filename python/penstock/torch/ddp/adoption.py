@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from penstock.errors import ConfigError
 from penstock.torch.distribute import Distributed, model_of
+from penstock.torch.updates.optimizer import Updates
 from penstock.torch.updates.separable import separable
 from penstock.warning import warn
 
@@ -34,6 +36,11 @@ class _Optimizers:
         self.stepping: weakref.WeakKeyDictionary[Optimizer, list[tuple[Tensor, int]]] = weakref.WeakKeyDictionary()
         self.hooked = False
 
+    def is_adopted(self, optimizer: Optimizer) -> bool:
+        """Whether it is one of a wrapped model."""
+        model = self.adopted.get(optimizer)
+        return model in self.models and model is not None and any(one.optimizer is optimizer for one in model.updates)
+
     def models_of(self, optimizer: Optimizer) -> list[Distributed]:
         """The wrapped models that an optimizer has parameters of."""
         known = self.plain.get(optimizer)
@@ -48,6 +55,20 @@ class _Optimizers:
 
 
 _optimizers = _Optimizers()
+
+
+class AdoptedUpdates(Updates):
+    """The pending updates of an optimizer that nobody gave to a model: others may come to be its parameters, too."""
+
+    def __init__(self, model: Distributed, optimizer: Optimizer) -> None:
+        super().__init__(model, optimizer)
+        self._model = model
+
+    def _check_groups(self) -> None:
+        try:
+            super()._check_groups()
+        except ConfigError:
+            self._model.disown(self)
 
 
 def watch(distributed: Distributed) -> None:
@@ -76,7 +97,7 @@ def wrapped_in(module: nn.Module) -> list[Distributed]:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not _optimizers.models or _optimizers.adopted.get(optimizer) in _optimizers.models:
+    if not _optimizers.models or _optimizers.is_adopted(optimizer):
         return
     models = _optimizers.models_of(optimizer)
     for model in models:
@@ -95,7 +116,9 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     reason = _why_not_adopted(optimizer, models, with_closure=bool(given))
     if reason is None:
         writes = any(grad._version != version for grad, version in grads)
-        models[0].adopt(optimizer, writes_gradients=writes)
+        updates = AdoptedUpdates(models[0], optimizer)
+        updates.has_stepped(writes_gradients=writes)
+        models[0].adopt(updates)
         _optimizers.adopted[optimizer] = models[0]
         return
     _optimizers.plain[optimizer] = _looked_at(optimizer), models

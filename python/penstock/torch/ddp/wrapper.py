@@ -39,10 +39,8 @@ class DistributedDataParallel(TorchsDDP):
     _ours: WrappedModel | None = None  # none: torch's
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        bound = inspect.signature(TorchsDDP.__init__).bind(self, module, *args, **kwargs)
-        bound.apply_defaults()
-        given = dict(bound.arguments)
-        if not _is_wrappable(module):
+        given = _arguments(self, module, *args, **kwargs)
+        if given is None or not _is_wrappable(module):
             super().__init__(module, *args, **kwargs)  # which says why not
             return
         from penstock.torch.ddp.reasons import why_other_ranks, why_torchs
@@ -204,6 +202,16 @@ class DistributedDataParallel(TorchsDDP):
         nn.Module.__setstate__(self, state)
         self.process_group = distributed_c10d._get_default_group()
         self._ours = WrappedModel(sync_buffers=self.forward_sync_buffers, keep_buffers=not self._init_sync_buffers)
+
+
+def _arguments(*args: Any, **kwargs: Any) -> dict[str, Any] | None:
+    """All arguments of torch's class by name, or None where it would not take these."""
+    try:
+        bound = inspect.signature(TorchsDDP.__init__).bind(*args, **kwargs)
+    except TypeError:
+        return None
+    bound.apply_defaults()
+    return dict(bound.arguments)
 
 
 def _is_wrappable(module: object) -> bool:

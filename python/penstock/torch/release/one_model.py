@@ -71,6 +71,10 @@ class ModelEnding:
         self._optimizers.append(optimizer)
         self._begun.append(None)
 
+    def gives_back(self, number: int) -> None:
+        """One of them, by its place, is not the model's any more."""
+        del self._optimizers[number], self._begun[number]
+
     def raise_if_lost(self) -> None:
         """What needs the other ranks is not possible any more.
 
