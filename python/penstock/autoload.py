@@ -18,6 +18,8 @@ __all__ = ["register"]
 def register() -> None:
     """Register the backend, and replace `DistributedDataParallel` if that is asked for. Raises nothing."""
     try:
+        import torch  # noqa: F401 - whoever calls this by itself: what follows imports torch, which would call this
+
         from penstock.torch.registration import register_backend
 
         register_backend(_create)

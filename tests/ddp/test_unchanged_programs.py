@@ -24,6 +24,7 @@ LONG = (
     "sparse_embeddings",
     "optimizers",
     "left_to_torch",
+    "corners",
 )
 REPLACED = "DistributedDataParallel is Penstock's here"
 
@@ -80,3 +81,19 @@ def test_more_programs_do(program, tmp_path):
 @pytest.mark.long
 def test_so_does_one_that_spawns_its_ranks(tmp_path):
     check_same("spawned", tmp_path, workers=1)
+
+
+@pytest.mark.slow
+def test_what_becomes_of_models_optimizers_and_the_job(tmp_path):
+    said, errors = under_penstock("looked_into", tmp_path / "out")
+    assert said == ["[rank 0] seen", "[rank 1] seen"], errors
+
+
+@pytest.mark.long
+def test_with_servers_and_from_torchruns_command_line(tmp_path):
+    theirs, _ = under_penstock("dcgan", tmp_path / "theirs", "--keep-ddp")
+    words = ["--standalone", "--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--servers=1"]
+    ours, errors = under_penstock("dcgan", tmp_path / "ours", *words)
+    assert REPLACED in errors
+    lines = [re.sub(r"\[rank +", "[rank ", line) for line in ours if not line.startswith("[server")]
+    assert sorted(lines) == theirs

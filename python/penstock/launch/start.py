@@ -17,11 +17,11 @@ from penstock import config, grouping
 from penstock.command_line import positive, whole_number
 from penstock.config import RANKS_MAX
 from penstock.errors import ConfigError
-from penstock.launch import tasks
+from penstock.launch import tasks, torchruns
 from penstock.launch.placement import THIS_MACHINE, Host, NodeRank, parse_hosts, place, place_servers
 from penstock.launch.supervisor import Interrupted, JobFailed, LaunchPlan, Supervisor
 
-__all__ = ["add_to", "run"]
+__all__ = ["add_to", "replaces_ddp", "run"]
 
 CONNECT = "ssh -o BatchMode=yes -o ConnectTimeout=20 {host} {command}"
 DEFAULT_GRACE_S = 3.0
@@ -62,9 +62,9 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--nproc-per-node",
         "--nproc_per_node",
-        type=count,
+        type=torchruns.per_host,
         metavar="N",
-        help="worker processes of each host (default: its slots, or 1)",
+        help="worker processes of each host (default: its slots, or 1), or cpu, gpu, auto: as many as this one has",
     )
     parser.add_argument(
         "--servers",
@@ -123,6 +123,7 @@ def add_to(commands: Any) -> None:
         action="store_true",
         help="leave torch's DistributedDataParallel to programs that use it (default: Penstock takes its place)",
     )
+    torchruns.add_to(parser)
     parser.add_argument("-m", "--module", action="store_true", help="the program is a module, as with python -m")
     parser.add_argument(
         "--no-python", "--no_python", action="store_true", help="the program is not Python's: start it as it is"
@@ -141,8 +142,11 @@ def run(options: argparse.Namespace) -> int:
     """
     environment = config.current_environment()
     try:
+        note = torchruns.take(options)
+        if note is not None:
+            _tell(note)
         command = _program(options)
-        environment = {**environment, config.REPLACE_DDP: _replaces_ddp(options, environment)}
+        environment = {**environment, config.REPLACE_DDP: replaces_ddp(options, environment)}
         task = tasks.found_in(environment)
         if task is not None:
             command, environment = tasks.become(task, options, command, environment)
@@ -186,7 +190,7 @@ def _program(options: argparse.Namespace) -> list[str]:
     return [sys.executable, program, *arguments]
 
 
-def _replaces_ddp(options: argparse.Namespace, environment: Mapping[str, str]) -> str:
+def replaces_ddp(options: argparse.Namespace, environment: Mapping[str, str]) -> str:
     """What workers are told of `DistributedDataParallel`: as the command line says, or the variable, or yes."""
     wanted = config.replaces_ddp({config.REPLACE_DDP: "1", **environment}) and not options.keep_ddp
     if wanted and environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
