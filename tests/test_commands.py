@@ -89,6 +89,7 @@ SERVER_BY_HAND = By(
     "tests/servers/test_dedicated.py::test_servers_that_are_started_by_hand_serve_workers_that_something_else_starts"
 )
 TRACES = By("tests/tracing/test_traced_jobs.py::test_the_page_s_commands")
+UNCHANGED = By("tests/ddp/test_unchanged_programs.py::test_a_program_ends_with_the_parameters_that_it_has_under_gloo")
 NO_TORCHVISION = {"vgg19": "lab:vgg19"}  # tests/cost/test_explain.py has a torchvision
 IMAGES = {"DIR": "../shared/data/cifar10"}
 
@@ -136,6 +137,9 @@ TABLE = {
     "mpirun penstock run train.py": By(
         "tests/launch/test_penstock_run.py::test_a_task_of_another_launcher_becomes_the_program"
     ),
+    "penstock run --keep-ddp": NAMED,
+    "penstock run --nproc-per-node 4 train_ddp.py": UNCHANGED,
+    "penstock run --keep-ddp --nproc-per-node 4 train_ddp.py": UNCHANGED,
     "penstock run --nproc-per-node 4 train.py --epochs 3": By(
         "tests/launch/test_penstock_run.py::test_workers_find_their_place_and_their_output_is_told_apart"
     ),

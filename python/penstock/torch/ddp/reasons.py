@@ -29,7 +29,7 @@ def say_once() -> None:
     if dist.get_rank() == 0 and not _said:
         _said.append(True)
         sys.stderr.write(
-            "penstock run: DistributedDataParallel is Penstock's here; `penstock run --keep-ddp` keeps torch's\n"
+            "penstock: DistributedDataParallel is Penstock's here; `penstock run --keep-ddp` keeps torch's\n"
         )
 
 
@@ -39,7 +39,7 @@ _said: list[bool] = []
 def warn_of(reason: str, model: str) -> None:
     """Say on rank 0 that a model is torch's, and why."""
     warn(
-        f"penstock run: {model} is left to torch's DistributedDataParallel, on {dist.get_backend()}: {reason}",
+        f"penstock: {model} is left to torch's DistributedDataParallel, on {dist.get_backend()}: {reason}",
         rank=dist.get_rank(),
     )
 

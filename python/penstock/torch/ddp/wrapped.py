@@ -34,6 +34,10 @@ __all__ = ["WrappedModel", "agree"]
 _outside_of_dynamo: Callable[..., Any] = torch._disable_dynamo  # type: ignore[attr-defined]
 
 
+BACKWARDS_OBSERVED_MAX = 8
+"""Seeing who reads what slows forwards down. It ends with the first step of an optimizer, which is due by then."""
+
+
 class _WrappedModels(Attached):
     """They are not distributed any more when the job is over."""
 
@@ -156,6 +160,8 @@ class WrappedModel:
         if joining:
             wrapper._check_global_requires_backward_grad_sync(is_joined_rank=False)
         trains = torch.is_grad_enabled()
+        if not distributed.observed and distributed.gradients.backwards > BACKWARDS_OBSERVED_MAX:
+            distributed.end_observation()  # the program updates parameters without an optimizer
         if trains:
             distributed.gradients.quiet = not wrapper.require_backward_grad_sync
         wrapper.require_forward_param_sync = trains and wrapper.require_backward_grad_sync
