@@ -68,3 +68,9 @@ def test_jobs_with_a_server_apart_and_groups_have_the_bits_of_the_host(workers, 
 def test_a_program_that_just_ends_brings_in_its_last_step():
     said = run("-m", "penstock", "run", "--workers", "2", HERE / "ending_on_late_device.py", paths=[HERE])
     assert said.count("the last step is in") == 2, said
+
+
+@pytest.mark.long
+def test_a_program_written_for_ddp_has_the_bits_of_the_host():
+    said = run("-m", "penstock", "run", "--workers", "2", HERE / "ddp_on_late_device.py", paths=[HERE])
+    assert said.count("the same bits") == 2, said
