@@ -210,13 +210,14 @@ def init(**options: Unpack[OptionArguments]) -> None:
         _run(_start(launch))
 
 
-def init_at_store(board: Board, rank: int, world_size: int) -> Job:
+def init_at_store(board: Board, rank: int, world_size: int, *, operation_timeout_s: float | None = None) -> Job:
     """Join the job of a program that has a place where its ranks meet; if it runs already, take part in that.
 
     Args:
         board: The place, in a store that all ranks share.
         rank: This process.
         world_size: The number of processes.
+        operation_timeout_s: Of a job that begins, if it is given.
 
     Returns:
         The running job.
@@ -231,7 +232,7 @@ def init_at_store(board: Board, rank: int, world_size: int) -> Job:
             shutdown()  # of programs that know torch.distributed alone, which have destroyed their groups by now
         job = _process.job
         if job is None:
-            return _run(_start(launchers.at_store(rank, world_size), board))
+            return _run(_start(launchers.at_store(rank, world_size, operation_timeout_s=operation_timeout_s), board))
         if (job.rank, job.world_size) != (rank, world_size):
             raise ConfigError(
                 f"this process is rank {job.rank} of {job.world_size} in the running job, and shall be rank {rank} of "

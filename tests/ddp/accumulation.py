@@ -31,3 +31,4 @@ for step in range(12):
         optimizer.zero_grad(set_to_none=False)
         print(f"step {step}: loss {loss.item():.5f}, norm {norm.item():.5f}")
 torch.save(ddp_model.state_dict(), Path(sys.argv[1], f"{rank}.pt"))
+dist.destroy_process_group()

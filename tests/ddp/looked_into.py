@@ -1,6 +1,7 @@
 """What becomes of wrapped models, their optimizers and the job, seen from inside, on each of two ranks."""
 
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import penstock as ps
+from penstock import job
 
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", timeout=timedelta(seconds=77))
 
 
 def make():
@@ -35,6 +37,7 @@ model = DDP(make())
 first = torch.optim.SGD(model.module[0].parameters(), lr=0.1)
 last = torch.optim.Adam(model.module[2].parameters())
 assert not is_patched(first)
+assert job.current().options.operation_timeout_s == 77.0  # as long as the program lets its ranks wait
 step(model, first)
 assert is_patched(first) and not is_patched(last)
 step(model, first, last)

@@ -13,7 +13,7 @@ CHECKPOINT = out / "resume.tar"
 
 
 def build():
-    model = nn.Sequential(nn.Conv1d(2, 6, 3), nn.BatchNorm1d(6), nn.ReLU(), nn.Flatten(), nn.Linear(36, 2))
+    model = nn.Sequential(nn.Conv1d(2, 6, 3, bias=False), nn.BatchNorm1d(6), nn.ReLU(), nn.Flatten(), nn.Linear(36, 2))
     ddp = DistributedDataParallel(model, broadcast_buffers=True)
     optimizer = torch.optim.Adam(ddp.parameters(), lr=5e-3, amsgrad=True)
     return ddp, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)

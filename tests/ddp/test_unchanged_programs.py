@@ -47,7 +47,8 @@ def check_same(program, tmp_path, workers=2, ranks=2):
     ours, errors = under_penstock(program, tmp_path / "ours", workers=workers)
     assert REPLACED in errors
     assert REPLACED not in plain and "left to torch" not in plain
-    assert ours == theirs
+    if ranks == 2:  # whose sums have one order
+        assert ours == theirs
     states = list(zip(saved(tmp_path / "ours"), saved(tmp_path / "theirs"), strict=True))
     assert len(states) == ranks
     for rank, (mine, other) in enumerate(states):
@@ -76,6 +77,12 @@ def test_more_programs_do(program, tmp_path):
         ]
     else:
         assert not left, errors
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("program", ["resnet_classifier", "several_losses", "uneven_inputs", "accumulation"])
+def test_three_ranks_differ_by_rounding_only(program, tmp_path):
+    check_same(program, tmp_path, workers=3, ranks=3)
 
 
 @pytest.mark.long

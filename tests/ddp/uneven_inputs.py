@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(11)
-ddp = DDP(nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 2)))
+ddp = DDP(nn.Sequential(nn.Linear(6, 12, bias=False), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 2)))
 optimizer = torch.optim.Adam(ddp.parameters(), lr=1e-2)
 for epoch, by_all in enumerate((True, False, True)):
     generator = torch.Generator().manual_seed(10 * epoch + rank)

@@ -35,15 +35,30 @@ def join() -> job.Job:
         PenstockError: As `penstock.init`.
     """
     begins = not _runs()
+    limit_s: float | None = None
     if begins:
         said, _ = config.given(config.current_environment(), {})
+        if "operation_timeout_s" not in said:
+            limit_s = _limit_s()
         if said.get("servers") or "rendezvous" in said:
-            job.init()
+            job.init(operation_timeout_s=limit_s)
     board = TorchBoard(distributed_c10d._get_default_store(), "the program's store", f"ddp{next(_begun.numbers)}")
-    running = job.init_at_store(board, dist.get_rank(), dist.get_world_size())
+    running = job.init_at_store(board, dist.get_rank(), dist.get_world_size(), operation_timeout_s=limit_s)
     if begins:
         _begun.job = running
     return running
+
+
+def _limit_s() -> float | None:
+    """How long a call of the default group may take, by which the program has said how long ranks wait for each other.
+
+    Where torch does not say it, None.
+    """
+    group = distributed_c10d._get_default_group()
+    backends = [group._get_backend(device) for device in group._device_types]
+    limits = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in backends]
+    found = [limit.total_seconds() for limit in limits if limit is not None]
+    return min(max(found), config.SECONDS_MAX) if found else None
 
 
 def _runs() -> bool:
