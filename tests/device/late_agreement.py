@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 from penstock import distribute, join
 from penstock.errors import PeerLost, Timeout
-from penstock.torch.distribute import models_of
+from penstock.torch.distributed import models_of
 from penstock.torch.runtime import afterwards
 from penstock.torch.updates.optimizer import Updates
 

@@ -24,7 +24,7 @@ from late_ranks import (  # noqa: F401  `small` is for every test here
 from torch.nn import functional as F
 
 from penstock import distribute
-from penstock.torch.distribute import models_of
+from penstock.torch.distributed import models_of
 
 
 def train(device, backend=None):

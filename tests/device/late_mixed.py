@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from penstock import distribute, join, synchronize
 from penstock.collectives import Group
 from penstock.errors import PenstockError
-from penstock.torch.distribute import models_of
+from penstock.torch.distributed import models_of
 from penstock.torch.reads.safety import slot_of
 from penstock.torch.runtime import accelerator
 from penstock.torch.schemes.gather import Gather

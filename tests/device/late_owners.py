@@ -32,7 +32,7 @@ from torch.nn import functional as F
 import penstock as ps
 from penstock import distribute, join
 from penstock.errors import PenstockError, Timeout
-from penstock.torch.distribute import models_of
+from penstock.torch.distributed import models_of
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),

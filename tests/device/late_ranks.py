@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from penstock import distribute, lending
 from penstock.errors import ConfigError, PeerLost, PenstockError, Timeout
-from penstock.torch.distribute import models_of
+from penstock.torch.distributed import models_of
 from penstock.torch.gradients import device_landing, hooks
 from penstock.torch.reads.safety import slot_of
 from penstock.torch.runtime import accelerator

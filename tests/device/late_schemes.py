@@ -39,7 +39,7 @@ from penstock.errors import PenstockError, Timeout
 from penstock.lossy import DGC
 from penstock.torch.choice import layer_schemes, measuring
 from penstock.torch.choice.probe import exchange_cost
-from penstock.torch.distribute import models_of
+from penstock.torch.distributed import models_of
 from penstock.torch.runtime import accelerator
 from penstock.torch.schemes import device_gathers
 from penstock.torch.schemes.rows import Rows

@@ -2,6 +2,7 @@
 
 front_end     what programs find of all this in `penstock`
 distribute    the entry
+distributed   what belongs to one distributed model
 alone         a job of one process
 access        what a program calls on all models
 facts         what it may ask of one

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from penstock import job
 from penstock.errors import ConfigError
-from penstock.torch.distribute import Distributed, model_of, models_of
+from penstock.torch.distributed import Distributed, model_of, models_of
 from penstock.torch.gradients.device_landing import DeviceLanding
 from penstock.torch.runtime.copying import Copies
 from penstock.torch.updates.asynchronous import AsyncUpdates

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
-from penstock.torch.distribute import model_of
+from penstock.torch.distributed import model_of
 from penstock.torch.updates.owners import OwnerUpdates
 
 __all__ = ["GradScaler", "clip_grad_norm_"]

@@ -15,7 +15,7 @@ from penstock import job
 from penstock.errors import ConfigError
 from penstock.torch.access import distributed_here
 from penstock.torch.agreement.copies import CopyBook
-from penstock.torch.distribute import Distributed
+from penstock.torch.distributed import Distributed
 from penstock.torch.updates.asynchronous import AsyncUpdates
 from penstock.torch.updates.owners import OwnerUpdates
 from penstock.torch.updates.separable import optimizers_within

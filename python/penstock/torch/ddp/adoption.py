@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from penstock.errors import ConfigError
-from penstock.torch.distribute import Distributed, model_of
+from penstock.torch.distributed import Distributed, model_of
 from penstock.torch.updates.optimizer import Updates
 from penstock.torch.updates.separable import separable
 from penstock.warning import warn

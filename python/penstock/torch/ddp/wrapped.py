@@ -22,7 +22,7 @@ from penstock.torch.agreement.copies import BufferCopy, CopyBook
 from penstock.torch.ddp import adoption
 from penstock.torch.ddp.jobs import join
 from penstock.torch.ddp.reasons import say_once, sparse_layers
-from penstock.torch.distribute import Distributed, let_go_of, set_up
+from penstock.torch.distributed import Distributed, let_go_of, set_up
 from penstock.torch.updates.zeroing import zero_grads
 
 if TYPE_CHECKING:

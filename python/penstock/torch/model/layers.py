@@ -123,7 +123,7 @@ class Ending(Protocol):
 
 
 class DistributedModel(Protocol):
-    """What a parameter knows of the distributed model that it belongs to; see `penstock.torch.distribute`."""
+    """What a parameter knows of the distributed model that it belongs to; see `penstock.torch.distributed`."""
 
     engine: Engine
     key: int

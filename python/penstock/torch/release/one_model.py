@@ -24,7 +24,7 @@ __all__ = ["ModelEnding"]
 
 
 class EndingModel(DistributedModel, Protocol):
-    """The model whose end it is (distribute.py).
+    """The model whose end it is (distributed.py).
 
     Attributes:
         model: As the program has it.

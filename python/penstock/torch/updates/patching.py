@@ -29,7 +29,7 @@ _outside_of_dynamo: Callable[..., Any] = torch._disable_dynamo  # type: ignore[a
 
 
 class Trained(DistributedModel, Protocol):
-    """The model that an optimizer trains (distribute.py).
+    """The model that an optimizer trains (distributed.py).
 
     Attributes:
         gradients: Its gradients.
