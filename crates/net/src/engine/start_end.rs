@@ -20,7 +20,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 /// Lanes that have yet to run.
-pub(super) struct Begun {
+pub(super) struct IdleLanes {
     polls: Vec<Poll>,
     pub(super) mailboxes: Vec<Arc<Mailbox>>,
 }
@@ -306,8 +306,8 @@ impl Engine {
 
 impl Inner {
     /// What lanes need before they run.
-    pub(super) fn lanes(&self) -> Result<Begun, Failure> {
-        let mut begun = Begun { polls: Vec::new(), mailboxes: Vec::new() };
+    pub(super) fn lanes(&self) -> Result<IdleLanes, Failure> {
+        let mut begun = IdleLanes { polls: Vec::new(), mailboxes: Vec::new() };
         for _ in 0..self.config.lanes {
             let poll = Poll::new().map_err(broken)?;
             let waker = Waker::new(poll.registry(), WAKER).map_err(broken)?;
@@ -320,7 +320,7 @@ impl Inner {
     /// Starts the threads of an epoch; `addresses` by rank.
     pub(super) fn run(
         &self,
-        Begun { polls, mailboxes }: Begun,
+        IdleLanes { polls, mailboxes }: IdleLanes,
         listeners: Listeners,
         addresses: Vec<SocketAddr>,
         members: &Members,
