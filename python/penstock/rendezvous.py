@@ -399,8 +399,8 @@ class _Leader(_Meeting):
 
     def publish_failure(self, error: BaseException) -> None:
         """Tell the others why the job does not start, in place of the message that they wait for."""
-        if not self.job:
-            return
+        if not self.job or "job" not in self.own:
+            return  # nobody knows of it yet: an interrupt may come between the two
         in_time = time.monotonic() < self.deadline
         waited_for = set(range(1, self.size)) if in_time else set(self.nonces)
         if isinstance(error, PenstockError) and error.rank is not None and error.rank not in self.nonces:
