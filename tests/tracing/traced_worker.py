@@ -94,9 +94,11 @@ def main() -> None:
             steps_of(model, optimizer, 2 * STEPS)
     elif mode == "killed":
         trace = ps.trace(directory / "traces", steps=1000)
-        steps_of(model, optimizer, STEPS)
-        while trace.path.stat().st_size < ENOUGH_BYTES:  # the thread that writes comes to it by itself
-            time.sleep(0.001)
+        for _ in range(3):  # so that slices are in blocks before the last, too
+            size = trace.path.stat().st_size
+            steps_of(model, optimizer, STEPS)
+            while trace.path.stat().st_size < size + ENOUGH_BYTES:  # the thread that writes comes to it by itself
+                time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGKILL)
     engine = current().engine
     ps.shutdown()
