@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import programs
@@ -18,6 +18,8 @@ from meeting import assert_met, free_port, meet
 
 from penstock import tcp_board
 from penstock.boards import polls
+from penstock.launchers import MeetingPoint
+from penstock.sealing import unseal
 
 PROGRAM = Path(__file__).with_name("meeting_process.py")
 PATIENCE_S = 120.0
@@ -66,6 +68,18 @@ def wait_for_a_connection(port):
         if any(line[1].endswith(f":{port:04X}") and line[3] == "01" for line in lines):
             return
         assert left > 0, f"nobody is connected to {port}"
+
+
+def wait_for_arrival(port, rank):
+    """Until rank 0 has a word of this rank, and so has answered it: a connection alone may be one that it never took up."""
+    board = tcp_board.RemoteBoard(MeetingPoint("tcp", "127.0.0.1", port), 2, PATIENCE_S)
+    board.deadline = time.monotonic() + PATIENCE_S
+    with closing(board):
+        for left in polls(board.deadline):
+            opening = unseal(board.get("job") or b"", None, "job")
+            if opening is not None and board.get(f"{opening.body['id']}/arrival/{rank}") is not None:
+                return
+            assert left > 0, f"rank {rank} does not arrive"
 
 
 def rank_at(point, rank, size=2, **options):
@@ -225,9 +239,10 @@ def test_rank_0_that_is_killed_is_lost_at_once():
     point = f"tcp://127.0.0.1:{port}"
     patient = {"size": 3, "rendezvous_timeout_s": PATIENCE_S}
     with rank_at(point, 0, **patient) as first, rank_at(point, 1, **patient) as process:
-        wait_for_a_connection(port)
+        heard(process, "begin")
+        wait_for_arrival(port, 1)
         first.kill()
-        told = heard(process, "begin") and heard(process, "error")
+        told = heard(process, "error")
     assert told["kind"] == "PeerLost" and told["rank"] == 0 and "ended while the ranks were meeting" in told["text"]
     assert told["after_s"] < PATIENCE_S / 2
 
