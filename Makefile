@@ -55,9 +55,10 @@ test-rust:
 	cargo test --workspace --locked --quiet
 
 # Five files at a time: tests wait, for processes to meet or a limit under test to pass, and two cores shall not. In the
-# order of tests/conftest.py, which has those first that take longest.
+# order of tests/conftest.py, which has those first that take longest. Then those that must be alone; ARGS may choose none of them.
 test-python: build
-	$(BIN)/python -m pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder -m "not long and not alone" $(ARGS)
+	$(BIN)/python -m pytest -m "alone and not long" $(ARGS) || test $$? -eq 5
 
 test-gpu: build ## Train on this machine's accelerator, several ranks on one device; says "no device" without one
 	$(BIN)/python -m pytest -rs tests/device/test_gpu.py tests/device/test_cuda_collectives.py $(ARGS)

@@ -18,8 +18,7 @@ from penstock.cli import main
 from penstock.tracing import merging, trace_file
 from penstock.tracing.moments import NO_LAYER, STEP_ENDS, decoded
 
-# Beside other tests they make both cores so busy that limits of theirs pass.
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.slow
 WORKER = Path(__file__).with_name("traced_worker.py")
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 5  # of the worker
