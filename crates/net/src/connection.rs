@@ -12,6 +12,7 @@ use crate::line;
 use crate::memory::Chunk;
 use crate::observed::LaneNode;
 use crate::transport::Transport;
+use mio::{Interest, Registry, Token};
 use penstock_core::node::{Action, Event};
 use penstock_core::wire::{Destination, HEADER_BYTES, Outgoing};
 use penstock_core::{Error, Header, Kind, Rank};
@@ -123,13 +124,15 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
-    /// Takes over what leads to an authenticated peer; the lane registers it with its poll.
+    /// Takes over what leads to an authenticated peer; `registry` tells under `token` when it is ready.
     pub(crate) fn new(
-        transport: Transport,
+        mut transport: Transport,
         congestion_control: Option<&str>,
+        (registry, token): (&Registry, Token),
         now: Instant,
     ) -> io::Result<Self> {
         transport.set_up(congestion_control)?;
+        registry.register(&mut transport, token, Interest::READABLE | Interest::WRITABLE)?;
         Ok(Self {
             transport,
             may_read: true,
@@ -154,7 +157,7 @@ impl Connection {
         })
     }
 
-    /// For registering with a poll.
+    /// For ending that.
     pub(crate) fn watched(&mut self) -> &mut Transport {
         &mut self.transport
     }

@@ -15,7 +15,7 @@ use crate::memory::{Chunk, RealMemory};
 use crate::observed::{LaneNode, Recorder};
 use crate::shared::{Shared, ns};
 use crate::transport::Transport;
-use mio::{Events, Interest, Poll, Token, Waker};
+use mio::{Events, Poll, Token, Waker};
 use parking_lot::Mutex;
 use penstock_core::agreement::{Effect, MemberMessage, NextMembers, Succession};
 use penstock_core::life::{PeerTimes, Pulse, Sign, may_end};
@@ -298,12 +298,8 @@ impl Council {
 
     fn connected(&mut self, peer: Rank, transport: Transport) {
         let congestion_control = self.shared.congestion_control.as_deref();
-        let opened = Connection::new(transport, congestion_control, self.now).and_then(|mut connection| {
-            let interest = Interest::READABLE | Interest::WRITABLE;
-            self.poll.registry().register(connection.watched(), Token(peer.index()), interest)?;
-            Ok(connection)
-        });
-        match opened {
+        let place = (self.poll.registry(), Token(peer.index()));
+        match Connection::new(transport, congestion_control, place, self.now) {
             Ok(connection) => {
                 self.links[peer.index()] = Link { connection: Some(connection), ..Link::default() };
                 self.succession.heard_again(self.now_ns(), peer);

@@ -23,7 +23,7 @@ use parking_lot::{Mutex, RwLock};
 use penstock_core::calls::Calls;
 use penstock_core::cost::Rates;
 use penstock_core::layout::Tensor;
-use penstock_core::observe::Point;
+use penstock_core::observe::{Counters, Point};
 use penstock_core::roles::Roles;
 use penstock_core::{
     Book, BookId, Gives, Members, Op, Rank, Route, Seq, Slicing, Submission, TensorId, slicing,
@@ -619,14 +619,11 @@ impl Engine {
         }
         let counts = self.ask(|reply| Command::Observe { rings: rings.clone(), reply });
         let shared = &self.inner.shared;
-        let finals = shared.lock().final_counters.clone();
-        let past: u64 = shared.lock().past_counters.iter().map(|counters| counters.slices).sum();
-        let of_lanes: u64 = if finals.len() == shared.mailboxes().len() {
-            finals.iter().map(|counters| counters.slices).sum()
-        } else {
-            counts.iter().sum()
-        };
-        Ok(past + of_lanes + self.inner.own_slices.load(Ordering::Relaxed))
+        let sum = |counters: &[Counters]| counters.iter().map(|counters| counters.slices).sum::<u64>();
+        let state = shared.lock();
+        let have_ended = state.final_counters.len() == shared.mailboxes().len();
+        let of_lanes = if have_ended { sum(&state.final_counters) } else { counts.iter().sum() };
+        Ok(sum(&state.past_counters) + of_lanes + self.inner.own_slices.load(Ordering::Relaxed))
     }
 
     /// What was counted so far.

@@ -20,7 +20,7 @@ use crate::memory::{Chunk, RealMemory};
 use crate::observed::{LaneNode, Recorder, Rings};
 use crate::shared::{OpenBook, Shared, ns};
 use crate::transport::Transport;
-use mio::{Events, Interest, Poll, Token};
+use mio::{Events, Poll, Token};
 use penstock_core::life::{Pulse, Sign, may_end};
 use penstock_core::node::{self, Action, Event, Node};
 use penstock_core::wire::{Outgoing, data_has_moved};
@@ -408,12 +408,8 @@ impl Lane {
             self.shared.update(|state| state.through_memory.insert(peer));
         }
         let congestion_control = self.shared.congestion_control.as_deref();
-        let opened = Connection::new(transport, congestion_control, self.now).and_then(|mut connection| {
-            let interest = Interest::READABLE | Interest::WRITABLE;
-            self.poll.registry().register(connection.watched(), Token(peer.index()), interest)?;
-            Ok(connection)
-        });
-        match opened {
+        let place = (self.poll.registry(), Token(peer.index()));
+        match Connection::new(transport, congestion_control, place, self.now) {
             Ok(mut connection) => {
                 if let Some(abort) = &self.failed {
                     connection.depart(abort.clone());

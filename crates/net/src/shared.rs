@@ -83,8 +83,9 @@ pub(crate) struct State {
     pub(crate) lanes_told: u32,
     /// Lanes that know of the failure: they write no memory of the program any more.
     pub(crate) lanes_quiet: u32,
-    /// Final counts of lanes that have ended, in this epoch and before it.
+    /// Final counts of lanes that have ended, in this epoch.
     pub(crate) final_counters: Vec<Counters>,
+    /// The same of those before it.
     pub(crate) past_counters: Vec<Counters>,
     /// Peers with whom bytes are exchanged through shared memory.
     pub(crate) through_memory: BTreeSet<Rank>,

@@ -286,7 +286,8 @@ impl Engine {
     pub(super) fn members_changed(&self, what: impl std::fmt::Display) -> Failure {
         let (me, epoch) = (self.inner.shared.me, self.inner.shared.epoch());
         Error::MembersChanged(format!(
-            "rank {me}: the members of the job changed (epoch {epoch} has begun) while this was under way: {what}. Some may have              finished it; make it again on all ranks"
+            "rank {me}: the members of the job changed (epoch {epoch} has begun) while this was under way: {what}. Some may have \
+             finished it; make it again on all ranks"
         ))
         .into()
     }
