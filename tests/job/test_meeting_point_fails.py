@@ -71,7 +71,7 @@ def wait_for_a_connection(port):
 
 
 def wait_for_arrival(port, rank):
-    """Until rank 0 has a word of this rank, and so has answered it: a connection alone may be one that it never took."""
+    """Until rank 0 has a word of this rank, and has answered it: it may never take up a connection."""
     board = tcp_board.RemoteBoard(MeetingPoint("tcp", "127.0.0.1", port), 2, PATIENCE_S)
     board.deadline = time.monotonic() + PATIENCE_S
     with closing(board):
