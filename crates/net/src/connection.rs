@@ -124,12 +124,8 @@ pub(crate) struct Connection {
 
 impl Connection {
     /// Takes over what leads to an authenticated peer; the lane registers it with its poll.
-    pub(crate) fn new(
-        transport: Transport,
-        congestion_control: Option<&str>,
-        now: Instant,
-    ) -> io::Result<Self> {
-        transport.set_up(congestion_control)?;
+    pub(crate) fn new(transport: Transport, now: Instant) -> io::Result<Self> {
+        transport.set_up()?;
         Ok(Self {
             transport,
             may_read: true,

@@ -131,6 +131,8 @@ struct Inner {
     own_slices: AtomicU64,
     /// Until `connect`.
     listeners: Mutex<Option<Listeners>>,
+    /// What connections use, if not the system's; see [`crate::congestion`].
+    congestion_control: Option<String>,
     /// Where there are lanes, unless nothing is to be kept.
     rings: Option<Rings>,
     threads: Mutex<Threads>,
@@ -175,15 +177,16 @@ impl Engine {
         let addresses: Vec<_> = addresses.collect();
         let listener = TcpListener::bind(&addresses[..]).map_err(|error| unusable(error.to_string()))?;
         let port = listener.local_addr().map_err(|error| unusable(error.to_string()))?.port();
-        let mut listeners = Listeners::new(listener).map_err(|error| unusable(error.to_string()))?;
+        let congestion_control = congestion::choose(&config.congestion_control)?;
+        let listeners = Listeners::new(listener, congestion_control.as_deref());
+        let mut listeners = listeners.map_err(|error| unusable(error.to_string()))?;
         if config.shared_memory && config.size > 1 {
             listeners = listeners.and_on_host(&config.secret, &config.job_id, Rank(config.rank));
         }
-        let congestion_control = congestion::choose(&config.congestion_control)?;
         let pool = Pool::new(POOL_KEEP_BYTES);
         let laneless = Mutex::new((call::laneless(), RealMemory::new(Arc::clone(&pool))));
         let (me, workers) = (Rank(config.rank), config.workers());
-        let shared = Shared::new(me, config.size, workers, config.lanes, pool, congestion_control);
+        let shared = Shared::new(me, config.size, workers, config.lanes, pool);
         let rings = if config.size > 1 { Rings::new(config.lanes, config.observations) } else { None };
         Ok(Self {
             inner: Arc::new(Inner {
@@ -199,6 +202,7 @@ impl Engine {
                 laneless,
                 own_slices: AtomicU64::new(0),
                 listeners: Mutex::new(Some(listeners)),
+                congestion_control,
                 rings,
                 threads: Mutex::default(),
                 joint: Mutex::default(),

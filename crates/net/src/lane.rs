@@ -368,8 +368,7 @@ impl Lane {
         if transport.is_memory() {
             self.shared.update(|state| state.through_memory.insert(peer));
         }
-        let congestion_control = self.shared.congestion_control.as_deref();
-        let opened = Connection::new(transport, congestion_control, self.now).and_then(|mut connection| {
+        let opened = Connection::new(transport, self.now).and_then(|mut connection| {
             let interest = Interest::READABLE | Interest::WRITABLE;
             self.poll.registry().register(connection.watched(), Token(peer.index()), interest)?;
             Ok(connection)

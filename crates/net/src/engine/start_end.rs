@@ -93,6 +93,7 @@ impl Engine {
             job_id: config.job_id,
             secret: config.secret.clone(),
             shared_memory: config.shared_memory,
+            congestion_control: self.inner.congestion_control.clone(),
             handshake_timeout: config.handshake_timeout,
             peer_timeout: config.peer_timeout,
         }
