@@ -61,6 +61,8 @@ pub struct AdmissionConfig {
     pub secret: Vec<u8>,
     /// Whether peers on this host are connected to through shared memory, where both ends can.
     pub shared_memory: bool,
+    /// What connections by TCP use, if not the system's; those that are accepted have the listener's.
+    pub congestion_control: Option<String>,
     /// How long one attempt, from connecting to acceptance, and one stranger may take.
     pub handshake_timeout: Duration,
     /// How long a peer that cannot be reached, or that prefers a connection of its own, is tried again.
@@ -214,6 +216,7 @@ struct Gate {
     addresses: Vec<SocketAddr>,
     member: Member,
     shared_memory: bool,
+    congestion_control: Option<String>,
     handshake_timeout: Duration,
     peer_timeout: Duration,
     deliver: Deliver,
@@ -245,7 +248,8 @@ impl Gate {
             poll.registry().register(socket, LISTENER, Interest::READABLE)?;
         }
         let AdmissionConfig { rank, ranks, lanes, job_id, secret, .. } = config;
-        let AdmissionConfig { shared_memory, handshake_timeout, peer_timeout, .. } = config;
+        let AdmissionConfig { shared_memory, congestion_control, handshake_timeout, peer_timeout, .. } =
+            config;
         Ok(Self {
             _noted: descriptors::register(&poll),
             listeners,
@@ -253,6 +257,7 @@ impl Gate {
             addresses,
             member: Member { rank, ranks, lanes, job_id, secret },
             shared_memory,
+            congestion_control,
             handshake_timeout,
             peer_timeout,
             deliver,

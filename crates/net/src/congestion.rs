@@ -5,9 +5,14 @@
 //! a link unevenly between connections for seconds. ResNet-50 on 4 hosts at 600 Mbit/s took 1.125 of the least time with it and
 //! 1.012 with cubic (`docs/benchmarks/lab/resnet50-600.jsonl`). So where it is the default, cubic is used, or reno, which every program may
 //! choose; any other default is left as it is.
+//!
+//! It is set before a socket connects, or listens for those that are accepted ([`set`]): what has been BBR's for a moment Linux
+//! paces by timers for good, whatever it uses then. A lane that sends and receives 32 MB in a step spent 13 ms of it in the kernel
+//! that way, and spends 9 (`docs/benchmarks/others.md`).
 
 use crate::failure::Failure;
 use socket2::{Domain, Socket, Type};
+use std::io;
 
 const AVOIDED: &str = "bbr";
 const INSTEAD: [&str; 2] = ["cubic", "reno"];
@@ -45,6 +50,15 @@ pub(crate) fn choose(wanted: &str) -> Result<Option<String>, Failure> {
     }
 }
 
+/// Sets what [`choose`] has chosen on a socket that is not connected yet. A listener's goes over to those it accepts.
+///
+/// # Errors
+/// What the system said.
+#[cfg(target_os = "linux")]
+pub(crate) fn set(socket: &Socket, chosen: Option<&str>) -> io::Result<()> {
+    chosen.map_or(Ok(()), |name| socket.set_tcp_congestion(name.as_bytes()))
+}
+
 /// What to set on every connection: nothing, the system's own is used.
 ///
 /// # Errors
@@ -55,6 +69,12 @@ pub(crate) fn choose(wanted: &str) -> Result<Option<String>, Failure> {
         "system" | "auto" => Ok(None),
         name => Err(Failure::config(format!("congestion control {name:?}: it can be chosen on Linux only"))),
     }
+}
+
+/// There is nothing to set.
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn set(_: &Socket, _: Option<&str>) -> io::Result<()> {
+    Ok(())
 }
 
 #[cfg(all(test, target_os = "linux"))]

@@ -127,11 +127,10 @@ impl Connection {
     /// Takes over what leads to an authenticated peer; `registry` tells under `token` when it is ready.
     pub(crate) fn new(
         mut transport: Transport,
-        congestion_control: Option<&str>,
         (registry, token): (&Registry, Token),
         now: Instant,
     ) -> io::Result<Self> {
-        transport.set_up(congestion_control)?;
+        transport.set_up()?;
         registry.register(&mut transport, token, Interest::READABLE | Interest::WRITABLE)?;
         Ok(Self {
             transport,

@@ -297,9 +297,8 @@ impl Council {
     }
 
     fn connected(&mut self, peer: Rank, transport: Transport) {
-        let congestion_control = self.shared.congestion_control.as_deref();
         let place = (self.poll.registry(), Token(peer.index()));
-        match Connection::new(transport, congestion_control, place, self.now) {
+        match Connection::new(transport, place, self.now) {
             Ok(connection) => {
                 self.links[peer.index()] = Link { connection: Some(connection), ..Link::default() };
                 self.succession.heard_again(self.now_ns(), peer);

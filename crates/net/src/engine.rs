@@ -136,6 +136,8 @@ struct Inner {
     own_slices: AtomicU64,
     /// Until `connect`.
     listeners: Mutex<Option<Listeners>>,
+    /// What connections use, if not the system's; see [`crate::congestion`].
+    congestion_control: Option<String>,
     /// Who takes part at present.
     members: RwLock<Arc<Members>>,
     /// Held while something is submitted; nothing is while an epoch ends.
@@ -189,17 +191,19 @@ impl Engine {
         let addresses: Vec<_> = addresses.collect();
         let listener = TcpListener::bind(&addresses[..]).map_err(|error| unusable(error.to_string()))?;
         let port = listener.local_addr().map_err(|error| unusable(error.to_string()))?.port();
-        let mut listeners = Listeners::new(listener).map_err(|error| unusable(error.to_string()))?;
+        let congestion_control = congestion::choose(&config.congestion_control)?;
+        let listeners = Listeners::new(listener, congestion_control.as_deref());
+        let mut listeners = listeners.map_err(|error| unusable(error.to_string()))?;
         if config.shared_memory && config.size > 1 {
             listeners = listeners.and_on_host(&config.secret, &config.job_id, Rank(config.rank));
         }
         let members = Members::all(config.size);
-        let epochs = Epochs::bind(&config).map_err(|error| unusable(error.to_string()))?;
-        let congestion_control = congestion::choose(&config.congestion_control)?;
+        let epochs = Epochs::bind(&config, congestion_control.as_deref());
+        let epochs = epochs.map_err(|error| unusable(error.to_string()))?;
         let pool = Pool::new(POOL_KEEP_BYTES);
         let laneless = Mutex::new((call::laneless(), RealMemory::new(Arc::clone(&pool))));
         let (me, workers) = (Rank(config.rank), config.workers());
-        let shared = Shared::new(me, config.size, workers, config.lanes, pool, congestion_control);
+        let shared = Shared::new(me, config.size, workers, config.lanes, pool);
         let rings = new_rings(&config, config.observations);
         Ok(Self {
             inner: Arc::new(Inner {
@@ -215,6 +219,7 @@ impl Engine {
                 laneless,
                 own_slices: AtomicU64::new(0),
                 listeners: Mutex::new(Some(listeners)),
+                congestion_control,
                 members: RwLock::new(Arc::new(members)),
                 gate: RwLock::default(),
                 epochs: Mutex::new(epochs),

@@ -407,9 +407,8 @@ impl Lane {
         if transport.is_memory() {
             self.shared.update(|state| state.through_memory.insert(peer));
         }
-        let congestion_control = self.shared.congestion_control.as_deref();
         let place = (self.poll.registry(), Token(peer.index()));
-        match Connection::new(transport, congestion_control, place, self.now) {
+        match Connection::new(transport, place, self.now) {
             Ok(mut connection) => {
                 if let Some(abort) = &self.failed {
                     connection.depart(abort.clone());

@@ -294,7 +294,7 @@ mod tests {
         const PATIENCE: Duration = Duration::from_secs(30);
         let (mailbox, _poll) = asleep();
         let mailbox = Arc::new(mailbox);
-        let shared = Arc::new(Shared::new(Rank(0), 2, 2, 1, Pool::new(0), None));
+        let shared = Arc::new(Shared::new(Rank(0), 2, 2, 1, Pool::new(0)));
         shared.start(&[Arc::clone(&mailbox)], vec!["a:1".into(), "b:2".into()]);
         // Whoever fails the job gets no further than to this mailbox.
         let held = mailbox.lock();

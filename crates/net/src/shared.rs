@@ -105,8 +105,6 @@ pub(crate) struct Shared {
     /// How many ranks, the first ones, are workers: whom all-gathers are of.
     pub(crate) workers: u32,
     pub(crate) pool: Arc<Pool>,
-    /// What connections use, if not the system's; see [`crate::congestion`].
-    pub(crate) congestion_control: Option<String>,
     line: Mutex<LineRate>,
     /// Taken before `state`, if both are.
     fate: Mutex<Fate>,
@@ -131,14 +129,7 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    pub(crate) fn new(
-        me: Rank,
-        ranks: u32,
-        workers: u32,
-        lanes: u32,
-        pool: Arc<Pool>,
-        congestion_control: Option<String>,
-    ) -> Self {
+    pub(crate) fn new(me: Rank, ranks: u32, workers: u32, lanes: u32, pool: Arc<Pool>) -> Self {
         let now = Instant::now();
         let state = State {
             failure: None,
@@ -161,7 +152,6 @@ impl Shared {
             me,
             workers,
             pool,
-            congestion_control,
             line: Mutex::new(LineRate::default()),
             fate: Mutex::new(Fate::new(Life::new(me, Members::all(ranks), lanes))),
             state: Mutex::new(state),

@@ -1,6 +1,7 @@
 //! A stream socket of this process: TCP, or Unix between two processes of one host. Both are used alike; what a Unix socket
 //! can do beside it is hand over a descriptor.
 
+use crate::congestion;
 use crate::descriptors::{self, Registration};
 use mio::event::Source;
 use mio::unix::SourceFd;
@@ -39,12 +40,15 @@ impl Socket {
         Ok(Self { _noted: descriptors::register(&socket), socket, is_tcp })
     }
 
-    /// Begins to connect.
+    /// Begins to connect; TCP with this congestion control, if not with the system's.
     ///
     /// # Errors
     /// What the system said at once.
-    pub(crate) fn connect(address: &SockAddr) -> io::Result<Self> {
+    pub(crate) fn connect(address: &SockAddr, congestion_control: Option<&str>) -> io::Result<Self> {
         let socket = Self::new(socket2::Socket::new(address.domain(), Type::STREAM, None)?)?;
+        if socket.is_tcp {
+            congestion::set(&socket, congestion_control)?;
+        }
         match socket.socket.connect(address) {
             Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => {}
             other => other?,

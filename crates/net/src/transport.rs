@@ -139,17 +139,13 @@ impl Transport {
     ///
     /// # Errors
     /// What the system said to an option of TCP.
-    pub(crate) fn set_up(&self, congestion_control: Option<&str>) -> io::Result<()> {
+    pub(crate) fn set_up(&self) -> io::Result<()> {
         if !self.socket.is_tcp() {
             return Ok(());
         }
         self.socket.without_delay()?;
         #[cfg(target_os = "linux")]
         self.socket.set_tcp_notsent_lowat(NOT_SENT_BYTES)?;
-        #[cfg(target_os = "linux")]
-        if let Some(name) = congestion_control {
-            self.socket.set_tcp_congestion(name.as_bytes())?;
-        }
         Ok(())
     }
 

@@ -125,7 +125,7 @@ impl Gate {
         let on_host = self.dials.get_mut(&key).is_some_and(|dial| std::mem::take(&mut dial.on_host));
         let mut socket = match on_host.then(|| self.connect_on_host(key.1, address.port())) {
             Some(Ok(socket)) => socket,
-            _ => Socket::connect(&address.into())?,
+            _ => Socket::connect(&address.into(), self.congestion_control.as_deref())?,
         };
         let token = self.watch(&mut socket)?;
         Ok(Attempt { socket, memory: None, token, machine: None })
@@ -133,7 +133,7 @@ impl Gate {
 
     /// An error at once if that rank is not on this host, or shares no memory.
     fn connect_on_host(&self, peer: Rank, port: u16) -> io::Result<Socket> {
-        Socket::connect(&on_host(&self.member.secret, &self.member.job_id, peer, port)?)
+        Socket::connect(&on_host(&self.member.secret, &self.member.job_id, peer, port)?, None)
     }
 
     /// Something has happened on the socket of a dial.

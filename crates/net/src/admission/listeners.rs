@@ -4,6 +4,7 @@
 //! there is on this host, as the job understands it ([`crate::handshake::name_on_host`]), and needs no other proof of that. Whether it
 //! belongs to the job it proves as everybody else. A process without such a socket is reached by TCP.
 
+use crate::congestion;
 use crate::handshake::{JOB_ID_BYTES, name_on_host};
 use crate::socket::Socket;
 use crate::transport::SharedMemory;
@@ -20,12 +21,14 @@ const BACKLOG: i32 = 4096;
 pub struct Listeners(pub(super) Vec<Socket>);
 
 impl Listeners {
-    /// Only by TCP.
+    /// Only by TCP; who is accepted has this congestion control, if not the system's. Nobody may know the port yet.
     ///
     /// # Errors
     /// What the system said.
-    pub fn new(tcp: TcpListener) -> io::Result<Self> {
-        Ok(Self(vec![Socket::new(tcp.into())?]))
+    pub fn new(tcp: TcpListener, congestion_control: Option<&str>) -> io::Result<Self> {
+        let socket = Socket::new(tcp.into())?;
+        congestion::set(&socket, congestion_control)?;
+        Ok(Self(vec![socket]))
     }
 
     /// Also by processes of this host, if memory can be shared with them here.

@@ -52,21 +52,21 @@ pub(super) struct Epochs {
 
 impl Epochs {
     /// With a listener for the council, where members may be lost.
-    pub(super) fn bind(config: &EngineConfig) -> io::Result<Self> {
+    pub(super) fn bind(config: &EngineConfig, congestion_control: Option<&str>) -> io::Result<Self> {
         if !config.elastic || config.size == 1 {
             return Ok(Self::default());
         }
-        let (council, port) = listen(config)?;
+        let (council, port) = listen(config, congestion_control)?;
         Ok(Self { council: Some(council), council_port: Some(port), ..Self::default() })
     }
 }
 
 /// Listens at any port of the configured host.
-fn listen(config: &EngineConfig) -> io::Result<(Listeners, u16)> {
+fn listen(config: &EngineConfig, congestion_control: Option<&str>) -> io::Result<(Listeners, u16)> {
     let addresses: Vec<SocketAddr> = (config.bind_host.as_str(), 0).to_socket_addrs()?.collect();
     let listener = TcpListener::bind(&addresses[..])?;
     let port = listener.local_addr()?.port();
-    Ok((Listeners::new(listener)?, port))
+    Ok((Listeners::new(listener, congestion_control)?, port))
 }
 
 impl Engine {
@@ -224,7 +224,7 @@ impl Inner {
         let undelivered = self.shared.undelivered();
         let broken =
             |error: io::Error| Failure::config(format!("the next epoch cannot be listened for: {error}"));
-        let (listeners, port) = listen(&self.config).map_err(broken)?;
+        let (listeners, port) = listen(&self.config, self.congestion_control.as_deref()).map_err(broken)?;
         let books = self.books.read();
         let of_book = |open: &Arc<OpenBook>| {
             let tensors = 0..open.tensors.len() as TensorId;

@@ -381,6 +381,7 @@ impl Inner {
             job_id,
             secret: config.secret.clone(),
             shared_memory: config.shared_memory,
+            congestion_control: self.congestion_control.clone(),
             handshake_timeout: config.handshake_timeout,
             peer_timeout: config.peer_timeout,
         }

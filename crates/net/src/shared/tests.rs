@@ -7,7 +7,7 @@ use penstock_core::{Book, Dtype};
 
 /// One tensor of four slices, none of which is in memory.
 fn submitted() -> OpenBook {
-    let shared = Arc::new(Shared::new(Rank(0), 1, 1, 1, Pool::new(0), None));
+    let shared = Arc::new(Shared::new(Rank(0), 1, 1, 1, Pool::new(0)));
     let tensor = Tensor::new("w", 0, Dtype::F32, 1024);
     let book = Book::new("gradients", vec!["a".into()], vec![tensor], 1, 1024, 1).unwrap();
     let open = OpenBook::new(0, book, shared);
@@ -18,7 +18,7 @@ fn submitted() -> OpenBook {
 
 #[test]
 fn a_peer_that_could_not_be_reached_is_not_blamed_for_the_silence_of_another() {
-    let shared = Shared::new(Rank(0), 3, 3, 1, Pool::new(0), None);
+    let shared = Shared::new(Rank(0), 3, 3, 1, Pool::new(0));
     let reason = "it refuses".into();
     shared.unreachable(Error::PeerLost { rank: Rank(2), reason }.into());
     shared.live(|life, now_ns| life.silent(now_ns, Rank(1), 5));

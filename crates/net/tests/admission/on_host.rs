@@ -81,7 +81,7 @@ fn who_is_reached_through_another_port_is_no_neighbour() {
     // As a process of another host, or behind a relay: at its name nobody listens.
     let (processes, addresses) = two(|config| config.shared_memory = true);
     let (relay, there) = bind();
-    let listeners = Listeners::new(TcpListener::bind("127.0.0.1:0").unwrap()).unwrap();
+    let listeners = Listeners::new(TcpListener::bind("127.0.0.1:0").unwrap(), None).unwrap();
     let sharing = |rank| penstock_net::admission::AdmissionConfig { shared_memory: true, ..config(rank) };
     let (deliver, _deliveries) = std::sync::mpsc::channel();
     let deliver = Box::new(move |delivery| drop(deliver.send(delivery)));

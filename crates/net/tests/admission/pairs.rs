@@ -40,6 +40,18 @@ fn a_delivered_stream_does_not_block() {
     }
 }
 
+/// Nothing sets it after that, and before it would be too late: see `congestion.rs`.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_connection_comes_with_its_congestion_control_at_both_ends() {
+    let (processes, _) = two(|config| config.congestion_control = Some("reno".into())); // nobody's default, and everybody's
+    processes[0].admission.dial(0, Rank(1));
+    for process in &processes {
+        let used = process.opened().2.into_socket().tcp_congestion().unwrap();
+        assert_eq!(String::from_utf8_lossy(&used).trim_end_matches('\0'), "reno");
+    }
+}
+
 #[test]
 fn both_ends_may_dial_at_once() {
     const ROUNDS: usize = 60;

@@ -22,6 +22,7 @@ pub(crate) fn config(rank: u32) -> AdmissionConfig {
         job_id: *b"0123456789abcdef",
         secret: b"a secret of this job".to_vec(),
         shared_memory: false,
+        congestion_control: None,
         handshake_timeout: PATIENCE,
         peer_timeout: PATIENCE,
     }
@@ -48,7 +49,7 @@ impl Process {
         let (deliver, deliveries) = mpsc::channel();
         // The receiver is gone when a test ends before its processes do.
         let deliver = Box::new(move |delivery| drop(deliver.send(delivery)));
-        let mut listeners = Listeners::new(listener).unwrap();
+        let mut listeners = Listeners::new(listener, config.congestion_control.as_deref()).unwrap();
         if config.shared_memory {
             listeners = listeners.and_on_host(&config.secret, &config.job_id, config.rank);
         }
