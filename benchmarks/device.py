@@ -101,6 +101,18 @@ class Layers:
             hook.remove()
 
 
+def accelerator() -> str | None:
+    """The type of this machine's accelerator, if torch finds one."""
+    here = torch.accelerator.current_accelerator(check_available=True)
+    return None if here is None else here.type
+
+
+def finish(device: torch.device) -> None:
+    """Wait until the device has nothing to do; the processor never has."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 class Device:
     """What is asked of the device, and of the processor where there is none: to try the benchmark."""
 
@@ -110,8 +122,7 @@ class Device:
 
     def finish(self) -> None:
         """Wait until it has nothing to do."""
-        if self.real:
-            torch.accelerator.synchronize(self.device)
+        finish(self.device)
 
     def mark(self) -> Any:
         """Where it is."""
@@ -405,12 +416,10 @@ def main() -> int:
         name, rank, size, directory, device, *numbers = arguments.worker
         work(name, int(rank), int(size), directory, device, *map(int, numbers))
         return 0
+    arguments.device = arguments.device or accelerator()
     if arguments.device is None:
-        here = torch.accelerator.current_accelerator(check_available=True)
-        if here is None:
-            print("device: no device: torch finds no accelerator here")
-            return 0
-        arguments.device = here.type
+        print("device: no device: torch finds no accelerator here")
+        return 0
     met = True
     for name, size, mbit in cases(arguments):
         case = partial(measure, arguments, size, mbit, name)

@@ -268,6 +268,9 @@ TABLE = {
         long=True,
         status=(0, 1),
     ),
+    "python -m benchmarks.device_sums [--json-lines docs/benchmarks/device_sums.jsonl]": Run(
+        "--device cpu --ranks 2 --megabytes 1 --rounds 2", clusters=True, long=True, status=(0, 1)
+    ),
     "python -m benchmarks.drift": NAMED,
     "python -m benchmarks.drift [--json-lines docs/benchmarks/drift.jsonl]": Run(
         "--workers 2 --models perceptron", long=True, status=JUDGED
