@@ -48,10 +48,10 @@ FASTER = 1.2
 """How many times as fast as DDP, where the links are the limit."""
 NEAR = 1.06
 """Of T*."""
-PROFILED_STEPS = 3
 TIMED_STEPS = 5
 TOLERANCE = 0.05
-"""Of the way that parameters have come, the arms' distance: half types round what is summed in other orders."""
+"""Of the way that parameters have come in the first steps, the arms' distance: half types round what is summed in other
+orders. Many steps later batch norm has made of it whatever it will."""
 
 
 class Layers:
@@ -193,9 +193,9 @@ class Arm:
         dist.barrier()
         return seconds / steps, (time.process_time() - cpu) / steps
 
-    def profile(self) -> float:
-        """The share of some steps' time in which the device was at something of this process."""
-        batches = self.batches(PROFILED_STEPS)
+    def profile(self, steps: int) -> float:
+        """The share of so many steps' time in which the device was at something of this process."""
+        batches = self.batches(steps)
         activity = [getattr(torch.profiler.ProfilerActivity, self.device.device.type.upper())]
         self.device.finish()
         dist.barrier()
@@ -242,7 +242,16 @@ def layer_times(arm: Arm) -> tuple[list[LayerTime], list[int]]:
 
 
 def work(
-    name: str, rank: int, size: int, directory: str, device_type: str, blocks: int, steps: int, warm: int, seed: int
+    name: str,
+    rank: int,
+    size: int,
+    directory: str,
+    device_type: str,
+    blocks: int,
+    steps: int,
+    warm: int,
+    profiled: int,
+    seed: int,
 ) -> None:
     """One rank: prints one JSON object."""
     torch.set_num_threads(1)
@@ -252,13 +261,15 @@ def work(
     arms: dict[str, Arm] = {}
     peak: dict[str, int] = {}
     first = torch.empty(0)
+    trained: dict[str, Tensor] = {}
     for kind in ARMS:
         before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         device.peak_bytes(reset=True)
         arms[kind] = Arm(kind, name, seed, rank, device)
         first = arms[kind].parameters() if kind == ARMS[0] else first
-        for _ in range(2):
-            arms[kind].block(warm)
+        arms[kind].block(warm)
+        trained[kind] = arms[kind].parameters()
+        arms[kind].block(warm)
         peak[kind] = device.peak_bytes() - before
     times, nbytes = layer_times(arms["alone"])
     seconds: dict[str, list[float]] = {kind: [] for kind in ARMS}
@@ -268,9 +279,9 @@ def work(
             taken = arms[kind].block(steps)
             seconds[kind].append(taken[0])
             cpu_s[kind].append(taken[1])
-    found = {kind: arm.parameters() for kind, arm in arms.items() if kind != "alone"}
     alike = {}
-    for kind, values in found.items():
+    for kind in ("ddp", "penstock"):
+        values = arms[kind].parameters()
         of_first_rank = values.clone()
         dist.broadcast(of_first_rank, 0)
         alike[kind] = torch.equal(of_first_rank, values)
@@ -282,10 +293,10 @@ def work(
                 "seconds": seconds,
                 "cpu_s": cpu_s,
                 "peak_bytes": peak,
-                "busy": {kind: arm.profile() for kind, arm in arms.items()} if device.real else {},
+                "busy": {kind: arm.profile(profiled) for kind, arm in arms.items()} if device.real else {},
                 "times": [[one.forward_s, one.backward_s] for one in times],
                 "nbytes": nbytes,
-                "apart": float((found["penstock"] - found["ddp"]).norm() / (found["ddp"] - first).norm()),
+                "apart": float((trained["penstock"] - trained["ddp"]).norm() / (trained["ddp"] - first).norm()),
                 "alike": alike,
                 "report": {"copies": ps.report().get("copies")},
             }
@@ -299,8 +310,9 @@ def work(
 
 def repetition(arguments: argparse.Namespace, cluster: Cluster, name: str) -> list[dict[str, Any]]:
     """One set of processes: what each has found."""
-    options = (arguments.device, arguments.blocks, arguments.steps, arguments.warm, arguments.seed)
-    found = run_workers(__spec__.name, name, len(cluster.hosts), *options, hosts=cluster.hosts)
+    options = (arguments.device, arguments.blocks, arguments.steps, arguments.warm)
+    more = (arguments.profiled, arguments.seed)
+    found = run_workers(__spec__.name, name, len(cluster.hosts), *options, *more, hosts=cluster.hosts)
     for rank, one in enumerate(found):
         assert all(one["alike"].values()), f"rank {rank} has other parameters than rank 0: {one['alike']}"
         assert one["apart"] < TOLERANCE, f"rank {rank}: the arms' parameters are apart by {one['apart']}"
@@ -382,9 +394,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=5, help="of each arm in one set of processes")
     parser.add_argument("--steps", type=int, default=5, help="of a block")
     parser.add_argument("--warm", type=int, default=2, help="steps of each of the two blocks before those that count")
+    parser.add_argument("--profiled", type=int, default=3, help="steps of each arm in which the device is watched")
     parser.add_argument("--seed", type=int, default=1)
     result_arguments(parser)
-    parser.add_argument("--worker", nargs=9, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=10, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

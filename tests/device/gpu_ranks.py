@@ -281,7 +281,7 @@ SCHEMES = {
     "1bit": {"second": "1bit"},
     "dgc": {"second": ps.DGC(density=0.05, momentum=0.0)},
 }
-LOSSY = ("bf16", "1bit", "dgc")
+LOSSY = ("1bit", "dgc")
 
 
 def schemes(rank, size, device, seed):

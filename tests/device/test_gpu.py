@@ -15,7 +15,8 @@ DEVICE = torch.accelerator.current_accelerator(check_available=True) if hasattr(
 EQUAL = {"fp32": 1e-4, "fp64": 1e-10}
 """Relative distance from DDP's parameters. Products of the device are not the same in every run."""
 HALF = 2e-2
-"""Likewise, of the way that they have come, where half types round what is added in another order."""
+"""Likewise, of the way that they have come, where half types round what is added in another order, or what is sent: a
+rank contributes exactly what it owns itself, and pieces have other owners than whole gradients in main memory."""
 NEAR_DDP = 1e-2
 """Likewise, where nothing is rounded to a half type and no kernel is chosen anew."""
 NEAR_HOST = 0.25
@@ -81,10 +82,11 @@ def test_schemes_train_as_ddp_does(size, tmp_path):
 def check_schemes(found):
     for name, one in found[0].items():
         lossy = "from_host" in one
-        check(found, name, one["moved"] if lossy else NEAR_DDP * one["moved"])
+        near = HALF if name == "bf16" else NEAR_DDP
+        check(found, name, one["moved"] if lossy else near * one["moved"])
         assert one["moved"] > 1e-4, (name, one)
         assert not lossy or one["from_host"] <= NEAR_HOST * one["apart"] > 0, (name, one)
-    assert sum("from_host" in one for one in found[0].values()) == 3
+    assert sum("from_host" in one for one in found[0].values()) == 2
 
 
 @pytest.mark.skipif(DEVICE is None or DEVICE.type != "cuda", reason="no device of CUDA")
