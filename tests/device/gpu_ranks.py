@@ -32,6 +32,7 @@ import penstock as ps
 from penstock.errors import PenstockError
 
 STEPS = 8
+MANY_STEPS = 40
 WARM_STEPS = 4
 LOST_STEPS = 200
 SECRET = "several ranks of one device"
@@ -211,6 +212,47 @@ def practice(rank, size, device, seed):
     plain = functools.partial(compiled, wrap=lambda one, other: (DistributedDataParallel(one), other))
     found["compiled"] = compared(first, plain, functools.partial(compiled, wrap=distribute_compiled))
     return found
+
+
+# Bits
+
+
+def bits(rank, size, device, seed):
+    """Many steps beside a DDP that sums in the order of ranks, as the store does.
+
+    A piece that is copied too early, or to where another one is, shows in the bits. For sizes by which dividing rounds
+    nothing.
+    """
+    torch.manual_seed(seed)
+    first = Words().to(device)
+
+    def run(model, wrap):
+        wrapped, trained = wrap(model, torch.optim.SGD(model.parameters(), 0.5))
+        for step in range(MANY_STEPS):
+            x, y = words(rank, step, device)
+            F.cross_entropy(wrapped(x), y).backward()
+            trained.step()
+            trained.zero_grad()
+        return model
+
+    def with_ddp(model, trained):
+        wrapped = DistributedDataParallel(model)
+        wrapped.register_comm_hook(size, sums_in_rank_order)
+        return wrapped, trained
+
+    reference, ours = run(copy.deepcopy(first), with_ddp), run(copy.deepcopy(first), ps.distribute)
+    return {"ddp": digest(reference), "penstock": digest(ours), "moved": apart(values(ours), values(first))}
+
+
+def sums_in_rank_order(size, bucket):
+    parts = [torch.empty_like(bucket.buffer()) for _ in range(size)]
+    dist.all_gather(parts, bucket.buffer())
+    total = parts[0]
+    for part in parts[1:]:
+        total += part
+    done = torch.futures.Future()
+    done.set_result(total / size)
+    return done
 
 
 # Other ways of ps.distribute
@@ -411,7 +453,7 @@ def _die(path):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-SCENES = {scene.__name__: scene for scene in (equality, practice, ways, schemes, waits, memory, lost)}
+SCENES = {scene.__name__: scene for scene in (equality, bits, practice, ways, schemes, waits, memory, lost)}
 
 
 def main():

@@ -34,6 +34,7 @@ LOST_S = 30.0
 def small(monkeypatch):
     """Pieces so small that networks under test have several, and a arena of a few of them."""
     monkeypatch.setattr(device_landing, "PIECE_BYTES", 256)
+    monkeypatch.setattr(device_landing, "BUNDLE_BYTES", 256)
     monkeypatch.setattr(
         hooks,
         "DeviceLanding",
@@ -256,6 +257,48 @@ def waits_of_the_host(kind, optimizer_of, schemes=None):
             return after
 
         return run(main, 2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_backward_that_goes_on_in_another_stream_has_the_bits_of_the_host(monkeypatch, seed):
+    """Each gradient is copied after what has made it: a bundle ends with its stream."""
+    monkeypatch.setattr(device_landing, "BUNDLE_BYTES", 1 << 20)  # or it would end sooner
+
+    def main_of(device):
+        def main(rank, engine):
+            model = model_of("wide").to(device)
+            model, optimizer = distribute(model, OPTIMIZERS["adamw"](model.parameters()))
+            with stream_of_rank(device) as first:
+                second = None if first is None else torch.Stream(device)
+                # Memory is the stream's in which it was taken, and must not be let go of in the other: it is kept for
+                # the step, and gradients for good.
+                kept = []
+                keep = torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one)
+
+                def change_stream(grad):
+                    kept.append(grad)
+                    second.wait_stream(first)
+                    second.__enter__()
+
+                for step in range(STEPS):
+                    x, y = (one.to(device, non_blocking=True) for one in batch("wide", rank, step))
+                    with keep:
+                        early = model[:2](x)
+                        if second is not None:
+                            early.register_hook(change_stream)
+                        loss = F.cross_entropy(model[2:](early), y)
+                    backward(loss)
+                    if second is not None:
+                        second.__exit__()
+                        first.wait_stream(second)
+                    kept.clear()
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=False)
+                return [param.detach().cpu() for param in model.parameters()]
+
+        return main
+
+    has_the_bits_of_the_host(seed, lambda device: run(main_of(device), 2))
 
 
 def test_the_host_never_waits_for_the_device():

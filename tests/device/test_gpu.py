@@ -53,6 +53,17 @@ def test_trains_as_ddp_does(size, tmp_path):
         assert found[0][name]["moved"] > 1e-3
 
 
+def check_bits(found):
+    assert len({one[arm] for one in found for arm in ("ddp", "penstock")}) == 1, found
+    assert found[0]["moved"] > 1e-4
+
+
+@needs_device
+@pytest.mark.parametrize("size", [2, 4])
+def test_has_the_bits_of_sums_in_the_order_of_ranks(size, tmp_path):
+    check_bits(run("bits", size, tmp_path))
+
+
 @needs_device
 def test_programs_train_as_with_ddp(tmp_path):
     found = run("practice", 2, tmp_path)
@@ -117,8 +128,9 @@ def test_the_ranks_themselves_without_a_device(tmp_path):
     found = run("equality", 2, tmp_path, device=cpu)
     for name in found[0]:
         check(found, name, EQUAL["fp64" if "fp64" in name else "fp32"])
-    for scene in ("ways", "schemes", "lost"):
+    for scene in ("bits", "ways", "schemes", "lost"):
         (tmp_path / scene).mkdir()
+    check_bits(run("bits", 4, tmp_path / "bits", device=cpu))
     check_ways(run("ways", 2, tmp_path / "ways", device=cpu))
     check_schemes(run("schemes", 2, tmp_path / "schemes", device=cpu))
     (one,) = run("lost", 2, tmp_path / "lost", dies=[1], device=cpu)

@@ -8,9 +8,10 @@ an average. Two threads beside it see to the rest (`penstock.torch.runtime.backg
 once the event after their copy has passed, which it looks for now and then; that holds up no stream and no other
 thread, so the device goes on with whatever it has been given. The other copies back what has landed.
 
-**Batches.** What one copy costs the threads, its event and their locks, is as much for 4 KB as for 4 MB, and the
-program's thread cannot run meanwhile. So small pieces that are ready together are copied together, up to `PIECE_BYTES`
-of them, with one event; and so is what has landed together.
+**Batches.** What one copy costs the threads, its event and their locks, is as much for 4 KB as for 4 MB, and backward's
+hooks, a few hundred in a step, cannot run meanwhile: that was half of a step of ResNet-50. So backward hands over
+gradients in bundles, each with one event; pieces that are ready together are copied together, up to `PIECE_BYTES` of
+them; and what lands while the program waits for nothing is copied back now and then, in one go.
 
 **Pieces.** A parameter is cut into pieces of at most `PIECE_BYTES`, each a tensor of the book. So pieces of a large one
 are on the wire before its last one is copied, and all fit into the *arena*: pinned host memory of a fixed size. A piece
@@ -29,6 +30,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -60,10 +62,14 @@ __all__ = ["PIECE_BYTES", "DeviceLanding", "GradientPiece", "cut", "piece_entrie
 
 PIECE_BYTES = 4 << 20
 """Of all pieces but a parameter's last, the same on every rank. To copy one takes 0.1 ms, 10 Gbit/s 3 ms to send it."""
+BUNDLE_BYTES = 256 << 10
+"""What backward hands over at once, at least. 10 Gbit/s take 0.2 ms to send it."""
 COPIES_AHEAD = 2
 """Batches of copies to the host that are given to the device before the first of them is looked after."""
 LANDING_WAIT_S = 0.002
 """How long a thread waits for what has landed: it does not hear of what is submitted meanwhile."""
+GATHER_S = 0.002
+"""How long a thread leaves what has landed to itself where the program waits for none of it: 2.5 MB at 10 Gbit/s."""
 FAILING = "a gradient could not be copied"
 
 
@@ -116,7 +122,7 @@ class _OnTheWay:
 
     Attributes:
         memory: Where it is, and where the average goes: one range of the device's memory.
-        made: The event after which it is there, and this memory the program's no more.
+        made: The event after which it is there, and this memory the program's no more; none while it is in a bundle.
         absent: This rank contributes nothing.
         left: Pieces whose average is not on its way to the device yet.
         back: The last copy to the device so far; none: nobody has contributed.
@@ -124,9 +130,9 @@ class _OnTheWay:
 
     __slots__ = ("_flat", "absent", "back", "left", "made", "memory", "step")
 
-    def __init__(self, memory: Tensor, made: Any, step: int, left: int, *, absent: bool) -> None:
+    def __init__(self, memory: Tensor, step: int, left: int, *, absent: bool) -> None:
         self.memory = memory
-        self.made = made
+        self.made: Any = None
         self.step = step
         self.left = left
         self.absent = absent
@@ -136,7 +142,7 @@ class _OnTheWay:
     @property
     def is_made(self) -> bool:
         """Whether it is there already, or there will be none."""
-        return self.absent or self.made.query()
+        return self.absent or bool(self.made.query())
 
     def part(self, piece: GradientPiece) -> Tensor:
         """The bytes of a piece, which count as no change of the gradient."""
@@ -223,6 +229,11 @@ class DeviceLanding:
         self._shared = CopyingState(engine, book, device, options)
         self._changed = self._shared.changed  # guards what follows
         self._gradients: dict[int, _OnTheWay] = {}  # by index of the slot
+        self._bundle: list[int] = []  # indices of gradients that are not handed over yet
+        self._bundle_bytes = 0
+        self._bundle_stream: Any = None  # in which they are made
+        self.awaited = threading.Event()  # the program waits for an average,
+        self.wanted: list[int] = []  # for these pieces of the engine's, as far as they are there
         self._waiting: list[_Waiting] = []
         self._order = itertools.count()
         self._at_engine: dict[int, _InArena] = {}  # by number of the piece
@@ -236,25 +247,45 @@ class DeviceLanding:
     def submit(self, slot: Slot, memory: Tensor, step: int) -> None:
         """As `Landing.submit`."""
         self._begin(slot.index, memory, step, absent=False)
+        self.flush(step)
 
     def submit_soon(self, index: int, memory: Tensor, nbytes: int, flight: Flight, step: int) -> None:
-        """As `Landing.submit_soon`: it is ready when the device has made it, which is soon enough."""
+        """As `Landing.submit_soon`: with some others, and when the device has made them."""
         self._begin(index, memory, step, absent=False)
+        self._bundle_bytes += nbytes
+        if self._bundle_bytes >= BUNDLE_BYTES:
+            self.flush(step)
 
     def submit_absent(self, slot: Slot, memory: Tensor, step: int) -> int:
         """As `Landing.submit_absent`. The engine knows nothing of this memory."""
         self._begin(slot.index, memory, step, absent=True)
+        self.flush(step)
         return -1
 
     def _begin(self, index: int, memory: Tensor, step: int, *, absent: bool) -> None:
-        slot, pieces = self._slots[index](), self._pieces[index]
-        assert slot is not None  # its gradient is being submitted
-        gradient = _OnTheWay(memory, self._accelerator.mark(), step, len(pieces), absent=absent)
-        place = slot.layer.place
+        """Into the bundle, all of which is made in one stream."""
+        stream = self._accelerator.current()
+        if stream != self._bundle_stream or not self._bundle:
+            self.flush(step)
+            self._accelerator.refuse_capture(stream)
+            self._bundle_stream = stream
         with self._changed:
-            self._gradients[index] = gradient
-            for piece in pieces:
-                heapq.heappush(self._waiting, _Waiting(place, next(self._order), piece, gradient))
+            self._gradients[index] = _OnTheWay(memory, step, len(self._pieces[index]), absent=absent)
+        self._bundle.append(index)
+
+    def flush(self, step: int) -> None:
+        """As `Landing.flush`: the bundle is handed over."""
+        bundle, self._bundle, self._bundle_bytes = self._bundle, [], 0
+        if not bundle:
+            return
+        made = self._accelerator.mark_in(self._bundle_stream)
+        with self._changed:
+            for index in bundle:
+                slot, gradient = self._slots[index](), self._gradients[index]
+                assert slot is not None  # its gradient is being submitted
+                gradient.made = made
+                for piece in self._pieces[index]:
+                    heapq.heappush(self._waiting, _Waiting(slot.layer.place, next(self._order), piece, gradient))
         self._out.begin()
 
     def pass_over(self, indices: Sequence[int]) -> None:
@@ -265,9 +296,6 @@ class DeviceLanding:
                     self._rounds[piece.number] += 1
             self._shared.notify()
 
-    def flush(self, step: int) -> None:
-        """As `Landing.flush`."""
-
     def wait(self, indices: Sequence[int], *, free: bool = False) -> None:
         """As `Landing.wait`: until copies to the device are given to it; `take` orders what comes after them.
 
@@ -276,6 +304,14 @@ class DeviceLanding:
         indices, gathered = self._apart(indices)
         if gathered and self._gathers is not None:
             self._gathers.wait(gathered)
+        self.awaited.set()
+        try:
+            self._wait_for_copies(indices)
+        finally:
+            self.wanted = []
+            self.awaited.clear()
+
+    def _wait_for_copies(self, indices: Sequence[int]) -> None:
         deadline = self._shared.deadline()
         nothing_new = False
         while True:
@@ -287,6 +323,7 @@ class DeviceLanding:
                     return
                 wanted = {id(self._gradients[index]) for index in late}
                 sent = [number for number, one in self._at_engine.items() if id(one.gradient) in wanted]
+                self.wanted = sent
                 if not sent:
                     self._note_awaited(wanted)
                 if not sent and nothing_new:
@@ -390,6 +427,7 @@ class DeviceLanding:
     def abandon(self) -> None:
         """As `Landing.abandon`. Copies that are under way still use memory that the program may let go of now."""
         with self._out.turn, self._back.turn, self._changed:
+            self._bundle.clear()
             self._waiting.clear()
             self._out.copying.clear()
             self._at_engine.clear()
@@ -429,15 +467,15 @@ class DeviceLanding:
         heapq.heapify(waiting)
         return found, room
 
-    def _given(self, stream: Any, placed: Sequence[_InArena], copy: Callable[[_InArena], Tensor]) -> Copying:
+    def _given(self, stream: Any, placed: Sequence[_InArena], *, out: bool) -> Copying:
         """Give copies of pieces to a stream, in which they begin when all of these gradients are made."""
         mark = self._accelerator.mark_in
+        host, device = [one.host for one in placed], [one.part for one in placed]
         with stream:
-            for one in placed:
-                stream.wait_event(one.gradient.made)
+            for made in {id(one.gradient.made): one.gradient.made for one in placed}.values():
+                stream.wait_event(made)
             begin = mark(stream, timed=True)
-            for one in placed:
-                copy(one)
+            torch._foreach_copy_(*((host, device) if out else (device, host)), non_blocking=True)
         return Copying(begin, mark(stream, timed=True), sum(one.piece.nbytes for one in placed))
 
 
@@ -480,7 +518,7 @@ class _Out(Copier):
             self._submit([one for one in placed if one.gradient.absent])
         if not given:
             return
-        copying = landing._given(landing._outward, given, lambda one: one.host.copy_(one.part, non_blocking=True))
+        copying = landing._given(landing._outward, given, out=True)
         self.copying.append(_Batch(given, copying))
 
     def _submit(self, placed: Sequence[_InArena]) -> None:
@@ -516,16 +554,19 @@ class _Back(Copier):
         lent, book = landing._lent, landing._book
         with landing._changed:
             sent = dict(landing._at_engine)
+            wanted = landing.wanted
         numbers = list(sent)
         complete, lengths = lent.landed(book, numbers)
         if complete:
             nbytes = dict(zip(numbers, lengths, strict=True))
             self._copy([(sent[number], nbytes[number] > 0) for number in complete])
         if self._free() or complete:
-            return True
+            # While backward's hooks run, each look is in their way.
+            return True if landing.awaited.is_set() else lambda: landing.awaited.wait(GATHER_S) or True
         if numbers:
-            least = [sent[number].piece.nbytes for number in numbers]
-            return lambda: _wait_for_any(lent, book, numbers, least)
+            first = [number for number in wanted if number in sent] or numbers
+            least = [sent[number].piece.nbytes for number in first]
+            return lambda: _wait_for_any(lent, book, first, least)
         if self.leaving:
             event = self.leaving[0].event
             return (lambda: accelerators.look(event, WAIT_S)) if event is not None and not event.query() else _pause
@@ -538,7 +579,7 @@ class _Back(Copier):
         averages = [placed for placed, contributed in landed if contributed]
         event = None
         if averages:
-            event = landing._given(landing._backward, averages, lambda one: one.part.copy_(one.host, non_blocking=True))
+            event = landing._given(landing._backward, averages, out=False)
         self.leaving += [one._replace(event=event if contributed else None) for one, contributed in landed]
         with landing._changed:
             for one, contributed in landed:

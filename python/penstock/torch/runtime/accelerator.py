@@ -85,19 +85,27 @@ class Accelerator:
         """The calling thread's stream."""
         return torch.accelerator.current_stream(self.device)
 
-    def mark(self) -> Any:
-        """An event after all that the calling thread's stream has been given so far.
+    def refuse_capture(self, stream: Any) -> None:
+        """See that a stream is not being captured into a graph.
 
         Raises:
-            ConfigError: It is being captured: what would be sent then would be sent once, and not with each replay.
+            ConfigError: It is: what would be sent then would be sent once, and not with each replay.
         """
-        stream = torch.accelerator.current_stream(self.device)
         if stream.is_capturing() if hasattr(stream, "is_capturing") else self._is_capturing():
             raise ConfigError(
                 f"penstock: a stream of {self.device} is being captured into a graph, whose replays would send "
                 "nothing. Leave calls of Penstock, and the backward pass of a distributed model, out of captured "
                 "graphs"
             )
+
+    def mark(self) -> Any:
+        """An event after all that the calling thread's stream has been given so far.
+
+        Raises:
+            ConfigError: It is being captured.
+        """
+        stream = torch.accelerator.current_stream(self.device)
+        self.refuse_capture(stream)
         return self.mark_in(stream)
 
     def mark_in(self, stream: Any, *, timed: bool = False) -> Any:
