@@ -334,8 +334,8 @@ impl Engine {
     /// or write it, and from then until the token is released nobody may write it. What is gathered may be read all the time.
     pub unsafe fn submit(&self, submission: Submission<Lent>, more: bool) -> Result<u64, Failure> {
         self.alive("submit")?;
-        self.wait_until_taken(submission.book, &std::iter::once(submission.tensor))?;
-        let _gate = self.inner.gate.read();
+        let _no_epoch_ends =
+            self.enter_epoch(|| self.wait_until_taken(submission.book, &std::iter::once(submission.tensor)))?;
         let open = self.book(submission.book)?;
         self.may_submit(&open, &submission)?;
         // SAFETY: as the caller vouches.
@@ -368,8 +368,8 @@ impl Engine {
     pub unsafe fn submit_together(&self, submissions: &[Submission<Lent>]) -> Result<Vec<u64>, Failure> {
         self.alive("submit")?;
         let Some(first) = submissions.first() else { return Ok(Vec::new()) };
-        self.wait_until_taken(first.book, &submissions.iter().map(|submission| submission.tensor))?;
-        let _gate = self.inner.gate.read();
+        let tensors = submissions.iter().map(|submission| submission.tensor);
+        let _no_epoch_ends = self.enter_epoch(|| self.wait_until_taken(first.book, &tensors))?;
         let open = self.book(first.book)?;
         let mut ids = Vec::with_capacity(submissions.len());
         for submission in submissions {

@@ -18,8 +18,8 @@ use support::{config, never};
 
 const STEPS: u32 = 12;
 const ELEMS: [usize; 3] = [9_000, 700, 5_000];
-/// Of a wait within which everything must have come on a busy machine.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// Of a wait within which everything must have come on a busy machine, two losses on the way: each may take twice the peer timeout.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Deterministic, and different for all.
 struct Draw(u64);
@@ -191,14 +191,18 @@ impl Job {
             let (epoch, states) = engine.states();
             for state in states {
                 let outcome = if state.by == Rank(rank) {
-                    give(engine, model, &state)
+                    give(engine, epoch, model, &state)
                 } else {
-                    take(engine, model, &state)
+                    take(engine, epoch, &state)
                 };
                 // If not, another epoch has begun, or all is over.
-                let given = outcome.is_ok() && engine.state_given(epoch, &state).is_ok();
-                if !given {
+                let Ok(values) = outcome else { break };
+                let mut params = model.params.lock();
+                if engine.state_given(epoch, &state).is_err() {
                     break;
+                }
+                if let Some(values) = values {
+                    params[state.tensor as usize] = Param { values, step: state.seq };
                 }
             }
             std::thread::sleep(Duration::from_millis(1));
@@ -206,7 +210,7 @@ impl Job {
     }
 }
 
-fn call(engine: &Engine, request: Request, values: &mut [f32]) -> Result<(), Stop> {
+fn call(engine: &Engine, epoch: u32, request: Request, values: &mut [f32]) -> Result<(), Stop> {
     let memory = (values.as_mut_ptr() as usize, size_of_val(values));
     let (inputs, outputs) = match request {
         Request::Send { .. } => (vec![memory], vec![]),
@@ -215,7 +219,7 @@ fn call(engine: &Engine, request: Request, values: &mut [f32]) -> Result<(), Sto
     let part =
         CallPart { group: 0, request, op: Op::Sum, dtype: Dtype::F32, inputs, outputs, keep: Box::new(()) };
     // SAFETY: the memory stays until the call is over: it is waited for, or the engine's epoch is over.
-    let handle = unsafe { engine.call(part) }?;
+    let handle = unsafe { engine.call_in(epoch, part) }?;
     engine.wait_call(&handle, Some(PATIENCE), &mut never)
 }
 
@@ -223,7 +227,7 @@ fn index(engine: &Engine, rank: Rank) -> u32 {
     engine.members().iter().position(|member| *member == rank.0).unwrap_or(0) as u32
 }
 
-fn give(engine: &Engine, model: &Model, state: &StateGiven) -> Result<(), Stop> {
+fn give(engine: &Engine, epoch: u32, model: &Model, state: &StateGiven) -> Result<Option<Vec<f32>>, Stop> {
     let mut params = model.params.lock();
     while params[state.tensor as usize].step < state.seq {
         if model.applied.wait_for(&mut params, PATIENCE).timed_out() {
@@ -233,14 +237,23 @@ fn give(engine: &Engine, model: &Model, state: &StateGiven) -> Result<(), Stop> 
     let mut param = params[state.tensor as usize].clone();
     drop(params);
     assert_eq!(param.step, state.seq, "{state:?}");
-    call(engine, Request::Send { to: index(engine, state.to), tag: state.tensor }, &mut param.values)
+    call(engine, epoch, Request::Send { to: index(engine, state.to), tag: state.tensor }, &mut param.values)?;
+    Ok(None)
 }
 
-fn take(engine: &Engine, model: &Model, state: &StateGiven) -> Result<(), Stop> {
+fn take(engine: &Engine, epoch: u32, state: &StateGiven) -> Result<Option<Vec<f32>>, Stop> {
     let mut values = vec![0.0; ELEMS[state.tensor as usize]];
-    call(engine, Request::Receive { from: index(engine, state.by), tag: state.tensor }, &mut values)?;
-    model.params.lock()[state.tensor as usize] = Param { values, step: state.seq };
-    Ok(())
+    call(engine, epoch, Request::Receive { from: index(engine, state.by), tag: state.tensor }, &mut values)?;
+    Ok(Some(values))
+}
+
+/// Says that all is over when it is dropped.
+struct Ends<'a>(&'a AtomicBool);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
 }
 
 /// Plays a job in which `deaths` ranks are lost; what the others have in the end.
@@ -263,6 +276,8 @@ fn play(seed: u64, size: u32, deaths: u32, enough: Option<u32>) -> Vec<Result<Ve
         let (ended, death) = (AtomicBool::new(false), dies[rank as usize]);
         let outcome = std::thread::scope(|scope| {
             scope.spawn(|| job.serve(&engine, &model, rank, &ended));
+            // Also if this panics: the scope waits for the other thread.
+            let _ends = Ends(&ended);
             let outcome = job.train(&engine, &model, rank, death, &mut memory);
             // Others may still need a state of this rank.
             alive.fetch_sub(u32::from(death.is_none()), Ordering::Relaxed);
@@ -271,7 +286,6 @@ fn play(seed: u64, size: u32, deaths: u32, enough: Option<u32>) -> Vec<Result<Ve
             while waits() && Instant::now() < until {
                 std::thread::sleep(Duration::from_millis(1));
             }
-            ended.store(true, Ordering::Relaxed);
             outcome
         });
         if death.is_some() {

@@ -11,6 +11,7 @@ use crate::failure::Failure;
 use crate::mailbox::{Command, Recovering};
 use crate::memory::Chunk;
 use crate::shared::{OpenBook, State};
+use parking_lot::RwLockReadGuard;
 use penstock_core::agreement::NextMembers;
 use penstock_core::life::WaitKind;
 use penstock_core::recovery::{self, Recovery, Report, StateGiven, recovery};
@@ -135,15 +136,18 @@ impl Engine {
         (epochs.past.len() as u32, mine.collect())
     }
 
-    /// The state of a tensor has been given in this epoch, or is in place here: its last round is over, and brings nothing more.
+    /// The state of a tensor has been given in this epoch, or has come here whole: its last round is over, and brings nothing more. Whoever
+    /// gets it puts it in place after this alone; until then another epoch may bring the round's result.
     ///
     /// # Errors
     /// `Config` if this rank neither gives nor gets it; `MembersChanged` if the epoch is over: perhaps it is to be given again.
     pub fn state_given(&self, epoch: u32, state: &StateGiven) -> Result<(), Failure> {
         self.alive("state_given")?;
         let open = self.book(state.book)?;
+        // What this rank reports when the epoch ends has this in it, or knows nothing of it.
+        let _no_epoch_ends = self.inner.gate.read();
         let mut epochs = self.inner.epochs.lock();
-        if epochs.past.len() as u32 != epoch {
+        if self.inner.shared.is_frozen() || epochs.past.len() as u32 != epoch {
             drop(epochs);
             return Err(self.members_changed("the state of a tensor that was to be given"));
         }
@@ -159,6 +163,21 @@ impl Engine {
             open.superseded(state.tensor);
         }
         Ok(())
+    }
+
+    /// Waits for what `ready` waits for, and for an epoch that is not about to end. It does not end while the guard lives.
+    pub(super) fn enter_epoch(
+        &self,
+        ready: impl Fn() -> Result<(), Failure>,
+    ) -> Result<RwLockReadGuard<'_, ()>, Failure> {
+        loop {
+            ready()?;
+            let guard = self.inner.gate.read();
+            // It may have begun to end since.
+            if !self.inner.shared.is_frozen() {
+                return Ok(guard);
+            }
+        }
     }
 
     /// Returns when no epoch is about to end: nothing can be begun then.
