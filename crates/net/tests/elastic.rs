@@ -64,10 +64,17 @@ struct Job {
     epochs: Mutex<BTreeSet<Vec<u32>>>,
 }
 
-fn elastic(rank: u32, size: u32) -> Engine {
+fn elastic(rank: u32, size: u32, job_id: [u8; 16]) -> Engine {
     let config = config(rank, size);
     let peer_timeout = Duration::from_secs(4);
-    Engine::bind(EngineConfig { elastic: true, peer_timeout, ..config }).unwrap()
+    Engine::bind(EngineConfig { elastic: true, peer_timeout, job_id, ..config }).unwrap()
+}
+
+/// Of one job alone: who is lost is dialled again, and its port may have become that of another job, in another process.
+fn new_job_id() -> [u8; 16] {
+    static JOBS: AtomicU32 = AtomicU32::new(0);
+    let (process, job) = (std::process::id(), JOBS.fetch_add(1, Ordering::Relaxed));
+    (u128::from(process) << 32 | u128::from(job)).to_le_bytes()
 }
 
 fn table(engines: &[Engine], port: impl Fn(&Engine) -> u16) -> Vec<(String, u16)> {
@@ -75,7 +82,8 @@ fn table(engines: &[Engine], port: impl Fn(&Engine) -> u16) -> Vec<(String, u16)
 }
 
 fn job(size: u32, enough: Option<u32>) -> Vec<Engine> {
-    let engines: Vec<Engine> = (0..size).map(|rank| elastic(rank, size)).collect();
+    let job_id = new_job_id();
+    let engines: Vec<Engine> = (0..size).map(|rank| elastic(rank, size, job_id)).collect();
     let (lanes, councils) =
         (table(&engines, Engine::port), table(&engines, |engine| engine.council_port().unwrap()));
     for engine in &engines {
