@@ -105,8 +105,7 @@ bench-allreduce: build ## Sums of 4 KB to 53 MB by 2, 4 and 8 hosts without limi
 	$(BIN)/python -m benchmarks.allreduce $(ARGS)
 
 bench-gpu: build ## Steps of ResNet-50 and a GPT on this machine's accelerator, and sums of tensors, DDP and gloo beside them; needs root
-	$(BIN)/python -m benchmarks.device --json-lines docs/benchmarks/device.jsonl $(ARGS)
-	$(BIN)/python -m benchmarks.device_sums --json-lines docs/benchmarks/device_sums.jsonl
+	$(BIN)/python -m benchmarks.device $(ARGS); steps=$$?; $(BIN)/python -m benchmarks.device_sums && exit $$steps
 
 # Torch's own DDP needs none. A peer that cannot be installed is reported, with the reason, and the target fails.
 lab-peers: $(ENVIRONMENT) ## Install the peers that the lab compares with: Horovod, MXNet, MPICH (3 GB, 10 minutes)
