@@ -427,10 +427,10 @@ impl<M: Memory, O: Observe> Node<M, O> {
                     actions.push(Action::Late { book: header.book, slice: header.slice, of });
                 }
                 Effect::Summed { seq } => saw(Point::Summed, &Header { seq, ..*header }, None, false),
-                Effect::Complete { seq, present, version } => {
+                Effect::Complete { seq, present, version, kept } => {
                     saw(Point::Landed, &Header { seq, ..*header }, None, false);
                     let (book, slice) = (header.book, header.slice);
-                    actions.push(Action::Complete { book, slice, seq, present, version });
+                    actions.push(Action::Complete { book, slice, seq, present, version, kept });
                 }
             }
         }

@@ -1,25 +1,20 @@
 //! What the members of the next epoch do about rounds that the last one has not finished: the same on all, from what each reports.
 //!
 //! Rounds of a slice in the store are at most one apart: nobody is answered in round s + 1 before all have pushed to it, and who
-//! pushes has the answer of s. So of each slice the last answered round decides. Who lacks its result gets it from a member that
-//! *holds* it: its program has not used it yet. Contributions to a later round are where they were, and are pushed anew.
-//!
-//! If nobody holds it, those that have had it have applied it. Then whoever lacks it gets what the result was for: the *state* of the whole tensor,
-//! its value and what an optimizer has of it. Nobody can have applied a later round, to which who lacks this one has not
-//! contributed.
+//! pushes has the answer of s. So of each slice the last answered round decides. Everybody keeps the last result that it had of each slice
+//! ([`crate::node::Action::Complete`]), and gives it to who lacks it, whatever its program has done with it. Contributions to a later round
+//! are where they were, and are pushed anew.
 
 use crate::limits::SLICES_MAX;
-use crate::types::{BookId, Rank, Seq, SliceId, TensorId};
+use crate::types::{BookId, Rank, Seq, SliceId};
 
 /// Where a slice of a book is on one member when the epoch ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
 pub struct SliceProgress {
     /// The round that it has last submitted.
     pub submitted: Seq,
-    /// Whether it has that round's result; else its contribution is where it was.
+    /// Whether it has that round's result; else its contribution is where it was, and it has the result of the round before.
     pub done: bool,
-    /// Whether that result is still where it came to: the program has not used it yet.
-    pub held: bool,
 }
 
 impl SliceProgress {
@@ -42,45 +37,19 @@ pub struct ResultGiven {
     pub slice: SliceId,
     /// The round.
     pub seq: Seq,
-    /// Who holds it.
+    /// Who has it.
     pub by: Rank,
     /// Who lacks it, in ascending order.
     pub to: Vec<Rank>,
 }
 
-/// The state of a tensor after a round that all have applied who have its result.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct StateGiven {
-    /// The book.
-    pub book: BookId,
-    /// The tensor.
-    pub tensor: TensorId,
-    /// Who lacks the result.
-    pub to: Rank,
-    /// The round.
-    pub seq: Seq,
-    /// Who has applied it.
-    pub by: Rank,
-}
-
-/// What is to be done before the next epoch's rounds begin.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Hash)]
-pub struct Recovery {
-    /// Results that are held, in order of books and slices.
-    pub given: Vec<ResultGiven>,
-    /// In order of books, tensors and receivers. Who gets a tensor's state gets no result of it.
-    pub states: Vec<StateGiven>,
-}
-
-/// Makes it of the reports of all members of the next epoch, in ascending order of ranks; `tensor_of` says of which tensor a slice is.
+/// Which results are given before the next epoch's rounds begin, in order of books and slices. Of the reports of all its members, in
+/// ascending order of ranks.
 ///
 /// # Errors
 /// A sentence, if members differ in their books, or a slice's rounds are further apart than the protocol allows.
-pub fn recovery(
-    reports: &[(Rank, Report)],
-    tensor_of: impl Fn(BookId, SliceId) -> TensorId,
-) -> Result<Recovery, String> {
-    let mut found = Recovery::default();
+pub fn recovery(reports: &[(Rank, Report)]) -> Result<Vec<ResultGiven>, String> {
+    let mut found = Vec::new();
     let Some(((first, shape), others)) = reports.split_first() else { return Ok(found) };
     for (rank, report) in others {
         let alike = report.len() == shape.len()
@@ -92,59 +61,36 @@ pub fn recovery(
     for (at, (book, slices)) in shape.iter().enumerate() {
         for slice in 0..slices.len() {
             let progress = reports.iter().map(|(rank, report)| (*rank, report[at].1[slice]));
-            let at = (*book, slice as SliceId, tensor_of(*book, slice as SliceId));
-            of_slice(at, &progress, &mut found)?;
+            found.extend(of_slice(*book, slice as SliceId, &progress)?);
         }
     }
-    found.states.sort_unstable();
-    found.states.dedup_by_key(|state| (state.book, state.tensor, state.to));
-    for given in &mut found.given {
-        let tensor = tensor_of(given.book, given.slice);
-        let gets_state = |to: &Rank| {
-            let states = &found.states;
-            states
-                .binary_search_by_key(&(given.book, tensor, *to), |state| {
-                    (state.book, state.tensor, state.to)
-                })
-                .is_ok()
-        };
-        given.to.retain(|to| !gets_state(to));
-    }
-    found.given.retain(|given| !given.to.is_empty());
     Ok(found)
 }
 
 fn of_slice(
-    (book, slice, tensor): (BookId, SliceId, TensorId),
+    book: BookId,
+    slice: SliceId,
     members: &(impl Iterator<Item = (Rank, SliceProgress)> + Clone),
-    found: &mut Recovery,
-) -> Result<(), String> {
+) -> Result<Option<ResultGiven>, String> {
     let seq = members.clone().map(|(_, progress)| progress.done_seq()).max().unwrap_or(0);
-    let lacking = members.clone().filter(|(_, progress)| progress.done_seq() < seq);
-    for (rank, progress) in lacking.clone() {
+    let mut to = Vec::new();
+    let mut givers = Vec::new();
+    for (rank, progress) in members.clone() {
+        if progress.done_seq() == seq {
+            givers.push(rank);
+            continue;
+        }
         if progress.submitted != seq {
             let at = progress.submitted;
             return Err(format!(
                 "rank {rank} is at round {at} of slice {slice} of book {book}, and others have ended {seq}"
             ));
         }
+        to.push(rank);
     }
-    if lacking.clone().next().is_none() {
-        return Ok(());
-    }
-    let those = |which: &dyn Fn(SliceProgress) -> bool| -> Vec<Rank> {
-        members.clone().filter(|(_, progress)| which(*progress)).map(|(rank, _)| rank).collect()
-    };
-    let holders = those(&|progress| progress.held && progress.submitted == seq);
-    let to: Vec<Rank> = lacking.map(|(rank, _)| rank).collect();
-    // Whose turn it is goes round with the slices, so that one does not give all. A tensor's state comes whole, so from one.
-    if holders.is_empty() {
-        let by = those(&|progress| progress.done_seq() == seq)[0];
-        found.states.extend(to.into_iter().map(|to| StateGiven { book, tensor, to, seq, by }));
-    } else {
-        found.given.push(ResultGiven { book, slice, seq, by: holders[slice as usize % holders.len()], to });
-    }
-    Ok(())
+    // Whose turn it is goes round with the slices, so that one does not give all.
+    let by = givers.get(slice as usize % givers.len().max(1)).filter(|_| !to.is_empty());
+    Ok(by.map(|by| ResultGiven { book, slice, seq, by: *by, to }))
 }
 
 /// The bytes of a report: of each book its number, how many slices it has, and runs of slices that are at the same place.
@@ -155,10 +101,10 @@ pub fn encode(report: &Report) -> Vec<u8> {
         bytes.extend(book.to_le_bytes());
         bytes.extend((slices.len() as u32).to_le_bytes());
         for run in slices.chunk_by(|one, next| one == next) {
-            let SliceProgress { submitted, done, held } = run[0];
+            let SliceProgress { submitted, done } = run[0];
             bytes.extend((run.len() as u32).to_le_bytes());
             bytes.extend(submitted.to_le_bytes());
-            bytes.push(u8::from(done) + 2 * u8::from(held));
+            bytes.push(u8::from(done));
         }
     }
     bytes
@@ -186,11 +132,10 @@ pub fn decode(bytes: &[u8]) -> Result<Report, String> {
         let mut slices: Vec<SliceProgress> = Vec::new();
         while (slices.len() as u64) < count {
             let run = take(9)?;
-            let (len, submitted, flags) = (number(&run[..4]), number(&run[4..8]), run[8]);
-            let progress = SliceProgress { submitted, done: flags & 1 == 1, held: flags & 2 == 2 };
+            let (len, submitted, done) = (number(&run[..4]), number(&run[4..8]), run[8]);
+            let progress = SliceProgress { submitted, done: done == 1 };
             let last = slices.last() == Some(&progress);
-            if len == 0 || !matches!(flags, 0 | 1 | 3) || last || slices.len() as u64 + u64::from(len) > count
-            {
+            if len == 0 || done > 1 || last || slices.len() as u64 + u64::from(len) > count {
                 return Err(format!("a report of book {book} with a run of {len} slices that cannot be"));
             }
             slices.extend(std::iter::repeat_n(progress, len as usize));
@@ -207,7 +152,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn reports() -> impl Strategy<Value = Report> {
-        let progress = (0..4u32, 0..3u8).prop_map(|(seq, which)| at(seq, which > 0, which > 1));
+        let progress = (0..4u32, any::<bool>()).prop_map(|(seq, done)| at(seq, done));
         btree_map(any::<BookId>(), vec(progress, 0..20), 0..4).prop_map(|books| books.into_iter().collect())
     }
 
@@ -234,21 +179,19 @@ mod tests {
         }
     }
 
-    fn at(submitted: Seq, done: bool, held: bool) -> SliceProgress {
-        SliceProgress { submitted, done, held }
+    fn at(submitted: Seq, done: bool) -> SliceProgress {
+        SliceProgress { submitted, done }
     }
 
-    fn of(ranks: &[(u32, &[SliceProgress])]) -> Result<Recovery, String> {
+    fn of(ranks: &[(u32, &[SliceProgress])]) -> Result<Vec<ResultGiven>, String> {
         let reports: Vec<_> =
             ranks.iter().map(|(rank, slices)| (Rank(*rank), vec![(3, slices.to_vec())])).collect();
-        recovery(&reports, |_, slice| slice / 2)
+        recovery(&reports)
     }
 
     #[test]
-    fn what_some_lack_comes_from_who_holds_it() {
-        let (lacks, holds, has) = (at(5, false, false), at(5, true, true), at(6, false, false));
-        // Slice 0: rank 1 holds round 5. Slice 1: rank 4, in turn. Slice 2: all have it.
-        let found = of(&[(0, &[has, holds, has]), (1, &[holds, lacks, has]), (4, &[lacks, holds, has])]);
+    fn what_some_lack_comes_from_who_has_it() {
+        let (lacks, has, is_ahead) = (at(5, false), at(5, true), at(6, false));
         let given = |slice, by, to: &[u32]| ResultGiven {
             book: 3,
             slice,
@@ -256,21 +199,21 @@ mod tests {
             by: Rank(by),
             to: to.iter().copied().map(Rank).collect(),
         };
-        assert_eq!(found, Ok(Recovery { given: vec![given(0, 1, &[4]), given(1, 4, &[1])], states: vec![] }));
+        // Slice 0: rank 1 alone has round 5. Slice 1: rank 4, in turn, which has pushed to the next one. Slice 2: all have it.
+        let found =
+            of(&[(0, &[lacks, has, is_ahead]), (1, &[has, lacks, has]), (4, &[lacks, is_ahead, has])]);
+        assert_eq!(found, Ok(vec![given(0, 1, &[0, 4]), given(1, 4, &[1])]));
     }
 
     #[test]
-    fn what_nobody_holds_comes_as_the_state_of_the_whole_tensor() {
-        let (lacks, holds, applied) = (at(5, false, false), at(5, true, true), at(5, true, false));
-        // Rank 2 lacks both slices of tensor 0. Rank 1 has slice 1 and lacks slice 0; rank 0 has applied both.
-        let found = of(&[(0, &[applied, applied]), (1, &[lacks, holds]), (2, &[lacks, lacks])]);
-        let state = |to| StateGiven { book: 3, tensor: 0, to: Rank(to), seq: 5, by: Rank(0) };
-        assert_eq!(found, Ok(Recovery { given: vec![], states: vec![state(1), state(2)] }));
+    fn rounds_that_nobody_has_ended_are_pushed_anew_and_nothing_is_given() {
+        assert_eq!(of(&[(0, &[at(5, false)]), (1, &[at(4, true)])]), Ok(vec![]));
+        assert_eq!(of(&[(0, &[at(0, false)]), (1, &[at(1, false)])]), Ok(vec![]));
     }
 
     #[test]
     fn members_that_differ_in_their_books_or_are_two_rounds_apart_are_refused() {
-        let (here, behind) = (at(5, true, true), at(3, true, true));
+        let (here, behind) = (at(5, true), at(3, true));
         assert!(of(&[(0, &[here]), (1, &[here, here])]).is_err_and(|why| why.contains("other books")));
         assert!(of(&[(0, &[here]), (1, &[behind])]).is_err_and(|why| why.contains("round 3")));
     }

@@ -70,7 +70,7 @@ pub struct Rules {
     /// What becomes of a round that waits for a few; without, it waits.
     pub stragglers: Option<Stragglers>,
     /// Whether a member may be lost and the others go on ([`crate::recovery`]): a contribution stays as it is until the whole result is
-    /// here.
+    /// here, and results are kept.
     pub recoverable: bool,
 }
 

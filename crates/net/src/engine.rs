@@ -334,8 +334,7 @@ impl Engine {
     /// or write it, and from then until the token is released nobody may write it. What is gathered may be read all the time.
     pub unsafe fn submit(&self, submission: Submission<Lent>, more: bool) -> Result<u64, Failure> {
         self.alive("submit")?;
-        let _no_epoch_ends =
-            self.enter_epoch(|| self.wait_until_taken(submission.book, &std::iter::once(submission.tensor)))?;
+        let _no_epoch_ends = self.enter_epoch()?;
         let open = self.book(submission.book)?;
         self.may_submit(&open, &submission)?;
         // SAFETY: as the caller vouches.
@@ -368,8 +367,7 @@ impl Engine {
     pub unsafe fn submit_together(&self, submissions: &[Submission<Lent>]) -> Result<Vec<u64>, Failure> {
         self.alive("submit")?;
         let Some(first) = submissions.first() else { return Ok(Vec::new()) };
-        let tensors = submissions.iter().map(|submission| submission.tensor);
-        let _no_epoch_ends = self.enter_epoch(|| self.wait_until_taken(first.book, &tensors))?;
+        let _no_epoch_ends = self.enter_epoch()?;
         let open = self.book(first.book)?;
         let mut ids = Vec::with_capacity(submissions.len());
         for submission in submissions {
@@ -468,11 +466,7 @@ impl Engine {
         // SAFETY: the caller vouches for the memory; its length was checked against the book.
         let memory = unsafe { Chunk::handed(start, len_bytes, Arc::clone(&open.state) as _, id, token) };
         let handed = submission.with(seq, memory);
-        if let Some(of) = open.recoverable.get(id as usize) {
-            of.address.store(address, Ordering::Release);
-            of.token.store(token, Ordering::Release);
-            *of.open.lock() = Some(handed.clone());
-        }
+        open.handed(&handed);
         Ok((token, Some(handed)))
     }
 

@@ -433,9 +433,10 @@ impl Lane {
         for action in actions.drain(..) {
             match action {
                 Action::Wake(peer) => self.wake(peer),
-                Action::Complete { book, slice, present, version, .. } => {
+                Action::Complete { book, slice, present, version, kept, .. } => {
                     if let Some(Some(book)) = self.books.get(usize::from(book)) {
                         book.got_version(slice, version);
+                        book.keep(slice, kept);
                         book.slice_complete(slice, present);
                     }
                 }

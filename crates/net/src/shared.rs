@@ -209,15 +209,9 @@ impl Shared {
         }
     }
 
-    /// The members of the next epoch are being agreed on: from now on nothing is given to the program.
+    /// The members of the next epoch are being agreed on: nothing begins until then.
     pub(crate) fn freeze(&self) {
-        let _nobody_takes = self.lock();
         self.frozen.store(true, Ordering::SeqCst);
-    }
-
-    /// The tokens that the program has not got.
-    pub(crate) fn undelivered(&self) -> BTreeSet<u64> {
-        self.lock().released.iter().copied().collect()
     }
 
     /// See `freeze`.
@@ -227,8 +221,7 @@ impl Shared {
 
     /// The tokens that the program has not got, which now gets them.
     pub(crate) fn take_released(&self) -> Vec<u64> {
-        let mut state = self.lock();
-        if self.is_frozen() { Vec::new() } else { std::mem::take(&mut state.released) }
+        std::mem::take(&mut self.lock().released)
     }
 
     /// Where members may be lost: who agrees on the next ones.
@@ -262,7 +255,7 @@ impl Shared {
         self.notify(&state);
     }
 
-    /// Results are given to the program again.
+    /// The next epoch has begun.
     pub(crate) fn thaw(&self) {
         let state = self.lock();
         self.frozen.store(false, Ordering::SeqCst);

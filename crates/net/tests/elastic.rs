@@ -5,14 +5,12 @@
 
 mod support;
 
-use parking_lot::{Condvar, Mutex};
-use penstock_core::calls::Request;
+use parking_lot::Mutex;
 use penstock_core::layout::Tensor;
-use penstock_core::recovery::StateGiven;
-use penstock_core::{BookId, Dtype, Gives, Op, Rank, Submission, TensorId};
-use penstock_net::{CallPart, Engine, EngineConfig, Failure, Lent, Stop, Until};
+use penstock_core::{BookId, Dtype, Gives, Op, Submission, TensorId};
+use penstock_net::{Engine, EngineConfig, Failure, Lent, Stop, Until};
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 use support::{config, never};
 
@@ -51,11 +49,6 @@ fn average(members: &[u32], tensor: usize, step: u32) -> Vec<f32> {
 struct Param {
     values: Vec<f32>,
     step: u32,
-}
-
-struct Model {
-    params: Mutex<Vec<Param>>,
-    applied: Condvar,
 }
 
 struct Job {
@@ -108,18 +101,18 @@ fn submit(engine: &Engine, tensor: usize, step: u32, memory: &mut [f32]) -> Resu
     unsafe { engine.submit(submission, false) }
 }
 
-/// Waits for a result: whether there is one.
-fn land(engine: &Engine, tensor: usize) -> Result<bool, Stop> {
+/// Waits for a result.
+fn land(engine: &Engine, tensor: usize) -> Result<(), Stop> {
     let ids = [tensor as TensorId];
     let began = Instant::now();
     loop {
-        let (waited, members, states) = (began.elapsed(), engine.members(), engine.states());
-        assert!(waited < PATIENCE, "tensor {tensor} does not come: {members:?}, {states:?}");
+        assert!(began.elapsed() < PATIENCE, "tensor {tensor} does not come: {:?}", engine.members());
         let patience = Duration::from_millis(500);
         let until = Until { least_bytes: &[4 * ELEMS[tensor] as u64], patience };
         let landed = engine.landed(0, &ids, Some(until), true, &mut never)?;
         if landed.complete == ids {
-            return Ok(landed.bytes[0] > 0);
+            assert_eq!(landed.bytes, [4 * ELEMS[tensor] as u64], "all contribute");
+            return Ok(());
         }
     }
 }
@@ -151,7 +144,7 @@ impl Job {
     fn train(
         &self,
         engine: &Engine,
-        model: &Model,
+        params: &mut [Param],
         rank: u32,
         dies: Option<u32>,
         memory: &mut [Vec<f32>],
@@ -171,96 +164,17 @@ impl Job {
                 }
             }
             for tensor in order {
-                let present = land(engine, tensor)?;
-                let mut params = model.params.lock();
+                land(engine, tensor)?;
+                self.check(engine, rank, tensor, step, &memory[tensor]);
                 let param = &mut params[tensor];
-                if present {
-                    self.check(engine, rank, tensor, step, &memory[tensor]);
-                    param.values.iter_mut().zip(&memory[tensor]).for_each(|(p, g)| *p = *p * 0.5 + g);
-                    param.step = step;
-                } else {
-                    assert_eq!(
-                        param.step, step,
-                        "seed {}: rank {rank} has neither result nor state",
-                        self.seed
-                    );
-                }
-                model.applied.notify_all();
-                drop(params);
+                param.values.iter_mut().zip(&memory[tensor]).for_each(|(p, g)| *p = *p * 0.5 + g);
+                param.step = step;
                 engine.wait(0, &[tensor as TensorId], true, &mut never)?;
+                // What the program does with its memory from here on harms nobody.
+                memory[tensor].fill(-1.0);
             }
         }
         Ok(())
-    }
-
-    /// Gives and takes the states of tensors, beside the program.
-    fn serve(&self, engine: &Engine, model: &Model, rank: u32, over: &AtomicBool) {
-        while !over.load(Ordering::Relaxed) {
-            let (epoch, states) = engine.states();
-            for state in states {
-                let outcome = if state.by == Rank(rank) {
-                    give(engine, epoch, model, &state)
-                } else {
-                    take(engine, epoch, &state)
-                };
-                // If not, another epoch has begun, or all is over.
-                let Ok(values) = outcome else { break };
-                let mut params = model.params.lock();
-                if engine.state_given(epoch, &state).is_err() {
-                    break;
-                }
-                if let Some(values) = values {
-                    params[state.tensor as usize] = Param { values, step: state.seq };
-                }
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-    }
-}
-
-fn call(engine: &Engine, epoch: u32, request: Request, values: &mut [f32]) -> Result<(), Stop> {
-    let memory = (values.as_mut_ptr() as usize, size_of_val(values));
-    let (inputs, outputs) = match request {
-        Request::Send { .. } => (vec![memory], vec![]),
-        _ => (vec![], vec![memory]),
-    };
-    let part =
-        CallPart { group: 0, request, op: Op::Sum, dtype: Dtype::F32, inputs, outputs, keep: Box::new(()) };
-    // SAFETY: the memory stays until the call is over: it is waited for, or the engine's epoch is over.
-    let handle = unsafe { engine.call_in(epoch, part) }?;
-    engine.wait_call(&handle, Some(PATIENCE), &mut never)
-}
-
-fn index(engine: &Engine, rank: Rank) -> u32 {
-    engine.members().iter().position(|member| *member == rank.0).unwrap_or(0) as u32
-}
-
-fn give(engine: &Engine, epoch: u32, model: &Model, state: &StateGiven) -> Result<Option<Vec<f32>>, Stop> {
-    let mut params = model.params.lock();
-    while params[state.tensor as usize].step < state.seq {
-        if model.applied.wait_for(&mut params, PATIENCE).timed_out() {
-            panic!("{state:?} was never applied");
-        }
-    }
-    let mut param = params[state.tensor as usize].clone();
-    drop(params);
-    assert_eq!(param.step, state.seq, "{state:?}");
-    call(engine, epoch, Request::Send { to: index(engine, state.to), tag: state.tensor }, &mut param.values)?;
-    Ok(None)
-}
-
-fn take(engine: &Engine, epoch: u32, state: &StateGiven) -> Result<Option<Vec<f32>>, Stop> {
-    let mut values = vec![0.0; ELEMS[state.tensor as usize]];
-    call(engine, epoch, Request::Receive { from: index(engine, state.by), tag: state.tensor }, &mut values)?;
-    Ok(Some(values))
-}
-
-/// Says that all is over when it is dropped.
-struct Ends<'a>(&'a AtomicBool);
-
-impl Drop for Ends<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
     }
 }
 
@@ -270,39 +184,24 @@ fn play(seed: u64, size: u32, deaths: u32, enough: Option<u32>) -> Vec<Result<Ve
     draw.below(2);
     let mut dies = vec![None; size as usize];
     while dies.iter().flatten().count() < deaths as usize {
-        // Not in the last step, in which others may need nothing of it any more.
-        let most = (STEPS - 1) * ELEMS.len() as u32;
+        let most = STEPS * ELEMS.len() as u32;
         dies[draw.below(u64::from(size)) as usize] = Some(1 + draw.below(u64::from(most)) as u32);
     }
     let job = Job { seed, epochs: Mutex::new(BTreeSet::from([(0..size).collect()])) };
-    let alive = AtomicU32::new(size - deaths);
     let run = |engine: Engine, rank: u32| {
-        let params = ELEMS.iter().map(|elems| Param { values: vec![0.0; *elems], step: 0 }).collect();
-        let model = Model { params: Mutex::new(params), applied: Condvar::new() };
+        let mut params: Vec<Param> =
+            ELEMS.iter().map(|elems| Param { values: vec![0.0; *elems], step: 0 }).collect();
         // Until the engine has ended: it may be written to.
         let mut memory: Vec<Vec<f32>> = ELEMS.iter().map(|elems| vec![0.0; *elems]).collect();
-        let (ended, death) = (AtomicBool::new(false), dies[rank as usize]);
-        let outcome = std::thread::scope(|scope| {
-            scope.spawn(|| job.serve(&engine, &model, rank, &ended));
-            // Also if this panics: the scope waits for the other thread.
-            let _ends = Ends(&ended);
-            let outcome = job.train(&engine, &model, rank, death, &mut memory);
-            // Others may still need a state of this rank.
-            alive.fetch_sub(u32::from(death.is_none()), Ordering::Relaxed);
-            let waits = || death.is_none() && outcome.is_ok() && alive.load(Ordering::Relaxed) > 0;
-            let until = Instant::now() + 4 * PATIENCE;
-            while waits() && Instant::now() < until {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            outcome
-        });
+        let death = dies[rank as usize];
+        let outcome = job.train(&engine, &mut params, rank, death, &mut memory);
         if death.is_some() {
             // As a process that is gone: nobody is told anything.
             drop(engine);
             return None;
         }
         let ended = outcome.and_then(|()| engine.shutdown(&mut never));
-        Some(ended.map(|()| model.params.into_inner()).map_err(|stop| match stop {
+        Some(ended.map(|()| params).map_err(|stop| match stop {
             Stop::Failed(failure) => *failure,
             Stop::Interrupted => unreachable!("nothing interrupts"),
         }))

@@ -1,7 +1,7 @@
 //! Jobs that go on without members that they have lost: agreement, nodes of each epoch, recovery, as they ship; small models, every
 //! order of frames that chance finds.
 //!
-//! Each rank submits its tensors in an order of its own, and applies a result some time after it is there, by which its gradient is gone.
+//! Each rank submits its tensors in an order of its own, and applies a result some time after it is there, by which it is gone.
 //! In the end all that are left have the same parameters, to the bit, and those are what the log of members says: each result is the
 //! average over the members of the epoch in which its round ended.
 
@@ -10,9 +10,7 @@ use crate::random::Random;
 use penstock_core::agreement::{Effect, MemberMessage, NextMembers, Succession};
 use penstock_core::layout::{Book, Tensor};
 use penstock_core::node::{Action, Config, Event, Node};
-use penstock_core::recovery::{
-    Recovery, Report, ResultGiven, SliceProgress, StateGiven, decode, encode, recovery,
-};
+use penstock_core::recovery::{Report, ResultGiven, SliceProgress, decode, encode, recovery};
 use penstock_core::roles::{Roles, Rules};
 use penstock_core::types::{Dtype, Rank, Seq, SliceId};
 use penstock_core::wire::{Destination, Header, Op};
@@ -30,10 +28,8 @@ pub enum Omission {
     AnswersInPlace,
     /// A rank takes in answers after it has reported.
     TakeInAfterTheReport,
-    /// Who lacks a result that was applied everywhere pushes its contribution anew.
-    NoState,
-    /// A program goes on using results after its rank has reported them.
-    UseWhatWasReported,
+    /// Of a result nothing is kept but what the program has of it.
+    KeepNothing,
     /// A result that one has is not given to the others: all push anew.
     GiveNothing,
 }
@@ -55,14 +51,6 @@ enum Passing {
         header: Header,
         bytes: Box<[u8]>,
     },
-    /// A tensor's parameter, after this round.
-    State {
-        epoch: u32,
-        tensor: usize,
-        seq: Seq,
-        param: Vec<f32>,
-        log: Log,
-    },
     End,
 }
 
@@ -75,6 +63,8 @@ struct Own {
     gave: bool,
     /// By slice, whether its result is here, and whether anybody contributed.
     landed: BTreeMap<SliceId, bool>,
+    /// By slice, the last result that was here.
+    kept: BTreeMap<SliceId, Option<Chunk>>,
     applied: bool,
     param: Vec<f32>,
     log: Log,
@@ -84,7 +74,7 @@ struct ElasticRank {
     agreement: Succession,
     node: Node<RealMemory>,
     lives: bool,
-    /// It has reported: it sends nothing, takes nothing in, and what is there stays as it is until the next epoch.
+    /// It has reported: it sends nothing and takes nothing in until the next epoch.
     reported: bool,
     tensors: Vec<Own>,
 }
@@ -124,7 +114,6 @@ struct World {
     /// The members of each epoch.
     epochs: BTreeSet<Vec<Rank>>,
     given: u64,
-    states: u64,
     trace: Vec<String>,
 }
 
@@ -144,8 +133,6 @@ pub struct Survived {
     pub epochs: u32,
     /// Results that were given to those that lacked them.
     pub given: u64,
-    /// Tensors whose state was given instead.
-    pub states: u64,
     /// Whether anybody was left to go on.
     pub went_on: bool,
 }
@@ -181,6 +168,7 @@ impl World {
                 seq: 0,
                 gave: false,
                 landed: BTreeMap::new(),
+                kept: BTreeMap::new(),
                 applied: true,
                 log: Log::new(),
                 param: vec![0.0; tensor.elems as usize],
@@ -205,7 +193,6 @@ impl World {
             random,
             epochs: BTreeSet::from([members.iter().collect()]),
             given: 0,
-            states: 0,
             trace: Vec::new(),
         }
     }
@@ -235,7 +222,6 @@ impl World {
                 continue;
             }
             let (reported, slices) = (self.workers[rank].reported, self.slice_counts());
-            let uses = !reported || self.omits(Omission::UseWhatWasReported);
             for to in
                 self.workers[rank].agreement.members().iter().filter(|to| to.index() != rank && !reported)
             {
@@ -247,7 +233,7 @@ impl World {
                 if own.applied && own.seq < self.steps && !reported {
                     next.push(Happening::Submit(rank, tensor));
                 }
-                if !own.applied && own.is_complete(slices[tensor]) && uses {
+                if !own.applied && own.is_complete(slices[tensor]) {
                     next.push(Happening::Apply(rank, tensor));
                 }
             }
@@ -354,16 +340,30 @@ impl World {
 
     fn note(&mut self, rank: usize, actions: Vec<Action<Chunk>>) -> Result<(), String> {
         for action in actions {
-            let Action::Complete { slice, seq, present, .. } = action else { continue };
+            let Action::Complete { slice, seq, present, kept, .. } = action else { continue };
             let tensor = self.book.slices[slice as usize].tensor as usize;
             let own = &mut self.workers[rank].tensors[tensor];
             if own.seq != seq || own.landed.insert(slice, present).is_some() {
                 return Err(format!("rank {rank}: slice {slice} ends round {seq} again, or not in turn"));
             }
             let members = self.averaged_over(rank, slice, seq, present)?;
-            self.workers[rank].tensors[tensor].log.insert((slice, seq), members);
+            let kept =
+                if present && self.omits(Omission::AnswersInPlace) { self.copied(rank, slice) } else { kept };
+            let own = &mut self.workers[rank].tensors[tensor];
+            own.kept.insert(slice, kept);
+            own.log.insert((slice, seq), members);
         }
         Ok(())
+    }
+
+    /// What a slice of a rank's memory holds now.
+    fn copied(&self, rank: usize, slice: SliceId) -> Option<Chunk> {
+        let at = &self.book.slices[slice as usize];
+        let own = &self.workers[rank].tensors[at.tensor as usize];
+        let bytes = own.memory.part(at.offset_bytes as usize, at.len_bytes as usize).to_bytes()?;
+        let copy = RealMemory::tensor(bytes.len());
+        copy.write(|memory| memory.copy_from_slice(&bytes));
+        Some(copy)
     }
 
     /// The members of an epoch over whom what has landed is the average, to the bit.
@@ -442,20 +442,6 @@ impl World {
                 self.workers[to].agreement.heard_from(0, peer, epoch, message);
                 self.follow(to)
             }
-            Passing::State { epoch, tensor, seq, param, log }
-                if epoch == mine && !self.workers[to].reported =>
-            {
-                let own = &mut self.workers[to].tensors[tensor];
-                if own.seq != seq || own.applied {
-                    return Err(format!(
-                        "rank {to}: the state of tensor {tensor} after round {seq}, and it is at {}",
-                        own.seq
-                    ));
-                }
-                (own.param, own.log, own.applied) = (param, log, true);
-                Ok(())
-            }
-            Passing::State { .. } => Ok(()),
             Passing::End => {
                 self.workers[to].agreement.suspect(0, peer);
                 self.follow(to)
@@ -473,8 +459,7 @@ impl World {
         let worker = &self.workers[rank];
         let progress = |(slice, at): (SliceId, &penstock_core::layout::Slice)| {
             let own = &worker.tensors[at.tensor as usize];
-            let done = own.applied || own.landed.contains_key(&slice);
-            SliceProgress { submitted: own.seq, done, held: done && !own.applied }
+            SliceProgress { submitted: own.seq, done: own.landed.contains_key(&slice) }
         };
         vec![(0, (0..).zip(&self.book.slices).map(progress).collect())]
     }
@@ -519,28 +504,26 @@ impl World {
         let members: Members = choice.ranks.iter().copied().collect();
         self.epochs.insert(choice.ranks.clone());
         let reports = decode_plan(&choice.plan)?;
-        let tensor_of = |_, slice: SliceId| self.book.slices[slice as usize].tensor;
-        let found = recovery(&reports, tensor_of)?;
-        let recovery = if self.omits(Omission::GiveNothing) { Recovery::default() } else { found };
+        let found = recovery(&reports)?;
+        let given = if self.omits(Omission::GiveNothing) { Vec::new() } else { found };
         let book = Arc::new(self.book.among(&members));
         let worker = &mut self.workers[rank];
         worker.node = Node::new(config(rank, &members), RealMemory::default());
         worker.node.open_book(0, book, &mut Vec::new()).map_err(|error| error.to_string())?;
         worker.reported = false;
-        self.recover(rank, &recovery)
+        self.recover(rank, &given)
     }
 
-    fn recover(&mut self, rank: usize, recovery: &Recovery) -> Result<(), String> {
+    fn recover(&mut self, rank: usize, given: &[ResultGiven]) -> Result<(), String> {
         let me = Rank(rank as u32);
-        let epoch = self.workers[rank].agreement.epoch();
         let mut lacking = BTreeSet::new();
-        for given in &recovery.given {
+        for given in given {
             let seq = given.seq;
             if given.by == me {
-                let held = self.held(rank, given)?;
+                let kept = self.kept(rank, given)?;
                 let mut actions = Vec::new();
                 let node = &mut self.workers[rank].node;
-                node.give(given, seq, held.as_ref(), &mut actions).map_err(|error| error.to_string())?;
+                node.give(given, seq, kept.as_ref(), &mut actions).map_err(|error| error.to_string())?;
                 self.given += given.to.len() as u64;
                 self.note(rank, actions)?;
             }
@@ -552,19 +535,9 @@ impl World {
                 worker.node.lacks(given, seq, &memory).map_err(|error| error.to_string())?;
             }
         }
-        let with_state = !self.omits(Omission::NoState);
-        for state in recovery.states.iter().filter(|state| state.by == me && with_state) {
-            let tensor = state.tensor as usize;
-            let own = &self.workers[rank].tensors[tensor];
-            let (param, log) = (own.param.clone(), own.log.clone());
-            let item = Passing::State { epoch, tensor, seq: state.seq, param, log };
-            self.states += 1;
-            self.send(rank, state.to.index(), item);
-        }
         for tensor in 0..self.book.tensors.len() {
             let own = &self.workers[rank].tensors[tensor];
-            let waits = |state: &StateGiven| (state.tensor as usize, state.to) == (tensor, me);
-            if own.applied || with_state && recovery.states.iter().any(waits) {
+            if own.applied {
                 continue;
             }
             let open = |slice: &SliceId| !own.landed.contains_key(slice) && !lacking.contains(slice);
@@ -579,17 +552,14 @@ impl World {
     }
 
     /// The result that this rank is to give; nothing if nobody contributed.
-    fn held(&self, rank: usize, given: &ResultGiven) -> Result<Option<Chunk>, String> {
+    fn kept(&self, rank: usize, given: &ResultGiven) -> Result<Option<Chunk>, String> {
         let at = &self.book.slices[given.slice as usize];
         let own = &self.workers[rank].tensors[at.tensor as usize];
-        let here = (own.seq == given.seq && !own.applied).then(|| own.landed.get(&given.slice)).flatten();
-        let Some(present) = here else {
-            return Err(format!(
-                "rank {rank} is to give round {} of slice {}, and has it not",
-                given.seq, given.slice
-            ));
-        };
-        Ok(present.then(|| own.memory.part(at.offset_bytes as usize, at.len_bytes as usize)))
+        let kept = own.kept.get(&given.slice).cloned().ok_or_else(|| {
+            format!("rank {rank} is to give round {} of slice {}, and has none of it", given.seq, given.slice)
+        })?;
+        let in_place = kept.is_some() && self.omits(Omission::KeepNothing);
+        Ok(if in_place { self.copied(rank, given.slice) } else { kept })
     }
 
     /// Nothing is left to happen: all that are left and are enough have come to the end, with the same parameters.
@@ -697,5 +667,5 @@ pub fn run(seed: u64, omission: Option<Omission>) -> Result<Survived, String> {
         failed(what, &world)
     })?;
     let epochs = world.workers.iter().map(|worker| worker.agreement.epoch()).max().unwrap_or(0);
-    Ok(Survived { epochs, given: world.given, states: world.states, went_on })
+    Ok(Survived { epochs, given: world.given, went_on })
 }

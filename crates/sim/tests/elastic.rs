@@ -9,18 +9,15 @@ const JOBS: u64 = 1_000;
 
 #[test]
 fn survivors_finish_their_steps_with_the_same_bits() {
-    let (mut epochs, mut given, mut states, mut went_on) = (0, 0, 0, 0);
+    let (mut epochs, mut given, mut went_on) = (0, 0, 0);
     for seed in 0..JOBS {
         let outcome = run(seed, None).unwrap_or_else(|violation| panic!("{violation}"));
         epochs += u64::from(outcome.epochs);
         given += outcome.given;
-        states += outcome.states;
         went_on += u64::from(outcome.went_on && outcome.epochs > 0);
     }
-    println!(
-        "{JOBS} jobs: {epochs} epochs, {given} results given, {states} states, {went_on} went on after a loss"
-    );
-    assert!(epochs > JOBS / 2 && given > 100 && states > 20 && went_on > JOBS / 4);
+    println!("{JOBS} jobs: {epochs} epochs, {given} results given, {went_on} went on after a loss");
+    assert!(epochs > JOBS / 2 && given > 100 && went_on > JOBS / 4);
 }
 
 #[test]
@@ -28,8 +25,7 @@ fn every_rule_is_missed() {
     for omission in [
         Omission::AnswersInPlace,
         Omission::TakeInAfterTheReport,
-        Omission::UseWhatWasReported,
-        Omission::NoState,
+        Omission::KeepNothing,
         Omission::GiveNothing,
     ] {
         let violation = (0..JOBS).find_map(|seed| run(seed, Some(omission)).err());

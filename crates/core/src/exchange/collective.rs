@@ -255,7 +255,8 @@ impl<C: Clone> Collective<C> {
         let Some(round) = self.round.take() else { return };
         context.effects.extend(self.receivers.iter().map(|by| Effect::Consumed { by: *by }));
         let version = round.header.step;
-        context.effects.push(Effect::Complete { seq: round.header.seq, present: round.present, version });
+        let (seq, present) = (round.header.seq, round.present);
+        context.effects.push(Effect::Complete { seq, present, version, kept: None });
     }
 }
 

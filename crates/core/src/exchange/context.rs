@@ -116,6 +116,8 @@ pub enum Effect<C> {
         present: bool,
         /// Of a result that the owner keeps: how often it has been replaced. The round's step of others.
         version: Step,
+        /// See [`crate::node::Action::Complete`].
+        kept: Option<C>,
     },
 }
 

@@ -236,7 +236,7 @@ impl<C: Clone> Gather<C> {
         }
         let parts = round.map(|round| round.into_parts(members.index_of(rank))).unwrap_or_default();
         context.effects.push(Effect::Gathered { parts });
-        context.effects.push(Effect::Complete { seq: self.done, present: true, version: 0 });
+        context.effects.push(Effect::Complete { seq: self.done, present: true, version: 0, kept: None });
         Ok(())
     }
 }

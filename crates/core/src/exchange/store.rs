@@ -39,7 +39,7 @@ use crate::error::Error;
 use crate::memory::Memory;
 use crate::optimizer::Update;
 use crate::reduce::Reduction;
-use crate::roles::{Answered, Fold, MustBeIn, Stragglers};
+use crate::roles::{Answered, Fold, MustBeIn, Rules, Stragglers};
 use crate::types::{Rank, Seq, Step};
 use crate::wire::{Header, Kind, describe, unexpected, wire_argument};
 
@@ -174,25 +174,21 @@ impl<C: Clone> Store<C> {
             (Kind::PushAbsent, None) => self.take(from, header, Contribution::Absent, context),
             (Kind::Answer, Some(chunk)) => {
                 let Context { site, memory, .. } = context;
-                let result = match &self.mine {
-                    Some(mine) if site.rules.recoverable && is_unrounded(header) => {
-                        copy(*memory, &chunk, &mine.memory);
-                        mine.memory.clone()
-                    }
-                    _ if is_unrounded(header) => chunk,
-                    Some(mine) => {
-                        memory.expand(site.wire, &chunk, &mine.memory);
-                        mine.memory.clone()
-                    }
-                    None => {
-                        let expanded = memory.scratch(site.slice.len_bytes as usize);
-                        memory.expand(site.wire, &chunk, &expanded);
-                        expanded
-                    }
+                let mine = self.mine.as_ref().map(|mine| mine.memory.clone());
+                let result = if is_unrounded(header) {
+                    chunk
+                } else {
+                    let place = mine.clone().filter(|_| !site.rules.recoverable);
+                    let place = place.unwrap_or_else(|| memory.scratch(site.slice.len_bytes as usize));
+                    memory.expand(site.wire, &chunk, &place);
+                    place
                 };
+                if let Some(mine) = mine.filter(|_| site.rules.recoverable) {
+                    copy(*memory, &result, &mine);
+                }
                 context.effects.push(Effect::Consumed { by: from });
                 self.spread(header, Some(&result), context);
-                self.done(header, true, context);
+                self.done(header, Some(&result), context);
                 Ok(())
             }
             (Kind::AnswerAbsent | Kind::AnswerSame, None) => {
@@ -200,7 +196,11 @@ impl<C: Clone> Store<C> {
                 let given = self.inside.as_ref().filter(|_| header.kind == Kind::AnswerSame);
                 let result = given.and_then(|inside| inside.given());
                 self.spread(header, result.as_ref(), context);
-                self.done(header, header.kind != Kind::AnswerAbsent, context);
+                // The same as what this rank has given: the result is in its memory.
+                let mine = self.mine.as_ref().map(|mine| mine.memory.clone());
+                let there = mine.filter(|_| header.kind == Kind::AnswerSame);
+                let there = there.map(|there| as_kept(there, context));
+                self.done(header, there.as_ref(), context);
                 Ok(())
             }
             (Kind::Summed, None) => {
@@ -382,9 +382,14 @@ impl<C: Clone> Store<C> {
         let result = if site.rules.keep_results() {
             self.keep(&outcome, header.step, context).map(|value| as_answered(value, context))
         } else {
+            // What is kept of a result is none of the program's memory.
+            let mine = mine.filter(|_| !site.rules.recoverable);
             match outcome {
                 Outcome::Absent => None,
-                Outcome::Copy(source) => Some(copied(source, mine, context)),
+                Outcome::Copy(source) => {
+                    let result = copied(source, mine, context);
+                    Some(if source == context.site.rank { as_kept(result, context) } else { result })
+                }
                 Outcome::Reduced(how) => {
                     let len_bytes = context.site.slice.len_bytes as usize;
                     let output = mine.unwrap_or_else(|| context.memory.scratch(len_bytes));
@@ -653,19 +658,39 @@ impl<C: Clone> Store<C> {
         context: &mut Context<'_, M>,
     ) {
         let mine = self.mine.as_ref().map(|mine| mine.memory.clone());
-        if let Some((result, mine)) = result.zip(mine.as_ref()).filter(|_| context.site.rules.keep_results())
-        {
+        let Rules { recoverable, .. } = context.site.rules;
+        let elsewhere = context.site.rules.keep_results() || *recoverable;
+        if let Some((result, mine)) = result.zip(mine.as_ref()).filter(|_| elsewhere) {
             copy(context.memory, result, mine);
         }
-        self.spread(header, result.map(|result| mine.as_ref().unwrap_or(result)), context);
-        self.done(header, result.is_some(), context);
+        let there = result.map(|result| mine.as_ref().filter(|_| !recoverable).unwrap_or(result));
+        self.spread(header, there, context);
+        self.done(header, there, context);
     }
 
-    fn done<M: Memory<Chunk = C>>(&mut self, header: &Header, present: bool, context: &mut Context<'_, M>) {
+    /// This rank's own part is through: the result is in its memory, and `there`, unless nobody contributed.
+    fn done<M: Memory<Chunk = C>>(
+        &mut self,
+        header: &Header,
+        there: Option<&C>,
+        context: &mut Context<'_, M>,
+    ) {
         if self.mine.take().is_some() {
-            context.effects.push(Effect::Complete { seq: header.seq, present, version: header.step });
+            let kept = there.filter(|_| context.site.rules.recoverable).cloned();
+            let (seq, present, version) = (header.seq, there.is_some(), header.step);
+            context.effects.push(Effect::Complete { seq, present, version, kept });
         }
     }
+}
+
+/// A result in this rank's memory, which the program may change: where it has to be kept, a copy of it.
+fn as_kept<M: Memory>(result: M::Chunk, context: &mut Context<'_, M>) -> M::Chunk {
+    if !context.site.rules.recoverable {
+        return result;
+    }
+    let kept = context.memory.scratch(context.site.slice.len_bytes as usize);
+    copy(context.memory, &result, &kept);
+    kept
 }
 
 /// What an owner keeps, as all get it: a value that goes into the next round is rounded for those who get it only. Other results are

@@ -106,6 +106,9 @@ pub enum Action<C> {
         present: bool,
         /// Where each contribution is a round of its own: how often the value that came has been changed.
         version: Step,
+        /// Where members may be lost: the result once more, if anybody contributed. It stays as it is, whatever the program does with its
+        /// memory, for those that may lack it when an epoch ends ([`crate::recovery`]): until the slice's next one is here.
+        kept: Option<C>,
     },
     /// Enough are in a round of a slice that this rank owns: [`Event::Close`] is due so long from now.
     Enough {

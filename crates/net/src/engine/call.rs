@@ -196,30 +196,9 @@ impl Engine {
     /// All memory must stay allocated until `keep` is dropped, which must not depend on this thread. Until then nobody
     /// may write to it, nor read what is to be filled.
     pub unsafe fn call(&self, part: CallPart) -> Result<Arc<Handle>, Failure> {
-        // SAFETY: as the caller vouches.
-        unsafe { self.begin_call(part, None) }
-    }
-
-    /// As [`Engine::call`], in this epoch: what members of a later one mean by it is something else.
-    ///
-    /// # Errors
-    /// As there; `MembersChanged` if the epoch is over.
-    ///
-    /// # Safety
-    /// As there.
-    pub unsafe fn call_in(&self, epoch: u32, part: CallPart) -> Result<Arc<Handle>, Failure> {
-        // SAFETY: as the caller vouches.
-        unsafe { self.begin_call(part, Some(epoch)) }
-    }
-
-    /// # Safety
-    /// As of `call`.
-    unsafe fn begin_call(&self, part: CallPart, epoch: Option<u32>) -> Result<Arc<Handle>, Failure> {
         self.alive("a call")?;
-        let _no_epoch_ends = self.enter_epoch(|| self.wait_for_members())?;
-        if epoch.is_some_and(|epoch| epoch != self.inner.shared.epoch()) {
-            return Err(self.members_changed("a call in an earlier epoch"));
-        }
+        self.inner.shared.check()?;
+        let _no_epoch_ends = self.enter_epoch()?;
         let (me, ranks) = self.inner.agreed.lock().place(part.group)?;
         let CallPart { group, request, op, dtype, inputs, outputs, keep } = part;
         let lens = |blocks: &[AddressRange]| blocks.iter().map(|(_, len)| *len as u64).collect();

@@ -1,7 +1,7 @@
 //! From one epoch to the next, where members may be lost: what this rank reports, what its lanes are told, what its program sees.
 //!
-//! An epoch has lanes, connections and a life of its own; books, tokens and waits stay. Between two epochs no lane runs, and no result is
-//! given to the program. Why so: docs/decisions/0022-an-epoch-is-a-new-engine.md.
+//! An epoch has lanes, connections and a life of its own; books, tokens and waits stay. Between two epochs no lane runs, and nothing
+//! begins. Why so: docs/decisions/0022-an-epoch-is-a-new-engine.md.
 
 use super::start_end::resolve;
 use super::{Engine, EngineConfig, Inner};
@@ -9,23 +9,18 @@ use crate::admission::Listeners;
 use crate::council::{CouncilConfig, CouncilHandle, CouncilWord, decode_plan};
 use crate::failure::Failure;
 use crate::mailbox::{Command, Recovering};
-use crate::memory::Chunk;
 use crate::shared::{OpenBook, State};
 use parking_lot::RwLockReadGuard;
 use penstock_core::agreement::NextMembers;
 use penstock_core::life::WaitKind;
-use penstock_core::recovery::{self, Recovery, Report, StateGiven, recovery};
-use penstock_core::{BookId, Members, Rank, SliceId, TensorId};
-use std::collections::{BTreeMap, BTreeSet};
+use penstock_core::recovery::{self, Report, ResultGiven, recovery};
+use penstock_core::{Members, Rank, TensorId};
+use std::collections::BTreeSet;
 use std::io;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
-use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
-
-/// By book and tensor.
-type Held = BTreeMap<(BookId, TensorId), Chunk>;
 
 /// Tells the connections of the council from those of lanes.
 const COUNCIL: u32 = u32::MAX;
@@ -44,10 +39,6 @@ pub(super) struct Epochs {
     council_port: Option<u16>,
     /// Of the lanes to come.
     next: Option<Listeners>,
-    /// What this rank has reported.
-    report: Report,
-    /// Of this epoch, the tensors whose state one rank gives another.
-    states: Vec<StateGiven>,
     driver: Option<JoinHandle<()>>,
 }
 
@@ -126,57 +117,15 @@ impl Engine {
         past.chain([self.members()]).collect()
     }
 
-    /// The number of this epoch, and the tensors whose state this rank must give in it, once it has applied their last round, or gets: their
-    /// value, and what an optimizer has of them.
-    #[must_use]
-    pub fn states(&self) -> (u32, Vec<StateGiven>) {
-        let me = Rank(self.inner.config.rank);
-        let epochs = self.inner.epochs.lock();
-        let mine = epochs.states.iter().filter(|state| state.by == me || state.to == me).copied();
-        (epochs.past.len() as u32, mine.collect())
-    }
-
-    /// The state of a tensor has been given in this epoch, or has come here whole: its last round is over, and brings nothing more. Whoever
-    /// gets it puts it in place after this alone; until then another epoch may bring the round's result.
-    ///
-    /// # Errors
-    /// `Config` if this rank neither gives nor gets it; `MembersChanged` if the epoch is over: perhaps it is to be given again.
-    pub fn state_given(&self, epoch: u32, state: &StateGiven) -> Result<(), Failure> {
-        self.alive("state_given")?;
-        let open = self.book(state.book)?;
-        // What this rank reports when the epoch ends has this in it, or knows nothing of it.
-        let _no_epoch_ends = self.inner.gate.read();
-        let mut epochs = self.inner.epochs.lock();
-        if self.inner.shared.is_frozen() || epochs.past.len() as u32 != epoch {
-            drop(epochs);
-            return Err(self.members_changed("the state of a tensor that was to be given"));
-        }
-        let Some(at) = epochs.states.iter().position(|other| other == state) else {
-            return Err(Failure::config(format!(
-                "{}: tensor {} has no state to be given",
-                open.book.name, state.tensor
-            )));
-        };
-        epochs.states.remove(at);
-        drop(epochs);
-        if state.to == Rank(self.inner.config.rank) {
-            open.superseded(state.tensor);
-        }
-        Ok(())
-    }
-
-    /// Waits for what `ready` waits for, and for an epoch that is not about to end. It does not end while the guard lives.
-    pub(super) fn enter_epoch(
-        &self,
-        ready: impl Fn() -> Result<(), Failure>,
-    ) -> Result<RwLockReadGuard<'_, ()>, Failure> {
+    /// Waits for an epoch that is not about to end. It does not end while the guard lives.
+    pub(super) fn enter_epoch(&self) -> Result<RwLockReadGuard<'_, ()>, Failure> {
         loop {
-            ready()?;
             let guard = self.inner.gate.read();
-            // It may have begun to end since.
             if !self.inner.shared.is_frozen() {
                 return Ok(guard);
             }
+            drop(guard);
+            self.wait_for_members()?;
         }
     }
 
@@ -184,31 +133,12 @@ impl Engine {
     pub(super) fn wait_for_members(&self) -> Result<(), Failure> {
         let shared = &self.inner.shared;
         shared.check()?;
-        self.wait_until(|| !shared.is_frozen())
-    }
-
-    /// Returns when the last results of these tensors are the program's: who submits again has no use for them any more.
-    pub(super) fn wait_until_taken(
-        &self,
-        book: BookId,
-        tensors: &(impl Iterator<Item = TensorId> + Clone),
-    ) -> Result<(), Failure> {
-        if !self.inner.config.elastic {
+        if !shared.is_frozen() {
             return Ok(());
         }
-        let open = self.book(book)?;
-        let known = |tensor: &TensorId| (*tensor as usize) < open.tensors.len();
-        self.wait_until(|| tensors.clone().filter(known).all(|tensor| open.take(tensor)))
-    }
-
-    fn wait_until(&self, mut over: impl FnMut() -> bool) -> Result<(), Failure> {
-        if over() {
-            return Ok(());
-        }
-        let shared = &self.inner.shared;
         let mut wait = shared.begin_wait(WaitKind::Look, self.inner.config.peer_timeout * TIMEOUTS_MAX);
-        let done = |_: &mut State| over().then_some(());
-        let waited = shared.wait(&mut wait, &mut || false, done).map_err(|stop| match stop {
+        let over = |_: &mut State| (!shared.is_frozen()).then_some(());
+        let waited = shared.wait(&mut wait, &mut || false, over).map_err(|stop| match stop {
             crate::failure::Stop::Failed(failure) => *failure,
             crate::failure::Stop::Interrupted => Failure::config("interrupted"),
         })?;
@@ -240,21 +170,18 @@ impl Inner {
             self.shared.freeze();
         }
         self.end_lanes();
-        let undelivered = self.shared.undelivered();
         let broken =
             |error: io::Error| Failure::config(format!("the next epoch cannot be listened for: {error}"));
         let (listeners, port) = listen(&self.config, self.congestion_control.as_deref()).map_err(broken)?;
         let books = self.books.read();
         let of_book = |open: &Arc<OpenBook>| {
             let tensors = 0..open.tensors.len() as TensorId;
-            (open.id, tensors.flat_map(|tensor| open.progress(tensor, &undelivered)).collect())
+            (open.id, tensors.flat_map(|tensor| open.progress(tensor)).collect())
         };
         let report: Report = books.iter().map(of_book).collect();
         let mut bytes = port.to_le_bytes().to_vec();
         bytes.extend(recovery::encode(&report));
-        let mut epochs = self.epochs.lock();
-        (epochs.next, epochs.report) = (Some(listeners), report);
-        drop(epochs);
+        self.epochs.lock().next = Some(listeners);
         if let Some(council) = self.shared.council() {
             council.frozen(bytes);
         }
@@ -285,12 +212,7 @@ impl Inner {
         }
         let (addresses, reports) = self.read_plan(&members, &choice.plan)?;
         let resolved: Vec<SocketAddr> = addresses.iter().map(resolve).collect::<Result<_, _>>()?;
-        let found = {
-            let books = self.books.read();
-            let tensor_of =
-                |book: BookId, slice: SliceId| books[usize::from(book)].book.slices[slice as usize].tensor;
-            recovery(&reports, tensor_of).map_err(Failure::config)?
-        };
+        let found = recovery(&reports).map_err(Failure::config)?;
         if self.threads.lock().closed {
             return Ok(());
         }
@@ -305,7 +227,6 @@ impl Inner {
             let mut epochs = self.epochs.lock();
             epochs.past.push(past);
             epochs.addresses = addresses;
-            epochs.states.clone_from(&found.states);
             epochs.next.take()
         };
         let Some(listeners) = next else {
@@ -314,9 +235,8 @@ impl Inner {
         let _nobody_submits = self.gate.write();
         self.shared.start(&begun.mailboxes, names);
         self.tell_lanes(&books, &members);
-        let held = self.held(&books, &found);
         for (lane, mailbox) in (0..).zip(&begun.mailboxes) {
-            let recovering = self.recovering(lane, &books, &found, &held)?;
+            let recovering = self.recovering(lane, &books, &found);
             mailbox.send(Command::Recover(Box::new(recovering)));
         }
         self.run(begun, listeners, resolved, &members)?;
@@ -376,31 +296,12 @@ impl Inner {
         }
     }
 
-    /// The memory of tensors of which this rank gives results. It is the engine's again until they are sent.
-    fn held(&self, books: &[Arc<OpenBook>], found: &Recovery) -> Held {
-        let mut held = Held::new();
-        for given in found.given.iter().filter(|given| given.by == Rank(self.config.rank)) {
-            let open = &books[usize::from(given.book)];
-            let tensor = open.book.slices[given.slice as usize].tensor;
-            if let Some(whole) = open.memory_again(tensor) {
-                held.entry((given.book, tensor)).or_insert(whole);
-            }
-        }
-        held
-    }
-
     /// What goes on of the last epoch's rounds, as far as one lane goes.
-    fn recovering(
-        &self,
-        lane: u32,
-        books: &[Arc<OpenBook>],
-        found: &Recovery,
-        held: &Held,
-    ) -> Result<Recovering, Failure> {
+    fn recovering(&self, lane: u32, books: &[Arc<OpenBook>], found: &[ResultGiven]) -> Recovering {
         let me = Rank(self.config.rank);
         let mut all = Recovering { gives: Vec::new(), lacks: Vec::new(), again: Vec::new() };
         let mut lacking = BTreeSet::new();
-        for given in &found.given {
+        for given in found {
             let open = &books[usize::from(given.book)];
             let slice = &open.book.slices[given.slice as usize];
             if slice.lane != lane {
@@ -408,38 +309,24 @@ impl Inner {
             }
             let step = open.tensors[slice.tensor as usize].step.load(Ordering::Relaxed);
             if given.by == me {
-                let absent = open.recoverable[slice.tensor as usize].absent.lock().contains(&given.slice);
-                let whole = held.get(&(given.book, slice.tensor)).filter(|_| !absent);
-                if whole.is_none() && !absent {
-                    let (name, tensor) = (&open.book.name, &open.book.tensors[slice.tensor as usize].name);
-                    return Err(Failure::config(format!(
-                        "rank {me} has reported a result of {tensor} of {name} that it does not hold, which is a bug in Penstock"
-                    )));
-                }
-                let result =
-                    whole.map(|whole| whole.part(slice.offset_bytes as usize, slice.len_bytes as usize));
-                all.gives.push((given.clone(), step, result));
+                all.gives.push((given.clone(), step, open.kept(given.slice)));
             } else if given.to.contains(&me)
-                && let Some(submission) = &*open.recoverable[slice.tensor as usize].open.lock()
+                && let Some(submission) = open.unfinished(slice.tensor)
             {
                 lacking.insert((given.book, given.slice));
-                all.lacks.push((given.clone(), step, submission.memory.clone()));
+                all.lacks.push((given.clone(), step, submission.memory));
             }
         }
         for open in books {
-            for (tensor, of) in (0..).zip(&open.recoverable) {
-                let Some(submission) = of.open.lock().clone() else { continue };
-                let gets_state =
-                    |state: &StateGiven| (state.book, state.tensor, state.to) == (open.id, tensor, me);
-                if found.states.iter().any(gets_state) {
-                    continue;
-                }
+            for tensor in 0..open.tensors.len() as TensorId {
+                let Some(submission) = open.unfinished(tensor) else { continue };
                 let slices =
                     open.open_slices(tensor, lane).filter(|slice| !lacking.contains(&(open.id, *slice)));
-                all.again.push((submission, slices.collect()));
+                let slices = slices.collect();
+                all.again.push((submission, slices));
             }
         }
-        Ok(all)
+        all
     }
 
     /// No epoch begins any more.
@@ -452,20 +339,5 @@ impl Inner {
             // It ends with the council's channel.
             let _ = driver.join();
         }
-    }
-}
-
-impl OpenBook {
-    /// The memory of a tensor that was submitted last and whose result the program has not used.
-    fn memory_again(&self, tensor: TensorId) -> Option<Chunk> {
-        let of = &self.recoverable[tensor as usize];
-        if let Some(submission) = &*of.open.lock() {
-            return Some(submission.memory.clone());
-        }
-        let (address, token) = (of.address.load(Ordering::Acquire), of.token.load(Ordering::Acquire));
-        let len_bytes = self.book.tensors[tensor as usize].len_bytes() as usize;
-        let start = NonNull::new(address as *mut u8).filter(|_| self.reclaim(tensor, token))?;
-        // SAFETY: the program was not told that this memory is released, and will be when the last part of this chunk is dropped.
-        Some(unsafe { Chunk::handed(start, len_bytes, Arc::clone(&self.state) as _, tensor, token) })
     }
 }

@@ -161,13 +161,7 @@ impl Engine {
                 self.inner.shared.check().map_err(|failure| blame_first(failure, &open, tensors))?;
             }
             landed.complete = tensors.iter().copied().filter(|tensor| is_in(&open, *tensor, false)).collect();
-            // Where members may be lost, all of it or nothing: what is used of a tensor is used of all its slices.
-            let whole = !open.recoverable.is_empty();
-            let bytes = |tensor: &TensorId| match whole && !landed.complete.contains(tensor) {
-                true => 0,
-                false => open.landed_bytes(*tensor),
-            };
-            landed.bytes = tensors.iter().map(bytes).collect();
+            landed.bytes = tensors.iter().map(|tensor| open.landed_bytes(*tensor)).collect();
         }
         landed.released = self.inner.shared.take_released();
         Ok(landed)
@@ -187,11 +181,7 @@ impl Engine {
             return Err(Failure::config(format!("{lengths} lengths to wait for, of {count} tensors")).into());
         }
         let parts: Vec<_> = tensors.iter().copied().zip(least_bytes.iter().copied()).collect();
-        let has_come = |(tensor, bytes): &(TensorId, u64)| {
-            is_in(open, *tensor, false)
-                || open.recoverable.is_empty() && open.arrived_bytes(*tensor) >= *bytes
-        };
-        let any = || parts.iter().any(has_come);
+        let any = || parts.iter().any(|(tensor, bytes)| open.arrived_bytes(*tensor) >= *bytes);
         if any() {
             return Ok(());
         }
@@ -320,7 +310,6 @@ fn is_in(open: &OpenBook, tensor: TensorId, released: bool) -> bool {
     let state = &open.tensors[tensor as usize];
     state.remaining.load(Ordering::Acquire) == 0
         && (!released || state.unreleased.load(Ordering::Acquire) == 0)
-        && open.take(tensor)
 }
 
 /// The job's failure as it looks from a layer.

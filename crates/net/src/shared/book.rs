@@ -8,10 +8,10 @@ use parking_lot::Mutex;
 use penstock_core::recovery::SliceProgress;
 use penstock_core::roles::{Fold, MustBeIn};
 use penstock_core::{Book, BookId, Members, Rank, SliceId, Step, Submission, TensorId};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::ops::Deref;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 
 /// One tensor of an open book.
 #[derive(Default)]
@@ -37,20 +37,6 @@ pub(crate) struct TensorState {
     pub(crate) gathered: Mutex<Gathered>,
 }
 
-/// What is known of the last submission of a tensor, so that its round can go on among other members.
-#[derive(Default)]
-pub(crate) struct Recoverable {
-    /// Until the result is in memory; it keeps that from being released.
-    pub(crate) open: Mutex<Option<Submission<Chunk>>>,
-    /// Where the memory is, and its token.
-    pub(crate) address: AtomicUsize,
-    pub(crate) token: AtomicU64,
-    /// Whether the program may have used the result, or may have other use for its memory.
-    taken: AtomicBool,
-    /// By slice of the tensor: nobody contributed.
-    pub(crate) absent: Mutex<BTreeSet<SliceId>>,
-}
-
 /// What a gather has brought.
 #[derive(Default)]
 pub(crate) struct Gathered {
@@ -74,8 +60,11 @@ pub(crate) struct BookProgress {
     pub(crate) tensors: Vec<TensorState>,
     /// By slice: whether its result of the last submission is in memory.
     in_memory: Vec<AtomicBool>,
-    /// By tensor, where members may be lost; none otherwise.
-    pub(crate) recoverable: Vec<Recoverable>,
+    /// By tensor, where members may be lost, none otherwise: the last submission until its result is in memory, so that its rounds can go on
+    /// among other members. It keeps that memory from being released.
+    unfinished: Vec<Mutex<Option<Submission<Chunk>>>>,
+    /// By slice, likewise: its last result.
+    kept: Vec<Mutex<Option<Chunk>>>,
     /// Each layer's place in the forward pass, once it is said.
     pub(crate) places: Mutex<Option<Arc<[u32]>>>,
     /// By slice, where each contribution is a round of its own: how often the value that came last was changed.
@@ -108,12 +97,13 @@ impl BookProgress {
         let in_memory = book.slices.iter().map(|_| AtomicBool::new(false)).collect();
         let updated = if book.roles.rules.fold == Fold::Updated { book.slices.len() } else { 0 };
         let versioned = if book.roles.rules.must_be_in == MustBeIn::Nobody { book.slices.len() } else { 0 };
-        let recoverable = if book.roles.rules.recoverable { book.tensors.len() } else { 0 };
+        let recoverable = usize::from(book.roles.rules.recoverable);
         Self {
             id,
             tensors,
             in_memory,
-            recoverable: (0..recoverable).map(|_| Recoverable::default()).collect(),
+            unfinished: (0..recoverable * book.tensors.len()).map(|_| Mutex::default()).collect(),
+            kept: (0..recoverable * book.slices.len()).map(|_| Mutex::default()).collect(),
             places: Mutex::default(),
             versions: (0..versioned).map(|_| AtomicU32::new(0)).collect(),
             late: Mutex::default(),
@@ -173,59 +163,41 @@ impl OpenBook {
         owned.find(|(_, waits)| !waits.load(Ordering::Acquire)).map(|(slice, _)| slice.tensor)
     }
 
-    /// Whether the program may have the result of a tensor that is complete: from now on it counts as used. Not while the members of
-    /// the next epoch are being agreed on: what this rank has reported stays as it is.
-    pub(crate) fn take(&self, tensor: TensorId) -> bool {
-        let Some(of) = self.recoverable.get(tensor as usize) else { return true };
-        if self.shared.is_frozen() {
-            return false;
-        }
-        // Sequential consistency: whoever reports sees this, or this sees that it is frozen.
-        of.taken.store(true, Ordering::SeqCst);
-        !self.shared.is_frozen()
-    }
-
-    /// The memory of a submission is the engine's again, if the program was not told that it is released.
-    pub(crate) fn reclaim(&self, tensor: TensorId, token: u64) -> bool {
-        let mut state = self.shared.lock();
-        let Some(at) = state.released.iter().position(|released| *released == token) else { return false };
-        state.released.swap_remove(at);
-        self.tensors[tensor as usize].unreleased.fetch_add(1, Ordering::AcqRel);
-        true
-    }
-
-    /// What a tensor's round was for is in place already: it is over, and brings nothing.
-    pub(crate) fn superseded(&self, tensor: TensorId) {
-        if let Some(of) = self.recoverable.get(tensor as usize) {
-            of.taken.store(true, Ordering::SeqCst);
-        }
-        self.tensors[tensor as usize].present.store(false, Ordering::Relaxed);
-        let is_open = |slice: &SliceId| !self.in_memory[*slice as usize].load(Ordering::Acquire);
-        self.book.slices_of(tensor).filter(is_open).for_each(|slice| self.slice_complete(slice, false));
-    }
-
     /// Where the slices of a tensor are.
-    pub(crate) fn progress(&self, tensor: TensorId, undelivered: &BTreeSet<u64>) -> Vec<SliceProgress> {
-        let (state, of) = (&self.tensors[tensor as usize], &self.recoverable[tensor as usize]);
-        let waits = state.unreleased.load(Ordering::Acquire) > 0
-            || undelivered.contains(&of.token.load(Ordering::Acquire));
-        let may_be_used = of.taken.load(Ordering::SeqCst) || !waits;
-        let submitted = state.seq.load(Ordering::Acquire);
-        let slice = |slice: SliceId| {
-            let done = self.in_memory[slice as usize].load(Ordering::Acquire);
-            SliceProgress { submitted, done, held: done && !may_be_used }
-        };
-        self.book.slices_of(tensor).map(slice).collect()
+    pub(crate) fn progress(&self, tensor: TensorId) -> impl Iterator<Item = SliceProgress> {
+        let submitted = self.tensors[tensor as usize].seq.load(Ordering::Acquire);
+        let is_done = |slice: SliceId| self.in_memory[slice as usize].load(Ordering::Acquire);
+        self.book.slices_of(tensor).map(move |slice| SliceProgress { submitted, done: is_done(slice) })
+    }
+
+    /// A lane has the result of a slice, whose completion follows: for members that may lack it when an epoch ends.
+    pub(crate) fn keep(&self, slice: SliceId, result: Option<Chunk>) {
+        if let Some(kept) = self.kept.get(slice as usize) {
+            *kept.lock() = result;
+        }
+    }
+
+    /// The last result of a slice that was here; nothing if nobody contributed.
+    pub(crate) fn kept(&self, slice: SliceId) -> Option<Chunk> {
+        self.kept.get(slice as usize)?.lock().clone()
+    }
+
+    /// The submission of a tensor that is not complete, where members may be lost.
+    pub(crate) fn unfinished(&self, tensor: TensorId) -> Option<Submission<Chunk>> {
+        self.unfinished.get(tensor as usize)?.lock().clone()
     }
 
     /// A tensor is about to be handed to the lanes: nothing of its result is in memory.
     pub(crate) fn submitted(&self, tensor: TensorId) {
-        if let Some(of) = self.recoverable.get(tensor as usize) {
-            of.taken.store(false, Ordering::SeqCst);
-            of.absent.lock().clear();
-        }
         for slice in self.book.slices_of(tensor) {
             self.in_memory[slice as usize].store(false, Ordering::Relaxed);
+        }
+    }
+
+    /// It is handed to the lanes. Where members may be lost it must stay known until it is complete.
+    pub(crate) fn handed(&self, submission: &Submission<Chunk>) {
+        if let Some(unfinished) = self.unfinished.get(submission.tensor as usize) {
+            *unfinished.lock() = Some(submission.clone());
         }
     }
 
@@ -275,15 +247,13 @@ impl OpenBook {
         let tensor = &self.tensors[id as usize];
         if present {
             tensor.present.store(true, Ordering::Relaxed);
-        } else if let Some(of) = self.recoverable.get(id as usize) {
-            of.absent.lock().insert(slice);
         }
         // Release: who sees it sees the slice's result.
         self.in_memory[slice as usize].store(true, Ordering::Release);
         // Release: who sees 0 sees the result. The decrements of other lanes are in the same release sequence.
         if tensor.remaining.fetch_sub(1, Ordering::AcqRel) == 1 {
-            if let Some(of) = self.recoverable.get(id as usize) {
-                *of.open.lock() = None;
+            if let Some(unfinished) = self.unfinished.get(id as usize) {
+                *unfinished.lock() = None;
             }
             self.shared.tensor_complete(tensor);
             return;
