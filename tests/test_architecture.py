@@ -41,10 +41,10 @@ CORE_DEPENDENCIES = {"bytemuck", "half", "thiserror"}
 FLOORS = (
     {"types", "limits", "bits", "parts"},
     {"error", "members", "way", "optimizer", "reduce", "slicing", "queue"},
-    {"wire", "memory", "steps", "cost", "all_gather", "agreement", "recovery"},
+    {"wire", "memory", "steps", "cost", "all_gather", "recovery"},
     {"roles", "observe", "submission"},
     {"layout", "life"},
-    {"scheme", "exchange"},
+    {"scheme", "exchange", "agreement"},
     {"calls"},
     {"node"},
 )
@@ -55,8 +55,10 @@ FLOORS = (
 VERDICTS = (
     r"\bEvidence::|\bVerdict::new\b|\bSUSPICION_NS\b|\bDEPARTURE_GRACE_NS\b|\bSETTLE_NS\b"
     r"|\bFault \{ culprit:|\bPeerLost \{(?![^}]*\.\.)|(?<!\| )\bError::Timeout\((?!_)|\bis_timeout\("
+    r"|\.suspect\(|\bleaves_out\("
 )
-JUDGES = {"sim/src/life/check.rs", "sim/src/world/faults.rs"}
+# The last shows what becomes of suspicions, whatever they rest on.
+JUDGES = {"sim/src/life/check.rs", "sim/src/world/faults.rs", "sim/src/agreement.rs"}
 
 PICKLES = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 """Modules that run what they read."""
@@ -280,6 +282,7 @@ def test_a_verdict_of_a_driver_is_found():
         "self.fail(key, Fault { culprit: key.1, error });",
         "self.end_with(Error::Timeout(what).into())",
         "let error = if evidence.is_timeout() { a } else { b };",
+        "self.succession.suspect(now_ns, peer);",
     ):
         assert re.search(VERDICTS, line), line
     for line in (

@@ -2,7 +2,8 @@
 
 use crate::types::Rank;
 
-/// Ranks in ascending order, and their epoch: who leaves (join) does so within one, and when all are back the next one begins.
+/// Ranks in ascending order, and their epoch. Who leaves (join) does so within one, and when all are back the next one begins; so it does
+/// when members are lost and the others go on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Members {
     ranks: Vec<Rank>,
@@ -34,7 +35,7 @@ impl Members {
         self.ranks.is_empty()
     }
 
-    /// How often all have come back.
+    /// How often all have come back, or members were lost and the others went on.
     #[must_use]
     pub fn epoch(&self) -> u32 {
         self.epoch

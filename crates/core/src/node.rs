@@ -93,7 +93,7 @@ impl<M: Memory, O: Observe> Node<M, O> {
         }
     }
 
-    /// All processes of the job.
+    /// All processes of the job, or of its epoch.
     pub fn members(&self) -> &Members {
         &self.config.members
     }

@@ -50,17 +50,19 @@ pub struct ResultGiven {
 /// A sentence, if members differ in their books, or a slice's rounds are further apart than the protocol allows.
 pub fn recovery(reports: &[(Rank, Report)]) -> Result<Vec<ResultGiven>, String> {
     let mut found = Vec::new();
-    let Some(((first, shape), others)) = reports.split_first() else { return Ok(found) };
-    for (rank, report) in others {
-        let alike = report.len() == shape.len()
-            && report.iter().zip(shape).all(|(one, other)| one.0 == other.0 && one.1.len() == other.1.len());
-        if !alike {
+    // Who opens a book later than others has nothing of it yet.
+    let Some((first, most)) = reports.iter().max_by_key(|(_, report)| report.len()) else { return Ok(found) };
+    for (rank, report) in reports {
+        let mut pairs = report.iter().zip(most);
+        if !pairs.all(|(one, other)| one.0 == other.0 && one.1.len() == other.1.len()) {
             return Err(format!("rank {rank} has other books open than rank {first}"));
         }
     }
-    for (at, (book, slices)) in shape.iter().enumerate() {
+    for (at, (book, slices)) in most.iter().enumerate() {
         for slice in 0..slices.len() {
-            let progress = reports.iter().map(|(rank, report)| (*rank, report[at].1[slice]));
+            let of_report =
+                |report: &Report| report.get(at).map(|(_, slices)| slices[slice]).unwrap_or_default();
+            let progress = reports.iter().map(|(rank, report)| (*rank, of_report(report)));
             found.extend(of_slice(*book, slice as SliceId, &progress)?);
         }
     }
@@ -145,6 +147,35 @@ pub fn decode(bytes: &[u8]) -> Result<Report, String> {
     if rest.is_empty() { Ok(report) } else { Err("a report of slices that breaks off".into()) }
 }
 
+/// The bytes of a plan for the next epoch: what those who stay have reported. Each works out the same from it.
+#[must_use]
+pub fn encode_plan(reports: &[(Rank, Vec<u8>)]) -> Vec<u8> {
+    let mut plan = Vec::new();
+    for (rank, report) in reports {
+        plan.extend(rank.0.to_le_bytes());
+        plan.extend((report.len() as u32).to_le_bytes());
+        plan.extend(report);
+    }
+    plan
+}
+
+/// Reads what [`encode_plan`] wrote.
+///
+/// # Errors
+/// A sentence that says what is wrong with it.
+pub fn decode_plan(mut plan: &[u8]) -> Result<Vec<(Rank, &[u8])>, String> {
+    let broken = || "a plan for the next epoch that breaks off".to_owned();
+    let mut reports = Vec::new();
+    while !plan.is_empty() {
+        let (head, rest) = plan.split_first_chunk::<8>().ok_or_else(broken)?;
+        let number = |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
+        let (report, rest) = rest.split_at_checked(number(4) as usize).ok_or_else(broken)?;
+        reports.push((Rank(number(0)), report));
+        plan = rest;
+    }
+    Ok(reports)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -166,6 +197,23 @@ mod tests {
         fn any_bytes_decode_to_what_encodes_to_them_or_are_refused(bytes: Vec<u8>) {
             if let Ok(report) = decode(&bytes) {
                 prop_assert_eq!(encode(&report), bytes);
+            }
+        }
+
+        #[test]
+        fn a_plan_is_read_as_it_was_written(reports in vec((0..9u32, vec(any::<u8>(), 0..20)), 0..5)) {
+            let reports: Vec<(Rank, Vec<u8>)> =
+                reports.into_iter().map(|(rank, report)| (Rank(rank), report)).collect();
+            let plan = encode_plan(&reports);
+            let found = decode_plan(&plan).unwrap();
+            prop_assert_eq!(found, reports.iter().map(|(rank, report)| (*rank, report.as_slice())).collect::<Vec<_>>());
+        }
+
+        #[test]
+        fn any_bytes_are_a_plan_or_refused(bytes: Vec<u8>) {
+            if let Ok(reports) = decode_plan(&bytes) {
+                let reports: Vec<_> = reports.into_iter().map(|(rank, report)| (rank, report.to_vec())).collect();
+                prop_assert_eq!(encode_plan(&reports), bytes);
             }
         }
 
@@ -209,6 +257,8 @@ mod tests {
     fn rounds_that_nobody_has_ended_are_pushed_anew_and_nothing_is_given() {
         assert_eq!(of(&[(0, &[at(5, false)]), (1, &[at(4, true)])]), Ok(vec![]));
         assert_eq!(of(&[(0, &[at(0, false)]), (1, &[at(1, false)])]), Ok(vec![]));
+        // Rank 1 has not opened the book.
+        assert_eq!(recovery(&[(Rank(0), vec![(3, vec![at(1, false)])]), (Rank(1), vec![])]), Ok(vec![]));
     }
 
     #[test]

@@ -9,7 +9,8 @@
 //! place among [`STRANGERS_MAX`], a fixed buffer and until the handshake's deadline, and compete only with each other:
 //! data already flows on other threads. A peer that loses its place in a flood of strangers redials.
 //!
-//! What this module omits: no connection is ever restored. If one is lost, its rank is lost, and the lane says so.
+//! What this module omits: a lane's connection is never restored. If one is lost, its rank is lost, and the lane says so. The council's is
+//! dialled again ([`Admission::disconnected`]).
 
 mod dials;
 mod listeners;

@@ -251,6 +251,7 @@ impl Engine {
     ) -> Result<BookId, Failure> {
         self.alive("open_book")?;
         self.inner.shared.check()?;
+        let _no_epoch_ends = self.enter_epoch()?;
         let EngineConfig { size, .. } = self.inner.config;
         let mut roles = roles.unwrap_or_else(|| Roles::alike(self.inner.workers()));
         if self.inner.config.elastic {

@@ -212,6 +212,7 @@ impl Shared {
     /// The members of the next epoch are being agreed on: nothing begins until then.
     pub(crate) fn freeze(&self) {
         self.frozen.store(true, Ordering::SeqCst);
+        self.live(|life, _| life.epoch_ends());
     }
 
     /// See `freeze`.
@@ -233,6 +234,7 @@ impl Shared {
     pub(crate) fn with_council(&self, council: CouncilHandle) {
         // The engine makes one.
         let _ = self.council.set(council);
+        self.live(Life::goes_on_after_losses);
     }
 
     /// Epochs that have ended.

@@ -7,10 +7,12 @@
 
 use crate::memory::{Chunk, RealMemory, SimMemory};
 use crate::random::Random;
-use penstock_core::agreement::{Effect, MemberMessage, NextMembers, Succession};
+use penstock_core::agreement::{Effect, Hearing, MemberMessage, NextMembers, Succession};
 use penstock_core::layout::{Book, Tensor};
 use penstock_core::node::{Action, Config, Event, Node};
-use penstock_core::recovery::{Report, ResultGiven, SliceProgress, decode, encode, recovery};
+use penstock_core::recovery::{
+    Report, ResultGiven, SliceProgress, decode, decode_plan, encode, encode_plan, recovery,
+};
 use penstock_core::roles::{Roles, Rules};
 use penstock_core::types::{Dtype, Rank, Seq, SliceId};
 use penstock_core::wire::{Destination, Header, Op};
@@ -72,6 +74,7 @@ struct Own {
 
 struct ElasticRank {
     agreement: Succession,
+    hearing: Hearing,
     node: Node<RealMemory>,
     lives: bool,
     /// It has reported: it sends nothing and takes nothing in until the next epoch.
@@ -177,6 +180,7 @@ impl World {
             node.open_book(0, Arc::new(book.clone()), &mut Vec::new()).expect("a first book");
             ElasticRank {
                 agreement: Succession::new(Rank(rank as u32), &members, enough),
+                hearing: Hearing::new(Rank(rank as u32), &members, u64::MAX, 0),
                 node,
                 lives: true,
                 reported: false,
@@ -443,7 +447,8 @@ impl World {
                 self.follow(to)
             }
             Passing::End => {
-                self.workers[to].agreement.suspect(0, peer);
+                let ElasticRank { agreement, hearing, .. } = &mut self.workers[to];
+                hearing.closed(0, peer, agreement);
                 self.follow(to)
             }
         }
@@ -481,13 +486,7 @@ impl World {
                         self.workers[rank].agreement.frozen(0, encode(&report));
                     }
                     Effect::Plan(ballot, reports) => {
-                        let mut plan = Vec::new();
-                        for (of, report) in reports {
-                            plan.extend(of.0.to_le_bytes());
-                            plan.extend((report.len() as u32).to_le_bytes());
-                            plan.extend(report);
-                        }
-                        self.workers[rank].agreement.planned(0, ballot, plan);
+                        self.workers[rank].agreement.planned(0, ballot, encode_plan(&reports));
                     }
                     Effect::Chosen(choice) => self.begin(rank, &choice)?,
                 }
@@ -503,7 +502,11 @@ impl World {
         }
         let members: Members = choice.ranks.iter().copied().collect();
         self.epochs.insert(choice.ranks.clone());
-        let reports = decode_plan(&choice.plan)?;
+        let reports: Result<Vec<(Rank, Report)>, String> = decode_plan(&choice.plan)?
+            .into_iter()
+            .map(|(rank, report)| Ok((rank, decode(report)?)))
+            .collect();
+        let reports = reports?;
         let found = recovery(&reports)?;
         let given = if self.omits(Omission::GiveNothing) { Vec::new() } else { found };
         let book = Arc::new(self.book.among(&members));
@@ -615,17 +618,6 @@ impl World {
         }
         param
     }
-}
-
-fn decode_plan(mut plan: &[u8]) -> Result<Vec<(Rank, Report)>, String> {
-    let number = |bytes: &[u8]| u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
-    let mut reports = Vec::new();
-    while !plan.is_empty() {
-        let (rank, len) = (Rank(number(plan)), number(&plan[4..]) as usize);
-        reports.push((rank, decode(&plan[8..8 + len])?));
-        plan = &plan[8 + len..];
-    }
-    Ok(reports)
 }
 
 /// Draws a job from `seed` in which up to three members are lost, and plays it until nothing is left to happen.

@@ -1,4 +1,4 @@
-//! How the members of a job agree on the next ones when one of them is lost, leaves or comes.
+//! How the members of a job agree on the next ones when one of them is lost or leaves.
 //!
 //! Each *epoch* has its members, and one [`NextMembers`]: the members of the next epoch, and a plan that says how what is unfinished goes on.
 //! The members of an epoch choose by ballots, as in Paxos (Lamport, 1998): whoever leads asks all for a promise, makes a plan of what
@@ -12,18 +12,20 @@
 //! nothing. What it reports is what it has until the choice is known. So whoever leads, and however often, the plan is made of the
 //! same reports.
 //!
-//! **Who leads.** Each member takes the lowest rank that it hears for the leader, and tells it that the epoch is to end; who is told and
-//! does not think so passes that on. Who hears too few yields. Two may lead for a while: the ballots decide. Who is outbid waits
-//! before it asks again, the longer the higher its rank.
+//! **Who leads.** Each member takes for the leader the lowest rank that it hears and that has not yielded, and tells it that the epoch
+//! ends. A rank that is told, and takes another for the leader, tells that one. A rank that hears fewer than a quorum yields. Two may lead
+//! for a while: the ballots decide. Who is outbid waits before it asks again, the longer the higher its rank.
 //!
 //! **Who stays.** Those that have promised, that hear each other, and that do not leave; of two that do not hear each other, the one that more
 //! others do not hear goes, or the higher rank. Who is left out and lives is told so by those that it is still connected with.
 //!
-//! What this leaves out: what suspicion rests on ([`crate::life`]), what reports and plans say, connections.
+//! What this leaves out: what a suspicion rests on ([`Hearing`]), what reports and plans say ([`crate::recovery`]), connections.
 
+mod hearing;
 mod message;
 mod proposal;
 
+pub use hearing::{Errands, Hearing};
 pub use message::{Ballot, MemberMessage, NextMembers, Promise};
 
 use crate::error::Error;
@@ -42,6 +44,13 @@ const PAST_MAX: usize = 64;
 
 /// So often the timeout of a peer may pass until members have agreed, each loss on the way included.
 const TIMEOUTS_MAX: u64 = 5;
+
+/// How long a program may have to wait for the next epoch: until members have agreed or [`Succession::given_up`] says that they will not,
+/// and what they have chosen is carried out.
+#[must_use]
+pub fn longest_ns(peer_timeout_ns: u64) -> u64 {
+    (TIMEOUTS_MAX + 3).saturating_mul(peer_timeout_ns)
+}
 
 /// What the driver must do.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -150,7 +159,8 @@ impl Succession {
         self.asked
     }
 
-    /// Whether this epoch is to end, and what follows is not chosen yet. Where too few hear each other that lasts: drivers bound it.
+    /// Whether this epoch is to end, and what follows is not chosen yet. Where too few hear each other that lasts, until
+    /// [`Succession::given_up`].
     #[must_use]
     pub fn is_ending(&self) -> bool {
         self.ends
@@ -239,6 +249,12 @@ impl Succession {
             self.ends = true;
             self.urge(now_ns);
         }
+    }
+
+    /// As [`Succession::end`], because of these: they are in the next one only if they are heard anew.
+    pub fn end_without(&mut self, now_ns: u64, out: &[Rank]) {
+        out.iter().for_each(|rank| self.suspect(now_ns, *rank));
+        self.end(now_ns);
     }
 
     /// This member wants to leave: it takes part until the next epoch begins without it.

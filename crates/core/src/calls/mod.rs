@@ -117,7 +117,7 @@ impl<C> Default for Effects<C> {
 /// All calls of one lane of one rank.
 pub struct Calls<M: Memory> {
     me: Rank,
-    /// All processes of the job.
+    /// All processes of the job, or of its epoch.
     members: Members,
     /// By rank.
     mail: Vec<Mail<M::Chunk>>,

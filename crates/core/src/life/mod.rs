@@ -1,6 +1,6 @@
 //! Who is alive, who has gone, and whose fault it is: decided purely, with time as a number.
 //!
-//! A driver tells one [`Life`] per process what its connections show, asks it now and then what follows, and carries that out.
+//! A driver tells one [`Life`] per process and epoch what its connections show, asks it now and then what follows, and carries that out.
 //! What belongs to a lane alone (heartbeats, silence, goodbyes) is a [`Pulse`].
 //!
 //! **One verdict.** Whoever finds something wrong makes a [`Verdict`] and tells all peers; whoever hears of one makes none of his
@@ -14,6 +14,9 @@
 //! job, may say more. So is that a peer cannot be connected to. A rank whose [`Wait`] takes too long knows only whom it waits for; it
 //! asks everybody ([`Question`]) and follows the replies to those who wait for nobody. Replies are of different moments, and more may
 //! be on its way: what they show is held back for [`DOUBT_NS`], and forgotten if what it waits for comes.
+//!
+//! **Where members may be lost** a verdict ends the epoch and not the job, unless this rank itself is at fault: nobody is told, and no call
+//! raises it. The members agree on who goes on ([`crate::agreement`]), and the next epoch has a life of its own.
 //!
 //! **Who was away.** A process that was stopped for so long that others may have given it up, and that then finds them gone
 //! without a word, is itself the reason: their word may not have reached it.
@@ -49,6 +52,13 @@ pub enum Effect {
     Tell(Verdict),
     /// The verdict that every call raises from now on.
     Settled(Verdict),
+    /// The members shall agree on the next epoch.
+    EndEpoch {
+        /// Without these, whoever hears them.
+        out: Vec<Rank>,
+        /// The verdict's reason.
+        why: String,
+    },
 }
 
 #[derive(Debug, Clone, Default)]
@@ -87,9 +97,14 @@ struct Case {
 #[derive(Debug)]
 pub struct Life {
     me: Rank,
-    /// All processes of the job, this one included.
+    /// All processes of this epoch, this one included.
     members: Members,
     lanes: u32,
+    /// Whether the others go on when members are lost.
+    goes_on: bool,
+    /// When this epoch began, and whether it is ending: the members agree on the next one.
+    began_ns: u64,
+    ending: bool,
     /// By rank.
     peers: Vec<Peer>,
     suspect: Option<Suspect>,
@@ -115,6 +130,9 @@ impl Life {
         Self {
             me,
             lanes,
+            goes_on: false,
+            began_ns: 0,
+            ending: false,
             peers: vec![Peer::default(); members.end()],
             members,
             suspect: None,
@@ -127,6 +145,21 @@ impl Life {
             away_ns: None,
             effects: Vec::new(),
         }
+    }
+
+    /// From now on the others go on when members are lost. This epoch began then: no wait counts time before it.
+    pub fn goes_on_after_losses(&mut self, began_ns: u64) {
+        (self.goes_on, self.began_ns) = (true, began_ns);
+    }
+
+    /// The members agree on the next epoch, which is bounded ([`crate::agreement::longest_ns`]): no wait is over before that.
+    pub fn epoch_ends(&mut self) {
+        self.ending = true;
+    }
+
+    /// Whom the members leave out because of this verdict if it ends the epoch only.
+    fn ends_epoch<'a>(&self, verdict: &'a Verdict) -> Option<&'a [Rank]> {
+        verdict.leaves_out(self.me).filter(|_| self.goes_on)
     }
 
     /// What is to be done, in this order. To be called after every other call.
@@ -209,6 +242,10 @@ impl Life {
     /// [`Wait::until_ns`] says when to look again.
     #[must_use]
     pub fn over(&self, wait: &mut Wait, now_ns: u64, moved_ns: u64) -> Option<Over> {
+        if self.ending {
+            return None;
+        }
+        wait.not_before(self.began_ns);
         wait.over(now_ns, self.others_moved_ns.max(moved_ns).max(self.back_ns))
     }
 
@@ -275,7 +312,11 @@ impl Life {
     /// Takes up a verdict and passes it on.
     fn hold(&mut self, now_ns: u64, verdict: Verdict) {
         self.inquiry = None;
-        self.effects.push(Effect::Tell(verdict.clone()));
+        let effect = match self.ends_epoch(&verdict) {
+            Some(out) => Effect::EndEpoch { out: out.to_vec(), why: verdict.reason.clone() },
+            None => Effect::Tell(verdict.clone()),
+        };
+        self.effects.push(effect);
         let since_ns = self.case.as_ref().map_or(now_ns, |case| case.since_ns);
         self.case = Some(Case { verdict, since_ns, settled: false });
     }
@@ -415,9 +456,13 @@ impl Life {
     }
 
     fn end_case(&mut self) {
-        if let Some(case) = self.case.as_mut().filter(|case| !case.settled) {
-            case.settled = true;
-            self.effects.push(Effect::Settled(case.verdict.clone()));
+        let Some(verdict) = self.case.as_ref().filter(|case| !case.settled).map(|case| case.verdict.clone())
+        else {
+            return;
+        };
+        self.case.iter_mut().for_each(|case| case.settled = true);
+        if self.ends_epoch(&verdict).is_none() {
+            self.effects.push(Effect::Settled(verdict));
         }
     }
 

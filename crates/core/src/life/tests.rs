@@ -317,3 +317,33 @@ fn that_a_peer_cannot_be_connected_to_is_held_back() {
     quiet(&mut life, 5 + SUSPICION_NS);
     assert_eq!(life.verdict().map(Verdict::culprit), Some(Rank(1)), "who it was after all");
 }
+
+#[test]
+fn where_members_may_be_lost_a_verdict_ends_the_epoch_and_no_call_raises_it() {
+    let mut life = life(3);
+    life.goes_on_after_losses(0);
+    let own = verdict(Evidence::Own, 1, 1);
+    life.aborted(0, Rank(1), &own.encode());
+    quiet(&mut life, SETTLE_NS);
+    let end = Effect::EndEpoch { out: vec![Rank(1)], why: own.reason };
+    assert_eq!(life.take_effects(), [end]);
+    // Unless this rank is at fault itself.
+    let mine = verdict(Evidence::Own, 0, 0);
+    let mut life = self::life(3);
+    life.goes_on_after_losses(0);
+    life.accuse(0, mine.clone());
+    assert_eq!(life.take_effects(), [Effect::Tell(mine.clone()), Effect::Settled(mine)]);
+}
+
+#[test]
+fn no_wait_is_over_while_members_agree_and_none_counts_time_before_its_epoch() {
+    let mut ending = life(2);
+    ending.goes_on_after_losses(0);
+    let mut wait = Wait::new(WaitKind::Result, 5, 100);
+    ending.epoch_ends();
+    assert_eq!(ending.over(&mut wait, 1000, 0), None);
+    let mut next = life(2);
+    next.goes_on_after_losses(1000);
+    assert_eq!(next.over(&mut wait, 1099, 0), None);
+    assert_eq!(next.over(&mut wait, 1100, 0), Some(Over::Ask));
+}

@@ -132,8 +132,8 @@ impl Verdict {
         Self::new(evidence, step, me, vec![culprit], text)
     }
 
-    /// Whom the members of a job that goes on after losses leave out for it; `None` if rank `me` cannot go on itself. That a process has gone, or
-    /// cannot be heard, the members see themselves when they agree on the next ones: nobody need be left out for a connection that broke.
+    /// Whom the next epoch must be without because of this verdict. `None`: rank `me` is at fault itself, and cannot go on. Where a process is
+    /// gone, or cannot be heard, nobody: the members see for themselves who is, and a connection that broke leaves nobody out.
     #[must_use]
     pub fn leaves_out(&self, me: Rank) -> Option<&[Rank]> {
         let seen = matches!(self.evidence, Evidence::Ended | Evidence::Silent | Evidence::Departed);

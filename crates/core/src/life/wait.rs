@@ -64,6 +64,11 @@ impl Wait {
         Self { kind, timeout_ns, until_ns: now_ns.saturating_add(timeout_ns) }
     }
 
+    /// It has all its time again from now on.
+    pub fn again(&mut self, now_ns: u64) {
+        self.until_ns = now_ns.saturating_add(self.timeout_ns);
+    }
+
     /// It is not over before.
     #[must_use]
     pub fn until_ns(&self) -> u64 {
@@ -74,6 +79,13 @@ impl Wait {
     #[must_use]
     pub fn then(self, kind: WaitKind) -> Self {
         Self { kind, ..self }
+    }
+
+    /// Its time begins no earlier than this. What only looks, or goes on without, has the time that it was given.
+    pub(super) fn not_before(&mut self, began_ns: u64) {
+        if !matches!(self.kind, WaitKind::Look | WaitKind::Goodbyes) {
+            self.until_ns = self.until_ns.max(began_ns.saturating_add(self.timeout_ns));
+        }
     }
 
     /// What follows if it has lasted too long. `moved_ns` is when data last moved at any rank, as far as this one knows. If it has
@@ -129,6 +141,17 @@ mod tests {
     fn what_follows_in_the_same_wait_has_the_time_that_is_left() {
         let mut wait = Wait::new(WaitKind::OwnCalls, 5, 100).then(WaitKind::Goodbyes);
         assert_eq!((wait.over(104, 0), wait.over(105, 0)), (None, Some(Over::GoOn)));
+    }
+
+    #[test]
+    fn time_before_the_epoch_does_not_count_for_what_others_have_to_do() {
+        for (kind, until_ns) in [(WaitKind::Result, 130), (WaitKind::Verdict, 130), (WaitKind::Look, 105)] {
+            let mut wait = Wait::new(kind, 5, 100);
+            wait.not_before(30);
+            assert_eq!(wait.until_ns(), until_ns);
+            wait.not_before(0);
+            assert_eq!(wait.until_ns(), until_ns);
+        }
     }
 
     #[test]

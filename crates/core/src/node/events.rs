@@ -12,7 +12,7 @@ use crate::wire::Header;
 pub struct Config {
     /// This rank.
     pub rank: Rank,
-    /// All processes of the job.
+    /// All processes of the job, or of its epoch.
     pub members: Members,
     /// Those of them that are workers, who leave and come back (join). The others are servers.
     pub workers: Members,

@@ -6,14 +6,14 @@
 use super::start_end::resolve;
 use super::{Engine, EngineConfig, Inner};
 use crate::admission::Listeners;
-use crate::council::{CouncilConfig, CouncilHandle, CouncilWord, decode_plan};
+use crate::council::{CouncilConfig, CouncilHandle, CouncilWord};
 use crate::failure::Failure;
 use crate::mailbox::{Command, Recovering};
-use crate::shared::{OpenBook, State};
+use crate::shared::{OpenBook, State, ns};
 use parking_lot::RwLockReadGuard;
-use penstock_core::agreement::NextMembers;
+use penstock_core::agreement::{self, NextMembers};
 use penstock_core::life::WaitKind;
-use penstock_core::recovery::{self, Report, ResultGiven, recovery};
+use penstock_core::recovery::{self, Report, ResultGiven, decode_plan, recovery};
 use penstock_core::{Members, Rank, TensorId};
 use std::collections::BTreeSet;
 use std::io;
@@ -21,11 +21,10 @@ use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 /// Tells the connections of the council from those of lanes.
 const COUNCIL: u32 = u32::MAX;
-/// How long a submission may wait for the next epoch, in peer timeouts: longer than the council may take.
-const TIMEOUTS_MAX: u32 = 8;
 
 /// What an engine needs to get from epoch to epoch.
 #[derive(Default)]
@@ -109,6 +108,12 @@ impl Engine {
         self.inner.members().iter().map(|rank| rank.0).collect()
     }
 
+    /// How many epochs have ended.
+    #[must_use]
+    pub fn epoch(&self) -> u32 {
+        self.inner.shared.epoch()
+    }
+
     /// Who took part in each epoch so far, this one included.
     #[must_use]
     pub fn membership_log(&self) -> Vec<Vec<u32>> {
@@ -136,7 +141,8 @@ impl Engine {
         if !shared.is_frozen() {
             return Ok(());
         }
-        let mut wait = shared.begin_wait(WaitKind::Look, self.inner.config.peer_timeout * TIMEOUTS_MAX);
+        let longest = Duration::from_nanos(agreement::longest_ns(ns(self.inner.config.peer_timeout)));
+        let mut wait = shared.begin_wait(WaitKind::Look, longest);
         let over = |_: &mut State| (!shared.is_frozen()).then_some(());
         let waited = shared.wait(&mut wait, &mut || false, over).map_err(|stop| match stop {
             crate::failure::Stop::Failed(failure) => *failure,
@@ -159,7 +165,7 @@ impl Inner {
         };
         if let Err(failure) = outcome {
             self.end_lanes();
-            self.shared.end_with(failure);
+            self.shared.fail_alone(failure);
         }
     }
 

@@ -6,6 +6,7 @@ use crate::mailbox::Command;
 use crate::shared::{JointWait, OpenBook, State, Waited};
 use penstock_core::life::{Expired, Over, Wait, WaitKind};
 use penstock_core::{BookId, Error, Header, Kind, Step, TensorId};
+use std::cell::LazyCell;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -105,26 +106,30 @@ impl Engine {
         expired: impl FnOnce() -> Expired,
     ) -> Result<Option<T>, Stop> {
         let shared = &self.inner.shared;
-        match shared.wait(wait, interrupted, &mut done)? {
-            Waited::Came(result) => Ok(Some(result)),
-            Waited::Over(Over::GoOn) => Ok(None),
-            Waited::Over(Over::Fail) => Err(self.end_at_fault(expired())),
-            Waited::Over(Over::Ask) => {
-                let expired = expired();
-                let waited = shared.wait(&mut shared.expired(&expired), interrupted, &mut done);
-                // Also if the program waits no more.
-                shared.came(&expired);
-                match waited? {
-                    Waited::Came(result) => Ok(Some(result)),
-                    Waited::Over(_) => Err(self.end_at_fault(expired)),
-                }
+        let expired = LazyCell::new(expired);
+        loop {
+            let epoch = shared.epoch();
+            match shared.wait(wait, interrupted, &mut done)? {
+                Waited::Came(result) => return Ok(Some(result)),
+                Waited::Over(Over::GoOn) => return Ok(None),
+                Waited::Over(Over::Fail) => return Err(self.end_at_fault(&expired)),
+                Waited::Over(Over::Ask) => {}
+            }
+            let waited = shared.wait(&mut shared.expired(&expired), interrupted, &mut done);
+            // Also if the program waits no more.
+            shared.came(&expired);
+            match waited? {
+                Waited::Came(result) => return Ok(Some(result)),
+                Waited::Over(_) if shared.epoch() == epoch => return Err(self.end_at_fault(&expired)),
+                // Who was late is not among the members any more.
+                Waited::Over(_) => wait.again(shared.ns_of(Instant::now())),
             }
         }
     }
 
     /// The wait is over, and it is this rank's own fault.
-    fn end_at_fault(&self, expired: Expired) -> Stop {
-        self.end_with(expired.fault(self.inner.shared.me).into()).into()
+    fn end_at_fault(&self, expired: &Expired) -> Stop {
+        self.end_with(expired.clone().fault(self.inner.shared.me).into()).into()
     }
 
     /// What has landed of these tensors, and what is released. With `until` it waits, but no longer than that says, until any of
@@ -319,7 +324,8 @@ pub(super) fn blame(failure: Failure, doing: &str, open: &OpenBook, tensor: Tens
     }
     let layer = open.book.layer_name(tensor);
     let restart = match failure.error {
-        Error::PeerLost { rank, .. } => {
+        // Who is at fault itself, or was left out, has been told what to do.
+        Error::PeerLost { rank, .. } if rank != open.me() => {
             format!(". Restart all ranks; what rank {rank} printed last may say why")
         }
         _ => String::new(),

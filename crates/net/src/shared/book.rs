@@ -128,6 +128,11 @@ impl OpenBook {
         Self { book: Arc::new(book), lanes, state }
     }
 
+    /// This rank.
+    pub(crate) fn me(&self) -> Rank {
+        self.shared.me
+    }
+
     /// A lane has a version of a slice, whose completion follows.
     pub(crate) fn got_version(&self, slice: u32, version: Step) {
         if let Some(last) = self.versions.get(slice as usize) {

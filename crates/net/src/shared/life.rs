@@ -53,15 +53,10 @@ impl Shared {
 
     /// The life of another epoch begins.
     pub(super) fn renew_life(&self, members: &Members, lanes: u32) {
-        *self.fate() = Fate::new(Life::new(self.me, members.clone(), lanes));
+        let mut life = Life::new(self.me, members.clone(), lanes);
+        life.goes_on_after_losses(self.ns_of(Instant::now()));
+        *self.fate() = Fate::new(life);
         self.failed.store(false, Ordering::Release);
-    }
-
-    /// Whether the members find out who is in the next epoch instead of ending the job.
-    fn goes_on_after(&self, verdict: &Verdict) -> bool {
-        let Some((council, out)) = self.council.get().zip(verdict.leaves_out(self.me)) else { return false };
-        council.end_epoch(self.epoch(), out.to_vec(), &verdict.reason);
-        true
     }
 
     /// Under the lock, so that lanes are told of verdicts in the order in which they were held, and of each before any call
@@ -72,9 +67,11 @@ impl Shared {
                 Effect::Ask(question) => {
                     self.mailboxes().iter().for_each(|mailbox| mailbox.send(Command::Ask(question)));
                 }
-                // Where others may go on nobody is told: the members agree on who they are, which says it.
-                Effect::Tell(verdict) if self.goes_on_after(&verdict) => {}
-                Effect::Settled(verdict) if !self.is_failing() => drop(verdict),
+                Effect::EndEpoch { out, why } => {
+                    if let Some(council) = self.council.get() {
+                        council.end_epoch(self.epoch(), out, why);
+                    }
+                }
                 Effect::Tell(verdict) => {
                     self.failed.store(true, Ordering::Release);
                     let reason = self.pool.copy_of(&verdict.encode());
@@ -123,7 +120,7 @@ impl Shared {
     }
 
     /// Every call raises this from now on. Where members may be lost: the others go on, and are told nothing.
-    pub(crate) fn end_with(&self, failure: Failure) {
+    pub(crate) fn fail_alone(&self, failure: Failure) {
         self.update(|state| _ = state.failure.get_or_insert(failure));
         self.failed.store(true, Ordering::Release);
     }
@@ -193,10 +190,6 @@ impl Shared {
 
     /// What follows if a wait has lasted too long.
     pub(super) fn over(&self, wait: &mut Wait) -> Option<Over> {
-        if self.is_frozen() {
-            // Nothing can move until the members have agreed, which is bounded.
-            self.progressed();
-        }
         self.live(|life, now_ns| life.over(wait, now_ns, self.moved_ns()))
     }
 

@@ -374,6 +374,7 @@ impl World {
                 Effect::Ask(question) => self.ask(rank, question),
                 Effect::Tell(verdict) => self.tell(rank, &verdict),
                 Effect::Settled(verdict) => self.settled(rank, verdict),
+                Effect::EndEpoch { .. } => unreachable!("nobody may be lost here"),
             }
         }
     }

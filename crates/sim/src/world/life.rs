@@ -165,6 +165,7 @@ impl<M: SimMemory> World<M> {
                     Effect::Ask(question) => self.ask(rank, question)?,
                     Effect::Tell(verdict) => self.tell(rank, &verdict),
                     Effect::Settled(verdict) => self.settled(rank, verdict)?,
+                    Effect::EndEpoch { .. } => unreachable!("nobody may be lost here"),
                 }
             }
         }

@@ -1,0 +1,237 @@
+//! Whom a member hears: what its connections to the others, and the clock, mean to the agreement.
+//!
+//! That a connection has ended, cannot be made, or brings nothing, is a suspicion; that it is made anew, or brings something
+//! again, takes that back. One that has ended is dialled again a little later. Whoever has said goodbye ends no epoch: its connection may
+//! end, and it is not in the next one, whenever that begins. Whoever has sent what cannot be is not heard any more.
+//!
+//! What this leaves out: what a suspicion leads to, which is [`Succession`]'s, and the connections.
+
+use super::Succession;
+use crate::life::{Fault, PeerTimes, Pulse, Sign};
+use crate::members::Members;
+use crate::types::Rank;
+
+/// A connection that has ended, or could not be made, is tried again so much later.
+const AGAIN_NS: u64 = 500_000_000;
+
+#[derive(Debug, Clone, Default)]
+struct Link {
+    open: bool,
+    /// It has said goodbye.
+    departed: bool,
+    /// It has sent what cannot be.
+    misspoke: bool,
+    /// Since when it counts as silent: until something comes from it.
+    silent_ns: Option<u64>,
+    /// When its connection is to be tried again.
+    again_ns: Option<u64>,
+}
+
+/// What is to be done after a look.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Errands {
+    /// Send these a heartbeat.
+    pub beats: Vec<Rank>,
+    /// Dial these: they are to be connected with, and are not.
+    pub dials: Vec<Rank>,
+}
+
+/// See the module's documentation. Every call is given the agreement that it bears on.
+#[derive(Debug)]
+pub struct Hearing {
+    me: Rank,
+    pulse: Pulse,
+    /// By rank.
+    links: Vec<Link>,
+    signs: Vec<Sign>,
+}
+
+impl Hearing {
+    /// Of rank `me`, which has to connect to all other members yet. Silence of `timeout_ns` is a suspicion.
+    #[must_use]
+    pub fn new(me: Rank, members: &Members, timeout_ns: u64, now_ns: u64) -> Self {
+        let pulse = Pulse::new(members, timeout_ns, timeout_ns, now_ns);
+        let link = Link { again_ns: Some(now_ns), ..Link::default() };
+        Self { me, pulse, links: vec![link; members.end()], signs: Vec::new() }
+    }
+
+    /// A connection is there. Whether it is to be kept.
+    #[must_use]
+    pub fn connected(&mut self, now_ns: u64, peer: Rank, agreement: &mut Succession) -> bool {
+        let link = &mut self.links[peer.index()];
+        if link.misspoke {
+            return false;
+        }
+        *link = Link { open: true, ..Link::default() };
+        agreement.heard_again(now_ns, peer);
+        true
+    }
+
+    /// The connection has ended.
+    pub fn closed(&mut self, now_ns: u64, peer: Rank, agreement: &mut Succession) {
+        let link = &mut self.links[peer.index()];
+        (link.open, link.silent_ns) = (false, None);
+        if link.departed {
+            return;
+        }
+        link.again_ns = Some(now_ns + AGAIN_NS);
+        agreement.suspect(now_ns, peer);
+    }
+
+    /// It has sent what does not fit: its connection is to be closed.
+    pub fn misspoke(&mut self, now_ns: u64, peer: Rank, agreement: &mut Succession) {
+        self.links[peer.index()] = Link { misspoke: true, ..Link::default() };
+        agreement.suspect(now_ns, peer);
+    }
+
+    /// A connection could not be made, by this fault. If that is this rank's own, it says nothing of the peer.
+    pub fn unreachable(&mut self, now_ns: u64, peer: Rank, fault: &Fault, agreement: &mut Succession) {
+        let link = &mut self.links[peer.index()];
+        if link.open || link.departed || link.misspoke {
+            return;
+        }
+        link.again_ns = Some(now_ns + AGAIN_NS);
+        if fault.culprit != self.me {
+            agreement.suspect(now_ns, peer);
+        }
+    }
+
+    /// It has said goodbye.
+    pub fn departed(&mut self, peer: Rank) {
+        self.links[peer.index()].departed = true;
+        self.pulse.goodbye_heard(peer);
+    }
+
+    /// Looks at the clock, and at when each connected peer was heard.
+    pub fn look(
+        &mut self,
+        now_ns: u64,
+        times: impl Iterator<Item = PeerTimes> + Clone,
+        agreement: &mut Succession,
+    ) -> Errands {
+        let mut errands = Errands::default();
+        for PeerTimes { peer, heard_ns, .. } in times.clone() {
+            let link = &mut self.links[peer.index()];
+            if link.silent_ns.take_if(|since_ns| heard_ns > *since_ns).is_some() {
+                agreement.heard_again(now_ns, peer);
+            }
+        }
+        // That this process was away itself, the pulse knows: what others have said meanwhile is read first.
+        let _ = self.pulse.look(now_ns, times, &mut self.signs);
+        for sign in self.signs.drain(..) {
+            match sign {
+                Sign::Heartbeat(peer) => errands.beats.push(peer),
+                Sign::Silent(peer, _) => {
+                    let link = &mut self.links[peer.index()];
+                    if link.silent_ns.is_none() {
+                        link.silent_ns = Some(now_ns);
+                        agreement.suspect(now_ns, peer);
+                    }
+                }
+            }
+        }
+        let members = agreement.members();
+        for rank in members.iter().filter(|rank| *rank != self.me) {
+            let link = &mut self.links[rank.index()];
+            if !link.open && link.again_ns.take_if(|again_ns| *again_ns <= now_ns).is_some() {
+                errands.dials.push(rank);
+            }
+            if link.departed && agreement.is_ending() {
+                agreement.suspect(now_ns, rank);
+            }
+        }
+        errands
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Error;
+
+    const TIMEOUT_NS: u64 = 10_000_000_000;
+
+    fn of_three() -> (Hearing, Succession) {
+        let members = Members::all(3);
+        (Hearing::new(Rank(0), &members, TIMEOUT_NS, 0), Succession::new(Rank(0), &members, None))
+    }
+
+    /// A peer that was heard then, and has been told enough.
+    fn heard(peer: u32, heard_ns: u64, now_ns: u64) -> PeerTimes {
+        PeerTimes { peer: Rank(peer), heard_ns, spoke_ns: now_ns, written: true }
+    }
+
+    #[test]
+    fn who_is_not_connected_is_dialled_at_once_and_again_after_each_end() {
+        let (mut hearing, mut agreement) = of_three();
+        let dials = |hearing: &mut Hearing, agreement: &mut Succession, now_ns| {
+            hearing.look(now_ns, std::iter::empty(), agreement).dials
+        };
+        assert_eq!(dials(&mut hearing, &mut agreement, 0), [Rank(1), Rank(2)]);
+        assert_eq!(dials(&mut hearing, &mut agreement, 1), []);
+        assert!(hearing.connected(2, Rank(1), &mut agreement) && !agreement.is_ending());
+        hearing.closed(5, Rank(1), &mut agreement);
+        assert!(agreement.suspects(Rank(1)) && agreement.is_ending());
+        assert_eq!(dials(&mut hearing, &mut agreement, 4 + AGAIN_NS), []);
+        assert_eq!(dials(&mut hearing, &mut agreement, 5 + AGAIN_NS), [Rank(1)]);
+        assert!(hearing.connected(6 + AGAIN_NS, Rank(1), &mut agreement) && !agreement.suspects(Rank(1)));
+    }
+
+    #[test]
+    fn a_goodbye_ends_no_epoch_and_is_gone_when_another_reason_does() {
+        let (mut hearing, mut agreement) = of_three();
+        for peer in [1, 2] {
+            assert!(hearing.connected(0, Rank(peer), &mut agreement));
+        }
+        hearing.departed(Rank(1));
+        let late_ns = 3 * TIMEOUT_NS;
+        let times = [heard(1, 0, late_ns), heard(2, late_ns, late_ns)];
+        hearing.look(late_ns - 1, times.into_iter(), &mut agreement);
+        hearing.look(late_ns, times.into_iter(), &mut agreement);
+        hearing.closed(late_ns, Rank(1), &mut agreement);
+        let again = hearing.look(late_ns + AGAIN_NS, times[1..].iter().copied(), &mut agreement);
+        assert!(!agreement.is_ending() && again.dials.is_empty());
+        agreement.end(late_ns);
+        hearing.look(late_ns, times[1..].iter().copied(), &mut agreement);
+        assert!(agreement.suspects(Rank(1)) && !agreement.suspects(Rank(2)));
+    }
+
+    #[test]
+    fn silence_is_a_suspicion_until_something_comes() {
+        let (mut hearing, mut agreement) = of_three();
+        assert!(hearing.connected(0, Rank(2), &mut agreement));
+        let at = |now_ns, heard_ns| std::iter::once(heard(2, heard_ns, now_ns));
+        for now_ns in (0..TIMEOUT_NS).step_by(TIMEOUT_NS as usize / 10) {
+            hearing.look(now_ns, at(now_ns, 0), &mut agreement);
+        }
+        assert!(!agreement.suspects(Rank(2)));
+        hearing.look(TIMEOUT_NS, at(TIMEOUT_NS, 0), &mut agreement);
+        assert!(agreement.suspects(Rank(2)));
+        hearing.look(TIMEOUT_NS + 2, at(TIMEOUT_NS + 2, TIMEOUT_NS + 1), &mut agreement);
+        assert!(!agreement.suspects(Rank(2)));
+    }
+
+    #[test]
+    fn what_stands_in_this_ranks_own_way_is_no_suspicion() {
+        let (mut hearing, mut agreement) = of_three();
+        hearing.look(0, std::iter::empty(), &mut agreement);
+        let own = Fault { culprit: Rank(0), error: Error::Config("no descriptors".into()) };
+        hearing.unreachable(1, Rank(1), &own, &mut agreement);
+        assert!(!agreement.suspects(Rank(1)));
+        assert_eq!(hearing.look(1 + AGAIN_NS, std::iter::empty(), &mut agreement).dials, [Rank(1)]);
+        let lost =
+            Fault { culprit: Rank(1), error: Error::PeerLost { rank: Rank(1), reason: "gone".into() } };
+        hearing.unreachable(2, Rank(1), &lost, &mut agreement);
+        assert!(agreement.suspects(Rank(1)));
+    }
+
+    #[test]
+    fn who_has_sent_what_cannot_be_is_not_heard_again() {
+        let (mut hearing, mut agreement) = of_three();
+        assert!(hearing.connected(0, Rank(1), &mut agreement));
+        hearing.misspoke(1, Rank(1), &mut agreement);
+        assert!(agreement.suspects(Rank(1)));
+        assert!(!hearing.connected(2, Rank(1), &mut agreement) && agreement.suspects(Rank(1)));
+        assert!(!hearing.look(2 + AGAIN_NS, std::iter::empty(), &mut agreement).dials.contains(&Rank(1)));
+    }
+}
