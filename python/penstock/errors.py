@@ -67,7 +67,7 @@ class ConfigError(PenstockError, ValueError):
 
 
 class PeerLost(PenstockError):
-    """Another rank died, failed or went silent; ``rank`` says which. The job cannot go on without it."""
+    """A rank died, failed or went silent, perhaps this one; ``rank`` says which. The job cannot go on without it."""
 
 
 class Timeout(PenstockError, TimeoutError):

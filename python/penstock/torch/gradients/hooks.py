@@ -1,12 +1,13 @@
 """Gradients in: from the autograd hooks to the engine, and averages back into ``.grad``.
 
-A gradient is submitted the moment it is accumulated, in its own memory, which then belongs to the engine until the
-average has landed in it. Three rules follow, and all of this file serves them:
+A gradient is submitted when it is accumulated (a small one with some more, one on an accelerator by a copy), in its own
+memory, which then belongs to the engine until the average has landed in it. Three rules follow, and all of this file
+serves them:
 
 - nothing else may use that memory meanwhile: an aliased gradient is copied first (`_private`), and before a second
   accumulation the first average is waited for;
-- every rank takes part in one round of every parameter per synchronising backward: what was not touched is announced
-  absent at its end, so that no rank waits for a gradient that will never come;
+- every rank takes part in one round of every parameter per synchronising backward: what was not touched is sent at its
+  end if ``.grad`` holds something, and else announced absent: no rank waits for a gradient that will never come;
 - memory that the engine may still be sending is read, but not written: `own` gives ``.grad`` a copy if need be.
 """
 

@@ -5,7 +5,8 @@ Xie et al.'s SFB). That of `nn.Embedding` is zero but for the rows that were loo
 row. Both are exact where the module's own forward is all that reads the weight, and where nobody wants to see the local
 gradient on its way; for all other layers `why_whole` says why not.
 
-Lossy, and so for users to ask for, are halves on the wire: they fit every layer with gradients in fp32.
+Lossy, and so for users to ask for, are halves on the wire, which fit every layer with gradients in fp32, and `1bit` and
+`dgc`, which are checked here, too.
 Every layer can also travel by one of the collectives (docs/summation.md), which the coordinator chooses only if it may.
 These are exact. They beat the store where few ranks would own all there is to send, as in a call or a layer of few
 slices. A model has many layers, whose owners take turns: where these are on the wire together, the store's bytes are
@@ -60,7 +61,7 @@ def gather_scheme(module: nn.Module) -> str | None:
 
 
 def why_whole(module: nn.Module, model: nn.Module | None = None) -> str | None:
-    """Why the gradients of a module's own parameters must travel as they are, in the store.
+    """Why the gradients of a module's own parameters cannot be sent as rows.
 
     Args:
         module: The module.
