@@ -211,6 +211,7 @@ def moved():
     """Bytes that this rank has sent, and received."""
     ps.barrier()  # what owners owe the others is sent when these are here
     report = ps.report()
+    ps.barrier()  # what others send next does not count
     return [report[f"bytes_{way}"] + report[f"call_bytes_{way}"] for way in ("sent", "received")]
 
 
