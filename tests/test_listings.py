@@ -103,6 +103,12 @@ def test_asynchronous_training(size, tmp_path):
     run(size, tmp_path, GIVEN, start, listing, checks, "ps.barrier()", SAME_EVERYWHERE)
 
 
+def test_elastic_jobs(size, tmp_path):
+    start, told = listings("docs/elastic.md", "# Losing workers and going on")
+    step = "loss_of(model(x), dataset[:][1]).backward()\noptimizer.step()\n"
+    run(size, tmp_path, GIVEN, "import penstock as ps\n", start, told, step, SAME_EVERYWHERE)
+
+
 def test_traces(size, tmp_path):
     start = "import penstock as ps\nps.init()\nps.distribute(model, optimizer)\n"
     batches = "batches = [(x[i::8], dataset.tensors[1][i::8]) for i in range(8)]\n"

@@ -54,9 +54,10 @@ if TYPE_CHECKING:
         ProtocolError,
         Timeout,
     )
-    from penstock.job import init, rank, report, shutdown, world_size
+    from penstock.job import init, on_members_changed, rank, report, shutdown, world_size
     from penstock.kvstore import KVStore
     from penstock.lossy import DGC, OneBit
+    from penstock.members import MembersChange
     from penstock.torch.access import no_sync, synchronize
     from penstock.torch.checkpoints import Checkpoints
     from penstock.torch.clipping import GradScaler, clip_grad_norm_
@@ -85,6 +86,7 @@ __all__ = [
     "Group",
     "KVStore",
     "LocalSGD",
+    "MembersChange",
     "ModelMismatch",
     "OneBit",
     "Options",
@@ -108,6 +110,7 @@ __all__ = [
     "join",
     "new_group",
     "no_sync",
+    "on_members_changed",
     "rank",
     "recv",
     "reduce",
@@ -135,6 +138,7 @@ _HOME_OF = {
     "Group": "collectives",
     "KVStore": "kvstore",
     "LocalSGD": "torch.front_end",
+    "MembersChange": "members",
     "ModelMismatch": "errors",
     "OneBit": "lossy",
     "Options": "config",
@@ -157,6 +161,7 @@ _HOME_OF = {
     "join": "torch.front_end",
     "new_group": "collectives",
     "no_sync": "torch.front_end",
+    "on_members_changed": "job",
     "rank": "job",
     "recv": "collectives",
     "reduce": "collectives",

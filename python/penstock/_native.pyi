@@ -403,6 +403,7 @@ class Engine:
         all_lanes: bool = ...,
         observations: int = ...,
         servers: int = ...,
+        elastic: bool = ...,
     ) -> Engine:
         """Bind the listener; ``port=0`` takes any port, ``window_bytes=0`` leaves the window to the engine.
 
@@ -416,6 +417,8 @@ class Engine:
         ``observations`` are kept per lane, and as many of the program: 32 bytes each; none with 0.
 
         The last ``servers`` ranks take no part in what workers do: `all_gather`, `leave`, group 0.
+
+        With ``elastic`` members may be lost, from `go_on_after_losses` on: all tensors travel by the store.
         """
 
     @property
@@ -424,6 +427,25 @@ class Engine:
 
     def connect(self, addresses: list[tuple[str, int]]) -> None:
         """Start the threads; ``addresses`` is every rank's host and port. Connections come about when needed."""
+
+    @property
+    def council_port(self) -> int | None:
+        """Where this rank's part in agreements on the members is to be reached; none where they may not be lost."""
+
+    def go_on_after_losses(self, addresses: list[tuple[str, int]], enough: int | None = None) -> None:
+        """From now on the others go on when members are lost.
+
+        Args:
+            addresses: By rank, host and `council_port`.
+            enough: So many must agree on the next members; more than half of the last ones if it is not given.
+        """
+
+    @property
+    def epoch(self) -> int:
+        """How often members were lost and the others went on."""
+
+    def membership_log(self) -> list[list[int]]:
+        """The members of each epoch so far, the present one included."""
 
     def all_gather(self, what: str, blob: bytes) -> list[bytes]:
         """Every worker's blob, by rank. All workers call it in the same order; ``what`` is for messages."""

@@ -113,6 +113,11 @@ class Options:
             gradients instead.
         whole_steps: Keep copies of what a step overwrites until it is whole, so that a rank which loses another one
             holds the last whole step (docs/errors.md says what it costs). This rank's own choice.
+        elastic: When a worker is lost the others go on: they finish the step that they are in, without it
+            (docs/elastic.md). All gradients travel by the store, without servers, groups and `join`, and every rank
+            keeps as much memory as the gradients have.
+        ranks_min: With ``elastic``, so many workers must be left and agree, or the job ends. ``None``: more than half
+            of the last ones. Fewer than that may let two halves of a cut network go on apart.
         observations: Keep so many records of where each slice was when, 32 bytes each, per lane and as many of the
             program; the oldest go first. ``0``: none. What it costs: docs/decisions/0011-observations-on-request.md.
         trace: A directory for a trace of this rank, from the start; see `penstock.trace`.
@@ -150,6 +155,8 @@ class Options:
     collective_schemes: bool = False
     pinned_bytes: int = 64 << 20
     whole_steps: bool = False
+    elastic: bool = False
+    ranks_min: int | None = None
     observations: int = 0
     trace: str | None = None
     trace_steps: str = "20"
@@ -210,6 +217,8 @@ class OptionArguments(TypedDict, total=False):
     collective_schemes: bool | None
     pinned_bytes: int | str | None
     whole_steps: bool | None
+    elastic: bool | None
+    ranks_min: int | None
     observations: int | str | None
     trace: str | os.PathLike[str] | None
     trace_steps: int | str | None
@@ -377,6 +386,8 @@ _FIELDS: dict[str, tuple[Callable[[object], object], str]] = {
         f"bytes, from {PINNED_BYTES_MIN} to {PINNED_BYTES_MAX}",
     ),
     "whole_steps": _SWITCH,
+    "elastic": _SWITCH,
+    "ranks_min": (_whole(1, RANKS_MAX), f"a whole number from 1 to {RANKS_MAX}"),
     "observations": (_whole(0, OBSERVATIONS_MAX), f"a number of records, from 0 to {OBSERVATIONS_MAX}"),
     "trace": (_path, "a path of a directory"),
     "trace_steps": (_steps, 'a number of steps from 1, or the first and the last, as "100-109"'),

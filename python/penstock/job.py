@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ from penstock.coordinator import Cluster, Rates
 from penstock.ending import Hooks, described
 from penstock.errors import ConfigError, PenstockError
 from penstock.grouping import AUTO, NONE_ASKED_FOR
+from penstock.members import MembersChange, Membership
 from penstock.tracing.moments import forget_moments
 from penstock.version import installed_version
 
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from penstock.rendezvous import Agreement
     from penstock.tracing.recording import Trace
 
-__all__ = ["Job", "current", "init", "rank", "report", "shutdown", "world_size"]
+__all__ = ["Job", "current", "init", "on_members_changed", "rank", "report", "shutdown", "world_size"]
 
 _log = logging.getLogger("penstock")
 
@@ -71,6 +73,7 @@ class Job:
         handled: The exception that the program was handling when it joined, the loss of an earlier job for instance.
         stores_made: Key-value stores, on this rank.
         trace: The last that this rank has begun to write.
+        membership: Who is left, of an elastic job.
     """
 
     engine: Engine
@@ -87,15 +90,16 @@ class Job:
     handled: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])
     stores_made: int = 0
     trace: Trace | None = None
+    membership: Membership | None = None
 
     @property
     def rank(self) -> int:
-        """This process's number, from 0, among the workers, or among the servers."""
+        """This process's number, from 0, among the workers, or among the servers, as the job began."""
         return self.launch.options.rank
 
     @property
     def world_size(self) -> int:
-        """The number of workers."""
+        """The number of workers, as the job began."""
         return self.launch.options.world_size
 
     @cached_property
@@ -264,21 +268,47 @@ def _run(job: Job) -> Job:
 
 
 def rank() -> int:
-    """This process's number, from 0.
+    """This process's number, from 0. In an elastic job its place among those that are left, as of the last step.
 
     Raises:
         ConfigError: Before `init` or after `shutdown`, or in a forked child.
     """
-    return current("rank").rank
+    running = current("rank")
+    return running.rank if running.membership is None else running.membership.rank
 
 
 def world_size() -> int:
-    """The number of processes in the job.
+    """The number of processes in the job. In an elastic job of those that are left, as of the last step.
 
     Raises:
         ConfigError: Before `init` or after `shutdown`, or in a forked child.
     """
-    return current("world_size").world_size
+    running = current("world_size")
+    return running.world_size if running.membership is None else len(running.membership.members)
+
+
+def on_members_changed(callback: Callable[[MembersChange], object]) -> None:
+    """In an elastic job, call this whenever members were lost, at the end of the step that they were lost in.
+
+    It is called on the program's thread, in ``optimizer.step``, after those that were given before; `penstock.rank` and
+    `penstock.world_size` have changed by then. Ranks may hear of it one step apart. In a job that is not elastic it is
+    never called.
+
+    Args:
+        callback: Is given a `penstock.MembersChange`.
+
+    Raises:
+        ConfigError: Before `init` or after `shutdown`, or in a forked child.
+
+    Example:
+        >>> def rescale(change: ps.MembersChange) -> None:
+        ...     for group in optimizer.param_groups:
+        ...         group["lr"] *= len(change.members) / (len(change.members) + len(change.lost))
+        >>> ps.on_members_changed(rescale)
+    """
+    membership = current("on_members_changed").membership
+    if membership is not None:
+        membership.call(callback)
 
 
 def report() -> Report:
@@ -306,7 +336,7 @@ def report() -> Report:
     found["line_rate_source"] = current("report").rates.source
     found["groups"] = [list(group) for group in current("report").groups]
     found["groups_reason"] = current("report").groups_reason
-    found["lossy"], found["local_updates"] = {}, []
+    found["lossy"], found["local_updates"], found["asynchronous"] = {}, [], {}
     for one in attached():
         found.update(one.report())
     return found
@@ -384,6 +414,7 @@ def _check_same(job: Job, given: dict[str, object]) -> None:
 
 
 def _start(launch: Launch, board: Board | None = None) -> Job:
+    _check_elastic(launch.options)
     lanes = launch.options.lanes or max(1, min(2, len(os.sched_getaffinity(0)) // CORES_PER_LANE))
     started: list[tuple[Engine, addresses.Chosen, Agreement]] = []
 
@@ -420,6 +451,8 @@ def _start(launch: Launch, board: Board | None = None) -> Job:
                 _log.info("slices of up to %d KiB on %d of %d lanes", slice_bytes >> 10, slicing_lanes, agreement.lanes)
         if launch.options.role == "worker":
             _ = job.servers  # no later than the servers themselves
+        if job.options.elastic and job.options.ranks > 1:
+            _go_on_after_losses(job, [host for host, _ in table])
         if job.options.trace is not None:
             from penstock.tracing.recording import begin
 
@@ -443,6 +476,38 @@ def _choose_groups(job: Job, hosts: tuple[int, ...]) -> None:
     job.groups, job.groups_reason = cluster.best_groups(job.rates)
     if options.engine_rank == 0:
         _log.info("groups, as chosen: %s", job.groups_reason)
+
+
+def _go_on_after_losses(job: Job, hosts: list[str]) -> None:
+    """Let the others go on from now on when members are lost; all must be reachable for that by another port."""
+    port = job.engine.council_port
+    assert port is not None  # it is elastic
+    ports = job.engine.all_gather("penstock.init", port.to_bytes(2, "little"))
+    councils = [(host, int.from_bytes(port, "little")) for host, port in zip(hosts, ports, strict=True)]
+    job.engine.go_on_after_losses(councils, job.options.ranks_min)
+    job.membership = Membership(job.engine, job.rank)
+
+
+def _check_elastic(options: Options) -> None:
+    """Refuse what an elastic job cannot do.
+
+    Raises:
+        ConfigError: Naming the option.
+    """
+    if not options.elastic:
+        if options.ranks_min is not None:
+            raise ConfigError("option ranks_min is for elastic jobs: give elastic=True (PENSTOCK_ELASTIC), too")
+        return
+    found = {"servers": options.servers > 0, "groups": options.groups is not None}
+    for name, given in found.items():
+        if given:
+            raise ConfigError(
+                f"option elastic: a job whose members may be lost cannot have {name} yet; leave out one of the two"
+            )
+    if options.ranks_min is not None and options.ranks_min > options.world_size:
+        raise ConfigError(
+            f"option ranks_min: {options.ranks_min} workers cannot be left of {options.world_size} (world_size)"
+        )
 
 
 def _of_each(job: Job) -> Rates:
@@ -488,6 +553,7 @@ def _bind(options: Options, agreement: Agreement, host: str) -> Engine:
                 congestion_control=options.congestion_control,
                 shared_memory=options.shared_memory,
                 observations=options.observations,
+                elastic=options.elastic,
             )
         except (ConfigError, OSError) as error:
             last = error

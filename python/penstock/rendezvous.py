@@ -119,6 +119,8 @@ _AGREED = (
     "check_every",
     "policy",
     "collective_schemes",
+    "elastic",
+    "ranks_min",
 )
 
 

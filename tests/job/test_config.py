@@ -44,6 +44,8 @@ SAMPLES = {
     "collective_schemes": ("yes", True, "ring"),
     "pinned_bytes": ("8388608", 8 << 20, "1000"),
     "whole_steps": ("on", True, "41"),
+    "elastic": ("yes", True, "maybe"),
+    "ranks_min": ("2", 2, "0"),
     "observations": ("65536", 65536, "-1"),
     "trace": ("a/directory", "a/directory", " "),
     "trace_steps": ("100-109", "100-109", "9-3"),

@@ -131,6 +131,7 @@ def _run(hub, function, size, shared):
             groups=(),
             groups_reason="none asked for",
             hosts=(),
+            membership=None,
         )
         try:
             with for_penstock(rank if other_default else 0):

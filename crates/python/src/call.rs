@@ -88,7 +88,8 @@ pub(crate) fn begin(
         _ => parse_request(request, rank, tag)?,
     };
     let part = CallPart { group, request, op: parse_op(op)?, dtype, inputs, outputs, keep: Box::new(keep) };
+    let wrapper = engine.get();
     // SAFETY: `keep` keeps the memory alive, and `penstock.collectives` says who may touch it meanwhile.
-    let handle = unsafe { native.call(part) }.map_err(raise)?;
+    let handle = wrapper.may_wait(engine.py(), || unsafe { native.call(part) })?;
     Ok(Call { engine: engine.clone().unbind(), handle })
 }

@@ -10,7 +10,9 @@ use penstock_core::exchange::Field;
 use penstock_core::layout::Tensor;
 use penstock_core::types::GroupId;
 use penstock_core::{Book, BookId, Gives, Op, Rank, Route, Seq, Slicing, Step, Submission, TensorId};
-use penstock_net::{AddressRange, EngineConfig, Landed, Lent, Observations, Phase, Record, Stop, Until};
+use penstock_net::{
+    AddressRange, EngineConfig, Failure, Landed, Lent, Observations, Phase, Record, Stop, Until,
+};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use std::ptr::NonNull;
@@ -21,6 +23,8 @@ use xxhash_rust::xxh3::xxh3_64;
 #[pyclass(module = "penstock._native", frozen)]
 pub(crate) struct Engine {
     pub(crate) engine: penstock_net::Engine,
+    /// Then a submission may have to wait for the next epoch.
+    elastic: bool,
 }
 
 /// By tensor, its slices: offset, bytes, owner, lane.
@@ -99,7 +103,7 @@ pub(crate) fn waiting<T: Send>(
 impl Engine {
     #[new]
     #[pyo3(signature = (*, rank, size, bind_host, port, secret, job_id, slice_bytes, lanes, window_bytes, priority,
-                        operation_timeout_s, peer_timeout_s, handshake_timeout_s, congestion_control="auto".into(), shared_memory=true, all_lanes=true, observations=0, servers=0))]
+                        operation_timeout_s, peer_timeout_s, handshake_timeout_s, congestion_control="auto".into(), shared_memory=true, all_lanes=true, observations=0, servers=0, elastic=false))]
     #[allow(clippy::too_many_arguments)] // Keywords in Python; a struct from here on.
     fn new(
         rank: u32,
@@ -120,6 +124,7 @@ impl Engine {
         all_lanes: bool,
         observations: usize,
         servers: u32,
+        elastic: bool,
     ) -> PyResult<Self> {
         let wrong = |_| bad_argument(format!("job_id has {} bytes; it must have 16", job_id.len()));
         let config = EngineConfig {
@@ -140,10 +145,10 @@ impl Engine {
             congestion_control,
             shared_memory,
             handshake_timeout: seconds("handshake_timeout_s", handshake_timeout_s)?,
-            elastic: false,
+            elastic,
             observations,
         };
-        Ok(Self { engine: penstock_net::Engine::bind(config).map_err(raise)? })
+        Ok(Self { engine: penstock_net::Engine::bind(config).map_err(raise)?, elastic })
     }
 
     #[getter]
@@ -176,6 +181,26 @@ impl Engine {
         py.detach(|| self.engine.connect(&addresses)).map_err(raise)
     }
 
+    #[getter]
+    fn council_port(&self) -> Option<u16> {
+        self.engine.council_port()
+    }
+
+    #[pyo3(signature = (addresses, enough=None))]
+    #[allow(clippy::needless_pass_by_value)]
+    fn go_on_after_losses(&self, addresses: Vec<(String, u16)>, enough: Option<u32>) -> PyResult<()> {
+        self.engine.go_on_after_losses(&addresses, enough).map_err(raise)
+    }
+
+    #[getter]
+    fn epoch(&self) -> u32 {
+        self.engine.epoch()
+    }
+
+    fn membership_log(&self) -> Vec<Vec<u32>> {
+        self.engine.membership_log()
+    }
+
     fn all_gather<'py>(
         &self,
         py: Python<'py>,
@@ -189,13 +214,15 @@ impl Engine {
     #[pyo3(signature = (name, layers, tensors, roles=None))]
     fn open_book(
         &self,
+        py: Python<'_>,
         name: &str,
         layers: Vec<String>,
         tensors: Vec<TensorEntry>,
         roles: Option<&BookRoles>,
     ) -> PyResult<BookId> {
         let tensors = tensors.into_iter().map(parse_tensor).collect::<PyResult<_>>()?;
-        self.engine.open_book(name, layers, tensors, roles.map(|roles| roles.0.clone())).map_err(raise)
+        let roles = roles.map(|roles| roles.0.clone());
+        self.may_wait(py, || self.engine.open_book(name, layers, tensors, roles))
     }
 
     #[getter]
@@ -224,6 +251,7 @@ impl Engine {
     #[allow(clippy::too_many_arguments)]
     fn submit(
         &self,
+        py: Python<'_>,
         book: BookId,
         tensor: TensorId,
         ptr: usize,
@@ -232,12 +260,13 @@ impl Engine {
         step: Step,
         more: bool,
     ) -> PyResult<u64> {
-        self.give((book, tensor, step), (ptr, nbytes), Gives::Whole(parse_op(op)?), more)
+        self.give(py, (book, tensor, step), (ptr, nbytes), Gives::Whole(parse_op(op)?), more)
     }
 
     #[allow(clippy::needless_pass_by_value)]
     fn submit_together(
         &self,
+        py: Python<'_>,
         book: BookId,
         tensors: Vec<(TensorId, usize, usize)>,
         op: &str,
@@ -256,13 +285,14 @@ impl Engine {
             })
             .collect();
         // SAFETY: as in `give`.
-        unsafe { self.engine.submit_together(&submissions) }.map_err(raise)
+        self.may_wait(py, || unsafe { self.engine.submit_together(&submissions) })
     }
 
     #[pyo3(signature = (book, tensor, ptr, nbytes, op, step, more=false))]
     #[allow(clippy::too_many_arguments)]
     fn submit_absent(
         &self,
+        py: Python<'_>,
         book: BookId,
         tensor: TensorId,
         ptr: usize,
@@ -271,13 +301,14 @@ impl Engine {
         step: Step,
         more: bool,
     ) -> PyResult<u64> {
-        self.give((book, tensor, step), (ptr, nbytes), Gives::Nothing(parse_op(op)?), more)
+        self.give(py, (book, tensor, step), (ptr, nbytes), Gives::Nothing(parse_op(op)?), more)
     }
 
     #[pyo3(signature = (book, tensor, ptr, nbytes, step, more=false, only_to=None))]
     #[allow(clippy::too_many_arguments)] // Keywords in Python.
     fn submit_gather(
         &self,
+        py: Python<'_>,
         book: BookId,
         tensor: TensorId,
         ptr: usize,
@@ -289,7 +320,7 @@ impl Engine {
         let len_bytes =
             u32::try_from(nbytes).map_err(|_| bad_argument(format!("{nbytes} bytes are too many")))?;
         let gives = Gives::Gathered { len_bytes, only_to: only_to.map(Rank) };
-        self.give((book, tensor, step), (ptr, nbytes), gives, more)
+        self.give(py, (book, tensor, step), (ptr, nbytes), gives, more)
     }
 
     fn gathered(&self, book: BookId, tensor: TensorId) -> PyResult<Vec<Option<u64>>> {
@@ -561,8 +592,18 @@ impl Engine {
 }
 
 impl Engine {
+    /// What does not wait, and is called for each gradient, keeps the GIL, unless members may be lost.
+    pub(crate) fn may_wait<T: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce() -> Result<T, Failure> + Send,
+    ) -> PyResult<T> {
+        if self.elastic { py.detach(call) } else { call() }.map_err(raise)
+    }
+
     fn give(
         &self,
+        py: Python<'_>,
         (book, tensor, step): (BookId, TensorId, Step),
         (address, len_bytes): (usize, usize),
         gives: Gives,
@@ -572,6 +613,6 @@ impl Engine {
             Submission { book, tensor, seq: 0, step, memory: Lent { address, len_bytes }, gives };
         // SAFETY: `penstock.torch` keeps the tensor alive and leaves it alone until the token comes back, as
         // `_native.pyi` asks.
-        unsafe { self.engine.submit(submission, more) }.map_err(raise)
+        self.may_wait(py, || unsafe { self.engine.submit(submission, more) })
     }
 }

@@ -92,11 +92,11 @@ def distribute(
         broadcast_buffers: Copy rank 0's buffers (batch norm) to all after every step, too. Default: as in `Options`.
         schemes: What layers send. ``None``, the default: every layer its gradients, to the store and back, the same
             bits in every run. ``"auto"``: the coordinator chooses for each layer the exact scheme that
-            takes the fewest seconds, from rows, line rate, latency and products as measured in the first step, the
-            tenth, and every hundredth, by the policy of `Options`; see `explain`. Embeddings with ``sparse=True`` send
-            pairs from the start, and their averages are sparse (not on an accelerator: dense gradients). With
-            ``collective_schemes`` of `Options` it first chooses, once, between the store and the collectives below for
-            each layer.
+            takes the fewest seconds, or numbers, by the policy of `Options`, from rows, line rate, latency and products
+            as measured in the first step, the tenth, and every hundredth; see `explain`. Embeddings with
+            ``sparse=True`` send pairs from the start, and their averages are sparse (not on an accelerator: dense
+            gradients). With ``collective_schemes`` of `Options` it first chooses, once, between the store and the
+            collectives below for each layer.
             Or by pattern of their names (as in `fnmatch`; the first that matches decides): ``store`` is the gradient
             itself; ``factors``, for `nn.Linear`, the inputs and the gradients of the outputs, from which every rank
             rebuilds the same average (Poseidon section 3.2: less for few rows and large layers); ``pairs``, for
@@ -144,6 +144,12 @@ def distribute(
         raise ConfigError(
             f'penstock.distribute: schemes={schemes!r}: expected "auto", None, or a dictionary such as '
             '{"classifier.*": "factors"}'
+        )
+    if running.membership is not None and (schemes == "auto" or kind != "workers"):
+        given = 'schemes="auto"' if schemes == "auto" else f'mode="{mode}"' if mode != "sync" else f'update="{update}"'
+        raise ConfigError(
+            f"penstock.distribute: an elastic job, whose members may be lost, cannot have {given} yet; give "
+            "ps.init(elastic=False), or leave it out"
         )
     check_model(model)
     optimizers = optimizers_in(optimizer)

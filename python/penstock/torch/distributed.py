@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from penstock._native import Engine
     from penstock.config import Options
     from penstock.job import Job
+    from penstock.members import Membership
 
 __all__ = [
     "Distributed",
@@ -83,6 +84,7 @@ class Distributed:
         update: As in `distribute`, or ``async``.
         staleness: As in `distribute`.
         device: The accelerator that the model is on, if it is on one.
+        membership: Who is left, of an elastic job.
 
     Attributes:
         schemes: How its layers are synchronised.
@@ -106,9 +108,11 @@ class Distributed:
         update: UpdateKind = "workers",
         staleness: int | None = None,
         device: torch.device | None = None,
+        membership: Membership | None = None,
     ) -> None:
         asynchronous = update == AsyncUpdates.option
         self.staleness = staleness
+        self.membership = membership
         self.engine = engine
         self.servers = Servers(engine, rank, options.world_size, 0) if servers is None else servers
         self.model = model
@@ -141,6 +145,7 @@ class Distributed:
             how=AT_OWNERS[update].how if update in AT_OWNERS else None,
             whole_steps=self.whole_steps,
             device=device,
+            elastic=membership is not None,
         )
         if asynchronous:
             check_norms(model)
@@ -159,7 +164,17 @@ class Distributed:
             else [Updates(self, one) for one in optimizers]
         )
         every = 0 if asynchronous else options.check_every
-        self.drift = Drift(engine, model, optimizers, self.finish, rank=rank, ranks=ranks, name=name, every=every)
+        self.drift = Drift(
+            engine,
+            model,
+            optimizers,
+            self.finish,
+            rank=rank,
+            ranks=ranks,
+            name=name,
+            every=every,
+            names=membership is None,
+        )
         if asynchronous:
             self.schemes.choice.rest()
         if not self.updates:
@@ -315,6 +330,11 @@ class Distributed:
         self.schemes.choice.after_step(self.gradients.step)
         if self.buffers is not None:
             self.buffers.finish()
+        if self.membership is not None:
+            self.membership.look()
+        if self.buffers is not None:
+            if self.membership is not None:
+                self.buffers.source = self.membership.rank == 0
             self.buffers.start(self.gradients.step - 1)  # of the step that has just ended
         self._step_is_new = True
 
@@ -390,6 +410,8 @@ class Distributed:
         self.finish()
         if self.gradients.drop is None:
             self.gradients.finish(self.slots)
+        if self.membership is not None:
+            self.membership.look()
         for slot in self.slots:
             if not slot.reads.watched and not slot.flight.flying:
                 restore(slot)
@@ -472,6 +494,7 @@ def set_up(
             update=update,
             staleness=staleness,
             device=device,
+            membership=running.membership,
         )
     except BaseException:
         if not any(distributed_of(param) is not None for param in inner.parameters()):

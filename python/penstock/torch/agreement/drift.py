@@ -129,6 +129,7 @@ class Drift:
         ranks: How many there are.
         name: The model's, in the names of books.
         every: Steps between two comparisons; 0: none.
+        names: Whether a difference is named, for which ranks gather what they have.
 
     Attributes:
         id: Its book, if there is one.
@@ -145,8 +146,10 @@ class Drift:
         ranks: int,
         name: str,
         every: int,
+        names: bool = True,
     ) -> None:
         self._engine = engine
+        self._names = names
         self._model = model
         self._optimizers = optimizers
         self._finish = finish
@@ -164,7 +167,9 @@ class Drift:
         self.id = self._engine.open_book(
             f"{name}.drift",
             [f"{name}.drift"],
-            [("digest", 0, "i64", 2), ("report", 0, "bytes", REPORT_BYTES_MAX, "gather"), ("seen", 0, "i64", 1)],
+            [("digest", 0, "i64", 2), ("report", 0, "bytes", REPORT_BYTES_MAX, "gather"), ("seen", 0, "i64", 1)]
+            if names
+            else [("digest", 0, "i64", 2)],
         )
 
     # A step
@@ -225,6 +230,12 @@ class Drift:
         if largest == ~complement:
             self._equal_at = mine.step
             return
+        if not self._names:
+            raise ModelMismatch(
+                "the ranks have drifted apart: parameters, hyperparameters or buffers are not the same on all of them, "
+                f"at the beginning of step {mine.step}. {ADVICE}. An elastic job does not find out which",
+                step=mine.step,
+            )
         by_rank = self._exchange(mine)
         self._wait_until_all_have_seen(mine.step)
         raise self._mismatch(mine.step, by_rank)

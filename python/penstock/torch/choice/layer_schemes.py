@@ -39,6 +39,8 @@ __all__ = ["AgreedSchemes", "LayerSchemes"]
 
 DEFAULT = "the store is the default"
 """Why layers use it of which nothing is asked and nothing is to be chosen."""
+ELASTIC = "in an elastic job all gradients travel whole, by the store"
+"""Why no layer sends rows where members may be lost."""
 
 
 class AgreedSchemes:
@@ -55,6 +57,7 @@ class AgreedSchemes:
         how: The argument that lets owners update, if one does.
         whole_steps: The option of that name.
         device: The accelerator that the model is on, if it is on one.
+        elastic: Whether members may be lost.
 
     Attributes:
         terms: By name of the layer, what is fixed of its scheme.
@@ -81,8 +84,10 @@ class AgreedSchemes:
         how: str | None,
         whole_steps: bool,
         device: torch.device | None,
+        elastic: bool = False,
     ) -> None:
         self.engine = engine
+        self.elastic = elastic
         self.model = model
         self.layers = layers
         self.automatic = schemes == "auto"
@@ -105,6 +110,8 @@ class AgreedSchemes:
         named = {name or ROOT: module for name, module in self.model.named_modules()}  # scripted ones know no other way
         modules = [named[name] for name in names]
         mine = survey(given, modules, device)
+        if self.elastic:
+            mine = [why or ELASTIC for why in mine]
         described = {
             "why": mine,
             "schemes": {str(name): str(one) for name, one in schemes.items()},
