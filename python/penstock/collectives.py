@@ -365,6 +365,7 @@ class _JobGroups:
     def of_all(self, caller: str) -> Group:
         """The group of all ranks."""
         running = job.current(caller)
+        job.refuse_elastic(running, caller)
         if self.engine is not running.engine:
             with self.lock:
                 self.engine, self.formed = running.engine, 0
@@ -417,6 +418,7 @@ def new_group(ranks: Sequence[int] | Sequence[Group], *, inside: Any = None) -> 
         >>> ps.allreduce(loss, group=ps.new_group(groups))
     """
     running = job.current("new_group")
+    job.refuse_elastic(running, "new_group")
     _groups.of_all("new_group")
     parts = [list(item.ranks) for item in ranks if isinstance(item, Group)]
     if parts and len(parts) < len(ranks):

@@ -43,7 +43,17 @@ if TYPE_CHECKING:
     from penstock.rendezvous import Agreement
     from penstock.tracing.recording import Trace
 
-__all__ = ["Job", "current", "init", "on_members_changed", "rank", "report", "shutdown", "world_size"]
+__all__ = [
+    "Job",
+    "current",
+    "init",
+    "on_members_changed",
+    "rank",
+    "refuse_elastic",
+    "report",
+    "shutdown",
+    "world_size",
+]
 
 _log = logging.getLogger("penstock")
 
@@ -236,7 +246,14 @@ def init_at_store(board: Board, rank: int, world_size: int, *, operation_timeout
             shutdown()  # of programs that know torch.distributed alone, which have destroyed their groups by now
         job = _process.job
         if job is None:
-            return _run(_start(launchers.at_store(rank, world_size, operation_timeout_s=operation_timeout_s), board))
+            launch = launchers.at_store(rank, world_size, operation_timeout_s=operation_timeout_s)
+            if launch.options.elastic:
+                raise ConfigError(
+                    "option elastic is for programs that call penstock.init, and not for groups of torch.distributed; "
+                    "unset PENSTOCK_ELASTIC",
+                    rank=rank,
+                )
+            return _run(_start(launch, board))
         if (job.rank, job.world_size) != (rank, world_size):
             raise ConfigError(
                 f"this process is rank {job.rank} of {job.world_size} in the running job, and shall be rank {rank} of "
@@ -387,6 +404,20 @@ def current(caller: str = "this call") -> Job:
     if thread is not threading.main_thread():
         job.threads.add(thread)
     return job
+
+
+def refuse_elastic(running: Job, caller: str) -> None:
+    """Refuse what an elastic job cannot do yet: what some ranks may have finished, and others not, when one is lost.
+
+    Raises:
+        ConfigError: Members of this job may be lost.
+    """
+    if running.membership is not None:
+        raise ConfigError(
+            f"penstock.{caller}: an elastic job, whose members may be lost, cannot have this yet: when one is lost, "
+            "some ranks may have finished it and others not. Leave it out, or give ps.init(elastic=False)",
+            rank=running.rank,
+        )
 
 
 def _refuse_in_child(caller: str) -> None:

@@ -107,6 +107,7 @@ class KVStore:
                 "0 on, to an asynchronous one"
             )
         running = job.current("KVStore")
+        job.refuse_elastic(running, "KVStore")
         dropped = few_enough(kind, stragglers, enough, late_after_s, running.world_size)
         self.kind = kind
         self._job = running

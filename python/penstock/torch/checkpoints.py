@@ -71,6 +71,7 @@ class Checkpoints:
         keep: int = 2,
     ) -> None:
         running = job.current("Checkpoints")
+        job.refuse_elastic(running, "Checkpoints")
         self._directory = Path(directory)
         self._rank = running.rank
         self._engine = running.engine

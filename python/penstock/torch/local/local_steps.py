@@ -83,6 +83,7 @@ class LocalSteps:
     ) -> None:
         caller = self._caller
         running = job.current(caller)
+        job.refuse_elastic(running, caller)
         error: ConfigError | None = None
         try:
             schedule.check(caller, self._every)
