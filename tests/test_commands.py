@@ -130,6 +130,9 @@ TABLE = {
     ),
     "penstock server --rank 0 --world-size 4 --servers 2 --rendezvous tcp://HOST:PORT": SERVER_BY_HAND,
     "penstock server --rank 0 --world-size 4 --servers 2 --rendezvous tcp://node1:29400": SERVER_BY_HAND,
+    "penstock run --workers 4 --min 3 train.py": By(
+        "tests/elastic/test_launched.py::test_a_program_goes_on_without_a_worker_that_is_killed"
+    ),
     "mpirun penstock run --servers 2 train.py": By("tests/launch/test_tasks.py::test_a_job_of_tasks_with_a_server"),
     "mpirun -n 6 penstock run --servers 2 train.py": By(
         "tests/launch/test_tasks.py::test_a_job_of_tasks_with_a_server"

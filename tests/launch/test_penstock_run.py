@@ -201,6 +201,38 @@ def test_a_worker_that_is_killed_is_named_and_all_others_end(number):
     assert f"rank 1 on localhost was killed by {number.name}; all others have ended" in err
 
 
+ENDS_BY_TURNS = """
+import os, pathlib, signal, sys, time
+rank = int(os.environ["RANK"])
+print(os.environ["PENSTOCK_ELASTIC"], os.environ["PENSTOCK_RANKS_MIN"], flush=True)
+for turn in range(rank):
+    while not pathlib.Path(f"ended-{turn}").exists():
+        time.sleep(0.01)
+dies = rank < int(sys.argv[1])
+pathlib.Path(f"ended-{rank}").touch()
+if dies:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_others_go_on_without_workers_that_are_lost():
+    write(ENDS_BY_TURNS)
+    status, out, err = run("--nproc-per-node", "4", "--min", "2", "train.py", "2")
+    assert status == 0, err
+    assert out.count("] 1 2\n") == 4, out
+    for left in (3, 2):
+        assert re.search(rf"rank [01] on localhost was killed by SIGKILL; {left} workers are left, and go on", err), err
+
+
+def test_too_few_that_are_left_are_ended():
+    write(ENDS_BY_TURNS + "time.sleep(60)")
+    status, _, err = run("--nproc-per-node", "3", "--min", "2", "train.py", "2")
+    assert status == 128 + signal.SIGKILL, err
+    assert "2 workers are left, and go on" in err
+    assert "1 worker is left, and --min is 2" in err
+    assert re.search(r"rank [01] on localhost was killed by SIGKILL; all others have ended", err), err
+
+
 def test_workers_that_do_not_want_to_end_are_ended():
     write("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAITS)
     process = start("--workers", "3", "train.py")
@@ -304,6 +336,9 @@ def test_what_a_worker_leaves_behind_ends_with_it():
         (["--node-rank", "1", "train.py"], "--node-rank 1 is not below --nnodes 1"),
         (["--env", "NOT_SET_ANYWHERE", "train.py"], "--env NOT_SET_ANYWHERE: it is not set here"),
         (["-m", "--no-python", "train"], "give one of them"),
+        (["--nproc-per-node", "2", "--min", "3", "train.py"], "--min 3 is more than the 2 workers"),
+        (["--nproc-per-node", "2", "--servers", "1", "--min", "1", "train.py"], "leave out --servers"),
+        (["--nproc-per-node", "2", "--clients", "1", "--min", "1", "train.py"], "leave out --clients"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(tmp_path, arguments, said):

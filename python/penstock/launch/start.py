@@ -33,6 +33,7 @@ examples:
   penstock run --workers 4 --servers 2 train.py                  2 processes more, which own what is summed
   penstock run --hosts hosts.txt --clients auto train.py         those of a host sum first if that is faster
   penstock run --workers 4 --clients 2 train.py                  2 groups that sum inside, and then between them
+  penstock run --workers 4 --min 3 train.py                      goes on without one that is lost
   penstock run --nnodes 2 --node-rank 0 --master-addr node1 --master-port 29500 train.py
                                                                  on each of 2 hosts, as with torchrun
   srun penstock run train.py                                     each task of Slurm or mpirun becomes a worker
@@ -79,6 +80,13 @@ def add_to(commands: Any) -> None:
         metavar="C",
         help="groups of workers that sum among themselves before the store does, all of one size; host: those of one "
         "host; auto: those of one host, or of parts of it, if that makes the store faster (default: none)",
+    )
+    parser.add_argument(
+        "--min",
+        type=count,
+        metavar="K",
+        help="when a worker is lost the others go on, as long as K are left; the program's job is elastic then "
+        "(default: the first failure ends all)",
     )
     parser.add_argument(
         "--hosts", type=Path, metavar="FILE", help="start workers on these hosts (default: on this one)"
@@ -227,6 +235,8 @@ def _plan(options: argparse.Namespace, environment: Mapping[str, str], command: 
         world_size = next(worker.world_size for of in placed for worker in of)
         grouping.check(options.clients, world_size, "--clients")
         told["PENSTOCK_GROUPS"] = options.clients
+    if options.min is not None:
+        told |= _elastic(options, sum(map(len, placed)), several_launchers=node.count > 1)
     connect = shlex.split(options.connect)
     if len(hosts) > 1 or hosts[0].name != THIS_MACHINE:
         _check_connect(connect)
@@ -246,7 +256,23 @@ def _plan(options: argparse.Namespace, environment: Mapping[str, str], command: 
         grace_s=options.grace_s,
         log_dir=options.log_dir,
         joint=node.count > 1,
+        workers_min=options.min,
     )
+
+
+def _elastic(options: argparse.Namespace, workers: int, *, several_launchers: bool) -> dict[str, str]:
+    """What workers are told with ``--min``."""
+    others = {
+        "--servers": bool(options.servers),
+        "--clients": options.clients is not None,
+        "--nnodes": several_launchers,
+    }
+    for name, given in others.items():
+        if given:
+            raise ConfigError(f"--min goes with workers that one launcher starts, and nothing else: leave out {name}")
+    if options.min > workers:
+        raise ConfigError(f"--min {options.min} is more than the {workers} workers that are started")
+    return {"PENSTOCK_ELASTIC": "1", "PENSTOCK_RANKS_MIN": str(options.min)}
 
 
 def _hosts(options: argparse.Namespace) -> tuple[list[Host], NodeRank]:

@@ -1,4 +1,4 @@
-"""A job's processes on all its hosts: start them, show what they say, and end all of them when one fails.
+"""A job's processes on all its hosts: start them, show what they say, and end all of them when one fails, or too many.
 
 An agent on each host (`penstock.launch.agent`) holds that host's processes. A thread per agent reads what it reports:
 output is shown at once, events go to the one thread that decides. Nothing is waited for without a bound but a job that
@@ -63,6 +63,7 @@ class LaunchPlan:
         run_id: Tells this run from others.
         joint: Whether other launchers start workers of the same job. Then servers here may have to outlive the workers
             here; they end by themselves when all have ended, or one is lost.
+        workers_min: Of an elastic job: as long as so many workers are left, or have ended well, the others go on.
         grace_s: After a failure, seconds that the others have to end by themselves, and to save what they hold.
         log_dir: Where each worker's output is kept as a file, too; or None.
     """
@@ -77,6 +78,7 @@ class LaunchPlan:
     meet_port: int | None
     run_id: str
     joint: bool = field(default=False, kw_only=True)
+    workers_min: int | None = field(default=None, kw_only=True)
     grace_s: float
     log_dir: Path | None = None
 
@@ -175,18 +177,22 @@ class Supervisor:
         self._first = next(index for index, seats in enumerate(plan.seats) if seats and not seats[0].is_server)
         self._ended: dict[int, int] = {}
         """Status of each rank, in the order in which they ended."""
+        self._lost: set[int] = set()
+        """Workers without which the others have gone on."""
+        self._tell: Callable[[str], None] = lambda _: None
         self._readers: list[threading.Thread] = []
 
-    def run(self, started: Callable[[str], None] = lambda _: None) -> None:
+    def run(self, tell: Callable[[str], None] = lambda _: None) -> None:
         """Start all workers and wait until they have ended. No process of the job is left afterwards, however it ends.
 
         Args:
-            started: Is told who runs where.
+            tell: Is told who runs where, and without whom the others go on.
 
         Raises:
             JobFailed: A host could not be reached, or a worker or an agent failed.
             Interrupted: A signal asked for the end.
         """
+        self._tell = tell
         with self._signals():
             try:
                 self._reach()
@@ -194,7 +200,7 @@ class Supervisor:
                 meet = (self._plan.meet_host or self._first_host(), port)
                 self._start(meet)
                 self._wait(lambda: not self._starting(), START_S, "the workers were not started")
-                started(self._who_is_where(meet))
+                tell(self._who_is_where(meet))
                 while self._workers_run():
                     self._handle(math.inf)
                 limit_s = math.inf if self._plan.joint else SERVERS_S
@@ -329,7 +335,9 @@ class Supervisor:
             agent.left.discard(rank)
             self._ended[rank] = status
             if status != 0:
-                raise self._ending(rank)
+                failure = self._ending(rank)
+                if not self._go_on_without([rank], failure):
+                    raise failure
 
     def _signalled(self, number: int) -> None:
         for agent in self._agents:
@@ -344,9 +352,30 @@ class Supervisor:
         how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with status {status}"
         if not agent.said_hello:
             raise JobFailed(f"{agent.host.name} was not reached: `{shlex.join(self._connect(agent.host))}` {how}", 1)
-        ranks = shown(self._seat_of[rank] for rank in sorted(agent.left))
+        lost = sorted(agent.left)
+        ranks = shown(self._seat_of[rank] for rank in lost)
         agent.left.clear()
-        raise JobFailed(f"the agent on {agent.host.name} (pid {agent.process.pid} here) {how}, and {ranks} with it", 1)
+        failure = JobFailed(
+            f"the agent on {agent.host.name} (pid {agent.process.pid} here) {how}, and {ranks} with it", 1
+        )
+        if not self._go_on_without(lost, failure):
+            raise failure
+
+    def _go_on_without(self, lost: Sequence[int], failure: JobFailed) -> bool:
+        """Whether enough workers are left, or have ended well, to go on without these."""
+        least = self._plan.workers_min
+        if least is None or self._starting():
+            return False
+        running = {rank for agent in self._agents for rank in agent.left}
+        left = len(running) + sum(status == 0 for status in self._ended.values())
+        if left < least:
+            self._tell(f"{left} worker{'s are' if left != 1 else ' is'} left, and --min is {least}")
+            return False
+        self._lost.update(lost)
+        self._tell(
+            f"{failure}; {left} worker{'s are' if left != 1 else ' is'} left, and go{'es' if left == 1 else ''} on"
+        )
+        return True
 
     def _wait(self, done: Callable[[], bool], limit_s: float, otherwise: str | Callable[[], str]) -> None:
         deadline_s = time.monotonic() + limit_s
@@ -371,14 +400,17 @@ class Supervisor:
     def _cause(self, first: JobFailed) -> JobFailed:
         """Let the others end by themselves; return the failure that most likely caused theirs."""
         self._gather(SETTLE_S)
-        failed = [rank for rank, status in self._ended.items() if status != 0]
+        failed = self._failed()
         self._gather(self._plan.grace_s - SETTLE_S)
         if first.rank is None:
             return first
         if all(self._is_consequence(rank) == (True, True) for rank in failed):
             # Servers end quickly; a worker's interpreter may take longer to end than they.
-            failed = [rank for rank, status in self._ended.items() if status != 0]
+            failed = self._failed()
         return self._ending(min(failed, key=self._is_consequence))
+
+    def _failed(self) -> list[int]:
+        return [rank for rank, status in self._ended.items() if status != 0 and rank not in self._lost]
 
     def _gather(self, limit_s: float) -> None:
         """Wait for workers that end, whether well or not. A second signal ends the wait."""

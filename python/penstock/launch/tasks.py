@@ -50,6 +50,11 @@ def become(
             f"--{given.replace('_', '-')}: this process is one task of another launcher ({variable} is set), which "
             "says where ranks run; leave it out, or start penstock run outside of that launcher"
         )
+    if options.min is not None:
+        raise ConfigError(
+            f"--min: this process is one task of another launcher ({variable} is set), which ends all tasks when one "
+            "fails"
+        )
     told = dict(environment)
     if not options.servers and options.clients is None:
         return list(command), told

@@ -1,0 +1,39 @@
+"""`penstock run --min`: a program that says nothing of it goes on without a worker that is killed."""
+
+import programs
+import pytest
+
+PROGRAM = """
+import os, pathlib, signal, sys
+import torch
+from torch import nn
+import penstock as ps
+
+torch.manual_seed(0)
+ps.init(peer_timeout_s=5.0, line_rate_mbit=1000.0)
+model = nn.Sequential(nn.Linear(20, 200), nn.ReLU(), nn.Linear(200, 4))
+model, optimizer = ps.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01))
+first = ps.rank()
+for step in range(30):
+    if (first, step) == (int(sys.argv[1]), 5):
+        os.kill(os.getpid(), signal.SIGKILL)
+    model(torch.randn(8, 20)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+ps.synchronize()
+sums = [param.sum().item() for param in model.parameters()]
+print(f"from {first} to {ps.rank()} of {ps.world_size()}: {sums}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_program_goes_on_without_a_worker_that_is_killed(killed, tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
+    arguments = ("-m", "penstock", "run", "--nproc-per-node", "3", "--min", "2", "train.py", str(killed))
+    done = programs.run(*arguments, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    left = [rank for rank in range(3) if rank != killed]
+    said = sorted(line.split("] ", 1)[1] for line in done.stdout.splitlines())
+    assert [line.split(":")[0] for line in said] == [f"from {rank} to {place} of 2" for place, rank in enumerate(left)]
+    assert len({line.split(": ")[1] for line in said}) == 1, said
+    assert f"rank {killed} on localhost was killed by SIGKILL; 2 workers are left, and go on" in done.stderr
