@@ -28,7 +28,7 @@ kv.wait()
 print("rank", ps.rank(), "of", ps.world_size(), "sum", here[-1])
 ps.shutdown()
 """
-GIVEN = ("workers", "nproc_per_node", "hosts", "nnodes", "node_rank", "master_addr", "master_port", "clients")
+GIVEN = ("workers", "nproc_per_node", "hosts", "nnodes", "node_rank", "master_addr", "master_port", "clients", "min")
 OTHERS = ("PENSTOCK_", "SLURM_", "PMI", "OMPI_", "RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "MPI_")
 
 
@@ -149,3 +149,8 @@ def test_a_launcher_on_each_host_starts_its_part_of_the_servers(tmp_path, monkey
     assert (status, other_status) == (0, 0), (one_said, other_said)
     assert "[rank 0] rank 0 of 2 sum 3.0" in one and "[rank 1] rank 1 of 2 sum 3.0" in other
     assert "[server 1]" in one and "[server 2]" in other and "[server 2]" not in one
+
+
+def test_who_is_lost_ends_the_tasks_of_another_launcher():
+    with pytest.raises(ConfigError, match="--min: this process is one task of another launcher"):
+        becomes(task(0, 2), min=1)
