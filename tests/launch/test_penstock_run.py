@@ -230,7 +230,18 @@ def test_too_few_that_are_left_are_ended():
     assert status == 128 + signal.SIGKILL, err
     assert "2 workers are left, and go on" in err
     assert "1 worker is left, and --min is 2" in err
+    assert err.count("left, and") == 2, "of those that are ended then nothing is said"
     assert re.search(r"rank [01] on localhost was killed by SIGKILL; all others have ended", err), err
+
+
+def test_workers_that_a_signal_ends_are_not_said_to_go_on():
+    write(WAITS)
+    process = start("--nproc-per-node", "3", "--min", "1", "train.py")
+    until_here(process, 3)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "left, and" not in err
 
 
 def test_workers_that_do_not_want_to_end_are_ended():

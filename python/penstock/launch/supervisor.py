@@ -179,6 +179,8 @@ class Supervisor:
         """Status of each rank, in the order in which they ended."""
         self._lost: set[int] = set()
         """Workers without which the others have gone on."""
+        self._ends = False
+        """All are to end: nobody goes on."""
         self._tell: Callable[[str], None] = lambda _: None
         self._readers: list[threading.Thread] = []
 
@@ -364,7 +366,7 @@ class Supervisor:
     def _go_on_without(self, lost: Sequence[int], failure: JobFailed) -> bool:
         """Whether enough workers are left, or have ended well, to go on without these."""
         least = self._plan.workers_min
-        if least is None or self._starting():
+        if least is None or self._ends or self._starting():
             return False
         running = {rank for agent in self._agents for rank in agent.left}
         left = len(running) + sum(status == 0 for status in self._ended.values())
@@ -414,6 +416,7 @@ class Supervisor:
 
     def _gather(self, limit_s: float) -> None:
         """Wait for workers that end, whether well or not. A second signal ends the wait."""
+        self._ends = True
         deadline_s = time.monotonic() + limit_s
         while self._running() and time.monotonic() < deadline_s:
             with contextlib.suppress(JobFailed):
