@@ -639,8 +639,11 @@ class Engine:
     def report(self) -> Report:
         """What was counted so far."""
 
-    def abort(self, reason: str) -> None:
-        """End the job for all ranks because this one failed; returns when they are told, or after a second."""
+    def abort(self, reason: str, culprit: int | None = None) -> None:
+        """End the job for all as this rank, or ``culprit``, failed; returns when all are told, or after a second."""
+
+    def check(self) -> None:
+        """Raise what has ended the job, if anything has."""
 
     def quiet(self) -> None:
         """After a failure: return when nothing writes memory that was handed over any more."""

@@ -140,7 +140,7 @@ class Job:
             self.failed = reason
         # Again if need be: a handler of a signal may have raised in the middle of the first time.
         with contextlib.suppress(PenstockError):  # the engine may have failed already, and then the others know
-            self.engine.abort(" ".join(self.failed.split())[:REASON_CHARACTERS_MAX])
+            self.engine.abort(_one_line(self.failed))
 
     def end_trace(self, why: str) -> None:
         """No trace goes on after the job."""
@@ -158,6 +158,10 @@ class Job:
             # Not earlier: what is pending belongs to the current job.
             _process.forget()
             _after(self, at_exit=True)
+
+
+def _one_line(reason: str) -> str:
+    return " ".join(reason.split())[:REASON_CHARACTERS_MAX]
 
 
 class _ThisProcess:
@@ -447,52 +451,79 @@ def _check_same(job: Job, given: dict[str, object]) -> None:
 def _start(launch: Launch, board: Board | None = None) -> Job:
     _check_elastic(launch.options)
     lanes = launch.options.lanes or max(1, min(2, len(os.sched_getaffinity(0)) // CORES_PER_LANE))
-    started: list[tuple[Engine, addresses.Chosen, Agreement]] = []
+    door = _EngineDoor(launch)
+    try:
+        if launch.meeting_point is None:
+            secret = launch.options.secret or os.urandom(32)
+            agreement = rendezvous.Agreement(os.urandom(16), secret, True, lanes, False, launch.options)
+            door.connect([door.listen(agreement)])
+        else:
+            agreement = rendezvous.exchange(launch, door, version=installed_version(), lanes=lanes, board=board)
+        return _joined(replace(launch, options=agreement.options), door, agreement)
+    except BaseException as error:  # an interrupt, too: the others wait for this rank
+        door.close(error)
+        raise
 
-    def listen(agreement: Agreement) -> tuple[str, int]:
-        point = launch.meeting_point
-        meeting_host = point.host if point is not None else None
-        chosen = addresses.choose_here(launch.options.interface, agreement.single_host, meeting_host)
-        engine = _bind(agreement.options, agreement, chosen.host)
-        started.append((engine, chosen, agreement))
-        return chosen.host, engine.port
 
-    if launch.meeting_point is None:
-        secret = launch.options.secret or os.urandom(32)
-        alone = rendezvous.Agreement(os.urandom(16), secret, True, lanes, False, launch.options)
-        started.append((_bind(launch.options, alone, "127.0.0.1"), addresses.Chosen("127.0.0.1", "lo", "alone"), alone))
-        table = [("127.0.0.1", started[0][0].port)]
-    else:
-        _, table = rendezvous.exchange(launch, listen, version=installed_version(), lanes=lanes, board=board)
-    engine, chosen, agreement = started[0]
-    launch = replace(launch, options=agreement.options)
-    engine.connect(table)
+class _EngineDoor:
+    """The engine while the ranks meet; see `rendezvous.Door`."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.point, self.interface = launch.meeting_point, launch.options.interface
+        self.chosen: addresses.Chosen | None = None
+        self.engine: Engine | None = None
+        self.hosts: list[str] = []
+
+    def listen(self, agreement: Agreement) -> tuple[str, int]:
+        if self.point is None:
+            self.chosen = addresses.Chosen("127.0.0.1", "lo", "alone")
+        else:
+            self.chosen = addresses.choose_here(self.interface, agreement.single_host, self.point.host)
+        self.engine = _bind(agreement.options, agreement, self.chosen.host)
+        return self.chosen.host, self.engine.port
+
+    def connect(self, table: list[tuple[str, int]]) -> None:
+        assert self.engine is not None  # it listens
+        self.hosts = [host for host, _ in table]
+        self.engine.connect(table)
+
+    def check(self) -> None:
+        assert self.engine is not None  # it is connected
+        self.engine.check()
+
+    def close(self, error: BaseException) -> None:
+        """The start has failed. Others may have got further, and are told whose fault it is."""
+        if self.engine is None:
+            return
+        with contextlib.suppress(PenstockError):  # what failed is on its way up
+            self.engine.abort(_one_line(described(error)), error.rank if isinstance(error, PenstockError) else None)
+        with contextlib.suppress(PenstockError):
+            self.engine.shutdown()
+
+
+def _joined(launch: Launch, door: _EngineDoor, agreement: Agreement) -> Job:
+    """The job, once all know each other's addresses."""
+    engine, chosen, hosts = door.engine, door.chosen, agreement.hosts
+    assert engine is not None and chosen is not None  # it is connected
     _announce(launch, chosen, agreement, engine.port)
     address = f"{chosen.host}:{engine.port}"
-    hosts = agreement.hosts
     job = Job(engine, launch, agreement.job_id, address, agreement.single_host, agreement.groups)
     job.hosts = hosts if 1 < len(set(hosts)) < len(hosts) else ()
-    try:
-        job.rates = _rates(job)
-        _choose_groups(job, hosts)
-        if job.options.ranks > 1 and job.options.line_rate_mbit != 0.0:
-            engine.set_rates(_of_each(job))
-            if job.options.engine_rank == 0:
-                slice_bytes, _, slicing_lanes = engine.slicing()
-                _log.info("slices of up to %d KiB on %d of %d lanes", slice_bytes >> 10, slicing_lanes, agreement.lanes)
-        if launch.options.role == "worker":
-            _ = job.servers  # no later than the servers themselves
-        if job.options.elastic and job.options.ranks > 1:
-            _go_on_after_losses(job, [host for host, _ in table])
-        if job.options.trace is not None:
-            from penstock.tracing.recording import begin
+    job.rates = _rates(job)
+    _choose_groups(job, hosts)
+    if job.options.ranks > 1 and job.options.line_rate_mbit != 0.0:
+        engine.set_rates(_of_each(job))
+        if job.options.engine_rank == 0:
+            slice_bytes, _, slicing_lanes = engine.slicing()
+            _log.info("slices of up to %d KiB on %d of %d lanes", slice_bytes >> 10, slicing_lanes, agreement.lanes)
+    if launch.options.role == "worker":
+        _ = job.servers  # no later than the servers themselves
+    if job.options.elastic and job.options.ranks > 1:
+        _go_on_after_losses(job, door.hosts)
+    if job.options.trace is not None:
+        from penstock.tracing.recording import begin
 
-            begin(job, job.options.trace, job.options.traced_steps())
-    except BaseException as error:  # an interrupt, too: the others wait for this rank
-        job.abort(described(error))
-        with contextlib.suppress(PenstockError):  # what failed is on its way up
-            engine.shutdown()
-        raise
+        begin(job, job.options.trace, job.options.traced_steps())
     return job
 
 
@@ -659,7 +690,7 @@ def _finish(job: Job, by_status: str | None = None) -> None:
                 with contextlib.suppress(PenstockError):  # the reason is already on its way up or told
                     job.engine.shutdown()
             elif by_status is not None:
-                reason = " ".join(by_status.split())[:REASON_CHARACTERS_MAX]
+                reason = _one_line(by_status)
                 try:
                     job.servers.end()
                 finally:

@@ -12,7 +12,9 @@ holds, or a private directory:
     complete                  ->    <job id>/table                ->    addresses by rank
     cleans up                       <job id>/done/r               <-    read
 
-That is 3n + 3 keys for n ranks and one connection per rank. Nothing stale is ever believed: rank 0 reads only keys
+That is 3n + 3 keys for n ranks and one connection per rank. Whoever has the table can be connected to from then on,
+rank 0 first of all: one that stays only to clean up would look lost to those that go on. While it stays, it hears of a
+lost rank as all others do. Nothing stale is ever believed: rank 0 reads only keys
 under its own fresh job id, and the others accept only an admission that repeats their nonce. A rank that fails says why
 under ``<job id>/trouble``, and rank 0 in place of its next message, so that every rank raises the same error at once,
 not at its limit.
@@ -33,7 +35,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock import errors, sharing
 from penstock.addresses import host_identity
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from penstock.config import Options
     from penstock.launchers import Launch
 
-__all__ = ["Agreement", "exchange"]
+__all__ = ["Agreement", "Door", "exchange"]
 
 _log = logging.getLogger("penstock")
 
@@ -83,6 +85,19 @@ class Agreement:
     options: Options = field(compare=False)
     groups: Groups = ()
     hosts: tuple[int, ...] = ()
+
+
+class Door(Protocol):
+    """What a rank brings along: the end of its connections to the others."""
+
+    def listen(self, agreement: Agreement) -> tuple[str, int]:
+        """The ranks agree: bind the listener; its host and port."""
+
+    def connect(self, table: list[tuple[str, int]]) -> None:
+        """Here is where each rank listens: take connections from now on, and make them."""
+
+    def check(self) -> None:
+        """Raise what has ended the job since."""
 
 
 class _Told(Exception):
@@ -315,8 +330,14 @@ class _Leader(_Meeting):
         message = unseal(data, self.secret, key)
         return message is not None and message.proven
 
-    def _collect(self, stage: str, what: str, accept: Callable[[int, dict[str, Any]], None]) -> None:
-        """Take every other rank's message of a stage as it comes."""
+    def _collect(
+        self,
+        stage: str,
+        what: str,
+        accept: Callable[[int, dict[str, Any]], None],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Take every other rank's message of a stage as it comes, as long as `check` raises nothing."""
         missing = set(range(1, self.size))
         doubted_at: dict[int, float] = {}
         for _ in polls(self.deadline):
@@ -334,6 +355,7 @@ class _Leader(_Meeting):
                 return
             self._keep()
             self._heed()
+            check()
         raise self._late(missing, what)
 
     def _refuse_double(self, key: str, found: bytes) -> None:
@@ -378,7 +400,7 @@ class _Leader(_Meeting):
         """What tells each rank that rank 0 has read its own arrival and not an older one."""
         return [self.nonces.get(rank) for rank in range(self.size)]
 
-    def table(self, host: str, port: int) -> list[tuple[str, int]]:
+    def table(self, host: str, port: int, door: Door) -> None:
         """The second half: get everybody's address, now bound, and publish all."""
         table = [(host, port)] * self.size
 
@@ -386,10 +408,10 @@ class _Leader(_Meeting):
             table[rank] = (str(body["host"]), int(body["port"]))
 
         self._collect("address", "publish an address", bound)
+        door.connect(table)
         self._put("table", {"addresses": table}, keep=True)
-        self._collect("done", "read the addresses", lambda rank, body: None)
+        self._collect("done", "read the addresses", lambda rank, body: None, door.check)
         self.clean()
-        return table
 
     def clean(self) -> None:
         """Leave nothing behind."""
@@ -561,15 +583,17 @@ class _Follower(_Meeting):
         if message is not None and message.proven and message.body.get("nonce", self.nonce) != self.nonce:
             raise self._doubled()
 
-    def table(self, host: str, port: int) -> list[tuple[str, int]]:
+    def table(self, host: str, port: int, door: Door) -> None:
         """The second half: publish this rank's address, now bound, and get everybody's."""
         self.own.clear()
         self._put("address", {"host": host, "port": port}, rank=self.rank, keep=True)
         for _ in polls(self.deadline + LEADERS_WORD_S):  # as in `meet`
             body = self._take("table")
             if body is not None:
-                self._put("done", {}, rank=self.rank)
-                return [(str(host), int(port)) for host, port in body["addresses"]]
+                door.connect([(str(host), int(port)) for host, port in body["addresses"]])
+                with _quietly():  # if rank 0 has been lost by now, that is the engine's to say, as on every other rank
+                    self._put("done", {}, rank=self.rank)
+                return
             self._keep()
         raise self._late({0}, "publish the addresses")
 
@@ -593,23 +617,23 @@ def _describe(error: BaseException) -> str:
 
 def exchange(
     launch: Launch,
-    listen: Callable[[Agreement], tuple[str, int]],
+    door: Door,
     *,
     version: str,
     lanes: int,
     board: Board | None = None,
-) -> tuple[Agreement, list[tuple[str, int]]]:
+) -> Agreement:
     """Meet the other ranks.
 
     Args:
         launch: Rank, size and meeting point of this process.
-        listen: Called once the ranks agree; binds this rank's listener and returns its host and port.
+        door: This rank's. When this returns it is connected, and may be even if this raises.
         version: Of this installation; all ranks must have the same.
         lanes: What rank 0 chooses if nobody set it.
         board: Where to meet, if the program has such a place already; that of the launch's meeting point otherwise.
 
     Returns:
-        The agreement and the addresses by rank.
+        What all have agreed on.
 
     Raises:
         AuthenticationError: A rank holds another secret; ``rank`` says which.
@@ -633,7 +657,8 @@ def exchange(
             meeting = _Follower(board, launch, version, deadline)
         try:
             agreement = meeting.meet()
-            return agreement, meeting.table(*listen(agreement))
+            meeting.table(*door.listen(agreement), door)
+            return agreement
         except _Told as told:
             with _quietly():
                 meeting.pass_on(told.error)

@@ -67,10 +67,16 @@ def slow_down(peer: int) -> None:
     """In the job of the next `penstock.init`, what this process dials to reach `peer` is a relay."""
     exchange = rendezvous.exchange
 
-    def with_a_relay(*args, **options):  # type: ignore[no-untyped-def]
+    def with_a_relay(launch, door, **options):  # type: ignore[no-untyped-def]
         rendezvous.exchange = exchange
-        agreement, table = exchange(*args, **options)
-        table[peer] = _relay(table[peer])
-        return agreement, table
+        connect = door.connect
+
+        def through_the_relay(table):  # type: ignore[no-untyped-def]
+            table = list(table)
+            table[peer] = _relay(table[peer])
+            connect(table)
+
+        door.connect = through_the_relay
+        return exchange(launch, door, **options)
 
     rendezvous.exchange = with_a_relay

@@ -45,8 +45,11 @@ class FakeEngine:
     def report(self) -> dict[str, Any]:
         return {"rank": self.arguments["rank"], "size": self.arguments["size"]}
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, culprit: int | None = None) -> None:
         self._called("abort", reason)
+
+    def check(self) -> None:
+        pass
 
     has_failed = False
 

@@ -32,6 +32,20 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+class SilentDoor:
+    """A rank that only says where it would be, and keeps what it is told of the others."""
+
+    def __init__(self, listen: Callable[[Agreement], tuple[str, int]]) -> None:
+        self.listen = listen
+        self.table: list[tuple[str, int]] | None = None
+
+    def connect(self, table: list[tuple[str, int]]) -> None:
+        self.table = table
+
+    def check(self) -> None:
+        """All is well."""
+
+
 def listen_nowhere(rank: int) -> Callable[[Agreement], tuple[str, int]]:
     """A listener that only says where it would be."""
     return lambda agreement: ("127.0.0.1", 1000 + rank)
@@ -43,11 +57,12 @@ def meet(
     each: Mapping[int, Mapping[str, Any]] | None = None,
     versions: Mapping[int, str] | None = None,
     listens: Mapping[int, Callable[[Agreement], tuple[str, int]]] | None = None,
+    doors: Mapping[int, SilentDoor] | None = None,
     ranks: list[int] | None = None,
     environ: Mapping[str, str] | None = None,
     **shared: Any,
 ) -> list[Outcome]:
-    """Run the exchange of `ranks` (all by default); `each`, `versions` and `listens` differ by rank."""
+    """Run the exchange of `ranks` (all by default); `each`, `versions`, `listens` and `doors` differ by rank."""
     running = list(range(size)) if ranks is None else ranks
     outcomes = [Outcome() for _ in running]
 
@@ -60,7 +75,9 @@ def meet(
             launch = discover(variables, **arguments)
             listen = (listens or {}).get(rank, listen_nowhere(rank))
             version = (versions or {}).get(rank, "1.0")
-            outcomes[place].agreement, outcomes[place].table = exchange(launch, listen, version=version, lanes=2)
+            door = (doors or {}).get(rank, SilentDoor(listen))
+            outcomes[place].agreement = exchange(launch, door, version=version, lanes=2)
+            outcomes[place].table = door.table
         except BaseException as error:  # noqa: BLE001 - handed to the test, which asserts on it
             outcomes[place].error = error
         outcomes[place].ended_at = time.monotonic()

@@ -8,6 +8,8 @@ import json
 import sys
 import time
 
+from meeting import SilentDoor
+
 from penstock.launchers import discover
 from penstock.rendezvous import exchange
 
@@ -31,8 +33,9 @@ def meet(options, environ):
     begin = time.monotonic()
     try:
         tell(event="begin")
-        agreement, table = exchange(launch, lambda agreement: ("127.0.0.1", 1000), version="1.0", lanes=1)
-        tell(event="met", job=agreement.job_id.hex(), table=table, torch="torch" in sys.modules)
+        door = SilentDoor(lambda agreement: ("127.0.0.1", 1000))
+        agreement = exchange(launch, door, version="1.0", lanes=1)
+        tell(event="met", job=agreement.job_id.hex(), table=door.table, torch="torch" in sys.modules)
     except BaseException as error:
         facts = {"kind": type(error).__name__, "text": str(error), "rank": getattr(error, "rank", None)}
         tell(event="error", after_s=time.monotonic() - begin, **facts)

@@ -166,15 +166,17 @@ def test_a_crowd_that_never_ends_delays_nobody_for_long():
     assert time.monotonic() - begin < 30, f"seed {seed}"
 
 
+HELPERS = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
 CROWDED = """
 import json, resource, sys, threading
+from meeting import SilentDoor
 from penstock.launchers import discover
 from penstock.rendezvous import exchange
 
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
 def meet():
-    exchange(discover({}, **json.loads(sys.argv[1])), lambda _: ("127.0.0.1", 1000), version="1.0", lanes=2)
+    exchange(discover({}, **json.loads(sys.argv[1])), SilentDoor(lambda _: ("127.0.0.1", 1000)), version="1.0", lanes=2)
     print(json.dumps({"event": "met"}), flush=True)
 meeting = threading.Thread(target=meet)
 meeting.start()
@@ -189,7 +191,7 @@ def test_strangers_leave_descriptors_for_the_program():
     """Rank 0 may have 100, and its program opens 60 files while 90 strangers are there."""
     port = free_port()
     facts = {"rank": 0, "world_size": 2, "rendezvous": f"tcp://127.0.0.1:{port}", "secret": SECRET}
-    with started(json.dumps(facts), program=["-c", CROWDED]) as process, ExitStack() as left_open:
+    with started(json.dumps(facts), program=["-c", HELPERS + CROWDED]) as process, ExitStack() as left_open:
         for _ in range(90):
             left_open.enter_context(knock(port))
         process.stdin.write("\n")
@@ -323,6 +325,7 @@ def test_a_meeting_at_a_port_needs_no_framework():
 
 BOTH_AT_ONE_PORT = """
 import json, sys
+from meeting import SilentDoor
 import torch.distributed as dist
 from penstock.launchers import discover
 from penstock.rendezvous import exchange
@@ -332,7 +335,8 @@ def theirs():
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 def ours():
     environ = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return exchange(discover(environ), lambda _: ("127.0.0.1", rank), version="1.0", lanes=1)
+    door = SilentDoor(lambda _: ("127.0.0.1", rank))
+    return exchange(discover(environ), door, version="1.0", lanes=1), door.table
 if order == "theirs first":
     theirs(); found = ours()
 else:
@@ -347,7 +351,9 @@ dist.destroy_process_group()
 def test_torch_distributed_may_use_the_same_address(order):
     port = free_port()
     ranks = [
-        programs.start("-c", BOTH_AT_ONE_PORT, rank, port, order, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        programs.start(
+            "-c", HELPERS + BOTH_AT_ONE_PORT, rank, port, order, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
         for rank in range(2)
     ]
     try:

@@ -192,6 +192,41 @@ def test_a_rank_that_is_killed_between_is_named_also_by_those_who_wait_for_rank_
         assert "rank 2" in str(outcome.error)
 
 
+@pytest.mark.parametrize("ends", ["it hears that a rank is lost", "it is interrupted"])
+def test_rank_0_is_connected_while_it_waits_for_the_last_and_tells_it_what_ends_the_job(place, ends, monkeypatch):
+    """Rank 1 goes on with the table that rank 2 has not read."""
+    error = ps.PeerLost("rank 1 was lost", rank=1) if "lost" in ends else KeyboardInterrupt("at the keyboard")
+    gone_on, ended, take = threading.Event(), threading.Event(), rendezvous._Meeting._take
+
+    class Leading(meeting.SilentDoor):
+        def connect(self, table):
+            assert not gone_on.is_set()
+            super().connect(table)
+
+        def check(self):
+            if gone_on.is_set():
+                ended.set()
+                raise error
+
+    class GoingOn(meeting.SilentDoor):
+        def connect(self, table):
+            super().connect(table)
+            gone_on.set()
+
+    def take_late(self, stage, *, rank=None):
+        late = stage == "table" and self.rank == 2 and not ended.is_set()
+        return None if late else take(self, stage, rank=rank)
+
+    monkeypatch.setattr(rendezvous._Meeting, "_take", take_late)
+    doors = {0: Leading(meeting.listen_nowhere(0)), 1: GoingOn(meeting.listen_nowhere(1))}
+    outcomes = meet(3, rendezvous=place, doors=doors)
+    assert doors[0].table == doors[1].table and doors[0].table is not None
+    assert outcomes[1].error is None and outcomes[0].error is error
+    if outcomes[2].error is not None:  # else it was just in time
+        assert isinstance(outcomes[2].error, ps.PeerLost)
+        assert outcomes[2].error.rank == (1 if "lost" in ends else 0)
+
+
 def test_an_unexpected_failure_reaches_the_others_as_peer_lost(place):
     def listen(agreement):
         raise KeyboardInterrupt

@@ -6,7 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from meeting import assert_met, free_port, meet
+from meeting import SilentDoor, assert_met, free_port, meet
 
 import penstock as ps
 from penstock import boards, config, rendezvous, sharing
@@ -158,7 +158,7 @@ def test_the_store_of_a_program_follows_the_same_rule(monkeypatch):
     def run(rank):
         board = boards.TorchBoard(store, "the program's store", "job")
         try:
-            exchange(at_store(rank, 2), lambda _: ("127.0.0.1", 1), version="1.0", lanes=1, board=board)
+            exchange(at_store(rank, 2), SilentDoor(lambda _: ("127.0.0.1", 1)), version="1.0", lanes=1, board=board)
         except ps.ConfigError as error:
             errors.append(str(error))
 

@@ -233,6 +233,21 @@ fn who_fails_before_anybody_is_connected_is_heard_with_its_reason() {
 }
 
 #[test]
+fn who_cannot_say_that_it_has_failed_is_named_where_another_says_it() {
+    on_all(job_with(3, |_| {}), |engine, rank| {
+        if rank == 0 {
+            engine.abort_for(Rank(2), "ValueError: no such file").unwrap();
+            engine.shutdown(&mut give_up()).unwrap();
+            return;
+        }
+        let failure = failed(call(engine, Request::Receive { from: 0, tag: 0 }));
+        assert_eq!(failure.rank, Some(Rank(2)), "{failure}");
+        assert!(failure.to_string().contains("rank 2 failed: ValueError: no such file"), "{failure}");
+        assert_eq!(engine.check().unwrap_err().rank, Some(Rank(2)));
+    });
+}
+
+#[test]
 fn who_has_given_up_is_not_blamed_by_who_starts_late() {
     let mut engines = job_with(3, |config| config.peer_timeout = Duration::from_millis(500));
     drop(engines.pop());

@@ -513,8 +513,17 @@ impl Engine {
         report::to_python(py, &report)
     }
 
-    fn abort(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
-        py.detach(|| self.engine.abort(reason)).map_err(raise)
+    #[pyo3(signature = (reason, culprit=None))]
+    fn abort(&self, py: Python<'_>, reason: &str, culprit: Option<u32>) -> PyResult<()> {
+        py.detach(|| match culprit {
+            None => self.engine.abort(reason),
+            Some(rank) => self.engine.abort_for(Rank(rank), reason),
+        })
+        .map_err(raise)
+    }
+
+    fn check(&self) -> PyResult<()> {
+        self.engine.check().map_err(raise)
     }
 
     fn quiet(&self, py: Python<'_>) -> PyResult<()> {

@@ -153,9 +153,18 @@ impl Engine {
     /// # Errors
     /// `Config` in a forked child.
     pub fn abort(&self, reason: &str) -> Result<(), Failure> {
+        self.abort_for(Rank(self.inner.config.rank), reason)
+    }
+
+    /// As [`Engine::abort`], where another rank's program has failed, which cannot say so itself.
+    ///
+    /// # Errors
+    /// `Config` in a forked child.
+    pub fn abort_for(&self, culprit: Rank, reason: &str) -> Result<(), Failure> {
         self.alive("abort")?;
         let shared = &self.inner.shared;
-        shared.fail(Fault::of_program(shared.me, reason));
+        let known = culprit.0 < self.inner.config.size;
+        shared.fail(Fault::of_program(if known { culprit } else { shared.me }, reason));
         let lanes = shared.mailboxes().len() as u32;
         let deadline = Instant::now() + Duration::from_nanos(FLUSH_NS);
         // Not `wait`, which would give up at once on a failure.
@@ -168,6 +177,15 @@ impl Engine {
         }
         shared.lock().failure_raised = true;
         Ok(())
+    }
+
+    /// Whether the job goes on.
+    ///
+    /// # Errors
+    /// The job's failure; `Config` in a forked child.
+    pub fn check(&self) -> Result<(), Failure> {
+        self.alive("check")?;
+        self.inner.shared.check()
     }
 
     /// Whether the job is over: there is a verdict, settled or not, or this engine is shut down.
