@@ -59,6 +59,8 @@ def here(rank):
     return subprocess.Popen
 
 
+# Both alone: beside other tests processors are busier than these make them, and not equally so in all readings.
+@pytest.mark.alone
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_on_one_host_busy_processors_change_little(size, tmp_path):
     quiet = reading(size, f"file://{tmp_path / 'quiet'}", here)["mbit"]
@@ -68,7 +70,7 @@ def test_on_one_host_busy_processors_change_little(size, tmp_path):
         assert quiet / 3 < one["mbit"] < quiet * 3 and not one["doubtful"], (quiet, busy)
 
 
-@pytest.mark.alone  # beside other tests processors are busier than it makes them
+@pytest.mark.alone
 @pytest.mark.parametrize("mbit", [pytest.param(100, marks=pytest.mark.long), 1000])
 def test_over_a_link_the_reading_is_right_or_said_to_be_in_doubt(mbit):
     try:
