@@ -26,6 +26,22 @@ other_default = True  # of odd ranks, for Penstock's code: not where Dynamo woul
 _local = threading.local()
 
 
+def _resolve_operations():
+    """Let torch make the objects that stand for its operations, which modes are given, before threads need them.
+
+    It makes each with its first use and keeps the address of it for good. Where two threads use an operation first, it
+    makes two, and may keep the address of the one that is let go of: a segmentation fault later on.
+    """
+    for name in torch._C._dispatch_get_all_op_names():
+        operation, _, overload = name.removeprefix("aten::").partition(".")
+        if name.startswith("aten::"):
+            # Some are known to the dispatcher alone.
+            getattr(getattr(torch.ops.aten, operation, None), overload or "default", None)
+
+
+_resolve_operations()
+
+
 def current(caller="this call"):
     running = getattr(_local, "job", None)
     if running is None:

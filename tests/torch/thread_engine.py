@@ -198,15 +198,9 @@ class FakeEngine:
         self._check()
         assert (book, tensor) not in self.flights, f"{label} is in flight already"
         memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(ptr), dtype=torch.uint8)
-        start, stop = ptr, ptr + nbytes
-        for flight in self.flights.values():
-            other = flight.memory.data_ptr()
-            assert stop <= other or other + flight.memory.numel() <= start, f"{label} shares memory with {flight.label}"
-        for _, _, sent, _, other_label, *_ in self.sending:
-            other = sent.data_ptr()
-            assert stop <= other or other + sent.numel() <= start, f"{label} overwrites {other_label}, still being sent"
         hub = self.hub
-        with hub.changed:
+        with hub.changed:  # a thread that copies lets tensors land meanwhile
+            self._assert_unused(memory, label)
             key = (book, tensor, self.seqs[book][tensor])
             self.seqs[book][tensor] += 1
             exchange = hub.exchanges.setdefault(key, Exchange(layers[layer], op, dtype, *scheme[1:]))
@@ -221,6 +215,15 @@ class FakeEngine:
             self.last[book, tensor] = key
             hub.settle()
         return self.token
+
+    def _assert_unused(self, memory, label) -> None:
+        start, stop = memory.data_ptr(), memory.data_ptr() + memory.numel()
+        for flight in self.flights.values():
+            other = flight.memory.data_ptr()
+            assert stop <= other or other + flight.memory.numel() <= start, f"{label} shares memory with {flight.label}"
+        for _, _, sent, _, other_label, *_ in self.sending:
+            other = sent.data_ptr()
+            assert stop <= other or other + sent.numel() <= start, f"{label} overwrites {other_label}, still being sent"
 
     def _check(self) -> None:
         if self.hub.failed is not None:
