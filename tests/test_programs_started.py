@@ -82,7 +82,10 @@ def test_what_launchers_start_in_it_ends_as_a_process_does(ending, tmp_path):
 
 
 def test_a_signal_to_what_a_launcher_starts_reaches_the_worker(tmp_path):
-    worker = "import signal, sys\nsignal.signal(15, lambda *_: sys.exit(3))\nprint('here', flush=True)\nsignal.pause()"
+    worker = (
+        "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(3))\n"
+        "print('here', flush=True)\nwhile True: time.sleep(0.1)"
+    )
     (tmp_path / "worker.py").write_text(worker)
     launcher = (
         "import subprocess, sys\nworker = subprocess.Popen([sys.executable, *sys.argv[1:]], stdout=subprocess.PIPE)\n"

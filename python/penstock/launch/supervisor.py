@@ -41,6 +41,9 @@ TERMINATE_S = 3.0
 """Between asking workers to end and ending them."""
 GONE_S = 3.0
 """For ended workers to be reported, and for agents to end."""
+HEED_S = 0.2
+"""No wait is longer. Python runs handlers of signals in the main thread, and one that comes just before a wait, or to
+another thread, does not end that wait."""
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 CONSEQUENCES = ("PeerLost", "Timeout", "Connection closed by peer", "Connection reset by peer")
 """What the last line of a worker says that failed because another one did: our errors, and gloo's words."""
@@ -311,7 +314,7 @@ class Supervisor:
     def _handle(self, wait_s: float) -> None:
         """Take in one event, if one comes in time; raise the failure or the interruption that it is."""
         try:
-            kind, what = self._events.get(timeout=None if wait_s == math.inf else max(0.0, wait_s))
+            kind, what = self._events.get(timeout=min(max(0.0, wait_s), HEED_S))
         except Empty:
             return
         if kind == "signal":
