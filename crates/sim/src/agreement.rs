@@ -34,6 +34,8 @@ pub enum Omission {
     GiveUp,
     /// Who is told that an epoch ends, and does not lead, does nothing.
     PassNoEndOn,
+    /// What was proposed to a member counts as accepted by it.
+    ProposedIsAccepted,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -80,6 +82,8 @@ enum Happening {
     /// It looks at the clock when it wanted to.
     Look(usize),
     Kill(usize),
+    /// What one that is dead has sent last to another does not arrive.
+    Lose(usize, usize),
     Break(usize, usize),
     Mend(usize, usize),
     Leave(usize),
@@ -125,8 +129,13 @@ impl World {
         let (mut next, mut looks) = (Vec::new(), Vec::new());
         for from in 0..self.count() {
             for to in 0..self.count() {
-                if !self.links[self.at(from, to)].is_empty() && self.members[to].lives {
+                let link = &self.links[self.at(from, to)];
+                if !link.is_empty() && self.members[to].lives {
                     next.push(Happening::Arrive(from, to));
+                    let said = |frame: &Sent| matches!(frame, Sent::Said(..));
+                    if !self.members[from].lives && link.iter().any(said) {
+                        next.push(Happening::Lose(from, to));
+                    }
                 }
             }
             let member = &self.members[from];
@@ -194,6 +203,12 @@ impl World {
                     .for_each(|other| self.end(rank, other, false));
                 Ok(())
             }
+            Happening::Lose(from, to) => {
+                let at = self.at(from, to);
+                let last = self.links[at].iter().rposition(|frame| matches!(frame, Sent::Said(..)));
+                last.and_then(|last| self.links[at].remove(last));
+                Ok(())
+            }
             Happening::Break(one, other) => {
                 self.end(one, other, true);
                 self.end(other, one, true);
@@ -210,7 +225,7 @@ impl World {
         }
     }
 
-    /// Nothing more comes from `from` to `to`. Of a process that has died, what it had sent still arrives.
+    /// Nothing more comes from `from` to `to`. Of a process that has died, what it had sent may still arrive.
     fn end(&mut self, from: usize, to: usize, lost: bool) {
         let at = self.at(from, to);
         if std::mem::take(&mut self.open[at]) {
@@ -269,6 +284,12 @@ impl World {
                         if self.open[at] {
                             let bytes = self.altered(rank, message).encode(epoch);
                             let (epoch, message) = MemberMessage::decode(&bytes)?;
+                            if let (MemberMessage::Propose(ballot, _), Some(Omission::ProposedIsAccepted)) =
+                                (&message, self.omission)
+                            {
+                                let accepted = MemberMessage::Accepted(*ballot);
+                                self.members[rank].agreement.heard_from(now_ns, to, epoch, accepted);
+                            }
                             let frame = Sent::Said(epoch, message);
                             self.links[at].push_back(frame);
                         }
@@ -379,14 +400,19 @@ pub struct Orders {
 }
 
 /// Plays every order in which messages of `count` members can arrive when the last one leaves, or not, and one of them dies,
-/// whoever and whenever, or with `breaks` a connection breaks for good.
+/// whoever and whenever, with or without what it has sent last, or with `breaks` a connection breaks for good. `enough` must agree.
 ///
 /// # Errors
 /// What does not hold, and where.
-pub fn every_order(count: usize, breaks: bool, omission: Option<Omission>) -> Result<Orders, String> {
+pub fn every_order(
+    count: usize,
+    breaks: bool,
+    enough: Option<u32>,
+    omission: Option<Omission>,
+) -> Result<Orders, String> {
     let mut seen = HashSet::new();
     let mut found = Orders::default();
-    let mut open = vec![(World::new(count, None, omission), false, false)];
+    let mut open = vec![(World::new(count, enough, omission), false, false)];
     while let Some((world, lost, left)) = open.pop() {
         if !seen.insert(fingerprint(&(&world, lost, left))) {
             continue;

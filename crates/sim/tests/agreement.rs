@@ -10,10 +10,17 @@ const JOBS: u64 = 20_000;
 
 #[test]
 fn every_order_of_three_with_a_loss() {
-    for breaks in [false, true] {
-        let orders = every_order(3, breaks, None).unwrap_or_else(|violation| panic!("{violation}"));
-        println!("3 members, breaks: {breaks}: {orders:?}");
+    // Where one is enough those who do not hear each other may go on apart.
+    for (breaks, enough) in [(false, None), (true, None), (false, Some(1))] {
+        let orders = every_order(3, breaks, enough, None).unwrap_or_else(|violation| panic!("{violation}"));
+        println!("3 members, breaks: {breaks}, enough: {enough:?}: {orders:?}");
     }
+}
+
+#[test]
+fn one_that_chooses_alone_is_missed() {
+    let violation = every_order(3, false, Some(1), Some(Omission::ProposedIsAccepted)).unwrap_err();
+    println!("{}", violation.lines().next().unwrap_or_default());
 }
 
 #[test]
@@ -40,6 +47,7 @@ fn every_rule_is_missed() {
         Omission::PassNothingOn,
         Omission::SayNothingAgain,
         Omission::PassNoEndOn,
+        Omission::ProposedIsAccepted,
     ] {
         let violation = (0..JOBS).find_map(|seed| run(seed, Some(omission)).err());
         let violation = violation.unwrap_or_else(|| panic!("{omission:?} goes unnoticed in {JOBS} jobs"));

@@ -7,6 +7,8 @@
 //! **Why there is one choice.** Any two quorums have a member in common, as long as a quorum is a majority, which it is unless the
 //! user says otherwise. Who has promised a ballot accepts nothing of an earlier one, and says what it has accepted before; a
 //! later ballot proposes that again. So two halves of a job cannot both go on: at most one of them has a quorum.
+//! With fewer than a majority two halves may. Then whoever leads waits until all that it hears have accepted: as long as the members that
+//! live hear each other there is one choice, whoever dies when.
 //!
 //! **Why reports stay true.** Before it promises, a member *freezes*: it takes in nothing more of this epoch's exchanges, and sends
 //! nothing. What it reports is what it has until the choice is known. So whoever leads, and however often, the plan is made of the
@@ -175,7 +177,11 @@ impl Succession {
     /// How many members must agree on what follows this epoch.
     #[must_use]
     pub fn quorum(&self) -> usize {
-        self.enough.map_or(self.ranks.len() / 2 + 1, |enough| (enough as usize).clamp(1, self.ranks.len()))
+        self.enough.map_or(self.majority(), |enough| (enough as usize).clamp(1, self.ranks.len()))
+    }
+
+    fn majority(&self) -> usize {
+        self.ranks.len() / 2 + 1
     }
 
     /// Whether too few members are heard, or hear each other, as far as this one knows: why an epoch that is to end does not.
@@ -227,6 +233,7 @@ impl Succession {
         self.ends = true;
         self.urge(now_ns);
         self.conclude(now_ns);
+        self.count_agreed(now_ns);
     }
 
     /// It is heard again, by a new connection. What was under way on the old one is said again.
@@ -483,12 +490,21 @@ impl Succession {
     }
 
     fn agreed(&mut self, now_ns: u64, from: Rank, ballot: Ballot) {
-        let quorum = self.quorum();
         let Some(proposal) = self.proposal.as_mut().filter(|proposal| proposal.ballot == ballot) else {
             return;
         };
         proposal.agreed.insert(from);
-        if proposal.agreed.len() >= quorum
+        self.count_agreed(now_ns);
+    }
+
+    /// As the leader: chooses what enough have accepted. Where fewer than a majority are, two such quorums need have no member in
+    /// common: then all that are heard must have accepted, so that whoever of them leads next knows of it.
+    fn count_agreed(&mut self, now_ns: u64) {
+        let Some(proposal) = &self.proposal else { return };
+        let of_all = proposal.agreed.len();
+        let all_heard = || self.heard().all(|rank| proposal.agreed.contains(&rank));
+        if of_all >= self.quorum()
+            && (of_all >= self.majority() || all_heard())
             && let Some(choice) = proposal.choice.clone()
         {
             self.choose(now_ns, choice);
