@@ -55,6 +55,9 @@ pub trait Memory {
         output: &Self::Chunk,
     );
 
+    /// Fills a chunk, of whatever type, with zero bytes.
+    fn clear(&mut self, output: &Self::Chunk);
+
     /// Fills a chunk of such a type with a number.
     fn fill(&mut self, dtype: Dtype, number: f64, output: &Self::Chunk);
 

@@ -51,6 +51,10 @@ impl Memory for Lengths {
         unreachable!("calls update nothing");
     }
 
+    fn clear(&mut self, _: &usize) {
+        unreachable!("calls clear nothing");
+    }
+
     fn fill(&mut self, _: Dtype, _: f64, _: &usize) {
         unreachable!("calls update nothing");
     }

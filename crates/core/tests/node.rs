@@ -103,6 +103,8 @@ impl Memory for Lengths {
         assert!(states.iter().chain([gradient, output]).all(|other| other.1 == value.1));
     }
 
+    fn clear(&mut self, _: &Chunk) {}
+
     fn fill(&mut self, _: Dtype, _: f64, _: &Chunk) {}
 
     fn squares(&mut self, _: Dtype, input: &Chunk) -> f64 {

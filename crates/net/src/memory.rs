@@ -429,6 +429,10 @@ impl Memory for RealMemory {
         made.expect("the book has checked the type, and the entry the states");
     }
 
+    fn clear(&mut self, output: &Chunk) {
+        output.bytes_mut(0).fill(0);
+    }
+
     fn fill(&mut self, dtype: Dtype, number: f64, output: &Chunk) {
         optimizer::fill(dtype, number, output.bytes_mut(0)).expect("the book has checked the type");
     }

@@ -212,6 +212,10 @@ impl Memory for RealMemory {
         }
     }
 
+    fn clear(&mut self, output: &Chunk) {
+        output.write(|bytes| bytes.fill(0));
+    }
+
     fn fill(&mut self, dtype: Dtype, number: f64, output: &Chunk) {
         output.write(|bytes| optimizer::fill(dtype, number, bytes).expect("the book has checked the type"));
     }
@@ -285,6 +289,8 @@ impl Memory for VirtualMemory {
         let same = states.iter().chain([gradient, output]).all(|other| other.len_bytes == value.len_bytes);
         assert!(same, "lengths differ in an update");
     }
+
+    fn clear(&mut self, _: &Chunk) {}
 
     fn fill(&mut self, _: Dtype, _: f64, _: &Chunk) {}
 

@@ -33,6 +33,8 @@ impl Memory for Lengths {
 
     fn update(&mut self, _: Dtype, _: &Update, _: u64, _: &usize, _: &usize, _: &[usize], _: &usize) {}
 
+    fn clear(&mut self, _: &usize) {}
+
     fn fill(&mut self, _: Dtype, _: f64, _: &usize) {}
 
     fn squares(&mut self, _: Dtype, _: &usize) -> f64 {

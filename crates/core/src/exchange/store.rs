@@ -668,14 +668,19 @@ impl<C: Clone> Store<C> {
         self.done(header, there, context);
     }
 
-    /// This rank's own part is through: the result is in its memory, and `there`, unless nobody contributed.
+    /// This rank's own part is through: the result is in its memory, and `there`, unless nobody contributed. Where one rank alone
+    /// contributed and is lost or late it may have been in the rounds of other slices, and the tensor counts as there: this one is 0.
     fn done<M: Memory<Chunk = C>>(
         &mut self,
         header: &Header,
         there: Option<&C>,
         context: &mut Context<'_, M>,
     ) {
-        if self.mine.take().is_some() {
+        if let Some(mine) = self.mine.take() {
+            let Rules { fold, recoverable, stragglers, .. } = &context.site.rules;
+            if there.is_none() && *fold == Fold::Fresh && (*recoverable || stragglers.is_some()) {
+                context.memory.clear(&mine.memory);
+            }
             let kept = there.filter(|_| context.site.rules.recoverable).cloned();
             let (seq, present, version) = (header.seq, there.is_some(), header.step);
             context.effects.push(Effect::Complete { seq, present, version, kept });
