@@ -9,7 +9,7 @@
 //! [`observe::Observe`].
 //!
 //! A slice's journey through the modules: [`layout`] (which slices exist, who owns them) → [`exchange`] (what a slice
-//! does next) → [`queue`] (which frame goes first) → [`wire`] (its bytes) and, on the other side, back up to
+//! does next) → the [`node`]'s outbox, over [`queue`] (which frame goes first) → [`wire`] (its bytes) and, on the other side, back up to
 //! [`reduce`] (the sum in the algorithm's order). Who is alive, and whose fault it is if the job fails: [`life`].
 
 pub mod agreement;

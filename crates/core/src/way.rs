@@ -237,7 +237,7 @@ impl Way {
         self.payload == Payload::Whole
     }
 
-    /// Whether what travels is rows of activations, from which every gradient is rebuilt exactly.
+    /// Whether what travels is rows, of activations or of the gradient itself, from which every gradient is rebuilt exactly.
     #[must_use]
     pub fn sends_rows(self) -> bool {
         matches!(self.payload, Payload::Factors | Payload::Pairs)

@@ -201,8 +201,8 @@ impl Dialer {
         (Self { hello: hello.bytes, inbox: Inbox::new(), state: DialerState::AwaitsChallenge }, hello)
     }
 
-    /// How many bytes [`Dialer::receive`] looks at. The driver must not read more from the socket: after the verdict
-    /// come frames. 0 when the handshake is over.
+    /// How many bytes [`Dialer::receive`] looks at. The driver must not read more from the socket: after the last
+    /// status come frames. 0 when the handshake is over.
     #[must_use]
     pub fn wanted(&self) -> usize {
         if self.state == DialerState::Over {

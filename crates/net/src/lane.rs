@@ -427,7 +427,7 @@ impl Lane {
         }
     }
 
-    /// Carries out what the node wants, and notes its verdict.
+    /// Carries out what the node wants, and notes how it ended.
     fn act(&mut self, outcome: Result<(), Error>) {
         let mut actions = std::mem::take(&mut self.actions);
         for action in actions.drain(..) {

@@ -264,7 +264,8 @@ impl Succession {
         self.end(now_ns);
     }
 
-    /// This member wants to leave: it takes part until the next epoch begins without it.
+    /// This member wants to leave: it takes part until the next epoch begins without it. Nobody but the simulator asks for that yet: a
+    /// program that ends says goodbye, which ends no epoch ([`Hearing::departed`]).
     pub fn leave(&mut self, now_ns: u64) {
         (self.leaves, self.ends) = (true, true);
         self.urge(now_ns);

@@ -73,7 +73,7 @@ impl Attempts {
     }
 }
 
-/// The listener's verdict in a handshake, the first byte of everything it says.
+/// What the listener says of a handshake, the first byte of everything it says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Status {

@@ -12,7 +12,7 @@ const STOPPED_NS: u64 = 1_000_000_000;
 /// What a program waits for, and so how long, and what follows when it has not come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WaitKind {
-    /// A result, to which others contribute. When it does not come, the ranks find out who is late ([`Life::expired`]).
+    /// A result, to which others contribute. When it does not come, the ranks find out who is late ([`super::Life::expired`]).
     Result,
     /// That all others leave, too (join). They may rightly train for hours, but not stand still: time counts since data last moved
     /// at any rank. Then as for a result.

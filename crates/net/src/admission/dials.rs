@@ -173,7 +173,7 @@ impl Gate {
             }
         };
         loop {
-            // Never more: after the verdict come frames, which are the lane's.
+            // Never more: after the last status come frames, which are the lane's.
             let wanted = machine.wanted();
             let count = match attempt.socket.receive(&mut self.scratch[..wanted]) {
                 Ok((0, _)) => return Err(ErrorKind::UnexpectedEof.into()),

@@ -2,9 +2,9 @@
 
 In the first step, the tenth and every hundredth the layers that could send rows are watched for how many they have.
 Each rank writes what it saw, and its rates, into its own part of one small tensor; the sum over all ranks is then
-everybody's facts, bit for bit, and travels like any gradient. One step later it is in, and the coordinator
-(`penstock.coordinator`) decides on every rank alike. No step waits for a measurement, and ranks that have left (`join`)
-count as zeros.
+everybody's facts, bit for bit, and travels like any gradient. One step later, when as a rule it has come, it is waited
+for, and the coordinator (`penstock.coordinator`) decides on every rank alike. Ranks that have left (`join`) count as
+zeros.
 
 A layer that sends its gradient whole, however few its rows, belongs to the store. Some of that is seen in the forward
 pass, the rest while the layer uses rows, and remembered. A rank says so by a negative number, -1 less the rows.

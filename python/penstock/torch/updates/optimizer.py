@@ -4,8 +4,8 @@ Any optimizer that treats its parameters one by one can be applied layer by laye
 hold only these layers' parameters, with the hyperparameters of the time of `step`, and the class's own ``step`` is
 called. Whether an optimizer is of that kind is tried on a few tiny tensors (separable.py); the others get all
 gradients at once. Of optimizers that treat even every element by itself, large parameters are updated in pieces, as
-their averages come in, by a thread beside the program's (partial.py, pieces.py, background.py), and small ones are
-joined, to be updated in one call (joined.py).
+their averages come in, by a thread beside the program's (partial.py, pieces.py, runtime/background.py), and small ones
+are joined, to be updated in one call (joined.py).
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 The program's thread opens them in `step` and closes them when a layer's averages are all in memory. In between, the
 next piece of each may be applied as soon as its part of the average is in: by the background thread while the program
-computes, or by the program's own while it would only wait. Whose turn it is, background.py says; the pieces are the
-same ones in the same order, whoever applies them (pieces.py). An average that this rank makes from what the others have
-sent comes all at once, when it is made (rebuild.py).
+computes, or by the program's own while it would only wait. Whose turn it is, runtime/background.py says; the pieces are
+the same ones in the same order, whoever applies them (pieces.py). An average that this rank makes from what the others
+have sent comes all at once, when it is made (rebuild.py).
 """
 
 from __future__ import annotations
