@@ -31,10 +31,11 @@ mod wire_types;
 
 use gathers::{piece_of, pieces};
 
-/// Lengths alone, and how many scratch buffers are in use.
+/// Lengths alone, how many scratch buffers are in use, and how often one was cleared.
 #[derive(Default)]
 struct Lengths {
     scratch: Rc<Cell<usize>>,
+    cleared: Rc<Cell<usize>>,
 }
 
 #[derive(Debug)]
@@ -103,7 +104,9 @@ impl Memory for Lengths {
         assert!(states.iter().chain([gradient, output]).all(|other| other.1 == value.1));
     }
 
-    fn clear(&mut self, _: &Chunk) {}
+    fn clear(&mut self, _: &Chunk) {
+        self.cleared.set(self.cleared.get() + 1);
+    }
 
     fn fill(&mut self, _: Dtype, _: f64, _: &Chunk) {}
 

@@ -353,8 +353,8 @@ impl Lane {
     fn recover(&mut self, Recovering { gives, lacks, again }: Recovering) {
         self.node.observer().mark();
         let mut outcome = Ok(());
-        for (given, step, whole) in &lacks {
-            outcome = outcome.and_then(|()| self.node.lacks(given, *step, whole));
+        for (given, submission) in &lacks {
+            outcome = outcome.and_then(|()| self.node.lacks(given, submission));
         }
         for (given, step, result) in &gives {
             outcome = outcome.and_then(|()| self.node.give(given, *step, result.as_ref(), &mut self.actions));

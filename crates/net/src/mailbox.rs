@@ -84,8 +84,8 @@ pub(crate) enum Command {
 pub(crate) struct Recovering {
     /// Results that this rank has and others lack, if anybody contributed, and their steps.
     pub(crate) gives: Vec<(ResultGiven, Step, Option<Chunk>)>,
-    /// Results that this rank lacks, and where the whole tensor is.
-    pub(crate) lacks: Vec<(ResultGiven, Step, Chunk)>,
+    /// Results that this rank lacks, and by what it has taken part.
+    pub(crate) lacks: Vec<(ResultGiven, Submission<Chunk>)>,
     /// Contributions that are made anew, for these slices.
     pub(crate) again: Vec<(Submission<Chunk>, Arc<[SliceId]>)>,
 }

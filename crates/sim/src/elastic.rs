@@ -536,9 +536,8 @@ impl World {
             if given.to.contains(&me) {
                 lacking.insert(given.slice);
                 let tensor = self.book.slices[given.slice as usize].tensor as usize;
-                let worker = &mut self.workers[rank];
-                let memory = worker.tensors[tensor].memory.clone();
-                worker.node.lacks(given, seq, &memory).map_err(|error| error.to_string())?;
+                let submission = self.submission(rank, tensor);
+                self.workers[rank].node.lacks(given, &submission).map_err(|error| error.to_string())?;
             }
         }
         for tensor in 0..self.book.tensors.len() {

@@ -213,6 +213,7 @@ class Distributed:
             f"{self.name}.buffers",
             self.model,
             source=rank == 0,
+            may_tear=self.membership is not None,
             device=device,
             timeout_s=options.operation_timeout_s,
         )

@@ -41,12 +41,13 @@ use crate::optimizer::Update;
 use crate::reduce::Reduction;
 use crate::roles::{Answered, Fold, MustBeIn, Rules, Stragglers};
 use crate::types::{Rank, Seq, Step};
-use crate::wire::{Header, Kind, describe, unexpected, wire_argument};
+use crate::wire::{Header, Kind, Op, describe, unexpected, wire_argument};
 
 /// This rank's own part in a slice, from submission to completion.
 #[derive(Debug)]
 struct Mine<C> {
     memory: C,
+    op: Op,
     seq: Seq,
     /// Who gives the result, if it is not the owner: of a round of the last epoch.
     given_by: Option<Rank>,
@@ -111,7 +112,7 @@ impl<C: Clone> Store<C> {
             let (book, layer, op) = (header.book, context.site.layer, header.op);
             return Err(Error::Config(format!("{op:?} of layer {layer} of book {book}: {why}")));
         }
-        self.mine = Some(Mine { memory: memory.clone(), seq: header.seq, given_by: None });
+        self.mine = Some(Mine { memory: memory.clone(), op: header.op, seq: header.seq, given_by: None });
         let to = context.site.answered_by();
         if to == rank || context.site.led().is_some() {
             if to != rank {
@@ -212,7 +213,7 @@ impl<C: Clone> Store<C> {
     }
 
     pub(super) fn lacks(&mut self, header: &Header, memory: C, by: Rank) {
-        self.mine = Some(Mine { memory, seq: header.seq, given_by: Some(by) });
+        self.mine = Some(Mine { memory, op: header.op, seq: header.seq, given_by: Some(by) });
     }
 
     /// A round that only waited for the rank that has left ends now.
@@ -669,7 +670,8 @@ impl<C: Clone> Store<C> {
     }
 
     /// This rank's own part is through: the result is in its memory, and `there`, unless nobody contributed. Where one rank alone
-    /// contributed and is lost or late it may have been in the rounds of other slices, and the tensor counts as there: this one is 0.
+    /// contributed and is lost or late it may have been in the rounds of other slices, and the tensor counts as there: of a sum or an
+    /// average this slice is 0 then, and of a copy what was there before.
     fn done<M: Memory<Chunk = C>>(
         &mut self,
         header: &Header,
@@ -678,7 +680,8 @@ impl<C: Clone> Store<C> {
     ) {
         if let Some(mine) = self.mine.take() {
             let Rules { fold, recoverable, stragglers, .. } = &context.site.rules;
-            if there.is_none() && *fold == Fold::Fresh && (*recoverable || stragglers.is_some()) {
+            let changes = *fold == Fold::Fresh && mine.op != Op::Copy;
+            if there.is_none() && changes && (*recoverable || stragglers.is_some()) {
                 context.memory.clear(&mine.memory);
             }
             let kept = there.filter(|_| context.site.rules.recoverable).cloned();

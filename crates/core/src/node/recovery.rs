@@ -33,15 +33,16 @@ impl<M: Memory, O: Observe> Node<M, O> {
         )
     }
 
-    /// This rank has contributed to a round of the last epoch whose result it lacks: it comes to the place of the slice in `whole`.
+    /// This rank has taken part in a round of the last epoch by this submission, and lacks its result: it comes to the slice's place there.
     ///
     /// # Errors
     /// As of every event of a slice; of its own it has none.
-    pub fn lacks(&mut self, given: &ResultGiven, step: Step, whole: &M::Chunk) -> Result<(), Error> {
-        let header = header_of(given, step);
+    pub fn lacks(&mut self, given: &ResultGiven, submission: &Submission<M::Chunk>) -> Result<(), Error> {
+        let op = submission.header(given.slice).op;
+        let header = Header { op, ..header_of(given, submission.step) };
         let Some(Some(state)) = self.books.get(usize::from(given.book)) else { return Ok(()) };
         let at = &state.book.slices[given.slice as usize];
-        let chunk = self.memory.part(whole, at.offset_bytes as usize, at.len_bytes as usize);
+        let chunk = self.memory.part(&submission.memory, at.offset_bytes as usize, at.len_bytes as usize);
         let lacks = |exchange: &mut crate::exchange::Exchange<_>, _: &mut crate::exchange::Context<'_, M>| {
             exchange.lacks(&header, chunk, given.by);
             Ok(())

@@ -421,3 +421,17 @@ proptest! {
         prop_assert_eq!(scratch.get(), 0);
     }
 }
+
+#[test]
+fn what_nobody_who_is_left_gave_is_zero_in_a_sum_and_stays_in_a_copy() {
+    for (op, recoverable, cleared) in [(Op::Average, true, 1), (Op::Copy, true, 0), (Op::Average, false, 0)] {
+        let mut bench = Bench::new(1, 2, 1 << 20);
+        let rules = Rules { recoverable, ..Rules::default() };
+        let book = deal(&roles(rules), Dtype::F32, Dtype::F32).unwrap();
+        bench.node.open_book(0, Arc::new(book), &mut bench.actions).unwrap();
+        bench.submit(0, 1, op, true);
+        bench.frame(0, exchange(Kind::AnswerAbsent, 0, 1, op)).unwrap();
+        let found = bench.node.memory().cleared.get();
+        assert_eq!((bench.completed(), found), (1, cleared), "{op:?}, recoverable: {recoverable}");
+    }
+}

@@ -320,7 +320,7 @@ impl Inner {
                 && let Some(submission) = open.unfinished(slice.tensor)
             {
                 lacking.insert((given.book, given.slice));
-                all.lacks.push((given.clone(), step, submission.memory));
+                all.lacks.push((given.clone(), submission));
             }
         }
         for open in books {

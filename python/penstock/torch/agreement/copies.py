@@ -102,6 +102,7 @@ class BufferCopy:
         name: The book's name.
         model: Whose buffers they are, as it has them when they are copied: a forward may put other tensors there.
         source: Whether this is rank 0.
+        may_tear: Whether rank 0 may be lost in the middle of it. What has not come by then stays as it is here.
         device: The accelerator that they are on, if they are on one.
         timeout_s: How long that may take before the copy is made.
 
@@ -117,12 +118,14 @@ class BufferCopy:
         model: nn.Module,
         *,
         source: bool,
+        may_tear: bool = False,
         device: torch.device | None = None,
         timeout_s: float = 0.0,
     ) -> None:
         self._engine = engine
         self._model = model
         self.source = source
+        self._may_tear = may_tear
         self._nbytes = sum(map(_nbytes, model.buffers()))
         self._accelerator = None if device is None else Accelerator(device)
         self._afterwards = Afterwards()
@@ -134,11 +137,16 @@ class BufferCopy:
     @torch.no_grad()
     def start(self, step: int) -> None:
         """Send, or make ready to receive."""
-        if not self.source or self.silent:
+        receives = not self.source or self.silent
+        if receives and not self._may_tear:
             self._staging = self._fresh()
             self._submit(self._engine.submit_absent, self._staging, step)
             return
         values = torch.cat([buffer.contiguous().view(-1).view(torch.uint8) for buffer in self._buffers()])
+        if receives:
+            self._staging = values if self._accelerator is None else self._fresh().copy_(values)
+            self._submit(self._engine.submit_absent, self._staging, step)
+            return
         if self._accelerator is None:
             self._staging = values
             self._submit(self._engine.submit, values, step)
