@@ -10,9 +10,10 @@ rate that iperf3 finds on the same links, and no algorithm is faster (the measur
 All arms run in the same processes, in turns; each round begins at a barrier, and the slowest host's time counts. The
 rounds are shared among several sets of processes, one after the other: where a process happens to have its memory is
 worth a tenth of its time. Arms are the calls' allreduce with the algorithm that it chooses itself (``call``), or with
-one that is named; the store's exchange of a book (``book``), which is how gradients travel; and gloo. The buffer is one
-tensor of fp32 for all: what suits gloo best. Engines measure the links first, as every job does at its start: slices
-and the calls' algorithm follow from that. Small buffers are summed many times in a row, and the time is one sum's.
+one that is named; the store's exchange of a book (``book``), which is how gradients travel; each of these encrypted
+(``encrypted-book``), on connections of their own; and gloo, which never is. The buffer is one tensor of fp32 for all:
+what suits gloo best. Engines measure the links first, as every job does at its start: slices and the calls' algorithm
+follow from that. Small buffers are summed many times in a row, and the time is one sum's.
 Processor time is that of all hosts and threads.
 """
 
@@ -36,26 +37,34 @@ TARGET = 0.9  # of gloo's time
 LIMIT_TARGET = 1.05  # of the least time at the line rate
 SMALL_TARGET = 1.0  # likewise, for what is bound by latency
 SMALL_BYTES = 64 << 10
+ENCRYPTED = "encrypted-"
+WIRES = {"": False, ENCRYPTED: True}  # by the prefix of its arms: whether it is encrypted
 REPEATS = 50  # of a small sum in one round
 
 
 class Arms:
     """The processes, and every way to sum in them."""
 
-    def __init__(self, cluster: Cluster, megabytes: float, slice_kb: int, lanes: int, port: int) -> None:
+    def __init__(self, cluster: Cluster, arguments: argparse.Namespace, megabytes: float, port: int) -> None:
         hosts = [host.address for host in cluster.hosts]
         count = round(megabytes * 1e6 / 4)
         self.repeats = REPEATS if 4 * count <= SMALL_BYTES else 1
         self.ends = [EngineProcess(host.start) for host in cluster.hosts]
-        wire_up(self.ends, hosts, "w", slice_bytes=slice_kb << 10, lanes=lanes)
         each = [{"rank": rank, "interface": host.interface} for rank, host in enumerate(cluster.hosts)]
         together(self.ends, "join_gloo", each, size=len(hosts), root=hosts[0], port=port)
-        self.measured: dict[str, Any] = together(self.ends, "measure", wire="w")[0]  # slices follow from it
-        together(self.ends, "book", wire="w", layers=[4 * count], places=[0], dtype="f32", seed=None)
+        self.wires = {wire_of(arm) for arm in arguments.arms}
+        self.measured: dict[str, Any] = {}
+        for wire in sorted(self.wires):
+            sizes = {"slice_bytes": arguments.slice_kb << 10, "lanes": arguments.lanes}
+            wire_up(self.ends, hosts, wire, encrypt=WIRES[wire], **sizes)
+            self.measured = together(self.ends, "measure", wire=wire)[0]  # slices follow from it
+            together(self.ends, "book", wire=wire, layers=[4 * count], places=[0], dtype="f32", seed=None)
 
     def round(self, arm: str) -> tuple[float, float]:
         """Seconds of the slowest host, and processor seconds of all, for one sum; every result is checked."""
-        replies = together(self.ends, "time_sums", wire="w", arm=arm, repeats=self.repeats)
+        wire = wire_of(arm) if arm != "gloo" else min(self.wires)
+        kind = arm.removeprefix(ENCRYPTED)
+        replies = together(self.ends, "time_sums", wire=wire, arm=kind, repeats=self.repeats)
         wrong = [rank for rank, reply in enumerate(replies) if reply["wrong"]]
         assert not wrong, f"{arm}: the sum is wrong on ranks {wrong}"
         seconds, cpu_s = max(reply["seconds"] for reply in replies), sum(reply["cpu_s"] for reply in replies)
@@ -63,9 +72,15 @@ class Arms:
 
     def close(self) -> None:
         """In order."""
-        together(self.ends, "shutdown", wire="w")
+        for wire in self.wires:
+            together(self.ends, "shutdown", wire=wire)
         for end in self.ends:
             end.close()
+
+
+def wire_of(arm: str) -> str:
+    """The name of the wire that an arm uses."""
+    return ENCRYPTED if arm.startswith(ENCRYPTED) else ""
 
 
 def measure(arguments: argparse.Namespace, hosts: int, megabytes: float) -> dict[str, Any]:
@@ -77,7 +92,7 @@ def measure(arguments: argparse.Namespace, hosts: int, megabytes: float) -> dict
         line_mbit = None if arguments.mbit is None else line_rate_mbit(cluster, 0)
         measured: list[dict[str, Any]] = []
         for begun in range(arguments.sets):
-            processes = Arms(cluster, megabytes, arguments.slice_kb, arguments.lanes, PORT + begun)
+            processes = Arms(cluster, arguments, megabytes, PORT + begun)
             measured.append(processes.measured)
             for number in range(-arguments.warm, len(range(begun, arguments.rounds, arguments.sets))):
                 for arm in arms:
@@ -118,7 +133,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--megabytes", type=float, nargs="+", default=[0.004096, 1.0, 8.0, 53.0])
     parser.add_argument("--mbit", type=float, help="of each link in each direction (default: no limit)")
-    parser.add_argument("--arms", nargs="+", default=["call", "book"], help="call, book, or algorithms; gloo is added")
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        default=["call", "book"],
+        help="call, book, or algorithms, or these with encrypted- before; gloo is added",
+    )
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--sets", type=int, default=4, help="of processes, among which the rounds are shared")
     parser.add_argument("--warm", type=int, default=3, help="rounds of each set before those that count")

@@ -404,6 +404,7 @@ class Engine:
         observations: int = ...,
         servers: int = ...,
         elastic: bool = ...,
+        encrypt: bool = ...,
     ) -> Engine:
         """Bind the listener; ``port=0`` takes any port, ``window_bytes=0`` leaves the window to the engine.
 
@@ -413,6 +414,7 @@ class Engine:
         ``congestion_control`` is a name that the kernel allows, ``"system"``, or ``"auto"``, which only avoids BBR.
 
         With ``shared_memory`` bytes to and from ranks of this host go through memory that both map, where both can.
+        With ``encrypt`` what goes to other hosts is encrypted.
 
         ``observations`` are kept per lane, and as many of the program: 32 bytes each; none with 0.
 

@@ -92,6 +92,8 @@ class Options:
             system's unless that is ``bbr``, whose pauses stall all ranks; then ``cubic`` or ``reno``.
         shared_memory: Exchange bytes with ranks of this host through memory that both processes map, where both can:
             Linux, one network namespace, and the option on at both ends. `penstock.report` says with whom. Off: TCP.
+        encrypt: Encrypt and authenticate what goes from host to host, after the handshake, too (docs/meeting.md): what
+            is changed on the way ends that connection. Memory that ranks of one host share is not. All ranks alike.
         priority: Send what the next forward pass needs first. Off only for comparisons.
         operation_timeout_s: Longest wait for one synchronisation, in seconds; up to four more to agree on who is late.
         peer_timeout_s: Longest silence of a peer before it counts as lost, in seconds.
@@ -143,6 +145,7 @@ class Options:
     window_bytes: int | None = None
     congestion_control: str = "auto"
     shared_memory: bool = True
+    encrypt: bool = False
     priority: bool = True
     operation_timeout_s: float = 300.0
     peer_timeout_s: float = 30.0
@@ -205,6 +208,7 @@ class OptionArguments(TypedDict, total=False):
     window_bytes: int | str | None
     congestion_control: str | None
     shared_memory: bool | None
+    encrypt: bool | None
     priority: bool | None
     operation_timeout_s: float | None
     peer_timeout_s: float | None
@@ -368,6 +372,7 @@ _FIELDS: dict[str, tuple[Callable[[object], object], str]] = {
     "window_bytes": (_automatic_or(1, 1 << 40), f'bytes, from 1 to {1 << 40}, or "auto"'),
     "congestion_control": (_name, 'a name as "cubic", or "system", or "auto"'),
     "shared_memory": _SWITCH,
+    "encrypt": _SWITCH,
     "priority": _SWITCH,
     "operation_timeout_s": _SECONDS,
     "peer_timeout_s": _SECONDS,

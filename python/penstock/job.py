@@ -450,6 +450,7 @@ def _check_same(job: Job, given: dict[str, object]) -> None:
 
 def _start(launch: Launch, board: Board | None = None) -> Job:
     _check_elastic(launch.options)
+    _check_encrypt(launch.options)
     lanes = launch.options.lanes or max(1, min(2, len(os.sched_getaffinity(0)) // CORES_PER_LANE))
     door = _EngineDoor(launch)
     try:
@@ -572,6 +573,19 @@ def _check_elastic(options: Options) -> None:
         )
 
 
+def _check_encrypt(options: Options) -> None:
+    """Refuse encryption by a secret that is none.
+
+    Raises:
+        ConfigError: Naming the option.
+    """
+    if options.encrypt and options.insecure:
+        raise ConfigError(
+            "option encrypt: with insecure=True (PENSTOCK_INSECURE) whoever reaches the meeting point reads the "
+            "secret, so nothing would be hidden from them; leave out insecure and give a secret"
+        )
+
+
 def _of_each(job: Job) -> Rates:
     """What a rank has of its host's line while others of the host use it, too; in groups that is the head alone."""
     members = {rank for group in job.groups for rank in group[1:]}
@@ -614,6 +628,7 @@ def _bind(options: Options, agreement: Agreement, host: str) -> Engine:
                 handshake_timeout_s=options.handshake_timeout_s,
                 congestion_control=options.congestion_control,
                 shared_memory=options.shared_memory,
+                encrypt=options.encrypt,
                 observations=options.observations,
                 elastic=options.elastic,
             )

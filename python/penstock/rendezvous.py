@@ -134,6 +134,7 @@ _AGREED = (
     "check_every",
     "policy",
     "collective_schemes",
+    "encrypt",
     "elastic",
     "ranks_min",
 )

@@ -13,8 +13,10 @@ import struct
 from dataclasses import dataclass, replace
 
 MAGIC = b"PNSTOCK1"
-VERSION = 5
-CHALLENGE_BYTES = 1 + 32 + 32
+VERSION = 6
+NO_KEYS = bytes(48)  # nothing is encrypted
+ANSWERED = slice(1, 1 + 32 + len(NO_KEYS))
+CHALLENGE_BYTES = ANSWERED.stop + 32
 REFUSAL_BYTES = 3
 HEADER = struct.Struct("<BBHIIIII")
 PUSH = 1
@@ -36,7 +38,7 @@ class Hello:
     def encode(self) -> bytes:
         """The bytes on the wire."""
         fields = struct.pack("<H16sIIH", self.version, self.job_id, self.sender, self.receiver, self.lane)
-        return MAGIC + fields + self.nonce
+        return MAGIC + fields + self.nonce + NO_KEYS
 
     def fresh(self) -> Hello:
         """The same with a nonce of its own."""
@@ -48,9 +50,9 @@ def key_of(secret: str) -> bytes:
     return hashlib.sha256(secret.encode()).digest()
 
 
-def proof(key: bytes, label: bytes, hello: bytes, listeners_nonce: bytes) -> bytes:
+def proof(key: bytes, label: bytes, hello: bytes, answered: bytes) -> bytes:
     """The mac of one side; the engine hashes its key first."""
-    return hmac.new(hashlib.sha256(key).digest(), label + hello + listeners_nonce, hashlib.sha256).digest()
+    return hmac.new(hashlib.sha256(key).digest(), label + hello + answered, hashlib.sha256).digest()
 
 
 def receive(connection: socket.socket, count: int) -> bytes:
@@ -78,9 +80,9 @@ def prove(connection: socket.socket, hello: Hello, key: bytes) -> bytes:
     """The whole handshake with this key; returns the listener's last word."""
     answer = challenge(connection, hello)
     assert answer[0] == OK, answer
-    nonce, listeners_proof = answer[1:33], answer[33:]
-    genuine = hmac.compare_digest(listeners_proof, proof(key, b"listener", hello.encode(), nonce))
-    connection.sendall(proof(key, b"dialer", hello.encode(), nonce))
+    answered, listeners_proof = answer[ANSWERED], answer[ANSWERED.stop :]
+    genuine = hmac.compare_digest(listeners_proof, proof(key, b"listener", hello.encode(), answered))
+    connection.sendall(proof(key, b"dialer", hello.encode(), answered))
     status = receive(connection, 1)
     assert genuine or status != b"\0", "a listener without the secret has accepted"
     return status + (receive(connection, REFUSAL_BYTES - 1) if status != b"\0" else b"")

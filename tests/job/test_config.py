@@ -32,6 +32,7 @@ SAMPLES = {
     "window_bytes": ("auto", None, "0"),
     "congestion_control": ("reno", "reno", "two words"),
     "shared_memory": ("off", False, "maybe"),
+    "encrypt": ("on", True, "maybe"),
     "priority": ("off", False, "2"),
     "operation_timeout_s": ("1.5", 1.5, "0"),
     "peer_timeout_s": ("2", 2.0, "-1"),

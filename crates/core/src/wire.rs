@@ -12,7 +12,7 @@ use crate::reduce::Reduction;
 use crate::types::{BookId, Dtype, Rank, Seq, SliceId, Step};
 
 /// Version of frames and handshake; peers with another version are refused at the handshake.
-pub const VERSION: u16 = 5;
+pub const VERSION: u16 = 6;
 /// Length of a header.
 pub const HEADER_BYTES: usize = 24;
 

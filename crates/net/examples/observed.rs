@@ -50,6 +50,7 @@ impl Job {
             peer_timeout: Duration::from_secs(30),
             congestion_control: "auto".into(),
             elastic: false,
+            encrypt: false,
             shared_memory: true,
             handshake_timeout: Duration::from_secs(10),
             observations,

@@ -52,6 +52,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         operation_timeout: Duration::from_secs(120),
         peer_timeout: Duration::from_secs(30),
         congestion_control: "auto".into(),
+        encrypt: false,
         shared_memory: true,
         elastic: false,
         handshake_timeout: Duration::from_secs(10),

@@ -19,6 +19,7 @@ mod strangers;
 
 use crate::descriptors::{self, Registration};
 use crate::handshake::{self, HandshakeMessage, Member, Nonce};
+use crate::seal::Seal;
 use crate::socket::Socket;
 use crate::transport::{SharedMemory, Transport};
 use dials::{Dial, DialKey};
@@ -60,6 +61,8 @@ pub struct AdmissionConfig {
     pub job_id: [u8; handshake::JOB_ID_BYTES],
     /// The job's secret.
     pub secret: Vec<u8>,
+    /// Whether what leaves this host is encrypted. All ranks of a job agree on it.
+    pub encrypt: bool,
     /// Whether peers on this host are connected to through shared memory, where both ends can.
     pub shared_memory: bool,
     /// What connections by TCP use, if not the system's; those that are accepted have the listener's.
@@ -248,7 +251,7 @@ impl Gate {
         for socket in &mut listeners.0 {
             poll.registry().register(socket, LISTENER, Interest::READABLE)?;
         }
-        let AdmissionConfig { rank, ranks, lanes, job_id, secret, .. } = config;
+        let AdmissionConfig { rank, ranks, lanes, job_id, secret, encrypt, .. } = config;
         let AdmissionConfig { shared_memory, congestion_control, handshake_timeout, peer_timeout, .. } =
             config;
         Ok(Self {
@@ -256,7 +259,7 @@ impl Gate {
             listeners,
             poll,
             addresses,
-            member: Member { rank, ranks, lanes, job_id, secret },
+            member: Member { rank, ranks, lanes, job_id, secret, encrypt },
             shared_memory,
             congestion_control,
             handshake_timeout,
@@ -355,10 +358,16 @@ impl Gate {
 
     /// Hands what leads to an authenticated peer to its lane. What has arrived on it already stays there, and the lane's own
     /// poll reports it when it is registered there.
-    fn hand_over(&self, (lane, peer): DialKey, mut socket: Socket, memory: Option<SharedMemory>) {
+    fn hand_over(
+        &self,
+        (lane, peer): DialKey,
+        mut socket: Socket,
+        memory: Option<SharedMemory>,
+        seal: Option<Seal>,
+    ) {
         // Fails only if it is not registered, which is what is wanted.
         let _ = self.poll.registry().deregister(&mut socket);
-        (self.deliver)(Delivery::Connected { lane, peer, transport: Transport::new(socket, memory) });
+        (self.deliver)(Delivery::Connected { lane, peer, transport: Transport::new(socket, memory, seal) });
     }
 
     /// Explicit, because a forked child that has not closed its copy yet would keep the registration alive.

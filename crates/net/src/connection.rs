@@ -200,6 +200,9 @@ impl Connection {
                 Err(error) if error.kind() == ErrorKind::InvalidData => {
                     return Err(Error::protocol(from, error.to_string()));
                 }
+                Err(error) if error.kind() == ErrorKind::ConnectionAborted => {
+                    return Ok(Progress::Closed(error.to_string()));
+                }
                 Err(error) => {
                     return Ok(Progress::Closed(format!(
                         "its connection broke, so its process has ended or the network has failed ({error})"
@@ -350,13 +353,18 @@ impl Connection {
                 let Some(frame) = source.next() else { break };
                 self.queue(Departing::new(frame, true));
             }
-            if self.departing.is_empty() {
+            if self.all_written() {
                 break;
             }
             if turn_bytes >= TURN_BYTES {
                 return Progress::Again;
             }
-            match self.send(&mut source) {
+            let sent = if self.departing.is_empty() {
+                self.transport.flush().map(|()| 0)
+            } else {
+                self.send(&mut source)
+            };
+            match sent {
                 Ok(count) => {
                     self.spoke = now;
                     turn_bytes += count;
@@ -428,7 +436,7 @@ impl Connection {
 
     /// Whether everything that was given out is written.
     pub(crate) fn all_written(&self) -> bool {
-        self.departing.is_empty()
+        self.departing.is_empty() && self.transport.held_bytes() == 0
     }
 
     /// Forgets the frames of which nothing is written yet.

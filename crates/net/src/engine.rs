@@ -67,6 +67,8 @@ pub struct EngineConfig {
     pub port: u16,
     /// What proves membership of the job.
     pub secret: Vec<u8>,
+    /// Whether what leaves this host is encrypted: all ranks alike.
+    pub encrypt: bool,
     /// Tells jobs apart.
     pub job_id: [u8; 16],
     /// Largest slice in bytes; 0: the engine decides by the line rate ([`Engine::set_rates`]).

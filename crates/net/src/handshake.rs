@@ -3,8 +3,8 @@
 //!
 //! ```text
 //! dialer                                                          listener
-//!   HELLO     magic 8 | version 2 | job 16 | from 4 | to 4 | lane 2 | nonce 32   ->
-//!   <-        CHALLENGE  status 1 (0) | nonce 32 | mac 32
+//!   HELLO     magic 8 | version 2 | job 16 | from 4 | to 4 | lane 2 | nonce 32 | keys 48   ->
+//!   <-        CHALLENGE  status 1 (0) | nonce 32 | keys 48 | mac 32
 //!   PROOF     mac 32   ->
 //!   <-        ACCEPT     status 1 (0)
 //! ```
@@ -14,13 +14,17 @@
 //! layout of `REFUSAL` never change, so that any two versions can at least refuse each other by name.
 //!
 //! Each mac is HMAC-SHA256, with the job's secret, over a label ("listener" or "dialer") and everything that both have
-//! said: who dials whom for which lane of which job, and both nonces. The label stops a mac from being reflected, a
-//! fresh nonce on each side stops a replay of either side, and the ranks in it stop a relay to another rank.
+//! said: who dials whom for which lane of which job, both nonces, and what keys come of. The label stops a mac from being
+//! reflected, a fresh nonce on each side stops a replay of either side, and the ranks in it stop a relay to another rank.
 //!
-//! Left out on purpose: encryption and integrity of what follows. Who can change packets between two ranks can do so
-//! after the handshake too; that needs TLS. The listener's mac is given to anybody who knows the job's id, so a secret
-//! must be random and long: a guessable one could be searched offline.
+//! With [`Member::encrypt`] both sides agree on keys meanwhile ([`crate::seal`]), by two messages of Noise in the places of
+//! `keys`, which are zeros otherwise. Without, what follows is neither encrypted nor authenticated: who can change packets
+//! between two ranks can do so after the handshake, too.
+//!
+//! The listener's mac is given to anybody who knows the job's id, so a secret must be random and long: a guessable one could be
+//! searched offline.
 
+use crate::seal::{EXCHANGE_BYTES, KeyExchange, Seal};
 use hmac::{Hmac, KeyInit, Mac};
 use penstock_core::Rank;
 use penstock_core::life::{DialFailure, Status};
@@ -34,9 +38,9 @@ pub const NONCE_BYTES: usize = 32;
 /// Length of a job's id.
 pub const JOB_ID_BYTES: usize = 16;
 /// Length of the dialer's first message.
-pub const HELLO_BYTES: usize = LANE_AT + 2 + NONCE_BYTES;
+pub const HELLO_BYTES: usize = KEYS_AT + EXCHANGE_BYTES;
 /// Length of the listener's answer to it.
-pub const CHALLENGE_BYTES: usize = 1 + NONCE_BYTES + MAC_BYTES;
+pub const CHALLENGE_BYTES: usize = 1 + NONCE_BYTES + EXCHANGE_BYTES + MAC_BYTES;
 /// Length of the dialer's second message.
 pub const PROOF_BYTES: usize = MAC_BYTES;
 /// Length of a refusal.
@@ -51,6 +55,10 @@ const JOB_AT: usize = VERSION_AT + 2;
 const FROM_AT: usize = JOB_AT + JOB_ID_BYTES;
 const TO_AT: usize = FROM_AT + 4;
 const LANE_AT: usize = TO_AT + 4;
+const KEYS_AT: usize = LANE_AT + 2 + NONCE_BYTES;
+
+/// In the place of what keys come of, where nothing is encrypted.
+const NO_KEYS: [u8; EXCHANGE_BYTES] = [0; EXCHANGE_BYTES];
 
 /// Random bytes that no one has used before.
 pub type Nonce = [u8; NONCE_BYTES];
@@ -68,6 +76,8 @@ pub struct Member {
     pub job_id: [u8; JOB_ID_BYTES],
     /// What proves membership. At least 128 random bits, or it can be guessed.
     pub secret: Vec<u8>,
+    /// Whether what follows is encrypted, where it leaves the host. All of a job agree on it.
+    pub encrypt: bool,
 }
 
 /// Bytes to send: at most a `HELLO`, so nothing is allocated for a stranger.
@@ -106,12 +116,12 @@ impl HandshakeMessage {
     }
 }
 
-/// The mac of one side over what both have said.
-fn mac(secret: &[u8], label: &[u8], hello: &[u8; HELLO_BYTES], nonce: &[u8]) -> Hmac<Sha256> {
+/// The mac of one side over what both have said; `answered` is the listener's part, its own mac aside.
+fn mac(secret: &[u8], label: &[u8], hello: &[u8; HELLO_BYTES], answered: &[u8]) -> Hmac<Sha256> {
     // Hashed first, because HMAC pads a short key with zeros: "secret" and "secret\0" would be the same key.
     let key = Sha256::digest(secret);
     let mut mac = Hmac::<Sha256>::new_from_slice(&key).expect("any length is a key");
-    for part in [label, hello, nonce] {
+    for part in [label, hello, answered] {
         mac.update(part);
     }
     mac
@@ -175,6 +185,7 @@ pub struct Dialer {
     hello: [u8; HELLO_BYTES],
     inbox: Inbox<CHALLENGE_BYTES>,
     state: DialerState,
+    exchange: Option<Box<KeyExchange>>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -188,7 +199,7 @@ impl Dialer {
     /// Starts a handshake with the process at the address of rank `to`. The message is to be sent first.
     #[must_use]
     pub fn new(member: &Member, to: Rank, lane: u32, nonce: &Nonce) -> (Self, HandshakeMessage) {
-        let hello = HandshakeMessage::new(&[
+        let mut hello = HandshakeMessage::new(&[
             &MAGIC,
             &VERSION.to_le_bytes(),
             &member.job_id,
@@ -197,8 +208,20 @@ impl Dialer {
             // Lanes are bounded far below 2^16 (limits::LANES_MAX).
             &(lane as u16).to_le_bytes(),
             nonce,
+            &NO_KEYS,
         ]);
-        (Self { hello: hello.bytes, inbox: Inbox::new(), state: DialerState::AwaitsChallenge }, hello)
+        let new = || Box::new(KeyExchange::new(&member.secret, &hello.bytes[..KEYS_AT], true));
+        let mut exchange = member.encrypt.then(new);
+        if let Some(exchange) = &mut exchange {
+            hello.bytes[KEYS_AT..].copy_from_slice(&exchange.say());
+        }
+        let state = DialerState::AwaitsChallenge;
+        (Self { hello: hello.bytes, inbox: Inbox::new(), state, exchange }, hello)
+    }
+
+    /// The keys of what follows, once the connection is open, if it is encrypted.
+    pub(crate) fn into_seal(self) -> Option<Seal> {
+        self.exchange.and_then(|exchange| exchange.seal())
     }
 
     /// How many bytes [`Dialer::receive`] looks at. The driver must not read more from the socket: after the last
@@ -241,12 +264,14 @@ impl Dialer {
         step
     }
 
-    fn check_challenge(&self, member: &Member) -> DialerStep {
-        let (nonce, proof) = self.inbox.bytes[1..].split_at(NONCE_BYTES);
-        if mac(&member.secret, b"listener", &self.hello, nonce).verify_slice(proof).is_err() {
+    fn check_challenge(&mut self, member: &Member) -> DialerStep {
+        let (answered, proof) = self.inbox.bytes[1..].split_at(NONCE_BYTES + EXCHANGE_BYTES);
+        let proven = mac(&member.secret, b"listener", &self.hello, answered).verify_slice(proof).is_ok();
+        let agreed = |exchange: &mut Box<KeyExchange>| exchange.hear(&answered[NONCE_BYTES..]);
+        if !(proven && self.exchange.as_mut().is_none_or(agreed)) {
             return DialerStep::Failed(DialFailure::ListenerUnproven);
         }
-        let proof = mac(&member.secret, b"dialer", &self.hello, nonce).finalize().into_bytes();
+        let proof = mac(&member.secret, b"dialer", &self.hello, answered).finalize().into_bytes();
         DialerStep::Prove(HandshakeMessage::new(&[&proof]))
     }
 }
@@ -271,9 +296,11 @@ pub enum ListenerStep {
 
 /// The side that was connected to.
 pub struct Listener {
-    nonce: Nonce,
+    /// Its part of what both say: a nonce, and what keys come of.
+    answered: [u8; NONCE_BYTES + EXCHANGE_BYTES],
     hello: Inbox<HELLO_BYTES>,
     proof: Inbox<PROOF_BYTES>,
+    exchange: Option<Box<KeyExchange>>,
     over: bool,
 }
 
@@ -281,7 +308,14 @@ impl Listener {
     /// Starts a handshake with whoever has connected.
     #[must_use]
     pub fn new(nonce: Nonce) -> Self {
-        Self { nonce, hello: Inbox::new(), proof: Inbox::new(), over: false }
+        let mut answered = [0; NONCE_BYTES + EXCHANGE_BYTES];
+        answered[..NONCE_BYTES].copy_from_slice(&nonce);
+        Self { answered, hello: Inbox::new(), proof: Inbox::new(), exchange: None, over: false }
+    }
+
+    /// As [`Dialer::into_seal`].
+    pub(crate) fn into_seal(self) -> Option<Seal> {
+        self.exchange.and_then(|exchange| exchange.seal())
     }
 
     /// How many bytes [`Listener::receive`] looks at; 0 when the handshake is over. More than that is a dialer that
@@ -317,7 +351,10 @@ impl Listener {
             match self.check_hello(member) {
                 Err(status) => ListenerStep::Refused(status),
                 Ok(()) if self.hello.have < HELLO_BYTES => return ListenerStep::Wait,
-                Ok(()) => return ListenerStep::Challenge(self.challenge(member)),
+                Ok(()) => match self.challenge(member) {
+                    Some(challenge) => return ListenerStep::Challenge(challenge),
+                    None => ListenerStep::Refused(Status::AuthenticationFailed),
+                },
             }
         };
         self.over = true;
@@ -353,13 +390,24 @@ impl Listener {
         (Rank(u32_at(&self.hello.bytes, FROM_AT)), u32::from(u16_at(&self.hello.bytes, LANE_AT)))
     }
 
-    fn challenge(&self, member: &Member) -> HandshakeMessage {
-        let proof = mac(&member.secret, b"listener", &self.hello.bytes, &self.nonce).finalize().into_bytes();
-        HandshakeMessage::new(&[&[Status::Ok as u8], &self.nonce, &proof])
+    /// Nothing to a dialer that agrees on keys, and does not know the secret.
+    fn challenge(&mut self, member: &Member) -> Option<HandshakeMessage> {
+        if member.encrypt {
+            let (hello, keys) = self.hello.bytes.split_at(KEYS_AT);
+            let mut exchange = Box::new(KeyExchange::new(&member.secret, hello, false));
+            if !exchange.hear(keys) {
+                return None;
+            }
+            self.answered[NONCE_BYTES..].copy_from_slice(&exchange.say());
+            self.exchange = Some(exchange);
+        }
+        let proof =
+            mac(&member.secret, b"listener", &self.hello.bytes, &self.answered).finalize().into_bytes();
+        Some(HandshakeMessage::new(&[&[Status::Ok as u8], &self.answered, &proof]))
     }
 
     fn check_proof(&self, member: &Member) -> ListenerStep {
-        let expected = mac(&member.secret, b"dialer", &self.hello.bytes, &self.nonce);
+        let expected = mac(&member.secret, b"dialer", &self.hello.bytes, &self.answered);
         if expected.verify_slice(&self.proof.bytes).is_err() {
             return ListenerStep::Refused(Status::AuthenticationFailed);
         }

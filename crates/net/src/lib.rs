@@ -23,6 +23,7 @@ mod mailbox;
 pub mod memory;
 mod observed;
 mod report;
+mod seal;
 mod send_buffer;
 mod shared;
 mod socket;

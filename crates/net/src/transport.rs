@@ -5,10 +5,13 @@
 //! write. It is the sign of life, too: it ends with the process at its other end.
 //!
 //! Why memory, and not the Unix socket itself: docs/decisions/0019-shared-memory-on-a-host.md.
+//!
+//! What goes over a socket may be sealed ([`crate::seal`]); what goes through memory does not leave the host.
 
 mod mapping;
 mod pipe;
 
+use crate::seal::Seal;
 use crate::send_buffer;
 use crate::socket::Socket;
 pub use mapping::MAPPING_BYTES;
@@ -115,12 +118,13 @@ fn ring_bell(socket: &Socket) -> io::Result<()> {
 pub struct Transport {
     socket: Socket,
     memory: Option<SharedMemory>,
+    seal: Option<Box<Seal>>,
 }
 
 impl Transport {
-    /// Of an authenticated socket, and the memory that was handed over on it.
-    pub(crate) fn new(socket: Socket, memory: Option<SharedMemory>) -> Self {
-        Self { socket, memory }
+    /// Of an authenticated socket, the memory that was handed over on it, and the keys that both ends have agreed on.
+    pub(crate) fn new(socket: Socket, memory: Option<SharedMemory>, seal: Option<Seal>) -> Self {
+        Self { socket, seal: seal.filter(|_| memory.is_none()).map(Box::new), memory }
     }
 
     /// Whether bytes go through shared memory.
@@ -165,12 +169,14 @@ impl Transport {
     /// As [`Read::read_vectored`]. Less than was asked for: there is no more for now, and an event will tell.
     ///
     /// # Errors
-    /// What the system said; `InvalidData` if the other end of shared memory makes no sense.
+    /// What the system said; `InvalidData` if the other end of shared memory makes no sense, `ConnectionAborted` with a sentence if
+    /// what was sealed was changed on the way.
     pub(crate) fn read(&mut self, places: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
-        match &mut self.memory {
-            None => (&*self.socket).read_vectored(places),
-            Some(memory) if memory.broken => Err(pipe::nonsense()),
-            Some(memory) => memory.read(&self.socket, places),
+        match (&mut self.memory, &mut self.seal) {
+            (None, None) => (&*self.socket).read_vectored(places),
+            (None, Some(seal)) => seal.read(&self.socket, places),
+            (Some(memory), _) if memory.broken => Err(pipe::nonsense()),
+            (Some(memory), _) => memory.read(&self.socket, places),
         }
     }
 
@@ -179,6 +185,9 @@ impl Transport {
     /// # Errors
     /// What the system said; `InvalidData` as in `read`, which says so from then on.
     pub(crate) fn write(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        if let Some(seal) = &mut self.seal {
+            return seal.write(&self.socket, slices);
+        }
         let Some(memory) = &mut self.memory else {
             // A peer that is gone must not end this process by a signal, whatever the program does with SIGPIPE.
             return self.socket.send_vectored_with_flags(slices, libc::MSG_NOSIGNAL);
@@ -187,6 +196,19 @@ impl Transport {
         let outcome = memory.writer.write(slices, || ring_bell(socket));
         memory.broken |= outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::InvalidData);
         outcome
+    }
+
+    /// Hands on what it has taken and holds itself. `WouldBlock`: not all of it.
+    ///
+    /// # Errors
+    /// What the system said.
+    pub(crate) fn flush(&mut self) -> io::Result<()> {
+        self.seal.as_mut().map_or(Ok(()), |seal| seal.flush(&self.socket))
+    }
+
+    /// Bytes that [`Transport::flush`] would hand on.
+    pub(crate) fn held_bytes(&self) -> usize {
+        self.seal.as_ref().map_or(0, |seal| seal.unsent_bytes())
     }
 
     /// Bounds what the kernel holds by a line rate; see [`crate::send_buffer`]. False: it is on no line.
@@ -200,7 +222,7 @@ impl Transport {
 
     /// Bytes that would be lost if this end closed now. What is in memory the other end can read after that.
     pub(crate) fn undelivered_bytes(&self) -> usize {
-        if self.is_memory() { 0 } else { self.socket.unacknowledged_bytes() }
+        if self.is_memory() { 0 } else { self.socket.unacknowledged_bytes() + self.held_bytes() }
     }
 }
 

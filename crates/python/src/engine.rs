@@ -103,7 +103,7 @@ pub(crate) fn waiting<T: Send>(
 impl Engine {
     #[new]
     #[pyo3(signature = (*, rank, size, bind_host, port, secret, job_id, slice_bytes, lanes, window_bytes, priority,
-                        operation_timeout_s, peer_timeout_s, handshake_timeout_s, congestion_control="auto".into(), shared_memory=true, all_lanes=true, observations=0, servers=0, elastic=false))]
+                        operation_timeout_s, peer_timeout_s, handshake_timeout_s, congestion_control="auto".into(), shared_memory=true, all_lanes=true, observations=0, servers=0, elastic=false, encrypt=false))]
     #[allow(clippy::too_many_arguments)] // Keywords in Python; a struct from here on.
     fn new(
         rank: u32,
@@ -125,6 +125,7 @@ impl Engine {
         observations: usize,
         servers: u32,
         elastic: bool,
+        encrypt: bool,
     ) -> PyResult<Self> {
         let wrong = |_| bad_argument(format!("job_id has {} bytes; it must have 16", job_id.len()));
         let config = EngineConfig {
@@ -134,6 +135,7 @@ impl Engine {
             bind_host,
             port,
             secret,
+            encrypt,
             job_id: job_id.try_into().map_err(wrong)?,
             slice_bytes,
             lanes,

@@ -199,10 +199,10 @@ impl Gate {
     fn dial_succeeded(&mut self, key: DialKey) {
         let attempt = self.dials.get_mut(&key).and_then(|dial| dial.attempt.take());
         self.forget_dial(key);
-        let Some(Attempt { socket, memory, token, .. }) = attempt else { return };
+        let Some(Attempt { socket, memory, token, machine }) = attempt else { return };
         self.dialing.remove(&token);
         if self.shared.pairs.dialed(key.0, key.1) {
-            self.hand_over(key, socket, memory);
+            self.hand_over(key, socket, memory, machine.and_then(Dialer::into_seal));
         } else {
             self.close(socket);
         }

@@ -43,7 +43,7 @@ pub(super) struct Stranger {
 }
 
 enum StrangerState {
-    Shaking(Listener),
+    Shaking(Box<Listener>),
     /// It was refused; this much more is read.
     Draining {
         left_bytes: usize,
@@ -107,7 +107,7 @@ impl Gate {
         let Ok(token) = self.watch(&mut socket) else { return };
         let deadline = Instant::now() + self.handshake_timeout;
         self.timers.insert((deadline, Timer::Stranger(token)));
-        let phase = StrangerState::Shaking(Listener::new(nonce));
+        let phase = StrangerState::Shaking(Box::new(Listener::new(nonce)));
         self.strangers.insert(token, Stranger { socket, deadline, phase });
     }
 
@@ -198,7 +198,11 @@ impl Gate {
     fn take(&mut self, token: usize, stranger: Stranger, memory: Option<SharedMemory>, key: DialKey) {
         self.timers.remove(&(stranger.deadline, Timer::Stranger(token)));
         self.forget_dial(key);
-        self.hand_over(key, stranger.socket, memory);
+        let seal = match stranger.phase {
+            StrangerState::Shaking(machine) => machine.into_seal(),
+            StrangerState::Draining { .. } => None,
+        };
+        self.hand_over(key, stranger.socket, memory, seal);
     }
 }
 

@@ -398,6 +398,7 @@ impl Inner {
             lanes: config.lanes,
             job_id,
             secret: config.secret.clone(),
+            encrypt: config.encrypt,
             shared_memory: config.shared_memory,
             congestion_control: self.congestion_control.clone(),
             handshake_timeout: config.handshake_timeout,

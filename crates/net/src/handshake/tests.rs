@@ -9,7 +9,14 @@ const DIALER: Rank = Rank(5);
 const LANE: u32 = 3;
 
 fn member(rank: Rank) -> Member {
-    Member { rank, ranks: 8, lanes: 4, job_id: *b"0123456789abcdef", secret: b"a secret".to_vec() }
+    Member {
+        rank,
+        ranks: 8,
+        lanes: 4,
+        job_id: *b"0123456789abcdef",
+        secret: b"a secret".to_vec(),
+        encrypt: false,
+    }
 }
 
 /// Feeds `bytes` in pieces of at most `piece_bytes`, as a driver does; stops at the first step that is not "wait".
@@ -243,5 +250,51 @@ proptest! {
             prop_assert!(refused);
             prop_assert!(matches!(near.receive(&member(DIALER), piece), DialerStep::Wait | DialerStep::Failed(_)));
         }
+    }
+}
+
+fn encrypting(rank: Rank) -> Member {
+    Member { encrypt: true, ..member(rank) }
+}
+
+/// Both sides' keys, after what `change` makes of the messages; nothing if a side has refused.
+fn agree(
+    [dialer, listener]: [&Member; 2],
+    mut change: impl FnMut(usize, HandshakeMessage) -> Vec<u8>,
+) -> Option<[Option<Seal>; 2]> {
+    let (mut near, hello) = Dialer::new(dialer, LISTENER, LANE, &[1; 32]);
+    let mut far = Listener::new([2; 32]);
+    let ListenerStep::Challenge(said) = listen(&mut far, listener, &change(0, hello), 7) else { return None };
+    let DialerStep::Prove(proof) = dial(&mut near, dialer, &change(1, said), 7) else { return None };
+    let verdict = listen(&mut far, listener, &change(2, proof), 7);
+    (verdict == WELCOME).then(|| [near.into_seal(), far.into_seal()])
+}
+
+fn as_said(_: usize, message: HandshakeMessage) -> Vec<u8> {
+    message.as_bytes().to_vec()
+}
+
+#[test]
+fn both_have_keys_if_both_encrypt_and_else_there_is_no_connection() {
+    let (encrypt, plain) = ([DIALER, LISTENER].map(encrypting), [DIALER, LISTENER].map(member));
+    assert!(matches!(agree([&encrypt[0], &encrypt[1]], as_said), Some([Some(_), Some(_)])));
+    assert!(matches!(agree([&plain[0], &plain[1]], as_said), Some([None, None])));
+    assert!(agree([&encrypt[0], &plain[1]], as_said).is_none());
+    assert!(agree([&plain[0], &encrypt[1]], as_said).is_none());
+    let mut stranger = encrypting(DIALER);
+    stranger.secret.push(0);
+    assert!(agree([&stranger, &encrypt[1]], as_said).is_none());
+}
+
+proptest! {
+    #[test]
+    fn a_changed_bit_anywhere_gives_nobody_keys(message in 0usize..3, at: prop::sample::Index, bit in 0u8..8) {
+        let flip = |number: usize, said: HandshakeMessage| {
+            let mut bytes = said.as_bytes().to_vec();
+            let at = at.index(bytes.len());
+            bytes[at] ^= u8::from(number == message) << bit;
+            bytes
+        };
+        prop_assert!(agree([&encrypting(DIALER), &encrypting(LISTENER)], flip).is_none());
     }
 }

@@ -19,7 +19,7 @@ fn pair() -> (Transport, Transport, File) {
     let (near, far) = socket2::Socket::pair(socket2::Domain::UNIX, socket2::Type::STREAM, None).unwrap();
     let (memory, here) = SharedMemory::create().unwrap();
     let there = SharedMemory::open(&memory).unwrap();
-    let end = |socket, memory| Transport::new(Socket::new(socket).unwrap(), Some(memory));
+    let end = |socket, memory| Transport::new(Socket::new(socket).unwrap(), Some(memory), None);
     (end(near, here), end(far, there), memory.into())
 }
 

@@ -21,6 +21,7 @@ pub(crate) fn config(rank: u32) -> AdmissionConfig {
         lanes: 16,
         job_id: *b"0123456789abcdef",
         secret: b"a secret of this job".to_vec(),
+        encrypt: false,
         shared_memory: false,
         congestion_control: None,
         handshake_timeout: PATIENCE,
@@ -29,8 +30,8 @@ pub(crate) fn config(rank: u32) -> AdmissionConfig {
 }
 
 pub(crate) fn member(config: &AdmissionConfig) -> Member {
-    let AdmissionConfig { rank, ranks, lanes, job_id, secret, .. } = config.clone();
-    Member { rank, ranks, lanes, job_id, secret }
+    let AdmissionConfig { rank, ranks, lanes, job_id, secret, encrypt, .. } = config.clone();
+    Member { rank, ranks, lanes, job_id, secret, encrypt }
 }
 
 pub(crate) fn bind() -> (TcpListener, SocketAddr) {

@@ -3,6 +3,8 @@
 // Every test program uses a part of it.
 #![allow(dead_code)]
 
+pub(crate) mod meddler;
+
 use parking_lot::{Condvar, Mutex};
 use penstock_net::{Engine, EngineConfig};
 use std::time::Duration;
@@ -66,6 +68,7 @@ pub(crate) fn config(rank: u32, size: u32) -> EngineConfig {
         operation_timeout: Duration::from_secs(20),
         peer_timeout: Duration::from_secs(10),
         congestion_control: "auto".into(),
+        encrypt: false,
         shared_memory: true,
         elastic: false,
         handshake_timeout: Duration::from_secs(5),
