@@ -302,10 +302,11 @@ impl Council {
         if !fits {
             self.hearing.misspoke(self.now_ns(), rank, &mut self.succession);
         } else if !open {
-            self.hearing.closed(self.now_ns(), rank, &mut self.succession);
+            self.hearing.closed(self.now_ns(), rank);
         }
         if !(fits && open) {
             self.close(rank);
+            self.look();
         }
         self.follow();
     }

@@ -12,6 +12,7 @@ use penstock_net::{Engine, EngineConfig, Failure, Lent, Stop, Until};
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
+use support::meddler::{Meddler, Meddling};
 use support::{config, never};
 
 const STEPS: u32 = 12;
@@ -57,10 +58,17 @@ struct Job {
     epochs: Mutex<BTreeSet<Vec<u32>>>,
 }
 
-fn elastic(rank: u32, size: u32, job_id: [u8; 16]) -> Engine {
+/// What somebody between the ranks does, with the records that this is done to.
+type Between = Option<(Meddling, Vec<u64>)>;
+
+fn elastic(rank: u32, size: u32, job_id: [u8; 16], between: &Between) -> Engine {
     let config = config(rank, size);
     let peer_timeout = Duration::from_secs(4);
-    Engine::bind(EngineConfig { elastic: true, peer_timeout, job_id, ..config }).unwrap()
+    // Records are for who can tell them apart; connections may be ended by anybody.
+    let encrypt = between.as_ref().is_some_and(|(kind, _)| *kind != Meddling::Reset);
+    let shared_memory = between.is_none();
+    Engine::bind(EngineConfig { elastic: true, peer_timeout, job_id, encrypt, shared_memory, ..config })
+        .unwrap()
 }
 
 /// Of one job alone: who is lost is dialled again, and its port may have become that of another job, in another process.
@@ -70,15 +78,22 @@ fn new_job_id() -> [u8; 16] {
     (u128::from(process) << 32 | u128::from(job)).to_le_bytes()
 }
 
-fn table(engines: &[Engine], port: impl Fn(&Engine) -> u16) -> Vec<(String, u16)> {
-    engines.iter().map(|engine| ("127.0.0.1".to_owned(), port(engine))).collect()
+fn table(ports: &[u16]) -> Vec<(String, u16)> {
+    ports.iter().map(|port| ("127.0.0.1".to_owned(), *port)).collect()
 }
 
-fn job(size: u32, enough: Option<u32>) -> Vec<Engine> {
+fn job(size: u32, enough: Option<u32>, between: &Between) -> (Vec<Engine>, Option<Meddler>) {
     let job_id = new_job_id();
-    let engines: Vec<Engine> = (0..size).map(|rank| elastic(rank, size, job_id)).collect();
-    let (lanes, councils) =
-        (table(&engines, Engine::port), table(&engines, |engine| engine.council_port().unwrap()));
+    let engines: Vec<Engine> = (0..size).map(|rank| elastic(rank, size, job_id, between)).collect();
+    let lanes = engines.iter().map(Engine::port);
+    let mut ports: Vec<u16> =
+        lanes.chain(engines.iter().map(|engine| engine.council_port().unwrap())).collect();
+    let meddler = between.clone().map(|(kind, at)| Meddler::before(&ports, kind, at));
+    if let Some(meddler) = &meddler {
+        ports = meddler.doors().to_vec();
+    }
+    let (lanes, councils) = ports.split_at(size as usize);
+    let (lanes, councils) = (table(lanes), table(councils));
     for engine in &engines {
         engine.connect(&lanes).unwrap();
         engine.go_on_after_losses(&councils, enough).unwrap();
@@ -89,7 +104,7 @@ fn job(size: u32, enough: Option<u32>) -> Vec<Engine> {
         let layers = (0..ELEMS.len()).map(|at| format!("layer {at}")).collect();
         assert_eq!(engine.open_book("gradients", layers, tensors.collect(), None).unwrap(), 0);
     }
-    engines
+    (engines, meddler)
 }
 
 fn submit(engine: &Engine, tensor: usize, step: u32, memory: &mut [f32]) -> Result<u64, Failure> {
@@ -180,6 +195,17 @@ impl Job {
 
 /// Plays a job in which `deaths` ranks are lost; what the others have in the end.
 fn play(seed: u64, size: u32, deaths: u32, enough: Option<u32>) -> Vec<Result<Vec<Param>, Failure>> {
+    play_behind(seed, size, deaths, enough, &None)
+}
+
+/// The same with somebody between the ranks.
+fn play_behind(
+    seed: u64,
+    size: u32,
+    deaths: u32,
+    enough: Option<u32>,
+    between: &Between,
+) -> Vec<Result<Vec<Param>, Failure>> {
     let mut draw = Draw(seed);
     draw.below(2);
     let mut dies = vec![None; size as usize];
@@ -206,12 +232,11 @@ fn play(seed: u64, size: u32, deaths: u32, enough: Option<u32>) -> Vec<Result<Ve
             Stop::Interrupted => unreachable!("nothing interrupts"),
         }))
     };
+    let (engines, _meddler) = self::job(size, enough, between);
     std::thread::scope(|scope| {
         let run = &run;
-        let threads: Vec<_> = (0..)
-            .zip(self::job(size, enough))
-            .map(|(rank, engine)| scope.spawn(move || run(engine, rank)))
-            .collect();
+        let threads: Vec<_> =
+            (0..).zip(engines).map(|(rank, engine)| scope.spawn(move || run(engine, rank))).collect();
         threads.into_iter().filter_map(|thread| thread.join().unwrap()).collect()
     })
 }
@@ -271,4 +296,32 @@ fn too_few_end_and_say_so() {
     let outcomes = play(7 << 50, 2, 1, None);
     let text = outcomes[0].as_ref().map_or_else(Failure::to_string, |_| "it went on".into());
     assert!(text.contains("too few members are left") && text.contains("must agree (ranks_min)"), "{text}");
+}
+
+/// Frames and records that are meddled with: anywhere from the first steps on, among some thousands.
+fn drawn(seed: u64, count: u64) -> Vec<u64> {
+    let mut draw = Draw(seed);
+    draw.below(2);
+    (0..count).map(|_| 40 + draw.below(900)).collect()
+}
+
+#[test]
+fn connections_that_end_while_both_ends_live_lose_nobody_and_nothing() {
+    for seed in 1..=jobs() / 2 {
+        let between = Some((Meddling::Reset, drawn(seed << 8, 2)));
+        let outcomes = play_behind(seed << 8, 3, 0, None, &between);
+        assert_eq!(outcomes.len(), 3, "seed {seed}");
+        all_alike(seed << 8, &outcomes);
+    }
+}
+
+#[test]
+fn records_that_were_changed_on_the_way_lose_nobody_and_nothing() {
+    for seed in 1..=jobs() / 2 {
+        let kinds = [Meddling::Flip, Meddling::Drop, Meddling::Repeat, Meddling::Swap];
+        let between = Some((kinds[seed as usize % kinds.len()], drawn(seed << 9, 2)));
+        let outcomes = play_behind(seed << 9, 3, 0, None, &between);
+        assert_eq!(outcomes.len(), 3, "seed {seed}");
+        all_alike(seed << 9, &outcomes);
+    }
 }

@@ -86,6 +86,8 @@ enum Happening {
     Lose(usize, usize),
     Break(usize, usize),
     Mend(usize, usize),
+    /// Their connection ends and is made anew at once: neither suspects the other, and what was on its way is lost.
+    Renew(usize, usize),
     Leave(usize),
     /// It wants the epoch to end, and hears everybody.
     Finish(usize),
@@ -158,7 +160,7 @@ impl World {
         let lives = |rank: usize| self.members[rank].lives;
         match what {
             Happening::Kill(rank) | Happening::Leave(rank) | Happening::Finish(rank) => lives(rank),
-            Happening::Break(one, other) => self.open[self.at(one, other)],
+            Happening::Break(one, other) | Happening::Renew(one, other) => self.open[self.at(one, other)],
             Happening::Mend(one, other) => lives(one) && lives(other) && !self.open[self.at(one, other)],
             _ => true,
         }
@@ -214,10 +216,12 @@ impl World {
                 self.end(other, one, true);
                 Ok(())
             }
-            Happening::Mend(one, other) => {
+            Happening::Mend(one, other) | Happening::Renew(one, other) => {
                 for (from, to) in [(one, other), (other, one)] {
                     let at = self.at(from, to);
-                    self.open[at] = true;
+                    if std::mem::replace(&mut self.open[at], true) {
+                        self.links[at].retain(|frame| !matches!(frame, Sent::Said(..)));
+                    }
                     self.links[at].push_back(Sent::Open);
                 }
                 Ok(())
@@ -400,7 +404,8 @@ pub struct Orders {
 }
 
 /// Plays every order in which messages of `count` members can arrive when the last one leaves, or not, and one of them dies,
-/// whoever and whenever, with or without what it has sent last, or with `breaks` a connection breaks for good. `enough` must agree.
+/// whoever and whenever, with or without what it has sent last, or with `breaks` a connection breaks, for good or to be made anew at
+/// once. `enough` must agree.
 ///
 /// # Errors
 /// What does not hold, and where.
@@ -425,8 +430,10 @@ pub fn every_order(
         }
         if !lost {
             next.extend((0..count).map(Happening::Kill));
-            let pairs = (0..count).flat_map(|one| (0..one).map(move |other| Happening::Break(one, other)));
-            next.extend(pairs.filter(|_| breaks));
+            let pairs = (0..count).flat_map(|one| (0..one).map(move |other| (one, other)));
+            for (one, other) in pairs.filter(|_| breaks) {
+                next.extend([Happening::Break(one, other), Happening::Renew(one, other)]);
+            }
         }
         if !left && world.members[count - 1].lives {
             next.push(Happening::Leave(count - 1));
@@ -434,7 +441,7 @@ pub fn every_order(
         for what in next {
             let mut after = world.clone();
             after.happen(what).map_err(|violation| format!("{violation}, by {what:?}\n{world:#?}"))?;
-            let losing = matches!(what, Happening::Kill(_) | Happening::Break(..));
+            let losing = matches!(what, Happening::Kill(_) | Happening::Break(..) | Happening::Renew(..));
             open.push((after, lost || losing, left || matches!(what, Happening::Leave(_))));
         }
     }
@@ -508,10 +515,11 @@ fn drawn(random: &mut Random, count: usize) -> Vec<Happening> {
     let mut faults = Vec::new();
     for _ in 0..random.between(1, 4) {
         let (one, other) = (random.below(count as u64) as usize, random.below(count as u64) as usize);
-        match random.below(6) {
+        match random.below(7) {
             0 | 1 => faults.push(Happening::Kill(one)),
             2 => faults.push(Happening::Leave(one)),
             5 => faults.push(Happening::Finish(one)),
+            6 if one != other => faults.push(Happening::Renew(one, other)),
             3 if one != other => {
                 faults.push(Happening::Break(one, other));
                 if random.chance(600) {

@@ -7,7 +7,7 @@
 
 use crate::memory::{Chunk, RealMemory, SimMemory};
 use crate::random::Random;
-use penstock_core::agreement::{Effect, Hearing, MemberMessage, NextMembers, Succession};
+use penstock_core::agreement::{Effect, Hearing, MemberMessage, NextMembers, PATIENCE_NS, Succession};
 use penstock_core::layout::{Book, Tensor};
 use penstock_core::node::{Action, Config, Event, Node};
 use penstock_core::recovery::{
@@ -451,7 +451,9 @@ impl World {
             }
             Passing::End => {
                 let ElasticRank { agreement, hearing, .. } = &mut self.workers[to];
-                hearing.closed(0, peer, agreement);
+                hearing.closed(0, peer);
+                // It is not made anew.
+                hearing.look(PATIENCE_NS, std::iter::empty(), agreement);
                 self.follow(to)
             }
         }

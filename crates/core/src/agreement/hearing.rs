@@ -1,8 +1,9 @@
 //! Whom a member hears: what its connections to the others, and the clock, mean to the agreement.
 //!
-//! That a connection has ended, cannot be made, or brings nothing, is a suspicion; that it is made anew, or brings something
-//! again, takes that back. One that has ended is dialled again a little later. Whoever has said goodbye ends no epoch: its connection may
-//! end, and it is not in the next one, whenever that begins. Whoever has sent what cannot be is not heard any more.
+//! That a connection has ended and is not made anew at once, cannot be made, or brings nothing, is a suspicion; that it is made anew, or
+//! brings something again, takes that back. One that has ended is dialled again, first at once: both ends may live, and somebody in
+//! between have ended it. Whoever has said goodbye ends no epoch: its connection may end, and it is not in the next one, whenever that
+//! begins. Whoever has sent what cannot be is not heard any more.
 //!
 //! What this leaves out: what a suspicion leads to, which is [`Succession`]'s, and the connections.
 
@@ -13,6 +14,8 @@ use crate::types::Rank;
 
 /// A connection that has ended, or could not be made, is tried again so much later.
 const AGAIN_NS: u64 = 500_000_000;
+/// So long a connection that has ended may take to be made anew before its peer is suspected. A process that is gone is missed so much later.
+pub const PATIENCE_NS: u64 = 200_000_000;
 
 #[derive(Debug, Clone, Default)]
 struct Link {
@@ -25,6 +28,8 @@ struct Link {
     silent_ns: Option<u64>,
     /// When its connection is to be tried again.
     again_ns: Option<u64>,
+    /// Since when it has no connection, until that is a suspicion.
+    ended_ns: Option<u64>,
 }
 
 /// What is to be done after a look.
@@ -67,15 +72,14 @@ impl Hearing {
         true
     }
 
-    /// The connection has ended.
-    pub fn closed(&mut self, now_ns: u64, peer: Rank, agreement: &mut Succession) {
+    /// The connection has ended. [`Hearing::look`] is to follow.
+    pub fn closed(&mut self, now_ns: u64, peer: Rank) {
         let link = &mut self.links[peer.index()];
         (link.open, link.silent_ns) = (false, None);
         if link.departed {
             return;
         }
-        link.again_ns = Some(now_ns + AGAIN_NS);
-        agreement.suspect(now_ns, peer);
+        (link.again_ns, link.ended_ns) = (Some(now_ns), Some(now_ns));
     }
 
     /// It has sent what does not fit: its connection is to be closed.
@@ -92,6 +96,7 @@ impl Hearing {
         }
         link.again_ns = Some(now_ns + AGAIN_NS);
         if fault.culprit != self.me {
+            link.ended_ns = None;
             agreement.suspect(now_ns, peer);
         }
     }
@@ -136,6 +141,9 @@ impl Hearing {
             if !link.open && link.again_ns.take_if(|again_ns| *again_ns <= now_ns).is_some() {
                 errands.dials.push(rank);
             }
+            if link.ended_ns.take_if(|since_ns| now_ns.saturating_sub(*since_ns) >= PATIENCE_NS).is_some() {
+                agreement.suspect(now_ns, rank);
+            }
             if link.departed && agreement.is_ending() {
                 agreement.suspect(now_ns, rank);
             }
@@ -170,11 +178,34 @@ mod tests {
         assert_eq!(dials(&mut hearing, &mut agreement, 0), [Rank(1), Rank(2)]);
         assert_eq!(dials(&mut hearing, &mut agreement, 1), []);
         assert!(hearing.connected(2, Rank(1), &mut agreement) && !agreement.is_ending());
-        hearing.closed(5, Rank(1), &mut agreement);
+        hearing.closed(5, Rank(1));
+        assert_eq!(dials(&mut hearing, &mut agreement, 5), [Rank(1)]);
+        let lost =
+            Fault { culprit: Rank(1), error: Error::PeerLost { rank: Rank(1), reason: "gone".into() } };
+        hearing.unreachable(6, Rank(1), &lost, &mut agreement);
         assert!(agreement.suspects(Rank(1)) && agreement.is_ending());
-        assert_eq!(dials(&mut hearing, &mut agreement, 4 + AGAIN_NS), []);
-        assert_eq!(dials(&mut hearing, &mut agreement, 5 + AGAIN_NS), [Rank(1)]);
-        assert!(hearing.connected(6 + AGAIN_NS, Rank(1), &mut agreement) && !agreement.suspects(Rank(1)));
+        assert_eq!(dials(&mut hearing, &mut agreement, 5 + AGAIN_NS), []);
+        assert_eq!(dials(&mut hearing, &mut agreement, 6 + AGAIN_NS), [Rank(1)]);
+        assert!(hearing.connected(7 + AGAIN_NS, Rank(1), &mut agreement) && !agreement.suspects(Rank(1)));
+    }
+
+    #[test]
+    fn who_is_connected_again_at_once_was_never_lost() {
+        let (mut hearing, mut agreement) = of_three();
+        let look = |hearing: &mut Hearing, agreement: &mut Succession, now_ns| {
+            hearing.look(now_ns, std::iter::empty(), agreement);
+        };
+        assert!(hearing.connected(0, Rank(1), &mut agreement));
+        hearing.closed(5, Rank(1));
+        look(&mut hearing, &mut agreement, 4 + PATIENCE_NS);
+        assert!(hearing.connected(4 + PATIENCE_NS, Rank(1), &mut agreement));
+        look(&mut hearing, &mut agreement, 6 + PATIENCE_NS);
+        assert!(!agreement.is_ending());
+        hearing.closed(7, Rank(1));
+        look(&mut hearing, &mut agreement, 6 + PATIENCE_NS);
+        assert!(!agreement.is_ending());
+        look(&mut hearing, &mut agreement, 7 + PATIENCE_NS);
+        assert!(agreement.suspects(Rank(1)) && agreement.is_ending());
     }
 
     #[test]
@@ -188,7 +219,7 @@ mod tests {
         let times = [heard(1, 0, late_ns), heard(2, late_ns, late_ns)];
         hearing.look(late_ns - 1, times.into_iter(), &mut agreement);
         hearing.look(late_ns, times.into_iter(), &mut agreement);
-        hearing.closed(late_ns, Rank(1), &mut agreement);
+        hearing.closed(late_ns, Rank(1));
         let again = hearing.look(late_ns + AGAIN_NS, times[1..].iter().copied(), &mut agreement);
         assert!(!agreement.is_ending() && again.dials.is_empty());
         agreement.end(late_ns);

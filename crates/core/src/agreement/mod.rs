@@ -27,7 +27,7 @@ mod hearing;
 mod message;
 mod proposal;
 
-pub use hearing::{Errands, Hearing};
+pub use hearing::{Errands, Hearing, PATIENCE_NS};
 pub use message::{Ballot, MemberMessage, NextMembers, Promise};
 
 use crate::error::Error;
