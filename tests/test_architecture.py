@@ -44,7 +44,7 @@ FLOORS = (
     {"wire", "memory", "steps", "cost", "all_gather", "recovery"},
     {"roles", "observe", "submission"},
     {"layout", "life"},
-    {"scheme", "exchange", "agreement"},
+    {"scheme", "exchange", "agreement", "membership"},
     {"calls"},
     {"node"},
 )

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from penstock.torch.checkpoints import Checkpoints
     from penstock.torch.clipping import GradScaler, clip_grad_norm_
     from penstock.torch.distribute import distribute
+    from penstock.torch.elastic_sampling import ElasticSampler
     from penstock.torch.facts import coordinator_of, explain
     from penstock.torch.join import join
     from penstock.torch.local.diloco import DiLoCo
@@ -81,6 +82,7 @@ __all__ = [
     "Coordinator",
     "DiLoCo",
     "ElasticAveraging",
+    "ElasticSampler",
     "Future",
     "GradScaler",
     "Group",
@@ -133,6 +135,7 @@ _HOME_OF = {
     "DGC": "lossy",
     "DiLoCo": "torch.front_end",
     "ElasticAveraging": "torch.front_end",
+    "ElasticSampler": "torch.front_end",
     "Future": "collectives",
     "GradScaler": "torch.front_end",
     "Group": "collectives",

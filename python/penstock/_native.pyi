@@ -446,8 +446,18 @@ class Engine:
     def epoch(self) -> int:
         """How often members were lost and the others went on."""
 
-    def membership_log(self) -> list[list[int]]:
-        """The members of each epoch so far, the present one included."""
+    def membership_log(self) -> list[tuple[list[int], int, list[tuple[int, int]]]]:
+        """Of each epoch so far, the present one included, what is known of it.
+
+        Its members, the first step of the program, from 1, that counts with them, and by book how many rounds were
+        over before.
+        """
+
+    def begin_step(self, step: int) -> None:
+        """Say that the program begins this step, from 1, or deals samples for it: who is chosen later counts later.
+
+        Waits while members agree.
+        """
 
     def all_gather(self, what: str, blob: bytes) -> list[bytes]:
         """Every worker's blob, by rank. All workers call it in the same order; ``what`` is for messages."""

@@ -23,6 +23,7 @@ pub mod layout;
 pub mod life;
 pub mod limits;
 pub mod members;
+pub mod membership;
 pub mod memory;
 pub mod node;
 pub mod observe;

@@ -134,7 +134,8 @@ fn land(engine: &Engine, tensor: usize) -> Result<(), Stop> {
 
 impl Job {
     fn note(&self, engine: &Engine) {
-        self.epochs.lock().extend(engine.membership_log());
+        let log = engine.membership_log().into_iter();
+        self.epochs.lock().extend(log.map(|entry| entry.members.iter().map(|rank| rank.0).collect()));
     }
 
     /// Each slice is the average over the members of an epoch.

@@ -199,8 +199,15 @@ impl Engine {
         self.engine.epoch()
     }
 
-    fn membership_log(&self) -> Vec<Vec<u32>> {
-        self.engine.membership_log()
+    #[allow(clippy::type_complexity)] // Of each epoch, as the stub says.
+    fn membership_log(&self) -> Vec<(Vec<u32>, u64, Vec<(BookId, u32)>)> {
+        let log = self.engine.membership_log().into_iter();
+        log.map(|entry| (entry.members.iter().map(|rank| rank.0).collect(), entry.step, entry.whole))
+            .collect()
+    }
+
+    fn begin_step(&self, py: Python<'_>, step: u64) -> PyResult<()> {
+        py.detach(|| self.engine.begin_step(step)).map_err(raise)
     }
 
     fn all_gather<'py>(

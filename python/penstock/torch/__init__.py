@@ -8,6 +8,7 @@ access        what a program calls on all models
 facts         what it may ask of one
 join          uneven numbers of batches
 sampling      which samples are this rank's
+elastic_sampling  the same where ranks may be lost
 clipping      what is done to gradients before a step
 checkpoints   of a training, written while it goes on
 model         layers and parameters, patches

@@ -331,8 +331,8 @@ class Distributed:
         self.schemes.choice.after_step(self.gradients.step)
         if self.buffers is not None:
             self.buffers.finish()
-        if self.membership is not None:
-            self.membership.look()
+        if self.membership is not None and self.moments.counting in (None, self.gradients.id):
+            self.membership.look(self.gradients.step, self.gradients.id)
         if self.buffers is not None:
             if self.membership is not None:
                 self.buffers.source = self.membership.rank == 0
@@ -411,8 +411,6 @@ class Distributed:
         self.finish()
         if self.gradients.drop is None:
             self.gradients.finish(self.slots)
-        if self.membership is not None:
-            self.membership.look()
         for slot in self.slots:
             if not slot.reads.watched and not slot.flight.flying:
                 restore(slot)

@@ -10,6 +10,7 @@ from penstock.torch.access import no_sync, synchronize
 from penstock.torch.checkpoints import Checkpoints
 from penstock.torch.clipping import GradScaler, clip_grad_norm_
 from penstock.torch.distribute import distribute
+from penstock.torch.elastic_sampling import ElasticSampler
 from penstock.torch.facts import coordinator_of, explain
 from penstock.torch.join import join
 from penstock.torch.local.diloco import DiLoCo
@@ -23,6 +24,7 @@ __all__ = [
     "Checkpoints",
     "DiLoCo",
     "ElasticAveraging",
+    "ElasticSampler",
     "GradScaler",
     "LocalSGD",
     "clip_grad_norm_",

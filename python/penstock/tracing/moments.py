@@ -65,6 +65,7 @@ class Moments:
         on: Whether anything is kept.
         steps: Steps that are over: calls of `step` of the optimizer that called it first, or, where none does, backward
             passes of the model that had one first.
+        counting: The book of the gradients whose steps these are, once there is one.
         at_step: Called when a step is over, with `steps`.
         at_backward: Called when a backward of that model begins.
     """
@@ -75,7 +76,7 @@ class Moments:
         self.steps = 0
         self.at_step: Callable[[int], None] | None = None
         self.at_backward: Callable[[], None] | None = None
-        self._counting: int | None = None  # the book whose steps count
+        self.counting: int | None = None
         self._kept = array("q")  # of each its time, and what it is
         self._dropped = 0
 
@@ -101,7 +102,7 @@ class Moments:
 
     def backward_begins(self, book: int) -> None:
         """A backward begins whose gradients are to be synchronised."""
-        if self.at_backward is not None and book == self._counting:
+        if self.at_backward is not None and book == self.counting:
             self.at_backward()
         if self.on:
             self.note(coded(BACKWARD_BEGINS, book))
@@ -110,9 +111,9 @@ class Moments:
         """A step of a model is over, as far as the program is concerned: updates may be outstanding."""
         if self.on:
             self.note(coded(STEP_ENDS, book))
-        if self._counting is None:
-            self._counting = book
-        if book == self._counting:
+        if self.counting is None:
+            self.counting = book
+        if book == self.counting:
             self.steps += 1
             if self.at_step is not None:
                 self.at_step(self.steps)

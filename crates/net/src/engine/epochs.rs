@@ -13,12 +13,13 @@ use crate::shared::{OpenBook, State, ns};
 use parking_lot::RwLockReadGuard;
 use penstock_core::agreement::{self, NextMembers};
 use penstock_core::life::WaitKind;
+use penstock_core::membership::{MembershipEntry, MembershipLog};
 use penstock_core::recovery::{self, Report, ResultGiven, decode_plan, recovery};
 use penstock_core::{Members, Rank, TensorId};
 use std::collections::BTreeSet;
 use std::io;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -29,8 +30,10 @@ const COUNCIL: u32 = u32::MAX;
 /// What an engine needs to get from epoch to epoch.
 #[derive(Default)]
 pub(super) struct Epochs {
-    /// The members of each epoch that is over.
-    past: Vec<Arc<Members>>,
+    /// Of each epoch, where members may be lost.
+    log: Option<MembershipLog>,
+    /// The last step that this rank's program has begun.
+    begun: AtomicU64,
     /// By rank, of the present lanes.
     pub(super) addresses: Vec<(String, u16)>,
     /// Until the council begins.
@@ -48,7 +51,8 @@ impl Epochs {
             return Ok(Self::default());
         }
         let (council, port) = listen(config, congestion_control)?;
-        Ok(Self { council: Some(council), council_port: Some(port), ..Self::default() })
+        let log = Some(MembershipLog::new((0..config.size).map(Rank).collect()));
+        Ok(Self { council: Some(council), council_port: Some(port), log, ..Self::default() })
     }
 }
 
@@ -114,12 +118,22 @@ impl Engine {
         self.inner.shared.epoch()
     }
 
-    /// Who took part in each epoch so far, this one included.
+    /// Who took part in each epoch so far, this one included, and from which of the program's steps on; nothing where members may not be
+    /// lost.
     #[must_use]
-    pub fn membership_log(&self) -> Vec<Vec<u32>> {
-        let epochs = self.inner.epochs.lock();
-        let past = epochs.past.iter().map(|members| members.iter().map(|rank| rank.0).collect());
-        past.chain([self.members()]).collect()
+    pub fn membership_log(&self) -> Vec<MembershipEntry> {
+        self.inner.epochs.lock().log.as_ref().map_or_else(Vec::new, |log| log.entries().to_vec())
+    }
+
+    /// The program begins this step, from 1, or deals samples for it: members that are chosen later count from a later one. Waits
+    /// while members agree.
+    ///
+    /// # Errors
+    /// As of every wait for the next epoch.
+    pub fn begin_step(&self, step: u64) -> Result<(), Failure> {
+        let _epoch = self.enter_epoch()?;
+        self.inner.epochs.lock().begun.fetch_max(step, Ordering::Relaxed);
+        Ok(())
     }
 
     /// Waits for an epoch that is not about to end. It does not end while the guard lives.
@@ -185,9 +199,15 @@ impl Inner {
             (open.id, tensors.flat_map(|tensor| open.progress(tensor)).collect())
         };
         let report: Report = books.iter().map(of_book).collect();
-        let mut bytes = port.to_le_bytes().to_vec();
-        bytes.extend(recovery::encode(&report));
-        self.epochs.lock().next = Some(listeners);
+        let mut epochs = self.epochs.lock();
+        epochs.next = Some(listeners);
+        let bytes = [
+            &port.to_le_bytes()[..],
+            &epochs.begun.load(Ordering::Relaxed).to_le_bytes(),
+            &recovery::encode(&report),
+        ]
+        .concat();
+        drop(epochs);
         if let Some(council) = self.shared.council() {
             council.frozen(bytes);
         }
@@ -218,11 +238,13 @@ impl Inner {
         }
         let (addresses, reports) = self.read_plan(&members, &choice.plan)?;
         let resolved: Vec<SocketAddr> = addresses.iter().map(resolve).collect::<Result<_, _>>()?;
-        let found = recovery(&reports).map_err(Failure::config)?;
+        let of_slices: Vec<(Rank, Report)> =
+            reports.iter().map(|(rank, _, report)| (*rank, report.clone())).collect();
+        let found = recovery(&of_slices).map_err(Failure::config)?;
         if self.threads.lock().closed {
             return Ok(());
         }
-        let past = std::mem::replace(&mut *self.members.write(), Arc::new(members.clone()));
+        *self.members.write() = Arc::new(members.clone());
         self.shared.begin_epoch(&members, self.config.lanes);
         let begun = self.lanes()?;
         let books: Vec<Arc<OpenBook>> =
@@ -231,7 +253,9 @@ impl Inner {
         let names = addresses.iter().map(|(host, port)| format!("{host}:{port}")).collect();
         let next = {
             let mut epochs = self.epochs.lock();
-            epochs.past.push(past);
+            if let Some(log) = &mut epochs.log {
+                log.begin(&reports);
+            }
             epochs.addresses = addresses;
             epochs.next.take()
         };
@@ -253,24 +277,26 @@ impl Inner {
         Ok(())
     }
 
-    /// Where the lanes of the next members are, and how far each has come.
+    /// Where the lanes of the next members are, and how far each has come: its program, and its slices.
     #[allow(clippy::type_complexity)] // Two tables that belong together.
     fn read_plan(
         &self,
         members: &Members,
         plan: &[u8],
-    ) -> Result<(Vec<(String, u16)>, Vec<(Rank, Report)>), Failure> {
+    ) -> Result<(Vec<(String, u16)>, Vec<(Rank, u64, Report)>), Failure> {
         let mut addresses = self.epochs.lock().addresses.clone();
         let mut reports = Vec::new();
         for (rank, bytes) in decode_plan(plan).map_err(Failure::config)? {
-            let port = bytes.split_first_chunk::<2>().filter(|_| members.contains(rank));
-            let Some((port, report)) = port else {
+            let head = bytes.split_first_chunk::<2>().filter(|_| members.contains(rank));
+            let head = head.and_then(|(port, rest)| Some((port, rest.split_first_chunk::<8>()?)));
+            let Some((port, (begun, report))) = head else {
                 return Err(Failure::config(format!(
                     "a plan for the next epoch with a report of rank {rank}"
                 )));
             };
             addresses[rank.index()].1 = u16::from_le_bytes(*port);
-            reports.push((rank, recovery::decode(report).map_err(Failure::config)?));
+            let report = recovery::decode(report).map_err(Failure::config)?;
+            reports.push((rank, u64::from_le_bytes(*begun), report));
         }
         Ok((addresses, reports))
     }

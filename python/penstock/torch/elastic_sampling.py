@@ -1,0 +1,240 @@
+"""Samples for ranks that may be lost: each is dealt once, whoever trains on it in the end.
+
+A deal follows from the order of the samples, the steps at which members change, and what of the steps before was whole
+(`penstock.members`): every rank works out the same, and no word goes over the network. Samples of a lost rank that were
+in no whole step go back to the end of the queue.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from penstock import job
+from penstock.errors import ConfigError
+from penstock.members import MembershipEpoch
+
+__all__ = ["Deal", "ElasticSampler"]
+
+
+class Deal:
+    """Batches of one pass over the data, for all ranks.
+
+    Args:
+        order: The samples.
+        batch_size: Samples of one rank's batch.
+        drop_last: Leave out what is not enough for a whole batch of every rank.
+        step_of: Which step a batch is for, by its number from 0.
+        first: How many epochs of members are taken up already.
+        before: The last pass, whose lost samples may come back in this one.
+    """
+
+    def __init__(
+        self,
+        order: Sequence[int],
+        batch_size: int,
+        drop_last: bool,
+        step_of: Callable[[int], int],
+        first: int = 1,
+        before: Deal | None = None,
+    ) -> None:
+        self._queue = deque(order)
+        self._batch_size = batch_size
+        self._drop_last = drop_last
+        self._step_of = step_of
+        self._taken_up = first
+        # By rank: the step of each of its batches and what is in it.
+        self._dealt: dict[int, list[tuple[int, list[int]]]] = {} if before is None else before._dealt
+        self._whole: dict[int, int] = {} if before is None else before._whole
+        """Of each lost rank: in so many steps it has been whole."""
+        self.number = 0
+        """Of the next batch."""
+
+    @property
+    def taken_up(self) -> int:
+        """How many epochs of members this deal knows."""
+        return self._taken_up
+
+    def left(self, members: int) -> int:
+        """How many batches are left for each of so many members, if nobody is lost."""
+        whole, rest = divmod(len(self._queue), self._batch_size * members)
+        return whole + (rest > 0 and not self._drop_last)
+
+    def next(self, log: Sequence[MembershipEpoch]) -> dict[int, list[int]] | None:
+        """The next batch of every member, by rank, or None at the end.
+
+        Args:
+            log: All epochs of members that count from the batch's step or an earlier one, and maybe later ones.
+        """
+        step = self._step_of(self.number)
+        while self._taken_up < len(log) and log[self._taken_up].step <= step:
+            self._take_up(log[self._taken_up - 1], log[self._taken_up])
+            self._taken_up += 1
+        members = log[self._taken_up - 1].members
+        wanted = self._batch_size * len(members)
+        rest = len(self._queue)
+        if rest == 0 or (rest < wanted and self._drop_last):
+            return None
+        samples = [self._queue.popleft() for _ in range(min(wanted, rest))]
+        size, more = divmod(len(samples), len(members))
+        batches: dict[int, list[int]] = {}
+        at = 0
+        for place, rank in enumerate(members):
+            count = size + (place < more)
+            # Every rank makes every step: who would have nothing sees a sample that another one has.
+            batches[rank] = samples[at : at + count] or [samples[place % len(samples)]]
+            self._dealt.setdefault(rank, []).append((step, samples[at : at + count]))
+            at += count
+        self.number += 1
+        return batches
+
+    def _take_up(self, before: MembershipEpoch, after: MembershipEpoch) -> None:
+        """What lost ranks had of steps that are not whole goes back; of those lost earlier, too, if less is whole now.
+
+        Not before: all ranks do so at the same batch.
+        """
+        for rank in before.members:
+            if rank not in after.members:
+                self._whole[rank] = after.whole_steps
+        for rank in sorted(self._whole):
+            whole = self._whole[rank] = min(self._whole[rank], after.whole_steps)
+            kept = []
+            for step, samples in self._dealt.get(rank, []):
+                if step > whole:
+                    self._queue.extend(samples)
+                else:
+                    kept.append((step, samples))
+            self._dealt[rank] = kept
+
+    def forget(self, steps: int) -> None:
+        """Batches of so many steps are whole for good: nobody's comes back."""
+        for rank, batches in self._dealt.items():
+            self._dealt[rank] = [batch for batch in batches if batch[0] > steps]
+
+    def unused(self, steps: int | None) -> list[int]:
+        """Samples that are in no batch of the first so many steps, in order; None: those that are not dealt."""
+        known = [] if steps is None else [batch for batches in self._dealt.values() for batch in batches]
+        dealt = sorted((batch for batch in known if steps is None or batch[0] > steps), key=lambda batch: batch[0])
+        return [*(sample for _, samples in dealt for sample in samples), *self._queue]
+
+
+class ElasticSampler(Sampler[list[int]]):
+    """Deals batches to the members of an elastic job; every sample once per epoch, also when members are lost.
+
+    Give it to a `DataLoader` as ``batch_sampler``. All ranks make equally many steps, and one step per batch. When a
+    rank is lost, its samples of steps that are not whole (docs/elastic.md) are dealt to those that are left: at the end
+    of the same epoch, or of the next one if it was lost in the last steps. In a job that is not elastic it deals as
+    well.
+
+    Where the rest is less than a batch for each rank, ranks get smaller batches, and if there are fewer samples than
+    ranks some are seen by two.
+
+    Args:
+        dataset: Of known length, the same on every rank.
+        batch_size: Samples in one rank's batch.
+        shuffle: In another order each epoch.
+        seed: Of the order; the same on every rank.
+        drop_last: Leave out what is not enough for a whole batch of every rank.
+        batches_per_step: So many batches make one step, where a program accumulates gradients.
+
+    Raises:
+        ConfigError: Before `init`, the dataset has no length, or a number is below 1.
+
+    Example:
+        >>> sampler = ps.ElasticSampler(dataset, batch_size=32)
+        >>> loader = DataLoader(dataset, batch_sampler=sampler)
+        >>> for epoch in range(10):
+        ...     sampler.set_epoch(epoch)
+        ...     for x, y in loader:
+        ...         train(x, y)
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        batches_per_step: int = 1,
+    ) -> None:
+        running = job.current("ElasticSampler")
+        if not isinstance(dataset, Sized):
+            raise ConfigError(
+                f"penstock.ElasticSampler: a {type(dataset).__name__} has no length; an iterable dataset cannot be "
+                "dealt anew when a rank is lost"
+            )
+        for name, number in (("batch_size", batch_size), ("batches_per_step", batches_per_step)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ConfigError(f"penstock.ElasticSampler: {name} is {number!r}; it must be a whole number from 1")
+        self._membership = running.membership
+        self._rank = running.rank
+        self._all = MembershipEpoch(tuple(range(running.world_size)), 1, 0)
+        self._length = len(dataset)
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._seed = seed
+        self._drop_last = drop_last
+        self._batches_per_step = batches_per_step
+        self._epoch = 0
+        self._given: list[int] | None = None
+        self._deal: Deal | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next pass; call it before each, alike on all ranks."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        """Batches of a whole pass, as long as nobody is lost."""
+        members = len(self._log()[-1].members)
+        deal = Deal(range(self._length), self._batch_size, self._drop_last, int)
+        return deal.left(members)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order, self._given = self._order() if self._given is None else self._given, None
+        made = 0 if self._membership is None else self._membership.steps
+
+        def step_of(number: int) -> int:
+            return made + 1 + number // self._batches_per_step
+
+        before = None if self._membership is None else self._deal
+        if before is not None:
+            before.forget(made - 3)  # averages of the last steps may not be in
+        first = 1 if before is None else before.taken_up
+        self._deal = deal = Deal(order, self._batch_size, self._drop_last, step_of, first, before)
+        while True:
+            if self._membership is not None:
+                self._membership.begin_step(step_of(deal.number))
+            batches = deal.next(self._log())
+            if batches is None:
+                return
+            yield batches[self._rank if self._membership is None else self._membership.own]
+
+    def _log(self) -> list[MembershipEpoch]:
+        return [self._all] if self._membership is None else self._membership.log()
+
+    def _order(self) -> list[int]:
+        if not self._shuffle:
+            return list(range(self._length))
+        generator = torch.Generator("cpu")
+        generator.manual_seed(self._seed + self._epoch)
+        return torch.randperm(self._length, generator=generator, dtype=torch.int64, device="cpu").tolist()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the pass is: its number, and the samples that are in no step that was made. The same on all ranks.
+
+        A job that is not elastic counts no steps: samples that were read ahead count as used.
+        """
+        made = None if self._membership is None else self._membership.steps
+        unused = None if self._deal is None else self._deal.unused(made)
+        return {"epoch": self._epoch, "unused": unused}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next pass go on where another one was, whoever were its members."""
+        self._epoch = state["epoch"]
+        self._given = None if state["unused"] is None else [*state["unused"]]

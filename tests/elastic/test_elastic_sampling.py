@@ -1,0 +1,123 @@
+"""`ps.ElasticSampler` in jobs of real processes of which some are killed: every sample is seen once per pass."""
+
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from job_processes import PATIENCE_S, run, run_well
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import penstock as ps
+
+OPTIONS = {"elastic": True, "peer_timeout_s": 4.0, "line_rate_mbit": 1000.0}
+SAMPLES = 101
+BATCH = 2
+PASSES = 3
+
+
+def die_in(seconds):
+    def die():
+        time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=die, daemon=True).start()
+
+
+def trained(rank, size, deaths, ahead):
+    """What this rank was dealt, by pass and step, and told; by rank who dies, in which step and how much later."""
+    data = TensorDataset(torch.arange(SAMPLES, dtype=torch.float32).view(-1, 1))
+    model = nn.Linear(1, 1)
+    model, optimizer = ps.distribute(model, torch.optim.SGD(model.parameters(), lr=1e-6))
+    sampler = ps.ElasticSampler(data, BATCH, seed=5)
+    workers = {"num_workers": 1, "prefetch_factor": ahead} if ahead else {}
+    changes, seen, step = [], [], 0
+    ps.on_members_changed(changes.append)
+    for number in range(PASSES):
+        sampler.set_epoch(number)
+        seen.append([])
+        for (batch,) in DataLoader(data, batch_sampler=sampler, **workers):
+            step += 1
+            if rank in deaths and deaths[rank][0] == step:
+                die_in(deaths[rank][1])
+            seen[-1].append((step, [int(sample) for sample in batch.flatten()]))
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+    ps.synchronize()
+    if rank in deaths:
+        threading.Event().wait(PATIENCE_S)
+    return seen, changes, model.weight.item()
+
+
+@pytest.mark.parametrize(
+    ("seed", "size", "count", "ahead"),
+    [
+        (1, 3, 1, 0),
+        pytest.param(2, 4, 2, 0, marks=pytest.mark.long),
+        pytest.param(3, 3, 1, 2, marks=pytest.mark.long),
+        pytest.param(4, 5, 2, 3, marks=pytest.mark.long),
+    ],
+)
+def test_every_sample_is_seen_once_per_pass(seed, size, count, ahead, tmp_path):
+    draw = random.Random(seed)
+    # Not in the last steps of the last pass: what is lost then comes in the next one.
+    deaths = {rank: (draw.randrange(2, 25), draw.random() * 0.02) for rank in draw.sample(range(size), count)}
+    outcomes = run(size, trained, tmp_path, deaths, ahead, **OPTIONS)
+    left = [rank for rank in range(size) if rank not in deaths]
+    for rank in left:
+        assert outcomes[rank].error is None, f"seed {seed}, deaths {deaths}, rank {rank}: {outcomes[rank].error}"
+    values = {rank: outcomes[rank].value for rank in left}
+    assert len({weight for *_, weight in values.values()}) == 1, f"seed {seed}, deaths {deaths}"
+    changes = values[left[0]][1]
+    assert all(value[1] == changes for value in values.values()), f"seed {seed}: {values}"
+    steps = {rank: [step for one in value[0] for step, _ in one] for rank, value in values.items()}
+    assert len({tuple(made) for made in steps.values()}) == 1, f"seed {seed}: {steps}"
+    survivors = [sample for seen, *_ in values.values() for one in seen for _, batch in one for sample in batch]
+    # Of each sample, as often as there were passes: by those who are left, or by one that is lost in a whole step.
+    by_lost = {sample: PASSES - survivors.count(sample) for sample in range(SAMPLES)}
+    extra = {sample: -times for sample, times in by_lost.items() if times < 0}
+    assert sum(extra.values()) < size, f"seed {seed}, deaths {deaths}: {extra} are seen too often"
+    whole = {rank: min(c.whole_steps for c in changes if rank not in c.members) for rank in deaths}
+    credited = sum(times for times in by_lost.values() if times > 0)
+    at_most = sum(BATCH * steps for steps in whole.values())
+    assert credited <= at_most, f"seed {seed}, deaths {deaths}: {credited} samples are missed, {at_most} were whole"
+
+
+def dealt(rank, size):
+    sampler = ps.ElasticSampler(range(10), 2, shuffle=False)
+    first = list(sampler)
+    iterator = iter(sampler)
+    next(iterator)
+    state = sampler.state_dict()
+    sampler.load_state_dict(state)
+    return len(sampler), first, state["epoch"], list(sampler)
+
+
+def test_a_job_that_loses_nobody_may_use_it(tmp_path):
+    zero, one = run_well(2, dealt, tmp_path)
+    assert zero[:2] == (3, [[0, 1], [4, 5], [8]]) and one[:2] == (3, [[2, 3], [6, 7], [9]])
+    # What was given out counts as used where no steps are counted.
+    assert (zero[3], one[3]) == ([[4, 5], [8]], [[6, 7], [9]])
+
+
+def test_bad_input_is_named():
+    with pytest.raises(ps.ConfigError, match=r"penstock\.init"):
+        ps.ElasticSampler(range(3), 2)
+
+
+def refused(rank, size):
+    with pytest.raises(ps.ConfigError, match="batch_size is 0"):
+        ps.ElasticSampler(range(3), 0)
+    with pytest.raises(ps.ConfigError, match="batches_per_step is True"):
+        ps.ElasticSampler(range(3), 1, batches_per_step=True)
+    with pytest.raises(ps.ConfigError, match="has no length"):
+        ps.ElasticSampler(iter([1]), 1)
+
+
+def test_bad_arguments_are_named(tmp_path):
+    run_well(1, refused, tmp_path)
