@@ -278,6 +278,12 @@ impl Pool {
         }
     }
 
+    /// So many bytes, as lengths and not as capacities, will be in use all the time: kept is as much as before beside them. Otherwise each
+    /// buffer that takes the place of one of these would be mapped, and its pages made, anew.
+    pub fn keep_more(&self, len_bytes: usize) {
+        self.keep_bytes.fetch_add(len_bytes + len_bytes / 4, Ordering::Relaxed);
+    }
+
     /// Frees all buffers, those in use as soon as they come back. Buffers hold their pool, so without it an unused pool
     /// would keep itself alive.
     pub fn close(&self) {
@@ -476,6 +482,19 @@ mod tests {
         assert_eq!(pool.bytes(), 3 * BUFFER_BYTES_MIN);
         pool.close();
         assert_eq!(pool.bytes(), 0);
+    }
+
+    #[test]
+    fn what_takes_the_place_of_buffers_in_use_is_kept_beside_them() {
+        let pool = Pool::new(2 * BUFFER_BYTES_MIN);
+        let take = |pool: &Arc<Pool>| -> Vec<Chunk> { (0..4).map(|_| pool.take(BUFFER_BYTES_MIN)).collect() };
+        let in_use = take(&pool);
+        drop(take(&pool));
+        assert_eq!(pool.bytes(), 4 * BUFFER_BYTES_MIN, "nothing is kept");
+        pool.keep_more(4 * BUFFER_BYTES_MIN);
+        drop(take(&pool));
+        assert_eq!(pool.bytes(), 7 * BUFFER_BYTES_MIN);
+        drop(in_use);
     }
 
     #[test]

@@ -118,6 +118,10 @@ impl BookProgress {
 
 impl OpenBook {
     pub(crate) fn new(id: BookId, book: Book, shared: Arc<Shared>) -> Self {
+        if book.roles.rules.recoverable {
+            let results: u64 = book.slices.iter().map(|slice| u64::from(slice.len_bytes)).sum();
+            shared.pool.keep_more(results as usize);
+        }
         let state = BookProgress::new(id, &book, shared);
         Self::dealt(book, Arc::new(state))
     }
