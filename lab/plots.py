@@ -62,6 +62,8 @@ STYLES = {
     "penstock-slicing": Style("#3A93CC", ">", (0, (4, 1))),
     "penstock-fifo": Style("#1F80B8", "h", (0, (5, 1, 1, 1))),
     "penstock-store": Style("#004C78", "H", (0, (4, 1))),
+    "penstock-elastic": Style("#00639C", "4", (0, (2, 2))),
+    "penstock-encrypted": Style("#3B6E94", "3", (0, (1, 3))),
     "penstock-update": Style("#2B5C8A", "8", (0, (2, 1))),
     "penstock-whole-tensors": Style("#4F79A3", "1", (0, (1, 2))),
     "penstock-adam": Style("#6F8FA8", "2", (0, (3, 2))),

@@ -81,6 +81,9 @@ SYSTEMS: dict[str, System] = {
         _penstock("penstock-bf16", "Penstock, bf16", {"schemes": {"*": "bf16"}}, exact=False),
         # Beside "penstock" where a scenario gives that schemes to choose from, or groups.
         _penstock("penstock-store", "Penstock, the store alone", {"mode": "full"}),
+        # What it costs that members may be lost, or that others may not read what is sent.
+        _penstock("penstock-elastic", "Penstock, elastic", {"mode": "full", "init": {"elastic": True}}),
+        _penstock("penstock-encrypted", "Penstock, encrypted", {"mode": "full", "init": {"encrypt": True}}),
         # As MXNet's dist_sync can, beside it: its servers, too, update when the last gradient of a parameter is there.
         _penstock(
             "penstock-update",

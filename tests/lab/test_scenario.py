@@ -69,6 +69,7 @@ BARS = {
     "resnet50-600-auto": ("resnet50", 1.0, 1.2, 600, 4, None, None),
     "resnet50-600-bf16": ("resnet50", 1.0, 1.2, 600, 4, None, None),
     "resnet50-custom-functions": ("resnet50", 1.0, 1.2, 800, 3, 1.06, None),
+    "resnet50-1000-guarded": ("resnet50", 1.0, 1.2, 1000, 4, 1.06, None),
     "resnet50-servers": ("resnet50", 1.0, 1.2, 1000, 4, 1.06, None),
     "vgg19-half-servers": ("vgg19", 0.5, 2.0, 1000, 4, 1.06, None),
     "resnet50-2x2-groups": ("resnet50", 1.0, 1.2, 300, 2, 1.06, None),
@@ -77,12 +78,13 @@ BARS = {
 SERVERS = {"resnet50-servers": [1, 2, 4], "vgg19-half-servers": [1, 2, 4]}
 # System, against, time of the one / that of the other at most. "No worse" than the store has DDP's allowance for noise.
 BETWEEN = {
-    "resnet50-600-auto": ("penstock", "penstock-store", 1.02),
-    "resnet50-600-bf16": ("penstock-bf16", "ddp-bf16", 1.0),
-    "resnet50-servers": ("penstock-update", "mxnet-sync-update", 0.8),
+    "resnet50-600-auto": [("penstock", "penstock-store", 1.02)],
+    "resnet50-600-bf16": [("penstock-bf16", "ddp-bf16", 1.0)],
+    "resnet50-1000-guarded": [("penstock-elastic", "penstock", 1.005), ("penstock-encrypted", "penstock", 1.03)],
+    "resnet50-servers": [("penstock-update", "mxnet-sync-update", 0.8)],
     # 1.7 times as fast.
-    "resnet50-2x2-groups": ("penstock", "penstock-store", 0.588),
-    "vgg19-half-2x2-groups": ("penstock", "penstock-store", 0.588),
+    "resnet50-2x2-groups": [("penstock", "penstock-store", 0.588)],
+    "vgg19-half-2x2-groups": [("penstock", "penstock-store", 0.588)],
 }
 # Of systems, where a scenario has any.
 OPTIONS = {
@@ -110,7 +112,7 @@ def test_nobody_loosens_a_bar_or_what_it_is_for(name):
     assert [point.network, point.width, *undilated, point.hosts] == cluster
     assert point.targets.get("ideal_ratio") == ideal_ratio and point.targets.get("peer_ratio") == peer_ratio
     between = [tuple(bar[key] for key in ("system", "against", "at_most")) for bar in point.targets.get("between", [])]
-    assert between == ([BETWEEN[name]] if name in BETWEEN else [])
+    assert between == BETWEEN.get(name, [])
     assert point.slow == ({"host": 3, "rate_mbit": 250} if name == "resnet50-one-slow-host" else {})
     chosen = {"penstock": {"schemes": "auto"}} if name.endswith("-auto") else {}
     assert point.options == OPTIONS.get(name, chosen)

@@ -156,6 +156,8 @@ def test_the_table_of_systems_is_complete():
     modes = {
         "penstock",
         "penstock-store",
+        "penstock-elastic",
+        "penstock-encrypted",
         "penstock-update",
         "penstock-whole-tensors",
         "penstock-adam",
