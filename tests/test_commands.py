@@ -244,6 +244,7 @@ TABLE = {
     "python -m benchmarks.allreduce [--json-lines docs/benchmarks/allreduce.jsonl]": Run(
         FEW_SUMS, clusters=True, long=True, status=JUDGED
     ),
+    "python -m benchmarks.allreduce --arms book encrypted-book": Run(FEW_SUMS, clusters=True, long=True, status=JUDGED),
     "python -m benchmarks.allreduce --mbit 1000 --hosts 4 --megabytes 53": Run(
         FEW_SUMS, clusters=True, needs=("iperf3",), long=True, status=JUDGED
     ),
