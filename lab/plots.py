@@ -39,6 +39,7 @@ COLORS = (200, 32)
 # In the order of preference; what tells systems apart first.
 NETWORK_SYSTEMS = (
     *(OURS, "penstock-store", "penstock-fifo", "penstock-slicing", "penstock-wait-free", "penstock-vanilla"),
+    *("penstock-elastic", "penstock-encrypted"),
     *("penstock-update", "penstock-whole-tensors", "penstock-adam", "penstock-bf16"),
     *("ddp", "mxnet-p3", "mxnet-sync", "horovod", "ddp-bf16"),
 )
