@@ -54,10 +54,10 @@ if TYPE_CHECKING:
         ProtocolError,
         Timeout,
     )
-    from penstock.job import init, on_members_changed, rank, report, shutdown, world_size
+    from penstock.job import init, membership_log, on_members_changed, rank, report, shutdown, world_size
     from penstock.kvstore import KVStore
     from penstock.lossy import DGC, OneBit
-    from penstock.members import MembersChange
+    from penstock.members import MembersChange, MembershipEpoch
     from penstock.torch.access import no_sync, synchronize
     from penstock.torch.checkpoints import Checkpoints
     from penstock.torch.clipping import GradScaler, clip_grad_norm_
@@ -89,6 +89,7 @@ __all__ = [
     "KVStore",
     "LocalSGD",
     "MembersChange",
+    "MembershipEpoch",
     "ModelMismatch",
     "OneBit",
     "Options",
@@ -110,6 +111,7 @@ __all__ = [
     "gather",
     "init",
     "join",
+    "membership_log",
     "new_group",
     "no_sync",
     "on_members_changed",
@@ -142,6 +144,7 @@ _HOME_OF = {
     "KVStore": "kvstore",
     "LocalSGD": "torch.front_end",
     "MembersChange": "members",
+    "MembershipEpoch": "members",
     "ModelMismatch": "errors",
     "OneBit": "lossy",
     "Options": "config",
@@ -164,6 +167,7 @@ _HOME_OF = {
     "join": "torch.front_end",
     "new_group": "collectives",
     "no_sync": "torch.front_end",
+    "membership_log": "job",
     "on_members_changed": "job",
     "rank": "job",
     "recv": "collectives",

@@ -26,7 +26,7 @@ from penstock.coordinator import Cluster, Rates
 from penstock.ending import Hooks, described
 from penstock.errors import ConfigError, PenstockError
 from penstock.grouping import AUTO, NONE_ASKED_FOR
-from penstock.members import MembersChange, Membership
+from penstock.members import MembersChange, Membership, MembershipEpoch
 from penstock.tracing.moments import forget_moments
 from penstock.version import installed_version
 
@@ -47,6 +47,7 @@ __all__ = [
     "Job",
     "current",
     "init",
+    "membership_log",
     "on_members_changed",
     "rank",
     "refuse_elastic",
@@ -309,11 +310,11 @@ def world_size() -> int:
 
 
 def on_members_changed(callback: Callable[[MembersChange], object]) -> None:
-    """In an elastic job, call this whenever members were lost, at the end of the step that they were lost in.
+    """In an elastic job, call this whenever members were lost, on all ranks at the end of the same step.
 
-    It is called on the program's thread, in ``optimizer.step``, after those that were given before; `penstock.rank` and
-    `penstock.world_size` have changed by then. Ranks may hear of it one step apart. In a job that is not elastic it is
-    never called.
+    That is the last one that counts with those who were lost, one or two after the one they were lost in. It is called
+    on the program's thread, in ``optimizer.step``, after those that were given before; `penstock.rank` and
+    `penstock.world_size` have changed by then. In a job that is not elastic it is never called.
 
     Args:
         callback: Is given a `penstock.MembersChange`.
@@ -330,6 +331,29 @@ def on_members_changed(callback: Callable[[MembersChange], object]) -> None:
     membership = current("on_members_changed").membership
     if membership is not None:
         membership.call(callback)
+
+
+def membership_log() -> list[MembershipEpoch]:
+    """Who took part in an elastic job, from which step on: its epochs so far, the present one last.
+
+    All ranks that are left have the same. An epoch whose ``step`` has not come is known already, and counts from then
+    on. In a job that is not elastic there is one epoch.
+
+    Returns:
+        Of each epoch its members, by the ranks that they began with; the first step that counts with them, from 1; and
+        how many steps were whole before, of the model that was distributed first.
+
+    Raises:
+        ConfigError: Before `init` or after `shutdown`, or in a forked child.
+
+    Example:
+        >>> for epoch in ps.membership_log():
+        ...     print(f"from step {epoch.step} on: {epoch.members}, after {epoch.whole_steps} whole steps")
+    """
+    running = current("membership_log")
+    if running.membership is not None:
+        return running.membership.log()
+    return [MembershipEpoch(tuple(range(running.world_size)), 1, 0)]
 
 
 def report() -> Report:

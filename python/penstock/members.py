@@ -38,12 +38,13 @@ class MembersChange(NamedTuple):
 
 @dataclass(frozen=True)
 class MembershipEpoch:
-    """One epoch, as the log has it.
+    """One epoch of an elastic job, as `penstock.membership_log` has it.
 
     Attributes:
         members: By the ranks that they began with, ascending.
         step: The first step that counts with them.
-        whole_steps: So many steps were whole before.
+        whole_steps: So many steps were whole before: those who are lost by then were in them with all of their
+            gradients. A later epoch may have fewer, if only a rank that is lost by then had the averages of one.
     """
 
     members: tuple[int, ...]

@@ -88,6 +88,31 @@ def test_every_sample_is_seen_once_per_pass(seed, size, count, ahead, tmp_path):
     assert credited <= at_most, f"seed {seed}, deaths {deaths}: {credited} samples are missed, {at_most} were whole"
 
 
+def updated_by_hand(rank, size):
+    model = nn.Linear(4, 1)
+    ps.distribute(model)
+    changes = []
+    ps.on_members_changed(lambda change: changes.append((change, steps)))
+    for steps in range(1, 31):
+        model(torch.ones(2, 4)).sum().backward()
+        ps.synchronize()
+        if rank == size - 1 and steps == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with torch.no_grad():
+            for param in model.parameters():
+                param -= 0.01 * param.grad
+        model.zero_grad()
+    return changes, [param.tolist() for param in model.parameters()]
+
+
+def test_a_program_that_updates_by_itself_hears_of_it_at_the_same_step(tmp_path):
+    *left, lost = run(3, updated_by_hand, tmp_path, **OPTIONS)
+    assert lost.exit_code == -signal.SIGKILL and [one.error for one in left] == [None, None]
+    assert left[0].value == left[1].value
+    ((change, heard),) = left[0].value[0]
+    assert change.members == (0, 1) and change.step == heard + 1 and 5 <= heard <= 6
+
+
 def dealt(rank, size):
     sampler = ps.ElasticSampler(range(10), 2, shuffle=False)
     first = list(sampler)

@@ -83,6 +83,9 @@ def summed(rank, size, deaths):
     if rank in deaths:
         threading.Event().wait(PATIENCE_S)  # it is killed at the latest here
     parameters = [part.weight.detach().numpy().copy() for part in model.parts]
+    log = ps.membership_log()
+    assert [epoch.members for epoch in log[1:]] == [change.members for change in changes]
+    assert [(epoch.step, epoch.whole_steps) for epoch in log[1:]] == [(c.step, c.whole_steps) for c in changes]
     return parameters, digest(model, optimizer), changes, ps.rank(), ps.world_size()
 
 

@@ -331,13 +331,17 @@ class Distributed:
         self.schemes.choice.after_step(self.gradients.step)
         if self.buffers is not None:
             self.buffers.finish()
-        if self.membership is not None and self.moments.counting in (None, self.gradients.id):
-            self.membership.look(self.gradients.step, self.gradients.id)
+        self._look_for_members()
         if self.buffers is not None:
             if self.membership is not None:
                 self.buffers.source = self.membership.rank == 0
             self.buffers.start(self.gradients.step - 1)  # of the step that has just ended
         self._step_is_new = True
+
+    def _look_for_members(self) -> None:
+        """A step is over: if it is one of those that are counted, who takes part from now on is taken up."""
+        if self.membership is not None and self.moments.counting in (None, self.gradients.id):
+            self.membership.look(self.gradients.step, self.gradients.id)
 
     def end_observation(self) -> None:
         """The first step is made: what was seen until now says who reads which parameter."""
@@ -411,6 +415,8 @@ class Distributed:
         self.finish()
         if self.gradients.drop is None:
             self.gradients.finish(self.slots)
+        if not self.updates:
+            self._look_for_members()  # the program updates by itself: this is the end of its step
         for slot in self.slots:
             if not slot.reads.watched and not slot.flight.flying:
                 restore(slot)
