@@ -79,7 +79,7 @@ fn meddled(kind: Meddling, number: u64) -> Vec<String> {
     })
 }
 
-/// Of each kind; the thousand of docs/meeting.md: `ENCRYPTED_RUNS=250 cargo test --release -p penstock-net --test encrypted`.
+/// Of each kind; more by hand: `ENCRYPTED_RUNS=250 cargo test --release -p penstock-net --test encrypted`.
 fn runs() -> u64 {
     std::env::var("ENCRYPTED_RUNS").map_or(2, |runs| runs.parse().expect("a number"))
 }
