@@ -313,8 +313,9 @@ def on_members_changed(callback: Callable[[MembersChange], object]) -> None:
     """In an elastic job, call this whenever members were lost, on all ranks at the end of the same step.
 
     That is the last one that counts with those who were lost, one or two after the one they were lost in. It is called
-    on the program's thread, in ``optimizer.step``, after those that were given before; `penstock.rank` and
-    `penstock.world_size` have changed by then. In a job that is not elastic it is never called.
+    on the program's thread, in ``optimizer.step``, or in `penstock.synchronize` where the program updates by itself,
+    after those that were given before; `penstock.rank` and `penstock.world_size` have changed by then. In a job that is
+    not elastic it is never called.
 
     Args:
         callback: Is given a `penstock.MembersChange`.

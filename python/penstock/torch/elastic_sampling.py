@@ -46,18 +46,14 @@ class Deal:
         self._batch_size = batch_size
         self._drop_last = drop_last
         self._step_of = step_of
-        self._taken_up = first
+        self.taken_up = first
+        """How many epochs of members it knows."""
         # By rank: the step of each of its batches and what is in it.
         self._dealt: dict[int, list[tuple[int, list[int]]]] = {} if before is None else before._dealt
         self._whole: dict[int, int] = {} if before is None else before._whole
         """Of each lost rank: in so many steps it has been whole."""
         self.number = 0
         """Of the next batch."""
-
-    @property
-    def taken_up(self) -> int:
-        """How many epochs of members this deal knows."""
-        return self._taken_up
 
     def left(self, members: int) -> int:
         """How many batches are left for each of so many members, if nobody is lost."""
@@ -71,10 +67,10 @@ class Deal:
             log: All epochs of members that count from the batch's step or an earlier one, and maybe later ones.
         """
         step = self._step_of(self.number)
-        while self._taken_up < len(log) and log[self._taken_up].step <= step:
-            self._take_up(log[self._taken_up - 1], log[self._taken_up])
-            self._taken_up += 1
-        members = log[self._taken_up - 1].members
+        while self.taken_up < len(log) and log[self.taken_up].step <= step:
+            self._take_up(log[self.taken_up - 1], log[self.taken_up])
+            self.taken_up += 1
+        members = log[self.taken_up - 1].members
         wanted = self._batch_size * len(members)
         rest = len(self._queue)
         if rest == 0 or (rest < wanted and self._drop_last):
