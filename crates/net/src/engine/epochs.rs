@@ -19,7 +19,7 @@ use penstock_core::{Members, Rank, TensorId};
 use std::collections::BTreeSet;
 use std::io;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -33,7 +33,7 @@ pub(super) struct Epochs {
     /// Of each epoch, where members may be lost.
     log: Option<MembershipLog>,
     /// The last step that this rank's program has begun.
-    begun: AtomicU64,
+    begun: u64,
     /// By rank, of the present lanes.
     pub(super) addresses: Vec<(String, u16)>,
     /// Until the council begins.
@@ -132,7 +132,8 @@ impl Engine {
     /// As of every wait for the next epoch.
     pub fn begin_step(&self, step: u64) -> Result<(), Failure> {
         let _epoch = self.enter_epoch()?;
-        self.inner.epochs.lock().begun.fetch_max(step, Ordering::Relaxed);
+        let mut epochs = self.inner.epochs.lock();
+        epochs.begun = epochs.begun.max(step);
         Ok(())
     }
 
@@ -201,12 +202,8 @@ impl Inner {
         let report: Report = books.iter().map(of_book).collect();
         let mut epochs = self.epochs.lock();
         epochs.next = Some(listeners);
-        let bytes = [
-            &port.to_le_bytes()[..],
-            &epochs.begun.load(Ordering::Relaxed).to_le_bytes(),
-            &recovery::encode(&report),
-        ]
-        .concat();
+        let bytes =
+            [&port.to_le_bytes()[..], &epochs.begun.to_le_bytes(), &recovery::encode(&report)].concat();
         drop(epochs);
         if let Some(council) = self.shared.council() {
             council.frozen(bytes);
