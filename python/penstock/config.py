@@ -101,9 +101,9 @@ class Options:
         rendezvous_timeout_s: Longest wait for all ranks at the start, in seconds; two more to hear who is missing.
         broadcast_buffers: Copy rank 0's buffers (batch norm) to all after every step, not only at ``distribute``.
         line_rate_mbit: One direction of the slowest interface, in megabits per second: for what is chosen by cost, the
-            size of slices, and what connections hold in the kernel. ``None`` or ``"auto"``: measured at the start (20
-            ms to 0.1 s from 100 Mbit/s on, half a second at 10 Mbit/s); ``"off"``: not measured, 1000 assumed, and
-            connections left alone. What they hold is corrected while running by what gets through.
+            size of slices, and what connections hold in the kernel. ``None`` or ``"auto"``: measured at the start (30
+            ms where links are fast, 0.15 s at 100 Mbit/s, half a second at 10 Mbit/s); ``"off"``: not measured, 1000
+            assumed, and connections left alone. What they hold is corrected while running by what gets through.
         check_every: Steps between two comparisons of the ranks' parameters and hyperparameters (docs/errors.md), the
             first two steps aside; ``0`` or ``"off"``: none.
         policy: How layers' schemes are chosen: ``measured`` by predicted seconds, ``paper`` by Poseidon's Algorithm 1.

@@ -226,7 +226,7 @@ class Coordinator:
     ) -> dict[str, str]:
         """Take new measurements, the same on all ranks, and choose again.
 
-        A change must gain a tenth, unless the scheme in use has become slower than the store.
+        By policy ``measured`` a change must gain a tenth, unless the scheme in use has become slower than the store.
 
         Args:
             rows: By layer, rows of each rank; layers that are missing keep theirs.

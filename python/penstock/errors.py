@@ -67,7 +67,10 @@ class ConfigError(PenstockError, ValueError):
 
 
 class PeerLost(PenstockError):
-    """A rank died, failed or went silent, perhaps this one; ``rank`` says which. The job cannot go on without it."""
+    """A rank died, failed or went silent, perhaps this one; ``rank`` says which. The job cannot go on without it.
+
+    An elastic job goes on; there a call that the loss has torn apart raises this, without a ``rank``.
+    """
 
 
 class Timeout(PenstockError, TimeoutError):

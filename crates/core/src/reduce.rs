@@ -1,9 +1,9 @@
 //! Sums in a fixed order, block by block, rounded once per addition at the accumulator's precision.
 //!
-//! The result for element i is `((x0[i] + x1[i]) + x2[i]) + ...`, divided at the end by the number of contributors. fp32
-//! and fp64 accumulate in their own type; fp16 and bf16 accumulate in fp32 and are rounded once, at the end; integers
-//! accumulate modulo 2^64, so sums wrap as their type does. Smallest and largest are exact in every type. The order is the
-//! caller's, so the bits do not depend on arrival order.
+//! The result for element i is `((x0[i] + x1[i]) + x2[i]) + ...`, divided at the end by the number of ranks that take
+//! part, those included that give nothing. fp32 and fp64 accumulate in their own type; fp16 and bf16 accumulate in fp32 and
+//! are rounded once, at the end; integers accumulate modulo 2^64, so sums wrap as their type does. Smallest and largest are
+//! exact in every type. The order is the caller's, so the bits do not depend on arrival order.
 
 use crate::types::Dtype;
 use half::slice::HalfFloatSliceExt;

@@ -52,7 +52,7 @@ impl<C: Clone> Exchange<C> {
         match route {
             Route::STORE => Self::Store(store::Store::default()),
             Route::Sum(algorithm) => Self::Collective(collective::Collective::new(algorithm)),
-            // What goes to an owner is gathered, for one rank.
+            // No book has tensors of the latter: what goes to an owner is gathered, for one rank (`way.rs`).
             Route::Gather | Route::Owner => Self::Gather(gather::Gather::default()),
         }
     }

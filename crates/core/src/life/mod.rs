@@ -15,8 +15,8 @@
 //! asks everybody ([`Question`]) and follows the replies to those who wait for nobody. Replies are of different moments, and more may
 //! be on its way: what they show is held back for [`DOUBT_NS`], and forgotten if what it waits for comes.
 //!
-//! **Where members may be lost** a verdict ends the epoch and not the job, unless this rank itself is at fault: nobody is told, and no call
-//! raises it. The members agree on who goes on ([`crate::agreement`]), and the next epoch has a life of its own.
+//! **Where members may be lost** a verdict ends the epoch and not the job, unless it leaves this rank out (`Verdict::leaves_out`):
+//! nobody is told, and no call raises it. The members agree on who goes on ([`crate::agreement`]), and the next epoch has a life of its own.
 //!
 //! **Who was away.** A process that was stopped for so long that others may have given it up, and that then finds them gone
 //! without a word, is itself the reason: their word may not have reached it.

@@ -58,7 +58,7 @@ struct SliceWindow {
 /// The frames for one peer.
 pub(super) struct Outbox<C> {
     control: VecDeque<Outgoing<C>>,
-    /// Answers and absences, which no window holds back.
+    /// What no window holds back: answers, absences, results, parts of gathers.
     ready: PriorityQueue<Outgoing<C>>,
     pushes: Vec<Option<Pushes<C>>>,
     window_bytes: u64,

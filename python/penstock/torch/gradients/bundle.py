@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["Bundle"]
 
 BUNDLE_BYTES = 64 << 10
-"""With so many it is submitted: what the engine holds back of small submissions, and half a millisecond at 1 Gbit/s."""
+"""With so many it is submitted: the least that the engine holds back of small submissions, half a millisecond at 1
+Gbit/s.
+"""
 
 
 class Bundle:

@@ -35,7 +35,9 @@ of its own transfer; and one call for many, when they are needed, is cheaper tha
 BACKGROUND_WAIT_S = 0.1
 """How long the background waits for the next piece before it looks whether that is still wanted."""
 REBUILD_WAIT_S = 0.005
-"""As `BACKGROUND_WAIT_S`, while it waits for averages that are made here and not for those that are on the way, too."""
+"""As `BACKGROUND_WAIT_S`, while averages come from two sides: it waits for one that is made here, and looks so often
+for those that are on the way.
+"""
 PIECE_WAIT_S = 2.0
 """How long the program waits for the next piece before it waits for the whole layer, with the job's own timeout."""
 
