@@ -20,7 +20,7 @@ use crate::limits;
 use crate::members::Members;
 use crate::memory::Memory;
 use crate::observe::{Observation, Observe, Point};
-use crate::roles::{NO_GROUPS, Roles};
+use crate::roles::Roles;
 use crate::submission::{Gives, Submission};
 use crate::types::{BookId, LayerId, Rank, SliceId, TensorId};
 use crate::way::Route;
@@ -636,8 +636,6 @@ impl<M: Memory, O: Observe> Node<M, O> {
 fn site<'a>(rank: Rank, book: &'a Book, active: &'a Active, slice: SliceId) -> Site<'a> {
     let (members, tensor, Roles { rules, groups, .. }) =
         (book.members_of(slice), book.tensor_of(slice), &book.roles);
-    // What goes to an owner, each rank sends by itself.
-    let groups = if tensor.route == Route::Owner { &NO_GROUPS } else { groups };
     let active = if tensor.route == Route::STORE { &active.members } else { &active.contributors };
     let (dtype, wire, tensor_bytes) = (tensor.dtype, tensor.wire, tensor.len_bytes());
     let layer = book.layers[tensor.layer as usize].as_str();

@@ -229,7 +229,8 @@ pub fn best_way(policy: Policy, facts: &Facts<'_>, allowed: &[Way], current: Opt
 fn paper(facts: &Facts<'_>, allowed: &[Way]) -> Best {
     let store = |reason| Best { way: Way::STORE, reason };
     if !matches!(facts.shape, LayerShape::Linear { .. }) || !allowed.contains(&Way::FACTORS) {
-        return store(Reason::Dense);
+        let pairs = allowed.contains(&Way::PAIRS) && facts.fit(Way::PAIRS);
+        return store(if pairs { Reason::NotWeighed } else { Reason::Dense });
     }
     let Some(layer) = facts.fully_connected() else { return store(Reason::RowsUnknown) };
     let (factors, whole) = (layer.factors_worker(), layer.store());
@@ -428,7 +429,8 @@ mod tests {
         let (few, many) = ([400; 4], [6000; 4]);
         assert_eq!(choice(Policy::Measured, &embedding(10_000, 512, &few, BYTES_ALONE)), Way::PAIRS);
         assert_eq!(choice(Policy::Measured, &embedding(10_000, 512, &many, BYTES_ALONE)), Way::STORE);
-        assert_eq!(choice(Policy::Paper, &embedding(10_000, 512, &few, BYTES_ALONE)), Way::STORE);
+        let by_paper = best_way(Policy::Paper, &embedding(10_000, 512, &few, BYTES_ALONE), &GATHERS, None);
+        assert_eq!(by_paper, Best { way: Way::STORE, reason: Reason::NotWeighed });
         let pairs = embedding(10_000, 512, &few, BYTES_ALONE).estimate(Way::PAIRS).unwrap();
         assert_eq!(pairs.direction_bytes, 3 * 400 * (4 + 2048));
     }

@@ -14,6 +14,8 @@ pub enum Reason {
     OneWorker,
     /// The layer's gradient can only be sent as it is, and nothing beats the store at that.
     Dense,
+    /// Algorithm 1 weighs factors against the store, and of this layer there are none: it has rows.
+    NotWeighed,
     /// How many rows the layer has is not known before its first step.
     RowsUnknown,
     /// Algorithm 1: factors are at most as many numbers as the store's.
@@ -78,6 +80,7 @@ impl Reason {
         match self {
             Self::OneWorker => "one-worker",
             Self::Dense => "dense",
+            Self::NotWeighed => "not-weighed",
             Self::RowsUnknown => "rows-unknown",
             Self::FewerNumbers { .. } => "fewer-numbers",
             Self::MoreNumbers { .. } => "more-numbers",
@@ -97,6 +100,7 @@ impl fmt::Display for Reason {
         match self {
             Self::OneWorker => f.write_str("one worker: nothing is sent"),
             Self::Dense => f.write_str("its gradient has no smaller form"),
+            Self::NotWeighed => f.write_str("Poseidon's Algorithm 1 weighs factors alone, and it has pairs"),
             Self::RowsUnknown => {
                 f.write_str("no rows of it were seen: it has had no step, or its forward pass is compiled")
             }
